@@ -1,0 +1,138 @@
+"""How words get in and out of the agent.
+
+A channel turns what somebody says into a call of the agent, and the agent's events into what they see:
+
+    OutboundMessage("cli", "direct", "Let me look.", kind="progress")
+    OutboundMessage("cli", "direct", 'read_file("a.txt")', kind="tool_hint")
+    OutboundMessage("cli", "direct", "It says hello.", kind="final")
+
+The one channel so far is the terminal. What came from a model or a file is made harmless before it is shown.
+This file works alone. It is the last room. Not covered: the options of the command line (nanobot.py).
+"""
+
+import asyncio
+import contextlib
+import queue
+import re
+import sys
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+
+@dataclass
+class OutboundMessage:
+    """An event on its way out. Kinds: final, delta (a piece of the answer), progress, tool_hint, retry."""
+
+    channel: str
+    chat_id: str
+    content: str
+    kind: str = "final"
+    media: list[str] = field(default_factory=list)
+    reply_to: str | None = None
+
+
+# C0 but tab and newline, DEL, C1; bidi controls, zero-widths, tag characters: they rewrite what a reader sees
+UNSAFE = re.compile("[\0-\b\v-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff\U000e0000-\U000e007f]")  # noqa
+
+
+def printable(text: str) -> str:
+    """Text for a terminal: control, escape, bidi and invisible characters are shown as `\\x1b`, `\\u202e`."""
+    safe = UNSAFE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+    return safe.encode("utf-8", errors="replace").decode("utf-8")
+
+
+class BackgroundLoop:
+    """An event loop on a daemon thread: the agent goes on while the main thread keeps the keyboard."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._questions: queue.SimpleQueue[tuple[str, Future] | None] = queue.SimpleQueue()
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+
+    def __enter__(self) -> "BackgroundLoop":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+
+    def complete(self, work: Coroutine) -> Any:
+        """Run a coroutine to its end and return its result; meanwhile `ask` may use the terminal.
+
+        Ctrl-C cancels the coroutine, waits until it has put things in order, and raises KeyboardInterrupt.
+        """
+        task: asyncio.Task | None = None
+
+        async def watched() -> Any:
+            nonlocal task
+            task = asyncio.current_task()
+            try:
+                return await work
+            finally:
+                self._questions.put(None)
+
+        result = asyncio.run_coroutine_threadsafe(watched(), self.loop)
+        try:
+            while question := self._questions.get():
+                question[1].set_result(input(question[0]))
+        except (KeyboardInterrupt, EOFError):
+            self.loop.call_soon_threadsafe(lambda: task and task.cancel())
+            while self._questions.get():
+                pass
+            raise KeyboardInterrupt from None
+        return result.result()
+
+    async def ask(self, question: str) -> str:
+        """One line from the person at the terminal."""
+        answer: Future = Future()
+        self._questions.put((question, answer))
+        return await asyncio.wrap_future(answer)
+
+
+class CLI:
+    """The terminal. The answer goes to `out` and nothing else does: live on a terminal, once into a pipe."""
+
+    def __init__(self, out: TextIO | None = None, err: TextIO | None = None, kinds: tuple[str, ...] = ()):
+        self.out, self.err = out or sys.stdout, err or sys.stderr
+        self.live = self.out.isatty()
+        self.kinds = kinds or ("progress", "tool_hint", "retry")  # what is shown besides the answer
+        self._streamed = ""
+
+    async def send(self, event: OutboundMessage) -> None:
+        if event.kind == "delta":
+            if self.live:
+                self._streamed += event.content
+                self._print(self.out, event.content, end="")
+        elif event.kind == "final" or (event.kind == "progress" and self._streamed):
+            rest = event.content.removeprefix(self._streamed.strip("\n")) if self._streamed else event.content
+            self._print(self.out, rest)
+            self._streamed = ""
+        elif event.kind in self.kinds:
+            self._print(self.out if self._streamed else self.err, "", end="\n" if self._streamed else "")
+            self._streamed = ""
+            self.note(event.content)
+
+    def note(self, text: str) -> None:
+        """A line beside the answer, dimmed where colours are."""
+        dim, plain = ("\x1b[2m", "\x1b[0m") if self.err.isatty() else ("", "")
+        print(f"{dim}{printable(text)}{plain}", file=self.err, flush=True)
+
+    def _print(self, where: TextIO, text: str, end: str = "\n") -> None:
+        print(printable(text), end=end, file=where, flush=True)
+
+    def read_line(self, prompt: str, history: Path) -> str:
+        """A line from the user, with line editing and history; raises EOFError on Ctrl-D."""
+        with contextlib.suppress(ImportError, OSError):  # no readline on Windows; no history yet
+            import readline
+
+            if not readline.get_current_history_length():
+                readline.read_history_file(history)
+        if not self.live:
+            print(prompt, end="", file=self.err, flush=True)
+        line = input(prompt if self.live else "")
+        with contextlib.suppress(ImportError, OSError):
+            readline.append_history_file(1, history)
+        return line

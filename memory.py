@@ -1,0 +1,408 @@
+"""What survives the turn: the session's journal, long-term memory, skills; and how much of it fits a request.
+
+The journal is the truth, what is sent is a projection. A session is one append-only file of JSON lines; each
+message is written once, at the moment it exists. Repair and trimming happen on the copy that is sent:
+
+    {"_type": "metadata", "key": "cli:direct", "created_at": "…", "metadata": {}, "last_consolidated": 0}
+    {"role": "user", "content": "What is in a.txt?", "timestamp": "2026-04-03T10:00:00+02:00"}
+    {"role": "assistant", "content": null, "tool_calls": [{"id": "call_1", …}], "timestamp": "…"}
+    {"role": "tool", "tool_call_id": "call_1", "content": "1| hello", "timestamp": "…"}
+
+So a crash needs no checkpoint: whoever reads the journal completes what is missing.
+This file works alone; what it needs from other rooms is handed in: `legal`, the rule for a lawful history.
+Read after tools.py, before channels.py. Not covered: when a session is loaded and written to (AgentLoop).
+"""
+
+import contextlib
+import json
+import logging
+import os
+import re
+import shutil
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote
+
+log = logging.getLogger("nanobot.memory")
+
+INTERRUPTED = "[interrupted before an answer]"
+
+
+# ---- The journal ----
+
+
+class SessionBusy(Exception):
+    """Another process is in a turn of this session."""
+
+
+def now() -> str:
+    return datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+def to_line(record: dict) -> bytes:
+    """One JSON line. Lone surrogates (from a terminal, from a model) become `?`: they have no UTF-8."""
+    return json.dumps(record, ensure_ascii=False).encode("utf-8", errors="replace") + b"\n"
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a new name in a folder survive a power cut; not every system has this."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+@dataclass
+class Session:
+    """One conversation. `lines` are the journal's message lines; None stands for an unreadable one."""
+
+    key: str
+    path: Path
+    lines: list[dict | None] = field(default_factory=list)
+    metadata: dict = field(default_factory=dict)
+    created_at: str = field(default_factory=now)
+    last_consolidated: int = 0  # this many lines are no longer sent
+    stamp: tuple[int, int] | None = None  # of the file as we know it
+    _sent: list[dict] = field(default_factory=list)  # `lines` as they are sent, prepared once each
+
+    def append(self, *messages: dict, sync: bool = True) -> None:
+        """Write messages to the journal, in one write, and fsync. Raises OSError when it cannot.
+
+        `sync=False` leaves the fsync to the next append: it is for power cuts, a mere kill loses nothing.
+        """
+        fresh = [{**message, "timestamp": message.get("timestamp") or now()} for message in messages]
+        self._write(fresh, sync)
+        self.lines += fresh
+
+    def restart(self) -> None:
+        """Start afresh: the journal keeps every line, none of them is sent any more."""
+        self.last_consolidated = len(self.lines)
+        self._write([self._header()], sync=True)
+
+    def _header(self) -> dict:
+        return {
+            "_type": "metadata", "key": self.key, "created_at": self.created_at, "updated_at": now(),
+            "metadata": self.metadata, "last_consolidated": self.last_consolidated,
+        }  # fmt: skip
+
+    def _write(self, records: list[dict], sync: bool) -> None:
+        is_new = not self.path.exists()
+        if is_new and "_type" not in records[0]:
+            records = [self._header(), *records]
+        self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0)
+        with os.fdopen(os.open(self.path, flags, 0o600), "r+b") as file:
+            file.write(_end_last_line(file) + b"".join(map(to_line, records)))
+            file.flush()
+            if sync:
+                os.fsync(file.fileno())
+        self.stamp = file_stamp(self.path)
+        if is_new:
+            sync_folder(self.path.parent)
+
+    def get_history(self, legal: Callable[[list[dict]], list[dict]]) -> list[dict]:
+        """What is sent: unconsolidated messages from a user message on, lawful, without our own keys.
+
+        A turn that was cut short is completed here, never in the journal.
+        """
+        self._sent += [_as_sent(line) for line in self.lines[len(self._sent) :]]
+        history = [message for message in self._sent[self.last_consolidated :] if message]
+        start = next((n for n, message in enumerate(history) if message["role"] == "user"), len(history))
+        return legal(list(_complete(history[start:])))
+
+    @property
+    def unfinished(self) -> bool:
+        """True where the last turn has no answer: it ended at a user message, a tool result or a call."""
+        live = [line for line in self.lines[self.last_consolidated :] if line]
+        return bool(live) and not (live[-1]["role"] == "assistant" and not live[-1].get("tool_calls"))
+
+
+def _as_sent(line: dict | None) -> dict:
+    """A journal line as the model sees it: `runtime` is put before the text, `timestamp` is not sent."""
+    if line is None:
+        return {}
+    message = {key: value for key, value in line.items() if key not in ("timestamp", "runtime")}
+    if line.get("runtime"):
+        message["content"] = f"{line['runtime']}\n\n{message['content']}"
+    return message
+
+
+def _complete(history: list[dict]) -> Iterator[dict]:
+    """Put an honest answer behind each user message that never got one."""
+    for message, following in zip(history, [*history[1:], {"role": "assistant"}], strict=True):
+        yield message
+        if message["role"] == "user" and following["role"] == "user":
+            yield {"role": "assistant", "content": INTERRUPTED}
+
+
+def file_stamp(path: Path) -> tuple[int, int] | None:
+    try:
+        info = path.stat()
+    except FileNotFoundError:
+        return None
+    return info.st_size, info.st_mtime_ns
+
+
+def load_session(key: str, path: Path) -> Session:
+    """Read a journal, whatever happened to it: torn, damaged and foreign lines never hide the others."""
+    session = Session(key, path, stamp=file_stamp(path))
+    data = path.read_bytes()
+    *whole, rest = data.split(b"\n")  # not splitlines(): U+2028 and \x85 are ordinary text here
+    whole += [rest] if _parse(rest) else []  # it lacks only its newline; a torn line is not read
+    records = [_parse(line) for line in whole]
+    if data.strip() and not any(records):
+        aside = path.with_name(f"{path.name}.corrupt-{time.time_ns()}")
+        os.replace(path, aside)
+        log.warning("%s is not readable: moved to %s, the session starts anew", path, aside)
+        return Session(key, path)
+    count: Any = 0
+    for number, record in enumerate(records):
+        if record and record.get("_type") == "metadata":
+            session.created_at = str(record.get("created_at") or session.created_at)
+            session.metadata = record["metadata"] if isinstance(record.get("metadata"), dict) else {}
+            count = record.get("last_consolidated")
+        elif number or record:  # an unreadable first line was the metadata
+            session.lines.append(record if record and isinstance(record.get("role"), str) else None)
+    if type(count) is int and 0 <= count <= len(session.lines):  # not isinstance: True is no count
+        session.last_consolidated = count
+    _keep_damaged(path, [line for line, record in zip(whole, records, strict=True) if line and not record])
+    return session
+
+
+def _end_last_line(file: Any) -> bytes:
+    """Go to where the next line may begin: a torn last line is cut off, a whole one gets its newline."""
+    if file.seek(0, os.SEEK_END) and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
+        file.seek(0)
+        data = file.read()
+        start = data.rfind(b"\n") + 1
+        if _parse(data[start:]):
+            return b"\n"
+        file.truncate(start)
+        file.seek(start)
+    return b""
+
+
+def _parse(line: bytes) -> dict | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _keep_damaged(path: Path, damaged: list[bytes]) -> None:
+    """Unreadable lines are skipped, never lost: they are collected beside the journal, each once."""
+    if not damaged:
+        return
+    log.warning("%s: %d unreadable lines skipped, kept in %s.corrupt", path, len(damaged), path.name)
+    aside = path.with_name(path.name + ".corrupt")
+    known = set(aside.read_bytes().split(b"\n")) if aside.exists() else set()
+    with open(aside, "ab") as file:
+        file.writelines(line + b"\n" for line in damaged if line not in known)
+
+
+class SessionManager:
+    """The sessions of a workspace, `sessions/<percent-encoded key>.jsonl`; the last 64 stay in memory."""
+
+    kept = 64
+
+    def __init__(self, workspace: Path):
+        self.folder = workspace / "sessions"
+        self._cache: OrderedDict[str, Session] = OrderedDict()
+
+    def path(self, key: str) -> Path:
+        """A file name that decodes to the key: `telegram:a_b` and `telegram:a:b` never meet in one file."""
+        return self.folder / f"{quote(key, safe=' @+,=').replace('.', '%2E')}.jsonl"
+
+    def get(self, key: str) -> Session:
+        """The session, read again where another process wrote to it. Raises OSError if it cannot be read."""
+        path = self.path(key)
+        session = self._cache.pop(key, None)
+        if session is None or session.stamp != file_stamp(path):
+            session = load_session(key, path) if path.exists() else Session(key, path)
+        self._cache[key] = session
+        if len(self._cache) > self.kept:
+            self._cache.popitem(last=False)
+        return session
+
+    def list_keys(self) -> list[str]:
+        """All session keys, the one used last first."""
+        paths = sorted(self.folder.glob("*.jsonl"), key=lambda path: -path.stat().st_mtime)
+        return [unquote(path.name.removesuffix(".jsonl")) for path in paths]
+
+    @contextlib.contextmanager
+    def lock(self, key: str) -> Iterator[None]:
+        """Hold a session for one turn; raises SessionBusy while another process does."""
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with open(self.path(key).with_suffix(".lock"), "a+b") as file:
+            if not _try_lock(file):
+                raise SessionBusy(f"Session {key} is in use by another program. Wait, or name another: -s.")
+            yield
+
+
+def _try_lock(file: Any) -> bool:
+    """An advisory lock on an open file, without waiting; the system lets go of it when the file is closed."""
+    try:
+        import fcntl
+    except ImportError:
+        return True  # Windows: one program a session is up to the user
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
+
+
+# ---- How much fits a request ----
+
+
+class TokenCounter:
+    """Sizes of messages, each taken once.
+
+    UTF-8 bytes are an upper bound of tokens, so while the bytes fit nothing needs counting. Otherwise 4 bytes
+    count as a token (3 in mostly non-ASCII text): tiktoken's vocabulary comes over the network, and nothing
+    may wait for that.
+    """
+
+    def __init__(self) -> None:
+        self._sizes: dict[int, tuple[dict, int, int]] = {}  # by id(message), which is kept alive
+
+    def size(self, message: dict) -> tuple[int, int]:
+        """(bytes, tokens) of a message; an image counts as 1,000 tokens."""
+        known = self._sizes.get(id(message))
+        if known is None or known[0] is not message:
+            known = self._sizes[id(message)] = (message, *measure(message))
+        return known[1], known[2]
+
+    def total(self, messages: Iterable[dict]) -> int:
+        return sum(self.size(message)[1] for message in messages)
+
+    def fits(self, messages: list[dict], budget: int) -> bool:
+        return sum(self.size(message)[0] for message in messages) <= budget or self.total(messages) <= budget
+
+
+def measure(message: dict) -> tuple[int, int]:
+    """(bytes, tokens) of a message, or of anything else that is sent as JSON."""
+    content = message.get("content") if isinstance(message, dict) else None
+    blocks = content if isinstance(content, list) else []
+    images = [block for block in blocks if block.get("type") == "image_url"]
+    if images:
+        message = {**message, "content": [block for block in blocks if block not in images]}
+    text = json.dumps(message, ensure_ascii=False)
+    size = len(text.encode("utf-8", errors="replace"))
+    per_token = 3 if size > 1.5 * len(text) else 4
+    return size + 1_000 * len(images), size // per_token + 1 + 1_000 * len(images)
+
+
+def leave_out_oldest(messages: list[dict], budget: int, counter: TokenCounter, task: int) -> list[dict]:
+    """The last resort for a request over its budget (tokens): the oldest whole turns are not sent.
+
+    A turn goes from a user message to the next. The system message stays, and all from index `task` on.
+    """
+    if counter.fits(messages, budget):
+        return messages
+    head = [message for message in messages[:1] if message["role"] == "system"]
+    starts = [n for n in range(len(head), task) if messages[n]["role"] == "user"] + [task]
+    for start in starts[1:]:
+        kept = head + messages[start:]
+        if counter.fits(kept, budget):
+            return kept
+    return head + messages[task:]
+
+
+# ---- Long-term memory ----
+
+
+class MemoryStore:
+    """Facts in memory/MEMORY.md, which people edit too, and the history of what was, which only grows."""
+
+    recent_entries, recent_chars = 50, 32_000
+
+    def __init__(self, workspace: Path):
+        self.folder = workspace / "memory"
+        self.facts = self.folder / "MEMORY.md"
+        self.history = self.folder / "history.jsonl"
+
+    def read_facts(self) -> str:
+        return self.facts.read_text(encoding="utf-8", errors="replace") if self.facts.exists() else ""
+
+    def recent_history(self) -> list[str]:
+        """`[2026-04-03 00:02] text` of what Dream has not read: the last 50 entries, ≤ 32,000 characters."""
+        cursor_file = self.folder / ".dream_cursor"
+        dreamt = _whole_number(cursor_file.read_text(encoding="utf-8")) if cursor_file.exists() else 0
+        records = map(_parse, self.history.read_bytes().split(b"\n")) if self.history.exists() else []
+        fresh = [each for each in records if each and _whole_number(each.get("cursor")) > dreamt]
+        lines, room = [], self.recent_chars
+        for entry in reversed(fresh[-self.recent_entries :]):
+            line = f"[{entry.get('timestamp', '')}] {entry.get('content', '')}"
+            room -= len(line) + 1
+            if room < 0:
+                break
+            lines.insert(0, line)
+        return lines
+
+
+def _whole_number(value: Any) -> int:
+    """A cursor as a number ≥ 0; anything else (a float, a bool, a damaged file) counts as 0."""
+    with contextlib.suppress(ValueError):
+        return 0 if isinstance(value, bool | float) else max(int(value or 0), 0)
+    return 0
+
+
+# ---- Skills ----
+
+
+@dataclass
+class Skill:
+    """A way of working, written down: `skills/<name>/SKILL.md`, front matter and text."""
+
+    name: str
+    path: Path
+    description: str = ""
+    text: str = ""  # without the front matter
+    always: bool = False  # in every system prompt in full
+    missing: list[str] = field(default_factory=list)  # what it requires and the machine has not
+
+
+class SkillsLoader:
+    """Skills of the workspace and of the kit; one of the workspace shadows the kit's of the same name."""
+
+    def __init__(self, *folders: Path):
+        self.folders = folders  # the first wins
+
+    def load(self) -> list[Skill]:
+        paths: dict[str, Path] = {}
+        for folder in reversed(self.folders):
+            paths |= {path.parent.name: path for path in folder.glob("*/SKILL.md")}
+        return [read_skill(path) for _, path in sorted(paths.items())]
+
+
+def read_skill(path: Path) -> Skill:
+    """Front matter is `key: value` lines between two `---`; any part of it may be missing."""
+    text = path.read_text(encoding="utf-8-sig", errors="replace").replace("\r\n", "\n")
+    front = re.match(r"---\n(.*?)\n?---\n?", text, re.DOTALL)
+    fields = dict(re.findall(r"^(\w[\w-]*):[ \t]*(.*?)[ \t]*$", front[1], re.MULTILINE)) if front else {}
+    skill = Skill(fields.get("name") or path.parent.name, path, fields.get("description", "").strip("\"'"))
+    skill.text = text[front.end() :].strip() if front else text.strip()
+    skill.always = fields.get("always", "").lower() in ("true", "yes")
+    skill.missing = _missing(fields.get("metadata", ""), path)
+    return skill
+
+
+def _missing(metadata: str, path: Path) -> list[str]:
+    """What of `{"nanobot": {"requires": {"bins": ["gh"], "env": ["KEY"]}}}` this machine lacks."""
+    try:
+        requires = json.loads(metadata or "{}").get("nanobot", {}).get("requires") or {}
+        bins, names = requires.get("bins") or [], requires.get("env") or []
+    except (ValueError, AttributeError):
+        log.warning("%s: metadata is not the JSON that is expected", path)
+        return []
+    return [f"program {each}" for each in bins if not shutil.which(each)] + [
+        f"environment variable {each}" for each in names if not os.environ.get(each)
+    ]

@@ -1,0 +1,1081 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["openai>=3", "json-repair", "tiktoken"]
+# ///
+"""One message's life: what happens between a question and its answer.
+
+A personal agent is a loop. The model is asked; if it wants tools, they run and it is asked again; if it
+answers, the answer goes to the user. All the rest serves this loop:
+
+    user: "What is in a.txt?"
+      AgentLoop       finds the session, journals the message, builds the request (ContextBuilder)
+        AgentRunner     govern → ask → act → again; hooks look on
+          providers.py    "call read_file"             tools.py    "1| hello"
+          providers.py    "It says hello."
+      AgentLoop       journals every new message as it appears (memory.py), sends events (channels.py)
+
+    import nanobot
+    print(nanobot.run("What is in a.txt?"))
+
+Read this file first, then providers.py, tools.py, memory.py, channels.py.
+Not covered: how one model differs from another, what a tool does, what a journal line looks like.
+"""
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import re
+import shutil
+import string
+import sys
+import threading
+import time
+import typing
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+from channels import CLI, BackgroundLoop, OutboundMessage, printable
+from memory import (
+    MemoryStore,
+    Session,
+    SessionBusy,
+    SessionManager,
+    Skill,
+    SkillsLoader,
+    TokenCounter,
+    leave_out_oldest,
+    measure,
+)
+from providers import (
+    PROVIDERS,
+    ROWS,
+    Endpoint,
+    LLMProvider,
+    LLMResponse,
+    OfflineProvider,
+    OpenAIProvider,
+    ToolCallRequest,
+    choose_endpoint,
+    legal,
+)
+from tools import FILE_TOOLS, Exec, ToolRegistry, ToolResult, Turn, as_schema, image_block, is_kind, kinds
+
+__version__ = "0.1.0"
+log = logging.getLogger("nanobot")
+
+HERE = Path(__file__).resolve().parent
+DATA = HERE if (HERE / "templates").is_dir() else HERE / "nanobot_data"  # a checkout, or an installed wheel
+
+
+# ---- Configuration ----
+
+
+class ConfigError(Exception):
+    """What the user set up cannot work: the cause, then what to do."""
+
+
+@dataclass
+class AgentDefaults:
+    workspace: str = "~/.nanobot/workspace"
+    model: str = ""
+    provider: str = "auto"
+    max_tokens: int = 8_192
+    context_window_tokens: int = 65_536
+    temperature: float | None = None
+    max_tool_iterations: int = 40
+    max_tool_result_chars: int = 16_000
+    timezone: str = ""  # of the machine
+
+
+@dataclass
+class AgentSettings:
+    defaults: AgentDefaults = field(default_factory=AgentDefaults)
+
+
+@dataclass
+class ProviderSettings:
+    api_key: str = ""
+    api_base: str = ""
+    extra_headers: dict = field(default_factory=dict)
+    extra_body: dict = field(default_factory=dict)
+
+
+@dataclass
+class ExecSettings:
+    enable: bool = True
+    timeout: int = 60  # seconds
+    path_append: str = ""
+    allowed_env_keys: list[str] = field(default_factory=list)
+
+
+@dataclass
+class ToolSettings:
+    restrict_to_workspace: bool = False
+    exec: ExecSettings = field(default_factory=ExecSettings)
+
+
+@dataclass
+class Price:
+    """Money per million tokens."""
+
+    input: float = 0.0
+    output: float = 0.0
+
+
+@dataclass
+class ChannelSettings:
+    send_progress: bool = True
+    send_tool_hints: bool = True
+
+
+@dataclass
+class Config:
+    """The user's settings: flags win over the environment, this over the file, and that over the defaults."""
+
+    agents: AgentSettings = field(default_factory=AgentSettings)
+    providers: dict[str, ProviderSettings] = field(default_factory=dict)
+    tools: ToolSettings = field(default_factory=ToolSettings)
+    prices: dict[str, Price] = field(default_factory=dict)
+    channels: ChannelSettings = field(default_factory=ChannelSettings)
+    path: Path = field(default=Path.home() / ".nanobot" / "config.json", init=False)
+    base_url: str = field(default="", init=False)  # given by a flag or the environment: it wins
+
+    @property
+    def defaults(self) -> AgentDefaults:
+        return self.agents.defaults
+
+    @property
+    def workspace(self) -> Path:
+        return Path(self.defaults.workspace).expanduser().resolve()
+
+
+# Keys of parts that this version does not have yet: a line says so, so that nobody waits for their effect.
+NOT_YET = {
+    "agents.defaults.memoryWindow", "agents.defaults.dream", "agents.defaults.maxConcurrent", "tools.web",
+    "tools.mcpServers", "tools.ssrfWhitelist", "channels.telegram", "gateway",
+}  # fmt: skip
+
+
+def load_config(path: Path | None = None, environ: typing.Mapping[str, str] = os.environ) -> Config:
+    """The file, and the environment over it. A file that is named must be there, the default one need not."""
+    file = path or Config().path
+    config = Config()
+    if path or file.exists():
+        try:
+            data = json.loads(file.read_text(encoding="utf-8"))
+        except OSError as problem:
+            raise ConfigError(f"Cannot read {file}: {problem.strerror}. Try `nanobot onboard`.") from None
+        except ValueError as problem:
+            raise ConfigError(f"{file} is not JSON: {problem}. Correct it there.") from None
+        config = read_section(Config, fill_in(data, "", environ), "")
+    config.path = file
+    for spec in PROVIDERS:
+        if key := environ.get(spec.env_key):
+            config.providers.setdefault(spec.name, ProviderSettings()).api_key = key
+    config.base_url = environ.get("OPENAI_BASE_URL", "")
+    config.defaults.model = environ.get("NANOBOT_MODEL") or config.defaults.model
+    config.defaults.workspace = environ.get("NANOBOT_WORKSPACE") or config.defaults.workspace
+    return config
+
+
+def read_section(cls: type, data: Any, path: str) -> Any:
+    """A dataclass of a JSON object; raises ConfigError that names the key: `agents.defaults.maxTokens: …`."""
+    hints, values = typing.get_type_hints(cls), {}
+    known = {each.name for each in fields(cls) if each.init}
+    _expect(dict, data, path)
+    for key, value in data.items():
+        name, where = re.sub("([A-Z])", r"_\1", key).lower(), f"{path}.{key}" if path else key
+        if name not in known and any(camel_case(where) == each for each in NOT_YET):
+            log.warning("%s: this version has no such part yet, the setting does nothing", where)
+        elif name not in known:
+            raise ConfigError(f"{where}: unknown key. There are: {', '.join(map(camel_case, sorted(known)))}")
+        else:
+            values[name] = read_value(hints[name], value, where)
+    return cls(**values)
+
+
+def read_value(hint: Any, value: Any, where: str) -> Any:
+    inner = typing.get_args(hint)
+    if is_dataclass(hint):
+        return read_section(hint, value, where)
+    _expect(hint, value, where)
+    if typing.get_origin(hint) is dict and is_dataclass(inner[1]):
+        return {name: read_section(inner[1], each, f"{where}.{name}") for name, each in value.items()}
+    for number, each in enumerate(value if typing.get_origin(hint) is list else []):
+        _expect(inner[0], each, f"{where}[{number}]")
+    return value
+
+
+def _expect(hint: Any, value: Any, where: str) -> None:
+    wanted = kinds(as_schema(hint))
+    if not any(is_kind(value, kind) for kind in wanted):
+        shown = json.dumps(value, ensure_ascii=False)[:80]
+        raise ConfigError(f"{where or 'the file'}: expected {' or '.join(wanted)}, got {shown}")
+
+
+def camel_case(name: str) -> str:
+    return re.sub("_([a-z])", lambda match: match[1].upper(), name)
+
+
+def fill_in(value: Any, where: str, environ: typing.Mapping[str, str]) -> Any:
+    """`${VAR}` in a text is filled from the environment; raises ConfigError where a variable is missing."""
+    if isinstance(value, dict):
+        return {key: fill_in(each, f"{where}.{key}".lstrip("."), environ) for key, each in value.items()}
+    if isinstance(value, list):
+        return [fill_in(each, f"{where}[{number}]", environ) for number, each in enumerate(value)]
+    for name in re.findall(r"\$\{(\w+)\}", value) if isinstance(value, str) else []:
+        if name not in environ:
+            raise ConfigError(f"{where}: the environment variable {name} is not set.")
+        value = value.replace(f"${{{name}}}", environ[name])
+    return value
+
+
+def make_provider(config: Config) -> LLMProvider:
+    """The model that the settings mean: the offline one where no key and no address is configured."""
+    chosen = "" if config.defaults.provider == "auto" else config.defaults.provider
+    strange = [name for name in config.providers if name not in ROWS]
+    if strange:
+        raise ConfigError(f"providers.{strange[0]}: no such provider. There are: {', '.join(ROWS)}")
+    settings = {name: Endpoint(ROWS[name], **vars(each)) for name, each in config.providers.items()}
+    if chosen == "offline":
+        return OfflineProvider()
+    try:
+        endpoint = choose_endpoint(settings, config.defaults.model, chosen, config.base_url)
+    except ValueError as problem:
+        raise ConfigError(str(problem)) from None
+    if endpoint is None and config.defaults.model not in ("", "offline"):
+        raise ConfigError(
+            f"There is no key and no base URL for the model {config.defaults.model}. Set OPENAI_API_KEY or "
+            "OPENAI_BASE_URL, or use --offline."
+        )
+    return OpenAIProvider(endpoint) if endpoint else OfflineProvider()
+
+
+# ---- What the model is told ----
+
+
+def template(name: str, **values: Any) -> str:
+    """A prompt from `templates/`. Rendering is strict: a `$variable` that nobody gave is a KeyError."""
+    text = (DATA / "templates" / f"{name}.md").read_text(encoding="utf-8")
+    return string.Template(text).substitute(values).strip()
+
+
+def prepare_workspace(workspace: Path) -> None:
+    """Make the agent's home and put its first files there; what is there already is never touched."""
+    try:
+        workspace.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for source in (DATA / "templates").glob("[A-Z]*.md"):  # the others are prompts
+            target = workspace / ("memory" if source.name == "MEMORY.md" else "") / source.name
+            if not target.exists():
+                target.parent.mkdir(exist_ok=True)
+                target.write_bytes(source.read_bytes())
+    except OSError as problem:
+        raise ConfigError(
+            f"Cannot write the workspace {workspace}: {problem.strerror}. Choose another with --workspace."
+        ) from None
+
+
+class ContextBuilder:
+    """Puts together what is sent. The system prompt stays the same to the byte: prompt caches live on it."""
+
+    own_files = ("AGENTS.md", "SOUL.md", "USER.md", "TOOLS.md", "IDENTITY.md")
+
+    def __init__(self, config: Config, memory: MemoryStore, skills: SkillsLoader):
+        self.config, self.memory, self.skills = config, memory, skills
+
+    def system_prompt(self, turn: Turn) -> str:
+        return "\n\n---\n\n".join(self.parts(turn).values())
+
+    def parts(self, turn: Turn) -> dict[str, str]:
+        """The system prompt by part, in order; parts with nothing in them are left out."""
+        skills = self.skills.load()
+        parts = {"identity": self._identity(turn)}
+        for name in self.own_files:
+            path = turn.workspace / name
+            text = path.read_text(encoding="utf-8", errors="replace").strip() if path.is_file() else ""
+            parts[name] = f"## {name}\n\n{text}" if text else ""
+        facts = self.memory.read_facts().strip()
+        parts["Memory"] = f"# Memory\n\n{facts}" if facts and facts != template("MEMORY") else ""
+        active = [f"## {each.name}\n\n{each.text}" for each in skills if each.always and not each.missing]
+        parts["Active Skills"] = "\n\n".join(["# Active Skills", *active]) if active else ""
+        lines = "\n".join(self._skill_line(skill) for skill in skills if not skill.always)
+        parts["Skills"] = template("skills", skills=lines) if lines else ""
+        recent = "\n".join(self.memory.recent_history())
+        parts["Recent History"] = f"# Recent History\n\n{recent}" if recent else ""
+        return {name: text for name, text in parts.items() if text}
+
+    def _skill_line(self, skill: Skill) -> str:
+        lack = f" [unavailable: needs {', '.join(skill.missing)}]" if skill.missing else ""
+        return f"- {skill.name}: {skill.description} ({skill.path}){lack}"
+
+    def _identity(self, turn: Turn) -> str:
+        form = template("format_cli") if turn.channel == "cli" else template("format_chat")
+        return template(
+            "identity", platform=f"{sys.platform}, Python {sys.version_info[0]}.{sys.version_info[1]}",
+            workspace=turn.workspace, cwd=turn.cwd, format=form,
+        )  # fmt: skip
+
+    def user_message(self, text: str, turn: Turn, media: Iterable[Path] = ()) -> dict:
+        """The user's message. `runtime` is a key of ours: apart in the journal, first in what is sent."""
+        images, notes = [], []
+        for path in media:
+            block = image_block(path.read_bytes())
+            images += [block] if block else []
+            notes.append(f"[image: {path}]" if block else f"[file: {path}]")
+        text = "\n".join([*notes, text])
+        runtime = template("runtime", time=self._time(), channel=turn.channel, chat_id=turn.chat_id)
+        content = [*images, {"type": "text", "text": text}] if images else text
+        return {"role": "user", "content": content, "runtime": runtime}
+
+    def _time(self) -> str:
+        zone = None
+        if self.config.defaults.timezone:
+            from zoneinfo import ZoneInfo
+
+            zone = ZoneInfo(self.config.defaults.timezone)
+        moment = datetime.now(zone).astimezone(zone)
+        return f"{moment:%Y-%m-%d %H:%M} ({moment:%A}), {moment:%Z}"
+
+
+def without_images(message: dict) -> dict:
+    """What the journal keeps: of images only the line that names them, never their bytes."""
+    if not isinstance(message.get("content"), list):
+        return message
+    texts = [block["text"] for block in message["content"] if block.get("type") == "text"]
+    return {**message, "content": "\n".join(texts) or "[image]"}
+
+
+# ---- Hooks: looking on, and having a say ----
+
+
+NO_USAGE = {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0, "estimated": False}
+
+
+def add_up(total: dict, usage: dict) -> None:
+    for name in NO_USAGE:
+        total[name] += usage.get(name) or 0
+
+
+@dataclass
+class AgentHookContext:
+    """The live record of one run. Hooks may read and change it; the runner keeps its own counts here too."""
+
+    spec: "AgentRunSpec"
+    messages: list[dict]
+    iteration: int = 0  # model calls so far
+    response: LLMResponse | None = None
+    usage: dict = field(default_factory=lambda: dict(NO_USAGE))
+    tools_used: list[str] = field(default_factory=list)
+    tool_events: list[dict] = field(default_factory=list)  # [{"name", "arguments", "is_error", "result"}]
+    final_content: str | None = None
+    stop_reason: str | None = None
+    error: str | None = None
+    segments: list[str] = field(default_factory=list)  # of an answer that was cut by its length
+    nudge: str = ""  # a note to the model for the next request only
+    blanks: int = 0  # blank answers in a row
+    failures: int = 0  # of the same call in a row
+    cuts: int = 0  # answers that were cut or held back
+    counter: TokenCounter = field(default_factory=TokenCounter)
+
+    @property
+    def tool_calls(self) -> list[ToolCallRequest]:
+        return self.response.tool_calls if self.response else []
+
+
+class AgentHook:
+    """What happens in a run, as it happens. Override what you need."""
+
+    wants_streaming = False
+
+    async def before_iteration(self, context: AgentHookContext) -> None: ...
+
+    async def on_stream(self, delta: str) -> None: ...
+
+    async def on_stream_end(self, resuming: bool) -> None: ...
+
+    async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
+        """Set `call.denied = "reason"` to keep a call from running; the model is told the reason."""
+
+    async def after_iteration(self, context: AgentHookContext) -> None: ...
+
+    async def finalize_content(self, content: str) -> str:
+        return content
+
+
+class CompositeHook(AgentHook):
+    """Several hooks as one, in order of registration. One that fails is logged, the others still run."""
+
+    def __init__(self, hooks: Iterable[AgentHook]):
+        self.hooks = list(hooks)
+
+    @property
+    def wants_streaming(self) -> bool:
+        return any(hook.wants_streaming for hook in self.hooks)
+
+    async def _each(self, method: str, *args: Any) -> None:
+        for hook in self.hooks:
+            await self._safely(hook, method, *args)
+
+    async def _safely(self, hook: AgentHook, method: str, *args: Any) -> Any:
+        try:
+            return await getattr(hook, method)(*args)
+        except Exception:  # a hook is a guest: it must not end the turn
+            log.exception("%s.%s failed", type(hook).__name__, method)
+            return None
+
+    async def before_iteration(self, context: AgentHookContext) -> None:
+        await self._each("before_iteration", context)
+
+    async def on_stream(self, delta: str) -> None:
+        await self._each("on_stream", delta)
+
+    async def on_stream_end(self, resuming: bool) -> None:
+        await self._each("on_stream_end", resuming)
+
+    async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
+        await self._each("before_execute_tools", tool_calls)
+
+    async def after_iteration(self, context: AgentHookContext) -> None:
+        await self._each("after_iteration", context)
+
+    async def finalize_content(self, content: str) -> str:
+        for hook in self.hooks:
+            changed = await self._safely(hook, "finalize_content", content)
+            content = content if changed is None else changed
+        return content
+
+
+class LoggingHook(AgentHook):
+    async def before_iteration(self, context: AgentHookContext) -> None:
+        log.info("iteration %d, %d messages", context.iteration, len(context.messages))
+
+    async def after_iteration(self, context: AgentHookContext) -> None:
+        log.info("iteration %d: %s %s", context.iteration, context.response.finish_reason, context.usage)
+
+
+class CostTrackingHook(AgentHook):
+    """Adds up tokens, and money where the price of the model is configured."""
+
+    def __init__(self, prices: dict[str, Price], model: str):
+        self.price, self.total = prices.get(model), dict(NO_USAGE)
+
+    async def after_iteration(self, context: AgentHookContext) -> None:
+        add_up(self.total, context.response.usage)
+
+    def line(self, usage: dict) -> str:
+        """`1,234 in (200 cached) · 56 out · 0.0012`; `~` marks an estimate."""
+        mark, asked, said = "~" * bool(usage["estimated"]), usage["prompt_tokens"], usage["completion_tokens"]
+        cached = f" ({usage['cached_tokens']:,} cached)" if usage["cached_tokens"] else ""
+        cost = (asked * self.price.input + said * self.price.output) / 1e6 if self.price else None
+        money = "" if cost is None else f" · {mark}{cost:.4f}"
+        return f"{mark}{asked:,} in{cached} · {mark}{said:,} out{money}"
+
+
+class ApprovalHook(AgentHook):
+    """Asks before a tool that writes or executes. `always` holds for that tool until the program ends."""
+
+    def __init__(self, tools: ToolRegistry, ask: Callable[[str], Awaitable[str]] | None):
+        self.tools, self.ask = tools, ask
+        self.always: set[str] = set()
+
+    async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
+        for call in tool_calls:
+            tool = self.tools.get(call.name)
+            if call.error or tool is None or tool.read_only or call.name in self.always:
+                continue
+            shown = call.arguments.get("command") or json.dumps(call.arguments, ensure_ascii=False, indent=1)
+            question = f"{call.name}: {printable(str(shown))}\nRun it? [y/n/always] "
+            answer = (await self.ask(question)).strip().lower() if self.ask else "n"
+            if answer in ("a", "always"):
+                self.always.add(call.name)
+            elif answer not in ("y", "yes"):
+                call.denied = "The user did not approve this call. Ask what to do instead."
+
+
+# ---- The runner: think, act, think again ----
+
+
+@dataclass
+class AgentRunSpec:
+    """What to run. `on_messages(messages, whole)` gets new messages as they appear; tools get `turn`."""
+
+    messages: list[dict]
+    tools: ToolRegistry = field(default_factory=ToolRegistry)
+    model: str | None = None
+    max_iterations: int = 40
+    max_tokens: int = 8_192
+    temperature: float | None = None
+    context_window: int = 65_536
+    hook: AgentHook = field(default_factory=AgentHook)
+    concurrent_tools: bool = True
+    fail_on_tool_error: bool = False
+    turn: Turn = field(default_factory=Turn)
+    on_messages: Callable[[list[dict], bool], None] | None = None  # whole: no results are due behind them
+
+
+@dataclass
+class AgentRunResult:
+    """How a run ended: completed, max_iterations, error, tool_error or empty (cancelled is raised)."""
+
+    final_content: str | None
+    messages: list[dict] = field(default_factory=list)
+    tools_used: list[str] = field(default_factory=list)
+    usage: dict = field(default_factory=dict)
+    stop_reason: str = "completed"
+    tool_events: list[dict] = field(default_factory=list)
+    error: str | None = None
+
+
+class AgentRunner:
+    """The engine. It knows no channel, no session and no file, so everything that asks a model can use it."""
+
+    runnable = ("tool_calls", "function_call", "stop", None)  # with any other reason the arguments may be cut
+    continuations = 3  # of an answer that its length limit cut
+
+    def __init__(self, provider: LLMProvider):
+        self.provider = provider
+
+    async def run(self, spec: AgentRunSpec) -> AgentRunResult:
+        run = AgentHookContext(spec, list(spec.messages))
+        try:
+            while not run.stop_reason:
+                if run.iteration >= spec.max_iterations:
+                    await self._sum_up(run)
+                    break
+                await self._ask(run)
+                if run.tool_calls and run.response.finish_reason in self.runnable:
+                    await self._act(run)
+                else:
+                    await self._conclude(run)
+                await spec.hook.after_iteration(run)
+        except asyncio.CancelledError:
+            run.stop_reason = "cancelled"
+            raise
+        same = {each.name: getattr(run, each.name) for each in fields(AgentRunResult)}
+        return AgentRunResult(**same)
+
+    async def _ask(self, run: AgentHookContext, with_tools: bool = True) -> None:
+        spec, hook = run.spec, run.spec.hook
+        run.iteration += 1
+        await hook.before_iteration(run)
+        tools = spec.tools.get_definitions() if with_tools else []
+        request = self._govern(run, tools)
+        request += [{"role": "assistant", "content": "".join(run.segments)}] if run.segments else []
+        request += [{"role": "user", "content": run.nudge}] if run.nudge else []
+        run.response = await self.provider.chat(
+            request, tools, model=spec.model, on_delta=hook.on_stream if hook.wants_streaming else None,
+            max_tokens=spec.max_tokens, temperature=spec.temperature,
+        )  # fmt: skip
+        run.nudge = ""
+        add_up(run.usage, run.response.usage)
+
+    def _govern(self, run: AgentHookContext, tools: list[dict]) -> list[dict]:
+        """The copy that is sent: it fits the context window."""
+        spec, counter = run.spec, run.counter
+        budget = spec.context_window - spec.max_tokens - 1_024 - counter.total(tools)
+        users = [n for n, message in enumerate(spec.messages) if message["role"] == "user"]
+        return list(leave_out_oldest(run.messages, budget, counter, task=users[-1] if users else 0))
+
+    async def _act(self, run: AgentHookContext) -> None:
+        """Run the calls of one answer, in batches, and put the results behind them in the order of calls."""
+        run.blanks = 0
+        await self._end_stream(run, resuming=True)
+        self._add(run, run.response.to_message(), more=True)
+        await run.spec.hook.before_execute_tools(run.tool_calls)
+        for batch in self._batches(run):
+            results: dict[str, ToolResult] = {}
+            try:
+                await asyncio.gather(*(self._call(run, call, results) for call in batch))
+            finally:  # also when the turn is stopped: what is finished stays
+                done = [call for call in batch if call.id in results]
+                answers = [{"role": "tool", "tool_call_id": call.id, "name": call.name,
+                            "content": results[call.id].text} for call in done]  # fmt: skip
+                self._add(run, *answers)
+            if images := [block for call in batch for block in results[call.id].images]:
+                names = "\n".join(results[call.id].text for call in batch if results[call.id].images)
+                self._add(run, {"role": "user", "content": [{"type": "text", "text": names}, *images]})
+            if run.stop_reason:
+                break
+
+    def _batches(self, run: AgentHookContext) -> Iterator[list[ToolCallRequest]]:
+        """Neighbouring calls of tools that are safe side by side go together, every other call goes alone."""
+        batch: list[ToolCallRequest] = []
+        for call in run.tool_calls:
+            tool = run.spec.tools.get(call.name)
+            if tool and tool.concurrency_safe and run.spec.concurrent_tools:
+                batch.append(call)
+                continue
+            yield from ([batch] if batch else [])
+            batch = []
+            yield [call]
+        yield from ([batch] if batch else [])
+
+    async def _call(self, run: AgentHookContext, call: ToolCallRequest, results: dict) -> None:
+        if call.denied or call.error:
+            why = call.denied or f"{call.name} was not run: {call.error}. Send the call again, whole."
+            result = ToolResult(why, is_error=True)
+        else:
+            result = await run.spec.tools.execute(call.name, call.arguments, run.spec.turn)
+        run.tools_used += [call.name] if call.name not in run.tools_used else []
+        event = {"name": call.name, "arguments": call.arguments, "is_error": result.is_error}
+        again = bool(run.tool_events) and run.tool_events[-1].items() >= event.items()
+        run.tool_events.append({**event, "result": result.text})
+        run.failures = (run.failures * again + 1) * result.is_error
+        if result.is_error and (run.failures >= 5 or run.spec.fail_on_tool_error):
+            run.stop_reason, run.error = "tool_error", f"{call.name} failed: {result.text}"
+            run.final_content = f"I had to stop: {run.error}"
+        if run.failures >= 3:
+            result.text += "\n" + template("same_failure", count=run.failures)
+        results[call.id] = result
+
+    async def _conclude(self, run: AgentHookContext) -> None:
+        """What an answer without calls to run means: the end, or another request."""
+        response, text = run.response, run.response.content or ""
+        if response.finish_reason == "error":
+            run.stop_reason, run.error = "error", response.error
+        elif (response.finish_reason == "length" or run.tool_calls) and run.cuts < self.continuations:
+            run.cuts += 1
+            run.segments += [text] if text else []
+            run.nudge = template("cut_calls" if run.tool_calls else "cut_answer" if text else "cut_thinking")
+        elif text or run.segments:
+            run.stop_reason, run.final_content = "completed", "".join([*run.segments, text])
+        elif run.blanks == 2 or response.finish_reason in ("content_filter", "refusal"):
+            why = "the endpoint withheld it" if run.blanks < 2 else "the model sent nothing, three times"
+            run.stop_reason, run.final_content = "empty", f"There is no answer: {why}. Ask in other words."
+        else:
+            run.blanks += 1
+            run.nudge = template("blank_answer") if run.blanks == 2 else ""
+        await self._end_stream(run, resuming=not run.stop_reason)
+        if run.final_content:
+            await self._finish(run)
+        elif run.blanks == 2:
+            await self._ask(run, with_tools=False)
+            await self._conclude(run)
+
+    async def _sum_up(self, run: AgentHookContext) -> None:
+        """Out of iterations: one request without tools, for what is done and what is not."""
+        limit = run.spec.max_iterations
+        run.nudge = template("out_of_iterations", limit=limit)
+        await self._ask(run, with_tools=False)
+        await self._end_stream(run, resuming=False)
+        run.stop_reason = "max_iterations"
+        run.final_content = run.response.content or f"I stopped after {limit} model calls, the limit."
+        await self._finish(run)
+
+    async def _finish(self, run: AgentHookContext) -> None:
+        run.final_content = await run.spec.hook.finalize_content(run.final_content)
+        self._add(run, LLMResponse(run.final_content, extra=run.response.extra).to_message())
+
+    async def _end_stream(self, run: AgentHookContext, resuming: bool) -> None:
+        if run.spec.hook.wants_streaming:
+            await run.spec.hook.on_stream_end(resuming)
+
+    def _add(self, run: AgentHookContext, *messages: dict, more: bool = False) -> None:
+        """New messages exist from here on, in the run and in the journal."""
+        run.messages += messages
+        if run.spec.on_messages and messages:
+            run.spec.on_messages(list(messages), not more)
+
+
+# ---- The loop: from a message to a reply ----
+
+Emit = Callable[[OutboundMessage], Awaitable[None]]
+
+
+class EventHook(AgentHook):
+    """Tells a channel what is going on: deltas, text beside tool calls, tool hints."""
+
+    def __init__(self, emit: Emit, turn: Turn, streaming: bool):
+        self.emit, self.turn, self.wants_streaming = emit, turn, streaming
+        self.context: AgentHookContext | None = None
+
+    async def _send(self, kind: str, content: str) -> None:
+        await self.emit(OutboundMessage(self.turn.channel, self.turn.chat_id, content, kind))
+
+    async def before_iteration(self, context: AgentHookContext) -> None:
+        self.context = context
+
+    async def on_stream(self, delta: str) -> None:
+        await self._send("delta", delta)
+
+    async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
+        if text := self.context.response.content:
+            await self._send("progress", text)
+        hints = [tool_hint(call) for call in tool_calls]
+        for hint in dict.fromkeys(hints):
+            count = hints.count(hint)
+            await self._send("tool_hint", f"{hint} × {count}" if count > 1 else hint)
+
+
+def tool_hint(call: ToolCallRequest) -> str:
+    """A call in one line: `read_file("a.txt")`, `$ ls`."""
+    if call.name == "exec":
+        return f"$ {' '.join(str(call.arguments.get('command', '')).split())[:100]}"
+    telling = [call.arguments[name] for name in ("path", *call.arguments) if name in call.arguments]
+    shown = json.dumps(telling[0], ensure_ascii=False, default=str) if telling else ""
+    return f"{call.name}({shown if len(shown) <= 80 else shown[:79] + '…'})"
+
+
+class AgentLoop:
+    """Who asks, which session, which reply. One turn of a session at a time, whoever it comes from."""
+
+    def __init__(self, config: Config, provider: LLMProvider | None = None, hooks: Iterable[AgentHook] = ()):
+        self.config, self.workspace = config, config.workspace
+        check_limits(config)
+        prepare_workspace(self.workspace)
+        self.provider = provider or make_provider(config)
+        self.sessions = SessionManager(self.workspace)
+        self.memory = MemoryStore(self.workspace)
+        self.skills = SkillsLoader(self.workspace / "skills", DATA / "skills")
+        self.context = ContextBuilder(config, self.memory, self.skills)
+        self.tools = ToolRegistry(FILE_TOOLS)
+        if config.tools.exec.enable:
+            shell = config.tools.exec
+            self.tools.register(Exec(shell.timeout, shell.path_append, shell.allowed_env_keys))
+        self.runner = AgentRunner(self.provider)
+        self.cost = CostTrackingHook(config.prices, self.model)
+        self.hooks = [self.cost, *hooks]
+        self.cwd = self.workspace  # the command line sets the folder that it was started in
+        self.streaming = True
+        self.started = time.monotonic()
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    @property
+    def model(self) -> str:
+        return self.provider.get_default_model()
+
+    def turn(self, session_key: str) -> Turn:
+        channel, _, chat_id = session_key.partition(":")
+        return Turn(
+            self.workspace, self.cwd, channel, chat_id, session_key,
+            restrict=self.config.tools.restrict_to_workspace, readable=(DATA / "skills",),
+            secret=(self.config.path.resolve(),), max_result_chars=self.config.defaults.max_tool_result_chars,
+        )  # fmt: skip
+
+    async def process_direct(
+        self,
+        text: str,
+        session_key: str = "cli:direct",
+        on_event: Emit | None = None,
+        media: Iterable[Path] = (),
+    ) -> AgentRunResult:
+        """One message, to its answer. Raises SessionBusy, or OSError where the journal cannot be written."""
+        turn, command = self.turn(session_key), command_of(text)
+        emit = on_event or _to_nobody
+        if command and command not in ("new", "continue"):  # the others need not wait for a turn to end
+            result = AgentRunResult(self._command(command, session_key))
+        else:
+            async with self._locks.setdefault(session_key, asyncio.Lock()):
+                with self.sessions.lock(session_key):
+                    result = await self._take_turn(text, command, turn, emit, media)
+        if result.final_content:
+            await emit(OutboundMessage(turn.channel, turn.chat_id, result.final_content))
+        return result
+
+    async def _take_turn(
+        self, text: str, command: str | None, turn: Turn, emit: Emit, media: Iterable[Path]
+    ) -> AgentRunResult:
+        session = self.sessions.get(turn.session_key)
+        if command == "new":
+            session.restart()
+            return AgentRunResult("A new session begins. The old one stays in its journal.")
+        if command == "continue" and not session.unfinished:
+            return AgentRunResult("There is no interrupted turn to go on with.")
+        images: list[dict] = []
+        if not command:
+            user = self.context.user_message(text, turn, media)
+            session.append(without_images(user))  # before the model is asked
+            images = [block for block in user["content"] if isinstance(block, dict) and "image_url" in block]
+        system = {"role": "system", "content": self.context.system_prompt(turn)}
+        messages = [system, *session.get_history(legal)]
+        if images:
+            text_block = {"type": "text", "text": messages[-1]["content"]}
+            messages[-1] = {**messages[-1], "content": [*images, text_block]}
+        return await self._run(messages, session, turn, emit)
+
+    async def _run(self, messages: list[dict], session: Session, turn: Turn, emit: Emit) -> AgentRunResult:
+        defaults = self.config.defaults
+        spec = AgentRunSpec(
+            messages, self.tools, max_iterations=defaults.max_tool_iterations, max_tokens=defaults.max_tokens,
+            temperature=defaults.temperature, context_window=defaults.context_window_tokens, turn=turn,
+            hook=CompositeHook([EventHook(emit, turn, self.streaming), *self.hooks]),
+            on_messages=lambda new, whole: session.append(*map(without_images, new), sync=whole),
+        )  # fmt: skip
+        return await self.runner.run(spec)
+
+    def _command(self, name: str, session_key: str) -> str:
+        if name == "help":
+            return "\n".join(f"/{each}: {what}" for each, what in COMMANDS.items())
+        if name == "status":
+            return self._status(self.sessions.get(session_key), self.turn(session_key))
+        from difflib import get_close_matches
+
+        close = get_close_matches(name, COMMANDS, n=1, cutoff=0.0)[0]
+        return f"There is no /{name}. The closest is /{close}: {COMMANDS[close]}"
+
+    def _status(self, session: Session, turn: Turn) -> str:
+        history = session.get_history(legal)
+        system = {"role": "system", "content": self.context.system_prompt(turn)}
+        used = TokenCounter().total([system, *history, *self.tools.get_definitions()])
+        minutes = int(time.monotonic() - self.started) // 60
+        return (
+            f"nanobot {__version__}, model {self.model}, session {session.key}, {len(history)} messages\n"
+            f"context: ~{used:,} of {self.config.defaults.context_window_tokens:,} tokens\n"
+            f"since the start: {self.cost.line(self.cost.total)}, {minutes // 60} h {minutes % 60} min"
+        )
+
+
+COMMANDS = {
+    "new": "start afresh; the old conversation stays in its journal",
+    "continue": "go on with a turn that was interrupted",
+    "status": "version, model, tokens, context, uptime",
+    "help": "this list",
+}
+
+
+def command_of(text: str) -> str | None:
+    """The name of a slash command: "/NEW ", "/status@bot"; None for anything else, such as "/etc/hosts?"."""
+    match = re.fullmatch(r"/([a-z][a-z-]*)(@\w+)?", text.strip().lower())
+    return match[1] if match else None
+
+
+async def _to_nobody(event: OutboundMessage) -> None: ...
+
+
+def check_limits(config: Config) -> None:
+    """What would only fail later, deep in a turn, is said at once."""
+    defaults = config.defaults
+    if defaults.max_tokens * 2 >= defaults.context_window_tokens:
+        raise ConfigError(
+            f"agents.defaults.maxTokens ({defaults.max_tokens}) must be under half of contextWindowTokens "
+            f"({defaults.context_window_tokens}): the answer needs room beside the conversation."
+        )
+    if defaults.timezone:
+        import zoneinfo
+
+        if defaults.timezone not in zoneinfo.available_timezones():
+            raise ConfigError(f"agents.defaults.timezone: there is no zone {defaults.timezone!r}.")
+
+
+def run(text: str, session_key: str = "cli:direct", config: Config | None = None) -> str:
+    """Ask and get the answer: for scripts and notebooks, also where an event loop is running already.
+
+    Raises RuntimeError with cause and fix where there is no answer.
+    """
+    with BackgroundLoop() as background:
+        result = background.complete(AgentLoop(config or load_config()).process_direct(text, session_key))
+    if result.final_content is None:
+        raise RuntimeError(result.error)
+    return result.final_content
+
+
+# ---- The command line ----
+
+
+def settings_of(arguments: argparse.Namespace) -> Config:
+    """The configuration with the flags over it."""
+    config = load_config(Path(arguments.config).expanduser() if arguments.config else None)
+    defaults = config.defaults
+    defaults.workspace = arguments.workspace or defaults.workspace
+    defaults.model = getattr(arguments, "model", None) or defaults.model
+    config.base_url = getattr(arguments, "base_url", None) or config.base_url
+    defaults.provider = getattr(arguments, "provider", None) or defaults.provider
+    return config
+
+
+def agent_command(arguments: argparse.Namespace) -> int:
+    config = settings_of(arguments)
+    loop = AgentLoop(config)
+    loop.cwd, loop.streaming = Path.cwd(), not arguments.no_stream
+    wanted = config.channels
+    shown = {"retry": True, "progress": wanted.send_progress, "tool_hint": wanted.send_tool_hints}
+    terminal = CLI(kinds=tuple(kind for kind, on in shown.items() if on))
+    if isinstance(loop.provider, OfflineProvider) and config.defaults.provider != "offline":
+        terminal.note(template("no_model"))
+    with BackgroundLoop() as background:
+        if arguments.approve:
+            loop.hooks.append(ApprovalHook(loop.tools, background.ask if sys.stdin.isatty() else None))
+        if arguments.logs:
+            loop.hooks.append(LoggingHook())
+        key = arguments.session if ":" in arguments.session else f"cli:{arguments.session}"
+        piped = read_piped(arguments.message is not None)
+        text = "\n\n".join(part for part in (arguments.message, piped) if part)
+        if text or not sys.stdin.isatty():
+            return one_turn(loop, terminal, background, text, key)
+        return conversation(loop, terminal, background, key)
+
+
+def read_piped(has_message: bool) -> str:
+    """What was piped in. Beside a message that may be a pipe that nobody writes to: wait 3 s for a word."""
+    if sys.stdin is None or sys.stdin.isatty():
+        return ""
+    if has_message and os.name == "posix":
+        import select
+
+        if not select.select([sys.stdin], [], [], 3.0)[0]:
+            print("nanobot: standard input is open but silent, going on without it", file=sys.stderr)
+            return ""
+    return sys.stdin.buffer.read().decode("utf-8", errors="replace").strip()
+
+
+def one_turn(loop: AgentLoop, terminal: CLI, background: BackgroundLoop, text: str, key: str) -> int:
+    if not text:
+        raise ConfigError("There is no message: give one with -m TEXT, or on standard input.")
+    result = background.complete(loop.process_direct(text, key, terminal.send))
+    if result.usage:
+        terminal.note(f"tokens: {loop.cost.line(result.usage)}")
+    if result.stop_reason in ("error", "tool_error", "empty"):
+        print(f"nanobot: {printable(result.error or result.stop_reason)}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def conversation(loop: AgentLoop, terminal: CLI, background: BackgroundLoop, key: str) -> int:
+    """The prompt. Ctrl-C stops a turn, Ctrl-D leaves."""
+    threading.Thread(target=loop.provider.warm_up, daemon=True).start()
+    terminal.note(f"nanobot {__version__}, model {loop.model}. /help lists commands, Ctrl-D leaves.")
+    while True:
+        try:
+            text = terminal.read_line("> ", loop.workspace / ".nanobot" / "prompt-history").strip()
+            if text in ("exit", "quit", "/exit", "/quit"):
+                return 0
+            if text:
+                one_turn(loop, terminal, background, text, key)
+        except EOFError:
+            terminal.note("")
+            return 0
+        except KeyboardInterrupt:
+            terminal.note("\nstopped; /continue goes on with the turn")
+        except (OSError, SessionBusy) as problem:
+            terminal.note(f"nanobot: {problem}")
+
+
+def onboard_command(arguments: argparse.Namespace) -> int:
+    config = settings_of(arguments) if not arguments.config or Path(arguments.config).exists() else Config()
+    file = Path(arguments.config).expanduser() if arguments.config else config.path
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as out:
+            out.write(template("config") + "\n")
+    prepare_workspace(config.workspace)
+    print(f"Settings: {file}\nWorkspace: {config.workspace}")
+    print("Next: put a key into the settings, or export OPENAI_API_KEY; then look at `nanobot status`.")
+    return 0
+
+
+def status_command(arguments: argparse.Namespace) -> int:
+    """Checks each part and says how to mend it; the exit status is 1 where something needed is broken."""
+    config = settings_of(arguments)
+    loop = AgentLoop(config)
+    settings = str(config.path) if config.path.exists() else "the defaults; `nanobot onboard` writes a file"
+    rows = [("ok", "settings", settings), ("ok", "workspace", str(loop.workspace))]
+    rows.append(asyncio.run(check_model(loop.provider)))
+    bash = shutil.which("bash")
+    rows.append(("ok" if bash else "--", "bash", bash or "missing: exec cannot run; install bash"))
+    for skill in loop.skills.load():
+        lack = f"needs {', '.join(skill.missing)}" if skill.missing else "ready"
+        rows.append(("--" if skill.missing else "ok", f"skill {skill.name}", lack))
+    for mark, name, what in rows:
+        print(f"{mark:4}{name:22}{printable(what)}")
+    return int(any(mark == "BAD" for mark, _, _ in rows))
+
+
+async def check_model(provider: LLMProvider) -> tuple[str, str, str]:
+    if not isinstance(provider, OpenAIProvider):
+        return "ok", "model", "offline: fixed rules; set OPENAI_API_KEY or OPENAI_BASE_URL for a real one"
+    end = provider.endpoint
+    where = f"{provider.model or 'no model named'} at {end.api_base} ({end.spec.name})"
+    problem = await provider.check()
+    return ("BAD", "model", f"{where}: {problem}") if problem else ("ok", "model", where)
+
+
+def prompt_command(arguments: argparse.Namespace) -> int:
+    """Prints what would be sent, part by part, with the tokens of each."""
+    loop = AgentLoop(settings_of(arguments))
+    loop.cwd = Path.cwd()
+    turn = loop.turn("cli:direct")
+    parts = loop.context.parts(turn)
+    parts["Tools"] = "\n".join(json.dumps(each, ensure_ascii=False) for each in loop.tools.get_definitions())
+    message = loop.context.user_message(arguments.text, turn)
+    parts["User"] = f"{message['runtime']}\n\n{message['content']}"
+    for name, text in parts.items():
+        print(f"==== {name} (~{measure({'content': text})[1]:,} tokens) ====\n{printable(text)}\n")
+    return 0
+
+
+def sessions_command(arguments: argparse.Namespace) -> int:
+    """Lists the sessions, or shows one as it was said."""
+    sessions = SessionManager(settings_of(arguments).workspace)
+    if not arguments.show:
+        for key in sessions.list_keys():
+            print(f"{printable(key)}  {sum(1 for line in sessions.get(key).lines if line)} messages")
+        return 0
+    if arguments.show not in sessions.list_keys():
+        raise ConfigError(f"There is no session {arguments.show!r}. `nanobot sessions` lists them.")
+    for line in filter(None, sessions.get(arguments.show).lines):
+        functions = [call["function"] for call in line.get("tool_calls", [])]
+        calls = [f"calls {each['name']}({each['arguments']})" for each in functions]
+        text = "\n".join(filter(None, [line.get("content"), *calls]))
+        print(f"[{line['timestamp']}] {line['role']}: {printable(text)}")
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    main_parser = argparse.ArgumentParser("nanobot", description="A personal AI agent. No command: agent.")
+    main_parser.add_argument("--version", action="version", version=f"nanobot {__version__}")
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--config", metavar="FILE", help="default: ~/.nanobot/config.json")
+    common.add_argument("--workspace", metavar="DIR", help="the agent's home; default: ~/.nanobot/workspace")
+    model = argparse.ArgumentParser(add_help=False, parents=[common])
+    model.add_argument("--model", metavar="NAME")
+    model.add_argument("--base-url", metavar="URL", help="an OpenAI-compatible endpoint, mostly with /v1")
+    choice = model.add_mutually_exclusive_group()
+    choice.add_argument("--provider", metavar="NAME", help=", ".join([*ROWS, "offline"]))
+    choice.add_argument("--offline", dest="provider", action="store_const", const="offline")
+    commands = main_parser.add_subparsers(metavar="COMMAND")
+    agent = commands.add_parser("agent", parents=[model], help="ask, or talk at a prompt")
+    agent.add_argument("-m", "--message", metavar="TEXT", help="ask this and leave; else a prompt")
+    agent.add_argument("-s", "--session", metavar="NAME", default="direct", help="a conversation of its own")
+    agent.add_argument("--approve", action="store_true", help="ask before a tool writes or executes")
+    agent.add_argument("--no-stream", action="store_true", help="do not stream requests")
+    agent.add_argument("--logs", action="store_true", help="show what happens inside, on stderr")
+    prompt = commands.add_parser("prompt", parents=[common], help="print what would be sent")
+    prompt.add_argument("text", nargs="?", default="Hello!")
+    sessions = commands.add_parser("sessions", parents=[common], help="list conversations, or `show KEY`")
+    sessions.add_argument("action", nargs="?", choices=["show"])
+    sessions.add_argument("show", nargs="?", metavar="KEY")
+    commands.add_parser("onboard", parents=[common], help="write settings and workspace")
+    commands.add_parser("status", parents=[model], help="check each part")
+    return main_parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = list(sys.argv[1:] if argv is None else argv)
+    names = {"agent": agent_command, "prompt": prompt_command, "sessions": sessions_command,
+             "onboard": onboard_command, "status": status_command}  # fmt: skip
+    if not argv or (argv[0] not in names and argv[0] not in ("-h", "--help", "--version")):
+        argv.insert(0, "agent")
+    arguments = parser().parse_args(argv)
+    logging.basicConfig(level=logging.INFO if getattr(arguments, "logs", False) else logging.WARNING,
+                        format="%(levelname)s %(name)s: %(message)s")  # fmt: skip
+    try:
+        return names[argv[0]](arguments)
+    except (ConfigError, SessionBusy) as problem:
+        print(f"nanobot: {printable(str(problem))}", file=sys.stderr)
+    except BrokenPipeError:  # `nanobot … | head`: nobody wants the rest
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as problem:
+        print(f"nanobot: {problem}. Mend it and ask again; what was said is in the journal.", file=sys.stderr)
+    except KeyboardInterrupt:
+        return 130
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,309 @@
+"""A language model that says what the test wrote: a real HTTP server on loopback that plays back a script.
+
+It speaks the OpenAI Chat Completions protocol, so a test exercises the real SDK, real sockets and real
+Server-Sent Events; only the model is made up. Whatever it was sent is kept for the test to look at:
+
+    with FakeLLM([call("read_file", path="a.txt"), "The file is empty."]) as server:
+        client = OpenAI(base_url=server.base_url, api_key="any")
+
+`python tests/fake_llm.py script.json` runs it as a process of its own, for tests that kill their client.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+Json = dict[str, Any]
+
+in_pieces = re.compile(r".{1,5}", re.DOTALL).findall  # cuts a text as a model streams it: a little at a time
+
+
+@dataclass
+class Reply:
+    """A proper answer of the model. Without `usage` a plausible one is made up; `{}` leaves it out."""
+
+    content: str | None = None
+    tool_calls: list[Json] = field(default_factory=list)
+    finish_reason: str | None = "stop"
+    usage: Json | None = None
+    extra: Json = field(default_factory=dict)  # further keys of the message, such as reasoning_content
+    delay: float = 0.0
+
+
+@dataclass
+class Failure:
+    """An HTTP error, or any odd body: with status 200 it can be a page of HTML or `choices: null`."""
+
+    status: int
+    body: Json | list[Any] | str
+    headers: dict[str, str] = field(default_factory=dict)
+    content_type: str = "application/json"
+
+
+@dataclass
+class Raw:
+    """Bytes sent exactly as given, at the pace asked for: a stream in any shape seen in the wild."""
+
+    body: bytes = b""
+    content_type: str = "text/event-stream"
+    chunks: list[bytes] | None = None  # instead of the body
+    pause: float = 0.0  # seconds between two chunks
+    hang: float = 0.0  # seconds of silence after the last one
+    cut: bool = False  # close the connection without HTTP's mark of the end, as a dying proxy does
+
+
+@dataclass
+class Hang:
+    """Accept the request, say nothing for so many seconds, then close the connection."""
+
+    seconds: float
+
+
+@dataclass
+class Recorded:
+    """One request as it arrived. `headers` has lower-case keys; `body` is None if it was no JSON object."""
+
+    path: str
+    headers: dict[str, str]
+    body: Json | None
+    raw: bytes
+
+
+Answer = Reply | Failure | Raw | Hang
+Line = Answer | str | Json | list[Json]  # what a script is made of: a dict is one call(), a list is several
+Script = Iterable[Line] | Callable[[Json], Line]
+
+
+def call(name: str, /, **arguments: Any) -> Json:
+    """One tool call. It has no id yet: the server adds one, so that a line can be played more than once."""
+    return {"type": "function", "function": {"name": name, "arguments": to_json(arguments)}}
+
+
+def calls(*tool_calls: Json, content: str | None = None, finish_reason: str | None = "tool_calls") -> Reply:
+    """An answer made of tool calls, perhaps with text beside them."""
+    return Reply(content, list(tool_calls), finish_reason)
+
+
+def as_answer(line: Any) -> Answer:
+    """Turn the short forms that a script may use into the answer they stand for."""
+    if isinstance(line, str):
+        return Reply(line)
+    if isinstance(line, dict):
+        return calls(line)
+    return calls(*line) if isinstance(line, list) else line
+
+
+def in_order(lines: Iterable[Line]) -> Callable[[Json], Line]:
+    """Make a script that says one line after the other, whatever it is asked."""
+    rest = iter(lines)  # next() on it is atomic, so requests in parallel never get the same line
+    return lambda body: next(rest, error(500, "fake_llm: the script is empty"))
+
+
+def error(status: int, message: str, code: str | None = None) -> Failure:
+    """A failure in the shape of OpenAI's error bodies."""
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    return Failure(status, {"error": {"message": message, "type": kind, "param": None, "code": code}})
+
+
+def to_json(value: Any) -> str:
+    """JSON with every letter as it is instead of as a \\u escape, as the real servers write it."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def as_raw(reply: Reply, asked: Json) -> Raw:
+    """A reply as the bytes that were asked for: a stream of events, or one JSON object."""
+    head = {"id": "chatcmpl-fake", "created": 1700000000, "model": asked.get("model")}
+    if asked.get("stream"):
+        include_usage = (asked.get("stream_options") or {}).get("include_usage", False)
+        return Raw(chunks=list(events(head, reply, include_usage)))
+    message = {"role": "assistant", "content": reply.content, **reply.extra}
+    if reply.tool_calls:
+        message["tool_calls"] = reply.tool_calls
+    choices = [{"index": 0, "message": message, "finish_reason": reply.finish_reason}]
+    usage = {"usage": reply.usage} if reply.usage else {}
+    whole = {**head, "object": "chat.completion", "choices": choices, **usage}
+    return Raw(to_json(whole).encode(), "application/json")
+
+
+def events(head: Json, reply: Reply, include_usage: bool) -> Iterator[bytes]:
+    """A reply as Server-Sent Events, in the order in which OpenAI sends them."""
+    choices: list[Json] = [{"delta": delta, "finish_reason": None} for delta in deltas(reply)]
+    choices.append({"delta": {}, "finish_reason": reply.finish_reason})
+    chunks: list[Json] = [{"choices": [{"index": 0, **choice}]} for choice in choices]
+    if include_usage and reply.usage:
+        chunks.append({"choices": [], "usage": reply.usage})
+    for chunk in chunks:
+        yield f"data: {to_json({**head, 'object': 'chat.completion.chunk', **chunk})}\n\n".encode()
+    yield b"data: [DONE]\n\n"
+
+
+def deltas(reply: Reply) -> Iterator[Json]:
+    """The fragments of a message that the client has to put together."""
+    yield {"role": "assistant", "content": None if reply.content is None else ""}
+    for key, value in [*reply.extra.items(), ("content", reply.content or "")]:
+        for piece in in_pieces(value) if isinstance(value, str) else [value]:
+            yield {key: piece}
+    for index, tool_call in enumerate(reply.tool_calls):
+        name, arguments = tool_call["function"]["name"], tool_call["function"]["arguments"]
+        yield {"tool_calls": [{"index": index, **tool_call, "function": {"name": name, "arguments": ""}}]}
+        # The first character goes alone, so that even "{}" has to be put together from two pieces.
+        for piece in [arguments[:1], *in_pieces(arguments[1:])]:
+            yield {"tool_calls": [{"index": index, "function": {"arguments": piece}}]}
+
+
+class FakeLLM(ThreadingHTTPServer):
+    """The server: it listens as soon as it is made, and answers inside its `with` block."""
+
+    daemon_threads = True
+    request_queue_size = 128  # the default of 5 waiting connections is too few for clients in parallel
+
+    def __init__(
+        self, script: Script, *, required_key: str | None = None, known_models: list[str] | None = None
+    ) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.base_url = f"http://127.0.0.1:{self.server_port}/v1"
+        self.requests: list[Recorded] = []
+        self.models = list(known_models or ["test-model"])
+        self.required_key = required_key
+        self.known_models = known_models
+        self._script = script if callable(script) else in_order(script)
+        self._numbers = itertools.count(1)
+        self._stopped = threading.Event()
+
+    @property
+    def bodies(self) -> list[Json | None]:
+        """What was asked of the model, in order of arrival."""
+        return [request.body for request in self.requests if request.path == "/v1/chat/completions"]
+
+    def __enter__(self) -> FakeLLM:
+        # Stopping takes up to one poll interval; the usual half second would add up over many tests.
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.shutdown()
+        self.server_close()
+        self._stopped.set()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print no traceback when a client leaves in mid-answer: some tests do just that."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+    def wait(self, seconds: float) -> None:
+        """Sleep, but drop the connection as soon as the server is stopped, so that no test waits for it."""
+        if self._stopped.wait(seconds):
+            raise ConnectionAbortedError
+
+    def answer(self, method: str, request: Recorded) -> Answer:
+        """Choose what to say: a refusal, the list of models, or what comes next in the script."""
+        key = request.headers.get("authorization", "")
+        if self.required_key is not None and key != f"Bearer {self.required_key}":
+            shown = key.removeprefix("Bearer ")[:3] + "***"  # OpenAI, too, repeats only some of the key
+            return error(401, f"Incorrect API key provided: {shown}.", "invalid_api_key")
+        if (method, request.path) == ("GET", "/v1/models"):
+            models = [{"id": model, "object": "model"} for model in self.models]
+            return Failure(200, {"object": "list", "data": models})
+        if (method, request.path) != ("POST", "/v1/chat/completions"):
+            return error(404, f"Invalid URL ({method} {request.path})")
+        if request.body is None:
+            return error(400, "fake_llm: the body of the request is not a JSON object")
+        model = request.body.get("model")
+        if self.known_models is not None and model not in self.known_models:
+            message = f"The model `{model}` does not exist or you do not have access to it."
+            return error(404, message, "model_not_found")
+        answer = as_answer(self._script(request.body))
+        return self._complete(answer, request) if isinstance(answer, Reply) else answer
+
+    def _complete(self, reply: Reply, request: Recorded) -> Reply:
+        """Fill in what the script leaves open: ids for the tool calls, and the usage."""
+        tool_calls = [{"id": f"call_{next(self._numbers)}", **each} for each in reply.tool_calls]
+        # A token of English is about four bytes.
+        sent, written = len(request.raw) // 4, len(f"{reply.content}{tool_calls}") // 4 + 1
+        usage = {"prompt_tokens": sent, "completion_tokens": written, "total_tokens": sent + written}
+        return replace(reply, tool_calls=tool_calls, usage=usage if reply.usage is None else reply.usage)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One connection: reads the requests of a client and sends what the server chooses to say."""
+
+    server: FakeLLM
+    protocol_version = "HTTP/1.1"  # keeps connections open, as the real servers do
+    disable_nagle_algorithm = True  # or small pieces would wait for one another
+
+    def do_POST(self) -> None:
+        """Record a request, then answer it."""
+        raw = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.server.wait(0)  # a connection that is kept open may outlive the server
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        body = None
+        with contextlib.suppress(ValueError):
+            body = json.loads(raw)
+        request = Recorded(self.path, headers, body if isinstance(body, dict) else None, raw)
+        self.server.requests.append(request)
+        self._send(self.server.answer(self.command, request), request.body or {})
+
+    do_GET = do_POST
+
+    def _send(self, answer: Answer, asked: Json) -> None:
+        match answer:
+            case Reply(delay=delay):
+                self.server.wait(delay)
+                self._send_raw(as_raw(answer, asked))
+            case Failure(status, body, headers, content_type):
+                text = body if isinstance(body, str) else to_json(body)
+                self._send_raw(Raw(text.encode(), content_type), status, headers)
+            case Raw():
+                self._send_raw(answer)
+            case Hang(seconds):
+                self.close_connection = True
+                self.server.wait(seconds)
+            case _:
+                raise TypeError(f"fake_llm: a script cannot answer {answer!r}")
+
+    def _send_raw(self, raw: Raw, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        self.close_connection |= raw.cut
+        self.send_response(status)
+        usual = {"Content-Type": raw.content_type, "Transfer-Encoding": "chunked"}
+        for name, value in (usual | (headers or {})).items():
+            self.send_header(name, value)
+        self.end_headers()
+        # An empty chunk is HTTP's mark of the end, so none may slip in before it.
+        for number, chunk in enumerate(filter(None, raw.chunks or [raw.body])):
+            self.server.wait(raw.pause if number else 0)
+            self.wfile.write(b"%x\r\n%b\r\n" % (len(chunk), chunk))
+        self.server.wait(raw.hang)
+        if not raw.cut:
+            self.wfile.write(b"0\r\n\r\n")
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Keep the log of requests out of the output of the tests."""
+
+
+def main(path: str, *options: str) -> None:
+    """Serve a script file until killed: over and over, or with `--once` just once."""
+    with open(path, encoding="utf-8") as file:
+        script = [from_json(item) for item in json.load(file)]
+    server = FakeLLM(script if "--once" in options else itertools.cycle(script))
+    print(server.base_url, flush=True)
+    server.serve_forever()
+
+
+def from_json(item: Any) -> Line:
+    """Read one item of a script file: text, {"call": name, "arguments": {...}} or {"calls": [...]}."""
+    if isinstance(item, str):
+        return item
+    return [call(each["call"], **each.get("arguments", {})) for each in item.get("calls", [item])]
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

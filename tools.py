@@ -1,0 +1,881 @@
+"""What the agent can do: a tool is a function that the model may call.
+
+The model runs nothing itself. With each request it is sent schemas; it answers with a name and arguments as
+text; the registry casts and checks them, runs the function and hands back a `ToolResult`:
+
+    {"type": "function", "function": {"name": "read_file", "description": "…", "parameters": {a JSON Schema}}}
+    {"id": "call_1", "function": {"name": "read_file", "arguments": "{\\"path\\": \\"a.txt\\"}"}}
+    {"role": "tool", "tool_call_id": "call_1", "content": "1| hello"}
+
+A tool is a plain function under `@tool` (its signature is the schema, its docstring the description) or a
+subclass of `Tool`. What the model did wrong goes back to it as text that says what to do next.
+This file works alone: copy it and use `@tool` and `ToolRegistry`. Read after providers.py, before memory.py.
+Not covered: who may call what (the hooks in nanobot.py), and a real sandbox: what is here are guard-rails.
+"""
+
+import asyncio
+import base64
+import contextlib
+import functools
+import inspect
+import json
+import logging
+import math
+import os
+import re
+import shlex
+import shutil
+import signal
+import stat
+import subprocess
+import threading
+import time
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+log = logging.getLogger("nanobot.tools")
+
+
+# ---- Who asks, and what comes back ----
+
+AGENT_FILES = ("sessions", "cron", "memory/history.jsonl", "memory/HISTORY.md", "memory/.cursor",
+               "memory/.dream_cursor", "memory/.git")  # fmt: skip
+
+
+@dataclass
+class ToolResult:
+    """What the model is told. `images` are `image_url` blocks; they follow the results in a user message."""
+
+    text: str
+    is_error: bool = False
+    images: list[dict] = field(default_factory=list)
+
+
+class ToolError(Exception):
+    """The model's mistake, in words for the model: the cause, then what to do."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The circumstances of one turn, handed to each tool that has a parameter named `turn`."""
+
+    workspace: Path = Path(".")  # the agent's home
+    cwd: Path = Path(".")  # where relative paths and exec start
+    channel: str = "cli"
+    chat_id: str = "direct"
+    session_key: str = "cli:direct"
+    depth: int = 0  # 0 is the main agent, 1 a subagent of it
+    restrict: bool = False  # the fence: only workspace, cwd and, for reading, `readable`
+    readable: tuple[Path, ...] = ()
+    secret: tuple[Path, ...] = ()  # files that hold keys: never opened
+    max_result_chars: int = 16_000
+
+    def path(self, text: str, write: bool = False) -> Path:
+        """The real path that a model's path means; raises ToolError where it may not go.
+
+        The check is on the resolved path: `..`, links and `/ws-evil` beside `/ws` do not pass. A guard-rail:
+        a folder that another process swaps for a link between check and use is not noticed.
+        """
+        try:
+            real = (self.cwd / os.path.expanduser(text)).resolve()
+            home, here, *more = (path.resolve() for path in (self.workspace, self.cwd, *self.readable))
+            secret = self.is_secret(real)
+        except (OSError, RuntimeError, ValueError) as problem:  # a loop of links, a NUL, too long a name
+            raise ToolError(f"{text!r} is not a usable path: {problem}") from None
+        if secret:
+            raise ToolError(f"{real} holds keys: the agent may not open it. Ask the user to look.")
+        if write and any(real.is_relative_to(home / name) for name in AGENT_FILES):
+            raise ToolError(f"{real} is the agent's own record: it is not for tools to write.")
+        roots = [home, here] if write else [home, here, *more]
+        if self.restrict and not any(real.is_relative_to(root) for root in roots):
+            raise ToolError(f"{real} is outside of {home} and {here}. Use a path inside.")
+        return real
+
+    def is_secret(self, real: Path) -> bool:
+        if real.parts[1:2] == ("proc",) and real.name in ("environ", "mem"):  # the environment holds keys too
+            return True
+        # samefile: a hard link is the same file, so is another case where the file system ignores case
+        there = [path for path in self.secret if path.exists()] if real.exists() else []
+        return real in self.secret or any(real.samefile(path) for path in there)
+
+
+async def in_thread(function: Callable, /, *args: Any, **kwargs: Any) -> Any:
+    """Await a blocking function on a daemon thread of its own.
+
+    Not `asyncio.to_thread`: its pool has cores + 4 threads, so that ten waiting tools take two waves on a
+    small machine, and its threads hold the exit until they are done.
+    """
+    future: Future = Future()
+    future.set_running_or_notify_cancel()  # when the waiter is cancelled the thread can still finish
+
+    def work() -> None:
+        try:
+            future.set_result(function(*args, **kwargs))
+        except BaseException as failure:
+            future.set_exception(failure)
+
+    threading.Thread(target=work, daemon=True).start()
+    return await asyncio.wrap_future(future)
+
+
+def shorten(text: str, limit: int) -> str:
+    """Head and tail of a text over `limit` characters, with a line that says what is missing."""
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]}\n… {len(text) - 2 * half:,} characters left out …\n{text[-half:]}"
+
+
+# ---- Schemas: what arguments may look like ----
+
+JSON_TYPES = {
+    "string": str, "integer": int, "number": (int, float), "boolean": bool,
+    "array": list, "object": dict, "null": types.NoneType,
+}  # fmt: skip
+
+
+def kinds(schema: dict) -> list[str]:
+    """The JSON types that a schema allows; empty means any."""
+    kind = schema.get("type", [])
+    return [kind] if isinstance(kind, str) else list(kind)
+
+
+def is_kind(value: Any, kind: str) -> bool:
+    if isinstance(value, bool):  # in Python True is an int, in JSON it is not
+        return kind == "boolean"
+    if kind == "integer" and isinstance(value, float):
+        return value.is_integer()
+    return isinstance(value, JSON_TYPES.get(kind, object))
+
+
+def cast(value: Any, schema: Any) -> Any:
+    """Bring a value to its schema's type where nothing is lost: "120" → 120, "true" → True, "[1]" → [1].
+
+    What cannot be cast comes back as it is, for `validate` to name. Never raises.
+    """
+    wanted = kinds(schema) if isinstance(schema, dict) else []
+    if isinstance(value, str) and wanted and "string" not in wanted:
+        value = _from_text(value, wanted)
+    elif wanted == ["string"] and isinstance(value, int | float) and not isinstance(value, bool):
+        value = str(value)
+    if isinstance(value, float) and "integer" in wanted and value.is_integer():
+        value = int(value)
+    if isinstance(value, dict) and wanted:
+        properties = schema.get("properties") or {}
+        return {key: cast(item, properties.get(key)) for key, item in value.items()}
+    if isinstance(value, list) and wanted:
+        return [cast(item, schema.get("items")) for item in value]
+    return value
+
+
+def _from_text(text: str, wanted: list[str]) -> Any:
+    try:
+        value = json.loads(text.lower() if "boolean" in wanted else text)
+    except (ValueError, RecursionError):
+        return text
+    return value if any(is_kind(value, kind) for kind in wanted) else text
+
+
+def validate(value: Any, schema: Any, path: str = "") -> list[str]:
+    """What is wrong with a value, a sentence each: "timeout must be <= 600", "items[0].name is required"."""
+    if not isinstance(schema, dict):
+        return []
+    name, wanted = path or "value", kinds(schema)
+    if wanted and not any(is_kind(value, kind) for kind in wanted):
+        return [f"{name} must be {' or '.join(wanted)}, not {json.dumps(value, default=str)[:80]}"]
+    if isinstance(value, float) and not math.isfinite(value):
+        return [f"{name} must be a finite number"]
+    errors = []
+    if "enum" in schema and value not in schema["enum"]:
+        errors.append(f"{name} must be one of {json.dumps(schema['enum'], ensure_ascii=False)}")
+    if isinstance(value, int | float):
+        errors += _outside(f"{name} must be", value, schema, "minimum", "maximum")
+    elif isinstance(value, str):
+        errors += _outside(f"{name}: its length must be", len(value), schema, "minLength", "maxLength")
+    elif isinstance(value, list):
+        errors += _outside(f"{name}: its length must be", len(value), schema, "minItems", "maxItems")
+        for index, item in enumerate(value):
+            errors += validate(item, schema.get("items"), f"{path}[{index}]")
+    elif isinstance(value, dict):
+        inside, properties = f"{path}." if path else "", schema.get("properties") or {}
+        errors += [f"{inside}{key} is required" for key in schema.get("required") or [] if key not in value]
+        for key, item in value.items():
+            errors += validate(item, properties.get(key), inside + key)
+    return errors
+
+
+def _outside(what: str, number: float, schema: dict, low: str, high: str) -> list[str]:
+    if number < schema.get(low, number):
+        return [f"{what} >= {schema[low]}"]
+    return [f"{what} <= {schema[high]}"] if number > schema.get(high, number) else []
+
+
+class Schema:
+    """A JSON Schema with Python's names for the keywords: `StringSchema("A path", min_length=1)`."""
+
+    def __init__(self, kind: str, description: str = "", *, nullable: bool = False, **keywords: Any):
+        self._schema: dict = {"type": [kind, "null"] if nullable else kind}
+        if description:
+            self._schema["description"] = description
+        for keyword, value in keywords.items():
+            self._schema[re.sub("_([a-z])", lambda match: match[1].upper(), keyword)] = value
+
+    def to_json_schema(self) -> dict:
+        return self._schema
+
+    def validate_value(self, value: Any, path: str = "") -> list[str]:
+        return validate(value, self._schema, path)
+
+
+StringSchema = functools.partial(Schema, "string")
+IntegerSchema = functools.partial(Schema, "integer")
+NumberSchema = functools.partial(Schema, "number")
+BooleanSchema = functools.partial(Schema, "boolean")
+
+
+def ArraySchema(items: Any, description: str = "", **keywords: Any) -> Schema:
+    return Schema("array", description, items=as_schema(items), **keywords)
+
+
+def ObjectSchema(description: str = "", *, required: Iterable[str] = (), **properties: Any) -> Schema:
+    needed = {"required": list(required)} if required else {}
+    inside = {name: as_schema(each) for name, each in properties.items()}
+    return Schema("object", description, properties=inside, **needed)
+
+
+def tool_parameters_schema(required: Iterable[str] = (), **properties: Any) -> dict:
+    return ObjectSchema(required=required, **properties).to_json_schema()
+
+
+def as_schema(what: Any) -> dict:
+    """JSON Schema of a Schema, a dict or a type hint: `list[str]`, `Literal["a"]`, `Annotated[int, "…"]`."""
+    if isinstance(what, Schema | dict):
+        return what.to_json_schema() if isinstance(what, Schema) else what
+    origin, inner = typing.get_origin(what), typing.get_args(what)
+    if origin is Annotated:
+        note = inner[1].to_json_schema() if isinstance(inner[1], Schema) else {"description": inner[1]}
+        return {**as_schema(inner[0]), **note}
+    if origin is Literal:
+        return {"type": "string", "enum": list(inner)}
+    if origin in (typing.Union, types.UnionType):
+        options = [as_schema(each) for each in inner]
+        return {**options[0], "type": [kind for option in options for kind in kinds(option)]}
+    names = {**{type_: kind for kind, type_ in JSON_TYPES.items()}, float: "number"}
+    schema = {"type": names[origin or what]} if (origin or what) in names else {}
+    return {**schema, "items": as_schema(inner[0])} if origin is list else schema
+
+
+def signature_schema(function: Callable) -> dict:
+    """A function's parameters as a schema; `self`, `turn` and starred ones are not the model's business."""
+    hints = typing.get_type_hints(function, include_extras=True)
+    named = {
+        name: each
+        for name, each in inspect.signature(function).parameters.items()
+        if name not in ("self", "turn") and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+    }
+    required = [name for name, each in named.items() if each.default is each.empty]
+    return tool_parameters_schema(required, **{name: hints.get(name, Any) for name in named})
+
+
+# ---- Tools, and the registry that runs them ----
+
+
+class Tool:
+    """A function with a schema. A subclass has name, description and `execute`, or a blocking `run`."""
+
+    name: str = ""
+    description: str = ""
+    parameters: dict = {"type": "object", "properties": {}}  # some endpoints refuse a tool without these keys
+    read_only: bool = False  # changes nothing: needs no approval
+    exclusive: bool = False  # never runs beside another call
+    wants_turn: bool = False
+
+    def __init_subclass__(cls) -> None:
+        if function := cls.__dict__.get("run") or cls.__dict__.get("execute"):
+            cls.wants_turn = "turn" in inspect.signature(function).parameters
+            if "parameters" not in cls.__dict__:
+                cls.parameters = signature_schema(function)
+
+    @property
+    def concurrency_safe(self) -> bool:
+        return self.read_only and not self.exclusive
+
+    async def execute(self, **arguments: Any) -> Any:
+        """Returns text, a ToolResult or whatever JSON can show; raises ToolError for the model's mistakes."""
+        return await in_thread(self.run, **arguments)
+
+    def run(self, **arguments: Any) -> Any:
+        """The blocking form: `execute` gives it a thread of its own."""
+        raise NotImplementedError(f"{type(self).__name__} has neither execute() nor run()")
+
+    def cast_params(self, params: dict) -> dict:
+        return cast(params, self.parameters)
+
+    def validate_params(self, params: dict) -> list[str]:
+        known = self.parameters.get("properties") or {}
+        closed = known and not self.parameters.get("additionalProperties")
+        strange = [key for key in params if key not in known] if closed else []
+        errors = [f"unexpected parameter {key} (there are {', '.join(known)})" for key in strange]
+        return validate(params, self.parameters) + errors
+
+    def to_schema(self) -> dict:
+        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": function}
+
+
+def tool_parameters(schema: dict) -> Callable[[type], type]:
+    """Class decorator for a schema that is written out: `@tool_parameters(tool_parameters_schema(…))`."""
+
+    def decorate(cls: type) -> type:
+        cls.parameters = schema
+        return cls
+
+    return decorate
+
+
+def tool(function: Callable | None = None, **flags: Any) -> Any:
+    """Make a tool of a function: `@tool`, or `@tool(read_only=True)`."""
+    if function is None:
+        return functools.partial(tool, **flags)
+    how = "execute" if inspect.iscoroutinefunction(function) else "run"
+    body = {"name": function.__name__, "description": inspect.getdoc(function) or "", **flags}
+    return type(function.__name__, (Tool,), {**body, how: staticmethod(function)})()
+
+
+class ToolRegistry:
+    """The tools of one agent. A result over the turn's limit goes into a file; the model is told where."""
+
+    preview_chars = 1_200
+    kept_results = 200  # files; older ones are removed
+
+    def __init__(self, tools: Iterable[Tool] = ()):
+        self._tools: dict[str, Tool] = {each.name: each for each in tools}
+
+    def register(self, new: Tool) -> None:
+        self._tools[new.name] = new
+
+    def unregister(self, name: str) -> None:
+        self._tools.pop(name, None)
+
+    def get(self, name: str) -> Tool | None:
+        return self._tools.get(name)
+
+    def get_definitions(self) -> list[dict]:
+        """Schemas in a fixed order, built-in tools first, then MCP's: prompt caches live on equal bytes."""
+        names = sorted(self._tools, key=lambda name: (name.startswith("mcp_"), name))
+        return [self._tools[name].to_schema() for name in names]
+
+    def prepare_call(self, name: str, params: Any) -> tuple[Tool | None, dict, str | None]:
+        """The tool, its arguments after casting, and what is wrong with them (None: nothing)."""
+        found = self._tools.get(name)
+        if not found:
+            from difflib import SequenceMatcher
+
+            like = {each: SequenceMatcher(None, name.lower(), each.lower()).ratio() for each in self._tools}
+            names = ", ".join(sorted(like, key=lambda each: -like[each]))
+            return None, {}, f"There is no tool {name!r}. There are, the closest first: {names}."
+        params = {} if params is None else cast(params, {"type": "object"})
+        if not isinstance(params, dict):
+            return found, {}, f'The arguments of {name} must be one JSON object, like {{"name": "value"}}.'
+        wrapped = params.get("arguments")  # some models wrap the arguments once more
+        if isinstance(wrapped, dict) and len(params) == 1 and "arguments" not in str(found.parameters):
+            params = wrapped
+        params = found.cast_params(params)
+        errors = "; ".join(found.validate_params(params))
+        return found, params, f"{name} was not run: {errors}. Correct the call." if errors else None
+
+    async def execute(self, name: str, params: Any, turn: Turn | None = None) -> ToolResult:
+        """Run one call. Whatever goes wrong in it becomes an error result: the turn goes on."""
+        found, arguments, problem = self.prepare_call(name, params)
+        if problem:
+            return ToolResult(problem, is_error=True)
+        turn = turn or Turn()
+        try:
+            result = await found.execute(**arguments, **({"turn": turn} if found.wants_turn else {}))
+        except ToolError as mistake:
+            result = ToolResult(str(mistake), is_error=True)
+        except Exception as failure:
+            log.warning("tool %s failed", name, exc_info=True)
+            result = ToolResult(f"{name} failed: {type(failure).__name__}: {failure}", is_error=True)
+        if not isinstance(result, ToolResult):
+            result = "" if result is None else result
+            is_text = isinstance(result, str)
+            result = ToolResult(result if is_text else json.dumps(result, ensure_ascii=False, default=str))
+        if not result.text.strip():
+            result.text = f"({name} completed with no output)"
+        if len(result.text) > turn.max_result_chars:
+            result.text = self._put_aside(name, result.text, turn)
+        return result
+
+    def _put_aside(self, name: str, text: str, turn: Turn) -> str:
+        folder = turn.workspace / ".nanobot" / "tool-results"
+        path = folder / f"{time.time_ns()}-{name}.txt"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(text.encode("utf-8", errors="replace"))
+            for old in sorted(folder.iterdir())[: -self.kept_results]:
+                old.unlink(missing_ok=True)
+        except OSError as problem:
+            log.warning("could not keep the result of %s in a file: %s", name, problem)
+            return shorten(text, turn.max_result_chars - 100)
+        return (
+            f"[{len(text):,} characters, too long to show: saved to {path}. "
+            f"Read it with read_file or search it with grep. It begins:]\n{text[: self.preview_chars]}"
+        )
+
+
+# ---- Files ----
+
+MAX_FILE_BYTES = 50_000_000
+IMAGES = {b"\x89PNG\r\n\x1a\n": "png", b"\xff\xd8\xff": "jpeg", b"GIF87a": "gif", b"GIF89a": "gif"}
+
+
+def read_bytes(path: Path) -> bytes:
+    """A regular file's content; raises ToolError that says what else the path is, or why it is not read."""
+    flags = os.O_RDONLY
+    for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"):  # a link put there after the check; a FIFO; Windows
+        flags |= getattr(os, name, 0)
+    if path.is_dir():
+        raise ToolError(f"{path} is a directory. List it with list_dir.")
+    try:
+        descriptor = os.open(path, flags)
+    except OSError as problem:
+        raise ToolError(f"Cannot read {path}: {problem.strerror}.{_similar(path)}") from None
+    with os.fdopen(descriptor, "rb") as file:
+        info = os.fstat(descriptor)
+        if not stat.S_ISREG(info.st_mode):
+            raise ToolError(f"{path} is a FIFO, a socket or a device, not a regular file.")
+        if info.st_size > MAX_FILE_BYTES:
+            raise ToolError(f"{path} has {info.st_size:,} bytes, too many: take a part of it with exec.")
+        return file.read(MAX_FILE_BYTES)
+
+
+def _similar(path: Path) -> str:
+    from difflib import get_close_matches
+
+    names = get_close_matches(path.name, os.listdir(path.parent), n=3) if path.parent.is_dir() else []
+    return f" There is: {', '.join(names)}." if names else " Look around with list_dir or glob."
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """All of the new content or all of the old, whatever happens: temp file, fsync, rename; mode kept."""
+    if path.exists() and not path.is_file():
+        raise ToolError(f"{path} is not a regular file: nothing was written.")
+    temporary = path.with_name(f".{path.name[:40]}.{os.getpid()}-{time.time_ns()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        if path.exists():
+            shutil.copymode(path, temporary)
+        os.replace(temporary, path)
+    except OSError as problem:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise ToolError(f"Cannot write {path}: {problem.strerror}. Nothing was changed.") from None
+
+
+def image_block(data: bytes) -> dict | None:
+    """An `image_url` block that carries the bytes; None where they are no png, jpeg, gif or webp."""
+    kind = next((kind for magic, kind in IMAGES.items() if data.startswith(magic)), None)
+    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        kind = "webp"
+    url = f"data:image/{kind};base64,{base64.b64encode(data).decode()}" if kind else ""
+    return {"type": "image_url", "image_url": {"url": url}} if kind else None
+
+
+@tool(read_only=True)
+def read_file(
+    path: str, offset: Annotated[int, "First line, from 1"] = 1, limit: int = 2_000, *, turn: Turn
+) -> str | ToolResult:
+    """Read a text file as `N| line`, a page at a time, or look at an image."""
+    real = turn.path(path)
+    data = read_bytes(real)
+    if block := image_block(data):
+        return ToolResult(f"[image: {real}]", images=[block])
+    if b"\0" in data[:8_192]:
+        raise ToolError(f"{real} is a binary file of {len(data):,} bytes. Look at it with exec (file, xxd).")
+    lines = data.decode("utf-8-sig", errors="replace").replace("\r\n", "\n").removesuffix("\n").split("\n")
+    if lines == [""]:
+        return f"({real} is empty)"
+    if offset > len(lines):
+        raise ToolError(f"{real} has {len(lines)} lines: offset {offset} is behind its end.")
+    return _page_of_lines(lines, max(offset, 1), max(limit, 1), turn.max_result_chars - 200)
+
+
+def _page_of_lines(lines: list[str], first: int, limit: int, room: int) -> str:
+    """Whole lines in `room` characters, so that the registry need not put the page aside; the next offset."""
+    page, used = [], 0
+    for number, line in enumerate(lines[first - 1 : first - 1 + limit], first):
+        shown = f"{number}| {line}"
+        used += len(shown) + 1
+        if used > room and page:
+            break
+        page.append(shown if used <= room else f"{shown[: room - 20]}… (line cut)")
+    following = first + len(page)
+    if following <= len(lines):
+        page.append(f"(lines {first}-{following - 1} of {len(lines)}; go on with offset={following})")
+    return "\n".join(page)
+
+
+@tool
+def write_file(path: str, content: str, *, turn: Turn) -> str:
+    """Write a whole file; folders are made. To change part of a file use edit_file."""
+    real = turn.path(path, write=True)
+    write_atomic(real, content.encode("utf-8", errors="replace"))
+    return f"Wrote {len(content):,} characters to {real}."
+
+
+@tool
+def edit_file(
+    path: str,
+    old_text: Annotated[str, "With lines around it where it stands more than once"],
+    new_text: str,
+    replace_all: bool = False,
+    *,
+    turn: Turn,
+) -> str:
+    """Replace a passage of a text file (read it first). Returns the diff."""
+    real = turn.path(path, write=True)
+    if not old_text:
+        if real.exists() and real.stat().st_size:
+            raise ToolError(f"{real} is not empty: say in old_text which passage to replace.")
+        return write_file.run(path, new_text, turn=turn)
+    # surrogateescape: bytes that are no UTF-8, and a BOM, come back out as they went in
+    text = read_bytes(real).decode("utf-8", errors="surrogateescape")
+    crlf = "\r\n" in text and text.count("\r\n") == text.count("\n")
+    before, old, new = (each.replace("\r\n", "\n") if crlf else each for each in (text, old_text, new_text))
+    after = replace_passage(before, old, new, replace_all)
+    written = after.replace("\n", "\r\n") if crlf else after
+    write_atomic(real, written.encode("utf-8", errors="surrogateescape"))
+    return diff(before, after, path)
+
+
+def replace_passage(text: str, old: str, new: str, replace_all: bool = False) -> str:
+    """`text` with `old` replaced by `new`; raises ToolError that says why or where it fits."""
+    spans = [match.span() for match in re.finditer(re.escape(old), text)] or _alike(text, old)
+    if not spans:
+        raise ToolError(f"old_text is not in the file.{_nearest(text, old)}")
+    if len(spans) > 1 and not replace_all:
+        lines = ", ".join(str(text.count("\n", 0, start) + 1) for start, _ in spans[:20])
+        raise ToolError(f"old_text stands at lines {lines}. Add lines around the one, or set replace_all.")
+    for start, end in reversed(spans):
+        put = new if text[start:end] == old else _reindent(new, old, text[start:end])
+        whole_lines = (start == 0 or text[start - 1] == "\n") and text[end : end + 1] == "\n"
+        end += not put and whole_lines  # a deleted line takes its line end with it
+        text = text[:start] + put + text[end:]
+    return text
+
+
+def _alike(text: str, old: str) -> list[tuple[int, int]]:
+    """Where whole lines are those of `old` but for the space around them, as (start, end)."""
+    lines, wanted = text.split("\n"), [line.strip() for line in old.strip("\n").split("\n")]
+    spans, start, free = [], 0, 0
+    for index, line in enumerate(lines):
+        window = lines[index : index + len(wanted)]
+        if any(wanted) and index >= free and [each.strip() for each in window] == wanted:
+            free = index + len(wanted)
+            spans.append((start, start + len("\n".join(window))))
+        start += len(line) + 1
+    return spans
+
+
+def _reindent(new: str, old: str, passage: str) -> str:
+    """`new` moved from the indentation that the model gave to the one that the file has."""
+    given, found = (re.match(r"[ \t]*", part.strip("\n"))[0] for part in (old, passage))
+    return re.sub(rf"^{given}(?=.)", found, new.strip("\n"), flags=re.MULTILINE)
+
+
+def _nearest(text: str, old: str) -> str:
+    from difflib import get_close_matches
+
+    lines, wanted = text.split("\n"), old.strip("\n").split("\n")
+    close = get_close_matches(wanted[0], lines[:20_000], n=1, cutoff=0.5)
+    if not close:
+        return " Nothing in it is like its first line: read the file again."
+    at = lines.index(close[0])
+    passage = "\n".join(lines[at : at + len(wanted)])
+    return f" The closest passage, at line {at + 1}, differs so:\n{diff(old, passage, 'old_text')}"
+
+
+def diff(before: str, after: str, name: str) -> str:
+    from difflib import unified_diff
+
+    lines = unified_diff(before.split("\n"), after.split("\n"), f"a/{name}", f"b/{name}", lineterm="", n=2)
+    text = "\n".join(lines).encode("utf-8", errors="replace").decode()
+    return shorten(text, 4_000) or "(the text is the same)"
+
+
+@tool(read_only=True)
+def list_dir(path: str = ".", *, turn: Turn) -> str:
+    """List a directory."""
+    real = turn.path(path)
+    try:
+        entries = sorted(os.scandir(real), key=lambda entry: entry.name)
+    except OSError as problem:
+        raise ToolError(f"Cannot list {real}: {problem.strerror}.{_similar(real)}") from None
+    lines = [f"{real}: {len(entries)} entries"]
+    for entry in entries[:500]:
+        plain = entry.name if entry.is_symlink() or not entry.is_dir() else f"{entry.name}/"
+        size = f"  {entry.stat().st_size:,} bytes" if entry.is_file(follow_symlinks=False) else ""
+        lines.append(plain + (f" -> {os.readlink(entry.path)}" if entry.is_symlink() else size))
+    return "\n".join(lines + ["(the rest is left out: narrow it down with glob)"] * (len(entries) > 500))
+
+
+# ---- Search ----
+
+SKIPPED_FOLDERS = {".git", "node_modules", "__pycache__", ".venv", ".tox", ".mypy_cache", ".pytest_cache",
+                   ".ruff_cache", ".nanobot"}  # fmt: skip
+MAX_SEARCHED_BYTES = 2_000_000
+
+
+def find_files(root: Path, pattern: str) -> list[str]:
+    """Regular files below `root` that a glob matches, as sorted relative paths; of a file only its name."""
+    if root.is_file():
+        return [root.name]
+    if not root.is_dir():
+        raise ToolError(f"There is no {root}.{_similar(root)}")
+    try:
+        matches = re.compile(glob_regex(pattern)).match
+    except re.error as problem:
+        raise ToolError(f"{pattern!r} is not a usable glob: {problem}.") from None
+    return sorted(path for path in _walk(str(root)) if matches(path))
+
+
+def _walk(root: str, prefix: str = "") -> Iterator[str]:
+    try:
+        entries = list(os.scandir(root))
+    except OSError:  # a folder that may not be read has nothing to show
+        return
+    for entry in entries:
+        if entry.is_file(follow_symlinks=False):
+            yield prefix + entry.name
+        elif entry.is_dir(follow_symlinks=False) and entry.name not in SKIPPED_FOLDERS:
+            yield from _walk(entry.path, f"{prefix}{entry.name}/")
+
+
+def glob_regex(pattern: str) -> str:
+    """A glob as a regular expression on a relative path. Without a slash it means the name, in any folder."""
+    pattern = pattern.removeprefix("./") if "/" in pattern else f"**/{pattern}"
+    meaning = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]", "{": "(?:", "}": ")"}
+    regex, depth = "", 0
+    for token in re.findall(r"\*\*/|\*\*|\[!?[^\]]+\]|.", pattern, re.DOTALL):
+        depth += (token == "{") - (token == "}")
+        if token == "," and depth:
+            regex += "|"
+        elif token.startswith("[") and len(token) > 1:
+            regex += token.replace("[!", "[^", 1)
+        else:
+            regex += meaning.get(token) or re.escape(token)
+    return regex + r"\Z"
+
+
+def _page(items: list[str], offset: int, limit: int) -> str:
+    more = [f"(there are more; go on with offset={offset + limit})"] if len(items) > offset + limit else []
+    return "\n".join(items[offset : offset + limit] + more)
+
+
+@tool(read_only=True)
+def glob(pattern: str, path: str = ".", head_limit: int = 250, offset: int = 0, *, turn: Turn) -> str:
+    """Find files by name, newest first. `*.py` matches in every folder below path."""
+    root = turn.path(path)
+    names = find_files(root, pattern)
+    names.sort(key=lambda name: (-_modified(root / name), name))
+    return _page(names, offset, head_limit) or f"No file below {root} matches {pattern}."
+
+
+def _modified(path: Path) -> float:
+    with contextlib.suppress(OSError):  # gone meanwhile
+        return path.lstat().st_mtime
+    return 0.0
+
+
+@tool(read_only=True)
+def grep(
+    pattern: str,
+    path: str = ".",
+    glob: Annotated[str, "Only such files, like *.py"] = "*",
+    case_insensitive: bool = False,
+    fixed_strings: bool = False,
+    output_mode: Literal["files_with_matches", "content", "count"] = "files_with_matches",
+    context_before: int = 0,
+    context_after: int = 0,
+    head_limit: int = 250,
+    offset: int = 0,
+    *,
+    turn: Turn,
+) -> str:
+    """Search file contents with a regular expression. output_mode content gives `path:line: text`."""
+    try:
+        source = (re.escape(pattern) if fixed_strings else pattern).encode("utf-8", errors="replace")
+        regex = re.compile(source, re.IGNORECASE if case_insensitive else 0)
+    except re.error as problem:
+        raise ToolError(f"{pattern!r} is no regular expression: {problem}. Or set fixed_strings.") from None
+    root, items, skipped = turn.path(path), [], 0
+    for name in find_files(root, glob):
+        lines = _lines_to_search(root if root.is_file() else root / name, turn)
+        skipped += lines is None
+        hits = [number for number, line in enumerate(lines or []) if regex.search(line)]
+        if hits and output_mode == "content":
+            items += _show(name, lines, hits, context_before, context_after)
+        elif hits:
+            items.append(f"{name}: {len(hits)}" if output_mode == "count" else name)
+        if len(items) > offset + head_limit:
+            break  # this page is full, and it is known that there are more
+    note = f"\n({skipped} files skipped: binary, over 2 MB or not readable)" if skipped else ""
+    return (_page(items, offset, head_limit) or f"No match for {pattern!r} in {root}.") + note
+
+
+def _lines_to_search(path: Path, turn: Turn) -> list[bytes] | None:
+    with contextlib.suppress(OSError, ToolError):
+        if not turn.is_secret(path) and path.stat().st_size <= MAX_SEARCHED_BYTES:
+            data = read_bytes(path)
+            if b"\0" not in data[:8_192]:
+                return data.replace(b"\r\n", b"\n").removesuffix(b"\n").split(b"\n")
+    return None
+
+
+def _show(name: str, lines: list[bytes], hits: list[int], before: int, after: int) -> list[str]:
+    """`name:12: text` for a match, `name-13- text` for the context around it, each line once."""
+    shown = {near for hit in hits for near in range(max(hit - before, 0), min(hit + after + 1, len(lines)))}
+    marks = {number: ":" if number in set(hits) else "-" for number in sorted(shown)}
+    texts = {number: lines[number][:2_000].decode("utf-8", errors="replace")[:500] for number in marks}
+    return [f"{name}{mark}{number + 1}{mark} {texts[number]}" for number, mark in marks.items()]
+
+
+FILE_TOOLS = [read_file, write_file, edit_file, list_dir, glob, grep]
+
+
+# ---- The shell ----
+
+MAX_OUTPUT_CHARS = 10_000
+SAFE_ENVIRONMENT = ("HOME", "LANG", "TERM", "PATH")  # nothing else of ours: keys live in the environment
+WRAPPERS = {"sudo", "env", "nohup", "time", "command", "exec", "nice", "if", "then", "do", "else", "!", "{"}
+FATAL = re.compile(r"mkfs.*|dd|wipefs|fdisk|parted|shutdown|reboot|halt|poweroff|init")
+FORK_BOMB = re.compile(r"(\S+)\s*\(\)\s*\{[^}]*\1\s*\|\s*\1\s*&")
+
+
+def check_command(command: str, turn: Turn) -> None:
+    """Raise ToolError for what hardly anybody means: a seat belt for accidents, no boundary against intent.
+
+    Refused: recursive rm, formatting, dd, writes to devices, shutdown and its kin, fork bombs, redirects into
+    the agent's own files; under the fence also every word that is a path and leads outside.
+    """
+    lexer = shlex.shlex(re.sub(r"[\r\n]", " ; ", command), posix=True, punctuation_chars=True)
+    lexer.commenters = ""  # what follows a # is looked at too: quoting can make a command of it
+    try:
+        words = list(lexer)
+    except ValueError:  # quotes that do not close, as in a here-document: look at the bare words
+        words = re.split(r"[\s;&|<>()\"']+", command)
+    if FORK_BOMB.search(command):
+        raise ToolError("Refused: this is a fork bomb.")
+    program, before = "", ""
+    for word in words:
+        if set(word) <= set(";&|()"):
+            program = ""
+        elif not program and word not in WRAPPERS and "=" not in word:
+            program = os.path.basename(word).lower()
+        if FATAL.fullmatch(program):
+            raise ToolError(f"Refused: {program} can destroy data or stop the machine. The user may run it.")
+        if program == "rm" and re.match(r"--recursive|-\w*[rR]", word):
+            raise ToolError("Refused: recursive rm. Remove single files, or ask the user to do it.")
+        _check_word(word, before, turn)
+        before = word
+
+
+def _check_word(word: str, before: str, turn: Turn) -> None:
+    writes = before.startswith(">") or before == "tee"
+    for part in re.split(r"[=:,]", word.removeprefix("file://")):
+        path = re.sub(r"^-\w(?=[/~])", "", part)  # -I/usr/include
+        if path in ("", "/dev/null", "/dev/stdout", "/dev/stderr") or word.startswith(("/bin/", "/usr/bin/")):
+            continue
+        if writes and path.startswith("/dev/"):
+            raise ToolError(f"Refused: {path} is a device.")
+        leads_away = "/" in path or path.startswith(("~", "..")) or (turn.cwd / path).is_symlink()
+        if writes or (turn.restrict and leads_away):
+            turn.path(path, write=writes)
+
+
+class Exec(Tool):
+    """`bash -c` in a process group of its own; `timeout` in seconds, `path_append` goes behind PATH."""
+
+    name = "exec"
+    description = (
+        "Run a bash command. For files prefer read_file, grep and glob. No input is possible: use flags like "
+        "-y. Returns stdout, then STDERR:, then the exit code."
+    )
+
+    def __init__(self, timeout: int = 60, path_append: str = "", allowed_env: Iterable[str] = ()):
+        self.timeout, self.path_append, self.allowed_env = timeout, path_append, allowed_env
+
+    async def execute(
+        self,
+        command: str,
+        working_dir: str = ".",
+        timeout: Annotated[int, IntegerSchema("Seconds", minimum=0, maximum=600)] = 0,
+        *,
+        turn: Turn,
+    ) -> ToolResult:
+        folder, bash = turn.path(working_dir), shutil.which("bash")
+        if not bash or not folder.is_dir():
+            raise ToolError(f"There is no folder {folder}." if bash else "exec needs bash, which is missing.")
+        check_command(command, replace(turn, cwd=folder))
+        process = subprocess.Popen(
+            [bash, "-c", command], cwd=folder, env=self._environment(), stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+        )  # fmt: skip
+        out, err, late = Capture(process.stdout), Capture(process.stderr), ""
+        try:
+            await in_thread(process.wait, timeout or self.timeout)
+        except subprocess.TimeoutExpired:
+            late = f"\nTimed out after {timeout or self.timeout} s: it and its children were killed."
+        finally:  # also when the turn is cancelled
+            if process.poll() is None:
+                kill_group(process)
+        errors = err.text()
+        text = shorten(out.text() + (f"\nSTDERR:\n{errors}" if errors else ""), MAX_OUTPUT_CHARS)
+        ending = late or f"\nExit code: {process.returncode}"
+        return ToolResult((text + ending).strip("\n"), is_error=process.returncode != 0)
+
+    def _environment(self) -> dict[str, str]:
+        names = [*SAFE_ENVIRONMENT, *self.allowed_env]
+        kept = {name: os.environ[name] for name in names if name in os.environ}
+        return {**kept, "PATH": os.pathsep.join(filter(None, [kept.get("PATH"), self.path_append]))}
+
+
+class Capture:
+    """Reads a pipe on a daemon thread and keeps head and tail: no output is too long, no child blocks it."""
+
+    def __init__(self, pipe: Any):
+        self.pipe, self.head, self.tail, self.missing = pipe, b"", b"", 0
+        self.thread = threading.Thread(target=self._read, daemon=True)
+        self.thread.start()
+
+    def _read(self) -> None:
+        while chunk := self.pipe.read1(65_536):
+            room = MAX_OUTPUT_CHARS - len(self.head)
+            self.head, rest = self.head + chunk[:room], self.tail + chunk[room:]
+            self.tail = rest[-MAX_OUTPUT_CHARS:]
+            self.missing += len(rest) - len(self.tail)
+
+    def text(self) -> str:
+        self.thread.join(0.3)  # a child left in the background keeps the pipe open: do not wait for it
+        gap = f"\n… {self.missing:,} bytes left out …\n".encode() if self.missing else b""
+        return (self.head + gap + self.tail).decode("utf-8", errors="replace").rstrip("\n")
+
+
+def kill_group(process: subprocess.Popen) -> None:
+    """End a command with all the children in its process group (on Windows: the command alone)."""
+    if hasattr(os, "killpg"):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    else:
+        process.kill()
+    process.wait()
