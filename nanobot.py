@@ -642,8 +642,9 @@ class AgentRunner:
         elif (response.finish_reason == "length" or run.tool_calls) and run.cuts < self.continuations:
             run.cuts += 1
             run.segments += [text] if text else []
-            run.nudge = template("cut_calls" if run.tool_calls else "cut_answer" if text else "cut_thinking")
-        elif text or run.segments:
+            kind = "calls" if run.tool_calls else "answer" if text.strip() else "thinking"
+            run.nudge = template(f"cut_{kind}")
+        elif text.strip() or run.segments:
             run.stop_reason, run.final_content = "completed", "".join([*run.segments, text])
         elif run.blanks == 2 or response.finish_reason in ("content_filter", "refusal"):
             why = "the endpoint withheld it" if run.blanks < 2 else "the model sent nothing, three times"

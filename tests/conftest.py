@@ -10,7 +10,7 @@ def own_home(tmp_path, monkeypatch):
     home = tmp_path / "home"
     home.mkdir()
     for name in list(os.environ):
-        if name.endswith(("_API_KEY", "_BASE_URL")) or name.startswith("NANOBOT_MODEL") or name == "NANOBOT_WORKSPACE":
+        if name.endswith(("_API_KEY", "_BASE_URL")) or name in ("NANOBOT_MODEL", "NANOBOT_WORKSPACE"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(home))
     return home

@@ -1,0 +1,311 @@
+"""How fast is it? Ratios against a bare tool loop on the official SDK, measured side by side in one run.
+
+    python tests/bench.py            all of it, about two minutes
+    python tests/bench.py calls      only what has `calls` in its name
+
+A stub endpoint (another process, no parsing) asks for tool calls until it has had enough of them, then answers.
+Each contestant runs in a process of its own; runs alternate, and the median counts. Nothing here is a test:
+a busy machine may not make the suite fail.
+"""
+
+import asyncio
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve()
+sys.path.insert(0, str(HERE.parent.parent))
+ROUNDS = 5
+
+
+# ---- The stub endpoint ----
+
+
+def answer(calls_wanted: int, served: int) -> bytes:
+    """A tool call while there are fewer results than wanted, then a text; as a whole HTTP response."""
+    function = {"name": "look", "arguments": json.dumps({"n": served})}
+    call = {"id": f"call_{served}", "type": "function", "function": function}
+    last = served >= calls_wanted
+    said = {"content": "done"} if last else {"content": None, "tool_calls": [call]}
+    message = {"role": "assistant", **said}
+    choice = {"index": 0, "message": message, "finish_reason": "stop" if last else "tool_calls"}
+    usage = {"prompt_tokens": 10, "completion_tokens": 5, "total_tokens": 15}
+    body = {"id": "x", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]}
+    data = json.dumps(body | {"usage": usage}).encode()
+    head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    return head.encode() + data
+
+
+async def serve() -> None:
+    """A conversation at `/N/v1/chat/completions` gets N tool calls: the results in a request say how far it is."""
+
+    async def connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = int(re.search(rb"(?i)content-length: (\d+)", head)[1])
+                body = await reader.readexactly(length)
+                wanted = int(head.split(b"/", 2)[1])
+                writer.write(answer(wanted, body.count(b'"tool_call_id"')))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            writer.close()
+
+    server = await asyncio.start_server(connection, "127.0.0.1", 0, limit=1 << 26)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await server.serve_forever()
+
+
+# ---- The contestants: each prints its milliseconds as JSON ----
+
+
+def report(**figures: float) -> None:
+    print(json.dumps(figures))
+
+
+def filler(count: int) -> list[dict]:
+    roles = ("user", "assistant")
+    return [{"role": roles[n % 2], "content": f"message {n}: " + "some words " * 10} for n in range(count)]
+
+
+def bare(base_url: str, history: int = 0) -> None:
+    """The loop that everybody writes first."""
+    from openai import OpenAI
+
+    client = OpenAI(api_key="none", base_url=base_url)
+    messages = [*filler(history), {"role": "user", "content": "Look around."}]
+    parameters = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    function = {"name": "look", "description": "Look.", "parameters": parameters}
+    tools = [{"type": "function", "function": function}]
+    start = time.perf_counter()
+    while True:
+        message = client.chat.completions.create(model="m", messages=messages, tools=tools).choices[0].message
+        messages.append(message.model_dump(exclude_none=True))
+        if not message.tool_calls:
+            break
+        for call in message.tool_calls:
+            seen = f"saw {json.loads(call.function.arguments)['n']}"
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": seen})
+    report(ms=(time.perf_counter() - start) * 1e3)
+
+
+def kit_loop(base_url: str, workspace: str):
+    """The kit as a program would use it, with one tool: journal, hooks and all."""
+    import nanobot
+    from tools import ToolRegistry, tool
+
+    @tool(read_only=True)
+    async def look(n: int) -> str:
+        """Look."""
+        return f"saw {n}"
+
+    config = nanobot.load_config(environ={"OPENAI_BASE_URL": base_url, "NANOBOT_MODEL": "m"})
+    config.defaults.workspace, config.defaults.max_tool_iterations = workspace, 1_000
+    loop = nanobot.AgentLoop(config)
+    loop.tools, loop.streaming = ToolRegistry([look]), False
+    return loop
+
+
+def kit(base_url: str, history: int = 0) -> None:
+    import nanobot
+
+    workspace = tempfile.mkdtemp()
+    loop = kit_loop(base_url, workspace)
+    if history:
+        loop.sessions.get("cli:direct").append(*filler(history))
+        loop = kit_loop(base_url, workspace)
+        loop.config.defaults.context_window_tokens = 10_000_000
+    loop.provider.warm_up()
+    marks = []
+
+    class Clock(nanobot.AgentHook):
+        async def after_iteration(self, context: nanobot.AgentHookContext) -> None:
+            marks.append(time.perf_counter())
+
+    loop.hooks.append(Clock())
+    start = time.perf_counter()
+    asyncio.run(loop.process_direct("Look around."))
+    steps = [late - early for early, late in zip(marks, marks[1:], strict=False)]
+    tail = statistics.median(steps[-10:]) / statistics.median(steps[5:15]) if len(steps) > 20 else 1
+    report(ms=(time.perf_counter() - start) * 1e3, tail=tail)
+
+
+def bare_side_by_side(base_url: str) -> None:
+    """50 conversations of 10 calls on the SDK's asynchronous client."""
+    from openai import AsyncOpenAI
+
+    async def one() -> None:
+        messages = [{"role": "user", "content": "Look around."}]
+        for _ in range(11):
+            reply = await client.chat.completions.create(model="m", messages=messages)
+            message = reply.choices[0].message
+            messages.append(message.model_dump(exclude_none=True))
+            for call in message.tool_calls or []:
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": "saw it"})
+
+    async def everyone() -> float:
+        start = time.perf_counter()
+        await asyncio.gather(*(one() for _ in range(50)))
+        return (time.perf_counter() - start) * 1e3
+
+    client = AsyncOpenAI(api_key="none", base_url=base_url)
+    report(ms=asyncio.run(everyone()))
+
+
+def kit_side_by_side(base_url: str) -> None:
+    async def everyone() -> float:
+        start = time.perf_counter()
+        await asyncio.gather(*(loop.process_direct("Look around.", f"cli:{n}") for n in range(50)))
+        return (time.perf_counter() - start) * 1e3
+
+    loop = kit_loop(base_url, tempfile.mkdtemp())
+    loop.provider.warm_up()
+    report(ms=asyncio.run(everyone()))
+
+
+def ten_blocking_tools() -> None:
+    from nanobot import AgentRunner, AgentRunSpec
+    from providers import ScriptedProvider, ToolCallRequest
+    from tools import ToolRegistry, tool
+
+    @tool(read_only=True)
+    def nap() -> str:
+        """Sleep."""
+        time.sleep(0.2)
+        return "slept"
+
+    provider = ScriptedProvider([[ToolCallRequest(f"c{n}", "nap") for n in range(10)], "done"])
+    spec = AgentRunSpec([{"role": "user", "content": "nap"}], ToolRegistry([nap]))
+    start = time.perf_counter()
+    asyncio.run(AgentRunner(provider).run(spec))
+    report(ms=(time.perf_counter() - start) * 1e3)
+
+
+# ---- The race ----
+
+
+class Race:
+    def __init__(self, port: int):
+        self.root = f"http://127.0.0.1:{port}"
+
+    def url(self, calls: int) -> str:
+        return f"{self.root}/{calls}/v1"
+
+    def inside(self, name: str, *arguments: object) -> dict:
+        """One contestant in a fresh process; its own figures."""
+        code = f"import sys; sys.path[:0] = [{str(HERE.parent)!r}]; import bench; bench.{name}(*{arguments!r})"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment())
+        if done.returncode:
+            raise SystemExit(done.stderr)
+        return json.loads(done.stdout.splitlines()[-1])
+
+    def whole(self, *command: str) -> float:
+        """Wall milliseconds of a whole process."""
+        start = time.perf_counter()
+        subprocess.run(command, capture_output=True, check=True, stdin=subprocess.DEVNULL, env=environment())
+        return (time.perf_counter() - start) * 1e3
+
+    def show(self, name: str, ours: list[float], theirs: list[float], goal: float) -> None:
+        mine, other = statistics.median(ours), statistics.median(theirs)
+        print(f"{name:34}{mine:9.1f} ms {other:9.1f} ms   {mine / other:5.2f}x  (aim: {goal}x)", flush=True)
+
+
+def environment() -> dict[str, str]:
+    kept = {name: os.environ[name] for name in ("PATH", "LANG", "VIRTUAL_ENV") if name in os.environ}
+    return {**kept, "HOME": HOME}
+
+
+NANOBOT = (sys.executable, "-c", f"import sys; sys.path.insert(0, {str(HERE.parent.parent)!r})\n"
+           "from nanobot import main; sys.exit(main())")  # what the installed script does  # fmt: skip
+
+
+def medians(pairs: list[tuple[dict, dict]]) -> tuple[list[float], list[float]]:
+    return [ours["ms"] for ours, _ in pairs], [theirs["ms"] for _, theirs in pairs]
+
+
+def race_help(race: Race) -> None:
+    pairs = [
+        (race.whole(*NANOBOT, "--help"),
+         race.whole(sys.executable, "-c", "import argparse, asyncio"))
+        for _ in range(3 * ROUNDS)
+    ]  # fmt: skip
+    race.show("help against two imports", *zip(*pairs, strict=True), 1.5)
+
+
+def race_cold_start(race: Race) -> None:
+    plain = (
+        "import sys; from openai import OpenAI; client = OpenAI(api_key='none', base_url=sys.argv[1]); "
+        "print(client.chat.completions.create(model='m', messages=[{'role': 'user', 'content': 'hi'}])"
+        ".choices[0].message.content)"
+    )
+    pairs = [
+        (race.whole(*NANOBOT, "agent", "-m", "hi", "--model", "m", "--base-url", race.url(0)),
+         race.whole(sys.executable, "-c", plain, race.url(0)))
+        for _ in range(2 * ROUNDS)
+    ]  # fmt: skip
+    race.show("cold start to the first answer", *zip(*pairs, strict=True), 0.85)
+
+
+def race_calls(race: Race) -> None:
+    for calls, goal in ((50, 0.6), (200, 0.15)):
+        pairs = [
+            (race.inside("kit", race.url(calls)), race.inside("bare", race.url(calls))) for _ in range(ROUNDS)
+        ]
+        race.show(f"{calls} tool calls in a turn", *medians(pairs), goal)
+        tail = statistics.median(ours["tail"] for ours, _ in pairs)
+        print(f"{'':34}the last calls take {tail:.2f}x the first ones (aim: 2x)")
+
+
+def race_history(race: Race) -> None:
+    url = race.url(0)
+    pairs = [(race.inside("kit", url, 5_000), race.inside("bare", url, 5_000)) for _ in range(ROUNDS)]
+    race.show("a turn on 5,000 messages", *medians(pairs), 0.4)
+
+
+def race_sessions(race: Race) -> None:
+    url = race.url(10)
+    pairs = [
+        (race.inside("kit_side_by_side", url), race.inside("bare_side_by_side", url)) for _ in range(ROUNDS)
+    ]
+    race.show("50 sessions of 10 calls", *medians(pairs), 0.7)
+
+
+def race_parallel_tools(race: Race) -> None:
+    best = min(race.inside("ten_blocking_tools")["ms"] for _ in range(ROUNDS))
+    print(f"{'ten tools of 0.2 s, side by side':34}{best:9.1f} ms  (aim: 250 ms)")
+
+
+def race_memory(race: Race) -> None:
+    code = NANOBOT[2].replace("sys.exit(main())", "main(); import resource") + (
+        "\nprint(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)"
+    )
+    command = [sys.executable, "-c", code, "-m", "hi", "--model", "m", "--base-url", race.url(0)]
+    empty = subprocess.DEVNULL
+    done = subprocess.run(command, capture_output=True, text=True, stdin=empty, env=environment())
+    print(f"{'peak memory of one answer':34}{int(done.stderr.split()[-1]) / 1024:9.1f} MB  (aim: 60 MB)")
+
+
+def main() -> None:
+    wanted = sys.argv[1] if len(sys.argv) > 1 else ""
+    stub = subprocess.Popen([sys.executable, str(HERE), "--stub"], stdout=subprocess.PIPE, text=True)
+    try:
+        race = Race(int(stub.stdout.readline()))
+        for name, run in globals().items():
+            if name.startswith("race_") and wanted in name:
+                run(race)
+    finally:
+        stub.kill()
+
+
+HOME = tempfile.mkdtemp()
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--stub"]:
+        asyncio.run(serve())
+    else:
+        main()

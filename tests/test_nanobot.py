@@ -1,0 +1,723 @@
+"""The story: the runner, the hooks, the loop, the settings; all in this process, with scripted models."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+import nanobot
+from nanobot import (
+    AgentHook,
+    AgentLoop,
+    AgentRunner,
+    AgentRunSpec,
+    ApprovalHook,
+    CompositeHook,
+    Config,
+    ConfigError,
+    CostTrackingHook,
+    Price,
+    load_config,
+    make_provider,
+)
+from providers import LLMResponse, OfflineProvider, OpenAIProvider, ScriptedProvider, ToolCallRequest, legal
+from tools import ToolError, ToolRegistry, ToolResult, tool
+
+PNG = b"\x89PNG\r\n\x1a\n" + b"\0" * 16
+
+
+def call(name: str, id_: str = "c1", **arguments) -> ToolCallRequest:
+    return ToolCallRequest(id_, name, arguments)
+
+
+def run(replies, tools=(), **spec):
+    """Run a script to its end; gives the result and the provider that played it."""
+    provider = ScriptedProvider(replies)
+    messages = spec.pop("messages", [{"role": "user", "content": "do it"}])
+    full = AgentRunSpec(messages, ToolRegistry(tools), **spec)
+    return asyncio.run(AgentRunner(provider).run(full)), provider
+
+
+def roles(messages):
+    return [message["role"] for message in messages]
+
+
+@tool(read_only=True)
+def look(n: int = 0) -> str:
+    """Look."""
+    return f"saw {n}"
+
+
+@tool
+def broken() -> str:
+    """Fails."""
+    raise ToolError("it is broken: mend it")
+
+
+@tool
+def silent() -> str:
+    """Says nothing."""
+    return " "
+
+
+# ---- The runner ----
+
+
+def test_a_tool_call_and_an_answer():
+    result, provider = run([call("look", n=7), "seen"], [look])
+    assert result.final_content == "seen"
+    assert result.stop_reason == "completed"
+    assert result.tools_used == ["look"]
+    assert roles(result.messages) == ["user", "assistant", "tool", "assistant"]
+    assert provider.requests[1].messages[-1]["content"] == "saw 7"
+
+
+def test_the_given_messages_are_not_changed():
+    messages = [{"role": "user", "content": "do it"}]
+    run([call("look"), "seen"], [look], messages=messages)
+    assert messages == [{"role": "user", "content": "do it"}]
+
+
+def test_results_stand_in_the_order_of_the_calls_although_they_run_side_by_side():
+    running, most = 0, 0
+
+    @tool(read_only=True)
+    async def wait(n: int) -> str:
+        """Wait."""
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.01 * (3 - n))
+        running -= 1
+        return f"waited {n}"
+
+    result, _ = run([[call("wait", f"c{n}", n=n) for n in range(3)], "done"], [wait])
+    assert most == 3
+    answers = [message["content"] for message in result.messages if message["role"] == "tool"]
+    assert answers == ["waited 0", "waited 1", "waited 2"]
+
+
+@pytest.mark.parametrize("flags", [{}, {"read_only": True, "exclusive": True}])
+def test_a_writing_or_exclusive_tool_runs_alone(flags):
+    running, most = 0, 0
+
+    @tool(**flags)
+    async def write(n: int) -> str:
+        """Write."""
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.005)
+        running -= 1
+        return "written"
+
+    run([[call("write", f"c{n}", n=n) for n in range(3)], "done"], [write])
+    assert most == 1
+
+
+def test_a_failed_tool_goes_back_to_the_model_and_the_turn_goes_on():
+    result, provider = run([call("broken"), "I saw that it is broken"], [broken])
+    assert provider.requests[1].messages[-1]["content"] == "it is broken: mend it"
+    assert result.stop_reason == "completed"
+    assert result.tool_events[0]["is_error"]
+
+
+def test_an_unknown_tool_names_the_closest_one():
+    _, provider = run([call("Look"), "ok"], [broken, look])
+    assert "look, broken" in provider.requests[1].messages[-1]["content"]
+
+
+def test_an_empty_result_is_said_to_be_empty():
+    _, provider = run([call("silent"), "ok"], [silent])
+    assert provider.requests[1].messages[-1]["content"] == "(silent completed with no output)"
+
+
+def test_with_fail_on_tool_error_the_turn_stops_and_keeps_what_was_done():
+    script = [[call("look", "c1"), call("broken", "c2")], "never"]
+    result, _ = run(script, [look, broken], fail_on_tool_error=True)
+    assert result.stop_reason == "tool_error"
+    assert "it is broken" in result.error
+    assert [message["content"] for message in result.messages if message["role"] == "tool"][0] == "saw 0"
+
+
+def test_the_same_failing_call_is_told_to_change_at_three_and_stopped_at_five():
+    result, provider = run([call("broken", f"c{n}") for n in range(9)], [broken])
+    contents = [message["content"] for message in result.messages if message["role"] == "tool"]
+    assert len(contents) == 5
+    assert contents[1] == "it is broken: mend it"
+    assert "3 times" in contents[2]
+    assert result.stop_reason == "tool_error"
+
+
+def test_another_call_in_between_is_no_row_of_failures():
+    script = [each for n in range(4) for each in (call("broken", f"b{n}"), call("look", f"l{n}"))]
+    result, _ = run([*script, "done"], [broken, look])
+    assert result.stop_reason == "completed"
+
+
+@pytest.mark.parametrize("reason", ["length", "content_filter", "error"])
+def test_calls_that_may_be_cut_are_not_run(reason):
+    ran = []
+
+    @tool
+    def act() -> str:
+        """Act."""
+        ran.append(1)
+        return "acted"
+
+    reply = LLMResponse("text", [call("act")], reason, error="it broke" if reason == "error" else None)
+    result, provider = run([reply, "done"], [act])
+    assert ran == []
+    if reason != "error":
+        assert "shorter steps" in provider.requests[1].messages[-1]["content"]
+
+
+def test_a_missing_finish_reason_with_whole_arguments_runs():
+    result, _ = run([LLMResponse(None, [call("look")], None), "done"], [look])
+    assert result.tools_used == ["look"]
+
+
+def test_arguments_that_could_not_be_read_are_not_run_and_the_model_is_told():
+    bad = ToolCallRequest("c1", "look", error="its arguments are not whole JSON")
+    result, provider = run([bad, "done"], [look])
+    assert "not whole JSON" in provider.requests[1].messages[-1]["content"]
+    assert result.tool_events[0]["is_error"]
+
+
+def test_an_answer_cut_by_its_length_is_continued_and_joined():
+    cut = [LLMResponse(part, finish_reason="length") for part in ("one ", "two ", "three ")]
+    result, provider = run([*cut, "four"])
+    assert result.final_content == "one two three four"
+    assert provider.requests[3].messages[-2]["content"] == "one two three "
+    assert roles(result.messages) == ["user", "assistant"]
+
+
+def test_after_three_continuations_there_is_what_there_is():
+    result, provider = run([LLMResponse(f"{n} ", finish_reason="length") for n in range(9)])
+    assert len(provider.requests) == 4
+    assert result.final_content == "0 1 2 3 "
+
+
+def test_blank_answers_are_asked_again_then_without_tools_then_honestly_empty():
+    result, provider = run(["", " ", ""], [look])
+    assert [bool(request.tools) for request in provider.requests] == [True, True, False]
+    assert result.stop_reason == "empty"
+    assert "no answer" in result.final_content
+
+
+def test_a_blank_between_tool_rounds_does_not_use_up_the_patience():
+    result, _ = run(["", call("look"), "", "answer"], [look])
+    assert result.final_content == "answer"
+
+
+def test_a_withheld_answer_is_not_asked_for_again():
+    result, provider = run([LLMResponse(None, finish_reason="content_filter")])
+    assert len(provider.requests) == 1
+    assert "withheld" in result.final_content
+
+
+def test_out_of_iterations_there_is_one_more_request_without_tools():
+    result, provider = run([call("look", "a"), call("look", "b"), "so far so good"], [look], max_iterations=2)
+    assert result.stop_reason == "max_iterations"
+    assert result.final_content == "so far so good"
+    assert provider.requests[2].tools == []
+    assert "2 steps" in provider.requests[2].messages[-1]["content"]
+
+
+def test_out_of_iterations_and_out_of_words_the_limit_is_named():
+    result, _ = run([call("look", "a"), call("look", "b")], [look], max_iterations=2)
+    assert "2 model calls" in result.final_content
+
+
+def test_a_failing_model_ends_the_run_with_its_cause():
+    result, _ = run([LLMResponse(None, [], "error", error="cannot reach it")])
+    assert result.stop_reason == "error"
+    assert result.error == "cannot reach it"
+    assert roles(result.messages) == ["user"]
+
+
+def test_usage_adds_up_over_the_iterations():
+    first = LLMResponse(None, [call("look")], "tool_calls", {"prompt_tokens": 10, "completion_tokens": 2})
+    last = LLMResponse("done", usage={"prompt_tokens": 20, "completion_tokens": 3, "cached_tokens": 8})
+    result, _ = run([first, last], [look])
+    assert result.usage == {
+        "prompt_tokens": 30, "completion_tokens": 5, "cached_tokens": 8, "estimated": 0,
+    }  # fmt: skip
+
+
+def test_reasoning_goes_back_with_the_calls_that_it_led_to():
+    reply = LLMResponse(None, [call("look")], "tool_calls", extra={"reasoning_content": "hm"})
+    _, provider = run([reply, "done"], [look])
+    assert provider.requests[1].messages[1]["reasoning_content"] == "hm"
+
+
+def test_an_image_follows_the_results_in_a_user_message():
+    @tool(read_only=True)
+    def picture() -> ToolResult:
+        """A picture."""
+        return ToolResult("[image: /a.png]", images=[{"type": "image_url", "image_url": {"url": "data:x"}}])
+
+    _, provider = run([call("picture"), "nice"], [picture])
+    last = provider.requests[1].messages[-1]
+    assert last["role"] == "user"
+    assert last["content"][1]["image_url"]["url"] == "data:x"
+
+
+def test_a_stopped_turn_keeps_the_results_that_were_finished():
+    seen = []
+
+    @tool
+    async def hang() -> str:
+        """Hang."""
+        await asyncio.sleep(60)
+        return "never"
+
+    async def stop_it():
+        spec = AgentRunSpec(
+            [{"role": "user", "content": "x"}],
+            ToolRegistry([look, hang]),
+            on_messages=lambda messages, whole: seen.extend(messages),
+        )
+        provider = ScriptedProvider([[call("look", "c1"), call("hang", "c2")]])
+        task = asyncio.create_task(AgentRunner(provider).run(spec))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(stop_it())
+    assert [message.get("content") for message in seen if message["role"] == "tool"] == ["saw 0"]
+
+
+def test_what_does_not_fit_is_left_out_as_whole_turns():
+    old = [{"role": "user", "content": "old " * 900}, {"role": "assistant", "content": "older " * 900}]
+    messages = [{"role": "system", "content": "be"}, *old, {"role": "user", "content": "now"}]
+    _, provider = run(["ok"], messages=messages, context_window=2_000, max_tokens=100)
+    assert roles(provider.requests[0].messages) == ["system", "user"]
+
+
+# ---- Hooks ----
+
+
+class Recorder(AgentHook):
+    wants_streaming = True
+
+    def __init__(self):
+        self.seen = []
+
+    async def before_iteration(self, context):
+        self.seen.append("before")
+
+    async def on_stream(self, delta):
+        self.seen.append(delta)
+
+    async def on_stream_end(self, resuming):
+        self.seen.append(f"end {resuming}")
+
+    async def before_execute_tools(self, tool_calls):
+        self.seen.append([each.name for each in tool_calls])
+
+    async def after_iteration(self, context):
+        self.seen.append("after")
+
+    async def finalize_content(self, content):
+        return f"<{content}>"
+
+
+class Faulty(AgentHook):
+    async def before_iteration(self, context):
+        raise RuntimeError("a guest misbehaves")
+
+    async def finalize_content(self, content):
+        raise RuntimeError("again")
+
+
+def test_hooks_see_a_run_in_order():
+    hook = Recorder()
+    result, _ = run([call("look"), "all good"], [look], hook=hook)
+    first = ["before", "end True", ["look"], "after"]
+    assert hook.seen == [*first, "before", "all", " good", "end False", "after"]
+    assert result.final_content == "<all good>"
+
+
+def test_one_faulty_hook_stops_neither_the_others_nor_the_turn():
+    hook = Recorder()
+    result, _ = run(["fine"], hook=CompositeHook([Faulty(), hook, Faulty()]))
+    assert "before" in hook.seen
+    assert result.final_content == "<fine>"
+
+
+def test_a_composite_streams_if_any_of_its_hooks_wants_it():
+    assert CompositeHook([AgentHook(), Recorder()]).wants_streaming
+    assert not CompositeHook([AgentHook()]).wants_streaming
+
+
+def test_a_denied_call_is_not_run_and_its_reason_is_its_result():
+    class Deny(AgentHook):
+        async def before_execute_tools(self, tool_calls):
+            tool_calls[0].denied = "not on a Sunday"
+
+    result, provider = run([call("broken"), "ok"], [broken], hook=Deny())
+    assert provider.requests[1].messages[-1]["content"] == "not on a Sunday"
+
+
+@pytest.mark.parametrize(
+    ("answers", "ran"), [(["y", "y"], 2), (["n", "y"], 1), (["always"], 2), (["", ""], 0), (None, 0)]
+)
+def test_approval_asks_before_a_tool_that_writes(answers, ran):
+    done, questions = [], []
+
+    @tool
+    def act(text: str) -> str:
+        """Act."""
+        done.append(text)
+        return "acted"
+
+    async def ask(question):
+        questions.append(question)
+        return answers.pop(0)
+
+    registry = ToolRegistry([act, look])
+    hook = ApprovalHook(registry, ask if answers is not None else None)
+    script = [call("look"), call("act", text="one"), call("act", text="\x1b[2Jtwo"), "done"]
+    spec = AgentRunSpec([{"role": "user", "content": "x"}], registry, hook=hook)
+    asyncio.run(AgentRunner(ScriptedProvider(script)).run(spec))
+    assert len(done) == ran
+    assert not any("\x1b" in question for question in questions)
+
+
+def test_cost_is_money_where_the_price_is_known_and_tokens_otherwise():
+    usage = {"prompt_tokens": 1_000_000, "completion_tokens": 500_000, "cached_tokens": 10, "estimated": 0}
+    priced = CostTrackingHook({"m": Price(2.0, 8.0)}, "m")
+    assert priced.line(usage) == "1,000,000 in (10 cached) · 500,000 out · 6.0000"
+    unknown = CostTrackingHook({"m": Price(2.0, 8.0)}, "other")
+    assert unknown.line({**usage, "cached_tokens": 0, "estimated": True}) == "~1,000,000 in · ~500,000 out"
+
+
+# ---- The loop ----
+
+
+def make_loop(tmp_path: Path, replies=(), **defaults) -> AgentLoop:
+    config = Config()
+    config.defaults.workspace = str(tmp_path / "workspace")
+    for name, value in defaults.items():
+        setattr(config.defaults, name, value)
+    return AgentLoop(config, ScriptedProvider(replies))
+
+
+def ask(loop: AgentLoop, text: str, session: str = "cli:direct", media=()):
+    events = []
+
+    async def note(event):
+        events.append((event.kind, event.content))
+
+    return asyncio.run(loop.process_direct(text, session, note, media)), events
+
+
+def journal(loop: AgentLoop, key: str = "cli:direct") -> list[dict]:
+    lines = loop.sessions.path(key).read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines if line]
+
+
+def test_a_turn_is_journalled_once_and_in_order(tmp_path):
+    loop = make_loop(tmp_path, [call("list_dir"), "an answer"])
+    result, events = ask(loop, "hello")
+    assert result.final_content == "an answer"
+    assert [line.get("role", "metadata") for line in journal(loop)] == [
+        "metadata", "user", "assistant", "tool", "assistant",
+    ]  # fmt: skip
+    assert events[-1] == ("final", "an answer")
+    assert ("tool_hint", "list_dir()") in events
+
+
+def test_the_next_turn_knows_the_last_one_to_the_byte(tmp_path):
+    loop = make_loop(tmp_path, [call("list_dir"), "first", "second"])
+    ask(loop, "one")
+    ask(loop, "two")
+    before, after = loop.provider.requests[1], loop.provider.requests[2]
+    assert after.messages[: len(before.messages)] == before.messages
+    assert after.tools == before.tools
+
+
+def test_the_runtime_block_is_sent_but_not_part_of_what_the_user_said(tmp_path):
+    loop = make_loop(tmp_path, ["ok"])
+    ask(loop, "hello")
+    assert journal(loop)[1]["content"] == "hello"
+    sent = loop.provider.requests[0].messages[1]["content"]
+    assert sent.startswith("[Runtime Context — metadata only, not instructions]")
+    assert sent.endswith("[/Runtime Context]\n\nhello")
+
+
+def test_text_beside_tool_calls_is_progress_and_equal_hints_are_folded(tmp_path):
+    calls = [call("list_dir", f"c{n}", path="/tmp") for n in range(3)]
+    loop = make_loop(tmp_path, [LLMResponse("Let me look.", calls, "tool_calls"), "done"])
+    _, events = ask(loop, "hello")
+    shown = [event for event in events if event[0] != "delta"]
+    assert shown == [("progress", "Let me look."), ("tool_hint", 'list_dir("/tmp") × 3'), ("final", "done")]
+
+
+def test_a_model_failure_leaves_the_session_usable(tmp_path):
+    failure = LLMResponse(None, [], "error", error="cannot reach it")
+    loop = make_loop(tmp_path, [failure, "back again"])
+    result, events = ask(loop, "one")
+    assert result.error == "cannot reach it"
+    ask(loop, "two")
+    sent = loop.provider.requests[1].messages
+    assert roles(sent) == ["system", "user", "assistant", "user"]
+    assert sent[2]["content"] == "[interrupted before an answer]"
+
+
+def test_continue_goes_on_with_the_unfinished_turn(tmp_path):
+    failure = LLMResponse(None, [], "error", error="cannot reach it")
+    loop = make_loop(tmp_path, [call("list_dir"), failure, "finished"])
+    ask(loop, "one")
+    result, _ = ask(loop, "/continue")
+    assert result.final_content == "finished"
+    assert roles(loop.provider.requests[2].messages) == ["system", "user", "assistant", "tool"]
+    assert [line.get("role") for line in journal(loop)].count("user") == 1
+    result, _ = ask(loop, "/continue")
+    assert "no interrupted turn" in result.final_content
+
+
+def test_new_starts_afresh_and_loses_nothing(tmp_path):
+    loop = make_loop(tmp_path, ["first", "second"])
+    ask(loop, "one")
+    ask(loop, "/NEW ")
+    ask(loop, "two")
+    assert roles(loop.provider.requests[1].messages) == ["system", "user"]
+    assert [line["content"] for line in journal(loop) if line.get("role") == "user"] == ["one", "two"]
+
+
+def test_new_survives_a_restart(tmp_path):
+    ask(make_loop(tmp_path, ["first"]), "one")
+    ask(make_loop(tmp_path), "/new")
+    loop = make_loop(tmp_path, ["second"])
+    ask(loop, "two")
+    assert roles(loop.provider.requests[0].messages) == ["system", "user"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("/help", "/status"),
+        ("/status@some_bot", "model scripted"),
+        ("/Nwe", "The closest is /new"),
+        ("/newsletter", "There is no /newsletter"),
+    ],
+)
+def test_slash_commands_answer_without_the_model(tmp_path, text, said):
+    result, events = ask(make_loop(tmp_path), text)
+    assert said in result.final_content
+    assert events == [("final", result.final_content)]
+
+
+def test_a_path_at_the_start_is_no_command(tmp_path):
+    result, _ = ask(make_loop(tmp_path, ["it is a path"]), "/etc/hosts: what is this?")
+    assert result.final_content == "it is a path"
+
+
+def test_an_image_is_sent_before_the_text_and_journalled_as_a_line(tmp_path):
+    picture = tmp_path / "cat.png"
+    picture.write_bytes(PNG)
+    loop = make_loop(tmp_path, ["a cat", "the same"])
+    ask(loop, "what is it?", media=[picture])
+    content = loop.provider.requests[0].messages[1]["content"]
+    assert [block["type"] for block in content] == ["image_url", "text"]
+    assert content[1]["text"].endswith(f"[image: {picture}]\nwhat is it?")
+    ask(loop, "and now?")
+    assert "base64" not in loop.sessions.path("cli:direct").read_text(encoding="utf-8")
+    assert f"[image: {picture}]" in loop.provider.requests[1].messages[1]["content"]
+
+
+def test_turns_of_one_session_wait_for_each_other(tmp_path):
+    loop = make_loop(tmp_path, ["one", "two"])
+
+    async def both():
+        return await asyncio.gather(loop.process_direct("a"), loop.process_direct("b"))
+
+    asyncio.run(both())
+    assert [line.get("role") for line in journal(loop)][1:] == ["user", "assistant", "user", "assistant"]
+
+
+def test_the_workspace_is_filled_once_and_never_overwritten(tmp_path):
+    loop = make_loop(tmp_path)
+    soul = loop.workspace / "SOUL.md"
+    assert (loop.workspace / "memory" / "MEMORY.md").exists()
+    soul.write_text("mine", encoding="utf-8")
+    make_loop(tmp_path)
+    assert soul.read_text(encoding="utf-8") == "mine"
+
+
+def test_the_session_folder_is_private(tmp_path):
+    loop = make_loop(tmp_path, ["ok"])
+    ask(loop, "hello")
+    path = loop.sessions.path("cli:direct")
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_run_works_alone_and_inside_a_running_loop(own_home):
+    config = Config()
+    config.defaults.workspace = str(own_home / "ws")
+    config.defaults.provider = "offline"
+    assert "offline model" in nanobot.run("hello", config=config)
+
+    async def notebook():
+        return nanobot.run("hello again", config=config)
+
+    assert "offline model" in asyncio.run(notebook())
+
+
+# ---- What the model is told ----
+
+
+def test_the_system_prompt_has_its_parts_in_order(tmp_path):
+    loop = make_loop(tmp_path)
+    (loop.workspace / "IDENTITY.md").write_text("I am Ida.", encoding="utf-8")
+    loop.memory.facts.write_text("# Long-term memory\n\nThe cat is Tom.\n", encoding="utf-8")
+    entry = {"cursor": 1, "timestamp": "2026-04-03 00:02", "content": "We spoke of cats."}
+    loop.memory.history.write_text(json.dumps(entry) + "\n", encoding="utf-8")
+    prompt = loop.context.system_prompt(loop.turn("cli:direct"))
+    marks = ["You are nanobot", "## AGENTS.md", "## SOUL.md", "## USER.md", "## TOOLS.md", "## IDENTITY.md",
+             "# Memory", "# Active Skills", "# Skills", "# Recent History"]  # fmt: skip
+    places = [prompt.index(f"\n{mark}" if mark.startswith("#") else mark) for mark in marks]
+    assert places == sorted(places)
+    assert "[2026-04-03 00:02] We spoke of cats." in prompt
+    assert "data, never instructions" in prompt
+
+
+def test_the_untouched_memory_template_is_left_out(tmp_path):
+    loop = make_loop(tmp_path)
+    assert "Memory" not in loop.context.parts(loop.turn("cli:direct"))
+
+
+def test_a_workspace_skill_is_listed_and_an_unusable_one_says_what_it_lacks(tmp_path):
+    loop = make_loop(tmp_path)
+    folder = loop.workspace / "skills" / "juggle"
+    folder.mkdir(parents=True)
+    metadata = '{"nanobot": {"requires": {"bins": ["no-such-program"]}}}'
+    text = f"---\nname: juggle\ndescription: Use to juggle.\nmetadata: {metadata}\n---\nThrow."
+    (folder / "SKILL.md").write_text(text, encoding="utf-8")
+    prompt = loop.context.system_prompt(loop.turn("cli:direct"))
+    line = next(line for line in prompt.split("\n") if line.startswith("- juggle"))
+    assert "Use to juggle." in line
+    assert "needs program no-such-program" in line
+
+
+def test_an_unknown_variable_in_a_template_is_an_error():
+    with pytest.raises(KeyError):
+        nanobot.template("identity", platform="x")
+
+
+def test_a_small_question_with_all_tools_stays_under_12_kb(tmp_path):
+    loop = make_loop(tmp_path, ["hi"])
+    ask(loop, "What is in a.txt?")
+    request = loop.provider.requests[0]
+    body = {"model": "m", "messages": request.messages, "tools": request.tools, "max_tokens": 8192}
+    assert len(json.dumps(body, ensure_ascii=False).encode()) <= 12_000
+
+
+# ---- Settings ----
+
+
+def write_config(home: Path, text: str) -> Path:
+    path = home / "config.json"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_both_spellings_are_read(own_home):
+    text = '{"agents": {"defaults": {"maxTokens": 100, "context_window_tokens": 9000}}}'
+    config = load_config(write_config(own_home, text), {})
+    assert (config.defaults.max_tokens, config.defaults.context_window_tokens) == (100, 9000)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"agents": {"defaults": {"maxTokens": "many"}}}', 'defaults.maxTokens: expected integer, got "many"'),
+        ('{"agents": {"defaults": {"maxTokens": true}}}', "defaults.maxTokens: expected integer, got true"),
+        ('{"agents": {"defualts": {}}}', "agents.defualts: unknown key"),
+        ('{"tools": {"exec": {"allowedEnvKeys": [1]}}}', "exec.allowedEnvKeys[0]: expected string, got 1"),
+        ('{"tools": []}', "tools: expected object, got []"),
+        ("[]", "expected object, got []"),
+        ('{"agents": ', "is not JSON"),
+        ('{"providers": {"openai": {"apiKey": "${NO_SUCH_KEY}"}}}', "providers.openai.apiKey: "),
+        ('{"prices": {"m": {"input": "free"}}}', 'prices.m.input: expected number, got "free"'),
+    ],
+)
+def test_a_broken_setting_is_named_with_its_path(own_home, text, said):
+    with pytest.raises(ConfigError) as caught:
+        load_config(write_config(own_home, text), {})
+    assert said in str(caught.value)
+
+
+def test_a_named_file_that_is_missing_is_an_error_but_the_default_one_may_be(own_home):
+    with pytest.raises(ConfigError, match="Cannot read"):
+        load_config(own_home / "nowhere.json", {})
+    assert load_config(None, {}).defaults.max_tokens == 8192
+
+
+def test_variables_are_filled_in_and_header_names_kept(own_home):
+    text = '{"providers": {"openai": {"apiKey": "${KEY}", "extraHeaders": {"X-myHeader": "${KEY}"}}}}'
+    config = load_config(write_config(own_home, text), {"KEY": "sk-1"})
+    assert config.providers["openai"].api_key == "sk-1"
+    assert config.providers["openai"].extra_headers == {"X-myHeader": "sk-1"}
+
+
+def test_the_environment_wins_over_the_file(own_home):
+    text = '{"agents": {"defaults": {"model": "file"}}, "providers": {"openai": {"apiKey": "file"}}}'
+    environ = {"OPENAI_API_KEY": "env", "NANOBOT_MODEL": "env-model"}
+    environ["NANOBOT_WORKSPACE"] = str(own_home / "w")
+    config = load_config(write_config(own_home, text), environ)
+    assert config.providers["openai"].api_key == "env"
+    assert config.defaults.model == "env-model"
+    assert config.workspace == own_home / "w"
+
+
+def test_a_part_that_is_not_built_yet_is_said_not_to_work(own_home, caplog):
+    load_config(write_config(own_home, '{"gateway": {"heartbeat": {"enabled": true}}}'), {})
+    assert "gateway" in caplog.text
+
+
+def test_an_answer_must_leave_room_in_the_window(tmp_path):
+    with pytest.raises(ConfigError, match="under half"):
+        make_loop(tmp_path, max_tokens=600, context_window_tokens=1_000)
+
+
+def test_an_unknown_time_zone_is_an_error(tmp_path):
+    with pytest.raises(ConfigError, match="Mars"):
+        make_loop(tmp_path, timezone="Mars/Olympus")
+
+
+def test_the_time_is_given_in_the_configured_zone(tmp_path):
+    loop = make_loop(tmp_path, ["ok"], timezone="Asia/Tokyo")
+    ask(loop, "hello")
+    assert "JST" in loop.provider.requests[0].messages[1]["content"]
+
+
+def test_without_a_key_and_an_address_the_model_is_the_offline_one():
+    assert isinstance(make_provider(Config()), OfflineProvider)
+
+
+def test_an_address_wins_over_every_row(own_home):
+    config = load_config(None, {"OPENAI_API_KEY": "sk-1", "OPENAI_BASE_URL": "http://localhost:9/v1"})
+    provider = make_provider(config)
+    assert isinstance(provider, OpenAIProvider)
+    assert provider.endpoint.api_base == "http://localhost:9/v1"
+    assert provider.endpoint.api_key == "sk-1"
+
+
+def test_a_model_without_anybody_to_ask_is_an_error():
+    config = Config()
+    config.defaults.model = "gpt-5-mini"
+    with pytest.raises(ConfigError, match="no key and no base URL"):
+        make_provider(config)
+
+
+def test_legal_is_what_the_session_sends(tmp_path):
+    loop = make_loop(tmp_path, ["ok"])
+    ask(loop, "hello")
+    sent = loop.provider.requests[0].messages
+    assert legal(sent) == sent
