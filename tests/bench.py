@@ -3,9 +3,9 @@
     python tests/bench.py            all of it, about two minutes
     python tests/bench.py calls      only what has `calls` in its name
 
-A stub endpoint (another process, no parsing) asks for tool calls until it has had enough of them, then answers.
-Each contestant runs in a process of its own; runs alternate, and the median counts. Nothing here is a test:
-a busy machine may not make the suite fail.
+A stub endpoint (another process, no parsing) asks for tool calls until it has enough, then it answers.
+Each contestant runs in a process of its own; runs alternate, the median counts. Nothing here is a test: a busy
+machine may not make the suite fail.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ def answer(calls_wanted: int, served: int) -> bytes:
 
 
 async def serve() -> None:
-    """A conversation at `/N/v1/chat/completions` gets N tool calls: the results in a request say how far it is."""
+    """A conversation at `/N/v1/chat/completions` gets N tool calls; its results say how far it is."""
 
     async def connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -198,7 +198,8 @@ class Race:
 
     def inside(self, name: str, *arguments: object) -> dict:
         """One contestant in a fresh process; its own figures."""
-        code = f"import sys; sys.path[:0] = [{str(HERE.parent)!r}]; import bench; bench.{name}(*{arguments!r})"
+        here = str(HERE.parent)
+        code = f"import sys; sys.path[:0] = [{here!r}]; import bench; bench.{name}(*{arguments!r})"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment())
         if done.returncode:
             raise SystemExit(done.stderr)

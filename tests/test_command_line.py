@@ -1,0 +1,454 @@
+"""The program as a user meets it: real processes, a real endpoint, real signals, a real terminal."""
+
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fake_llm import Failure, FakeLLM, Hang, Reply, call, calls
+
+ROOT = Path(__file__).parent.parent
+PROGRAM = [sys.executable, str(ROOT / "nanobot.py")]
+
+
+def start(*arguments: str, server: FakeLLM | None = None, **options) -> subprocess.Popen:
+    environ = {**os.environ, "PYTHONIOENCODING": "utf-8"}
+    if server:
+        environ |= {"OPENAI_BASE_URL": server.base_url, "NANOBOT_MODEL": "test-model"}
+        environ["OPENAI_API_KEY"] = "sk-test"
+    options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
+    return subprocess.Popen([*PROGRAM, *arguments], env=environ, text=True, encoding="utf-8", **options)
+
+
+def nanobot(*arguments: str, server: FakeLLM | None = None, stdin: str = "", cwd: Path | None = None):
+    """Run the program to its end: (exit status, stdout, stderr)."""
+    pipe = subprocess.PIPE if stdin else subprocess.DEVNULL
+    process = start(*arguments, server=server, cwd=cwd, stdin=pipe)
+    out, err = process.communicate(stdin or None, timeout=30)
+    return process.returncode, out, err
+
+
+def journal(home: Path, key: str = "cli%3Adirect") -> list[dict]:
+    path = home / ".nanobot" / "workspace" / "sessions" / f"{key}.jsonl"
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+
+
+# ---- Asking once ----
+
+
+def test_without_a_key_the_offline_model_does_a_real_job(own_home, tmp_path):
+    (tmp_path / "a.txt").write_text("hello there\n", encoding="utf-8")
+    status, out, err = nanobot("agent", "-m", "list the files here and read a.txt", cwd=tmp_path)
+    assert status == 0
+    assert out.startswith("[offline model")
+    assert "hello there" in out
+    assert "OPENAI_API_KEY" in err
+    assert 'read_file("a.txt")' in err
+
+
+def test_no_subcommand_means_agent_and_offline_can_be_asked_for(own_home):
+    status, out, err = nanobot("--offline", "-m", "tell me a joke")
+    assert status == 0
+    assert "OPENAI_API_KEY" not in err
+    assert "I know no rule" in out
+
+
+@pytest.mark.parametrize("flags", [[], ["--no-stream"]])
+def test_forty_tool_calls_in_a_row_and_every_message_journalled_once(own_home, tmp_path, flags):
+    (tmp_path / "a.txt").write_text("hello\n", encoding="utf-8")
+    script = [call("read_file", path="a.txt", limit=n + 1) for n in range(39)] + [call("list_dir")]
+    with FakeLLM([*script, "all of it is read"]) as server:
+        (own_home / "config.json").write_text('{"agents": {"defaults": {"maxToolIterations": 60}}}')
+        config = ["--config", str(own_home / "config.json")]
+        status, out, _ = nanobot("agent", "-m", "read", *config, *flags, server=server, cwd=tmp_path)
+        assert [body.get("stream", False) for body in server.bodies] == [not flags] * 41
+    assert (status, out) == (0, "all of it is read\n")
+    lines = journal(own_home)[1:]
+    assert [line["role"] for line in lines] == ["user", *["assistant", "tool"] * 40, "assistant"]
+    ids = [line["tool_call_id"] for line in lines if line["role"] == "tool"]
+    assert len(set(ids)) == 40
+
+
+def test_only_the_answer_goes_to_stdout(own_home, tmp_path):
+    script = [calls(call("list_dir"), content="Let me look."), "Here it is."]
+    with FakeLLM(script) as server:
+        status, out, err = nanobot("-m", "look", server=server, cwd=tmp_path)
+    assert (status, out) == (0, "Here it is.\n")
+    assert "Let me look." in err
+    assert "list_dir()" in err
+    assert re.search(r"tokens: [\d,]+ in · [\d,]+ out", err)
+
+
+def test_the_message_may_come_from_a_pipe_alone_or_beside_one(own_home):
+    with FakeLLM(["one", "two"]) as server:
+        assert nanobot("agent", server=server, stdin="from a pipe")[1] == "one\n"
+        assert nanobot("agent", "-m", "summarise this", server=server, stdin="a long text")[1] == "two\n"
+        asked = [body["messages"][-1]["content"] for body in server.bodies]
+    assert asked[0].endswith("from a pipe")
+    assert asked[1].endswith("summarise this\n\na long text")
+
+
+def test_no_message_at_all_is_said(own_home):
+    status, out, err = nanobot("--offline")
+    assert (status, out) == (1, "")
+    assert "-m TEXT" in err
+
+
+def test_sessions_are_apart_and_remembered(own_home):
+    with FakeLLM(["one", "two", "three"]) as server:
+        nanobot("-m", "first", server=server)
+        nanobot("-m", "second", "-s", "work", server=server)
+        nanobot("-m", "third", server=server)
+        sizes = [len(body["messages"]) for body in server.bodies]
+    assert sizes == [2, 2, 4]
+    status, out, _ = nanobot("sessions")
+    assert status == 0
+    assert "cli:work  2 messages" in out
+    status, out, _ = nanobot("sessions", "show", "cli:work")
+    assert "user: second" in out
+    assert "assistant: two" in out
+
+
+def test_escape_sequences_from_a_model_do_not_reach_the_terminal(own_home):
+    with FakeLLM(["red \x1b[31malert\x1b[0m \u202egnp.exe"]) as server:
+        _, out, _ = nanobot("-m", "x", server=server)
+    assert out == "red \\x1b[31malert\\x1b[0m \\u202egnp.exe\n"
+
+
+def test_without_a_terminal_approval_is_no(own_home, tmp_path):
+    with FakeLLM([call("write_file", path="a.txt", content="x"), "I could not"]) as server:
+        status, out, _ = nanobot("-m", "write", "--approve", server=server, cwd=tmp_path)
+        told = server.bodies[1]["messages"][-1]["content"]
+    assert (status, out) == (0, "I could not\n")
+    assert "did not approve" in told
+    assert not (tmp_path / "a.txt").exists()
+
+
+# ---- When something is wrong ----
+
+
+def fails(*arguments: str, server: FakeLLM | None = None, status: int = 1) -> str:
+    """The program fails with cause and fix on stderr: no traceback, nothing on stdout."""
+    code, out, err = nanobot(*arguments, server=server)
+    assert code == status, err
+    assert out == ""
+    assert "Traceback" not in err
+    return err
+
+
+def test_nobody_at_the_address(own_home):
+    err = fails("-m", "x", "--model", "m", "--base-url", "http://127.0.0.1:9/v1")
+    assert "Cannot reach http://127.0.0.1:9/v1" in err
+    assert [line.get("role") for line in journal(own_home)] == [None, "user"]
+
+
+def test_a_wrong_key(own_home):
+    with FakeLLM([], required_key="sk-right") as server:
+        err = fails("-m", "x", server=server)
+    assert "refuses the key" in err
+    assert "sk-test" not in err
+
+
+def test_an_address_that_answers_html(own_home):
+    page = Failure(200, "<html><body>Welcome to the hotel WLAN</body></html>", content_type="text/html")
+    with FakeLLM([page]) as server:
+        err = fails("-m", "x", server=server)
+    assert "Welcome to the hotel WLAN" in err
+    assert "/v1" in err
+
+
+def test_an_unknown_model_names_those_that_there_are(own_home):
+    with FakeLLM([], known_models=["small", "large"]) as server:
+        err = fails("-m", "x", "--model", "huge", server=server)
+    assert "huge" in err
+    assert "small, large" in err
+
+
+def test_no_model_named_and_none_to_guess(own_home):
+    with FakeLLM([], known_models=["small"]) as server:
+        err = fails("-m", "x", "--base-url", server.base_url)
+    assert "no model is named" in err
+    assert "small" in err
+
+
+def test_a_workspace_that_cannot_be_written(own_home):
+    (own_home / "file").write_text("in the way")
+    err = fails("--offline", "-m", "x", "--workspace", str(own_home / "file" / "ws"))
+    assert "--workspace" in err
+
+
+def test_a_broken_settings_file(own_home):
+    path = own_home / "config.json"
+    path.write_text('{"agents": {"defaults": {"maxTokens": "many"}}}')
+    err = fails("--offline", "-m", "x", "--config", str(path))
+    assert 'agents.defaults.maxTokens: expected integer, got "many"' in err
+
+
+def test_a_settings_file_that_is_not_there(own_home):
+    assert "nowhere.json" in fails("--offline", "-m", "x", "--config", "nowhere.json")
+
+
+def test_a_wrong_flag_is_a_usage_error(own_home):
+    assert "usage:" in fails("agent", "--no-such-flag", status=2)
+
+
+def test_a_file_that_is_missing_is_told_to_the_model_and_the_turn_goes_on(own_home, tmp_path):
+    with FakeLLM([call("read_file", path="nope.txt"), "it is not there"]) as server:
+        status, out, _ = nanobot("-m", "x", server=server, cwd=tmp_path)
+        assert "No such file" in server.bodies[1]["messages"][-1]["content"]
+    assert (status, out) == (0, "it is not there\n")
+
+
+def test_a_session_that_is_in_use_says_so(own_home):
+    with FakeLLM([Reply("slow", delay=2.0), "never"]) as server:
+        first = start("-m", "one", server=server)
+        wait_until(lambda: server.bodies)
+        err = fails("-m", "two", server=server)
+        assert "in use by another program" in err
+        assert first.communicate(timeout=20)[0] == "slow\n"
+
+
+# ---- Interruptions ----
+
+
+def wait_until(condition, seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.01)
+
+
+def test_ctrl_c_stops_with_130_and_leaves_a_session_that_goes_on(own_home):
+    with FakeLLM([Hang(30), "hello again"]) as server:
+        process = start("-m", "one", server=server)
+        wait_until(lambda: server.bodies)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=10)
+        assert process.returncode == 130
+        assert "Traceback" not in err
+        assert nanobot("-m", "two", server=server)[1] == "hello again\n"
+        sent = [message["content"] for message in server.bodies[1]["messages"][1:]]
+    assert sent[0].endswith("one")
+    assert sent[1] == "[interrupted before an answer]"
+    assert sent[2].endswith("two")
+
+
+def test_ctrl_c_kills_the_command_that_runs(own_home, tmp_path):
+    with FakeLLM([call("exec", command="sleep 60 & echo $! > pid; wait"), "never"]) as server:
+        process = start("-m", "one", server=server, cwd=tmp_path)
+        wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().strip())
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=10)
+    child = int((tmp_path / "pid").read_text())
+    wait_until(lambda: not Path(f"/proc/{child}").exists() or is_zombie(child), 5)
+
+
+def is_zombie(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+
+
+def test_kill_9_loses_no_message_and_the_next_start_is_lawful(own_home, tmp_path):
+    """Killed after some requests or others: what the endpoint was sent must be in the journal, once."""
+    rounds = 25 if os.environ.get("NANOBOT_TEST_FULL") else 4
+    (tmp_path / "a.txt").write_text("hello\n", encoding="utf-8")
+    with FakeLLM(lambda body: call("read_file", path="a.txt")) as server:
+        for number in range(rounds):
+            before = len(server.bodies)
+            process = start("-m", f"message {number}", server=server, cwd=tmp_path)
+            wait_until(lambda before=before, number=number: len(server.bodies) >= before + 1 + number * 3 % 7)
+            process.kill()
+            process.communicate()
+        sent = server.bodies[-1]["messages"]
+    lines = [line for line in journal_whatever(own_home) if line.get("role")]
+    for number in range(rounds):
+        assert sum(line["content"] == f"message {number}" for line in lines) == 1
+    results = [message["tool_call_id"] for message in sent if message["role"] == "tool"]
+    kept = [line["tool_call_id"] for line in lines if line["role"] == "tool"]
+    shown = [each for each in results if each in kept]
+    assert shown == [each for each in kept if each in results]
+    assert len(kept) == len(set(kept))
+    with FakeLLM(["still here"]) as server:
+        assert nanobot("-m", "and now?", server=server)[:2] == (0, "still here\n")
+        check_grammar(server.bodies[0]["messages"])
+
+
+def journal_whatever(home: Path) -> list[dict]:
+    path = next((home / ".nanobot" / "workspace" / "sessions").glob("*.jsonl"))
+    lines = []
+    for line in path.read_text(encoding="utf-8").split("\n")[:-1]:  # the last may be torn
+        lines.append(json.loads(line))
+    return lines
+
+
+def check_grammar(messages: list[dict]) -> None:
+    """Each call answered once and directly behind it; user and assistant take turns."""
+    assert [message["role"] for message in messages[:2]] == ["system", "user"]
+    waiting: list[str] = []
+    for message in messages:
+        if message["role"] == "tool":
+            waiting.remove(message["tool_call_id"])
+            continue
+        assert waiting == []
+        waiting = [each["id"] for each in message.get("tool_calls") or []]
+    assert waiting == []
+    assert messages[-1]["role"] == "user"
+
+
+# ---- The prompt, on a real terminal ----
+
+
+class Terminal:
+    """The program on a pseudo-terminal: what a person would see and type."""
+
+    def __init__(self, *arguments: str, server: FakeLLM):
+        import fcntl
+        import pty
+        import termios
+
+        def take_terminal() -> None:  # it becomes the one whose Ctrl-C reaches the program
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+        self.screen, inner = pty.openpty()
+        streams = {"stdin": inner, "stdout": inner, "stderr": inner, "start_new_session": True}
+        self.process = start(*arguments, server=server, preexec_fn=take_terminal, **streams)
+        os.close(inner)
+        self.text = ""
+
+    def expect(self, words: str, seconds: float = 15.0) -> None:
+        deadline = time.monotonic() + seconds
+        while words not in self.text:
+            assert time.monotonic() < deadline, f"{words!r} is not in {self.text!r}"
+            if select.select([self.screen], [], [], 0.1)[0]:
+                self.text += os.read(self.screen, 65_536).decode("utf-8", errors="replace")
+        self.text = self.text.split(words, 1)[1]
+
+    def type(self, keys: str) -> None:
+        os.write(self.screen, keys.encode())
+
+    def close(self) -> int:
+        try:
+            return self.process.wait(timeout=10)
+        finally:
+            self.process.kill()
+            os.close(self.screen)
+
+
+@pytest.fixture
+def needs_terminal():
+    pytest.importorskip("pty", reason="pseudo-terminals are a POSIX thing")
+
+
+def test_a_conversation_at_the_prompt(own_home, needs_terminal):
+    with FakeLLM(["Hello, human.", "Good-bye."]) as server:
+        terminal = Terminal(server=server)
+        terminal.expect("> ")
+        terminal.type("hi\n")
+        terminal.expect("Hello, human.")
+        terminal.expect("tokens:")
+        terminal.expect("> ")
+        terminal.type("/status\n")
+        terminal.expect("model test-model")
+        terminal.expect("> ")
+        terminal.type("bye\n")
+        terminal.expect("Good-bye.")
+        terminal.expect("> ")
+        terminal.type("\x04")
+        assert terminal.close() == 0
+
+
+def test_ctrl_c_at_the_prompt_stops_the_turn_and_the_talk_goes_on(own_home, needs_terminal):
+    with FakeLLM([Hang(30), "Here again."]) as server:
+        terminal = Terminal(server=server)
+        terminal.expect("> ")
+        terminal.type("one\n")
+        wait_until(lambda: server.bodies)
+        terminal.type("\x03")
+        terminal.expect("stopped")
+        terminal.expect("> ")
+        terminal.type("two\n")
+        terminal.expect("Here again.")
+        terminal.expect("> ")
+        terminal.type("\x04")
+        assert terminal.close() == 0
+
+
+def test_approval_on_a_terminal_shows_the_escaped_command_and_obeys(own_home, needs_terminal, tmp_path):
+    target = tmp_path / "made"
+    touch = call("exec", command=f"touch {target}; echo '\x1b[2J'")
+    script = [touch, "done", call("exec", command="true"), "no"]
+    with FakeLLM(script) as server:
+        terminal = Terminal("--approve", server=server)
+        terminal.expect("> ")
+        terminal.type("make it\n")
+        terminal.expect("\\x1b[2J")
+        terminal.expect("[y/n/always]")
+        assert not target.exists()
+        terminal.type("y\n")
+        terminal.expect("done")
+        assert target.exists()
+        terminal.expect("> ")
+        terminal.type("again\n")
+        terminal.expect("[y/n/always]")
+        terminal.type("n\n")
+        terminal.expect("tokens:")
+        terminal.expect("> ")
+        assert "did not approve" in server.bodies[3]["messages"][-1]["content"]
+        terminal.type("\x04")
+        assert terminal.close() == 0
+
+
+# ---- The other commands ----
+
+
+def test_onboard_writes_settings_and_workspace_and_touches_nothing_twice(own_home):
+    status, out, _ = nanobot("onboard")
+    path = own_home / ".nanobot" / "config.json"
+    assert status == 0
+    assert str(path) in out
+    assert path.stat().st_mode & 0o777 == 0o600
+    path.write_text('{"agents": {"defaults": {"model": "mine"}}}')
+    assert nanobot("onboard")[0] == 0
+    assert "mine" in path.read_text()
+
+
+def test_status_checks_each_part(own_home):
+    status, out, _ = nanobot("status")
+    assert status == 0
+    assert "offline" in out
+    with FakeLLM([], known_models=["test-model"]) as server:
+        status, out, _ = nanobot("status", server=server)
+        assert status == 0
+        assert server.base_url in out
+    status, out, _ = nanobot("status", server=server)
+    assert status == 1
+    assert "BAD model" in out
+    assert "Cannot reach" in out
+
+
+def test_prompt_prints_what_is_sent(own_home):
+    with FakeLLM(["ok"]) as server:
+        _, out, _ = nanobot("prompt", "What is in a.txt?")
+        nanobot("-m", "What is in a.txt?", server=server)
+        system = server.bodies[0]["messages"][0]["content"]
+    printed = re.split(r"\n*==== .+ \(~[\d,]+ tokens\) ====\n", out)[1:]
+    assert system.split("\n\n---\n\n") == printed[:-2]
+    assert printed[-1].strip().endswith("What is in a.txt?")
+
+
+def test_sessions_show_of_a_stranger_is_an_error(own_home):
+    err = fails("sessions", "show", "cli:nobody")
+    assert "nanobot sessions" in err
+
+
+def test_help_and_version(own_home):
+    status, out, _ = nanobot("--help")
+    assert status == 0
+    assert "agent" in out
+    assert nanobot("--version")[1].startswith("nanobot ")
