@@ -42,28 +42,13 @@ from weakref import WeakValueDictionary
 
 from channels import CLI, BackgroundLoop, OutboundMessage, printable
 from memory import (
-    MemoryStore,
-    Session,
-    SessionBusy,
-    SessionManager,
-    Skill,
-    SkillsLoader,
-    TokenCounter,
-    leave_out_oldest,
-    measure,
-)
+    MemoryStore, Session, SessionBusy, SessionManager, Skill, SkillsLoader, TokenCounter,
+    leave_out_oldest, measure,
+)  # fmt: skip
 from providers import (
-    PROVIDERS,
-    ROWS,
-    Endpoint,
-    LLMProvider,
-    LLMResponse,
-    OfflineProvider,
-    OpenAIProvider,
-    ToolCallRequest,
-    choose_endpoint,
-    legal,
-)
+    ROWS, Endpoint, LLMProvider, LLMResponse, OfflineProvider, OpenAIProvider, ToolCallRequest,
+    choose_endpoint, legal,
+)  # fmt: skip
 from tools import FILE_TOOLS, Exec, ToolRegistry, ToolResult, Turn, as_schema, image_block, is_kind, kinds
 
 __version__ = "0.1.0"
@@ -143,7 +128,7 @@ class Config:
     tools: ToolSettings = field(default_factory=ToolSettings)
     prices: dict[str, Price] = field(default_factory=dict)
     channels: ChannelSettings = field(default_factory=ChannelSettings)
-    path: Path = field(default=Path.home() / ".nanobot" / "config.json", init=False)
+    path: Path = field(default_factory=lambda: Path.home() / ".nanobot" / "config.json", init=False)
     base_url: str = field(default="", init=False)  # given by a flag or the environment: it wins
 
     @property
@@ -168,20 +153,29 @@ def load_config(path: Path | None = None, environ: typing.Mapping[str, str] = os
     config = Config()
     if path or file.exists():
         try:
-            data = json.loads(file.read_text(encoding="utf-8"))
+            data = json.loads(fill_in(file.read_text(encoding="utf-8"), file, environ))
         except OSError as problem:
             raise ConfigError(f"Cannot read {file}: {problem.strerror}. Try `nanobot onboard`.") from None
         except ValueError as problem:
             raise ConfigError(f"{file} is not JSON: {problem}. Correct it there.") from None
-        config = read_section(Config, fill_in(data, "", environ), "")
+        config = read_section(Config, data, "")
     config.path = file
-    for spec in PROVIDERS:
+    for spec in ROWS.values():
         if key := environ.get(spec.env_key):
             config.providers.setdefault(spec.name, ProviderSettings()).api_key = key
     config.base_url = environ.get("OPENAI_BASE_URL", "")
     config.defaults.model = environ.get("NANOBOT_MODEL") or config.defaults.model
     config.defaults.workspace = environ.get("NANOBOT_WORKSPACE") or config.defaults.workspace
     return config
+
+
+def fill_in(text: str, file: Path, environ: typing.Mapping[str, str]) -> str:
+    """The file's text with each `${VAR}` from the environment; raises ConfigError where there is none."""
+    for name in re.findall(r"\$\{(\w+)\}", text):
+        if name not in environ:
+            raise ConfigError(f"{file} wants the environment variable {name}, which is not set.")
+        text = text.replace(f"${{{name}}}", json.dumps(environ[name])[1:-1])
+    return text
 
 
 def read_section(cls: type, data: Any, path: str) -> Any:
@@ -221,19 +215,6 @@ def _expect(hint: Any, value: Any, where: str) -> None:
 
 def camel_case(name: str) -> str:
     return re.sub("_([a-z])", lambda match: match[1].upper(), name)
-
-
-def fill_in(value: Any, where: str, environ: typing.Mapping[str, str]) -> Any:
-    """`${VAR}` in a text is filled from the environment; raises ConfigError where a variable is missing."""
-    if isinstance(value, dict):
-        return {key: fill_in(each, f"{where}.{key}".lstrip("."), environ) for key, each in value.items()}
-    if isinstance(value, list):
-        return [fill_in(each, f"{where}[{number}]", environ) for number, each in enumerate(value)]
-    for name in re.findall(r"\$\{(\w+)\}", value) if isinstance(value, str) else []:
-        if name not in environ:
-            raise ConfigError(f"{where}: the environment variable {name} is not set.")
-        value = value.replace(f"${{{name}}}", environ[name])
-    return value
 
 
 def make_provider(config: Config) -> LLMProvider:
@@ -363,19 +344,25 @@ def add_up(total: dict, usage: dict) -> None:
 
 
 @dataclass
-class AgentHookContext:
-    """The live record of one run. Hooks may read and change it; the runner keeps its own counts here too."""
+class AgentRunResult:
+    """How a run ended. Reasons: completed, max_iterations, error, tool_error, empty, cancelled (also raised)."""
 
-    spec: "AgentRunSpec"
-    messages: list[dict]
+    final_content: str | None = None
+    messages: list[dict] = field(default_factory=list)
+    tools_used: list[str] = field(default_factory=list)
+    usage: dict = field(default_factory=lambda: dict(NO_USAGE))
+    stop_reason: str | None = None
+    tool_events: list[dict] = field(default_factory=list)  # [{"name", "arguments", "is_error", "result"}]
+    error: str | None = None
+
+
+@dataclass
+class AgentHookContext(AgentRunResult):
+    """A run while it goes on: the result in the making, and the runner's counts. Hooks may change it."""
+
+    spec: "AgentRunSpec" = None
     iteration: int = 0  # model calls so far
     response: LLMResponse | None = None
-    usage: dict = field(default_factory=lambda: dict(NO_USAGE))
-    tools_used: list[str] = field(default_factory=list)
-    tool_events: list[dict] = field(default_factory=list)  # [{"name", "arguments", "is_error", "result"}]
-    final_content: str | None = None
-    stop_reason: str | None = None
-    error: str | None = None
     segments: list[str] = field(default_factory=list)  # of an answer that was cut by its length
     nudge: str = ""  # a note to the model for the next request only
     blanks: int = 0  # blank answers in a row
@@ -487,15 +474,17 @@ class ApprovalHook(AgentHook):
     async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
         for call in tool_calls:
             tool = self.tools.get(call.name)
-            if call.error or tool is None or tool.read_only or call.name in self.always:
+            harmless = tool is None or tool.read_only or call.name in self.always
+            if harmless or call.error or call.denied:
                 continue
+            call.denied = "The user did not approve this call. Ask what to do instead."  # until there is a yes
             shown = call.arguments.get("command") or json.dumps(call.arguments, ensure_ascii=False, indent=1)
             question = f"{call.name}: {printable(str(shown))}\nRun it? [y/n/always] "
             answer = (await self.ask(question)).strip().lower() if self.ask else "n"
             if answer in ("a", "always"):
                 self.always.add(call.name)
-            elif answer not in ("y", "yes"):
-                call.denied = "The user did not approve this call. Ask what to do instead."
+            if answer in ("a", "always", "y", "yes"):
+                call.denied = ""
 
 
 # ---- The runner: think, act, think again ----
@@ -519,19 +508,6 @@ class AgentRunSpec:
     on_messages: Callable[[list[dict], bool], None] | None = None  # whole: no results are due behind them
 
 
-@dataclass
-class AgentRunResult:
-    """How a run ended: completed, max_iterations, error, tool_error or empty (cancelled is raised)."""
-
-    final_content: str | None
-    messages: list[dict] = field(default_factory=list)
-    tools_used: list[str] = field(default_factory=list)
-    usage: dict = field(default_factory=dict)
-    stop_reason: str = "completed"
-    tool_events: list[dict] = field(default_factory=list)
-    error: str | None = None
-
-
 class AgentRunner:
     """The engine. It knows no channel, no session and no file, so everything that asks a model can use it."""
 
@@ -542,7 +518,7 @@ class AgentRunner:
         self.provider = provider
 
     async def run(self, spec: AgentRunSpec) -> AgentRunResult:
-        run = AgentHookContext(spec, list(spec.messages))
+        run = AgentHookContext(messages=list(spec.messages), spec=spec)
         try:
             while not run.stop_reason:
                 if run.iteration >= spec.max_iterations:
@@ -557,8 +533,7 @@ class AgentRunner:
         except asyncio.CancelledError:
             run.stop_reason = "cancelled"
             raise
-        same = {each.name: getattr(run, each.name) for each in fields(AgentRunResult)}
-        return AgentRunResult(**same)
+        return run
 
     async def _ask(self, run: AgentHookContext, with_tools: bool = True) -> None:
         spec, hook = run.spec, run.spec.hook
@@ -585,7 +560,7 @@ class AgentRunner:
     async def _act(self, run: AgentHookContext) -> None:
         """Run the calls of one answer, in batches, and put the results behind them in the order of calls."""
         run.blanks = 0
-        await self._end_stream(run, resuming=True)
+        await run.spec.hook.on_stream_end(resuming=True)
         self._add(run, run.response.to_message(), more=True)
         await run.spec.hook.before_execute_tools(run.tool_calls)
         for batch in self._batches(run):
@@ -652,7 +627,7 @@ class AgentRunner:
         else:
             run.blanks += 1
             run.nudge = template("blank_answer") if run.blanks == 2 else ""
-        await self._end_stream(run, resuming=not run.stop_reason)
+        await run.spec.hook.on_stream_end(resuming=not run.stop_reason)
         if run.final_content:
             await self._finish(run)
         elif run.blanks == 2:
@@ -664,7 +639,7 @@ class AgentRunner:
         limit = run.spec.max_iterations
         run.nudge = template("out_of_iterations", limit=limit)
         await self._ask(run, with_tools=False)
-        await self._end_stream(run, resuming=False)
+        await run.spec.hook.on_stream_end(resuming=False)
         run.stop_reason = "max_iterations"
         run.final_content = run.response.content or f"I stopped after {limit} model calls, the limit."
         await self._finish(run)
@@ -672,10 +647,6 @@ class AgentRunner:
     async def _finish(self, run: AgentHookContext) -> None:
         run.final_content = await run.spec.hook.finalize_content(run.final_content)
         self._add(run, LLMResponse(run.final_content, extra=run.response.extra).to_message())
-
-    async def _end_stream(self, run: AgentHookContext, resuming: bool) -> None:
-        if run.spec.hook.wants_streaming:
-            await run.spec.hook.on_stream_end(resuming)
 
     def _add(self, run: AgentHookContext, *messages: dict, more: bool = False) -> None:
         """New messages exist from here on, in the run and in the journal."""
@@ -687,6 +658,9 @@ class AgentRunner:
 # ---- The loop: from a message to a reply ----
 
 Emit = Callable[[OutboundMessage], Awaitable[None]]
+
+
+async def to_nobody(event: OutboundMessage) -> None: ...
 
 
 class EventHook(AgentHook):
@@ -763,20 +737,19 @@ class AgentLoop:
         self,
         text: str,
         session_key: str = "cli:direct",
-        on_event: Emit | None = None,
+        on_event: Emit = to_nobody,
         media: Iterable[Path] = (),
     ) -> AgentRunResult:
         """One message, to its answer. Raises SessionBusy, or OSError where the journal cannot be written."""
         turn, command = self.turn(session_key), command_of(text)
-        emit = on_event or _to_nobody
         if command and command not in ("new", "continue"):  # the others need not wait for a turn to end
             result = AgentRunResult(self._command(command, session_key))
         else:
             async with self._locks.setdefault(session_key, asyncio.Lock()):
                 with self.sessions.lock(session_key):
-                    result = await self._take_turn(text, command, turn, emit, media)
+                    result = await self._take_turn(text, command, turn, on_event, media)
         if result.final_content:
-            await emit(OutboundMessage(turn.channel, turn.chat_id, result.final_content))
+            await on_event(OutboundMessage(turn.channel, turn.chat_id, result.final_content))
         return result
 
     async def _take_turn(
@@ -844,9 +817,6 @@ def command_of(text: str) -> str | None:
     """The name of a slash command: "/NEW ", "/status@bot"; None for anything else, such as "/etc/hosts?"."""
     match = re.fullmatch(r"/([a-z][a-z-]*)(@\w+)?", text.strip().lower())
     return match[1] if match else None
-
-
-async def _to_nobody(event: OutboundMessage) -> None: ...
 
 
 def check_limits(config: Config) -> None:
@@ -929,7 +899,7 @@ def one_turn(loop: AgentLoop, terminal: CLI, background: BackgroundLoop, text: s
     if not text:
         raise ConfigError("There is no message: give one with -m TEXT, or on standard input.")
     result = background.complete(loop.process_direct(text, key, terminal.send))
-    if result.usage:
+    if result.usage["prompt_tokens"]:
         terminal.note(f"tokens: {loop.cost.line(result.usage)}")
     if result.stop_reason in ("error", "tool_error", "empty"):
         print(f"nanobot: {printable(result.error or result.stop_reason)}", file=sys.stderr)
@@ -953,8 +923,9 @@ def conversation(loop: AgentLoop, terminal: CLI, background: BackgroundLoop, key
             return 0
         except KeyboardInterrupt:
             terminal.note("\nstopped; /continue goes on with the turn")
-        except (OSError, SessionBusy) as problem:
-            terminal.note(f"nanobot: {problem}")
+        except Exception as problem:  # whatever happens in a turn, the conversation goes on
+            log.info("the turn failed", exc_info=True)
+            terminal.note(f"Sorry, that failed: {problem}. What was said is in the journal.")
 
 
 def onboard_command(arguments: argparse.Namespace) -> int:

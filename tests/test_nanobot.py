@@ -643,7 +643,7 @@ def test_both_spellings_are_read(own_home):
         ('{"tools": []}', "tools: expected object, got []"),
         ("[]", "expected object, got []"),
         ('{"agents": ', "is not JSON"),
-        ('{"providers": {"openai": {"apiKey": "${NO_SUCH_KEY}"}}}', "providers.openai.apiKey: "),
+        ('{"providers": {"openai": {"apiKey": "${NO_SUCH_KEY}"}}}', "variable NO_SUCH_KEY"),
         ('{"prices": {"m": {"input": "free"}}}', 'prices.m.input: expected number, got "free"'),
     ],
 )
