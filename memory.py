@@ -49,6 +49,11 @@ def to_line(record: dict) -> bytes:
     return json.dumps(record, ensure_ascii=False).encode("utf-8", errors="replace") + b"\n"
 
 
+def open_private(path: Path) -> Any:
+    """A file to read and to append to, which only its owner may do."""
+    return open(path, "a+b", opener=lambda name, flags: os.open(name, flags, 0o600))
+
+
 def sync_folder(folder: Path) -> None:
     """Make a new name in a folder survive a power cut; not every system has this."""
     with contextlib.suppress(OSError):
@@ -93,13 +98,13 @@ class Session:
         }  # fmt: skip
 
     def _write(self, records: list[dict], sync: bool) -> None:
-        is_new = not self.path.exists()
-        if is_new and "_type" not in records[0]:
-            records = [self._header(), *records]
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0)
-        with os.fdopen(os.open(self.path, flags, 0o600), "r+b") as file:
-            file.write(_end_last_line(file) + b"".join(map(to_line, records)))
+        with open_private(self.path) as file:
+            newline = _end_last_line(file)
+            is_new = file.tell() == 0
+            if is_new and "_type" not in records[0]:
+                records = [self._header(), *records]
+            file.write(newline + b"".join(map(to_line, records)))
             file.flush()
             if sync:
                 os.fsync(file.fileno())
@@ -203,8 +208,9 @@ def _keep_damaged(path: Path, damaged: list[bytes]) -> None:
         return
     log.warning("%s: %d unreadable lines skipped, kept in %s.corrupt", path, len(damaged), path.name)
     aside = path.with_name(path.name + ".corrupt")
-    known = set(aside.read_bytes().split(b"\n")) if aside.exists() else set()
-    with open(aside, "ab") as file:
+    with open_private(aside) as file:
+        file.seek(0)
+        known = set(file.read().split(b"\n"))
         file.writelines(line + b"\n" for line in damaged if line not in known)
 
 
@@ -219,7 +225,7 @@ class SessionManager:
 
     def path(self, key: str) -> Path:
         """A file name that decodes to the key: `telegram:a_b` and `telegram:a:b` never meet in one file."""
-        return self.folder / f"{quote(key, safe=' @+,=').replace('.', '%2E')}.jsonl"
+        return self.folder / f"{quote(key, ' @+,=', errors='surrogatepass').replace('.', '%2E')}.jsonl"
 
     def get(self, key: str) -> Session:
         """The session, read again where another process wrote to it. Raises OSError if it cannot be read."""
@@ -235,13 +241,13 @@ class SessionManager:
     def list_keys(self) -> list[str]:
         """All session keys, the one used last first."""
         paths = sorted(self.folder.glob("*.jsonl"), key=lambda path: -path.stat().st_mtime)
-        return [unquote(path.name.removesuffix(".jsonl")) for path in paths]
+        return [unquote(path.name.removesuffix(".jsonl"), errors="surrogatepass") for path in paths]
 
     @contextlib.contextmanager
     def lock(self, key: str) -> Iterator[None]:
         """Hold a session for one turn; raises SessionBusy while another process does."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with open(self.path(key).with_suffix(".lock"), "a+b") as file:
+        with open_private(self.path(key).with_suffix(".lock")) as file:
             if not _try_lock(file):
                 raise SessionBusy(f"Session {key} is in use by another program. Wait, or name another: -s.")
             yield
