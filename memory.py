@@ -314,12 +314,14 @@ def leave_out_oldest(messages: list[dict], budget: int, counter: TokenCounter, t
     if counter.fits(messages, budget):
         return messages
     head = [message for message in messages[:1] if message["role"] == "system"]
-    starts = [n for n in range(len(head), task) if messages[n]["role"] == "user"] + [task]
-    for start in starts[1:]:
-        kept = head + messages[start:]
-        if counter.fits(kept, budget):
-            return kept
-    return head + messages[task:]
+    start, used = task, counter.total(head + messages[task:])
+    for n in range(task - 1, len(head), -1):
+        used += counter.size(messages[n])[1]
+        if used > budget:
+            break
+        if messages[n]["role"] == "user":
+            start = n
+    return head + messages[start:]
 
 
 # ---- Long-term memory ----
