@@ -342,25 +342,23 @@ class MemoryStore:
 
     def recent_history(self) -> list[str]:
         """`[2026-04-03 00:02] text` of what Dream has not read: the last 50 entries, ≤ 32,000 characters."""
-        cursor_file = self.folder / ".dream_cursor"
-        dreamt = _whole_number(cursor_file.read_text(encoding="utf-8")) if cursor_file.exists() else 0
+        dreamt = self._dream_cursor()
         records = map(_parse, self.history.read_bytes().split(b"\n")) if self.history.exists() else []
-        fresh = [each for each in records if each and _whole_number(each.get("cursor")) > dreamt]
-        lines, room = [], self.recent_chars
-        for entry in reversed(fresh[-self.recent_entries :]):
-            line = f"[{entry.get('timestamp', '')}] {entry.get('content', '')}"
-            room -= len(line) + 1
-            if room < 0:
-                break
-            lines.insert(0, line)
+        entries = [each for each in records if each and _is_entry(each) and each["cursor"] > dreamt]
+        lines = [f"[{each['timestamp']}] {each['content']}" for each in entries[-self.recent_entries :]]
+        while len("\n".join(lines)) > self.recent_chars:
+            lines.pop(0)
         return lines
 
+    def _dream_cursor(self) -> int:
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            return max(int((self.folder / ".dream_cursor").read_bytes()), 0)
+        return 0  # nothing is read yet, or the file is damaged
 
-def _whole_number(value: Any) -> int:
-    """A cursor as a number ≥ 0; anything else (a float, a bool, a damaged file) counts as 0."""
-    with contextlib.suppress(ValueError):
-        return 0 if isinstance(value, bool | float) else max(int(value or 0), 0)
-    return 0
+
+def _is_entry(record: dict) -> bool:
+    texts = record.get("timestamp"), record.get("content")
+    return type(record.get("cursor")) is int and all(isinstance(each, str) for each in texts)  # True is no int
 
 
 # ---- Skills ----
