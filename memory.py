@@ -357,8 +357,9 @@ class MemoryStore:
 
 
 def _is_entry(record: dict) -> bool:
+    """Not isinstance for the cursor: True is an int, but no cursor."""
     texts = record.get("timestamp"), record.get("content")
-    return type(record.get("cursor")) is int and all(isinstance(each, str) for each in texts)  # True is no int
+    return type(record.get("cursor")) is int and all(isinstance(each, str) for each in texts)
 
 
 # ---- Skills ----
@@ -392,23 +393,26 @@ class SkillsLoader:
 def read_skill(path: Path) -> Skill:
     """Front matter is `key: value` lines between two `---`; any part of it may be missing."""
     text = path.read_text(encoding="utf-8-sig", errors="replace").replace("\r\n", "\n")
-    front = re.match(r"---\n(.*?)\n?---\n?", text, re.DOTALL)
-    fields = dict(re.findall(r"^(\w[\w-]*):[ \t]*(.*?)[ \t]*$", front[1], re.MULTILINE)) if front else {}
-    skill = Skill(fields.get("name") or path.parent.name, path, fields.get("description", "").strip("\"'"))
-    skill.text = text[front.end() :].strip() if front else text.strip()
-    skill.always = fields.get("always", "").lower() in ("true", "yes")
-    skill.missing = _missing(fields.get("metadata", ""), path)
-    return skill
+    front = re.match(r"---[ \t]*\n(.*?)^---[ \t]*$", text, re.DOTALL | re.MULTILINE)
+    pairs = re.findall(r"^([\w-]+):[ \t]*([\"']?)(.*?)\2[ \t]*$", front[1], re.MULTILINE) if front else []
+    fields = {key: value for key, _, value in pairs}
+    return Skill(
+        name=fields.get("name") or path.parent.name,
+        path=path,
+        description=fields.get("description", ""),
+        text=text[front.end() if front else 0 :].strip(),
+        always=fields.get("always", "").lower() in ("true", "yes"),
+        missing=_missing(fields.get("metadata", ""), path),
+    )
 
 
 def _missing(metadata: str, path: Path) -> list[str]:
     """What of `{"nanobot": {"requires": {"bins": ["gh"], "env": ["KEY"]}}}` this machine lacks."""
     try:
         requires = json.loads(metadata or "{}").get("nanobot", {}).get("requires") or {}
-        bins, names = requires.get("bins") or [], requires.get("env") or []
-    except (ValueError, AttributeError):
+        bins = [f"program {each}" for each in requires.get("bins") or [] if not shutil.which(each)]
+        keys = [f"environment variable {each}" for each in requires.get("env") or [] if not os.getenv(each)]
+    except (ValueError, AttributeError, TypeError):
         log.warning("%s: metadata is not the JSON that is expected", path)
         return []
-    return [f"program {each}" for each in bins if not shutil.which(each)] + [
-        f"environment variable {each}" for each in names if not os.environ.get(each)
-    ]
+    return bins + keys
