@@ -64,26 +64,24 @@ class BackgroundLoop:
 
         Ctrl-C cancels the coroutine, waits until it has put things in order, and raises KeyboardInterrupt.
         """
+        questions = self._questions = queue.SimpleQueue()  # nothing late of an earlier turn is in it
         task: asyncio.Task | None = None
 
-        async def watched() -> Any:
+        def start() -> None:
             nonlocal task
-            task = asyncio.current_task()
-            try:
-                return await work
-            finally:
-                self._questions.put(None)
+            task = self.loop.create_task(work)
+            task.add_done_callback(lambda _: questions.put(None))
 
-        result = asyncio.run_coroutine_threadsafe(watched(), self.loop)
+        self.loop.call_soon_threadsafe(start)
         try:
-            while question := self._questions.get():
+            while question := questions.get():
                 question[1].set_result(input(question[0]))
         except (KeyboardInterrupt, EOFError):
-            self.loop.call_soon_threadsafe(lambda: task and task.cancel())
-            while self._questions.get():
+            self.loop.call_soon_threadsafe(lambda: task.cancel())
+            while questions.get():
                 pass
             raise KeyboardInterrupt from None
-        return result.result()
+        return task.result()
 
     async def ask(self, question: str) -> str:
         """One line from the person at the terminal."""

@@ -49,6 +49,11 @@ def to_line(record: dict) -> bytes:
     return json.dumps(record, ensure_ascii=False).encode("utf-8", errors="replace") + b"\n"
 
 
+def open_private(path: Path) -> Any:
+    """A file to read and to append to, which only its owner may do."""
+    return open(path, "a+b", opener=lambda name, flags: os.open(name, flags, 0o600))
+
+
 def sync_folder(folder: Path) -> None:
     """Make a new name in a folder survive a power cut; not every system has this."""
     with contextlib.suppress(OSError):
@@ -93,13 +98,13 @@ class Session:
         }  # fmt: skip
 
     def _write(self, records: list[dict], sync: bool) -> None:
-        is_new = not self.path.exists()
-        if is_new and "_type" not in records[0]:
-            records = [self._header(), *records]
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0)
-        with os.fdopen(os.open(self.path, flags, 0o600), "r+b") as file:
-            file.write(_end_last_line(file) + b"".join(map(to_line, records)))
+        with open_private(self.path) as file:
+            newline = _end_last_line(file)
+            is_new = file.tell() == 0
+            if is_new and "_type" not in records[0]:
+                records = [self._header(), *records]
+            file.write(newline + b"".join(map(to_line, records)))
             file.flush()
             if sync:
                 os.fsync(file.fileno())
@@ -203,8 +208,9 @@ def _keep_damaged(path: Path, damaged: list[bytes]) -> None:
         return
     log.warning("%s: %d unreadable lines skipped, kept in %s.corrupt", path, len(damaged), path.name)
     aside = path.with_name(path.name + ".corrupt")
-    known = set(aside.read_bytes().split(b"\n")) if aside.exists() else set()
-    with open(aside, "ab") as file:
+    with open_private(aside) as file:
+        file.seek(0)
+        known = set(file.read().split(b"\n"))
         file.writelines(line + b"\n" for line in damaged if line not in known)
 
 
@@ -219,7 +225,7 @@ class SessionManager:
 
     def path(self, key: str) -> Path:
         """A file name that decodes to the key: `telegram:a_b` and `telegram:a:b` never meet in one file."""
-        return self.folder / f"{quote(key, safe=' @+,=').replace('.', '%2E')}.jsonl"
+        return self.folder / f"{quote(key, ' @+,=', errors='surrogatepass').replace('.', '%2E')}.jsonl"
 
     def get(self, key: str) -> Session:
         """The session, read again where another process wrote to it. Raises OSError if it cannot be read."""
@@ -235,13 +241,13 @@ class SessionManager:
     def list_keys(self) -> list[str]:
         """All session keys, the one used last first."""
         paths = sorted(self.folder.glob("*.jsonl"), key=lambda path: -path.stat().st_mtime)
-        return [unquote(path.name.removesuffix(".jsonl")) for path in paths]
+        return [unquote(path.name.removesuffix(".jsonl"), errors="surrogatepass") for path in paths]
 
     @contextlib.contextmanager
     def lock(self, key: str) -> Iterator[None]:
         """Hold a session for one turn; raises SessionBusy while another process does."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with open(self.path(key).with_suffix(".lock"), "a+b") as file:
+        with open_private(self.path(key).with_suffix(".lock")) as file:
             if not _try_lock(file):
                 raise SessionBusy(f"Session {key} is in use by another program. Wait, or name another: -s.")
             yield
@@ -308,12 +314,14 @@ def leave_out_oldest(messages: list[dict], budget: int, counter: TokenCounter, t
     if counter.fits(messages, budget):
         return messages
     head = [message for message in messages[:1] if message["role"] == "system"]
-    starts = [n for n in range(len(head), task) if messages[n]["role"] == "user"] + [task]
-    for start in starts[1:]:
-        kept = head + messages[start:]
-        if counter.fits(kept, budget):
-            return kept
-    return head + messages[task:]
+    start, used = task, counter.total(head + messages[task:])
+    for n in range(task - 1, len(head), -1):
+        used += counter.size(messages[n])[1]
+        if used > budget:
+            break
+        if messages[n]["role"] == "user":
+            start = n
+    return head + messages[start:]
 
 
 # ---- Long-term memory ----
@@ -334,25 +342,24 @@ class MemoryStore:
 
     def recent_history(self) -> list[str]:
         """`[2026-04-03 00:02] text` of what Dream has not read: the last 50 entries, ≤ 32,000 characters."""
-        cursor_file = self.folder / ".dream_cursor"
-        dreamt = _whole_number(cursor_file.read_text(encoding="utf-8")) if cursor_file.exists() else 0
+        dreamt = self._dream_cursor()
         records = map(_parse, self.history.read_bytes().split(b"\n")) if self.history.exists() else []
-        fresh = [each for each in records if each and _whole_number(each.get("cursor")) > dreamt]
-        lines, room = [], self.recent_chars
-        for entry in reversed(fresh[-self.recent_entries :]):
-            line = f"[{entry.get('timestamp', '')}] {entry.get('content', '')}"
-            room -= len(line) + 1
-            if room < 0:
-                break
-            lines.insert(0, line)
+        entries = [each for each in records if each and _is_entry(each) and each["cursor"] > dreamt]
+        lines = [f"[{each['timestamp']}] {each['content']}" for each in entries[-self.recent_entries :]]
+        while len("\n".join(lines)) > self.recent_chars:
+            lines.pop(0)
         return lines
 
+    def _dream_cursor(self) -> int:
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            return max(int((self.folder / ".dream_cursor").read_bytes()), 0)
+        return 0  # nothing is read yet, or the file is damaged
 
-def _whole_number(value: Any) -> int:
-    """A cursor as a number ≥ 0; anything else (a float, a bool, a damaged file) counts as 0."""
-    with contextlib.suppress(ValueError):
-        return 0 if isinstance(value, bool | float) else max(int(value or 0), 0)
-    return 0
+
+def _is_entry(record: dict) -> bool:
+    """Not isinstance for the cursor: True is an int, but no cursor."""
+    texts = record.get("timestamp"), record.get("content")
+    return type(record.get("cursor")) is int and all(isinstance(each, str) for each in texts)
 
 
 # ---- Skills ----
@@ -386,23 +393,26 @@ class SkillsLoader:
 def read_skill(path: Path) -> Skill:
     """Front matter is `key: value` lines between two `---`; any part of it may be missing."""
     text = path.read_text(encoding="utf-8-sig", errors="replace").replace("\r\n", "\n")
-    front = re.match(r"---\n(.*?)\n?---\n?", text, re.DOTALL)
-    fields = dict(re.findall(r"^(\w[\w-]*):[ \t]*(.*?)[ \t]*$", front[1], re.MULTILINE)) if front else {}
-    skill = Skill(fields.get("name") or path.parent.name, path, fields.get("description", "").strip("\"'"))
-    skill.text = text[front.end() :].strip() if front else text.strip()
-    skill.always = fields.get("always", "").lower() in ("true", "yes")
-    skill.missing = _missing(fields.get("metadata", ""), path)
-    return skill
+    front = re.match(r"---[ \t]*\n(.*?)^---[ \t]*$", text, re.DOTALL | re.MULTILINE)
+    pairs = re.findall(r"^([\w-]+):[ \t]*([\"']?)(.*?)\2[ \t]*$", front[1], re.MULTILINE) if front else []
+    fields = {key: value for key, _, value in pairs}
+    return Skill(
+        name=fields.get("name") or path.parent.name,
+        path=path,
+        description=fields.get("description", ""),
+        text=text[front.end() if front else 0 :].strip(),
+        always=fields.get("always", "").lower() in ("true", "yes"),
+        missing=_missing(fields.get("metadata", ""), path),
+    )
 
 
 def _missing(metadata: str, path: Path) -> list[str]:
     """What of `{"nanobot": {"requires": {"bins": ["gh"], "env": ["KEY"]}}}` this machine lacks."""
     try:
         requires = json.loads(metadata or "{}").get("nanobot", {}).get("requires") or {}
-        bins, names = requires.get("bins") or [], requires.get("env") or []
-    except (ValueError, AttributeError):
+        bins = [f"program {each}" for each in requires.get("bins") or [] if not shutil.which(each)]
+        keys = [f"environment variable {each}" for each in requires.get("env") or [] if not os.getenv(each)]
+    except (ValueError, AttributeError, TypeError):
         log.warning("%s: metadata is not the JSON that is expected", path)
         return []
-    return [f"program {each}" for each in bins if not shutil.which(each)] + [
-        f"environment variable {each}" for each in names if not os.environ.get(each)
-    ]
+    return bins + keys

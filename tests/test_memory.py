@@ -1,0 +1,707 @@
+"""What survives the turn: the journal under every kind of damage, how much fits a request, memory, skills."""
+
+import copy
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from memory import (
+    MemoryStore,
+    Session,
+    SessionBusy,
+    SessionManager,
+    SkillsLoader,
+    TokenCounter,
+    leave_out_oldest,
+    measure,
+    read_skill,
+)
+from providers import legal
+
+ROOT = Path(__file__).parent.parent
+FULL = bool(os.environ.get("NANOBOT_TEST_FULL"))
+KEY = "cli:direct"
+
+
+@pytest.fixture
+def sessions(tmp_path):
+    return SessionManager(tmp_path)
+
+
+def user(text: str) -> dict:
+    return {"role": "user", "content": text}
+
+
+def answer(text: str) -> dict:
+    return {"role": "assistant", "content": text}
+
+
+def call(*ids: str) -> dict:
+    function = {"name": "read_file", "arguments": "{}"}
+    calls = [{"id": each, "type": "function", "function": function} for each in ids]
+    return {"role": "assistant", "content": None, "tool_calls": calls}
+
+
+def result(id_: str, text: str) -> dict:
+    return {"role": "tool", "tool_call_id": id_, "content": text}
+
+
+def texts(session: Session) -> list[str]:
+    return [line["content"] for line in session.lines if line]
+
+
+def loaded(workspace: Path, key: str = KEY) -> Session:
+    """The session as a program that starts now would see it."""
+    return SessionManager(workspace).get(key)
+
+
+def journal(sessions: SessionManager, *messages: dict) -> Path:
+    """A journal with these messages; the manager is left to forget that it knows it."""
+    sessions.get(KEY).append(*messages)
+    return sessions.path(KEY)
+
+
+def records(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_bytes().removesuffix(b"\n").split(b"\n")]
+
+
+def another_program(code: str, *arguments: object) -> subprocess.Popen:
+    """A real process that imports memory.py; its standard output can be read line by line."""
+    program = f"import sys\nfrom pathlib import Path\nfrom memory import *\n{code}"
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    return subprocess.Popen(command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
+# ---- The journal as a file ----
+
+
+def test_a_journal_is_a_metadata_line_and_then_one_message_a_line(sessions):
+    path = journal(sessions, user("Wie geht's? 你好"), answer("Gut."))
+    metadata, *messages = records(path)
+    assert {"_type", "key", "created_at", "updated_at", "metadata", "last_consolidated"} == set(metadata)
+    assert (metadata["_type"], metadata["key"], metadata["last_consolidated"]) == ("metadata", KEY, 0)
+    assert all(each.pop("timestamp") for each in messages)
+    assert messages == [user("Wie geht's? 你好"), answer("Gut.")]
+    assert "你好" in path.read_text(encoding="utf-8"), "people read journals too"
+
+
+def test_an_append_leaves_every_earlier_byte_as_it_was(sessions):
+    path = journal(sessions, user("one"))
+    before = path.read_bytes()
+    sessions.get(KEY).append(answer("two"), user("three"))
+    assert path.read_bytes().startswith(before)
+    assert texts(loaded(sessions.folder.parent)) == ["one", "two", "three"]
+
+
+def test_a_torn_last_line_is_dropped_and_cut_off_before_the_next_append(sessions, tmp_path):
+    path = journal(sessions, user("one"), answer("two"))
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"role": "user", "content": "thr')
+    session = sessions.get(KEY)
+    assert texts(session) == ["one", "two"]
+    assert path.read_bytes().startswith(whole), "reading alone changes nothing"
+    session.append(user("four"))
+    assert texts(loaded(tmp_path)) == ["one", "two", "four"]
+    assert b"thr" not in path.read_bytes()
+
+
+def test_a_whole_last_line_that_lacks_only_its_newline_is_kept(sessions, tmp_path):
+    path = journal(sessions, user("one"), answer("two"))
+    path.write_bytes(path.read_bytes().removesuffix(b"\n"))
+    session = sessions.get(KEY)
+    assert texts(session) == ["one", "two"]
+    session.append(user("three"))
+    assert texts(loaded(tmp_path)) == ["one", "two", "three"]
+
+
+def test_a_tail_of_null_bytes_is_dropped_like_a_torn_line(sessions, tmp_path):
+    path = journal(sessions, user("one"))
+    path.write_bytes(path.read_bytes() + b"\0" * 4096)
+    session = sessions.get(KEY)
+    assert texts(session) == ["one"]
+    session.append(answer("two"))
+    assert texts(loaded(tmp_path)) == ["one", "two"]
+    assert b"\0" not in path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    "junk", [b"{not json", b"[1, 2]", b"null", b"{}", b"\xff\xfe\x00", b"\0" * 20, b"[" * 100_000]
+)
+def test_an_unreadable_line_is_skipped_with_a_warning_and_kept_once(sessions, tmp_path, caplog, junk):
+    path = journal(sessions, user("one"), answer("two"))
+    lines = path.read_bytes().split(b"\n")
+    path.write_bytes(b"\n".join([*lines[:2], junk, *lines[2:]]))
+    for _ in range(3):
+        assert texts(loaded(tmp_path)) == ["one", "two"]
+    assert "unreadable" in caplog.text
+    assert path.with_name(path.name + ".corrupt").read_bytes() == junk + b"\n"
+    assert junk in path.read_bytes(), "the journal itself is never rewritten"
+
+
+def test_a_damaged_metadata_line_hides_no_message(sessions, tmp_path):
+    path = journal(sessions, user("one"), answer("two"))
+    path.write_bytes(b'{"_type": "metad\n' + path.read_bytes().split(b"\n", 1)[1])
+    session = loaded(tmp_path)
+    assert texts(session) == ["one", "two"]
+    assert (session.metadata, session.last_consolidated) == ({}, 0)
+
+
+@pytest.mark.parametrize("junk", [b"no journal\nat all\n", b"\0" * 512, b"\x89PNG\r\n\x1a\n", b"[]\n[]\n"])
+def test_a_file_with_nothing_readable_is_moved_aside_and_never_overwritten(sessions, tmp_path, caplog, junk):
+    sessions.folder.mkdir()
+    sessions.path(KEY).write_bytes(junk)
+    session = sessions.get(KEY)
+    session.append(user("a new start"))
+    [aside] = [each for each in sessions.folder.iterdir() if ".corrupt" in each.name]
+    assert aside.read_bytes() == junk
+    assert aside.name in caplog.text
+    assert texts(loaded(tmp_path)) == ["a new start"]
+    assert sessions.list_keys() == [KEY]
+
+
+def test_an_empty_file_is_a_new_session_and_gets_its_metadata(sessions, tmp_path):
+    sessions.folder.mkdir()
+    sessions.path(KEY).touch()
+    sessions.get(KEY).append(user("one"))
+    assert [each.get("_type") for each in records(sessions.path(KEY))] == ["metadata", None]
+    assert texts(loaded(tmp_path)) == ["one"]
+
+
+@pytest.mark.parametrize("text", ["a\u2028b\u2029c", "a\x85b", "a\nb", "a\r\nb\rc", "\x00\x1f", "naïve 🙂"])
+def test_no_character_of_a_text_ends_its_line(sessions, tmp_path, text):
+    path = journal(sessions, user(text), answer("next"))
+    assert path.read_bytes().count(b"\n") == 3
+    assert texts(loaded(tmp_path)) == [text, "next"]
+
+
+def test_lone_surrogates_never_stop_a_write(sessions, tmp_path):
+    path = journal(sessions, user("bad \ud800 byte"), answer("fine"))
+    path.read_text(encoding="utf-8")  # raises if the file is not UTF-8
+    first, second = texts(loaded(tmp_path))
+    assert (first[:4], first[-5:], second) == ("bad ", " byte", "fine")
+
+
+def test_files_are_for_their_owner_only(sessions, tmp_path):
+    old = os.umask(0o022)
+    try:
+        path = journal(sessions, user("one"))
+        path.write_bytes(path.read_bytes() + b"junk\n")
+        sessions.get(KEY)
+        with sessions.lock(KEY):
+            modes = {each.suffix: each.stat().st_mode & 0o777 for each in sessions.folder.iterdir()}
+    finally:
+        os.umask(old)
+    assert modes == {".jsonl": 0o600, ".corrupt": 0o600, ".lock": 0o600}
+    assert sessions.folder.stat().st_mode & 0o777 == 0o700
+
+
+FILL_THE_DISK = """
+import resource, signal
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+session = SessionManager(Path(sys.argv[1])).get(sys.argv[2])
+session.append({"role": "user", "content": "one"})
+resource.setrlimit(resource.RLIMIT_FSIZE, (session.path.stat().st_size + 100_000, -1))
+try:
+    session.append({"role": "assistant", "content": "x" * 300_000})
+except OSError as problem:
+    print("failed:", problem, flush=True)
+resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
+"""
+
+
+def test_a_write_that_fails_half_way_is_said_and_costs_no_earlier_message(sessions, tmp_path):
+    pytest.importorskip("resource", reason="file size limits are POSIX")
+    with another_program(FILL_THE_DISK, tmp_path, KEY) as process:
+        assert process.stdout.read().startswith("failed:")
+    session = sessions.get(KEY)
+    assert texts(session) == ["one"]
+    session.append(answer("two"))
+    assert texts(loaded(tmp_path)) == ["one", "two"]
+
+
+# ---- Laws of the journal ----
+
+TALK = [user("Was ist in ä.txt?"), call("c1"), result("c1", "🙂\n2| \u2028"), answer('Ein \\, "'), user("ok")]
+
+
+def test_a_journal_cut_at_any_byte_loads_to_a_prefix_and_goes_on_from_there(sessions, tmp_path):
+    path = journal(sessions, *TALK)
+    whole = path.read_bytes()
+    said = [line["content"] for line in TALK]
+    for place in range(len(whole) + 1):
+        path.write_bytes(whole[:place])
+        session = loaded(tmp_path)
+        kept = texts(session)
+        assert kept == said[: len(kept)], place
+        assert len(kept) >= whole[:place].count(b"\n") - 1, place
+        session.append(user("next"), sync=False)
+        again = loaded(tmp_path)
+        assert texts(again) == [*kept, "next"], place
+        assert None not in again.lines, place
+        for aside in sessions.folder.glob("*.corrupt*"):
+            aside.unlink()
+
+
+def test_whatever_happens_to_some_lines_the_others_load(sessions, tmp_path):
+    path = journal(sessions, *(user(f"message {n}") for n in range(30)))
+    lines = path.read_bytes().removesuffix(b"\n").split(b"\n")
+    chance = random.Random(2)
+    for _ in range(100 if FULL else 20):
+        hit = chance.sample(range(1, len(lines)), 5)
+        junk = [chance.randbytes(40).replace(b"\n", b"?") for _ in lines]
+        path.write_bytes(b"\n".join(junk[n] if n in hit else lines[n] for n in range(len(lines))) + b"\n")
+        session = loaded(tmp_path)
+        assert texts(session) == [f"message {n - 1}" for n in range(1, len(lines)) if n not in hit]
+        assert len(session.lines) == 30, "an unreadable line counts, so that last_consolidated stays true"
+
+
+WRITE_UNTIL_KILLED = """
+session = SessionManager(Path(sys.argv[1])).get(sys.argv[2])
+number = len(session.lines)
+while True:
+    size = 10 if number % 3 else 300_000
+    session.append(*({"role": "user", "content": f"{n} " + "x" * size} for n in (number, number + 1)))
+    number += 2
+    print(number, flush=True)
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="kill -9 is POSIX")
+def test_kill_9_loses_and_doubles_no_message_that_was_reported_as_written(tmp_path):
+    chance = random.Random(3)
+    for _ in range(100 if FULL else 6):
+        with another_program(WRITE_UNTIL_KILLED, tmp_path, KEY) as process:
+            process.stdout.readline()
+            time.sleep(chance.random() * 0.05)
+            process.kill()
+            reported = [int(line) for line in process.stdout.read().split()]
+        numbers = [int(text.split()[0]) for text in texts(loaded(tmp_path))]
+        assert numbers == list(range(len(numbers))), "each once, in order"
+        assert len(numbers) >= max(reported, default=0)
+
+
+# ---- Metadata, keys, the sessions of a workspace ----
+
+
+@pytest.mark.parametrize("odd", [-1, 99, True, "2", 1.5, None, [], {}])
+def test_an_odd_last_consolidated_hides_nothing(sessions, odd):
+    path = journal(sessions, user("one"), answer("two"))
+    later = {"_type": "metadata", "last_consolidated": odd}
+    path.write_bytes(path.read_bytes() + json.dumps(later).encode() + b"\n")
+    session = sessions.get(KEY)
+    assert session.last_consolidated == 0
+    assert session.get_history(lambda history: history) == [user("one"), answer("two")]
+
+
+def test_a_later_metadata_line_replaces_an_earlier_one(sessions, tmp_path):
+    path = journal(sessions, user("one"), answer("two"), user("three"))
+    later = {"_type": "metadata", "created_at": "2026-04-03", "metadata": {"a": 1}, "last_consolidated": 2}
+    path.write_bytes(path.read_bytes() + json.dumps(later).encode() + b"\n")
+    sessions.get(KEY).append(answer("four"))
+    session = loaded(tmp_path)
+    assert (session.created_at, session.metadata, session.last_consolidated) == ("2026-04-03", {"a": 1}, 2)
+    assert texts(session) == ["one", "two", "three", "four"]
+    assert session.get_history(legal) == [user("three")]
+
+
+def test_last_consolidated_counts_unreadable_lines_too(sessions):
+    path = journal(sessions, user("one"), answer("two"), user("three"))
+    lines = path.read_bytes().split(b"\n")
+    lines[1] = b"junk"
+    path.write_bytes(b"\n".join(lines) + b'{"_type": "metadata", "last_consolidated": 2}\n')
+    assert sessions.get(KEY).get_history(legal) == [user("three")]
+
+
+def test_restart_sends_nothing_of_what_was_and_deletes_nothing(sessions, tmp_path):
+    journal(sessions, user("old"), answer("old too"))
+    sessions.get(KEY).restart()
+    sessions.get(KEY).append(user("new"))
+    session = loaded(tmp_path)
+    assert session.get_history(legal) == [user("new")]
+    assert texts(session) == ["old", "old too", "new"]
+
+
+KEYS = ["telegram:a_b", "telegram:a:b", "telegram:a%3Ab", "a/b", "../../etc/passwd", "..", ".", "~", "",
+        "Grüße:你好", "a.b", "a.jsonl", "a b", "con\n", "x\0y", "\udcff"]  # fmt: skip
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_every_key_round_trips_through_a_file_inside_the_folder(sessions, key):
+    sessions.get(key).append(user("hello"))
+    [file] = sessions.folder.iterdir()
+    assert file == sessions.path(key)
+    assert sessions.list_keys() == [key]
+
+
+def test_two_keys_never_share_a_file(sessions):
+    assert len({sessions.path(key) for key in KEYS}) == len(KEYS)
+
+
+def test_sessions_are_listed_with_the_one_used_last_first(sessions):
+    assert sessions.list_keys() == []
+    for age, key in enumerate(["a:1", "b:2", "c:3"]):
+        sessions.get(key).append(user("hello"))
+        os.utime(sessions.path(key), (age, age))
+    assert sessions.list_keys() == ["c:3", "b:2", "a:1"]
+
+
+def test_the_64_sessions_used_last_stay_in_memory(sessions):
+    first, second = sessions.get("n:0"), sessions.get("n:1")
+    for number in range(2, 64):
+        sessions.get(f"n:{number}")
+    assert sessions.get("n:0") is first, "64 fit, and this one is now the last used"
+    sessions.get("n:64")
+    assert sessions.get("n:0") is first
+    assert sessions.get("n:1") is not second
+
+
+SAY = "SessionManager(Path(sys.argv[1])).get(sys.argv[2]).append({'role': 'user', 'content': sys.argv[3]})"
+
+
+def test_a_session_that_another_process_changed_is_read_again(sessions, tmp_path):
+    mine = sessions.get(KEY)
+    mine.append(user("mine"))
+    assert sessions.get(KEY) is mine
+    assert another_program(SAY, tmp_path, KEY, "theirs").wait() == 0
+    assert texts(sessions.get(KEY)) == ["mine", "theirs"]
+
+
+HOLD = """
+with SessionManager(Path(sys.argv[1])).lock(sys.argv[2]):
+    print("held", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_a_session_is_one_programs_for_a_turn_and_a_killed_one_holds_nothing(sessions, tmp_path):
+    pytest.importorskip("fcntl", reason="file locks are POSIX")
+    for end in (lambda process: process.communicate("\n"), lambda process: process.kill()):
+        with another_program(HOLD, tmp_path, KEY) as process:
+            assert process.stdout.readline() == "held\n"
+            with pytest.raises(SessionBusy, match=KEY), sessions.lock(KEY):
+                pass
+            with sessions.lock("cli:other"):
+                pass
+            end(process)
+            process.wait()
+        with sessions.lock(KEY):
+            pass
+
+
+def test_an_exception_in_a_turn_lets_go_of_the_session(sessions):
+    with pytest.raises(ZeroDivisionError), sessions.lock(KEY):
+        raise ZeroDivisionError
+    with sessions.lock(KEY):
+        pass
+
+
+# ---- The projection ----
+
+
+def test_history_begins_at_a_user_message_where_the_window_cuts_a_turn(sessions):
+    session = sessions.get(KEY)
+    session.append(user("a"), call("c1"), result("c1", "x"), answer("b"), user("c"))
+    session.last_consolidated = 2
+    assert session.get_history(legal) == [user("c")]
+
+
+def test_what_never_got_an_answer_is_completed_in_the_copy_only(sessions):
+    session = sessions.get(KEY)
+    session.append(user("killed"), user("stopped"), call("c1", "c2"), result("c1", "x"), user("now"))
+    before = session.path.read_bytes()
+    history = session.get_history(legal)
+    assert [(each["role"], each["content"]) for each in history] == [
+        ("user", "killed"),
+        ("assistant", "[interrupted before an answer]"),
+        ("user", "stopped"),
+        ("assistant", None),
+        ("tool", "x"),
+        ("tool", "[interrupted before it finished]"),
+        ("user", "now"),
+    ]
+    assert session.path.read_bytes() == before
+
+
+def test_runtime_facts_stand_before_the_text_and_our_own_keys_are_not_sent(sessions):
+    session = sessions.get(KEY)
+    session.append({**user("hello"), "runtime": "[It is Monday]"})
+    assert session.get_history(legal) == [user("[It is Monday]\n\nhello")]
+
+
+def test_history_is_the_same_bytes_twice_and_after_a_restart_and_changes_nothing(sessions, tmp_path):
+    session = sessions.get(KEY)
+    session.append(*TALK, {**user("x"), "runtime": "r"}, user("y"))
+    before = copy.deepcopy(session.lines)
+    once, twice, restarted = (each.get_history(legal) for each in (session, session, loaded(tmp_path)))
+    assert json.dumps(once) == json.dumps(twice) == json.dumps(restarted)
+    assert session.lines == before
+
+
+def test_history_only_grows_at_its_end_so_that_prompt_caches_hold(sessions):
+    session = sessions.get(KEY)
+    session.append(*TALK)
+    before = session.get_history(legal)
+    session.append(answer("fine"), user("more"))
+    assert session.get_history(legal)[: len(before)] == before
+
+
+@pytest.mark.parametrize(
+    ("messages", "unfinished"),
+    [
+        ([], False),
+        ([user("a")], True),
+        ([user("a"), answer("b")], False),
+        ([user("a"), call("c1")], True),
+        ([user("a"), call("c1"), result("c1", "x")], True),
+        ([user("a"), call("c1"), result("c1", "x"), answer("b")], False),
+    ],
+)
+def test_continue_has_something_to_do_where_the_last_turn_has_no_answer(sessions, messages, unfinished):
+    session = sessions.get(KEY)
+    for message in messages:
+        session.append(message)
+    assert session.unfinished is unfinished
+
+
+def test_after_restart_there_is_nothing_to_continue(sessions):
+    session = sessions.get(KEY)
+    session.append(user("a"))
+    session.restart()
+    assert not session.unfinished
+
+
+# ---- How much fits a request ----
+
+
+def image(data: str) -> dict:
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+
+
+@pytest.mark.parametrize("text", ["", "hello " * 50, "Grüße " * 50, "你好" * 50, "🙂" * 50, "\ud800" * 50])
+def test_bytes_bound_tokens_and_are_what_is_sent(text):
+    size, tokens = measure(user(text))
+    assert size == len(json.dumps(user(text), ensure_ascii=False).encode("utf-8", errors="replace"))
+    assert 0 < tokens <= size
+
+
+def test_text_that_is_mostly_not_ascii_counts_three_bytes_a_token():
+    assert measure("a" * 12_000)[1] == pytest.approx(3_000, abs=2)
+    assert measure("你" * 4_000)[1] == pytest.approx(4_000, abs=2)
+
+
+def test_an_image_counts_as_1000_tokens_however_large_its_data():
+    def tokens(*images: dict) -> int:
+        return measure({"role": "user", "content": [{"type": "text", "text": "Look"}, *images]})[1]
+
+    assert tokens(image("A"), image("B")) == pytest.approx(tokens() + 2_000, abs=5)
+    assert tokens(image("A")) == tokens(image("A" * 900_000))
+
+
+def test_each_message_is_measured_once():
+    counter, message = TokenCounter(), user("x" * 400)
+    before = counter.total([message, message])
+    message["content"] *= 100  # nobody does that to a message; here it would show a second look
+    assert counter.total([message, message]) == before
+
+
+def conversation(turns: int, size: int = 400) -> list[dict]:
+    messages = [{"role": "system", "content": "You are …"}]
+    for n in range(turns):
+        messages += [user(f"q{n}"), call(f"c{n}"), result(f"c{n}", "x" * size), answer(f"a{n}")]
+    return [*messages, user("the task"), call("c"), result("c", "of this turn")]
+
+
+def test_nothing_is_left_out_of_what_fits():
+    messages = conversation(5)
+    counter = TokenCounter()
+    assert leave_out_oldest(messages, counter.total(messages), counter, task=21) == messages
+
+
+def test_system_message_and_task_stay_even_where_they_alone_are_too_much():
+    messages = conversation(5)
+    assert leave_out_oldest(messages, 1, TokenCounter(), task=21) == [messages[0], *messages[21:]]
+    assert leave_out_oldest(messages[1:], 1, TokenCounter(), task=20) == messages[21:]
+
+
+def test_the_oldest_whole_turns_are_left_out_and_no_more_than_needed():
+    chance = random.Random(4)
+    for _ in range(50):
+        turns = chance.randint(1, 12)
+        messages, counter, task = conversation(turns, chance.randint(1, 900)), TokenCounter(), 1 + 4 * turns
+        budget = chance.randint(1, counter.total(messages))
+        kept = leave_out_oldest(messages, budget, counter, task)
+        start = len(messages) - len(kept) + 1
+        assert kept == [messages[0], *messages[start:]]
+        assert messages[start]["role"] == "user"
+        assert start == task or counter.total(kept) <= budget
+        assert start == 1 or counter.total([*kept, *messages[start - 4 : start]]) > budget
+
+
+def test_leaving_out_looks_at_each_message_only_a_few_times():
+    looks = 0
+
+    class Watched(TokenCounter):
+        def size(self, message: dict) -> tuple[int, int]:
+            nonlocal looks
+            looks += 1
+            return super().size(message)
+
+    messages = conversation(250)
+    leave_out_oldest(messages, 5_000, Watched(), task=1_001)
+    assert looks < 5 * len(messages)
+
+
+# ---- Long-term memory ----
+
+
+def remember(workspace: Path, *lines: dict | str, cursor: bytes | None = None) -> list[str]:
+    store = MemoryStore(workspace)
+    store.folder.mkdir(exist_ok=True)
+    raw = [line if isinstance(line, str) else json.dumps(line, ensure_ascii=False) for line in lines]
+    store.history.write_text("".join(f"{line}\n" for line in raw), encoding="utf-8")
+    if cursor is not None:
+        (store.folder / ".dream_cursor").write_bytes(cursor)
+    return store.recent_history()
+
+
+def entry(cursor: object, content: object = "text", **more: object) -> dict:
+    return {"cursor": cursor, "timestamp": "2026-04-03 00:02", "content": content, **more}
+
+
+def test_without_files_there_is_no_memory(tmp_path):
+    assert MemoryStore(tmp_path).recent_history() == []
+    assert MemoryStore(tmp_path).read_facts() == ""
+
+
+def test_recent_history_is_what_dream_has_not_read(tmp_path):
+    entries = [entry(n, f"entry {n}") for n in (1, 2, 3)]
+    assert remember(tmp_path, *entries) == [f"[2026-04-03 00:02] entry {n}" for n in (1, 2, 3)]
+    assert remember(tmp_path, *entries, cursor=b"2\n") == ["[2026-04-03 00:02] entry 3"]
+
+
+@pytest.mark.parametrize("cursor", [b"", b"garbage", b"\xff\xfe", b"-7", b"1.5", b"true", b"\0\0\0\0"])
+def test_a_damaged_dream_cursor_hides_nothing(tmp_path, cursor):
+    assert len(remember(tmp_path, entry(1), entry(2), cursor=cursor)) == 2
+
+
+@pytest.mark.parametrize("odd", ["5", "x", 5.0, True, -5, None, [5], {"a": 5}])
+def test_an_entry_with_an_odd_cursor_is_ignored(tmp_path, odd):
+    assert remember(tmp_path, entry(odd, "odd"), entry(1, "good")) == ["[2026-04-03 00:02] good"]
+
+
+NO_TIME = {"cursor": 9, "content": "text"}
+
+
+@pytest.mark.parametrize("bad", ["", "{torn", "[1, 2]", "null", "7", {"cursor": 9}, NO_TIME, entry(9, None)])
+def test_a_bad_history_line_is_skipped(tmp_path, bad):
+    assert remember(tmp_path, bad, entry(1, "a\u2028b"), bad) == ["[2026-04-03 00:02] a\u2028b"]
+
+
+def test_recent_history_is_at_most_50_entries_and_32000_characters_the_newest(tmp_path):
+    many = remember(tmp_path, *(entry(n, f"entry {n}") for n in range(1, 101)))
+    assert [line.rsplit(" ", 1)[1] for line in many] == [str(n) for n in range(51, 101)]
+    long = remember(tmp_path, *(entry(n, f"{n}" + "x" * 4_980) for n in range(10, 30)))
+    assert [line[19:21] for line in long] == ["24", "25", "26", "27", "28", "29"]
+    assert len("\n".join(long)) <= 32_000
+
+
+def test_facts_are_read_whatever_their_bytes(tmp_path):
+    store = MemoryStore(tmp_path)
+    store.folder.mkdir()
+    store.facts.write_bytes("Likes Grün. ".encode() + b"\xff")
+    assert store.read_facts() == "Likes Grün. \ufffd"
+
+
+# ---- Skills ----
+
+
+def skill_file(folder: Path, text: str | bytes, name: str = "demo") -> Path:
+    path = folder / name / "SKILL.md"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+FRONT = "---\nname: demo\ndescription: Use to show things.\nalways: true\n---\n# Demo\n\nDo it.\n"
+
+
+@pytest.mark.parametrize(
+    "text", [FRONT, FRONT.replace("\n", "\r\n"), "\ufeff" + FRONT, FRONT.replace("---\n", "--- \n")],
+    ids=["plain", "CRLF", "BOM", "a blank behind the dashes"],
+)  # fmt: skip
+def test_front_matter_and_text_are_told_apart(tmp_path, text):
+    skill = read_skill(skill_file(tmp_path, text))
+    assert (skill.name, skill.description, skill.always) == ("demo", "Use to show things.", True)
+    assert (skill.text, skill.missing) == ("# Demo\n\nDo it.", [])
+
+
+@pytest.mark.parametrize("text", ["Do it.", "---\n---\nDo it.", "---\nDo it.", "", b"\xff\xfe"])
+def test_a_skill_without_front_matter_is_named_after_its_folder(tmp_path, text):
+    skill = read_skill(skill_file(tmp_path, text))
+    assert (skill.name, skill.description, skill.always, skill.missing) == ("demo", "", False, [])
+    assert "Do it." in skill.text or "Do it." not in str(text)
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ('"In quotes: yes"', "In quotes: yes"),
+        ("'single'", "single"),
+        ('Use to say "hi"', 'Use to say "hi"'),
+        ("From a --- to b", "From a --- to b"),
+        ("  padded  ", "padded"),
+        ("", ""),
+    ],
+)
+def test_a_description_is_read_as_it_was_meant(tmp_path, written, read):
+    skill = read_skill(skill_file(tmp_path, f"---\ndescription: {written}\nalways: no\n---\nDo it.\n"))
+    assert (skill.description, skill.always, skill.text) == (read, False, "Do it.")
+
+
+@pytest.mark.parametrize(
+    ("requires", "missing"),
+    [
+        ("null", []),
+        ("{}", []),
+        ('{"bins": null, "env": null}', []),
+        ('{"bins": ["python3-of-nobody", "sh"]}', ["program python3-of-nobody"]),
+        ('{"env": ["NOBODY_SET_THIS", "HOME"]}', ["environment variable NOBODY_SET_THIS"]),
+        ('{"env": ["NO_A"], "bins": ["no-b"]}', ["program no-b", "environment variable NO_A"]),
+    ],
+)
+def test_what_a_skill_requires_and_the_machine_lacks_is_named(tmp_path, requires, missing):
+    front = f'---\nmetadata: {{"nanobot": {{"requires": {requires}}}}}\n---\n'
+    assert read_skill(skill_file(tmp_path, front)).missing == missing
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    ["{broken", "[1]", "null", "bins: [x]", '{"nanobot": null}', '{"nanobot": {"requires": ["gh"]}}',
+     '{"nanobot": {"requires": {"bins": 5}}}', '{"nanobot": {"requires": {"env": [5]}}}'],
+)  # fmt: skip
+def test_metadata_that_is_not_as_expected_is_said_and_stops_nothing(tmp_path, caplog, metadata):
+    path = skill_file(tmp_path, f"---\nname: odd\nmetadata: {metadata}\n---\nDo it.\n")
+    assert (read_skill(path).name, read_skill(path).missing) == ("odd", [])
+    assert str(path) in caplog.text
+
+
+def test_a_skill_of_the_workspace_shadows_the_kits(tmp_path):
+    skill_file(tmp_path / "own", "mine")
+    skill_file(tmp_path / "kit", "the kit's")
+    skill_file(tmp_path / "kit", "only here", name="another")
+    skills = SkillsLoader(tmp_path / "own", tmp_path / "kit").load()
+    assert [(skill.name, skill.text) for skill in skills] == [("another", "only here"), ("demo", "mine")]
+    assert SkillsLoader(tmp_path / "nowhere").load() == []
+
+
+def test_every_skill_of_the_kit_has_a_description_and_a_text():
+    skills = SkillsLoader(ROOT / "skills").load()
+    assert [skill.name for skill in skills if not (skill.description and skill.text)] == []
+    assert [skill.name for skill in skills if skill.always] == ["memory"]
