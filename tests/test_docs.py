@@ -1,13 +1,98 @@
-"""The documents are true: README's commands, its examples and the places that NOTES.md names."""
+"""The documents are true: README's commands and examples, and every place that NOTES.md names."""
 
+import ast
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
-README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+import pytest
+
+import nanobot
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+NOTES = (ROOT / "NOTES.md").read_text(encoding="utf-8")
 
 
-def test_readme_shows_both_commands_early():
-    blocks = re.findall(r"^```sh\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-    assert blocks[0].strip() in "\n".join(README.split("\n")[:12])
-    assert "pytest" in blocks[1]
+def blocks(kind: str) -> list[str]:
+    return re.findall(rf"^```{kind}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+def python(code: str, folder: Path, **environ: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=folder, capture_output=True, text=True, encoding="utf-8", env={**os.environ, **environ},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_first_command_stands_within_twelve_lines_and_readme_is_short():
+    assert blocks("sh")[0].strip() in "\n".join(README.split("\n")[:12])
+    assert "pytest" in blocks("sh")[1]
     assert len(README.split("\n")) <= 120
+
+
+def test_the_first_commands_message_gets_a_useful_answer(own_home):
+    message = re.search(r'-m "(.+?)"', blocks("sh")[0])[1]
+    done = subprocess.run(
+        [sys.executable, "nanobot.py", "agent", "-m", message],
+        cwd=ROOT, capture_output=True, text=True, encoding="utf-8", stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "MIT License" in done.stdout
+    assert "pyproject.toml" in done.stdout
+
+
+def test_a_program_of_two_lines_gets_an_answer(own_home, tmp_path):
+    (tmp_path / "a.txt").write_text("x")
+    out = python(blocks("python")[0], tmp_path, PYTHONPATH=str(ROOT))
+    assert "offline model" in out
+
+
+def test_tools_py_alone_does_what_readme_shows(tmp_path):
+    shutil.copy(ROOT / "tools.py", tmp_path)
+    assert python(blocks("python")[1], tmp_path, PYTHONPATH="") == blocks("text")[-1]
+
+
+def test_each_command_and_flag_in_readme_exists():
+    known = nanobot.parser().format_help()
+    for line in re.findall(r"`?nanobot ((?:[a-z]+|-)[^`\n]*)", "\n".join(blocks("sh")[2:])):
+        word = line.split()[0]
+        assert word.startswith("-") or word in known, line
+    for flag in set(re.findall(r"(?<![\w-])--[a-z-]+", README)):
+        assert flag in python("import nanobot; nanobot.main(['agent', '--help'])", ROOT), flag
+
+
+def test_the_tree_in_readme_is_what_is_there():
+    named = {line.split()[0].rstrip("/") for line in blocks("text")[0].strip().split("\n")}
+    assert named == {path.name for path in ROOT.iterdir() if path.name in named}
+    assert {f"{name}.py" for name in ("nanobot", "providers", "tools", "memory", "channels")} <= named
+
+
+def symbols(file: str) -> set[str]:
+    """Names that a file defines: `AgentRunner`, `AgentRunner.run`."""
+    found = set()
+    for node in ast.parse((ROOT / file).read_text(encoding="utf-8")).body:
+        targets = getattr(node, "targets", [getattr(node, "target", None)])
+        names = [getattr(node, "name", None), *(getattr(each, "id", None) for each in targets)]
+        found |= set(filter(None, names))
+        found |= {f"{names[0]}.{each.name}" for each in getattr(node, "body", []) if hasattr(each, "name")}
+    return found
+
+
+@pytest.mark.parametrize("place", sorted(set(re.findall(r"`(\w+\.py:[\w.]+)`", NOTES))))
+def test_every_place_in_notes_exists(place):
+    file, symbol = place.split(":")
+    assert symbol in symbols(file)
+
+
+def test_the_project_speaks_of_itself_alone():
+    words = re.compile(r"/work/|/root/|/tmp/venv|pypi\.org|files\.pythonhosted", re.IGNORECASE)
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split("\n")
+    for name in filter(None, listed):
+        if name != "tests/test_docs.py":
+            assert not words.search((ROOT / name).read_text(encoding="utf-8", errors="replace")), name
