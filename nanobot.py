@@ -345,7 +345,7 @@ def add_up(total: dict, usage: dict) -> None:
 
 @dataclass
 class AgentRunResult:
-    """How a run ended. Reasons: completed, max_iterations, error, tool_error, empty, cancelled (also raised)."""
+    """How a run ended: completed, max_iterations, error, tool_error, empty or cancelled (raised as well)."""
 
     final_content: str | None = None
     messages: list[dict] = field(default_factory=list)
@@ -477,7 +477,7 @@ class ApprovalHook(AgentHook):
             harmless = tool is None or tool.read_only or call.name in self.always
             if harmless or call.error or call.denied:
                 continue
-            call.denied = "The user did not approve this call. Ask what to do instead."  # until there is a yes
+            call.denied = "The user did not approve this call. Ask what to do."  # until there is a yes
             shown = call.arguments.get("command") or json.dumps(call.arguments, ensure_ascii=False, indent=1)
             question = f"{call.name}: {printable(str(shown))}\nRun it? [y/n/always] "
             answer = (await self.ask(question)).strip().lower() if self.ask else "n"
