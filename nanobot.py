@@ -912,6 +912,7 @@ def conversation(loop: AgentLoop, terminal: CLI, background: BackgroundLoop, key
     threading.Thread(target=loop.provider.warm_up, daemon=True).start()
     terminal.note(f"nanobot {__version__}, model {loop.model}. /help lists commands, Ctrl-D leaves.")
     while True:
+        text = ""
         try:
             text = terminal.read_line("> ", loop.workspace / ".nanobot" / "prompt-history").strip()
             if text in ("exit", "quit", "/exit", "/quit"):
@@ -922,7 +923,7 @@ def conversation(loop: AgentLoop, terminal: CLI, background: BackgroundLoop, key
             terminal.note("")
             return 0
         except KeyboardInterrupt:
-            terminal.note("\nstopped; /continue goes on with the turn")
+            terminal.note("\nstopped; /continue goes on with the turn" if text else "")
         except Exception as problem:  # whatever happens in a turn, the conversation goes on
             log.info("the turn failed", exc_info=True)
             terminal.note(f"Sorry, that failed: {problem}. What was said is in the journal.")

@@ -3,9 +3,9 @@
     python tests/bench.py            all of it, about two minutes
     python tests/bench.py calls      only what has `calls` in its name
 
-A stub endpoint, another process, asks for tool calls until it has enough of them, then answers.
-Each contestant runs in a process of its own; runs alternate, the median counts. Nothing here is a test: a busy
-machine may not make the suite fail.
+A stub endpoint, another process, asks for tool calls until it has enough of them, then it answers. Each
+contestant runs in a process of its own; runs alternate, and the median counts. Nothing here is a test: a
+busy machine may not make the suite fail.
 """
 
 import asyncio
