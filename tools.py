@@ -116,6 +116,8 @@ async def in_thread(function: Callable, /, *args: Any, **kwargs: Any) -> Any:
     def work() -> None:
         try:
             future.set_result(function(*args, **kwargs))
+        except StopIteration as failure:  # asyncio cannot carry it: the waiter would wait for ever
+            future.set_exception(RuntimeError(repr(failure)))
         except BaseException as failure:
             future.set_exception(failure)
 
@@ -153,6 +155,10 @@ def is_kind(value: Any, kind: str) -> bool:
     return isinstance(value, JSON_TYPES.get(kind, object))
 
 
+def fits(value: Any, wanted: list[str]) -> bool:
+    return any(is_kind(value, kind) for kind in wanted)
+
+
 def cast(value: Any, schema: Any) -> Any:
     """Bring a value to its schema's type where nothing is lost: "120" → 120, "true" → True, "[1]" → [1].
 
@@ -161,7 +167,7 @@ def cast(value: Any, schema: Any) -> Any:
     wanted = kinds(schema) if isinstance(schema, dict) else []
     if isinstance(value, str) and wanted and "string" not in wanted:
         value = _from_text(value, wanted)
-    elif wanted == ["string"] and isinstance(value, int | float) and not isinstance(value, bool):
+    elif "string" in wanted and is_kind(value, "number") and not fits(value, wanted):
         value = str(value)
     if isinstance(value, float) and "integer" in wanted and value.is_integer():
         value = int(value)
@@ -178,7 +184,7 @@ def _from_text(text: str, wanted: list[str]) -> Any:
         value = json.loads(text.lower() if "boolean" in wanted else text)
     except (ValueError, RecursionError):
         return text
-    return value if any(is_kind(value, kind) for kind in wanted) else text
+    return value if fits(value, wanted) else text
 
 
 def validate(value: Any, schema: Any, path: str = "") -> list[str]:
@@ -186,7 +192,7 @@ def validate(value: Any, schema: Any, path: str = "") -> list[str]:
     if not isinstance(schema, dict):
         return []
     name, wanted = path or "value", kinds(schema)
-    if wanted and not any(is_kind(value, kind) for kind in wanted):
+    if wanted and not fits(value, wanted):
         return [f"{name} must be {' or '.join(wanted)}, not {json.dumps(value, default=str)[:80]}"]
     if isinstance(value, float) and not math.isfinite(value):
         return [f"{name} must be a finite number"]
@@ -261,13 +267,18 @@ def as_schema(what: Any) -> dict:
         note = inner[1].to_json_schema() if isinstance(inner[1], Schema) else {"description": inner[1]}
         return {**as_schema(inner[0]), **note}
     if origin is Literal:
-        return {"type": "string", "enum": list(inner)}
+        return {**as_schema(type(inner[0])), "enum": list(inner)}
     if origin in (typing.Union, types.UnionType):
         options = [as_schema(each) for each in inner]
-        return {**options[0], "type": [kind for option in options for kind in kinds(option)]}
+        merged = {key: value for option in options for key, value in option.items()}
+        if "enum" in merged and types.NoneType in inner:
+            merged["enum"] = [*merged["enum"], None]
+        return {**merged, "type": [kind for option in options for kind in kinds(option)]}
     names = {**{type_: kind for kind, type_ in JSON_TYPES.items()}, float: "number"}
     schema = {"type": names[origin or what]} if (origin or what) in names else {}
-    return {**schema, "items": as_schema(inner[0])} if origin is list else schema
+    if (origin or what) is list:  # some endpoints refuse an array that does not say of what
+        schema["items"] = as_schema(inner[0]) if inner else {}
+    return schema
 
 
 def signature_schema(function: Callable) -> dict:
@@ -382,8 +393,9 @@ class ToolRegistry:
         params = {} if params is None else cast(params, {"type": "object"})
         if not isinstance(params, dict):
             return found, {}, f'The arguments of {name} must be one JSON object, like {{"name": "value"}}.'
-        wrapped = params.get("arguments")  # some models wrap the arguments once more
-        if isinstance(wrapped, dict) and len(params) == 1 and "arguments" not in str(found.parameters):
+        wrapped = cast(params.get("arguments"), {"type": "object"})  # some models wrap them once more
+        known = found.parameters.get("properties") or {}
+        if isinstance(wrapped, dict) and len(params) == 1 and "arguments" not in known:
             params = wrapped
         params = found.cast_params(params)
         errors = "; ".join(found.validate_params(params))
@@ -397,15 +409,15 @@ class ToolRegistry:
         turn = turn or Turn()
         try:
             result = await found.execute(**arguments, **({"turn": turn} if found.wants_turn else {}))
+            if not isinstance(result, ToolResult | str | None):
+                result = json.dumps(result, ensure_ascii=False, default=str)
         except ToolError as mistake:
             result = ToolResult(str(mistake), is_error=True)
         except Exception as failure:
             log.warning("tool %s failed", name, exc_info=True)
             result = ToolResult(f"{name} failed: {type(failure).__name__}: {failure}", is_error=True)
         if not isinstance(result, ToolResult):
-            result = "" if result is None else result
-            is_text = isinstance(result, str)
-            result = ToolResult(result if is_text else json.dumps(result, ensure_ascii=False, default=str))
+            result = ToolResult(result or "")
         if not result.text.strip():
             result.text = f"({name} completed with no output)"
         if len(result.text) > turn.max_result_chars:
