@@ -99,9 +99,11 @@ class Turn:
     def is_secret(self, real: Path) -> bool:
         if real.parts[1:2] == ("proc",) and real.name in ("environ", "mem"):  # the environment holds keys too
             return True
-        # samefile: a hard link is the same file, so is another case where the file system ignores case
-        there = [path for path in self.secret if path.exists()] if real.exists() else []
-        return real in self.secret or any(real.samefile(path) for path in there)
+        for path in self.secret:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                if real == path or real.samefile(path):  # a hard link, another case of the name
+                    return True
+        return False
 
 
 async def in_thread(function: Callable, /, *args: Any, **kwargs: Any) -> Any:
@@ -464,7 +466,11 @@ def read_bytes(path: Path) -> bytes:
             raise ToolError(f"{path} is a FIFO, a socket or a device, not a regular file.")
         if info.st_size > MAX_FILE_BYTES:
             raise ToolError(f"{path} has {info.st_size:,} bytes, too many: take a part of it with exec.")
-        return file.read(MAX_FILE_BYTES)
+        return file.read(info.st_size or MAX_FILE_BYTES)  # files in /proc say 0
+
+
+def plain_text(data: bytes) -> str:
+    return data.decode("utf-8-sig", errors="replace").replace("\r\n", "\n").removesuffix("\n")
 
 
 def _similar(path: Path) -> str:
@@ -514,9 +520,9 @@ def read_file(
         return ToolResult(f"[image: {real}]", images=[block])
     if b"\0" in data[:8_192]:
         raise ToolError(f"{real} is a binary file of {len(data):,} bytes. Look at it with exec (file, xxd).")
-    lines = data.decode("utf-8-sig", errors="replace").replace("\r\n", "\n").removesuffix("\n").split("\n")
-    if lines == [""]:
+    if not data:
         return f"({real} is empty)"
+    lines = plain_text(data).split("\n")
     if offset > len(lines):
         raise ToolError(f"{real} has {len(lines)} lines: offset {offset} is behind its end.")
     return _page_of_lines(lines, max(offset, 1), max(limit, 1), turn.max_result_chars - 200)
@@ -580,8 +586,9 @@ def replace_passage(text: str, old: str, new: str, replace_all: bool = False) ->
         raise ToolError(f"old_text stands at lines {lines}. Add lines around the one, or set replace_all.")
     for start, end in reversed(spans):
         put = new if text[start:end] == old else _reindent(new, old, text[start:end])
-        whole_lines = (start == 0 or text[start - 1] == "\n") and text[end : end + 1] == "\n"
-        end += not put and whole_lines  # a deleted line takes its line end with it
+        opens = start == 0 or text[start - 1] == "\n"
+        closes = text[end : end + 1] == "\n" and text[end - 1] != "\n"
+        end += not put and opens and closes  # a deleted line takes its line end with it
         text = text[:start] + put + text[end:]
     return text
 
@@ -646,6 +653,9 @@ def list_dir(path: str = ".", *, turn: Turn) -> str:
 SKIPPED_FOLDERS = {".git", "node_modules", "__pycache__", ".venv", ".tox", ".mypy_cache", ".pytest_cache",
                    ".ruff_cache", ".nanobot"}  # fmt: skip
 MAX_SEARCHED_BYTES = 2_000_000
+LINE_BOUND = re.compile(r"\\[AZ]|\(\?<?!|\(\?>|[*+?}]\+")  # may match in a line and yet not in the whole text
+Limit = Annotated[int, IntegerSchema(minimum=1)]
+Offset = Annotated[int, IntegerSchema(minimum=0)]
 
 
 def find_files(root: Path, pattern: str) -> list[str]:
@@ -690,12 +700,14 @@ def glob_regex(pattern: str) -> str:
 
 
 def _page(items: list[str], offset: int, limit: int) -> str:
+    if items and offset >= len(items):
+        return f"(offset {offset} is behind the end: there are {len(items)})"
     more = [f"(there are more; go on with offset={offset + limit})"] if len(items) > offset + limit else []
     return "\n".join(items[offset : offset + limit] + more)
 
 
 @tool(read_only=True)
-def glob(pattern: str, path: str = ".", head_limit: int = 250, offset: int = 0, *, turn: Turn) -> str:
+def glob(pattern: str, path: str = ".", head_limit: Limit = 250, offset: Offset = 0, *, turn: Turn) -> str:
     """Find files by name, newest first. `*.py` matches in every folder below path."""
     root = turn.path(path)
     names = find_files(root, pattern)
@@ -719,22 +731,25 @@ def grep(
     output_mode: Literal["files_with_matches", "content", "count"] = "files_with_matches",
     context_before: int = 0,
     context_after: int = 0,
-    head_limit: int = 250,
-    offset: int = 0,
+    head_limit: Limit = 250,
+    offset: Offset = 0,
     *,
     turn: Turn,
 ) -> str:
     """Search file contents with a regular expression. output_mode content gives `path:line: text`."""
     try:
-        source = (re.escape(pattern) if fixed_strings else pattern).encode("utf-8", errors="replace")
-        regex = re.compile(source, re.IGNORECASE if case_insensitive else 0)
+        source = re.escape(pattern) if fixed_strings else pattern
+        regex = re.compile(source, re.MULTILINE | (re.IGNORECASE if case_insensitive else 0))
     except re.error as problem:
         raise ToolError(f"{pattern!r} is no regular expression: {problem}. Or set fixed_strings.") from None
     root, items, skipped = turn.path(path), [], 0
     for name in find_files(root, glob):
-        lines = _lines_to_search(root if root.is_file() else root / name, turn)
-        skipped += lines is None
-        hits = [number for number, line in enumerate(lines or []) if regex.search(line)]
+        text = _text_to_search(root if root.is_file() else root / name, turn)
+        skipped += text is None
+        if not text or (not LINE_BOUND.search(source) and not regex.search(text)):
+            continue  # one search of the whole text is many times faster than one a line
+        lines = text.split("\n")
+        hits = [number for number, line in enumerate(lines) if regex.search(line)]
         if hits and output_mode == "content":
             items += _show(name, lines, hits, context_before, context_after)
         elif hits:
@@ -745,21 +760,20 @@ def grep(
     return (_page(items, offset, head_limit) or f"No match for {pattern!r} in {root}.") + note
 
 
-def _lines_to_search(path: Path, turn: Turn) -> list[bytes] | None:
+def _text_to_search(path: Path, turn: Turn) -> str | None:
     with contextlib.suppress(OSError, ToolError):
         if not turn.is_secret(path) and path.stat().st_size <= MAX_SEARCHED_BYTES:
             data = read_bytes(path)
             if b"\0" not in data[:8_192]:
-                return data.replace(b"\r\n", b"\n").removesuffix(b"\n").split(b"\n")
+                return plain_text(data)
     return None
 
 
-def _show(name: str, lines: list[bytes], hits: list[int], before: int, after: int) -> list[str]:
+def _show(name: str, lines: list[str], hits: list[int], before: int, after: int) -> list[str]:
     """`name:12: text` for a match, `name-13- text` for the context around it, each line once."""
-    shown = {near for hit in hits for near in range(max(hit - before, 0), min(hit + after + 1, len(lines)))}
-    marks = {number: ":" if number in set(hits) else "-" for number in sorted(shown)}
-    texts = {number: lines[number][:2_000].decode("utf-8", errors="replace")[:500] for number in marks}
-    return [f"{name}{mark}{number + 1}{mark} {texts[number]}" for number, mark in marks.items()]
+    around = (range(max(hit - before, 0), min(hit + after + 1, len(lines))) for hit in hits)
+    marks = {near: "-" for each in around for near in each} | dict.fromkeys(hits, ":")
+    return [f"{name}{mark}{number + 1}{mark} {lines[number][:500]}" for number, mark in sorted(marks.items())]
 
 
 FILE_TOOLS = [read_file, write_file, edit_file, list_dir, glob, grep]
