@@ -127,12 +127,12 @@ async def in_thread(function: Callable, /, *args: Any, **kwargs: Any) -> Any:
     return await asyncio.wrap_future(future)
 
 
-def shorten(text: str, limit: int) -> str:
-    """Head and tail of a text over `limit` characters, with a line that says what is missing."""
-    if len(text) <= limit:
+def shorten(text: str, limit: int, missing: int = 0) -> str:
+    """Head and tail of a text over `limit` characters; a line between counts the rest, the `missing` too."""
+    if len(text) + missing <= limit:
         return text
     half = limit // 2
-    return f"{text[:half]}\n… {len(text) - 2 * half:,} characters left out …\n{text[-half:]}"
+    return f"{text[:half]}\n… {len(text) - 2 * half + missing:,} characters left out …\n{text[-half:]}"
 
 
 # ---- Schemas: what arguments may look like ----
@@ -782,10 +782,12 @@ FILE_TOOLS = [read_file, write_file, edit_file, list_dir, glob, grep]
 # ---- The shell ----
 
 MAX_OUTPUT_CHARS = 10_000
+KEPT_BYTES = 4 * MAX_OUTPUT_CHARS  # of head and tail each: a character has up to four
 SAFE_ENVIRONMENT = ("HOME", "LANG", "TERM", "PATH")  # nothing else of ours: keys live in the environment
-WRAPPERS = {"sudo", "env", "nohup", "time", "command", "exec", "nice", "if", "then", "do", "else", "!", "{"}
+WRAPPERS = {"sudo", "env", "nohup", "time", "timeout", "command", "exec", "nice", "xargs", "if", "then", "do",
+            "else", "!", "{"}  # fmt: skip
 FATAL = re.compile(r"mkfs.*|dd|wipefs|fdisk|parted|shutdown|reboot|halt|poweroff|init")
-FORK_BOMB = re.compile(r"(\S+)\s*\(\)\s*\{[^}]*\1\s*\|\s*\1\s*&")
+FORK_BOMB = re.compile(r"([\w:.]{1,80})\s*\(\)\s*\{[^}]*\1\s*\|\s*\1\s*&")
 
 
 def check_command(command: str, turn: Turn) -> None:
@@ -794,37 +796,44 @@ def check_command(command: str, turn: Turn) -> None:
     Refused: recursive rm, formatting, dd, writes to devices, shutdown and its kin, fork bombs, redirects into
     the agent's own files; under the fence also every word that is a path and leads outside.
     """
-    lexer = shlex.shlex(re.sub(r"[\r\n]", " ; ", command), posix=True, punctuation_chars=True)
-    lexer.commenters = ""  # what follows a # is looked at too: quoting can make a command of it
-    try:
-        words = list(lexer)
-    except ValueError:  # quotes that do not close, as in a here-document: look at the bare words
-        words = re.split(r"[\s;&|<>()\"']+", command)
     if FORK_BOMB.search(command):
         raise ToolError("Refused: this is a fork bomb.")
-    program, before = "", ""
-    for word in words:
-        if set(word) <= set(";&|()"):
+    program, redirected = "", False
+    for word in shell_words(command):
+        if re.fullmatch(r"[;&|()`]+|-exec(dir)?", word):
             program = ""
-        elif not program and word not in WRAPPERS and "=" not in word:
+        elif not (program or redirected or word in WRAPPERS or re.search(r"^[-<>&)\d]|=", word)):
             program = os.path.basename(word).lower()
         if FATAL.fullmatch(program):
             raise ToolError(f"Refused: {program} can destroy data or stop the machine. The user may run it.")
         if program == "rm" and re.match(r"--recursive|-\w*[rR]", word):
             raise ToolError("Refused: recursive rm. Remove single files, or ask the user to do it.")
-        _check_word(word, before, turn)
-        before = word
+        _check_word(word, redirected or program == "tee", turn)
+        redirected = ">" in word and not word.strip(";&|()<>")
 
 
-def _check_word(word: str, before: str, turn: Turn) -> None:
-    writes = before.startswith(">") or before == "tee"
-    for part in re.split(r"[=:,]", word.removeprefix("file://")):
+def shell_words(command: str) -> list[str]:
+    """Words without their quotes, and operators; the end of a line is a `;`, what stands behind a # stays."""
+    text = re.sub(r"[\r\n]", " ; ", command.replace("\\\n", ""))
+    lexer = shlex.shlex(text, posix=True, punctuation_chars=";&|()<>`")
+    lexer.whitespace_split, lexer.commenters = True, ""
+    try:
+        return list(lexer)
+    except ValueError:  # quotes that do not close, as in a here-document
+        return shell_words(re.sub(r"['\"\\]", " ", command))
+
+
+def _check_word(word: str, writes: bool, turn: Turn) -> None:
+    word = re.sub(r"\$(HOME\b|\{HOME\})", "~", word).replace("file://", "")
+    for part in re.split(r"[=:,]|(?<!\$)\{", re.sub(r"\b\w+://\S*", "", word)):
         path = re.sub(r"^-\w(?=[/~])", "", part)  # -I/usr/include
-        if path in ("", "/dev/null", "/dev/stdout", "/dev/stderr") or word.startswith(("/bin/", "/usr/bin/")):
+        if path in ("", "/dev/null", "/dev/stdout", "/dev/stderr") or re.search("[^/]{256}", path):
+            continue  # the last: no file can have so long a name
+        if not writes and re.fullmatch(r"(/usr)?/bin/\w[^/]*", path):
             continue
         if writes and path.startswith("/dev/"):
             raise ToolError(f"Refused: {path} is a device.")
-        leads_away = "/" in path or path.startswith(("~", "..")) or (turn.cwd / path).is_symlink()
+        leads_away = "/" in path or path.startswith(("~", "..")) or os.path.islink(turn.cwd / path)
         if writes or (turn.restrict and leads_away):
             turn.path(path, write=writes)
 
@@ -849,7 +858,7 @@ class Exec(Tool):
         *,
         turn: Turn,
     ) -> ToolResult:
-        folder, bash = turn.path(working_dir), shutil.which("bash")
+        folder, bash = turn.path(working_dir, write=True), shutil.which("bash")
         if not bash or not folder.is_dir():
             raise ToolError(f"There is no folder {folder}." if bash else "exec needs bash, which is missing.")
         check_command(command, replace(turn, cwd=folder))
@@ -865,8 +874,9 @@ class Exec(Tool):
         finally:  # also when the turn is cancelled
             if process.poll() is None:
                 kill_group(process)
-        errors = err.text()
-        text = shorten(out.text() + (f"\nSTDERR:\n{errors}" if errors else ""), MAX_OUTPUT_CHARS)
+        text, errors = out.text(), err.text()
+        text += f"\nSTDERR:\n{errors}" if errors else ""
+        text = shorten(text, MAX_OUTPUT_CHARS, out.missing + err.missing)
         ending = late or f"\nExit code: {process.returncode}"
         return ToolResult((text + ending).strip("\n"), is_error=process.returncode != 0)
 
@@ -886,15 +896,14 @@ class Capture:
 
     def _read(self) -> None:
         while chunk := self.pipe.read1(65_536):
-            room = MAX_OUTPUT_CHARS - len(self.head)
+            room = KEPT_BYTES - len(self.head)
             self.head, rest = self.head + chunk[:room], self.tail + chunk[room:]
-            self.tail = rest[-MAX_OUTPUT_CHARS:]
+            self.tail = rest[-KEPT_BYTES:]
             self.missing += len(rest) - len(self.tail)
 
     def text(self) -> str:
         self.thread.join(0.3)  # a child left in the background keeps the pipe open: do not wait for it
-        gap = f"\n… {self.missing:,} bytes left out …\n".encode() if self.missing else b""
-        return (self.head + gap + self.tail).decode("utf-8", errors="replace").rstrip("\n")
+        return (self.head + self.tail).decode("utf-8", errors="replace").rstrip("\n")
 
 
 def kill_group(process: subprocess.Popen) -> None:

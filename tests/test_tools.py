@@ -911,7 +911,7 @@ def test_what_hardly_anybody_means_is_refused(turn, command):
     "echo 'rm -rf is dangerous'", "git commit -m 'no more rm -rf'", "cat halt.txt", "echo shutdown",
     "ls /dev/sda",
     "make > /dev/null", "make 2>/dev/null", "make >/dev/null 2>&1", "make &> /dev/null", "echo x | tee log",
-    "cat sessions/a.jsonl", "echo x > memory/MEMORY.md", "echo " + "long" * 200, "echo 'it''s' # don't",
+    "cat sessions/a.jsonl", "echo x > memory/MEMORY.md", "echo " + "long" * 25_000, "echo 'it''s' # don't",
     "python - <<'E'\nprint(\"it's\")\nE", "x=$((1 + 2)); echo $x", "[ -f a ] && echo yes",
 ])  # fmt: skip
 def test_what_people_mean_passes(turn, command):
