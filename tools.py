@@ -99,11 +99,9 @@ class Turn:
     def is_secret(self, real: Path) -> bool:
         if real.parts[1:2] == ("proc",) and real.name in ("environ", "mem"):  # the environment holds keys too
             return True
-        for path in self.secret:
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                if real == path or real.samefile(path):  # a hard link, another case of the name
-                    return True
-        return False
+        # samefile: a hard link is the same file, so is another case where the file system ignores case
+        there = [path for path in self.secret if path.exists()] if real.exists() else []
+        return real in self.secret or any(real.samefile(path) for path in there)
 
 
 async def in_thread(function: Callable, /, *args: Any, **kwargs: Any) -> Any:
@@ -693,7 +691,7 @@ def glob_regex(pattern: str) -> str:
         if token == "," and depth:
             regex += "|"
         elif token.startswith("[") and len(token) > 1:
-            regex += token.replace("[!", "[^", 1)
+            regex += "[" + token[1:].replace("[", r"\[").replace("!", "^", token[1] == "!")
         else:
             regex += meaning.get(token) or re.escape(token)
     return regex + r"\Z"
