@@ -116,6 +116,8 @@ async def in_thread(function: Callable, /, *args: Any, **kwargs: Any) -> Any:
     def work() -> None:
         try:
             future.set_result(function(*args, **kwargs))
+        except StopIteration as failure:  # asyncio cannot carry it: the waiter would wait for ever
+            future.set_exception(RuntimeError(repr(failure)))
         except BaseException as failure:
             future.set_exception(failure)
 
@@ -123,12 +125,12 @@ async def in_thread(function: Callable, /, *args: Any, **kwargs: Any) -> Any:
     return await asyncio.wrap_future(future)
 
 
-def shorten(text: str, limit: int) -> str:
-    """Head and tail of a text over `limit` characters, with a line that says what is missing."""
-    if len(text) <= limit:
+def shorten(text: str, limit: int, missing: int = 0) -> str:
+    """Head and tail of a text over `limit` characters; a line between counts the rest, the `missing` too."""
+    if len(text) + missing <= limit:
         return text
     half = limit // 2
-    return f"{text[:half]}\n… {len(text) - 2 * half:,} characters left out …\n{text[-half:]}"
+    return f"{text[:half]}\n… {len(text) - 2 * half + missing:,} characters left out …\n{text[-half:]}"
 
 
 # ---- Schemas: what arguments may look like ----
@@ -153,6 +155,10 @@ def is_kind(value: Any, kind: str) -> bool:
     return isinstance(value, JSON_TYPES.get(kind, object))
 
 
+def fits(value: Any, wanted: list[str]) -> bool:
+    return any(is_kind(value, kind) for kind in wanted)
+
+
 def cast(value: Any, schema: Any) -> Any:
     """Bring a value to its schema's type where nothing is lost: "120" → 120, "true" → True, "[1]" → [1].
 
@@ -161,7 +167,7 @@ def cast(value: Any, schema: Any) -> Any:
     wanted = kinds(schema) if isinstance(schema, dict) else []
     if isinstance(value, str) and wanted and "string" not in wanted:
         value = _from_text(value, wanted)
-    elif wanted == ["string"] and isinstance(value, int | float) and not isinstance(value, bool):
+    elif "string" in wanted and is_kind(value, "number") and not fits(value, wanted):
         value = str(value)
     if isinstance(value, float) and "integer" in wanted and value.is_integer():
         value = int(value)
@@ -178,7 +184,7 @@ def _from_text(text: str, wanted: list[str]) -> Any:
         value = json.loads(text.lower() if "boolean" in wanted else text)
     except (ValueError, RecursionError):
         return text
-    return value if any(is_kind(value, kind) for kind in wanted) else text
+    return value if fits(value, wanted) else text
 
 
 def validate(value: Any, schema: Any, path: str = "") -> list[str]:
@@ -186,7 +192,7 @@ def validate(value: Any, schema: Any, path: str = "") -> list[str]:
     if not isinstance(schema, dict):
         return []
     name, wanted = path or "value", kinds(schema)
-    if wanted and not any(is_kind(value, kind) for kind in wanted):
+    if wanted and not fits(value, wanted):
         return [f"{name} must be {' or '.join(wanted)}, not {json.dumps(value, default=str)[:80]}"]
     if isinstance(value, float) and not math.isfinite(value):
         return [f"{name} must be a finite number"]
@@ -261,13 +267,18 @@ def as_schema(what: Any) -> dict:
         note = inner[1].to_json_schema() if isinstance(inner[1], Schema) else {"description": inner[1]}
         return {**as_schema(inner[0]), **note}
     if origin is Literal:
-        return {"type": "string", "enum": list(inner)}
+        return {**as_schema(type(inner[0])), "enum": list(inner)}
     if origin in (typing.Union, types.UnionType):
         options = [as_schema(each) for each in inner]
-        return {**options[0], "type": [kind for option in options for kind in kinds(option)]}
+        merged = {key: value for option in options for key, value in option.items()}
+        if "enum" in merged and types.NoneType in inner:
+            merged["enum"] = [*merged["enum"], None]
+        return {**merged, "type": [kind for option in options for kind in kinds(option)]}
     names = {**{type_: kind for kind, type_ in JSON_TYPES.items()}, float: "number"}
     schema = {"type": names[origin or what]} if (origin or what) in names else {}
-    return {**schema, "items": as_schema(inner[0])} if origin is list else schema
+    if (origin or what) is list:  # some endpoints refuse an array that does not say of what
+        schema["items"] = as_schema(inner[0]) if inner else {}
+    return schema
 
 
 def signature_schema(function: Callable) -> dict:
@@ -382,8 +393,9 @@ class ToolRegistry:
         params = {} if params is None else cast(params, {"type": "object"})
         if not isinstance(params, dict):
             return found, {}, f'The arguments of {name} must be one JSON object, like {{"name": "value"}}.'
-        wrapped = params.get("arguments")  # some models wrap the arguments once more
-        if isinstance(wrapped, dict) and len(params) == 1 and "arguments" not in str(found.parameters):
+        wrapped = cast(params.get("arguments"), {"type": "object"})  # some models wrap them once more
+        known = found.parameters.get("properties") or {}
+        if isinstance(wrapped, dict) and len(params) == 1 and "arguments" not in known:
             params = wrapped
         params = found.cast_params(params)
         errors = "; ".join(found.validate_params(params))
@@ -397,15 +409,15 @@ class ToolRegistry:
         turn = turn or Turn()
         try:
             result = await found.execute(**arguments, **({"turn": turn} if found.wants_turn else {}))
+            if not isinstance(result, ToolResult | str | None):
+                result = json.dumps(result, ensure_ascii=False, default=str)
         except ToolError as mistake:
             result = ToolResult(str(mistake), is_error=True)
         except Exception as failure:
             log.warning("tool %s failed", name, exc_info=True)
             result = ToolResult(f"{name} failed: {type(failure).__name__}: {failure}", is_error=True)
         if not isinstance(result, ToolResult):
-            result = "" if result is None else result
-            is_text = isinstance(result, str)
-            result = ToolResult(result if is_text else json.dumps(result, ensure_ascii=False, default=str))
+            result = ToolResult(result or "")
         if not result.text.strip():
             result.text = f"({name} completed with no output)"
         if len(result.text) > turn.max_result_chars:
@@ -452,7 +464,11 @@ def read_bytes(path: Path) -> bytes:
             raise ToolError(f"{path} is a FIFO, a socket or a device, not a regular file.")
         if info.st_size > MAX_FILE_BYTES:
             raise ToolError(f"{path} has {info.st_size:,} bytes, too many: take a part of it with exec.")
-        return file.read(MAX_FILE_BYTES)
+        return file.read(info.st_size or MAX_FILE_BYTES)  # files in /proc say 0
+
+
+def plain_text(data: bytes) -> str:
+    return data.decode("utf-8-sig", errors="replace").replace("\r\n", "\n").removesuffix("\n")
 
 
 def _similar(path: Path) -> str:
@@ -502,9 +518,9 @@ def read_file(
         return ToolResult(f"[image: {real}]", images=[block])
     if b"\0" in data[:8_192]:
         raise ToolError(f"{real} is a binary file of {len(data):,} bytes. Look at it with exec (file, xxd).")
-    lines = data.decode("utf-8-sig", errors="replace").replace("\r\n", "\n").removesuffix("\n").split("\n")
-    if lines == [""]:
+    if not data:
         return f"({real} is empty)"
+    lines = plain_text(data).split("\n")
     if offset > len(lines):
         raise ToolError(f"{real} has {len(lines)} lines: offset {offset} is behind its end.")
     return _page_of_lines(lines, max(offset, 1), max(limit, 1), turn.max_result_chars - 200)
@@ -568,8 +584,9 @@ def replace_passage(text: str, old: str, new: str, replace_all: bool = False) ->
         raise ToolError(f"old_text stands at lines {lines}. Add lines around the one, or set replace_all.")
     for start, end in reversed(spans):
         put = new if text[start:end] == old else _reindent(new, old, text[start:end])
-        whole_lines = (start == 0 or text[start - 1] == "\n") and text[end : end + 1] == "\n"
-        end += not put and whole_lines  # a deleted line takes its line end with it
+        opens = start == 0 or text[start - 1] == "\n"
+        closes = text[end : end + 1] == "\n" and text[end - 1] != "\n"
+        end += not put and opens and closes  # a deleted line takes its line end with it
         text = text[:start] + put + text[end:]
     return text
 
@@ -634,6 +651,9 @@ def list_dir(path: str = ".", *, turn: Turn) -> str:
 SKIPPED_FOLDERS = {".git", "node_modules", "__pycache__", ".venv", ".tox", ".mypy_cache", ".pytest_cache",
                    ".ruff_cache", ".nanobot"}  # fmt: skip
 MAX_SEARCHED_BYTES = 2_000_000
+LINE_BOUND = re.compile(r"\\[AZ]|\(\?<?!|\(\?>|[*+?}]\+")  # may match in a line and yet not in the whole text
+Limit = Annotated[int, IntegerSchema(minimum=1)]
+Offset = Annotated[int, IntegerSchema(minimum=0)]
 
 
 def find_files(root: Path, pattern: str) -> list[str]:
@@ -671,19 +691,21 @@ def glob_regex(pattern: str) -> str:
         if token == "," and depth:
             regex += "|"
         elif token.startswith("[") and len(token) > 1:
-            regex += token.replace("[!", "[^", 1)
+            regex += "[" + token[1:].replace("[", r"\[").replace("!", "^", token[1] == "!")
         else:
             regex += meaning.get(token) or re.escape(token)
     return regex + r"\Z"
 
 
 def _page(items: list[str], offset: int, limit: int) -> str:
+    if items and offset >= len(items):
+        return f"(offset {offset} is behind the end: there are {len(items)})"
     more = [f"(there are more; go on with offset={offset + limit})"] if len(items) > offset + limit else []
     return "\n".join(items[offset : offset + limit] + more)
 
 
 @tool(read_only=True)
-def glob(pattern: str, path: str = ".", head_limit: int = 250, offset: int = 0, *, turn: Turn) -> str:
+def glob(pattern: str, path: str = ".", head_limit: Limit = 250, offset: Offset = 0, *, turn: Turn) -> str:
     """Find files by name, newest first. `*.py` matches in every folder below path."""
     root = turn.path(path)
     names = find_files(root, pattern)
@@ -707,22 +729,25 @@ def grep(
     output_mode: Literal["files_with_matches", "content", "count"] = "files_with_matches",
     context_before: int = 0,
     context_after: int = 0,
-    head_limit: int = 250,
-    offset: int = 0,
+    head_limit: Limit = 250,
+    offset: Offset = 0,
     *,
     turn: Turn,
 ) -> str:
     """Search file contents with a regular expression. output_mode content gives `path:line: text`."""
     try:
-        source = (re.escape(pattern) if fixed_strings else pattern).encode("utf-8", errors="replace")
-        regex = re.compile(source, re.IGNORECASE if case_insensitive else 0)
+        source = re.escape(pattern) if fixed_strings else pattern
+        regex = re.compile(source, re.MULTILINE | (re.IGNORECASE if case_insensitive else 0))
     except re.error as problem:
         raise ToolError(f"{pattern!r} is no regular expression: {problem}. Or set fixed_strings.") from None
     root, items, skipped = turn.path(path), [], 0
     for name in find_files(root, glob):
-        lines = _lines_to_search(root if root.is_file() else root / name, turn)
-        skipped += lines is None
-        hits = [number for number, line in enumerate(lines or []) if regex.search(line)]
+        text = _text_to_search(root if root.is_file() else root / name, turn)
+        skipped += text is None
+        if not text or (not LINE_BOUND.search(source) and not regex.search(text)):
+            continue  # one search of the whole text is many times faster than one a line
+        lines = text.split("\n")
+        hits = [number for number, line in enumerate(lines) if regex.search(line)]
         if hits and output_mode == "content":
             items += _show(name, lines, hits, context_before, context_after)
         elif hits:
@@ -733,21 +758,20 @@ def grep(
     return (_page(items, offset, head_limit) or f"No match for {pattern!r} in {root}.") + note
 
 
-def _lines_to_search(path: Path, turn: Turn) -> list[bytes] | None:
+def _text_to_search(path: Path, turn: Turn) -> str | None:
     with contextlib.suppress(OSError, ToolError):
         if not turn.is_secret(path) and path.stat().st_size <= MAX_SEARCHED_BYTES:
             data = read_bytes(path)
             if b"\0" not in data[:8_192]:
-                return data.replace(b"\r\n", b"\n").removesuffix(b"\n").split(b"\n")
+                return plain_text(data)
     return None
 
 
-def _show(name: str, lines: list[bytes], hits: list[int], before: int, after: int) -> list[str]:
+def _show(name: str, lines: list[str], hits: list[int], before: int, after: int) -> list[str]:
     """`name:12: text` for a match, `name-13- text` for the context around it, each line once."""
-    shown = {near for hit in hits for near in range(max(hit - before, 0), min(hit + after + 1, len(lines)))}
-    marks = {number: ":" if number in set(hits) else "-" for number in sorted(shown)}
-    texts = {number: lines[number][:2_000].decode("utf-8", errors="replace")[:500] for number in marks}
-    return [f"{name}{mark}{number + 1}{mark} {texts[number]}" for number, mark in marks.items()]
+    around = (range(max(hit - before, 0), min(hit + after + 1, len(lines))) for hit in hits)
+    marks = {near: "-" for each in around for near in each} | dict.fromkeys(hits, ":")
+    return [f"{name}{mark}{number + 1}{mark} {lines[number][:500]}" for number, mark in sorted(marks.items())]
 
 
 FILE_TOOLS = [read_file, write_file, edit_file, list_dir, glob, grep]
@@ -756,10 +780,12 @@ FILE_TOOLS = [read_file, write_file, edit_file, list_dir, glob, grep]
 # ---- The shell ----
 
 MAX_OUTPUT_CHARS = 10_000
+KEPT_BYTES = 4 * MAX_OUTPUT_CHARS  # of head and tail each: a character has up to four
 SAFE_ENVIRONMENT = ("HOME", "LANG", "TERM", "PATH")  # nothing else of ours: keys live in the environment
-WRAPPERS = {"sudo", "env", "nohup", "time", "command", "exec", "nice", "if", "then", "do", "else", "!", "{"}
+WRAPPERS = {"sudo", "env", "nohup", "time", "timeout", "command", "exec", "nice", "xargs", "if", "then", "do",
+            "else", "!", "{"}  # fmt: skip
 FATAL = re.compile(r"mkfs.*|dd|wipefs|fdisk|parted|shutdown|reboot|halt|poweroff|init")
-FORK_BOMB = re.compile(r"(\S+)\s*\(\)\s*\{[^}]*\1\s*\|\s*\1\s*&")
+FORK_BOMB = re.compile(r"([\w:.]{1,80})\s*\(\)\s*\{[^}]*\1\s*\|\s*\1\s*&")
 
 
 def check_command(command: str, turn: Turn) -> None:
@@ -768,37 +794,44 @@ def check_command(command: str, turn: Turn) -> None:
     Refused: recursive rm, formatting, dd, writes to devices, shutdown and its kin, fork bombs, redirects into
     the agent's own files; under the fence also every word that is a path and leads outside.
     """
-    lexer = shlex.shlex(re.sub(r"[\r\n]", " ; ", command), posix=True, punctuation_chars=True)
-    lexer.commenters = ""  # what follows a # is looked at too: quoting can make a command of it
-    try:
-        words = list(lexer)
-    except ValueError:  # quotes that do not close, as in a here-document: look at the bare words
-        words = re.split(r"[\s;&|<>()\"']+", command)
     if FORK_BOMB.search(command):
         raise ToolError("Refused: this is a fork bomb.")
-    program, before = "", ""
-    for word in words:
-        if set(word) <= set(";&|()"):
+    program, redirected = "", False
+    for word in shell_words(command):
+        if re.fullmatch(r"[;&|()`]+|-exec(dir)?", word):
             program = ""
-        elif not program and word not in WRAPPERS and "=" not in word:
+        elif not (program or redirected or word in WRAPPERS or re.search(r"^[-<>&)\d]|=", word)):
             program = os.path.basename(word).lower()
         if FATAL.fullmatch(program):
             raise ToolError(f"Refused: {program} can destroy data or stop the machine. The user may run it.")
         if program == "rm" and re.match(r"--recursive|-\w*[rR]", word):
             raise ToolError("Refused: recursive rm. Remove single files, or ask the user to do it.")
-        _check_word(word, before, turn)
-        before = word
+        _check_word(word, redirected or program == "tee", turn)
+        redirected = ">" in word and not word.strip(";&|()<>")
 
 
-def _check_word(word: str, before: str, turn: Turn) -> None:
-    writes = before.startswith(">") or before == "tee"
-    for part in re.split(r"[=:,]", word.removeprefix("file://")):
+def shell_words(command: str) -> list[str]:
+    """Words without their quotes, and operators; the end of a line is a `;`, what stands behind a # stays."""
+    text = re.sub(r"[\r\n]", " ; ", command.replace("\\\n", ""))
+    lexer = shlex.shlex(text, posix=True, punctuation_chars=";&|()<>`")
+    lexer.whitespace_split, lexer.commenters = True, ""
+    try:
+        return list(lexer)
+    except ValueError:  # quotes that do not close, as in a here-document
+        return shell_words(re.sub(r"['\"\\]", " ", command))
+
+
+def _check_word(word: str, writes: bool, turn: Turn) -> None:
+    word = re.sub(r"\$(HOME\b|\{HOME\})", "~", word).replace("file://", "")
+    for part in re.split(r"[=:,]|(?<!\$)\{", re.sub(r"\b\w+://\S*", "", word)):
         path = re.sub(r"^-\w(?=[/~])", "", part)  # -I/usr/include
-        if path in ("", "/dev/null", "/dev/stdout", "/dev/stderr") or word.startswith(("/bin/", "/usr/bin/")):
+        if path in ("", "/dev/null", "/dev/stdout", "/dev/stderr") or re.search("[^/]{256}", path):
+            continue  # the last: no file can have so long a name
+        if not writes and re.fullmatch(r"(/usr)?/bin/\w[^/]*", path):
             continue
         if writes and path.startswith("/dev/"):
             raise ToolError(f"Refused: {path} is a device.")
-        leads_away = "/" in path or path.startswith(("~", "..")) or (turn.cwd / path).is_symlink()
+        leads_away = "/" in path or path.startswith(("~", "..")) or os.path.islink(turn.cwd / path)
         if writes or (turn.restrict and leads_away):
             turn.path(path, write=writes)
 
@@ -823,7 +856,7 @@ class Exec(Tool):
         *,
         turn: Turn,
     ) -> ToolResult:
-        folder, bash = turn.path(working_dir), shutil.which("bash")
+        folder, bash = turn.path(working_dir, write=True), shutil.which("bash")
         if not bash or not folder.is_dir():
             raise ToolError(f"There is no folder {folder}." if bash else "exec needs bash, which is missing.")
         check_command(command, replace(turn, cwd=folder))
@@ -839,8 +872,9 @@ class Exec(Tool):
         finally:  # also when the turn is cancelled
             if process.poll() is None:
                 kill_group(process)
-        errors = err.text()
-        text = shorten(out.text() + (f"\nSTDERR:\n{errors}" if errors else ""), MAX_OUTPUT_CHARS)
+        text, errors = out.text(), err.text()
+        text += f"\nSTDERR:\n{errors}" if errors else ""
+        text = shorten(text, MAX_OUTPUT_CHARS, out.missing + err.missing)
         ending = late or f"\nExit code: {process.returncode}"
         return ToolResult((text + ending).strip("\n"), is_error=process.returncode != 0)
 
@@ -860,15 +894,14 @@ class Capture:
 
     def _read(self) -> None:
         while chunk := self.pipe.read1(65_536):
-            room = MAX_OUTPUT_CHARS - len(self.head)
+            room = KEPT_BYTES - len(self.head)
             self.head, rest = self.head + chunk[:room], self.tail + chunk[room:]
-            self.tail = rest[-MAX_OUTPUT_CHARS:]
+            self.tail = rest[-KEPT_BYTES:]
             self.missing += len(rest) - len(self.tail)
 
     def text(self) -> str:
         self.thread.join(0.3)  # a child left in the background keeps the pipe open: do not wait for it
-        gap = f"\n… {self.missing:,} bytes left out …\n".encode() if self.missing else b""
-        return (self.head + gap + self.tail).decode("utf-8", errors="replace").rstrip("\n")
+        return (self.head + self.tail).decode("utf-8", errors="replace").rstrip("\n")
 
 
 def kill_group(process: subprocess.Popen) -> None:

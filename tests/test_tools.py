@@ -1,0 +1,1069 @@
+"""tools.py: schemas, the registry, the fence, files, search and the shell, with real files and processes."""
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import re
+import resource
+import shutil
+import stat
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Literal, Optional
+
+import pytest
+
+import tools
+from tools import (
+    FILE_TOOLS,
+    ArraySchema,
+    BooleanSchema,
+    Exec,
+    IntegerSchema,
+    NumberSchema,
+    ObjectSchema,
+    StringSchema,
+    Tool,
+    ToolError,
+    ToolRegistry,
+    ToolResult,
+    Turn,
+    cast,
+    check_command,
+    in_thread,
+    tool,
+    tool_parameters,
+    tool_parameters_schema,
+    validate,
+)
+
+
+@pytest.fixture
+def turn(tmp_path):
+    """A workspace, and beside it what the agent has no business with:
+
+    ws/{a.txt, sub/b.txt, leaf → out/gold.txt, away → out/, dangling → out/new.txt, loop → loop},
+    ws-evil/a.txt, out/gold.txt, kit/SKILL.md (may be read), home/config.json (holds keys).
+    """
+    names = ["ws/a.txt", "ws/sub/b.txt", "ws-evil/a.txt", "out/gold.txt", "kit/SKILL.md", "home/config.json"]
+    for name in names:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"text of {name}\n")
+    workspace = tmp_path / "ws"
+    for name, target in {"leaf": "gold.txt", "away": "", "dangling": "new.txt"}.items():
+        (workspace / name).symlink_to(tmp_path / "out" / target)
+    (workspace / "loop").symlink_to("loop")
+    secret = (tmp_path / "home" / "config.json",)
+    return Turn(workspace, workspace, readable=(tmp_path / "kit",), secret=secret)
+
+
+@pytest.fixture
+def fenced(turn):
+    return replace(turn, restrict=True)
+
+
+def call(turn, name, /, **arguments) -> ToolResult:
+    return asyncio.run(ToolRegistry([*FILE_TOOLS, Exec()]).execute(name, arguments, turn))
+
+
+def answer(made, /, **arguments) -> ToolResult:
+    return asyncio.run(ToolRegistry([made]).execute(made.name, arguments))
+
+
+def content(path: Path) -> bytes | None:
+    return path.read_bytes() if path.exists() else None
+
+
+# ---- Schemas ----
+
+
+@pytest.mark.parametrize("value, kind, wanted", [
+    ("120", "integer", 120),
+    (5.0, "integer", 5),
+    ("5.0", "integer", 5),
+    ("1.5", "number", 1.5),
+    ("True", "boolean", True),
+    ("false", "boolean", False),
+    (7, "string", "7"),
+    (7, ["string", "null"], "7"),
+    (7, ["string", "integer"], 7),
+    ("7", ["string", "integer"], "7"),
+    ("[1, 2]", "array", [1, 2]),
+    ('{"a": 1}', "object", {"a": 1}),
+    ("null", ["integer", "null"], None),
+    ("9" * 5_000, "integer", "9" * 5_000),
+    ("[" * 100_000, "array", "[" * 100_000),
+])  # fmt: skip
+def test_a_value_is_cast_where_nothing_is_lost(value, kind, wanted):
+    result = cast(value, {"type": kind})
+    assert result == wanted and type(result) is type(wanted)
+
+
+@pytest.mark.parametrize("value, kind", [
+    ("abc", "integer"), ("1.5", "integer"), (1.5, "integer"), (True, "integer"), ("true", "integer"),
+    ("maybe", "boolean"), ("1", "boolean"), (1, "boolean"), (True, "string"), (None, "string"),
+    ("a", "array"), (1, "array"), ({}, "array"), ([], "object"), (float("nan"), "number"),
+    ("1e400", "number"),
+])  # fmt: skip
+def test_what_cannot_be_cast_is_left_for_the_check_to_name(value, kind):
+    errors = validate(cast(value, {"type": kind}), {"type": kind}, "size")
+    assert len(errors) == 1 and errors[0].startswith("size must be")
+
+
+def test_casting_and_checking_go_into_lists_and_objects():
+    row = ObjectSchema(count=IntegerSchema(minimum=1), name=StringSchema(), required=["name"])
+    schema = tool_parameters_schema(["rows"], rows=ArraySchema(row), on=BooleanSchema())
+    params = cast({"rows": [{"count": "0"}, '{"name": 5, "count": "3"}'], "on": "TRUE"}, schema)
+    assert params == {"rows": [{"count": 0}, {"name": "5", "count": 3}], "on": True}
+    assert validate(params, schema) == ["rows[0].name is required", "rows[0].count must be >= 1"]
+    assert validate({}, schema) == ["rows is required"]
+
+
+@pytest.mark.parametrize("schema, good, bad, error", [
+    (IntegerSchema(maximum=600), 600, 601, "size must be <= 600"),
+    (NumberSchema(minimum=0), 0.0, -0.1, "size must be >= 0"),
+    (StringSchema(min_length=2), "ab", "a", "size: its length must be >= 2"),
+    (StringSchema(enum=["a", "b"]), "a", "c", 'size must be one of ["a", "b"]'),
+    (ArraySchema(StringSchema(), max_items=1), ["a"], ["a", "b"], "size: its length must be <= 1"),
+    (ArraySchema(StringSchema()), ["a"], [[]], "size[0] must be string, not []"),
+    (BooleanSchema(nullable=True), None, 3, "size must be boolean or null, not 3"),
+    (ObjectSchema(a=NumberSchema()), {"a": 1}, {"a": float("inf")}, "size.a must be a finite number"),
+])  # fmt: skip
+def test_a_schema_says_what_is_wrong_and_where(schema, good, bad, error):
+    assert schema.validate_value(good, "size") == []
+    assert schema.validate_value(bad, "size") == [error]
+
+
+def test_pythonic_names_become_the_keywords_of_json_schema():
+    schema = StringSchema("A path", min_length=1, nullable=True).to_json_schema()
+    assert schema == {"type": ["string", "null"], "description": "A path", "minLength": 1}
+
+
+# ---- Tools ----
+
+
+def test_a_plain_function_becomes_a_tool():
+    @tool
+    def add(
+        a: int,
+        unit: Literal["cm", "m"],
+        parts: list[float],
+        note: Annotated[str | None, "Shown below"] = None,
+        options: dict | None = None,
+        anything=None,
+    ) -> str:
+        """Add up."""
+
+    function = add.to_schema()["function"]
+    assert (function["name"], function["description"]) == ("add", "Add up.")
+    assert function["parameters"] == {
+        "type": "object",
+        "properties": {
+            "a": {"type": "integer"},
+            "unit": {"type": "string", "enum": ["cm", "m"]},
+            "parts": {"type": "array", "items": {"type": "number"}},
+            "note": {"type": ["string", "null"], "description": "Shown below"},
+            "options": {"type": ["object", "null"]},
+            "anything": {},
+        },
+        "required": ["a", "unit", "parts"],
+    }
+
+
+@tool
+def choose(
+    level: Literal[1, 2] = 1,
+    mode: Optional[Literal["a", "b"]] = "a",  # noqa: UP045 (the old spelling is still met)
+    rows: None | list[int] = None,
+    names: list = (),
+) -> list:
+    """Give back what arrived."""
+    return [level, mode, rows, list(names)]
+
+
+@pytest.mark.parametrize("arguments, result", [
+    ({}, [1, "a", None, []]),
+    ({"level": "2", "mode": "b"}, [2, "b", None, []]),
+    ({"mode": None, "rows": ["4"], "names": '["x"]'}, [1, None, [4], ["x"]]),
+])  # fmt: skip
+def test_hints_with_choices_and_null_take_what_they_promise(arguments, result):
+    assert json.loads(answer(choose, **arguments).text) == result
+
+
+@pytest.mark.parametrize("arguments", [{"level": 3}, {"mode": "c"}, {"rows": ["x"]}])
+def test_hints_with_choices_refuse_the_rest(arguments):
+    assert answer(choose, **arguments).is_error
+
+
+def test_every_list_in_a_schema_says_what_its_items_are():
+    assert "items" in choose.parameters["properties"]["names"]  # OpenAI refuses an array without
+
+
+def test_a_tool_that_asks_for_the_turn_gets_it_and_the_model_does_not_see_it(turn):
+    @tool
+    def where(place: str = "", *, turn: Turn) -> str:
+        return f"{turn.workspace}{place}"
+
+    assert list(where.parameters["properties"]) == ["place"]
+    assert asyncio.run(ToolRegistry([where]).execute("where", {}, turn)).text == str(turn.workspace)
+    assert answer(where, turn="mine").is_error  # nor can the model set it
+
+
+def test_an_async_function_runs_on_the_loop_and_a_blocking_one_on_a_thread():
+    @tool
+    async def on_loop() -> bool:
+        return asyncio.get_running_loop().is_running()
+
+    @tool
+    def on_thread() -> bool:
+        try:
+            return asyncio.get_running_loop().is_running()
+        except RuntimeError:
+            return False
+
+    assert (answer(on_loop).text, answer(on_thread).text) == ("true", "false")
+
+
+def test_flags_decide_what_may_run_side_by_side():
+    @tool(read_only=True)
+    def look() -> str:
+        return ""
+
+    @tool(read_only=True, exclusive=True, name="stare")
+    def alone() -> str:
+        return ""
+
+    assert look.concurrency_safe and not alone.concurrency_safe and not choose.concurrency_safe
+    assert alone.name == "stare"
+
+
+def test_a_subclass_needs_only_a_name_a_description_and_execute():
+    class Greet(Tool):
+        name = "greet"
+        description = "Greet somebody."
+
+        async def execute(self, who: str) -> str:
+            return f"Hello {who}"
+
+    class Shout(Greet):
+        name = "shout"
+
+        def run(self, who: str, times: int = 1, *, turn: Turn) -> str:
+            return f"{who.upper() * times} in {turn.channel}"
+
+        execute = Tool.execute
+
+    assert answer(Greet(), who="Ada").text == "Hello Ada"
+    assert answer(Shout(), who="Ada", times="2").text == "ADAADA in cli"
+    assert Greet().parameters["required"] == ["who"]
+
+
+def test_a_subclass_may_write_its_schema_out():
+    @tool_parameters(tool_parameters_schema(["n"], n=IntegerSchema(minimum=1)))
+    class Count(Tool):
+        name = "count"
+
+        async def execute(self, **kwargs) -> dict:
+            return kwargs
+
+    assert answer(Count(), n="2").text == '{"n": 2}'
+    assert "n must be >= 1" in answer(Count(), n=0).text
+
+
+def test_a_tool_without_a_body_says_what_is_missing():
+    class Nothing(Tool):
+        name = "nothing"
+
+    assert "neither execute() nor run()" in answer(Nothing()).text
+
+
+# ---- The registry ----
+
+
+def named(name: str) -> Tool:
+    return tool(lambda text="": text, name=name)
+
+
+def test_definitions_stand_in_one_order_with_mcp_last():
+    registry = ToolRegistry(named(name) for name in ("mcp_a", "write", "read", "mcp_B"))
+    registry.register(named("nose"))
+    registry.unregister("write")
+    registry.unregister("never there")
+    names = [each["function"]["name"] for each in registry.get_definitions()]
+    assert names == ["nose", "read", "mcp_B", "mcp_a"]
+
+
+def test_an_unknown_tool_is_answered_with_the_closest_name_first():
+    registry = ToolRegistry(named(name) for name in ("exec", "grep", "read_file", "write_file"))
+    found, _, problem = registry.prepare_call("Read_File", {})
+    assert found is None and "closest first: read_file, write_file" in problem and "exec" in problem
+
+
+@tool
+def echo(text: str = "", count: int = 1) -> str:
+    """Its description speaks of arguments."""
+    return text * count
+
+
+@pytest.mark.parametrize("params, text", [
+    ({"text": "a", "count": "2"}, "aa"),
+    ('{"text": "a"}', "a"),
+    ({"arguments": {"text": "a"}}, "a"),
+    ({"arguments": '{"text": "a"}'}, "a"),
+    (None, "(echo completed with no output)"),
+])  # fmt: skip
+def test_arguments_are_taken_in_every_form_that_models_send(params, text):
+    result = asyncio.run(ToolRegistry([echo]).execute("echo", params))
+    assert (result.text, result.is_error) == (text, False)
+
+
+@pytest.mark.parametrize("params, told", [
+    (["a"], "one JSON object"),
+    ("not json", "one JSON object"),
+    ({"txt": "a"}, "unexpected parameter txt (there are text, count)"),
+    ({"count": "many"}, 'count must be integer, not "many"'),
+])  # fmt: skip
+def test_wrong_arguments_are_named_and_the_tool_is_not_run(params, told):
+    result = asyncio.run(ToolRegistry([echo]).execute("echo", params))
+    assert result.is_error and told in result.text
+
+
+def test_arguments_that_are_a_parameter_are_not_unwrapped():
+    @tool
+    def run_script(arguments: dict) -> dict:
+        return arguments
+
+    assert answer(run_script, arguments={"a": 1}).text == '{"a": 1}'
+
+
+def test_an_exception_in_a_tool_is_an_error_result():
+    @tool
+    def broken() -> str:
+        raise KeyError("colour")
+
+    @tool
+    def refuses() -> str:
+        raise ToolError("Say which colour.")
+
+    result = answer(broken)
+    assert result.is_error and "broken failed: KeyError: 'colour'" in result.text
+    assert answer(refuses) == ToolResult("Say which colour.", is_error=True)
+
+
+@pytest.mark.parametrize("strange", [lambda: next(iter([])), lambda: {(1, 2): 3}])
+def test_what_no_future_and_no_json_can_carry_is_an_error_result_too(strange):
+    async def within(seconds):
+        registry = ToolRegistry([tool(strange, name="strange")])
+        return await asyncio.wait_for(registry.execute("strange", {}), seconds)
+
+    assert asyncio.run(within(2)).is_error
+
+
+def test_a_cancelled_tool_is_cancelled_not_an_error_result():
+    @tool
+    async def forever() -> None:
+        await asyncio.sleep(60)
+
+    async def run():
+        task = asyncio.create_task(ToolRegistry([forever]).execute("forever", {}))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        await task
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(run())
+
+
+@pytest.mark.parametrize("value, text", [
+    (None, "(echo completed with no output)"),
+    (" \n", "(echo completed with no output)"),
+    (0, "0"),
+    ({"größe": 1}, '{"größe": 1}'),
+    (ToolResult("kept", is_error=True), "kept"),
+])  # fmt: skip
+def test_whatever_a_tool_returns_the_model_gets_text(value, text):
+    assert answer(tool(lambda: value, name="echo")).text == text
+
+
+def test_a_result_over_the_limit_goes_into_a_file_that_read_file_can_page(turn):
+    text = "\n".join(f"row {number} \ud800" for number in range(5_000))
+    big = tool(lambda: text, name="big")
+    result = asyncio.run(ToolRegistry([big]).execute("big", {}, turn)).text
+    path = re.search(r"saved to (\S+\.txt)", result)[1]
+    assert f"{len(text):,} characters" in result and "row 0" in result and len(result) < 2_000
+    assert Path(path).read_text() == text.replace("\ud800", "?")
+    assert "5000| row 4999" in call(turn, "read_file", path=path, offset=4_990).text
+    assert call(turn, "grep", pattern="row 4999", path=path).text.endswith(".txt")
+
+
+def test_only_the_newest_results_are_kept(turn):
+    registry = ToolRegistry([tool(lambda: "x" * 20_000, name="big")])
+    registry.kept_results = 3
+    for _ in range(5):
+        newest = asyncio.run(registry.execute("big", {}, turn)).text
+    kept = list((turn.workspace / ".nanobot" / "tool-results").iterdir())
+    assert len(kept) == 3 and any(str(path) in newest for path in kept)
+
+
+def test_a_result_that_cannot_be_saved_is_cut_in_the_middle(turn):
+    (turn.workspace / ".nanobot").write_text("a file where the folder should be")
+    big = tool(lambda: "head" + "x" * 50_000 + "tail", name="big")
+    text = asyncio.run(ToolRegistry([big]).execute("big", {}, turn)).text
+    assert text.startswith("head") and text.endswith("tail") and "left out" in text
+    assert len(text) <= turn.max_result_chars
+
+
+def test_ten_blocking_calls_take_about_as_long_as_one():
+    async def ten():
+        await asyncio.gather(*(in_thread(time.sleep, 0.3) for _ in range(10)))
+
+    start = time.perf_counter()
+    asyncio.run(ten())
+    assert time.perf_counter() - start < 0.55  # the usual pool of cores + 4 takes two waves on two cores
+
+
+def test_a_thread_whose_waiter_is_gone_neither_holds_the_exit_nor_complains():
+    script = (
+        "import asyncio, time, tools\n"
+        "async def main():\n"
+        "    tasks = [asyncio.create_task(tools.in_thread(time.sleep, each)) for each in (0.1, 60)]\n"
+        "    await asyncio.sleep(0.05)\n"
+        "    [task.cancel() for task in tasks]\n"
+        "asyncio.run(main())\n"
+        "time.sleep(0.2)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=Path(tools.__file__).parent, capture_output=True, timeout=10
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_the_file_works_alone_in_an_empty_folder(tmp_path):
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    shutil.copy(tools.__file__, alone)
+    script = (
+        "import asyncio, sys\n"
+        "from tools import *\n"
+        "@tool\n"
+        "def double(n: int) -> int:\n"
+        "    'Twice as much.'\n"
+        "    return 2 * n\n"
+        "registry = ToolRegistry([double, Exec(), *FILE_TOOLS])\n"
+        "print(asyncio.run(registry.execute('double', {'n': '21'})).text)\n"
+        "print(asyncio.run(registry.execute('list_dir', {})).text)\n"
+        "print([name for name in ('nanobot', 'openai', 'tiktoken', 'difflib') if name in sys.modules])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-B", "-c", script], cwd=alone, env={"PATH": os.environ["PATH"]},
+        capture_output=True, text=True, timeout=20, check=True,
+    )  # fmt: skip
+    first, folder, listed, loaded = done.stdout.splitlines()
+    assert (first, folder, loaded) == ("42", f"{alone}: 1 entries", "[]") and listed.startswith("tools.py ")
+
+
+# ---- The fence ----
+
+OUTSIDE = [
+    "../out/gold.txt", "sub/../../out/gold.txt", "{tmp}/out/gold.txt", "/{tmp}/out/gold.txt", "~/config.json",
+    "~root/x", "../ws-evil/a.txt", "leaf", "away/gold.txt", "away", "..", "/", "/etc/passwd", "dangling",
+    "away/../ws-evil/a.txt",
+]  # fmt: skip
+INSIDE = ["a.txt", "./sub/../a.txt", "sub/b.txt", "{tmp}/ws/a.txt", "../ws/a.txt", "away/../ws/a.txt"]
+USES = [
+    ("read_file", {}),
+    ("list_dir", {}),
+    ("glob", {"pattern": "*"}),
+    ("grep", {"pattern": "text"}),
+    ("write_file", {"content": "mine"}),
+    ("edit_file", {"old_text": "text", "new_text": "mine"}),
+    ("edit_file", {"old_text": "", "new_text": "mine"}),
+]
+
+
+def outside_of(turn: Turn) -> dict[Path, bytes]:
+    files = [path for path in turn.workspace.parent.rglob("*") if path.is_file() and not path.is_symlink()]
+    return {path: path.read_bytes() for path in files if not path.is_relative_to(turn.workspace)}
+
+
+@pytest.mark.parametrize("path", OUTSIDE)
+def test_the_fence_refuses_every_way_out_to_every_tool(fenced, path):
+    before, path = outside_of(fenced), path.format(tmp=fenced.workspace.parent)
+    for name, arguments in USES:
+        result = call(fenced, name, path=path, **arguments)
+        assert result.is_error and ("is outside of" in result.text or "holds keys" in result.text), name
+    assert call(fenced, "exec", command="pwd", working_dir=path).is_error
+    assert outside_of(fenced) == before
+
+
+@pytest.mark.parametrize("path", INSIDE)
+def test_the_fence_lets_pass_what_leads_back_inside(fenced, path):
+    path = path.format(tmp=fenced.workspace.parent)
+    assert not call(fenced, "read_file", path=path).is_error or path.startswith("away/")
+    if not path.startswith("away/"):  # `..` behind a link means the folder that the link leads to
+        assert not call(fenced, "write_file", path=path, content="new").is_error
+
+
+@pytest.mark.parametrize("path", ["../out/gold.txt", "leaf", "away/gold.txt", "{tmp}/ws-evil/a.txt"])
+def test_without_the_fence_other_files_can_be_read_and_written(turn, path):
+    path = path.format(tmp=turn.workspace.parent)
+    assert "text of" in call(turn, "read_file", path=path).text
+    assert not call(turn, "write_file", path=path, content="new").is_error
+    assert call(turn, "read_file", path=path).text == "1| new"
+    assert (turn.workspace / "leaf").is_symlink()  # its target was written, the link stays
+
+
+@pytest.mark.parametrize("path", ["loop", "loop/x", "a\0b", "n" * 300, "sub/" * 2_000 + "x", "\ud800"])
+@pytest.mark.parametrize("restrict", [True, False])
+def test_a_path_that_cannot_be_is_an_error_result_not_a_crash(turn, path, restrict):
+    for name, arguments in USES:
+        result = call(replace(turn, restrict=restrict, secret=()), name, path=path, **arguments)
+        assert result.is_error and " failed: " not in result.text, name
+
+
+def test_the_kits_skills_can_be_read_but_not_written(fenced):
+    kit = fenced.readable[0]
+    assert "text of kit" in call(fenced, "read_file", path=f"{kit}/SKILL.md").text
+    assert call(fenced, "write_file", path=f"{kit}/SKILL.md", content="mine").is_error
+    assert call(fenced, "exec", command="echo mine > SKILL.md", working_dir=str(kit)).is_error
+    assert (kit / "SKILL.md").read_text() == "text of kit/SKILL.md\n"
+
+
+def test_relative_paths_start_in_the_current_folder_which_the_fence_holds_too(fenced):
+    here = replace(fenced, cwd=fenced.workspace.parent / "out")
+    assert "text of out" in call(here, "read_file", path="gold.txt").text
+    assert not call(here, "write_file", path=str(here.workspace / "a.txt"), content="x").is_error
+    assert call(here, "read_file", path="../ws-evil/a.txt").is_error
+
+
+def test_home_is_expanded(turn, own_home):
+    (own_home / "note").write_text("at home")
+    assert call(turn, "read_file", path="~/note").text == "1| at home"
+
+
+@pytest.mark.parametrize("path", [
+    "sessions/cli%3Adirect.jsonl", "cron/jobs.json", "memory/history.jsonl", "memory/.dream_cursor",
+    "memory/.git/HEAD", "sub/../sessions/new.jsonl", "record/x.jsonl",
+])  # fmt: skip
+def test_the_agents_own_records_can_be_read_but_not_written(turn, path):
+    (turn.workspace / "sessions").mkdir()
+    (turn.workspace / "record").symlink_to("sessions")
+    real = (turn.workspace / path).resolve()
+    real.parent.mkdir(parents=True, exist_ok=True)
+    real.write_text("record\n")
+    assert call(turn, "read_file", path=path).text == "1| record"
+    for name, arguments in USES[4:]:
+        assert "the agent's own record" in call(turn, name, path=path, **arguments).text
+    assert "the agent's own record" in call(turn, "exec", command=f"echo mine > {path}").text
+    assert real.read_text() == "record\n"
+
+
+def test_memory_itself_can_be_written(turn):
+    assert not call(turn, "write_file", path="memory/MEMORY.md", content="x").is_error
+
+
+def test_a_file_with_keys_is_never_opened_by_any_name(turn):
+    (config,) = turn.secret
+    (turn.workspace / "link").symlink_to(config)
+    os.link(config, turn.workspace / "hard")
+    for path in (str(config), "~/config.json", "link", "hard"):
+        for name, arguments in USES:
+            assert "holds keys" in call(turn, name, path=path, **arguments).text
+    assert "text of home" not in call(turn, "grep", pattern="text", output_mode="content").text
+    assert config.read_text() == "text of home/config.json\n"
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="this system has no /proc")
+def test_the_environment_cannot_be_read_as_a_file(turn):
+    for path in ("/proc/self/environ", f"/proc/{os.getpid()}/environ", "/proc/self/task/../environ"):
+        assert "holds keys" in call(turn, "read_file", path=path).text
+
+
+def test_no_sequence_of_paths_reads_or_writes_outside_of_the_fence(fenced):
+    """The law behind the tables: whatever is put together, gold stays unread and the outside unchanged."""
+    tmp, chance = fenced.workspace.parent, random.Random(20_260_401)
+    (tmp / "out" / "unnamed.txt").write_text("gold")  # no path below names it: who sees it has looked
+    (tmp / "out" / "gold.txt").write_text("gold")
+    before, outcomes = outside_of(fenced), set()
+    names = ["..", ".", "", "~", "~root", "a.txt", "sub", "b.txt", "leaf", "away", "dangling", "loop", "new",
+             "ws", "ws-evil", "out", "gold.txt", "kit", "home", "config.json", "\0", "//"]  # fmt: skip
+
+    async def run():
+        registry = ToolRegistry(FILE_TOOLS)
+        for _ in range(1_000):
+            start = chance.choice(["", "", "/", "~/", f"{tmp}/"])
+            path = start + "/".join(chance.choices(names, k=chance.randint(1, 5)))
+            name, arguments = chance.choice(USES)
+            result = await registry.execute(name, {"path": path, **arguments}, fenced)
+            outcomes.add((name, result.is_error))
+            shown = "" if result.is_error else result.text
+            assert "1| gold" not in shown and "unnamed" not in shown, (name, path)
+
+    asyncio.run(run())
+    assert outside_of(fenced) == before
+    assert outcomes == {(name, failed) for name, _ in USES for failed in (True, False)}
+
+
+# ---- Files ----
+
+
+def test_read_file_shows_numbered_lines_without_line_ends_and_bom(turn):
+    (turn.cwd / "x").write_bytes(b"\xef\xbb\xbfone\r\ntw\xff\r\n\r\nfour\r\n")
+    assert call(turn, "read_file", path="x").text == "1| one\n2| tw�\n3| \n4| four"
+    assert call(turn, "read_file", path="x", offset=2, limit=1).text == (
+        "2| tw�\n(lines 2-2 of 4; go on with offset=3)"
+    )
+
+
+def test_read_file_pages_put_together_are_the_file(turn):
+    lines = [f"line {number} " + "x" * (number % 90) for number in range(3_000)]
+    (turn.cwd / "x").write_text("\n".join(lines) + "\n")
+    offset, read = 1, []
+    while offset:
+        page = call(turn, "read_file", path="x", offset=offset).text
+        assert len(page) <= turn.max_result_chars
+        read += re.findall(r"^\d+\| (.*)$", page, re.MULTILINE)
+        following = re.search(r"go on with offset=(\d+)\)$", page)
+        offset = int(following[1]) if following else 0
+    assert read == lines
+
+
+@pytest.mark.parametrize("data, arguments, told", [
+    (b"", {}, "is empty"),
+    (b"\n", {}, "1| "),
+    (b"a\nb", {"offset": 0}, "1| a\n2| b"),
+    (b"a\nb", {"offset": 3}, "has 2 lines"),
+    (b"x" * 50_000, {}, "(line cut)"),
+    (b"\x7fELF\0\0", {}, "is a binary file"),
+])  # fmt: skip
+def test_read_file_at_the_edges(turn, data, arguments, told):
+    (turn.cwd / "x").write_bytes(data)
+    text = call(turn, "read_file", path="x", **arguments).text
+    assert told in text and "tool-results" not in text
+
+
+def test_read_file_refuses_by_name_what_is_no_regular_file(turn):
+    os.mkfifo(turn.cwd / "fifo")
+    (turn.cwd / "zero").symlink_to("/dev/zero")
+    assert "directory. List it" in call(turn, "read_file", path="sub").text
+    for path in ("fifo", "zero", "/dev/zero"):
+        assert "not a regular file" in call(turn, "read_file", path=path).text
+        assert call(turn, "write_file", path=path, content="x").is_error
+
+
+def test_a_missing_file_is_answered_with_names_like_it(turn):
+    assert "There is: a.txt" in call(turn, "read_file", path="A.txt").text
+
+
+def test_read_file_looks_at_an_image(turn):
+    (turn.cwd / "x.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"\0" * 20)
+    result = call(turn, "read_file", path="x.png")
+    assert result.images[0]["image_url"]["url"].startswith("data:image/png;base64,iVBOR")
+    assert result.text == f"[image: {turn.cwd}/x.png]"
+
+
+def test_write_file_makes_folders_and_keeps_the_mode(turn):
+    script = turn.cwd / "deep" / "er" / "run.sh"
+    assert not call(turn, "write_file", path="deep/er/run.sh", content="one\r\nzwei ü").is_error
+    assert script.read_bytes() == "one\r\nzwei ü".encode()
+    script.chmod(0o751)
+    call(turn, "write_file", path="deep/er/run.sh", content="two")
+    call(turn, "edit_file", path="deep/er/run.sh", old_text="two", new_text="three")
+    assert script.read_text() == "three" and stat.S_IMODE(script.stat().st_mode) == 0o751
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_no_other(turn):
+    old, before = resource.getrlimit(resource.RLIMIT_FSIZE), sorted(os.listdir(turn.cwd))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, old[1]))  # what a full disk does
+    try:
+        result = call(turn, "write_file", path="a.txt", content="x" * 100_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    assert result.is_error and "Nothing was changed" in result.text
+    assert (turn.cwd / "a.txt").read_text() == "text of ws/a.txt\n" and sorted(os.listdir(turn.cwd)) == before
+
+
+@pytest.mark.parametrize("path", ["sub", "a.txt/below"])
+def test_write_file_where_no_file_can_be_is_an_error_result(turn, path):
+    result = call(turn, "write_file", path=path, content="x")
+    assert result.is_error and " failed: " not in result.text
+
+
+@pytest.mark.parametrize("before, old, new, after", [
+    (b"a\r\nb\r\nc\r\n", "a\nb", "a\nB\nD", b"a\r\nB\r\nD\r\nc\r\n"),  # the file's line ends stay
+    (b"a\r\nb\nc\n", "b", "B", b"a\r\nB\nc\n"),
+    (b"\xef\xbb\xbfx = 1\n", "x = 1", "x = 2", b"\xef\xbb\xbfx = 2\n"),
+    (b"caf\xe9\x80 x\n", "x", "y", b"caf\xe9\x80 y\n"),
+    (b"a\n", "a", r"\1 \g<0> $1 \n", rb"\1 \g<0> $1 \n" + b"\n"),
+    (b"f(x) [a-z]+ $\n", "f(x) [a-z]+ $", "g", b"g\n"),
+    (b"a\nb\nc\n", "b", "", b"a\nc\n"),  # a deleted line takes its line end with it
+    (b"a\nb\n\nc\n", "b\n", "", b"a\n\nc\n"),  # but no more than that
+    (b"one two\n", "one ", "", b"two\n"),
+    (b"a\nb", "b", "c", b"a\nc"),
+    (b"a  \nb\n", "b", "c", b"a  \nc\n"),  # two spaces at the end mean something in Markdown
+    (b"if 1:\n    if 2:\n        go()\n", "if 2:\n    go()", "if 3:\n    stop()\n\n    go()",
+     b"if 1:\n    if 3:\n        stop()\n\n        go()\n"),
+    (b"\tif 2:  \n\t\tgo()\n", "    if 2:\n    \tgo()", "    if 3:\n    \tgo()", b"\tif 3:\n\t\tgo()\n"),
+])  # fmt: skip
+def test_edit_file_changes_the_passage_and_nothing_else(turn, before, old, new, after):
+    (turn.cwd / "x").write_bytes(before)
+    result = call(turn, "edit_file", path="x", old_text=old, new_text=new)
+    assert not result.is_error and result.text.startswith("--- a/x")
+    assert (turn.cwd / "x").read_bytes() == after
+
+
+def test_edit_file_replaces_all_only_when_asked(turn):
+    (turn.cwd / "x").write_text("go\nstay\ngo\n")
+    refused = call(turn, "edit_file", path="x", old_text="go", new_text="went")
+    assert refused.is_error and "lines 1, 3" in refused.text
+    call(turn, "edit_file", path="x", old_text="go", new_text="went", replace_all=True)
+    assert (turn.cwd / "x").read_text() == "went\nstay\nwent\n"
+
+
+def test_replace_all_gives_each_match_its_own_indentation(turn):
+    (turn.cwd / "x").write_text(" a\n b\n--\n\ta\n\tb\n")
+    call(turn, "edit_file", path="x", old_text="a\nb", new_text="c\nd", replace_all=True)
+    assert (turn.cwd / "x").read_text() == " c\n d\n--\n\tc\n\td\n"
+
+
+def test_edit_file_without_a_match_shows_the_closest_passage(turn):
+    (turn.cwd / "x").write_text("import os\n\ndef start(now):\n    return now\n")
+    result = call(turn, "edit_file", path="x", old_text="def start(then):\n    return now", new_text="pass")
+    assert result.is_error and "at line 3" in result.text
+    assert "-def start(then):\n+def start(now):" in result.text
+    assert "read the file again" in call(turn, "edit_file", path="x", old_text="}{", new_text="").text
+
+
+def test_edit_file_with_nothing_to_find_creates_a_file_but_overwrites_none(turn):
+    assert not call(turn, "edit_file", path="new/x", old_text="", new_text="born\n").is_error
+    assert "is not empty" in call(turn, "edit_file", path="new/x", old_text="", new_text="again").text
+    assert (turn.cwd / "new" / "x").read_text() == "born\n"
+
+
+def test_edit_file_shows_what_it_changed(turn):
+    text = call(turn, "edit_file", path="a.txt", old_text="of", new_text="from").text
+    assert "-text of ws/a.txt" in text and "+text from ws/a.txt" in text
+
+
+def test_list_dir_shows_folders_sizes_and_where_links_lead(turn):
+    out = turn.workspace.parent / "out"
+    assert call(turn, "list_dir").text.split("\n") == [
+        f"{turn.cwd}: 6 entries", "a.txt  17 bytes", f"away -> {out}", f"dangling -> {out}/new.txt",
+        f"leaf -> {out}/gold.txt", "loop -> loop", "sub/",
+    ]  # fmt: skip
+    assert "There is: a.txt" in call(turn, "list_dir", path="a.tx").text
+    assert "Not a directory" in call(turn, "list_dir", path="a.txt").text
+
+
+def test_list_dir_of_a_huge_folder_says_that_it_shows_a_part(turn):
+    for number in range(510):
+        (turn.cwd / "sub" / f"{number:03}").touch()
+    text = call(turn, "list_dir", path="sub").text
+    assert "511 entries" in text and "\n499  0 bytes\n" in text and "509" not in text
+    assert text.endswith("(the rest is left out: narrow it down with glob)")
+
+
+# ---- Search ----
+
+
+@pytest.fixture
+def tree(turn):
+    """Ten files to search, the later ones newer, and folders that nobody means."""
+    meant = ["main.py", "src/app.py", "src/deep/util.py", "src/deep/util.js", "READ.md", "d/a.md", "[x].md"]
+    for age, name in enumerate([*meant, "node_modules/m.py", ".git/g.py", "src/__pycache__/c.py"]):
+        path = turn.cwd / "tree" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"name = {path.name}\nTODO one\n\ntodo two\n")
+        os.utime(path, (1_700_000_000 + age,) * 2)
+    return replace(turn, cwd=turn.cwd / "tree")
+
+
+@pytest.mark.parametrize("pattern, found", [
+    ("*.py", ["src/deep/util.py", "src/app.py", "main.py"]),
+    ("./*.py", ["main.py"]),
+    ("**/*.py", ["src/deep/util.py", "src/app.py", "main.py"]),
+    ("src/*.py", ["src/app.py"]),
+    ("src/**", ["src/deep/util.js", "src/deep/util.py", "src/app.py"]),
+    ("util.{py,js}", ["src/deep/util.js", "src/deep/util.py"]),
+    ("[!mu]*.py", ["src/app.py"]),
+    ("mai?.py", ["main.py"]),
+    ("a.md", ["d/a.md"]),
+    ("[[]x].md", ["[x].md"]),
+])  # fmt: skip
+def test_glob_finds_files_newest_first(tree, pattern, found):
+    assert call(tree, "glob", pattern=pattern).text.split("\n") == found
+
+
+def test_glob_of_nothing_and_of_nonsense_says_so(tree):
+    assert call(tree, "glob", pattern="*.rs").text == f"No file below {tree.cwd} matches *.rs."
+    assert "not a usable glob" in call(tree, "glob", pattern="{a").text
+    assert "There is no" in call(tree, "glob", pattern="*", path="gone").text
+
+
+@pytest.mark.parametrize("name, arguments", [
+    ("glob", {"pattern": "*"}),
+    ("grep", {"pattern": "TODO"}),
+    ("grep", {"pattern": "o", "output_mode": "content"}),
+])  # fmt: skip
+def test_pages_of_a_search_put_together_are_the_whole(tree, name, arguments):
+    whole = call(tree, name, **arguments).text.split("\n")
+    offset, read = 0, []
+    while offset is not None:
+        *page, last = call(tree, name, head_limit=3, offset=offset, **arguments).text.split("\n")
+        more = re.fullmatch(r"\(there are more; go on with offset=(\d+)\)", last)
+        read += page if more else [*page, last]
+        offset = int(more[1]) if more else None
+    assert len(whole) >= 7 and read == whole
+
+
+@pytest.mark.parametrize("name", ["glob", "grep"])
+def test_a_page_that_cannot_be_is_not_answered_with_nothing_found(tree, name):
+    assert "behind the end" in call(tree, name, pattern="a*", offset=900).text
+    assert "head_limit must be >= 1" in call(tree, name, pattern="a*", head_limit=0).text
+    assert "offset must be >= 0" in call(tree, name, pattern="a*", offset=-1).text
+
+
+@pytest.mark.parametrize("arguments, text", [
+    ({}, "main.py"),
+    ({"output_mode": "count"}, "main.py: 1"),
+    ({"output_mode": "content"}, "main.py:2: TODO one"),
+    ({"output_mode": "content", "case_insensitive": True}, "main.py:2: TODO one\nmain.py:4: todo two"),
+    ({"output_mode": "content", "context_before": 1}, "main.py-1- name = main.py\nmain.py:2: TODO one"),
+    ({"output_mode": "content", "context_after": 9},
+     "main.py:2: TODO one\nmain.py-3- \nmain.py-4- todo two"),
+    ({"output_mode": "content", "case_insensitive": True, "context_after": 1, "context_before": 1},
+     "main.py-1- name = main.py\nmain.py:2: TODO one\nmain.py-3- \nmain.py:4: todo two"),
+])  # fmt: skip
+def test_grep_shows_what_was_asked_for(tree, arguments, text):
+    assert call(tree, "grep", pattern="TODO", glob="main.*", **arguments).text == text
+    assert call(tree, "grep", pattern="TODO", path="main.py", **arguments).text == text
+
+
+@pytest.mark.parametrize("pattern, line", [
+    (r"^\w+ \d$", "größe 1"), ("caf. au", "café au lait"), ("[äö]x", "ax äx"), (r"^$", ""), (r"x$", "ax äx"),
+    (r"lait\Z", "café au lait"), (r"1(?!\s)", "größe 1"), (r"(?<!\s)ax", "ax äx"),
+])  # fmt: skip
+def test_grep_patterns_mean_characters_and_lines(turn, pattern, line):
+    (turn.cwd / "x").write_bytes("größe 1\r\ncafé au lait\r\n\r\nax äx\r\n".encode())
+    shown = call(turn, "grep", pattern=pattern, path="x", output_mode="content").text
+    assert re.fullmatch(rf"x:\d: {line}", shown)
+
+
+def test_grep_ignores_case_in_every_alphabet(turn):
+    (turn.cwd / "x").write_text("ÄRGER\n")
+    assert call(turn, "grep", pattern="ärger", path="x", case_insensitive=True).text == "x"
+
+
+def test_grep_takes_fixed_strings_and_explains_a_bad_expression(tree):
+    (tree.cwd / "x").write_text("call a.b(\naxb(\n")
+    wanted = {"pattern": "a.b(", "path": "x", "output_mode": "content"}
+    assert call(tree, "grep", fixed_strings=True, **wanted).text == "x:1: call a.b("
+    assert "is no regular expression" in call(tree, "grep", **wanted).text
+    assert "No match for 'zzz'" in call(tree, "grep", pattern="zzz").text
+    assert call(tree, "grep", pattern="x", output_mode="pretty").is_error
+
+
+def test_grep_says_how_many_files_it_left_out(tree):
+    (tree.cwd / "binary").write_bytes(b"TODO \0")
+    (tree.cwd / "huge").write_bytes(b"TODO\n" * 500_000)
+    (tree.cwd / "latin").write_bytes(b"TODO \xe9\n")
+    text = call(tree, "grep", pattern="TODO").text
+    assert text.endswith("\n(2 files skipped: binary, over 2 MB or not readable)")
+    assert "latin" in text and "binary\n" not in text and "huge" not in text and "node_modules" not in text
+
+
+def test_search_does_not_follow_links_out_of_the_folder(turn):
+    assert "gold" not in call(turn, "glob", pattern="*").text
+    assert "out/gold" not in call(turn, "grep", pattern="text of", output_mode="content").text
+
+
+# ---- The shell ----
+
+
+def run(turn, command, **arguments) -> str:
+    return call(turn, "exec", command=command, **arguments).text
+
+
+@pytest.mark.parametrize("command", [
+    "rm -rf /", "RM -RF x", "rm -r x", "rm -fr x", "rm --recursive --force x", "rm x -R", "/bin/rm -rf x",
+    "sudo rm -fr x", "sudo -n rm -rf x", "cd x && rm -rf y", "ls\nrm -rf x", "ls\rrm -rf x", "rm \\\n -rf x",
+    "A=1 rm -rf x", "(rm -rf x)", "echo `rm -rf x`", "echo $(rm -rf x)", "if true; then rm -rf x; fi",
+    "find . -name x | xargs rm -rf", "find . -exec rm -rf {} +", "r\\m -rf x", "'rm' -rf x",
+    "ls # x\nrm -rf x",
+    "mkfs.ext4 /dev/sda1", "mkfs -t ext4 x", "dd if=/dev/zero of=x", "true; dd of=x", "shutdown -h now",
+    "sudo reboot", ":(){ :|:& };:", "bomb() { bomb | bomb & }; bomb",
+    "echo x > /dev/sda", "echo x >/dev/sda", "echo x >> /dev/sda", "echo x &> /dev/sda", "echo x >| /dev/sda",
+    "(echo x)>/dev/sda", "echo x | tee /dev/sda", "echo x | tee -a /dev/sda",
+    "echo x > sessions/a.jsonl", "echo x &>> sessions/a.jsonl", "echo x>>memory/history.jsonl",
+    "echo x | tee -a cron/jobs.json", "echo x > $HOME/config.json", "echo x > ~/config.json",
+])  # fmt: skip
+def test_what_hardly_anybody_means_is_refused(turn, command):
+    with pytest.raises(ToolError):
+        check_command(command, turn)
+
+
+@pytest.mark.parametrize("command", [
+    "python format_report.py", "git log --format=%h", 'echo "rmdir"', "rm x.txt", "rm -f x.txt",
+    "rm file-r", "ls -R",
+    "git rm -r --cached x", "docker run --rm -it x", "grep -r rm .", "git init", "npm init -y", "git add -A",
+    "echo 'rm -rf is dangerous'", "git commit -m 'no more rm -rf'", "cat halt.txt", "echo shutdown",
+    "ls /dev/sda",
+    "make > /dev/null", "make 2>/dev/null", "make >/dev/null 2>&1", "make &> /dev/null", "echo x | tee log",
+    "cat sessions/a.jsonl", "echo x > memory/MEMORY.md", "echo " + "long" * 25_000, "echo 'it''s' # don't",
+    "python - <<'E'\nprint(\"it's\")\nE", "x=$((1 + 2)); echo $x", "[ -f a ] && echo yes",
+])  # fmt: skip
+def test_what_people_mean_passes(turn, command):
+    check_command(command, turn)
+
+
+@pytest.mark.parametrize("command", [
+    "cat ../x", "cat /etc/passwd", "cat ~/x", 'cat "~/.ssh/id"', "cat '~/.ssh/id'", "cat ~root/x",
+    "cat //etc/passwd",
+    "cat file:///etc/passwd", "cat</etc/passwd", "cat a/../../x", "cd ..", "cd /", "ls ..", "cat $HOME/x",
+    "cat ${HOME}/x", 'cat "$HOME/x"', "cat leaf", "cat away/gold.txt", "ls away", "tar -C/etc x",
+    "cp --file=/etc/passwd x",
+    "X=/etc/passwd cat", "cat /usr/bin/../../etc/passwd", "echo x > ../x", "echo x > /tmp/x",
+    "scp a.txt:/etc/passwd .",
+    "ls a.txt,/etc", "cat {tmp}/ws-evil/a.txt", "cat {/etc/passwd,x}", "echo x > {tmp}/kit/SKILL.md",
+    "cat dangling",
+])  # fmt: skip
+def test_the_fence_holds_for_the_words_of_a_command(fenced, command):
+    with pytest.raises(ToolError):
+        check_command(command.replace("{tmp}", str(fenced.workspace.parent)), fenced)
+
+
+@pytest.mark.parametrize("command", [
+    "cat a.txt sub/b.txt ./a.txt", "cat {tmp}/ws/a.txt", "ls . sub/..", "cat {tmp}/kit/SKILL.md",
+    "git log --format=%h",
+    "ls > /dev/null 2>/dev/null", "/usr/bin/env ls", "sed -i s/a/b/ a.txt", "python3 -c 'print(1/2)'",
+    "curl https://example.com/x", "git clone https://github.com/a/b.git", "curl --url=http://a.b/c",
+    "git diff HEAD~1", "echo 'a/" + "long" * 200 + "'",
+])  # fmt: skip
+def test_the_fence_lets_work_inside_go_on(fenced, command):
+    check_command(command.replace("{tmp}", str(fenced.workspace.parent)), fenced)
+
+
+def test_a_refused_command_is_not_run(turn):
+    assert "Refused: recursive rm" in run(turn, "touch ran; rm -r sub")
+    assert (turn.cwd / "sub").exists() and not (turn.cwd / "ran").exists()
+
+
+@pytest.mark.parametrize("command, text", [
+    ("true", "Exit code: 0"),
+    ("echo out", "out\nExit code: 0"),
+    ("echo out; echo err >&2; exit 3", "out\nSTDERR:\nerr\nExit code: 3"),
+    ("kill -9 $$", "Exit code: -9"),
+    ("printf 'a\\377b'", "a�b\nExit code: 0"),
+    ("cat; echo end", "end\nExit code: 0"),  # standard input is closed: nothing waits for it
+    ("read x || echo no input", "no input\nExit code: 0"),
+    ("[[ a == a ]] && echo bash", "bash\nExit code: 0"),
+])  # fmt: skip
+def test_exec_returns_output_errors_and_always_the_exit_code(turn, command, text):
+    result = call(turn, "exec", command=command)
+    assert result.text == text and result.is_error == (not text.endswith("Exit code: 0"))
+
+
+def test_exec_runs_where_it_is_told_to(turn):
+    assert run(turn, "pwd") == f"{turn.cwd}\nExit code: 0"
+    assert run(turn, "pwd", working_dir="sub") == f"{turn.cwd}/sub\nExit code: 0"
+    assert "There is no folder" in run(turn, "pwd", working_dir="gone")
+    assert "There is no folder" in run(turn, "pwd", working_dir="a.txt")
+
+
+def test_exec_sees_a_clean_environment(turn, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-1")
+    monkeypatch.setenv("ALLOWED", "yes")
+    monkeypatch.setenv("BASH_ENV", str(turn.cwd / "a.txt"))
+    registry = ToolRegistry([Exec(allowed_env=["ALLOWED"])])
+    text = asyncio.run(registry.execute("exec", {"command": "env"}, turn)).text
+    names = {line.split("=")[0] for line in text.split("\n")[:-1]}
+    assert {"HOME", "PATH", "ALLOWED"} <= names
+    assert names <= {"HOME", "LANG", "TERM", "PATH", "ALLOWED", "PWD", "SHLVL", "_"}  # three of bash
+    assert "sk-1" not in text
+
+
+def test_path_append_is_a_value_and_no_command(turn):
+    registry = ToolRegistry([Exec(path_append='/opt/x"; touch hacked; "')])
+    text = asyncio.run(registry.execute("exec", {"command": 'echo "$PATH"'}, turn)).text
+    assert text.split("\n")[0].endswith(':/opt/x"; touch hacked; "') and not (turn.cwd / "hacked").exists()
+
+
+def test_exec_keeps_head_and_tail_of_a_long_output(turn):
+    text = run(turn, "seq 1 300000; echo the end")
+    total = sum(len(str(number)) + 1 for number in range(1, 300_001)) + len("the end")
+    left_out = int(re.search(r"… ([\d,]+) characters left out …", text)[1].replace(",", ""))
+    assert text.startswith("1\n2\n") and text.endswith("the end\nExit code: 0") and len(text) < 10_200
+    assert total - left_out == 10_000
+
+
+def test_exec_keeps_the_tail_of_both_streams(turn):
+    text = run(turn, "seq 1 50000; seq -f e%.0f 1 50000 >&2")
+    assert text.startswith("1\n") and "e50000\nExit code" in text
+    assert text.count("left out") == 1 and len(text) < 10_200
+    wide = run(turn, "for i in $(seq 9000); do printf 😀; done; echo end")
+    assert "�" not in wide and wide.count("😀") == 9_000
+
+
+def test_exec_does_not_hold_a_huge_output_in_memory(turn):
+    text = run(turn, "head -c 200000000 /dev/zero | tr '\\0' x")
+    assert re.search(r"199,99\d,\d{3} characters left out", text)
+
+
+def is_running(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/stat")
+    with contextlib.suppress(OSError):
+        os.kill(pid, 0)
+        return not (status.exists() and ") Z " in status.read_text())  # Z: dead, but not yet collected
+    return False
+
+
+def until(condition, seconds=3.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return bool(condition())
+
+
+def written_pids(turn) -> list[int]:
+    return [int(word) for word in (content(turn.cwd / "pids") or b"").split()]
+
+
+TWO_GENERATIONS = "(sleep 60 & echo $! >> pids; wait) & sleep 60 & echo $! $$ >> pids; echo begun; wait"
+
+
+def test_a_timeout_kills_the_command_and_its_grandchildren(turn):
+    start = time.monotonic()
+    result = call(turn, "exec", command=TWO_GENERATIONS, timeout=1)
+    assert result.is_error and result.text.startswith("begun\nTimed out after 1 s")
+    assert time.monotonic() - start < 4 and len(written_pids(turn)) == 3
+    assert until(lambda: not any(map(is_running, written_pids(turn))))
+
+
+def test_a_cancelled_turn_kills_the_command_and_its_grandchildren(turn):
+    async def cancel():
+        task = asyncio.create_task(ToolRegistry([Exec()]).execute("exec", {"command": TWO_GENERATIONS}, turn))
+        await in_thread(until, lambda: len(written_pids(turn)) == 3)
+        task.cancel()
+        await task
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(cancel())
+    assert len(written_pids(turn)) == 3
+    assert until(lambda: not any(map(is_running, written_pids(turn))))
+
+
+def test_a_child_in_the_background_does_not_hold_the_answer(turn):
+    start = time.monotonic()
+    assert run(turn, "sleep 3 & echo hi") == "hi\nExit code: 0"
+    assert time.monotonic() - start < 2.5
+
+
+@pytest.mark.parametrize("timeout", [601, -1, "soon"])
+def test_exec_refuses_a_timeout_out_of_bounds(turn, timeout):
+    assert "timeout must be" in run(turn, "true", timeout=timeout)
