@@ -35,8 +35,8 @@ class OutboundMessage:
     reply_to: str | None = None
 
 
-# C0 but tab and newline, DEL, C1; bidi controls, zero-widths, tag characters: they rewrite what a reader sees
-UNSAFE = re.compile("[\0-\b\v-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff\U000e0000-\U000e007f]")  # noqa
+# C0 but tab and newline, DEL, C1; bidi controls, zero-widths, tags: they rewrite what a reader sees
+UNSAFE = re.compile("[\0-\b\v-\x1f\x7f-\x9f\u061c\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff\U000e0000-\U000e007f]")  # noqa
 
 
 def printable(text: str) -> str:
@@ -100,26 +100,28 @@ class CLI:
         self._streamed = ""
 
     async def send(self, event: OutboundMessage) -> None:
-        if event.kind == "delta":
-            if self.live:
-                self._streamed += event.content
-                self._print(self.out, event.content, end="")
+        if event.kind == "delta" and self.live:
+            self._streamed += event.content
+            print(printable(event.content), end="", file=self.out, flush=True)
         elif event.kind == "final" or (event.kind == "progress" and self._streamed):
-            rest = event.content.removeprefix(self._streamed.strip("\n")) if self._streamed else event.content
-            self._print(self.out, rest)
-            self._streamed = ""
+            print(printable(self._rest(event.content)), file=self.out, flush=True)
         elif event.kind in self.kinds:
-            self._print(self.out if self._streamed else self.err, "", end="\n" if self._streamed else "")
-            self._streamed = ""
             self.note(event.content)
 
+    def _rest(self, text: str) -> str:
+        """What of a text was not streamed yet; blanks at its edges do not count, providers cut them off."""
+        shown, self._streamed = self._streamed.strip(), ""
+        if not text.lstrip().startswith(shown):
+            return f"\n{text}"
+        return text.lstrip().removeprefix(shown) if shown else text
+
     def note(self, text: str) -> None:
-        """A line beside the answer, dimmed where colours are."""
+        """A line beside the answer, dimmed where colours are; half an answer before it ends its line."""
+        if self._streamed:
+            self._streamed = ""
+            print(file=self.out, flush=True)
         dim, plain = ("\x1b[2m", "\x1b[0m") if self.err.isatty() else ("", "")
         print(f"{dim}{printable(text)}{plain}", file=self.err, flush=True)
-
-    def _print(self, where: TextIO, text: str, end: str = "\n") -> None:
-        print(printable(text), end=end, file=where, flush=True)
 
     def read_line(self, prompt: str, history: Path) -> str:
         """A line from the user, with line editing and history; raises EOFError on Ctrl-D."""
