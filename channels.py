@@ -125,14 +125,18 @@ class CLI:
 
     def read_line(self, prompt: str, history: Path) -> str:
         """A line from the user, with line editing and history; raises EOFError on Ctrl-D."""
-        with contextlib.suppress(ImportError, OSError):  # no readline on Windows; no history yet
+        with contextlib.suppress(ImportError, OSError):  # there is no readline on Windows
             import readline
 
             if not readline.get_current_history_length():
+                history.parent.mkdir(parents=True, exist_ok=True)
+                history.touch(0o600)  # nothing can be appended to a file that is not there
                 readline.read_history_file(history)
         if not self.live:
             print(prompt, end="", file=self.err, flush=True)
         line = input(prompt if self.live else "")
         with contextlib.suppress(ImportError, OSError):
-            readline.append_history_file(1, history)
+            import readline
+
+            readline.append_history_file(1 if line else 0, history)  # an empty line is not in it
         return line
