@@ -2,7 +2,6 @@
 
 A channel turns what somebody says into a call of the agent, and the agent's events into what they see:
 
-    OutboundMessage("cli", "direct", "Let me look.", kind="progress")
     OutboundMessage("cli", "direct", 'read_file("a.txt")', kind="tool_hint")
     OutboundMessage("cli", "direct", "It says hello.", kind="final")
 
@@ -18,7 +17,7 @@ import sys
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -31,30 +30,25 @@ class OutboundMessage:
     chat_id: str
     content: str
     kind: str = "final"
-    media: list[str] = field(default_factory=list)
-    reply_to: str | None = None
 
 
-# C0 but tab and newline, DEL, C1; bidi controls, zero-widths, tag characters: they rewrite what a reader sees
-UNSAFE = re.compile("[\0-\b\v-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff\U000e0000-\U000e007f]")  # noqa
+# C0 but tab and newline, DEL, C1; bidi controls, zero-widths, tags: they rewrite what a reader sees
+UNSAFE = re.compile("[\0-\b\v-\x1f\x7f-\x9f\u061c\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff\U000e0000-\U000e007f]")  # noqa
 
 
 def printable(text: str) -> str:
     """Text for a terminal: control, escape, bidi and invisible characters are shown as `\\x1b`, `\\u202e`."""
     safe = UNSAFE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
-    return safe.encode("utf-8", errors="replace").decode("utf-8")
+    return safe.encode("utf-8", errors="replace").decode("utf-8")  # a lone surrogate has no UTF-8
 
 
-class BackgroundLoop:
+class BackgroundLoop(contextlib.AbstractContextManager):
     """An event loop on a daemon thread: the agent goes on while the main thread keeps the keyboard."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
-        self._questions: queue.SimpleQueue[tuple[str, Future] | None] = queue.SimpleQueue()
+        self._questions: queue.SimpleQueue[tuple[str, Future] | None] = queue.SimpleQueue()  # None: the end
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
-
-    def __enter__(self) -> "BackgroundLoop":
-        return self
 
     def __exit__(self, *_: Any) -> None:
         self.loop.call_soon_threadsafe(self.loop.stop)
@@ -100,37 +94,37 @@ class CLI:
         self._streamed = ""
 
     async def send(self, event: OutboundMessage) -> None:
-        if event.kind == "delta":
-            if self.live:
-                self._streamed += event.content
-                self._print(self.out, event.content, end="")
+        if event.kind == "delta" and self.live:
+            self._streamed += event.content
+            print(printable(event.content), end="", file=self.out, flush=True)
         elif event.kind == "final" or (event.kind == "progress" and self._streamed):
-            rest = event.content.removeprefix(self._streamed.strip("\n")) if self._streamed else event.content
-            self._print(self.out, rest)
-            self._streamed = ""
+            text, shown, self._streamed = event.content, self._streamed.strip(), ""
+            if shown:  # the blanks at its edges do not count: providers cut them off
+                text = text.lstrip().removeprefix(shown) if text.lstrip().startswith(shown) else f"\n{text}"
+            print(printable(text), file=self.out, flush=True)
         elif event.kind in self.kinds:
-            self._print(self.out if self._streamed else self.err, "", end="\n" if self._streamed else "")
-            self._streamed = ""
             self.note(event.content)
 
     def note(self, text: str) -> None:
-        """A line beside the answer, dimmed where colours are."""
+        """A line beside the answer, dimmed where colours are; half an answer before it ends its line."""
+        print(end="\n" if self._streamed else "", file=self.out, flush=True)
+        self._streamed = ""
         dim, plain = ("\x1b[2m", "\x1b[0m") if self.err.isatty() else ("", "")
         print(f"{dim}{printable(text)}{plain}", file=self.err, flush=True)
 
-    def _print(self, where: TextIO, text: str, end: str = "\n") -> None:
-        print(printable(text), end=end, file=where, flush=True)
-
     def read_line(self, prompt: str, history: Path) -> str:
         """A line from the user, with line editing and history; raises EOFError on Ctrl-D."""
-        with contextlib.suppress(ImportError, OSError):  # no readline on Windows; no history yet
+        with contextlib.suppress(ImportError, OSError):  # there is no readline on Windows
             import readline
 
             if not readline.get_current_history_length():
+                history.parent.mkdir(parents=True, exist_ok=True)
+                history.touch(0o600)  # nothing can be appended to a file that is not there
                 readline.read_history_file(history)
-        if not self.live:
-            print(prompt, end="", file=self.err, flush=True)
+        print("" if self.live else prompt, end="", file=self.err, flush=True)
         line = input(prompt if self.live else "")
         with contextlib.suppress(ImportError, OSError):
-            readline.append_history_file(1, history)
+            import readline
+
+            readline.append_history_file(1 if line else 0, history)  # an empty line is not in it
         return line

@@ -180,10 +180,14 @@ def typed(keys: bytes, history: Path) -> str:
         command, cwd=ROOT, stdin=keyboard, stdout=keyboard, stderr=subprocess.PIPE, text=True
     ) as process:
         os.close(keyboard)
-        while b"> " not in os.read(screen, 1000):
-            pass
+        clock = threading.Timer(10, process.kill)
+        clock.start()
+        shown = b""
+        while b"> " not in shown:
+            shown += os.read(screen, 1000)  # raises OSError where the program is gone
         os.write(screen, keys)
         said = process.stderr.read()
+        clock.cancel()
     os.close(screen)
     return said.strip()
 
