@@ -784,6 +784,7 @@ KEPT_BYTES = 4 * MAX_OUTPUT_CHARS  # of head and tail each: a character has up t
 SAFE_ENVIRONMENT = ("HOME", "LANG", "TERM", "PATH")  # nothing else of ours: keys live in the environment
 WRAPPERS = {"sudo", "env", "nohup", "time", "timeout", "command", "exec", "nice", "xargs", "if", "then", "do",
             "else", "!", "{"}  # fmt: skip
+SHELLS = ("sh", "bash", "dash", "zsh", "eval", "su")  # what they are given is a command again
 FATAL = re.compile(r"mkfs.*|dd|wipefs|fdisk|parted|shutdown|reboot|halt|poweroff|init")
 FORK_BOMB = re.compile(r"([\w:.]{1,80})\s*\(\)\s*\{[^}]*\1\s*\|\s*\1\s*&")
 
@@ -804,8 +805,11 @@ def check_command(command: str, turn: Turn) -> None:
             program = os.path.basename(word).lower()
         if FATAL.fullmatch(program):
             raise ToolError(f"Refused: {program} can destroy data or stop the machine. The user may run it.")
-        if program == "rm" and re.match(r"--recursive|-\w*[rR]", word):
-            raise ToolError("Refused: recursive rm. Remove single files, or ask the user to do it.")
+        recursive = re.match(r"--recursive|-\w*[rR]", word) if program == "rm" else word == "-delete"
+        if recursive and program in ("rm", "find"):
+            raise ToolError("Refused: recursive removal. Remove single files, or ask the user to do it.")
+        if program in SHELLS and " " in word:
+            check_command(word, turn)
         _check_word(word, redirected or program == "tee", turn)
         redirected = ">" in word and not word.strip(";&|()<>")
 

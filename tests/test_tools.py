@@ -895,7 +895,7 @@ def run(turn, command, **arguments) -> str:
     "sudo rm -fr x", "sudo -n rm -rf x", "cd x && rm -rf y", "ls\nrm -rf x", "ls\rrm -rf x", "rm \\\n -rf x",
     "A=1 rm -rf x", "(rm -rf x)", "echo `rm -rf x`", "echo $(rm -rf x)", "if true; then rm -rf x; fi",
     "find . -name x | xargs rm -rf", "find . -exec rm -rf {} +", "r\\m -rf x", "'rm' -rf x",
-    "ls # x\nrm -rf x",
+    "ls # x\nrm -rf x", "bash -c 'rm -rf x'", "eval \"rm -r x\"", "find . -delete",
     "mkfs.ext4 /dev/sda1", "mkfs -t ext4 x", "dd if=/dev/zero of=x", "true; dd of=x", "shutdown -h now",
     "sudo reboot", ":(){ :|:& };:", "bomb() { bomb | bomb & }; bomb",
     "echo x > /dev/sda", "echo x >/dev/sda", "echo x >> /dev/sda", "echo x &> /dev/sda", "echo x >| /dev/sda",
@@ -950,7 +950,7 @@ def test_the_fence_lets_work_inside_go_on(fenced, command):
 
 
 def test_a_refused_command_is_not_run(turn):
-    assert "Refused: recursive rm" in run(turn, "touch ran; rm -r sub")
+    assert "Refused: recursive removal" in run(turn, "touch ran; rm -r sub")
     assert (turn.cwd / "sub").exists() and not (turn.cwd / "ran").exists()
 
 
