@@ -13,7 +13,6 @@ tools.py. Not covered: which tools there are, and how they run.
 """
 
 import asyncio
-import functools
 import gc
 import json
 import logging
@@ -26,6 +25,7 @@ from urllib.parse import urlsplit
 
 log = logging.getLogger("nanobot.providers")
 to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode  # NaN is a ValueError: it is no JSON
+from_json = json.JSONDecoder(strict=False).decode  # line ends in a text are no reason to refuse it
 OnDelta = Callable[[str], Awaitable[None]]
 REASONING = ("reasoning_content", "reasoning", "reasoning_details")  # sent back under the name they came with
 
@@ -80,13 +80,9 @@ class LLMRequest:
     options: dict
     on_delta: OnDelta | None = None
 
-    async def show(self, text: str) -> None:
-        if self.on_delta and text:
-            await self.on_delta(text)
-
-    async def show_words(self, text: str | None) -> None:
-        for word in re.findall(r"\s*\S+|\s+\Z", text or ""):
-            await self.show(word)
+    async def show(self, *pieces: str) -> None:
+        for piece in filter(None, pieces if self.on_delta else ()):
+            await self.on_delta(piece)
 
 
 class LLMProvider:
@@ -147,42 +143,45 @@ def legal(messages: list[dict], reply: bool = True) -> list[dict]:
 def _clean(message: dict) -> dict | None:
     """A message with known keys and an acceptable content; None where nothing is left of it."""
     kept = {key: _utf8(value) for key, value in message.items() if key in KNOWN_KEYS and value}
-    role, content = kept.get("role"), kept.get("content")
+    role, content = kept.get("role"), _clean_content(kept.get("content"))
     role = "system" if role == "developer" else role
     named = [call for call in kept.pop("tool_calls", []) if (call.get("function") or {}).get("name")]
-    calls = {"tool_calls": [_clean_call(call) for call in named]} if named and role == "assistant" else {}
-    content = [_clean_block(each) for each in content] if isinstance(content, list) else _clean_text(content)
+    calls = [_clean_call(call) for call in named] if role == "assistant" else []
     nothing = role == "assistant" and not content and not calls
     if nothing or role not in ("system", "user", "assistant", "tool"):
         return None
-    return {**kept, "role": role, "content": content or (None if calls else "(empty)"), **calls}
+    kept |= {"role": role, "content": content or (None if calls else "(empty)")}
+    return {**kept, "tool_calls": calls} if calls else kept
 
 
 def _utf8(value: Any) -> Any:
     """The same in lists and dicts of its own; a half of a surrogate pair, which has no UTF-8, becomes `?`."""
-    if isinstance(value, str) and not value.isascii():
-        whole = value.encode("utf-16", errors="surrogatepass").decode("utf-16", errors="surrogatepass")
-        return whole.encode("utf-8", errors="replace").decode("utf-8")
-    if isinstance(value, list):
-        return [_utf8(each) for each in value]
-    return {_utf8(key): _utf8(each) for key, each in value.items()} if isinstance(value, dict) else value
+    if not isinstance(value, str):
+        items = {_utf8(key): _utf8(each) for key, each in value.items()} if isinstance(value, dict) else value
+        return [_utf8(each) for each in value] if isinstance(value, list) else items
+    if value.isascii():
+        return value
+    whole = value.encode("utf-16", errors="surrogatepass").decode("utf-16", errors="surrogatepass")
+    return whole.encode("utf-8", errors="replace").decode("utf-8")
 
 
-def _clean_text(value: Any) -> str:
-    text = value if isinstance(value, str) else to_json(value) if value else ""
+def _clean_content(content: Any) -> str | list[dict]:
+    """A text or blocks; empty where there is nothing to see."""
+    if isinstance(content, list):
+        return [_clean_block(each) for each in content]
+    text = content if isinstance(content, str) else to_json(content) if content else ""
     return "" if text.isspace() else text
 
 
 def _clean_block(block: Any) -> dict:
-    if isinstance(block, dict) and block.get("type") != "text":
-        return block
     text = block.get("text") if isinstance(block, dict) else block
-    return {"type": "text", "text": _clean_text(text) or "(empty)"}
+    other = isinstance(block, dict) and block.get("type") != "text"
+    return block if other else {"type": "text", "text": _clean_content(text) or "(empty)"}
 
 
 def _clean_call(call: dict) -> dict:
     arguments, _ = parse_arguments(call["function"].get("arguments"), repair=True)
-    function = {"name": str(call["function"]["name"]), "arguments": _utf8(to_json(arguments))}
+    function = {"name": str(call["function"]["name"]), "arguments": to_json(arguments)}
     return {**call, "type": "function", "function": function}
 
 
@@ -286,9 +285,7 @@ def choose_endpoint(
     if not base:
         raise ValueError(f"Provider {spec.name} has no address: set its apiBase, or --base-url.")
     nobodys = host is not None and (host.is_local or not host.default_api_base)
-    key = _key(settings, host if host and not nobodys else spec)
-    if nobodys and not key and "openai" in settings:
-        key = settings["openai"].api_key  # OPENAI_API_KEY and OPENAI_BASE_URL: what many set for any endpoint
+    key = _key(settings, spec, anywhere=True) if nobodys else _key(settings, host or spec)
     maker, _, rest = model.partition("/")
     if maker == spec.name and (not spec.is_gateway or "/" in rest):  # openrouter/auto is a whole name
         model = rest
@@ -296,18 +293,16 @@ def choose_endpoint(
 
 
 def _row_of_host(base_url: str) -> ProviderSpec:
-    parts = urlsplit(base_url)
-    host = parts.hostname or ""
-    place = f".{host}:{parts.port}" if parts.port else f".{host}"
-    local = re.match(r"localhost$|127\.|0\.0\.0\.0$|::1$|10\.|192\.168\.", host)
+    place = f".{urlsplit(base_url).netloc.rpartition('@')[2]}"
+    local = re.match(r"\.(localhost|0\.0\.0\.0|\[::1\])(:|$)|\.(127|10|192\.168)\.", place)
     known = [row for row in PROVIDERS if place.endswith(row.detect_by_base_keyword)]
     return known[0] if known else ROWS["local" if local else "custom"]
 
 
-def _key(settings: dict[str, Endpoint], row: ProviderSpec) -> str:
-    """The row's own key, or the one of OPENAI_API_KEY where its prefix says that it is the row's."""
+def _key(settings: dict[str, Endpoint], row: ProviderSpec, anywhere: bool = False) -> str:
+    """The row's own key, else OPENAI_API_KEY, where its prefix is the row's or it may go anywhere."""
     own, general = (settings[name].api_key if name in settings else "" for name in (row.name, "openai"))
-    return own or (general if general.startswith(row.detect_by_key_prefix) else "")
+    return own or (general if anywhere or general.startswith(row.detect_by_key_prefix) else "")
 
 
 def _row_by_clues(settings: dict[str, Endpoint], model: str) -> ProviderSpec | None:
@@ -327,20 +322,6 @@ def _row_by_clues(settings: dict[str, Endpoint], model: str) -> ProviderSpec | N
 # ---- An OpenAI-compatible endpoint ----
 
 
-class EndpointError(Exception):
-    """The endpoint said that something is wrong."""
-
-
-def import_openai() -> Any:
-    """The SDK, imported at the first request: 0.3 s over 800 modules, less with the collector off."""
-    gc.disable()
-    import openai
-
-    gc.freeze()  # an import's objects live for ever: the collector need never look at them
-    gc.enable()
-    return openai
-
-
 class OpenAIProvider(LLMProvider):
     """Any endpoint that speaks Chat Completions, through the official SDK. Timeouts are in seconds."""
 
@@ -348,33 +329,37 @@ class OpenAIProvider(LLMProvider):
         key = "".join(endpoint.api_key.split())  # a line end, pasted along, would break the header
         self.endpoint, self.model = replace(endpoint, api_key=key), endpoint.model
         self.request_timeout, self.idle_timeout = request_timeout, idle_timeout
+        self._client: Any = None
 
     def warm_up(self) -> None:
-        import_openai()
+        """Load the SDK, 0.3 s over 800 modules, less with the garbage collector off; make the client."""
+        if self._client is not None:
+            return
+        gc.disable()
+        import openai
 
-    @functools.cached_property
-    def _client(self) -> Any:
-        openai, end = import_openai(), self.endpoint
-        plain = end.api_base.startswith("http://")  # needs no certificates, which take 30 ms to load
-        return openai.AsyncOpenAI(
+        gc.freeze()  # an import's objects live for ever: the collector need never look at them
+        gc.enable()
+        end = self.endpoint
+        secure, direct = not end.api_base.startswith("http://"), end.spec.is_local  # certificates take 30 ms
+        http = openai.DefaultAsyncHttpxClient(verify=secure, trust_env=not direct, follow_redirects=False)
+        self._client = openai.AsyncOpenAI(
             api_key=end.api_key or "none", base_url=end.api_base, default_headers=end.extra_headers,
-            max_retries=0, timeout=self.request_timeout,
-            http_client=openai.DefaultAsyncHttpxClient(
-                trust_env=not end.spec.is_local, verify=not plain, follow_redirects=False
-            ),
+            max_retries=0, timeout=self.request_timeout, http_client=http,
         )  # fmt: skip
 
     async def answer(self, request: LLMRequest) -> LLMResponse:
         reader = AnswerReader()
         try:
             if not request.model:
-                raise EndpointError(f"no model is named. {await self._offer()}")
+                raise RuntimeError(f"no model is named. {await self._offer()}")
             await self._post(request, reader)
         except Exception as problem:  # whatever an endpoint does; cancellation is no Exception and goes on
             return LLMResponse(finish_reason="error", error=await self._explain(problem))
         return reader.response(request)
 
     async def _post(self, request: LLMRequest, reader: "AnswerReader") -> None:
+        self.warm_up()
         # messages=… would make the SDK type each message anew: 0.12 ms a message, 122 ms at 1,000. In
         # extra_body the same bytes go out at once. A stream's lines cost 10 µs each, the SDK's chunks 77.
         create = self._client.chat.completions.with_streaming_response.create
@@ -400,8 +385,8 @@ class OpenAIProvider(LLMProvider):
 
     async def list_models(self) -> list[str]:
         """What the endpoint offers; raises what the SDK raises."""
-        patience = min(self.request_timeout, 10.0)
-        response = await self._client.models.with_raw_response.list(timeout=patience)
+        self.warm_up()
+        response = await self._client.models.with_raw_response.list(timeout=min(self.request_timeout, 10.0))
         return [str(each.get("id")) for each in parse_answer(response.content).get("data") or []]
 
     async def check(self) -> str | None:
@@ -410,7 +395,7 @@ class OpenAIProvider(LLMProvider):
             offered = await self.list_models()
         except Exception as problem:  # whatever the endpoint does is just what is asked for
             return await self._explain(problem)
-        return None if self.model in offered or not offered else f"no such model there. {await self._offer()}"
+        return None if self.model in offered or not offered else f"no such model. {await self._offer()}"
 
     async def _explain(self, problem: Exception) -> str:
         """Cause, then what to do; never the key, which some servers repeat."""
@@ -482,7 +467,7 @@ class AnswerReader:
 
     def feed(self, chunk: dict) -> str:
         if chunk.get("error"):
-            raise EndpointError(_said(chunk))
+            raise RuntimeError(_said(chunk))
         self.usage, shown = chunk.get("usage") or self.usage, ""
         for choice in chunk.get("choices") or []:
             self.usage = choice.get("usage") or self.usage
@@ -515,8 +500,9 @@ class AnswerReader:
         index, id_, function = piece.get("index"), piece.get("id"), piece.get("function") or {}
         name, arguments = function.get("name") or "", function.get("arguments") or ""
         last = next((call for call in reversed(self.calls) if index in (None, call["index"])), None)
-        new = last and name and (id_ != last["id"] if id_ and last["id"] else arguments and _is_whole(last))
-        if new or not last:
+        written = last["arguments"] if last else ""
+        whole = name and arguments and written and not parse_arguments(written, repair=False)[1]
+        if not last or (name and (id_ != last["id"] if id_ and last["id"] else whole)):
             last = {"index": index, "id": id_, "name": "", "arguments": "", "extra": {}}
             self.calls.append(last)
         last["id"] = last["id"] or id_
@@ -544,10 +530,6 @@ class AnswerReader:
         return answer
 
 
-def _is_whole(call: dict) -> bool:
-    return bool(call["arguments"]) and not parse_arguments(call["arguments"], repair=False)[1]
-
-
 def new_id() -> str:
     """Nine digits: the one form of an id that every endpoint takes."""
     return f"{time.perf_counter_ns() % 10**9:09d}"
@@ -559,7 +541,7 @@ def parse_arguments(written: Any, repair: bool) -> tuple[dict, str]:
     try:
         value = _loads(text.strip() or "{}", repair)
         to_json(value)  # raises where a number is NaN or infinite
-    except (ValueError, RecursionError) as problem:
+    except (ValueError, RecursionError, ImportError) as problem:
         return {}, f"its arguments are not whole JSON ({problem})"
     if not isinstance(value, dict):
         return {}, f"its arguments must be one JSON object, not {text[:100]!r}"
@@ -568,7 +550,7 @@ def parse_arguments(written: Any, repair: bool) -> tuple[dict, str]:
 
 def _loads(text: str, repair: bool) -> Any:
     try:
-        return json.loads(text, strict=False)
+        return from_json(text)
     except ValueError:
         if not repair:
             raise
@@ -589,9 +571,9 @@ def read_usage(usage: dict) -> dict:
 
 
 def estimate_usage(request: LLMRequest, answer: LLMResponse) -> dict:
-    asked, said = [request.messages, request.tools], answer.to_message()
-    sizes = [len(to_json(each)) // 4 for each in (asked, said)]
-    return {"prompt_tokens": sizes[0], "completion_tokens": sizes[1], "cached_tokens": 0, "estimated": True}
+    parts = ([request.messages, request.tools], answer.to_message())
+    asked, said = (len(to_json(each)) // 4 for each in parts)  # a token of English is about four bytes
+    return {"prompt_tokens": asked, "completion_tokens": said, "cached_tokens": 0, "estimated": True}
 
 
 class ThinkFilter:
@@ -606,21 +588,18 @@ class ThinkFilter:
     def __init__(self) -> None:
         self.pending, self.hidden, self.line, self.code = "", "", "", ""
 
-    def feed(self, piece: str) -> str:
+    def feed(self, piece: str, last: bool = False) -> str:
         text = self.pending + piece
-        unclear = self.unclear.search(text)
+        unclear = None if last else self.unclear.search(text)
         self.pending = unclear[0] if unclear else ""
-        return self._take(text.removesuffix(self.pending))
+        tokens = self.mark.split(text.removesuffix(self.pending))
+        return "".join(token for token in tokens if self._is_shown(token))
 
     def close(self) -> str:
-        shown = self._take(self.pending)
-        return shown + (self.hidden if self.line.strip() else "")
-
-    def _take(self, text: str) -> str:
-        return "".join(token for token in self.mark.split(text) if self._is_shown(token))
+        return self.feed("", last=True) + (self.hidden if self.line.strip() else "")
 
     def _is_shown(self, token: str) -> bool:
-        """Of a mark, or of the text between two. Keeps in mind what the line holds, and whether it is code."""
+        """Of a mark, or the text between two. Keeps in mind what the line holds, and whether it is code."""
         tag = not self.code and token[:1] == "<" and self.mark.fullmatch(token)
         closing = token[:2] == "</"
         if self.hidden:
@@ -644,6 +623,8 @@ def strip_think(text: str) -> str:
 
 # ---- Models that need no network ----
 
+words = re.compile(r"\s*\S+|\s+\Z").findall
+
 
 class ScriptedProvider(LLMProvider):
     """Plays replies back: a text, a ToolCallRequest, a list of these, or an LLMResponse. Keeps `requests`."""
@@ -660,34 +641,35 @@ class ScriptedProvider(LLMProvider):
         if isinstance(reply, ToolCallRequest | list):
             reply = LLMResponse(None, reply if isinstance(reply, list) else [reply], "tool_calls")
         reply = LLMResponse(reply) if isinstance(reply, str) else reply
-        await request.show_words(reply.content)
+        await request.show(*words(reply.content or ""))
         return reply
 
 
-# A rule: what the user says (the named groups are arguments), a tool, further arguments, and the answer.
-LINES = {"output_mode": "content", "fixed_strings": True, "case_insensitive": True, "head_limit": 20}
-OFFLINE_RULES: list[tuple[str, str, dict, str]] = [
-    (r"(?:change|replace) (?P<old_text>.+?) (?:to|with) (?P<new_text>.+?) in (?P<path>\S+)", "edit_file", {},
-     "I changed {path}:\n\n{result}"),
-    (r"(?:write|save|put) (?P<content>.+?) (?:in)?to (?:the file )?(?P<path>\S+)", "write_file", {}, "{result}"),
-    (r"(?:run|execute) (?:the command )?(?P<command>.+)", "exec", {}, "$ {command}\n\n{result}"),
-    (r"remember (?:that )?(?P<fact>.+)", "remember", {}, ""),
-    (r"(?:recall|what do you (?:know|remember))(?: about (?:me|us))?", "read_file", {"path": "MEMORY.md"},
-     "I remember:\n\n{result}"),
-    (r"(?:recall|what do you (?:know|remember) about) (?P<pattern>.+)", "grep", {"path": "MEMORY.md", **LINES},
-     "About {pattern} I remember:\n\n{result}"),
-    (r"(?:count|how many)(?: the)? lines(?: \w+)*? (?P<path>\S+?)(?: have| has| contain)?", "grep",
-     {"pattern": "", "output_mode": "count"}, "Lines in {result}"),
-    (r"(?:count|how many)(?: the| all)?(?: (?P<pattern>\S*\*\S*))? files?\b.*", "glob",
-     {"pattern": "*", "head_limit": 100_000}, "Files like {pattern}: {count}, the newest first:\n\n{result}"),
-    (r"find (?:the |all )?files? (?:named |called |like )?(?P<pattern>\S+)", "glob", {},
-     "Files like {pattern}: {count}\n\n{result}"),
-    (r"(?:find|search for|search|grep|where is|count) (?P<pattern>.+?)(?: in (?P<path>\S+))?", "grep", LINES,
-     "Lines with {pattern}: {count}\n\n{result}"),
-    (r"(?:list|show|what|which)\b.*?\b(?:files|folder)\b.*?(?: in (?!the |this |here)(?P<path>\S+))?", "list_dir",
-     {}, "{result}"),
-    (r"(?:read|show|open|print|summari[sz]e|look at|what is in|what does)(?: me)?(?: the file)?"
-     r" (?P<path>\S+)(?: say| contain)?", "read_file", {}, "{path} says:\n\n{result}"),
+def _rule(said: str, tool: str, answer: str, **arguments: Any) -> tuple[re.Pattern, str, str, dict]:
+    """What the user says, with a tool's arguments as `<name>`; what is answered, with these as `{name}`."""
+    said = re.sub(r"(?<!P)<(\w+)>", r"(?P<\1>.+?)", said.replace("<path>", r"(?P<path>\S+?)"))
+    return re.compile(said, re.IGNORECASE), tool, answer, arguments
+
+
+FOUND = {"output_mode": "content", "fixed_strings": True, "case_insensitive": True, "head_limit": 20}
+OFFLINE_RULES = [
+    _rule("(change|replace) <old_text> (to|with) <new_text> in <path>", "edit_file", "Changed:\n\n{result}"),
+    _rule("(write|save|put) <content> (in)?to (the file )?<path>", "write_file", "{result}"),
+    _rule("(run|execute) (the command )?<command>", "exec", "$ {command}\n\n{result}"),
+    _rule("remember (that )?<fact>", "remember", ""),
+    _rule("(recall|what do you (know|remember))( about)?( me| us| <pattern>)?", "grep",
+          "I remember:\n\n{result}", pattern="", path="MEMORY.md", **FOUND),
+    _rule(r"(count|how many)( the)? lines( \w+)*? <path>( have| has| contain)?", "grep",
+          "Number of lines:\n\n{result}", pattern="", output_mode="count"),
+    _rule(r"(count|how many)( the| all)*( <pattern>)? files?\b.*", "glob",
+          "Files like {pattern}: {count}, the newest first:\n\n{result}", pattern="*", head_limit=100_000),
+    _rule("find (the |all )?files? (named |called |like )?<pattern>", "glob", "I found:\n\n{result}"),
+    _rule("(find|search for|search|grep|where is|count) <pattern>( in <path>)?", "grep",
+          "Lines with {pattern}: {count}\n\n{result}", **FOUND),
+    _rule(r"(list|show|what|which)\b.*?\b(files|folder)\b.*?( in (?!the |this |here)<path>)?", "list_dir",
+          "{result}"),
+    _rule("(read|show|open|print|summari[sz]e|look at|what is in|what does)( me)?( the file)? <path>"
+          "( say| contain)?", "read_file", "{path} says:\n\n{result}"),
 ]  # fmt: skip
 OFFLINE_HELP = """I know no rule for that. Ask me to read, list, find, count, write, change or run a thing, \
 or to remember or recall a fact, like: list the files here and read README.md"""
@@ -716,7 +698,7 @@ class OfflineProvider(LLMProvider):
         else:
             parts = [self.report(*step, result) for step, result in zip(steps, results, strict=False)]
             answer = LLMResponse("\n\n".join(filter(None, [self.intro, *(parts or [OFFLINE_HELP])])))
-        await request.show_words(answer.content)
+            await request.show(*words(answer.content))
         answer.usage = estimate_usage(request, answer)
         return answer
 
@@ -728,11 +710,11 @@ class OfflineProvider(LLMProvider):
         verbs = "change|replace|write|save|put|run|remember|recall|count|find|search|list|show|read|what|how"
         for clause in re.split(rf"[,;]?\s+(?:and |then )+(?=(?:{verbs})\b)", question, flags=re.IGNORECASE):
             clause = re.sub(r"(?i)^(?:please|can you|could you)\s+", "", clause).strip(" ?!.")
-            for said, tool, more, answer in OFFLINE_RULES:
-                if match := re.fullmatch(said, clause, re.IGNORECASE):
+            for said, tool, answer, more in OFFLINE_RULES:
+                if match := said.fullmatch(clause):
                     named = {name: each.strip("\"'`") for name, each in match.groupdict().items() if each}
-                    pages = results[len(steps) :]
-                    steps += remember(named["fact"], pages) if "fact" in named else [(tool, more | named, answer)]
+                    fact, rest = named.get("fact"), results[len(steps) :]
+                    steps += remember(fact, rest) if fact else [(tool, more | named, answer)]
                     break
         return steps
 
