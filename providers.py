@@ -168,15 +168,11 @@ def _utf8(value: Any) -> Any:
 def _clean_content(content: Any) -> str | list[dict]:
     """A text or blocks; empty where there is nothing to see."""
     if isinstance(content, list):
-        return [_clean_block(each) for each in content]
+        blocks = [each if isinstance(each, dict) else {"type": "text", "text": each} for each in content]
+        texts = [{"text": _clean_content(block.get("text")) or "(empty)"} for block in blocks]
+        return [b | text if b.get("type") == "text" else b for b, text in zip(blocks, texts, strict=True)]
     text = content if isinstance(content, str) else to_json(content) if content else ""
     return "" if text.isspace() else text
-
-
-def _clean_block(block: Any) -> dict:
-    text = block.get("text") if isinstance(block, dict) else block
-    other = isinstance(block, dict) and block.get("type") != "text"
-    return block if other else {"type": "text", "text": _clean_content(text) or "(empty)"}
 
 
 def _clean_call(call: dict) -> dict:
@@ -449,9 +445,8 @@ class AnswerReader:
 
     def __init__(self) -> None:
         self.content, self.calls, self.extra, self.usage = "", [], {}, {}
-        self.rest = b""  # of a line that is not whole yet
+        self.rest, self.ended = b"", False  # of a line that is not whole yet; the server said "this is all"
         self.finish_reason: str | None = None
-        self.ended = False  # said so, with or without a reason
         self.think = ThinkFilter()
 
     def feed_bytes(self, data: bytes) -> str:
@@ -521,8 +516,8 @@ class AnswerReader:
         # a continuation is joined to an answer that was cut: the space at the seam belongs to it
         text = _utf8(self.content if self.finish_reason == "length" else self.content.rstrip("\n"))
         reasoning = next((self.extra[name] for name in REASONING[:2] if name in self.extra), None)
-        answer = LLMResponse(text if text.strip() else None, calls, self.finish_reason, {}, reasoning)
-        answer.extra = self.extra
+        text = text if text.strip() else None
+        answer = LLMResponse(text, calls, self.finish_reason, {}, reasoning, extra=self.extra)
         answer.usage = read_usage(self.usage) or estimate_usage(request, answer)
         if self.finish_reason is None and (any(call.error for call in calls) or not (calls or self.ended)):
             cause = "The answer broke off before its end" if text or calls else "The endpoint sent no answer"
@@ -645,31 +640,26 @@ class ScriptedProvider(LLMProvider):
         return reply
 
 
-def _rule(said: str, tool: str, answer: str, **arguments: Any) -> tuple[re.Pattern, str, str, dict]:
-    """What the user says, with a tool's arguments as `<name>`; what is answered, with these as `{name}`."""
-    said = re.sub(r"(?<!P)<(\w+)>", r"(?P<\1>.+?)", said.replace("<path>", r"(?P<path>\S+?)"))
-    return re.compile(said, re.IGNORECASE), tool, answer, arguments
-
-
+# A rule: what the user says, with a tool's arguments as <name>; the tool; the answer; further arguments.
 FOUND = {"output_mode": "content", "fixed_strings": True, "case_insensitive": True, "head_limit": 20}
-OFFLINE_RULES = [
-    _rule("(change|replace) <old_text> (to|with) <new_text> in <path>", "edit_file", "Changed:\n\n{result}"),
-    _rule("(write|save|put) <content> (in)?to (the file )?<path>", "write_file", "{result}"),
-    _rule("(run|execute) (the command )?<command>", "exec", "$ {command}\n\n{result}"),
-    _rule("remember (that )?<fact>", "remember", ""),
-    _rule("(recall|what do you (know|remember))( about)?( me| us| <pattern>)?", "grep",
-          "I remember:\n\n{result}", pattern="", path="MEMORY.md", **FOUND),
-    _rule(r"(count|how many)( the)? lines( \w+)*? <path>( have| has| contain)?", "grep",
-          "Number of lines:\n\n{result}", pattern="", output_mode="count"),
-    _rule(r"(count|how many)( the| all)*( <pattern>)? files?\b.*", "glob",
-          "Files like {pattern}: {count}, the newest first:\n\n{result}", pattern="*", head_limit=100_000),
-    _rule("find (the |all )?files? (named |called |like )?<pattern>", "glob", "I found:\n\n{result}"),
-    _rule("(find|search for|search|grep|where is|count) <pattern>( in <path>)?", "grep",
-          "Lines with {pattern}: {count}\n\n{result}", **FOUND),
-    _rule(r"(list|show|what|which)\b.*?\b(files|folder)\b.*?( in (?!the |this |here)<path>)?", "list_dir",
-          "{result}"),
-    _rule("(read|show|open|print|summari[sz]e|look at|what is in|what does)( me)?( the file)? <path>"
-          "( say| contain)?", "read_file", "{path} says:\n\n{result}"),
+OFFLINE_RULES: list[tuple[str, str, str, dict]] = [
+    ("(change|replace) <old_text> (to|with) <new_text> in <path>", "edit_file", "Changed:\n\n{result}", {}),
+    ("(write|save|put) <content> (in)?to (the file )?<path>", "write_file", "{result}", {}),
+    ("(run|execute) (the command )?<command>", "exec", "$ {command}\n\n{result}", {}),
+    ("remember (that )?<fact>", "remember", "", {}),
+    ("(recall|what do you (know|remember))( about)?( me| us| <pattern>)?", "grep", "I remember:\n\n{result}",
+     {"pattern": "", "path": "MEMORY.md", **FOUND}),
+    (r"(count|how many)( the)? lines( \w+)*? <path>( have| has| contain)?", "grep", "Lines in {result}",
+     {"pattern": "", "output_mode": "count"}),
+    (r"(count|how many)( the| all)*( <pattern>)? files?\b.*", "glob",
+     "Files like {pattern}: {count}, the newest first:\n\n{result}", {"pattern": "*", "head_limit": 100_000}),
+    ("find (the |all )?files? (named |called |like )?<pattern>", "glob", "I found:\n\n{result}", {}),
+    ("(find|search for|search|grep|where is|count) <pattern>( in <path>)?", "grep",
+     "Lines with {pattern}: {count}\n\n{result}", FOUND),
+    (r"(list|show|what|which)\b.*\b(files|folder)\b.*?( in (?!the |this |here)<path>)?", "list_dir",
+     "{result}", {}),
+    ("(read|show|open|print|summari[sz]e|what is in|what does)( me)?( the file)? <path>( say| contain)?",
+     "read_file", "{path} says:\n\n{result}", {}),
 ]  # fmt: skip
 OFFLINE_HELP = """I know no rule for that. Ask me to read, list, find, count, write, change or run a thing, \
 or to remember or recall a fact, like: list the files here and read README.md"""
@@ -711,7 +701,8 @@ class OfflineProvider(LLMProvider):
         for clause in re.split(rf"[,;]?\s+(?:and |then )+(?=(?:{verbs})\b)", question, flags=re.IGNORECASE):
             clause = re.sub(r"(?i)^(?:please|can you|could you)\s+", "", clause).strip(" ?!.")
             for said, tool, answer, more in OFFLINE_RULES:
-                if match := said.fullmatch(clause):
+                said = re.sub("(?<!P)(<.*?>)", r"(?P\1.+?)", said.replace("<path>", r"(?P<path>\S+?)"))
+                if match := re.fullmatch(said, clause, re.IGNORECASE):
                     named = {name: each.strip("\"'`") for name, each in match.groupdict().items() if each}
                     fact, rest = named.get("fact"), results[len(steps) :]
                     steps += remember(fact, rest) if fact else [(tool, more | named, answer)]
