@@ -24,6 +24,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 log = logging.getLogger("nanobot.providers")
+to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode  # NaN is a ValueError: it is no JSON
+from_json = json.JSONDecoder(strict=False).decode  # line ends in a text are no reason to refuse it
+OnDelta = Callable[[str], Awaitable[None]]
 REASONING = ("reasoning_content", "reasoning", "reasoning_details")  # sent back under the name they came with
 
 
@@ -42,7 +45,7 @@ class ToolCallRequest:
     extra: dict = field(default_factory=dict)  # further keys, sent back as they came
 
     def to_message(self) -> dict:
-        function = {"name": self.name, "arguments": json.dumps(self.arguments, ensure_ascii=False)}
+        function = {"name": self.name, "arguments": to_json(self.arguments)}
         return {"id": self.id, "type": "function", "function": function, **self.extra}
 
 
@@ -75,11 +78,11 @@ class LLMRequest:
     tools: list[dict]
     model: str
     options: dict
-    on_delta: Callable[[str], Awaitable[None]] | None = None
+    on_delta: OnDelta | None = None
 
-    async def show(self, text: str) -> None:
-        if self.on_delta and text:
-            await self.on_delta(text)
+    async def show(self, *pieces: str) -> None:
+        for piece in filter(None, pieces if self.on_delta else ()):
+            await self.on_delta(piece)
 
 
 class LLMProvider:
@@ -88,14 +91,9 @@ class LLMProvider:
     model = ""
 
     async def chat(
-        self,
-        messages: list[dict],
-        tools: list[dict] | None = None,
-        *,
-        model: str | None = None,
-        on_delta: Callable[[str], Awaitable[None]] | None = None,
-        **options: Any,
-    ) -> LLMResponse:
+        self, messages: list[dict], tools: list[dict] | None = None, *, model: str | None = None,
+        on_delta: OnDelta | None = None, **options: Any,
+    ) -> LLMResponse:  # fmt: skip
         """Ask the model; with `on_delta` the answer streams. Options: max_tokens, temperature, tool_choice.
 
         What an endpoint does wrong is a value (`finish_reason="error"`); only cancellation is raised.
@@ -144,39 +142,43 @@ def legal(messages: list[dict], reply: bool = True) -> list[dict]:
 
 def _clean(message: dict) -> dict | None:
     """A message with known keys and an acceptable content; None where nothing is left of it."""
-    role, content = message.get("role"), message.get("content")
+    kept = {key: _utf8(value) for key, value in message.items() if key in KNOWN_KEYS and value}
+    role, content = kept.get("role"), _clean_content(kept.get("content"))
     role = "system" if role == "developer" else role
-    named = [call for call in message.get("tool_calls") or [] if call.get("function", {}).get("name")]
-    calls = [_clean_call(call) for call in named]
-    content = [_clean_block(each) for each in content] if isinstance(content, list) else _clean_text(content)
+    named = [call for call in kept.pop("tool_calls", []) if (call.get("function") or {}).get("name")]
+    calls = [_clean_call(call) for call in named] if role == "assistant" else []
     nothing = role == "assistant" and not content and not calls
     if nothing or role not in ("system", "user", "assistant", "tool"):
         return None
-    kept = {key: value for key, value in message.items() if key in KNOWN_KEYS and key != "tool_calls"}
     kept |= {"role": role, "content": content or (None if calls else "(empty)")}
     return {**kept, "tool_calls": calls} if calls else kept
 
 
-def _clean_text(value: Any) -> str:
-    """Text that has UTF-8 (a lone surrogate has none); empty where there is nothing to see in it."""
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) if value else ""
-    if not text.isascii():
-        text = text.encode("utf-16", errors="surrogatepass").decode("utf-16", errors="replace")
-    return text if text.strip() else ""
+def _utf8(value: Any) -> Any:
+    """The same in lists and dicts of its own; a half of a surrogate pair, which has no UTF-8, becomes `?`."""
+    if not isinstance(value, str):
+        items = {_utf8(key): _utf8(each) for key, each in value.items()} if isinstance(value, dict) else value
+        return [_utf8(each) for each in value] if isinstance(value, list) else items
+    if value.isascii():
+        return value
+    whole = value.encode("utf-16", errors="surrogatepass").decode("utf-16", errors="surrogatepass")
+    return whole.encode("utf-8", errors="replace").decode("utf-8")
 
 
-def _clean_block(block: Any) -> dict:
-    if isinstance(block, dict) and block.get("type") != "text":
-        return block
-    text = block.get("text") if isinstance(block, dict) else block
-    return {"type": "text", "text": _clean_text(text) or "(empty)"}
+def _clean_content(content: Any) -> str | list[dict]:
+    """A text or blocks; empty where there is nothing to see."""
+    if isinstance(content, list):
+        blocks = [each if isinstance(each, dict) else {"type": "text", "text": each} for each in content]
+        texts = [{"text": _clean_content(block.get("text")) or "(empty)"} for block in blocks]
+        return [b | text if b.get("type") == "text" else b for b, text in zip(blocks, texts, strict=True)]
+    text = content if isinstance(content, str) else to_json(content) if content else ""
+    return "" if text.isspace() else text
 
 
 def _clean_call(call: dict) -> dict:
-    name, written = call["function"]["name"], call["function"].get("arguments") or ""
-    arguments = written if isinstance(written, dict) else parse_arguments(written, repair=True)[0]
-    text = _clean_text(json.dumps(arguments, ensure_ascii=False))
-    return {**call, "type": "function", "function": {"name": name, "arguments": text}}
+    arguments, _ = parse_arguments(call["function"].get("arguments"), repair=True)
+    function = {"name": str(call["function"]["name"]), "arguments": to_json(arguments)}
+    return {**call, "type": "function", "function": function}
 
 
 def _paired(messages: list[dict]) -> Iterator[dict]:
@@ -184,10 +186,10 @@ def _paired(messages: list[dict]) -> Iterator[dict]:
     waiting: dict[Any, list[tuple[int, int]]] = {}  # id → places (message, call) that have no result yet
     results: dict[tuple[int, int], dict] = {}
     for at, message in enumerate(messages):
-        ids = [call.get("id") for call in message.get("tool_calls", [])]
+        ids = [call.get("id") or None for call in message.get("tool_calls", [])]
         waiting |= {id_: [(at, n) for n, other in enumerate(ids) if other == id_] for id_ in ids}
-        if message["role"] == "tool" and waiting.get(message.get("tool_call_id")):
-            results[waiting[message["tool_call_id"]].pop(0)] = message
+        if message["role"] == "tool" and (places := waiting.get(message.get("tool_call_id"))):
+            results[places.pop(0)] = message
     used: set[str] = set()
     for at, message in enumerate(messages):
         calls = [{**call, "id": _unused(call.get("id"), used)} for call in message.get("tool_calls", [])]
@@ -228,7 +230,7 @@ class ProviderSpec:
     default_api_base: str = ""
     default_model: str = ""
     detect_by_key_prefix: str = "\0"  # no key begins so
-    detect_by_base_keyword: str = "\0"
+    detect_by_base_keyword: str = "\0"  # how `.host:port` ends
     is_gateway: bool = False  # serves any maker's models, as maker/model
     is_local: bool = False  # needs no key and no proxy
     max_tokens_field: str = "max_tokens"
@@ -236,10 +238,10 @@ class ProviderSpec:
 
 PROVIDERS = [
     ProviderSpec("openai", ("gpt", "o1", "o3", "o4"), "OPENAI_API_KEY", "https://api.openai.com/v1",
-                 "gpt-5-mini", detect_by_base_keyword="api.openai.com",
+                 "gpt-5-mini", detect_by_base_keyword=".api.openai.com",
                  max_tokens_field="max_completion_tokens"),
     ProviderSpec("openrouter", (), "OPENROUTER_API_KEY", "https://openrouter.ai/api/v1", "openrouter/auto",
-                 detect_by_key_prefix="sk-or-", detect_by_base_keyword="openrouter.ai", is_gateway=True),
+                 detect_by_key_prefix="sk-or-", detect_by_base_keyword=".openrouter.ai", is_gateway=True),
     ProviderSpec("ollama", default_api_base="http://localhost:11434/v1", detect_by_base_keyword=":11434",
                  is_local=True),
     ProviderSpec("local", default_api_base="http://localhost:8000/v1", is_local=True),
@@ -270,36 +272,43 @@ def choose_endpoint(
     """
     if provider and provider not in ROWS:
         raise ValueError(f"There is no provider {provider!r}. There are: {', '.join(ROWS)}, offline.")
-    spec = ROWS.get(provider) or (_row_of_base(base_url) if base_url else _row_by_clues(settings, model))
+    host = _row_of_host(base_url) if base_url else None
+    spec = ROWS.get(provider) or host or _row_by_clues(settings, model)
     if spec is None:
         return None
     own = settings.get(spec.name) or Endpoint(spec)
-    general = settings["openai"].api_key if "openai" in settings else ""  # what many set for any endpoint
-    homeless = spec.is_local or not spec.default_api_base
-    key = own.api_key or (general if homeless or general.startswith(spec.detect_by_key_prefix) else "")
     base = base_url or own.api_base or spec.default_api_base
     if not base:
         raise ValueError(f"Provider {spec.name} has no address: set its apiBase, or --base-url.")
+    nobodys = host is not None and (host.is_local or not host.default_api_base)
+    key = _key(settings, spec, anywhere=True) if nobodys else _key(settings, host or spec)
     maker, _, rest = model.partition("/")
     if maker == spec.name and (not spec.is_gateway or "/" in rest):  # openrouter/auto is a whole name
         model = rest
     return replace(own, spec=spec, api_key=key, api_base=base, model=model or spec.default_model)
 
 
-def _row_of_base(base_url: str) -> ProviderSpec:
-    local = re.match(r"localhost$|127\.|0\.0\.0\.0$|::1$|10\.|192\.168\.", urlsplit(base_url).hostname or "")
-    keyed = [row for row in PROVIDERS if row.detect_by_base_keyword in base_url]
-    return keyed[0] if keyed else ROWS["local" if local else "custom"]
+def _row_of_host(base_url: str) -> ProviderSpec:
+    place = f".{urlsplit(base_url).netloc.rpartition('@')[2]}"
+    local = re.match(r"\.(localhost|0\.0\.0\.0|\[::1\])(:|$)|\.(127|10|192\.168)\.", place)
+    known = [row for row in PROVIDERS if place.endswith(row.detect_by_base_keyword)]
+    return known[0] if known else ROWS["local" if local else "custom"]
+
+
+def _key(settings: dict[str, Endpoint], row: ProviderSpec, anywhere: bool = False) -> str:
+    """The row's own key, else OPENAI_API_KEY, where its prefix is the row's or it may go anywhere."""
+    own, general = (settings[name].api_key if name in settings else "" for name in (row.name, "openai"))
+    return own or (general if anywhere or general.startswith(row.detect_by_key_prefix) else "")
 
 
 def _row_by_clues(settings: dict[str, Endpoint], model: str) -> ProviderSpec | None:
-    """In this order: a key's prefix, an address, maker/model, the model's name, a gateway, any key."""
-    keys = {name: each.api_key for name, each in settings.items() if each.api_key}
+    """In this order: a key's prefix, maker/model, the model's name, an address, a gateway, any key."""
+    keys = {row.name: key for row in PROVIDERS if (key := _key(settings, row))}
     clues: list[Callable[[ProviderSpec], Any]] = [
-        lambda row: any(key.startswith(row.detect_by_key_prefix) for key in keys.values()),
-        lambda row: row.name in settings and settings[row.name].api_base,
+        lambda row: keys.get(row.name, "").startswith(row.detect_by_key_prefix),
         lambda row: row.name == model.partition("/")[0] and (row.is_local or row.name in keys),
         lambda row: row.name in keys and any(word in model.lower() for word in row.keywords),
+        lambda row: row.name in settings and settings[row.name].api_base,
         lambda row: row.name in keys and row.is_gateway,
         lambda row: row.name in keys,
     ]
@@ -309,60 +318,44 @@ def _row_by_clues(settings: dict[str, Endpoint], model: str) -> ProviderSpec | N
 # ---- An OpenAI-compatible endpoint ----
 
 
-class EndpointError(Exception):
-    """The endpoint said that something is wrong."""
-
-
-class NotAnAnswer(EndpointError):
-    """What came is not the JSON of an answer: mostly a wrong address."""
-
-
-def import_openai() -> Any:
-    """The SDK, imported at the first request: 0.3 s over 800 modules, less with the collector off."""
-    gc.disable()
-    import openai
-
-    gc.freeze()  # an import's objects live for ever: the collector need never look at them
-    gc.enable()
-    return openai
-
-
 class OpenAIProvider(LLMProvider):
     """Any endpoint that speaks Chat Completions, through the official SDK. Timeouts are in seconds."""
 
     def __init__(self, endpoint: Endpoint, request_timeout: float = 300.0, idle_timeout: float = 90.0):
-        self.endpoint, self.model = endpoint, endpoint.model
+        key = "".join(endpoint.api_key.split())  # a line end, pasted along, would break the header
+        self.endpoint, self.model = replace(endpoint, api_key=key), endpoint.model
         self.request_timeout, self.idle_timeout = request_timeout, idle_timeout
-        self._made: Any = None
+        self._client: Any = None
 
     def warm_up(self) -> None:
-        import_openai()
+        """Load the SDK, 0.3 s over 800 modules, less with the garbage collector off; make the client."""
+        if self._client is not None:
+            return
+        gc.disable()
+        import openai
 
-    @property
-    def _client(self) -> Any:
-        if self._made is None:
-            openai, end = import_openai(), self.endpoint
-            plain = end.api_base.startswith("http://")  # needs no certificates, which take 30 ms to load
-            http = openai.DefaultAsyncHttpxClient(
-                trust_env=not end.spec.is_local, verify=not plain, follow_redirects=False
-            )
-            self._made = openai.AsyncOpenAI(
-                api_key=end.api_key or "none", base_url=end.api_base, default_headers=end.extra_headers,
-                max_retries=0, timeout=self.request_timeout, http_client=http,
-            )  # fmt: skip
-        return self._made
+        gc.freeze()  # an import's objects live for ever: the collector need never look at them
+        gc.enable()
+        end = self.endpoint
+        secure, direct = not end.api_base.startswith("http://"), end.spec.is_local  # certificates take 30 ms
+        http = openai.DefaultAsyncHttpxClient(verify=secure, trust_env=not direct, follow_redirects=False)
+        self._client = openai.AsyncOpenAI(
+            api_key=end.api_key or "none", base_url=end.api_base, default_headers=end.extra_headers,
+            max_retries=0, timeout=self.request_timeout, http_client=http,
+        )  # fmt: skip
 
     async def answer(self, request: LLMRequest) -> LLMResponse:
         reader = AnswerReader()
         try:
             if not request.model:
-                raise EndpointError(f"no model is named. {await self._offer()}")
+                raise RuntimeError(f"no model is named. {await self._offer()}")
             await self._post(request, reader)
         except Exception as problem:  # whatever an endpoint does; cancellation is no Exception and goes on
             return LLMResponse(finish_reason="error", error=await self._explain(problem))
         return reader.response(request)
 
     async def _post(self, request: LLMRequest, reader: "AnswerReader") -> None:
+        self.warm_up()
         # messages=… would make the SDK type each message anew: 0.12 ms a message, 122 ms at 1,000. In
         # extra_body the same bytes go out at once. A stream's lines cost 10 µs each, the SDK's chunks 77.
         create = self._client.chat.completions.with_streaming_response.create
@@ -378,16 +371,18 @@ class OpenAIProvider(LLMProvider):
             asyncio.timeout(self.request_timeout) as deadline,
             create(model=request.model, messages=[], extra_body=body) as response,
         ):
-            if "event-stream" not in response.headers.get("content-type", ""):
-                reader.feed(parse_answer(await response.read()))  # also from a server that ignores `stream`
-                return
-            async for line in response.iter_lines():
-                deadline.reschedule(asyncio.get_running_loop().time() + self.idle_timeout)
-                await request.show(reader.feed_line(line))
+            if "event-stream" in response.headers.get("content-type", ""):
+                async for data in response.iter_bytes():
+                    deadline.reschedule(asyncio.get_running_loop().time() + self.idle_timeout)
+                    await request.show(reader.feed_bytes(data))
+            else:  # also from a server that ignores `stream`
+                await request.show(reader.feed(parse_answer(await response.read())))
+            await request.show(reader.close())
 
     async def list_models(self) -> list[str]:
         """What the endpoint offers; raises what the SDK raises."""
-        response = await self._client.models.with_raw_response.list()
+        self.warm_up()
+        response = await self._client.models.with_raw_response.list(timeout=min(self.request_timeout, 10.0))
         return [str(each.get("id")) for each in parse_answer(response.content).get("data") or []]
 
     async def check(self) -> str | None:
@@ -396,22 +391,23 @@ class OpenAIProvider(LLMProvider):
             offered = await self.list_models()
         except Exception as problem:  # whatever the endpoint does is just what is asked for
             return await self._explain(problem)
-        return None if self.model in offered or not offered else f"no such model there. {await self._offer()}"
+        return None if self.model in offered or not offered else f"no such model. {await self._offer()}"
 
     async def _explain(self, problem: Exception) -> str:
-        """Cause, then what to do."""
-        where, status, said = self.endpoint.api_base, getattr(problem, "status_code", None), _said(problem)
-        kind = type(problem).__name__
-        if kind in ("TimeoutError", "APITimeoutError"):
+        """Cause, then what to do; never the key, which some servers repeat."""
+        where, key, said = self.endpoint.api_base, self.endpoint.api_key, _said(problem)
+        status, kind = getattr(problem, "status_code", None), type(problem).__name__
+        if len(key) > 7:  # shorter ones are no secret: "ollama"
+            said = said.replace(key, "[key]")
+        if "Timeout" in kind:
             return f"{where} gave no answer in time. Ask again, or try a smaller model."
         if kind == "APIConnectionError":
-            cause = problem.__cause__ or said
-            return f"Cannot reach {where} ({cause}). Is the address right, and is the server running?"
+            return f"Cannot reach {where} ({said}). Is the address right, and is the server running?"
         if status in (401, 403):
             return f"{where} refuses the key ({said}). Set {self.endpoint.spec.env_key or 'OPENAI_API_KEY'}."
-        if status == 404 and "model" in said.lower():
-            return f"{where} has no model {self.model!r} ({said}). {await self._offer()}"
-        if status in (404, 405) or kind == "NotAnAnswer":
+        if (status == 404 and "model" in said.lower()) or "not a valid model" in said:
+            return f"{where} has no such model ({said}). {await self._offer()}"
+        if status in (404, 405) or kind == "ValueError":
             return f"{where} does not answer like a model ({said}). A base URL mostly ends in /v1."
         return f"{where} failed: {f'HTTP {status}: ' if status else ''}{said}"
 
@@ -424,8 +420,8 @@ class OpenAIProvider(LLMProvider):
 
 
 def _said(problem: Any) -> str:
-    """The endpoint's own words, wherever it put them, in one line."""
-    body = getattr(problem, "body", problem) or str(problem)
+    """The endpoint's own words, or the cause of no connection, wherever they stand, in one line."""
+    body = getattr(problem, "body", problem) or getattr(problem, "__cause__", None) or str(problem)
     while isinstance(body, list | dict) and body:
         first = body[0] if isinstance(body, list) else body.get("message") or body.get("error")
         body = first or json.dumps(body)
@@ -433,14 +429,14 @@ def _said(problem: Any) -> str:
 
 
 def parse_answer(data: bytes) -> dict:
-    """A JSON object; raises NotAnAnswer that shows what came instead."""
+    """A JSON object; raises ValueError that shows what came instead."""
     try:
         answer = json.loads(data)
     except ValueError:
         answer = None
     if not isinstance(answer, dict):
         start = " ".join(re.sub(rb"<[^>]*>", b" ", data[:2_000]).decode("utf-8", errors="replace").split())
-        raise NotAnAnswer(f"not JSON but: {start[:120] or 'nothing'}")
+        raise ValueError(f"not JSON but: {start[:120] or 'nothing'}")
     return answer
 
 
@@ -449,61 +445,83 @@ class AnswerReader:
 
     def __init__(self) -> None:
         self.content, self.calls, self.extra, self.usage = "", [], {}, {}
+        self.rest, self.ended = b"", False  # of a line that is not whole yet; the server said "this is all"
         self.finish_reason: str | None = None
         self.think = ThinkFilter()
 
-    def feed_line(self, line: str) -> str:
-        """One line of Server-Sent Events; returns the text to show."""
-        data = line.removeprefix("data:").strip()
-        if not line.startswith("data:") or data == "[DONE]":  # comments, event names, blank lines
-            return ""
-        return self.feed(parse_answer(data.encode()))
+    def feed_bytes(self, data: bytes) -> str:
+        """A part of a stream of Server-Sent Events; returns the text to show."""
+        *lines, self.rest = (self.rest + data).split(b"\n")  # and no U+2028: JSON has it within texts
+        shown = ""
+        for line in lines:
+            name, _, value = line.partition(b":")
+            self.ended = self.ended or value.strip() == b"[DONE]"
+            if name == b"data" and not self.ended:  # no comment, no event's name, no blank line
+                shown += self.feed(parse_answer(value))
+        return shown
 
     def feed(self, chunk: dict) -> str:
         if chunk.get("error"):
-            raise EndpointError(_said(chunk))
+            raise RuntimeError(_said(chunk))
         self.usage, shown = chunk.get("usage") or self.usage, ""
         for choice in chunk.get("choices") or []:
+            self.usage = choice.get("usage") or self.usage
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
-            part = choice.get("delta") or choice.get("message") or {}
-            for call in part.get("tool_calls") or []:
-                self._add_call(call)
-            for name in (name for name in REASONING if part.get(name)):
-                self.extra[name] = self.extra[name] + part[name] if name in self.extra else part[name]
-            text = part.get("content") or ""
-            if isinstance(text, list):
-                text = "".join(each.get("text", "") for each in text)
-            shown += self.think.feed(text)
-        self.content += shown
-        return shown
+            shown += self._add(choice.get("delta", choice.get("message")) or {}, "delta" not in choice)
+        return self._show(shown)
+
+    def _add(self, part: dict, whole: bool) -> str:
+        self.ended = self.ended or whole
+        for n, call in enumerate(part.get("tool_calls") or []):
+            self._add_call({**call, "index": n} if whole else call)
+        for name in (name for name in REASONING if part.get(name)):
+            self.extra[name] = self.extra[name] + part[name] if name in self.extra else part[name]
+        text = part.get("content") or ""
+        return self.think.feed(text if isinstance(text, str) else "".join(b.get("text") or "" for b in text))
+
+    def close(self) -> str:
+        return self.feed_bytes(b"\n") + self._show(self.think.close())
+
+    def _show(self, text: str) -> str:
+        text = text if self.content else text.lstrip("\n")  # what stood between thoughts and answer
+        self.content += text
+        return text
 
     def _add_call(self, piece: dict) -> None:
-        """A piece belongs to the call of its index; without one, or under a new id, it begins another."""
+        """A piece belongs to the last call of its index, or without an index to the last call of all.
+
+        Where every index is 0, a name begins another call if its id is new or the arguments so far are whole.
+        """
         index, id_, function = piece.get("index"), piece.get("id"), piece.get("function") or {}
-        same = [call for call in self.calls if index is None or call["index"] == index]
-        if not same or (id_ and same[-1]["id"] and id_ != same[-1]["id"]):
-            same = [{"index": index, "id": None, "name": "", "arguments": "", "extra": {}}]
-            self.calls += same
-        call, arguments = same[-1], function.get("arguments") or ""
-        call["id"] = call["id"] or id_
-        call["name"] += function.get("name") or ""
-        call["arguments"] += arguments if isinstance(arguments, str) else json.dumps(arguments)
-        call["extra"] |= {key: piece[key] for key in piece if key not in ("index", "id", "type", "function")}
+        name, arguments = function.get("name") or "", function.get("arguments") or ""
+        last = next((call for call in reversed(self.calls) if index in (None, call["index"])), None)
+        written = last["arguments"] if last else ""
+        whole = name and arguments and written and not parse_arguments(written, repair=False)[1]
+        if not last or (name and (id_ != last["id"] if id_ and last["id"] else whole)):
+            last = {"index": index, "id": id_, "name": "", "arguments": "", "extra": {}}
+            self.calls.append(last)
+        last["id"] = last["id"] or id_
+        last["name"] += name if name != last["name"] else ""  # some repeat it in every piece
+        last["arguments"] += arguments if isinstance(arguments, str) else to_json(arguments)
+        last["extra"] |= {key: piece[key] for key in piece if key not in ("index", "id", "type", "function")}
 
     def response(self, request: LLMRequest) -> LLMResponse:
         """The whole answer; what is wrong with it is said in it."""
-        self.content += self.think.close()
         calls, used = [], set()
+        finished = self.finish_reason in ("stop", "tool_calls", "function_call")
         for call in self.calls:
-            arguments, error = parse_arguments(call["arguments"], repair=self.finish_reason is not None)
+            arguments, error = parse_arguments(call["arguments"], repair=finished)
             id_ = _unused(call["id"] or new_id(), used)
             calls.append(ToolCallRequest(id_, call["name"], arguments, error, extra=call["extra"]))
+        # a continuation is joined to an answer that was cut: the space at the seam belongs to it
+        text = _utf8(self.content if self.finish_reason == "length" else self.content.rstrip("\n"))
         reasoning = next((self.extra[name] for name in REASONING[:2] if name in self.extra), None)
-        answer = LLMResponse(self.content.strip() or None, calls, self.finish_reason, {}, reasoning)
-        answer.extra = self.extra
+        text = text if text.strip() else None
+        answer = LLMResponse(text, calls, self.finish_reason, {}, reasoning, extra=self.extra)
         answer.usage = read_usage(self.usage) or estimate_usage(request, answer)
-        if self.finish_reason is None and (not calls or any(call.error for call in calls)):
-            answer.finish_reason, answer.error = "error", "The answer broke off before its end. Ask again."
+        if self.finish_reason is None and (any(call.error for call in calls) or not (calls or self.ended)):
+            cause = "The answer broke off before its end" if text or calls else "The endpoint sent no answer"
+            answer.finish_reason, answer.error = "error", f"{cause}. Ask again."
         return answer
 
 
@@ -512,20 +530,29 @@ def new_id() -> str:
     return f"{time.perf_counter_ns() % 10**9:09d}"
 
 
-def parse_arguments(text: str, repair: bool) -> tuple[dict, str]:
+def parse_arguments(written: Any, repair: bool) -> tuple[dict, str]:
     """A call's arguments, and what is wrong with them. Only what a finished answer got wrong is repaired."""
+    text = written if isinstance(written, str) else json.dumps(written or {})
     try:
-        value = json.loads(text or "{}", strict=False)
-    except ValueError as problem:
+        value = _loads(text.strip() or "{}", repair)
+        to_json(value)  # raises where a number is NaN or infinite
+    except (ValueError, RecursionError, ImportError) as problem:
+        return {}, f"its arguments are not whole JSON ({problem})"
+    if not isinstance(value, dict):
+        return {}, f"its arguments must be one JSON object, not {text[:100]!r}"
+    return _utf8(value), ""
+
+
+def _loads(text: str, repair: bool) -> Any:
+    try:
+        return from_json(text)
+    except ValueError:
         if not repair:
-            return {}, f"its arguments are not whole JSON ({problem})"
+            raise
         import json_repair
 
-        value = json_repair.loads(text)
-        log.info("repaired the JSON of a call's arguments: %.200s", text)
-    if not isinstance(value, dict) or (not value and "{" not in text and text.strip()):
-        return {}, f"its arguments must be one JSON object, not {text[:100]!r}"
-    return value, ""
+        log.info("repairing the JSON of a call's arguments: %.200s", text)
+        return json_repair.loads(text)
 
 
 def read_usage(usage: dict) -> dict:
@@ -539,9 +566,9 @@ def read_usage(usage: dict) -> dict:
 
 
 def estimate_usage(request: LLMRequest, answer: LLMResponse) -> dict:
-    asked, said = ([request.messages, request.tools], answer.to_message())
-    sizes = [len(json.dumps(each, ensure_ascii=False, default=str)) // 4 for each in (asked, said)]
-    return {"prompt_tokens": sizes[0], "completion_tokens": sizes[1], "cached_tokens": 0, "estimated": True}
+    parts = ([request.messages, request.tools], answer.to_message())
+    asked, said = (len(to_json(each)) // 4 for each in parts)  # a token of English is about four bytes
+    return {"prompt_tokens": asked, "completion_tokens": said, "cached_tokens": 0, "estimated": True}
 
 
 class ThinkFilter:
@@ -550,42 +577,38 @@ class ThinkFilter:
     A block that is never closed hides all that follows if it began a line; in mid-line it was only a mention.
     """
 
-    mark = re.compile(r"`+|\n|<(/?)(?:think|thinking|thought)>")
+    mark = re.compile(r"(`+|\n|</?(?:think|thinking|thought)>)")
     unclear = re.compile(r"(?:`+|<[/a-z]{0,9})\Z")  # may be the first half of a mark
 
     def __init__(self) -> None:
         self.pending, self.hidden, self.line, self.code = "", "", "", ""
 
     def feed(self, piece: str, last: bool = False) -> str:
-        text, shown = self.pending + piece, ""
+        text = self.pending + piece
         unclear = None if last else self.unclear.search(text)
-        end = unclear.start() if unclear else len(text)
-        text, self.pending, start = text[:end], text[end:], 0
-        for match in [*self.mark.finditer(text), None]:
-            plain, mark = text[start : match.start() if match else None], match[0] if match else ""
-            start = match.end() if match else start
-            tag = mark[:1] == "<" and not self.code
-            if self.hidden:
-                self.hidden = "" if mark[:2] == "</" else self.hidden + plain + mark
-            elif tag and (mark[1] != "/" or not (self.line + plain).strip()):
-                self.hidden = "" if mark[1] == "/" else mark
-                shown, self.line = shown + plain, self.line + plain
-            else:
-                shown += plain + mark
-                self._note(plain, mark)
-        return shown
-
-    def _note(self, plain: str, mark: str) -> None:
-        """Keep in mind what the line holds so far, and whether it is code."""
-        self.line = "" if mark == "\n" else self.line + plain + mark
-        if mark[:1] == "`":
-            self.code = "" if self.code == mark else self.code or mark
-        elif mark == "\n" and len(self.code) < 3:
-            self.code = ""  # code within a line ends with it
+        self.pending = unclear[0] if unclear else ""
+        tokens = self.mark.split(text.removesuffix(self.pending))
+        return "".join(token for token in tokens if self._is_shown(token))
 
     def close(self) -> str:
-        shown = self.feed("", last=True)
-        return shown + (self.hidden if self.line.strip() else "")
+        return self.feed("", last=True) + (self.hidden if self.line.strip() else "")
+
+    def _is_shown(self, token: str) -> bool:
+        """Of a mark, or the text between two. Keeps in mind what the line holds, and whether it is code."""
+        tag = not self.code and token[:1] == "<" and self.mark.fullmatch(token)
+        closing = token[:2] == "</"
+        if self.hidden:
+            self.hidden = "" if tag and closing else self.hidden + token
+            return False
+        if tag and not (closing and self.line.strip()):
+            self.hidden = "" if closing else token
+            return False
+        self.line = "" if token == "\n" else self.line + token
+        if token[:1] == "`":
+            self.code = "" if self.code == token else self.code or token
+        elif token == "\n" and len(self.code) < 3:
+            self.code = ""  # code within a line ends with it
+        return True
 
 
 def strip_think(text: str) -> str:
@@ -594,6 +617,8 @@ def strip_think(text: str) -> str:
 
 
 # ---- Models that need no network ----
+
+words = re.compile(r"\s*\S+|\s+\Z").findall
 
 
 class ScriptedProvider(LLMProvider):
@@ -611,26 +636,30 @@ class ScriptedProvider(LLMProvider):
         if isinstance(reply, ToolCallRequest | list):
             reply = LLMResponse(None, reply if isinstance(reply, list) else [reply], "tool_calls")
         reply = LLMResponse(reply) if isinstance(reply, str) else reply
-        for word in re.findall(r"\s*\S+|\s+\Z", reply.content or ""):
-            await request.show(word)
+        await request.show(*words(reply.content or ""))
         return reply
 
 
-# A rule: a tool, what the user says (the named groups are the tool's arguments), further arguments.
-OFFLINE_RULES: list[tuple[str, str, dict]] = [
-    ("edit_file", r"(?:change|replace) (?P<old_text>.+?) (?:to|with) (?P<new_text>.+?) in (?P<path>\S+)", {}),
-    ("write_file", r"(?:write|save|put) (?P<content>.+?) (?:in)?to (?:the file )?(?P<path>\S+)", {}),
-    ("exec", r"(?:run|execute) (?:the command )?(?P<command>.+)", {}),
-    ("remember", r"remember (?:that )?(?P<fact>.+)", {}),
-    ("recall", r"(?:recall|what do you (?:know|remember))(?: about)? ?(?P<topic>.*)", {}),
-    ("grep", r"(?:count|how many)(?: the)? lines.*? (?P<path>\S+)", {"pattern": "", "output_mode": "count"}),
-    ("glob", r"(?:count|how many)(?: the)?(?: \w+)? files.*", {"pattern": "*"}),
-    ("glob", r"find (?:the |all )?files? (?:named |called |like )?(?P<pattern>\S+)", {}),
-    ("grep", r"(?:find|search for|search|grep|where is|count) (?P<pattern>.+?)(?: in (?P<path>\S+))?",
-     {"output_mode": "content", "fixed_strings": True, "head_limit": 20}),
-    ("list_dir", r"(?:list|show|what|which)\b.*?\b(?:files|folder)\b.*?(?: in (?P<path>\S*/\S*))?", {}),
-    ("read_file", r"(?:read|show|open|print|summari[sz]e|look at|what is in|what does)(?: the file)?"
-                  r" (?P<path>\S+)(?: say| contain)?", {}),
+# A rule: what the user says, with a tool's arguments as <name>; the tool; the answer; further arguments.
+FOUND = {"output_mode": "content", "fixed_strings": True, "case_insensitive": True, "head_limit": 20}
+OFFLINE_RULES: list[tuple[str, str, str, dict]] = [
+    ("(change|replace) <old_text> (to|with) <new_text> in <path>", "edit_file", "Changed:\n\n{result}", {}),
+    ("(write|save|put) <content> (in)?to (the file )?<path>", "write_file", "{result}", {}),
+    ("(run|execute) (the command )?<command>", "exec", "$ {command}\n\n{result}", {}),
+    ("remember (that )?<fact>", "remember", "", {}),
+    ("(recall|what do you (know|remember))( about)?( me| us| <pattern>)?", "grep", "I remember:\n\n{result}",
+     {"pattern": "", "path": "MEMORY.md", **FOUND}),
+    (r"(count|how many)( the)? lines( \w+)*? <path>( have| has| contain)?", "grep", "Lines in {result}",
+     {"pattern": "", "output_mode": "count"}),
+    (r"(count|how many)( the| all)*( <pattern>)? files?\b.*", "glob",
+     "Files like {pattern}: {count}, the newest first:\n\n{result}", {"pattern": "*", "head_limit": 100_000}),
+    ("find (the |all )?files? (named |called |like )?<pattern>", "glob", "I found:\n\n{result}", {}),
+    ("(find|search for|search|grep|where is|count) <pattern>( in <path>)?", "grep",
+     "Lines with {pattern}: {count}\n\n{result}", FOUND),
+    (r"(list|show|what|which)\b.*\b(files|folder)\b.*?( in (?!the |this |here)<path>)?", "list_dir",
+     "{result}", {}),
+    ("(read|show|open|print|summari[sz]e|what is in|what does)( me)?( the file)? <path>( say| contain)?",
+     "read_file", "{path} says:\n\n{result}", {}),
 ]  # fmt: skip
 OFFLINE_HELP = """I know no rule for that. Ask me to read, list, find, count, write, change or run a thing, \
 or to remember or recall a fact, like: list the files here and read README.md"""
@@ -649,56 +678,50 @@ class OfflineProvider(LLMProvider):
         talk = request.messages
         asked = max(n for n, message in enumerate(talk) if message["role"] == "user")
         results = [message["content"] for message in talk[asked:] if message["role"] == "tool"]
-        home = re.search(r"\S*MEMORY\.md", str(talk[0]["content"]))
-        steps = self.plan(self.question(talk[asked]["content"]), home[0] if home else "MEMORY.md", results)
+        steps = self.plan(talk[asked]["content"], results)
         if request.tools and len(results) < len(steps):
-            call = ToolCallRequest(new_id(), *steps[len(results)])
-            answer = LLMResponse(None, [call], "tool_calls")
+            tool, arguments, _ = steps[len(results)]
+            if arguments.get("path") == "MEMORY.md":  # the system prompt says where it is
+                places = re.findall(r"\S*MEMORY\.md", str(talk[0]["content"]))
+                arguments = {**arguments, "path": [*places, "MEMORY.md"][0]}
+            answer = LLMResponse(None, [ToolCallRequest(new_id(), tool, arguments)], "tool_calls")
         else:
             parts = [self.report(*step, result) for step, result in zip(steps, results, strict=False)]
-            answer = LLMResponse("\n\n".join([self.intro, *(parts or [OFFLINE_HELP])]))
-        for word in re.findall(r"\s*\S+", answer.content or ""):
-            await request.show(word)
+            answer = LLMResponse("\n\n".join(filter(None, [self.intro, *(parts or [OFFLINE_HELP])])))
+            await request.show(*words(answer.content))
         answer.usage = estimate_usage(request, answer)
         return answer
 
-    def question(self, content: str | list[dict]) -> str:
-        """What the user says, without the block of metadata and without images."""
+    def plan(self, content: str | list[dict], results: list[str]) -> list[tuple[str, dict, str]]:
+        """The calls that a request means, and what to say of each: `[("read_file", {"path": …}, "…")]`."""
         text = content if isinstance(content, str) else " ".join(block.get("text", "") for block in content)
-        text = re.sub(r"^\[Runtime Context.*?\[/Runtime Context\]", "", text, flags=re.DOTALL)
-        return " ".join(text.split())
-
-    def plan(self, question: str, memory: str, results: list[str]) -> list[tuple[str, dict]]:
-        """The calls that a request means, in order: `[("read_file", {"path": "a.txt"})]`."""
-        steps: list[tuple[str, dict]] = []
+        question = " ".join(re.sub(r"(?s)^\[Runtime Context.*?\[/Runtime Context\]", "", text).split())
+        steps: list[tuple[str, dict, str]] = []
         verbs = "change|replace|write|save|put|run|remember|recall|count|find|search|list|show|read|what|how"
         for clause in re.split(rf"[,;]?\s+(?:and |then )+(?=(?:{verbs})\b)", question, flags=re.IGNORECASE):
             clause = re.sub(r"(?i)^(?:please|can you|could you)\s+", "", clause).strip(" ?!.")
-            for tool, said, more in OFFLINE_RULES:
+            for said, tool, answer, more in OFFLINE_RULES:
+                said = re.sub("(?<!P)(<.*?>)", r"(?P\1.+?)", said.replace("<path>", r"(?P<path>\S+?)"))
                 if match := re.fullmatch(said, clause, re.IGNORECASE):
                     named = {name: each.strip("\"'`") for name, each in match.groupdict().items() if each}
-                    memorial = tool in ("remember", "recall")
-                    steps += self.remember(named, memory, results) if memorial else [(tool, named | more)]
+                    fact, rest = named.get("fact"), results[len(steps) :]
+                    steps += remember(fact, rest) if fact else [(tool, more | named, answer)]
                     break
         return steps
 
-    def remember(self, named: dict, memory: str, results: list[str]) -> list[tuple[str, dict]]:
-        """Memory is a file: to recall is to read it, to remember is to read it and write one line more."""
-        lines = re.findall(r"^\d+\| (.*)$", results[0] if results else "", re.MULTILINE)
-        content = "\n".join([*lines, f"- {named.get('fact')}", ""])
-        write = [("write_file", {"path": memory, "content": content})] if "fact" in named else []
-        return [("read_file", {"path": memory}), *write]
-
-    def report(self, tool: str, arguments: dict, result: str) -> str:
-        """A tool's result as a part of the answer."""
-        lines = result.split("\n")
-        about = arguments.get("path") or arguments.get("pattern") or arguments.get("command") or "here"
-        if re.match(r"Cannot |There is no |Refused|old_text|\S+ was not run", result):
+    def report(self, tool: str, arguments: dict, answer: str, result: str) -> str:
+        """What is said of a tool's result; nothing of a step that only serves the next one."""
+        failed = r"Cannot |There is no |No file below|No match for|Refused|old_text|\S+ was not run"
+        if answer and re.match(failed, result):
             return f"{tool} did not work: {result}"
-        if tool == "read_file":
-            text = [re.sub(r"^\d+\| ", "", line) for line in lines]
-            rest = [f"… ({len(text)} lines)"] if len(text) > 20 else []
-            return "\n".join([f"{about} says:", "", *text[:20], *rest])
-        if tool == "glob" and arguments["pattern"] == "*":
-            return f"There are {len(lines)} files, the newest are {', '.join(lines[:5])}."
-        return f"{tool} {about}:\n\n{result}"
+        lines = [re.sub(r"^(\d+\||MEMORY\.md:\d+:) ", "", line) for line in result.split("\n")]
+        more = [f"… ({len(lines)} lines)"] if len(lines) > 20 else []
+        values = arguments | {"result": "\n".join(lines[:20] + more), "count": len(lines)}
+        return re.sub(r"\{(\w+)\}", lambda name: str(values.get(name[1], name[0])), answer)
+
+
+def remember(fact: str, pages: list[str]) -> list[tuple[str, dict, str]]:
+    """Memory is a file: to remember is to read it and to put a line behind the page that was read."""
+    known = "\n".join(re.findall(r"^\d+\| (.*)$", "".join(pages[:1]), re.MULTILINE))
+    edit = {"path": "MEMORY.md", "old_text": known, "new_text": f"{known}\n- {fact}".lstrip("\n")}
+    return [("read_file", {"path": "MEMORY.md"}, ""), ("edit_file", edit, f"I will remember: {fact}")]

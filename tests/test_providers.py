@@ -1,0 +1,1170 @@
+"""The model's room: which endpoint is asked, what it is sent, and what is made of whatever it answers.
+
+Everything goes through the real SDK to `FakeLLM`, a server on loopback; the offline model goes through the
+real runner with the real tools.
+"""
+
+import asyncio
+import copy
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from fake_llm import Failure, FakeLLM, Hang, Raw, Reply, call, calls, error
+
+import providers
+from nanobot import AgentRunner, AgentRunSpec
+from providers import (
+    ROWS,
+    Endpoint,
+    LLMRequest,
+    LLMResponse,
+    OfflineProvider,
+    OpenAIProvider,
+    ScriptedProvider,
+    ThinkFilter,
+    ToolCallRequest,
+    choose_endpoint,
+    legal,
+    parse_arguments,
+    strip_think,
+)
+from tools import FILE_TOOLS, Exec, ToolRegistry, Turn
+
+SYSTEM = {"role": "system", "content": "You are a test."}
+HELLO = [SYSTEM, {"role": "user", "content": "Hello"}]
+TOOL = {"type": "function", "function": {"name": "read_file", "description": "Read.", "parameters": {}}}
+
+
+def made(server, row="custom", key="sk-test-key-123456", **more):
+    times = {name: more.pop(name) for name in ("request_timeout", "idle_timeout") if name in more}
+    end = Endpoint(ROWS[row], key, server.base_url, more.pop("model", "test-model"), **more)
+    return OpenAIProvider(end, **times)
+
+
+def ask(provider, messages=HELLO, tools=None, stream=False, **options):
+    """The answer, and the pieces that were shown on the way."""
+    shown = []
+
+    async def on_delta(piece):
+        shown.append(piece)
+
+    answer = asyncio.run(provider.chat(messages, tools, on_delta=on_delta if stream else None, **options))
+    return answer, shown
+
+
+def reply_to(line, stream=False, row="custom", **options):
+    with FakeLLM([line]) as server:
+        return ask(made(server, row), stream=stream, **options)
+
+
+def sse(*chunks, done=True):
+    """A stream of exactly these chunks; a text is sent as it is."""
+    lines = [
+        each if isinstance(each, str) else f"data: {json.dumps(each, ensure_ascii=False)}\n\n"
+        for each in chunks
+    ]
+    return Raw("".join([*lines, "data: [DONE]\n\n" * done]).encode())
+
+
+def delta(finish=None, **part):
+    return {"choices": [{"index": 0, "delta": part, "finish_reason": finish}]}
+
+
+def piece(finish=None, name=None, arguments=None, **more):
+    """A chunk with a part of one tool call."""
+    function = {key: value for key, value in (("name", name), ("arguments", arguments)) if value is not None}
+    return delta(finish, tool_calls=[{**more, "function": function}])
+
+
+def whole(message, finish="stop", **more):
+    return Failure(200, {"choices": [{"index": 0, "message": message, "finish_reason": finish}], **more})
+
+
+# ---- Which endpoint ----
+
+
+def settings(**rows):
+    """`openai="sk-1"` is a key, `ollama="http://…"` an address, "key http://…" both."""
+    found = {}
+    for name, text in rows.items():
+        words = text.split()
+        base = next((word for word in words if word.startswith("http")), "")
+        found[name] = Endpoint(ROWS[name], next((word for word in words if word != base), ""), base)
+    return found
+
+
+CHOICES = {
+    "a named provider wins over every clue": (
+        settings(openai="sk-1", openrouter="sk-or-1"), {"provider": "openai", "model": "x/y"},
+        ("openai", "sk-1", "https://api.openai.com/v1", "x/y")),
+    "a base URL wins over the row's address": (
+        settings(openai="sk-1"), {"provider": "openai", "base_url": "http://127.0.0.1:9/v1"},
+        ("openai", "sk-1", "http://127.0.0.1:9/v1", "gpt-5-mini")),
+    "a base URL wins over the address in the settings": (
+        settings(ollama="http://far:11434/v1"), {"base_url": "http://near:11434/v1", "model": "m"},
+        ("ollama", "", "http://near:11434/v1", "m")),
+    "the general key goes to an address that was given and is nobody's": (
+        settings(openai="sk-1"), {"base_url": "http://localhost:8000/v1", "model": "m"},
+        ("local", "sk-1", "http://localhost:8000/v1", "m")),
+    "a base URL in the world is a custom endpoint": (
+        settings(openai="sk-1"), {"base_url": "https://models.example/v1", "model": "gpt-5"},
+        ("custom", "sk-1", "https://models.example/v1", "gpt-5")),
+    "a key's prefix says whose it is": (
+        settings(openai="sk-or-1"), {"model": "gpt-5"},
+        ("openrouter", "sk-or-1", "https://openrouter.ai/api/v1", "gpt-5")),
+    "a keyword in the base URL says which row": (
+        settings(openrouter="sk-or-1", openai="sk-1"), {"base_url": "https://openrouter.ai/api/v1"},
+        ("openrouter", "sk-or-1", "https://openrouter.ai/api/v1", "openrouter/auto")),
+    "a maker before the model": (
+        settings(openai="sk-1"), {"model": "ollama/llama3:8b"},
+        ("ollama", "", "http://localhost:11434/v1", "llama3:8b")),
+    "a gateway's own model keeps its whole name": (
+        settings(openrouter="sk-or-1"), {"model": "openrouter/auto"},
+        ("openrouter", "sk-or-1", "https://openrouter.ai/api/v1", "openrouter/auto")),
+    "a gateway's name before maker and model is taken off": (
+        settings(openrouter="sk-or-1"), {"model": "openrouter/openai/gpt-5"},
+        ("openrouter", "sk-or-1", "https://openrouter.ai/api/v1", "openai/gpt-5")),
+    "a model's name with its maker's key wins over a local server": (
+        settings(openai="sk-1", ollama="http://localhost:11434/v1"), {"model": "gpt-5"},
+        ("openai", "sk-1", "https://api.openai.com/v1", "gpt-5")),
+    "a local server that is configured wins over any key": (
+        settings(openai="sk-1", ollama="http://box:11434/v1"), {"model": "llama3"},
+        ("ollama", "", "http://box:11434/v1", "llama3")),
+    "a gateway wins over any other key": (
+        settings(openai="sk-1", openrouter="own-key"), {"model": "meta/llama"},
+        ("openrouter", "own-key", "https://openrouter.ai/api/v1", "meta/llama")),
+    "any key is better than none": (
+        settings(openai="sk-1"), {"model": "unheard-of"},
+        ("openai", "sk-1", "https://api.openai.com/v1", "unheard-of")),
+    "no model named means the row's own": (
+        settings(openai="sk-1"), {}, ("openai", "sk-1", "https://api.openai.com/v1", "gpt-5-mini")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_the_endpoint_is_chosen_in_the_order_of_the_clues(name):
+    known, wanted, expected = CHOICES[name]
+    end = choose_endpoint(known, **wanted)
+    assert (end.spec.name, end.api_key, end.api_base, end.model) == expected
+
+
+FOREIGN_HOSTS = {
+    "the general key is not for a row with a host of its own": (
+        settings(openai="sk-1"), {"provider": "ollama", "model": "m"}),
+    "nor for a custom endpoint that has settings of its own": (
+        settings(openai="sk-1", custom="http://models.example/v1"), {"provider": "custom", "model": "m"}),
+    "OpenAI's key is not for OpenRouter": (settings(openai="sk-1"), {"provider": "openrouter"}),
+    "not even where the address is given and the provider named": (
+        settings(openai="sk-1"), {"provider": "openai", "base_url": "https://openrouter.ai/api/v1"}),
+    "OpenRouter's key is not for OpenAI": (
+        settings(openrouter="sk-or-1"), {"provider": "openrouter", "base_url": "https://api.openai.com/v1"}),
+    "a look-alike host is not the row's": (
+        settings(openrouter="sk-or-1"), {"base_url": "https://openrouter.ai.evil.example/v1", "model": "m"}),
+    "nor is a host that ends alike": (
+        settings(openrouter="sk-or-1"), {"base_url": "https://notopenrouter.ai/v1", "model": "m"}),
+    "nor one that has the name in its path": (
+        settings(openrouter="sk-or-1"), {"base_url": "https://evil.example/openrouter.ai", "model": "m"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOREIGN_HOSTS)
+def test_a_key_never_goes_to_another_rows_host(name):
+    known, wanted = FOREIGN_HOSTS[name]
+    assert choose_endpoint(known, **wanted).api_key == ""
+
+
+def test_without_a_key_and_an_address_there_is_no_endpoint():
+    assert choose_endpoint({}, "gpt-5") is None
+
+
+@pytest.mark.parametrize(
+    ("wanted", "said"),
+    [
+        ({"provider": "opnai"}, "no provider 'opnai'.*openai, openrouter"),
+        ({"provider": "custom"}, "no address.*--base-url"),
+    ],
+)
+def test_a_provider_that_cannot_be_used_is_a_clear_error(wanted, said):
+    with pytest.raises(ValueError, match=said):
+        choose_endpoint(settings(openai="sk-1"), **wanted)
+
+
+def test_headers_and_body_of_the_settings_come_along():
+    own = Endpoint(ROWS["openrouter"], "sk-or-1", extra_headers={"X-Title": "kit"}, extra_body={"top_k": 1})
+    end = choose_endpoint({"openrouter": own})
+    assert (end.extra_headers, end.extra_body) == ({"X-Title": "kit"}, {"top_k": 1})
+
+
+# ---- What the server receives ----
+
+
+def test_the_request_has_the_fewest_parameters():
+    with FakeLLM(["Hi."]) as server:
+        ask(made(server))
+        assert server.bodies == [{"model": "test-model", "messages": HELLO}]
+        assert len(server.requests[0].raw) < 150
+        assert server.requests[0].headers["authorization"] == "Bearer sk-test-key-123456"
+
+
+def test_a_stream_asks_for_its_usage():
+    with FakeLLM(["Hi."]) as server:
+        ask(made(server), stream=True)
+        assert server.bodies[0] == {
+            "model": "test-model", "messages": HELLO, "stream": True,
+                "stream_options": {"include_usage": True},
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "name"), [("openai", "max_completion_tokens"), ("custom", "max_tokens"),
+                                           ("ollama", "max_tokens"), ("openrouter",
+                                           "max_tokens")])  # fmt: skip
+def test_the_limit_of_the_answer_has_the_rows_name(row, name):
+    with FakeLLM(["Hi."]) as server:
+        ask(made(server, row), max_tokens=100, temperature=None, tool_choice=None)
+        assert server.bodies[0] == {"model": "test-model", "messages": HELLO, name: 100}
+
+
+def test_options_tools_headers_and_extra_body_arrive_as_given():
+    with FakeLLM(["Hi."]) as server:
+        provider = made(server, extra_headers={"X-Title": "kit"}, extra_body={"thinking": {"type": "off"}})
+        ask(provider, tools=[TOOL], temperature=0.5, tool_choice="auto", model="other")
+        expected = {"model": "other", "messages": HELLO, "tools": [TOOL], "temperature": 0.5,
+                    "tool_choice": "auto", "thinking": {"type": "off"}}  # fmt: skip
+        assert server.bodies[0] == expected
+        assert server.requests[0].headers["x-title"] == "kit"
+
+
+def test_what_is_sent_is_lawful_and_the_callers_messages_stay_as_they_are():
+    messages = [{"role": "user", "content": "a", "timestamp": 1}, {"role": "user", "content": "b\ud800c"}]
+    before = copy.deepcopy(messages)
+    with FakeLLM(["Hi."]) as server:
+        assert ask(made(server), messages)[0].content == "Hi."
+        assert server.bodies[0]["messages"] == [{"role": "user", "content": "a\n\nb?c"}]
+    assert messages == before
+
+
+def test_keys_and_addresses_of_the_environment_are_not_used_by_a_row_without_a_key(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-of-the-environment")
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:1/v1")
+    with FakeLLM(["Hi."]) as server:
+        assert ask(made(server, "local", key=""))[0].content == "Hi."
+        assert b"sk-of-the-environment" not in str(server.requests[0].headers).encode()
+
+
+def test_a_key_that_was_pasted_with_its_line_end_works():
+    with FakeLLM(["Hi."], required_key="sk-test-key-123456") as server:
+        assert ask(made(server, key="sk-test-key-123456\n"))[0].content == "Hi."
+
+
+def test_a_local_endpoint_ignores_the_proxy_of_the_environment(monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    with FakeLLM(["Hi."]) as server:
+        assert ask(made(server, "local"))[0].content == "Hi."
+
+
+# ---- Whole answers and streams, good and odd ----
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_arrives_whole(stream):
+    usage = {"prompt_tokens": 9, "completion_tokens": 2, "total_tokens": 11}
+    answer, shown = reply_to(Reply("Grüß dich,\n\nWelt ☃.", usage=usage), stream)
+    assert answer.content == "Grüß dich,\n\nWelt ☃."
+    assert (answer.finish_reason, answer.error, answer.tool_calls) == ("stop", None, [])
+    assert answer.usage == {
+        "prompt_tokens": 9,
+        "completion_tokens": 2,
+        "cached_tokens": 0,
+        "estimated": False,
+    }
+    assert "".join(shown) == (answer.content if stream else "")
+    assert len(shown) > 1 or not stream
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tool_calls_arrive_whole_and_in_order(stream):
+    line = calls(call("read_file", path="ä.txt"), call("now"), content="Let me look.")
+    answer, _ = reply_to(line, stream, tools=[TOOL])
+    assert answer.content == "Let me look." and answer.finish_reason == "tool_calls"
+    assert [(each.name, each.arguments, each.error) for each in answer.tool_calls] == [
+        ("read_file", {"path": "ä.txt"}, ""), ("now", {}, ""),
+    ]  # fmt: skip
+    assert len({each.id for each in answer.tool_calls}) == 2
+
+
+ODD_BODIES = {
+    "choices null with an error beside": (
+        {"choices": None, "error": {"message": "No credits"}},
+        "No credits",
+    ),
+    "an error within a 200": ({"error": {"message": "Overloaded", "code": 529}}, "Overloaded"),
+    "no choices": ({"choices": []}, "sent no answer"),
+    "choices null": ({"choices": None}, "sent no answer"),
+    "no JSON object": ([1, 2], "does not answer like a model.*/v1"),
+    "broken JSON": ('{"choices": [', "not JSON but: .*choices"),
+    "an empty body": ("", "not JSON but: nothing"),
+    "a text": ("The service is asleep", "not JSON but: The service is asleep.*/v1"),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", ODD_BODIES)
+def test_a_200_that_is_no_answer_is_a_clear_error(name, stream):
+    body, said = ODD_BODIES[name]
+    answer, shown = reply_to(Failure(200, body), stream)
+    assert answer.finish_reason == "error" and shown == []
+    assert re.search(said, answer.error)
+
+
+def test_a_page_of_html_is_shown_by_its_words_and_the_address_is_doubted():
+    page = Failure(
+        200, "<html><title>Sign in</title><body>Welcome to the hotel</body>", content_type="text/html"
+    )
+    answer, _ = reply_to(page)
+    assert "Sign in Welcome to the hotel" in answer.error and "/v1" in answer.error
+
+
+def test_an_answer_whose_message_is_null_is_blank_not_a_crash():
+    answer, _ = reply_to(Failure(200, {"choices": [{"message": None, "finish_reason": "stop"}]}))
+    assert (answer.content, answer.tool_calls, answer.error) == (None, [], None)
+
+
+def test_a_whole_answer_needs_no_finish_reason():
+    answer, _ = reply_to(whole({"content": "Hi."}, finish=None))
+    assert (answer.content, answer.error) == ("Hi.", None)
+
+
+def test_a_server_that_ignores_stream_is_understood_and_shown():
+    answer, shown = reply_to(whole({"role": "assistant", "content": "Hi."}), stream=True)
+    assert answer.content == "Hi." and shown == ["Hi."]
+
+
+def test_text_in_one_choice_and_calls_in_another_are_one_answer():
+    choices = [{"message": {"content": "Look."}, "finish_reason": "stop"},
+               {"message": {"tool_calls": [{"id": "a", **call("now")}]},
+                   "finish_reason": "tool_calls"}]  # fmt: skip
+    answer, _ = reply_to(Failure(200, {"choices": choices}))
+    assert answer.content == "Look." and [each.name for each in answer.tool_calls] == ["now"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_content_in_blocks_is_joined_and_thoughts_among_them_are_not_shown(stream):
+    blocks = [{"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}, {"type": "text",
+        "text": "Hi."},
+              {"type": "text", "text": None}]  # fmt: skip
+    line = sse(delta(content=blocks), delta("stop")) if stream else whole({"content": blocks})
+    assert reply_to(line, stream)[0].content == "Hi."
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_arguments_that_are_an_object_are_taken_as_they_are(stream):
+    odd = {"id": "a", "function": {"name": "read_file", "arguments": {"path": "a.txt"}}}
+    line = (
+        sse(delta("tool_calls", tool_calls=[odd])) if stream else whole({"tool_calls": [odd]}, "tool_calls")
+    )
+    answer, _ = reply_to(line, stream)
+    assert [(each.id, each.arguments, each.error) for each in answer.tool_calls] == [
+        ("a", {"path": "a.txt"}, "")
+    ]
+
+
+@pytest.mark.parametrize("arguments", ["", "{}"])
+def test_two_calls_with_the_same_id_in_a_whole_answer_stay_two(arguments):
+    twin = {"id": "same", "function": {"name": "now", "arguments": arguments}}
+    answer, _ = reply_to(whole({"tool_calls": [twin, twin]}, "tool_calls"))
+    assert [(each.name, each.arguments) for each in answer.tool_calls] == [("now", {}), ("now", {})]
+    assert answer.tool_calls[0].id != answer.tool_calls[1].id
+
+
+def test_comments_event_names_first_chunks_without_choices_and_null_deltas_do_no_harm():
+    first = {"choices": [], "prompt_filter_results": [{}]}
+    null = {"choices": [{"index": 0, "delta": None, "finish_reason": None}]}
+    line = sse(": PROCESSING\n\n", {"id": "x"}, first, "event: message\n", null, delta(content="Hi."),
+        delta("stop"),
+               {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 1}})  # fmt: skip
+    answer, shown = reply_to(line, stream=True)
+    assert (answer.content, shown, answer.usage["prompt_tokens"]) == ("Hi.", ["Hi."], 7)
+
+
+def test_a_stream_with_windows_line_ends_and_no_space_after_data_is_read():
+    body = b'data:{"choices":[{"delta":{"content":"Hi."}}]}\r\n\r\ndata:[DONE]\r\n\r\n'
+    answer, _ = reply_to(Raw(body), stream=True)
+    assert (answer.content, answer.error) == ("Hi.", None)
+
+
+@pytest.mark.parametrize("odd", ["\u2028", "\u2029", "\x85", "\x0b", "\x1c"])
+def test_a_line_separator_within_a_text_does_not_tear_the_stream(odd):
+    body = f'data: {{"choices":[{{"delta":{{"content":"a{odd}b"}},"finish_reason":"stop"}}]}}\n\n'
+    if odd < " ":
+        body = body.replace(odd, f"\\u{ord(odd):04x}")
+    answer, _ = reply_to(Raw(body.encode()), stream=True)
+    assert answer.content == f"a{odd}b"
+
+
+def test_letters_that_are_cut_between_two_packets_come_out_whole():
+    data = sse(delta(content="Grüße ☃"), delta("stop")).body
+    answer, _ = reply_to(Raw(chunks=[data[n : n + 1] for n in range(len(data))]), stream=True)
+    assert answer.content == "Grüße ☃"
+
+
+def test_a_last_line_without_its_line_end_counts():
+    body = 'data: {"choices":[{"delta":{"content":"Hi."},"finish_reason":"stop"}]}'
+    assert reply_to(Raw(body.encode()), stream=True)[0].content == "Hi."
+
+
+ODD_STREAMS = {
+    "an error in the middle": (sse(delta(content="Well"), {"error": {"message": "Overloaded"}}),
+        "Overloaded"),
+    "an error event": (sse('event: error\ndata: {"error": {"message": "Boom"}}\n\n'), "Boom"),
+    "an error that is a text": (sse({"error": "Boom"}), "Boom"),
+    "garbage": (sse(delta(content="a"), "data: {oops\n\n"), "not JSON but: {oops"),
+    "no end": (sse(delta(content="Well"), done=False), "broke off"),
+    "a call without an end": (sse(piece(id="a", name="f", arguments='{"a": '), done=False), "broke off"),
+    "nothing at all": (Raw(b""), "sent no answer"),
+    "only comments": (Raw(b": ping\n\n"), "sent no answer"),
+    "a connection that dies": (Raw(chunks=[sse(delta(content="Well"), done=False).body], cut=True), "failed"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ODD_STREAMS)
+def test_a_stream_that_fails_is_a_clear_error(name):
+    line, said = ODD_STREAMS[name]
+    answer, _ = reply_to(line, stream=True)
+    assert answer.finish_reason == "error" and said in answer.error
+
+
+def test_a_stream_may_end_without_a_reason_if_it_says_that_it_is_done():
+    assert reply_to(sse(delta(content="Hi.")), stream=True)[0].content == "Hi."
+
+
+def test_calls_that_are_complete_may_run_though_the_stream_has_no_end():
+    answer, _ = reply_to(sse(piece(id="a", name="f", arguments='{"a": 1}'), done=False), stream=True)
+    assert answer.error is None and answer.tool_calls[0].arguments == {"a": 1}
+
+
+ERROR_BODIES = {
+    "OpenAI": (error(400, "Unsupported parameter"), "HTTP 400: Unsupported parameter"),
+    "Gemini": (Failure(400, [{"error": {"code": 400, "message": "Unknown name"}}]), "HTTP 400: Unknown name"),
+    "LM Studio": (Failure(400, {"error": "Invalid tool_choice type"}), "HTTP 400: Invalid tool_choice type"),
+    "FastAPI": (Failure(422, {"detail": "Bad body"}), "Bad body"),
+    "a page": (Failure(502, "<h1>Bad Gateway</h1>", content_type="text/html"), "HTTP 502"),
+    "nothing": (Failure(500, ""), "HTTP 500"),
+    "a redirect": (Failure(307, "", {"Location": "http://127.0.0.1:1/"}), "HTTP 307"),
+}
+
+
+@pytest.mark.parametrize("name", ERROR_BODIES)
+def test_an_errors_own_words_are_found_wherever_they_stand(name):
+    line, said = ERROR_BODIES[name]
+    with FakeLLM([line]) as server:
+        answer, _ = ask(made(server))
+        assert answer.finish_reason == "error" and said in answer.error
+        assert len(server.requests) == 1  # the SDK's own retries are off
+
+
+# ---- Tool calls in a stream ----
+
+X, Y = '{"x": 1}', '{"y": 2}'
+TWO = [("a", {"x": 1}), ("b", {"y": 2})]
+CALL_STREAMS = {
+    "in pieces, by index": [
+        piece(index=0, id="1", name="a", arguments=""), piece(index=1, id="2", name="b", arguments='{"y"'),
+        piece(index=0, arguments='{"x":'), piece(index=1, arguments=": 2}"), piece(index=0, arguments=" 1}")],
+    "id only in the first chunk, no index": [
+        piece(id="1", name="a", arguments='{"x"'), piece(arguments=": 1}"),
+        piece(id="2", name="b", arguments='{"y"'), piece(arguments=": 2}")],
+    "whole, without an index": [
+        piece(id="1", name="a", arguments=X), piece(id="2", name="b", arguments=Y)],
+    "whole, every index 0": [
+        piece(index=0, id="1", name="a", arguments=X), piece(index=0, id="2", name="b", arguments=Y)],
+    "in pieces, every index 0": [
+        piece(index=0, id="1", name="a"), piece(index=0, arguments=X),
+        piece(index=0, id="2", name="b"), piece(index=0, arguments=Y)],
+    "whole, without index and id": [piece(name="a", arguments=X), piece(name="b", arguments=Y)],
+    "whole, index 0 and empty ids": [
+        piece(index=0, id="", name="a", arguments=X), piece(index=0, id="", name="b", arguments=Y)],
+    "the same id twice": [
+        piece(index=0, id="1", name="a", arguments=X), piece(index=1, id="1", name="b", arguments=Y)],
+    "id and name repeated in every chunk": [
+        piece(index=0, id="1", name="a", arguments='{"x"'),
+        piece(index=0, id="1", name="a", arguments=": 1}"),
+        piece(index=1, id="2", name="b", arguments='{"y"'),
+        piece(index=1, id="2", name="b", arguments=": 2}")],
+    "a new id in every chunk": [
+        piece(index=0, id="1", name="a", arguments='{"x"'), piece(index=0, id="9", arguments=": 1}"),
+        piece(index=1, id="2", name="b", arguments='{"y"'), piece(index=1, id="8", arguments=": 2}")],
+    "both in one chunk": [delta(tool_calls=[
+        {"index": 0, "id": "1", "function": {"name": "a", "arguments": '{"x": 1}'}},
+        {"index": 1, "id": "2", "function": {"name": "b", "arguments": '{"y": 2}'}}])],
+    "objects for arguments": [
+        piece(index=0, id="1", name="a", arguments={"x": 1}),
+        piece(index=1, id="2", name="b", arguments={"y": 2})],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALL_STREAMS)
+def test_streamed_calls_are_put_together(name):
+    answer, _ = reply_to(sse(*CALL_STREAMS[name], delta("tool_calls")), stream=True)
+    assert [(each.name, each.arguments) for each in answer.tool_calls] == TWO
+    assert not any(each.error for each in answer.tool_calls)
+    assert len({each.id for each in answer.tool_calls}) == 2
+
+
+ARGUMENTS = {
+    "nothing": ("", "stop", {}, ""),
+    "only space": (" \n", "stop", {}, ""),
+    "a raw line end in a text": ('{"a": "1\n2"}', "stop", {"a": "1\n2"}, ""),
+    "broken, but the answer is whole": ("{path: 'a',}", "tool_calls", {"path": "a"}, ""),
+    "broken, and cut by the limit": ('{"command": "rm -r bui', "length", {}, "not whole JSON"),
+    "broken, and withheld": ('{"command": "rm -r bui', "content_filter", {}, "not whole JSON"),
+    "a list": ("[1]", "stop", {}, "must be one JSON object"),
+    "a text": ('"ls"', "stop", {}, "must be one JSON object"),
+    "two objects": ('{"a": 1}{"b": 2}', "stop", {}, "must be one JSON object"),
+    "prose": ("read it", "stop", {}, "must be one JSON object"),
+    "not a number": ('{"a": NaN}', "stop", {}, "not whole JSON"),
+    "infinity": ('{"a": [-Infinity]}', "stop", {}, "not whole JSON"),
+    "a number beyond all numbers": ('{"a": 1e400}', "stop", {}, "not whole JSON"),
+    "the same, after repair": ('{"a": 1e400,}', "stop", {}, "not whole JSON"),
+    "a tower of lists": ("[" * 50_000, "stop", {}, "not whole JSON"),
+    "a half of a surrogate pair": (r'{"a": "\ud83d"}', "stop", {"a": "?"}, ""),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments_are_one_json_object_or_the_call_says_why_not(name):
+    written, finish, arguments, problem = ARGUMENTS[name]
+    odd = {"id": "1", "function": {"name": "a", "arguments": written}}
+    answer, _ = reply_to(whole({"tool_calls": [odd]}, finish))
+    found = answer.tool_calls[0]
+    assert found.arguments == arguments
+    assert problem in found.error and bool(problem) == bool(found.error)
+
+
+def test_what_an_answer_says_beside_its_parts_is_sent_back_under_its_own_name():
+    extra = {"google": {"thought_signature": "abc"}}
+    first = delta(reasoning="I ", reasoning_details=[{"id": 1}], tool_calls=[
+        {"index": 0, "id": "1", "extra_content": extra, "function": {"name": "now",
+            "arguments": "{}"}}])  # fmt: skip
+    rest = [delta(reasoning="think"), delta("tool_calls", reasoning_details=[{"id": 2}])]
+    with FakeLLM([sse(first, *rest), "Noon."]) as server:
+        answer, shown = ask(made(server), stream=True)
+        assert (answer.reasoning_content, answer.content, shown) == ("I think", None, [])
+        history = [*HELLO, answer.to_message(), {"role": "tool", "tool_call_id": "1", "content": "12:00"}]
+        ask(made(server), history)
+        sent = server.bodies[1]["messages"][2]
+    assert (sent["reasoning"], sent["reasoning_details"]) == ("I think", [{"id": 1}, {"id": 2}])
+    assert sent["tool_calls"][0]["extra_content"] == extra
+    assert "reasoning_content" not in sent and sent["content"] is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_content_is_kept_and_sent_back(stream):
+    with FakeLLM([Reply("Noon.", extra={"reasoning_content": "It is day."}), "Yes."]) as server:
+        answer, shown = ask(made(server), stream=stream)
+        assert (answer.content, answer.reasoning_content) == ("Noon.", "It is day.")
+        assert "day" not in "".join(shown)
+        ask(made(server), [*HELLO, answer.to_message(), {"role": "user", "content": "Sure?"}])
+        assert server.bodies[1]["messages"][2]["reasoning_content"] == "It is day."
+
+
+USAGES = {
+    "OpenAI": {"prompt_tokens_details": {"cached_tokens": 3}},
+    "Moonshot": {"cached_tokens": 3},
+    "DeepSeek": {"prompt_cache_hit_tokens": 3},
+    "with a null beside": {"prompt_tokens_details": None, "cached_tokens": 3},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", USAGES)
+def test_cached_tokens_are_found_under_any_name(name, stream):
+    usage = {"prompt_tokens": 10, "completion_tokens": 5, **USAGES[name]}
+    answer, _ = reply_to(Reply("Hi.", usage=usage), stream)
+    assert answer.usage == {
+        "prompt_tokens": 10,
+        "completion_tokens": 5,
+        "cached_tokens": 3,
+        "estimated": False,
+    }
+
+
+def test_usage_within_a_choice_counts():
+    last = {
+        "choices": [
+            {"delta": {}, "finish_reason": "stop", "usage": {"prompt_tokens": 4, "completion_tokens": 2}}
+        ]
+    }
+    assert reply_to(sse(delta(content="Hi."), last), stream=True)[0].usage["prompt_tokens"] == 4
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_without_a_count_the_usage_is_estimated_and_says_so(stream):
+    answer, _ = reply_to(Reply("word " * 100, usage={}), stream)
+    assert answer.usage["estimated"] and 100 <= answer.usage["completion_tokens"] <= 200
+    assert answer.usage["prompt_tokens"] > 10
+
+
+# ---- Thoughts ----
+
+THOUGHTS = {
+    "a closed block": ("<think>hm</think>\n\nHi.", "Hi."),
+    "a closed block between texts": ("A\n<think>hm</think>\nB", "A\n\nB"),
+    "a closed block within a line": ("Well <think>hm</think>done", "Well done"),
+    "other names": ("<thinking>hm</thinking><thought>so</thought>Hi.", "Hi."),
+    "a block that is never closed": ("<think>hm, and so on", ""),
+    "never closed, on a later line": ("Hi.\n<think>hm", "Hi."),
+    "only thoughts": ("<think>hm</think>", ""),
+    "a mention in mid-line that is never closed": (
+        "Models write <think> first.",
+        "Models write <think> first.",
+    ),
+    "a mention in code": ("It is `<think>`, see.", "It is `<think>`, see."),
+    "a mention in a fence": ("```\n<think>\nx\n</think>\n```", "```\n<think>\nx\n</think>\n```"),
+    "a fence that is never closed": ("```xml\n<think>a</think>", "```xml\n<think>a</think>"),
+    "code that was not closed ends with its line": ("a ` b\n<think>hm</think>c", "a ` b\nc"),
+    "a stray end at the start": ("</think>\nHi.", "Hi."),
+    "a stray end within a line": ("The tag </think> ends it.", "The tag </think> ends it."),
+    "look-alikes": ("<thinker> <think-foo> <think1> <think/>", "<thinker> <think-foo> <think1> <think/>"),
+    "a tag within a block": ("<think>a <think> b ` c</think>Hi.", "Hi."),
+    "a beginning of a tag at the end": ("if a <t", "if a <t"),
+    "a back-quote at the end": ("use `ls`", "use `ls`"),
+    "less-than signs": ("1 < 2 << 3 </ b", "1 < 2 << 3 </ b"),
+}
+
+
+@pytest.mark.parametrize("name", THOUGHTS)
+def test_thoughts_are_taken_out_and_mentions_stay(name):
+    text, kept = THOUGHTS[name]
+    assert strip_think(text) == kept
+
+
+@pytest.mark.parametrize("name", THOUGHTS)
+def test_thoughts_are_found_wherever_the_text_is_split(name):
+    text, _ = THOUGHTS[name]
+    expected = pieces_of([text])
+    splits = [[text[:n], text[n:]] for n in range(len(text) + 1)]
+    for pieces in [*splits, list(text)]:
+        assert pieces_of(pieces) == expected, pieces
+
+
+def pieces_of(pieces):
+    thinking = ThinkFilter()
+    return "".join([*map(thinking.feed, pieces), thinking.close()])
+
+
+@pytest.mark.parametrize("name", THOUGHTS)
+def test_a_streamed_answer_shows_just_what_it_remembers(name):
+    text, kept = THOUGHTS[name]
+    answer, shown = reply_to(Reply(text), stream=True)
+    assert (answer.content or "").strip() == kept
+    assert "".join(shown).strip("\n") == (answer.content or "")
+
+
+def test_an_answer_of_thoughts_alone_is_blank():
+    assert reply_to(Reply("<think>hm</think>\n"))[0].content is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_space_at_the_seam_of_a_cut_answer_is_kept(stream):
+    with FakeLLM(
+        [Reply("one ", finish_reason="length"), Reply("two\n", finish_reason="length"), " three"]
+    ) as server:
+        parts = [ask(made(server), stream=stream)[0].content for _ in range(3)]
+    assert parts == ["one ", "two\n", " three"]
+
+
+# ---- Time, and what is wrong ----
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_server_that_says_nothing_times_out(stream):
+    with FakeLLM([Hang(5)]) as server:
+        start = time.monotonic()
+        answer, _ = ask(made(server, request_timeout=0.2), stream=stream)
+        assert time.monotonic() - start < 2
+    assert answer.finish_reason == "error" and "no answer in time" in answer.error
+
+
+def test_a_stream_that_falls_silent_times_out():
+    with FakeLLM([Raw(chunks=[sse(delta(content="Hi."), done=False).body], hang=5)]) as server:
+        start = time.monotonic()
+        answer, shown = ask(made(server, idle_timeout=0.2), stream=True)
+        assert time.monotonic() - start < 2
+    assert "no answer in time" in answer.error and shown == ["Hi."]
+
+
+def test_a_stream_may_take_longer_than_the_timeouts_while_it_is_not_silent():
+    chunks = [sse(delta(content="x"), done=False).body] * 8 + [sse(delta("stop")).body]
+    with FakeLLM([Raw(chunks=chunks, pause=0.06)]) as server:
+        answer, _ = ask(made(server, request_timeout=0.3, idle_timeout=0.3), stream=True)
+    assert answer.content == "x" * 8
+
+
+@pytest.mark.parametrize("line", [Hang(5), Raw(chunks=[sse(delta(content="Hi."), done=False).body], hang=5)])
+def test_a_cancellation_is_raised_and_immediate(line):
+    async def cancelled(provider):
+        task = asyncio.ensure_future(provider.chat(HELLO, on_delta=lambda text: asyncio.sleep(0)))
+        await asyncio.sleep(0.3)
+        assert not task.done()
+        task.cancel()
+        start = time.monotonic()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return time.monotonic() - start
+
+    with FakeLLM([line]) as server:
+        assert asyncio.run(cancelled(made(server))) < 0.5
+
+
+KEY = "sk-proj-very-secret-0123456789"
+
+
+def test_a_wrong_key_names_the_variable_and_not_the_key():
+    with FakeLLM(["Hi."], required_key="another") as server:
+        answer, _ = ask(made(server, "openrouter", KEY))
+    assert "refuses the key" in answer.error and "OPENROUTER_API_KEY" in answer.error
+    assert KEY not in answer.error
+
+
+@pytest.mark.parametrize("line", [
+    error(401, f"Invalid key {KEY}"), error(500, f"Oops: Bearer {KEY}"), Failure(200, f"you sent {KEY}"),
+    sse({"error": KEY}),
+])  # fmt: skip
+@pytest.mark.parametrize("key", [KEY, KEY + "\n", f" {KEY[:9]}\n{KEY[9:]}"])
+def test_a_key_that_the_endpoint_repeats_is_not_shown(line, key):
+    with FakeLLM([line]) as server:
+        answer, _ = ask(made(server, key=key), stream=True)
+    assert answer.finish_reason == "error" and KEY not in answer.error
+
+
+def test_a_key_that_no_header_can_hold_is_not_shown():
+    with FakeLLM([]) as server:
+        answer, _ = ask(made(server, key=KEY + "…"))
+    assert answer.finish_reason == "error" and KEY not in answer.error
+
+
+def test_an_unknown_model_brings_the_list_of_models():
+    with FakeLLM(["Hi."], known_models=["good-model", "better-model"]) as server:
+        answer, _ = ask(made(server, model="odd-model"))
+        assert all(part in answer.error for part in ("odd-model", "good-model, better-model", "--model"))
+
+
+def test_no_model_named_brings_the_list_of_models_too():
+    with FakeLLM(["Hi."], known_models=["good-model"]) as server:
+        answer, _ = ask(made(server, model=""))
+        assert "no model is named" in answer.error and "good-model" in answer.error
+        assert server.bodies == []
+
+
+def test_a_wrong_path_brings_the_hint_at_v1():
+    with FakeLLM(["Hi."]) as server:
+        provider = OpenAIProvider(Endpoint(ROWS["custom"], "k", server.base_url.removesuffix("/v1"), "m"))
+        answer, _ = ask(provider)
+    assert "Invalid URL" in answer.error and "/v1" in answer.error
+
+
+@pytest.mark.parametrize(
+    "base", ["http://127.0.0.1:1/v1", "localhost:8000/v1", "http://no-such-host.invalid/v1"]
+)
+def test_where_no_server_is_the_cause_and_a_question_are_said(base):
+    answer, _ = ask(OpenAIProvider(Endpoint(ROWS["local"], KEY, base, "m")))
+    assert f"Cannot reach {base} (" in answer.error and "is the server running?" in answer.error
+
+
+def test_check_says_nothing_where_all_is_well_and_else_what_is_wrong():
+    with FakeLLM([], known_models=["good-model"], required_key=KEY) as server:
+        assert asyncio.run(made(server, key=KEY, model="good-model").check()) is None
+        assert "good-model" in asyncio.run(made(server, key=KEY, model="odd").check())
+        assert "refuses the key" in asyncio.run(made(server, key="wrong-key", model="good-model").check())
+    assert "Cannot reach" in asyncio.run(made(server, model="good-model").check())
+
+
+# ---- A lawful history ----
+
+
+def user(content="Hi"):
+    return {"role": "user", "content": content}
+
+
+def said(content="Ok", **more):
+    return {"role": "assistant", "content": content, **more}
+
+
+def called(*ids, content=None, name="now", arguments="{}", **more):
+    """An assistant's message with calls, as the API wants them."""
+    functions = [
+        {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}} for id_ in ids
+    ]
+    return {"role": "assistant", "content": content, "tool_calls": functions, **more}
+
+
+def result(id_, content="noon"):
+    return {"role": "tool", "tool_call_id": id_, "content": content}
+
+
+MISSING = "[interrupted before it finished]"
+LEFT_OUT = user("(earlier messages are left out)")
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+LEGAL = {
+    "a lawful history stays as it is": (
+        [SYSTEM, user(), called("a", "b"), result("a"), result("b"), said(), user()],) * 2,
+    "a result that nobody asked for is dropped": ([user(), result("x"), said(), user()], [user(), said(),
+        user()]),
+    "a result before its call is dropped": (
+        [user(), result("a"), called("a"), user()], [user(), called("a"), result("a", MISSING), user()]),
+    "a missing result is made up, right behind the others": (
+        [user(), called("a", "b"), result("a"), user()],
+        [user(), called("a", "b"), result("a"), result("b", MISSING), user()]),
+    "of two results for a call the first counts": (
+        [user(), called("a"), result("a", "1"), result("a", "2")], [user(), called("a"), result("a", "1")]),
+    "a result that came late moves to its call": (
+        [user(), called("a"), user("Well?"), result("a")], [user(), called("a"), result("a"), user("Well?")]),
+    "results stand in the order of the calls": (
+        [user(), called("a", "b"), result("b", "2"), result("a", "1")],
+        [user(), called("a", "b"), result("a", "1"), result("b", "2")]),
+    "results without their call are dropped with it": ([SYSTEM, result("a"), said(), user()],
+                                                       [SYSTEM, LEFT_OUT, said(), user()]),
+    "a call without a name is dropped with its result": (
+        [user(), called("a", name=""), result("a"), user("?")], [user("Hi\n\n?")]),
+    "two calls with one id each keep their result": (
+        [user(), called("a", "a"), result("a", "1"), result("a", "2")],
+        [user(), called("a", "a_2"), result("a", "1"), result("a_2", "2")]),
+    "an id that an earlier turn used is changed": (
+        [user(), called("a"), result("a", "1"), called("a"), result("a", "2")],
+        [user(), called("a"), result("a", "1"), called("a_2"), result("a_2", "2")]),
+    "calls without ids get some": (
+        [user(), called(None), result(None, "1")], [user(), called("call"), result("call", "1")]),
+    "reasoning of a call stays": (
+        [user(), called("a", reasoning_content="hm"), result("a")],) * 2,
+    "two of the user are one": ([user("a"), user("b")], [user("a\n\nb")]),
+    "no image is lost in a merger": (
+        [user("a"), user([IMAGE]), user([{"type": "text", "text": "b"}])],
+        [user([{"type": "text", "text": "a"}, IMAGE, {"type": "text", "text": "b"}])]),
+    "a text and calls of the assistant are one": (
+        [user(), said("Look"), called("a"), result("a")], [user(), called("a", content="Look"), result("a")]),
+    "the assistant first": ([SYSTEM, said(), user()], [SYSTEM, LEFT_OUT, said(), user()]),
+    "only the assistant": ([SYSTEM, said()], [SYSTEM, LEFT_OUT]),
+    "nothing": ([], [LEFT_OUT]),
+    "the assistant last": ([user(), said(), said()], [user()]),
+    "system messages are one, first": (
+        [user("a"), SYSTEM, {"role": "developer", "content": "Be brief."}],
+        [{"role": "system", "content": "You are a test.\n\nBe brief."}, user("a")]),
+    "an empty text of an assistant with calls is null": (
+        [user(), called("a", content=""), result("a")], [user(), called("a"), result("a")]),
+    "an empty text of the user is said to be so": ([user("")], [user("(empty)")]),
+    "an empty result too": ([user(), called("a"), result("a", " \n")], [user(), called("a"), result("a",
+        "(empty)")]),
+    "an empty block too": ([user([IMAGE, {"type": "text", "text": ""}])],
+                           [user([IMAGE, {"type": "text", "text": "(empty)"}])]),
+    "no blocks at all too": ([user([])], [user("(empty)")]),
+    "an assistant that says nothing is left out": ([user("a"), said(""), user("b")], [user("a\n\nb")]),
+    "keys of our own are not sent": ([{**user(), "timestamp": "now", "usage": {}}], [user()]),
+    "half a surrogate pair becomes a question mark": ([user("a\ud83db")], [user("a?b")]),
+    "two halves become whole": ([user("a\ud83d\ude00b")], [user("a\U0001f600b")]),
+    "everywhere": (
+        [user([{"type": "text", "text": "\udc00"}]), called("a\udc00", reasoning="\ud800é"),
+        result("a\udc00")],
+        [user([{"type": "text", "text": "?"}]), called("a?", reasoning="?é"), result("a?")]),
+    "arguments that are an object become its text": (
+        [user(), called("a", arguments={"x": 1}), result("a")], [user(), called("a", arguments='{"x": 1}'),
+        result("a")]),
+    "broken arguments are mended": (
+        [user(), called("a", arguments='{"x": 1'), result("a")], [user(), called("a",
+        arguments='{"x": 1}'), result("a")]),
+    "hopeless arguments become none": (
+        [user(), called("a", arguments="[1"), result("a")], [user(), called("a"), result("a")]),
+    "so do none, null and not a number": (
+        [user(), called("a", arguments=""), result("a"), called("b", arguments=None), result("b"),
+         called("c", arguments='{"x": NaN}'), result("c")],
+        [user(), called("a"), result("a"), called("b"), result("b"), called("c"), result("c")]),
+    "a call without a function is dropped": ([user(), said("x", tool_calls=[{"id": "a",
+        "function": None}]), user()],
+                                             [user(), said("x"), user()]),
+    "strange roles are left out": ([user(), {"role": "critic", "content": "no"}, {}], [user()]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LEGAL)
+def test_a_history_is_made_lawful(name):
+    messages, expected = LEGAL[name]
+    before = copy.deepcopy(messages)
+    assert legal(messages) == expected
+    assert messages == before
+    check_grammar(legal(messages))
+
+
+def test_without_a_wish_for_a_reply_the_assistant_may_be_last():
+    assert legal([user(), said(), said("b")], reply=False) == [user(), said("Ok\n\nb")]
+
+
+def check_grammar(messages):
+    """What the API accepts, written down once more and on its own."""
+    json.dumps(messages, allow_nan=False, ensure_ascii=False).encode()
+    roles = [message["role"] for message in messages]
+    assert "system" not in roles[1:]
+    assert roles[roles[0] == "system"] == "user" and roles[-1] != "assistant"
+    ids, due = set(), []
+    for before, message in zip([None, *messages], messages, strict=False):
+        assert set(message) <= {"role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content",
+                                "reasoning", "reasoning_details"}  # fmt: skip
+        if message["role"] == "tool":
+            assert due and message["tool_call_id"] == due.pop(0)
+        else:
+            assert not due, "a call has no result directly behind it"
+            assert "tool_call_id" not in message or message["role"] == "tool"
+            assert not before or before["role"] != message["role"]
+        assert message["role"] == "assistant" or "tool_calls" not in message
+        due += [check_call(each, ids) for each in message.get("tool_calls", [])]
+        check_content(message)
+    assert not due
+
+
+def check_call(tool_call, ids):
+    assert tool_call["type"] == "function" and tool_call["function"]["name"]
+    arguments = json.loads(tool_call["function"]["arguments"], parse_constant=pytest.fail)
+    assert isinstance(arguments, dict)
+    assert tool_call["id"] and tool_call["id"] not in ids
+    ids.add(tool_call["id"])
+    return tool_call["id"]
+
+
+def check_content(message):
+    content = message["content"]
+    if content is None:
+        assert message["tool_calls"]
+    elif isinstance(content, str):
+        assert content.strip()
+    else:
+        assert content and all(block["type"] in ("text", "image_url") for block in content)
+        assert all(block["text"].strip() for block in content if block["type"] == "text")
+
+
+def a_history(dice):
+    """Messages as bad luck, bugs and other programs make them."""
+    texts = [
+        "Hi",
+        "",
+        " \n",
+        None,
+        "a\ud800b",
+        "\u2028☃",
+        [],
+        ["x"],
+        [{"type": "text", "text": ""}, IMAGE],
+        {"a": 1},
+        7,
+    ]
+    arguments = ["{}", "", None, '{"a": 1', "[1]", '{"a": NaN}', '{"a": 1e999}', {"b": 2}, [3], "prose",
+        '{"a":1}{"b":2}',
+                 '{"t": "\ud800"}', r'{"t": "\udfff"}', "null", 5]  # fmt: skip
+    ids = ["a", "b", "a_2", "call", None, "", "é\udc00", 7]
+
+    def a_call():
+        name = dice.choice(["now", "read_file", "", None])
+        function = {"name": name, "arguments": dice.choice(arguments)}
+        odd = dice.choice([{}, {}, {"function": None}, {"extra_content": {"s": "\ud800"}}, {"index": 0}])
+        return {"id": dice.choice(ids), "function": function, **odd}
+
+    def a_message():
+        role = dice.choice(
+            ["system", "developer", "user", "user", "assistant", "assistant", "tool", "tool", "robot", None]
+        )
+        message = {"role": role, "content": dice.choice(texts)}
+        if role == "assistant" or dice.random() < 0.05:
+            message["tool_calls"] = dice.choice([None, [], [a_call()], [a_call(), a_call(), a_call()]])
+        if role == "tool":
+            message["tool_call_id"] = dice.choice(ids)
+        if dice.random() < 0.2:
+            message |= dice.choice([{"reasoning_content": "h\udc00m"}, {"reasoning": "hm"},
+                {"reasoning_details": [{"i": 1}]},
+                                    {"name": "now"}, {"timestamp": 1}, {"refusal": None}])  # fmt: skip
+        return message
+
+    return [a_message() for _ in range(dice.randrange(12))]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_whatever_the_history_what_is_sent_is_lawful(seed):
+    dice = random.Random(seed)
+    for _ in range(100):
+        messages = a_history(dice)
+        before = copy.deepcopy(messages)
+        lawful = legal(messages)
+        assert messages == before
+        check_grammar(lawful)
+        assert legal(lawful) == lawful
+        assert legal(messages) == lawful
+
+
+@pytest.mark.parametrize(
+    "written", ['{"a": NaN}', '{"a": Infinity}', '{"a": [{"b": -Infinity}]}', '{"a": 1e400}']
+)
+@pytest.mark.parametrize("repair", [False, True])
+def test_what_is_no_number_is_no_argument(written, repair):
+    arguments, problem = parse_arguments(written, repair)
+    assert arguments == {} and "JSON" in problem
+
+
+# ---- Models that need no network ----
+
+
+def test_a_script_is_played_back_and_keeps_what_it_was_asked():
+    one, two = ToolCallRequest("1", "now"), ToolCallRequest("2", "now")
+    model = ScriptedProvider([one, [one, two], "Two  words\n", LLMResponse(None, finish_reason="length")])
+    assert ask(model)[0].tool_calls == [one]
+    assert ask(model)[0].finish_reason == "tool_calls"
+    answer, shown = ask(model, stream=True, max_tokens=5)
+    assert answer.content == "".join(shown) == "Two  words\n" and len(shown) == 3
+    assert ask(model)[0].finish_reason == "length"
+    assert "no further reply" in ask(model)[0].error
+    assert len(model.requests) == 5 and model.requests[2].messages == HELLO
+    assert model.requests[2].options == {"max_tokens": 5}
+
+
+def test_a_provider_of_ones_own_writes_only_answer():
+    class Echo(providers.LLMProvider):
+        model = "echo"
+
+        async def answer(self, request: LLMRequest) -> LLMResponse:
+            return LLMResponse(f"{request.model}: {request.messages[-1]['content']}")
+
+    assert Echo().get_default_model() == "echo"
+    assert ask(Echo(), model="loud")[0].content == "loud: Hello"
+
+
+@pytest.fixture
+def desk(tmp_path):
+    """A workspace with some files, and a way to talk with the offline model that works in it."""
+    for name, text in {
+        "a.txt": "one\ntwo\nthree\n",
+        "docs/b.md": "# Two\n",
+        "memory/MEMORY.md": "# Facts\n\n- old\n",
+    }.items():
+        (tmp_path / "w" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "w" / name).write_text(text)
+    return Desk(tmp_path / "w")
+
+
+class Desk:
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.turn = Turn(workspace=folder, cwd=folder)
+
+    def ask(self, text, **more):
+        """The answer without the line that says who answers, and the names of the tools that were used."""
+        system = f"You are nanobot.\n- Long-term facts: {self.folder}/memory/MEMORY.md"
+        messages = [
+            {"role": "system", "content": system},
+            user(f"[Runtime Context]\nnow\n[/Runtime Context]\n\n{text}"),
+        ]
+        spec = AgentRunSpec(messages, ToolRegistry([*FILE_TOOLS, Exec()]), turn=self.turn, **more)
+        run = asyncio.run(AgentRunner(OfflineProvider()).run(spec))
+        assert run.stop_reason == "completed" and run.usage["estimated"]
+        first, _, rest = run.final_content.partition("\n\n")
+        assert first == "[offline model: a few fixed rules, no language model]"
+        return rest, [event["name"] for event in run.tool_events]
+
+
+@pytest.mark.parametrize(
+    ("question", "tool", "answer"),
+    [
+        ("read a.txt", "read_file", "a.txt says:\n\none\ntwo\nthree"),
+        ("What does the file a.txt say?", "read_file", "a.txt says:\n\none\ntwo\nthree"),
+        ("please show me 'a.txt'", "read_file", "a.txt says:\n\none\ntwo\nthree"),
+        ("What is in a.txt?", "read_file", "a.txt says:\n\none\ntwo\nthree"),
+        ("list the files in docs", "list_dir", "{folder}/docs: 1 entries\nb.md  6 bytes"),
+        ("find files named *.md", "glob", "I found:\n\n"),
+        ("find two in a.txt", "grep", "Lines with two: 1\n\na.txt:2: two"),
+        ("where is three?", "grep", "Lines with three: 1\n\na.txt:3: three"),
+        ("How many lines does a.txt have?", "grep", "Lines in a.txt: 3"),
+        ("how many lines are in a.txt", "grep", "Lines in a.txt: 3"),
+        ("count the lines of a.txt", "grep", "Lines in a.txt: 3"),
+        ("how many files are here?", "glob", "Files like *: 3, the newest first:"),
+        ("count the *.md files", "glob", "Files like *.md: 2, the newest first:"),
+        ("write hello there to new.txt", "write_file", "Wrote 11 characters to {folder}/new.txt."),
+        ("change two to 2 in a.txt", "edit_file", "Changed:\n\n--- a/a.txt"),
+        ("run echo $((6 * 7))", "exec", "$ echo $((6 * 7))\n\n42\nExit code: 0"),
+        ("what do you know about me?", "grep", "I remember:\n\n# Facts\n\n- old"),
+        ("what do you remember about OLD", "grep", "I remember:\n\n- old"),
+    ],
+)
+def test_the_offline_model_does_what_it_is_asked(desk, question, tool, answer):
+    text, tools = desk.ask(question)
+    assert tools == [tool]
+    assert text.startswith(answer.replace("{folder}", str(desk.folder)))
+
+
+def test_the_offline_model_really_writes_and_changes(desk):
+    desk.ask("write 'hello {name}' to deep/new.txt and then change hello to bye in deep/new.txt")
+    assert (desk.folder / "deep" / "new.txt").read_text() == "bye {name}"
+
+
+def test_the_offline_model_remembers_and_says_what(desk):
+    assert desk.ask("read a.txt and remember that my cat is {Tom}") == (
+        "a.txt says:\n\none\ntwo\nthree\n\nI will remember: my cat is {Tom}", ["read_file", "read_file",
+            "edit_file"],
+    )  # fmt: skip
+    assert (desk.folder / "memory/MEMORY.md").read_text() == "# Facts\n\n- old\n- my cat is {Tom}\n"
+    assert (
+        desk.ask("what do you remember about my cat?")[0] == "I remember:\n\n- my cat is {Tom}"
+    )
+
+
+def test_the_offline_model_remembers_though_there_is_no_memory_yet(desk):
+    (desk.folder / "memory/MEMORY.md").unlink()
+    assert desk.ask("remember I like tea")[0] == "I will remember: I like tea"
+    assert (desk.folder / "memory/MEMORY.md").read_text() == "- I like tea"
+
+
+def test_a_memory_of_more_than_a_page_is_not_cut_by_a_new_fact(desk):
+    facts = "".join(f"- fact {number}\n" for number in range(5_000))
+    (desk.folder / "memory/MEMORY.md").write_text(facts)
+    assert desk.ask("remember the last straw")[0] == "I will remember: the last straw"
+    found = (desk.folder / "memory/MEMORY.md").read_text()
+    assert found.replace("- the last straw\n", "") == facts and "- the last straw\n" in found
+
+
+@pytest.mark.parametrize("question", ["read gone.txt", "change x to y in a.txt", "list the files in gone",
+    "find xyzzy",
+                                      "find files named *.xyz", "remember and read /dev/null/x"])  # fmt: skip
+def test_the_offline_model_says_what_did_not_work(desk, question):
+    assert "did not work: " in desk.ask(question)[0]
+
+
+def test_a_long_result_is_cut_and_said_to_be_so(desk):
+    (desk.folder / "long.txt").write_text("".join(f"line {number}\n" for number in range(100)))
+    text, _ = desk.ask("read long.txt")
+    assert "line 19\n… (100 lines)" in text and "line 20" not in text
+
+
+def test_where_no_rule_fits_the_offline_model_says_what_it_can_do(desk):
+    text, tools = desk.ask("Why is the sky blue?")
+    assert tools == [] and text.startswith("I know no rule for that.")
+
+
+def test_the_offline_model_streams_and_asks_no_tool_where_there_is_none():
+    answer, shown = ask(OfflineProvider(), [user("read a.txt")], stream=True)
+    assert answer.tool_calls == [] and "".join(shown) == answer.content and len(shown) > 5
+
+
+def test_the_file_works_alone_in_an_empty_folder(tmp_path):
+    shutil.copy(providers.__file__, tmp_path)
+    program = (
+        "import asyncio, sys, providers\n"
+        "model = providers.ScriptedProvider(['Hi.'])\n"
+        "answer = asyncio.run(model.chat([{'role': 'user', 'content': 'Hello'}]))\n"
+        "print(answer.content, 'openai' in sys.modules, providers.__file__)"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": ""}, capture_output=True, text=True
+    )
+    assert (done.stdout, done.stderr) == (f"Hi. False {tmp_path}/providers.py\n", "")
