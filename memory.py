@@ -20,13 +20,17 @@ import os
 import re
 import shutil
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
+
+try:
+    import fcntl
+except ImportError:  # on Windows, one program a session is up to the user
+    fcntl = None
 
 log = logging.getLogger("nanobot.memory")
 
@@ -42,11 +46,6 @@ class SessionBusy(Exception):
 
 def now() -> str:
     return datetime.now().astimezone().isoformat(timespec="seconds")
-
-
-def to_line(record: dict) -> bytes:
-    """One JSON line. Lone surrogates (from a terminal, from a model) become `?`: they have no UTF-8."""
-    return json.dumps(record, ensure_ascii=False).encode("utf-8", errors="replace") + b"\n"
 
 
 def open_private(path: Path) -> Any:
@@ -75,10 +74,9 @@ class Session:
     created_at: str = field(default_factory=now)
     last_consolidated: int = 0  # this many lines are no longer sent
     stamp: tuple[int, int] | None = None  # of the file as we know it
-    _sent: list[dict] = field(default_factory=list)  # `lines` as they are sent, prepared once each
 
     def append(self, *messages: dict, sync: bool = True) -> None:
-        """Write messages to the journal, in one write, and fsync. Raises OSError when it cannot.
+        """Write messages to the journal, in one write. Raises OSError when it cannot.
 
         `sync=False` leaves the fsync to the next append: it is for power cuts, a mere kill loses nothing.
         """
@@ -104,7 +102,8 @@ class Session:
             is_new = file.tell() == 0
             if is_new and "_type" not in records[0]:
                 records = [self._header(), *records]
-            file.write(newline + b"".join(map(to_line, records)))
+            text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+            file.write(newline + text.encode("utf-8", errors="replace"))  # a lone surrogate becomes `?`
             file.flush()
             if sync:
                 os.fsync(file.fileno())
@@ -117,25 +116,25 @@ class Session:
 
         A turn that was cut short is completed here, never in the journal.
         """
-        self._sent += [_as_sent(line) for line in self.lines[len(self._sent) :]]
-        history = [message for message in self._sent[self.last_consolidated :] if message]
+        history = [_as_sent(line) for line in self._live()]
         start = next((n for n, message in enumerate(history) if message["role"] == "user"), len(history))
         return legal(list(_complete(history[start:])))
 
     @property
     def unfinished(self) -> bool:
         """True where the last turn has no answer: it ended at a user message, a tool result or a call."""
-        live = [line for line in self.lines[self.last_consolidated :] if line]
-        return bool(live) and not (live[-1]["role"] == "assistant" and not live[-1].get("tool_calls"))
+        last = (self._live() or [{"role": "assistant"}])[-1]
+        return last["role"] != "assistant" or bool(last.get("tool_calls"))
+
+    def _live(self) -> list[dict]:
+        return [line for line in self.lines[self.last_consolidated :] if line]
 
 
-def _as_sent(line: dict | None) -> dict:
+def _as_sent(line: dict) -> dict:
     """A journal line as the model sees it: `runtime` is put before the text, `timestamp` is not sent."""
-    if line is None:
-        return {}
     message = {key: value for key, value in line.items() if key not in ("timestamp", "runtime")}
     if line.get("runtime"):
-        message["content"] = f"{line['runtime']}\n\n{message['content']}"
+        message["content"] = f"{line['runtime']}\n\n{line.get('content')}"
     return message
 
 
@@ -148,11 +147,10 @@ def _complete(history: list[dict]) -> Iterator[dict]:
 
 
 def file_stamp(path: Path) -> tuple[int, int] | None:
-    try:
+    with contextlib.suppress(FileNotFoundError):
         info = path.stat()
-    except FileNotFoundError:
-        return None
-    return info.st_size, info.st_mtime_ns
+        return info.st_size, info.st_mtime_ns
+    return None
 
 
 def load_session(key: str, path: Path) -> Session:
@@ -177,40 +175,40 @@ def load_session(key: str, path: Path) -> Session:
             session.lines.append(record if record and isinstance(record.get("role"), str) else None)
     if type(count) is int and 0 <= count <= len(session.lines):  # not isinstance: True is no count
         session.last_consolidated = count
-    _keep_damaged(path, [line for line, record in zip(whole, records, strict=True) if line and not record])
+    if damaged := [line for line, record in zip(whole, records, strict=True) if line and not record]:
+        _keep_damaged(path, damaged)
     return session
 
 
 def _end_last_line(file: Any) -> bytes:
     """Go to where the next line may begin: a torn last line is cut off, a whole one gets its newline."""
-    if file.seek(0, os.SEEK_END) and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
-        file.seek(0)
-        data = file.read()
-        start = data.rfind(b"\n") + 1
-        if _parse(data[start:]):
-            return b"\n"
-        file.truncate(start)
-        file.seek(start)
+    file.seek(max(file.seek(0, os.SEEK_END) - 1, 0))
+    if file.read() in (b"", b"\n"):
+        return b""
+    file.seek(0)
+    data = file.read()
+    start = data.rfind(b"\n") + 1
+    if _parse(data[start:]):
+        return b"\n"
+    file.seek(start)
+    file.truncate()
     return b""
 
 
 def _parse(line: bytes) -> dict | None:
-    try:
+    with contextlib.suppress(ValueError, RecursionError):
         record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return record if isinstance(record, dict) else None
+        return record if isinstance(record, dict) else None
+    return None
 
 
 def _keep_damaged(path: Path, damaged: list[bytes]) -> None:
     """Unreadable lines are skipped, never lost: they are collected beside the journal, each once."""
-    if not damaged:
-        return
-    log.warning("%s: %d unreadable lines skipped, kept in %s.corrupt", path, len(damaged), path.name)
-    aside = path.with_name(path.name + ".corrupt")
+    aside = path.with_name(f"{path.name}.corrupt")
+    log.warning("%s: %d unreadable lines skipped, kept in %s", path, len(damaged), aside.name)
     with open_private(aside) as file:
         file.seek(0)
-        known = set(file.read().split(b"\n"))
+        known = file.read().split(b"\n")
         file.writelines(line + b"\n" for line in damaged if line not in known)
 
 
@@ -221,7 +219,7 @@ class SessionManager:
 
     def __init__(self, workspace: Path):
         self.folder = workspace / "sessions"
-        self._cache: OrderedDict[str, Session] = OrderedDict()
+        self._cache: dict[str, Session] = {}  # the one used last stands last
 
     def path(self, key: str) -> Path:
         """A file name that decodes to the key: `telegram:a_b` and `telegram:a:b` never meet in one file."""
@@ -235,7 +233,7 @@ class SessionManager:
             session = load_session(key, path) if path.exists() else Session(key, path)
         self._cache[key] = session
         if len(self._cache) > self.kept:
-            self._cache.popitem(last=False)
+            self._cache.pop(next(iter(self._cache)))
         return session
 
     def list_keys(self) -> list[str]:
@@ -247,63 +245,49 @@ class SessionManager:
     def lock(self, key: str) -> Iterator[None]:
         """Hold a session for one turn; raises SessionBusy while another process does."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with open_private(self.path(key).with_suffix(".lock")) as file:
-            if not _try_lock(file):
-                raise SessionBusy(f"Session {key} is in use by another program. Wait, or name another: -s.")
+        with open_private(self.path(key).with_suffix(".lock")) as file:  # closing it lets go, so does dying
+            try:
+                if fcntl:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                busy = f"Session {key} is in use by another program. Wait, or name another: -s."
+                raise SessionBusy(busy) from None
             yield
-
-
-def _try_lock(file: Any) -> bool:
-    """An advisory lock on an open file, without waiting; the system lets go of it when the file is closed."""
-    try:
-        import fcntl
-    except ImportError:
-        return True  # Windows: one program a session is up to the user
-    with contextlib.suppress(BlockingIOError):
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    return False
 
 
 # ---- How much fits a request ----
 
 
 class TokenCounter:
-    """Sizes of messages, each taken once.
-
-    UTF-8 bytes are an upper bound of tokens, so while the bytes fit nothing needs counting. Otherwise 4 bytes
-    count as a token (3 in mostly non-ASCII text): tiktoken's vocabulary comes over the network, and nothing
-    may wait for that.
-    """
+    """Sizes of messages in tokens, each message measured once."""
 
     def __init__(self) -> None:
-        self._sizes: dict[int, tuple[dict, int, int]] = {}  # by id(message), which is kept alive
+        self._sizes: dict[int, tuple[int, dict]] = {}  # by id(message), which is kept alive
 
-    def size(self, message: dict) -> tuple[int, int]:
-        """(bytes, tokens) of a message; an image counts as 1,000 tokens."""
-        known = self._sizes.get(id(message))
-        if known is None or known[0] is not message:
-            known = self._sizes[id(message)] = (message, *measure(message))
-        return known[1], known[2]
+    def size(self, message: dict) -> int:
+        if id(message) not in self._sizes:
+            self._sizes[id(message)] = (measure(message)[1], message)
+        return self._sizes[id(message)][0]
 
     def total(self, messages: Iterable[dict]) -> int:
-        return sum(self.size(message)[1] for message in messages)
-
-    def fits(self, messages: list[dict], budget: int) -> bool:
-        return sum(self.size(message)[0] for message in messages) <= budget or self.total(messages) <= budget
+        return sum(map(self.size, messages))
 
 
 def measure(message: dict) -> tuple[int, int]:
-    """(bytes, tokens) of a message, or of anything else that is sent as JSON."""
+    """(bytes, tokens) of a message, or of anything else that is sent as JSON. An image is 1,000 of both.
+
+    The bytes are an upper bound. The tokens are 4 bytes each (3 in mostly non-ASCII text): an exact count
+    takes tiktoken's vocabulary, which comes over the network, and nothing may wait for that.
+    """
     content = message.get("content") if isinstance(message, dict) else None
-    blocks = content if isinstance(content, list) else []
-    images = [block for block in blocks if block.get("type") == "image_url"]
-    if images:
-        message = {**message, "content": [block for block in blocks if block not in images]}
+    images = 0
+    if isinstance(content, list):
+        texts = [block for block in content if block.get("type") != "image_url"]
+        images = 1_000 * (len(content) - len(texts))
+        message = {**message, "content": texts}
     text = json.dumps(message, ensure_ascii=False)
     size = len(text.encode("utf-8", errors="replace"))
-    per_token = 3 if size > 1.5 * len(text) else 4
-    return size + 1_000 * len(images), size // per_token + 1 + 1_000 * len(images)
+    return size + images, size // (3 if size > 1.5 * len(text) else 4) + 1 + images
 
 
 def leave_out_oldest(messages: list[dict], budget: int, counter: TokenCounter, task: int) -> list[dict]:
@@ -311,12 +295,12 @@ def leave_out_oldest(messages: list[dict], budget: int, counter: TokenCounter, t
 
     A turn goes from a user message to the next. The system message stays, and all from index `task` on.
     """
-    if counter.fits(messages, budget):
+    if counter.total(messages) <= budget:
         return messages
     head = [message for message in messages[:1] if message["role"] == "system"]
     start, used = task, counter.total(head + messages[task:])
     for n in range(task - 1, len(head), -1):
-        used += counter.size(messages[n])[1]
+        used += counter.size(messages[n])
         if used > budget:
             break
         if messages[n]["role"] == "user":
@@ -342,24 +326,18 @@ class MemoryStore:
 
     def recent_history(self) -> list[str]:
         """`[2026-04-03 00:02] text` of what Dream has not read: the last 50 entries, ≤ 32,000 characters."""
-        dreamt = self._dream_cursor()
-        records = map(_parse, self.history.read_bytes().split(b"\n")) if self.history.exists() else []
-        entries = [each for each in records if each and _is_entry(each) and each["cursor"] > dreamt]
-        lines = [f"[{each['timestamp']}] {each['content']}" for each in entries[-self.recent_entries :]]
+        dreamt = 0  # nothing is read yet, or the file is damaged
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            dreamt = max(int((self.folder / ".dream_cursor").read_bytes()), 0)
+        lines = []
+        for record in map(_parse, self.history.read_bytes().split(b"\n") if self.history.exists() else []):
+            match record:
+                case {"cursor": cursor, "timestamp": str(when), "content": str(text)}:
+                    lines += [f"[{when}] {text}"] if type(cursor) is int and cursor > dreamt else []
+        lines = lines[-self.recent_entries :]
         while len("\n".join(lines)) > self.recent_chars:
             lines.pop(0)
         return lines
-
-    def _dream_cursor(self) -> int:
-        with contextlib.suppress(FileNotFoundError, ValueError):
-            return max(int((self.folder / ".dream_cursor").read_bytes()), 0)
-        return 0  # nothing is read yet, or the file is damaged
-
-
-def _is_entry(record: dict) -> bool:
-    """Not isinstance for the cursor: True is an int, but no cursor."""
-    texts = record.get("timestamp"), record.get("content")
-    return type(record.get("cursor")) is int and all(isinstance(each, str) for each in texts)
 
 
 # ---- Skills ----
@@ -396,14 +374,11 @@ def read_skill(path: Path) -> Skill:
     front = re.match(r"---[ \t]*\n(.*?)^---[ \t]*$", text, re.DOTALL | re.MULTILINE)
     pairs = re.findall(r"^([\w-]+):[ \t]*([\"']?)(.*?)\2[ \t]*$", front[1], re.MULTILINE) if front else []
     fields = {key: value for key, _, value in pairs}
-    return Skill(
-        name=fields.get("name") or path.parent.name,
-        path=path,
-        description=fields.get("description", ""),
-        text=text[front.end() if front else 0 :].strip(),
-        always=fields.get("always", "").lower() in ("true", "yes"),
-        missing=_missing(fields.get("metadata", ""), path),
-    )
+    skill = Skill(fields.get("name") or path.parent.name, path, fields.get("description", ""))
+    skill.text = text[front.end() if front else 0 :].strip()
+    skill.always = fields.get("always", "").lower() in ("true", "yes")
+    skill.missing = _missing(fields.get("metadata", ""), path)
+    return skill
 
 
 def _missing(metadata: str, path: Path) -> list[str]:
