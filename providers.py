@@ -13,6 +13,7 @@ tools.py. Not covered: which tools there are, and how they run.
 """
 
 import asyncio
+import functools
 import gc
 import json
 import logging
@@ -99,11 +100,16 @@ class LLMProvider:
         What an endpoint does wrong is a value (`finish_reason="error"`); only cancellation is raised.
         """
         given = {name: value for name, value in options.items() if value is not None}
-        request = LLMRequest(legal(messages), tools or [], model or self.model, given, on_delta)
+        lawful = legal(messages, known=self._checked)
+        request = LLMRequest(lawful, tools or [], model or self.model, given, on_delta)
         return await self.answer(request)
 
     async def answer(self, request: LLMRequest) -> LLMResponse:
         raise NotImplementedError
+
+    @functools.cached_property
+    def _checked(self) -> dict:  # messages of the last request
+        return {}
 
     def get_default_model(self) -> str:
         return self.model
@@ -118,14 +124,15 @@ KNOWN_KEYS = {"role", "content", "tool_calls", "tool_call_id", "name", *REASONIN
 NO_RESULT = {"role": "tool", "content": "[interrupted before it finished]"}
 
 
-def legal(messages: list[dict], reply: bool = True) -> list[dict]:
+def legal(messages: list[dict], reply: bool = True, known: dict | None = None) -> list[dict]:
     """A copy of a conversation that every endpoint accepts; idempotent, and `messages` stay as they are.
 
     One system message, first; then a user message; neighbours of one role are one message; each call has one
     result, directly behind it; ids are unique, arguments a JSON object, texts not empty; only known keys.
-    With `reply` the last message is not the assistant's.
+    With `reply` the last message is not the assistant's. `known` is a dict of the caller's that remembers what
+    the last call has checked, so that in a long turn only the new messages cost.
     """
-    clean = [cleaned for message in messages if (cleaned := _clean(message))]
+    clean = _clean_new(messages, {} if known is None else known)
     systems = [message for message in clean if message["role"] == "system"]
     merged: list[dict] = []
     for message in [*systems, *_paired([each for each in clean if each["role"] != "system"])]:
@@ -138,6 +145,20 @@ def legal(messages: list[dict], reply: bool = True) -> list[dict]:
     if merged[first:] == [] or merged[first]["role"] != "user":
         merged.insert(first, {"role": "user", "content": "(earlier messages are left out)"})
     return merged
+
+
+def _clean_new(messages: list[dict], known: dict) -> list[dict]:
+    """All messages cleaned; one that is the same object with the same values as last time is done already."""
+    checked, clean = {}, []
+    for message in messages:
+        entry = known.get(id(message))
+        if not entry or entry[0] is not message or entry[1] != message:
+            entry = (message, dict(message), _clean(message))
+        checked[id(message)] = entry
+        clean += [entry[2]] if entry[2] else []
+    known.clear()
+    known.update(checked)
+    return clean
 
 
 def _clean(message: dict) -> dict | None:
@@ -186,15 +207,16 @@ def _paired(messages: list[dict]) -> Iterator[dict]:
     waiting: dict[Any, list[tuple[int, int]]] = {}  # id → places (message, call) that have no result yet
     results: dict[tuple[int, int], dict] = {}
     for at, message in enumerate(messages):
-        ids = [call.get("id") or None for call in message.get("tool_calls", [])]
-        waiting |= {id_: [(at, n) for n, other in enumerate(ids) if other == id_] for id_ in ids}
         if message["role"] == "tool" and (places := waiting.get(message.get("tool_call_id"))):
             results[places.pop(0)] = message
+        ids = [call.get("id") or None for call in message.get("tool_calls", ())]
+        waiting |= {id_: [(at, n) for n, other in enumerate(ids) if other == id_] for id_ in ids}
     used: set[str] = set()
     for at, message in enumerate(messages):
-        calls = [{**call, "id": _unused(call.get("id"), used)} for call in message.get("tool_calls", [])]
-        if message["role"] != "tool":
-            yield {**message, "tool_calls": calls} if calls else message
+        if message["role"] == "tool":
+            continue
+        calls = [{**call, "id": _unused(call.get("id"), used)} for call in message.get("tool_calls", ())]
+        yield {**message, "tool_calls": calls} if calls else message
         for n, call in enumerate(calls):
             yield {**results.get((at, n), NO_RESULT), "tool_call_id": call["id"]}
 

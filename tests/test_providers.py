@@ -1168,3 +1168,17 @@ def test_the_file_works_alone_in_an_empty_folder(tmp_path):
         command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": ""}, capture_output=True, text=True
     )
     assert (done.stdout, done.stderr) == (f"Hi. False {tmp_path}/providers.py\n", "")
+
+
+# ---- Checked once ----
+
+
+def test_what_legal_remembers_changes_nothing_but_the_time():
+    known: dict = {}
+    twice = {"role": "user", "content": "again"}
+    talk = [twice, {"role": "assistant", "content": "yes"}, twice]
+    assert legal(talk, known=known) == legal(talk)
+    talk[1]["content"] = "no"  # a hook may change a message in place
+    talk.append({"role": "user", "content": "\ud800"})
+    assert legal(talk, known=known) == legal(talk)
+    assert len(known) == 3
