@@ -127,10 +127,10 @@ NO_RESULT = {"role": "tool", "content": "[interrupted before it finished]"}
 def legal(messages: list[dict], reply: bool = True, known: dict | None = None) -> list[dict]:
     """A copy of a conversation that every endpoint accepts; idempotent, and `messages` stay as they are.
 
-    One system message, first; then a user message; neighbours of one role are one message; each call has one
-    result, directly behind it; ids are unique, arguments a JSON object, texts not empty; only known keys.
-    With `reply` the last message is not the assistant's. `known` is a dict of the caller's that remembers what
-    the last call has checked, so that in a long turn only the new messages cost.
+    One system message, first; then a user message; neighbours of one role are one message; each call has
+    one result, directly behind it; ids are unique, arguments a JSON object, texts not empty; only known keys.
+    With `reply` the last message is not the assistant's. `known` is a dict of the caller's that remembers
+    what the last call has checked, so that in a long turn only the new messages cost.
     """
     clean = _clean_new(messages, {} if known is None else known)
     systems = [message for message in clean if message["role"] == "system"]
