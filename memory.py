@@ -27,14 +27,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
-try:
-    import fcntl
-except ImportError:  # on Windows, one program a session is up to the user
-    fcntl = None
-
 log = logging.getLogger("nanobot.memory")
-
-INTERRUPTED = "[interrupted before an answer]"
 
 
 # ---- The journal ----
@@ -50,6 +43,7 @@ def now() -> str:
 
 def open_private(path: Path) -> Any:
     """A file to read and to append to, which only its owner may do."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     return open(path, "a+b", opener=lambda name, flags: os.open(name, flags, 0o600))
 
 
@@ -76,10 +70,7 @@ class Session:
     stamp: tuple[int, int] | None = None  # of the file as we know it
 
     def append(self, *messages: dict, sync: bool = True) -> None:
-        """Write messages to the journal, in one write. Raises OSError when it cannot.
-
-        `sync=False` leaves the fsync to the next append: it is for power cuts, a mere kill loses nothing.
-        """
+        """Write messages in one go; `sync=False` leaves the fsync (for power cuts) to the next append."""
         fresh = [{**message, "timestamp": message.get("timestamp") or now()} for message in messages]
         self._write(fresh, sync)
         self.lines += fresh
@@ -90,13 +81,10 @@ class Session:
         self._write([self._header()], sync=True)
 
     def _header(self) -> dict:
-        return {
-            "_type": "metadata", "key": self.key, "created_at": self.created_at, "updated_at": now(),
-            "metadata": self.metadata, "last_consolidated": self.last_consolidated,
-        }  # fmt: skip
+        return {"_type": "metadata", "key": self.key, "created_at": self.created_at, "updated_at": now(),
+                "metadata": self.metadata, "last_consolidated": self.last_consolidated}  # fmt: skip
 
     def _write(self, records: list[dict], sync: bool) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with open_private(self.path) as file:
             newline = _end_last_line(file)
             is_new = file.tell() == 0
@@ -112,45 +100,27 @@ class Session:
             sync_folder(self.path.parent)
 
     def get_history(self, legal: Callable[[list[dict]], list[dict]]) -> list[dict]:
-        """What is sent: unconsolidated messages from a user message on, lawful, without our own keys.
-
-        A turn that was cut short is completed here, never in the journal.
-        """
-        history = [_as_sent(line) for line in self._live()]
-        start = next((n for n, message in enumerate(history) if message["role"] == "user"), len(history))
-        return legal(list(_complete(history[start:])))
+        """The lawful copy that is sent, from a user message on. A turn cut short is completed here only."""
+        history: list[dict] = []
+        for line in filter(None, self.lines[self.last_consolidated :]):
+            message = {key: value for key, value in line.items() if key not in ("timestamp", "runtime")}
+            if line.get("runtime"):
+                message["content"] = f"{line['runtime']}\n\n{line.get('content')}"
+            if history and history[-1]["role"] == message["role"] == "user":
+                history.append({"role": "assistant", "content": "[interrupted before an answer]"})
+            if history or message["role"] == "user":
+                history.append(message)
+        return legal(history)
 
     @property
     def unfinished(self) -> bool:
         """True where the last turn has no answer: it ended at a user message, a tool result or a call."""
-        last = (self._live() or [{"role": "assistant"}])[-1]
+        last = next(filter(None, reversed(self.lines[self.last_consolidated :])), {"role": "assistant"})
         return last["role"] != "assistant" or bool(last.get("tool_calls"))
-
-    def _live(self) -> list[dict]:
-        return [line for line in self.lines[self.last_consolidated :] if line]
-
-
-def _as_sent(line: dict) -> dict:
-    """A journal line as the model sees it: `runtime` is put before the text, `timestamp` is not sent."""
-    message = {key: value for key, value in line.items() if key not in ("timestamp", "runtime")}
-    if line.get("runtime"):
-        message["content"] = f"{line['runtime']}\n\n{line.get('content')}"
-    return message
-
-
-def _complete(history: list[dict]) -> Iterator[dict]:
-    """Put an honest answer behind each user message that never got one."""
-    for message, following in zip(history, [*history[1:], {"role": "assistant"}], strict=True):
-        yield message
-        if message["role"] == "user" and following["role"] == "user":
-            yield {"role": "assistant", "content": INTERRUPTED}
 
 
 def file_stamp(path: Path) -> tuple[int, int] | None:
-    with contextlib.suppress(FileNotFoundError):
-        info = path.stat()
-        return info.st_size, info.st_mtime_ns
-    return None
+    return (path.stat().st_size, path.stat().st_mtime_ns) if path.exists() else None
 
 
 def load_session(key: str, path: Path) -> Session:
@@ -165,14 +135,15 @@ def load_session(key: str, path: Path) -> Session:
         os.replace(path, aside)
         log.warning("%s is not readable: moved to %s, the session starts anew", path, aside)
         return Session(key, path)
-    count: Any = 0
+    header: dict = {}
     for number, record in enumerate(records):
         if record and record.get("_type") == "metadata":
-            session.created_at = str(record.get("created_at") or session.created_at)
-            session.metadata = record["metadata"] if isinstance(record.get("metadata"), dict) else {}
-            count = record.get("last_consolidated")
+            header |= record
         elif number or record:  # an unreadable first line was the metadata
             session.lines.append(record if record and isinstance(record.get("role"), str) else None)
+    session.created_at = str(header.get("created_at") or session.created_at)
+    session.metadata = header["metadata"] if isinstance(header.get("metadata"), dict) else {}
+    count = header.get("last_consolidated")
     if type(count) is int and 0 <= count <= len(session.lines):  # not isinstance: True is no count
         session.last_consolidated = count
     if damaged := [line for line, record in zip(whole, records, strict=True) if line and not record]:
@@ -186,12 +157,10 @@ def _end_last_line(file: Any) -> bytes:
     if file.read() in (b"", b"\n"):
         return b""
     file.seek(0)
-    data = file.read()
-    start = data.rfind(b"\n") + 1
-    if _parse(data[start:]):
+    last = file.read().rpartition(b"\n")[2]
+    if _parse(last):
         return b"\n"
-    file.seek(start)
-    file.truncate()
+    file.truncate(file.seek(-len(last), os.SEEK_END))
     return b""
 
 
@@ -215,8 +184,6 @@ def _keep_damaged(path: Path, damaged: list[bytes]) -> None:
 class SessionManager:
     """The sessions of a workspace, `sessions/<percent-encoded key>.jsonl`; the last 64 stay in memory."""
 
-    kept = 64
-
     def __init__(self, workspace: Path):
         self.folder = workspace / "sessions"
         self._cache: dict[str, Session] = {}  # the one used last stands last
@@ -232,7 +199,7 @@ class SessionManager:
         if session is None or session.stamp != file_stamp(path):
             session = load_session(key, path) if path.exists() else Session(key, path)
         self._cache[key] = session
-        if len(self._cache) > self.kept:
+        if len(self._cache) > 64:
             self._cache.pop(next(iter(self._cache)))
         return session
 
@@ -244,11 +211,13 @@ class SessionManager:
     @contextlib.contextmanager
     def lock(self, key: str) -> Iterator[None]:
         """Hold a session for one turn; raises SessionBusy while another process does."""
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with open_private(self.path(key).with_suffix(".lock")) as file:  # closing it lets go, so does dying
             try:
-                if fcntl:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                import fcntl
+
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except ImportError:
+                pass  # on Windows, one program a session is up to the user
             except BlockingIOError:
                 busy = f"Session {key} is in use by another program. Wait, or name another: -s."
                 raise SessionBusy(busy) from None
@@ -274,18 +243,14 @@ class TokenCounter:
 
 
 def measure(message: dict) -> tuple[int, int]:
-    """(bytes, tokens) of a message, or of anything else that is sent as JSON. An image is 1,000 of both.
+    """(bytes, tokens) of a dict that is sent as JSON. Bytes are an upper bound; an image is 1,000 of both.
 
-    The bytes are an upper bound. The tokens are 4 bytes each (3 in mostly non-ASCII text): an exact count
-    takes tiktoken's vocabulary, which comes over the network, and nothing may wait for that.
+    A token is taken as 4 bytes (3 in mostly non-ASCII text): nothing may wait for tiktoken's vocabulary.
     """
-    content = message.get("content") if isinstance(message, dict) else None
-    images = 0
-    if isinstance(content, list):
-        texts = [block for block in content if block.get("type") != "image_url"]
-        images = 1_000 * (len(content) - len(texts))
-        message = {**message, "content": texts}
-    text = json.dumps(message, ensure_ascii=False)
+    blocks = message["content"] if isinstance(message.get("content"), list) else []
+    texts = [block for block in blocks if block.get("type") != "image_url"]
+    images = 1_000 * (len(blocks) - len(texts))
+    text = json.dumps({**message, "content": texts} if images else message, ensure_ascii=False)
     size = len(text.encode("utf-8", errors="replace"))
     return size + images, size // (3 if size > 1.5 * len(text) else 4) + 1 + images
 
@@ -308,18 +273,15 @@ def leave_out_oldest(messages: list[dict], budget: int, counter: TokenCounter, t
     return head + messages[start:]
 
 
-# ---- Long-term memory ----
+# ---- Long-term memory: facts, history, skills ----
 
 
 class MemoryStore:
     """Facts in memory/MEMORY.md, which people edit too, and the history of what was, which only grows."""
 
-    recent_entries, recent_chars = 50, 32_000
-
     def __init__(self, workspace: Path):
         self.folder = workspace / "memory"
-        self.facts = self.folder / "MEMORY.md"
-        self.history = self.folder / "history.jsonl"
+        self.facts, self.history = self.folder / "MEMORY.md", self.folder / "history.jsonl"
 
     def read_facts(self) -> str:
         return self.facts.read_text(encoding="utf-8", errors="replace") if self.facts.exists() else ""
@@ -329,18 +291,15 @@ class MemoryStore:
         dreamt = 0  # nothing is read yet, or the file is damaged
         with contextlib.suppress(FileNotFoundError, ValueError):
             dreamt = max(int((self.folder / ".dream_cursor").read_bytes()), 0)
+        raw = self.history.read_bytes() if self.history.exists() else b""
         lines = []
-        for record in map(_parse, self.history.read_bytes().split(b"\n") if self.history.exists() else []):
+        for record in map(_parse, raw.split(b"\n")):
             match record:
                 case {"cursor": cursor, "timestamp": str(when), "content": str(text)}:
                     lines += [f"[{when}] {text}"] if type(cursor) is int and cursor > dreamt else []
-        lines = lines[-self.recent_entries :]
-        while len("\n".join(lines)) > self.recent_chars:
+        while len(lines) > 50 or len("\n".join(lines)) > 32_000:
             lines.pop(0)
         return lines
-
-
-# ---- Skills ----
 
 
 @dataclass
@@ -362,20 +321,18 @@ class SkillsLoader:
         self.folders = folders  # the first wins
 
     def load(self) -> list[Skill]:
-        paths: dict[str, Path] = {}
-        for folder in reversed(self.folders):
-            paths |= {path.parent.name: path for path in folder.glob("*/SKILL.md")}
-        return [read_skill(path) for _, path in sorted(paths.items())]
+        paths = {path.parent.name: path for each in self.folders[::-1] for path in each.glob("*/SKILL.md")}
+        return [read_skill(paths[name]) for name in sorted(paths)]
 
 
 def read_skill(path: Path) -> Skill:
     """Front matter is `key: value` lines between two `---`; any part of it may be missing."""
     text = path.read_text(encoding="utf-8-sig", errors="replace").replace("\r\n", "\n")
-    front = re.match(r"---[ \t]*\n(.*?)^---[ \t]*$", text, re.DOTALL | re.MULTILINE)
-    pairs = re.findall(r"^([\w-]+):[ \t]*([\"']?)(.*?)\2[ \t]*$", front[1], re.MULTILINE) if front else []
+    front = re.match(r"(?:---[ \t]*\n(.*?)^---[ \t]*$)?", text, re.DOTALL | re.MULTILINE)
+    pairs = re.findall(r"^([\w-]+):[ \t]*([\"']?)(.*?)\2[ \t]*$", front[1] or "", re.MULTILINE)
     fields = {key: value for key, _, value in pairs}
     skill = Skill(fields.get("name") or path.parent.name, path, fields.get("description", ""))
-    skill.text = text[front.end() if front else 0 :].strip()
+    skill.text = text[front.end() :].strip()
     skill.always = fields.get("always", "").lower() in ("true", "yes")
     skill.missing = _missing(fields.get("metadata", ""), path)
     return skill
