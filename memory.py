@@ -212,15 +212,14 @@ class SessionManager:
     def lock(self, key: str) -> Iterator[None]:
         """Hold a session for one turn; raises SessionBusy while another process does."""
         with open_private(self.path(key).with_suffix(".lock")) as file:  # closing it lets go, so does dying
-            try:
+            with contextlib.suppress(ImportError):  # on Windows, one program a session is up to the user
                 import fcntl
 
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except ImportError:
-                pass  # on Windows, one program a session is up to the user
-            except BlockingIOError:
-                busy = f"Session {key} is in use by another program. Wait, or name another: -s."
-                raise SessionBusy(busy) from None
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    busy = f"Session {key} is in use by another program. Wait, or name another: -s."
+                    raise SessionBusy(busy) from None
             yield
 
 
