@@ -48,7 +48,11 @@ class BackgroundLoop(contextlib.AbstractContextManager):
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
         self._questions: queue.SimpleQueue[tuple[str, Future] | None] = queue.SimpleQueue()  # None: the end
-        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        self.loop.run_forever()
+        self.loop.close()  # lets go of its pipes and threads
 
     def __exit__(self, *_: Any) -> None:
         self.loop.call_soon_threadsafe(self.loop.stop)
@@ -88,10 +92,9 @@ class CLI:
     """The terminal. The answer goes to `out` and nothing else does: live on a terminal, once into a pipe."""
 
     def __init__(self, out: TextIO | None = None, err: TextIO | None = None, kinds: tuple[str, ...] = ()):
-        self.out, self.err = out or sys.stdout, err or sys.stderr
-        self.live = self.out.isatty()
+        self.out, self.err, self._streamed = out or sys.stdout, err or sys.stderr, ""
         self.kinds = kinds or ("progress", "tool_hint", "retry")  # what is shown besides the answer
-        self._streamed = ""
+        self.live = self.out.isatty()
 
     async def send(self, event: OutboundMessage) -> None:
         if event.kind == "delta" and self.live:
@@ -117,6 +120,7 @@ class CLI:
         with contextlib.suppress(ImportError, OSError):  # there is no readline on Windows
             import readline
 
+            readline.parse_and_bind("set enable-bracketed-paste on")  # pasted lines are one message
             if not readline.get_current_history_length():
                 history.parent.mkdir(parents=True, exist_ok=True)
                 history.touch(0o600)  # nothing can be appended to a file that is not there

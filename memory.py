@@ -129,7 +129,7 @@ def load_session(key: str, path: Path) -> Session:
     data = path.read_bytes()
     *whole, rest = data.split(b"\n")  # not splitlines(): U+2028 and \x85 are ordinary text here
     whole += [rest] if _parse(rest) else []  # it lacks only its newline; a torn line is not read
-    records = [_parse(line) for line in whole]
+    records = [_parse_record(line) for line in whole]
     if data.strip() and not any(records):
         aside = path.with_name(f"{path.name}.corrupt-{time.time_ns()}")
         os.replace(path, aside)
@@ -140,7 +140,7 @@ def load_session(key: str, path: Path) -> Session:
         if record and record.get("_type") == "metadata":
             header |= record
         elif number or record:  # an unreadable first line was the metadata
-            session.lines.append(record if record and isinstance(record.get("role"), str) else None)
+            session.lines.append(record)
     session.created_at = str(header.get("created_at") or session.created_at)
     session.metadata = header["metadata"] if isinstance(header.get("metadata"), dict) else {}
     count = header.get("last_consolidated")
@@ -162,6 +162,17 @@ def _end_last_line(file: Any) -> bytes:
         return b"\n"
     file.truncate(file.seek(-len(last), os.SEEK_END))
     return b""
+
+
+def _parse_record(line: bytes) -> dict | None:
+    """Metadata, or a message of the shape that a request takes; None for anything else."""
+    record = _parse(line) or {}
+    content, calls = record.get("content"), record.get("tool_calls", [])
+    texts = content is None or isinstance(content, str)
+    whole = isinstance(calls, list) and all(isinstance(each, dict) and "function" in each for each in calls)
+    sayable = record.get("role") in ("system", "user", "assistant", "tool") and texts and whole
+    named = isinstance(record.get("tool_call_id", ""), str)
+    return record if record.get("_type") == "metadata" or (sayable and named) else None
 
 
 def _parse(line: bytes) -> dict | None:
@@ -206,7 +217,11 @@ class SessionManager:
     def list_keys(self) -> list[str]:
         """All session keys, the one used last first."""
         paths = sorted(self.folder.glob("*.jsonl"), key=lambda path: -path.stat().st_mtime)
-        return [unquote(path.name.removesuffix(".jsonl"), errors="surrogatepass") for path in paths]
+        keys = []
+        for path in paths:
+            with contextlib.suppress(UnicodeDecodeError):  # not a name of ours
+                keys.append(unquote(path.name.removesuffix(".jsonl"), errors="surrogatepass"))
+        return keys
 
     @contextlib.contextmanager
     def lock(self, key: str) -> Iterator[None]:
@@ -320,7 +335,9 @@ class SkillsLoader:
         self.folders = folders  # the first wins
 
     def load(self) -> list[Skill]:
-        paths = {path.parent.name: path for each in self.folders[::-1] for path in each.glob("*/SKILL.md")}
+        folders = self.folders[::-1]
+        found = [each for folder in folders for each in folder.glob("*/SKILL.md") if each.is_file()]
+        paths = {path.parent.name: path for path in found}
         return [read_skill(paths[name]) for name in sorted(paths)]
 
 

@@ -13,6 +13,7 @@ tools.py. Not covered: which tools there are, and how they run.
 """
 
 import asyncio
+import contextlib
 import functools
 import gc
 import json
@@ -303,7 +304,8 @@ def choose_endpoint(
     if not base:
         raise ValueError(f"Provider {spec.name} has no address: set its apiBase, or --base-url.")
     nobodys = host is not None and (host.is_local or not host.default_api_base)
-    key = _key(settings, spec, anywhere=True) if nobodys else _key(settings, host or spec)
+    paired = spec if base == own.api_base or not spec.default_api_base or spec.is_local else ROWS["openai"]
+    key = _key(settings, paired, anywhere=True) if nobodys else _key(settings, host or spec)
     maker, _, rest = model.partition("/")
     if maker == spec.name and (not spec.is_gateway or "/" in rest):  # openrouter/auto is a whole name
         model = rest
@@ -372,9 +374,9 @@ class OpenAIProvider(LLMProvider):
             if not request.model:
                 raise RuntimeError(f"no model is named. {await self._offer()}")
             await self._post(request, reader)
+            return reader.response(request)
         except Exception as problem:  # whatever an endpoint does; cancellation is no Exception and goes on
             return LLMResponse(finish_reason="error", error=await self._explain(problem))
-        return reader.response(request)
 
     async def _post(self, request: LLMRequest, reader: "AnswerReader") -> None:
         self.warm_up()
@@ -429,7 +431,7 @@ class OpenAIProvider(LLMProvider):
             return f"{where} refuses the key ({said}). Set {self.endpoint.spec.env_key or 'OPENAI_API_KEY'}."
         if (status == 404 and "model" in said.lower()) or "not a valid model" in said:
             return f"{where} has no such model ({said}). {await self._offer()}"
-        if status in (404, 405) or kind == "ValueError":
+        if status in (404, 405) or kind in ("ValueError", "AttributeError", "TypeError"):
             return f"{where} does not answer like a model ({said}). A base URL mostly ends in /v1."
         return f"{where} failed: {f'HTTP {status}: ' if status else ''}{said}"
 
@@ -540,7 +542,9 @@ class AnswerReader:
         reasoning = next((self.extra[name] for name in REASONING[:2] if name in self.extra), None)
         text = text if text.strip() else None
         answer = LLMResponse(text, calls, self.finish_reason, {}, reasoning, extra=self.extra)
-        answer.usage = read_usage(self.usage) or estimate_usage(request, answer)
+        with contextlib.suppress(AttributeError, TypeError, ValueError):  # a count that is none
+            answer.usage = read_usage(self.usage)
+        answer.usage = answer.usage or estimate_usage(request, answer)
         if self.finish_reason is None and (any(call.error for call in calls) or not (calls or self.ended)):
             cause = "The answer broke off before its end" if text or calls else "The endpoint sent no answer"
             answer.finish_reason, answer.error = "error", f"{cause}. Ask again."
@@ -583,8 +587,8 @@ def read_usage(usage: dict) -> dict:
         return {}
     details = usage.get("prompt_tokens_details") or {}
     places = (details.get("cached_tokens"), usage.get("cached_tokens"), usage.get("prompt_cache_hit_tokens"))
-    counts = {name: usage.get(name) or 0 for name in ("prompt_tokens", "completion_tokens")}
-    return {**counts, "cached_tokens": next(filter(None, places), 0), "estimated": False}
+    counts = {name: int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")}
+    return {**counts, "cached_tokens": int(next(filter(None, places), 0)), "estimated": False}
 
 
 def estimate_usage(request: LLMRequest, answer: LLMResponse) -> dict:

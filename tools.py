@@ -99,6 +99,8 @@ class Turn:
     def is_secret(self, real: Path) -> bool:
         if real.parts[1:2] == ("proc",) and real.name in ("environ", "mem"):  # the environment holds keys too
             return True
+        if any(real.parent == path.parent and real.name.startswith(path.name) for path in self.secret):
+            return True  # config.json.bak
         # samefile: a hard link is the same file, so is another case where the file system ignores case
         there = [path for path in self.secret if path.exists()] if real.exists() else []
         return real in self.secret or any(real.samefile(path) for path in there)
@@ -793,7 +795,7 @@ def check_command(command: str, turn: Turn) -> None:
     """Raise ToolError for what hardly anybody means: a seat belt for accidents, no boundary against intent.
 
     Refused: recursive rm, formatting, dd, writes to devices, shutdown and its kin, fork bombs, redirects into
-    the agent's own files; under the fence also every word that is a path and leads outside.
+    the agent's own files, paths of files with keys; under the fence also each path that leads outside.
     """
     if FORK_BOMB.search(command):
         raise ToolError("Refused: this is a fork bomb.")
@@ -836,7 +838,7 @@ def _check_word(word: str, writes: bool, turn: Turn) -> None:
         if writes and path.startswith("/dev/"):
             raise ToolError(f"Refused: {path} is a device.")
         leads_away = "/" in path or path.startswith(("~", "..")) or os.path.islink(turn.cwd / path)
-        if writes or (turn.restrict and leads_away):
+        if writes or leads_away:
             turn.path(path, write=writes)
 
 
@@ -872,7 +874,7 @@ class Exec(Tool):
         try:
             await in_thread(process.wait, timeout or self.timeout)
         except subprocess.TimeoutExpired:
-            late = f"\nTimed out after {timeout or self.timeout} s: it and its children were killed."
+            late = f"\nTimed out after {timeout or self.timeout} s: its process group was killed."
         finally:  # also when the turn is cancelled
             if process.poll() is None:
                 kill_group(process)

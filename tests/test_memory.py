@@ -711,3 +711,30 @@ def test_every_skill_of_the_kit_has_a_description_and_a_text():
     skills = SkillsLoader(ROOT / "skills").load()
     assert [skill.name for skill in skills if not (skill.description and skill.text)] == []
     assert [skill.name for skill in skills if skill.always] == ["memory"]
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"role": "tool", "tool_call_id": [1], "content": "x"},
+        {"role": "assistant", "tool_calls": "abc"},
+        {"role": "assistant", "tool_calls": [1]},
+        {"role": "user", "content": 1.5},
+        {"role": "poet", "content": "x"},
+    ],
+)
+def test_a_line_that_is_json_but_no_message_is_skipped_and_kept_aside(sessions, odd):
+    sessions.get("cli:odd").append(user("before"))
+    path = sessions.path("cli:odd")
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(json.dumps(odd) + "\n")
+    session = SessionManager(sessions.folder.parent).get("cli:odd")
+    session.append(user("after"))
+    assert [line["content"] for line in session.lines if line] == ["before", "after"]
+    assert json.dumps(odd) in path.with_name(f"{path.name}.corrupt").read_text(encoding="utf-8")
+
+
+def test_a_file_of_somebody_elses_does_not_stop_the_list(sessions):
+    sessions.get("cli:mine").append(user("hello"))
+    (sessions.folder / "bad%ff.jsonl").write_text("x")
+    assert sessions.list_keys() == ["cli:mine"]

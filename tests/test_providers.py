@@ -172,6 +172,8 @@ FOREIGN_HOSTS = {
         settings(openrouter="sk-or-1"), {"base_url": "https://notopenrouter.ai/v1", "model": "m"}),
     "nor one that has the name in its path": (
         settings(openrouter="sk-or-1"), {"base_url": "https://evil.example/openrouter.ai", "model": "m"}),
+    "nor is a host that only the environment named": (
+        settings(openrouter="sk-or-1"), {"provider": "openrouter", "base_url": "http://127.0.0.1:9/v1"}),
 }  # fmt: skip
 
 
@@ -1182,3 +1184,12 @@ def test_what_legal_remembers_changes_nothing_but_the_time():
     talk.append({"role": "user", "content": "\ud800"})
     assert legal(talk, known=known) == legal(talk)
     assert len(known) == 3
+
+
+def test_a_usage_that_is_no_number_does_not_cost_the_answer():
+    odd = {"prompt_tokens": "many", "prompt_tokens_details": [1]}
+    reply = whole({"role": "assistant", "content": "hello"}, usage=odd)
+    with FakeLLM([Failure(200, reply)]) as server:
+        answer = ask(made(server))
+    assert answer.content == "hello"
+    assert answer.usage["estimated"]

@@ -1067,3 +1067,9 @@ def test_a_child_in_the_background_does_not_hold_the_answer(turn):
 @pytest.mark.parametrize("timeout", [601, -1, "soon"])
 def test_exec_refuses_a_timeout_out_of_bounds(turn, timeout):
     assert "timeout must be" in run(turn, "true", timeout=timeout)
+
+
+@pytest.mark.parametrize("command", ["cat {keys}", "cat<{keys}", "cat {keys}.bak", "cat /proc/$PPID/environ"])
+def test_exec_names_no_file_with_keys_also_without_the_fence(turn, command):
+    said = run(turn, command.format(keys=turn.secret[0]))
+    assert "holds keys" in said
