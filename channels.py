@@ -46,8 +46,7 @@ class BackgroundLoop(contextlib.AbstractContextManager):
     """An event loop on a daemon thread: the agent goes on while the main thread keeps the keyboard."""
 
     def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        self._questions: queue.SimpleQueue[tuple[str, Future] | None] = queue.SimpleQueue()  # None: the end
+        self.loop, self._questions = asyncio.new_event_loop(), queue.SimpleQueue()  # None: the end
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:
@@ -58,10 +57,7 @@ class BackgroundLoop(contextlib.AbstractContextManager):
         self.loop.call_soon_threadsafe(self.loop.stop)
 
     def complete(self, work: Coroutine) -> Any:
-        """Run a coroutine to its end and return its result; meanwhile `ask` may use the terminal.
-
-        Ctrl-C cancels the coroutine, waits until it has put things in order, and raises KeyboardInterrupt.
-        """
+        """Run a coroutine to its end. Ctrl-C cancels it, waits for its end and raises KeyboardInterrupt."""
         questions = self._questions = queue.SimpleQueue()  # nothing late of an earlier turn is in it
         task: asyncio.Task | None = None
 
