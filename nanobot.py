@@ -23,6 +23,7 @@ Not covered: how one model differs from another, what a tool does, what a journa
 
 import argparse
 import asyncio
+import itertools
 import json
 import logging
 import os
@@ -36,6 +37,7 @@ import typing
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from datetime import datetime
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -366,13 +368,18 @@ class AgentHookContext(AgentRunResult):
     segments: list[str] = field(default_factory=list)  # of an answer that was cut by its length
     nudge: str = ""  # a note to the model for the next request only
     blanks: int = 0  # blank answers in a row
-    failures: int = 0  # of the same call in a row
     cuts: int = 0  # answers that were cut or held back
+    failures: int = 0  # in a row, of one and the same call:
+    failed_call: tuple[str, dict] | None = None
     counter: TokenCounter = field(default_factory=TokenCounter)
 
     @property
     def tool_calls(self) -> list[ToolCallRequest]:
         return self.response.tool_calls if self.response else []
+
+    @property
+    def out_of_steps(self) -> bool:
+        return self.iteration > self.spec.max_iterations
 
 
 class AgentHook:
@@ -405,31 +412,22 @@ class CompositeHook(AgentHook):
     def wants_streaming(self) -> bool:
         return any(hook.wants_streaming for hook in self.hooks)
 
-    async def _each(self, method: str, *args: Any) -> None:
+    async def _each(self, method: str, *args: Any, **kwargs: Any) -> None:
         for hook in self.hooks:
-            await self._safely(hook, method, *args)
+            await self._safely(hook, method, *args, **kwargs)
 
-    async def _safely(self, hook: AgentHook, method: str, *args: Any) -> Any:
+    async def _safely(self, hook: AgentHook, method: str, *args: Any, **kwargs: Any) -> Any:
         try:
-            return await getattr(hook, method)(*args)
+            return await getattr(hook, method)(*args, **kwargs)
         except Exception:  # a hook is a guest: it must not end the turn
             log.exception("%s.%s failed", type(hook).__name__, method)
             return None
 
-    async def before_iteration(self, context: AgentHookContext) -> None:
-        await self._each("before_iteration", context)
-
-    async def on_stream(self, delta: str) -> None:
-        await self._each("on_stream", delta)
-
-    async def on_stream_end(self, resuming: bool) -> None:
-        await self._each("on_stream_end", resuming)
-
-    async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
-        await self._each("before_execute_tools", tool_calls)
-
-    async def after_iteration(self, context: AgentHookContext) -> None:
-        await self._each("after_iteration", context)
+    before_iteration = partialmethod(_each, "before_iteration")
+    on_stream = partialmethod(_each, "on_stream")
+    on_stream_end = partialmethod(_each, "on_stream_end")
+    before_execute_tools = partialmethod(_each, "before_execute_tools")
+    after_iteration = partialmethod(_each, "after_iteration")
 
     async def finalize_content(self, content: str) -> str:
         for hook in self.hooks:
@@ -457,11 +455,13 @@ class CostTrackingHook(AgentHook):
 
     def line(self, usage: dict) -> str:
         """`1,234 in (200 cached) · 56 out · 0.0012`; `~` marks an estimate."""
-        mark, asked, said = "~" * bool(usage["estimated"]), usage["prompt_tokens"], usage["completion_tokens"]
+        mark = "~" if usage["estimated"] else ""
+        asked, said = usage["prompt_tokens"], usage["completion_tokens"]
         cached = f" ({usage['cached_tokens']:,} cached)" if usage["cached_tokens"] else ""
-        cost = (asked * self.price.input + said * self.price.output) / 1e6 if self.price else None
-        money = "" if cost is None else f" · {mark}{cost:.4f}"
-        return f"{mark}{asked:,} in{cached} · {mark}{said:,} out{money}"
+        line = f"{mark}{asked:,} in{cached} · {mark}{said:,} out"
+        if not self.price:
+            return line
+        return f"{line} · {mark}{(asked * self.price.input + said * self.price.output) / 1e6:.4f}"
 
 
 class ApprovalHook(AgentHook):
@@ -521,104 +521,124 @@ class AgentRunner:
         run = AgentHookContext(messages=list(spec.messages), spec=spec)
         try:
             while not run.stop_reason:
-                if run.iteration >= spec.max_iterations:
-                    await self._sum_up(run)
-                    break
                 await self._ask(run)
-                if run.tool_calls and run.response.finish_reason in self.runnable:
+                may_act = run.response.finish_reason in self.runnable and not run.out_of_steps
+                if run.tool_calls and may_act:
                     await self._act(run)
                 else:
                     await self._conclude(run)
+                if run.final_content:
+                    await self._finish(run)
                 await spec.hook.after_iteration(run)
         except asyncio.CancelledError:
             run.stop_reason = "cancelled"
             raise
         return run
 
-    async def _ask(self, run: AgentHookContext, with_tools: bool = True) -> None:
+    async def _ask(self, run: AgentHookContext) -> None:
+        """One request: with tools, unless it is the last that the steps or the patience allow."""
         spec, hook = run.spec, run.spec.hook
         run.iteration += 1
+        if run.out_of_steps:
+            run.nudge = template("out_of_iterations", limit=spec.max_iterations)
         await hook.before_iteration(run)
-        tools = spec.tools.get_definitions() if with_tools else []
-        request = self._govern(run, tools)
-        request += [{"role": "assistant", "content": "".join(run.segments)}] if run.segments else []
-        request += [{"role": "user", "content": run.nudge}] if run.nudge else []
+        tools = [] if run.out_of_steps or run.blanks == 2 else spec.tools.get_definitions()
         run.response = await self.provider.chat(
-            request, tools, model=spec.model, on_delta=hook.on_stream if hook.wants_streaming else None,
-            max_tokens=spec.max_tokens, temperature=spec.temperature,
+            self._govern(run, tools), tools, model=spec.model, max_tokens=spec.max_tokens,
+            temperature=spec.temperature, on_delta=hook.on_stream if hook.wants_streaming else None,
         )  # fmt: skip
         run.nudge = ""
         add_up(run.usage, run.response.usage)
 
     def _govern(self, run: AgentHookContext, tools: list[dict]) -> list[dict]:
-        """The copy that is sent: it fits the context window."""
+        """The copy that is sent: it fits the context window, and what is for this request only follows."""
         spec, counter = run.spec, run.counter
         budget = spec.context_window - spec.max_tokens - 1_024 - counter.total(tools)
-        users = [n for n, message in enumerate(spec.messages) if message["role"] == "user"]
-        return list(leave_out_oldest(run.messages, budget, counter, task=users[-1] if users else 0))
+        asked = next((each for each in reversed(spec.messages) if each["role"] == "user"), None)
+        task = next((n for n, each in enumerate(run.messages) if each is asked), 1)  # hooks may have moved it
+        request = list(leave_out_oldest(run.messages, budget, counter, task))
+        request += [{"role": "assistant", "content": "".join(run.segments)}] if run.segments else []
+        return request + ([{"role": "user", "content": run.nudge}] if run.nudge else [])
 
     async def _act(self, run: AgentHookContext) -> None:
-        """Run the calls of one answer, in batches, and put the results behind them in the order of calls."""
+        """Run the calls of one answer; the results stand behind it in the order of the calls."""
         run.blanks = 0
         await run.spec.hook.on_stream_end(resuming=True)
         self._add(run, run.response.to_message(), more=True)
         await run.spec.hook.before_execute_tools(run.tool_calls)
         for batch in self._batches(run):
-            results: dict[str, ToolResult] = {}
-            try:
-                await asyncio.gather(*(self._call(run, call, results) for call in batch))
-            finally:  # also when the turn is stopped: what is finished stays
-                done = [call for call in batch if call.id in results]
-                answers = [{"role": "tool", "tool_call_id": call.id, "name": call.name,
-                            "content": results[call.id].text} for call in done]  # fmt: skip
-                self._add(run, *answers)
-            if images := [block for call in batch for block in results[call.id].images]:
-                names = "\n".join(results[call.id].text for call in batch if results[call.id].images)
-                self._add(run, {"role": "user", "content": [{"type": "text", "text": names}, *images]})
+            await self._run_batch(run, batch)
             if run.stop_reason:
                 break
 
     def _batches(self, run: AgentHookContext) -> Iterator[list[ToolCallRequest]]:
         """Neighbouring calls of tools that are safe side by side go together, every other call goes alone."""
-        batch: list[ToolCallRequest] = []
-        for call in run.tool_calls:
-            tool = run.spec.tools.get(call.name)
-            if tool and tool.concurrency_safe and run.spec.concurrent_tools:
-                batch.append(call)
-                continue
-            yield from ([batch] if batch else [])
-            batch = []
-            yield [call]
-        yield from ([batch] if batch else [])
 
-    async def _call(self, run: AgentHookContext, call: ToolCallRequest, results: dict) -> None:
+        def is_safe(call: ToolCallRequest) -> bool:
+            tool = run.spec.tools.get(call.name)
+            return run.spec.concurrent_tools and tool is not None and tool.concurrency_safe
+
+        for together, neighbours in itertools.groupby(run.tool_calls, is_safe):
+            calls = list(neighbours)
+            yield from [calls] if together else ([call] for call in calls)
+
+    async def _run_batch(self, run: AgentHookContext, batch: list[ToolCallRequest]) -> None:
+        results: dict[int, ToolResult] = {}
+
+        async def work(n: int) -> None:
+            results[n] = await self._call(run, batch[n])
+
+        try:
+            await asyncio.gather(*map(work, range(len(batch))))
+        finally:  # also when the turn is stopped: what is finished stays
+            done = [(batch[n], results[n]) for n in sorted(results)]
+            self._add(run, *(
+                {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": result.text}
+                for call, result in done
+            ))  # fmt: skip
+        if images := [block for _, result in done for block in result.images]:
+            names = "\n".join(result.text for _, result in done if result.images)
+            self._add(run, {"role": "user", "content": [{"type": "text", "text": names}, *images]})
+
+    async def _call(self, run: AgentHookContext, call: ToolCallRequest) -> ToolResult:
         if call.denied or call.error:
             why = call.denied or f"{call.name} was not run: {call.error}. Send the call again, whole."
             result = ToolResult(why, is_error=True)
         else:
             result = await run.spec.tools.execute(call.name, call.arguments, run.spec.turn)
         run.tools_used += [call.name] if call.name not in run.tools_used else []
-        event = {"name": call.name, "arguments": call.arguments, "is_error": result.is_error}
-        again = bool(run.tool_events) and run.tool_events[-1].items() >= event.items()
-        run.tool_events.append({**event, "result": result.text})
-        run.failures = (run.failures * again + 1) * result.is_error
-        if result.is_error and (run.failures >= 5 or run.spec.fail_on_tool_error):
+        run.tool_events.append({"name": call.name, "arguments": call.arguments,
+                                "is_error": result.is_error, "result": result.text})  # fmt: skip
+        if result.is_error:
+            self._count_failure(run, call, result)
+        else:
+            run.failures = 0
+        return result
+
+    def _count_failure(self, run: AgentHookContext, call: ToolCallRequest, result: ToolResult) -> None:
+        """The same call fails again and again: at 3 times the model is told, at 5 the run ends."""
+        again = run.failed_call == (call.name, call.arguments)
+        run.failed_call = (call.name, call.arguments)
+        run.failures = run.failures + 1 if again else 1
+        if run.failures >= 5 or run.spec.fail_on_tool_error:
             run.stop_reason, run.error = "tool_error", f"{call.name} failed: {result.text}"
             run.final_content = f"I had to stop: {run.error}"
         if run.failures >= 3:
             result.text += "\n" + template("same_failure", count=run.failures)
-        results[call.id] = result
 
     async def _conclude(self, run: AgentHookContext) -> None:
         """What an answer without calls to run means: the end, or another request."""
         response, text = run.response, run.response.content or ""
-        if response.finish_reason == "error":
+        if run.out_of_steps:
+            text = text or f"I stopped after {run.spec.max_iterations} model calls, the limit."
+            run.stop_reason, run.final_content = "max_iterations", "".join([*run.segments, text])
+        elif response.finish_reason == "error":
             run.stop_reason, run.error = "error", response.error
         elif (response.finish_reason == "length" or run.tool_calls) and run.cuts < self.continuations:
             run.cuts += 1
             run.segments += [text] if text else []
-            kind = "calls" if run.tool_calls else "answer" if text.strip() else "thinking"
-            run.nudge = template(f"cut_{kind}")
+            said = "answer" if text.strip() else "thinking"
+            run.nudge = template("cut_calls" if run.tool_calls else f"cut_{said}")
         elif text.strip() or run.segments:
             run.stop_reason, run.final_content = "completed", "".join([*run.segments, text])
         elif run.blanks == 2 or response.finish_reason in ("content_filter", "refusal"):
@@ -628,25 +648,11 @@ class AgentRunner:
             run.blanks += 1
             run.nudge = template("blank_answer") if run.blanks == 2 else ""
         await run.spec.hook.on_stream_end(resuming=not run.stop_reason)
-        if run.final_content:
-            await self._finish(run)
-        elif run.blanks == 2:
-            await self._ask(run, with_tools=False)
-            await self._conclude(run)
-
-    async def _sum_up(self, run: AgentHookContext) -> None:
-        """Out of iterations: one request without tools, for what is done and what is not."""
-        limit = run.spec.max_iterations
-        run.nudge = template("out_of_iterations", limit=limit)
-        await self._ask(run, with_tools=False)
-        await run.spec.hook.on_stream_end(resuming=False)
-        run.stop_reason = "max_iterations"
-        run.final_content = run.response.content or f"I stopped after {limit} model calls, the limit."
-        await self._finish(run)
 
     async def _finish(self, run: AgentHookContext) -> None:
         run.final_content = await run.spec.hook.finalize_content(run.final_content)
-        self._add(run, LLMResponse(run.final_content, extra=run.response.extra).to_message())
+        extra = {} if run.tool_calls else run.response.extra  # the calls have it already
+        self._add(run, LLMResponse(run.final_content, extra=extra).to_message())
 
     def _add(self, run: AgentHookContext, *messages: dict, more: bool = False) -> None:
         """New messages exist from here on, in the run and in the journal."""

@@ -508,9 +508,10 @@ def test_sessions_show_of_a_stranger_is_an_error(own_home):
 
 def test_odd_lines_of_a_journal_are_shown_too(own_home):
     nanobot("--offline", "-m", "x")
+    odd_calls = [{"id": "c1"}, 7, {"function": {"name": "f", "arguments": {}}}]
     odd = [{"role": "user", "content": [{"type": "text", "text": "in blocks"}], "timestamp": 5},
            {"role": "assistant", "content": None, "tool_calls": None},
-           {"role": "assistant", "tool_calls": [{"id": "c1"}, 7, {"function": {"name": "f", "arguments": {}}}]},
+           {"role": "assistant", "tool_calls": odd_calls},
            {"role": "\x1b[2J", "tool_calls": "none", "content": 7}]  # fmt: skip
     path = own_home / ".nanobot" / "workspace" / "sessions" / "cli%3Adirect.jsonl"
     path.write_text(path.read_text() + "[]\n" + "".join(json.dumps(line) + "\n" for line in odd))
