@@ -237,8 +237,7 @@ def test_a_settings_file_that_is_a_folder(own_home):
 
 
 def test_a_home_of_nobody(own_home):
-    for flag in ("--workspace", "--config"):
-        assert "no-such-user" in fails("--offline", "-m", "x", flag, "~no-such-user/x")
+    assert "no-such-user" in fails("--offline", "-m", "x", "--config", "~no-such-user/x")
 
 
 def test_a_workspace_file_that_cannot_be_read_is_named(own_home):
