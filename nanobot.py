@@ -23,19 +23,23 @@ Not covered: how one model differs from another, what a tool does, what a journa
 
 import argparse
 import asyncio
+import io
+import itertools
 import json
 import logging
 import os
 import re
+import select
 import shutil
 import string
 import sys
 import threading
 import time
 import typing
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from datetime import datetime
+from datetime import datetime, tzinfo
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -43,7 +47,7 @@ from weakref import WeakValueDictionary
 from channels import CLI, BackgroundLoop, OutboundMessage, printable
 from memory import (
     MemoryStore, Session, SessionBusy, SessionManager, Skill, SkillsLoader, TokenCounter,
-    leave_out_oldest, measure,
+    leave_out_oldest,
 )  # fmt: skip
 from providers import (
     ROWS, Endpoint, LLMProvider, LLMResponse, OfflineProvider, OpenAIProvider, ToolCallRequest,
@@ -58,7 +62,7 @@ HERE = Path(__file__).resolve().parent
 DATA = HERE if (HERE / "templates").is_dir() else HERE / "nanobot_data"  # a checkout, or an installed wheel
 
 
-# ---- Configuration ----
+# ---- What can be set ----
 
 
 class ConfigError(Exception):
@@ -121,7 +125,7 @@ class ChannelSettings:
 
 @dataclass
 class Config:
-    """The user's settings: flags win over the environment, this over the file, and that over the defaults."""
+    """The user's settings, in the shape of config.json: `config.agents.defaults.max_tokens`."""
 
     agents: AgentSettings = field(default_factory=AgentSettings)
     providers: dict[str, ProviderSettings] = field(default_factory=dict)
@@ -137,105 +141,20 @@ class Config:
 
     @property
     def workspace(self) -> Path:
-        return Path(self.defaults.workspace).expanduser().resolve()
+        return path_of(self.defaults.workspace)
+
+    def check(self) -> None:
+        """What would only fail later, deep in a turn, is said at once."""
+        answer, window = self.defaults.max_tokens, self.defaults.context_window_tokens
+        if answer * 2 >= window:
+            raise ConfigError(
+                f"agents.defaults.maxTokens ({answer}) must be under half of contextWindowTokens ({window}): "
+                "the answer needs room beside the conversation."
+            )
 
 
-# Keys of parts that this version does not have yet: a line says so, so that nobody waits for their effect.
-NOT_YET = {
-    "agents.defaults.memoryWindow", "agents.defaults.dream", "agents.defaults.maxConcurrent", "tools.web",
-    "tools.mcpServers", "tools.ssrfWhitelist", "channels.telegram", "gateway",
-}  # fmt: skip
-
-
-def load_config(path: Path | None = None, environ: typing.Mapping[str, str] = os.environ) -> Config:
-    """The file, and the environment over it. A file that is named must be there, the default one need not."""
-    file = path or Config().path
-    config = Config()
-    if path or file.exists():
-        try:
-            data = json.loads(fill_in(file.read_text(encoding="utf-8"), file, environ))
-        except OSError as problem:
-            raise ConfigError(f"Cannot read {file}: {problem.strerror}. Try `nanobot onboard`.") from None
-        except ValueError as problem:
-            raise ConfigError(f"{file} is not JSON: {problem}. Correct it there.") from None
-        config = read_section(Config, data, "")
-    config.path = file
-    for spec in ROWS.values():
-        if key := environ.get(spec.env_key):
-            config.providers.setdefault(spec.name, ProviderSettings()).api_key = key
-    config.base_url = environ.get("OPENAI_BASE_URL", "")
-    config.defaults.model = environ.get("NANOBOT_MODEL") or config.defaults.model
-    config.defaults.workspace = environ.get("NANOBOT_WORKSPACE") or config.defaults.workspace
-    return config
-
-
-def fill_in(text: str, file: Path, environ: typing.Mapping[str, str]) -> str:
-    """The file's text with each `${VAR}` from the environment; raises ConfigError where there is none."""
-    for name in re.findall(r"\$\{(\w+)\}", text):
-        if name not in environ:
-            raise ConfigError(f"{file} wants the environment variable {name}, which is not set.")
-        text = text.replace(f"${{{name}}}", json.dumps(environ[name])[1:-1])
-    return text
-
-
-def read_section(cls: type, data: Any, path: str) -> Any:
-    """A dataclass of a JSON object; raises ConfigError that names the key: `agents.defaults.maxTokens: …`."""
-    hints, values = typing.get_type_hints(cls), {}
-    known = {each.name for each in fields(cls) if each.init}
-    _expect(dict, data, path)
-    for key, value in data.items():
-        name, where = re.sub("([A-Z])", r"_\1", key).lower(), f"{path}.{key}" if path else key
-        if name not in known and any(camel_case(where) == each for each in NOT_YET):
-            log.warning("%s: this version has no such part yet, the setting does nothing", where)
-        elif name not in known:
-            raise ConfigError(f"{where}: unknown key. There are: {', '.join(map(camel_case, sorted(known)))}")
-        else:
-            values[name] = read_value(hints[name], value, where)
-    return cls(**values)
-
-
-def read_value(hint: Any, value: Any, where: str) -> Any:
-    inner = typing.get_args(hint)
-    if is_dataclass(hint):
-        return read_section(hint, value, where)
-    _expect(hint, value, where)
-    if typing.get_origin(hint) is dict and is_dataclass(inner[1]):
-        return {name: read_section(inner[1], each, f"{where}.{name}") for name, each in value.items()}
-    for number, each in enumerate(value if typing.get_origin(hint) is list else []):
-        _expect(inner[0], each, f"{where}[{number}]")
-    return value
-
-
-def _expect(hint: Any, value: Any, where: str) -> None:
-    wanted = kinds(as_schema(hint))
-    if not any(is_kind(value, kind) for kind in wanted):
-        shown = json.dumps(value, ensure_ascii=False)[:80]
-        raise ConfigError(f"{where or 'the file'}: expected {' or '.join(wanted)}, got {shown}")
-
-
-def camel_case(name: str) -> str:
-    return re.sub("_([a-z])", lambda match: match[1].upper(), name)
-
-
-def make_provider(config: Config) -> LLMProvider:
-    """The model that the settings mean: the offline one where no key and no address is configured."""
-    chosen = "" if config.defaults.provider == "auto" else config.defaults.provider
-    strange = [name for name in config.providers if name not in ROWS]
-    if strange:
-        raise ConfigError(f"providers.{strange[0]}: no such provider. There are: {', '.join(ROWS)}")
-    settings = {name: Endpoint(ROWS[name], **vars(each)) for name, each in config.providers.items()}
-    if chosen == "offline":
-        return OfflineProvider()
-    try:
-        endpoint = choose_endpoint(settings, config.defaults.model, chosen, config.base_url)
-    except ValueError as problem:
-        raise ConfigError(str(problem)) from None
-    if endpoint is None and config.defaults.model not in ("", "offline"):
-        raise ConfigError(
-            f"There is no key and no base URL for the model {config.defaults.model}. Set OPENAI_API_KEY or "
-            "OPENAI_BASE_URL, or use --offline."
-        )
-    return OpenAIProvider(endpoint) if endpoint else OfflineProvider()
+def path_of(text: str) -> Path:
+    return Path(os.path.expanduser(text)).resolve()  # unlike Path's, this expanduser never raises
 
 
 # ---- What the model is told ----
@@ -268,60 +187,76 @@ class ContextBuilder:
     own_files = ("AGENTS.md", "SOUL.md", "USER.md", "TOOLS.md", "IDENTITY.md")
 
     def __init__(self, config: Config, memory: MemoryStore, skills: SkillsLoader):
-        self.config, self.memory, self.skills = config, memory, skills
+        self.memory, self.skills, self.zone = memory, skills, time_zone(config.defaults.timezone)
+
+    def request(self, turn: Turn, history: list[dict], images: list[dict]) -> list[dict]:
+        """The messages of a request. Images are only in what is sent, in the last message before its text."""
+        system = {"role": "system", "content": self.system_prompt(turn)}
+        if not images:
+            return [system, *history]
+        blocks = [*images, {"type": "text", "text": history[-1]["content"]}]
+        return [system, *history[:-1], {"role": "user", "content": blocks}]
 
     def system_prompt(self, turn: Turn) -> str:
         return "\n\n---\n\n".join(self.parts(turn).values())
 
     def parts(self, turn: Turn) -> dict[str, str]:
         """The system prompt by part, in order; parts with nothing in them are left out."""
-        skills = self.skills.load()
+        skills, facts = self.skills.load(), self.memory.read_facts().strip()
+        active = [titled(f"## {each.name}", each.text) for each in skills if each.always and not each.missing]
+        listed = "\n".join(self._skill_line(each) for each in skills if not each.always)
         parts = {"identity": self._identity(turn)}
-        for name in self.own_files:
-            path = turn.workspace / name
+        for path in (turn.workspace / name for name in self.own_files):
             text = path.read_text(encoding="utf-8", errors="replace").strip() if path.is_file() else ""
-            parts[name] = f"## {name}\n\n{text}" if text else ""
-        facts = self.memory.read_facts().strip()
-        parts["Memory"] = f"# Memory\n\n{facts}" if facts and facts != template("MEMORY") else ""
-        active = [f"## {each.name}\n\n{each.text}" for each in skills if each.always and not each.missing]
-        parts["Active Skills"] = "\n\n".join(["# Active Skills", *active]) if active else ""
-        lines = "\n".join(self._skill_line(skill) for skill in skills if not skill.always)
-        parts["Skills"] = template("skills", skills=lines) if lines else ""
-        recent = "\n".join(self.memory.recent_history())
-        parts["Recent History"] = f"# Recent History\n\n{recent}" if recent else ""
+            parts[path.name] = titled(f"## {path.name}", text)
+        parts["Memory"] = titled("# Memory", "" if facts == template("MEMORY") else facts)
+        parts["Active Skills"] = titled("# Active Skills", "\n\n".join(active))
+        parts["Skills"] = template("skills", skills=listed) if listed else ""
+        parts["Recent History"] = titled("# Recent History", "\n".join(self.memory.recent_history()))
         return {name: text for name, text in parts.items() if text}
+
+    def _identity(self, turn: Turn) -> str:
+        return template(
+            "identity", platform=f"{sys.platform}, Python {sys.version_info[0]}.{sys.version_info[1]}",
+            workspace=turn.workspace, cwd=turn.cwd,
+            format=template("format_cli") if turn.channel == "cli" else template("format_chat"),
+        )  # fmt: skip
 
     def _skill_line(self, skill: Skill) -> str:
         lack = f" [unavailable: needs {', '.join(skill.missing)}]" if skill.missing else ""
         return f"- {skill.name}: {skill.description} ({skill.path}){lack}"
 
-    def _identity(self, turn: Turn) -> str:
-        form = template("format_cli") if turn.channel == "cli" else template("format_chat")
-        return template(
-            "identity", platform=f"{sys.platform}, Python {sys.version_info[0]}.{sys.version_info[1]}",
-            workspace=turn.workspace, cwd=turn.cwd, format=form,
-        )  # fmt: skip
+    def user_message(self, text: str, turn: Turn, media: Iterable[Path] = ()) -> tuple[dict, list[dict]]:
+        """The user's message, and the images to be sent with it.
 
-    def user_message(self, text: str, turn: Turn, media: Iterable[Path] = ()) -> dict:
-        """The user's message. `runtime` is a key of ours: apart in the journal, first in what is sent."""
-        images, notes = [], []
+        `runtime` is a key of ours: apart in the journal, before the text in what is sent.
+        """
+        images, lines = [], []
         for path in media:
-            block = image_block(path.read_bytes())
-            images += [block] if block else []
-            notes.append(f"[image: {path}]" if block else f"[file: {path}]")
-        text = "\n".join([*notes, text])
-        runtime = template("runtime", time=self._time(), channel=turn.channel, chat_id=turn.chat_id)
-        content = [*images, {"type": "text", "text": text}] if images else text
-        return {"role": "user", "content": content, "runtime": runtime}
+            try:
+                block = image_block(path.read_bytes())
+                images += [block] if block else []
+                lines.append(f"[image: {path}]" if block else f"[file: {path}]")
+            except OSError as problem:
+                lines.append(f"[file: {path}, not readable: {problem.strerror}]")
+        now = datetime.now().astimezone(self.zone)
+        moment = f"{now:%Y-%m-%d %H:%M} ({now:%A}), {now:%Z}"
+        runtime = template("runtime", time=moment, channel=turn.channel, chat_id=turn.chat_id)
+        return {"role": "user", "content": "\n".join([*lines, text]), "runtime": runtime}, images
 
-    def _time(self) -> str:
-        zone = None
-        if self.config.defaults.timezone:
-            from zoneinfo import ZoneInfo
 
-            zone = ZoneInfo(self.config.defaults.timezone)
-        moment = datetime.now(zone).astimezone(zone)
-        return f"{moment:%Y-%m-%d %H:%M} ({moment:%A}), {moment:%Z}"
+def titled(title: str, text: str) -> str:
+    return f"{title}\n\n{text}" if text else ""
+
+
+def time_zone(name: str) -> tzinfo | None:
+    """A zone like `Europe/Berlin`, or None for the machine's own."""
+    import zoneinfo
+
+    try:
+        return zoneinfo.ZoneInfo(name) if name else None
+    except (KeyError, ValueError, OSError):
+        raise ConfigError(f"agents.defaults.timezone: there is no zone {name!r}.") from None
 
 
 def without_images(message: dict) -> dict:
@@ -366,13 +301,18 @@ class AgentHookContext(AgentRunResult):
     segments: list[str] = field(default_factory=list)  # of an answer that was cut by its length
     nudge: str = ""  # a note to the model for the next request only
     blanks: int = 0  # blank answers in a row
-    failures: int = 0  # of the same call in a row
     cuts: int = 0  # answers that were cut or held back
+    failures: int = 0  # in a row, of one and the same call:
+    failed_call: tuple[str, dict] | None = None
     counter: TokenCounter = field(default_factory=TokenCounter)
 
     @property
     def tool_calls(self) -> list[ToolCallRequest]:
         return self.response.tool_calls if self.response else []
+
+    @property
+    def out_of_steps(self) -> bool:
+        return self.iteration > self.spec.max_iterations
 
 
 class AgentHook:
@@ -405,31 +345,22 @@ class CompositeHook(AgentHook):
     def wants_streaming(self) -> bool:
         return any(hook.wants_streaming for hook in self.hooks)
 
-    async def _each(self, method: str, *args: Any) -> None:
+    async def _each(self, method: str, *args: Any, **kwargs: Any) -> None:
         for hook in self.hooks:
-            await self._safely(hook, method, *args)
+            await self._safely(hook, method, *args, **kwargs)
 
-    async def _safely(self, hook: AgentHook, method: str, *args: Any) -> Any:
+    async def _safely(self, hook: AgentHook, method: str, *args: Any, **kwargs: Any) -> Any:
         try:
-            return await getattr(hook, method)(*args)
+            return await getattr(hook, method)(*args, **kwargs)
         except Exception:  # a hook is a guest: it must not end the turn
             log.exception("%s.%s failed", type(hook).__name__, method)
             return None
 
-    async def before_iteration(self, context: AgentHookContext) -> None:
-        await self._each("before_iteration", context)
-
-    async def on_stream(self, delta: str) -> None:
-        await self._each("on_stream", delta)
-
-    async def on_stream_end(self, resuming: bool) -> None:
-        await self._each("on_stream_end", resuming)
-
-    async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
-        await self._each("before_execute_tools", tool_calls)
-
-    async def after_iteration(self, context: AgentHookContext) -> None:
-        await self._each("after_iteration", context)
+    before_iteration = partialmethod(_each, "before_iteration")
+    on_stream = partialmethod(_each, "on_stream")
+    on_stream_end = partialmethod(_each, "on_stream_end")
+    before_execute_tools = partialmethod(_each, "before_execute_tools")
+    after_iteration = partialmethod(_each, "after_iteration")
 
     async def finalize_content(self, content: str) -> str:
         for hook in self.hooks:
@@ -457,11 +388,13 @@ class CostTrackingHook(AgentHook):
 
     def line(self, usage: dict) -> str:
         """`1,234 in (200 cached) · 56 out · 0.0012`; `~` marks an estimate."""
-        mark, asked, said = "~" * bool(usage["estimated"]), usage["prompt_tokens"], usage["completion_tokens"]
+        mark = "~" if usage["estimated"] else ""
+        asked, said = usage["prompt_tokens"], usage["completion_tokens"]
         cached = f" ({usage['cached_tokens']:,} cached)" if usage["cached_tokens"] else ""
-        cost = (asked * self.price.input + said * self.price.output) / 1e6 if self.price else None
-        money = "" if cost is None else f" · {mark}{cost:.4f}"
-        return f"{mark}{asked:,} in{cached} · {mark}{said:,} out{money}"
+        line = f"{mark}{asked:,} in{cached} · {mark}{said:,} out"
+        if not self.price:
+            return line
+        return f"{line} · {mark}{(asked * self.price.input + said * self.price.output) / 1e6:.4f}"
 
 
 class ApprovalHook(AgentHook):
@@ -521,104 +454,124 @@ class AgentRunner:
         run = AgentHookContext(messages=list(spec.messages), spec=spec)
         try:
             while not run.stop_reason:
-                if run.iteration >= spec.max_iterations:
-                    await self._sum_up(run)
-                    break
                 await self._ask(run)
-                if run.tool_calls and run.response.finish_reason in self.runnable:
+                may_act = run.response.finish_reason in self.runnable and not run.out_of_steps
+                if run.tool_calls and may_act:
                     await self._act(run)
                 else:
                     await self._conclude(run)
+                if run.final_content:
+                    await self._finish(run)
                 await spec.hook.after_iteration(run)
         except asyncio.CancelledError:
             run.stop_reason = "cancelled"
             raise
         return run
 
-    async def _ask(self, run: AgentHookContext, with_tools: bool = True) -> None:
+    async def _ask(self, run: AgentHookContext) -> None:
+        """One request: with tools, unless it is the last that the steps or the patience allow."""
         spec, hook = run.spec, run.spec.hook
         run.iteration += 1
+        if run.out_of_steps:
+            run.nudge = template("out_of_iterations", limit=spec.max_iterations)
         await hook.before_iteration(run)
-        tools = spec.tools.get_definitions() if with_tools else []
-        request = self._govern(run, tools)
-        request += [{"role": "assistant", "content": "".join(run.segments)}] if run.segments else []
-        request += [{"role": "user", "content": run.nudge}] if run.nudge else []
+        tools = [] if run.out_of_steps or run.blanks == 2 else spec.tools.get_definitions()
         run.response = await self.provider.chat(
-            request, tools, model=spec.model, on_delta=hook.on_stream if hook.wants_streaming else None,
-            max_tokens=spec.max_tokens, temperature=spec.temperature,
+            self._govern(run, tools), tools, model=spec.model, max_tokens=spec.max_tokens,
+            temperature=spec.temperature, on_delta=hook.on_stream if hook.wants_streaming else None,
         )  # fmt: skip
         run.nudge = ""
         add_up(run.usage, run.response.usage)
 
     def _govern(self, run: AgentHookContext, tools: list[dict]) -> list[dict]:
-        """The copy that is sent: it fits the context window."""
+        """The copy that is sent: it fits the context window, and what is for this request only follows."""
         spec, counter = run.spec, run.counter
         budget = spec.context_window - spec.max_tokens - 1_024 - counter.total(tools)
-        users = [n for n, message in enumerate(spec.messages) if message["role"] == "user"]
-        return list(leave_out_oldest(run.messages, budget, counter, task=users[-1] if users else 0))
+        asked = next((each for each in reversed(spec.messages) if each["role"] == "user"), None)
+        task = next((n for n, each in enumerate(run.messages) if each is asked), 1)  # hooks may have moved it
+        request = list(leave_out_oldest(run.messages, budget, counter, task))
+        request += [{"role": "assistant", "content": "".join(run.segments)}] if run.segments else []
+        return request + ([{"role": "user", "content": run.nudge}] if run.nudge else [])
 
     async def _act(self, run: AgentHookContext) -> None:
-        """Run the calls of one answer, in batches, and put the results behind them in the order of calls."""
+        """Run the calls of one answer; the results stand behind it in the order of the calls."""
         run.blanks = 0
         await run.spec.hook.on_stream_end(resuming=True)
         self._add(run, run.response.to_message(), more=True)
         await run.spec.hook.before_execute_tools(run.tool_calls)
         for batch in self._batches(run):
-            results: dict[str, ToolResult] = {}
-            try:
-                await asyncio.gather(*(self._call(run, call, results) for call in batch))
-            finally:  # also when the turn is stopped: what is finished stays
-                done = [call for call in batch if call.id in results]
-                answers = [{"role": "tool", "tool_call_id": call.id, "name": call.name,
-                            "content": results[call.id].text} for call in done]  # fmt: skip
-                self._add(run, *answers)
-            if images := [block for call in batch for block in results[call.id].images]:
-                names = "\n".join(results[call.id].text for call in batch if results[call.id].images)
-                self._add(run, {"role": "user", "content": [{"type": "text", "text": names}, *images]})
+            await self._run_batch(run, batch)
             if run.stop_reason:
                 break
 
     def _batches(self, run: AgentHookContext) -> Iterator[list[ToolCallRequest]]:
         """Neighbouring calls of tools that are safe side by side go together, every other call goes alone."""
-        batch: list[ToolCallRequest] = []
-        for call in run.tool_calls:
-            tool = run.spec.tools.get(call.name)
-            if tool and tool.concurrency_safe and run.spec.concurrent_tools:
-                batch.append(call)
-                continue
-            yield from ([batch] if batch else [])
-            batch = []
-            yield [call]
-        yield from ([batch] if batch else [])
 
-    async def _call(self, run: AgentHookContext, call: ToolCallRequest, results: dict) -> None:
+        def is_safe(call: ToolCallRequest) -> bool:
+            tool = run.spec.tools.get(call.name)
+            return run.spec.concurrent_tools and tool is not None and tool.concurrency_safe
+
+        for together, neighbours in itertools.groupby(run.tool_calls, is_safe):
+            calls = list(neighbours)
+            yield from [calls] if together else ([call] for call in calls)
+
+    async def _run_batch(self, run: AgentHookContext, batch: list[ToolCallRequest]) -> None:
+        results: dict[int, ToolResult] = {}
+
+        async def work(n: int) -> None:
+            results[n] = await self._call(run, batch[n])
+
+        try:
+            await asyncio.gather(*map(work, range(len(batch))))
+        finally:  # also when the turn is stopped: what is finished stays
+            done = [(batch[n], results[n]) for n in sorted(results)]
+            self._add(run, *(
+                {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": result.text}
+                for call, result in done
+            ))  # fmt: skip
+        if images := [block for _, result in done for block in result.images]:
+            names = "\n".join(result.text for _, result in done if result.images)
+            self._add(run, {"role": "user", "content": [{"type": "text", "text": names}, *images]})
+
+    async def _call(self, run: AgentHookContext, call: ToolCallRequest) -> ToolResult:
         if call.denied or call.error:
             why = call.denied or f"{call.name} was not run: {call.error}. Send the call again, whole."
             result = ToolResult(why, is_error=True)
         else:
             result = await run.spec.tools.execute(call.name, call.arguments, run.spec.turn)
         run.tools_used += [call.name] if call.name not in run.tools_used else []
-        event = {"name": call.name, "arguments": call.arguments, "is_error": result.is_error}
-        again = bool(run.tool_events) and run.tool_events[-1].items() >= event.items()
-        run.tool_events.append({**event, "result": result.text})
-        run.failures = (run.failures * again + 1) * result.is_error
-        if result.is_error and (run.failures >= 5 or run.spec.fail_on_tool_error):
+        run.tool_events.append({"name": call.name, "arguments": call.arguments,
+                                "is_error": result.is_error, "result": result.text})  # fmt: skip
+        if result.is_error:
+            self._count_failure(run, call, result)
+        else:
+            run.failures = 0
+        return result
+
+    def _count_failure(self, run: AgentHookContext, call: ToolCallRequest, result: ToolResult) -> None:
+        """The same call fails again and again: at 3 times the model is told, at 5 the run ends."""
+        again = run.failed_call == (call.name, call.arguments)
+        run.failed_call = (call.name, call.arguments)
+        run.failures = run.failures + 1 if again else 1
+        if run.failures >= 5 or run.spec.fail_on_tool_error:
             run.stop_reason, run.error = "tool_error", f"{call.name} failed: {result.text}"
             run.final_content = f"I had to stop: {run.error}"
         if run.failures >= 3:
             result.text += "\n" + template("same_failure", count=run.failures)
-        results[call.id] = result
 
     async def _conclude(self, run: AgentHookContext) -> None:
         """What an answer without calls to run means: the end, or another request."""
         response, text = run.response, run.response.content or ""
-        if response.finish_reason == "error":
+        if run.out_of_steps:
+            text = text or f"I stopped after {run.spec.max_iterations} model calls, the limit."
+            run.stop_reason, run.final_content = "max_iterations", "".join([*run.segments, text])
+        elif response.finish_reason == "error":
             run.stop_reason, run.error = "error", response.error
         elif (response.finish_reason == "length" or run.tool_calls) and run.cuts < self.continuations:
             run.cuts += 1
             run.segments += [text] if text else []
-            kind = "calls" if run.tool_calls else "answer" if text.strip() else "thinking"
-            run.nudge = template(f"cut_{kind}")
+            said = "answer" if text.strip() else "thinking"
+            run.nudge = template("cut_calls" if run.tool_calls else f"cut_{said}")
         elif text.strip() or run.segments:
             run.stop_reason, run.final_content = "completed", "".join([*run.segments, text])
         elif run.blanks == 2 or response.finish_reason in ("content_filter", "refusal"):
@@ -628,25 +581,11 @@ class AgentRunner:
             run.blanks += 1
             run.nudge = template("blank_answer") if run.blanks == 2 else ""
         await run.spec.hook.on_stream_end(resuming=not run.stop_reason)
-        if run.final_content:
-            await self._finish(run)
-        elif run.blanks == 2:
-            await self._ask(run, with_tools=False)
-            await self._conclude(run)
-
-    async def _sum_up(self, run: AgentHookContext) -> None:
-        """Out of iterations: one request without tools, for what is done and what is not."""
-        limit = run.spec.max_iterations
-        run.nudge = template("out_of_iterations", limit=limit)
-        await self._ask(run, with_tools=False)
-        await run.spec.hook.on_stream_end(resuming=False)
-        run.stop_reason = "max_iterations"
-        run.final_content = run.response.content or f"I stopped after {limit} model calls, the limit."
-        await self._finish(run)
 
     async def _finish(self, run: AgentHookContext) -> None:
         run.final_content = await run.spec.hook.finalize_content(run.final_content)
-        self._add(run, LLMResponse(run.final_content, extra=run.response.extra).to_message())
+        extra = {} if run.tool_calls else run.response.extra  # the calls have it already
+        self._add(run, LLMResponse(run.final_content, extra=extra).to_message())
 
     def _add(self, run: AgentHookContext, *messages: dict, more: bool = False) -> None:
         """New messages exist from here on, in the run and in the journal."""
@@ -658,34 +597,35 @@ class AgentRunner:
 # ---- The loop: from a message to a reply ----
 
 Emit = Callable[[OutboundMessage], Awaitable[None]]
+Media = Iterable[Path]  # files that came with a message
 
 
 async def to_nobody(event: OutboundMessage) -> None: ...
 
 
 class EventHook(AgentHook):
-    """Tells a channel what is going on: deltas, text beside tool calls, tool hints."""
+    """Tells a channel what is going on: deltas, text beside tool calls, tool hints, the answer."""
 
     def __init__(self, emit: Emit, turn: Turn, streaming: bool):
         self.emit, self.turn, self.wants_streaming = emit, turn, streaming
         self.context: AgentHookContext | None = None
 
-    async def _send(self, kind: str, content: str) -> None:
+    async def send(self, kind: str, content: str) -> None:
         await self.emit(OutboundMessage(self.turn.channel, self.turn.chat_id, content, kind))
 
     async def before_iteration(self, context: AgentHookContext) -> None:
         self.context = context
 
     async def on_stream(self, delta: str) -> None:
-        await self._send("delta", delta)
+        await self.send("delta", delta)
 
     async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
         if text := self.context.response.content:
-            await self._send("progress", text)
+            await self.send("progress", text)
         hints = [tool_hint(call) for call in tool_calls]
         for hint in dict.fromkeys(hints):
             count = hints.count(hint)
-            await self._send("tool_hint", f"{hint} × {count}" if count > 1 else hint)
+            await self.send("tool_hint", f"{hint} × {count}" if count > 1 else hint)
 
 
 def tool_hint(call: ToolCallRequest) -> str:
@@ -702,7 +642,7 @@ class AgentLoop:
 
     def __init__(self, config: Config, provider: LLMProvider | None = None, hooks: Iterable[AgentHook] = ()):
         self.config, self.workspace = config, config.workspace
-        check_limits(config)
+        config.check()
         prepare_workspace(self.workspace)
         self.provider = provider or make_provider(config)
         self.sessions = SessionManager(self.workspace)
@@ -710,8 +650,7 @@ class AgentLoop:
         self.skills = SkillsLoader(self.workspace / "skills", DATA / "skills")
         self.context = ContextBuilder(config, self.memory, self.skills)
         self.tools = ToolRegistry(FILE_TOOLS)
-        if config.tools.exec.enable:
-            shell = config.tools.exec
+        if (shell := config.tools.exec).enable:
             self.tools.register(Exec(shell.timeout, shell.path_append, shell.allowed_env_keys))
         self.runner = AgentRunner(self.provider)
         self.cost = CostTrackingHook(config.prices, self.model)
@@ -734,73 +673,57 @@ class AgentLoop:
         )  # fmt: skip
 
     async def process_direct(
-        self,
-        text: str,
-        session_key: str = "cli:direct",
-        on_event: Emit = to_nobody,
-        media: Iterable[Path] = (),
+        self, text: str, session_key: str = "cli:direct", on_event: Emit = to_nobody, media: Media = ()
     ) -> AgentRunResult:
         """One message, to its answer. Raises SessionBusy, or OSError where the journal cannot be written."""
-        turn, command = self.turn(session_key), command_of(text)
+        events, command = EventHook(on_event, self.turn(session_key), self.streaming), command_of(text)
         if command and command not in ("new", "continue"):  # the others need not wait for a turn to end
-            result = AgentRunResult(self._command(command, session_key))
+            result = AgentRunResult(self._command(command, events.turn))
         else:
             async with self._locks.setdefault(session_key, asyncio.Lock()):
                 with self.sessions.lock(session_key):
-                    result = await self._take_turn(text, command, turn, on_event, media)
+                    result = await self._take_turn(text, command, events, media)
         if result.final_content:
-            await on_event(OutboundMessage(turn.channel, turn.chat_id, result.final_content))
+            await events.send("final", result.final_content)
         return result
 
-    async def _take_turn(
-        self, text: str, command: str | None, turn: Turn, emit: Emit, media: Iterable[Path]
-    ) -> AgentRunResult:
-        session = self.sessions.get(turn.session_key)
+    async def _take_turn(self, text: str, command: str | None, events: EventHook, media: Media) -> AgentRunResult:
+        session, images = self.sessions.get(events.turn.session_key), []
         if command == "new":
             session.restart()
             return AgentRunResult("A new session begins. The old one stays in its journal.")
         if command == "continue" and not session.unfinished:
             return AgentRunResult("There is no interrupted turn to go on with.")
-        images: list[dict] = []
         if not command:
-            user = self.context.user_message(text, turn, media)
-            session.append(without_images(user))  # before the model is asked
-            images = [block for block in user["content"] if isinstance(block, dict) and "image_url" in block]
-        system = {"role": "system", "content": self.context.system_prompt(turn)}
-        messages = [system, *session.get_history(legal)]
-        if images:
-            text_block = {"type": "text", "text": messages[-1]["content"]}
-            messages[-1] = {**messages[-1], "content": [*images, text_block]}
-        return await self._run(messages, session, turn, emit)
-
-    async def _run(self, messages: list[dict], session: Session, turn: Turn, emit: Emit) -> AgentRunResult:
+            message, images = self.context.user_message(text, events.turn, media)
+            session.append(message)  # before the model is asked
         defaults = self.config.defaults
         spec = AgentRunSpec(
-            messages, self.tools, max_iterations=defaults.max_tool_iterations, max_tokens=defaults.max_tokens,
-            temperature=defaults.temperature, context_window=defaults.context_window_tokens, turn=turn,
-            hook=CompositeHook([EventHook(emit, turn, self.streaming), *self.hooks]),
+            self.context.request(events.turn, session.get_history(legal), images), self.tools,
+            max_iterations=defaults.max_tool_iterations, max_tokens=defaults.max_tokens,
+            temperature=defaults.temperature, context_window=defaults.context_window_tokens,
+            hook=CompositeHook([events, *self.hooks]), turn=events.turn,
             on_messages=lambda new, whole: session.append(*map(without_images, new), sync=whole),
         )  # fmt: skip
         return await self.runner.run(spec)
 
-    def _command(self, name: str, session_key: str) -> str:
+    def _command(self, name: str, turn: Turn) -> str:
         if name == "help":
             return "\n".join(f"/{each}: {what}" for each, what in COMMANDS.items())
         if name == "status":
-            return self._status(self.sessions.get(session_key), self.turn(session_key))
+            return self._status(turn)
         from difflib import get_close_matches
 
         close = get_close_matches(name, COMMANDS, n=1, cutoff=0.0)[0]
         return f"There is no /{name}. The closest is /{close}: {COMMANDS[close]}"
 
-    def _status(self, session: Session, turn: Turn) -> str:
-        history = session.get_history(legal)
-        system = {"role": "system", "content": self.context.system_prompt(turn)}
-        used = TokenCounter().total([system, *history, *self.tools.get_definitions()])
+    def _status(self, turn: Turn) -> str:
+        history = self.sessions.get(turn.session_key).get_history(list)
+        sent = [*self.context.request(turn, history, []), *self.tools.get_definitions()]
         minutes = int(time.monotonic() - self.started) // 60
         return (
-            f"nanobot {__version__}, model {self.model}, session {session.key}, {len(history)} messages\n"
-            f"context: ~{used:,} of {self.config.defaults.context_window_tokens:,} tokens\n"
+            f"nanobot {__version__}, model {self.model}, session {turn.session_key}, {len(history)} messages\n"
+            f"context: ~{TokenCounter().total(sent):,} of {self.config.defaults.context_window_tokens:,} tokens\n"
             f"since the start: {self.cost.line(self.cost.total)}, {minutes // 60} h {minutes % 60} min"
         )
 
@@ -819,21 +742,6 @@ def command_of(text: str) -> str | None:
     return match[1] if match else None
 
 
-def check_limits(config: Config) -> None:
-    """What would only fail later, deep in a turn, is said at once."""
-    defaults = config.defaults
-    if defaults.max_tokens * 2 >= defaults.context_window_tokens:
-        raise ConfigError(
-            f"agents.defaults.maxTokens ({defaults.max_tokens}) must be under half of contextWindowTokens "
-            f"({defaults.context_window_tokens}): the answer needs room beside the conversation."
-        )
-    if defaults.timezone:
-        import zoneinfo
-
-        if defaults.timezone not in zoneinfo.available_timezones():
-            raise ConfigError(f"agents.defaults.timezone: there is no zone {defaults.timezone!r}.")
-
-
 def run(text: str, session_key: str = "cli:direct", config: Config | None = None) -> str:
     """Ask and get the answer: for scripts and notebooks, also where an event loop is running already.
 
@@ -846,56 +754,148 @@ def run(text: str, session_key: str = "cli:direct", config: Config | None = None
     return result.final_content
 
 
-# ---- The command line ----
+# ---- From outside: settings, and the command line ----
+
+# Keys of parts that this version does not have yet: a line says so, so that nobody waits for their effect.
+NOT_YET = {
+    "agents.defaults.memoryWindow", "agents.defaults.dream", "agents.defaults.maxConcurrent", "tools.web",
+    "tools.mcpServers", "tools.ssrfWhitelist", "channels.telegram", "gateway",
+}  # fmt: skip
+
+
+def load_config(path: Path | None = None, environ: Mapping[str, str] = os.environ) -> Config:
+    """The file, and the environment over it. A file that is named must be there, the default one need not."""
+    config = Config()
+    file = path or config.path
+    if path or file.exists():
+        config = read_setting(Config, read_json(file, environ), "")
+    config.path = file
+    for spec in ROWS.values():
+        if key := environ.get(spec.env_key):
+            config.providers.setdefault(spec.name, ProviderSettings()).api_key = key
+    config.base_url = environ.get("OPENAI_BASE_URL", "")
+    config.defaults.model = environ.get("NANOBOT_MODEL") or config.defaults.model
+    config.defaults.workspace = environ.get("NANOBOT_WORKSPACE") or config.defaults.workspace
+    return config
+
+
+def read_json(file: Path, environ: Mapping[str, str]) -> Any:
+    """A settings file with each `${VAR}` from the environment; raises ConfigError with cause and fix."""
+
+    def variable(match: re.Match) -> str:
+        if match[1] not in environ:
+            raise ConfigError(f"{file} wants the environment variable {match[1]}, which is not set.")
+        return json.dumps(environ[match[1]])[1:-1]
+
+    try:
+        return json.loads(re.sub(r"\$\{(\w+)\}", variable, file.read_text(encoding="utf-8-sig")))
+    except OSError as problem:
+        raise ConfigError(f"Cannot read {file}: {problem.strerror}. Try `nanobot onboard`.") from None
+    except ValueError as problem:
+        raise ConfigError(f"{file} is not JSON: {problem}. Correct it there.") from None
+
+
+def read_setting(hint: Any, value: Any, where: str) -> Any:
+    """A value as its type hint wants it; raises ConfigError with its path: `agents.defaults.maxTokens: …`."""
+    wanted = kinds(as_schema(dict if is_dataclass(hint) else hint))
+    if not any(is_kind(value, kind) for kind in wanted):
+        shown = json.dumps(value, ensure_ascii=False)[:80]
+        raise ConfigError(f"{where or 'the file'}: expected {' or '.join(wanted)}, got {shown}")
+    if is_dataclass(hint):
+        return read_section(hint, value, where)
+    inner = typing.get_args(hint)
+    if typing.get_origin(hint) is list:
+        return [read_setting(inner[0], each, f"{where}[{n}]") for n, each in enumerate(value)]
+    if typing.get_origin(hint) is dict:
+        return {name: read_setting(inner[1], each, f"{where}.{name}") for name, each in value.items()}
+    return int(value) if hint is int else value  # 100.0 is an integer, too
+
+
+def read_section(cls: type, section: dict, where: str) -> Any:
+    hints, values = typing.get_type_hints(cls), {}
+    known = {camel_case(each.name): each.name for each in fields(cls) if each.init}
+    for key, value in section.items():
+        path = f"{where}.{key}".lstrip(".")
+        if name := known.get(camel_case(key)):
+            values[name] = read_setting(hints[name], value, path)
+        elif camel_case(path) in NOT_YET:
+            log.warning("%s: this version has no such part yet, the setting does nothing", path)
+        else:
+            raise ConfigError(f"{path}: unknown key. There are: {', '.join(sorted(known))}")
+    return cls(**values)
+
+
+def camel_case(name: str) -> str:
+    return re.sub("_([a-z])", lambda match: match[1].upper(), name)
+
+
+def make_provider(config: Config) -> LLMProvider:
+    """The model that the settings mean: the offline one where no key and no address is configured."""
+    defaults = config.defaults
+    for name in config.providers:
+        if name not in ROWS:
+            raise ConfigError(f"providers.{name}: no such provider. There are: {', '.join(ROWS)}")
+    if defaults.provider == "offline":
+        return OfflineProvider()
+    settings = {name: Endpoint(ROWS[name], **vars(each)) for name, each in config.providers.items()}
+    chosen = defaults.provider.removeprefix("auto")
+    try:
+        endpoint = choose_endpoint(settings, defaults.model, chosen, config.base_url)
+    except ValueError as problem:
+        raise ConfigError(str(problem)) from None
+    if endpoint:
+        return OpenAIProvider(endpoint)
+    if defaults.model in ("", "offline"):
+        return OfflineProvider()
+    raise ConfigError(
+        f"There is no key and no base URL for the model {defaults.model}. Set OPENAI_API_KEY or "
+        "OPENAI_BASE_URL, or use --offline."
+    )
 
 
 def settings_of(arguments: argparse.Namespace) -> Config:
     """The configuration with the flags over it."""
-    config = load_config(Path(arguments.config).expanduser() if arguments.config else None)
+    config = load_config(arguments.config)
     defaults = config.defaults
     defaults.workspace = arguments.workspace or defaults.workspace
-    defaults.model = getattr(arguments, "model", None) or defaults.model
-    config.base_url = getattr(arguments, "base_url", None) or config.base_url
-    defaults.provider = getattr(arguments, "provider", None) or defaults.provider
+    defaults.model = arguments.model or defaults.model
+    defaults.provider = arguments.provider or defaults.provider
+    config.base_url = arguments.base_url or config.base_url
     return config
 
 
 def agent_command(arguments: argparse.Namespace) -> int:
-    config = settings_of(arguments)
-    loop = AgentLoop(config)
+    loop = AgentLoop(settings_of(arguments))
     loop.cwd, loop.streaming = Path.cwd(), not arguments.no_stream
-    wanted = config.channels
+    wanted = loop.config.channels
     shown = {"retry": True, "progress": wanted.send_progress, "tool_hint": wanted.send_tool_hints}
     terminal = CLI(kinds=tuple(kind for kind, on in shown.items() if on))
-    if isinstance(loop.provider, OfflineProvider) and config.defaults.provider != "offline":
+    if isinstance(loop.provider, OfflineProvider) and loop.config.defaults.provider != "offline":
         terminal.note(template("no_model"))
     with BackgroundLoop() as background:
+        keyboard = sys.stdin is not None and sys.stdin.isatty()
         if arguments.approve:
-            loop.hooks.append(ApprovalHook(loop.tools, background.ask if sys.stdin.isatty() else None))
+            loop.hooks.append(ApprovalHook(loop.tools, background.ask if keyboard else None))
         if arguments.logs:
             loop.hooks.append(LoggingHook())
         key = arguments.session if ":" in arguments.session else f"cli:{arguments.session}"
-        piped = read_piped(arguments.message is not None)
-        text = "\n\n".join(part for part in (arguments.message, piped) if part)
-        if text or not sys.stdin.isatty():
-            return one_turn(loop, terminal, background, text, key)
-        return conversation(loop, terminal, background, key)
+        ask = partial(one_turn, loop, terminal, background, key)
+        piped = "" if keyboard else read_piped(arguments.message is not None)
+        text = "\n\n".join(filter(None, [arguments.message, piped]))
+        return ask(text) if text or not keyboard else conversation(loop, terminal, ask)
 
 
 def read_piped(has_message: bool) -> str:
     """What was piped in. Beside a message that may be a pipe that nobody writes to: wait 3 s for a word."""
-    if sys.stdin is None or sys.stdin.isatty():
+    if sys.stdin is None:
         return ""
-    if has_message and os.name == "posix":
-        import select
-
-        if not select.select([sys.stdin], [], [], 3.0)[0]:
-            print("nanobot: standard input is open but silent, going on without it", file=sys.stderr)
-            return ""
+    if has_message and os.name == "posix" and not select.select([sys.stdin], [], [], 3.0)[0]:
+        print("nanobot: standard input is open but silent, going on without it", file=sys.stderr)
+        return ""
     return sys.stdin.buffer.read().decode("utf-8", errors="replace").strip()
 
 
-def one_turn(loop: AgentLoop, terminal: CLI, background: BackgroundLoop, text: str, key: str) -> int:
+def one_turn(loop: AgentLoop, terminal: CLI, background: BackgroundLoop, key: str, text: str) -> int:
     if not text:
         raise ConfigError("There is no message: give one with -m TEXT, or on standard input.")
     result = background.complete(loop.process_direct(text, key, terminal.send))
@@ -907,7 +907,7 @@ def one_turn(loop: AgentLoop, terminal: CLI, background: BackgroundLoop, text: s
     return 0
 
 
-def conversation(loop: AgentLoop, terminal: CLI, background: BackgroundLoop, key: str) -> int:
+def conversation(loop: AgentLoop, terminal: CLI, ask: Callable[[str], int]) -> int:
     """The prompt. Ctrl-C stops a turn, Ctrl-D leaves."""
     threading.Thread(target=loop.provider.warm_up, daemon=True).start()
     terminal.note(f"nanobot {__version__}, model {loop.model}. /help lists commands, Ctrl-D leaves.")
@@ -918,7 +918,7 @@ def conversation(loop: AgentLoop, terminal: CLI, background: BackgroundLoop, key
             if text in ("exit", "quit", "/exit", "/quit"):
                 return 0
             if text:
-                one_turn(loop, terminal, background, text, key)
+                ask(text)
         except EOFError:
             terminal.note("")
             return 0
@@ -930,27 +930,28 @@ def conversation(loop: AgentLoop, terminal: CLI, background: BackgroundLoop, key
 
 
 def onboard_command(arguments: argparse.Namespace) -> int:
-    config = settings_of(arguments) if not arguments.config or Path(arguments.config).exists() else Config()
-    file = Path(arguments.config).expanduser() if arguments.config else config.path
+    file = arguments.config or Config().path
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as out:
-            out.write(template("config") + "\n")
-    prepare_workspace(config.workspace)
-    print(f"Settings: {file}\nWorkspace: {config.workspace}")
+        file.touch(0o600)  # keys will be in it
+        file.write_text(template("config") + "\n", encoding="utf-8")
+    workspace = settings_of(arguments).workspace
+    prepare_workspace(workspace)
+    print(f"Settings: {file}\nWorkspace: {workspace}")
     print("Next: put a key into the settings, or export OPENAI_API_KEY; then look at `nanobot status`.")
     return 0
 
 
 def status_command(arguments: argparse.Namespace) -> int:
     """Checks each part and says how to mend it; the exit status is 1 where something needed is broken."""
-    config = settings_of(arguments)
-    loop = AgentLoop(config)
-    settings = str(config.path) if config.path.exists() else "the defaults; `nanobot onboard` writes a file"
-    rows = [("ok", "settings", settings), ("ok", "workspace", str(loop.workspace))]
-    rows.append(asyncio.run(check_model(loop.provider)))
-    bash = shutil.which("bash")
-    rows.append(("ok" if bash else "--", "bash", bash or "missing: exec cannot run; install bash"))
+    loop = AgentLoop(settings_of(arguments))
+    file, bash = loop.config.path, shutil.which("bash")
+    rows = [
+        ("ok", "settings", str(file) if file.exists() else "the defaults; `nanobot onboard` writes a file"),
+        ("ok", "workspace", str(loop.workspace)),
+        asyncio.run(check_model(loop.provider)),
+        ("ok" if bash else "--", "bash", bash or "missing: exec cannot run; install bash"),
+    ]
     for skill in loop.skills.load():
         lack = f"needs {', '.join(skill.missing)}" if skill.missing else "ready"
         rows.append(("--" if skill.missing else "ok", f"skill {skill.name}", lack))
@@ -975,70 +976,82 @@ def prompt_command(arguments: argparse.Namespace) -> int:
     turn = loop.turn("cli:direct")
     parts = loop.context.parts(turn)
     parts["Tools"] = "\n".join(json.dumps(each, ensure_ascii=False) for each in loop.tools.get_definitions())
-    message = loop.context.user_message(arguments.text, turn)
+    message, _ = loop.context.user_message(arguments.text, turn)
     parts["User"] = f"{message['runtime']}\n\n{message['content']}"
     for name, text in parts.items():
-        print(f"==== {name} (~{measure({'content': text})[1]:,} tokens) ====\n{printable(text)}\n")
+        tokens = TokenCounter().total([{"content": text}])
+        print(f"==== {name} (~{tokens:,} tokens) ====\n{printable(text)}\n")
     return 0
 
 
 def sessions_command(arguments: argparse.Namespace) -> int:
     """Lists the sessions, or shows one as it was said."""
-    sessions = SessionManager(settings_of(arguments).workspace)
-    if not arguments.show:
-        for key in sessions.list_keys():
-            print(f"{printable(key)}  {sum(1 for line in sessions.get(key).lines if line)} messages")
-        return 0
-    if arguments.show not in sessions.list_keys():
-        raise ConfigError(f"There is no session {arguments.show!r}. `nanobot sessions` lists them.")
-    for line in filter(None, sessions.get(arguments.show).lines):
-        functions = [call["function"] for call in line.get("tool_calls", [])]
-        calls = [f"calls {each['name']}({each['arguments']})" for each in functions]
-        text = "\n".join(filter(None, [line.get("content"), *calls]))
-        print(f"[{line['timestamp']}] {line['role']}: {printable(text)}")
+    sessions, key = SessionManager(settings_of(arguments).workspace), arguments.show
+    if key and key not in sessions.list_keys():
+        raise ConfigError(f"There is no session {key!r}. `nanobot sessions` lists them.")
+    if key:
+        lines = map(said, filter(None, sessions.get(key).lines))
+    else:
+        counts = {each: len(list(filter(None, sessions.get(each).lines))) for each in sessions.list_keys()}
+        lines = (f"{each}  {count} messages" for each, count in counts.items())
+    for line in lines:
+        print(printable(line))
     return 0
+
+
+def said(line: dict) -> str:
+    """A journal line to be read by people, whatever another program or an editor made of it."""
+    content, calls = line.get("content") or "", line.get("tool_calls")
+    parts = [content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)]
+    for call in calls if isinstance(calls, list) else []:
+        match call:
+            case {"function": {"name": name, "arguments": arguments}}:
+                parts.append(f"calls {name}({arguments})")
+    return f"[{line.get('timestamp')}] {line['role']}: " + "\n".join(filter(None, parts))
 
 
 def parser() -> argparse.ArgumentParser:
     main_parser = argparse.ArgumentParser("nanobot", description="A personal AI agent. No command: agent.")
     main_parser.add_argument("--version", action="version", version=f"nanobot {__version__}")
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--config", metavar="FILE", help="default: ~/.nanobot/config.json")
+    common.add_argument("--config", metavar="FILE", type=path_of, help="default: ~/.nanobot/config.json")
     common.add_argument("--workspace", metavar="DIR", help="the agent's home; default: ~/.nanobot/workspace")
-    model = argparse.ArgumentParser(add_help=False, parents=[common])
-    model.add_argument("--model", metavar="NAME")
-    model.add_argument("--base-url", metavar="URL", help="an OpenAI-compatible endpoint, mostly with /v1")
-    choice = model.add_mutually_exclusive_group()
+    common.add_argument("--model", metavar="NAME")
+    common.add_argument("--base-url", metavar="URL", help="an OpenAI-compatible endpoint, mostly with /v1")
+    choice = common.add_mutually_exclusive_group()
     choice.add_argument("--provider", metavar="NAME", help=", ".join([*ROWS, "offline"]))
     choice.add_argument("--offline", dest="provider", action="store_const", const="offline")
+    common.add_argument("--logs", action="store_true", help="show what happens inside, on stderr")
     commands = main_parser.add_subparsers(metavar="COMMAND")
-    agent = commands.add_parser("agent", parents=[model], help="ask, or talk at a prompt")
+    agent = commands.add_parser("agent", parents=[common], help="ask, or talk at a prompt")
     agent.add_argument("-m", "--message", metavar="TEXT", help="ask this and leave; else a prompt")
     agent.add_argument("-s", "--session", metavar="NAME", default="direct", help="a conversation of its own")
     agent.add_argument("--approve", action="store_true", help="ask before a tool writes or executes")
     agent.add_argument("--no-stream", action="store_true", help="do not stream requests")
-    agent.add_argument("--logs", action="store_true", help="show what happens inside, on stderr")
     prompt = commands.add_parser("prompt", parents=[common], help="print what would be sent")
     prompt.add_argument("text", nargs="?", default="Hello!")
     sessions = commands.add_parser("sessions", parents=[common], help="list conversations, or `show KEY`")
     sessions.add_argument("action", nargs="?", choices=["show"])
     sessions.add_argument("show", nargs="?", metavar="KEY")
     commands.add_parser("onboard", parents=[common], help="write settings and workspace")
-    commands.add_parser("status", parents=[model], help="check each part")
+    commands.add_parser("status", parents=[common], help="check each part")
     return main_parser
 
 
 def main(argv: list[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
-    names = {"agent": agent_command, "prompt": prompt_command, "sessions": sessions_command,
-             "onboard": onboard_command, "status": status_command}  # fmt: skip
-    if not argv or (argv[0] not in names and argv[0] not in ("-h", "--help", "--version")):
+    commands = {"agent": agent_command, "prompt": prompt_command, "sessions": sessions_command,
+                "onboard": onboard_command, "status": status_command}  # fmt: skip
+    if not argv or argv[0] not in (*commands, "-h", "--help", "--version"):
         argv.insert(0, "agent")
     arguments = parser().parse_args(argv)
-    logging.basicConfig(level=logging.INFO if getattr(arguments, "logs", False) else logging.WARNING,
+    logging.basicConfig(level=logging.INFO if arguments.logs else logging.WARNING,
                         format="%(levelname)s %(name)s: %(message)s")  # fmt: skip
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # letters that its encoding has not
     try:
-        return names[argv[0]](arguments)
+        return commands[argv[0]](arguments)
     except (ConfigError, SessionBusy) as problem:
         print(f"nanobot: {printable(str(problem))}", file=sys.stderr)
     except BrokenPipeError:  # `nanobot … | head`: nobody wants the rest

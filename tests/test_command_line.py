@@ -18,13 +18,14 @@ ROOT = Path(__file__).parent.parent
 PROGRAM = [sys.executable, str(ROOT / "nanobot.py")]
 
 
-def start(*arguments: str, server: FakeLLM | None = None, **options) -> subprocess.Popen:
-    environ = {**os.environ, "PYTHONIOENCODING": "utf-8"}
+def start(*arguments: str, server: FakeLLM | None = None, extra=None, **options) -> subprocess.Popen:
+    environ = {**os.environ, "PYTHONIOENCODING": "utf-8"} | (extra or {})
     if server:
         environ |= {"OPENAI_BASE_URL": server.base_url, "NANOBOT_MODEL": "test-model"}
         environ["OPENAI_API_KEY"] = "sk-test"
     options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
-    return subprocess.Popen([*PROGRAM, *arguments], env=environ, text=True, encoding="utf-8", **options)
+    options |= {"encoding": "utf-8", "errors": "surrogateescape"}
+    return subprocess.Popen([*PROGRAM, *arguments], env=environ, **options)
 
 
 def nanobot(*arguments: str, server: FakeLLM | None = None, stdin: str = "", cwd: Path | None = None):
@@ -93,6 +94,31 @@ def test_the_message_may_come_from_a_pipe_alone_or_beside_one(own_home):
         asked = [body["messages"][-1]["content"] for body in server.bodies]
     assert asked[0].endswith("from a pipe")
     assert asked[1].endswith("summarise this\n\na long text")
+
+
+def test_bytes_from_a_pipe_that_are_no_text_do_no_harm(own_home):
+    with FakeLLM(["fine"]) as server:
+        process = start("-m", "look", server=server, stdin=subprocess.PIPE)
+        process.stdin.buffer.write(b"caf\xe9 \xff")
+        assert process.communicate(timeout=20)[0] == "fine\n"
+        assert server.bodies[0]["messages"][-1]["content"].endswith("look\n\ncaf\ufffd \ufffd")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a closed descriptor is a POSIX thing")
+@pytest.mark.parametrize("flags", [["-m", "x"], ["-m", "x", "--approve"], []])
+def test_standard_input_may_be_closed(own_home, flags):
+    process = start("--offline", *flags, preexec_fn=lambda: os.close(0))
+    out, err = process.communicate(timeout=20)
+    assert "Traceback" not in err
+    assert process.returncode == (0 if flags else 1)
+
+
+def test_an_output_that_knows_few_letters_gets_the_others_replaced(own_home):
+    with FakeLLM(["naïve Γειά"]) as server:
+        environ = {"PYTHONIOENCODING": "latin-1"}
+        process = start("-m", "x", server=server, extra=environ)
+        out, err = process.communicate(timeout=20)
+    assert (process.returncode, out.encode("utf-8", "surrogateescape")) == (0, b"na\xefve ????\n"), err
 
 
 def test_no_message_at_all_is_said(own_home):
@@ -204,6 +230,38 @@ def test_a_file_that_is_missing_is_told_to_the_model_and_the_turn_goes_on(own_ho
         status, out, _ = nanobot("-m", "x", server=server, cwd=tmp_path)
         assert "No such file" in server.bodies[1]["messages"][-1]["content"]
     assert (status, out) == (0, "it is not there\n")
+
+
+def test_a_settings_file_that_is_a_folder(own_home):
+    assert "Is a directory" in fails("--offline", "-m", "x", "--config", str(own_home))
+
+
+def test_a_home_of_nobody(own_home):
+    assert "no-such-user" in fails("--offline", "-m", "x", "--config", "~no-such-user/x")
+
+
+def test_a_workspace_file_that_cannot_be_read_is_named(own_home):
+    nanobot("onboard")
+    (own_home / ".nanobot" / "workspace" / "skills" / "odd" / "SKILL.md").mkdir(parents=True)
+    assert "SKILL.md" in fails("--offline", "-m", "x")
+
+
+def test_a_disk_that_is_full_in_the_middle_of_a_turn(own_home, tmp_path):
+    resource = pytest.importorskip("resource", reason="limits on files are a POSIX thing")
+
+    def full_disk() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (6_000, 6_000))
+
+    (tmp_path / "a.txt").write_text("x" * 9_000)
+    with FakeLLM([call("read_file", path="a.txt"), "still here"]) as server:
+        process = start("-m", "x", server=server, cwd=tmp_path, preexec_fn=full_disk)
+        out, err = process.communicate(timeout=20)
+        assert (process.returncode, out, len(server.bodies)) == (1, "", 1)
+        assert "File too large" in err
+        assert "Traceback" not in err
+        assert [line.get("role") for line in journal_whatever(own_home)] == [None, "user", "assistant"]
+        assert nanobot("-m", "/continue", server=server)[1] == "still here\n"
+        assert server.bodies[1]["messages"][-1]["content"] == "[interrupted before it finished]"
 
 
 def test_a_session_that_is_in_use_says_so(own_home):
@@ -445,6 +503,36 @@ def test_prompt_prints_what_is_sent(own_home):
 def test_sessions_show_of_a_stranger_is_an_error(own_home):
     err = fails("sessions", "show", "cli:nobody")
     assert "nanobot sessions" in err
+
+
+def test_odd_lines_of_a_journal_are_shown_too(own_home):
+    nanobot("--offline", "-m", "x")
+    odd_calls = [{"id": "c1"}, 7, {"function": {"name": "f", "arguments": {}}}]
+    odd = [{"role": "user", "content": [{"type": "text", "text": "in blocks"}], "timestamp": 5},
+           {"role": "assistant", "content": None, "tool_calls": None},
+           {"role": "assistant", "tool_calls": odd_calls},
+           {"role": "\x1b[2J", "tool_calls": "none", "content": 7}]  # fmt: skip
+    path = own_home / ".nanobot" / "workspace" / "sessions" / "cli%3Adirect.jsonl"
+    path.write_text(path.read_text() + "[]\n" + "".join(json.dumps(line) + "\n" for line in odd))
+    status, out, err = nanobot("sessions", "show", "cli:direct")
+    assert (status, "Traceback" in err, "\x1b" in out) == (0, False, False), err
+    assert "in blocks" in out
+    assert "calls f({})" in out
+    assert "\\x1b[2J: 7" in out
+
+
+def test_onboard_puts_a_named_file_and_a_named_workspace_where_they_are_wanted(own_home):
+    file, workspace = own_home / "c.json", own_home / "w"
+    assert nanobot("onboard", "--config", str(file), "--workspace", str(workspace))[0] == 0
+    assert file.exists()
+    assert (workspace / "SOUL.md").exists()
+    assert not (own_home / ".nanobot").exists()
+
+
+def test_each_command_takes_the_flags_of_the_settings(own_home, monkeypatch):
+    monkeypatch.setenv("NANOBOT_MODEL", "no-key-for-this-one")
+    for command in ("prompt", "status", "sessions", "onboard"):
+        assert nanobot(command, "--offline")[0] == 0
 
 
 def test_help_and_version(own_home):

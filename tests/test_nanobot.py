@@ -237,6 +237,29 @@ def test_a_failing_model_ends_the_run_with_its_cause():
     assert roles(result.messages) == ["user"]
 
 
+def test_a_model_that_fails_after_two_blanks_ends_the_run_with_its_cause():
+    failures = [LLMResponse(None, [], "error", error="cannot reach it") for _ in range(5)]
+    result, provider = run(["", "", *failures])
+    assert (result.stop_reason, result.error) == ("error", "cannot reach it")
+    assert len(provider.requests) == 3
+
+
+def test_what_was_said_before_the_limit_is_part_of_the_answer():
+    result, _ = run([LLMResponse("one ", finish_reason="length"), "two"], max_iterations=1)
+    assert (result.stop_reason, result.final_content) == ("max_iterations", "one two")
+
+
+def test_two_calls_under_one_id_keep_a_result_each():
+    result, _ = run([[call("look", n=1), call("look", n=2)], "done"], [look])
+    answers = [message["content"] for message in result.messages if message["role"] == "tool"]
+    assert answers == ["saw 1", "saw 2"]
+
+
+def test_a_turn_that_had_to_stop_ends_with_what_the_user_was_told():
+    result, _ = run([call("broken"), "never"], [broken], fail_on_tool_error=True)
+    assert result.messages[-1] == {"role": "assistant", "content": result.final_content}
+
+
 def test_usage_adds_up_over_the_iterations():
     first = LLMResponse(None, [call("look")], "tool_calls", {"prompt_tokens": 10, "completion_tokens": 2})
     last = LLMResponse("done", usage={"prompt_tokens": 20, "completion_tokens": 3, "cached_tokens": 8})
@@ -297,6 +320,13 @@ def test_what_does_not_fit_is_left_out_as_whole_turns():
     assert roles(provider.requests[0].messages) == ["system", "user"]
 
 
+def test_without_a_user_message_the_system_message_is_still_sent_once():
+    system = {"role": "system", "content": "be " * 3_000}
+    messages = [system, {"role": "assistant", "content": "old " * 3_000}]
+    _, provider = run(["ok"], messages=messages, context_window=2_000, max_tokens=100)
+    assert provider.requests[0].messages[0] == system
+
+
 # ---- Hooks ----
 
 
@@ -353,6 +383,19 @@ def test_a_composite_streams_if_any_of_its_hooks_wants_it():
     assert not CompositeHook([AgentHook()]).wants_streaming
 
 
+@pytest.mark.parametrize("gone", [1, 2, 3])
+def test_a_hook_may_take_messages_out_although_the_rest_does_not_fit(gone):
+    class Forget(AgentHook):
+        async def before_iteration(self, context):
+            del context.messages[1 : 1 + gone]
+
+    old = [{"role": "user", "content": "old " * 900}, {"role": "assistant", "content": "older " * 900}]
+    messages = [{"role": "system", "content": "be"}, *old, {"role": "user", "content": "now " * 3_000}]
+    result, provider = run(["ok"], messages=messages, context_window=2_000, max_tokens=100, hook=Forget())
+    assert result.final_content == "ok"
+    assert roles(provider.requests[0].messages) == ["system", "user"]
+
+
 def test_a_denied_call_is_not_run_and_its_reason_is_its_result():
     class Deny(AgentHook):
         async def before_execute_tools(self, tool_calls):
@@ -385,6 +428,17 @@ def test_approval_asks_before_a_tool_that_writes(answers, ran):
     asyncio.run(AgentRunner(ScriptedProvider(script)).run(spec))
     assert len(done) == ran
     assert not any("\x1b" in question for question in questions)
+
+
+def test_cost_counts_every_request_of_a_run():
+    usage = {"prompt_tokens": 10, "completion_tokens": 1}
+    blank = LLMResponse("", usage=usage)
+    look_again = LLMResponse(None, [call("look")], "tool_calls", usage)
+    summary = LLMResponse("this is done", usage=usage)
+    for script, limit in [([blank, blank, blank], 9), ([look_again, summary], 1)]:
+        cost = CostTrackingHook({}, "m")
+        result, provider = run(script, [look], hook=cost, max_iterations=limit)
+        assert cost.total["prompt_tokens"] == result.usage["prompt_tokens"] == 10 * len(provider.requests)
 
 
 def test_cost_is_money_where_the_price_is_known_and_tokens_otherwise():
@@ -480,6 +534,22 @@ def test_continue_goes_on_with_the_unfinished_turn(tmp_path):
     assert "no interrupted turn" in result.final_content
 
 
+def test_continue_goes_on_behind_calls_that_were_cut_short(tmp_path):
+    loop = make_loop(tmp_path, ["finished", "and on"])
+    calls = LLMResponse(None, [call("list_dir", "c1"), call("list_dir", "c2")], "tool_calls").to_message()
+    result = {"role": "tool", "tool_call_id": "c1", "content": "a.txt"}
+    loop.sessions.get("cli:direct").append({"role": "user", "content": "look"}, calls, result)
+    assert ask(loop, "/continue")[0].final_content == "finished"
+    sent = [message["content"] for message in loop.provider.requests[0].messages[1:]]
+    assert sent == ["look", None, "a.txt", "[interrupted before it finished]"]
+    ask(loop, "and now?")
+    assert roles(loop.provider.requests[1].messages)[-4:] == ["tool", "tool", "assistant", "user"]
+
+
+def test_a_fresh_session_has_no_messages(tmp_path):
+    assert ", 0 messages" in ask(make_loop(tmp_path), "/status")[0].final_content
+
+
 def test_new_starts_afresh_and_loses_nothing(tmp_path):
     loop = make_loop(tmp_path, ["first", "second"])
     ask(loop, "one")
@@ -528,6 +598,15 @@ def test_an_image_is_sent_before_the_text_and_journalled_as_a_line(tmp_path):
     ask(loop, "and now?")
     assert "base64" not in loop.sessions.path("cli:direct").read_text(encoding="utf-8")
     assert f"[image: {picture}]" in loop.provider.requests[1].messages[1]["content"]
+
+
+def test_a_file_that_cannot_be_read_is_a_line_and_the_message_is_not_lost(tmp_path):
+    loop = make_loop(tmp_path, ["it is not there"])
+    ask(loop, "what is it?", media=[tmp_path / "gone.png", tmp_path])
+    lines = journal(loop)[1]["content"].split("\n")
+    assert lines[0] == f"[file: {tmp_path / 'gone.png'}, not readable: No such file or directory]"
+    assert "Is a directory" in lines[1]
+    assert lines[2] == "what is it?"
 
 
 def test_turns_of_one_session_wait_for_each_other(tmp_path):
@@ -651,6 +730,12 @@ def test_a_broken_setting_is_named_with_its_path(own_home, text, said):
     with pytest.raises(ConfigError) as caught:
         load_config(write_config(own_home, text), {})
     assert said in str(caught.value)
+
+
+def test_windows_marks_and_whole_floats_are_read(own_home):
+    text = '\ufeff{"agents": {"defaults": {"maxToolResultChars": 9000.0}}}'
+    chars = load_config(write_config(own_home, text), {}).defaults.max_tool_result_chars
+    assert repr(chars) == "9000"
 
 
 def test_a_named_file_that_is_missing_is_an_error_but_the_default_one_may_be(own_home):
