@@ -167,12 +167,11 @@ def _end_last_line(file: Any) -> bytes:
 def _parse_record(line: bytes) -> dict | None:
     """Metadata, or a message of the shape that a request takes; None for anything else."""
     record = _parse(line) or {}
-    content, calls = record.get("content"), record.get("tool_calls", [])
-    texts = content is None or isinstance(content, str)
-    whole = isinstance(calls, list) and all(isinstance(each, dict) and "function" in each for each in calls)
-    sayable = record.get("role") in ("system", "user", "assistant", "tool") and texts and whole
-    named = isinstance(record.get("tool_call_id", ""), str)
-    return record if record.get("_type") == "metadata" or (sayable and named) else None
+    content, calls = record.get("content") or "", record.get("tool_calls") or []
+    parts = [*(content if isinstance(content, list) else []), *(calls if isinstance(calls, list) else [0])]
+    shaped = isinstance(content, str | list) and all(isinstance(part, dict) for part in parts)
+    named = isinstance(record.get("tool_call_id", ""), str) and isinstance(record.get("role"), str)
+    return record if record.get("_type") == "metadata" or (shaped and named) else None
 
 
 def _parse(line: bytes) -> dict | None:

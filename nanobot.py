@@ -46,7 +46,7 @@ from weakref import WeakValueDictionary
 
 from channels import CLI, BackgroundLoop, OutboundMessage, printable
 from memory import (
-    MemoryStore, Session, SessionBusy, SessionManager, Skill, SkillsLoader, TokenCounter,
+    MemoryStore, SessionBusy, SessionManager, Skill, SkillsLoader, TokenCounter,
     leave_out_oldest,
 )  # fmt: skip
 from providers import (

@@ -720,7 +720,7 @@ def test_every_skill_of_the_kit_has_a_description_and_a_text():
         {"role": "assistant", "tool_calls": "abc"},
         {"role": "assistant", "tool_calls": [1]},
         {"role": "user", "content": 1.5},
-        {"role": "poet", "content": "x"},
+        {"role": ["user"], "content": "x"},
     ],
 )
 def test_a_line_that_is_json_but_no_message_is_skipped_and_kept_aside(sessions, odd):
