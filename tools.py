@@ -653,7 +653,6 @@ def list_dir(path: str = ".", *, turn: Turn) -> str:
 SKIPPED_FOLDERS = {".git", "node_modules", "__pycache__", ".venv", ".tox", ".mypy_cache", ".pytest_cache",
                    ".ruff_cache", ".nanobot"}  # fmt: skip
 MAX_SEARCHED_BYTES = 2_000_000
-LINE_BOUND = re.compile(r"\\[AZ]|\(\?<?!|\(\?>|[*+?}]\+")  # may match in a line and yet not in the whole text
 Limit = Annotated[int, IntegerSchema(minimum=1)]
 Offset = Annotated[int, IntegerSchema(minimum=0)]
 
@@ -739,17 +738,17 @@ def grep(
     """Search file contents with a regular expression. output_mode content gives `path:line: text`."""
     try:
         source = re.escape(pattern) if fixed_strings else pattern
-        regex = re.compile(source, re.MULTILINE | (re.IGNORECASE if case_insensitive else 0))
+        matches = re.compile(source, re.IGNORECASE if case_insensitive else 0).search
     except re.error as problem:
         raise ToolError(f"{pattern!r} is no regular expression: {problem}. Or set fixed_strings.") from None
     root, items, skipped = turn.path(path), [], 0
+    folder = root.parent if root.is_file() else root
     for name in find_files(root, glob):
-        text = _text_to_search(root if root.is_file() else root / name, turn)
-        skipped += text is None
-        if not text or (not LINE_BOUND.search(source) and not regex.search(text)):
-            continue  # one search of the whole text is many times faster than one a line
-        lines = text.split("\n")
-        hits = [number for number, line in enumerate(lines) if regex.search(line)]
+        lines = _lines_to_search(folder / name, turn)
+        if lines is None:
+            skipped += 1
+            continue
+        hits = [number for number, line in enumerate(lines) if matches(line)]
         if hits and output_mode == "content":
             items += _show(name, lines, hits, context_before, context_after)
         elif hits:
@@ -760,12 +759,13 @@ def grep(
     return (_page(items, offset, head_limit) or f"No match for {pattern!r} in {root}.") + note
 
 
-def _text_to_search(path: Path, turn: Turn) -> str | None:
+def _lines_to_search(path: Path, turn: Turn) -> list[str] | None:
     with contextlib.suppress(OSError, ToolError):
         if not turn.is_secret(path) and path.stat().st_size <= MAX_SEARCHED_BYTES:
             data = read_bytes(path)
             if b"\0" not in data[:8_192]:
-                return plain_text(data)
+                text = plain_text(data)
+                return text.split("\n") if text else []
     return None
 
 
