@@ -128,7 +128,7 @@ async def in_thread(function: Callable, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def shorten(text: str, limit: int, missing: int = 0) -> str:
-    """Head and tail of a text over `limit` characters; a line between counts the rest, the `missing` too."""
+    """Only head and tail of a text over `limit` characters; `missing` were lost from its middle before."""
     if len(text) + missing <= limit:
         return text
     half = limit // 2
@@ -168,7 +168,9 @@ def cast(value: Any, schema: Any) -> Any:
     """
     wanted = kinds(schema) if isinstance(schema, dict) else []
     if isinstance(value, str) and wanted and "string" not in wanted:
-        value = _from_text(value, wanted)
+        with contextlib.suppress(ValueError, RecursionError):
+            read = json.loads(value.lower() if "boolean" in wanted else value)
+            value = read if fits(read, wanted) else value
     elif "string" in wanted and is_kind(value, "number") and not fits(value, wanted):
         value = str(value)
     if isinstance(value, float) and "integer" in wanted and value.is_integer():
@@ -179,14 +181,6 @@ def cast(value: Any, schema: Any) -> Any:
     if isinstance(value, list) and wanted:
         return [cast(item, schema.get("items")) for item in value]
     return value
-
-
-def _from_text(text: str, wanted: list[str]) -> Any:
-    try:
-        value = json.loads(text.lower() if "boolean" in wanted else text)
-    except (ValueError, RecursionError):
-        return text
-    return value if fits(value, wanted) else text
 
 
 def validate(value: Any, schema: Any, path: str = "") -> list[str]:
@@ -262,11 +256,13 @@ def tool_parameters_schema(required: Iterable[str] = (), **properties: Any) -> d
 
 def as_schema(what: Any) -> dict:
     """JSON Schema of a Schema, a dict or a type hint: `list[str]`, `Literal["a"]`, `Annotated[int, "…"]`."""
-    if isinstance(what, Schema | dict):
-        return what.to_json_schema() if isinstance(what, Schema) else what
+    if isinstance(what, dict):
+        return what
+    if isinstance(what, Schema):
+        return what.to_json_schema()
     origin, inner = typing.get_origin(what), typing.get_args(what)
     if origin is Annotated:
-        note = inner[1].to_json_schema() if isinstance(inner[1], Schema) else {"description": inner[1]}
+        note = {"description": inner[1]} if isinstance(inner[1], str) else as_schema(inner[1])
         return {**as_schema(inner[0]), **note}
     if origin is Literal:
         return {**as_schema(type(inner[0])), "enum": list(inner)}
@@ -276,23 +272,21 @@ def as_schema(what: Any) -> dict:
         if "enum" in merged and types.NoneType in inner:
             merged["enum"] = [*merged["enum"], None]
         return {**merged, "type": [kind for option in options for kind in kinds(option)]}
-    names = {**{type_: kind for kind, type_ in JSON_TYPES.items()}, float: "number"}
-    schema = {"type": names[origin or what]} if (origin or what) in names else {}
-    if (origin or what) is list:  # some endpoints refuse an array that does not say of what
-        schema["items"] = as_schema(inner[0]) if inner else {}
-    return schema
+    plain = origin or what  # list[str] is a list
+    names = {type_: kind for kind, type_ in JSON_TYPES.items()} | {float: "number"}
+    if plain is list:  # some endpoints refuse an array that does not say of what
+        return {"type": "array", "items": as_schema(inner[0]) if inner else {}}
+    return {"type": names[plain]} if plain in names else {}
 
 
 def signature_schema(function: Callable) -> dict:
     """A function's parameters as a schema; `self`, `turn` and starred ones are not the model's business."""
     hints = typing.get_type_hints(function, include_extras=True)
-    named = {
-        name: each
-        for name, each in inspect.signature(function).parameters.items()
-        if name not in ("self", "turn") and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
-    }
-    required = [name for name, each in named.items() if each.default is each.empty]
-    return tool_parameters_schema(required, **{name: hints.get(name, Any) for name in named})
+    starred = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    named = [each for each in inspect.signature(function).parameters.values() if each.kind not in starred]
+    shown = [each for each in named if each.name not in ("self", "turn")]
+    required = [each.name for each in shown if each.default is each.empty]
+    return tool_parameters_schema(required, **{each.name: hints.get(each.name, Any) for each in shown})
 
 
 # ---- Tools, and the registry that runs them ----
@@ -389,8 +383,8 @@ class ToolRegistry:
         if not found:
             from difflib import SequenceMatcher
 
-            like = {each: SequenceMatcher(None, name.lower(), each.lower()).ratio() for each in self._tools}
-            names = ", ".join(sorted(like, key=lambda each: -like[each]))
+            near = {each: SequenceMatcher(None, name.lower(), each.lower()).ratio() for each in self._tools}
+            names = ", ".join(sorted(near, key=near.get, reverse=True))
             return None, {}, f"There is no tool {name!r}. There are, the closest first: {names}."
         params = {} if params is None else cast(params, {"type": "object"})
         if not isinstance(params, dict):
@@ -446,7 +440,8 @@ class ToolRegistry:
 # ---- Files ----
 
 MAX_FILE_BYTES = 50_000_000
-IMAGES = {b"\x89PNG\r\n\x1a\n": "png", b"\xff\xd8\xff": "jpeg", b"GIF87a": "gif", b"GIF89a": "gif"}
+IMAGES = {rb"\x89PNG\r\n\x1a\n": "png", rb"\xff\xd8\xff": "jpeg", rb"GIF8[79]a": "gif",
+          rb"(?s)RIFF....WEBP": "webp"}  # by how the file begins  # fmt: skip
 
 
 def read_bytes(path: Path) -> bytes:
@@ -502,11 +497,11 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 def image_block(data: bytes) -> dict | None:
     """An `image_url` block that carries the bytes; None where they are no png, jpeg, gif or webp."""
-    kind = next((kind for magic, kind in IMAGES.items() if data.startswith(magic)), None)
-    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
-        kind = "webp"
-    url = f"data:image/{kind};base64,{base64.b64encode(data).decode()}" if kind else ""
-    return {"type": "image_url", "image_url": {"url": url}} if kind else None
+    kind = next((kind for start, kind in IMAGES.items() if re.match(start, data)), None)
+    if kind is None:
+        return None
+    url = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 @tool(read_only=True)
@@ -529,7 +524,7 @@ def read_file(
 
 
 def _page_of_lines(lines: list[str], first: int, limit: int, room: int) -> str:
-    """Whole lines in `room` characters, so that the registry need not put the page aside; the next offset."""
+    """Whole lines in `room` characters, which the registry need not put aside, and the next page's offset."""
     page, used = [], 0
     for number, line in enumerate(lines[first - 1 : first - 1 + limit], first):
         shown = f"{number}| {line}"
@@ -577,7 +572,7 @@ def edit_file(
 
 
 def replace_passage(text: str, old: str, new: str, replace_all: bool = False) -> str:
-    """`text` with `old` replaced by `new`; raises ToolError that says why or where it fits."""
+    """`text` with `old` replaced by `new`; raises ToolError where it stands nowhere or in several places."""
     spans = [match.span() for match in re.finditer(re.escape(old), text)] or _alike(text, old)
     if not spans:
         raise ToolError(f"old_text is not in the file.{_nearest(text, old)}")
@@ -588,13 +583,14 @@ def replace_passage(text: str, old: str, new: str, replace_all: bool = False) ->
         put = new if text[start:end] == old else _reindent(new, old, text[start:end])
         opens = start == 0 or text[start - 1] == "\n"
         closes = text[end : end + 1] == "\n" and text[end - 1] != "\n"
-        end += not put and opens and closes  # a deleted line takes its line end with it
+        if put == "" and opens and closes:
+            end += 1  # a deleted line takes its line end with it
         text = text[:start] + put + text[end:]
     return text
 
 
 def _alike(text: str, old: str) -> list[tuple[int, int]]:
-    """Where whole lines are those of `old` but for the space around them, as (start, end)."""
+    """Where whole lines equal those of `old` but for the space around each, as (start, end)."""
     lines, wanted = text.split("\n"), [line.strip() for line in old.strip("\n").split("\n")]
     spans, start, free = [], 0, 0
     for index, line in enumerate(lines):
@@ -628,7 +624,7 @@ def diff(before: str, after: str, name: str) -> str:
     from difflib import unified_diff
 
     lines = unified_diff(before.split("\n"), after.split("\n"), f"a/{name}", f"b/{name}", lineterm="", n=2)
-    text = "\n".join(lines).encode("utf-8", errors="replace").decode()
+    text = "\n".join(lines).encode("utf-8", errors="replace").decode()  # a byte that is no UTF-8 becomes `?`
     return shorten(text, 4_000) or "(the text is the same)"
 
 
@@ -642,10 +638,12 @@ def list_dir(path: str = ".", *, turn: Turn) -> str:
         raise ToolError(f"Cannot list {real}: {problem.strerror}.{_similar(real)}") from None
     lines = [f"{real}: {len(entries)} entries"]
     for entry in entries[:500]:
-        plain = entry.name if entry.is_symlink() or not entry.is_dir() else f"{entry.name}/"
+        target = f" -> {os.readlink(entry.path)}" if entry.is_symlink() else ""
+        folder = "/" if entry.is_dir(follow_symlinks=False) else ""
         size = f"  {entry.stat().st_size:,} bytes" if entry.is_file(follow_symlinks=False) else ""
-        lines.append(plain + (f" -> {os.readlink(entry.path)}" if entry.is_symlink() else size))
-    return "\n".join(lines + ["(the rest is left out: narrow it down with glob)"] * (len(entries) > 500))
+        lines.append(entry.name + target + folder + size)
+    more = ["(the rest is left out: narrow it down with glob)"] if len(entries) > 500 else []
+    return "\n".join(lines + more)
 
 
 # ---- Search ----
@@ -658,7 +656,7 @@ Offset = Annotated[int, IntegerSchema(minimum=0)]
 
 
 def find_files(root: Path, pattern: str) -> list[str]:
-    """Regular files below `root` that a glob matches, as sorted relative paths; of a file only its name."""
+    """Regular files below `root` that a glob matches, as sorted relative paths; `root` may be a file."""
     if root.is_file():
         return [root.name]
     if not root.is_dir():
@@ -683,16 +681,16 @@ def _walk(root: str, prefix: str = "") -> Iterator[str]:
 
 
 def glob_regex(pattern: str) -> str:
-    """A glob as a regular expression on a relative path. Without a slash it means the name, in any folder."""
+    """A glob as a regular expression for a relative path; without a slash it is a name, in any folder."""
     pattern = pattern.removeprefix("./") if "/" in pattern else f"**/{pattern}"
     meaning = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]", "{": "(?:", "}": ")"}
     regex, depth = "", 0
     for token in re.findall(r"\*\*/|\*\*|\[!?[^\]]+\]|.", pattern, re.DOTALL):
-        depth += (token == "{") - (token == "}")
+        depth += {"{": 1, "}": -1}.get(token, 0)
         if token == "," and depth:
             regex += "|"
         elif token.startswith("[") and len(token) > 1:
-            regex += "[" + token[1:].replace("[", r"\[").replace("!", "^", token[1] == "!")
+            regex += re.sub(r"^\[!", "[^", "[" + token[1:].replace("[", r"\["))
         else:
             regex += meaning.get(token) or re.escape(token)
     return regex + r"\Z"
@@ -783,11 +781,13 @@ FILE_TOOLS = [read_file, write_file, edit_file, list_dir, glob, grep]
 
 MAX_OUTPUT_CHARS = 10_000
 KEPT_BYTES = 4 * MAX_OUTPUT_CHARS  # of head and tail each: a character has up to four
+Seconds = Annotated[int, IntegerSchema("Seconds", minimum=0, maximum=600)]
 SAFE_ENVIRONMENT = ("HOME", "LANG", "TERM", "PATH")  # nothing else of ours: keys live in the environment
 WRAPPERS = {"sudo", "env", "nohup", "time", "timeout", "command", "exec", "nice", "xargs", "if", "then", "do",
             "else", "!", "{"}  # fmt: skip
 SHELLS = ("sh", "bash", "dash", "zsh", "eval", "su")  # what they are given is a command again
 FATAL = re.compile(r"mkfs.*|dd|wipefs|fdisk|parted|shutdown|reboot|halt|poweroff|init")
+RECURSIVE = {"rm": re.compile(r"--recursive|-\w*[rR]"), "find": re.compile(r"-delete\Z")}
 FORK_BOMB = re.compile(r"([\w:.]{1,80})\s*\(\)\s*\{[^}]*\1\s*\|\s*\1\s*&")
 
 
@@ -807,8 +807,7 @@ def check_command(command: str, turn: Turn) -> None:
             program = os.path.basename(word).lower()
         if FATAL.fullmatch(program):
             raise ToolError(f"Refused: {program} can destroy data or stop the machine. The user may run it.")
-        recursive = re.match(r"--recursive|-\w*[rR]", word) if program == "rm" else word == "-delete"
-        if recursive and program in ("rm", "find"):
+        if program in RECURSIVE and RECURSIVE[program].match(word):
             raise ToolError("Refused: recursive removal. Remove single files, or ask the user to do it.")
         if program in SHELLS and " " in word:
             check_command(word, turn)
@@ -817,7 +816,7 @@ def check_command(command: str, turn: Turn) -> None:
 
 
 def shell_words(command: str) -> list[str]:
-    """Words without their quotes, and operators; the end of a line is a `;`, what stands behind a # stays."""
+    """Words without their quotes, and operators. A line's end becomes `;`, and a # begins no comment."""
     text = re.sub(r"[\r\n]", " ; ", command.replace("\\\n", ""))
     lexer = shlex.shlex(text, posix=True, punctuation_chars=";&|()<>`")
     lexer.whitespace_split, lexer.commenters = True, ""
@@ -832,7 +831,7 @@ def _check_word(word: str, writes: bool, turn: Turn) -> None:
     for part in re.split(r"[=:,]|(?<!\$)\{", re.sub(r"\b\w+://\S*", "", word)):
         path = re.sub(r"^-\w(?=[/~])", "", part)  # -I/usr/include
         if path in ("", "/dev/null", "/dev/stdout", "/dev/stderr") or re.search("[^/]{256}", path):
-            continue  # the last: no file can have so long a name
+            continue  # nothing is harmed, or no file can have so long a name
         if not writes and re.fullmatch(r"(/usr)?/bin/\w[^/]*", path):
             continue
         if writes and path.startswith("/dev/"):
@@ -855,12 +854,7 @@ class Exec(Tool):
         self.timeout, self.path_append, self.allowed_env = timeout, path_append, allowed_env
 
     async def execute(
-        self,
-        command: str,
-        working_dir: str = ".",
-        timeout: Annotated[int, IntegerSchema("Seconds", minimum=0, maximum=600)] = 0,
-        *,
-        turn: Turn,
+        self, command: str, working_dir: str = ".", timeout: Seconds = 0, *, turn: Turn
     ) -> ToolResult:
         folder, bash = turn.path(working_dir, write=True), shutil.which("bash")
         if not bash or not folder.is_dir():
