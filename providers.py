@@ -14,7 +14,6 @@ tools.py. Not covered: which tools there are, and how they run.
 
 import asyncio
 import contextlib
-import functools
 import gc
 import json
 import logging
@@ -27,7 +26,6 @@ from urllib.parse import urlsplit
 
 log = logging.getLogger("nanobot.providers")
 to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode  # NaN is a ValueError: it is no JSON
-from_json = json.JSONDecoder(strict=False).decode  # line ends in a text are no reason to refuse it
 OnDelta = Callable[[str], Awaitable[None]]
 REASONING = ("reasoning_content", "reasoning", "reasoning_details")  # sent back under the name they came with
 
@@ -83,8 +81,9 @@ class LLMRequest:
     on_delta: OnDelta | None = None
 
     async def show(self, *pieces: str) -> None:
-        for piece in filter(None, pieces if self.on_delta else ()):
-            await self.on_delta(piece)
+        for piece in pieces:
+            if piece and self.on_delta:
+                await self.on_delta(piece)
 
 
 class LLMProvider:
@@ -101,16 +100,12 @@ class LLMProvider:
         What an endpoint does wrong is a value (`finish_reason="error"`); only cancellation is raised.
         """
         given = {name: value for name, value in options.items() if value is not None}
-        lawful = legal(messages, known=self._checked)
-        request = LLMRequest(lawful, tools or [], model or self.model, given, on_delta)
-        return await self.answer(request)
+        checked = vars(self).setdefault("_checked", {})  # a subclass need not call our __init__
+        lawful = legal(messages, known=checked)
+        return await self.answer(LLMRequest(lawful, tools or [], model or self.model, given, on_delta))
 
     async def answer(self, request: LLMRequest) -> LLMResponse:
         raise NotImplementedError
-
-    @functools.cached_property
-    def _checked(self) -> dict:  # messages of the last request
-        return {}
 
     def get_default_model(self) -> str:
         return self.model
@@ -150,16 +145,15 @@ def legal(messages: list[dict], reply: bool = True, known: dict | None = None) -
 
 def _clean_new(messages: list[dict], known: dict) -> list[dict]:
     """All messages cleaned; one that is the same object with the same values as last time is done already."""
-    checked, clean = {}, []
+    entries = []
     for message in messages:
         entry = known.get(id(message))
-        if not entry or entry[0] is not message or entry[1] != message:
-            entry = (message, dict(message), _clean(message))
-        checked[id(message)] = entry
-        clean += [entry[2]] if entry[2] else []
+        if entry is None or entry[1] != message:
+            entry = (message, dict(message), _clean(message))  # who holds the message keeps its id its own
+        entries.append(entry)
     known.clear()
-    known.update(checked)
-    return clean
+    known.update({id(entry[0]): entry for entry in entries})
+    return [clean for _, _, clean in entries if clean]
 
 
 def _clean(message: dict) -> dict | None:
@@ -177,11 +171,12 @@ def _clean(message: dict) -> dict | None:
 
 
 def _utf8(value: Any) -> Any:
-    """The same in lists and dicts of its own; a half of a surrogate pair, which has no UTF-8, becomes `?`."""
-    if not isinstance(value, str):
-        items = {_utf8(key): _utf8(each) for key, each in value.items()} if isinstance(value, dict) else value
-        return [_utf8(each) for each in value] if isinstance(value, list) else items
-    if value.isascii():
+    """A deep copy that has UTF-8: UTF-16 joins the halves of a surrogate pair, a single half becomes `?`."""
+    if isinstance(value, dict):
+        return {_utf8(key): _utf8(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_utf8(each) for each in value]
+    if not isinstance(value, str) or value.isascii():
         return value
     whole = value.encode("utf-16", errors="surrogatepass").decode("utf-16", errors="surrogatepass")
     return whole.encode("utf-8", errors="replace").decode("utf-8")
@@ -191,8 +186,8 @@ def _clean_content(content: Any) -> str | list[dict]:
     """A text or blocks; empty where there is nothing to see."""
     if isinstance(content, list):
         blocks = [each if isinstance(each, dict) else {"type": "text", "text": each} for each in content]
-        texts = [{"text": _clean_content(block.get("text")) or "(empty)"} for block in blocks]
-        return [b | text if b.get("type") == "text" else b for b, text in zip(blocks, texts, strict=True)]
+        return [b | {"text": _clean_content(b.get("text")) or "(empty)"} if b.get("type") == "text" else b
+                for b in blocks]  # fmt: skip
     text = content if isinstance(content, str) else to_json(content) if content else ""
     return "" if text.isspace() else text
 
@@ -211,7 +206,9 @@ def _paired(messages: list[dict]) -> Iterator[dict]:
         if message["role"] == "tool" and (places := waiting.get(message.get("tool_call_id"))):
             results[places.pop(0)] = message
         ids = [call.get("id") or None for call in message.get("tool_calls", ())]
-        waiting |= {id_: [(at, n) for n, other in enumerate(ids) if other == id_] for id_ in ids}
+        waiting |= {each: [] for each in ids}  # an id that comes again means the later call
+        for n, each in enumerate(ids):
+            waiting[each].append((at, n))
     used: set[str] = set()
     for at, message in enumerate(messages):
         if message["role"] == "tool":
@@ -252,8 +249,8 @@ class ProviderSpec:
     env_key: str = ""
     default_api_base: str = ""
     default_model: str = ""
-    detect_by_key_prefix: str = "\0"  # no key begins so
-    detect_by_base_keyword: str = "\0"  # how `.host:port` ends
+    detect_by_key_prefix: str = "\0"  # no key begins with that
+    detect_by_base_keyword: str = "\0"  # the end of `.host:port`
     is_gateway: bool = False  # serves any maker's models, as maker/model
     is_local: bool = False  # needs no key and no proxy
     max_tokens_field: str = "max_tokens"
@@ -288,9 +285,9 @@ class Endpoint:
 def choose_endpoint(
     settings: dict[str, Endpoint], model: str = "", provider: str = "", base_url: str = ""
 ) -> Endpoint | None:
-    """Which row, address and key to use, of the user's `settings` by row name; None where there is nothing.
+    """Row, address and key to use, from the user's `settings` by row name; None where nothing is set.
 
-    A base URL that was given always wins, and a key never goes to another row's host. Raises ValueError for a
+    A base URL that is given always wins, and a key never goes to another row's host. Raises ValueError for a
     provider that does not exist or has no address.
     """
     if provider and provider not in ROWS:
@@ -303,9 +300,9 @@ def choose_endpoint(
     base = base_url or own.api_base or spec.default_api_base
     if not base:
         raise ValueError(f"Provider {spec.name} has no address: set its apiBase, or --base-url.")
-    nobodys = host is not None and (host.is_local or not host.default_api_base)
+    own_server = host is not None and (host.is_local or not host.default_api_base)
     paired = spec if base == own.api_base or not spec.default_api_base or spec.is_local else ROWS["openai"]
-    key = _key(settings, paired, anywhere=True) if nobodys else _key(settings, host or spec)
+    key = _key(settings, paired, anywhere=True) if own_server else _key(settings, host or spec)
     maker, _, rest = model.partition("/")
     if maker == spec.name and (not spec.is_gateway or "/" in rest):  # openrouter/auto is a whole name
         model = rest
@@ -320,8 +317,9 @@ def _row_of_host(base_url: str) -> ProviderSpec:
 
 
 def _key(settings: dict[str, Endpoint], row: ProviderSpec, anywhere: bool = False) -> str:
-    """The row's own key, else OPENAI_API_KEY, where its prefix is the row's or it may go anywhere."""
-    own, general = (settings[name].api_key if name in settings else "" for name in (row.name, "openai"))
+    """The row's own key, or OpenAI's where that has the row's prefix or may go anywhere."""
+    keys = {name: each.api_key for name, each in settings.items()}
+    own, general = keys.get(row.name, ""), keys.get("openai", "")
     return own or (general if anywhere or general.startswith(row.detect_by_key_prefix) else "")
 
 
@@ -361,8 +359,9 @@ class OpenAIProvider(LLMProvider):
         gc.freeze()  # an import's objects live for ever: the collector need never look at them
         gc.enable()
         end = self.endpoint
-        secure, direct = not end.api_base.startswith("http://"), end.spec.is_local  # certificates take 30 ms
-        http = openai.DefaultAsyncHttpxClient(verify=secure, trust_env=not direct, follow_redirects=False)
+        secure = not end.api_base.startswith("http://")  # loading the certificates takes 30 ms
+        proxied = not end.spec.is_local
+        http = openai.DefaultAsyncHttpxClient(verify=secure, trust_env=proxied, follow_redirects=False)
         self._client = openai.AsyncOpenAI(
             api_key=end.api_key or "none", base_url=end.api_base, default_headers=end.extra_headers,
             max_retries=0, timeout=self.request_timeout, http_client=http,
@@ -383,7 +382,7 @@ class OpenAIProvider(LLMProvider):
         # messages=… would make the SDK type each message anew: 0.12 ms a message, 122 ms at 1,000. In
         # extra_body the same bytes go out at once. A stream's lines cost 10 µs each, the SDK's chunks 77.
         create = self._client.chat.completions.with_streaming_response.create
-        body = {"messages": request.messages, **request.options}  # others are refused by somebody
+        body = {"messages": request.messages, **request.options}  # any other option, some endpoint refuses
         if "max_tokens" in body:
             body[self.endpoint.spec.max_tokens_field] = body.pop("max_tokens")
         if request.tools:
@@ -413,7 +412,7 @@ class OpenAIProvider(LLMProvider):
         """What is wrong with the address, the key or the model; None where all is well."""
         try:
             offered = await self.list_models()
-        except Exception as problem:  # whatever the endpoint does is just what is asked for
+        except Exception as problem:  # what goes wrong is the answer here
             return await self._explain(problem)
         return None if self.model in offered or not offered else f"no such model. {await self._offer()}"
 
@@ -438,7 +437,7 @@ class OpenAIProvider(LLMProvider):
     async def _offer(self) -> str:
         try:
             models = ", ".join((await self.list_models())[:20]) or "no models"
-        except Exception as problem:  # a kindness within an error message: it may fail in any way
+        except Exception as problem:  # an error message in the making: nothing may break it
             models = f"an error instead of a list ({type(problem).__name__})"
         return f"Choose with --model or NANOBOT_MODEL; the endpoint gives: {models}"
 
@@ -454,14 +453,12 @@ def _said(problem: Any) -> str:
 
 def parse_answer(data: bytes) -> dict:
     """A JSON object; raises ValueError that shows what came instead."""
-    try:
+    with contextlib.suppress(ValueError):
         answer = json.loads(data)
-    except ValueError:
-        answer = None
-    if not isinstance(answer, dict):
-        start = " ".join(re.sub(rb"<[^>]*>", b" ", data[:2_000]).decode("utf-8", errors="replace").split())
-        raise ValueError(f"not JSON but: {start[:120] or 'nothing'}")
-    return answer
+        if isinstance(answer, dict):
+            return answer
+    start = " ".join(re.sub(rb"<[^>]*>", b" ", data[:2_000]).decode("utf-8", errors="replace").split())
+    raise ValueError(f"not JSON but: {start[:120] or 'nothing'}")
 
 
 class AnswerReader:
@@ -469,18 +466,19 @@ class AnswerReader:
 
     def __init__(self) -> None:
         self.content, self.calls, self.extra, self.usage = "", [], {}, {}
-        self.rest, self.ended = b"", False  # of a line that is not whole yet; the server said "this is all"
+        self.rest = b""  # of a line that is not whole yet
+        self.ended = False  # the server said that this is all
         self.finish_reason: str | None = None
         self.think = ThinkFilter()
 
     def feed_bytes(self, data: bytes) -> str:
         """A part of a stream of Server-Sent Events; returns the text to show."""
-        *lines, self.rest = (self.rest + data).split(b"\n")  # and no U+2028: JSON has it within texts
+        *lines, self.rest = (self.rest + data).split(b"\n")
         shown = ""
         for line in lines:
             name, _, value = line.partition(b":")
             self.ended = self.ended or value.strip() == b"[DONE]"
-            if name == b"data" and not self.ended:  # no comment, no event's name, no blank line
+            if name == b"data" and not self.ended:  # other lines are comments, event names or blank
                 shown += self.feed(parse_answer(value))
         return shown
 
@@ -507,14 +505,14 @@ class AnswerReader:
         return self.feed_bytes(b"\n") + self._show(self.think.close())
 
     def _show(self, text: str) -> str:
-        text = text if self.content else text.lstrip("\n")  # what stood between thoughts and answer
+        text = text if self.content else text.lstrip("\n")  # left over between thoughts and answer
         self.content += text
         return text
 
     def _add_call(self, piece: dict) -> None:
-        """A piece belongs to the last call of its index, or without an index to the last call of all.
+        """A piece belongs to the last call of its index; without an index, to the last call of all.
 
-        Where every index is 0, a name begins another call if its id is new or the arguments so far are whole.
+        Some endpoints number every call 0: a name begins another if its id is new or the last one is whole.
         """
         index, id_, function = piece.get("index"), piece.get("id"), piece.get("function") or {}
         name, arguments = function.get("name") or "", function.get("arguments") or ""
@@ -530,17 +528,17 @@ class AnswerReader:
         last["extra"] |= {key: piece[key] for key in piece if key not in ("index", "id", "type", "function")}
 
     def response(self, request: LLMRequest) -> LLMResponse:
-        """The whole answer; what is wrong with it is said in it."""
+        """The whole answer; it says itself what is wrong with it."""
         calls, used = [], set()
         finished = self.finish_reason in ("stop", "tool_calls", "function_call")
         for call in self.calls:
             arguments, error = parse_arguments(call["arguments"], repair=finished)
             id_ = _unused(call["id"] or new_id(), used)
             calls.append(ToolCallRequest(id_, call["name"], arguments, error, extra=call["extra"]))
-        # a continuation is joined to an answer that was cut: the space at the seam belongs to it
+        # an answer that was cut will be continued: the space at the seam belongs to it
         text = _utf8(self.content if self.finish_reason == "length" else self.content.rstrip("\n"))
-        reasoning = next((self.extra[name] for name in REASONING[:2] if name in self.extra), None)
         text = text if text.strip() else None
+        reasoning = next((self.extra[name] for name in REASONING[:2] if name in self.extra), None)
         answer = LLMResponse(text, calls, self.finish_reason, {}, reasoning, extra=self.extra)
         with contextlib.suppress(AttributeError, TypeError, ValueError):  # a count that is none
             answer.usage = read_usage(self.usage)
@@ -552,7 +550,7 @@ class AnswerReader:
 
 
 def new_id() -> str:
-    """Nine digits: the one form of an id that every endpoint takes."""
+    """Nine digits: the only form of an id that every endpoint takes."""
     return f"{time.perf_counter_ns() % 10**9:09d}"
 
 
@@ -571,7 +569,7 @@ def parse_arguments(written: Any, repair: bool) -> tuple[dict, str]:
 
 def _loads(text: str, repair: bool) -> Any:
     try:
-        return from_json(text)
+        return json.loads(text, strict=False)  # takes line ends within a text
     except ValueError:
         if not repair:
             raise
@@ -592,13 +590,13 @@ def read_usage(usage: dict) -> dict:
 
 
 def estimate_usage(request: LLMRequest, answer: LLMResponse) -> dict:
-    parts = ([request.messages, request.tools], answer.to_message())
-    asked, said = (len(to_json(each)) // 4 for each in parts)  # a token of English is about four bytes
+    asked = len(to_json([request.messages, request.tools])) // 4  # a token of English is about four bytes
+    said = len(to_json(answer.to_message())) // 4
     return {"prompt_tokens": asked, "completion_tokens": said, "cached_tokens": 0, "estimated": True}
 
 
 class ThinkFilter:
-    """Takes `<think>…</think>` out of a text that comes in pieces; what stands in back-quotes stays.
+    """Takes `<think>…</think>` out of a text that comes in pieces, except within back-quotes.
 
     A block that is never closed hides all that follows if it began a line; in mid-line it was only a mention.
     """
@@ -620,7 +618,7 @@ class ThinkFilter:
         return self.feed("", last=True) + (self.hidden if self.line.strip() else "")
 
     def _is_shown(self, token: str) -> bool:
-        """Of a mark, or the text between two. Keeps in mind what the line holds, and whether it is code."""
+        """For a mark, or a text between two; remembers what the line holds and whether it is code."""
         tag = not self.code and token[:1] == "<" and self.mark.fullmatch(token)
         closing = token[:2] == "</"
         if self.hidden:
