@@ -6,7 +6,7 @@ A channel turns what somebody says into a call of the agent, and the agent's eve
     OutboundMessage("cli", "direct", "It says hello.", kind="final")
 
 The one channel so far is the terminal. What came from a model or a file is made harmless before it is shown.
-This file works alone. It is the last room. Not covered: the options of the command line (nanobot.py).
+This file works alone. Read it last. Not covered: the options of the command line (nanobot.py).
 """
 
 import asyncio
@@ -121,10 +121,10 @@ class CLI:
                 history.parent.mkdir(parents=True, exist_ok=True)
                 history.touch(0o600)  # nothing can be appended to a file that is not there
                 readline.read_history_file(history)
-        print("" if self.live else prompt, end="", file=self.err, flush=True)
+        print("" if self.live else prompt, end="", file=self.err, flush=True)  # stdout is for the answer
         line = input(prompt if self.live else "")
         with contextlib.suppress(ImportError, OSError):
             import readline
 
-            readline.append_history_file(1 if line else 0, history)  # an empty line is not in it
+            readline.append_history_file(1 if line else 0, history)  # readline keeps no empty line
         return line

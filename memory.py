@@ -42,7 +42,7 @@ def now() -> str:
 
 
 def open_private(path: Path) -> Any:
-    """A file to read and to append to, which only its owner may do."""
+    """Open a file to read and append to; only its owner may."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     return open(path, "a+b", opener=lambda name, flags: os.open(name, flags, 0o600))
 
@@ -67,7 +67,7 @@ class Session:
     metadata: dict = field(default_factory=dict)
     created_at: str = field(default_factory=now)
     last_consolidated: int = 0  # this many lines are no longer sent
-    stamp: tuple[int, int] | None = None  # of the file as we know it
+    stamp: tuple[int, int] | None = None  # of the file when we last read or wrote it
 
     def append(self, *messages: dict, sync: bool = True) -> None:
         """Write messages in one go; `sync=False` leaves the fsync (for power cuts) to the next append."""
@@ -100,7 +100,7 @@ class Session:
             sync_folder(self.path.parent)
 
     def get_history(self, legal: Callable[[list[dict]], list[dict]]) -> list[dict]:
-        """The lawful copy that is sent, from a user message on. A turn cut short is completed here only."""
+        """The lawful copy that is sent; it begins with a user message. Only here is a cut turn completed."""
         history: list[dict] = []
         for line in filter(None, self.lines[self.last_consolidated :]):
             message = {key: value for key, value in line.items() if key not in ("timestamp", "runtime")}
@@ -225,7 +225,7 @@ class SessionManager:
     @contextlib.contextmanager
     def lock(self, key: str) -> Iterator[None]:
         """Hold a session for one turn; raises SessionBusy while another process does."""
-        with open_private(self.path(key).with_suffix(".lock")) as file:  # closing it lets go, so does dying
+        with open_private(self.path(key).with_suffix(".lock")) as file:  # released on close and on death
             with contextlib.suppress(ImportError):  # on Windows, one program a session is up to the user
                 import fcntl
 
@@ -324,7 +324,7 @@ class Skill:
     description: str = ""
     text: str = ""  # without the front matter
     always: bool = False  # in every system prompt in full
-    missing: list[str] = field(default_factory=list)  # what it requires and the machine has not
+    missing: list[str] = field(default_factory=list)  # what it requires and this machine lacks
 
 
 class SkillsLoader:
