@@ -23,7 +23,6 @@ Not covered: how one model differs from another, what a tool does, what a journa
 
 import argparse
 import asyncio
-import io
 import itertools
 import json
 import logging
@@ -532,10 +531,9 @@ class AgentRunner:
         return result
 
     def _count_failure(self, run: AgentHookContext, call: ToolCallRequest, result: ToolResult) -> None:
-        """The same call fails again and again: at 3 times the model is told, at 5 the run ends."""
-        again = run.failed_call == (call.name, call.arguments)
-        run.failed_call = (call.name, call.arguments)
-        run.failures = run.failures + 1 if again else 1
+        """Where the same call fails again and again the model is told at 3 times, and the run ends at 5."""
+        before, run.failed_call = run.failed_call, (call.name, call.arguments)
+        run.failures = run.failures + 1 if run.failed_call == before else 1
         if run.failures >= 5 or run.spec.fail_on_tool_error:
             run.stop_reason, run.error = "tool_error", f"{call.name} failed: {result.text}"
             run.final_content = f"I had to stop: {run.error}"
@@ -996,9 +994,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO if arguments.logs else logging.WARNING,
                         format="%(levelname)s %(name)s: %(message)s")  # fmt: skip
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # letters that its encoding has not
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        stream.reconfigure(errors="replace")  # letters that its encoding has not
     try:
         return commands[argv[0]](arguments) or 0
     except (ConfigError, SessionBusy) as problem:
