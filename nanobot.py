@@ -23,7 +23,6 @@ Not covered: how one model differs from another, what a tool does, what a journa
 
 import argparse
 import asyncio
-import io
 import itertools
 import json
 import logging
@@ -35,20 +34,16 @@ import string
 import sys
 import threading
 import time
-import typing
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from datetime import datetime, tzinfo
 from functools import partial, partialmethod
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 from weakref import WeakValueDictionary
 
 from channels import CLI, BackgroundLoop, OutboundMessage, printable
-from memory import (
-    MemoryStore, SessionBusy, SessionManager, Skill, SkillsLoader, TokenCounter,
-    leave_out_oldest,
-)  # fmt: skip
+from memory import MemoryStore, SessionBusy, SessionManager, SkillsLoader, TokenCounter, leave_out_oldest
 from providers import (
     ROWS, Endpoint, LLMProvider, LLMResponse, OfflineProvider, OpenAIProvider, ToolCallRequest,
     choose_endpoint, legal,
@@ -147,10 +142,9 @@ class Config:
         """What would only fail later, deep in a turn, is said at once."""
         answer, window = self.defaults.max_tokens, self.defaults.context_window_tokens
         if answer * 2 >= window:
-            raise ConfigError(
-                f"agents.defaults.maxTokens ({answer}) must be under half of contextWindowTokens ({window}): "
-                "the answer needs room beside the conversation."
-            )
+            limit = f"must be under half of contextWindowTokens ({window})"
+            why = "the answer needs room beside the conversation"
+            raise ConfigError(f"agents.defaults.maxTokens ({answer}) {limit}: {why}.")
 
 
 def path_of(text: str) -> Path:
@@ -176,9 +170,8 @@ def prepare_workspace(workspace: Path) -> None:
                 target.parent.mkdir(exist_ok=True)
                 target.write_bytes(source.read_bytes())
     except OSError as problem:
-        raise ConfigError(
-            f"Cannot write the workspace {workspace}: {problem.strerror}. Choose another with --workspace."
-        ) from None
+        why = f"Cannot write the workspace {workspace}: {problem.strerror}"
+        raise ConfigError(f"{why}. Choose another with --workspace.") from None
 
 
 class ContextBuilder:
@@ -204,27 +197,22 @@ class ContextBuilder:
         """The system prompt by part, in order; parts with nothing in them are left out."""
         skills, facts = self.skills.load(), self.memory.read_facts().strip()
         active = [titled(f"## {each.name}", each.text) for each in skills if each.always and not each.missing]
-        listed = "\n".join(self._skill_line(each) for each in skills if not each.always)
-        parts = {"identity": self._identity(turn)}
+        listed = []
+        for each in (skill for skill in skills if not skill.always):
+            lack = f" [unavailable: needs {', '.join(each.missing)}]" if each.missing else ""
+            listed.append(f"- {each.name}: {each.description} ({each.path}){lack}")
+        style = template("format_cli") if turn.channel == "cli" else template("format_chat")
+        platform = f"{sys.platform}, Python {sys.version_info[0]}.{sys.version_info[1]}"
+        home = {"workspace": turn.workspace, "cwd": turn.cwd}
+        parts = {"identity": template("identity", platform=platform, format=style, **home)}
         for path in (turn.workspace / name for name in self.own_files):
             text = path.read_text(encoding="utf-8", errors="replace").strip() if path.is_file() else ""
             parts[path.name] = titled(f"## {path.name}", text)
         parts["Memory"] = titled("# Memory", "" if facts == template("MEMORY") else facts)
         parts["Active Skills"] = titled("# Active Skills", "\n\n".join(active))
-        parts["Skills"] = template("skills", skills=listed) if listed else ""
+        parts["Skills"] = template("skills", skills="\n".join(listed)) if listed else ""
         parts["Recent History"] = titled("# Recent History", "\n".join(self.memory.recent_history()))
         return {name: text for name, text in parts.items() if text}
-
-    def _identity(self, turn: Turn) -> str:
-        return template(
-            "identity", platform=f"{sys.platform}, Python {sys.version_info[0]}.{sys.version_info[1]}",
-            workspace=turn.workspace, cwd=turn.cwd,
-            format=template("format_cli") if turn.channel == "cli" else template("format_chat"),
-        )  # fmt: skip
-
-    def _skill_line(self, skill: Skill) -> str:
-        lack = f" [unavailable: needs {', '.join(skill.missing)}]" if skill.missing else ""
-        return f"- {skill.name}: {skill.description} ({skill.path}){lack}"
 
     def user_message(self, text: str, turn: Turn, media: Iterable[Path] = ()) -> tuple[dict, list[dict]]:
         """The user's message, and the images to be sent with it.
@@ -261,10 +249,8 @@ def time_zone(name: str) -> tzinfo | None:
 
 def without_images(message: dict) -> dict:
     """What the journal keeps: of images only the line that names them, never their bytes."""
-    if not isinstance(message.get("content"), list):
-        return message
-    texts = [block["text"] for block in message["content"] if block.get("type") == "text"]
-    return {**message, "content": "\n".join(texts) or "[image]"}
+    content = message.get("content")
+    return {**message, "content": content[0]["text"]} if isinstance(content, list) else message
 
 
 # ---- Hooks: looking on, and having a say ----
@@ -280,21 +266,15 @@ def add_up(total: dict, usage: dict) -> None:
 
 @dataclass
 class AgentRunResult:
-    """How a run ended: completed, max_iterations, error, tool_error, empty or cancelled (raised as well)."""
+    """A run: while it goes on hooks may change it, at its end it is the result."""
 
     final_content: str | None = None
     messages: list[dict] = field(default_factory=list)
     tools_used: list[str] = field(default_factory=list)
     usage: dict = field(default_factory=lambda: dict(NO_USAGE))
-    stop_reason: str | None = None
+    stop_reason: str | None = None  # completed, max_iterations, error, tool_error, empty, cancelled
     tool_events: list[dict] = field(default_factory=list)  # [{"name", "arguments", "is_error", "result"}]
     error: str | None = None
-
-
-@dataclass
-class AgentHookContext(AgentRunResult):
-    """A run while it goes on: the result in the making, and the runner's counts. Hooks may change it."""
-
     spec: "AgentRunSpec" = None
     iteration: int = 0  # model calls so far
     response: LLMResponse | None = None
@@ -313,6 +293,9 @@ class AgentHookContext(AgentRunResult):
     @property
     def out_of_steps(self) -> bool:
         return self.iteration > self.spec.max_iterations
+
+
+AgentHookContext = AgentRunResult  # what it is called while the run goes on
 
 
 class AgentHook:
@@ -340,10 +323,7 @@ class CompositeHook(AgentHook):
 
     def __init__(self, hooks: Iterable[AgentHook]):
         self.hooks = list(hooks)
-
-    @property
-    def wants_streaming(self) -> bool:
-        return any(hook.wants_streaming for hook in self.hooks)
+        self.wants_streaming = any(hook.wants_streaming for hook in self.hooks)
 
     async def _each(self, method: str, *args: Any, **kwargs: Any) -> None:
         for hook in self.hooks:
@@ -378,7 +358,7 @@ class LoggingHook(AgentHook):
 
 
 class CostTrackingHook(AgentHook):
-    """Adds up tokens, and money where the price of the model is configured."""
+    """Tokens, and money where the price of the model is configured."""
 
     def __init__(self, prices: dict[str, Price], model: str):
         self.price, self.total = prices.get(model), dict(NO_USAGE)
@@ -455,13 +435,15 @@ class AgentRunner:
         try:
             while not run.stop_reason:
                 await self._ask(run)
-                may_act = run.response.finish_reason in self.runnable and not run.out_of_steps
-                if run.tool_calls and may_act:
+                is_whole = run.response.finish_reason in self.runnable
+                if run.tool_calls and is_whole and not run.out_of_steps:
                     await self._act(run)
                 else:
                     await self._conclude(run)
                 if run.final_content:
-                    await self._finish(run)
+                    run.final_content = await spec.hook.finalize_content(run.final_content)
+                    extra = {} if run.tool_calls else run.response.extra  # the calls have it already
+                    self._add(run, LLMResponse(run.final_content, extra=extra).to_message())
                 await spec.hook.after_iteration(run)
         except asyncio.CancelledError:
             run.stop_reason = "cancelled"
@@ -549,10 +531,9 @@ class AgentRunner:
         return result
 
     def _count_failure(self, run: AgentHookContext, call: ToolCallRequest, result: ToolResult) -> None:
-        """The same call fails again and again: at 3 times the model is told, at 5 the run ends."""
-        again = run.failed_call == (call.name, call.arguments)
-        run.failed_call = (call.name, call.arguments)
-        run.failures = run.failures + 1 if again else 1
+        """Where the same call fails again and again the model is told at 3 times, and the run ends at 5."""
+        before, run.failed_call = run.failed_call, (call.name, call.arguments)
+        run.failures = run.failures + 1 if run.failed_call == before else 1
         if run.failures >= 5 or run.spec.fail_on_tool_error:
             run.stop_reason, run.error = "tool_error", f"{call.name} failed: {result.text}"
             run.final_content = f"I had to stop: {run.error}"
@@ -582,11 +563,6 @@ class AgentRunner:
             run.nudge = template("blank_answer") if run.blanks == 2 else ""
         await run.spec.hook.on_stream_end(resuming=not run.stop_reason)
 
-    async def _finish(self, run: AgentHookContext) -> None:
-        run.final_content = await run.spec.hook.finalize_content(run.final_content)
-        extra = {} if run.tool_calls else run.response.extra  # the calls have it already
-        self._add(run, LLMResponse(run.final_content, extra=extra).to_message())
-
     def _add(self, run: AgentHookContext, *messages: dict, more: bool = False) -> None:
         """New messages exist from here on, in the run and in the journal."""
         run.messages += messages
@@ -600,18 +576,16 @@ Emit = Callable[[OutboundMessage], Awaitable[None]]
 Media = Iterable[Path]  # files that came with a message
 
 
-async def to_nobody(event: OutboundMessage) -> None: ...
-
-
 class EventHook(AgentHook):
     """Tells a channel what is going on: deltas, text beside tool calls, tool hints, the answer."""
 
-    def __init__(self, emit: Emit, turn: Turn, streaming: bool):
+    def __init__(self, emit: Emit | None, turn: Turn, streaming: bool):
         self.emit, self.turn, self.wants_streaming = emit, turn, streaming
         self.context: AgentHookContext | None = None
 
     async def send(self, kind: str, content: str) -> None:
-        await self.emit(OutboundMessage(self.turn.channel, self.turn.chat_id, content, kind))
+        if self.emit:
+            await self.emit(OutboundMessage(self.turn.channel, self.turn.chat_id, content, kind))
 
     async def before_iteration(self, context: AgentHookContext) -> None:
         self.context = context
@@ -645,6 +619,7 @@ class AgentLoop:
         config.check()
         prepare_workspace(self.workspace)
         self.provider = provider or make_provider(config)
+        self.model = self.provider.get_default_model()
         self.sessions = SessionManager(self.workspace)
         self.memory = MemoryStore(self.workspace)
         self.skills = SkillsLoader(self.workspace / "skills", DATA / "skills")
@@ -660,10 +635,6 @@ class AgentLoop:
         self.started = time.monotonic()
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
-    @property
-    def model(self) -> str:
-        return self.provider.get_default_model()
-
     def turn(self, session_key: str) -> Turn:
         channel, _, chat_id = session_key.partition(":")
         return Turn(
@@ -673,10 +644,12 @@ class AgentLoop:
         )  # fmt: skip
 
     async def process_direct(
-        self, text: str, session_key: str = "cli:direct", on_event: Emit = to_nobody, media: Media = ()
+        self, text: str, session_key: str = "cli:direct", on_event: Emit | None = None, media: Media = ()
     ) -> AgentRunResult:
         """One message, to its answer. Raises SessionBusy, or OSError where the journal cannot be written."""
-        events, command = EventHook(on_event, self.turn(session_key), self.streaming), command_of(text)
+        events = EventHook(on_event, self.turn(session_key), self.streaming)
+        slash = SLASH.fullmatch(text.strip().lower())
+        command = slash[1] if slash else ""
         if command and command not in ("new", "continue"):  # the others need not wait for a turn to end
             result = AgentRunResult(self._command(command, events.turn))
         else:
@@ -687,7 +660,7 @@ class AgentLoop:
             await events.send("final", result.final_content)
         return result
 
-    async def _take_turn(self, text: str, command: str | None, events: EventHook, media: Media) -> AgentRunResult:
+    async def _take_turn(self, text: str, command: str, events: EventHook, media: Media) -> AgentRunResult:
         session, images = self.sessions.get(events.turn.session_key), []
         if command == "new":
             session.restart()
@@ -720,14 +693,16 @@ class AgentLoop:
     def _status(self, turn: Turn) -> str:
         history = self.sessions.get(turn.session_key).get_history(list)
         sent = [*self.context.request(turn, history, []), *self.tools.get_definitions()]
-        minutes = int(time.monotonic() - self.started) // 60
+        used, window = TokenCounter().total(sent), self.config.defaults.context_window_tokens
+        hours, minutes = divmod(int(time.monotonic() - self.started) // 60, 60)
         return (
-            f"nanobot {__version__}, model {self.model}, session {turn.session_key}, {len(history)} messages\n"
-            f"context: ~{TokenCounter().total(sent):,} of {self.config.defaults.context_window_tokens:,} tokens\n"
-            f"since the start: {self.cost.line(self.cost.total)}, {minutes // 60} h {minutes % 60} min"
+            f"nanobot {__version__}, model {self.model}, session {turn.session_key}, "
+            f"{len(history)} messages\ncontext: ~{used:,} of {window:,} tokens\n"
+            f"since the start: {self.cost.line(self.cost.total)}, {hours} h {minutes} min"
         )
 
 
+SLASH = re.compile(r"/([a-z][a-z-]*)(?:@\w+)?")  # also "/status@bot", but not "/etc/hosts?"
 COMMANDS = {
     "new": "start afresh; the old conversation stays in its journal",
     "continue": "go on with a turn that was interrupted",
@@ -736,17 +711,8 @@ COMMANDS = {
 }
 
 
-def command_of(text: str) -> str | None:
-    """The name of a slash command: "/NEW ", "/status@bot"; None for anything else, such as "/etc/hosts?"."""
-    match = re.fullmatch(r"/([a-z][a-z-]*)(@\w+)?", text.strip().lower())
-    return match[1] if match else None
-
-
 def run(text: str, session_key: str = "cli:direct", config: Config | None = None) -> str:
-    """Ask and get the answer: for scripts and notebooks, also where an event loop is running already.
-
-    Raises RuntimeError with cause and fix where there is no answer.
-    """
+    """The answer, also in a notebook; raises RuntimeError with cause and fix where there is none."""
     with BackgroundLoop() as background:
         result = background.complete(AgentLoop(config or load_config()).process_direct(text, session_key))
     if result.final_content is None:
@@ -765,10 +731,8 @@ NOT_YET = {
 
 def load_config(path: Path | None = None, environ: Mapping[str, str] = os.environ) -> Config:
     """The file, and the environment over it. A file that is named must be there, the default one need not."""
-    config = Config()
-    file = path or config.path
-    if path or file.exists():
-        config = read_setting(Config, read_json(file, environ), "")
+    file = path or Config().path
+    config = read_setting(Config, read_json(file, environ), "") if path or file.exists() else Config()
     config.path = file
     for spec in ROWS.values():
         if key := environ.get(spec.env_key):
@@ -803,16 +767,16 @@ def read_setting(hint: Any, value: Any, where: str) -> Any:
         raise ConfigError(f"{where or 'the file'}: expected {' or '.join(wanted)}, got {shown}")
     if is_dataclass(hint):
         return read_section(hint, value, where)
-    inner = typing.get_args(hint)
-    if typing.get_origin(hint) is list:
+    inner = get_args(hint)
+    if get_origin(hint) is list:
         return [read_setting(inner[0], each, f"{where}[{n}]") for n, each in enumerate(value)]
-    if typing.get_origin(hint) is dict:
+    if get_origin(hint) is dict:
         return {name: read_setting(inner[1], each, f"{where}.{name}") for name, each in value.items()}
     return int(value) if hint is int else value  # 100.0 is an integer, too
 
 
 def read_section(cls: type, section: dict, where: str) -> Any:
-    hints, values = typing.get_type_hints(cls), {}
+    hints, values = get_type_hints(cls), {}
     known = {camel_case(each.name): each.name for each in fields(cls) if each.init}
     for key, value in section.items():
         path = f"{where}.{key}".lstrip(".")
@@ -832,35 +796,28 @@ def camel_case(name: str) -> str:
 def make_provider(config: Config) -> LLMProvider:
     """The model that the settings mean: the offline one where no key and no address is configured."""
     defaults = config.defaults
-    for name in config.providers:
-        if name not in ROWS:
-            raise ConfigError(f"providers.{name}: no such provider. There are: {', '.join(ROWS)}")
+    if strange := [name for name in config.providers if name not in ROWS]:
+        raise ConfigError(f"providers.{strange[0]}: no such provider. There are: {', '.join(ROWS)}")
     if defaults.provider == "offline":
         return OfflineProvider()
     settings = {name: Endpoint(ROWS[name], **vars(each)) for name, each in config.providers.items()}
-    chosen = defaults.provider.removeprefix("auto")
     try:
+        chosen = "" if defaults.provider == "auto" else defaults.provider
         endpoint = choose_endpoint(settings, defaults.model, chosen, config.base_url)
     except ValueError as problem:
         raise ConfigError(str(problem)) from None
-    if endpoint:
-        return OpenAIProvider(endpoint)
-    if defaults.model in ("", "offline"):
-        return OfflineProvider()
-    raise ConfigError(
-        f"There is no key and no base URL for the model {defaults.model}. Set OPENAI_API_KEY or "
-        "OPENAI_BASE_URL, or use --offline."
-    )
+    if not endpoint and defaults.model not in ("", "offline"):
+        why = f"There is no key and no base URL for the model {defaults.model}"
+        raise ConfigError(f"{why}. Set OPENAI_API_KEY or OPENAI_BASE_URL, or use --offline.")
+    return OpenAIProvider(endpoint) if endpoint else OfflineProvider()
 
 
 def settings_of(arguments: argparse.Namespace) -> Config:
-    """The configuration with the flags over it."""
-    config = load_config(arguments.config)
-    defaults = config.defaults
-    defaults.workspace = arguments.workspace or defaults.workspace
-    defaults.model = arguments.model or defaults.model
-    defaults.provider = arguments.provider or defaults.provider
-    config.base_url = arguments.base_url or config.base_url
+    """The configuration. A flag wins over the variable that it stands for."""
+    flags = {"NANOBOT_WORKSPACE": arguments.workspace, "NANOBOT_MODEL": arguments.model,
+             "OPENAI_BASE_URL": arguments.base_url}  # fmt: skip
+    config = load_config(arguments.config, os.environ | {name: each for name, each in flags.items() if each})
+    config.defaults.provider = arguments.provider or config.defaults.provider
     return config
 
 
@@ -901,10 +858,10 @@ def one_turn(loop: AgentLoop, terminal: CLI, background: BackgroundLoop, key: st
     result = background.complete(loop.process_direct(text, key, terminal.send))
     if result.usage["prompt_tokens"]:
         terminal.note(f"tokens: {loop.cost.line(result.usage)}")
-    if result.stop_reason in ("error", "tool_error", "empty"):
+    failed = result.stop_reason in ("error", "tool_error", "empty")
+    if failed:
         print(f"nanobot: {printable(result.error or result.stop_reason)}", file=sys.stderr)
-        return 1
-    return 0
+    return int(failed)
 
 
 def conversation(loop: AgentLoop, terminal: CLI, ask: Callable[[str], int]) -> int:
@@ -929,7 +886,7 @@ def conversation(loop: AgentLoop, terminal: CLI, ask: Callable[[str], int]) -> i
             terminal.note(f"Sorry, that failed: {problem}. What was said is in the journal.")
 
 
-def onboard_command(arguments: argparse.Namespace) -> int:
+def onboard_command(arguments: argparse.Namespace) -> None:
     file = arguments.config or Config().path
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -939,38 +896,31 @@ def onboard_command(arguments: argparse.Namespace) -> int:
     prepare_workspace(workspace)
     print(f"Settings: {file}\nWorkspace: {workspace}")
     print("Next: put a key into the settings, or export OPENAI_API_KEY; then look at `nanobot status`.")
-    return 0
 
 
 def status_command(arguments: argparse.Namespace) -> int:
     """Checks each part and says how to mend it; the exit status is 1 where something needed is broken."""
     loop = AgentLoop(settings_of(arguments))
-    file, bash = loop.config.path, shutil.which("bash")
+    file, provider, bash = loop.config.path, loop.provider, shutil.which("bash")
+    model, problem = "offline: fixed rules; set OPENAI_API_KEY or OPENAI_BASE_URL for a real one", None
+    if isinstance(provider, OpenAIProvider):
+        end, problem = provider.endpoint, asyncio.run(provider.check())
+        model = f"{provider.model or 'no model named'} at {end.api_base} ({end.spec.name})"
     rows = [
         ("ok", "settings", str(file) if file.exists() else "the defaults; `nanobot onboard` writes a file"),
         ("ok", "workspace", str(loop.workspace)),
-        asyncio.run(check_model(loop.provider)),
+        ("BAD" if problem else "ok", "model", f"{model}: {problem}" if problem else model),
         ("ok" if bash else "--", "bash", bash or "missing: exec cannot run; install bash"),
     ]
     for skill in loop.skills.load():
         lack = f"needs {', '.join(skill.missing)}" if skill.missing else "ready"
         rows.append(("--" if skill.missing else "ok", f"skill {skill.name}", lack))
     for mark, name, what in rows:
-        print(f"{mark:4}{name:22}{printable(what)}")
-    return int(any(mark == "BAD" for mark, _, _ in rows))
+        print(printable(f"{mark:4}{name:22}{what}"))
+    return 1 if problem else 0
 
 
-async def check_model(provider: LLMProvider) -> tuple[str, str, str]:
-    if not isinstance(provider, OpenAIProvider):
-        return "ok", "model", "offline: fixed rules; set OPENAI_API_KEY or OPENAI_BASE_URL for a real one"
-    end = provider.endpoint
-    where = f"{provider.model or 'no model named'} at {end.api_base} ({end.spec.name})"
-    problem = await provider.check()
-    return ("BAD", "model", f"{where}: {problem}") if problem else ("ok", "model", where)
-
-
-def prompt_command(arguments: argparse.Namespace) -> int:
-    """Prints what would be sent, part by part, with the tokens of each."""
+def prompt_command(arguments: argparse.Namespace) -> None:
     loop = AgentLoop(settings_of(arguments))
     loop.cwd = Path.cwd()
     turn = loop.turn("cli:direct")
@@ -981,11 +931,9 @@ def prompt_command(arguments: argparse.Namespace) -> int:
     for name, text in parts.items():
         tokens = TokenCounter().total([{"content": text}])
         print(f"==== {name} (~{tokens:,} tokens) ====\n{printable(text)}\n")
-    return 0
 
 
-def sessions_command(arguments: argparse.Namespace) -> int:
-    """Lists the sessions, or shows one as it was said."""
+def sessions_command(arguments: argparse.Namespace) -> None:
     sessions, key = SessionManager(settings_of(arguments).workspace), arguments.show
     if key and key not in sessions.list_keys():
         raise ConfigError(f"There is no session {key!r}. `nanobot sessions` lists them.")
@@ -996,7 +944,6 @@ def sessions_command(arguments: argparse.Namespace) -> int:
         lines = (f"{each}  {count} messages" for each, count in counts.items())
     for line in lines:
         print(printable(line))
-    return 0
 
 
 def said(line: dict) -> str:
@@ -1047,11 +994,10 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO if arguments.logs else logging.WARNING,
                         format="%(levelname)s %(name)s: %(message)s")  # fmt: skip
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # letters that its encoding has not
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        stream.reconfigure(errors="replace")  # letters that its encoding has not
     try:
-        return commands[argv[0]](arguments)
+        return commands[argv[0]](arguments) or 0
     except (ConfigError, SessionBusy) as problem:
         print(f"nanobot: {printable(str(problem))}", file=sys.stderr)
     except BrokenPipeError:  # `nanobot … | head`: nobody wants the rest
