@@ -11,15 +11,20 @@ This file works alone. Read it last. Not covered: the options of the command lin
 
 import asyncio
 import contextlib
+import logging
+import os
 import queue
 import re
+import select
 import sys
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
+
+log = logging.getLogger("nanobot.channels")
 
 
 @dataclass
@@ -128,3 +133,31 @@ class CLI:
 
             readline.append_history_file(1 if line else 0, history)  # readline keeps no empty line
         return line
+
+    def converse(self, ask: Callable[[str], Any], history: Path) -> int:
+        """Line by line, until the user leaves. Ctrl-C stops a turn, Ctrl-D leaves."""
+        while True:
+            text = ""
+            try:
+                text = self.read_line("> ", history).strip()
+                if text in ("exit", "quit", "/exit", "/quit"):
+                    return 0
+                if text:
+                    ask(text)
+            except EOFError:
+                self.note("")
+                return 0
+            except KeyboardInterrupt:
+                self.note("\nstopped; /continue goes on with the turn" if text else "")
+            except Exception as problem:  # whatever happens in a turn, the conversation goes on
+                log.info("the turn failed", exc_info=True)
+                self.note(f"Sorry, that failed: {problem}. What was said is in the journal.")
+
+    def read_piped(self, beside_message: bool) -> str:
+        """What was piped in. Beside a message it may be a pipe that nobody writes to: wait 3 s for a word."""
+        if sys.stdin is None:
+            return ""
+        if beside_message and os.name == "posix" and not select.select([sys.stdin], [], [], 3.0)[0]:
+            print("nanobot: standard input is open but silent, going on without it", file=self.err)
+            return ""
+        return sys.stdin.buffer.read().decode("utf-8", errors="replace").strip()

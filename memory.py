@@ -57,6 +57,25 @@ def sync_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
+def without_images(message: dict) -> dict:
+    """What the journal keeps: of images only the line that names them, never their bytes."""
+    if not isinstance(message.get("content"), list):
+        return message
+    texts = [block["text"] for block in message["content"] if block.get("type") == "text"]
+    return {**message, "content": "\n".join(texts) or "[image]"}
+
+
+def said(line: dict) -> str:
+    """A journal line to be read by people, whatever another program or an editor made of it."""
+    content, calls = line.get("content") or "", line.get("tool_calls")
+    parts = [content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)]
+    for call in calls if isinstance(calls, list) else []:
+        match call:
+            case {"function": {"name": name, "arguments": arguments}}:
+                parts.append(f"calls {name}({arguments})")
+    return f"[{line.get('timestamp')}] {line['role']}: " + "\n".join(filter(None, parts))
+
+
 @dataclass
 class Session:
     """One conversation. `lines` are the journal's message lines; None stands for an unreadable one."""
@@ -71,7 +90,7 @@ class Session:
 
     def append(self, *messages: dict, sync: bool = True) -> None:
         """Write messages in one go; `sync=False` leaves the fsync (for power cuts) to the next append."""
-        fresh = [{**message, "timestamp": message.get("timestamp") or now()} for message in messages]
+        fresh = [without_images(each) | {"timestamp": each.get("timestamp") or now()} for each in messages]
         self._write(fresh, sync)
         self.lines += fresh
 

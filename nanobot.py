@@ -28,7 +28,6 @@ import json
 import logging
 import os
 import re
-import select
 import shutil
 import string
 import sys
@@ -43,7 +42,9 @@ from typing import Any, get_args, get_origin, get_type_hints
 from weakref import WeakValueDictionary
 
 from channels import CLI, BackgroundLoop, OutboundMessage, printable
-from memory import MemoryStore, SessionBusy, SessionManager, SkillsLoader, TokenCounter, leave_out_oldest
+from memory import (
+    MemoryStore, SessionBusy, SessionManager, SkillsLoader, TokenCounter, leave_out_oldest, said,
+)  # fmt: skip
 from providers import (
     ROWS, Endpoint, LLMProvider, LLMResponse, OfflineProvider, OpenAIProvider, ToolCallRequest,
     choose_endpoint, legal,
@@ -245,12 +246,6 @@ def time_zone(name: str) -> tzinfo | None:
         return zoneinfo.ZoneInfo(name) if name else None
     except (KeyError, ValueError, OSError):
         raise ConfigError(f"agents.defaults.timezone: there is no zone {name!r}.") from None
-
-
-def without_images(message: dict) -> dict:
-    """What the journal keeps: of images only the line that names them, never their bytes."""
-    content = message.get("content")
-    return {**message, "content": content[0]["text"]} if isinstance(content, list) else message
 
 
 # ---- Hooks: looking on, and having a say ----
@@ -676,7 +671,7 @@ class AgentLoop:
             max_iterations=defaults.max_tool_iterations, max_tokens=defaults.max_tokens,
             temperature=defaults.temperature, context_window=defaults.context_window_tokens,
             hook=CompositeHook([events, *self.hooks]), turn=events.turn,
-            on_messages=lambda new, whole: session.append(*map(without_images, new), sync=whole),
+            on_messages=lambda new, whole: session.append(*new, sync=whole),
         )  # fmt: skip
         return await self.runner.run(spec)
 
@@ -837,19 +832,13 @@ def agent_command(arguments: argparse.Namespace) -> int:
             loop.hooks.append(LoggingHook())
         key = arguments.session if ":" in arguments.session else f"cli:{arguments.session}"
         ask = partial(one_turn, loop, terminal, background, key)
-        piped = "" if keyboard else read_piped(arguments.message is not None)
+        piped = "" if keyboard else terminal.read_piped(arguments.message is not None)
         text = "\n\n".join(filter(None, [arguments.message, piped]))
-        return ask(text) if text or not keyboard else conversation(loop, terminal, ask)
-
-
-def read_piped(has_message: bool) -> str:
-    """What was piped in. Beside a message that may be a pipe that nobody writes to: wait 3 s for a word."""
-    if sys.stdin is None:
-        return ""
-    if has_message and os.name == "posix" and not select.select([sys.stdin], [], [], 3.0)[0]:
-        print("nanobot: standard input is open but silent, going on without it", file=sys.stderr)
-        return ""
-    return sys.stdin.buffer.read().decode("utf-8", errors="replace").strip()
+        if text or not keyboard:
+            return ask(text)
+        threading.Thread(target=loop.provider.warm_up, daemon=True).start()
+        terminal.note(f"nanobot {__version__}, model {loop.model}. /help lists commands, Ctrl-D leaves.")
+        return terminal.converse(ask, loop.workspace / ".nanobot" / "prompt-history")
 
 
 def one_turn(loop: AgentLoop, terminal: CLI, background: BackgroundLoop, key: str, text: str) -> int:
@@ -862,28 +851,6 @@ def one_turn(loop: AgentLoop, terminal: CLI, background: BackgroundLoop, key: st
     if failed:
         print(f"nanobot: {printable(result.error or result.stop_reason)}", file=sys.stderr)
     return int(failed)
-
-
-def conversation(loop: AgentLoop, terminal: CLI, ask: Callable[[str], int]) -> int:
-    """The prompt. Ctrl-C stops a turn, Ctrl-D leaves."""
-    threading.Thread(target=loop.provider.warm_up, daemon=True).start()
-    terminal.note(f"nanobot {__version__}, model {loop.model}. /help lists commands, Ctrl-D leaves.")
-    while True:
-        text = ""
-        try:
-            text = terminal.read_line("> ", loop.workspace / ".nanobot" / "prompt-history").strip()
-            if text in ("exit", "quit", "/exit", "/quit"):
-                return 0
-            if text:
-                ask(text)
-        except EOFError:
-            terminal.note("")
-            return 0
-        except KeyboardInterrupt:
-            terminal.note("\nstopped; /continue goes on with the turn" if text else "")
-        except Exception as problem:  # whatever happens in a turn, the conversation goes on
-            log.info("the turn failed", exc_info=True)
-            terminal.note(f"Sorry, that failed: {problem}. What was said is in the journal.")
 
 
 def onboard_command(arguments: argparse.Namespace) -> None:
@@ -944,17 +911,6 @@ def sessions_command(arguments: argparse.Namespace) -> None:
         lines = (f"{each}  {count} messages" for each, count in counts.items())
     for line in lines:
         print(printable(line))
-
-
-def said(line: dict) -> str:
-    """A journal line to be read by people, whatever another program or an editor made of it."""
-    content, calls = line.get("content") or "", line.get("tool_calls")
-    parts = [content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)]
-    for call in calls if isinstance(calls, list) else []:
-        match call:
-            case {"function": {"name": name, "arguments": arguments}}:
-                parts.append(f"calls {name}({arguments})")
-    return f"[{line.get('timestamp')}] {line['role']}: " + "\n".join(filter(None, parts))
 
 
 def parser() -> argparse.ArgumentParser:
