@@ -47,6 +47,13 @@ def printable(text: str) -> str:
     return safe.encode("utf-8", errors="replace").decode("utf-8")  # a lone surrogate has no UTF-8
 
 
+def wait_for(items: queue.SimpleQueue) -> Any:
+    """The next item. Looks up now and then: a Ctrl-C that the system gave to another thread wakes nobody."""
+    while True:
+        with contextlib.suppress(queue.Empty):
+            return items.get(timeout=0.2)
+
+
 class BackgroundLoop(contextlib.AbstractContextManager):
     """An event loop on a daemon thread: the agent goes on while the main thread keeps the keyboard."""
 
@@ -73,11 +80,11 @@ class BackgroundLoop(contextlib.AbstractContextManager):
 
         self.loop.call_soon_threadsafe(start)
         try:
-            while question := questions.get():
+            while question := wait_for(questions):
                 question[1].set_result(input(question[0]))
         except (KeyboardInterrupt, EOFError):
             self.loop.call_soon_threadsafe(lambda: task.cancel())
-            while questions.get():
+            while wait_for(questions):
                 pass
             raise KeyboardInterrupt from None
         return task.result()

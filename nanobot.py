@@ -29,6 +29,7 @@ import logging
 import os
 import re
 import shutil
+import signal
 import string
 import sys
 import threading
@@ -37,6 +38,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from datetime import datetime, tzinfo
 from functools import partial, partialmethod
+from math import isfinite
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 from weakref import WeakValueDictionary
@@ -141,6 +143,8 @@ class Config:
 
     def check(self) -> None:
         """What would only fail later, deep in a turn, is said at once."""
+        if not self.defaults.workspace.strip() or "\0" in self.defaults.workspace:
+            raise ConfigError("agents.defaults.workspace: expected a folder, got nothing usable")
         answer, window = self.defaults.max_tokens, self.defaults.context_window_tokens
         if answer * 2 >= window:
             limit = f"must be under half of contextWindowTokens ({window})"
@@ -221,7 +225,7 @@ class ContextBuilder:
         `runtime` is a key of ours: apart in the journal, before the text in what is sent.
         """
         images, lines = [], []
-        for path in media:
+        for path in map(Path, media):
             try:
                 block = image_block(path.read_bytes())
                 images += [block] if block else []
@@ -327,8 +331,9 @@ class CompositeHook(AgentHook):
     async def _safely(self, hook: AgentHook, method: str, *args: Any, **kwargs: Any) -> Any:
         try:
             return await getattr(hook, method)(*args, **kwargs)
-        except Exception:  # a hook is a guest: it must not end the turn
-            log.exception("%s.%s failed", type(hook).__name__, method)
+        except Exception as problem:  # a hook is a guest: it must not end the turn
+            inside = log.isEnabledFor(logging.INFO)  # --logs
+            log.warning("%s.%s failed: %s", type(hook).__name__, method, problem, exc_info=inside)
             return None
 
     before_iteration = partialmethod(_each, "before_iteration")
@@ -386,8 +391,9 @@ class ApprovalHook(AgentHook):
             if harmless or call.error or call.denied:
                 continue
             call.denied = "The user did not approve this call. Ask what to do."  # until there is a yes
-            shown = call.arguments.get("command") or json.dumps(call.arguments, ensure_ascii=False, indent=1)
-            question = f"{call.name}: {printable(str(shown))}\nRun it? [y/n/always] "
+            # JSON keeps all of it on one line: nothing in it can look like a question of ours
+            shown = printable(json.dumps(call.arguments, ensure_ascii=False))
+            question = f"{call.name} {shown}\nRun it? [y/n/always] "
             answer = (await self.ask(question)).strip().lower() if self.ask else "n"
             if answer in ("a", "always"):
                 self.always.add(call.name)
@@ -635,7 +641,8 @@ class AgentLoop:
         return Turn(
             self.workspace, self.cwd, channel, chat_id, session_key,
             restrict=self.config.tools.restrict_to_workspace, readable=(DATA / "skills",),
-            secret=(self.config.path.resolve(),), max_result_chars=self.config.defaults.max_tool_result_chars,
+            secret=(self.config.path.resolve(), Config().path),
+            max_result_chars=self.config.defaults.max_tool_result_chars,
         )  # fmt: skip
 
     async def process_direct(
@@ -708,8 +715,10 @@ COMMANDS = {
 
 def run(text: str, session_key: str = "cli:direct", config: Config | None = None) -> str:
     """The answer, also in a notebook; raises RuntimeError with cause and fix where there is none."""
+    loop = AgentLoop(config or load_config())
+    loop.cwd = Path.cwd()
     with BackgroundLoop() as background:
-        result = background.complete(AgentLoop(config or load_config()).process_direct(text, session_key))
+        result = background.complete(loop.process_direct(text, session_key))
     if result.final_content is None:
         raise RuntimeError(result.error)
     return result.final_content
@@ -750,7 +759,7 @@ def read_json(file: Path, environ: Mapping[str, str]) -> Any:
         return json.loads(re.sub(r"\$\{(\w+)\}", variable, file.read_text(encoding="utf-8-sig")))
     except OSError as problem:
         raise ConfigError(f"Cannot read {file}: {problem.strerror}. Try `nanobot onboard`.") from None
-    except ValueError as problem:
+    except (ValueError, RecursionError) as problem:
         raise ConfigError(f"{file} is not JSON: {problem}. Correct it there.") from None
 
 
@@ -767,6 +776,9 @@ def read_setting(hint: Any, value: Any, where: str) -> Any:
         return [read_setting(inner[0], each, f"{where}[{n}]") for n, each in enumerate(value)]
     if get_origin(hint) is dict:
         return {name: read_setting(inner[1], each, f"{where}.{name}") for name, each in value.items()}
+    if isinstance(value, int | float) and not (isfinite(value) and value >= (hint is int)):
+        least = "at least 1" if hint is int else "0 or more"
+        raise ConfigError(f"{where}: expected {least}, got {value}")
     return int(value) if hint is int else value  # 100.0 is an integer, too
 
 
@@ -830,10 +842,10 @@ def agent_command(arguments: argparse.Namespace) -> int:
             loop.hooks.append(ApprovalHook(loop.tools, background.ask if keyboard else None))
         if arguments.logs:
             loop.hooks.append(LoggingHook())
-        key = arguments.session if ":" in arguments.session else f"cli:{arguments.session}"
-        ask = partial(one_turn, loop, terminal, background, key)
+        ask = partial(one_turn, loop, terminal, background, session_key(arguments.session))
         piped = "" if keyboard else terminal.read_piped(arguments.message is not None)
-        text = "\n\n".join(filter(None, [arguments.message, piped]))
+        given = os.fsencode(arguments.message or "").decode("utf-8", errors="replace")  # whatever the locale
+        text = "\n\n".join(filter(None, [given.strip(), piped]))
         if text or not keyboard:
             return ask(text)
         threading.Thread(target=loop.provider.warm_up, daemon=True).start()
@@ -841,15 +853,20 @@ def agent_command(arguments: argparse.Namespace) -> int:
         return terminal.converse(ask, loop.workspace / ".nanobot" / "prompt-history")
 
 
+def session_key(name: str) -> str:
+    return name if ":" in name else f"cli:{name}"
+
+
 def one_turn(loop: AgentLoop, terminal: CLI, background: BackgroundLoop, key: str, text: str) -> int:
     if not text:
-        raise ConfigError("There is no message: give one with -m TEXT, or on standard input.")
+        print("nanobot: there is no message: give one with -m TEXT, or on standard input", file=sys.stderr)
+        return 2
     result = background.complete(loop.process_direct(text, key, terminal.send))
     if result.usage["prompt_tokens"]:
         terminal.note(f"tokens: {loop.cost.line(result.usage)}")
     failed = result.stop_reason in ("error", "tool_error", "empty")
     if failed:
-        print(f"nanobot: {printable(result.error or result.stop_reason)}", file=sys.stderr)
+        terminal.note(f"nanobot: {result.error or result.final_content}")
     return int(failed)
 
 
@@ -890,9 +907,11 @@ def status_command(arguments: argparse.Namespace) -> int:
 def prompt_command(arguments: argparse.Namespace) -> None:
     loop = AgentLoop(settings_of(arguments))
     loop.cwd = Path.cwd()
-    turn = loop.turn("cli:direct")
+    turn = loop.turn(session_key(arguments.session))
     parts = loop.context.parts(turn)
+    history = loop.sessions.get(turn.session_key).get_history(list)
     parts["Tools"] = "\n".join(json.dumps(each, ensure_ascii=False) for each in loop.tools.get_definitions())
+    parts["History"] = "\n".join(json.dumps(each, ensure_ascii=False) for each in history)
     message, _ = loop.context.user_message(arguments.text, turn)
     parts["User"] = f"{message['runtime']}\n\n{message['content']}"
     for name, text in parts.items():
@@ -928,11 +947,12 @@ def parser() -> argparse.ArgumentParser:
     commands = main_parser.add_subparsers(metavar="COMMAND")
     agent = commands.add_parser("agent", parents=[common], help="ask, or talk at a prompt")
     agent.add_argument("-m", "--message", metavar="TEXT", help="ask this and leave; else a prompt")
-    agent.add_argument("-s", "--session", metavar="NAME", default="direct", help="a conversation of its own")
     agent.add_argument("--approve", action="store_true", help="ask before a tool writes or executes")
     agent.add_argument("--no-stream", action="store_true", help="do not stream requests")
     prompt = commands.add_parser("prompt", parents=[common], help="print what would be sent")
     prompt.add_argument("text", nargs="?", default="Hello!")
+    for command in (agent, prompt):
+        command.add_argument("-s", "--session", metavar="NAME", default="direct", help="a conversation apart")
     sessions = commands.add_parser("sessions", parents=[common], help="list conversations, or `show KEY`")
     sessions.add_argument("action", nargs="?", choices=["show"])
     sessions.add_argument("show", nargs="?", metavar="KEY")
@@ -945,6 +965,10 @@ def main(argv: list[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     commands = {"agent": agent_command, "prompt": prompt_command, "sessions": sessions_command,
                 "onboard": onboard_command, "status": status_command}  # fmt: skip
+    if argv and not argv[0].startswith("-") and argv[0] not in commands:
+        print(f"nanobot: no command {argv[0]!r}, there are {', '.join(commands)}; a message goes behind -m",
+              file=sys.stderr)  # fmt: skip
+        return 2
     if not argv or argv[0] not in (*commands, "-h", "--help", "--version"):
         argv.insert(0, "agent")
     arguments = parser().parse_args(argv)
@@ -952,6 +976,9 @@ def main(argv: list[str] | None = None) -> int:
                         format="%(levelname)s %(name)s: %(message)s")  # fmt: skip
     for stream in filter(None, (sys.stdout, sys.stderr)):
         stream.reconfigure(errors="replace")  # letters that its encoding has not
+    for name in ("SIGTERM", "SIGHUP"):  # end as after Ctrl-C: what runs is stopped, the journal in order
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.default_int_handler)
     try:
         return commands[argv[0]](arguments) or 0
     except (ConfigError, SessionBusy) as problem:
@@ -959,7 +986,7 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # `nanobot … | head`: nobody wants the rest
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as problem:
-        print(f"nanobot: {problem}. Mend it and ask again; what was said is in the journal.", file=sys.stderr)
+        print(f"nanobot: {problem}. Mend it and ask again; the journal keeps what it has.", file=sys.stderr)
     except KeyboardInterrupt:
         return 130
     return 1

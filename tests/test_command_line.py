@@ -110,7 +110,7 @@ def test_standard_input_may_be_closed(own_home, flags):
     process = start("--offline", *flags, preexec_fn=lambda: os.close(0))
     out, err = process.communicate(timeout=20)
     assert "Traceback" not in err
-    assert process.returncode == (0 if flags else 1)
+    assert process.returncode == (0 if flags else 2)
 
 
 def test_an_output_that_knows_few_letters_gets_the_others_replaced(own_home):
@@ -123,8 +123,14 @@ def test_an_output_that_knows_few_letters_gets_the_others_replaced(own_home):
 
 def test_no_message_at_all_is_said(own_home):
     status, out, err = nanobot("--offline")
-    assert (status, out) == (1, "")
+    assert (status, out) == (2, "")
     assert "-m TEXT" in err
+
+
+def test_a_word_that_is_no_command_is_explained(own_home):
+    status, out, err = nanobot("hello")
+    assert (status, out) == (2, "")
+    assert "behind -m" in err
 
 
 def test_sessions_are_apart_and_remembered(own_home):
@@ -298,11 +304,12 @@ def test_ctrl_c_stops_with_130_and_leaves_a_session_that_goes_on(own_home):
     assert sent[2].endswith("two")
 
 
-def test_ctrl_c_kills_the_command_that_runs(own_home, tmp_path):
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_signal_kills_the_command_that_runs(own_home, tmp_path, name):
     with FakeLLM([call("exec", command="sleep 60 & echo $! > pid; wait"), "never"]) as server:
         process = start("-m", "one", server=server, cwd=tmp_path)
         wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().strip())
-        process.send_signal(signal.SIGINT)
+        process.send_signal(getattr(signal, name))
         process.communicate(timeout=10)
     child = int((tmp_path / "pid").read_text())
     wait_until(lambda: not Path(f"/proc/{child}").exists() or is_zombie(child), 5)
@@ -496,8 +503,9 @@ def test_prompt_prints_what_is_sent(own_home):
         nanobot("-m", "What is in a.txt?", server=server)
         system = server.bodies[0]["messages"][0]["content"]
     printed = re.split(r"\n*==== .+ \(~[\d,]+ tokens\) ====\n", out)[1:]
-    assert system.split("\n\n---\n\n") == printed[:-2]
+    assert system.split("\n\n---\n\n") == printed[:-3]
     assert printed[-1].strip().endswith("What is in a.txt?")
+    assert '"content": "ok"' in nanobot("prompt", "and now?")[1]
 
 
 def test_sessions_show_of_a_stranger_is_an_error(own_home):
