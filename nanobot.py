@@ -911,7 +911,8 @@ def prompt_command(arguments: argparse.Namespace) -> None:
     parts = loop.context.parts(turn)
     history = loop.sessions.get(turn.session_key).get_history(list)
     parts["Tools"] = "\n".join(json.dumps(each, ensure_ascii=False) for each in loop.tools.get_definitions())
-    parts["History"] = "\n".join(json.dumps(each, ensure_ascii=False) for each in history)
+    if history:
+        parts["History"] = "\n".join(json.dumps(each, ensure_ascii=False) for each in history)
     message, _ = loop.context.user_message(arguments.text, turn)
     parts["User"] = f"{message['runtime']}\n\n{message['content']}"
     for name, text in parts.items():

@@ -503,7 +503,7 @@ def test_prompt_prints_what_is_sent(own_home):
         nanobot("-m", "What is in a.txt?", server=server)
         system = server.bodies[0]["messages"][0]["content"]
     printed = re.split(r"\n*==== .+ \(~[\d,]+ tokens\) ====\n", out)[1:]
-    assert system.split("\n\n---\n\n") == printed[:-3]
+    assert system.split("\n\n---\n\n") == printed[:-2]
     assert printed[-1].strip().endswith("What is in a.txt?")
     assert '"content": "ok"' in nanobot("prompt", "and now?")[1]
 
