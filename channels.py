@@ -157,6 +157,8 @@ class CLI:
             except KeyboardInterrupt:
                 self.note("\nstopped; /continue goes on with the turn" if text else "")
             except Exception as problem:  # whatever happens in a turn, the conversation goes on
+                if not text:
+                    raise  # not in a turn: the terminal is gone
                 log.info("the turn failed", exc_info=True)
                 self.note(f"Sorry, that failed: {problem}. What was said is in the journal.")
 
