@@ -4,7 +4,7 @@ The journal is the truth, what is sent is a projection. A session is one append-
 message is written once, at the moment it exists. Repair and trimming happen on the copy that is sent:
 
     {"_type": "metadata", "key": "cli:direct", "created_at": "…", "metadata": {}, "last_consolidated": 0}
-    {"role": "user", "content": "What is in a.txt?", "timestamp": "2026-04-03T10:00:00+02:00"}
+    {"role": "user", "content": "What is in a.txt?", "timestamp": "2026-04-03T10:00:00+0200"}
     {"role": "assistant", "content": null, "tool_calls": [{"id": "call_1", …}], "timestamp": "…"}
     {"role": "tool", "tool_call_id": "call_1", "content": "1| hello", "timestamp": "…"}
 
@@ -22,7 +22,6 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
@@ -38,7 +37,7 @@ class SessionBusy(Exception):
 
 
 def now() -> str:
-    return datetime.now().astimezone().isoformat(timespec="seconds")
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
 def open_private(path: Path) -> Any:

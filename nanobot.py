@@ -36,7 +36,6 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from datetime import datetime, tzinfo
 from functools import partial, partialmethod
 from math import isfinite
 from pathlib import Path
@@ -232,6 +231,8 @@ class ContextBuilder:
                 lines.append(f"[image: {path}]" if block else f"[file: {path}]")
             except OSError as problem:
                 lines.append(f"[file: {path}, not readable: {problem.strerror}]")
+        from datetime import datetime
+
         now = datetime.now().astimezone(self.zone)
         moment = f"{now:%Y-%m-%d %H:%M} ({now:%A}), {now:%Z}"
         runtime = template("runtime", time=moment, channel=turn.channel, chat_id=turn.chat_id)
@@ -242,12 +243,14 @@ def titled(title: str, text: str) -> str:
     return f"{title}\n\n{text}" if text else ""
 
 
-def time_zone(name: str) -> tzinfo | None:
+def time_zone(name: str) -> Any:
     """A zone like `Europe/Berlin`, or None for the machine's own."""
+    if not name:
+        return None
     import zoneinfo
 
     try:
-        return zoneinfo.ZoneInfo(name) if name else None
+        return zoneinfo.ZoneInfo(name)
     except (KeyError, ValueError, OSError):
         raise ConfigError(f"agents.defaults.timezone: there is no zone {name!r}.") from None
 
