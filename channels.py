@@ -47,11 +47,29 @@ def printable(text: str) -> str:
     return safe.encode("utf-8", errors="replace").decode("utf-8")  # a lone surrogate has no UTF-8
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM or SIGHUP: as Ctrl-C it stops a turn, and it ends a conversation, too."""
+
+
+def terminate(*_: Any) -> None:
+    raise Terminated
+
+
 def wait_for(items: queue.SimpleQueue) -> Any:
     """The next item. Looks up now and then: a Ctrl-C that the system gave to another thread wakes nobody."""
     while True:
         with contextlib.suppress(queue.Empty):
             return items.get(timeout=0.2)
+
+
+def read_answer(question: str) -> str:
+    """A line from the keyboard; what is no text is no yes. Where stdout is a file, stderr asks."""
+    live = sys.stdout.isatty()
+    print(end="" if live else question, file=sys.stderr, flush=True)
+    try:
+        return input(question if live else "")
+    except UnicodeDecodeError:
+        return ""
 
 
 class BackgroundLoop(contextlib.AbstractContextManager):
@@ -81,12 +99,12 @@ class BackgroundLoop(contextlib.AbstractContextManager):
         self.loop.call_soon_threadsafe(start)
         try:
             while question := wait_for(questions):
-                question[1].set_result(input(question[0]))
-        except (KeyboardInterrupt, EOFError):
+                question[1].set_result(read_answer(question[0]))
+        except (KeyboardInterrupt, EOFError) as stop:
             self.loop.call_soon_threadsafe(lambda: task.cancel())
             while wait_for(questions):
                 pass
-            raise KeyboardInterrupt from None
+            raise stop if isinstance(stop, Terminated) else KeyboardInterrupt from None
         return task.result()
 
     async def ask(self, question: str) -> str:
@@ -138,7 +156,7 @@ class CLI:
         with contextlib.suppress(ImportError, OSError):
             import readline
 
-            readline.append_history_file(1 if line else 0, history)  # readline keeps no empty line
+            readline.append_history_file(1 if line and self.live else 0, history)  # it keeps no empty line
         return line
 
     def converse(self, ask: Callable[[str], Any], history: Path) -> int:
@@ -154,13 +172,15 @@ class CLI:
             except EOFError:
                 self.note("")
                 return 0
+            except Terminated:
+                raise
             except KeyboardInterrupt:
                 self.note("\nstopped; /continue goes on with the turn" if text else "")
             except Exception as problem:  # whatever happens in a turn, the conversation goes on
                 if not text:
                     raise  # not in a turn: the terminal is gone
                 log.info("the turn failed", exc_info=True)
-                self.note(f"Sorry, that failed: {problem}. What was said is in the journal.")
+                self.note(f"Sorry, that failed: {str(problem).rstrip('.')}.")
 
     def read_piped(self, beside_message: bool) -> str:
         """What was piped in. Beside a message it may be a pipe that nobody writes to: wait 3 s for a word."""

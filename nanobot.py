@@ -35,14 +35,13 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial, partialmethod
-from math import isfinite
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 from weakref import WeakValueDictionary
 
-from channels import CLI, BackgroundLoop, OutboundMessage, printable
+from channels import CLI, BackgroundLoop, OutboundMessage, printable, terminate
 from memory import (
     MemoryStore, SessionBusy, SessionManager, SkillsLoader, TokenCounter, leave_out_oldest, said,
 )  # fmt: skip
@@ -129,7 +128,7 @@ class Config:
     tools: ToolSettings = field(default_factory=ToolSettings)
     prices: dict[str, Price] = field(default_factory=dict)
     channels: ChannelSettings = field(default_factory=ChannelSettings)
-    path: Path = field(default_factory=lambda: Path.home() / ".nanobot" / "config.json", init=False)
+    path: Path = field(default_factory=lambda: path_of("~/.nanobot/config.json"), init=False)
     base_url: str = field(default="", init=False)  # given by a flag or the environment: it wins
 
     @property
@@ -388,12 +387,14 @@ class ApprovalHook(AgentHook):
         self.always: set[str] = set()
 
     async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
-        for call in tool_calls:
-            tool = self.tools.get(call.name)
-            harmless = tool is None or tool.read_only or call.name in self.always
-            if harmless or call.error or call.denied:
+        open_calls = [call for call in tool_calls if not (call.error or call.denied)]
+        asked = [call for call in open_calls if (tool := self.tools.get(call.name)) and not tool.read_only]
+        for call in asked:  # all of them before the first question: should one fail, none goes through
+            call.denied = "The user did not approve this call."
+        for call in asked:
+            if call.name in self.always:
+                call.denied = ""
                 continue
-            call.denied = "The user did not approve this call. Ask what to do."  # until there is a yes
             # JSON keeps all of it on one line: nothing in it can look like a question of ours
             shown = printable(json.dumps(call.arguments, ensure_ascii=False))
             question = f"{call.name} {shown}\nRun it? [y/n/always] "
@@ -482,6 +483,8 @@ class AgentRunner:
     async def _act(self, run: AgentHookContext) -> None:
         """Run the calls of one answer; the results stand behind it in the order of the calls."""
         run.blanks = 0
+        run.response.content = "".join([*run.segments, run.response.content or ""]) or None  # cut before
+        run.segments = []
         await run.spec.hook.on_stream_end(resuming=True)
         self._add(run, run.response.to_message(), more=True)
         await run.spec.hook.before_execute_tools(run.tool_calls)
@@ -548,19 +551,21 @@ class AgentRunner:
         """What an answer without calls to run means: the end, or another request."""
         response, text = run.response, run.response.content or ""
         if run.out_of_steps:
-            text = text or f"I stopped after {run.spec.max_iterations} model calls, the limit."
+            whole = text if response.finish_reason != "error" else ""
+            text = whole or f"I stopped at the limit of {run.spec.max_iterations} steps."
             run.stop_reason, run.final_content = "max_iterations", "".join([*run.segments, text])
         elif response.finish_reason == "error":
             run.stop_reason, run.error = "error", response.error
+            run.final_content = "".join(run.segments) or None  # what was received whole
         elif (response.finish_reason == "length" or run.tool_calls) and run.cuts < self.continuations:
             run.cuts += 1
-            run.segments += [text] if text else []
+            run.segments += [f"{text}\n\n" if run.tool_calls else text] if text else []
             said = "answer" if text.strip() else "thinking"
             run.nudge = template("cut_calls" if run.tool_calls else f"cut_{said}")
         elif text.strip() or run.segments:
             run.stop_reason, run.final_content = "completed", "".join([*run.segments, text])
         elif run.blanks == 2 or response.finish_reason in ("content_filter", "refusal"):
-            why = "the endpoint withheld it" if run.blanks < 2 else "the model sent nothing, three times"
+            why = "the endpoint withheld it" if run.blanks < 2 else "the model sent nothing of use"
             run.stop_reason, run.final_content = "empty", f"There is no answer: {why}. Ask in other words."
         else:
             run.blanks += 1
@@ -779,9 +784,9 @@ def read_setting(hint: Any, value: Any, where: str) -> Any:
         return [read_setting(inner[0], each, f"{where}[{n}]") for n, each in enumerate(value)]
     if get_origin(hint) is dict:
         return {name: read_setting(inner[1], each, f"{where}.{name}") for name, each in value.items()}
-    if isinstance(value, int | float) and not (isfinite(value) and value >= (hint is int)):
-        least = "at least 1" if hint is int else "0 or more"
-        raise ConfigError(f"{where}: expected {least}, got {value}")
+    least = 1 if hint is int else 0
+    if isinstance(value, int | float) and not least <= value < 1e15:  # NaN is not, either
+        raise ConfigError(f"{where}: expected a number from {least} up, got {str(value)[:80]}")
     return int(value) if hint is int else value  # 100.0 is an integer, too
 
 
@@ -849,7 +854,7 @@ def agent_command(arguments: argparse.Namespace) -> int:
         piped = "" if keyboard else terminal.read_piped(arguments.message is not None)
         given = os.fsencode(arguments.message or "").decode("utf-8", errors="replace")  # whatever the locale
         text = "\n\n".join(filter(None, [given.strip(), piped]))
-        if text or not keyboard:
+        if text or not keyboard or arguments.message is not None:
             return ask(text)
         threading.Thread(target=loop.provider.warm_up, daemon=True).start()
         terminal.note(f"nanobot {__version__}, model {loop.model}. /help lists commands, Ctrl-D leaves.")
@@ -868,7 +873,7 @@ def one_turn(loop: AgentLoop, terminal: CLI, background: BackgroundLoop, key: st
     if result.usage["prompt_tokens"]:
         terminal.note(f"tokens: {loop.cost.line(result.usage)}")
     failed = result.stop_reason in ("error", "tool_error", "empty")
-    if failed:
+    if failed and not (terminal.live and result.final_content):  # seen already
         terminal.note(f"nanobot: {result.error or result.final_content}")
     return int(failed)
 
@@ -912,11 +917,11 @@ def prompt_command(arguments: argparse.Namespace) -> None:
     loop.cwd = Path.cwd()
     turn = loop.turn(session_key(arguments.session))
     parts = loop.context.parts(turn)
-    history = loop.sessions.get(turn.session_key).get_history(list)
     parts["Tools"] = "\n".join(json.dumps(each, ensure_ascii=False) for each in loop.tools.get_definitions())
-    if history:
-        parts["History"] = "\n".join(json.dumps(each, ensure_ascii=False) for each in history)
     message, _ = loop.context.user_message(arguments.text, turn)
+    stored = loop.sessions.get(turn.session_key)
+    if history := replace(stored, lines=[*stored.lines, message]).get_history(legal)[:-1]:
+        parts["History"] = "\n".join(json.dumps(each, ensure_ascii=False) for each in history)
     parts["User"] = f"{message['runtime']}\n\n{message['content']}"
     for name, text in parts.items():
         tokens = TokenCounter().total([{"content": text}])
@@ -982,7 +987,7 @@ def main(argv: list[str] | None = None) -> int:
         stream.reconfigure(errors="replace")  # letters that its encoding has not
     for name in ("SIGTERM", "SIGHUP"):  # end as after Ctrl-C: what runs is stopped, the journal in order
         if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.default_int_handler)
+            signal.signal(getattr(signal, name), terminate)
     try:
         return commands[argv[0]](arguments) or 0
     except (ConfigError, SessionBusy) as problem:

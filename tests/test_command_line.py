@@ -548,3 +548,12 @@ def test_help_and_version(own_home):
     assert status == 0
     assert "agent" in out
     assert nanobot("--version")[1].startswith("nanobot ")
+
+
+def test_a_polite_kill_ends_a_conversation_that_waits(own_home, needs_terminal):
+    with FakeLLM([]) as server:
+        terminal = Terminal(server=server)
+        terminal.expect("> ")
+        time.sleep(1.0)  # until it really waits for the keyboard
+        terminal.process.send_signal(signal.SIGTERM)
+        assert terminal.close() == 130

@@ -227,7 +227,7 @@ def test_out_of_iterations_there_is_one_more_request_without_tools():
 
 def test_out_of_iterations_and_out_of_words_the_limit_is_named():
     result, _ = run([call("look", "a"), call("look", "b")], [look], max_iterations=2)
-    assert "2 model calls" in result.final_content
+    assert "limit of 2 steps" in result.final_content
 
 
 def test_a_failing_model_ends_the_run_with_its_cause():
@@ -721,8 +721,8 @@ def test_both_spellings_are_read(own_home):
         ('{"tools": {"exec": {"allowedEnvKeys": [1]}}}', "exec.allowedEnvKeys[0]: expected string, got 1"),
         ('{"tools": []}', "tools: expected object, got []"),
         ("[]", "expected object, got []"),
-        ('{"tools": {"exec": {"timeout": -5}}}', "tools.exec.timeout: expected at least 1, got -5"),
-        ('{"agents": {"defaults": {"temperature": NaN}}}', "temperature: expected 0 or more, got nan"),
+        ('{"tools": {"exec": {"timeout": -5}}}', "exec.timeout: expected a number from 1 up, got -5"),
+        ('{"agents": {"defaults": {"temperature": NaN}}}', "expected a number from 0 up, got nan"),
         ('{"agents": ', "is not JSON"),
         ('{"providers": {"openai": {"apiKey": "${NO_SUCH_KEY}"}}}', "variable NO_SUCH_KEY"),
         ('{"prices": {"m": {"input": "free"}}}', 'prices.m.input: expected number, got "free"'),
@@ -845,3 +845,42 @@ def test_no_settings_file_is_for_the_model_to_read(tmp_path, own_home):
     for name in (".nanobot/config.json", "other.json", ".nanobot/config.json.bak"):
         with pytest.raises(ToolError, match="keys"):
             loop.turn("cli:direct").path(str(own_home / name))
+
+
+def test_a_cut_answer_that_goes_on_to_a_tool_stays_in_its_place():
+    cut = LLMResponse("Part one, ", [], "length")
+    more = LLMResponse("part two.", [call("look")], "tool_calls")
+    result, provider = run([cut, more, "Done."], [look])
+    assert result.final_content == "Done."
+    assert provider.requests[2].messages[1]["content"] == "Part one, part two."
+
+
+def test_a_continuation_that_fails_keeps_what_was_received():
+    result, _ = run([LLMResponse("long text", [], "length"), LLMResponse(None, [], "error", error="boom")])
+    assert (result.stop_reason, result.error, result.final_content) == ("error", "boom", "long text")
+
+
+def test_out_of_steps_a_torn_summary_is_not_taken_for_the_answer():
+    torn = LLMResponse("I did the fi", [], "error", error="broke off")
+    result, _ = run([call("look"), torn], [look], max_iterations=1)
+    assert "limit of 1 steps" in result.final_content
+
+
+def test_a_question_that_fails_lets_none_of_the_calls_through():
+    ran = []
+
+    @tool
+    def act(n: int) -> str:
+        """Act."""
+        ran.append(n)
+        return "acted"
+
+    async def broken_ask(question):
+        raise ValueError("no terminal")
+
+    registry = ToolRegistry([act])
+    hook = CompositeHook([ApprovalHook(registry, broken_ask)])
+    spec = AgentRunSpec([{"role": "user", "content": "x"}], registry, hook=hook)
+    script = [[call("act", "c1", n=1), call("act", "c2", n=2)], "ok"]
+    asyncio.run(AgentRunner(ScriptedProvider(script)).run(spec))
+    assert ran == []
