@@ -62,14 +62,17 @@ def wait_for(items: queue.SimpleQueue) -> Any:
             return items.get(timeout=0.2)
 
 
+def type_at(prompt: str, live: bool, err: TextIO) -> str:
+    """A line from the keyboard. stdout is for the answer: where it is no terminal, stderr has the prompt."""
+    print(end="" if live else prompt, file=err, flush=True)
+    return input(prompt if live else "")
+
+
 def read_answer(question: str) -> str:
-    """A line from the keyboard; what is no text is no yes. Where stdout is a file, stderr asks."""
-    live = sys.stdout.isatty()
-    print(end="" if live else question, file=sys.stderr, flush=True)
     try:
-        return input(question if live else "")
+        return type_at(question, sys.stdout.isatty(), sys.stderr)
     except UnicodeDecodeError:
-        return ""
+        return ""  # what is no text is no yes
 
 
 class BackgroundLoop(contextlib.AbstractContextManager):
@@ -151,8 +154,7 @@ class CLI:
                 history.parent.mkdir(parents=True, exist_ok=True)
                 history.touch(0o600)  # nothing can be appended to a file that is not there
                 readline.read_history_file(history)
-        print("" if self.live else prompt, end="", file=self.err, flush=True)  # stdout is for the answer
-        line = input(prompt if self.live else "")
+        line = type_at(prompt, self.live, self.err)
         with contextlib.suppress(ImportError, OSError):
             import readline
 

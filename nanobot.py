@@ -727,7 +727,7 @@ def run(text: str, session_key: str = "cli:direct", config: Config | None = None
     loop.cwd = Path.cwd()
     with BackgroundLoop() as background:
         result = background.complete(loop.process_direct(text, session_key))
-    if result.final_content is None:
+    if result.stop_reason == "error":
         raise RuntimeError(result.error)
     return result.final_content
 
@@ -873,8 +873,9 @@ def one_turn(loop: AgentLoop, terminal: CLI, background: BackgroundLoop, key: st
     if result.usage["prompt_tokens"]:
         terminal.note(f"tokens: {loop.cost.line(result.usage)}")
     failed = result.stop_reason in ("error", "tool_error", "empty")
-    if failed and not (terminal.live and result.final_content):  # seen already
-        terminal.note(f"nanobot: {result.error or result.final_content}")
+    cause = result.error or result.final_content or ""
+    if failed and not (terminal.live and cause in (result.final_content or "")):  # seen already
+        terminal.note(f"nanobot: {cause}")
     return int(failed)
 
 

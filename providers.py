@@ -301,8 +301,10 @@ def choose_endpoint(
     if not base:
         raise ValueError(f"Provider {spec.name} has no address: set its apiBase, or --base-url.")
     own_server = host is not None and (host.is_local or not host.default_api_base)
-    paired = spec if base == own.api_base or not spec.default_api_base or spec.is_local else ROWS["openai"]
-    key = _key(settings, paired, anywhere=True) if own_server else _key(settings, host or spec)
+    # to a server of the user's own a row's key goes only where the row has that address or no host at all
+    owns = base == own.api_base or not spec.default_api_base or spec.is_local
+    owner = spec if owns else ROWS["openai"]
+    key = _key(settings, owner, anywhere=True) if own_server else _key(settings, host or spec)
     maker, _, rest = model.partition("/")
     if maker == spec.name and (not spec.is_gateway or "/" in rest):  # openrouter/auto is a whole name
         model = rest

@@ -100,10 +100,10 @@ class Turn:
         if real.parts[1:2] == ("proc",) and real.name in ("environ", "mem"):  # the environment holds keys too
             return True
         if any(real.parent == path.parent and real.name.startswith(path.name) for path in self.secret):
-            return True  # config.json.bak
+            return True  # the file, and config.json.bak beside it
         # samefile: a hard link is the same file, so is another case where the file system ignores case
         there = [path for path in self.secret if path.exists()] if real.exists() else []
-        return real in self.secret or any(real.samefile(path) for path in there)
+        return any(real.samefile(path) for path in there)
 
 
 async def in_thread(function: Callable, /, *args: Any, **kwargs: Any) -> Any:

@@ -557,3 +557,12 @@ def test_a_polite_kill_ends_a_conversation_that_waits(own_home, needs_terminal):
         time.sleep(1.0)  # until it really waits for the keyboard
         terminal.process.send_signal(signal.SIGTERM)
         assert terminal.close() == 130
+
+
+def test_a_terminal_shows_why_an_answer_stops_half_way(own_home, needs_terminal):
+    script = [Reply("half of it", finish_reason="length"), Failure(400, {"error": {"message": "boom"}})]
+    with FakeLLM(script) as server:
+        terminal = Terminal("-m", "x", server=server)
+        terminal.expect("half of it")
+        terminal.expect("boom")
+        assert terminal.close() == 1

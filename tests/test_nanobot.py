@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import nanobot
+from fake_llm import Failure, FakeLLM, Reply
 from nanobot import (
     AgentHook,
     AgentLoop,
@@ -884,3 +885,12 @@ def test_a_question_that_fails_lets_none_of_the_calls_through():
     script = [[call("act", "c1", n=1), call("act", "c2", n=2)], "ok"]
     asyncio.run(AgentRunner(ScriptedProvider(script)).run(spec))
     assert ran == []
+
+
+def test_run_raises_where_the_model_fails_although_a_part_was_received(own_home):
+    script = [Reply("half of it", finish_reason="length"), Failure(400, {"error": {"message": "boom"}})]
+    with FakeLLM(script) as server:
+        config = load_config(None, {"OPENAI_BASE_URL": server.base_url, "NANOBOT_MODEL": "m"})
+        config.defaults.workspace = str(own_home / "ws")
+        with pytest.raises(RuntimeError, match="boom"):
+            nanobot.run("hello", config=config)
