@@ -40,7 +40,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial, partialmethod
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 from weakref import WeakValueDictionary
 
 from channels import CLI, BackgroundLoop, OutboundMessage, printable, terminate
@@ -91,6 +91,7 @@ class ProviderSettings:
     api_base: str = ""
     extra_headers: dict = field(default_factory=dict)
     extra_body: dict = field(default_factory=dict)
+    text_tool_calls: Literal["auto", "on", "off"] = "auto"
 
 
 @dataclass
@@ -793,8 +794,10 @@ def read_json(file: Path, environ: Mapping[str, str]) -> Any:
 
 def read_setting(hint: Any, value: Any, where: str) -> Any:
     """A value as its type hint wants it; raises ConfigError with its path: `agents.defaults.maxTokens: …`."""
-    wanted = kinds(as_schema(dict if is_dataclass(hint) else hint))
-    if not any(is_kind(value, kind) for kind in wanted):
+    schema = as_schema(dict if is_dataclass(hint) else hint)
+    wanted = schema.get("enum") or kinds(schema)
+    allowed = value in wanted if "enum" in schema else any(is_kind(value, kind) for kind in wanted)
+    if not allowed:
         shown = json.dumps(value, ensure_ascii=False)[:80]
         raise ConfigError(f"{where or 'the file'}: expected {' or '.join(wanted)}, got {shown}")
     if is_dataclass(hint):
