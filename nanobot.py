@@ -49,7 +49,7 @@ from memory import (
 )  # fmt: skip
 from providers import (
     ROWS, Endpoint, HumanProvider, LLMProvider, LLMResponse, OfflineProvider, OpenAIProvider, ReplayProvider,
-    ToolCallRequest, Trace, choose_endpoint, legal, read_trace,
+    ToolCallRequest, Trace, choose_endpoint, legal,
 )  # fmt: skip
 from tools import FILE_TOOLS, Exec, ToolRegistry, ToolResult, Turn, as_schema, image_block, is_kind, kinds
 
@@ -1000,7 +1000,7 @@ class RecordedTools(ToolRegistry):
 
 def replay_command(arguments: argparse.Namespace) -> int:
     try:
-        model = ReplayProvider(read_trace(arguments.file))
+        model = ReplayProvider(arguments.file)
     except (OSError, ValueError) as problem:
         raise ConfigError(f"{problem}. Make a trace with: nanobot agent --trace FILE") from None
     terminal = CLI()

@@ -717,7 +717,7 @@ def test_both_spellings_are_read(own_home):
     ("text", "said"),
     [
         ('{"agents": {"defaults": {"maxTokens": "many"}}}', 'maxTokens: expected integer, got "many"'),
-        ('{"providers": {"vllm": {"textToolCalls": "yes"}}}', 'vllm.textToolCalls: expected auto or on or off'),
+        ('{"providers": {"vllm": {"textToolCalls": "yes"}}}', 'textToolCalls: expected auto or on or off'),
         ('{"agents": {"defaults": {"maxTokens": true}}}', "defaults.maxTokens: expected integer, got true"),
         ('{"agents": {"defualts": {}}}', "agents.defualts: unknown key"),
         ('{"tools": {"exec": {"allowedEnvKeys": [1]}}}', "exec.allowedEnvKeys[0]: expected string, got 1"),

@@ -934,7 +934,8 @@ def test_without_tools_of_its_own_a_model_gets_them_and_gives_calls_as_text():
             roles = [message["role"] for message in body["messages"]]
             assert "tools" not in body and roles == ["system", "user", "assistant", "user"]
         assert '"name": "look"' in body["messages"][0]["content"]
-        assert body["messages"][2]["content"] == 'Well.\n<tool_call>{"name": "look", "arguments": {}}</tool_call>'
+        written = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
+        assert body["messages"][2]["content"] == f"Well.\n{written}"
         assert body["messages"][3]["content"] == "<tool_result>\na cat\n</tool_result>"
 
 
@@ -1001,7 +1002,8 @@ WAITS = {
     "milliseconds win": ({"status": 429, "headers": {"retry-after-ms": "250", "retry-after": "9"}}, 0.25),
     "a date": ({"status": 503, "headers": {"retry-after": "Sat, 21 Nov 2026 10:00:20 GMT",
                                            "date": "Sat, 21 Nov 2026 10:00:00 GMT"}}, 20.0),
-    "a date that is past": ({"status": 503, "headers": {"retry-after": "Sat, 21 Nov 2020 10:00:20 GMT"}}, 1.0),
+    "a date that is past": (
+        {"status": 503, "headers": {"retry-after": "Sat, 21 Nov 2020 10:00:20 GMT"}}, 1.0),
     "at most a minute": ({"status": 429, "headers": {"retry-after": "3600"}}, 60.0),
     "nonsense in the header": ({"status": 429, "headers": {"retry-after": "soon"}}, 1.0),
     "not a number": ({"status": 429, "headers": {"retry-after": "nan"}}, 1.0),
@@ -1075,7 +1077,7 @@ TEXT_CALLS = {
     "a tag around JSON": '<tool_call>{"name": "look", "arguments": {"path": "a.txt"}}</tool_call>',
     "without its end": '<tool_call>\n{"name": "look", "arguments": {"path": "a.txt"}}',
     "parameters": '<tool_call>{"name": "look", "parameters": {"path": "a.txt"}}</tool_call>',
-    "arguments in a text": '<tool_call>{"name": "look", "arguments": "{\\"path\\": \\"a.txt\\"}"}</tool_call>',
+    "arguments in a text": r'<tool_call>{"name": "look", "arguments": "{\"path\": \"a.txt\"}"}</tool_call>',
     "a function and JSON": '<function=look>{"path": "a.txt"}</function>',
     "a function and parameters": "<function=look>\n<parameter=path>\na.txt\n</parameter>\n</function>",
     "the same, half in a tag": "<function=look><parameter=path>a.txt</parameter></function>\n</tool_call>",
@@ -1084,7 +1086,7 @@ TEXT_CALLS = {
     "in a fence": '```json\n{"name": "look", "arguments": {"path": "a.txt"}}\n```',
     "in a list": '[{"name": "look", "arguments": {"path": "a.txt"}}]',
     "in Python": "[look(path='a.txt')]",
-    "after thoughts": '<think>Hm.</think>\n<tool_call>{"name": "look", "arguments": {"path": "a.txt"}}</tool_call>',
+    "after thoughts": '<think>Hm.</think>\n{"name": "look", "arguments": {"path": "a.txt"}}',
 }  # fmt: skip
 LOOK_TOOL = {"type": "function", "function": {"name": "look", "parameters": {}}}
 
