@@ -19,7 +19,7 @@ import select
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -86,8 +86,9 @@ def read_answer(question: str, words: Sequence[str] = ()) -> str:
 class BackgroundLoop(contextlib.AbstractContextManager):
     """An event loop on a daemon thread: the agent goes on while the main thread keeps the keyboard."""
 
-    def __init__(self) -> None:
+    def __init__(self, close: Callable[[], Coroutine] | None = None):
         self.loop, self._questions = asyncio.new_event_loop(), queue.SimpleQueue()  # None: the end
+        self.close = close  # what is done at the end, on the loop
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:
@@ -95,6 +96,10 @@ class BackgroundLoop(contextlib.AbstractContextManager):
         self.loop.close()  # lets go of its pipes and threads
 
     def __exit__(self, *_: Any) -> None:
+        ended = asyncio.run_coroutine_threadsafe(self.close(), self.loop) if self.close else None
+        while ended and not ended.done():
+            with contextlib.suppress(KeyboardInterrupt):  # a second Ctrl-C would leave processes behind
+                wait([ended])
         self.loop.call_soon_threadsafe(self.loop.stop)
 
     def complete(self, work: Coroutine) -> Any:

@@ -51,7 +51,9 @@ from providers import (
     ROWS, Endpoint, HumanProvider, LLMProvider, LLMResponse, OfflineProvider, OpenAIProvider, ReplayProvider,
     ToolCallRequest, Trace, choose_endpoint, legal,
 )  # fmt: skip
-from tools import FILE_TOOLS, Exec, ToolRegistry, ToolResult, Turn, as_schema, image_block, is_kind, kinds
+from tools import (
+    FILE_TOOLS, Exec, MCPServers, ToolRegistry, ToolResult, Turn, as_schema, image_block, is_kind, kinds,
+)  # fmt: skip
 
 __version__ = "0.1.0"
 log = logging.getLogger("nanobot")
@@ -103,9 +105,23 @@ class ExecSettings:
 
 
 @dataclass
+class MCPSettings:
+    command: str = ""  # of a server that is a program; any other has a url
+    args: list[str] = field(default_factory=list)
+    env: dict[str, str] = field(default_factory=dict)
+    url: str = ""
+    headers: dict[str, str] = field(default_factory=dict)
+    type: str = ""  # stdio, sse, streamableHttp; empty: by command and url
+    tool_timeout: int = 30  # seconds
+    enabled_tools: list[str] = field(default_factory=lambda: ["*"])
+    disabled: bool = False
+
+
+@dataclass
 class ToolSettings:
     restrict_to_workspace: bool = False
     exec: ExecSettings = field(default_factory=ExecSettings)
+    mcp_servers: dict[str, MCPSettings] = field(default_factory=dict)
 
 
 @dataclass
@@ -657,6 +673,7 @@ class AgentLoop:
         self.tools = ToolRegistry(FILE_TOOLS)
         if (shell := config.tools.exec).enable:
             self.tools.register(Exec(shell.timeout, shell.path_append, shell.allowed_env_keys))
+        self.mcp = MCPServers(config.tools.mcp_servers, self.tools)
         self.runner = AgentRunner(self.provider)
         self.cost = CostTrackingHook(config.prices, self.model)
         self.hooks = [self.cost, *hooks]
@@ -701,6 +718,7 @@ class AgentLoop:
         if not command:
             message, images = self.context.user_message(text, events.turn, media)
             session.append(message)  # before the model is asked
+        await self.mcp.connect()
         defaults = self.config.defaults
         spec = AgentRunSpec(
             self.context.request(events.turn, session.get_history(legal), images), self.tools,
@@ -746,7 +764,7 @@ def run(text: str, session_key: str = "cli:direct", config: Config | None = None
     """The answer, also in a notebook; raises RuntimeError with cause and fix where there is none."""
     loop = AgentLoop(config or load_config())
     loop.cwd = Path.cwd()
-    with BackgroundLoop() as background:
+    with BackgroundLoop(loop.mcp.close) as background:
         result = background.complete(loop.process_direct(text, session_key))
     if result.stop_reason == "error":
         raise RuntimeError(result.error)
@@ -758,7 +776,7 @@ def run(text: str, session_key: str = "cli:direct", config: Config | None = None
 # Keys of parts that this version does not have yet: a line says so, so that nobody waits for their effect.
 NOT_YET = {
     "agents.defaults.memoryWindow", "agents.defaults.dream", "agents.defaults.maxConcurrent", "tools.web",
-    "tools.mcpServers", "tools.ssrfWhitelist", "channels.telegram", "gateway",
+    "tools.ssrfWhitelist", "channels.telegram", "gateway",
 }  # fmt: skip
 
 
@@ -822,6 +840,8 @@ def read_section(cls: type, section: dict, where: str) -> Any:
             values[name] = read_setting(hints[name], value, path)
         elif camel_case(path) in NOT_YET:
             log.warning("%s: this version has no such part yet, the setting does nothing", path)
+        elif path.startswith("tools.mcpServers."):  # people paste them, with keys of other programs
+            log.warning("%s: unknown key, it does nothing. There are: %s", path, ", ".join(known))
         else:
             raise ConfigError(f"{path}: unknown key. There are: {', '.join(sorted(known))}")
     return cls(**values)
@@ -869,7 +889,7 @@ def agent_command(arguments: argparse.Namespace) -> int:
         terminal.note(template("no_model"))
     if arguments.trace:
         loop.provider.trace = Trace(arguments.trace)
-    with BackgroundLoop() as background:
+    with BackgroundLoop(loop.mcp.close) as background:
         keyboard = sys.stdin is not None and sys.stdin.isatty()
         if isinstance(loop.provider, HumanProvider) and keyboard:
             loop.provider.ask = background.ask
@@ -933,12 +953,14 @@ def status_command(arguments: argparse.Namespace) -> int:
         ("BAD" if problem else "ok", "model", f"{model}: {problem}" if problem else model),
         ("ok" if bash else "--", "bash", bash or "missing: exec cannot run; install bash"),
     ]
+    for name, problem in asyncio.run(loop.mcp.check()).items():
+        rows.append(("BAD" if problem else "ok", f"mcp {name}", problem or "connected"))
     for skill in loop.skills.load():
         lack = f"needs {', '.join(skill.missing)}" if skill.missing else "ready"
         rows.append(("--" if skill.missing else "ok", f"skill {skill.name}", lack))
     for mark, name, what in rows:
         print(printable(f"{mark:4}{name:22}{what}"))
-    return 1 if problem else 0
+    return int(any(mark == "BAD" for mark, *_ in rows))
 
 
 def prompt_command(arguments: argparse.Namespace) -> None:
@@ -946,6 +968,7 @@ def prompt_command(arguments: argparse.Namespace) -> None:
     loop.cwd = Path.cwd()
     turn = loop.turn(session_key(arguments.session))
     parts = loop.context.parts(turn)
+    asyncio.run(loop.mcp.check())  # so that their tools are in what is printed
     parts["Tools"] = "\n".join(json.dumps(each, ensure_ascii=False) for each in loop.tools.get_definitions())
     message, _ = loop.context.user_message(arguments.text, turn)
     stored = loop.sessions.get(turn.session_key)

@@ -32,6 +32,7 @@ import threading
 import time
 import types
 import typing
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -399,11 +400,11 @@ class ToolRegistry:
 
     async def execute(self, name: str, params: Any, turn: Turn | None = None) -> ToolResult:
         """Run one call. Whatever goes wrong in it becomes an error result: the turn goes on."""
-        found, arguments, problem = self.prepare_call(name, params)
-        if problem:
-            return ToolResult(problem, is_error=True)
         turn = turn or Turn()
         try:
+            found, arguments, problem = self.prepare_call(name, params)
+            if problem:
+                return ToolResult(problem, is_error=True)
             result = await found.execute(**arguments, **({"turn": turn} if found.wants_turn else {}))
             if not isinstance(result, ToolResult | str | None):
                 result = json.dumps(result, ensure_ascii=False, default=str)
@@ -912,3 +913,196 @@ def kill_group(process: subprocess.Popen) -> None:
     else:
         process.kill()
     process.wait()
+
+
+# ---- MCP ----
+
+MCP_KINDS = {"tools": "call_tool", "resources": "read_resource", "prompts": "get_prompt"}
+MCP_LOST = (-32000, -32600)  # error codes of "Connection closed" and "Session terminated"
+
+
+class MCPTool(Tool):
+    """A tool, resource or prompt of a server. That a tool only reads is its server's word: not believed."""
+
+    def __init__(self, server: "MCPServer", name: str, kind: str, item: dict):
+        self.server, self.name, self.ask = server, name, MCP_KINDS[kind]
+        self.target = {"uri": item["uri"]} if kind == "resources" else {"name": item["name"]}
+        self.read_only = kind != "tools"
+        # a stranger's text: what a reader would not see in it is taken out
+        item = json.loads("".join(filter(str.isprintable, json.dumps(item, ensure_ascii=False))))
+        self.description = item.get("description", f"{kind[:-1]} {item['name']} of {server.name}")[:2_000]
+        schema = item.get("inputSchema", {})
+        if asked := item.get("arguments"):  # a prompt has a list
+            schema["properties"] = {each["name"]: StringSchema(each.get("description", "")) for each in asked}
+            schema["required"] = [each["name"] for each in asked if each.get("required")]
+        properties = {name: as_schema(each) for name, each in schema.get("properties", {}).items()}
+        self.parameters = {**schema, "type": "object", "properties": properties}
+
+    async def execute(self, /, **arguments: Any) -> ToolResult:
+        server, limit = self.server, self.server.settings.tool_timeout
+        await server.connect()
+        if not server.client:
+            raise ToolError(server.problem)
+        given = {} if "uri" in self.target else {"arguments": arguments}
+        work = asyncio.ensure_future(getattr(server.client, self.ask)(**self.target, **given))
+        try:
+            done, _ = await asyncio.wait([work, server.task], timeout=limit, return_when="FIRST_COMPLETED")
+        finally:
+            work.cancel()  # one that is done does not mind
+        if work not in done:
+            raise ToolError(server.problem if done else f"(MCP tool call timed out after {limit}s)")
+        try:
+            return mcp_result(work.result().model_dump(mode="json", by_alias=True, exclude_none=True))
+        except (Exception, asyncio.CancelledError) as failure:  # the SDK's cancellations are not the turn's
+            if getattr(failure, "code", 0) not in MCP_LOST:
+                raise ToolError(f"{self.name} failed: {failure or type(failure).__name__}") from None
+            await server.close()  # the next call or message connects again
+            raise ToolError(server.cause(failure)) from None
+
+
+def mcp_result(answer: dict) -> ToolResult:
+    """Text and images of a tool's `content`, a resource's `contents` or a prompt's `messages`."""
+    blocks = answer.get("content") or answer.get("contents") or []
+    blocks += [each["content"] for each in answer.get("messages", [])]
+    texts, images = [], []
+    for block in (each.get("resource", each) for each in blocks):
+        data = base64.b64decode(block.get("data") or block.get("blob") or "")
+        images += filter(None, [image_block(data)])
+        what = f"{len(data):,} bytes" if data else block.get("uri")
+        texts.append(block.get("text", f"[{block.get('mimeType', 'resource')}: {what}]"))
+    if not blocks and "structuredContent" in answer:
+        texts = [json.dumps(answer["structuredContent"], ensure_ascii=False)]
+    return ToolResult("\n".join(texts), answer.get("isError", False), images)
+
+
+class MCPServer:
+    """A task of its own holds the connection: what anyio opened in a task, the same task has to close."""
+
+    time_limit = 30.0  # seconds to connect in: at its first start `npx -y …` downloads
+    retry_after = 30.0  # seconds: one that hangs must not slow every turn
+
+    def __init__(self, name: str, settings: Any, registry: ToolRegistry):
+        self.name, self.settings, self.registry = name, settings, registry
+        self.tools, self.client, self.task, self.scope, self.stderr = [], None, None, None, None
+        self.problem, self.started, self.retry_at = "", 0.0, 0.0
+
+    async def connect(self, patience: float = 5.0) -> None:
+        """Wait until it is connected or has failed, but at most `patience` seconds from its start."""
+        if (not self.task or self.task.done()) and time.monotonic() >= self.retry_at:
+            self.ready, self.started = asyncio.Event(), time.monotonic()
+            self.problem = f"MCP server {self.name} is still starting; its tools come later"
+            self.task = asyncio.create_task(self._serve("legacy" if self.settings.command else "auto"))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.ready.wait(), self.started + patience - time.monotonic())
+
+    async def close(self) -> None:
+        if self.scope:
+            self.scope.cancel()  # not task.cancel(): that would break into the SDK's tidying up
+            self.scope = None
+        if self.task:
+            await asyncio.wait([self.task], timeout=8)  # after 5 the SDK has killed the process group
+
+    def cause(self, failure: BaseException) -> str:
+        while isinstance(failure, BaseExceptionGroup):
+            failure = failure.exceptions[0]
+        if isinstance(failure, ImportError):
+            return "MCP servers need their SDK, which is missing: pip install 'mcp>=2.3'"
+        text = str(failure).split(" for url ")[0] or type(failure).__name__  # a URL may hold a key
+        last_words = self.stderr.text().split("\n")[-1] if self.stderr else ""
+        shown = "".join(filter(str.isprintable, f"{text}: {last_words}"[:400])).rstrip(":. ")
+        return f"MCP server {self.name}: {shown}. Check tools.mcpServers.{self.name}; it is tried again."
+
+    async def _serve(self, mode: str) -> None:
+        try:
+            import anyio
+
+            async with contextlib.AsyncExitStack() as stack:
+                scope = self.scope = stack.enter_context(anyio.CancelScope())
+                scope.deadline = anyio.current_time() + self.time_limit
+                client = await self._open(stack, mode)
+                await self._offer(client)
+                scope.deadline, self.client, self.problem = math.inf, client, ""
+                self.ready.set()
+                await anyio.sleep_forever()
+            if self.scope:
+                raise TimeoutError(f"no answer in {self.time_limit:g} s")
+        except Exception as failure:
+            if mode == "legacy" and self.scope and not self.client:
+                return await self._serve("auto")  # newer than the old handshake, or just broken
+            self.problem = self.cause(failure)
+            self.retry_at = 0.0 if self.client else time.monotonic() + self.retry_after
+        finally:
+            self.client = None
+            self.problem = self.problem or f"MCP server {self.name} was closed"
+            self.ready.set()
+
+    async def _open(self, stack: contextlib.AsyncExitStack, mode: str) -> Any:
+        from mcp.client import Client, sse, stdio, streamable_http
+
+        logging.getLogger("mcp").setLevel(logging.CRITICAL)  # else a traceback for each line of junk
+        logging.getLogger("httpx2").setLevel(logging.WARNING)  # it logs whole URLs: some hold a key
+        given = self.settings
+        remote = "sse" if given.url.endswith("/sse") else "http"
+        kind = given.type.lower().replace("-", "") or ("stdio" if given.command else remote)
+        if kind == "stdio" and given.command:
+            reading, writing = os.pipe()
+            self.stderr = Capture(os.fdopen(reading, "rb"))
+            server = stdio.StdioServerParameters(command=given.command, args=given.args, env=given.env)
+            transport = stdio.stdio_client(server, stack.enter_context(os.fdopen(writing, "w")))
+        elif kind == "sse" and given.url:
+            transport = sse.sse_client(given.url, given.headers)
+        elif kind in ("http", "streamablehttp") and given.url:
+            http = await stack.enter_async_context(streamable_http.create_mcp_http_client(given.headers))
+            limit = {"max_sse_event_size": MAX_FILE_BYTES}
+            transport = streamable_http.streamable_http_client(given.url, http_client=http, **limit)
+        else:
+            raise ValueError("it needs a command (type stdio) or a url (type sse, streamableHttp or http)")
+        return await stack.enter_async_context(Client(transport, mode=mode))
+
+    async def _offer(self, client: Any) -> None:
+        """Put what the server has now into the registry, in place of what it had."""
+        found = [(kind, item) for kind in MCP_KINDS for item in await self._list(client, kind)]
+        while self.tools:
+            self.registry.unregister(self.tools.pop())
+        for kind, item in found:
+            raw = f"mcp_{self.name}_{'' if kind == 'tools' else kind[:-1] + '_'}{item['name']}"
+            name = re.sub("[^A-Za-z0-9_-]", "_", raw)
+            if len(name) > 64 or self.registry.get(name):
+                name = f"{name[:55]}_{zlib.crc32(raw.encode(errors='replace')):08x}"
+            if {"*", item["name"], name} & set(self.settings.enabled_tools):
+                self.registry.register(MCPTool(self, name, kind, item))
+                self.tools.append(name)
+
+    async def _list(self, client: Any, kind: str) -> list[dict]:
+        items, cursor, pages = [], None, 0
+        while getattr(client.server_capabilities, kind) and pages < 20 and (cursor or not pages):
+            page = await getattr(client, f"list_{kind}")(cursor=cursor)
+            items += page.model_dump(mode="json", by_alias=True, exclude_none=True)[kind]
+            cursor, pages = page.next_cursor, pages + 1
+        return items
+
+
+class MCPServers:
+    """The servers of `tools.mcpServers`: of one that fails the log tells once, the others work."""
+
+    def __init__(self, settings: dict[str, Any], registry: ToolRegistry):
+        self.servers = [MCPServer(*each, registry) for each in settings.items() if not each[1].disabled]
+        self.told: set[str] = set()
+
+    async def connect(self, patience: float = 5.0) -> None:
+        """Before a turn: connect to what is not connected. Waits a few seconds at most."""
+        await asyncio.gather(*(each.connect(patience) for each in self.servers))
+        problems = {each.problem for each in self.servers} - {""}
+        for problem in sorted(problems - self.told):
+            log.warning("%s", problem)
+        self.told = problems
+
+    async def close(self) -> None:
+        await asyncio.gather(*(each.close() for each in self.servers))
+
+    async def check(self) -> dict[str, str]:
+        """What is wrong with each server ("": nothing). Their tools stay in the registry."""
+        await self.connect(patience=60)
+        problems = {each.name: each.problem for each in self.servers}
+        await self.close()
+        return problems

@@ -366,6 +366,68 @@ def check_grammar(messages: list[dict]) -> None:
     assert messages[-1]["role"] == "user"
 
 
+# ---- MCP servers ----
+
+
+def settings_with_servers(home: Path, **servers: dict) -> None:
+    (home / ".nanobot").mkdir()
+    settings = {"tools": {"mcpServers": servers}}
+    (home / ".nanobot" / "config.json").write_text(json.dumps(settings), encoding="utf-8")
+
+
+def mcp_server(*arguments: str, **environ: str) -> dict:
+    pytest.importorskip("mcp", reason="the MCP SDK is missing: pip install 'mcp>=2'")
+    script = str(ROOT / "tests" / "mcp_server.py")
+    return {"command": sys.executable, "args": [script, *arguments], "env": environ}
+
+
+def is_gone(pid: int) -> bool:
+    return not Path(f"/proc/{pid}").exists() or is_zombie(pid)
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc").exists(), reason="looks at processes in /proc")
+
+
+@needs_proc
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", None])
+def test_no_mcp_server_outlives_the_program(own_home, tmp_path, name):
+    settings_with_servers(own_home, test=mcp_server(PID_FILE=f"{tmp_path}/pid"))
+    with FakeLLM([call("mcp_test_wait", seconds=60 if name else 0), "done"]) as server:
+        process = start("-m", "one", server=server, cwd=tmp_path)
+        wait_until(lambda: server.bodies)
+        if name:
+            process.send_signal(getattr(signal, name))
+        out, err = process.communicate(timeout=15)
+    assert (process.returncode, out) == ((130, "") if name else (0, "done\n"))
+    assert "no business on the terminal" not in err
+    assert is_gone(int((tmp_path / "pid").read_text()))
+
+
+@needs_proc
+def test_ctrl_c_ends_an_mcp_server_that_is_still_starting_and_does_not_listen(own_home, tmp_path):
+    settings_with_servers(own_home, deaf=mcp_server("deaf", PID_FILE=f"{tmp_path}/pid"))
+    process = start("--offline", "-m", "one")
+    wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)  # impatient: it must not be left behind all the same
+    assert process.wait(timeout=15) == 130
+    process.communicate()
+    assert is_gone(int((tmp_path / "pid").read_text()))
+
+
+def test_status_and_prompt_show_servers_and_a_pasted_key_is_no_error(own_home):
+    good = mcp_server() | {"autoApprove": []}
+    settings_with_servers(own_home, good=good, bad={"command": "no-such-program"})
+    prompt, status = start("prompt"), start("status")
+    out, err = status.communicate(timeout=30)
+    assert status.returncode == 1
+    assert re.search("^ok  mcp good ", out, re.MULTILINE)
+    assert re.search("^BAD mcp bad .*no-such-program.*Check tools.mcpServers.bad", out, re.MULTILINE)
+    assert "tools.mcpServers.good.autoApprove: unknown key" in err
+    assert '"mcp_good_echo"' in prompt.communicate(timeout=30)[0]
+
+
 # ---- The prompt, on a real terminal ----
 
 

@@ -8,12 +8,15 @@ import random
 import re
 import resource
 import shutil
+import signal
+import socket
 import stat
 import subprocess
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Literal, Optional
 
 import pytest
@@ -25,6 +28,7 @@ from tools import (
     BooleanSchema,
     Exec,
     IntegerSchema,
+    MCPServers,
     NumberSchema,
     ObjectSchema,
     StringSchema,
@@ -466,6 +470,287 @@ def test_the_file_works_alone_in_an_empty_folder(tmp_path):
     )  # fmt: skip
     first, folder, listed, loaded = done.stdout.splitlines()
     assert (first, folder, loaded) == ("42", f"{alone}: 1 entries", "[]") and listed.startswith("tools.py ")
+
+
+# ---- MCP ----
+
+MCP_SCRIPT = str(Path(__file__).parent / "mcp_server.py")
+DEFAULTS = {"command": "", "args": [], "env": {}, "url": "", "headers": {}, "type": "", "tool_timeout": 5,
+            "enabled_tools": ["*"], "disabled": False}  # fmt: skip
+
+
+def mcp_settings(*arguments: str, **given) -> SimpleNamespace:
+    """Of our own server where nothing else is given."""
+    ours = {} if "command" in given or "url" in given else {"command": sys.executable}
+    return SimpleNamespace(**{**DEFAULTS, "args": [MCP_SCRIPT, *arguments], **ours, **given})
+
+
+class MCPKit:
+    """A registry with servers, on an event loop that stays."""
+
+    def __init__(self, runner: asyncio.Runner, **settings):
+        self.run, self.registry = runner.run, ToolRegistry([named("read_file")])
+        self.servers = MCPServers(settings, self.registry)
+
+    def connect(self, **options) -> list[str]:
+        self.run(self.servers.connect(**options))
+        return [each["function"]["name"] for each in self.registry.get_definitions()]
+
+    def call(self, name, /, turn=None, **arguments) -> ToolResult:
+        return self.run(self.registry.execute(name, arguments, turn))
+
+    def schema(self, name) -> dict:
+        return self.registry.get(name).to_schema()["function"]
+
+
+@pytest.fixture(scope="module")
+def runner():
+    pytest.importorskip("mcp", reason="the MCP SDK is missing: pip install 'mcp>=2.3'")
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def mcp(runner):
+    """One real server over each transport: `local` (stdio), `events` (SSE), `web` (streamable HTTP)."""
+    ports, quiet = [free_port(), free_port()], {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    processes = [
+        subprocess.Popen([sys.executable, MCP_SCRIPT, kind, str(port)], **quiet)
+        for kind, port in zip(("sse", "streamable-http"), ports, strict=True)
+    ]
+    try:
+        assert all(until(lambda port=port: answers(port), 20) for port in ports)
+        kit = MCPKit(
+            runner,
+            local=mcp_settings(env={"OWN_VARIABLE": "1"}),
+            events=mcp_settings(url=f"http://127.0.0.1:{ports[0]}/sse", headers={"X-Key": "1"}),
+            web=mcp_settings(url=f"http://127.0.0.1:{ports[1]}/mcp", type="streamable-http"),
+        )
+        kit.web_url = f"http://127.0.0.1:{ports[1]}/mcp"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("OPENAI_API_KEY", "sk-secret")
+            kit.names = kit.connect(patience=20)
+        yield kit
+        runner.run(kit.servers.close())
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def answers(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_a_servers_tools_resources_and_prompts_stand_behind_our_own(mcp):
+    assert mcp.names[0] == "read_file" and mcp.names[1:] == sorted(mcp.names[1:])
+    assert {"mcp_web_echo", "mcp_events_echo", "mcp_local_resource_today", "mcp_local_prompt_review"} <= set(
+        mcp.names
+    )
+    assert all(re.fullmatch("[A-Za-z0-9_-]{1,64}", name) for name in mcp.names)
+    assert len([name for name in mcp.names if name.startswith("mcp_local_")]) == 15
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "text"),
+    [
+        ("echo", {"text": "ho ", "times": "2"}, "ho ho "),
+        ("structured", {}, '{"degrees": 21}'),
+        ("a_b", {}, "dotted"),
+        ("resource_today", {}, "buy milk"),
+        ("prompt_review", {"code": "x = 1"}, "Review this: x = 1"),
+    ],
+)
+@pytest.mark.parametrize("server", ["local", "events", "web"])
+def test_a_server_is_called_over_every_transport(mcp, server, name, arguments, text):
+    result = mcp.call(f"mcp_{server}_{name}", **arguments)
+    assert (result.text, result.is_error, result.images) == (text, False, [])
+
+
+def test_names_that_are_equal_once_they_are_cleaned_stay_apart(mcp):
+    slashed = [name for name in mcp.names if re.fullmatch("mcp_local_a_b_[0-9a-f]{8}", name)]
+    long = [name for name in mcp.names if name.startswith("mcp_local__xxx")]
+    assert [mcp.call(name).text for name in (*slashed, *long)] == ["slashed", "long"]
+
+
+def test_images_and_links_in_a_result_are_shown_as_what_they_are(mcp):
+    result = mcp.call("mcp_local_mixed")
+    assert result.text == "look:\n[image/png: 28 bytes]\n[text/plain: file:///log.txt]"
+    assert result.images[0]["image_url"]["url"].startswith("data:image/png;base64,iVBOR")
+
+
+@pytest.mark.parametrize("server", ["local", "web"])
+def test_a_result_of_3_mb_is_put_aside_whole(mcp, turn, server):
+    result = mcp.call(f"mcp_{server}_big", turn)
+    assert result.text.startswith("[3,000,000 characters, too long to show")
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "told"),
+    [
+        ("boom", {}, "Error executing tool boom"),
+        ("refuse", {}, "no such city"),
+        ("echo", {}, "text is required"),
+        ("echo", {"text": "x", "self": 1, "turn": 2}, "unexpected parameter self"),
+    ],
+)
+def test_what_fails_in_a_server_is_an_error_result(mcp, name, arguments, told):
+    result = mcp.call(f"mcp_local_{name}", **arguments)
+    assert result.is_error and told in result.text
+
+
+def test_a_servers_word_is_cleaned_and_not_believed(mcp):
+    assert mcp.schema("mcp_local_echo")["description"] == "Say it again."
+    assert mcp.schema("mcp_local_resource_today")["parameters"] == {"type": "object", "properties": {}}
+    assert mcp.schema("mcp_local_prompt_review")["parameters"]["required"] == ["code"]
+    assert not mcp.registry.get("mcp_local_echo").read_only
+    assert mcp.registry.get("mcp_local_resource_today").read_only
+
+
+def test_a_server_sees_its_own_environment_and_no_keys(mcp):
+    seen = mcp.call("mcp_local_environment").text.split()
+    assert {"HOME", "PATH", "OWN_VARIABLE"} <= set(seen) and "OPENAI_API_KEY" not in seen
+
+
+def test_a_call_that_takes_too_long_is_given_up_and_the_server_lives_on(runner, mcp):
+    tool = mcp.registry.get("mcp_local_wait")
+    tool.server.settings.tool_timeout = 0.3
+    before = mcp.call("mcp_local_pid").text
+    result = mcp.call("mcp_local_wait", seconds=60)
+    tool.server.settings.tool_timeout = 5
+    assert result.is_error and result.text == "(MCP tool call timed out after 0.3s)"
+    assert mcp.call("mcp_local_pid").text == before
+
+
+def test_a_stopped_turn_stops_its_call_and_nothing_else(runner, mcp):
+    async def stop():
+        task = asyncio.create_task(mcp.registry.execute("mcp_local_wait", {"seconds": 60}))
+        await asyncio.sleep(0.1)
+        task.cancel()
+        await task
+
+    with pytest.raises(asyncio.CancelledError):
+        runner.run(stop())
+    assert mcp.call("mcp_local_echo", text="still here").text == "still here"
+
+
+def test_a_server_that_dies_in_a_call_comes_back_at_the_next(mcp):
+    before = int(mcp.call("mcp_local_pid").text)
+    result = mcp.call("mcp_local_die")
+    assert result.is_error and "Connection closed" in result.text
+    assert "no more memory[2J" in result.text  # its last words, harmless
+    assert int(mcp.call("mcp_local_pid").text) != before and not is_running(before)
+
+
+def test_a_server_that_dies_between_two_calls_comes_back(mcp):
+    os.kill(int(mcp.call("mcp_local_pid").text), signal.SIGKILL)
+    time.sleep(0.1)
+    assert mcp.call("mcp_local_echo", text="x").is_error
+    assert mcp.call("mcp_local_echo", text="x").text == "x"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "names"),
+    [
+        ([], []),
+        (["echo", "mcp_s_pid", "nonsense"], ["mcp_s_echo", "mcp_s_pid"]),
+        (["today"], ["mcp_s_resource_today"]),
+    ],
+)
+def test_only_the_enabled_tools_are_offered_by_either_name(runner, mcp, wanted, names):
+    kit = MCPKit(runner, s=mcp_settings(url=mcp.web_url, enabled_tools=wanted))
+    assert kit.connect()[1:] == names
+    runner.run(kit.servers.close())
+
+
+LEGACY = """
+import json, os, sys
+print("junk on stdout")
+for line in sys.stdin:
+    asked = json.loads(line)
+    if asked["method"] == "server/discover":
+        sys.exit("Error: ExpectedInitializeRequest")
+    print("\\x00{]")
+    versions = {"protocolVersion": "2024-11-05", "serverInfo": {"name": "old", "version": "1"}}
+    strange = [{"name": "odd", "inputSchema": {"type": "object", "properties": {"x": {"minimum": "a"}}}},
+               {"name": "bare", "inputSchema": {"type": "object"}}]
+    result = {"initialize": {**versions, "capabilities": {"tools": {}}}, "tools/list": {"tools": strange},
+              "tools/call": {"content": [{"type": "text", "text": "old but fine"}]}}.get(asked["method"])
+    if result and "id" in asked:
+        print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": result}), flush=True)
+"""
+
+
+def test_an_older_server_with_junk_on_stdout_works(runner):
+    """It ends when it is asked for a newer protocol, as those of some makers do."""
+    kit = MCPKit(runner, old=mcp_settings(command=sys.executable, args=["-c", LEGACY]))
+    assert kit.connect()[1:] == ["mcp_old_bare", "mcp_old_odd"]
+    assert kit.schema("mcp_old_bare")["parameters"] == {"type": "object", "properties": {}}
+    assert kit.call("mcp_old_bare").text == "old but fine"
+    assert kit.call("mcp_old_odd", x=1).is_error  # a schema that makes no sense ends no turn
+    runner.run(kit.servers.close())
+
+
+def test_servers_that_fail_are_told_of_once_and_the_others_work(runner, mcp, caplog):
+    kit = MCPKit(
+        runner,
+        good=mcp_settings(url=mcp.web_url),
+        missing=mcp_settings(command="no-such-program"),
+        broken=mcp_settings(command="sh", args=["-c", "echo no key given >&2; exit 1"]),
+        nobody=mcp_settings(url="http://127.0.0.1:9/mcp?key=secret"),
+        odd=mcp_settings(type="websocket"),
+        off=mcp_settings(command="never-looked-at", disabled=True),
+    )
+    assert "mcp_good_echo" in kit.connect()
+    kit.connect()
+    told = sorted(record.getMessage() for record in caplog.records if record.name == "nanobot.tools")
+    assert [line.split(":")[0][11:] for line in told] == ["broken", "missing", "nobody", "odd"]
+    assert "no key given" in told[0] and "no-such-program" in told[1] and "secret" not in told[2]
+    assert "tools.mcpServers.nobody" in told[2]
+    runner.run(kit.servers.close())
+
+
+def test_a_server_that_failed_is_tried_again_at_a_later_message(runner, tmp_path):
+    ready = f"[ -e {tmp_path}/ready ] && exec {sys.executable} {MCP_SCRIPT}; exit 1"
+    kit = MCPKit(runner, late=mcp_settings(command="sh", args=["-c", ready]))
+    kit.servers.servers[0].retry_after = 0.3
+    assert kit.connect() == ["read_file"]
+    (tmp_path / "ready").touch()
+    assert kit.connect() == ["read_file"]  # not at once: a dead server must not slow every turn
+    time.sleep(0.4)
+    assert "mcp_late_echo" in kit.connect()
+    runner.run(kit.servers.close())
+
+
+def test_a_server_that_never_answers_holds_a_turn_for_a_moment_and_is_ended(runner, tmp_path):
+    kit = MCPKit(runner, deaf=mcp_settings("mute", env={"PID_FILE": f"{tmp_path}/pid"}))
+    start = time.monotonic()
+    assert kit.connect(patience=0.4) == kit.connect(patience=0.4) == ["read_file"]
+    assert time.monotonic() - start < 1
+    pid = int((tmp_path / "pid").read_text())
+    assert is_running(pid)
+    runner.run(kit.servers.close())
+    assert not is_running(pid)
+
+
+def test_without_the_sdk_one_line_says_how_to_get_it(tmp_path):
+    code = """
+import asyncio, sys, types
+sys.modules["mcp"] = sys.modules["anyio"] = None
+from tools import MCPServers, ToolRegistry
+one = types.SimpleNamespace(command="x", disabled=False)
+asyncio.run(MCPServers({"a": one, "b": one}, ToolRegistry()).connect())
+"""
+    folder = Path(tools.__file__).parent
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
+    assert done.stderr == "MCP servers need their SDK, which is missing: pip install 'mcp>=2.3'\n"
 
 
 # ---- The fence ----
