@@ -302,8 +302,7 @@ PROVIDERS = [
     ProviderSpec("gemini", ("gemini", "gemma"), "GEMINI_API_KEY",
                  "https://generativelanguage.googleapis.com/v1beta/openai", "", "AIza"),
     ProviderSpec("groq", (), "GROQ_API_KEY", "https://api.groq.com/openai/v1", "", "gsk_"),
-    ProviderSpec("mistral", ("mistral", "codestral", "devstral"), "MISTRAL_API_KEY",
-                 "https://api.mistral.ai/v1"),
+    ProviderSpec("mistral", ("mistral", "codestral"), "MISTRAL_API_KEY", "https://api.mistral.ai/v1"),
     ProviderSpec("moonshot", ("kimi", "moonshot"), "MOONSHOT_API_KEY", "https://api.moonshot.ai/v1",
                  detect_by_base_keyword=(".api.moonshot.ai", ".api.moonshot.cn"),
                  model_overrides=(("kimi-k2.", NO_HEAT),)),
@@ -628,8 +627,6 @@ HEALING: list[Remedy] = [  # the first row that fits and changes something; each
     ("content.{0,99}string|expected a string|untagged enum", in_messages(as_text), ""),
     ("not support|unsupported|unrecognized|unknown|unexpected|extra|forbidden", drop_the_named, ""),
 ]  # fmt: skip
-
-
 REFUSALS = (400, 404, 405, 413, 415, 422, 500)
 
 
@@ -848,9 +845,6 @@ def _said(problem: Any) -> str:
             first = body["metadata"].get("raw") or first  # behind OpenRouter's "Provider returned error"
         body = first or json.dumps(body)
     return " ".join(str(body).split())[:500]
-
-
-# ---- What it answers ----
 
 
 def parse_answer(data: bytes) -> dict:
