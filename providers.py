@@ -23,10 +23,10 @@ import random
 import re
 import time
 import zlib
-from collections.abc import Awaitable, Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Container, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 log = logging.getLogger("nanobot.providers")
@@ -224,25 +224,25 @@ def _clean_call(call: dict) -> dict:
     return {**call, "type": "function", "function": function}
 
 
-def _paired(messages: list[dict]) -> Iterator[dict]:
+def _paired(messages: list[dict]) -> list[dict]:
     """The messages with one result directly behind each call; results that nobody asked for are dropped."""
-    waiting: dict[Any, list[tuple[int, int]]] = {}  # id → places (message, call) that have no result yet
-    results: dict[tuple[int, int], dict] = {}
-    for at, message in enumerate(messages):
-        if message["role"] == "tool" and (places := waiting.get(message.get("tool_call_id"))):
-            results[places.pop(0)] = message
-        ids = [call.get("id") or None for call in message.get("tool_calls", ())]
-        waiting |= {each: [] for each in ids}  # an id that comes again means the later call
-        for n, each in enumerate(ids):
-            waiting[each].append((at, n))
+    paired: list[dict] = []
+    waiting: dict[Any, list[dict]] = {}  # id → the results of its calls, to be filled in
     used: set[str] = set()
-    for at, message in enumerate(messages):
+    for message in messages:
         if message["role"] == "tool":
+            if results := waiting.get(message.get("tool_call_id")):
+                result = results.pop(0)
+                result.update(message, tool_call_id=result["tool_call_id"])
             continue
         calls = [{**call, "id": _unused(call.get("id"), used)} for call in message.get("tool_calls", ())]
-        yield {**message, "tool_calls": calls} if calls else message
-        for n, call in enumerate(calls):
-            yield {**results.get((at, n), NO_RESULT), "tool_call_id": call["id"]}
+        results = [{**NO_RESULT, "tool_call_id": call["id"]} for call in calls]
+        paired += [{**message, "tool_calls": calls} if calls else message, *results]
+        ids = [call.get("id") or None for call in message.get("tool_calls", ())]
+        waiting |= {each: [] for each in ids}  # an id that comes again means the later call
+        for each, result in zip(ids, results, strict=True):
+            waiting[each].append(result)
+    return paired
 
 
 def _unused(id_: Any, used: set[str]) -> str:
@@ -468,32 +468,22 @@ def _wanted_wait(headers: Mapping[str, str]) -> float:
     return 0.0
 
 
-# A change of a request's body, in place, given what the endpoint wrote. Messages and tools are shared with
-# later requests: they are replaced, not changed.
-Change = Callable[[dict, str], Any]
-
-
-def put(**values: Any) -> Change:
-    """Keys with their values; None: the key is not sent."""
-    return lambda body, said: body.update(values)
+# What is put into a request's body, None: is not sent; or a function that gives it for the body and what the
+# endpoint wrote. Messages and tools are shared with later requests: they are replaced, not changed.
+Change = dict | Callable[[dict, str], dict]
 
 
 def rename(old: str, new: str) -> Change:
-    return lambda body, said: body.update({new: body.pop(old)} if old in body else {})
+    return lambda body, said: {old: None, new: body.get(old, body.get(new))}
 
 
-def in_body(name: str, change: Callable[[Any], Any]) -> Change:
-    return lambda body, said: body.update({name: change(body[name])} if name in body else {})
-
-
-def drop_the_named(body: dict, said: str) -> None:
-    for name in body.keys() - {"model", "messages", "tools", "stream"}:
-        if re.search(rf"\b{name}\b", said):
-            del body[name]
+def without_the_named(body: dict, said: str) -> dict:
+    others = body.keys() - {"model", "messages", "tools", "stream"}
+    return {name: None for name in others if re.search(rf"\b{name}\b", said)}
 
 
 def in_messages(change: Callable[[dict], dict]) -> Change:
-    return in_body("messages", lambda messages: [change(each) for each in messages])
+    return lambda body, said: {"messages": [change(each) for each in body["messages"]]}
 
 
 def bare(*names: str) -> Change:
@@ -526,16 +516,16 @@ def with_short_ids(message: dict) -> dict:
     return {**message, "tool_calls": calls} if calls else message
 
 
-def system_as_user(body: dict, said: str) -> None:
+def system_as_user(body: dict, said: str) -> dict:
     first, *rest = body["messages"]
-    body["messages"] = legal([first | {"role": "user"}, *rest])
+    return {"messages": legal([first | {"role": "user"}, *rest])}
 
 
 SCHEMA_WORDS = {"additionalProperties", "$schema", "$id", "const", "default", "propertyNames", "not", "oneOf",
                 "anyOf", "allOf", "patternProperties", "exclusiveMinimum", "exclusiveMaximum"}  # fmt: skip
 
 
-def plain_schemas(body: dict, said: str) -> None:
+def plain_schemas(body: dict, said: str) -> dict:
     """Tools without the words of JSON Schema that some endpoints do not know."""
 
     def plain(value: Any, strange: Container = SCHEMA_WORDS) -> Any:
@@ -546,7 +536,7 @@ def plain_schemas(body: dict, said: str) -> None:
         return {key: plain(each, () if key == "properties" else SCHEMA_WORDS)  # in there are names, not words
                 for key, each in value.items() if key not in strange}  # fmt: skip
 
-    body["tools"] = plain(body.get("tools"))
+    return {"tools": plain(body.get("tools"))}
 
 
 def cache_marks(body: dict) -> dict:
@@ -558,19 +548,19 @@ def cache_marks(body: dict) -> dict:
     return {"messages": [first, *rest], "tools": [*tools[:-1], {**tools[-1], **mark}] if tools else None}
 
 
-def unmark(body: dict, said: str) -> None:
+def unmark(body: dict, said: str) -> dict:
     first, *rest = body["messages"]
     plain = [{key: tool[key] for key in ("type", "function")} for tool in body.get("tools", ())]
-    body.update(messages=[as_text(first), *rest], tools=plain or None)
+    return {"messages": [as_text(first), *rest], "tools": plain or None}
 
 
-def tools_as_text(body: dict, said: str) -> None:
+def tools_as_text(body: dict, said: str) -> dict:
     """The tools stand in the system message, calls and results in the texts."""
-    tools, messages = body.pop("tools", ()), [_calls_as_text(each) for each in body["messages"]]
-    if tools:
+    messages = [_calls_as_text(each) for each in body["messages"]]
+    if tools := body.get("tools"):
         told = TOOLS_AS_TEXT + "\n".join(to_json(each["function"]) for each in tools)
         messages.append({"role": "system", "content": told})
-    body.update(messages=legal(messages), tool_choice=None)
+    return {"messages": legal(messages), "tools": None, "tool_choice": None}
 
 
 def _calls_as_text(message: dict) -> dict:
@@ -588,60 +578,67 @@ What a tool returned comes back as <tool_result>. These are the tools:
 """
 MAX_TOKENS = ("max_tokens", "max_completion_tokens")
 NO_TOOLS = "tool calls go as text, as this model or server knows no others"
-Remedy = tuple[str, Change, str]  # a regular expression on the complaint, the change, what the user is told
-HEALING: list[Remedy] = [  # the first row that fits and changes something; each at most once a request
-    ("max_tokens.{1,99}max_completion_tokens. instead", rename(*MAX_TOKENS), ""),
+
+
+class Remedy(NamedTuple):
+    complaint: str  # a regular expression
+    change: Change
+    told: str = ""  # to the user
+
+
+HEALING = [Remedy(*row) for row in (
+    ("max_tokens.{1,99}max_completion_tokens. instead", rename(*MAX_TOKENS)),
     ("max_(completion_)?tokens.{1,99}(too large|maximum|at most|less than|range|exceed)|range of max_tokens|"
-     "maximum context length.{1,200}(in the messages|input tokens)", put(**dict.fromkeys(MAX_TOKENS)), ""),
-    ("max_completion_tokens", rename(*MAX_TOKENS[::-1]), ""),
-    ("stream_options", put(stream_options=None), ""),
-    ("only support stream|streaming is (strongly )?(required|recommended)", put(stream=True), ""),
-    ("stream\\b.{1,30}not support", put(stream=None, stream_options=None), ""),
-    ("enable_thinking must be set to false", put(enable_thinking=False), ""),
-    ("to 'none'", put(reasoning_effort="none"), "with tools it does not reason"),
-    ("thinking.{1,9}and .?reasoning_effort", put(reasoning_effort=None), ""),
-    ("support thinking", put(thinking=None, think=None, reasoning_effort=None), "it does not think"),
-    ("temperature|top_[pk]\\b", put(temperature=None, top_p=None, top_k=None), ""),
-    ("parallel_tool_calls", put(parallel_tool_calls=None), ""),
-    ("invalid tool_choice type", in_body("tool_choice", lambda choice: "required"), ""),
+     "maximum context length.{1,200}(in the messages|input tokens)", dict.fromkeys(MAX_TOKENS)),
+    ("max_completion_tokens", rename(*MAX_TOKENS[::-1])),
+    ("stream_options", {"stream_options": None}),
+    ("only support stream|streaming is (strongly )?(required|recommended)", {"stream": True}),
+    ("stream\\b.{1,30}not support", {"stream": None, "stream_options": None}),
+    ("enable_thinking must be set to false", {"enable_thinking": False}),
+    ("to 'none'", {"reasoning_effort": "none"}, "with tools it does not reason"),
+    ("thinking.{1,9}and .?reasoning_effort", {"reasoning_effort": None}),
+    ("support thinking", {"thinking": None, "think": None, "reasoning_effort": None}, "it does not think"),
+    ("temperature|top_[pk]\\b", {"temperature": None, "top_p": None, "top_k": None}),
+    ("parallel_tool_calls", {"parallel_tool_calls": None}),
+    ("invalid tool_choice type",
+     lambda body, said: {"tool_choice": "required"} if "tool_choice" in body else {}),
     ("requires --enable-auto-tool-choice", tools_as_text,
      f"{NO_TOOLS}; better start it with --enable-auto-tool-choice --tool-call-parser"),
-    ("support (tool|function)|(tool|function) call\\w* (is )?not support|roles must alternate",
-     tools_as_text, NO_TOOLS),
-    ("tool_choice", put(tool_choice=None), ""),
+    ("support (tool|function)|(tool|function) call\\w* (is )?not support|roles must alternate", tools_as_text,
+     NO_TOOLS),
+    ("tool_choice", {"tool_choice": None}),
     ("reasoning_content.{0,50}(passed back|missing)|missing reasoning_content", in_messages(
-        lambda each: {"reasoning_content": "", **each} if each["role"] == "assistant" else each), ""),
+        lambda each: {"reasoning_content": "", **each} if each["role"] == "assistant" else each)),
     ("both content and thinking", in_messages(
-        lambda each: {**each, "content": None} if "tool_calls" in each else each), ""),
-    ("'?reasoning", bare(*REASONING), ""),
-    ("property 'name'", bare("name"), ""),
-    ("cache_control", unmark, ""),
+        lambda each: {**each, "content": None} if "tool_calls" in each else each)),
+    ("'?reasoning", bare(*REASONING)),
+    ("property 'name'", bare("name")),
+    ("cache_control", unmark),
     ("(system|developer) (role|instruction|message).{0,20}not (supported|enabled)|got system|"
-     "not support 'system'",
-     system_as_user, ""),
-    ("a-z, A-Z, 0-9, with a length of 9", in_messages(with_short_ids), ""),
-    ("thought_signature", in_messages(with_signature), ""),
-    ("unknown name.{0,200}(schema|parameters|function)|top level", plain_schemas, ""),
+     "not support 'system'", system_as_user),
+    ("a-z, A-Z, 0-9, with a length of 9", in_messages(with_short_ids)),
+    ("thought_signature", in_messages(with_signature)),
+    ("unknown name.{0,200}(schema|parameters|function)|top level", plain_schemas),
     ("image|vision|multimodal|only .{0,9}text|content.type", in_messages(as_text),
      "images are left out: this model takes text only"),
-    ("content.{0,99}string|expected a string|untagged enum", in_messages(as_text), ""),
-    ("not support|unsupported|unrecognized|unknown|unexpected|extra|forbidden", drop_the_named, ""),
-]  # fmt: skip
+    ("content.{0,99}string|expected a string|untagged enum", in_messages(as_text)),
+    ("not support|unsupported|unrecognized|unknown|unexpected|extra|forbidden", without_the_named),
+)]  # fmt: skip
 REFUSALS = (400, 404, 405, 413, 415, 422, 500)
 
 
-def find_remedy(failure: Failure, body: dict, used: Iterable[Remedy]) -> Remedy | None:
-    """The first row that fits the complaint and changes something."""
-    if failure.shown or failure.kind or (failure.status or 400) not in REFUSALS:
+def find_remedy(failure: Failure, body: dict, used: list[tuple[Remedy, str]]) -> Remedy | None:
+    """The first row that fits the complaint and changes something; once a complaint, and nine in all."""
+    if failure.shown or failure.kind or (failure.status or 400) not in REFUSALS or len(used) >= 9:
         return None
-    fitting = (row for row in HEALING if re.search(row[0], failure.text, re.IGNORECASE | re.DOTALL))
-    return next((row for row in fitting if row not in used and heal(body, row, failure.text) != body), None)
+    said = failure.text
+    fitting = (row for row in HEALING if re.search(row.complaint, said, re.IGNORECASE | re.DOTALL))
+    return next((row for row in fitting if (row, said) not in used and heal(body, row, said) != body), None)
 
 
 def heal(body: dict, remedy: Remedy, said: str) -> dict:
-    changed = dict(body)
-    remedy[1](changed, said)
-    return {key: value for key, value in changed.items() if value is not None}
+    new = remedy.change if isinstance(remedy.change, dict) else remedy.change(body, said)
+    return {key: value for key, value in (body | new).items() if value is not None}
 
 
 # ---- An OpenAI-compatible endpoint ----
@@ -660,6 +657,7 @@ class OpenAIProvider(LLMProvider):
         self.endpoint, self.model = replace(endpoint, api_key=key), endpoint.model
         self.request_timeout, self.idle_timeout, self.pace = request_timeout, idle_timeout, pace
         self._client: Any = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._learnt: dict[str, list[tuple[Remedy, str]]] = {}  # by model: what it takes to be understood
         self._is_warned = False
 
@@ -668,10 +666,12 @@ class OpenAIProvider(LLMProvider):
         if self._client is not None:
             return
         gc.disable()
-        import openai
+        try:
+            import openai
 
-        gc.freeze()  # an import's objects live for ever: the collector need never look at them
-        gc.enable()
+            gc.freeze()  # an import's objects live for ever: the collector need never look at them
+        finally:
+            gc.enable()
         end = self.endpoint
         secure = not end.api_base.startswith("http://")  # loading the certificates takes 30 ms
         local = end.spec.is_local  # such a server may close without a word a connection that was kept open
@@ -680,6 +680,15 @@ class OpenAIProvider(LLMProvider):
             api_key=end.api_key or "none", base_url=end.api_base, max_retries=0, timeout=self.request_timeout,
             default_headers=({"Connection": "close"} if local else {}) | end.extra_headers, http_client=http,
         )  # fmt: skip
+
+    def _client_here(self) -> Any:
+        """The client; a new one in a new event loop, as open connections belong to the old one."""
+        here = asyncio.get_running_loop()
+        if self._loop not in (None, here):
+            self._client = None
+        self._loop = here
+        self.warm_up()
+        return self._client
 
     async def answer(self, request: LLMRequest) -> LLMResponse:
         """Ask; change what is refused, wait where it is busy, until there is an answer or no hope."""
@@ -693,11 +702,11 @@ class OpenAIProvider(LLMProvider):
             except Failure as caught:
                 failure = replace(caught, tries=tries)
             wait = retry_after(failure)
-            if remedy := find_remedy(failure, body, [row for row, _ in used]):
+            if remedy := find_remedy(failure, body, used):
                 body = heal(body, remedy, failure.text)
                 used.append((remedy, failure.text))
-                if remedy[2]:
-                    await request.tell(f"{self.endpoint.spec.name}, {request.model}: {remedy[2]}")
+                if remedy.told:
+                    await request.tell(f"{self.endpoint.spec.name}, {request.model}: {remedy.told}")
             elif wait is not None:
                 tries += 1
                 await request.tell(f"{self._safe(failure.said)}; asking again in {wait:.0f} s")
@@ -744,10 +753,9 @@ class OpenAIProvider(LLMProvider):
             raise replace(failure, shown=reader.shown > 0) from problem
 
     async def _post(self, request: LLMRequest, body: dict, reader: "AnswerReader") -> None:
-        self.warm_up()
         # messages=… would make the SDK type each message anew: 0.12 ms a message, 122 ms at 1,000. In
         # extra_body the same bytes go out at once. A stream's lines cost 10 µs each, the SDK's chunks 77.
-        create = self._client.chat.completions.with_streaming_response.create
+        create = self._client_here().chat.completions.with_streaming_response.create
         async with (
             asyncio.timeout(self.request_timeout) as deadline,
             create(model=request.model, messages=[], extra_body=body) as response,
@@ -772,8 +780,8 @@ class OpenAIProvider(LLMProvider):
 
     async def list_models(self) -> list[str]:
         """What the endpoint offers; raises what the SDK raises."""
-        self.warm_up()
-        response = await self._client.models.with_raw_response.list(timeout=min(self.request_timeout, 10.0))
+        models, timeout = self._client_here().models.with_raw_response, min(self.request_timeout, 10.0)
+        response = await models.list(timeout=timeout)
         return [str(each.get("id")) for each in parse_answer(response.content).get("data") or []]
 
     async def check(self) -> str | None:
@@ -819,32 +827,28 @@ def as_failure(problem: Exception) -> Failure:
     """What the SDK, or the connection below it, raised."""
     if isinstance(problem, Failure):
         return problem
-    name, body = type(problem).__name__, getattr(problem, "body", None)
+    name, response = type(problem).__name__, getattr(problem, "response", None)
     kind = "timeout" if "Timeout" in name else "network" if name == "APIConnectionError" else ""
     if type(problem).__module__.startswith("httpx"):  # from below the SDK, while the answer was read
         kind = "cut"
-    if not hasattr(problem, "status_code"):
-        return Failure(_said(problem), str(problem), kind=kind)
-    return replace(refusal(body, problem), status=problem.status_code, headers=problem.response.headers)
+    failure = replace(refusal(getattr(problem, "body", None), problem), kind=kind)
+    if response is None:
+        return failure
+    return replace(failure, status=response.status_code, headers=response.headers)
 
 
-def refusal(body: Any, otherwise: Any = "") -> Failure:
-    """An error in the endpoint's own words."""
+def refusal(body: Any, problem: Exception | None = None) -> Failure:
+    """An error in the endpoint's own words, wherever they stand; or the cause of no connection."""
     inside = body if isinstance(body, dict) else {}
     code, generation = inside.get("code"), inside.get("failed_generation")
-    status = code if isinstance(code, int) else None
-    return Failure(_said(body or otherwise), str(body or ""), status, generation=str(generation or ""))
-
-
-def _said(problem: Any) -> str:
-    """The endpoint's own words, or the cause of no connection, wherever they stand, in one line."""
-    body = getattr(problem, "body", problem) or getattr(problem, "__cause__", None) or str(problem)
-    while isinstance(body, list | dict) and body:
-        first = body[0] if isinstance(body, list) else body.get("message") or body.get("error")
-        if isinstance(body, dict) and isinstance(body.get("metadata"), dict):
-            first = body["metadata"].get("raw") or first  # behind OpenRouter's "Provider returned error"
-        body = first or json.dumps(body)
-    return " ".join(str(body).split())[:500]
+    said = body or getattr(problem, "__cause__", None) or str(problem)
+    while isinstance(said, list | dict) and said:
+        first = said[0] if isinstance(said, list) else said.get("message") or said.get("error")
+        if isinstance(said, dict) and isinstance(said.get("metadata"), dict):
+            first = said["metadata"].get("raw") or first  # behind OpenRouter's "Provider returned error"
+        said = first or json.dumps(said)
+    line, status = " ".join(str(said).split())[:500], code if isinstance(code, int) else None
+    return Failure(line, str(body or ""), status, generation=str(generation or ""))
 
 
 def parse_answer(data: bytes) -> dict:
@@ -878,8 +882,9 @@ class AnswerReader:
         shown = ""
         for line in lines:
             name, _, value = line.partition(b":")
-            self.ended = self.ended or value.strip() == b"[DONE]"
-            if name == b"data" and not self.ended:  # other lines are comments, event names or blank
+            value = value.strip()
+            self.ended = self.ended or value == b"[DONE]"
+            if name == b"data" and value and not self.ended:  # others: comments, event names, signs of life
                 shown += self.feed(parse_answer(value))
         return shown
 
@@ -997,8 +1002,9 @@ def _calls_in_python(text: str) -> list[tuple[str, Any]]:
     import ast
 
     try:
-        calls = [each for each in ast.parse(text, mode="eval").body.elts if not each.args]
-        return [(each.func.id, {k.arg: ast.literal_eval(k.value) for k in each.keywords}) for each in calls]
+        calls = ast.parse(text, mode="eval").body.elts
+        named = [(each.func.id, {k.arg: ast.literal_eval(k.value) for k in each.keywords}) for each in calls]
+        return [] if any(each.args for each in calls) else named
     except (SyntaxError, ValueError, AttributeError, RecursionError, MemoryError):
         return []  # it is something else
 
@@ -1010,11 +1016,11 @@ def new_id() -> str:
 
 def parse_arguments(written: Any, repair: bool) -> tuple[dict, str]:
     """A call's arguments, and what is wrong with them. Only what a finished answer got wrong is repaired."""
-    text = written if isinstance(written, str) else json.dumps(written or {})
     try:
+        text = written if isinstance(written, str) else to_json(written or {})
         value = _loads(text.strip() or "{}", repair)
         to_json(value)  # raises where a number is NaN or infinite
-    except (ValueError, RecursionError, ImportError) as problem:
+    except (TypeError, ValueError, RecursionError, ImportError) as problem:
         return {}, f"its arguments are not whole JSON ({problem})"
     if not isinstance(value, dict):
         return {}, f"its arguments must be one JSON object, not {text[:100]!r}"
@@ -1097,9 +1103,14 @@ def strip_think(text: str) -> str:
 # ---- Models that need no network ----
 
 words = re.compile(r"\s*\S+|\s+\Z").findall
-KEYS = re.compile(
-    r"(?i)(bearer |authorization\W+|api[_-]?key\W+)[\w.~+/-]{8,}|\b(sk-|gsk_|xai-|AIza)[\w-]{16,}"
+KEYS = re.compile(  # in a JSON text; `": "` stands between a name and its value
+    r"""(?i)(bearer |(?:authorization|api[_-]?key)(?:\\"|": "|[^\w"])+)[\w.~+/-]{8,}"""
+    r"""|\b(sk-|gsk_|xai-|AIza)[\w-]{16,}"""
 )
+
+
+def without_keys(record: dict) -> str:
+    return KEYS.sub(r"\1[key]", to_json(record))
 
 
 class Trace:
@@ -1111,8 +1122,7 @@ class Trace:
     def __call__(self, request: LLMRequest, answer: LLMResponse | None, seconds: float) -> None:
         asked = {name: getattr(request, name) for name in ("model", "options", "tools", "messages")}
         got = {"answer": asdict(answer) if answer else None, "seconds": round(seconds, 3)}  # None: cancelled
-        line = to_json({"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **asked, **got})
-        self.file.write(KEYS.sub(r"\1[key]", line) + "\n")
+        self.file.write(without_keys({"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **asked, **got}) + "\n")
         self.file.flush()
 
 
@@ -1123,24 +1133,27 @@ class ReplayProvider(LLMProvider):
 
     def __init__(self, trace: Path):
         """Raises OSError, or ValueError that names the line which is no record."""
-        self.rest: list[dict] = []  # what was not played yet
+        self.rest: list[tuple[dict, LLMResponse]] = []  # requests that are still to come, and their answers
         for number, line in enumerate(trace.read_text(encoding="utf-8").removesuffix("\n").split("\n"), 1):
             try:
                 record = json.loads(line)
-                self.rest.append({name: record[name] for name in ("messages", "tools", "options", "answer")})
+                said = record["answer"] or asdict(failed("This request was cancelled."))
+                calls = [ToolCallRequest(**call) for call in said["tool_calls"]]
+                asked = {name: record[name] for name in ("messages", "tools")}
+                self.rest.append((asked, LLMResponse(**said | {"tool_calls": calls})))
             except (ValueError, KeyError, TypeError):
                 raise ValueError(f"{trace}, line {number}: this is no record of a trace") from None
 
     async def answer(self, request: LLMRequest) -> LLMResponse:
         if not self.rest:
             return failed("The trace has no further step.")
-        now = {"messages": request.messages, "tools": request.tools}
-        if changes := difference({name: self.rest[0][name] for name in now}, now):
+        recorded, answer = self.rest[0]
+        now = json.loads(without_keys({"messages": request.messages, "tools": request.tools}))
+        if changes := difference(recorded, now):
             return failed(f"This request is not the recorded one ({len(self.rest)} are left):\n{changes}")
-        answer = self.rest.pop(0)["answer"] or asdict(failed("This request was cancelled."))
-        await request.show(*words(answer["content"] or ""))
-        calls = [ToolCallRequest(**call) for call in answer["tool_calls"]]
-        return LLMResponse(**answer | {"tool_calls": calls})
+        self.rest.pop(0)
+        await request.show(*words(answer.content or ""))
+        return answer
 
 
 def difference(recorded: Any, now: Any) -> str:
@@ -1178,7 +1191,7 @@ class HumanProvider(LLMProvider):
             shown += ["---- tools ----", *lines, "You are the model. Answer in a line, or call: NAME {JSON}"]
         while True:
             line = await self.ask("\n".join([*shown, "model> "]), list(tools))
-            name, said = re.fullmatch(r"\s*([\w-]*)\s*(.*?)\s*", line).groups()
+            name, said = re.fullmatch(r"(?s)\s*([\w-]*)\s*(.*?)\s*", line).groups()
             arguments, problem = parse_arguments(said, repair=False)
             if name not in tools or said[:1] not in "{":
                 return LLMResponse(line.strip() or None)

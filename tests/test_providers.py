@@ -6,6 +6,7 @@ real runner with the real tools.
 
 import asyncio
 import copy
+import gc
 import json
 import os
 import random
@@ -402,6 +403,13 @@ def test_a_stream_with_windows_line_ends_and_no_space_after_data_is_read():
     assert (answer.content, answer.error) == ("Hi.", None)
 
 
+def test_a_line_of_data_that_is_blank_only_keeps_the_connection_alive():
+    line = sse("data: \n\n", delta(content="Hi."), "data:\n\n", delta("stop"))
+    with FakeLLM([line]) as server:
+        assert ask(made(server), stream=True)[0].content == "Hi."
+        assert len(server.bodies) == 1
+
+
 @pytest.mark.parametrize("odd", ["\u2028", "\u2029", "\x85", "\x0b", "\x1c"])
 def test_a_line_separator_within_a_text_does_not_tear_the_stream(odd):
     body = f'data: {{"choices":[{{"delta":{{"content":"a{odd}b"}},"finish_reason":"stop"}}]}}\n\n'
@@ -777,7 +785,7 @@ def test_a_wrong_path_brings_the_hint_at_v1():
     "base", ["http://127.0.0.1:1/v1", "localhost:8000/v1", "http://no-such-host.invalid/v1"]
 )
 def test_where_no_server_is_the_cause_and_a_question_are_said(base):
-    answer, _ = ask(OpenAIProvider(Endpoint(ROWS["local"], KEY, base, "m")))
+    answer, _ = ask(OpenAIProvider(Endpoint(ROWS["local"], KEY, base, "m"), pace=0.0))
     assert f"Cannot reach {base} (" in answer.error and "is the server running?" in answer.error
 
 
@@ -970,6 +978,20 @@ def test_several_refusals_in_a_row_are_all_mended():
         assert answer.content == "Fine." and len(server.bodies) == 4
 
 
+def test_a_provider_may_be_asked_in_one_event_loop_after_another():
+    with FakeLLM(["One.", "Two."]) as server:
+        provider = made(server)
+        assert [ask(provider)[0].content for _ in range(2)] == ["One.", "Two."]
+
+
+def test_one_unknown_parameter_after_another_is_left_out():
+    lines = [error(400, f"Unknown parameter: '{name}'.") for name in ("store", "seed", "verbosity")]
+    with FakeLLM([*lines, "Fine.", "Fine."]) as server:
+        provider = made(server, extra_body={"store": 1, "seed": 1, "verbosity": 1, "stop": 1})
+        assert [ask(provider)[0].content for _ in range(2)] == ["Fine.", "Fine."]
+        assert server.bodies[3] == server.bodies[4] == {"model": "test-model", "messages": HELLO, "stop": 1}
+
+
 def test_messages_of_the_caller_and_of_legal_stay_as_they_are_while_a_request_is_mended():
     before = copy.deepcopy(EVERYTHING)
     for refusal in RECORDED:
@@ -1106,6 +1128,11 @@ def test_several_calls_as_text_are_several_calls():
     assert len({each.id for each in answer.tool_calls}) == 2
 
 
+def test_a_call_in_python_with_a_value_that_json_has_not_says_so():
+    answer, _ = reply_to("[look(path={1, 2})]", row="local", tools=[LOOK_TOOL])
+    assert answer.error is None and "not whole JSON" in answer.tool_calls[0].error
+
+
 NO_TEXT_CALLS = {
     "an unknown tool": '<tool_call>{"name": "rm", "arguments": {}}</tool_call>',
     "beside words": 'I would call <tool_call>{"name": "look", "arguments": {}}</tool_call> now.',
@@ -1113,6 +1140,7 @@ NO_TEXT_CALLS = {
     "prose": "Look at [this](a.txt)!",
     "a list of words": '["look"]',
     "Python with a side effect": "[look(path=open('x').read())]",
+    "Python, one call of which has no names": "[look('a.txt'), look(path='b.txt')]",
     "a number": "42",
     "code": "```python\nlook()\n```",
     "less than": "< 3",
@@ -1438,6 +1466,47 @@ def test_a_provider_of_ones_own_writes_only_answer():
 
     assert Echo().get_default_model() == "echo"
     assert ask(Echo(), model="loud")[0].content == "loud: Hello"
+
+
+def test_a_trace_is_played_back_though_its_keys_are_left_out(tmp_path):
+    talk = [user("api_key = abcdefghijkl")]
+    model = ScriptedProvider([ToolCallRequest("1", "now"), "Noon."])
+    model.trace = providers.Trace(tmp_path / "trace")
+    answers = [ask(model, talk)[0], ask(model)[0]]
+    assert "abcdefghijkl" not in (tmp_path / "trace").read_text()
+    replay = providers.ReplayProvider(tmp_path / "trace")
+    assert [ask(replay, talk)[0], ask(replay)[0]] == answers
+    assert "no further step" in ask(replay)[0].error
+
+
+@pytest.mark.parametrize("answer", [{"text": "Hi."}, "Hi.", {"content": "", "tool_calls": [{"x": 1}]}])
+def test_a_trace_with_an_answer_that_is_none_is_a_clear_error(tmp_path, answer):
+    record = {"messages": [], "tools": [], "options": {}, "answer": answer}
+    (tmp_path / "trace").write_text(json.dumps(record) + "\n")
+    with pytest.raises(ValueError, match="line 1: this is no record"):
+        providers.ReplayProvider(tmp_path / "trace")
+
+
+@pytest.mark.parametrize("line", ["two\nlines", "read_file {}\n and more", "read_file {}\n"])
+def test_a_human_may_paste_several_lines(line):
+    model = providers.HumanProvider()
+    lines = iter([line, "Hi."])
+
+    async def type_in(question, words):
+        return next(lines)
+
+    model.ask = type_in
+    answer, _ = ask(model, tools=[TOOL])
+    if line.endswith("{}\n"):
+        assert answer.tool_calls[0].name == "read_file"
+    else:
+        assert answer.content in ("two\nlines", "Hi.")
+
+
+def test_without_the_sdk_the_garbage_collector_is_on_again(monkeypatch):
+    monkeypatch.setitem(sys.modules, "openai", None)
+    provider = OpenAIProvider(Endpoint(ROWS["custom"], "", "http://127.0.0.1:1/v1", "m"), pace=0.0)
+    assert "openai" in ask(provider)[0].error and gc.isenabled()
 
 
 @pytest.fixture
