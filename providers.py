@@ -23,7 +23,7 @@ import random
 import re
 import time
 import zlib
-from collections.abc import Awaitable, Callable, Container, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -274,61 +274,54 @@ class ProviderSpec:
     keywords: tuple[str, ...] = ()  # of model names
     env_key: str = ""
     default_api_base: str = ""
-    default_model: str = ""
+    detect_by_base_keyword: str | tuple[str, ...] = ()  # ends of `.host:port`, beside the address's own
     detect_by_key_prefix: str = "\0"  # no key begins with that
-    detect_by_base_keyword: str | tuple[str, ...] = ""  # end of `.host:port`; empty: the base's
+    default_model: str = ""
     is_gateway: bool = False  # serves any maker's models, as maker/model
     is_local: bool = False  # needs no key and no proxy
     strip_model_prefix: bool = False  # wants the model without its maker
     supports_prompt_caching: bool = False  # by marks in the request; others do it unasked
     max_tokens_field: str = "max_tokens"
-    model_overrides: tuple[tuple[str, dict], ...] = ()  # (part of a model's name, body; None: is not sent)
+    model_overrides: Mapping[str, dict] = field(default_factory=dict)  # by a part of the model's name
 
     def has_host(self, place: str) -> bool:
-        own = urlsplit(self.default_api_base).netloc or "\0"
-        return place.endswith(self.detect_by_base_keyword or f".{own}")
+        own = urlsplit(self.default_api_base).netloc
+        return place.endswith(self.detect_by_base_keyword or "\0") or bool(own) and place.endswith(f".{own}")
 
 
 NO_HEAT = {"temperature": None}  # these refuse all but one
 PROVIDERS = [
     ProviderSpec("openai", ("gpt", "o1", "o3", "o4"), "OPENAI_API_KEY", "https://api.openai.com/v1",
-                 "gpt-5-mini", max_tokens_field="max_completion_tokens",
-                 model_overrides=(("gpt-5", NO_HEAT),)),
-    ProviderSpec("openrouter", (), "OPENROUTER_API_KEY", "https://openrouter.ai/api/v1", "openrouter/auto",
-                 "sk-or-", is_gateway=True, supports_prompt_caching=True),
-    ProviderSpec("anthropic", ("claude",), "ANTHROPIC_API_KEY", "https://api.anthropic.com/v1", "", "sk-ant-",
+                 default_model="gpt-5-mini", max_tokens_field="max_completion_tokens",
+                 model_overrides={"gpt-5": NO_HEAT}),
+    ProviderSpec("openrouter", (), "OPENROUTER_API_KEY", "https://openrouter.ai/api/v1", (), "sk-or-",
+                 "openrouter/auto", is_gateway=True, supports_prompt_caching=True),
+    ProviderSpec("anthropic", ("claude",), "ANTHROPIC_API_KEY", "https://api.anthropic.com/v1", (), "sk-ant-",
                  supports_prompt_caching=True),
     ProviderSpec("deepseek", ("deepseek",), "DEEPSEEK_API_KEY", "https://api.deepseek.com/v1"),
     ProviderSpec("gemini", ("gemini", "gemma"), "GEMINI_API_KEY",
-                 "https://generativelanguage.googleapis.com/v1beta/openai", "", "AIza"),
-    ProviderSpec("groq", (), "GROQ_API_KEY", "https://api.groq.com/openai/v1", "", "gsk_"),
+                 "https://generativelanguage.googleapis.com/v1beta/openai", (), "AIza"),
+    ProviderSpec("groq", (), "GROQ_API_KEY", "https://api.groq.com/openai/v1", (), "gsk_"),
     ProviderSpec("mistral", ("mistral", "codestral"), "MISTRAL_API_KEY", "https://api.mistral.ai/v1"),
     ProviderSpec("moonshot", ("kimi", "moonshot"), "MOONSHOT_API_KEY", "https://api.moonshot.ai/v1",
-                 detect_by_base_keyword=(".api.moonshot.ai", ".api.moonshot.cn"),
-                 model_overrides=(("kimi-k2.", NO_HEAT),)),
-    ProviderSpec("zhipu", ("glm",), "ZAI_API_KEY", "https://open.bigmodel.cn/api/paas/v4",
-                 detect_by_base_keyword=(".open.bigmodel.cn", ".api.z.ai")),
-    ProviderSpec("minimax", ("minimax",), "MINIMAX_API_KEY", "https://api.minimax.io/v1",
-                 detect_by_base_keyword=(".api.minimax.io", ".api.minimaxi.com")),
+                 ".api.moonshot.cn", model_overrides={"kimi-k2.": NO_HEAT}),
+    ProviderSpec("zhipu", ("glm",), "ZAI_API_KEY", "https://open.bigmodel.cn/api/paas/v4", ".api.z.ai"),
+    ProviderSpec("minimax", ("minimax",), "MINIMAX_API_KEY", "https://api.minimax.io/v1", ".minimaxi.com"),
     ProviderSpec("dashscope", ("qwen",), "DASHSCOPE_API_KEY",
-                 "https://dashscope.aliyuncs.com/compatible-mode/v1",
-                 detect_by_base_keyword=(".dashscope.aliyuncs.com", ".dashscope-intl.aliyuncs.com")),
-    ProviderSpec("siliconflow", (), "SILICONFLOW_API_KEY", "https://api.siliconflow.cn/v1", is_gateway=True,
-                 detect_by_base_keyword=(".api.siliconflow.cn", ".api.siliconflow.com")),
+                 "https://dashscope.aliyuncs.com/compatible-mode/v1", ".dashscope-intl.aliyuncs.com"),
+    ProviderSpec("siliconflow", (), "SILICONFLOW_API_KEY", "https://api.siliconflow.cn/v1",
+                 ".api.siliconflow.com", is_gateway=True),
     ProviderSpec("aihubmix", (), "AIHUBMIX_API_KEY", "https://aihubmix.com/v1", is_gateway=True,
                  strip_model_prefix=True),
     ProviderSpec("volcengine", ("doubao",), "ARK_API_KEY", "https://ark.cn-beijing.volces.com/api/v3"),
-    ProviderSpec("xai", ("grok",), "XAI_API_KEY", "https://api.x.ai/v1", "", "xai-"),
-    ProviderSpec("azure", (), "AZURE_OPENAI_API_KEY", max_tokens_field="max_completion_tokens",
-                 detect_by_base_keyword=(".openai.azure.com", ".services.ai.azure.com")),
-    ProviderSpec("ollama", default_api_base="http://localhost:11434/v1", detect_by_base_keyword=":11434",
-                 is_local=True),
-    ProviderSpec("lmstudio", default_api_base="http://localhost:1234/v1", detect_by_base_keyword=":1234",
-                 is_local=True),
-    ProviderSpec("vllm", default_api_base="http://localhost:8000/v1", is_local=True),
-    ProviderSpec("llamacpp", default_api_base="http://localhost:8080/v1", is_local=True),
-    ProviderSpec("local", default_api_base="http://localhost:8000/v1", detect_by_base_keyword="\0",
-                 is_local=True),
+    ProviderSpec("xai", ("grok",), "XAI_API_KEY", "https://api.x.ai/v1", (), "xai-"),
+    ProviderSpec("azure", (), "AZURE_OPENAI_API_KEY", "", (".openai.azure.com", ".services.ai.azure.com"),
+                 max_tokens_field="max_completion_tokens"),
+    ProviderSpec("ollama", (), "", "http://localhost:11434/v1", ":11434", is_local=True),
+    ProviderSpec("lmstudio", (), "", "http://localhost:1234/v1", ":1234", is_local=True),
+    ProviderSpec("vllm", (), "", "http://localhost:8000/v1", is_local=True),
+    ProviderSpec("llamacpp", (), "", "http://localhost:8080/v1", is_local=True),
+    ProviderSpec("local", (), "", "http://localhost:8000/v1", is_local=True),
     ProviderSpec("custom"),
 ]  # fmt: skip
 ROWS = {row.name: row for row in PROVIDERS}
@@ -516,27 +509,18 @@ def with_short_ids(message: dict) -> dict:
     return {**message, "tool_calls": calls} if calls else message
 
 
-def system_as_user(body: dict, said: str) -> dict:
-    first, *rest = body["messages"]
-    return {"messages": legal([first | {"role": "user"}, *rest])}
-
-
 SCHEMA_WORDS = {"additionalProperties", "$schema", "$id", "const", "default", "propertyNames", "not", "oneOf",
                 "anyOf", "allOf", "patternProperties", "exclusiveMinimum", "exclusiveMaximum"}  # fmt: skip
 
 
-def plain_schemas(body: dict, said: str) -> dict:
-    """Tools without the words of JSON Schema that some endpoints do not know."""
-
-    def plain(value: Any, strange: Container = SCHEMA_WORDS) -> Any:
-        if isinstance(value, list):
-            return [plain(each) for each in value]
-        if not isinstance(value, dict):
-            return value
-        return {key: plain(each, () if key == "properties" else SCHEMA_WORDS)  # in there are names, not words
-                for key, each in value.items() if key not in strange}  # fmt: skip
-
-    return {"tools": plain(body.get("tools"))}
+def without_words(value: Any, words: set[str], are_names: bool = False) -> Any:
+    """Without the keys that are in `words`, however deep; in "properties" keys are names, and stay."""
+    if isinstance(value, list):
+        return [without_words(each, words) for each in value]
+    if not isinstance(value, dict):
+        return value
+    return {key: without_words(each, words, key == "properties")
+            for key, each in value.items() if are_names or key not in words}  # fmt: skip
 
 
 def cache_marks(body: dict) -> dict:
@@ -548,22 +532,16 @@ def cache_marks(body: dict) -> dict:
     return {"messages": [first, *rest], "tools": [*tools[:-1], {**tools[-1], **mark}] if tools else None}
 
 
-def unmark(body: dict, said: str) -> dict:
-    first, *rest = body["messages"]
-    plain = [{key: tool[key] for key in ("type", "function")} for tool in body.get("tools", ())]
-    return {"messages": [as_text(first), *rest], "tools": plain or None}
-
-
 def tools_as_text(body: dict, said: str) -> dict:
     """The tools stand in the system message, calls and results in the texts."""
-    messages = [_calls_as_text(each) for each in body["messages"]]
+    messages = [calls_as_text(each) for each in body["messages"]]
     if tools := body.get("tools"):
         told = TOOLS_AS_TEXT + "\n".join(to_json(each["function"]) for each in tools)
         messages.append({"role": "system", "content": told})
     return {"messages": legal(messages), "tools": None, "tool_choice": None}
 
 
-def _calls_as_text(message: dict) -> dict:
+def calls_as_text(message: dict) -> dict:
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_result>\n{message['content']}\n</tool_result>"}
     calls = [call["function"] for call in message.get("tool_calls", ())]
@@ -613,12 +591,14 @@ HEALING = [Remedy(*row) for row in (
         lambda each: {**each, "content": None} if "tool_calls" in each else each)),
     ("'?reasoning", bare(*REASONING)),
     ("property 'name'", bare("name")),
-    ("cache_control", unmark),
+    ("cache_control", lambda body, said: without_words(body, {"cache_control"})),
     ("(system|developer) (role|instruction|message).{0,20}not (supported|enabled)|got system|"
-     "not support 'system'", system_as_user),
+     "not support 'system'",
+     lambda body, said: {"messages": legal([body["messages"][0] | {"role": "user"}, *body["messages"][1:]])}),
     ("a-z, A-Z, 0-9, with a length of 9", in_messages(with_short_ids)),
     ("thought_signature", in_messages(with_signature)),
-    ("unknown name.{0,200}(schema|parameters|function)|top level", plain_schemas),
+    ("unknown name.{0,200}(schema|parameters|function)|top level",
+     lambda body, said: {"tools": without_words(body.get("tools"), SCHEMA_WORDS)}),
     ("image|vision|multimodal|only .{0,9}text|content.type", in_messages(as_text),
      "images are left out: this model takes text only"),
     ("content.{0,99}string|expected a string|untagged enum", in_messages(as_text)),
@@ -730,7 +710,7 @@ class OpenAIProvider(LLMProvider):
             body |= {"stream": True, "stream_options": {"include_usage": True}}
         if spec.supports_prompt_caching:
             body |= cache_marks(body)
-        for part, values in spec.model_overrides:
+        for part, values in spec.model_overrides.items():
             body |= values if part in request.model else {}
         body |= self.endpoint.extra_body
         return {key: value for key, value in body.items() if value is not None}
@@ -1185,7 +1165,7 @@ class HumanProvider(LLMProvider):
         seen, self.seen = self.seen, request
         tools = {tool["function"]["name"]: tool["function"]["parameters"] for tool in request.tools}
         new = [each for n, each in enumerate(request.messages) if seen.messages[n : n + 1] != [each]]
-        shown = [f"---- {each['role']} ----\n{readable(each)}" for each in new]
+        shown = [f"---- {each['role']} ----\n{as_text(calls_as_text(each))['content']}" for each in new]
         if request.tools != seen.tools:
             lines = [f"{name} ({', '.join(each.get('properties', ()))})" for name, each in tools.items()]
             shown += ["---- tools ----", *lines, "You are the model. Answer in a line, or call: NAME {JSON}"]
@@ -1198,12 +1178,6 @@ class HumanProvider(LLMProvider):
             if not (problem := problem or (self.check and self.check(name, arguments))):
                 return LLMResponse(None, [ToolCallRequest(new_id(), name, arguments)], "tool_calls")
             shown = [problem]
-
-
-def readable(message: dict) -> str:
-    content, functions = message["content"], [call["function"] for call in message.get("tool_calls", ())]
-    text = to_json(content) if isinstance(content, list) else content
-    return "\n".join(filter(None, [text, *(f"→ {each['name']} {each['arguments']}" for each in functions)]))
 
 
 class ScriptedProvider(LLMProvider):
