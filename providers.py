@@ -219,8 +219,8 @@ def _clean_content(content: Any) -> str | list[dict]:
 
 
 def _clean_call(call: dict) -> dict:
-    arguments, _ = parse_arguments(call["function"].get("arguments"), repair=True)
-    function = {"name": str(call["function"]["name"]), "arguments": to_json(arguments)}
+    name, arguments = call["function"]["name"], call["function"].get("arguments")
+    function = {"name": str(name), "arguments": to_json(parse_arguments(arguments, repair=True)[0])}
     return {**call, "type": "function", "function": function}
 
 
@@ -246,10 +246,9 @@ def _paired(messages: list[dict]) -> list[dict]:
 
 
 def _unused(id_: Any, used: set[str]) -> str:
-    unused, number = str(id_ or "call"), 1
-    while unused in used:
-        number += 1
-        unused = f"{id_ or 'call'}_{number}"
+    wanted = str(id_ or "call")
+    names = itertools.chain([wanted], (f"{wanted}_{number}" for number in itertools.count(2)))
+    unused = next(name for name in names if name not in used)
     used.add(unused)
     return unused
 
@@ -358,11 +357,12 @@ def choose_endpoint(
     base = base_url or own.api_base or spec.default_api_base
     if not base:
         raise ValueError(f"Provider {spec.name} has no address: set its apiBase, or --base-url.")
-    own_server = host is not None and (host.is_local or not host.default_api_base)
-    # to a server of the user's own a row's key goes only where the row has that address or no host at all
-    owns = base == own.api_base or not spec.default_api_base or spec.is_local
-    owner = spec if owns else ROWS["openai"]
-    key = _key(settings, owner, anywhere=True) if own_server else _key(settings, host or spec)
+    if host is not None and (host.is_local or not host.default_api_base):
+        # to a server of the user's own a row's key goes only where the row has that address or none of its own
+        owns = base == own.api_base or not spec.default_api_base or spec.is_local
+        key = _key(settings, spec if owns else ROWS["openai"], anywhere=True)
+    else:
+        key = _key(settings, host or spec)
     maker, _, rest = model.partition("/")
     if maker == spec.name and (not spec.is_gateway or "/" in rest):  # openrouter/auto is a whole name
         model = rest
@@ -452,9 +452,9 @@ def _wanted_wait(headers: Mapping[str, str]) -> float:
     for name, unit in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
         with contextlib.suppress(KeyError, ValueError):
             return max(0.0, float(headers[name]) * unit)  # in this order nan, too, becomes 0
-    with contextlib.suppress(KeyError, ValueError):
-        from email.utils import parsedate_to_datetime
+    from email.utils import parsedate_to_datetime
 
+    with contextlib.suppress(KeyError, ValueError):
         now = headers.get("date")  # the server's clock may differ from ours
         moment = parsedate_to_datetime(now).timestamp() if now else time.time()
         return max(parsedate_to_datetime(headers["retry-after"]).timestamp() - moment, 0.0)
