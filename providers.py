@@ -497,16 +497,18 @@ def with_signature(message: dict) -> dict:
     return {**message, "tool_calls": [{"extra_content": foreign, **first}, *rest]} if first else message
 
 
+def nine_digits(number: int) -> str:
+    """The only form of an id that every endpoint takes."""
+    return f"{number % 10**9:09d}"
+
+
 def with_short_ids(message: dict) -> dict:
-    """Ids of nine digits, the same one for a call and its result."""
-
-    def short(id_: str) -> str:
-        return f"{zlib.crc32(id_.encode()) % 10**9:09d}"
-
+    """The same new id for a call and its result."""
     if message["role"] == "tool":
-        return {**message, "tool_call_id": short(message["tool_call_id"])}
-    calls = [{**call, "id": short(call["id"])} for call in message.get("tool_calls", ())]
-    return {**message, "tool_calls": calls} if calls else message
+        return {**message, "tool_call_id": nine_digits(zlib.crc32(message["tool_call_id"].encode()))}
+    calls = message.get("tool_calls", ())
+    short = [{**call, "id": nine_digits(zlib.crc32(call["id"].encode()))} for call in calls]
+    return {**message, "tool_calls": short} if short else message
 
 
 SCHEMA_WORDS = {"additionalProperties", "$schema", "$id", "const", "default", "propertyNames", "not", "oneOf",
@@ -743,10 +745,12 @@ class OpenAIProvider(LLMProvider):
             if "event-stream" in response.headers.get("content-type", ""):
                 async for data in response.iter_bytes():
                     deadline.reschedule(asyncio.get_running_loop().time() + self.idle_timeout)
-                    await request.show(reader.feed_bytes(data))
+                    reader.feed_bytes(data)
+                    await request.show(reader.to_show())
             else:  # also from a server that ignores `stream`
-                await request.show(reader.feed(parse_answer(await response.read())))
-            await request.show(reader.close())
+                reader.feed(parse_answer(await response.read()))
+            reader.close()
+            await request.show(reader.to_show())
 
     async def _warn_of_window(self, request: LLMRequest, answer: LLMResponse) -> None:
         """Ollama cuts what is over its window, 4,096 tokens where nobody chose one, and does not say so."""
@@ -852,56 +856,57 @@ class AnswerReader:
         self.tools, self.shown = list(tools), 0  # characters
         self.content, self.calls, self.extra, self.usage = "", [], {}, {}
         self.rest = b""  # of a line that is not whole yet
-        self.ended = False  # the server said that this is all
+        self.ended = self.closed = False  # the server said that this is all; it came to an end, said or not
         self.finish_reason: str | None = None
         self.think = ThinkFilter()
 
-    def feed_bytes(self, data: bytes) -> str:
-        """A part of a stream of Server-Sent Events; returns the text to show."""
+    def feed_bytes(self, data: bytes) -> None:
+        """A part of a stream of Server-Sent Events."""
         *lines, self.rest = (self.rest + data).split(b"\n")
-        shown = ""
         for line in lines:
             name, _, value = line.partition(b":")
             value = value.strip()
             self.ended = self.ended or value == b"[DONE]"
             if name == b"data" and value and not self.ended:  # others: comments, event names, signs of life
-                shown += self.feed(parse_answer(value))
-        return shown
+                self.feed(parse_answer(value))
 
-    def feed(self, chunk: dict) -> str:
+    def feed(self, chunk: dict) -> None:
         if chunk.get("error"):
             raise refusal(chunk["error"])
-        self.usage, shown = chunk.get("usage") or self.usage, ""
+        self.usage = chunk.get("usage") or self.usage
         for choice in chunk.get("choices") or []:
             self.usage = choice.get("usage") or self.usage
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
-            shown += self._add(choice.get("delta", choice.get("message")) or {}, "delta" not in choice)
-        return self._show(shown)
+            self._add(choice.get("delta", choice.get("message")) or {}, "delta" not in choice)
 
-    def _add(self, part: dict, whole: bool) -> str:
+    def close(self) -> None:
+        self.feed_bytes(b"\n")
+        self._add_text(self.think.close())
+        self.closed = True
+
+    def to_show(self) -> str:
+        """The text that was not shown yet; none while it may be a call, and none of a call."""
+        if self.tools and self.content.lstrip()[:1] in tuple("<[{`"):
+            if self.calls or not self.closed or self.text_calls():
+                return ""
+        text, self.shown = self.content[self.shown :], len(self.content)
+        return text
+
+    def text_calls(self) -> list[ToolCallRequest]:
+        return read_text_calls(self.content, self.tools) if self.tools and not self.calls else []
+
+    def _add(self, part: dict, whole: bool) -> None:
         self.ended = self.ended or whole
         for n, call in enumerate(part.get("tool_calls") or []):
             self._add_call({**call, "index": n} if whole else call)
         for name in (name for name in REASONING if part.get(name)):
             self.extra[name] = self.extra[name] + part[name] if name in self.extra else part[name]
         text = part.get("content") or ""
-        return self.think.feed(text if isinstance(text, str) else "".join(b.get("text") or "" for b in text))
+        text = text if isinstance(text, str) else "".join(block.get("text") or "" for block in text)
+        self._add_text(self.think.feed(text))
 
-    def close(self) -> str:
-        shown = self.feed_bytes(b"\n") + self._show(self.think.close())
-        return shown + ("" if self.calls or self.text_calls() else self._unshown())
-
-    def _show(self, text: str) -> str:
-        text = text if self.content else text.lstrip("\n")  # left over between thoughts and answer
-        self.content += text
-        return "" if self.tools and self.content.lstrip()[:1] in tuple("<[{`") else self._unshown()
-
-    def _unshown(self) -> str:
-        text, self.shown = self.content[self.shown :], len(self.content)
-        return text
-
-    def text_calls(self) -> list[ToolCallRequest]:
-        return read_text_calls(self.content, self.tools) if self.tools and not self.calls else []
+    def _add_text(self, text: str) -> None:
+        self.content += text if self.content else text.lstrip("\n")  # left over between thoughts and answer
 
     def _add_call(self, piece: dict) -> None:
         """A piece belongs to the last call of its index; without an index, to the last call of all.
@@ -990,8 +995,7 @@ def _calls_in_python(text: str) -> list[tuple[str, Any]]:
 
 
 def new_id() -> str:
-    """Nine digits: the only form of an id that every endpoint takes."""
-    return f"{time.perf_counter_ns() % 10**9:09d}"
+    return nine_digits(time.perf_counter_ns())
 
 
 def parse_arguments(written: Any, repair: bool) -> tuple[dict, str]:

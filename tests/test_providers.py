@@ -1085,6 +1085,7 @@ def test_nothing_is_asked_again_after_text_was_shown():
 @pytest.mark.parametrize("line", [
     error(500, "Oops"), Raw(b""), sse("data: {oops\n\n"), Failure(200, '{"choices": ['), Raw(cut=True),
     sse({"error": {"message": "Overloaded", "code": 529}}), Hang(0.0),
+    sse(delta(content="Well"), {"error": {"message": "Overloaded"}}),
 ])  # fmt: skip
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_fails_before_anything_was_shown_is_asked_again(line, stream):
