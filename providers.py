@@ -358,7 +358,7 @@ def choose_endpoint(
     if not base:
         raise ValueError(f"Provider {spec.name} has no address: set its apiBase, or --base-url.")
     if host is not None and (host.is_local or not host.default_api_base):
-        # to a server of the user's own a row's key goes only where the row has that address or none of its own
+        # to a server of the user's own a row's key goes only where the row has that address, or none
         owns = base == own.api_base or not spec.default_api_base or spec.is_local
         key = _key(settings, spec if owns else ROWS["openai"], anywhere=True)
     else:
@@ -871,11 +871,12 @@ class AnswerReader:
                 self.feed(parse_answer(value))
 
     def feed(self, chunk: dict) -> None:
-        if chunk.get("error"):
-            raise refusal(chunk["error"])
-        self.usage = chunk.get("usage") or self.usage
-        for choice in chunk.get("choices") or []:
-            self.usage = choice.get("usage") or self.usage
+        choices = chunk.get("choices") or []
+        for part in (chunk, *choices):
+            if part.get("error"):
+                raise refusal(part["error"])
+            self.usage = part.get("usage") or self.usage
+        for choice in choices:
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
             self._add(choice.get("delta", choice.get("message")) or {}, "delta" not in choice)
 
@@ -886,9 +887,9 @@ class AnswerReader:
 
     def to_show(self) -> str:
         """The text that was not shown yet; none while it may be a call, and none of a call."""
-        if self.tools and self.content.lstrip()[:1] in tuple("<[{`"):
-            if self.calls or not self.closed or self.text_calls():
-                return ""
+        like_a_call = self.tools and self.content.lstrip()[:1] in tuple("<[{`")
+        if like_a_call and (self.calls or not self.closed or self.text_calls()):
+            return ""
         text, self.shown = self.content[self.shown :], len(self.content)
         return text
 
@@ -943,7 +944,8 @@ class AnswerReader:
         with contextlib.suppress(AttributeError, TypeError, ValueError):  # a count that is none
             answer.usage = read_usage(self.usage)
         answer.usage = answer.usage or estimate_usage(request, answer)
-        if self.finish_reason is None and (any(call.error for call in calls) or not (calls or self.ended)):
+        cut = any(call.error for call in calls) or not (calls or self.ended)
+        if self.finish_reason == "error" or (self.finish_reason is None and cut):
             raise Failure("the answer broke off" if text or calls else "it sent no answer", kind="cut")
         return answer
 

@@ -309,6 +309,14 @@ ODD_BODIES = {
         "No credits",
     ),
     "an error within a 200": ({"error": {"message": "Overloaded", "code": 529}}, "Overloaded"),
+    "an error within a choice": (
+        {"choices": [{"message": {"content": ""}, "finish_reason": "error", "error": {"message": "Gone."}}]},
+        "Gone",
+    ),
+    "an error that is only a reason": (
+        {"choices": [{"message": {"content": ""}, "finish_reason": "error"}]},
+        "sent no answer",
+    ),
     "no choices": ({"choices": []}, "sent no answer"),
     "choices null": ({"choices": None}, "sent no answer"),
     "no JSON object": ([1, 2], "does not answer like a model.*/v1"),
