@@ -7,9 +7,14 @@ The lingua franca is the Chat Completions message dict, so what you print is wha
       "function": {"name": "read_file", "arguments": "{\\"path\\": \\"a.txt\\"}"}}]},
      {"role": "tool", "tool_call_id": "call_1", "content": "1| hello"}]
 
-`provider.chat(messages, tools)` gives an `LLMResponse`; a failure is a value too, with cause and fix.
-Endpoints differ in data (PROVIDERS), not in code. This file works alone. Read after nanobot.py, before
-tools.py. Not covered: which tools there are, and how they run.
+`provider.chat(messages, tools)` gives an `LLMResponse`; a failure is a value too, with cause and fix. On the
+way there a history is made lawful (`legal`), a refused request is changed and sent again (HEALING), a busy
+endpoint is waited for, chunks become text and calls (`AnswerReader`), thoughts are taken out, and calls that
+a weak model wrote as text are read. Endpoints differ in data (PROVIDERS, HEALING), not in code. The last part
+has models that need no network: offline rules, a script, a recorded trace, and you.
+
+This file works alone. Read after nanobot.py, before tools.py. Not covered: which tools there are, and how
+they run; other protocols than Chat Completions.
 """
 
 import asyncio
@@ -23,7 +28,7 @@ import random
 import re
 import time
 import zlib
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -472,7 +477,7 @@ def rename(old: str, new: str) -> Change:
 
 def without_the_named(body: dict, said: str) -> dict:
     others = body.keys() - {"model", "messages", "tools", "stream"}
-    return {name: None for name in others if re.search(rf"\b{name}\b", said)}
+    return {name: None for name in others if re.search(rf"\b{re.escape(name)}\b", said)}
 
 
 def in_messages(change: Callable[[dict], dict]) -> Change:
@@ -530,7 +535,7 @@ def cache_marks(body: dict) -> dict:
     mark, (first, *rest) = {"cache_control": {"type": "ephemeral"}}, body["messages"]
     tools = body.get("tools")
     if first["role"] == "system":
-        first = {**first, "content": [{"type": "text", "text": first["content"], **mark}]}
+        first = {**first, "content": [{"type": "text", "text": as_text(first)["content"], **mark}]}
     return {"messages": [first, *rest], "tools": [*tools[:-1], {**tools[-1], **mark}] if tools else None}
 
 
@@ -694,8 +699,7 @@ class OpenAIProvider(LLMProvider):
                 await request.tell(f"{self._safe(failure.said)}; asking again in {wait:.0f} s")
                 await asyncio.sleep(wait * random.uniform(1.0, 1.2) * self.pace)
             else:
-                error = await self._explain(failure)
-                return failed(error, is_overflow=failure.is_overflow)
+                return failed(await self._explain(failure), is_overflow=failure.is_overflow)
         self._learnt[request.model] = used
         await self._warn_of_window(request, answer)
         return answer
@@ -815,10 +819,9 @@ def as_failure(problem: Exception) -> Failure:
     kind = "timeout" if "Timeout" in name else "network" if name == "APIConnectionError" else ""
     if type(problem).__module__.startswith("httpx"):  # from below the SDK, while the answer was read
         kind = "cut"
-    failure = replace(refusal(getattr(problem, "body", None), problem), kind=kind)
-    if response is None:
-        return failure
-    return replace(failure, status=response.status_code, headers=response.headers)
+    failure = refusal(getattr(problem, "body", None), problem)
+    status, headers = (failure.status, {}) if response is None else (response.status_code, response.headers)
+    return replace(failure, kind=kind, status=status, headers=headers)
 
 
 def refusal(body: Any, problem: Exception | None = None) -> Failure:
@@ -976,10 +979,10 @@ def _calls_in_json(text: str) -> list[tuple[str, Any]]:
             return []
         found += value if isinstance(value, list) else [value]
         text = text[end:].lstrip(" ,;\n")
-    calls = [(each.get("name"), each.get("arguments", each.get("parameters")))
-             for each in found if isinstance(each, dict)]  # fmt: skip
-    whole = len(calls) == len(found) and all(isinstance(said, dict | str) for _, said in calls)
-    return calls if whole else []
+    if not all(isinstance(each, dict) for each in found):
+        return []
+    calls = [(each.get("name"), each.get("arguments", each.get("parameters"))) for each in found]
+    return calls if all(isinstance(said, dict | str) for _, said in calls) else []
 
 
 def _calls_in_python(text: str) -> list[tuple[str, Any]]:
@@ -1135,22 +1138,19 @@ class ReplayProvider(LLMProvider):
             return failed("The trace has no further step.")
         recorded, answer = self.rest[0]
         now = json.loads(without_keys({"messages": request.messages, "tools": request.tools}))
-        if changes := difference(recorded, now):
+        if recorded != now:
+            changes = "\n".join(itertools.islice(difference(recorded, now), 40))
             return failed(f"This request is not the recorded one ({len(self.rest)} are left):\n{changes}")
         self.rest.pop(0)
         await request.show(*words(answer.content or ""))
         return answer
 
 
-def difference(recorded: Any, now: Any) -> str:
-    """The lines in which two JSON values differ, the first 40 of them."""
-    if recorded == now:
-        return ""
+def difference(recorded: Any, now: Any) -> Iterator[str]:
     from difflib import unified_diff
 
     old, new = (json.dumps(each, ensure_ascii=False, indent=1).split("\n") for each in (recorded, now))
-    lines = unified_diff(old, new, "recorded", "now", lineterm="", n=2)
-    return "\n".join(line[:300] for line in itertools.islice(lines, 40))
+    return (line[:300] for line in unified_diff(old, new, "recorded", "now", lineterm="", n=2))
 
 
 class HumanProvider(LLMProvider):

@@ -992,6 +992,19 @@ def test_a_provider_may_be_asked_in_one_event_loop_after_another():
         assert [ask(provider)[0].content for _ in range(2)] == ["One.", "Two."]
 
 
+def test_a_system_message_of_blocks_can_be_marked_for_the_cache():
+    blocks = [{"type": "text", "text": "You are a test."}, {"type": "text", "text": "Be short."}]
+    with FakeLLM(["Fine."]) as server:
+        ask(made(server, "openrouter"), [{"role": "system", "content": blocks}, *HELLO[1:]])
+        text = server.bodies[0]["messages"][0]["content"][0]["text"]
+    assert text == "You are a test.\n\nBe short."
+
+
+def test_a_parameter_of_a_strange_name_is_no_regular_expression():
+    with FakeLLM([error(400, "Unknown parameter: 'a(b'."), "Fine."]) as server:
+        assert ask(made(server, extra_body={"a(b": 1}))[0].content == "Fine."
+
+
 def test_one_unknown_parameter_after_another_is_left_out():
     lines = [error(400, f"Unknown parameter: '{name}'.") for name in ("store", "seed", "verbosity")]
     with FakeLLM([*lines, "Fine.", "Fine."]) as server:
