@@ -36,6 +36,7 @@ from urllib.parse import urlsplit
 
 log = logging.getLogger("nanobot.providers")
 to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode  # NaN is a ValueError: it is no JSON
+words = re.compile(r"\s*\S+|\s+\Z").findall  # with the space before each: together they are the text
 OnDelta = Callable[[str], Awaitable[None]]
 REASONING = ("reasoning_content", "reasoning", "reasoning_details")  # sent back under the name they came with
 
@@ -229,6 +230,31 @@ def _clean_call(call: dict) -> dict:
     return {**call, "type": "function", "function": function}
 
 
+def parse_arguments(written: Any, repair: bool) -> tuple[dict, str]:
+    """A call's arguments, and what is wrong with them. Only what a finished answer got wrong is repaired."""
+    try:
+        text = written if isinstance(written, str) else to_json(written or {})
+        value = _loads(text.strip() or "{}", repair)
+        to_json(value)  # raises where a number is NaN or infinite
+    except (TypeError, ValueError, RecursionError, ImportError) as problem:
+        return {}, f"its arguments are not whole JSON ({problem})"
+    if not isinstance(value, dict):
+        return {}, f"its arguments must be one JSON object, not {text[:100]!r}"
+    return _utf8(value), ""
+
+
+def _loads(text: str, repair: bool) -> Any:
+    try:
+        return json.loads(text, strict=False)  # takes line ends within a text
+    except ValueError:
+        if not repair:
+            raise
+        import json_repair
+
+        log.info("repairing the JSON of a call's arguments: %.200s", text)
+        return json_repair.loads(text)
+
+
 def _paired(messages: list[dict]) -> list[dict]:
     """The messages with one result directly behind each call; results that nobody asked for are dropped."""
     paired: list[dict] = []
@@ -256,6 +282,15 @@ def _unused(id_: Any, used: set[str]) -> str:
     unused = next(name for name in names if name not in used)
     used.add(unused)
     return unused
+
+
+def nine_digits(number: int) -> str:
+    """The only form of an id that every endpoint takes."""
+    return f"{number % 10**9:09d}"
+
+
+def new_id() -> str:
+    return nine_digits(time.perf_counter_ns())
 
 
 def _join(first: dict, second: dict) -> dict:
@@ -500,11 +535,6 @@ def with_signature(message: dict) -> dict:
     first, *rest = message.get("tool_calls") or [{}]
     foreign = {"google": {"thought_signature": "skip_thought_signature_validator"}}
     return {**message, "tool_calls": [{"extra_content": foreign, **first}, *rest]} if first else message
-
-
-def nine_digits(number: int) -> str:
-    """The only form of an id that every endpoint takes."""
-    return f"{number % 10**9:09d}"
 
 
 def with_short_ids(message: dict) -> dict:
@@ -999,35 +1029,6 @@ def _calls_in_python(text: str) -> list[tuple[str, Any]]:
         return []  # it is something else
 
 
-def new_id() -> str:
-    return nine_digits(time.perf_counter_ns())
-
-
-def parse_arguments(written: Any, repair: bool) -> tuple[dict, str]:
-    """A call's arguments, and what is wrong with them. Only what a finished answer got wrong is repaired."""
-    try:
-        text = written if isinstance(written, str) else to_json(written or {})
-        value = _loads(text.strip() or "{}", repair)
-        to_json(value)  # raises where a number is NaN or infinite
-    except (TypeError, ValueError, RecursionError, ImportError) as problem:
-        return {}, f"its arguments are not whole JSON ({problem})"
-    if not isinstance(value, dict):
-        return {}, f"its arguments must be one JSON object, not {text[:100]!r}"
-    return _utf8(value), ""
-
-
-def _loads(text: str, repair: bool) -> Any:
-    try:
-        return json.loads(text, strict=False)  # takes line ends within a text
-    except ValueError:
-        if not repair:
-            raise
-        import json_repair
-
-        log.info("repairing the JSON of a call's arguments: %.200s", text)
-        return json_repair.loads(text)
-
-
 def read_usage(usage: dict) -> dict:
     """The endpoint's own count in our words, cached tokens under any of their three names; {} without one."""
     if not usage.get("prompt_tokens"):
@@ -1091,7 +1092,6 @@ def strip_think(text: str) -> str:
 
 # ---- Models that need no network ----
 
-words = re.compile(r"\s*\S+|\s+\Z").findall
 KEYS = re.compile(  # in a JSON text; `": "` stands between a name and its value
     r"""(?i)(bearer |(?:authorization|api[_-]?key)(?:\\"|": "|[^\w"])+)[\w.~+/-]{8,}"""
     r"""|\b(sk-|gsk_|xai-|AIza)[\w-]{16,}"""
