@@ -277,9 +277,10 @@ def _paired(messages: list[dict]) -> list[dict]:
 
 
 def _unused(id_: Any, used: set[str]) -> str:
-    wanted = str(id_ or "call")
-    names = itertools.chain([wanted], (f"{wanted}_{number}" for number in itertools.count(2)))
-    unused = next(name for name in names if name not in used)
+    unused, number = str(id_ or "call"), 1
+    while unused in used:
+        number += 1
+        unused = f"{id_ or 'call'}_{number}"
     used.add(unused)
     return unused
 
@@ -1122,26 +1123,26 @@ class ReplayProvider(LLMProvider):
 
     def __init__(self, trace: Path):
         """Raises OSError, or ValueError that names the line which is no record."""
-        self.rest: list[tuple[dict, LLMResponse]] = []  # requests that are still to come, and their answers
+        self.rest: list[dict] = []  # what was not played yet; each `answer` is an LLMResponse
         for number, line in enumerate(trace.read_text(encoding="utf-8").removesuffix("\n").split("\n"), 1):
             try:
                 record = json.loads(line)
+                asked = {name: record[name] for name in ("messages", "tools", "options")}
                 said = record["answer"] or asdict(failed("This request was cancelled."))
                 calls = [ToolCallRequest(**call) for call in said["tool_calls"]]
-                asked = {name: record[name] for name in ("messages", "tools")}
-                self.rest.append((asked, LLMResponse(**said | {"tool_calls": calls})))
+                self.rest.append({**asked, "answer": LLMResponse(**said | {"tool_calls": calls})})
             except (ValueError, KeyError, TypeError):
                 raise ValueError(f"{trace}, line {number}: this is no record of a trace") from None
 
     async def answer(self, request: LLMRequest) -> LLMResponse:
         if not self.rest:
             return failed("The trace has no further step.")
-        recorded, answer = self.rest[0]
         now = json.loads(without_keys({"messages": request.messages, "tools": request.tools}))
+        recorded = {name: self.rest[0][name] for name in now}
         if recorded != now:
             changes = "\n".join(itertools.islice(difference(recorded, now), 40))
             return failed(f"This request is not the recorded one ({len(self.rest)} are left):\n{changes}")
-        self.rest.pop(0)
+        answer = self.rest.pop(0)["answer"]
         await request.show(*words(answer.content or ""))
         return answer
 

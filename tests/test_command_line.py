@@ -54,6 +54,17 @@ def test_without_a_key_the_offline_model_does_a_real_job(own_home, tmp_path):
     assert 'read_file("a.txt")' in err
 
 
+def test_a_trace_is_replayed_without_tools_even_if_a_key_was_left_out_of_it(own_home, tmp_path):
+    (tmp_path / "a.txt").write_text("hello there\n", encoding="utf-8")
+    trace = str(tmp_path / "trace.jsonl")
+    question = "read a.txt and remember that api_key = abcdefghij"
+    _, out, _ = nanobot("agent", "-m", question, "--trace", trace, cwd=tmp_path)
+    (tmp_path / "a.txt").unlink()
+    status, again, _ = nanobot("replay", trace)
+    assert "hello there" in out and "api_key = abcdefghij" in out
+    assert (status, again) == (0, out.replace("abcdefghij", "[key]"))
+
+
 def test_no_subcommand_means_agent_and_offline_can_be_asked_for(own_home):
     status, out, err = nanobot("--offline", "-m", "tell me a joke")
     assert status == 0
