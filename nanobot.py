@@ -38,10 +38,10 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial, partialmethod
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 from weakref import WeakValueDictionary
 
-from channels import CLI, BackgroundLoop, OutboundMessage, printable, terminate
+from channels import CLI, BackgroundLoop, OutboundMessage, PrintableFormatter, printable, terminate
 from memory import (
     MemoryStore, SessionBusy, SessionManager, SkillsLoader, TokenCounter, leave_out_oldest, said,
 )  # fmt: skip
@@ -49,7 +49,9 @@ from providers import (
     ROWS, Endpoint, LLMProvider, LLMResponse, OfflineProvider, OpenAIProvider, ToolCallRequest,
     choose_endpoint, legal,
 )  # fmt: skip
-from tools import FILE_TOOLS, Exec, ToolRegistry, ToolResult, Turn, as_schema, image_block, is_kind, kinds
+from tools import (
+    FILE_TOOLS, Exec, ToolRegistry, ToolResult, Turn, as_schema, fits, image_block, kinds, sandbox_problem,
+)  # fmt: skip
 
 __version__ = "0.1.0"
 log = logging.getLogger("nanobot")
@@ -95,6 +97,8 @@ class ProviderSettings:
 class ExecSettings:
     enable: bool = True
     timeout: int = 60  # seconds
+    sandbox: Literal["", "bwrap"] = ""
+    sandbox_network: bool = False
     path_append: str = ""
     allowed_env_keys: list[str] = field(default_factory=list)
 
@@ -635,7 +639,8 @@ class AgentLoop:
         self.context = ContextBuilder(config, self.memory, self.skills)
         self.tools = ToolRegistry(FILE_TOOLS)
         if (shell := config.tools.exec).enable:
-            self.tools.register(Exec(shell.timeout, shell.path_append, shell.allowed_env_keys))
+            confinement = (shell.sandbox, shell.sandbox_network)
+            self.tools.register(Exec(shell.timeout, shell.path_append, shell.allowed_env_keys, *confinement))
         self.runner = AgentRunner(self.provider)
         self.cost = CostTrackingHook(config.prices, self.model)
         self.hooks = [self.cost, *hooks]
@@ -773,8 +778,9 @@ def read_json(file: Path, environ: Mapping[str, str]) -> Any:
 
 def read_setting(hint: Any, value: Any, where: str) -> Any:
     """A value as its type hint wants it; raises ConfigError with its path: `agents.defaults.maxTokens: …`."""
-    wanted = kinds(as_schema(dict if is_dataclass(hint) else hint))
-    if not any(is_kind(value, kind) for kind in wanted):
+    schema = as_schema(dict if is_dataclass(hint) else hint)
+    wanted = [json.dumps(choice) for choice in schema.get("enum", [])] or kinds(schema)
+    if not fits(value, kinds(schema)) or value not in schema.get("enum", [value]):
         shown = json.dumps(value, ensure_ascii=False)[:80]
         raise ConfigError(f"{where or 'the file'}: expected {' or '.join(wanted)}, got {shown}")
     if is_dataclass(hint):
@@ -899,18 +905,21 @@ def status_command(arguments: argparse.Namespace) -> int:
     if isinstance(provider, OpenAIProvider):
         end, problem = provider.endpoint, asyncio.run(provider.check())
         model = f"{provider.model or 'no model named'} at {end.api_base} ({end.spec.name})"
+    sandbox = loop.config.tools.exec.sandbox
+    unsafe = sandbox_problem() if sandbox else ""
     rows = [
         ("ok", "settings", str(file) if file.exists() else "the defaults; `nanobot onboard` writes a file"),
         ("ok", "workspace", str(loop.workspace)),
         ("BAD" if problem else "ok", "model", f"{model}: {problem}" if problem else model),
         ("ok" if bash else "--", "bash", bash or "missing: exec cannot run; install bash"),
+        ("BAD" if unsafe else "ok", "sandbox", unsafe or sandbox or "off: a command can do what you can"),
     ]
     for skill in loop.skills.load():
         lack = f"needs {', '.join(skill.missing)}" if skill.missing else "ready"
         rows.append(("--" if skill.missing else "ok", f"skill {skill.name}", lack))
     for mark, name, what in rows:
         print(printable(f"{mark:4}{name:22}{what}"))
-    return 1 if problem else 0
+    return 1 if problem or unsafe else 0
 
 
 def prompt_command(arguments: argparse.Namespace) -> None:
@@ -982,8 +991,9 @@ def main(argv: list[str] | None = None) -> int:
     if not argv or argv[0] not in (*commands, "-h", "--help", "--version"):
         argv.insert(0, "agent")
     arguments = parser().parse_args(argv)
-    logging.basicConfig(level=logging.INFO if arguments.logs else logging.WARNING,
-                        format="%(levelname)s %(name)s: %(message)s")  # fmt: skip
+    handler = logging.StreamHandler()
+    handler.setFormatter(PrintableFormatter("%(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO if arguments.logs else logging.WARNING, handlers=[handler])
     for stream in filter(None, (sys.stdout, sys.stderr)):
         stream.reconfigure(errors="replace")  # letters that its encoding has not
     for name in ("SIGTERM", "SIGHUP"):  # end as after Ctrl-C: what runs is stopped, the journal in order
@@ -996,7 +1006,8 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # `nanobot … | head`: nobody wants the rest
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as problem:
-        print(f"nanobot: {problem}. Mend it and ask again; the journal keeps what it has.", file=sys.stderr)
+        cause = printable(str(problem))
+        print(f"nanobot: {cause}. Mend it and ask again; the journal keeps what it has.", file=sys.stderr)
     except KeyboardInterrupt:
         return 130
     return 1
