@@ -292,7 +292,8 @@ def signature_schema(function: Callable) -> dict:
     named = [each for each in inspect.signature(function).parameters.values() if each.kind not in starred]
     shown = [each for each in named if each.name not in ("self", "turn")]
     required = [each.name for each in shown if each.default is each.empty]
-    return tool_parameters_schema(required, **{each.name: hints.get(each.name, Any) for each in shown})
+    properties = {each.name: as_schema(hints.get(each.name, Any)) for each in shown}
+    return tool_parameters_schema(required) | {"properties": properties}
 
 
 # ---- Tools, and the registry that runs them ----
