@@ -158,8 +158,10 @@ def test_nothing_that_is_shown_reaches_the_terminal_raw(own_home, tmp_path):
     """Answer, hints, text beside calls, results, logs, errors, history and prompt: all in one life."""
     evil = "\x1b]0;owned\x07\u202e\u200b\U000e0041\x9b2J\x7f"
     (tmp_path / evil).write_text(evil, encoding="utf-8")
-    (own_home / ".nanobot" / "workspace").mkdir(parents=True)
-    (own_home / ".nanobot" / "workspace" / "SOUL.md").write_text(evil, encoding="utf-8")
+    workspace = own_home / ".nanobot" / "workspace"
+    (workspace / "skills" / evil).mkdir(parents=True)
+    (workspace / "skills" / evil / "SKILL.md").write_text("---\nmetadata: {\n---\n")  # a warning names it
+    (workspace / "SOUL.md").write_text(evil, encoding="utf-8")
     beside = Reply(evil, [call("read_file", path=evil), call("exec", command=f"echo '{evil}'")], "tool_calls")
     failing = call("exec", command=f"{evil}\0")
     shown = ""
