@@ -10,7 +10,8 @@ text; the registry casts and checks them, runs the function and hands back a `To
 A tool is a plain function under `@tool` (its signature is the schema, its docstring the description) or a
 subclass of `Tool`. What the model did wrong goes back to it as text that says what to do next.
 This file works alone: copy it and use `@tool` and `ToolRegistry`. Read after providers.py, before memory.py.
-Not covered: who may call what (the hooks in nanobot.py), and a real sandbox: what is here are guard-rails.
+What is checked here are guard-rails; the boundary is the sandbox of exec.
+Not covered: who may call what (the hooks in nanobot.py).
 """
 
 import asyncio
@@ -77,19 +78,17 @@ class Turn:
     max_result_chars: int = 16_000
 
     def path(self, text: str, write: bool = False) -> Path:
-        """The real path that a model's path means; raises ToolError where it may not go.
+        """Where a model's path really leads, links and `..` followed; raises ToolError where it may not go.
 
-        The check is on the resolved path: `..`, links and `/ws-evil` beside `/ws` do not pass. A guard-rail:
-        a folder that another process swaps for a link between check and use is not noticed.
+        A guard-rail: a folder that another process swaps for a link between check and use is not noticed.
         """
         try:
             real = (self.cwd / os.path.expanduser(text)).resolve()
             home, here, *more = (path.resolve() for path in (self.workspace, self.cwd, *self.readable))
-            secret = self.is_secret(real)
+            if self.is_secret(real):
+                raise ToolError(f"{real} holds keys: the agent may not open it. Ask the user to look.")
         except (OSError, RuntimeError, ValueError) as problem:  # a loop of links, a NUL, too long a name
             raise ToolError(f"{text!r} is not a usable path: {problem}") from None
-        if secret:
-            raise ToolError(f"{real} holds keys: the agent may not open it. Ask the user to look.")
         if write and any(real.is_relative_to(home / name) for name in AGENT_FILES):
             raise ToolError(f"{real} is the agent's own record: it is not for tools to write.")
         roots = [home, here] if write else [home, here, *more]
@@ -110,8 +109,8 @@ class Turn:
 async def in_thread(function: Callable, /, *args: Any, **kwargs: Any) -> Any:
     """Await a blocking function on a daemon thread of its own.
 
-    Not `asyncio.to_thread`: its pool has cores + 4 threads, so that ten waiting tools take two waves on a
-    small machine, and its threads hold the exit until they are done.
+    Not `asyncio.to_thread`: its pool has cores + 4 threads, too few for ten waiting tools on a small
+    machine, and they hold the exit.
     """
     future: Future = Future()
     future.set_running_or_notify_cancel()  # when the waiter is cancelled the thread can still finish
@@ -155,14 +154,10 @@ def keyword(schema: Any, name: str, kind: type) -> Any:
 
 
 def kinds(schema: Any) -> list[str]:
-    """The JSON types that a schema allows; empty: any, also where keywords decide that are not known here."""
+    """The JSON types that a schema allows; empty: any, also where other keywords (anyOf, $ref) decide."""
     named = keyword(schema, "type", list) or [keyword(schema, "type", str)]
-    if named == [""]:
-        options = [kinds(each) for each in keyword(schema, "anyOf", list) or keyword(schema, "oneOf", list)]
-        named = [kind for option in options for kind in option] if all(options) else []
-    elif schema.get("nullable") is True:
-        named = [*named, "null"]
-    return named if all(str(kind) in JSON_TYPES for kind in named) else []
+    null = ["null"] if keyword(schema, "nullable", bool) else []
+    return [*named, *null] if all(str(kind) in JSON_TYPES for kind in named) else []
 
 
 def fits(value: Any, wanted: list[str]) -> bool:
@@ -320,12 +315,11 @@ class Tool:
         return self.read_only and not self.exclusive
 
     async def execute(self, **arguments: Any) -> Any:
-        """Returns text, a ToolResult or whatever JSON can show; raises ToolError for the model's mistakes."""
-        return await in_thread(self.run, **arguments)
+        """Returns text, a ToolResult or whatever JSON can show; raises ToolError for the model's mistakes.
 
-    def run(self, **arguments: Any) -> Any:
-        """The blocking form: `execute` gives it a thread of its own."""
-        raise NotImplementedError(f"{type(self).__name__} has neither execute() nor run()")
+        A blocking `run` in its place gets a thread of its own.
+        """
+        return await in_thread(self.run, **arguments)
 
     def cast_params(self, params: dict) -> dict:
         return cast(params, self.parameters)
@@ -344,12 +338,7 @@ class Tool:
 
 def tool_parameters(schema: dict) -> Callable[[type], type]:
     """Class decorator for a schema that is written out: `@tool_parameters(tool_parameters_schema(…))`."""
-
-    def decorate(cls: type) -> type:
-        cls.parameters = schema
-        return cls
-
-    return decorate
+    return lambda cls: type(cls.__name__, (cls,), {"parameters": schema})
 
 
 def tool(function: Callable | None = None, **flags: Any) -> Any:
@@ -394,12 +383,11 @@ class ToolRegistry:
             near = get_close_matches(name.lower(), self._tools, n=len(self._tools) or 1, cutoff=0)
             return None, {}, f"There is no tool {name!r}. There are, the closest first: {', '.join(near)}."
         params = {} if params is None else cast(params, {"type": "object"})
+        known = keyword(found.parameters, "properties", dict)
+        if isinstance(params, dict) and [*params] == ["arguments"] and "arguments" not in known:
+            params = cast(params["arguments"], {"type": "object"})  # some models wrap them once more
         if not isinstance(params, dict):
             return found, {}, f'The arguments of {name} must be one JSON object, like {{"name": "value"}}.'
-        wrapped = cast(params.get("arguments"), {"type": "object"})  # some models wrap them once more
-        known = keyword(found.parameters, "properties", dict)
-        if isinstance(wrapped, dict) and len(params) == 1 and "arguments" not in known:
-            params = wrapped
         params = found.cast_params(params)
         errors = "; ".join(found.validate_params(params))
         return found, params, f"{name} was not run: {errors}. Correct the call." if errors else None
@@ -417,8 +405,8 @@ class ToolRegistry:
         except ToolError as mistake:
             result = ToolResult(str(mistake), is_error=True)
         except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as failure:
-            if asyncio.current_task().cancelling():  # the turn is cancelled, not only something in the tool
-                raise
+            if isinstance(failure, asyncio.CancelledError) and asyncio.current_task().cancelling():
+                raise  # it is the turn that is cancelled, not only something in the tool
             log.warning("tool %s failed", name, exc_info=True)
             result = ToolResult(f"{name} failed: {type(failure).__name__}: {failure}", is_error=True)
         result = result if isinstance(result, ToolResult) else ToolResult(result or "")
@@ -794,8 +782,10 @@ SAFE_ENVIRONMENT = ("HOME", "LANG", "TERM", "PATH")  # nothing else of ours: key
 WRAPPERS = {"sudo", "env", "nohup", "time", "timeout", "command", "exec", "nice", "xargs", "if", "then", "do",
             "else", "!", "{"}  # fmt: skip
 SHELLS = ("sh", "bash", "dash", "zsh", "eval", "su")  # what they are given is a command again
-FATAL = re.compile(r"mkfs.*|dd|wipefs|fdisk|parted|shutdown|reboot|halt|poweroff|init")
-RECURSIVE = {"rm": re.compile(r"--recursive|-\w*[rR]"), "find": re.compile(r"-delete\Z")}
+FATAL = re.compile(  # a program and one of its words
+    r"(mkfs\S*|dd|wipefs|fdisk|parted|shutdown|reboot|halt|poweroff|init) "
+    r"|rm (--recursive|-\w*[rR])|find -delete"
+)
 FORK_BOMB = re.compile(r"([\w:.]{1,80})\s*\(\)\s*\{[^}]*\1\s*\|\s*\1\s*&")
 # Root keeps its powers under bwrap, and could undo the mounts, unless they are dropped.
 BWRAP = ["bwrap", "--unshare-all", "--cap-drop", "ALL", "--die-with-parent", "--new-session",
@@ -809,8 +799,8 @@ SYSTEM = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", *(f"/etc/{name}" 
 def check_command(command: str, turn: Turn) -> None:
     """Raise ToolError for what hardly anybody means: a seat belt for accidents, no boundary against intent.
 
-    Refused: recursive rm, formatting, dd, writes to devices, shutdown and its kin, fork bombs, redirects into
-    the agent's own files, paths of files with keys; under the fence also each path that leads outside.
+    Besides FATAL: fork bombs, writes to devices and to the agent's own files, paths of files with keys; under
+    the fence also each path that leads outside.
     """
     if FORK_BOMB.search(command):
         raise ToolError("Refused: this is a fork bomb.")
@@ -820,10 +810,9 @@ def check_command(command: str, turn: Turn) -> None:
             program = ""
         elif not (program or redirected or word in WRAPPERS or re.search(r"^[-<>&)\d]|=", word)):
             program = os.path.basename(word).lower()
-        if FATAL.fullmatch(program):
-            raise ToolError(f"Refused: {program} can destroy data or stop the machine. The user may run it.")
-        if program in RECURSIVE and RECURSIVE[program].match(word):
-            raise ToolError("Refused: recursive removal. Remove single files, or ask the user to do it.")
+        if FATAL.match(f"{program} {word}"):
+            why = f"{program} can destroy much, or stop the machine, in this way"
+            raise ToolError(f"Refused: {why}. Remove files one by one, or ask the user to run it.")
         if program in SHELLS and " " in word:
             check_command(word, turn)
         _check_word(word, redirected or program == "tee", turn)
@@ -856,6 +845,7 @@ def _check_word(word: str, writes: bool, turn: Turn) -> None:
             turn.path(path, write=writes)
 
 
+@dataclass
 class Exec(Tool):
     """`bash -c` in a process group of its own; `timeout` in seconds, `path_append` goes behind PATH."""
 
@@ -864,16 +854,11 @@ class Exec(Tool):
         "Run a bash command. For files prefer read_file, grep and glob. No input is possible: use flags like "
         "-y. Returns stdout, then STDERR:, then the exit code."
     )
-
-    def __init__(
-        self, timeout: int = 60, path_append: str = "", allowed_env: Iterable[str] = (), sandbox: str = "",
-        network: bool = False,
-    ):  # fmt: skip
-        self.timeout, self.path_append, self.allowed_env = timeout, path_append, allowed_env
-        self.sandbox, self.network = sandbox, network
-        if sandbox:
-            offline = "" if network else " and there is no network"
-            self.description += f" Only the workspace and the working directory can be written{offline}."
+    timeout: int = 60
+    path_append: str = ""
+    allowed_env: Iterable[str] = ()
+    sandbox: str = ""  # or bwrap
+    network: bool = False  # in the sandbox
 
     async def execute(
         self, command: str, working_dir: str = ".", timeout: Seconds = 0, *, turn: Turn
@@ -891,7 +876,8 @@ class Exec(Tool):
         end = functools.partial(kill_group, process)
         atexit.register(end)  # when the program ends first
         try:
-            await asyncio.wait_for(in_thread(process.wait), timeout or self.timeout)
+            async with asyncio.timeout(timeout or self.timeout):
+                await in_thread(process.wait)
         except TimeoutError:
             late = f"\nTimed out after {timeout or self.timeout} s: its process group was killed."
         finally:  # also when the turn is cancelled
@@ -959,10 +945,9 @@ class Capture(threading.Thread):
 
 
 def kill_group(process: subprocess.Popen) -> None:
-    """End a command that still runs, with all of its process group (on Windows: the command alone)."""
-    if process.poll() is None and hasattr(os, "killpg"):
-        with contextlib.suppress(ProcessLookupError):
+    """End a command that still runs, with all of its process group."""
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError, AttributeError):  # Windows has no process groups
             os.killpg(process.pid, signal.SIGKILL)
-    elif process.poll() is None:
         process.kill()
-    process.wait()
+        process.wait()
