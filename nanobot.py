@@ -400,8 +400,8 @@ class ApprovalHook(AgentHook):
                 call.denied = ""
                 continue
             # JSON keeps all of it on one line: nothing in it can look like a question of ours
-            shown = printable(json.dumps(call.arguments, ensure_ascii=False))
-            question = f"{call.name} {shown}\nRun it? [y/n/always] "
+            shown = printable(f"{call.name} {json.dumps(call.arguments, ensure_ascii=False)}")
+            question = f"{shown}\nRun it? [y/n/always] "
             answer = (await self.ask(question)).strip().lower() if self.ask else "n"
             if answer in ("a", "always"):
                 self.always.add(call.name)

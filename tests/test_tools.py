@@ -405,6 +405,17 @@ def test_wrong_arguments_are_named_and_the_tool_is_not_run(params, told):
     assert result.is_error and told in result.text
 
 
+@pytest.mark.parametrize("depth", [20, 5_000])
+def test_arguments_and_schemas_of_any_depth_end_no_turn(depth):
+    schema, value = {"type": "integer"}, "1"
+    for _ in range(depth):
+        schema, value = {"type": "array", "items": schema}, [value]
+    deep = tool(lambda a: f"{a}"[depth], name="deep")
+    type(deep).parameters = {"type": "object", "properties": {"a": schema}}
+    result = answer(deep, a=value)
+    assert result == (ToolResult("1") if depth == 20 else replace(result, is_error=True))
+
+
 @pytest.mark.parametrize("opening", [
     {"additionalProperties": True}, {"additionalProperties": {}}, {"patternProperties": {"^x": {}}},
     {"allOf": [{"properties": {"b": {}}}]}, {"$ref": "#/$defs/x"},
