@@ -18,7 +18,7 @@ import re
 import select
 import sys
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,9 +75,17 @@ def type_at(prompt: str, live: bool, err: TextIO) -> str:
     return input(prompt if live else "")
 
 
-def read_answer(question: str) -> str:
+def read_answer(question: str, words: Sequence[str] = ()) -> str:
+    """An answer to a question, which may have several lines; the tab key completes the words."""
+    with contextlib.suppress(ImportError):
+        import readline
+
+        readline.set_completer(lambda text, n: [*(word for word in words if word.startswith(text)), None][n])
+        readline.parse_and_bind("tab: complete")
+    before, line_end, prompt = printable(question).rpartition("\n")
     try:
-        return type_at(question, sys.stdout.isatty(), sys.stderr)
+        print(end=before + line_end, file=sys.stderr, flush=True)
+        return type_at(prompt, sys.stdout.isatty(), sys.stderr)
     except UnicodeDecodeError:
         return ""  # what is no text is no yes
 
@@ -109,7 +117,8 @@ class BackgroundLoop(contextlib.AbstractContextManager):
         self.loop.call_soon_threadsafe(start)
         try:
             while question := wait_for(questions):
-                question[1].set_result(read_answer(question[0]))
+                answer, *asked = question
+                answer.set_result(read_answer(*asked))
         except (KeyboardInterrupt, EOFError) as stop:
             self.loop.call_soon_threadsafe(lambda: task.cancel())
             while wait_for(questions):
@@ -117,10 +126,10 @@ class BackgroundLoop(contextlib.AbstractContextManager):
             raise stop if isinstance(stop, Terminated) else KeyboardInterrupt from None
         return task.result()
 
-    async def ask(self, question: str) -> str:
-        """One line from the person at the terminal."""
+    async def ask(self, question: str, words: Sequence[str] = ()) -> str:
+        """One line from the person at the terminal; the tab key completes the words."""
         answer: Future = Future()
-        self._questions.put((question, answer))
+        self._questions.put((answer, question, words))
         return await asyncio.wrap_future(answer)
 
 

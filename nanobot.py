@@ -26,6 +26,7 @@ import asyncio
 import itertools
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -34,6 +35,7 @@ import string
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial, partialmethod
@@ -46,8 +48,8 @@ from memory import (
     MemoryStore, SessionBusy, SessionManager, SkillsLoader, TokenCounter, leave_out_oldest, said,
 )  # fmt: skip
 from providers import (
-    ROWS, Endpoint, LLMProvider, LLMResponse, OfflineProvider, OpenAIProvider, ToolCallRequest,
-    choose_endpoint, legal,
+    ROWS, Endpoint, HumanProvider, LLMProvider, LLMResponse, OfflineProvider, OpenAIProvider, ReplayProvider,
+    ToolCallRequest, Trace, choose_endpoint, legal,
 )  # fmt: skip
 from tools import (
     FILE_TOOLS, Exec, ToolRegistry, ToolResult, Turn, as_schema, fits, image_block, kinds, sandbox_problem,
@@ -91,6 +93,7 @@ class ProviderSettings:
     api_base: str = ""
     extra_headers: dict = field(default_factory=dict)
     extra_body: dict = field(default_factory=dict)
+    text_tool_calls: Literal["auto", "on", "off"] = "auto"
 
 
 @dataclass
@@ -285,6 +288,7 @@ class AgentRunResult:
     response: LLMResponse | None = None
     segments: list[str] = field(default_factory=list)  # of an answer that was cut by its length
     nudge: str = ""  # a note to the model for the next request only
+    room: float = math.inf  # tokens of messages that the model has shown to take
     blanks: int = 0  # blank answers in a row
     cuts: int = 0  # answers that were cut or held back
     failures: int = 0  # in a row, of one and the same call:
@@ -313,6 +317,8 @@ class AgentHook:
     async def on_stream(self, delta: str) -> None: ...
 
     async def on_stream_end(self, resuming: bool) -> None: ...
+
+    async def on_retry(self, why: str) -> None: ...
 
     async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
         """Set `call.denied = "reason"` to keep a call from running; the model is told the reason."""
@@ -345,6 +351,7 @@ class CompositeHook(AgentHook):
     before_iteration = partialmethod(_each, "before_iteration")
     on_stream = partialmethod(_each, "on_stream")
     on_stream_end = partialmethod(_each, "on_stream_end")
+    on_retry = partialmethod(_each, "on_retry")
     before_execute_tools = partialmethod(_each, "before_execute_tools")
     after_iteration = partialmethod(_each, "after_iteration")
 
@@ -467,17 +474,28 @@ class AgentRunner:
             run.nudge = template("out_of_iterations", limit=spec.max_iterations)
         await hook.before_iteration(run)
         tools = [] if run.out_of_steps or run.blanks == 2 else spec.tools.get_definitions()
-        run.response = await self.provider.chat(
-            self._govern(run, tools), tools, model=spec.model, max_tokens=spec.max_tokens,
-            temperature=spec.temperature, on_delta=hook.on_stream if hook.wants_streaming else None,
-        )  # fmt: skip
+        request = self._govern(run, tools)
+        run.response = await self._chat(run, request, tools)
+        if run.response.is_overflow:  # the window is smaller than the settings say
+            run.room = run.counter.total(request) // 2
+            shorter = self._govern(run, tools)
+            if len(shorter) < len(request):
+                await hook.on_retry("too long for the model: asking again without the oldest turns")
+                run.response = await self._chat(run, shorter, tools)
         run.nudge = ""
         add_up(run.usage, run.response.usage)
+
+    async def _chat(self, run: AgentHookContext, request: list[dict], tools: list[dict]) -> LLMResponse:
+        spec, hook = run.spec, run.spec.hook
+        return await self.provider.chat(
+            request, tools, model=spec.model, max_tokens=spec.max_tokens, temperature=spec.temperature,
+            on_delta=hook.on_stream if hook.wants_streaming else None, on_retry=hook.on_retry,
+        )  # fmt: skip
 
     def _govern(self, run: AgentHookContext, tools: list[dict]) -> list[dict]:
         """The copy that is sent: it fits the context window, and what is for this request only follows."""
         spec, counter = run.spec, run.counter
-        budget = spec.context_window - spec.max_tokens - 1_024 - counter.total(tools)
+        budget = min(spec.context_window - spec.max_tokens - 1_024 - counter.total(tools), run.room)
         asked = next((each for each in reversed(spec.messages) if each["role"] == "user"), None)
         task = next((n for n, each in enumerate(run.messages) if each is asked), 1)  # hooks may have moved it
         request = list(leave_out_oldest(run.messages, budget, counter, task))
@@ -605,6 +623,9 @@ class EventHook(AgentHook):
 
     async def on_stream(self, delta: str) -> None:
         await self.send("delta", delta)
+
+    async def on_retry(self, why: str) -> None:
+        await self.send("retry", why)
 
     async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
         if text := self.context.response.content:
@@ -779,7 +800,7 @@ def read_json(file: Path, environ: Mapping[str, str]) -> Any:
 def read_setting(hint: Any, value: Any, where: str) -> Any:
     """A value as its type hint wants it; raises ConfigError with its path: `agents.defaults.maxTokens: …`."""
     schema = as_schema(dict if is_dataclass(hint) else hint)
-    wanted = [json.dumps(choice) for choice in schema.get("enum", [])] or kinds(schema)
+    wanted = [each or '""' for each in schema.get("enum", [])] or kinds(schema)
     if not fits(value, kinds(schema)) or value not in schema.get("enum", [value]):
         shown = json.dumps(value, ensure_ascii=False)[:80]
         raise ConfigError(f"{where or 'the file'}: expected {' or '.join(wanted)}, got {shown}")
@@ -819,8 +840,8 @@ def make_provider(config: Config) -> LLMProvider:
     defaults = config.defaults
     if strange := [name for name in config.providers if name not in ROWS]:
         raise ConfigError(f"providers.{strange[0]}: no such provider. There are: {', '.join(ROWS)}")
-    if defaults.provider == "offline":
-        return OfflineProvider()
+    if defaults.provider in ("offline", "human"):
+        return OfflineProvider() if defaults.provider == "offline" else HumanProvider()
     settings = {name: Endpoint(ROWS[name], **vars(each)) for name, each in config.providers.items()}
     try:
         chosen = "" if defaults.provider == "auto" else defaults.provider
@@ -850,8 +871,13 @@ def agent_command(arguments: argparse.Namespace) -> int:
     terminal = CLI(kinds=tuple(kind for kind, on in shown.items() if on))
     if isinstance(loop.provider, OfflineProvider) and loop.config.defaults.provider != "offline":
         terminal.note(template("no_model"))
+    if arguments.trace:
+        loop.provider.trace = Trace(arguments.trace)
     with BackgroundLoop() as background:
         keyboard = sys.stdin is not None and sys.stdin.isatty()
+        if isinstance(loop.provider, HumanProvider) and keyboard:
+            loop.provider.ask = background.ask
+            loop.provider.check = lambda name, arguments: loop.tools.prepare_call(name, arguments)[2]
         if arguments.approve:
             loop.hooks.append(ApprovalHook(loop.tools, background.ask if keyboard else None))
         if arguments.logs:
@@ -951,6 +977,53 @@ def sessions_command(arguments: argparse.Namespace) -> None:
         print(printable(line))
 
 
+class RecordedTools(ToolRegistry):
+    """The tools of a trace. Nothing is executed: each call returns what it returned then."""
+
+    def __init__(self, records: list[dict]):
+        super().__init__()
+        self.definitions, self.results = records[0]["tools"], defaultdict(list)
+        known = {message.get("tool_call_id") for message in records[0]["messages"]}
+        names: dict[str, str] = {}
+        for message in (message for record in records for message in record["messages"]):
+            for call in message.get("tool_calls", ()):
+                arguments = json.loads(call["function"]["arguments"])
+                names[call["id"]] = self.key(call["function"]["name"], arguments)
+            if message["role"] == "tool" and message["tool_call_id"] not in known:
+                known.add(message["tool_call_id"])
+                self.results[names[message["tool_call_id"]]].append(message["content"])
+
+    @staticmethod
+    def key(name: str, arguments: dict) -> str:
+        return f"{name} {json.dumps(arguments)}"
+
+    def get_definitions(self) -> list[dict]:
+        return self.definitions
+
+    async def execute(self, name: str, params: dict, turn: Turn | None = None) -> ToolResult:
+        results = self.results[self.key(name, params)]
+        return ToolResult(results.pop(0) if results else "(the trace ends before this call's result)")
+
+
+def replay_command(arguments: argparse.Namespace) -> int:
+    try:
+        model = ReplayProvider(arguments.file)
+    except (OSError, ValueError) as problem:
+        raise ConfigError(f"{problem}. Make a trace with: nanobot agent --trace FILE") from None
+    terminal = CLI()
+    while model.rest:
+        first, hook = model.rest[0], EventHook(terminal.send, Turn(), streaming=True)
+        given = {name: first["options"].get(name) for name in ("max_tokens", "temperature")}
+        spec = AgentRunSpec(first["messages"], RecordedTools(model.rest), hook=hook, **given)
+        spec.context_window = sys.maxsize  # what did not fit was left out when it was recorded
+        result = asyncio.run(AgentRunner(model).run(spec))
+        if result.error:
+            terminal.note(f"nanobot: {result.error}")
+            return 1
+        asyncio.run(hook.send("final", result.final_content))
+    return 0
+
+
 def parser() -> argparse.ArgumentParser:
     main_parser = argparse.ArgumentParser("nanobot", description="A personal AI agent. No command: agent.")
     main_parser.add_argument("--version", action="version", version=f"nanobot {__version__}")
@@ -960,7 +1033,7 @@ def parser() -> argparse.ArgumentParser:
     common.add_argument("--model", metavar="NAME")
     common.add_argument("--base-url", metavar="URL", help="an OpenAI-compatible endpoint, mostly with /v1")
     choice = common.add_mutually_exclusive_group()
-    choice.add_argument("--provider", metavar="NAME", help=", ".join([*ROWS, "offline"]))
+    choice.add_argument("--provider", metavar="NAME", help=", ".join([*ROWS, "offline", "human (you)"]))
     choice.add_argument("--offline", dest="provider", action="store_const", const="offline")
     common.add_argument("--logs", action="store_true", help="show what happens inside, on stderr")
     commands = main_parser.add_subparsers(metavar="COMMAND")
@@ -968,6 +1041,10 @@ def parser() -> argparse.ArgumentParser:
     agent.add_argument("-m", "--message", metavar="TEXT", help="ask this and leave; else a prompt")
     agent.add_argument("--approve", action="store_true", help="ask before a tool writes or executes")
     agent.add_argument("--no-stream", action="store_true", help="do not stream requests")
+    agent.add_argument("--trace", metavar="FILE", type=path_of, help="write down requests and answers")
+    replay = commands.add_parser("replay", help="run a recorded turn again, without network and tools")
+    replay.add_argument("file", metavar="FILE", type=path_of)
+    replay.add_argument("--logs", action="store_true", help="show what happens inside, on stderr")
     prompt = commands.add_parser("prompt", parents=[common], help="print what would be sent")
     prompt.add_argument("text", nargs="?", default="Hello!")
     for command in (agent, prompt):
@@ -983,7 +1060,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     commands = {"agent": agent_command, "prompt": prompt_command, "sessions": sessions_command,
-                "onboard": onboard_command, "status": status_command}  # fmt: skip
+                "onboard": onboard_command, "status": status_command, "replay": replay_command}  # fmt: skip
     if argv and not argv[0].startswith("-") and argv[0] not in commands:
         print(f"nanobot: no command {argv[0]!r}, there are {', '.join(commands)}; a message goes behind -m",
               file=sys.stderr)  # fmt: skip
