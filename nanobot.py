@@ -43,7 +43,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 from weakref import WeakValueDictionary
 
-from channels import CLI, BackgroundLoop, OutboundMessage, printable, terminate
+from channels import CLI, BackgroundLoop, OutboundMessage, PrintableFormatter, printable, terminate
 from memory import (
     MemoryStore, SessionBusy, SessionManager, SkillsLoader, TokenCounter, leave_out_oldest, said,
 )  # fmt: skip
@@ -52,7 +52,8 @@ from providers import (
     ToolCallRequest, Trace, choose_endpoint, legal,
 )  # fmt: skip
 from tools import (
-    FILE_TOOLS, Exec, MCPServers, ToolRegistry, ToolResult, Turn, as_schema, image_block, is_kind, kinds,
+    FILE_TOOLS, Exec, MCPServers, ToolRegistry, ToolResult, Turn, as_schema, fits, image_block, kinds,
+    sandbox_problem,
 )  # fmt: skip
 
 __version__ = "0.1.0"
@@ -100,6 +101,8 @@ class ProviderSettings:
 class ExecSettings:
     enable: bool = True
     timeout: int = 60  # seconds
+    sandbox: Literal["", "bwrap"] = ""
+    sandbox_network: bool = False
     path_append: str = ""
     allowed_env_keys: list[str] = field(default_factory=list)
 
@@ -419,8 +422,8 @@ class ApprovalHook(AgentHook):
                 call.denied = ""
                 continue
             # JSON keeps all of it on one line: nothing in it can look like a question of ours
-            shown = printable(json.dumps(call.arguments, ensure_ascii=False))
-            question = f"{call.name} {shown}\nRun it? [y/n/always] "
+            shown = printable(f"{call.name} {json.dumps(call.arguments, ensure_ascii=False)}")
+            question = f"{shown}\nRun it? [y/n/always] "
             answer = (await self.ask(question)).strip().lower() if self.ask else "n"
             if answer in ("a", "always"):
                 self.always.add(call.name)
@@ -672,7 +675,8 @@ class AgentLoop:
         self.context = ContextBuilder(config, self.memory, self.skills)
         self.tools = ToolRegistry(FILE_TOOLS)
         if (shell := config.tools.exec).enable:
-            self.tools.register(Exec(shell.timeout, shell.path_append, shell.allowed_env_keys))
+            confinement = (shell.sandbox, shell.sandbox_network)
+            self.tools.register(Exec(shell.timeout, shell.path_append, shell.allowed_env_keys, *confinement))
         self.mcp = MCPServers(config.tools.mcp_servers, self.tools)
         self.runner = AgentRunner(self.provider)
         self.cost = CostTrackingHook(config.prices, self.model)
@@ -813,9 +817,8 @@ def read_json(file: Path, environ: Mapping[str, str]) -> Any:
 def read_setting(hint: Any, value: Any, where: str) -> Any:
     """A value as its type hint wants it; raises ConfigError with its path: `agents.defaults.maxTokens: …`."""
     schema = as_schema(dict if is_dataclass(hint) else hint)
-    wanted = schema.get("enum") or kinds(schema)
-    allowed = value in wanted if "enum" in schema else any(is_kind(value, kind) for kind in wanted)
-    if not allowed:
+    wanted = [each or '""' for each in schema.get("enum", [])] or kinds(schema)
+    if not fits(value, kinds(schema)) or value not in schema.get("enum", [value]):
         shown = json.dumps(value, ensure_ascii=False)[:80]
         raise ConfigError(f"{where or 'the file'}: expected {' or '.join(wanted)}, got {shown}")
     if is_dataclass(hint):
@@ -947,11 +950,14 @@ def status_command(arguments: argparse.Namespace) -> int:
     if isinstance(provider, OpenAIProvider):
         end, problem = provider.endpoint, asyncio.run(provider.check())
         model = f"{provider.model or 'no model named'} at {end.api_base} ({end.spec.name})"
+    sandbox = loop.config.tools.exec.sandbox
+    unsafe = sandbox_problem() if sandbox else ""
     rows = [
         ("ok", "settings", str(file) if file.exists() else "the defaults; `nanobot onboard` writes a file"),
         ("ok", "workspace", str(loop.workspace)),
         ("BAD" if problem else "ok", "model", f"{model}: {problem}" if problem else model),
         ("ok" if bash else "--", "bash", bash or "missing: exec cannot run; install bash"),
+        ("BAD" if unsafe else "ok", "sandbox", unsafe or sandbox or "off: a command can do what you can"),
     ]
     for name, problem in asyncio.run(loop.mcp.check()).items():
         rows.append(("BAD" if problem else "ok", f"mcp {name}", problem or "connected"))
@@ -1084,8 +1090,9 @@ def main(argv: list[str] | None = None) -> int:
     if not argv or argv[0] not in (*commands, "-h", "--help", "--version"):
         argv.insert(0, "agent")
     arguments = parser().parse_args(argv)
-    logging.basicConfig(level=logging.INFO if arguments.logs else logging.WARNING,
-                        format="%(levelname)s %(name)s: %(message)s")  # fmt: skip
+    handler = logging.StreamHandler()
+    handler.setFormatter(PrintableFormatter("%(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO if arguments.logs else logging.WARNING, handlers=[handler])
     for stream in filter(None, (sys.stdout, sys.stderr)):
         stream.reconfigure(errors="replace")  # letters that its encoding has not
     for name in ("SIGTERM", "SIGHUP"):  # end as after Ctrl-C: what runs is stopped, the journal in order
@@ -1098,7 +1105,8 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # `nanobot … | head`: nobody wants the rest
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as problem:
-        print(f"nanobot: {problem}. Mend it and ask again; the journal keeps what it has.", file=sys.stderr)
+        cause = printable(str(problem))
+        print(f"nanobot: {cause}. Mend it and ask again; the journal keeps what it has.", file=sys.stderr)
     except KeyboardInterrupt:
         return 130
     return 1

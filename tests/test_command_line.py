@@ -154,6 +154,26 @@ def test_escape_sequences_from_a_model_do_not_reach_the_terminal(own_home):
     assert out == "red \\x1b[31malert\\x1b[0m \\u202egnp.exe\n"
 
 
+def test_nothing_that_is_shown_reaches_the_terminal_raw(own_home, tmp_path):
+    """Answer, hints, text beside calls, results, logs, errors, history and prompt: all in one life."""
+    evil = "\x1b]0;owned\x07\u202e\u200b\U000e0041\x9b2J\x7f"
+    (tmp_path / evil).write_text(evil, encoding="utf-8")
+    workspace = own_home / ".nanobot" / "workspace"
+    (workspace / "skills" / evil).mkdir(parents=True)
+    (workspace / "skills" / evil / "SKILL.md").write_text("---\nmetadata: {\n---\n")  # a warning names it
+    (workspace / "SOUL.md").write_text(evil, encoding="utf-8")
+    beside = Reply(evil, [call("read_file", path=evil), call("exec", command=f"echo '{evil}'")], "tool_calls")
+    failing = call("exec", command=f"{evil}\0")
+    shown = ""
+    with FakeLLM([beside, failing, evil, Failure(400, {"error": {"message": evil}})]) as server:
+        for flags in (["-m", evil, "--logs"], ["-m", "x", "-s", evil], ["status", "--model", evil]):
+            shown += "".join(nanobot(*flags, server=server, cwd=tmp_path)[1:])
+        for flags in (["prompt", evil], ["sessions"], ["sessions", "show", "cli:direct"], ["onboard"]):
+            shown += "".join(nanobot(*flags, server=server, cwd=tmp_path)[1:])
+    assert shown.count("\\x1b]0;owned\\x07\\u202e\\u200b\\U000e0041") > 10
+    assert not set(evil) - set("]0;ownedJ2") & set(shown)
+
+
 def test_without_a_terminal_approval_is_no(own_home, tmp_path):
     with FakeLLM([call("write_file", path="a.txt", content="x"), "I could not"]) as server:
         status, out, _ = nanobot("-m", "write", "--approve", server=server, cwd=tmp_path)
@@ -557,6 +577,23 @@ def test_status_checks_each_part(own_home):
     assert status == 1
     assert "BAD model" in out
     assert "Cannot reach" in out
+
+
+@pytest.mark.parametrize("sandbox", ["", "bwrap"])
+def test_the_setting_of_a_sandbox_reaches_status_and_exec(own_home, tmp_path, sandbox):
+    """Where bwrap does not run the command must not run, either: this holds on every machine."""
+    (tmp_path / "project").mkdir()
+    (own_home / "out.txt").write_text("outside")
+    settings = own_home / ".nanobot" / "config.json"
+    settings.parent.mkdir()
+    settings.write_text(json.dumps({"tools": {"exec": {"sandbox": sandbox}}}))
+    status, out, _ = nanobot("status")
+    assert re.search(r"^(ok|BAD) +sandbox +(off|bwrap)", out, re.MULTILINE)[2] == (sandbox or "off")
+    assert status == int("BAD" in out)
+    with FakeLLM([call("exec", command=f"cat {own_home}/out.txt"), "done"]) as server:
+        assert nanobot("-m", "x", server=server, cwd=tmp_path / "project")[1] == "done\n"
+        result = server.bodies[1]["messages"][-1]["content"]
+    assert ("outside" in result) == (not sandbox)
 
 
 def test_prompt_prints_what_is_sent(own_home):

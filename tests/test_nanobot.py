@@ -725,6 +725,8 @@ def test_both_spellings_are_read(own_home):
         ("[]", "expected object, got []"),
         ('{"tools": {"exec": {"timeout": -5}}}', "exec.timeout: expected a number from 1 up, got -5"),
         ('{"agents": {"defaults": {"temperature": NaN}}}', "expected a number from 0 up, got nan"),
+        ('{"tools": {"exec": {"sandbox": "docker"}}}', 'exec.sandbox: expected "" or bwrap, got "docker"'),
+        ('{"tools": {"exec": {"sandbox": true}}}', 'exec.sandbox: expected "" or bwrap, got true'),
         ('{"agents": ', "is not JSON"),
         ('{"providers": {"openai": {"apiKey": "${NO_SUCH_KEY}"}}}', "variable NO_SUCH_KEY"),
         ('{"prices": {"m": {"input": "free"}}}', 'prices.m.input: expected number, got "free"'),

@@ -40,6 +40,7 @@ from tools import (
     cast,
     check_command,
     in_thread,
+    sandbox_problem,
     tool,
     tool_parameters,
     tool_parameters_schema,
@@ -144,6 +145,63 @@ def test_a_schema_says_what_is_wrong_and_where(schema, good, bad, error):
     assert schema.validate_value(bad, "size") == [error]
 
 
+OPTIONAL = {"anyOf": [{"type": "integer"}, {"type": "null"}]}  # how pydantic, and so most servers, write it
+
+
+@pytest.mark.parametrize("schema, value, wanted", [
+    (OPTIONAL, 5, 5),
+    (OPTIONAL, None, None),
+    ({"oneOf": [{"type": "string"}, {"type": "integer"}]}, "5", "5"),
+    ({"anyOf": [{"type": "integer"}, {"$ref": "#/$defs/x"}]}, "5", "5"),
+    ({"anyOf": [{"enum": ["a"]}, {"type": "object"}]}, "b", "b"),
+    ({"type": "string", "nullable": True}, None, None),
+    ({"type": "string", "nullable": True, "enum": ["a"]}, None, None),
+    ({"nullable": True}, 5, 5),
+    ({"$ref": "#/$defs/x"}, {"a": ["1"]}, {"a": ["1"]}),
+    ({"allOf": [{"type": "object"}, {"required": ["a"]}]}, {"b": "1"}, {"b": "1"}),
+    ({"const": 5}, "5", "5"),
+    ({"type": "string", "pattern": "(", "format": "date"}, "x", "x"),
+    ({"type": "array", "prefixItems": [{"type": "integer"}], "items": False}, ["1"], ["1"]),
+    ({"type": "array", "items": {"type": "array", "items": {"type": "integer"}}}, [["1"], []], [[1], []]),
+    ({"properties": {"a": {"type": "integer"}}}, {"a": "1"}, {"a": 1}),
+    ({"type": ["boolean", "object"]}, '{"A": "B"}', {"A": "B"}),
+    ({"type": "integer"}, 1e22, 10**22),
+    ({"type": "number", "minimum": 0, "exclusiveMinimum": True}, 0, 0),
+    ({"minimum": 5, "minLength": 5, "minItems": 5}, True, True),
+    ({"enum": [1, "a", None, {"b": []}]}, {"b": []}, {"b": []}),
+    ({"type": "any"}, True, True),
+    ({"type": ["string", {"type": "integer"}]}, 5, 5),
+])  # fmt: skip
+def test_a_legal_value_passes_whatever_keywords_a_server_uses(schema, value, wanted):
+    result = cast(value, schema)
+    assert result == wanted and type(result) is type(wanted)
+    assert validate(result, schema) == []
+
+
+NONSENSE = [
+    None, True, 5, "text", [], [{}], {"type": 5}, {"type": {}}, {"type": [[]]}, {"type": []},
+    {"properties": []}, {"properties": {"a": 5}}, {"required": True}, {"required": [["a"], None]},
+    {"required": "a"}, {"enum": 5}, {"enum": "abc"}, {"minimum": "1", "maximum": True, "minLength": {}},
+    {"items": [5], "maxItems": None}, {"anyOf": 5}, {"anyOf": [5, None]}, {"anyOf": []}, {"nullable": 1},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", NONSENSE)
+def test_a_schema_that_makes_no_sense_forbids_nothing_and_breaks_nothing(schema):
+    for value in (None, True, -1, 2.5, "abc", [1, "b"], {"a": [{}]}):
+        assert cast(value, schema) == value
+        assert validate(value, schema) == []
+
+
+def test_a_number_with_too_many_digits_to_write_is_left_as_it_is():
+    assert cast(10**5_000, {"type": "string"}) == 10**5_000
+
+
+def test_a_choice_of_very_many_is_not_told_whole():
+    (error,) = StringSchema(enum=[str(number) for number in range(100_000)]).validate_value("x", "size")
+    assert error.startswith('size must be one of ["0", "1"') and len(error) < 1_200
+
+
 def test_pythonic_names_become_the_keywords_of_json_schema():
     schema = StringSchema("A path", min_length=1, nullable=True).to_json_schema()
     assert schema == {"type": ["string", "null"], "description": "A path", "minLength": 1}
@@ -178,6 +236,16 @@ def test_a_plain_function_becomes_a_tool():
         },
         "required": ["a", "unit", "parts"],
     }
+
+
+def test_parameters_may_have_any_name():
+    @tool
+    def report(description: str, required: bool, kind: str = "", items: list[int] = ()) -> str:
+        return f"{description} {required} {kind} {list(items)}"
+
+    assert list(report.parameters["properties"]) == ["description", "required", "kind", "items"]
+    assert answer(report, description="it broke", required="true", items=["1"]).text == "it broke True  [1]"
+    assert answer(report, description="it broke").is_error
 
 
 @tool
@@ -284,7 +352,7 @@ def test_a_tool_without_a_body_says_what_is_missing():
     class Nothing(Tool):
         name = "nothing"
 
-    assert "neither execute() nor run()" in answer(Nothing()).text
+    assert "'Nothing' object has no attribute 'run'" in answer(Nothing()).text
 
 
 # ---- The registry ----
@@ -329,6 +397,8 @@ def test_arguments_are_taken_in_every_form_that_models_send(params, text):
 
 @pytest.mark.parametrize("params, told", [
     (["a"], "one JSON object"),
+    (5, "one JSON object"),
+    ({"arguments": "a"}, "one JSON object"),
     ("not json", "one JSON object"),
     ({"txt": "a"}, "unexpected parameter txt (there are text, count)"),
     ({"count": "many"}, 'count must be integer, not "many"'),
@@ -336,6 +406,30 @@ def test_arguments_are_taken_in_every_form_that_models_send(params, text):
 def test_wrong_arguments_are_named_and_the_tool_is_not_run(params, told):
     result = asyncio.run(ToolRegistry([echo]).execute("echo", params))
     assert result.is_error and told in result.text
+
+
+@pytest.mark.parametrize("depth", [20, 5_000])
+def test_arguments_and_schemas_of_any_depth_end_no_turn(depth):
+    schema, value = {"type": "integer"}, "1"
+    for _ in range(depth):
+        schema, value = {"type": "array", "items": schema}, [value]
+    deep = tool(lambda a: f"{a}"[depth], name="deep")
+    type(deep).parameters = {"type": "object", "properties": {"a": schema}}
+    result = answer(deep, a=value)
+    assert result == (ToolResult("1") if depth == 20 else replace(result, is_error=True))
+
+
+@pytest.mark.parametrize("opening", [
+    {"additionalProperties": True}, {"additionalProperties": {}}, {"patternProperties": {"^x": {}}},
+    {"allOf": [{"properties": {"b": {}}}]}, {"$ref": "#/$defs/x"},
+])  # fmt: skip
+def test_a_key_that_another_keyword_may_allow_is_not_refused(opening):
+    given = tool(lambda **keys: list(keys), name="given")
+    closed = {"type": "object", "properties": {"a": {}}}
+    type(given).parameters = {**closed, "additionalProperties": False}
+    assert "unexpected parameter b" in answer(given, b=1).text
+    type(given).parameters = {**closed, **opening}
+    assert answer(given, b=1).text == '["b"]'
 
 
 def test_arguments_that_are_a_parameter_are_not_unwrapped():
@@ -358,6 +452,26 @@ def test_an_exception_in_a_tool_is_an_error_result():
     result = answer(broken)
     assert result.is_error and "broken failed: KeyError: 'colour'" in result.text
     assert answer(refuses) == ToolResult("Say which colour.", is_error=True)
+
+
+@pytest.mark.parametrize("raised", [SystemExit, KeyboardInterrupt, asyncio.CancelledError, RecursionError])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_whatever_a_tool_raises_the_agent_lives(raised, is_async):
+    @tool
+    def on_thread() -> str:
+        raise raised("leave")
+
+    @tool
+    async def on_loop() -> str:
+        raise raised("leave")
+
+    async def two_calls():
+        registry = ToolRegistry([on_thread, on_loop, echo])
+        failed = await registry.execute("on_loop" if is_async else "on_thread", {})
+        return failed, await registry.execute("echo", {"text": "alive"})
+
+    failed, after = asyncio.run(two_calls())
+    assert failed.is_error and raised.__name__ in failed.text and after.text == "alive"
 
 
 @pytest.mark.parametrize("strange", [lambda: next(iter([])), lambda: {(1, 2): 3}])
@@ -406,6 +520,21 @@ def test_a_result_over_the_limit_goes_into_a_file_that_read_file_can_page(turn):
     assert call(turn, "grep", pattern="row 4999", path=path).text.endswith(".txt")
 
 
+def test_a_huge_result_keeps_its_image_and_leaves_the_text_to_a_file(turn):
+    block = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    big = tool(lambda: ToolResult("x" * 30_000_000, images=[block]), name="big")
+    result = asyncio.run(ToolRegistry([big]).execute("big", {}, turn))
+    assert result.images == [block] and len(result.text) < 2_000
+    assert os.path.getsize(re.search(r"saved to (\S+\.txt)", result.text)[1]) == 30_000_000
+
+
+@pytest.mark.parametrize("name, params", [("../" * 9 + "x" * 50_000, {}), ("echo", {"y" * 50_000: 1})])
+def test_a_call_that_is_wrong_at_length_is_answered_in_short(turn, name, params):
+    before = outside_of(turn)
+    result = asyncio.run(ToolRegistry([echo]).execute(name, params, turn))
+    assert result.is_error and len(result.text) < 2_000 and outside_of(turn) == before
+
+
 def test_only_the_newest_results_are_kept(turn):
     registry = ToolRegistry([tool(lambda: "x" * 20_000, name="big")])
     registry.kept_results = 3
@@ -413,6 +542,7 @@ def test_only_the_newest_results_are_kept(turn):
         newest = asyncio.run(registry.execute("big", {}, turn)).text
     kept = list((turn.workspace / ".nanobot" / "tool-results").iterdir())
     assert len(kept) == 3 and any(str(path) in newest for path in kept)
+    assert call(turn, "write_file", path=".nanobot/tool-results/mine", content="x").is_error
 
 
 def test_a_result_that_cannot_be_saved_is_cut_in_the_middle(turn):
@@ -598,7 +728,7 @@ def test_a_result_of_3_mb_is_put_aside_whole(mcp, turn, server):
         ("boom", {}, "Error executing tool boom"),
         ("refuse", {}, "no such city"),
         ("echo", {}, "text is required"),
-        ("echo", {"text": "x", "self": 1, "turn": 2}, "unexpected parameter self"),
+        ("echo", {"text": "x", "self": 1}, "unexpected parameter self"),
     ],
 )
 def test_what_fails_in_a_server_is_an_error_result(mcp, name, arguments, told):
@@ -694,7 +824,7 @@ def test_an_older_server_with_junk_on_stdout_works(runner):
     assert kit.connect()[1:] == ["mcp_old_bare", "mcp_old_odd"]
     assert kit.schema("mcp_old_bare")["parameters"] == {"type": "object", "properties": {}}
     assert kit.call("mcp_old_bare").text == "old but fine"
-    assert kit.call("mcp_old_odd", x=1).is_error  # a schema that makes no sense ends no turn
+    assert kit.call("mcp_old_odd", x=1).text == "old but fine"  # a schema that makes no sense ends no turn
     runner.run(kit.servers.close())
 
 
@@ -1184,7 +1314,7 @@ def run(turn, command, **arguments) -> str:
     "mkfs.ext4 /dev/sda1", "mkfs -t ext4 x", "dd if=/dev/zero of=x", "true; dd of=x", "shutdown -h now",
     "sudo reboot", ":(){ :|:& };:", "bomb() { bomb | bomb & }; bomb",
     "echo x > /dev/sda", "echo x >/dev/sda", "echo x >> /dev/sda", "echo x &> /dev/sda", "echo x >| /dev/sda",
-    "(echo x)>/dev/sda", "echo x | tee /dev/sda", "echo x | tee -a /dev/sda",
+    "true; " * 60 + "rm -rf x", "(echo x)>/dev/sda", "echo x | tee /dev/sda", "echo x | tee -a /dev/sda",
     "echo x > sessions/a.jsonl", "echo x &>> sessions/a.jsonl", "echo x>>memory/history.jsonl",
     "echo x | tee -a cron/jobs.json", "echo x > $HOME/config.json", "echo x > ~/config.json",
 ])  # fmt: skip
@@ -1235,7 +1365,7 @@ def test_the_fence_lets_work_inside_go_on(fenced, command):
 
 
 def test_a_refused_command_is_not_run(turn):
-    assert "Refused: recursive removal" in run(turn, "touch ran; rm -r sub")
+    assert "Refused: rm can destroy" in run(turn, "touch ran; rm -r sub")
     assert (turn.cwd / "sub").exists() and not (turn.cwd / "ran").exists()
 
 
@@ -1326,6 +1456,7 @@ def test_a_timeout_kills_the_command_and_its_grandchildren(turn):
     start = time.monotonic()
     result = call(turn, "exec", command=TWO_GENERATIONS, timeout=1)
     assert result.is_error and result.text.startswith("begun\nTimed out after 1 s")
+    assert result.text.endswith("\nExit code: -9")
     assert time.monotonic() - start < 4 and len(written_pids(turn)) == 3
     assert until(lambda: not any(map(is_running, written_pids(turn))))
 
@@ -1339,6 +1470,23 @@ def test_a_cancelled_turn_kills_the_command_and_its_grandchildren(turn):
 
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(cancel())
+    assert len(written_pids(turn)) == 3
+    assert until(lambda: not any(map(is_running, written_pids(turn))))
+
+
+@pytest.mark.parametrize("last_words", ["", "sys.exit(3)", "raise ValueError('ours')"])
+def test_a_program_that_ends_takes_its_commands_with_it(turn, last_words):
+    program = f"""
+import asyncio, pathlib, sys, threading, time
+sys.path.insert(0, {str(Path(tools.__file__).parent)!r})
+from tools import Exec, ToolRegistry, Turn
+call = ToolRegistry([Exec()]).execute("exec", {{"command": {TWO_GENERATIONS!r}}}, Turn())
+threading.Thread(target=asyncio.run, args=[call], daemon=True).start()
+while not pathlib.Path("pids").exists() or len(pathlib.Path("pids").read_text().split()) < 3:
+    time.sleep(0.02)
+{last_words}
+"""
+    subprocess.run([sys.executable, "-c", program], cwd=turn.cwd, timeout=20, stderr=subprocess.DEVNULL)
     assert len(written_pids(turn)) == 3
     assert until(lambda: not any(map(is_running, written_pids(turn))))
 
@@ -1358,3 +1506,154 @@ def test_exec_refuses_a_timeout_out_of_bounds(turn, timeout):
 def test_exec_names_no_file_with_keys_also_without_the_fence(turn, command):
     said = run(turn, command.format(keys=turn.secret[0]))
     assert "holds keys" in said
+
+
+# ---- The sandbox ----
+
+needs_bwrap = pytest.mark.skipif(bool(sandbox_problem()), reason=sandbox_problem() or "bwrap works")
+
+
+@pytest.fixture
+def confined(turn, own_home):
+    """As at a user's: workspace, project and keys are in HOME; `turn.cwd` is the project."""
+    workspace, project = own_home / ".nanobot" / "workspace", own_home / "project"
+    for folder in (workspace / "sessions", project, own_home / ".ssh"):
+        folder.mkdir(parents=True)
+    (workspace / "sessions" / "a.jsonl").write_text("record")
+    (own_home / ".nanobot" / "config.json").write_text("gold")
+    (own_home / ".ssh" / "id").write_text("gold")
+    return Turn(workspace, project, secret=(own_home / ".nanobot" / "config.json",))
+
+
+def run_confined(turn, command, network=False, **arguments) -> ToolResult:
+    registry = ToolRegistry([Exec(sandbox="bwrap", network=network)])
+    return asyncio.run(registry.execute("exec", {"command": command, **arguments}, turn))
+
+
+@needs_bwrap
+def test_a_confined_command_works_in_project_and_workspace(confined):
+    command = f"echo one > made && cat made && touch {confined.workspace}/too && mktemp"
+    text = run_confined(confined, command).text
+    assert re.fullmatch(r"one\n/tmp/tmp\.\w+\nExit code: 0", text)
+    assert (confined.cwd / "made").exists() and (confined.workspace / "too").exists()
+    assert run_confined(confined, "pwd; exit 7", working_dir=str(confined.workspace)).text == (
+        f"{confined.workspace}\nExit code: 7"
+    )
+
+
+def in_script(turn, text: str) -> str:
+    """A command that runs a script: so exec's own guard-rails see nothing of what is in it."""
+    (turn.cwd / "script").write_text(text)
+    return "bash ./script 2>&1"
+
+
+@needs_bwrap
+@pytest.mark.parametrize("command", [
+    "cat ~/.ssh/id {home}/.ssh/id", "cat {home}/.nanobot/conf*", "cat {tmp}/kit/*",
+    "ln -sf {home}/.ssh link; cat link/id", "[ -e /etc/shadow ] && echo gold", "[ -e /var ] && echo gold",
+    "[ -e /proc/{pid} ] && echo gold",
+])  # fmt: skip
+def test_a_confined_command_sees_nothing_of_the_rest(confined, turn, command):
+    (turn.readable[0] / "SKILL.md").write_text("gold")
+    places = {"tmp": turn.workspace.parent, "home": confined.cwd.parent, "pid": os.getpid()}
+    script = in_script(confined, command.format(**places))
+    assert "gold" in run(confined, script) and "gold" not in run_confined(confined, script).text
+
+
+@needs_bwrap
+@pytest.mark.parametrize("command", [
+    "echo x > {home}/.bashrc", "chmod 777 {home}", "mv {home}/.nanobot/workspace {home}/other",
+    "echo x > sessions/a.jsonl", "echo x > sessions/new", "rm -r sessions", "echo x > cron/jobs.json",
+    "mv sessions old; mkdir sessions; echo x > sessions/a.jsonl", "echo x > memory/history.jsonl",
+    "mkdir -p memory/.git/hooks; echo x > memory/.git/hooks/post-commit",
+    "mv memory old; mkdir memory; echo x > memory/.cursor", "ln -sfn {home}/.ssh .nanobot/tool-results",
+    "umount sessions; echo x > sessions/new", "mount -o remount,rw,bind sessions; echo x > sessions/new",
+    "unshare -rm sh -c 'umount sessions; echo x > sessions/new'", "touch /usr/new /etc/new",
+])  # fmt: skip
+def test_a_confined_command_changes_neither_the_rest_nor_the_agents_records(confined, command):
+    home = confined.cwd.parent
+    script = in_script(confined, f"cd {confined.workspace}\n" + command.format(home=home))
+    run_confined(confined, "true")  # makes the folders that were missing
+    before = state_of(home)
+    assert "Exit code:" in run_confined(confined, script).text
+    assert state_of(home) == before and not Path("/usr/new").exists()
+
+
+def state_of(folder: Path) -> dict:
+    found = [folder, *folder.rglob("*")]
+    return {path: (path.lstat().st_mode, path.is_file() and path.read_bytes()) for path in found}
+
+
+@needs_bwrap
+def test_a_link_made_inside_does_not_become_the_next_working_directory(confined):
+    inner = confined.workspace / "inner"
+    inner.mkdir()
+    run_confined(confined, f"ln -s {confined.cwd.parent}/.ssh link")
+    assert "is outside of" in run_confined(confined, "cat id", working_dir="link").text
+    there = replace(confined, cwd=inner)
+    run_confined(there, f"cd .. && mv inner other && ln -s {confined.cwd.parent}/.ssh inner")
+    assert inner.is_symlink() and "gold" not in run_confined(there, "cat id").text
+
+
+@pytest.mark.parametrize("cwd", ["", ".nanobot", "..", "link", "/"])
+@needs_bwrap
+def test_a_folder_with_home_or_keys_or_the_workspace_in_it_is_not_opened(confined, own_home, cwd):
+    (own_home / "link").symlink_to(".ssh")
+    result = run_confined(replace(confined, cwd=own_home / cwd), "touch ran; ls -a")
+    assert result.is_error and "The sandbox may not open" in result.text
+
+
+@needs_bwrap
+@pytest.mark.parametrize("network, reached", [(False, ""), (True, "hello")])
+def test_there_is_no_network_unless_it_is_wanted(confined, network, reached):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.1)
+        command = f"echo hello > /dev/tcp/127.0.0.1/{server.getsockname()[1]}"
+        assert run_confined(confined, in_script(confined, command), network).is_error != network
+        received = server.accept()[0].recv(9).decode().strip() if network else ""
+    assert received == reached
+
+
+def running_with(mark: str) -> list[str]:
+    lines = [content(path) or b"" for path in Path("/proc").glob("[0-9]*/cmdline")]
+    return [line.decode() for line in lines if mark.encode() in line]
+
+
+@needs_bwrap
+@pytest.mark.parametrize("command", ["sleep {mark} & echo hi", "setsid sleep {mark} & echo hi"])
+def test_nothing_that_was_confined_outlives_its_command(confined, command):
+    mark = f"61.{os.getpid()}"
+    assert run_confined(confined, command.format(mark=mark)).text == "hi\nExit code: 0"
+    assert until(lambda: not running_with(mark))
+
+
+@needs_bwrap
+def test_what_is_confined_dies_with_the_agent_even_by_kill_9(confined):
+    mark = f"62.{os.getpid()}"
+    program = f"""
+import asyncio, sys
+from pathlib import Path
+sys.path.insert(0, {str(Path(tools.__file__).parent)!r})
+from tools import Exec, ToolRegistry, Turn
+turn = Turn(Path({str(confined.workspace)!r}), Path({str(confined.cwd)!r}))
+asyncio.run(ToolRegistry([Exec(sandbox="bwrap")]).execute("exec", {{"command": "setsid sleep {mark}"}}, turn))
+"""
+    process = subprocess.Popen([sys.executable, "-c", program])
+    assert until(lambda: f"sleep\0{mark}\0" in running_with(mark))
+    process.kill()
+    process.wait()
+    assert until(lambda: not running_with(mark))
+
+
+@pytest.mark.parametrize("bwrap", [None, "#!/bin/sh\necho 'bwrap: no permissions' >&2\nexit 1\n"])
+def test_where_bwrap_does_not_run_no_command_runs_and_the_fix_is_told(confined, tmp_path, monkeypatch, bwrap):
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "bash").symlink_to(shutil.which("bash"))
+    if bwrap:
+        (programs / "bwrap").write_text(bwrap)
+        (programs / "bwrap").chmod(0o755)
+    monkeypatch.setenv("PATH", str(programs))
+    result = run_confined(confined, "echo ran > ran")
+    assert result.is_error and "was not run" in result.text and "Install bubblewrap" in result.text
+    assert ("no permissions" in result.text) == bool(bwrap) and not (confined.cwd / "ran").exists()
