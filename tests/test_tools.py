@@ -824,7 +824,7 @@ def test_an_older_server_with_junk_on_stdout_works(runner):
     assert kit.connect()[1:] == ["mcp_old_bare", "mcp_old_odd"]
     assert kit.schema("mcp_old_bare")["parameters"] == {"type": "object", "properties": {}}
     assert kit.call("mcp_old_bare").text == "old but fine"
-    assert kit.call("mcp_old_odd", x=1).text == "old but fine"  # a schema that makes no sense ends no turn
+    assert kit.call("mcp_old_odd", x=1).text == "old but fine"  # however odd its schema is
     runner.run(kit.servers.close())
 
 
