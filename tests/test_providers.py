@@ -777,7 +777,7 @@ def test_a_wrong_path_brings_the_hint_at_v1():
     "base", ["http://127.0.0.1:1/v1", "localhost:8000/v1", "http://no-such-host.invalid/v1"]
 )
 def test_where_no_server_is_the_cause_and_a_question_are_said(base):
-    answer, _ = ask(OpenAIProvider(Endpoint(ROWS["local"], KEY, base, "m")))
+    answer, _ = ask(OpenAIProvider(Endpoint(ROWS["local"], KEY, base, "m"), pace=0.0))
     assert f"Cannot reach {base} (" in answer.error and "is the server running?" in answer.error
 
 
