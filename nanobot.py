@@ -49,7 +49,10 @@ from providers import (
     ROWS, Endpoint, LLMProvider, LLMResponse, OfflineProvider, OpenAIProvider, ToolCallRequest,
     choose_endpoint, legal,
 )  # fmt: skip
-from tools import FILE_TOOLS, Exec, ToolRegistry, ToolResult, Turn, as_schema, image_block, is_kind, kinds
+from tools import (
+    FILE_TOOLS, SEARCH_SERVICES, Exec, ToolRegistry, ToolResult, Turn, Web, WebFetch, WebSearch, as_schema,
+    image_block, is_kind, kinds,
+)  # fmt: skip
 
 __version__ = "0.1.0"
 log = logging.getLogger("nanobot")
@@ -100,9 +103,25 @@ class ExecSettings:
 
 
 @dataclass
+class SearchSettings:
+    provider: str = "duckduckgo"
+    api_key: str = ""
+    base_url: str = ""
+    max_results: int = 5
+
+
+@dataclass
+class WebSettings:
+    enable: bool = True
+    search: SearchSettings = field(default_factory=SearchSettings)
+
+
+@dataclass
 class ToolSettings:
     restrict_to_workspace: bool = False
     exec: ExecSettings = field(default_factory=ExecSettings)
+    web: WebSettings = field(default_factory=WebSettings)
+    ssrf_whitelist: list[str] = field(default_factory=list)  # CIDRs
 
 
 @dataclass
@@ -148,6 +167,13 @@ class Config:
             limit = f"must be under half of contextWindowTokens ({window})"
             why = "the answer needs room beside the conversation"
             raise ConfigError(f"agents.defaults.maxTokens ({answer}) {limit}: {why}.")
+        if (name := self.tools.web.search.provider) not in SEARCH_SERVICES:
+            known = ", ".join(SEARCH_SERVICES)
+            raise ConfigError(f"tools.web.search.provider: there is no {name!r}. There are: {known}")
+        try:
+            Web(self.tools.ssrf_whitelist)
+        except ValueError as problem:
+            raise ConfigError(f"tools.ssrfWhitelist: {problem}. Write it like 10.0.0.0/8.") from None
 
 
 def path_of(text: str) -> Path:
@@ -636,6 +662,10 @@ class AgentLoop:
         self.tools = ToolRegistry(FILE_TOOLS)
         if (shell := config.tools.exec).enable:
             self.tools.register(Exec(shell.timeout, shell.path_append, shell.allowed_env_keys))
+        if config.tools.web.enable:
+            web = Web(config.tools.ssrf_whitelist)
+            self.tools.register(WebFetch(web))
+            self.tools.register(WebSearch(web, **vars(config.tools.web.search)))
         self.runner = AgentRunner(self.provider)
         self.cost = CostTrackingHook(config.prices, self.model)
         self.hooks = [self.cost, *hooks]
@@ -736,8 +766,8 @@ def run(text: str, session_key: str = "cli:direct", config: Config | None = None
 
 # Keys of parts that this version does not have yet: a line says so, so that nobody waits for their effect.
 NOT_YET = {
-    "agents.defaults.memoryWindow", "agents.defaults.dream", "agents.defaults.maxConcurrent", "tools.web",
-    "tools.mcpServers", "tools.ssrfWhitelist", "channels.telegram", "gateway",
+    "agents.defaults.memoryWindow", "agents.defaults.dream", "agents.defaults.maxConcurrent",
+    "tools.mcpServers", "channels.telegram", "gateway",
 }  # fmt: skip
 
 
