@@ -1021,15 +1021,13 @@ def exchange(line: socket.socket, url: Any, body: Any = None, headers: Any = ())
     return response, data
 
 
-# HTML becomes text by one expression after the other, each linear in time. Not by html.parser: a page that is
-# made for it can hold that of many Pythons for hours.
+# HTML becomes text by one expression after the other, each linear in time. Not by html.parser: for 1 MB of
+# `<a x='` that of Python 3.11 takes most of an hour.
 ATTRIBUTES = r"""(?=[\s/>])((?:[^<>"']|"[^"<]*"|'[^'<]*')*+)>"""  # a `>` in quotes ends no tag
 TAG = rf"(?i)<(/?[a-z][\w:-]*)(?:{ATTRIBUTES}|[^<>]*>?)|<[!?/][^<>]*>?"
-HREF = r"""(?i)(?<![\w-])href\s*=\s*["']?([^"\s>]*)"""
 BLOCK = "/?(p|div|[uod]l|d[dt]|table|blockquote|section|article|main|h[r1-6])"
 MARKS = {"li": "\n- ", "br": "\n", "tr": "\x1e", "td": "\x1f", "th": "\x1f", "code": "`", "/code": "`"}
 HIDE = dict(zip(map(ord, " \n\t<&"), "\ufdd0\ufdd1\ufdd2\ufdd3\ufdd4", strict=True))  # from the rules behind
-SHOW = {ord(hidden): chr(letter) for letter, hidden in HIDE.items()}
 
 
 def page_text(source: str, url: str = "") -> str:
@@ -1048,7 +1046,7 @@ def page_text(source: str, url: str = "") -> str:
 
     def link(found: re.Match) -> str:
         text = " ".join(re.sub(TAG, mark, found[2]).split()).lstrip("#- ")
-        href, target = re.search(HREF, found[1]), ""
+        href, target = re.search(r"(?i)(?<![\w-])href\s*=\s*[\"']?([^\"\s>]*)", found[1]), ""
         with contextlib.suppress(ValueError):  # what is no URL leads nowhere
             target = urllib.parse.urljoin(url, unescape(href[1]).rstrip("'")) if href else ""
         return f"[{text}]({target.translate(HIDE)})" if text and target.startswith("http") else text
@@ -1070,7 +1068,7 @@ def page_text(source: str, url: str = "") -> str:
     }  # fmt: skip
     for pattern, put in rules.items():
         source = re.sub(pattern, put, source, flags=re.IGNORECASE | re.DOTALL)
-    return source.translate(SHOW).strip()
+    return source.translate({ord(hidden): letter for letter, hidden in HIDE.items()}).strip()
 
 
 def decode_page(body: bytes, kind: str) -> str:
@@ -1078,7 +1076,8 @@ def decode_page(body: bytes, kind: str) -> str:
     start = body[:2_048].decode("latin-1")
     named = kind + "".join(re.findall(r"<(?:meta|\?xml)[^>]*>", start, re.I))
     known = r"(?:charset|encoding)\s*=\s*[\"']?((?:utf|iso|windows|cp|gb|big5|euc|shift|koi8)[\w:.-]*)"
-    marked = ["utf-16"] if start.startswith(("\xff\xfe", "\xfe\xff")) else []
+    marks = {"\xef\xbb\xbf": "utf-8-sig", "\xff\xfe": "utf-16", "\xfe\xff": "utf-16"}
+    marked = [name for mark, name in marks.items() if start.startswith(mark)]
     for name in marked + re.findall(known, named, re.I):
         with contextlib.suppress(LookupError, UnicodeError):
             return body.decode(name, errors="replace")
@@ -1109,13 +1108,13 @@ class WebFetch(Tool):
 
 def readable(response: Any, body: bytes) -> str:
     kind = response.getheader("Content-Type", "").lower()
-    text = decode_page(body, kind).replace("\r\n", "\n").removeprefix("\ufeff")
+    text = decode_page(body, kind).replace("\r\n", "\n")
     if "\0" in text[:8_192] or re.match("(audio|video|font)/|application/pdf", kind):
         return f"(not text but {kind.partition(';')[0][:80] or 'binary'}, {len(body):,} bytes)"
     if "html" in kind or re.match(r"\s*<(!doctype html|html)\b", text, re.I):
         title = re.search(r"<title\b[^<>]*>([^<]*)", text, re.I)
-        shown = page_text(text, response.url) or "(no text: the page may need JavaScript)"
-        return f"Title: {page_text(title[1])}\n\n{shown}" if title else f"\n{shown}"
+        text = page_text(text, response.url) or "(no text: the page may need JavaScript)"
+        return f"Title: {page_text(title[1])}\n\n{text}" if title else f"\n{text}"
     if "json" in kind and len(text) < 200_000:  # indents of much more could fill the memory
         with contextlib.suppress(ValueError, RecursionError):
             text = json.dumps(json.loads(text), indent=2, ensure_ascii=False)
@@ -1139,7 +1138,10 @@ class WebSearch(Tool):
     description = "Search the web: titles, URLs, snippets. Read a result with web_fetch."
     read_only = True
 
-    def __init__(self, web: Web, provider: str, api_key: str = "", base_url: str = "", max_results: int = 5):
+    def __init__(
+        self, web: Web, provider: str = "duckduckgo", api_key: str = "", base_url: str = "",
+        max_results: int = 5,
+    ):
         self.web, self.max_results, self.key, self.note = web, max_results, "".join(api_key.split()), ""
         self.provider, self.base = provider, base_url.rstrip("/")
         url, *_, headers, _, _ = SEARCH_SERVICES[provider]
