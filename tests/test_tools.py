@@ -1052,9 +1052,9 @@ def test_redirects_are_followed_and_each_is_checked_again(site):
     ("http://10.0.0.1/", "10.0.0.1, which is not public"),
     ("http://[::1]/", "::1, which is not public"),
     ("http://metadata.example/latest", "169.254.169.254, which is not public"),
-    ("file:///etc/passwd", "http or https"),
-    ("ftp://example.com/", "http or https"),
-    ("http://user:pw@example.com/", "without user name"),
+    ("file:///etc/passwd", "a whole URL"),
+    ("ftp://example.com/", "a whole URL"),
+    ("http://user:pw@example.com/", "no user name"),
     ("http://[", "No answer"),
     ("/again", "redirects too often"),
 ])  # fmt: skip
@@ -1415,7 +1415,7 @@ def test_a_key_does_not_follow_a_redirect(site):
 
 def test_the_web_tools_may_run_side_by_side():
     web = Web()
-    assert WebFetch(web).concurrency_safe and WebSearch(web).concurrency_safe
+    assert WebFetch(web).concurrency_safe and WebSearch(web, "duckduckgo").concurrency_safe
 
 
 # ---- The shell ----
