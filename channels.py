@@ -18,8 +18,8 @@ import re
 import select
 import sys
 import threading
-from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -38,13 +38,20 @@ class OutboundMessage:
 
 
 # C0 but tab and newline, DEL, C1; bidi controls, zero-widths, tags: they rewrite what a reader sees
-UNSAFE = re.compile("[\0-\b\v-\x1f\x7f-\x9f\u061c\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff\U000e0000-\U000e007f]")  # noqa
+UNSAFE = re.compile("[\0-\b\v-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\U000e0000-\U000e007f]")  # noqa
 
 
 def printable(text: str) -> str:
     """Text for a terminal: control, escape, bidi and invisible characters are shown as `\\x1b`, `\\u202e`."""
     safe = UNSAFE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
     return safe.encode("utf-8", errors="replace").decode("utf-8")  # a lone surrogate has no UTF-8
+
+
+class PrintableFormatter(logging.Formatter):
+    """For logs on a terminal: what a tool or an endpoint said is in warnings, too."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
 
 
 class Terminated(KeyboardInterrupt):
@@ -68,9 +75,17 @@ def type_at(prompt: str, live: bool, err: TextIO) -> str:
     return input(prompt if live else "")
 
 
-def read_answer(question: str) -> str:
+def read_answer(question: str, words: Sequence[str] = ()) -> str:
+    """An answer to a question, which may have several lines; the tab key completes the words."""
+    with contextlib.suppress(ImportError):
+        import readline
+
+        readline.set_completer(lambda text, n: [*(word for word in words if word.startswith(text)), None][n])
+        readline.parse_and_bind("tab: complete")
+    before, line_end, prompt = printable(question).rpartition("\n")
     try:
-        return type_at(question, sys.stdout.isatty(), sys.stderr)
+        print(end=before + line_end, file=sys.stderr, flush=True)
+        return type_at(prompt, sys.stdout.isatty(), sys.stderr)
     except UnicodeDecodeError:
         return ""  # what is no text is no yes
 
@@ -78,8 +93,9 @@ def read_answer(question: str) -> str:
 class BackgroundLoop(contextlib.AbstractContextManager):
     """An event loop on a daemon thread: the agent goes on while the main thread keeps the keyboard."""
 
-    def __init__(self) -> None:
+    def __init__(self, close: Callable[[], Coroutine] | None = None):
         self.loop, self._questions = asyncio.new_event_loop(), queue.SimpleQueue()  # None: the end
+        self.close = close  # what is done at the end, on the loop
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:
@@ -87,6 +103,10 @@ class BackgroundLoop(contextlib.AbstractContextManager):
         self.loop.close()  # lets go of its pipes and threads
 
     def __exit__(self, *_: Any) -> None:
+        ended = asyncio.run_coroutine_threadsafe(self.close(), self.loop) if self.close else None
+        while ended and not ended.done():
+            with contextlib.suppress(KeyboardInterrupt):  # a second Ctrl-C would leave processes behind
+                wait([ended])
         self.loop.call_soon_threadsafe(self.loop.stop)
 
     def complete(self, work: Coroutine) -> Any:
@@ -102,7 +122,8 @@ class BackgroundLoop(contextlib.AbstractContextManager):
         self.loop.call_soon_threadsafe(start)
         try:
             while question := wait_for(questions):
-                question[1].set_result(read_answer(question[0]))
+                answer, *asked = question
+                answer.set_result(read_answer(*asked))
         except (KeyboardInterrupt, EOFError) as stop:
             self.loop.call_soon_threadsafe(lambda: task.cancel())
             while wait_for(questions):
@@ -110,10 +131,10 @@ class BackgroundLoop(contextlib.AbstractContextManager):
             raise stop if isinstance(stop, Terminated) else KeyboardInterrupt from None
         return task.result()
 
-    async def ask(self, question: str) -> str:
-        """One line from the person at the terminal."""
+    async def ask(self, question: str, words: Sequence[str] = ()) -> str:
+        """One line from the person at the terminal; the tab key completes the words."""
         answer: Future = Future()
-        self._questions.put((question, answer))
+        self._questions.put((answer, question, words))
         return await asyncio.wrap_future(answer)
 
 

@@ -26,6 +26,7 @@ import asyncio
 import itertools
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -34,24 +35,25 @@ import string
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial, partialmethod
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 from weakref import WeakValueDictionary
 
-from channels import CLI, BackgroundLoop, OutboundMessage, printable, terminate
+from channels import CLI, BackgroundLoop, OutboundMessage, PrintableFormatter, printable, terminate
 from memory import (
     MemoryStore, SessionBusy, SessionManager, SkillsLoader, TokenCounter, leave_out_oldest, said,
 )  # fmt: skip
 from providers import (
-    ROWS, Endpoint, LLMProvider, LLMResponse, OfflineProvider, OpenAIProvider, ToolCallRequest,
-    choose_endpoint, legal,
+    ROWS, Endpoint, HumanProvider, LLMProvider, LLMResponse, OfflineProvider, OpenAIProvider, ReplayProvider,
+    ToolCallRequest, Trace, choose_endpoint, legal,
 )  # fmt: skip
 from tools import (
-    FILE_TOOLS, SEARCH_SERVICES, Exec, ToolRegistry, ToolResult, Turn, Web, WebFetch, WebSearch, as_schema,
-    image_block, is_kind, kinds,
+    FILE_TOOLS, SEARCH_SERVICES, Exec, MCPServers, ToolRegistry, ToolResult, Turn, Web, WebFetch, WebSearch,
+    as_schema, fits, image_block, kinds, sandbox_problem,
 )  # fmt: skip
 
 __version__ = "0.1.0"
@@ -92,21 +94,24 @@ class ProviderSettings:
     api_base: str = ""
     extra_headers: dict = field(default_factory=dict)
     extra_body: dict = field(default_factory=dict)
+    text_tool_calls: Literal["auto", "on", "off"] = "auto"
 
 
 @dataclass
 class ExecSettings:
     enable: bool = True
     timeout: int = 60  # seconds
+    sandbox: Literal["", "bwrap"] = ""
+    sandbox_network: bool = False
     path_append: str = ""
     allowed_env_keys: list[str] = field(default_factory=list)
 
 
 @dataclass
 class SearchSettings:
-    provider: str = "duckduckgo"
+    provider: Literal[*SEARCH_SERVICES] = "duckduckgo"
     api_key: str = ""
-    base_url: str = ""
+    base_url: str = ""  # of a server of your own
     max_results: int = 5
 
 
@@ -117,11 +122,25 @@ class WebSettings:
 
 
 @dataclass
+class MCPSettings:
+    command: str = ""  # of a server that is a program; any other has a url
+    args: list[str] = field(default_factory=list)
+    env: dict[str, str] = field(default_factory=dict)
+    url: str = ""
+    headers: dict[str, str] = field(default_factory=dict)
+    type: str = ""  # stdio, sse, streamableHttp; empty: by command and url
+    tool_timeout: int = 30  # seconds
+    enabled_tools: list[str] = field(default_factory=lambda: ["*"])
+    disabled: bool = False
+
+
+@dataclass
 class ToolSettings:
     restrict_to_workspace: bool = False
     exec: ExecSettings = field(default_factory=ExecSettings)
     web: WebSettings = field(default_factory=WebSettings)
     ssrf_whitelist: list[str] = field(default_factory=list)  # CIDRs
+    mcp_servers: dict[str, MCPSettings] = field(default_factory=dict)
 
 
 @dataclass
@@ -167,9 +186,6 @@ class Config:
             limit = f"must be under half of contextWindowTokens ({window})"
             why = "the answer needs room beside the conversation"
             raise ConfigError(f"agents.defaults.maxTokens ({answer}) {limit}: {why}.")
-        if (name := self.tools.web.search.provider) not in SEARCH_SERVICES:
-            known = ", ".join(SEARCH_SERVICES)
-            raise ConfigError(f"tools.web.search.provider: there is no {name!r}. There are: {known}")
         try:
             Web(self.tools.ssrf_whitelist)
         except ValueError as problem:
@@ -307,6 +323,7 @@ class AgentRunResult:
     response: LLMResponse | None = None
     segments: list[str] = field(default_factory=list)  # of an answer that was cut by its length
     nudge: str = ""  # a note to the model for the next request only
+    room: float = math.inf  # tokens of messages that the model has shown to take
     blanks: int = 0  # blank answers in a row
     cuts: int = 0  # answers that were cut or held back
     failures: int = 0  # in a row, of one and the same call:
@@ -335,6 +352,8 @@ class AgentHook:
     async def on_stream(self, delta: str) -> None: ...
 
     async def on_stream_end(self, resuming: bool) -> None: ...
+
+    async def on_retry(self, why: str) -> None: ...
 
     async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
         """Set `call.denied = "reason"` to keep a call from running; the model is told the reason."""
@@ -367,6 +386,7 @@ class CompositeHook(AgentHook):
     before_iteration = partialmethod(_each, "before_iteration")
     on_stream = partialmethod(_each, "on_stream")
     on_stream_end = partialmethod(_each, "on_stream_end")
+    on_retry = partialmethod(_each, "on_retry")
     before_execute_tools = partialmethod(_each, "before_execute_tools")
     after_iteration = partialmethod(_each, "after_iteration")
 
@@ -422,8 +442,8 @@ class ApprovalHook(AgentHook):
                 call.denied = ""
                 continue
             # JSON keeps all of it on one line: nothing in it can look like a question of ours
-            shown = printable(json.dumps(call.arguments, ensure_ascii=False))
-            question = f"{call.name} {shown}\nRun it? [y/n/always] "
+            shown = printable(f"{call.name} {json.dumps(call.arguments, ensure_ascii=False)}")
+            question = f"{shown}\nRun it? [y/n/always] "
             answer = (await self.ask(question)).strip().lower() if self.ask else "n"
             if answer in ("a", "always"):
                 self.always.add(call.name)
@@ -489,17 +509,28 @@ class AgentRunner:
             run.nudge = template("out_of_iterations", limit=spec.max_iterations)
         await hook.before_iteration(run)
         tools = [] if run.out_of_steps or run.blanks == 2 else spec.tools.get_definitions()
-        run.response = await self.provider.chat(
-            self._govern(run, tools), tools, model=spec.model, max_tokens=spec.max_tokens,
-            temperature=spec.temperature, on_delta=hook.on_stream if hook.wants_streaming else None,
-        )  # fmt: skip
+        request = self._govern(run, tools)
+        run.response = await self._chat(run, request, tools)
+        if run.response.is_overflow:  # the window is smaller than the settings say
+            run.room = run.counter.total(request) // 2
+            shorter = self._govern(run, tools)
+            if len(shorter) < len(request):
+                await hook.on_retry("too long for the model: asking again without the oldest turns")
+                run.response = await self._chat(run, shorter, tools)
         run.nudge = ""
         add_up(run.usage, run.response.usage)
+
+    async def _chat(self, run: AgentHookContext, request: list[dict], tools: list[dict]) -> LLMResponse:
+        spec, hook = run.spec, run.spec.hook
+        return await self.provider.chat(
+            request, tools, model=spec.model, max_tokens=spec.max_tokens, temperature=spec.temperature,
+            on_delta=hook.on_stream if hook.wants_streaming else None, on_retry=hook.on_retry,
+        )  # fmt: skip
 
     def _govern(self, run: AgentHookContext, tools: list[dict]) -> list[dict]:
         """The copy that is sent: it fits the context window, and what is for this request only follows."""
         spec, counter = run.spec, run.counter
-        budget = spec.context_window - spec.max_tokens - 1_024 - counter.total(tools)
+        budget = min(spec.context_window - spec.max_tokens - 1_024 - counter.total(tools), run.room)
         asked = next((each for each in reversed(spec.messages) if each["role"] == "user"), None)
         task = next((n for n, each in enumerate(run.messages) if each is asked), 1)  # hooks may have moved it
         request = list(leave_out_oldest(run.messages, budget, counter, task))
@@ -628,6 +659,9 @@ class EventHook(AgentHook):
     async def on_stream(self, delta: str) -> None:
         await self.send("delta", delta)
 
+    async def on_retry(self, why: str) -> None:
+        await self.send("retry", why)
+
     async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
         if text := self.context.response.content:
             await self.send("progress", text)
@@ -661,11 +695,13 @@ class AgentLoop:
         self.context = ContextBuilder(config, self.memory, self.skills)
         self.tools = ToolRegistry(FILE_TOOLS)
         if (shell := config.tools.exec).enable:
-            self.tools.register(Exec(shell.timeout, shell.path_append, shell.allowed_env_keys))
+            confinement = (shell.sandbox, shell.sandbox_network)
+            self.tools.register(Exec(shell.timeout, shell.path_append, shell.allowed_env_keys, *confinement))
         if config.tools.web.enable:
             web = Web(config.tools.ssrf_whitelist)
             self.tools.register(WebFetch(web))
             self.tools.register(WebSearch(web, **vars(config.tools.web.search)))
+        self.mcp = MCPServers(config.tools.mcp_servers, self.tools)
         self.runner = AgentRunner(self.provider)
         self.cost = CostTrackingHook(config.prices, self.model)
         self.hooks = [self.cost, *hooks]
@@ -710,6 +746,7 @@ class AgentLoop:
         if not command:
             message, images = self.context.user_message(text, events.turn, media)
             session.append(message)  # before the model is asked
+        await self.mcp.connect()
         defaults = self.config.defaults
         spec = AgentRunSpec(
             self.context.request(events.turn, session.get_history(legal), images), self.tools,
@@ -755,7 +792,7 @@ def run(text: str, session_key: str = "cli:direct", config: Config | None = None
     """The answer, also in a notebook; raises RuntimeError with cause and fix where there is none."""
     loop = AgentLoop(config or load_config())
     loop.cwd = Path.cwd()
-    with BackgroundLoop() as background:
+    with BackgroundLoop(loop.mcp.close) as background:
         result = background.complete(loop.process_direct(text, session_key))
     if result.stop_reason == "error":
         raise RuntimeError(result.error)
@@ -767,7 +804,7 @@ def run(text: str, session_key: str = "cli:direct", config: Config | None = None
 # Keys of parts that this version does not have yet: a line says so, so that nobody waits for their effect.
 NOT_YET = {
     "agents.defaults.memoryWindow", "agents.defaults.dream", "agents.defaults.maxConcurrent",
-    "tools.mcpServers", "channels.telegram", "gateway",
+    "channels.telegram", "gateway",
 }  # fmt: skip
 
 
@@ -803,8 +840,9 @@ def read_json(file: Path, environ: Mapping[str, str]) -> Any:
 
 def read_setting(hint: Any, value: Any, where: str) -> Any:
     """A value as its type hint wants it; raises ConfigError with its path: `agents.defaults.maxTokens: …`."""
-    wanted = kinds(as_schema(dict if is_dataclass(hint) else hint))
-    if not any(is_kind(value, kind) for kind in wanted):
+    schema = as_schema(dict if is_dataclass(hint) else hint)
+    wanted = [each or '""' for each in schema.get("enum", [])] or kinds(schema)
+    if not fits(value, kinds(schema)) or value not in schema.get("enum", [value]):
         shown = json.dumps(value, ensure_ascii=False)[:80]
         raise ConfigError(f"{where or 'the file'}: expected {' or '.join(wanted)}, got {shown}")
     if is_dataclass(hint):
@@ -829,6 +867,8 @@ def read_section(cls: type, section: dict, where: str) -> Any:
             values[name] = read_setting(hints[name], value, path)
         elif camel_case(path) in NOT_YET:
             log.warning("%s: this version has no such part yet, the setting does nothing", path)
+        elif path.startswith("tools.mcpServers."):  # people paste them, with keys of other programs
+            log.warning("%s: unknown key, it does nothing. There are: %s", path, ", ".join(known))
         else:
             raise ConfigError(f"{path}: unknown key. There are: {', '.join(sorted(known))}")
     return cls(**values)
@@ -843,8 +883,8 @@ def make_provider(config: Config) -> LLMProvider:
     defaults = config.defaults
     if strange := [name for name in config.providers if name not in ROWS]:
         raise ConfigError(f"providers.{strange[0]}: no such provider. There are: {', '.join(ROWS)}")
-    if defaults.provider == "offline":
-        return OfflineProvider()
+    if defaults.provider in ("offline", "human"):
+        return OfflineProvider() if defaults.provider == "offline" else HumanProvider()
     settings = {name: Endpoint(ROWS[name], **vars(each)) for name, each in config.providers.items()}
     try:
         chosen = "" if defaults.provider == "auto" else defaults.provider
@@ -874,8 +914,13 @@ def agent_command(arguments: argparse.Namespace) -> int:
     terminal = CLI(kinds=tuple(kind for kind, on in shown.items() if on))
     if isinstance(loop.provider, OfflineProvider) and loop.config.defaults.provider != "offline":
         terminal.note(template("no_model"))
-    with BackgroundLoop() as background:
+    if arguments.trace:
+        loop.provider.trace = Trace(arguments.trace)
+    with BackgroundLoop(loop.mcp.close) as background:
         keyboard = sys.stdin is not None and sys.stdin.isatty()
+        if isinstance(loop.provider, HumanProvider) and keyboard:
+            loop.provider.ask = background.ask
+            loop.provider.check = lambda name, arguments: loop.tools.prepare_call(name, arguments)[2]
         if arguments.approve:
             loop.hooks.append(ApprovalHook(loop.tools, background.ask if keyboard else None))
         if arguments.logs:
@@ -929,18 +974,23 @@ def status_command(arguments: argparse.Namespace) -> int:
     if isinstance(provider, OpenAIProvider):
         end, problem = provider.endpoint, asyncio.run(provider.check())
         model = f"{provider.model or 'no model named'} at {end.api_base} ({end.spec.name})"
+    sandbox = loop.config.tools.exec.sandbox
+    unsafe = sandbox_problem() if sandbox else ""
     rows = [
         ("ok", "settings", str(file) if file.exists() else "the defaults; `nanobot onboard` writes a file"),
         ("ok", "workspace", str(loop.workspace)),
         ("BAD" if problem else "ok", "model", f"{model}: {problem}" if problem else model),
         ("ok" if bash else "--", "bash", bash or "missing: exec cannot run; install bash"),
+        ("BAD" if unsafe else "ok", "sandbox", unsafe or sandbox or "off: a command can do what you can"),
     ]
+    for name, problem in asyncio.run(loop.mcp.check()).items():
+        rows.append(("BAD" if problem else "ok", f"mcp {name}", problem or "connected"))
     for skill in loop.skills.load():
         lack = f"needs {', '.join(skill.missing)}" if skill.missing else "ready"
         rows.append(("--" if skill.missing else "ok", f"skill {skill.name}", lack))
     for mark, name, what in rows:
         print(printable(f"{mark:4}{name:22}{what}"))
-    return 1 if problem else 0
+    return int(any(mark == "BAD" for mark, *_ in rows))
 
 
 def prompt_command(arguments: argparse.Namespace) -> None:
@@ -948,6 +998,7 @@ def prompt_command(arguments: argparse.Namespace) -> None:
     loop.cwd = Path.cwd()
     turn = loop.turn(session_key(arguments.session))
     parts = loop.context.parts(turn)
+    asyncio.run(loop.mcp.check())  # so that their tools are in what is printed
     parts["Tools"] = "\n".join(json.dumps(each, ensure_ascii=False) for each in loop.tools.get_definitions())
     message, _ = loop.context.user_message(arguments.text, turn)
     stored = loop.sessions.get(turn.session_key)
@@ -972,6 +1023,53 @@ def sessions_command(arguments: argparse.Namespace) -> None:
         print(printable(line))
 
 
+class RecordedTools(ToolRegistry):
+    """The tools of a trace. Nothing is executed: each call returns what it returned then."""
+
+    def __init__(self, records: list[dict]):
+        super().__init__()
+        self.definitions, self.results = records[0]["tools"], defaultdict(list)
+        known = {message.get("tool_call_id") for message in records[0]["messages"]}
+        names: dict[str, str] = {}
+        for message in (message for record in records for message in record["messages"]):
+            for call in message.get("tool_calls", ()):
+                arguments = json.loads(call["function"]["arguments"])
+                names[call["id"]] = self.key(call["function"]["name"], arguments)
+            if message["role"] == "tool" and message["tool_call_id"] not in known:
+                known.add(message["tool_call_id"])
+                self.results[names[message["tool_call_id"]]].append(message["content"])
+
+    @staticmethod
+    def key(name: str, arguments: dict) -> str:
+        return f"{name} {json.dumps(arguments)}"
+
+    def get_definitions(self) -> list[dict]:
+        return self.definitions
+
+    async def execute(self, name: str, params: dict, turn: Turn | None = None) -> ToolResult:
+        results = self.results[self.key(name, params)]
+        return ToolResult(results.pop(0) if results else "(the trace ends before this call's result)")
+
+
+def replay_command(arguments: argparse.Namespace) -> int:
+    try:
+        model = ReplayProvider(arguments.file)
+    except (OSError, ValueError) as problem:
+        raise ConfigError(f"{problem}. Make a trace with: nanobot agent --trace FILE") from None
+    terminal = CLI()
+    while model.rest:
+        first, hook = model.rest[0], EventHook(terminal.send, Turn(), streaming=True)
+        given = {name: first["options"].get(name) for name in ("max_tokens", "temperature")}
+        spec = AgentRunSpec(first["messages"], RecordedTools(model.rest), hook=hook, **given)
+        spec.context_window = sys.maxsize  # what did not fit was left out when it was recorded
+        result = asyncio.run(AgentRunner(model).run(spec))
+        if result.error:
+            terminal.note(f"nanobot: {result.error}")
+            return 1
+        asyncio.run(hook.send("final", result.final_content))
+    return 0
+
+
 def parser() -> argparse.ArgumentParser:
     main_parser = argparse.ArgumentParser("nanobot", description="A personal AI agent. No command: agent.")
     main_parser.add_argument("--version", action="version", version=f"nanobot {__version__}")
@@ -981,7 +1079,7 @@ def parser() -> argparse.ArgumentParser:
     common.add_argument("--model", metavar="NAME")
     common.add_argument("--base-url", metavar="URL", help="an OpenAI-compatible endpoint, mostly with /v1")
     choice = common.add_mutually_exclusive_group()
-    choice.add_argument("--provider", metavar="NAME", help=", ".join([*ROWS, "offline"]))
+    choice.add_argument("--provider", metavar="NAME", help=", ".join([*ROWS, "offline", "human (you)"]))
     choice.add_argument("--offline", dest="provider", action="store_const", const="offline")
     common.add_argument("--logs", action="store_true", help="show what happens inside, on stderr")
     commands = main_parser.add_subparsers(metavar="COMMAND")
@@ -989,6 +1087,10 @@ def parser() -> argparse.ArgumentParser:
     agent.add_argument("-m", "--message", metavar="TEXT", help="ask this and leave; else a prompt")
     agent.add_argument("--approve", action="store_true", help="ask before a tool writes or executes")
     agent.add_argument("--no-stream", action="store_true", help="do not stream requests")
+    agent.add_argument("--trace", metavar="FILE", type=path_of, help="write down requests and answers")
+    replay = commands.add_parser("replay", help="run a recorded turn again, without network and tools")
+    replay.add_argument("file", metavar="FILE", type=path_of)
+    replay.add_argument("--logs", action="store_true", help="show what happens inside, on stderr")
     prompt = commands.add_parser("prompt", parents=[common], help="print what would be sent")
     prompt.add_argument("text", nargs="?", default="Hello!")
     for command in (agent, prompt):
@@ -1004,7 +1106,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     commands = {"agent": agent_command, "prompt": prompt_command, "sessions": sessions_command,
-                "onboard": onboard_command, "status": status_command}  # fmt: skip
+                "onboard": onboard_command, "status": status_command, "replay": replay_command}  # fmt: skip
     if argv and not argv[0].startswith("-") and argv[0] not in commands:
         print(f"nanobot: no command {argv[0]!r}, there are {', '.join(commands)}; a message goes behind -m",
               file=sys.stderr)  # fmt: skip
@@ -1012,8 +1114,9 @@ def main(argv: list[str] | None = None) -> int:
     if not argv or argv[0] not in (*commands, "-h", "--help", "--version"):
         argv.insert(0, "agent")
     arguments = parser().parse_args(argv)
-    logging.basicConfig(level=logging.INFO if arguments.logs else logging.WARNING,
-                        format="%(levelname)s %(name)s: %(message)s")  # fmt: skip
+    handler = logging.StreamHandler()
+    handler.setFormatter(PrintableFormatter("%(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO if arguments.logs else logging.WARNING, handlers=[handler])
     for stream in filter(None, (sys.stdout, sys.stderr)):
         stream.reconfigure(errors="replace")  # letters that its encoding has not
     for name in ("SIGTERM", "SIGHUP"):  # end as after Ctrl-C: what runs is stopped, the journal in order
@@ -1026,7 +1129,8 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # `nanobot … | head`: nobody wants the rest
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as problem:
-        print(f"nanobot: {problem}. Mend it and ask again; the journal keeps what it has.", file=sys.stderr)
+        cause = printable(str(problem))
+        print(f"nanobot: {cause}. Mend it and ask again; the journal keeps what it has.", file=sys.stderr)
     except KeyboardInterrupt:
         return 130
     return 1

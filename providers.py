@@ -15,12 +15,17 @@ tools.py. Not covered: which tools there are, and how they run.
 import asyncio
 import contextlib
 import gc
+import itertools
 import json
 import logging
+import os
+import random
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+import zlib
+from collections.abc import Awaitable, Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -60,6 +65,7 @@ class LLMResponse:
     reasoning_content: str | None = None
     error: str | None = None
     extra: dict = field(default_factory=dict)  # the reasoning fields as they came, to be sent back
+    is_overflow: bool = False  # the error: more than the model's window holds
 
     @property
     def has_tool_calls(self) -> bool:
@@ -68,6 +74,10 @@ class LLMResponse:
     def to_message(self) -> dict:
         calls = {"tool_calls": [call.to_message() for call in self.tool_calls]} if self.tool_calls else {}
         return {"role": "assistant", "content": self.content or None, **self.extra, **calls}
+
+
+def failed(cause: str, **more: Any) -> LLMResponse:
+    return LLMResponse(finish_reason="error", error=cause, **more)
 
 
 @dataclass
@@ -79,30 +89,46 @@ class LLMRequest:
     model: str
     options: dict
     on_delta: OnDelta | None = None
+    on_retry: OnDelta | None = None
 
     async def show(self, *pieces: str) -> None:
         for piece in pieces:
             if piece and self.on_delta:
                 await self.on_delta(piece)
 
+    async def tell(self, line: str) -> None:
+        """What the user should know before the answer: a wait, a change of the request."""
+        log.info("%s", line)
+        if self.on_retry:
+            await self.on_retry(line)
+
 
 class LLMProvider:
     """A model. `chat` is what callers use, `answer` what a subclass writes."""
 
     model = ""
+    trace: Callable[[LLMRequest, LLMResponse | None, float], None] | None = None  # is given seconds, too
 
     async def chat(
         self, messages: list[dict], tools: list[dict] | None = None, *, model: str | None = None,
-        on_delta: OnDelta | None = None, **options: Any,
+        on_delta: OnDelta | None = None, on_retry: OnDelta | None = None, **options: Any,
     ) -> LLMResponse:  # fmt: skip
-        """Ask the model; with `on_delta` the answer streams. Options: max_tokens, temperature, tool_choice.
+        """Ask the model; with `on_delta` the answer streams, `on_retry` is told why it takes longer.
 
-        What an endpoint does wrong is a value (`finish_reason="error"`); only cancellation is raised.
+        Options: max_tokens, temperature, tool_choice. What an endpoint does wrong is a value
+        (`finish_reason="error"`); only cancellation is raised.
         """
         given = {name: value for name, value in options.items() if value is not None}
         checked = vars(self).setdefault("_checked", {})  # a subclass need not call our __init__
         lawful = legal(messages, known=checked)
-        return await self.answer(LLMRequest(lawful, tools or [], model or self.model, given, on_delta))
+        request = LLMRequest(lawful, tools or [], model or self.model, given, on_delta, on_retry)
+        began, answer = time.monotonic(), None
+        try:
+            answer = await self.answer(request)
+        finally:  # also where it was cancelled
+            if self.trace:
+                self.trace(request, answer, time.monotonic() - began)
+        return answer
 
     async def answer(self, request: LLMRequest) -> LLMResponse:
         raise NotImplementedError
@@ -250,21 +276,59 @@ class ProviderSpec:
     default_api_base: str = ""
     default_model: str = ""
     detect_by_key_prefix: str = "\0"  # no key begins with that
-    detect_by_base_keyword: str = "\0"  # the end of `.host:port`
+    detect_by_base_keyword: str | tuple[str, ...] = ""  # end of `.host:port`; empty: the base's
     is_gateway: bool = False  # serves any maker's models, as maker/model
     is_local: bool = False  # needs no key and no proxy
+    strip_model_prefix: bool = False  # wants the model without its maker
+    supports_prompt_caching: bool = False  # by marks in the request; others do it unasked
     max_tokens_field: str = "max_tokens"
+    model_overrides: tuple[tuple[str, dict], ...] = ()  # (part of a model's name, body; None: is not sent)
+
+    def has_host(self, place: str) -> bool:
+        own = urlsplit(self.default_api_base).netloc or "\0"
+        return place.endswith(self.detect_by_base_keyword or f".{own}")
 
 
+NO_HEAT = {"temperature": None}  # these refuse all but one
 PROVIDERS = [
     ProviderSpec("openai", ("gpt", "o1", "o3", "o4"), "OPENAI_API_KEY", "https://api.openai.com/v1",
-                 "gpt-5-mini", detect_by_base_keyword=".api.openai.com",
-                 max_tokens_field="max_completion_tokens"),
+                 "gpt-5-mini", max_tokens_field="max_completion_tokens",
+                 model_overrides=(("gpt-5", NO_HEAT),)),
     ProviderSpec("openrouter", (), "OPENROUTER_API_KEY", "https://openrouter.ai/api/v1", "openrouter/auto",
-                 detect_by_key_prefix="sk-or-", detect_by_base_keyword=".openrouter.ai", is_gateway=True),
+                 "sk-or-", is_gateway=True, supports_prompt_caching=True),
+    ProviderSpec("anthropic", ("claude",), "ANTHROPIC_API_KEY", "https://api.anthropic.com/v1", "", "sk-ant-",
+                 supports_prompt_caching=True),
+    ProviderSpec("deepseek", ("deepseek",), "DEEPSEEK_API_KEY", "https://api.deepseek.com/v1"),
+    ProviderSpec("gemini", ("gemini", "gemma"), "GEMINI_API_KEY",
+                 "https://generativelanguage.googleapis.com/v1beta/openai", "", "AIza"),
+    ProviderSpec("groq", (), "GROQ_API_KEY", "https://api.groq.com/openai/v1", "", "gsk_"),
+    ProviderSpec("mistral", ("mistral", "codestral"), "MISTRAL_API_KEY", "https://api.mistral.ai/v1"),
+    ProviderSpec("moonshot", ("kimi", "moonshot"), "MOONSHOT_API_KEY", "https://api.moonshot.ai/v1",
+                 detect_by_base_keyword=(".api.moonshot.ai", ".api.moonshot.cn"),
+                 model_overrides=(("kimi-k2.", NO_HEAT),)),
+    ProviderSpec("zhipu", ("glm",), "ZAI_API_KEY", "https://open.bigmodel.cn/api/paas/v4",
+                 detect_by_base_keyword=(".open.bigmodel.cn", ".api.z.ai")),
+    ProviderSpec("minimax", ("minimax",), "MINIMAX_API_KEY", "https://api.minimax.io/v1",
+                 detect_by_base_keyword=(".api.minimax.io", ".api.minimaxi.com")),
+    ProviderSpec("dashscope", ("qwen",), "DASHSCOPE_API_KEY",
+                 "https://dashscope.aliyuncs.com/compatible-mode/v1",
+                 detect_by_base_keyword=(".dashscope.aliyuncs.com", ".dashscope-intl.aliyuncs.com")),
+    ProviderSpec("siliconflow", (), "SILICONFLOW_API_KEY", "https://api.siliconflow.cn/v1", is_gateway=True,
+                 detect_by_base_keyword=(".api.siliconflow.cn", ".api.siliconflow.com")),
+    ProviderSpec("aihubmix", (), "AIHUBMIX_API_KEY", "https://aihubmix.com/v1", is_gateway=True,
+                 strip_model_prefix=True),
+    ProviderSpec("volcengine", ("doubao",), "ARK_API_KEY", "https://ark.cn-beijing.volces.com/api/v3"),
+    ProviderSpec("xai", ("grok",), "XAI_API_KEY", "https://api.x.ai/v1", "", "xai-"),
+    ProviderSpec("azure", (), "AZURE_OPENAI_API_KEY", max_tokens_field="max_completion_tokens",
+                 detect_by_base_keyword=(".openai.azure.com", ".services.ai.azure.com")),
     ProviderSpec("ollama", default_api_base="http://localhost:11434/v1", detect_by_base_keyword=":11434",
                  is_local=True),
-    ProviderSpec("local", default_api_base="http://localhost:8000/v1", is_local=True),
+    ProviderSpec("lmstudio", default_api_base="http://localhost:1234/v1", detect_by_base_keyword=":1234",
+                 is_local=True),
+    ProviderSpec("vllm", default_api_base="http://localhost:8000/v1", is_local=True),
+    ProviderSpec("llamacpp", default_api_base="http://localhost:8080/v1", is_local=True),
+    ProviderSpec("local", default_api_base="http://localhost:8000/v1", detect_by_base_keyword="\0",
+                 is_local=True),
     ProviderSpec("custom"),
 ]  # fmt: skip
 ROWS = {row.name: row for row in PROVIDERS}
@@ -280,6 +344,7 @@ class Endpoint:
     model: str = ""
     extra_headers: dict = field(default_factory=dict)
     extra_body: dict = field(default_factory=dict)
+    text_tool_calls: str = "auto"  # are calls that a model wrote as text run? on, off, auto: of local models
 
 
 def choose_endpoint(
@@ -308,13 +373,16 @@ def choose_endpoint(
     maker, _, rest = model.partition("/")
     if maker == spec.name and (not spec.is_gateway or "/" in rest):  # openrouter/auto is a whole name
         model = rest
+    model = model.rpartition("/")[2] if spec.strip_model_prefix else model
+    if spec.is_local and not urlsplit(base).path.strip("/"):
+        base = base.rstrip("/") + "/v1"
     return replace(own, spec=spec, api_key=key, api_base=base, model=model or spec.default_model)
 
 
 def _row_of_host(base_url: str) -> ProviderSpec:
     place = f".{urlsplit(base_url).netloc.rpartition('@')[2]}"
     local = re.match(r"\.(localhost|0\.0\.0\.0|\[::1\])(:|$)|\.(127|10|192\.168)\.", place)
-    known = [row for row in PROVIDERS if place.endswith(row.detect_by_base_keyword)]
+    known = [row for row in PROVIDERS if row.has_host(place)]
     return known[0] if known else ROWS["local" if local else "custom"]
 
 
@@ -339,17 +407,261 @@ def _row_by_clues(settings: dict[str, Endpoint], model: str) -> ProviderSpec | N
     return next((row for clue in clues for row in PROVIDERS if clue(row)), None)
 
 
+# ---- What endpoints refuse, and what helps ----
+
+OVERFLOW = re.compile(
+    "(?is)prompt (is )?too long|exceeds? the (context window|available context size)|input is too long|"
+    "token count.*exceeds the|maximum (prompt|context) length is|context_length_exceeded|request too large|"
+    "reduce (the length of the|your) message|(than the|with) context length|context window exceeds|n_keep|"
+    "exceeded model token limit|too large for model with|context size has been exceeded|"
+    "range of input length|`?inputs`? (tokens|must have less)"
+)
+UNPAID = re.compile("(?i)insufficient|exceeded.{0,20}quota|billing|credit|balance|payment|余额|欠费")
+BUSY = re.compile("(?i)overloaded|rate.?limit|too many requests|访问量过大|速率限制|tool_use_failed")
+SOON = re.compile(r"(?i)(?:try again|retry)\w* (?:in|after) (\d+(?:\.\d+)?) ?(ms|milli|m|)")
+
+
+@dataclass
+class Failure(Exception):
+    """A request that failed: what people are told of it, and what the code goes by."""
+
+    said: str
+    text: str = ""  # all that the endpoint wrote
+    status: int | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+    kind: str = ""  # network, timeout, cut (half an answer came), nonsense (nothing like one did)
+    generation: str = ""  # a tool call that the endpoint could not read
+    tries: int = 0  # how often the request was sent again before
+    shown: bool = False  # a part of the answer was: it cannot begin anew
+
+    @property
+    def is_overflow(self) -> bool:
+        wordless = self.status == 400 and not re.search(r"\w", self.text)
+        return wordless or self.status == 413 or bool(OVERFLOW.search(self.text))
+
+
+def retry_after(failure: Failure) -> float | None:
+    """Seconds to wait before the same request goes out again; None where that is of no use."""
+    soon, status = SOON.search(failure.text), failure.status or 0
+    passing = failure.kind in ("network", "timeout", "cut") or status in (408, 409, 429) or status >= 500
+    unpaid = status == 402 or (UNPAID.search(failure.text) and not soon)
+    patience = 1 if failure.kind == "timeout" else 3
+    final = failure.shown or failure.is_overflow or unpaid or failure.tries >= patience
+    if final or not (passing or BUSY.search(failure.text)):
+        return None
+    unit = {"ms": 0.001, "milli": 0.001, "m": 60.0}.get(soon[2].lower(), 1.0) if soon else 0.0
+    wanted = _wanted_wait(failure.headers) or (float(soon[1]) * unit if soon else 0.0)
+    return min(wanted or 2.0**failure.tries, 60.0)
+
+
+def _wanted_wait(headers: Mapping[str, str]) -> float:
+    """Seconds in `retry-after-ms`, or in `retry-after`: a number or a date (RFC 9110, 10.2.3). 0: none."""
+    for name, unit in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
+        with contextlib.suppress(KeyError, ValueError):
+            return max(0.0, float(headers[name]) * unit)  # in this order nan, too, becomes 0
+    with contextlib.suppress(KeyError, ValueError):
+        from email.utils import parsedate_to_datetime
+
+        now = headers.get("date")  # the server's clock may differ from ours
+        moment = parsedate_to_datetime(now).timestamp() if now else time.time()
+        return max(parsedate_to_datetime(headers["retry-after"]).timestamp() - moment, 0.0)
+    return 0.0
+
+
+# A change of a request's body, in place, given what the endpoint wrote. Messages and tools are shared with
+# later requests: they are replaced, not changed.
+Change = Callable[[dict, str], Any]
+
+
+def put(**values: Any) -> Change:
+    """Keys with their values; None: the key is not sent."""
+    return lambda body, said: body.update(values)
+
+
+def rename(old: str, new: str) -> Change:
+    return lambda body, said: body.update({new: body.pop(old)} if old in body else {})
+
+
+def in_body(name: str, change: Callable[[Any], Any]) -> Change:
+    return lambda body, said: body.update({name: change(body[name])} if name in body else {})
+
+
+def drop_the_named(body: dict, said: str) -> None:
+    for name in body.keys() - {"model", "messages", "tools", "stream"}:
+        if re.search(rf"\b{name}\b", said):
+            del body[name]
+
+
+def in_messages(change: Callable[[dict], dict]) -> Change:
+    return in_body("messages", lambda messages: [change(each) for each in messages])
+
+
+def bare(*names: str) -> Change:
+    return in_messages(lambda each: {key: value for key, value in each.items() if key not in names})
+
+
+def as_text(message: dict) -> dict:
+    """Content as one text; an image becomes a line."""
+    blocks = message["content"] if isinstance(message["content"], list) else []
+    text = "\n\n".join(each.get("text") or "[an image: this model cannot see it]" for each in blocks)
+    return {**message, "content": text} if blocks else message
+
+
+def with_signature(message: dict) -> dict:
+    """Gemini wants its signature on a step's first call; this one stands for calls of other models."""
+    first, *rest = message.get("tool_calls") or [{}]
+    foreign = {"google": {"thought_signature": "skip_thought_signature_validator"}}
+    return {**message, "tool_calls": [{"extra_content": foreign, **first}, *rest]} if first else message
+
+
+def with_short_ids(message: dict) -> dict:
+    """Ids of nine digits, the same one for a call and its result."""
+
+    def short(id_: str) -> str:
+        return f"{zlib.crc32(id_.encode()) % 10**9:09d}"
+
+    if message["role"] == "tool":
+        return {**message, "tool_call_id": short(message["tool_call_id"])}
+    calls = [{**call, "id": short(call["id"])} for call in message.get("tool_calls", ())]
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def system_as_user(body: dict, said: str) -> None:
+    first, *rest = body["messages"]
+    body["messages"] = legal([first | {"role": "user"}, *rest])
+
+
+SCHEMA_WORDS = {"additionalProperties", "$schema", "$id", "const", "default", "propertyNames", "not", "oneOf",
+                "anyOf", "allOf", "patternProperties", "exclusiveMinimum", "exclusiveMaximum"}  # fmt: skip
+
+
+def plain_schemas(body: dict, said: str) -> None:
+    """Tools without the words of JSON Schema that some endpoints do not know."""
+
+    def plain(value: Any, strange: Container = SCHEMA_WORDS) -> Any:
+        if isinstance(value, list):
+            return [plain(each) for each in value]
+        if not isinstance(value, dict):
+            return value
+        return {key: plain(each, () if key == "properties" else SCHEMA_WORDS)  # in there are names, not words
+                for key, each in value.items() if key not in strange}  # fmt: skip
+
+    body["tools"] = plain(body.get("tools"))
+
+
+def cache_marks(body: dict) -> dict:
+    """Marks up to where the prompt stays the same: its system message and its tools."""
+    mark, (first, *rest) = {"cache_control": {"type": "ephemeral"}}, body["messages"]
+    tools = body.get("tools")
+    if first["role"] == "system":
+        first = {**first, "content": [{"type": "text", "text": first["content"], **mark}]}
+    return {"messages": [first, *rest], "tools": [*tools[:-1], {**tools[-1], **mark}] if tools else None}
+
+
+def unmark(body: dict, said: str) -> None:
+    first, *rest = body["messages"]
+    plain = [{key: tool[key] for key in ("type", "function")} for tool in body.get("tools", ())]
+    body.update(messages=[as_text(first), *rest], tools=plain or None)
+
+
+def tools_as_text(body: dict, said: str) -> None:
+    """The tools stand in the system message, calls and results in the texts."""
+    tools, messages = body.pop("tools", ()), [_calls_as_text(each) for each in body["messages"]]
+    if tools:
+        told = TOOLS_AS_TEXT + "\n".join(to_json(each["function"]) for each in tools)
+        messages.append({"role": "system", "content": told})
+    body.update(messages=legal(messages), tool_choice=None)
+
+
+def _calls_as_text(message: dict) -> dict:
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_result>\n{message['content']}\n</tool_result>"}
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    written = [f'{{"name": {to_json(each["name"])}, "arguments": {each["arguments"]}}}' for each in calls]
+    lines = [message["content"] or "", *(f"<tool_call>{each}</tool_call>" for each in written)]
+    return {"role": "assistant", "content": "\n".join(filter(None, lines))} if calls else message
+
+
+TOOLS_AS_TEXT = """You have tools. To use some, answer with nothing but a line like this for each call:
+<tool_call>{"name": "the tool's name", "arguments": {"a parameter": "its value"}}</tool_call>
+What a tool returned comes back as <tool_result>. These are the tools:
+"""
+MAX_TOKENS = ("max_tokens", "max_completion_tokens")
+NO_TOOLS = "tool calls go as text, as this model or server knows no others"
+Remedy = tuple[str, Change, str]  # a regular expression on the complaint, the change, what the user is told
+HEALING: list[Remedy] = [  # the first row that fits and changes something; each at most once a request
+    ("max_tokens.{1,99}max_completion_tokens. instead", rename(*MAX_TOKENS), ""),
+    ("max_(completion_)?tokens.{1,99}(too large|maximum|at most|less than|range|exceed)|range of max_tokens|"
+     "maximum context length.{1,200}(in the messages|input tokens)", put(**dict.fromkeys(MAX_TOKENS)), ""),
+    ("max_completion_tokens", rename(*MAX_TOKENS[::-1]), ""),
+    ("stream_options", put(stream_options=None), ""),
+    ("only support stream|streaming is (strongly )?(required|recommended)", put(stream=True), ""),
+    ("stream\\b.{1,30}not support", put(stream=None, stream_options=None), ""),
+    ("enable_thinking must be set to false", put(enable_thinking=False), ""),
+    ("to 'none'", put(reasoning_effort="none"), "with tools it does not reason"),
+    ("thinking.{1,9}and .?reasoning_effort", put(reasoning_effort=None), ""),
+    ("support thinking", put(thinking=None, think=None, reasoning_effort=None), "it does not think"),
+    ("temperature|top_[pk]\\b", put(temperature=None, top_p=None, top_k=None), ""),
+    ("parallel_tool_calls", put(parallel_tool_calls=None), ""),
+    ("invalid tool_choice type", in_body("tool_choice", lambda choice: "required"), ""),
+    ("requires --enable-auto-tool-choice", tools_as_text,
+     f"{NO_TOOLS}; better start it with --enable-auto-tool-choice --tool-call-parser"),
+    ("support (tool|function)|(tool|function) call\\w* (is )?not support|roles must alternate",
+     tools_as_text, NO_TOOLS),
+    ("tool_choice", put(tool_choice=None), ""),
+    ("reasoning_content.{0,50}(passed back|missing)|missing reasoning_content", in_messages(
+        lambda each: {"reasoning_content": "", **each} if each["role"] == "assistant" else each), ""),
+    ("both content and thinking", in_messages(
+        lambda each: {**each, "content": None} if "tool_calls" in each else each), ""),
+    ("'?reasoning", bare(*REASONING), ""),
+    ("property 'name'", bare("name"), ""),
+    ("cache_control", unmark, ""),
+    ("(system|developer) (role|instruction|message).{0,20}not (supported|enabled)|got system|"
+     "not support 'system'",
+     system_as_user, ""),
+    ("a-z, A-Z, 0-9, with a length of 9", in_messages(with_short_ids), ""),
+    ("thought_signature", in_messages(with_signature), ""),
+    ("unknown name.{0,200}(schema|parameters|function)|top level", plain_schemas, ""),
+    ("image|vision|multimodal|only .{0,9}text|content.type", in_messages(as_text),
+     "images are left out: this model takes text only"),
+    ("content.{0,99}string|expected a string|untagged enum", in_messages(as_text), ""),
+    ("not support|unsupported|unrecognized|unknown|unexpected|extra|forbidden", drop_the_named, ""),
+]  # fmt: skip
+REFUSALS = (400, 404, 405, 413, 415, 422, 500)
+
+
+def find_remedy(failure: Failure, body: dict, used: Iterable[Remedy]) -> Remedy | None:
+    """The first row that fits the complaint and changes something."""
+    if failure.shown or failure.kind or (failure.status or 400) not in REFUSALS:
+        return None
+    fitting = (row for row in HEALING if re.search(row[0], failure.text, re.IGNORECASE | re.DOTALL))
+    return next((row for row in fitting if row not in used and heal(body, row, failure.text) != body), None)
+
+
+def heal(body: dict, remedy: Remedy, said: str) -> dict:
+    changed = dict(body)
+    remedy[1](changed, said)
+    return {key: value for key, value in changed.items() if value is not None}
+
+
 # ---- An OpenAI-compatible endpoint ----
 
 
 class OpenAIProvider(LLMProvider):
-    """Any endpoint that speaks Chat Completions, through the official SDK. Timeouts are in seconds."""
+    """Any endpoint that speaks Chat Completions, through the official SDK. Timeouts are in seconds.
 
-    def __init__(self, endpoint: Endpoint, request_timeout: float = 300.0, idle_timeout: float = 90.0):
+    `pace` is a factor on the time between two tries.
+    """
+
+    def __init__(
+        self, endpoint: Endpoint, request_timeout: float = 300, idle_timeout: float = 90, pace: float = 1
+    ):
         key = "".join(endpoint.api_key.split())  # a line end, pasted along, would break the header
         self.endpoint, self.model = replace(endpoint, api_key=key), endpoint.model
-        self.request_timeout, self.idle_timeout = request_timeout, idle_timeout
+        self.request_timeout, self.idle_timeout, self.pace = request_timeout, idle_timeout, pace
         self._client: Any = None
+        self._learnt: dict[str, list[tuple[Remedy, str]]] = {}  # by model: what it takes to be understood
+        self._is_warned = False
 
     def warm_up(self) -> None:
         """Load the SDK, 0.3 s over 800 modules, less with the garbage collector off; make the client."""
@@ -362,36 +674,80 @@ class OpenAIProvider(LLMProvider):
         gc.enable()
         end = self.endpoint
         secure = not end.api_base.startswith("http://")  # loading the certificates takes 30 ms
-        proxied = not end.spec.is_local
-        http = openai.DefaultAsyncHttpxClient(verify=secure, trust_env=proxied, follow_redirects=False)
+        local = end.spec.is_local  # such a server may close without a word a connection that was kept open
+        http = openai.DefaultAsyncHttpxClient(verify=secure, trust_env=not local, follow_redirects=False)
         self._client = openai.AsyncOpenAI(
-            api_key=end.api_key or "none", base_url=end.api_base, default_headers=end.extra_headers,
-            max_retries=0, timeout=self.request_timeout, http_client=http,
+            api_key=end.api_key or "none", base_url=end.api_base, max_retries=0, timeout=self.request_timeout,
+            default_headers=({"Connection": "close"} if local else {}) | end.extra_headers, http_client=http,
         )  # fmt: skip
 
     async def answer(self, request: LLMRequest) -> LLMResponse:
-        reader = AnswerReader()
+        """Ask; change what is refused, wait where it is busy, until there is an answer or no hope."""
+        body, used, tries = self._body(request), list(self._learnt.get(request.model, ())), 0
+        for remedy, said in used:
+            body = heal(body, remedy, said)
+        while True:
+            try:
+                answer = await self._attempt(request, body)
+                break
+            except Failure as caught:
+                failure = replace(caught, tries=tries)
+            wait = retry_after(failure)
+            if remedy := find_remedy(failure, body, [row for row, _ in used]):
+                body = heal(body, remedy, failure.text)
+                used.append((remedy, failure.text))
+                if remedy[2]:
+                    await request.tell(f"{self.endpoint.spec.name}, {request.model}: {remedy[2]}")
+            elif wait is not None:
+                tries += 1
+                await request.tell(f"{self._safe(failure.said)}; asking again in {wait:.0f} s")
+                await asyncio.sleep(wait * random.uniform(1.0, 1.2) * self.pace)
+            else:
+                error = await self._explain(failure)
+                return failed(error, is_overflow=failure.is_overflow)
+        self._learnt[request.model] = used
+        await self._warn_of_window(request, answer)
+        return answer
+
+    def _body(self, request: LLMRequest) -> dict:
+        """What is sent: the fewest parameters, as any other one is refused somewhere."""
+        spec, tools = self.endpoint.spec, request.tools
+        body = {"messages": request.messages, **request.options, **({"tools": tools} if tools else {})}
+        if "max_tokens" in body:
+            body[spec.max_tokens_field] = body.pop("max_tokens")
+        if not tools:
+            body["tool_choice"] = None
+        if request.on_delta:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        if spec.supports_prompt_caching:
+            body |= cache_marks(body)
+        for part, values in spec.model_overrides:
+            body |= values if part in request.model else {}
+        body |= self.endpoint.extra_body
+        return {key: value for key, value in body.items() if value is not None}
+
+    async def _attempt(self, request: LLMRequest, body: dict) -> LLMResponse:
+        """One request; raises Failure."""
+        how, local = self.endpoint.text_tool_calls, self.endpoint.spec.is_local
+        names = [tool["function"]["name"] for tool in request.tools]
+        as_text = how == "on" or (how == "auto" and (local or "tools" not in body))
+        reader = AnswerReader(names if as_text else [])
         try:
             if not request.model:
-                raise RuntimeError(f"no model is named. {await self._offer()}")
-            await self._post(request, reader)
+                raise Failure("no model is named")
+            await self._post(request, body, reader)
             return reader.response(request)
         except Exception as problem:  # whatever an endpoint does; cancellation is no Exception and goes on
-            return LLMResponse(finish_reason="error", error=await self._explain(problem))
+            failure = as_failure(problem)
+            if calls := read_text_calls(failure.generation, names):
+                return LLMResponse(None, calls, "tool_calls", estimate_usage(request, LLMResponse()))
+            raise replace(failure, shown=reader.shown > 0) from problem
 
-    async def _post(self, request: LLMRequest, reader: "AnswerReader") -> None:
+    async def _post(self, request: LLMRequest, body: dict, reader: "AnswerReader") -> None:
         self.warm_up()
         # messages=… would make the SDK type each message anew: 0.12 ms a message, 122 ms at 1,000. In
         # extra_body the same bytes go out at once. A stream's lines cost 10 µs each, the SDK's chunks 77.
         create = self._client.chat.completions.with_streaming_response.create
-        body = {"messages": request.messages, **request.options}  # any other option, some endpoint refuses
-        if "max_tokens" in body:
-            body[self.endpoint.spec.max_tokens_field] = body.pop("max_tokens")
-        if request.tools:
-            body["tools"] = request.tools
-        if request.on_delta:
-            body |= {"stream": True, "stream_options": {"include_usage": True}}
-        body |= self.endpoint.extra_body
         async with (
             asyncio.timeout(self.request_timeout) as deadline,
             create(model=request.model, messages=[], extra_body=body) as response,
@@ -404,6 +760,16 @@ class OpenAIProvider(LLMProvider):
                 await request.show(reader.feed(parse_answer(await response.read())))
             await request.show(reader.close())
 
+    async def _warn_of_window(self, request: LLMRequest, answer: LLMResponse) -> None:
+        """Ollama cuts what is over its window, 4,096 tokens where nobody chose one, and does not say so."""
+        seen = answer.usage["prompt_tokens"]
+        if self.endpoint.spec.is_local and not self._is_warned and 1_000 < seen < 5_000:
+            sent = estimate_usage(request, answer)["prompt_tokens"]
+            self._is_warned = sent > 2 * seen
+            if self._is_warned:
+                fix = "Widen its window, for Ollama: OLLAMA_CONTEXT_LENGTH=64000 ollama serve"
+                await request.tell(f"The server saw {seen:,} of about {sent:,} tokens. {fix}")
+
     async def list_models(self) -> list[str]:
         """What the endpoint offers; raises what the SDK raises."""
         self.warm_up()
@@ -415,26 +781,31 @@ class OpenAIProvider(LLMProvider):
         try:
             offered = await self.list_models()
         except Exception as problem:  # what goes wrong is the answer here
-            return await self._explain(problem)
+            return await self._explain(as_failure(problem))
         return None if self.model in offered or not offered else f"no such model. {await self._offer()}"
 
-    async def _explain(self, problem: Exception) -> str:
+    async def _explain(self, failure: Failure) -> str:
         """Cause, then what to do; never the key, which some servers repeat."""
-        where, key, said = self.endpoint.api_base, self.endpoint.api_key, _said(problem)
-        status, kind = getattr(problem, "status_code", None), type(problem).__name__
-        if len(key) > 7:  # shorter ones are no secret: "ollama"
-            said = said.replace(key, "[key]")
-        if "Timeout" in kind:
+        where, said, status = self.endpoint.api_base, self._safe(failure.said), failure.status
+        if failure.kind == "timeout":
             return f"{where} gave no answer in time. Ask again, or try a smaller model."
-        if kind == "APIConnectionError":
+        if failure.kind == "network":
             return f"Cannot reach {where} ({said}). Is the address right, and is the server running?"
+        if failure.is_overflow:
+            return f"{where}: the conversation is too long for {self.model} ({said}). Begin a /new one."
         if status in (401, 403):
             return f"{where} refuses the key ({said}). Set {self.endpoint.spec.env_key or 'OPENAI_API_KEY'}."
-        if (status == 404 and "model" in said.lower()) or "not a valid model" in said:
+        if (status == 404 and "model" in said.lower()) or re.search("no model|not a valid model", said):
             return f"{where} has no such model ({said}). {await self._offer()}"
-        if status in (404, 405) or kind in ("ValueError", "AttributeError", "TypeError"):
+        if status in (404, 405) or failure.kind == "nonsense":
             return f"{where} does not answer like a model ({said}). A base URL mostly ends in /v1."
+        if status == 402 or UNPAID.search(failure.text):
+            return f"{where} wants money ({said}). Look at your account there, or choose another --provider."
         return f"{where} failed: {f'HTTP {status}: ' if status else ''}{said}"
+
+    def _safe(self, said: str) -> str:
+        key = self.endpoint.api_key
+        return said.replace(key, "[key]") if len(key) > 7 else said  # shorter ones are no secret: "ollama"
 
     async def _offer(self) -> str:
         try:
@@ -444,29 +815,57 @@ class OpenAIProvider(LLMProvider):
         return f"Choose with --model or NANOBOT_MODEL; the endpoint gives: {models}"
 
 
+def as_failure(problem: Exception) -> Failure:
+    """What the SDK, or the connection below it, raised."""
+    if isinstance(problem, Failure):
+        return problem
+    name, body = type(problem).__name__, getattr(problem, "body", None)
+    kind = "timeout" if "Timeout" in name else "network" if name == "APIConnectionError" else ""
+    if type(problem).__module__.startswith("httpx"):  # from below the SDK, while the answer was read
+        kind = "cut"
+    if not hasattr(problem, "status_code"):
+        return Failure(_said(problem), str(problem), kind=kind)
+    return replace(refusal(body, problem), status=problem.status_code, headers=problem.response.headers)
+
+
+def refusal(body: Any, otherwise: Any = "") -> Failure:
+    """An error in the endpoint's own words."""
+    inside = body if isinstance(body, dict) else {}
+    code, generation = inside.get("code"), inside.get("failed_generation")
+    status = code if isinstance(code, int) else None
+    return Failure(_said(body or otherwise), str(body or ""), status, generation=str(generation or ""))
+
+
 def _said(problem: Any) -> str:
     """The endpoint's own words, or the cause of no connection, wherever they stand, in one line."""
     body = getattr(problem, "body", problem) or getattr(problem, "__cause__", None) or str(problem)
     while isinstance(body, list | dict) and body:
         first = body[0] if isinstance(body, list) else body.get("message") or body.get("error")
+        if isinstance(body, dict) and isinstance(body.get("metadata"), dict):
+            first = body["metadata"].get("raw") or first  # behind OpenRouter's "Provider returned error"
         body = first or json.dumps(body)
     return " ".join(str(body).split())[:500]
 
 
 def parse_answer(data: bytes) -> dict:
-    """A JSON object; raises ValueError that shows what came instead."""
+    """A JSON object; raises Failure that shows what came instead."""
     with contextlib.suppress(ValueError):
         answer = json.loads(data)
         if isinstance(answer, dict):
             return answer
     start = " ".join(re.sub(rb"<[^>]*>", b" ", data[:2_000]).decode("utf-8", errors="replace").split())
-    raise ValueError(f"not JSON but: {start[:120] or 'nothing'}")
+    kind = "nonsense" if start and not data.lstrip().startswith(b"{") else "cut"
+    raise Failure(f"not JSON but: {start[:120] or 'nothing'}", kind=kind)
 
 
 class AnswerReader:
-    """Puts an answer together from the chunks of a stream; an answer in one piece counts as one chunk."""
+    """Puts an answer together from the chunks of a stream; an answer in one piece counts as one chunk.
 
-    def __init__(self) -> None:
+    `tools` are the names of those that a model may also call in its text.
+    """
+
+    def __init__(self, tools: Iterable[str] = ()) -> None:
+        self.tools, self.shown = list(tools), 0  # characters
         self.content, self.calls, self.extra, self.usage = "", [], {}, {}
         self.rest = b""  # of a line that is not whole yet
         self.ended = False  # the server said that this is all
@@ -486,7 +885,7 @@ class AnswerReader:
 
     def feed(self, chunk: dict) -> str:
         if chunk.get("error"):
-            raise RuntimeError(_said(chunk))
+            raise refusal(chunk["error"])
         self.usage, shown = chunk.get("usage") or self.usage, ""
         for choice in chunk.get("choices") or []:
             self.usage = choice.get("usage") or self.usage
@@ -504,12 +903,20 @@ class AnswerReader:
         return self.think.feed(text if isinstance(text, str) else "".join(b.get("text") or "" for b in text))
 
     def close(self) -> str:
-        return self.feed_bytes(b"\n") + self._show(self.think.close())
+        shown = self.feed_bytes(b"\n") + self._show(self.think.close())
+        return shown + ("" if self.calls or self.text_calls() else self._unshown())
 
     def _show(self, text: str) -> str:
         text = text if self.content else text.lstrip("\n")  # left over between thoughts and answer
         self.content += text
+        return "" if self.tools and self.content.lstrip()[:1] in tuple("<[{`") else self._unshown()
+
+    def _unshown(self) -> str:
+        text, self.shown = self.content[self.shown :], len(self.content)
         return text
+
+    def text_calls(self) -> list[ToolCallRequest]:
+        return read_text_calls(self.content, self.tools) if self.tools and not self.calls else []
 
     def _add_call(self, piece: dict) -> None:
         """A piece belongs to the last call of its index; without an index, to the last call of all.
@@ -530,8 +937,9 @@ class AnswerReader:
         last["extra"] |= {key: piece[key] for key in piece if key not in ("index", "id", "type", "function")}
 
     def response(self, request: LLMRequest) -> LLMResponse:
-        """The whole answer; it says itself what is wrong with it."""
-        calls, used = [], set()
+        """The whole answer; raises Failure where it broke off."""
+        calls, used = self.text_calls(), set()
+        self.content = "" if calls else self.content
         finished = self.finish_reason in ("stop", "tool_calls", "function_call")
         for call in self.calls:
             arguments, error = parse_arguments(call["arguments"], repair=finished)
@@ -546,9 +954,53 @@ class AnswerReader:
             answer.usage = read_usage(self.usage)
         answer.usage = answer.usage or estimate_usage(request, answer)
         if self.finish_reason is None and (any(call.error for call in calls) or not (calls or self.ended)):
-            cause = "The answer broke off before its end" if text or calls else "The endpoint sent no answer"
-            answer.finish_reason, answer.error = "error", f"{cause}. Ask again."
+            raise Failure("the answer broke off" if text or calls else "it sent no answer", kind="cut")
         return answer
+
+
+WRAPPERS = re.compile(r"</?(?:\w+:)?(?:tool_calls?|function_calls?)>|^```\w*$", re.MULTILINE)
+TAGGED = re.compile(r"<(?:function=|invoke name=\")([\w-]+)\"?>(.*?)</(?:function|invoke)>", re.DOTALL)
+PARAMETER = re.compile(r"<parameter(?:=| name=\")(\w+)\"?>\n?(.*?)\n?</parameter>", re.DOTALL)
+
+
+def read_text_calls(text: str, names: Iterable[str]) -> list[ToolCallRequest]:
+    """Calls that a weak model wrote as text: only where they are all of it, and only of the tools named."""
+    inside = WRAPPERS.sub(" ", text).strip()
+    if TAGGED.sub("", inside).strip():
+        found = _calls_in_json(inside) or _calls_in_python(inside)
+    else:
+        found = [(name, dict(PARAMETER.findall(body)) or body) for name, body in TAGGED.findall(inside)]
+    calls = [ToolCallRequest(new_id(), name, *parse_arguments(said, True)) for name, said in found]
+    return calls if all(call.name in names for call in calls) else []
+
+
+def _calls_in_json(text: str) -> list[tuple[str, Any]]:
+    """`{"name": "now", "arguments": {}}`, one or several, also as a list."""
+    found: list[Any] = []
+    while text:
+        try:
+            value, end = json.JSONDecoder(strict=False).raw_decode(text)
+        except (ValueError, RecursionError):
+            return []
+        found += value if isinstance(value, list) else [value]
+        text = text[end:].lstrip(" ,;\n")
+    calls = [(each.get("name"), each.get("arguments", each.get("parameters")))
+             for each in found if isinstance(each, dict)]  # fmt: skip
+    whole = len(calls) == len(found) and all(isinstance(said, dict | str) for _, said in calls)
+    return calls if whole else []
+
+
+def _calls_in_python(text: str) -> list[tuple[str, Any]]:
+    """`[now(), read_file(path="a.txt")]`."""
+    if not text.startswith("["):
+        return []
+    import ast
+
+    try:
+        calls = [each for each in ast.parse(text, mode="eval").body.elts if not each.args]
+        return [(each.func.id, {k.arg: ast.literal_eval(k.value) for k in each.keywords}) for each in calls]
+    except (SyntaxError, ValueError, AttributeError, RecursionError, MemoryError):
+        return []  # it is something else
 
 
 def new_id() -> str:
@@ -645,6 +1097,100 @@ def strip_think(text: str) -> str:
 # ---- Models that need no network ----
 
 words = re.compile(r"\s*\S+|\s+\Z").findall
+KEYS = re.compile(
+    r"(?i)(bearer |authorization\W+|api[_-]?key\W+)[\w.~+/-]{8,}|\b(sk-|gsk_|xai-|AIza)[\w-]{16,}"
+)
+
+
+class Trace:
+    """Writes each request and its answer to a file, one JSON object a line; keys are left out."""
+
+    def __init__(self, path: Path):
+        self.file = open(path, "a", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600))
+
+    def __call__(self, request: LLMRequest, answer: LLMResponse | None, seconds: float) -> None:
+        asked = {name: getattr(request, name) for name in ("model", "options", "tools", "messages")}
+        got = {"answer": asdict(answer) if answer else None, "seconds": round(seconds, 3)}  # None: cancelled
+        line = to_json({"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **asked, **got})
+        self.file.write(KEYS.sub(r"\1[key]", line) + "\n")
+        self.file.flush()
+
+
+class ReplayProvider(LLMProvider):
+    """Plays a trace back, step by step, and stops where a request is not the recorded one."""
+
+    model = "replay"
+
+    def __init__(self, trace: Path):
+        """Raises OSError, or ValueError that names the line which is no record."""
+        self.rest: list[dict] = []  # what was not played yet
+        for number, line in enumerate(trace.read_text(encoding="utf-8").removesuffix("\n").split("\n"), 1):
+            try:
+                record = json.loads(line)
+                self.rest.append({name: record[name] for name in ("messages", "tools", "options", "answer")})
+            except (ValueError, KeyError, TypeError):
+                raise ValueError(f"{trace}, line {number}: this is no record of a trace") from None
+
+    async def answer(self, request: LLMRequest) -> LLMResponse:
+        if not self.rest:
+            return failed("The trace has no further step.")
+        now = {"messages": request.messages, "tools": request.tools}
+        if changes := difference({name: self.rest[0][name] for name in now}, now):
+            return failed(f"This request is not the recorded one ({len(self.rest)} are left):\n{changes}")
+        answer = self.rest.pop(0)["answer"] or asdict(failed("This request was cancelled."))
+        await request.show(*words(answer["content"] or ""))
+        calls = [ToolCallRequest(**call) for call in answer["tool_calls"]]
+        return LLMResponse(**answer | {"tool_calls": calls})
+
+
+def difference(recorded: Any, now: Any) -> str:
+    """The lines in which two JSON values differ, the first 40 of them."""
+    if recorded == now:
+        return ""
+    from difflib import unified_diff
+
+    old, new = (json.dumps(each, ensure_ascii=False, indent=1).split("\n") for each in (recorded, now))
+    lines = unified_diff(old, new, "recorded", "now", lineterm="", n=2)
+    return "\n".join(line[:300] for line in itertools.islice(lines, 40))
+
+
+class HumanProvider(LLMProvider):
+    """You are the model: it shows what a model would see and takes your answer or a tool call.
+
+    `ask(question, words)` gives a line from the person; the words can be completed. `check(name, arguments)`
+    says what is wrong with a call, None where nothing is.
+    """
+
+    model = "human"
+    ask: Callable[[str, list[str]], Awaitable[str]] | None = None
+    check: Callable[[str, dict], str | None] | None = None
+    seen = LLMRequest([], [], "", {})
+
+    async def answer(self, request: LLMRequest) -> LLMResponse:
+        if not self.ask:
+            return failed("To be the model you need a terminal.")
+        seen, self.seen = self.seen, request
+        tools = {tool["function"]["name"]: tool["function"]["parameters"] for tool in request.tools}
+        new = [each for n, each in enumerate(request.messages) if seen.messages[n : n + 1] != [each]]
+        shown = [f"---- {each['role']} ----\n{readable(each)}" for each in new]
+        if request.tools != seen.tools:
+            lines = [f"{name} ({', '.join(each.get('properties', ()))})" for name, each in tools.items()]
+            shown += ["---- tools ----", *lines, "You are the model. Answer in a line, or call: NAME {JSON}"]
+        while True:
+            line = await self.ask("\n".join([*shown, "model> "]), list(tools))
+            name, said = re.fullmatch(r"\s*([\w-]*)\s*(.*?)\s*", line).groups()
+            arguments, problem = parse_arguments(said, repair=False)
+            if name not in tools or said[:1] not in "{":
+                return LLMResponse(line.strip() or None)
+            if not (problem := problem or (self.check and self.check(name, arguments))):
+                return LLMResponse(None, [ToolCallRequest(new_id(), name, arguments)], "tool_calls")
+            shown = [problem]
+
+
+def readable(message: dict) -> str:
+    content, functions = message["content"], [call["function"] for call in message.get("tool_calls", ())]
+    text = to_json(content) if isinstance(content, list) else content
+    return "\n".join(filter(None, [text, *(f"→ {each['name']} {each['arguments']}" for each in functions)]))
 
 
 class ScriptedProvider(LLMProvider):
@@ -658,7 +1204,7 @@ class ScriptedProvider(LLMProvider):
 
     async def answer(self, request: LLMRequest) -> LLMResponse:
         self.requests.append(request)
-        reply = next(self.replies, LLMResponse(None, [], "error", error="The script has no further reply."))
+        reply = next(self.replies, failed("The script has no further reply."))
         if isinstance(reply, ToolCallRequest | list):
             reply = LLMResponse(None, reply if isinstance(reply, list) else [reply], "tool_calls")
         reply = LLMResponse(reply) if isinstance(reply, str) else reply

@@ -10,10 +10,12 @@ text; the registry casts and checks them, runs the function and hands back a `To
 A tool is a plain function under `@tool` (its signature is the schema, its docstring the description) or a
 subclass of `Tool`. What the model did wrong goes back to it as text that says what to do next.
 This file works alone: copy it and use `@tool` and `ToolRegistry`. Read after providers.py, before memory.py.
-Not covered: who may call what (the hooks in nanobot.py), and a real sandbox: what is here are guard-rails.
+What is checked here are guard-rails; the boundary is the sandbox of exec.
+Not covered: who may call what (the hooks in nanobot.py).
 """
 
 import asyncio
+import atexit
 import base64
 import codecs
 import contextlib
@@ -37,6 +39,7 @@ import time
 import types
 import typing
 import urllib.parse
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -49,7 +52,7 @@ log = logging.getLogger("nanobot.tools")
 # ---- Who asks, and what comes back ----
 
 AGENT_FILES = ("sessions", "cron", "memory/history.jsonl", "memory/HISTORY.md", "memory/.cursor",
-               "memory/.dream_cursor", "memory/.git")  # fmt: skip
+               "memory/.dream_cursor", "memory/.git", ".nanobot")  # fmt: skip
 
 
 @dataclass
@@ -81,19 +84,17 @@ class Turn:
     max_result_chars: int = 16_000
 
     def path(self, text: str, write: bool = False) -> Path:
-        """The real path that a model's path means; raises ToolError where it may not go.
+        """Where a model's path really leads, links and `..` followed; raises ToolError where it may not go.
 
-        The check is on the resolved path: `..`, links and `/ws-evil` beside `/ws` do not pass. A guard-rail:
-        a folder that another process swaps for a link between check and use is not noticed.
+        A guard-rail: a folder that another process swaps for a link between check and use is not noticed.
         """
         try:
             real = (self.cwd / os.path.expanduser(text)).resolve()
             home, here, *more = (path.resolve() for path in (self.workspace, self.cwd, *self.readable))
-            secret = self.is_secret(real)
+            if self.is_secret(real):
+                raise ToolError(f"{real} holds keys: the agent may not open it. Ask the user to look.")
         except (OSError, RuntimeError, ValueError) as problem:  # a loop of links, a NUL, too long a name
             raise ToolError(f"{text!r} is not a usable path: {problem}") from None
-        if secret:
-            raise ToolError(f"{real} holds keys: the agent may not open it. Ask the user to look.")
         if write and any(real.is_relative_to(home / name) for name in AGENT_FILES):
             raise ToolError(f"{real} is the agent's own record: it is not for tools to write.")
         roots = [home, here] if write else [home, here, *more]
@@ -114,8 +115,8 @@ class Turn:
 async def in_thread(function: Callable, /, *args: Any, **kwargs: Any) -> Any:
     """Await a blocking function on a daemon thread of its own.
 
-    Not `asyncio.to_thread`: its pool has cores + 4 threads, so that ten waiting tools take two waves on a
-    small machine, and its threads hold the exit until they are done.
+    Not `asyncio.to_thread`: its pool has cores + 4 threads, too few for ten waiting tools on a small
+    machine, and they hold the exit.
     """
     future: Future = Future()
     future.set_running_or_notify_cancel()  # when the waiter is cancelled the thread can still finish
@@ -146,97 +147,103 @@ JSON_TYPES = {
     "string": str, "integer": int, "number": (int, float), "boolean": bool,
     "array": list, "object": dict, "null": types.NoneType,
 }  # fmt: skip
+LIMITS = {str: ("minLength", "maxLength"), list: ("minItems", "maxItems"),
+          int: ("minimum", "maximum"), float: ("minimum", "maximum")}  # fmt: skip
+# An object with one of these may have more than its `properties`.
+OPENING = ("additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref", "if")
 
 
-def kinds(schema: dict) -> list[str]:
-    """The JSON types that a schema allows; empty means any."""
-    kind = schema.get("type", [])
-    return [kind] if isinstance(kind, str) else list(kind)
+def keyword(schema: Any, name: str, kind: type) -> Any:
+    """What a schema says; an empty `kind` where it says nothing, or nonsense, as some servers do."""
+    said = schema.get(name) if isinstance(schema, dict) else None
+    return said if isinstance(said, kind) else kind()
 
 
-def is_kind(value: Any, kind: str) -> bool:
-    if isinstance(value, bool):  # in Python True is an int, in JSON it is not
-        return kind == "boolean"
-    if kind == "integer" and isinstance(value, float):
-        return value.is_integer()
-    return isinstance(value, JSON_TYPES.get(kind, object))
+def kinds(schema: Any) -> list[str]:
+    """The JSON types that a schema allows; empty: any, also where other keywords (anyOf, $ref) decide."""
+    named = keyword(schema, "type", list) or [keyword(schema, "type", str)]
+    null = ["null"] if keyword(schema, "nullable", bool) else []
+    return [*named, *null] if all(str(kind) in JSON_TYPES for kind in named) else []
 
 
 def fits(value: Any, wanted: list[str]) -> bool:
-    return any(is_kind(value, kind) for kind in wanted)
+    if isinstance(value, bool) and wanted:  # in Python True is an int, in JSON it is not
+        return "boolean" in wanted
+    if isinstance(value, float) and value.is_integer() and "integer" in wanted:
+        return True
+    return not wanted or isinstance(value, tuple(JSON_TYPES[kind] for kind in wanted))
 
 
 def cast(value: Any, schema: Any) -> Any:
     """Bring a value to its schema's type where nothing is lost: "120" → 120, "true" → True, "[1]" → [1].
 
-    What cannot be cast comes back as it is, for `validate` to name. Never raises.
+    What cannot be cast comes back as it is, for `validate` to name.
     """
-    wanted = kinds(schema) if isinstance(schema, dict) else []
-    if isinstance(value, str) and wanted and "string" not in wanted:
+    wanted = kinds(schema)
+    if not fits(value, wanted):
         with contextlib.suppress(ValueError, RecursionError):
-            read = json.loads(value.lower() if "boolean" in wanted else value)
-            value = read if fits(read, wanted) else value
-    elif "string" in wanted and is_kind(value, "number") and not fits(value, wanted):
-        value = str(value)
-    if isinstance(value, float) and "integer" in wanted and value.is_integer():
-        value = int(value)
-    if isinstance(value, dict) and wanted:
-        properties = schema.get("properties") or {}
-        return {key: cast(item, properties.get(key)) for key, item in value.items()}
-    if isinstance(value, list) and wanted:
-        return [cast(item, schema.get("items")) for item in value]
+            if isinstance(value, str):
+                read = json.loads(value.lower() if value.lower() in ("true", "false") else value)
+                value = read if fits(read, wanted) else value
+            elif "string" in wanted and fits(value, ["number"]):
+                value = str(value)
+    if isinstance(value, float) and value.is_integer() and "integer" in wanted:
+        return int(value)
+    if isinstance(value, dict) and (inside := keyword(schema, "properties", dict)):
+        return {key: cast(item, inside.get(key)) for key, item in value.items()}
+    if isinstance(value, list) and (inside := keyword(schema, "items", dict)):
+        return [cast(item, inside) for item in value]
     return value
 
 
 def validate(value: Any, schema: Any, path: str = "") -> list[str]:
-    """What is wrong with a value, a sentence each: "timeout must be <= 600", "items[0].name is required"."""
+    """What is wrong with a value, a sentence each: "timeout must be <= 600", "items[0].name is required".
+
+    Types, choices, sizes and required keys are checked; what other keywords say is left to the tool.
+    """
     if not isinstance(schema, dict):
         return []
     name, wanted = path or "value", kinds(schema)
-    if wanted and not fits(value, wanted):
+    if not fits(value, wanted):
         return [f"{name} must be {' or '.join(wanted)}, not {json.dumps(value, default=str)[:80]}"]
     if isinstance(value, float) and not math.isfinite(value):
         return [f"{name} must be a finite number"]
-    errors = []
-    if "enum" in schema and value not in schema["enum"]:
-        errors.append(f"{name} must be one of {json.dumps(schema['enum'], ensure_ascii=False)}")
-    if isinstance(value, int | float):
-        errors += _outside(f"{name} must be", value, schema, "minimum", "maximum")
-    elif isinstance(value, str):
-        errors += _outside(f"{name}: its length must be", len(value), schema, "minLength", "maxLength")
-    elif isinstance(value, list):
-        errors += _outside(f"{name}: its length must be", len(value), schema, "minItems", "maxItems")
+    choices, errors = keyword(schema, "enum", list), []
+    if choices and value is not None and value not in choices:
+        errors.append(f"{name} must be one of {shorten(json.dumps(choices, ensure_ascii=False), 1_000)}")
+    size, what = (len(value), f"{name}: its length") if isinstance(value, str | list) else (value, name)
+    low, high = (schema.get(limit) for limit in LIMITS.get(type(value), ("", "")))
+    if fits(low, ["number"]) and size < low:
+        errors.append(f"{what} must be >= {low}")
+    if fits(high, ["number"]) and size > high:
+        errors.append(f"{what} must be <= {high}")
+    if isinstance(value, list):
         for index, item in enumerate(value):
             errors += validate(item, schema.get("items"), f"{path}[{index}]")
     elif isinstance(value, dict):
-        inside, properties = f"{path}." if path else "", schema.get("properties") or {}
-        errors += [f"{inside}{key} is required" for key in schema.get("required") or [] if key not in value]
+        inside, properties = f"{path}." if path else "", keyword(schema, "properties", dict)
+        needed = [key for key in keyword(schema, "required", list) if isinstance(key, str)]
+        errors += [f"{inside}{key} is required" for key in needed if key not in value]
         for key, item in value.items():
             errors += validate(item, properties.get(key), inside + key)
     return errors
 
 
-def _outside(what: str, number: float, schema: dict, low: str, high: str) -> list[str]:
-    if number < schema.get(low, number):
-        return [f"{what} >= {schema[low]}"]
-    return [f"{what} <= {schema[high]}"] if number > schema.get(high, number) else []
-
-
-class Schema:
+class Schema(dict):
     """A JSON Schema with Python's names for the keywords: `StringSchema("A path", min_length=1)`."""
 
     def __init__(self, kind: str, description: str = "", *, nullable: bool = False, **keywords: Any):
-        self._schema: dict = {"type": [kind, "null"] if nullable else kind}
+        super().__init__(type=[kind, "null"] if nullable else kind)
         if description:
-            self._schema["description"] = description
-        for keyword, value in keywords.items():
-            self._schema[re.sub("_([a-z])", lambda match: match[1].upper(), keyword)] = value
+            self["description"] = description
+        for name, value in keywords.items():
+            self[re.sub("_([a-z])", lambda match: match[1].upper(), name)] = value
 
     def to_json_schema(self) -> dict:
-        return self._schema
+        return dict(self)
 
     def validate_value(self, value: Any, path: str = "") -> list[str]:
-        return validate(value, self._schema, path)
+        return validate(value, self, path)
 
 
 StringSchema = functools.partial(Schema, "string")
@@ -249,39 +256,34 @@ def ArraySchema(items: Any, description: str = "", **keywords: Any) -> Schema:
     return Schema("array", description, items=as_schema(items), **keywords)
 
 
-def ObjectSchema(description: str = "", *, required: Iterable[str] = (), **properties: Any) -> Schema:
+def ObjectSchema(description: str = "", /, *, required: Iterable[str] = (), **properties: Any) -> Schema:
     needed = {"required": list(required)} if required else {}
     inside = {name: as_schema(each) for name, each in properties.items()}
     return Schema("object", description, properties=inside, **needed)
 
 
 def tool_parameters_schema(required: Iterable[str] = (), **properties: Any) -> dict:
-    return ObjectSchema(required=required, **properties).to_json_schema()
+    return ObjectSchema(required=required, **properties)
 
 
 def as_schema(what: Any) -> dict:
-    """JSON Schema of a Schema, a dict or a type hint: `list[str]`, `Literal["a"]`, `Annotated[int, "…"]`."""
+    """JSON Schema of a dict (a Schema is one) or a type hint: `list[str]`, `Annotated[int, "…"]`."""
     if isinstance(what, dict):
         return what
-    if isinstance(what, Schema):
-        return what.to_json_schema()
-    origin, inner = typing.get_origin(what), typing.get_args(what)
+    origin, inner = typing.get_origin(what) or what, typing.get_args(what)  # list[str] is a list
     if origin is Annotated:
-        note = {"description": inner[1]} if isinstance(inner[1], str) else as_schema(inner[1])
+        note = {"description": inner[1]} if isinstance(inner[1], str) else inner[1]
         return {**as_schema(inner[0]), **note}
     if origin is Literal:
         return {**as_schema(type(inner[0])), "enum": list(inner)}
     if origin in (typing.Union, types.UnionType):
         options = [as_schema(each) for each in inner]
         merged = {key: value for option in options for key, value in option.items()}
-        if "enum" in merged and types.NoneType in inner:
-            merged["enum"] = [*merged["enum"], None]
         return {**merged, "type": [kind for option in options for kind in kinds(option)]}
-    plain = origin or what  # list[str] is a list
-    names = {type_: kind for kind, type_ in JSON_TYPES.items()} | {float: "number"}
-    if plain is list:  # some endpoints refuse an array that does not say of what
+    if origin is list:  # some endpoints refuse an array that does not say of what
         return {"type": "array", "items": as_schema(inner[0]) if inner else {}}
-    return {"type": names[plain]} if plain in names else {}
+    names = {type_: kind for kind, type_ in JSON_TYPES.items()} | {float: "number"}
+    return {"type": names[origin]} if origin in names else {}
 
 
 def signature_schema(function: Callable) -> dict:
@@ -291,7 +293,8 @@ def signature_schema(function: Callable) -> dict:
     named = [each for each in inspect.signature(function).parameters.values() if each.kind not in starred]
     shown = [each for each in named if each.name not in ("self", "turn")]
     required = [each.name for each in shown if each.default is each.empty]
-    return tool_parameters_schema(required, **{each.name: hints.get(each.name, Any) for each in shown})
+    properties = {each.name: as_schema(hints.get(each.name, Any)) for each in shown}
+    return tool_parameters_schema(required) | {"properties": properties}
 
 
 # ---- Tools, and the registry that runs them ----
@@ -318,19 +321,18 @@ class Tool:
         return self.read_only and not self.exclusive
 
     async def execute(self, **arguments: Any) -> Any:
-        """Returns text, a ToolResult or whatever JSON can show; raises ToolError for the model's mistakes."""
-        return await in_thread(self.run, **arguments)
+        """Returns text, a ToolResult or whatever JSON can show; raises ToolError for the model's mistakes.
 
-    def run(self, **arguments: Any) -> Any:
-        """The blocking form: `execute` gives it a thread of its own."""
-        raise NotImplementedError(f"{type(self).__name__} has neither execute() nor run()")
+        A blocking `run` in its place gets a thread of its own.
+        """
+        return await in_thread(self.run, **arguments)
 
     def cast_params(self, params: dict) -> dict:
         return cast(params, self.parameters)
 
     def validate_params(self, params: dict) -> list[str]:
-        known = self.parameters.get("properties") or {}
-        closed = known and not self.parameters.get("additionalProperties")
+        known = keyword(self.parameters, "properties", dict)
+        closed = known and all(self.parameters.get(word) in (None, False) for word in OPENING)
         strange = [key for key in params if key not in known] if closed else []
         errors = [f"unexpected parameter {key} (there are {', '.join(known)})" for key in strange]
         return validate(params, self.parameters) + errors
@@ -342,12 +344,7 @@ class Tool:
 
 def tool_parameters(schema: dict) -> Callable[[type], type]:
     """Class decorator for a schema that is written out: `@tool_parameters(tool_parameters_schema(…))`."""
-
-    def decorate(cls: type) -> type:
-        cls.parameters = schema
-        return cls
-
-    return decorate
+    return lambda cls: type(cls.__name__, (cls,), {"parameters": schema})
 
 
 def tool(function: Callable | None = None, **flags: Any) -> Any:
@@ -386,39 +383,39 @@ class ToolRegistry:
         """The tool, its arguments after casting, and what is wrong with them (None: nothing)."""
         found = self._tools.get(name)
         if not found:
-            from difflib import SequenceMatcher
+            from difflib import get_close_matches
 
-            near = {each: SequenceMatcher(None, name.lower(), each.lower()).ratio() for each in self._tools}
-            names = ", ".join(sorted(near, key=near.get, reverse=True))
-            return None, {}, f"There is no tool {name!r}. There are, the closest first: {names}."
+            name = name[:64]
+            near = get_close_matches(name.lower(), self._tools, n=len(self._tools) or 1, cutoff=0)
+            return None, {}, f"There is no tool {name!r}. There are, the closest first: {', '.join(near)}."
         params = {} if params is None else cast(params, {"type": "object"})
+        known = keyword(found.parameters, "properties", dict)
+        if isinstance(params, dict) and [*params] == ["arguments"] and "arguments" not in known:
+            params = cast(params["arguments"], {"type": "object"})  # some models wrap them once more
         if not isinstance(params, dict):
             return found, {}, f'The arguments of {name} must be one JSON object, like {{"name": "value"}}.'
-        wrapped = cast(params.get("arguments"), {"type": "object"})  # some models wrap them once more
-        known = found.parameters.get("properties") or {}
-        if isinstance(wrapped, dict) and len(params) == 1 and "arguments" not in known:
-            params = wrapped
         params = found.cast_params(params)
         errors = "; ".join(found.validate_params(params))
         return found, params, f"{name} was not run: {errors}. Correct the call." if errors else None
 
     async def execute(self, name: str, params: Any, turn: Turn | None = None) -> ToolResult:
         """Run one call. Whatever goes wrong in it becomes an error result: the turn goes on."""
-        found, arguments, problem = self.prepare_call(name, params)
-        if problem:
-            return ToolResult(problem, is_error=True)
         turn = turn or Turn()
         try:
+            found, arguments, problem = self.prepare_call(name, params)
+            if problem:
+                raise ToolError(problem)
             result = await found.execute(**arguments, **({"turn": turn} if found.wants_turn else {}))
             if not isinstance(result, ToolResult | str | None):
                 result = json.dumps(result, ensure_ascii=False, default=str)
         except ToolError as mistake:
             result = ToolResult(str(mistake), is_error=True)
-        except Exception as failure:
+        except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as failure:
+            if isinstance(failure, asyncio.CancelledError) and asyncio.current_task().cancelling():
+                raise  # it is the turn that is cancelled, not only something in the tool
             log.warning("tool %s failed", name, exc_info=True)
             result = ToolResult(f"{name} failed: {type(failure).__name__}: {failure}", is_error=True)
-        if not isinstance(result, ToolResult):
-            result = ToolResult(result or "")
+        result = result if isinstance(result, ToolResult) else ToolResult(result or "")
         if not result.text.strip():
             result.text = f"({name} completed with no output)"
         if len(result.text) > turn.max_result_chars:
@@ -427,11 +424,11 @@ class ToolRegistry:
 
     def _put_aside(self, name: str, text: str, turn: Turn) -> str:
         folder = turn.workspace / ".nanobot" / "tool-results"
-        path = folder / f"{time.time_ns()}-{name}.txt"
+        path = folder / f"{time.time_ns()}-{re.sub('[^a-zA-Z0-9_-]', '', name)[:64]}.txt"
         try:
             folder.mkdir(parents=True, exist_ok=True)
             path.write_bytes(text.encode("utf-8", errors="replace"))
-            for old in sorted(folder.iterdir())[: -self.kept_results]:
+            for old in sorted(folder.glob("*-*.txt"))[: -self.kept_results]:
                 old.unlink(missing_ok=True)
         except OSError as problem:
             log.warning("could not keep the result of %s in a file: %s", name, problem)
@@ -791,16 +788,25 @@ SAFE_ENVIRONMENT = ("HOME", "LANG", "TERM", "PATH")  # nothing else of ours: key
 WRAPPERS = {"sudo", "env", "nohup", "time", "timeout", "command", "exec", "nice", "xargs", "if", "then", "do",
             "else", "!", "{"}  # fmt: skip
 SHELLS = ("sh", "bash", "dash", "zsh", "eval", "su")  # what they are given is a command again
-FATAL = re.compile(r"mkfs.*|dd|wipefs|fdisk|parted|shutdown|reboot|halt|poweroff|init")
-RECURSIVE = {"rm": re.compile(r"--recursive|-\w*[rR]"), "find": re.compile(r"-delete\Z")}
+FATAL = re.compile(  # a program and one of its words
+    r"(mkfs\S*|dd|wipefs|fdisk|parted|shutdown|reboot|halt|poweroff|init) "
+    r"|rm (--recursive|-\w*[rR])|find -delete"
+)
 FORK_BOMB = re.compile(r"([\w:.]{1,80})\s*\(\)\s*\{[^}]*\1\s*\|\s*\1\s*&")
+# Root keeps its powers under bwrap, and could undo the mounts, unless they are dropped.
+BWRAP = ["bwrap", "--unshare-all", "--cap-drop", "ALL", "--die-with-parent", "--new-session",
+         "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"]  # fmt: skip
+SYSTEM = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", *(f"/etc/{name}" for name in (
+    "alternatives", "ca-certificates", "group", "hosts", "ld.so.cache", "localtime", "mime.types",
+    "nsswitch.conf", "passwd", "pki/ca-trust", "pki/tls/certs", "protocols", "resolv.conf", "services",
+    "ssl/certs", "ssl/openssl.cnf"))]  # fmt: skip
 
 
 def check_command(command: str, turn: Turn) -> None:
     """Raise ToolError for what hardly anybody means: a seat belt for accidents, no boundary against intent.
 
-    Refused: recursive rm, formatting, dd, writes to devices, shutdown and its kin, fork bombs, redirects into
-    the agent's own files, paths of files with keys; under the fence also each path that leads outside.
+    Besides FATAL: fork bombs, writes to devices and to the agent's own files, paths of files with keys; under
+    the fence also each path that leads outside.
     """
     if FORK_BOMB.search(command):
         raise ToolError("Refused: this is a fork bomb.")
@@ -810,10 +816,9 @@ def check_command(command: str, turn: Turn) -> None:
             program = ""
         elif not (program or redirected or word in WRAPPERS or re.search(r"^[-<>&)\d]|=", word)):
             program = os.path.basename(word).lower()
-        if FATAL.fullmatch(program):
-            raise ToolError(f"Refused: {program} can destroy data or stop the machine. The user may run it.")
-        if program in RECURSIVE and RECURSIVE[program].match(word):
-            raise ToolError("Refused: recursive removal. Remove single files, or ask the user to do it.")
+        if FATAL.match(f"{program} {word}"):
+            why = f"{program} can destroy much, or stop the machine, in this way"
+            raise ToolError(f"Refused: {why}. Remove files one by one, or ask the user to run it.")
         if program in SHELLS and " " in word:
             check_command(word, turn)
         _check_word(word, redirected or program == "tee", turn)
@@ -846,6 +851,7 @@ def _check_word(word: str, writes: bool, turn: Turn) -> None:
             turn.path(path, write=writes)
 
 
+@dataclass
 class Exec(Tool):
     """`bash -c` in a process group of its own; `timeout` in seconds, `path_append` goes behind PATH."""
 
@@ -854,50 +860,85 @@ class Exec(Tool):
         "Run a bash command. For files prefer read_file, grep and glob. No input is possible: use flags like "
         "-y. Returns stdout, then STDERR:, then the exit code."
     )
-
-    def __init__(self, timeout: int = 60, path_append: str = "", allowed_env: Iterable[str] = ()):
-        self.timeout, self.path_append, self.allowed_env = timeout, path_append, allowed_env
+    timeout: int = 60
+    path_append: str = ""
+    allowed_env: Iterable[str] = ()
+    sandbox: str = ""  # or bwrap
+    network: bool = False  # in the sandbox
 
     async def execute(
         self, command: str, working_dir: str = ".", timeout: Seconds = 0, *, turn: Turn
     ) -> ToolResult:
-        folder, bash = turn.path(working_dir, write=True), shutil.which("bash")
-        if not bash or not folder.is_dir():
-            raise ToolError(f"There is no folder {folder}." if bash else "exec needs bash, which is missing.")
+        folder = replace(turn, restrict=turn.restrict or bool(self.sandbox)).path(working_dir, write=True)
+        if not folder.is_dir():
+            raise ToolError(f"There is no folder {folder}.")
         check_command(command, replace(turn, cwd=folder))
+        confined = [*self._bwrap(turn), "--chdir", str(folder)] if self.sandbox else []
         process = subprocess.Popen(
-            [bash, "-c", command], cwd=folder, env=self._environment(), stdin=subprocess.DEVNULL,
+            [*confined, "bash", "-c", command], cwd=folder, env=self._environment(), stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
         out, err, late = Capture(process.stdout), Capture(process.stderr), ""
+        end = functools.partial(kill_group, process)
+        atexit.register(end)  # when the program ends first
         try:
-            await in_thread(process.wait, timeout or self.timeout)
-        except subprocess.TimeoutExpired:
+            async with asyncio.timeout(timeout or self.timeout):
+                await in_thread(process.wait)
+        except TimeoutError:
             late = f"\nTimed out after {timeout or self.timeout} s: its process group was killed."
         finally:  # also when the turn is cancelled
-            if process.poll() is None:
-                kill_group(process)
+            end()
+            atexit.unregister(end)
         text, errors = out.text(), err.text()
         text += f"\nSTDERR:\n{errors}" if errors else ""
-        text = shorten(text, MAX_OUTPUT_CHARS, out.missing + err.missing)
-        ending = late or f"\nExit code: {process.returncode}"
-        return ToolResult((text + ending).strip("\n"), is_error=process.returncode != 0)
+        text = shorten(text, MAX_OUTPUT_CHARS, out.missing + err.missing) + late
+        return ToolResult(f"{text}\nExit code: {process.returncode}".strip("\n"), process.returncode != 0)
 
     def _environment(self) -> dict[str, str]:
         names = [*SAFE_ENVIRONMENT, *self.allowed_env]
         kept = {name: os.environ[name] for name in names if name in os.environ}
-        return {**kept, "PATH": os.pathsep.join(filter(None, [kept.get("PATH"), self.path_append]))}
+        kept["PATH"] = os.pathsep.join(filter(None, [kept.get("PATH"), self.path_append]))
+        return kept | ({"HOME": "/tmp"} if self.sandbox else {})
+
+    def _bwrap(self, turn: Turn) -> list[str]:
+        """What goes before a command to confine it; raises ToolError where that cannot be."""
+        if problem := sandbox_problem():
+            raise ToolError(f"The command was not run. {problem}")
+        home, here = turn.workspace.absolute(), turn.cwd.absolute()
+        roots = [home] if here.is_relative_to(home) else [here, home]
+        private = (Path.home().resolve(), home.parent, *turn.secret)
+        for root in roots:
+            if root != root.resolve() or any(each.is_relative_to(root) for each in private):
+                why = "it is a link, or HOME, the workspace or keys are in it"
+                raise ToolError(f"The sandbox may not open {root}: {why}. Start in another folder.")
+        records = [home / name for name in sorted({name.split("/")[0] for name in AGENT_FILES})]
+        for folder in records:
+            folder.mkdir(0o700, exist_ok=True)  # what is not there could be made by a command
+        shown = [*SYSTEM, *filter(None, self.path_append.split(os.pathsep))]
+        mounts = [("--ro-bind-try", shown), ("--bind", roots), ("--ro-bind", records)]
+        opened = [part for how, paths in mounts for path in paths for part in (how, str(path), str(path))]
+        return [*BWRAP, *opened, *(["--share-net"] if self.network else [])]
 
 
-class Capture:
-    """Reads a pipe on a daemon thread and keeps head and tail: no output is too long, no child blocks it."""
+def sandbox_problem() -> str:
+    """Why commands cannot be confined on this machine, and the fix; empty where they can."""
+    try:
+        subprocess.run([*BWRAP, "--ro-bind", "/", "/", "true"], check=True, capture_output=True, text=True)
+        return ""
+    except (OSError, subprocess.CalledProcessError) as problem:
+        cause = getattr(problem, "stderr", "").strip() or problem
+        return f'bwrap does not run ({cause}). Install bubblewrap, or set tools.exec.sandbox to "".'
+
+
+class Capture(threading.Thread):
+    """Reads a pipe beside the command, keeps head and tail: no output is too long, no child blocks it."""
 
     def __init__(self, pipe: Any):
+        super().__init__(daemon=True)
         self.pipe, self.head, self.tail, self.missing = pipe, b"", b"", 0
-        self.thread = threading.Thread(target=self._read, daemon=True)
-        self.thread.start()
+        self.start()
 
-    def _read(self) -> None:
+    def run(self) -> None:
         while chunk := self.pipe.read1(65_536):
             room = KEPT_BYTES - len(self.head)
             self.head, rest = self.head + chunk[:room], self.tail + chunk[room:]
@@ -905,18 +946,17 @@ class Capture:
             self.missing += len(rest) - len(self.tail)
 
     def text(self) -> str:
-        self.thread.join(0.3)  # a child left in the background keeps the pipe open: do not wait for it
+        self.join(0.3)  # a child left in the background keeps the pipe open: do not wait for it
         return (self.head + self.tail).decode("utf-8", errors="replace").rstrip("\n")
 
 
 def kill_group(process: subprocess.Popen) -> None:
-    """End a command with all the children in its process group (on Windows: the command alone)."""
-    if hasattr(os, "killpg"):
-        with contextlib.suppress(ProcessLookupError):
+    """End a command that still runs, with all of its process group."""
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError, AttributeError):  # Windows has no process groups
             os.killpg(process.pid, signal.SIGKILL)
-    else:
         process.kill()
-    process.wait()
+        process.wait()
 
 
 # ---- The web ----
@@ -951,7 +991,7 @@ def web_url(text: str) -> urllib.parse.SplitResult:
         strange = "@" in host or re.search(r"[\\\x00-\x1f\x7f]", text.strip())
         if url.scheme in PORTS and url.hostname and not strange and (port in (80, 443) or port >= 1_024):
             return urllib.parse.SplitResult(url.scheme, host, path, query, "")
-    raise ToolError("Give a whole URL like https://example.com/page: no user name, no backslash, no odd port.")
+    raise ToolError("Give a whole URL like https://example.com/page: no user name, backslash or odd port.")
 
 
 class Web:
@@ -1005,7 +1045,6 @@ def connect(addresses: list[tuple], url: Any) -> socket.socket:
 
 
 def exchange(line: socket.socket, url: Any, body: Any = None, headers: Any = ()) -> tuple[Any, bytes]:
-    import zlib
     from http.client import HTTPConnection
 
     about = {"Host": url.netloc, "Accept-Encoding": "gzip, deflate",
@@ -1184,3 +1223,196 @@ def search_results(page: str, where: str) -> list[dict]:
         elif results:
             results[-1]["snippet"] = text
     return [each for each in results if "duckduckgo.com/y.js" not in each["url"]]  # those are advertisements
+
+
+# ---- MCP ----
+
+MCP_KINDS = {"tools": "call_tool", "resources": "read_resource", "prompts": "get_prompt"}
+MCP_LOST = (-32000, -32600)  # error codes of "Connection closed" and "Session terminated"
+
+
+class MCPTool(Tool):
+    """A tool, resource or prompt of a server. That a tool only reads is its server's word: not believed."""
+
+    def __init__(self, server: "MCPServer", name: str, kind: str, item: dict):
+        self.server, self.name, self.ask = server, name, MCP_KINDS[kind]
+        self.target = {"uri": item["uri"]} if kind == "resources" else {"name": item["name"]}
+        self.read_only = kind != "tools"
+        # a stranger's text: what a reader would not see in it is taken out
+        item = json.loads("".join(filter(str.isprintable, json.dumps(item, ensure_ascii=False))))
+        self.description = item.get("description", f"{kind[:-1]} {item['name']} of {server.name}")[:2_000]
+        schema = item.get("inputSchema", {})
+        if asked := item.get("arguments"):  # a prompt has a list
+            schema["properties"] = {each["name"]: StringSchema(each.get("description", "")) for each in asked}
+            schema["required"] = [each["name"] for each in asked if each.get("required")]
+        properties = {name: as_schema(each) for name, each in schema.get("properties", {}).items()}
+        self.parameters = {**schema, "type": "object", "properties": properties}
+
+    async def execute(self, /, **arguments: Any) -> ToolResult:
+        server, limit = self.server, self.server.settings.tool_timeout
+        await server.connect()
+        if not server.client:
+            raise ToolError(server.problem)
+        given = {} if "uri" in self.target else {"arguments": arguments}
+        work = asyncio.ensure_future(getattr(server.client, self.ask)(**self.target, **given))
+        try:
+            done, _ = await asyncio.wait([work, server.task], timeout=limit, return_when="FIRST_COMPLETED")
+        finally:
+            work.cancel()  # one that is done does not mind
+        if work not in done:
+            raise ToolError(server.problem if done else f"(MCP tool call timed out after {limit}s)")
+        try:
+            return mcp_result(work.result().model_dump(mode="json", by_alias=True, exclude_none=True))
+        except (Exception, asyncio.CancelledError) as failure:  # the SDK's cancellations are not the turn's
+            if getattr(failure, "code", 0) not in MCP_LOST:
+                raise ToolError(f"{self.name} failed: {failure or type(failure).__name__}") from None
+            await server.close()  # the next call or message connects again
+            raise ToolError(server.cause(failure)) from None
+
+
+def mcp_result(answer: dict) -> ToolResult:
+    """Text and images of a tool's `content`, a resource's `contents` or a prompt's `messages`."""
+    blocks = answer.get("content") or answer.get("contents") or []
+    blocks += [each["content"] for each in answer.get("messages", [])]
+    texts, images = [], []
+    for block in (each.get("resource", each) for each in blocks):
+        data = base64.b64decode(block.get("data") or block.get("blob") or "")
+        images += filter(None, [image_block(data)])
+        what = f"{len(data):,} bytes" if data else block.get("uri")
+        texts.append(block.get("text", f"[{block.get('mimeType', 'resource')}: {what}]"))
+    if not blocks and "structuredContent" in answer:
+        texts = [json.dumps(answer["structuredContent"], ensure_ascii=False)]
+    return ToolResult("\n".join(texts), answer.get("isError", False), images)
+
+
+class MCPServer:
+    """A task of its own holds the connection: what anyio opened in a task, the same task has to close."""
+
+    time_limit = 30.0  # seconds to connect in: at its first start `npx -y …` downloads
+    retry_after = 30.0  # seconds: one that hangs must not slow every turn
+
+    def __init__(self, name: str, settings: Any, registry: ToolRegistry):
+        self.name, self.settings, self.registry = name, settings, registry
+        self.tools, self.client, self.task, self.scope, self.stderr = [], None, None, None, None
+        self.problem, self.started, self.retry_at = "", 0.0, 0.0
+
+    async def connect(self, patience: float = 5.0) -> None:
+        """Wait until it is connected or has failed, but at most `patience` seconds from its start."""
+        if (not self.task or self.task.done()) and time.monotonic() >= self.retry_at:
+            self.ready, self.started = asyncio.Event(), time.monotonic()
+            self.problem = f"MCP server {self.name} is still starting; its tools come later"
+            self.task = asyncio.create_task(self._serve("legacy" if self.settings.command else "auto"))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.ready.wait(), self.started + patience - time.monotonic())
+
+    async def close(self) -> None:
+        if self.scope:
+            self.scope.cancel()  # not task.cancel(): that would break into the SDK's tidying up
+            self.scope = None
+        if self.task:
+            await asyncio.wait([self.task], timeout=8)  # after 5 the SDK has killed the process group
+
+    def cause(self, failure: BaseException) -> str:
+        while isinstance(failure, BaseExceptionGroup):
+            failure = failure.exceptions[0]
+        if isinstance(failure, ImportError):
+            return "MCP servers need their SDK, which is missing: pip install 'mcp>=2.3'"
+        text = str(failure).split(" for url ")[0] or type(failure).__name__  # a URL may hold a key
+        last_words = self.stderr.text().split("\n")[-1] if self.stderr else ""
+        shown = "".join(filter(str.isprintable, f"{text}: {last_words}"[:400])).rstrip(":. ")
+        return f"MCP server {self.name}: {shown}. Check tools.mcpServers.{self.name}; it is tried again."
+
+    async def _serve(self, mode: str) -> None:
+        try:
+            import anyio
+
+            async with contextlib.AsyncExitStack() as stack:
+                scope = self.scope = stack.enter_context(anyio.CancelScope())
+                scope.deadline = anyio.current_time() + self.time_limit
+                client = await self._open(stack, mode)
+                await self._offer(client)
+                scope.deadline, self.client, self.problem = math.inf, client, ""
+                self.ready.set()
+                await anyio.sleep_forever()
+            if self.scope:
+                raise TimeoutError(f"no answer in {self.time_limit:g} s")
+        except Exception as failure:
+            if mode == "legacy" and self.scope and not self.client:
+                return await self._serve("auto")  # newer than the old handshake, or just broken
+            self.problem = self.cause(failure)
+            self.retry_at = 0.0 if self.client else time.monotonic() + self.retry_after
+        finally:
+            self.client = None
+            self.problem = self.problem or f"MCP server {self.name} was closed"
+            self.ready.set()
+
+    async def _open(self, stack: contextlib.AsyncExitStack, mode: str) -> Any:
+        from mcp.client import Client, sse, stdio, streamable_http
+
+        logging.getLogger("mcp").setLevel(logging.CRITICAL)  # else a traceback for each line of junk
+        logging.getLogger("httpx2").setLevel(logging.WARNING)  # it logs whole URLs: some hold a key
+        given = self.settings
+        remote = "sse" if given.url.endswith("/sse") else "http"
+        kind = given.type.lower().replace("-", "") or ("stdio" if given.command else remote)
+        if kind == "stdio" and given.command:
+            reading, writing = os.pipe()
+            self.stderr = Capture(os.fdopen(reading, "rb"))
+            server = stdio.StdioServerParameters(command=given.command, args=given.args, env=given.env)
+            transport = stdio.stdio_client(server, stack.enter_context(os.fdopen(writing, "w")))
+        elif kind == "sse" and given.url:
+            transport = sse.sse_client(given.url, given.headers)
+        elif kind in ("http", "streamablehttp") and given.url:
+            http = await stack.enter_async_context(streamable_http.create_mcp_http_client(given.headers))
+            limit = {"max_sse_event_size": MAX_FILE_BYTES}
+            transport = streamable_http.streamable_http_client(given.url, http_client=http, **limit)
+        else:
+            raise ValueError("it needs a command (type stdio) or a url (type sse, streamableHttp or http)")
+        return await stack.enter_async_context(Client(transport, mode=mode))
+
+    async def _offer(self, client: Any) -> None:
+        """Put what the server has now into the registry, in place of what it had."""
+        found = [(kind, item) for kind in MCP_KINDS for item in await self._list(client, kind)]
+        while self.tools:
+            self.registry.unregister(self.tools.pop())
+        for kind, item in found:
+            raw = f"mcp_{self.name}_{'' if kind == 'tools' else kind[:-1] + '_'}{item['name']}"
+            name = re.sub("[^A-Za-z0-9_-]", "_", raw)
+            if len(name) > 64 or self.registry.get(name):
+                name = f"{name[:55]}_{zlib.crc32(raw.encode(errors='replace')):08x}"
+            if {"*", item["name"], name} & set(self.settings.enabled_tools):
+                self.registry.register(MCPTool(self, name, kind, item))
+                self.tools.append(name)
+
+    async def _list(self, client: Any, kind: str) -> list[dict]:
+        items, cursor, pages = [], None, 0
+        while getattr(client.server_capabilities, kind) and pages < 20 and (cursor or not pages):
+            page = await getattr(client, f"list_{kind}")(cursor=cursor)
+            items += page.model_dump(mode="json", by_alias=True, exclude_none=True)[kind]
+            cursor, pages = page.next_cursor, pages + 1
+        return items
+
+
+class MCPServers:
+    """The servers of `tools.mcpServers`: of one that fails the log tells once, the others work."""
+
+    def __init__(self, settings: dict[str, Any], registry: ToolRegistry):
+        self.servers = [MCPServer(*each, registry) for each in settings.items() if not each[1].disabled]
+        self.told: set[str] = set()
+
+    async def connect(self, patience: float = 5.0) -> None:
+        """Before a turn: connect to what is not connected. Waits a few seconds at most."""
+        await asyncio.gather(*(each.connect(patience) for each in self.servers))
+        problems = {each.problem for each in self.servers} - {""}
+        for problem in sorted(problems - self.told):
+            log.warning("%s", problem)
+        self.told = problems
+
+    async def close(self) -> None:
+        await asyncio.gather(*(each.close() for each in self.servers))
+
+    async def check(self) -> dict[str, str]:
+        """What is wrong with each server ("": nothing). Their tools stay in the registry."""
+        await self.connect(patience=60)
+        problems = {each.name: each.problem for each in self.servers}
+        await self.close()
+        return problems

@@ -717,6 +717,7 @@ def test_both_spellings_are_read(own_home):
     ("text", "said"),
     [
         ('{"agents": {"defaults": {"maxTokens": "many"}}}', 'maxTokens: expected integer, got "many"'),
+        ('{"providers": {"vllm": {"textToolCalls": "yes"}}}', 'textToolCalls: expected auto or on or off'),
         ('{"agents": {"defaults": {"maxTokens": true}}}', "defaults.maxTokens: expected integer, got true"),
         ('{"agents": {"defualts": {}}}', "agents.defualts: unknown key"),
         ('{"tools": {"exec": {"allowedEnvKeys": [1]}}}', "exec.allowedEnvKeys[0]: expected string, got 1"),
@@ -724,6 +725,8 @@ def test_both_spellings_are_read(own_home):
         ("[]", "expected object, got []"),
         ('{"tools": {"exec": {"timeout": -5}}}', "exec.timeout: expected a number from 1 up, got -5"),
         ('{"agents": {"defaults": {"temperature": NaN}}}', "expected a number from 0 up, got nan"),
+        ('{"tools": {"exec": {"sandbox": "docker"}}}', 'exec.sandbox: expected "" or bwrap, got "docker"'),
+        ('{"tools": {"exec": {"sandbox": true}}}', 'exec.sandbox: expected "" or bwrap, got true'),
         ('{"agents": ', "is not JSON"),
         ('{"providers": {"openai": {"apiKey": "${NO_SUCH_KEY}"}}}', "variable NO_SUCH_KEY"),
         ('{"prices": {"m": {"input": "free"}}}', 'prices.m.input: expected number, got "free"'),
@@ -784,13 +787,12 @@ def test_an_unknown_time_zone_is_an_error(tmp_path):
     [
         ('{"ssrfWhitelist": ["10.1.2.3/8"]}', "tools.ssrfWhitelist: 10.1.2.3/8 has host bits set"),
         ('{"ssrfWhitelist": ["localhost"]}', "tools.ssrfWhitelist: 'localhost' does not appear"),
-        ('{"web": {"search": {"provider": "altavista"}}}', "web.search.provider: there is no 'altavista'"),
+        ('{"web": {"search": {"provider": "altavista"}}}', "tools.web.search.provider: expected duckduckgo or brave"),
     ],
 )
 def test_web_settings_that_cannot_work_are_named_at_the_start(own_home, settings, said):
-    config = load_config(write_config(own_home, f'{{"tools": {settings}}}'), {})
     with pytest.raises(ConfigError) as caught:
-        AgentLoop(config, ScriptedProvider([]))
+        AgentLoop(load_config(write_config(own_home, f'{{"tools": {settings}}}'), {}), ScriptedProvider([]))
     assert said in str(caught.value)
 
 

@@ -46,7 +46,7 @@ TOOL = {"type": "function", "function": {"name": "read_file", "description": "Re
 def made(server, row="custom", key="sk-test-key-123456", **more):
     times = {name: more.pop(name) for name in ("request_timeout", "idle_timeout") if name in more}
     end = Endpoint(ROWS[row], key, server.base_url, more.pop("model", "test-model"), **more)
-    return OpenAIProvider(end, **times)
+    return OpenAIProvider(end, pace=0.0, **times)
 
 
 def ask(provider, messages=HELLO, tools=None, stream=False, **options):
@@ -61,7 +61,7 @@ def ask(provider, messages=HELLO, tools=None, stream=False, **options):
 
 
 def reply_to(line, stream=False, row="custom", **options):
-    with FakeLLM([line]) as server:
+    with FakeLLM(lambda body: line) as server:  # the same answer, however often it is asked
         return ask(made(server, row), stream=stream, **options)
 
 
@@ -113,7 +113,7 @@ CHOICES = {
         ("ollama", "", "http://near:11434/v1", "m")),
     "the general key goes to an address that was given and is nobody's": (
         settings(openai="sk-1"), {"base_url": "http://localhost:8000/v1", "model": "m"},
-        ("local", "sk-1", "http://localhost:8000/v1", "m")),
+        ("vllm", "sk-1", "http://localhost:8000/v1", "m")),
     "a base URL in the world is a custom endpoint": (
         settings(openai="sk-1"), {"base_url": "https://models.example/v1", "model": "gpt-5"},
         ("custom", "sk-1", "https://models.example/v1", "gpt-5")),
@@ -230,8 +230,8 @@ def test_a_stream_asks_for_its_usage():
                                            "max_tokens")])  # fmt: skip
 def test_the_limit_of_the_answer_has_the_rows_name(row, name):
     with FakeLLM(["Hi."]) as server:
-        ask(made(server, row), max_tokens=100, temperature=None, tool_choice=None)
-        assert server.bodies[0] == {"model": "test-model", "messages": HELLO, name: 100}
+        ask(made(server, row), HELLO[1:], max_tokens=100, temperature=None, tool_choice=None)
+        assert server.bodies[0] == {"model": "test-model", "messages": HELLO[1:], name: 100}
 
 
 def test_options_tools_headers_and_extra_body_arrive_as_given():
@@ -466,10 +466,10 @@ ERROR_BODIES = {
 @pytest.mark.parametrize("name", ERROR_BODIES)
 def test_an_errors_own_words_are_found_wherever_they_stand(name):
     line, said = ERROR_BODIES[name]
-    with FakeLLM([line]) as server:
+    with FakeLLM(lambda body: line) as server:
         answer, _ = ask(made(server))
         assert answer.finish_reason == "error" and said in answer.error
-        assert len(server.requests) == 1  # the SDK's own retries are off
+        assert len(server.requests) == (4 if line.status >= 500 else 1)  # the SDK's own retries are off
 
 
 # ---- Tool calls in a stream ----
@@ -688,7 +688,7 @@ def test_the_space_at_the_seam_of_a_cut_answer_is_kept(stream):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_server_that_says_nothing_times_out(stream):
-    with FakeLLM([Hang(5)]) as server:
+    with FakeLLM(lambda body: Hang(5)) as server:
         start = time.monotonic()
         answer, _ = ask(made(server, request_timeout=0.2), stream=stream)
         assert time.monotonic() - start < 2
@@ -742,7 +742,7 @@ def test_a_wrong_key_names_the_variable_and_not_the_key():
 ])  # fmt: skip
 @pytest.mark.parametrize("key", [KEY, KEY + "\n", f" {KEY[:9]}\n{KEY[9:]}"])
 def test_a_key_that_the_endpoint_repeats_is_not_shown(line, key):
-    with FakeLLM([line]) as server:
+    with FakeLLM(lambda body: line) as server:
         answer, _ = ask(made(server, key=key), stream=True)
     assert answer.finish_reason == "error" and KEY not in answer.error
 
@@ -787,6 +787,404 @@ def test_check_says_nothing_where_all_is_well_and_else_what_is_wrong():
         assert "good-model" in asyncio.run(made(server, key=KEY, model="odd").check())
         assert "refuses the key" in asyncio.run(made(server, key="wrong-key", model="good-model").check())
     assert "Cannot reach" in asyncio.run(made(server, model="good-model").check())
+
+
+# ---- What endpoints refuse, and what helps ----
+
+RECORDED = json.loads((Path(__file__).parent / "data" / "provider_errors.json").read_text(encoding="utf-8"))
+PHOTO = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
+STRICT = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {
+    "type": "object", "$schema": "x", "additionalProperties": False,
+    "properties": {"const": {"type": "string", "const": "a"}}}}}  # fmt: skip
+EVERYTHING = [
+    SYSTEM, {"role": "user", "content": [{"type": "text", "text": "What is that?"}, PHOTO]},
+    {"role": "assistant", "content": "Well.", "reasoning": "Hm.", "tool_calls": [
+        {"id": "call_abcdefghijk", "type": "function", "function": {"name": "look", "arguments": "{}"}}]},
+    {"role": "tool", "tool_call_id": "call_abcdefghijk", "name": "look", "content": "a cat"},
+]  # fmt: skip
+OPTIONS = ("top_p", "top_k", "store", "reasoning_effort", "parallel_tool_calls", "thinking", "stop", "seed",
+           "frequency_penalty", "logprobs", "prompt_cache_key", "verbosity")  # fmt: skip
+
+
+def recorded(*kinds):
+    return [pytest.param(each, id=each["id"]) for each in RECORDED if each["expect"] in kinds]
+
+
+def after_refusal(refusal, stream=False, row="custom", messages=EVERYTHING, more=None, retries=1):
+    """What an endpoint is sent that first refuses so; the answer, what the user was told, the provider."""
+    told = []
+
+    async def tell(line):
+        told.append(line)
+
+    line = Failure(refusal["status"], refusal["body"], refusal.get("headers", {}))
+    with FakeLLM([*[line] * retries, "Fine.", "Fine again."]) as server:
+        provider = made(server, row, extra_body=dict.fromkeys(OPTIONS, 1) if more is None else more)
+        show = tell if stream else None
+        asked = {"max_tokens": 100, "temperature": 0.5, "tool_choice": {"type": "function"}}
+        ask_once = provider.chat(messages, [STRICT], on_retry=tell, on_delta=show, **asked)
+        answer = asyncio.run(ask_once)
+        return answer, server.bodies, told, provider
+
+
+@pytest.mark.parametrize("refusal", recorded("heal"))
+def test_what_an_endpoint_refuses_is_changed_and_asked_again(refusal):
+    name = refusal["id"]
+    row = "openai" if "max_completion_tokens" in str(refusal["body"]) and "renamed" not in name else "custom"
+    row = "openrouter" if "cache-control" in name else row
+    answer, bodies, _, provider = after_refusal(refusal, stream=name != "dashscope-stream-only", row=row)
+    assert answer.content == "Fine." and len(bodies) == 2
+    assert bodies[0] != bodies[1]
+    assert len(provider._learnt["test-model"]) == 1
+
+
+def test_every_row_of_the_table_mends_a_recorded_refusal():
+    used = set()
+    for refusal in RECORDED:
+        failure = refusal_of(refusal)
+        for stream in (True, None):
+            body = {"model": "m", "messages": EVERYTHING, "tools": [STRICT], "stream": stream,
+                    "max_tokens": 1, "max_completion_tokens": None, "temperature": 1, "stream_options": {},
+                    "tool_choice": {}, **dict.fromkeys(OPTIONS, 1)}  # fmt: skip
+            for tokens in ({}, {"max_tokens": None, "max_completion_tokens": 1}):
+                sent = {key: value for key, value in (body | tokens).items() if value is not None}
+                sent |= providers.cache_marks(sent)
+                if row := providers.find_remedy(failure, sent, []):
+                    used.add(providers.HEALING.index(row))
+    unused = [row[0] for n, row in enumerate(providers.HEALING) if n not in used]
+    assert len(providers.HEALING) >= 20 and unused == []
+
+
+def refusal_of(recorded_error):
+    body = recorded_error["body"]
+    inner = body.get("error", body) if isinstance(body, dict) else body
+    return providers.replace(providers.refusal(inner), status=recorded_error["status"])
+
+
+@pytest.mark.parametrize("refusal", recorded("never"))
+def test_what_legal_rules_out_is_not_sent_at_all(refusal):
+    check_grammar(legal(EVERYTHING))  # these complaints are about messages that cannot be sent
+    assert after_refusal(refusal, more={})[0].finish_reason == "error"
+
+
+@pytest.mark.parametrize("refusal", recorded("overflow"))
+def test_a_conversation_that_is_too_long_is_known_in_every_wording(refusal):
+    answer, bodies, _, _ = after_refusal(refusal, messages=HELLO, more={}, retries=2)
+    assert answer.is_overflow and "too long" in answer.error and len(bodies) <= 2
+
+
+@pytest.mark.parametrize("refusal", recorded("final"))
+def test_what_no_second_try_can_help_is_said_at_once(refusal):
+    answer, bodies, told, _ = after_refusal(refusal)
+    assert answer.finish_reason == "error" and not answer.is_overflow
+    assert len(bodies) == 1 and told == []
+
+
+@pytest.mark.parametrize("refusal", recorded("retry"))
+def test_what_passes_is_asked_again_and_the_user_sees_the_wait(refusal):
+    answer, bodies, told, provider = after_refusal(refusal, more={})
+    assert answer.content == "Fine." and bodies[0] == bodies[1]
+    assert len(told) == 1 and re.search(r"asking again in \d+ s$", told[0])
+    assert provider._learnt["test-model"] == []
+
+
+def by_id(name):
+    return next(each for each in RECORDED if each["id"] == name)
+
+
+def changed(refusal, **more):
+    """What was sent the second time, and what the user was told."""
+    _, bodies, told, _ = after_refusal(by_id(refusal), **more)
+    return bodies[1], told
+
+
+def test_a_limit_is_renamed_and_keeps_its_value():
+    body, told = changed("openai-max-tokens-renamed")
+    assert "max_tokens" not in body and body["max_completion_tokens"] == 100 and told == []
+
+
+def test_images_are_replaced_by_a_line_and_the_user_is_told():
+    body, told = changed("deepseek-image-url-variant")
+    assert "[an image: this model cannot see it]" in body["messages"][1]["content"]
+    assert told == ["custom, test-model: images are left out: this model takes text only"]
+
+
+def test_ids_are_short_where_they_have_to_be_and_still_fit_together():
+    body, _ = changed("mistral-tool-id-9")
+    asked, result = body["messages"][2]["tool_calls"][0]["id"], body["messages"][3]["tool_call_id"]
+    assert asked == result and re.fullmatch("[a-zA-Z0-9]{9}", asked)
+
+
+def test_schema_words_are_taken_out_and_parameters_of_such_a_name_stay():
+    body, _ = changed("gemini-unknown-additionalproperties")
+    assert body["tools"][0]["function"]["parameters"] == {
+        "type": "object", "properties": {"const": {"type": "string"}}}  # fmt: skip
+
+
+def test_without_tools_of_its_own_a_model_gets_them_and_gives_calls_as_text():
+    answers = [Failure(400, by_id("ollama-no-tools")["body"]),
+               '<tool_call>{"name": "look", "arguments": {"const": "b"}}</tool_call>', "A cat."]
+    with FakeLLM(answers) as server:
+        provider = made(server)
+        answer, shown = ask(provider, EVERYTHING, [STRICT], stream=True)
+        assert [(each.name, each.arguments) for each in answer.tool_calls] == [("look", {"const": "b"})]
+        assert (answer.content, answer.finish_reason, shown) == (None, "stop", [])
+        ask(provider, EVERYTHING, [STRICT])
+        for body in server.bodies[1:]:
+            roles = [message["role"] for message in body["messages"]]
+            assert "tools" not in body and roles == ["system", "user", "assistant", "user"]
+        assert '"name": "look"' in body["messages"][0]["content"]
+        written = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
+        assert body["messages"][2]["content"] == f"Well.\n{written}"
+        assert body["messages"][3]["content"] == "<tool_result>\na cat\n</tool_result>"
+
+
+def test_what_was_learnt_is_remembered_for_the_model_and_told_once():
+    told = []
+
+    async def tell(line):
+        told.append(line)
+
+    refusal = by_id("openai-tools-with-effort")
+    with FakeLLM([Failure(400, refusal["body"]), *["Fine."] * 3]) as server:
+        provider = made(server)
+        for model in ("a", "a", "b"):
+            asyncio.run(provider.chat(HELLO, [STRICT], model=model, on_retry=tell))
+        efforts = [body.get("reasoning_effort") for body in server.bodies]
+    assert efforts == [None, "none", "none", None]
+    assert told == ["custom, a: with tools it does not reason"]
+
+
+def test_a_change_that_does_not_help_is_tried_once_and_not_remembered():
+    refusal = by_id("openai-temperature-only-default")
+    answer, bodies, _, provider = after_refusal(refusal, retries=9)
+    assert answer.finish_reason == "error" and "temperature" in answer.error
+    assert len(bodies) < 5 and provider._learnt == {}
+
+
+def test_several_refusals_in_a_row_are_all_mended():
+    refusals = ["openai-max-tokens-renamed", "openai-temperature-only-default", "deepseek-image-url-variant"]
+    lines = [Failure(by_id(name)["status"], by_id(name)["body"]) for name in refusals]
+    with FakeLLM([*lines, "Fine."]) as server:
+        answer, _ = ask(made(server), EVERYTHING, max_tokens=9, temperature=1.0)
+        assert answer.content == "Fine." and len(server.bodies) == 4
+
+
+def test_messages_of_the_caller_and_of_legal_stay_as_they_are_while_a_request_is_mended():
+    before = copy.deepcopy(EVERYTHING)
+    for refusal in RECORDED:
+        for row in providers.HEALING:
+            body = {"messages": legal(EVERYTHING), "tools": [STRICT]}
+            providers.heal(body, row, str(refusal["body"]))
+            assert body == {"messages": legal(EVERYTHING), "tools": [STRICT]}
+    assert before == EVERYTHING
+
+
+@pytest.mark.parametrize("name", ["groq-failed-generation", "groq-failed-generation-sse"])
+def test_a_call_that_the_endpoint_could_not_read_is_read(name):
+    error_body = by_id("groq-failed-generation")["body"]
+    line = sse(error_body) if name.endswith("sse") else Failure(400, error_body)
+    search = {"type": "function", "function": {"name": "web_search", "parameters": {}}}
+    with FakeLLM([line]) as server:
+        answer, _ = ask(made(server), HELLO, [search], stream=True)
+    assert [(each.name, each.arguments) for each in answer.tool_calls] == [
+        ("web_search", {"query": "weather in Graz"})]  # fmt: skip
+
+
+# ---- Waiting, and asking again ----
+
+WAITS = {
+    "a rate limit": ({"status": 429}, 1.0),
+    "the second time": ({"status": 429, "tries": 1}, 2.0),
+    "the third time": ({"status": 503, "tries": 2}, 4.0),
+    "three times are enough": ({"status": 503, "tries": 3}, None),
+    "seconds": ({"status": 429, "headers": {"retry-after": "7"}}, 7.0),
+    "milliseconds win": ({"status": 429, "headers": {"retry-after-ms": "250", "retry-after": "9"}}, 0.25),
+    "a date": ({"status": 503, "headers": {"retry-after": "Sat, 21 Nov 2026 10:00:20 GMT",
+                                           "date": "Sat, 21 Nov 2026 10:00:00 GMT"}}, 20.0),
+    "a date that is past": (
+        {"status": 503, "headers": {"retry-after": "Sat, 21 Nov 2020 10:00:20 GMT"}}, 1.0),
+    "at most a minute": ({"status": 429, "headers": {"retry-after": "3600"}}, 60.0),
+    "nonsense in the header": ({"status": 429, "headers": {"retry-after": "soon"}}, 1.0),
+    "not a number": ({"status": 429, "headers": {"retry-after": "nan"}}, 1.0),
+    "less than nothing": ({"status": 429, "headers": {"retry-after": "-3"}}, 1.0),
+    "seconds in the text": ({"status": 429, "text": "Please try again in 1.5s."}, 1.5),
+    "milliseconds in the text": ({"status": 429, "text": "Please try again in 120ms."}, 0.12),
+    "minutes in the text": ({"status": 429, "text": "Please try again in 6m0s."}, 60.0),
+    "in words": ({"status": 429, "text": "Please retry after 20 seconds."}, 20.0),
+    "money is final": ({"status": 429, "text": "insufficient_quota"}, None),
+    "also with a header": ({"status": 429, "text": "no credit", "headers": {"retry-after": "1"}}, None),
+    "a quota that comes back is not": ({"status": 429, "text": "billing … retry in 34.07s"}, 34.07),
+    "payment required": ({"status": 402}, None),
+    "a wrong key": ({"status": 401}, None),
+    "a bad request": ({"status": 400}, None),
+    "a bad request of a busy server": ({"status": 400, "text": "模型 访问量过大"}, 1.0),
+    "a conflict": ({"status": 409}, 1.0),
+    "a timeout of the server": ({"status": 408}, 1.0),
+    "no connection": ({"kind": "network"}, 1.0),
+    "half an answer": ({"kind": "cut", "tries": 1}, 2.0),
+    "half an answer that was shown": ({"kind": "cut", "shown": True}, None),
+    "no answer in time is asked for once more": ({"kind": "timeout"}, 1.0),
+    "but not twice": ({"kind": "timeout", "tries": 1}, None),
+    "a page of HTML": ({"kind": "nonsense"}, None),
+    "too long a conversation": ({"status": 413}, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_how_long_to_wait_before_asking_again(name):
+    failure, seconds = WAITS[name]
+    assert providers.retry_after(providers.Failure("", **failure)) == pytest.approx(seconds)
+
+
+def test_a_cancellation_while_it_waits_is_immediate():
+    async def cancelled(provider):
+        task = asyncio.ensure_future(provider.chat(HELLO))
+        await asyncio.sleep(0.5)
+        task.cancel()
+        start = time.monotonic()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return time.monotonic() - start
+
+    with FakeLLM(lambda body: error(429, "Please try again in 50s")) as server:
+        provider = made(server)
+        provider.pace = 1.0
+        assert asyncio.run(cancelled(provider)) < 0.2
+        assert len(server.bodies) == 1
+
+
+def test_nothing_is_asked_again_after_text_was_shown():
+    with FakeLLM([Raw(chunks=[sse(delta(content="Well"), done=False).body], cut=True), "Never."]) as server:
+        answer, shown = ask(made(server), stream=True)
+        assert shown == ["Well"] and answer.finish_reason == "error" and len(server.bodies) == 1
+
+
+@pytest.mark.parametrize("line", [
+    error(500, "Oops"), Raw(b""), sse("data: {oops\n\n"), Failure(200, '{"choices": ['), Raw(cut=True),
+    sse({"error": {"message": "Overloaded", "code": 529}}), Hang(0.0),
+])  # fmt: skip
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_fails_before_anything_was_shown_is_asked_again(line, stream):
+    with FakeLLM([line, "Here."]) as server:
+        assert ask(made(server), stream=stream)[0].content == "Here."
+
+
+# ---- Calls that are written as text ----
+
+LOOK = [("look", {"path": "a.txt"})]
+TEXT_CALLS = {
+    "a tag around JSON": '<tool_call>{"name": "look", "arguments": {"path": "a.txt"}}</tool_call>',
+    "without its end": '<tool_call>\n{"name": "look", "arguments": {"path": "a.txt"}}',
+    "parameters": '<tool_call>{"name": "look", "parameters": {"path": "a.txt"}}</tool_call>',
+    "arguments in a text": r'<tool_call>{"name": "look", "arguments": "{\"path\": \"a.txt\"}"}</tool_call>',
+    "a function and JSON": '<function=look>{"path": "a.txt"}</function>',
+    "a function and parameters": "<function=look>\n<parameter=path>\na.txt\n</parameter>\n</function>",
+    "the same, half in a tag": "<function=look><parameter=path>a.txt</parameter></function>\n</tool_call>",
+    "of MiniMax": '<minimax:tool_call><invoke name="look"><parameter name="path">a.txt</parameter></invoke>'
+                  "</minimax:tool_call>",
+    "in a fence": '```json\n{"name": "look", "arguments": {"path": "a.txt"}}\n```',
+    "in a list": '[{"name": "look", "arguments": {"path": "a.txt"}}]',
+    "in Python": "[look(path='a.txt')]",
+    "after thoughts": '<think>Hm.</think>\n{"name": "look", "arguments": {"path": "a.txt"}}',
+}  # fmt: skip
+LOOK_TOOL = {"type": "function", "function": {"name": "look", "parameters": {}}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", TEXT_CALLS)
+def test_a_call_that_a_local_model_wrote_as_text_is_a_call(name, stream):
+    answer, shown = reply_to(TEXT_CALLS[name], stream, "local", tools=[LOOK_TOOL])
+    assert [(each.name, each.arguments) for each in answer.tool_calls] == LOOK
+    assert (answer.content, answer.finish_reason, shown) == (None, "stop", [])
+
+
+def test_several_calls_as_text_are_several_calls():
+    lines = "".join(f'<tool_call>{{"name": "look", "arguments": {{"n": {n}}}}}</tool_call>\n' for n in (1, 2))
+    answer, _ = reply_to(lines, row="local", tools=[LOOK_TOOL])
+    assert [each.arguments for each in answer.tool_calls] == [{"n": 1}, {"n": 2}]
+    assert len({each.id for each in answer.tool_calls}) == 2
+
+
+NO_TEXT_CALLS = {
+    "an unknown tool": '<tool_call>{"name": "rm", "arguments": {}}</tool_call>',
+    "beside words": 'I would call <tool_call>{"name": "look", "arguments": {}}</tool_call> now.',
+    "JSON that was asked for": '{"name": "look", "age": 7}',
+    "prose": "Look at [this](a.txt)!",
+    "a list of words": '["look"]',
+    "Python with a side effect": "[look(path=open('x').read())]",
+    "a number": "42",
+    "code": "```python\nlook()\n```",
+    "less than": "< 3",
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", NO_TEXT_CALLS)
+def test_other_text_is_no_call_and_is_shown_whole(name, stream):
+    answer, shown = reply_to(NO_TEXT_CALLS[name], stream, "local", tools=[LOOK_TOOL])
+    assert answer.tool_calls == [] and answer.content == NO_TEXT_CALLS[name]
+    assert "".join(shown) == (NO_TEXT_CALLS[name] if stream else "")
+
+
+@pytest.mark.parametrize(("row", "how", "calls_found"), [
+    ("custom", "auto", 0), ("custom", "on", 1), ("local", "off", 0), ("local", "auto", 1)])  # fmt: skip
+def test_calls_as_text_have_a_switch(row, how, calls_found):
+    with FakeLLM([TEXT_CALLS["in a fence"]]) as server:
+        answer, _ = ask(made(server, row, text_tool_calls=how), tools=[LOOK_TOOL])
+    assert len(answer.tool_calls) == calls_found
+
+
+def test_text_beside_a_real_call_stays_text():
+    line = calls(call("look", path="b.txt"), content=TEXT_CALLS["in a fence"])
+    answer, _ = reply_to(line, row="local", tools=[LOOK_TOOL])
+    assert [each.arguments for each in answer.tool_calls] == [{"path": "b.txt"}]
+    assert answer.content == TEXT_CALLS["in a fence"]
+
+
+# ---- Caches and windows ----
+
+
+@pytest.mark.parametrize("row", ["anthropic", "openrouter"])
+def test_the_system_message_and_the_last_tool_are_marked_for_the_cache(row):
+    with FakeLLM(["Hi."]) as server:
+        ask(made(server, row), tools=[LOOK_TOOL, STRICT])
+        body, mark = server.bodies[0], {"cache_control": {"type": "ephemeral"}}
+    assert body["messages"][0]["content"] == [{"type": "text", "text": SYSTEM["content"], **mark}]
+    assert body["tools"] == [LOOK_TOOL, {**STRICT, **mark}] and body["messages"][1:] == HELLO[1:]
+
+
+def test_other_endpoints_get_no_marks():
+    with FakeLLM(["Hi."]) as server:
+        ask(made(server), tools=[LOOK_TOOL])
+        assert b"cache_control" not in server.requests[0].raw
+
+
+def test_a_server_that_sees_less_than_it_was_sent_is_told_of_once():
+    told = []
+
+    async def tell(line):
+        told.append(line)
+
+    long = [SYSTEM, {"role": "user", "content": "word " * 20_000}]
+    with FakeLLM([Reply("Hi.", usage={"prompt_tokens": 4_096, "completion_tokens": 2})] * 2) as server:
+        provider = made(server, "ollama")
+        for _ in range(2):
+            asyncio.run(provider.chat(long, on_retry=tell))
+    assert len(told) == 1 and "saw 4,096 of about 25,0" in told[0] and "OLLAMA_CONTEXT_LENGTH" in told[0]
+
+
+def test_a_local_server_keeps_no_connection_and_may_be_named_without_v1():
+    with FakeLLM(["Hi."]) as server:
+        end = choose_endpoint({}, "m", base_url=server.base_url.removesuffix("/v1"))
+        assert asyncio.run(OpenAIProvider(end).chat(HELLO)).content == "Hi."
+        assert server.requests[0].headers["connection"] == "close"
+
+
+def test_a_model_that_has_its_own_wishes_gets_them():
+    with FakeLLM(["Hi."]) as server:
+        ask(made(server, "openai", model="gpt-5-mini"), temperature=0.5, max_tokens=9)
+        assert server.bodies[0] == {"model": "gpt-5-mini", "messages": HELLO, "max_completion_tokens": 9}
 
 
 # ---- A lawful history ----

@@ -1,4 +1,4 @@
-"""tools.py: schemas, the registry, the fence, files, search and the shell, with real files and processes."""
+"""tools.py: schemas, the registry, the fence, files, search, web and shell, with real files, sockets and processes."""
 
 import asyncio
 import contextlib
@@ -11,6 +11,7 @@ import random
 import re
 import resource
 import shutil
+import signal
 import socket
 import ssl
 import stat
@@ -34,6 +35,7 @@ from tools import (
     BooleanSchema,
     Exec,
     IntegerSchema,
+    MCPServers,
     NumberSchema,
     ObjectSchema,
     StringSchema,
@@ -50,6 +52,7 @@ from tools import (
     in_thread,
     is_public,
     page_text,
+    sandbox_problem,
     tool,
     tool_parameters,
     tool_parameters_schema,
@@ -154,6 +157,63 @@ def test_a_schema_says_what_is_wrong_and_where(schema, good, bad, error):
     assert schema.validate_value(bad, "size") == [error]
 
 
+OPTIONAL = {"anyOf": [{"type": "integer"}, {"type": "null"}]}  # how pydantic, and so most servers, write it
+
+
+@pytest.mark.parametrize("schema, value, wanted", [
+    (OPTIONAL, 5, 5),
+    (OPTIONAL, None, None),
+    ({"oneOf": [{"type": "string"}, {"type": "integer"}]}, "5", "5"),
+    ({"anyOf": [{"type": "integer"}, {"$ref": "#/$defs/x"}]}, "5", "5"),
+    ({"anyOf": [{"enum": ["a"]}, {"type": "object"}]}, "b", "b"),
+    ({"type": "string", "nullable": True}, None, None),
+    ({"type": "string", "nullable": True, "enum": ["a"]}, None, None),
+    ({"nullable": True}, 5, 5),
+    ({"$ref": "#/$defs/x"}, {"a": ["1"]}, {"a": ["1"]}),
+    ({"allOf": [{"type": "object"}, {"required": ["a"]}]}, {"b": "1"}, {"b": "1"}),
+    ({"const": 5}, "5", "5"),
+    ({"type": "string", "pattern": "(", "format": "date"}, "x", "x"),
+    ({"type": "array", "prefixItems": [{"type": "integer"}], "items": False}, ["1"], ["1"]),
+    ({"type": "array", "items": {"type": "array", "items": {"type": "integer"}}}, [["1"], []], [[1], []]),
+    ({"properties": {"a": {"type": "integer"}}}, {"a": "1"}, {"a": 1}),
+    ({"type": ["boolean", "object"]}, '{"A": "B"}', {"A": "B"}),
+    ({"type": "integer"}, 1e22, 10**22),
+    ({"type": "number", "minimum": 0, "exclusiveMinimum": True}, 0, 0),
+    ({"minimum": 5, "minLength": 5, "minItems": 5}, True, True),
+    ({"enum": [1, "a", None, {"b": []}]}, {"b": []}, {"b": []}),
+    ({"type": "any"}, True, True),
+    ({"type": ["string", {"type": "integer"}]}, 5, 5),
+])  # fmt: skip
+def test_a_legal_value_passes_whatever_keywords_a_server_uses(schema, value, wanted):
+    result = cast(value, schema)
+    assert result == wanted and type(result) is type(wanted)
+    assert validate(result, schema) == []
+
+
+NONSENSE = [
+    None, True, 5, "text", [], [{}], {"type": 5}, {"type": {}}, {"type": [[]]}, {"type": []},
+    {"properties": []}, {"properties": {"a": 5}}, {"required": True}, {"required": [["a"], None]},
+    {"required": "a"}, {"enum": 5}, {"enum": "abc"}, {"minimum": "1", "maximum": True, "minLength": {}},
+    {"items": [5], "maxItems": None}, {"anyOf": 5}, {"anyOf": [5, None]}, {"anyOf": []}, {"nullable": 1},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", NONSENSE)
+def test_a_schema_that_makes_no_sense_forbids_nothing_and_breaks_nothing(schema):
+    for value in (None, True, -1, 2.5, "abc", [1, "b"], {"a": [{}]}):
+        assert cast(value, schema) == value
+        assert validate(value, schema) == []
+
+
+def test_a_number_with_too_many_digits_to_write_is_left_as_it_is():
+    assert cast(10**5_000, {"type": "string"}) == 10**5_000
+
+
+def test_a_choice_of_very_many_is_not_told_whole():
+    (error,) = StringSchema(enum=[str(number) for number in range(100_000)]).validate_value("x", "size")
+    assert error.startswith('size must be one of ["0", "1"') and len(error) < 1_200
+
+
 def test_pythonic_names_become_the_keywords_of_json_schema():
     schema = StringSchema("A path", min_length=1, nullable=True).to_json_schema()
     assert schema == {"type": ["string", "null"], "description": "A path", "minLength": 1}
@@ -188,6 +248,16 @@ def test_a_plain_function_becomes_a_tool():
         },
         "required": ["a", "unit", "parts"],
     }
+
+
+def test_parameters_may_have_any_name():
+    @tool
+    def report(description: str, required: bool, kind: str = "", items: list[int] = ()) -> str:
+        return f"{description} {required} {kind} {list(items)}"
+
+    assert list(report.parameters["properties"]) == ["description", "required", "kind", "items"]
+    assert answer(report, description="it broke", required="true", items=["1"]).text == "it broke True  [1]"
+    assert answer(report, description="it broke").is_error
 
 
 @tool
@@ -294,7 +364,7 @@ def test_a_tool_without_a_body_says_what_is_missing():
     class Nothing(Tool):
         name = "nothing"
 
-    assert "neither execute() nor run()" in answer(Nothing()).text
+    assert "'Nothing' object has no attribute 'run'" in answer(Nothing()).text
 
 
 # ---- The registry ----
@@ -339,6 +409,8 @@ def test_arguments_are_taken_in_every_form_that_models_send(params, text):
 
 @pytest.mark.parametrize("params, told", [
     (["a"], "one JSON object"),
+    (5, "one JSON object"),
+    ({"arguments": "a"}, "one JSON object"),
     ("not json", "one JSON object"),
     ({"txt": "a"}, "unexpected parameter txt (there are text, count)"),
     ({"count": "many"}, 'count must be integer, not "many"'),
@@ -346,6 +418,30 @@ def test_arguments_are_taken_in_every_form_that_models_send(params, text):
 def test_wrong_arguments_are_named_and_the_tool_is_not_run(params, told):
     result = asyncio.run(ToolRegistry([echo]).execute("echo", params))
     assert result.is_error and told in result.text
+
+
+@pytest.mark.parametrize("depth", [20, 5_000])
+def test_arguments_and_schemas_of_any_depth_end_no_turn(depth):
+    schema, value = {"type": "integer"}, "1"
+    for _ in range(depth):
+        schema, value = {"type": "array", "items": schema}, [value]
+    deep = tool(lambda a: f"{a}"[depth], name="deep")
+    type(deep).parameters = {"type": "object", "properties": {"a": schema}}
+    result = answer(deep, a=value)
+    assert result == (ToolResult("1") if depth == 20 else replace(result, is_error=True))
+
+
+@pytest.mark.parametrize("opening", [
+    {"additionalProperties": True}, {"additionalProperties": {}}, {"patternProperties": {"^x": {}}},
+    {"allOf": [{"properties": {"b": {}}}]}, {"$ref": "#/$defs/x"},
+])  # fmt: skip
+def test_a_key_that_another_keyword_may_allow_is_not_refused(opening):
+    given = tool(lambda **keys: list(keys), name="given")
+    closed = {"type": "object", "properties": {"a": {}}}
+    type(given).parameters = {**closed, "additionalProperties": False}
+    assert "unexpected parameter b" in answer(given, b=1).text
+    type(given).parameters = {**closed, **opening}
+    assert answer(given, b=1).text == '["b"]'
 
 
 def test_arguments_that_are_a_parameter_are_not_unwrapped():
@@ -368,6 +464,26 @@ def test_an_exception_in_a_tool_is_an_error_result():
     result = answer(broken)
     assert result.is_error and "broken failed: KeyError: 'colour'" in result.text
     assert answer(refuses) == ToolResult("Say which colour.", is_error=True)
+
+
+@pytest.mark.parametrize("raised", [SystemExit, KeyboardInterrupt, asyncio.CancelledError, RecursionError])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_whatever_a_tool_raises_the_agent_lives(raised, is_async):
+    @tool
+    def on_thread() -> str:
+        raise raised("leave")
+
+    @tool
+    async def on_loop() -> str:
+        raise raised("leave")
+
+    async def two_calls():
+        registry = ToolRegistry([on_thread, on_loop, echo])
+        failed = await registry.execute("on_loop" if is_async else "on_thread", {})
+        return failed, await registry.execute("echo", {"text": "alive"})
+
+    failed, after = asyncio.run(two_calls())
+    assert failed.is_error and raised.__name__ in failed.text and after.text == "alive"
 
 
 @pytest.mark.parametrize("strange", [lambda: next(iter([])), lambda: {(1, 2): 3}])
@@ -416,6 +532,21 @@ def test_a_result_over_the_limit_goes_into_a_file_that_read_file_can_page(turn):
     assert call(turn, "grep", pattern="row 4999", path=path).text.endswith(".txt")
 
 
+def test_a_huge_result_keeps_its_image_and_leaves_the_text_to_a_file(turn):
+    block = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    big = tool(lambda: ToolResult("x" * 30_000_000, images=[block]), name="big")
+    result = asyncio.run(ToolRegistry([big]).execute("big", {}, turn))
+    assert result.images == [block] and len(result.text) < 2_000
+    assert os.path.getsize(re.search(r"saved to (\S+\.txt)", result.text)[1]) == 30_000_000
+
+
+@pytest.mark.parametrize("name, params", [("../" * 9 + "x" * 50_000, {}), ("echo", {"y" * 50_000: 1})])
+def test_a_call_that_is_wrong_at_length_is_answered_in_short(turn, name, params):
+    before = outside_of(turn)
+    result = asyncio.run(ToolRegistry([echo]).execute(name, params, turn))
+    assert result.is_error and len(result.text) < 2_000 and outside_of(turn) == before
+
+
 def test_only_the_newest_results_are_kept(turn):
     registry = ToolRegistry([tool(lambda: "x" * 20_000, name="big")])
     registry.kept_results = 3
@@ -423,6 +554,7 @@ def test_only_the_newest_results_are_kept(turn):
         newest = asyncio.run(registry.execute("big", {}, turn)).text
     kept = list((turn.workspace / ".nanobot" / "tool-results").iterdir())
     assert len(kept) == 3 and any(str(path) in newest for path in kept)
+    assert call(turn, "write_file", path=".nanobot/tool-results/mine", content="x").is_error
 
 
 def test_a_result_that_cannot_be_saved_is_cut_in_the_middle(turn):
@@ -480,6 +612,287 @@ def test_the_file_works_alone_in_an_empty_folder(tmp_path):
     )  # fmt: skip
     first, folder, listed, loaded = done.stdout.splitlines()
     assert (first, folder, loaded) == ("42", f"{alone}: 1 entries", "[]") and listed.startswith("tools.py ")
+
+
+# ---- MCP ----
+
+MCP_SCRIPT = str(Path(__file__).parent / "mcp_server.py")
+DEFAULTS = {"command": "", "args": [], "env": {}, "url": "", "headers": {}, "type": "", "tool_timeout": 5,
+            "enabled_tools": ["*"], "disabled": False}  # fmt: skip
+
+
+def mcp_settings(*arguments: str, **given) -> SimpleNamespace:
+    """Of our own server where nothing else is given."""
+    ours = {} if "command" in given or "url" in given else {"command": sys.executable}
+    return SimpleNamespace(**{**DEFAULTS, "args": [MCP_SCRIPT, *arguments], **ours, **given})
+
+
+class MCPKit:
+    """A registry with servers, on an event loop that stays."""
+
+    def __init__(self, runner: asyncio.Runner, **settings):
+        self.run, self.registry = runner.run, ToolRegistry([named("read_file")])
+        self.servers = MCPServers(settings, self.registry)
+
+    def connect(self, **options) -> list[str]:
+        self.run(self.servers.connect(**options))
+        return [each["function"]["name"] for each in self.registry.get_definitions()]
+
+    def call(self, name, /, turn=None, **arguments) -> ToolResult:
+        return self.run(self.registry.execute(name, arguments, turn))
+
+    def schema(self, name) -> dict:
+        return self.registry.get(name).to_schema()["function"]
+
+
+@pytest.fixture(scope="module")
+def runner():
+    pytest.importorskip("mcp", reason="the MCP SDK is missing: pip install 'mcp>=2.3'")
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def mcp(runner):
+    """One real server over each transport: `local` (stdio), `events` (SSE), `web` (streamable HTTP)."""
+    ports, quiet = [free_port(), free_port()], {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    processes = [
+        subprocess.Popen([sys.executable, MCP_SCRIPT, kind, str(port)], **quiet)
+        for kind, port in zip(("sse", "streamable-http"), ports, strict=True)
+    ]
+    try:
+        assert all(until(lambda port=port: answers(port), 20) for port in ports)
+        kit = MCPKit(
+            runner,
+            local=mcp_settings(env={"OWN_VARIABLE": "1"}),
+            events=mcp_settings(url=f"http://127.0.0.1:{ports[0]}/sse", headers={"X-Key": "1"}),
+            web=mcp_settings(url=f"http://127.0.0.1:{ports[1]}/mcp", type="streamable-http"),
+        )
+        kit.web_url = f"http://127.0.0.1:{ports[1]}/mcp"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("OPENAI_API_KEY", "sk-secret")
+            kit.names = kit.connect(patience=20)
+        yield kit
+        runner.run(kit.servers.close())
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def answers(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_a_servers_tools_resources_and_prompts_stand_behind_our_own(mcp):
+    assert mcp.names[0] == "read_file" and mcp.names[1:] == sorted(mcp.names[1:])
+    assert {"mcp_web_echo", "mcp_events_echo", "mcp_local_resource_today", "mcp_local_prompt_review"} <= set(
+        mcp.names
+    )
+    assert all(re.fullmatch("[A-Za-z0-9_-]{1,64}", name) for name in mcp.names)
+    assert len([name for name in mcp.names if name.startswith("mcp_local_")]) == 15
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "text"),
+    [
+        ("echo", {"text": "ho ", "times": "2"}, "ho ho "),
+        ("structured", {}, '{"degrees": 21}'),
+        ("a_b", {}, "dotted"),
+        ("resource_today", {}, "buy milk"),
+        ("prompt_review", {"code": "x = 1"}, "Review this: x = 1"),
+    ],
+)
+@pytest.mark.parametrize("server", ["local", "events", "web"])
+def test_a_server_is_called_over_every_transport(mcp, server, name, arguments, text):
+    result = mcp.call(f"mcp_{server}_{name}", **arguments)
+    assert (result.text, result.is_error, result.images) == (text, False, [])
+
+
+def test_names_that_are_equal_once_they_are_cleaned_stay_apart(mcp):
+    slashed = [name for name in mcp.names if re.fullmatch("mcp_local_a_b_[0-9a-f]{8}", name)]
+    long = [name for name in mcp.names if name.startswith("mcp_local__xxx")]
+    assert [mcp.call(name).text for name in (*slashed, *long)] == ["slashed", "long"]
+
+
+def test_images_and_links_in_a_result_are_shown_as_what_they_are(mcp):
+    result = mcp.call("mcp_local_mixed")
+    assert result.text == "look:\n[image/png: 28 bytes]\n[text/plain: file:///log.txt]"
+    assert result.images[0]["image_url"]["url"].startswith("data:image/png;base64,iVBOR")
+
+
+@pytest.mark.parametrize("server", ["local", "web"])
+def test_a_result_of_3_mb_is_put_aside_whole(mcp, turn, server):
+    result = mcp.call(f"mcp_{server}_big", turn)
+    assert result.text.startswith("[3,000,000 characters, too long to show")
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "told"),
+    [
+        ("boom", {}, "Error executing tool boom"),
+        ("refuse", {}, "no such city"),
+        ("echo", {}, "text is required"),
+        ("echo", {"text": "x", "self": 1}, "unexpected parameter self"),
+    ],
+)
+def test_what_fails_in_a_server_is_an_error_result(mcp, name, arguments, told):
+    result = mcp.call(f"mcp_local_{name}", **arguments)
+    assert result.is_error and told in result.text
+
+
+def test_a_servers_word_is_cleaned_and_not_believed(mcp):
+    assert mcp.schema("mcp_local_echo")["description"] == "Say it again."
+    assert mcp.schema("mcp_local_resource_today")["parameters"] == {"type": "object", "properties": {}}
+    assert mcp.schema("mcp_local_prompt_review")["parameters"]["required"] == ["code"]
+    assert not mcp.registry.get("mcp_local_echo").read_only
+    assert mcp.registry.get("mcp_local_resource_today").read_only
+
+
+def test_a_server_sees_its_own_environment_and_no_keys(mcp):
+    seen = mcp.call("mcp_local_environment").text.split()
+    assert {"HOME", "PATH", "OWN_VARIABLE"} <= set(seen) and "OPENAI_API_KEY" not in seen
+
+
+def test_a_call_that_takes_too_long_is_given_up_and_the_server_lives_on(runner, mcp):
+    tool = mcp.registry.get("mcp_local_wait")
+    tool.server.settings.tool_timeout = 0.3
+    before = mcp.call("mcp_local_pid").text
+    result = mcp.call("mcp_local_wait", seconds=60)
+    tool.server.settings.tool_timeout = 5
+    assert result.is_error and result.text == "(MCP tool call timed out after 0.3s)"
+    assert mcp.call("mcp_local_pid").text == before
+
+
+def test_a_stopped_turn_stops_its_call_and_nothing_else(runner, mcp):
+    async def stop():
+        task = asyncio.create_task(mcp.registry.execute("mcp_local_wait", {"seconds": 60}))
+        await asyncio.sleep(0.1)
+        task.cancel()
+        await task
+
+    with pytest.raises(asyncio.CancelledError):
+        runner.run(stop())
+    assert mcp.call("mcp_local_echo", text="still here").text == "still here"
+
+
+def test_a_server_that_dies_in_a_call_comes_back_at_the_next(mcp):
+    before = int(mcp.call("mcp_local_pid").text)
+    result = mcp.call("mcp_local_die")
+    assert result.is_error and "Connection closed" in result.text
+    assert "no more memory[2J" in result.text  # its last words, harmless
+    assert int(mcp.call("mcp_local_pid").text) != before and not is_running(before)
+
+
+def test_a_server_that_dies_between_two_calls_comes_back(mcp):
+    os.kill(int(mcp.call("mcp_local_pid").text), signal.SIGKILL)
+    time.sleep(0.1)
+    assert mcp.call("mcp_local_echo", text="x").is_error
+    assert mcp.call("mcp_local_echo", text="x").text == "x"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "names"),
+    [
+        ([], []),
+        (["echo", "mcp_s_pid", "nonsense"], ["mcp_s_echo", "mcp_s_pid"]),
+        (["today"], ["mcp_s_resource_today"]),
+    ],
+)
+def test_only_the_enabled_tools_are_offered_by_either_name(runner, mcp, wanted, names):
+    kit = MCPKit(runner, s=mcp_settings(url=mcp.web_url, enabled_tools=wanted))
+    assert kit.connect()[1:] == names
+    runner.run(kit.servers.close())
+
+
+LEGACY = """
+import json, os, sys
+print("junk on stdout")
+for line in sys.stdin:
+    asked = json.loads(line)
+    if asked["method"] == "server/discover":
+        sys.exit("Error: ExpectedInitializeRequest")
+    print("\\x00{]")
+    versions = {"protocolVersion": "2024-11-05", "serverInfo": {"name": "old", "version": "1"}}
+    strange = [{"name": "odd", "inputSchema": {"type": "object", "properties": {"x": {"minimum": "a"}}}},
+               {"name": "bare", "inputSchema": {"type": "object"}}]
+    result = {"initialize": {**versions, "capabilities": {"tools": {}}}, "tools/list": {"tools": strange},
+              "tools/call": {"content": [{"type": "text", "text": "old but fine"}]}}.get(asked["method"])
+    if result and "id" in asked:
+        print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": result}), flush=True)
+"""
+
+
+def test_an_older_server_with_junk_on_stdout_works(runner):
+    """It ends when it is asked for a newer protocol, as those of some makers do."""
+    kit = MCPKit(runner, old=mcp_settings(command=sys.executable, args=["-c", LEGACY]))
+    assert kit.connect()[1:] == ["mcp_old_bare", "mcp_old_odd"]
+    assert kit.schema("mcp_old_bare")["parameters"] == {"type": "object", "properties": {}}
+    assert kit.call("mcp_old_bare").text == "old but fine"
+    assert kit.call("mcp_old_odd", x=1).text == "old but fine"  # however odd its schema is
+    runner.run(kit.servers.close())
+
+
+def test_servers_that_fail_are_told_of_once_and_the_others_work(runner, mcp, caplog):
+    kit = MCPKit(
+        runner,
+        good=mcp_settings(url=mcp.web_url),
+        missing=mcp_settings(command="no-such-program"),
+        broken=mcp_settings(command="sh", args=["-c", "echo no key given >&2; exit 1"]),
+        nobody=mcp_settings(url="http://127.0.0.1:9/mcp?key=secret"),
+        odd=mcp_settings(type="websocket"),
+        off=mcp_settings(command="never-looked-at", disabled=True),
+    )
+    assert "mcp_good_echo" in kit.connect()
+    kit.connect()
+    told = sorted(record.getMessage() for record in caplog.records if record.name == "nanobot.tools")
+    assert [line.split(":")[0][11:] for line in told] == ["broken", "missing", "nobody", "odd"]
+    assert "no key given" in told[0] and "no-such-program" in told[1] and "secret" not in told[2]
+    assert "tools.mcpServers.nobody" in told[2]
+    runner.run(kit.servers.close())
+
+
+def test_a_server_that_failed_is_tried_again_at_a_later_message(runner, tmp_path):
+    ready = f"[ -e {tmp_path}/ready ] && exec {sys.executable} {MCP_SCRIPT}; exit 1"
+    kit = MCPKit(runner, late=mcp_settings(command="sh", args=["-c", ready]))
+    kit.servers.servers[0].retry_after = 0.3
+    assert kit.connect() == ["read_file"]
+    (tmp_path / "ready").touch()
+    assert kit.connect() == ["read_file"]  # not at once: a dead server must not slow every turn
+    time.sleep(0.4)
+    assert "mcp_late_echo" in kit.connect()
+    runner.run(kit.servers.close())
+
+
+def test_a_server_that_never_answers_holds_a_turn_for_a_moment_and_is_ended(runner, tmp_path):
+    kit = MCPKit(runner, deaf=mcp_settings("mute", env={"PID_FILE": f"{tmp_path}/pid"}))
+    start = time.monotonic()
+    assert kit.connect(patience=0.4) == kit.connect(patience=0.4) == ["read_file"]
+    assert time.monotonic() - start < 1
+    pid = int((tmp_path / "pid").read_text())
+    assert is_running(pid)
+    runner.run(kit.servers.close())
+    assert not is_running(pid)
+
+
+def test_without_the_sdk_one_line_says_how_to_get_it(tmp_path):
+    code = """
+import asyncio, sys, types
+sys.modules["mcp"] = sys.modules["anyio"] = None
+from tools import MCPServers, ToolRegistry
+one = types.SimpleNamespace(command="x", disabled=False)
+asyncio.run(MCPServers({"a": one, "b": one}, ToolRegistry()).connect())
+"""
+    folder = Path(tools.__file__).parent
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
+    assert done.stderr == "MCP servers need their SDK, which is missing: pip install 'mcp>=2.3'\n"
 
 
 # ---- The fence ----
@@ -1434,7 +1847,7 @@ def run(turn, command, **arguments) -> str:
     "mkfs.ext4 /dev/sda1", "mkfs -t ext4 x", "dd if=/dev/zero of=x", "true; dd of=x", "shutdown -h now",
     "sudo reboot", ":(){ :|:& };:", "bomb() { bomb | bomb & }; bomb",
     "echo x > /dev/sda", "echo x >/dev/sda", "echo x >> /dev/sda", "echo x &> /dev/sda", "echo x >| /dev/sda",
-    "(echo x)>/dev/sda", "echo x | tee /dev/sda", "echo x | tee -a /dev/sda",
+    "true; " * 60 + "rm -rf x", "(echo x)>/dev/sda", "echo x | tee /dev/sda", "echo x | tee -a /dev/sda",
     "echo x > sessions/a.jsonl", "echo x &>> sessions/a.jsonl", "echo x>>memory/history.jsonl",
     "echo x | tee -a cron/jobs.json", "echo x > $HOME/config.json", "echo x > ~/config.json",
 ])  # fmt: skip
@@ -1485,7 +1898,7 @@ def test_the_fence_lets_work_inside_go_on(fenced, command):
 
 
 def test_a_refused_command_is_not_run(turn):
-    assert "Refused: recursive removal" in run(turn, "touch ran; rm -r sub")
+    assert "Refused: rm can destroy" in run(turn, "touch ran; rm -r sub")
     assert (turn.cwd / "sub").exists() and not (turn.cwd / "ran").exists()
 
 
@@ -1576,6 +1989,7 @@ def test_a_timeout_kills_the_command_and_its_grandchildren(turn):
     start = time.monotonic()
     result = call(turn, "exec", command=TWO_GENERATIONS, timeout=1)
     assert result.is_error and result.text.startswith("begun\nTimed out after 1 s")
+    assert result.text.endswith("\nExit code: -9")
     assert time.monotonic() - start < 4 and len(written_pids(turn)) == 3
     assert until(lambda: not any(map(is_running, written_pids(turn))))
 
@@ -1589,6 +2003,23 @@ def test_a_cancelled_turn_kills_the_command_and_its_grandchildren(turn):
 
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(cancel())
+    assert len(written_pids(turn)) == 3
+    assert until(lambda: not any(map(is_running, written_pids(turn))))
+
+
+@pytest.mark.parametrize("last_words", ["", "sys.exit(3)", "raise ValueError('ours')"])
+def test_a_program_that_ends_takes_its_commands_with_it(turn, last_words):
+    program = f"""
+import asyncio, pathlib, sys, threading, time
+sys.path.insert(0, {str(Path(tools.__file__).parent)!r})
+from tools import Exec, ToolRegistry, Turn
+call = ToolRegistry([Exec()]).execute("exec", {{"command": {TWO_GENERATIONS!r}}}, Turn())
+threading.Thread(target=asyncio.run, args=[call], daemon=True).start()
+while not pathlib.Path("pids").exists() or len(pathlib.Path("pids").read_text().split()) < 3:
+    time.sleep(0.02)
+{last_words}
+"""
+    subprocess.run([sys.executable, "-c", program], cwd=turn.cwd, timeout=20, stderr=subprocess.DEVNULL)
     assert len(written_pids(turn)) == 3
     assert until(lambda: not any(map(is_running, written_pids(turn))))
 
@@ -1608,3 +2039,154 @@ def test_exec_refuses_a_timeout_out_of_bounds(turn, timeout):
 def test_exec_names_no_file_with_keys_also_without_the_fence(turn, command):
     said = run(turn, command.format(keys=turn.secret[0]))
     assert "holds keys" in said
+
+
+# ---- The sandbox ----
+
+needs_bwrap = pytest.mark.skipif(bool(sandbox_problem()), reason=sandbox_problem() or "bwrap works")
+
+
+@pytest.fixture
+def confined(turn, own_home):
+    """As at a user's: workspace, project and keys are in HOME; `turn.cwd` is the project."""
+    workspace, project = own_home / ".nanobot" / "workspace", own_home / "project"
+    for folder in (workspace / "sessions", project, own_home / ".ssh"):
+        folder.mkdir(parents=True)
+    (workspace / "sessions" / "a.jsonl").write_text("record")
+    (own_home / ".nanobot" / "config.json").write_text("gold")
+    (own_home / ".ssh" / "id").write_text("gold")
+    return Turn(workspace, project, secret=(own_home / ".nanobot" / "config.json",))
+
+
+def run_confined(turn, command, network=False, **arguments) -> ToolResult:
+    registry = ToolRegistry([Exec(sandbox="bwrap", network=network)])
+    return asyncio.run(registry.execute("exec", {"command": command, **arguments}, turn))
+
+
+@needs_bwrap
+def test_a_confined_command_works_in_project_and_workspace(confined):
+    command = f"echo one > made && cat made && touch {confined.workspace}/too && mktemp"
+    text = run_confined(confined, command).text
+    assert re.fullmatch(r"one\n/tmp/tmp\.\w+\nExit code: 0", text)
+    assert (confined.cwd / "made").exists() and (confined.workspace / "too").exists()
+    assert run_confined(confined, "pwd; exit 7", working_dir=str(confined.workspace)).text == (
+        f"{confined.workspace}\nExit code: 7"
+    )
+
+
+def in_script(turn, text: str) -> str:
+    """A command that runs a script: so exec's own guard-rails see nothing of what is in it."""
+    (turn.cwd / "script").write_text(text)
+    return "bash ./script 2>&1"
+
+
+@needs_bwrap
+@pytest.mark.parametrize("command", [
+    "cat ~/.ssh/id {home}/.ssh/id", "cat {home}/.nanobot/conf*", "cat {tmp}/kit/*",
+    "ln -sf {home}/.ssh link; cat link/id", "[ -e /etc/shadow ] && echo gold", "[ -e /var ] && echo gold",
+    "[ -e /proc/{pid} ] && echo gold",
+])  # fmt: skip
+def test_a_confined_command_sees_nothing_of_the_rest(confined, turn, command):
+    (turn.readable[0] / "SKILL.md").write_text("gold")
+    places = {"tmp": turn.workspace.parent, "home": confined.cwd.parent, "pid": os.getpid()}
+    script = in_script(confined, command.format(**places))
+    assert "gold" in run(confined, script) and "gold" not in run_confined(confined, script).text
+
+
+@needs_bwrap
+@pytest.mark.parametrize("command", [
+    "echo x > {home}/.bashrc", "chmod 777 {home}", "mv {home}/.nanobot/workspace {home}/other",
+    "echo x > sessions/a.jsonl", "echo x > sessions/new", "rm -r sessions", "echo x > cron/jobs.json",
+    "mv sessions old; mkdir sessions; echo x > sessions/a.jsonl", "echo x > memory/history.jsonl",
+    "mkdir -p memory/.git/hooks; echo x > memory/.git/hooks/post-commit",
+    "mv memory old; mkdir memory; echo x > memory/.cursor", "ln -sfn {home}/.ssh .nanobot/tool-results",
+    "umount sessions; echo x > sessions/new", "mount -o remount,rw,bind sessions; echo x > sessions/new",
+    "unshare -rm sh -c 'umount sessions; echo x > sessions/new'", "touch /usr/new /etc/new",
+])  # fmt: skip
+def test_a_confined_command_changes_neither_the_rest_nor_the_agents_records(confined, command):
+    home = confined.cwd.parent
+    script = in_script(confined, f"cd {confined.workspace}\n" + command.format(home=home))
+    run_confined(confined, "true")  # makes the folders that were missing
+    before = state_of(home)
+    assert "Exit code:" in run_confined(confined, script).text
+    assert state_of(home) == before and not Path("/usr/new").exists()
+
+
+def state_of(folder: Path) -> dict:
+    found = [folder, *folder.rglob("*")]
+    return {path: (path.lstat().st_mode, path.is_file() and path.read_bytes()) for path in found}
+
+
+@needs_bwrap
+def test_a_link_made_inside_does_not_become_the_next_working_directory(confined):
+    inner = confined.workspace / "inner"
+    inner.mkdir()
+    run_confined(confined, f"ln -s {confined.cwd.parent}/.ssh link")
+    assert "is outside of" in run_confined(confined, "cat id", working_dir="link").text
+    there = replace(confined, cwd=inner)
+    run_confined(there, f"cd .. && mv inner other && ln -s {confined.cwd.parent}/.ssh inner")
+    assert inner.is_symlink() and "gold" not in run_confined(there, "cat id").text
+
+
+@pytest.mark.parametrize("cwd", ["", ".nanobot", "..", "link", "/"])
+@needs_bwrap
+def test_a_folder_with_home_or_keys_or_the_workspace_in_it_is_not_opened(confined, own_home, cwd):
+    (own_home / "link").symlink_to(".ssh")
+    result = run_confined(replace(confined, cwd=own_home / cwd), "touch ran; ls -a")
+    assert result.is_error and "The sandbox may not open" in result.text
+
+
+@needs_bwrap
+@pytest.mark.parametrize("network, reached", [(False, ""), (True, "hello")])
+def test_there_is_no_network_unless_it_is_wanted(confined, network, reached):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.1)
+        command = f"echo hello > /dev/tcp/127.0.0.1/{server.getsockname()[1]}"
+        assert run_confined(confined, in_script(confined, command), network).is_error != network
+        received = server.accept()[0].recv(9).decode().strip() if network else ""
+    assert received == reached
+
+
+def running_with(mark: str) -> list[str]:
+    lines = [content(path) or b"" for path in Path("/proc").glob("[0-9]*/cmdline")]
+    return [line.decode() for line in lines if mark.encode() in line]
+
+
+@needs_bwrap
+@pytest.mark.parametrize("command", ["sleep {mark} & echo hi", "setsid sleep {mark} & echo hi"])
+def test_nothing_that_was_confined_outlives_its_command(confined, command):
+    mark = f"61.{os.getpid()}"
+    assert run_confined(confined, command.format(mark=mark)).text == "hi\nExit code: 0"
+    assert until(lambda: not running_with(mark))
+
+
+@needs_bwrap
+def test_what_is_confined_dies_with_the_agent_even_by_kill_9(confined):
+    mark = f"62.{os.getpid()}"
+    program = f"""
+import asyncio, sys
+from pathlib import Path
+sys.path.insert(0, {str(Path(tools.__file__).parent)!r})
+from tools import Exec, ToolRegistry, Turn
+turn = Turn(Path({str(confined.workspace)!r}), Path({str(confined.cwd)!r}))
+asyncio.run(ToolRegistry([Exec(sandbox="bwrap")]).execute("exec", {{"command": "setsid sleep {mark}"}}, turn))
+"""
+    process = subprocess.Popen([sys.executable, "-c", program])
+    assert until(lambda: f"sleep\0{mark}\0" in running_with(mark))
+    process.kill()
+    process.wait()
+    assert until(lambda: not running_with(mark))
+
+
+@pytest.mark.parametrize("bwrap", [None, "#!/bin/sh\necho 'bwrap: no permissions' >&2\nexit 1\n"])
+def test_where_bwrap_does_not_run_no_command_runs_and_the_fix_is_told(confined, tmp_path, monkeypatch, bwrap):
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "bash").symlink_to(shutil.which("bash"))
+    if bwrap:
+        (programs / "bwrap").write_text(bwrap)
+        (programs / "bwrap").chmod(0o755)
+    monkeypatch.setenv("PATH", str(programs))
+    result = run_confined(confined, "echo ran > ran")
+    assert result.is_error and "was not run" in result.text and "Install bubblewrap" in result.text
+    assert ("no permissions" in result.text) == bool(bwrap) and not (confined.cwd / "ran").exists()
