@@ -708,6 +708,7 @@ class AgentLoop:
         self.cwd = self.workspace  # the command line sets the folder that it was started in
         self.streaming = True
         self.started = time.monotonic()
+        self._seen: dict[str, dict] = {}  # by session: the files that it knows
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def turn(self, session_key: str) -> Turn:
@@ -717,6 +718,7 @@ class AgentLoop:
             restrict=self.config.tools.restrict_to_workspace, readable=(DATA / "skills",),
             secret=(self.config.path.resolve(), Config().path),
             max_result_chars=self.config.defaults.max_tool_result_chars,
+            seen=self._seen.setdefault(session_key, {}),
         )  # fmt: skip
 
     async def process_direct(
@@ -740,6 +742,7 @@ class AgentLoop:
         session, images = self.sessions.get(events.turn.session_key), []
         if command == "new":
             session.restart()
+            events.turn.seen.clear()
             return AgentRunResult("A new session begins. The old one stays in its journal.")
         if command == "continue" and not session.unfinished:
             return AgentRunResult("There is no interrupted turn to go on with.")

@@ -22,6 +22,7 @@ import contextlib
 import functools
 import inspect
 import ipaddress
+import itertools
 import json
 import logging
 import math
@@ -82,6 +83,7 @@ class Turn:
     readable: tuple[Path, ...] = ()
     secret: tuple[Path, ...] = ()  # files that hold keys: never opened
     max_result_chars: int = 16_000
+    seen: dict[Path, tuple] = field(default_factory=dict, compare=False)  # files as the session knows them
 
     def path(self, text: str, write: bool = False) -> Path:
         """Where a model's path really leads, links and `..` followed; raises ToolError where it may not go.
@@ -110,6 +112,12 @@ class Turn:
         # samefile: a hard link is the same file, so is another case where the file system ignores case
         there = [path for path in self.secret if path.exists()] if real.exists() else []
         return any(real.samefile(path) for path in there)
+
+    def saw(self, path: Path) -> bool:
+        """Note a file's time and size; was this version of it known to the session before?"""
+        info = path.stat()
+        known, self.seen[path] = self.seen.get(path), (info.st_mtime_ns, info.st_size)
+        return known == self.seen[path]
 
 
 async def in_thread(function: Callable, /, *args: Any, **kwargs: Any) -> Any:
@@ -442,28 +450,32 @@ class ToolRegistry:
 # ---- Files ----
 
 MAX_FILE_BYTES = 50_000_000
-IMAGES = {rb"\x89PNG\r\n\x1a\n": "png", rb"\xff\xd8\xff": "jpeg", rb"GIF8[79]a": "gif",
-          rb"(?s)RIFF....WEBP": "webp"}  # by how the file begins  # fmt: skip
+IMAGE = re.compile(rb"(?P<png>\x89PNG\r\n\x1a\n)|(?P<jpeg>\xff\xd8\xff)|(?P<gif>GIF8[79]a)"
+                   rb"|(?P<webp>RIFF(?s:....)WEBP)")  # by how a file begins  # fmt: skip
+# through no link that was put there after the check, without waiting for a FIFO, on Windows byte for byte
+READING = sum(getattr(os, flag, 0) for flag in ("O_RDONLY", "O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"))
+STRAIGHT = str.maketrans("“”‘’", "\"\"''")
 
 
-def read_bytes(path: Path) -> bytes:
+def read_bytes(path: Path | str, most: int = MAX_FILE_BYTES) -> bytes:
     """A regular file's content; raises ToolError that says what else the path is, or why it is not read."""
-    flags = os.O_RDONLY
-    for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"):  # a link put there after the check; a FIFO; Windows
-        flags |= getattr(os, name, 0)
-    if path.is_dir():
-        raise ToolError(f"{path} is a directory. List it with list_dir.")
     try:
-        descriptor = os.open(path, flags)
+        descriptor = os.open(path, READING)
     except OSError as problem:
-        raise ToolError(f"Cannot read {path}: {problem.strerror}.{_similar(path)}") from None
-    with os.fdopen(descriptor, "rb") as file:
+        raise ToolError(f"Cannot read {path}: {problem.strerror}.{_similar(Path(path))}") from None
+    try:
         info = os.fstat(descriptor)
         if not stat.S_ISREG(info.st_mode):
-            raise ToolError(f"{path} is a FIFO, a socket or a device, not a regular file.")
-        if info.st_size > MAX_FILE_BYTES:
+            raise ToolError(f"{path} is not a regular file but a directory (see list_dir), FIFO or device.")
+        if info.st_size > most:
             raise ToolError(f"{path} has {info.st_size:,} bytes, too many: take a part of it with exec.")
-        return file.read(info.st_size or MAX_FILE_BYTES)  # files in /proc say 0
+        data = os.read(descriptor, info.st_size)
+        if len(data) == info.st_size > 0:
+            return data
+        with open(descriptor, "rb", closefd=False) as file:  # /proc says 0 bytes; a network may give a part
+            return data + (file.read(most) or b"")
+    finally:
+        os.close(descriptor)
 
 
 def plain_text(data: bytes) -> str:
@@ -499,10 +511,9 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 def image_block(data: bytes) -> dict | None:
     """An `image_url` block that carries the bytes; None where they are no png, jpeg, gif or webp."""
-    kind = next((kind for start, kind in IMAGES.items() if re.match(start, data)), None)
-    if kind is None:
+    if not (start := IMAGE.match(data)):
         return None
-    url = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+    url = f"data:image/{start.lastgroup};base64,{base64.b64encode(data).decode()}"
     return {"type": "image_url", "image_url": {"url": url}}
 
 
@@ -513,30 +524,22 @@ def read_file(
     """Read a text file as `N| line`, a page at a time, or look at an image."""
     real = turn.path(path)
     data = read_bytes(real)
+    turn.saw(real)
     if block := image_block(data):
         return ToolResult(f"[image: {real}]", images=[block])
     if b"\0" in data[:8_192]:
         raise ToolError(f"{real} is a binary file of {len(data):,} bytes. Look at it with exec (file, xxd).")
     if not data:
         return f"({real} is empty)"
-    lines = plain_text(data).split("\n")
-    if offset > len(lines):
+    lines, first, room = plain_text(data).split("\n"), max(offset, 1), turn.max_result_chars - 200
+    if first > len(lines):
         raise ToolError(f"{real} has {len(lines)} lines: offset {offset} is behind its end.")
-    return _page_of_lines(lines, max(offset, 1), max(limit, 1), turn.max_result_chars - 200)
-
-
-def _page_of_lines(lines: list[str], first: int, limit: int, room: int) -> str:
-    """Whole lines in `room` characters, which the registry need not put aside, and the next page's offset."""
-    page, used = [], 0
-    for number, line in enumerate(lines[first - 1 : first - 1 + limit], first):
-        shown = f"{number}| {line}"
-        used += len(shown) + 1
-        if used > room and page:
-            break
-        page.append(shown if used <= room else f"{shown[: room - 20]}… (line cut)")
-    following = first + len(page)
-    if following <= len(lines):
-        page.append(f"(lines {first}-{following - 1} of {len(lines)}; go on with offset={following})")
+    shown = [f"{number}| {line}" for number, line in enumerate(lines[first - 1 :][: max(limit, 1)], first)]
+    ends = itertools.accumulate(len(line) + 1 for line in shown)
+    page = shown[: sum(end <= room for end in ends)] or [f"{shown[0][:room]}… (line cut)"]
+    last = first + len(page) - 1
+    if last < len(lines):
+        page.append(f"(lines {first}-{last} of {len(lines)}; go on with offset={last + 1})")
     return "\n".join(page)
 
 
@@ -545,81 +548,84 @@ def write_file(path: str, content: str, *, turn: Turn) -> str:
     """Write a whole file; folders are made. To change part of a file use edit_file."""
     real = turn.path(path, write=True)
     write_atomic(real, content.encode("utf-8", errors="replace"))
+    turn.saw(real)
     return f"Wrote {len(content):,} characters to {real}."
 
 
 @tool
-def edit_file(
-    path: str,
-    old_text: Annotated[str, "With lines around it where it stands more than once"],
-    new_text: str,
-    replace_all: bool = False,
-    *,
-    turn: Turn,
-) -> str:
+def edit_file(path: str, old_text: str, new_text: str, replace_all: bool = False, *, turn: Turn) -> str:
     """Replace a passage of a text file (read it first). Returns the diff."""
-    real = turn.path(path, write=True)
-    if not old_text:
-        if real.exists() and real.stat().st_size:
-            raise ToolError(f"{real} is not empty: say in old_text which passage to replace.")
+    if not old_text and not turn.path(path, write=True).exists():
         return write_file.run(path, new_text, turn=turn)
-    # surrogateescape: bytes that are no UTF-8, and a BOM, come back out as they went in
-    text = read_bytes(real).decode("utf-8", errors="surrogateescape")
-    crlf = "\r\n" in text and text.count("\r\n") == text.count("\n")
-    before, old, new = (each.replace("\r\n", "\n") if crlf else each for each in (text, old_text, new_text))
-    after = replace_passage(before, old, new, replace_all)
-    written = after.replace("\n", "\r\n") if crlf else after
-    write_atomic(real, written.encode("utf-8", errors="surrogateescape"))
-    return diff(before, after, path)
+    old, new = old_text.replace("\r\n", "\n"), new_text.replace("\r\n", "\n")
+    return rewrite(path, turn, lambda text: replace_passage(text, old, new, replace_all))
+
+
+def rewrite(path: str, turn: Turn, change: Callable[[str], str]) -> str:
+    """Let `change` have a file's text, and return the diff. BOM, CRLF and bytes that are no UTF-8 stay."""
+    real = turn.path(path, write=True)
+    data = read_bytes(real)
+    mark = codecs.BOM_UTF8 if data.startswith(codecs.BOM_UTF8) else b""
+    text = data.removeprefix(mark).decode("utf-8", errors="surrogateescape")
+    line_end = "\r\n" if text.count("\r\n") == text.count("\n") > 0 else "\n"
+    before = text.replace(line_end, "\n")
+    after = change(before)
+    known = turn.saw(real)
+    write_atomic(real, mark + after.replace("\n", line_end).encode("utf-8", errors="surrogateescape"))
+    turn.saw(real)
+    warning = "" if known else "\n(Warning: it was not read in this session, or has changed since then.)"
+    return diff(before, after, path) + warning
 
 
 def replace_passage(text: str, old: str, new: str, replace_all: bool = False) -> str:
     """`text` with `old` replaced by `new`; raises ToolError where it stands nowhere or in several places."""
-    spans = [match.span() for match in re.finditer(re.escape(old), text)] or _alike(text, old)
-    if not spans:
+    if text and not old:
+        raise ToolError("The file is not empty: say in old_text which passage to replace.")
+    tries = ((step, list(re.finditer(step, text, re.MULTILINE))) for step in _ladder(old, new))
+    step, found = next((each for each in tries if each[1]), ("", []))
+    if not found:
         raise ToolError(f"old_text is not in the file.{_nearest(text, old)}")
-    if len(spans) > 1 and not replace_all:
-        lines = ", ".join(str(text.count("\n", 0, start) + 1) for start, _ in spans[:20])
+    if len(found) > 1 and not replace_all:
+        lines = ", ".join(str(text.count("\n", 0, match.start()) + 1) for match in found[:20])
         raise ToolError(f"old_text stands at lines {lines}. Add lines around the one, or set replace_all.")
-    for start, end in reversed(spans):
-        put = new if text[start:end] == old else _reindent(new, old, text[start:end])
-        opens = start == 0 or text[start - 1] == "\n"
-        closes = text[end : end + 1] == "\n" and text[end - 1] != "\n"
-        if put == "" and opens and closes:
-            end += 1  # a deleted line takes its line end with it
-        text = text[:start] + put + text[end:]
-    return text
+    return re.sub(step, lambda match: new and _fit(new, old, match[0]), text, flags=re.MULTILINE)
 
 
-def _alike(text: str, old: str) -> list[tuple[int, int]]:
-    """Where whole lines equal those of `old` but for the space around each, as (start, end)."""
-    lines, wanted = text.split("\n"), [line.strip() for line in old.strip("\n").split("\n")]
-    spans, start, free = [], 0, 0
-    for index, line in enumerate(lines):
-        window = lines[index : index + len(wanted)]
-        if any(wanted) and index >= free and [each.strip() for each in window] == wanted:
-            free = index + len(wanted)
-            spans.append((start, start + len("\n".join(window))))
-        start += len(line) + 1
-    return spans
+def _ladder(old: str, new: str) -> list[str]:
+    """Regular expressions for a passage: as it is; with any space around its lines; with any quotes; both."""
+    lines = [rf"[ \t\r]*+{re.escape(line.strip())}[ \t\r]*+" for line in old.strip("\n").split("\n")]
+    steps = [re.escape(old), "^" + "\n".join(lines) + "$"] if old.strip() else [re.escape(old)]
+    steps += [re.sub("[\"“”]", "[\"“”]", re.sub("['‘’]", "['‘’]", step)) for step in steps]
+    deletes_lines = not new and not old.endswith("\n")  # then their line end goes with them
+    return [f"^{step}\n|{step}" for step in steps] if deletes_lines else steps
 
 
-def _reindent(new: str, old: str, passage: str) -> str:
-    """`new` moved from the indentation that the model gave to the one that the file has."""
-    given, found = (re.match(r"[ \t]*", part.strip("\n"))[0] for part in (old, passage))
-    return re.sub(rf"^{given}(?=.)", found, new.strip("\n"), flags=re.MULTILINE)
+def _fit(new: str, old: str, passage: str) -> str:
+    """`new` with the quotes and the indentation of the passage that it replaces."""
+    for quote, opening, closing in ('"', "“", "”"), ("'", "‘", "’"):
+        curly = opening in passage or closing in passage
+        if curly and quote in old and quote not in passage:
+            new = re.sub(rf"(^|[\s(\[{{—]){quote}", rf"\1{opening}", new).replace(quote, closing)
+        elif not curly and (opening in old or closing in old):
+            new = new.replace(opening, quote).replace(closing, quote)
+    if passage.translate(STRAIGHT) == old.translate(STRAIGHT):
+        return new
+    given, there = old.strip("\n").split("\n"), passage.split("\n")
+    kept = dict(zip(given, there, strict=True))  # a line that stays keeps its indentation and trailing space
+    before, after = (re.match(r"[ \t]*", lines[0])[0] for lines in (given, there))
+    moved = (kept.get(line) or re.sub(f"^{before}(?=.)", after, line) for line in new.strip("\n").split("\n"))
+    return "\n".join(moved)
 
 
 def _nearest(text: str, old: str) -> str:
     from difflib import get_close_matches
 
     lines, wanted = text.split("\n"), old.strip("\n").split("\n")
-    close = get_close_matches(wanted[0], lines[:20_000], n=1, cutoff=0.5)
-    if not close:
-        return " Nothing in it is like its first line: read the file again."
-    at = lines.index(close[0])
-    passage = "\n".join(lines[at : at + len(wanted)])
-    return f" The closest passage, at line {at + 1}, differs so:\n{diff(old, passage, 'old_text')}"
+    for close in get_close_matches(wanted[0], lines[:20_000], n=1, cutoff=0.5):
+        at = lines.index(close)
+        passage = "\n".join(lines[at : at + len(wanted)])
+        return f" The closest passage, at line {at + 1}, differs so:\n{diff(old, passage, 'old_text')}"
+    return " Nothing in it is like its first line: read the file again."
 
 
 def diff(before: str, after: str, name: str) -> str:
@@ -628,6 +634,39 @@ def diff(before: str, after: str, name: str) -> str:
     lines = unified_diff(before.split("\n"), after.split("\n"), f"a/{name}", f"b/{name}", lineterm="", n=2)
     text = "\n".join(lines).encode("utf-8", errors="replace").decode()  # a byte that is no UTF-8 becomes `?`
     return shorten(text, 4_000) or "(the text is the same)"
+
+
+@tool
+def notebook_edit(
+    path: str, cell: Annotated[int, IntegerSchema("From 0", minimum=0)], source: str,
+    cell_type: Literal["code", "markdown", "raw", ""] = "",
+    mode: Literal["replace", "insert", "delete"] = "replace", *, turn: Turn,
+) -> str:  # fmt: skip
+    """Change a cell of a Jupyter notebook; insert puts a new one before it. Returns the diff."""
+    return rewrite(path, turn, lambda text: change_cell(text, cell, source, cell_type, mode))
+
+
+def change_cell(text: str, index: int, source: str, kind: str, mode: str) -> str:
+    """A notebook's JSON with one cell changed; all else in it, the layout too, comes out as it was."""
+    try:
+        book = json.loads(text)
+        cells = book["cells"] if book["nbformat"] == 4 else None
+        there = len(cells) + (mode == "insert")
+    except (ValueError, KeyError, TypeError, RecursionError) as problem:
+        raise ToolError(f"This is no notebook of nbformat 4: {type(problem).__name__}: {problem}.") from None
+    if index >= there:
+        raise ToolError(f"There is no cell {index} to {mode}: there are {len(cells)}, counted from 0.")
+    cell = cells[index] if mode != "insert" else {"metadata": {}, "id": os.urandom(4).hex()}
+    kind = kind or cell.get("cell_type", "code")
+    results = {"execution_count": None, "outputs": []}
+    cell = {**cell, **results, "cell_type": kind, "source": source.splitlines(keepends=True)}
+    foreign = [*(["attachments"] if kind == "code" else results), "id" * (book.get("nbformat_minor", 0) < 5)]
+    made = {key: cell[key] for key in sorted(cell) if key not in foreign}
+    cells[index : index + (mode != "insert")] = [] if mode == "delete" else [made]
+    indent = re.match(r"\s*\{\n([ \t]*)", text)
+    escaped = text.isascii() and re.search(r"\\u(?!00[01])", text)  # control characters always are
+    written = json.dumps(book, ensure_ascii=bool(escaped), indent=indent and indent[1])
+    return written + text[len(text.rstrip()) :]
 
 
 @tool(read_only=True)
@@ -639,13 +678,11 @@ def list_dir(path: str = ".", *, turn: Turn) -> str:
     except OSError as problem:
         raise ToolError(f"Cannot list {real}: {problem.strerror}.{_similar(real)}") from None
     lines = [f"{real}: {len(entries)} entries"]
-    for entry in entries[:500]:
-        target = f" -> {os.readlink(entry.path)}" if entry.is_symlink() else ""
-        folder = "/" if entry.is_dir(follow_symlinks=False) else ""
+    for entry in entries:
         size = f"  {entry.stat().st_size:,} bytes" if entry.is_file(follow_symlinks=False) else ""
-        lines.append(entry.name + target + folder + size)
-    more = ["(the rest is left out: narrow it down with glob)"] if len(entries) > 500 else []
-    return "\n".join(lines + more)
+        what = f" -> {os.readlink(entry.path)}" if entry.is_symlink() else size
+        lines.append(entry.name + ("/" if entry.is_dir(follow_symlinks=False) else what))
+    return "\n".join(lines)
 
 
 # ---- Search ----
@@ -653,33 +690,66 @@ def list_dir(path: str = ".", *, turn: Turn) -> str:
 SKIPPED_FOLDERS = {".git", "node_modules", "__pycache__", ".venv", ".tox", ".mypy_cache", ".pytest_cache",
                    ".ruff_cache", ".nanobot"}  # fmt: skip
 MAX_SEARCHED_BYTES = 2_000_000
+TYPES = {"py": "*.py{,i}", "js": "*.{,c,m}js{,x}", "ts": "*.{,c,m}ts{,x}", "md": "*.{md,markdown}",
+         "rust": "*.rs", "c": "*.[ch]", "cpp": "*.{cc,cpp,cxx,h,hh,hpp}", "html": "*.htm{,l}",
+         "yaml": "*.y{,a}ml", "sh": "*.{,ba,z}sh"}  # any other is the ending: java, go, css  # fmt: skip
+# of a regular expression: what stands for other text than itself, or may be missing
+UNSURE = re.compile(r"(\\.|\[\^?\]?(\\.|[^]\\])*\]|[.^$])([*?+]|\{[\d,]*\})*|[^(|]([*?+]|\{[\d,]*\})+", re.S)
+ENDLESS = re.compile(r"\([^()]*[^(*+?}][*+](?!\+)[^()]*\)([*+]|\{\d*,)")  # a repeated repetition
 Limit = Annotated[int, IntegerSchema(minimum=1)]
 Offset = Annotated[int, IntegerSchema(minimum=0)]
 
 
-def find_files(root: Path, pattern: str) -> list[str]:
-    """Regular files below `root` that a glob matches, as sorted relative paths; `root` may be a file."""
+def find_files(turn: Turn, root: Path, *globs: str) -> Iterator[tuple[str, str]]:
+    """(name below `root`, path) of each regular file that fits all globs and holds no keys, in order."""
     if root.is_file():
-        return [root.name]
-    if not root.is_dir():
-        raise ToolError(f"There is no {root}.{_similar(root)}")
+        yield root.name, str(root)
+    elif not root.is_dir():
+        raise ToolError(f"There is no folder {root}.{_similar(root)}")
     try:
-        matches = re.compile(glob_regex(pattern)).match
+        fits = [re.compile(glob_regex(each)).match for each in globs if each != "*"]
     except re.error as problem:
-        raise ToolError(f"{pattern!r} is not a usable glob: {problem}.") from None
-    return sorted(path for path in _walk(str(root)) if matches(path))
+        raise ToolError(f"{' or '.join(globs)} is not a usable glob: {problem}.") from None
+    suspects = ("environ", "mem", *(path.name for path in turn.secret))
+    inodes = {path.stat().st_ino for path in turn.secret if path.exists()}
+    start = len(os.path.join(root, ""))
+    for entry in _walk(str(root)):
+        name = entry.path[start:]
+        suspect = entry.name.startswith(suspects) or entry.inode() in inodes
+        if all(fit(name) for fit in fits) and not (suspect and turn.is_secret(Path(entry.path))):
+            yield name, entry.path
 
 
-def _walk(root: str, prefix: str = "") -> Iterator[str]:
+def _walk(folder: str, ignored: set[str] | None = None) -> Iterator[os.DirEntry]:
     try:
-        entries = list(os.scandir(root))
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError:  # a folder that may not be read has nothing to show
         return
+    if ignored is None or any(entry.name == ".git" for entry in entries):  # a repository, maybe in another
+        ignored = _ignored_by_git(folder)
     for entry in entries:
+        if entry.name in SKIPPED_FOLDERS or entry.path in ignored:
+            continue
         if entry.is_file(follow_symlinks=False):
-            yield prefix + entry.name
-        elif entry.is_dir(follow_symlinks=False) and entry.name not in SKIPPED_FOLDERS:
-            yield from _walk(entry.path, f"{prefix}{entry.name}/")
+            yield entry
+        elif entry.is_dir(follow_symlinks=False):
+            yield from _walk(entry.path, ignored)
+
+
+def _ignored_by_git(folder: str) -> set[str]:
+    """Paths that git would not list. A stranger's repository must start nothing: no fsmonitor, no fetch."""
+    environment = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    environment |= {"GIT_ALLOW_PROTOCOL": "", "GIT_NO_LAZY_FETCH": "1"}
+    options = ["-z", "--others", "--ignored", "--exclude-standard", "--directory"]
+    command = ["git", "-c", "core.fsmonitor=", "ls-files", *options]
+    try:
+        done = subprocess.run(command, cwd=folder, env=environment, stdin=subprocess.DEVNULL,
+                              capture_output=True, timeout=10, check=True)  # fmt: skip
+    except (OSError, subprocess.SubprocessError):  # no git, no work tree, or it belongs to somebody else
+        return set()
+    names = os.fsdecode(done.stdout).split("\0")
+    whole = "./" in names  # an ignored folder that was asked for
+    return set() if whole else {os.path.join(folder, name.rstrip("/")) for name in names}
 
 
 def glob_regex(pattern: str) -> str:
@@ -687,14 +757,12 @@ def glob_regex(pattern: str) -> str:
     pattern = pattern.removeprefix("./") if "/" in pattern else f"**/{pattern}"
     meaning = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]", "{": "(?:", "}": ")"}
     regex, depth = "", 0
-    for token in re.findall(r"\*\*/|\*\*|\[!?[^\]]+\]|.", pattern, re.DOTALL):
+    for token in re.findall(r"\*\*/|\*\*|\[[^\]]+\]|.", pattern, re.DOTALL):
         depth += {"{": 1, "}": -1}.get(token, 0)
-        if token == "," and depth:
-            regex += "|"
-        elif token.startswith("[") and len(token) > 1:
-            regex += re.sub(r"^\[!", "[^", "[" + token[1:].replace("[", r"\["))
+        if token.startswith("[") and len(token) > 1:
+            regex += "[" + re.sub("^!", "^", token[1:]).replace("[", r"\[")
         else:
-            regex += meaning.get(token) or re.escape(token)
+            regex += "|" if token == "," and depth else meaning.get(token) or re.escape(token)
     return regex + r"\Z"
 
 
@@ -709,64 +777,58 @@ def _page(items: list[str], offset: int, limit: int) -> str:
 def glob(pattern: str, path: str = ".", head_limit: Limit = 250, offset: Offset = 0, *, turn: Turn) -> str:
     """Find files by name, newest first. `*.py` matches in every folder below path."""
     root = turn.path(path)
-    names = find_files(root, pattern)
-    names.sort(key=lambda name: (-_modified(root / name), name))
+    dated = ((-os.lstat(file).st_mtime_ns, name) for name, file in find_files(turn, root, pattern))
+    names = [name for _, name in sorted(dated)]
     return _page(names, offset, head_limit) or f"No file below {root} matches {pattern}."
-
-
-def _modified(path: Path) -> float:
-    with contextlib.suppress(OSError):  # gone meanwhile
-        return path.lstat().st_mtime
-    return 0.0
 
 
 @tool(read_only=True)
 def grep(
-    pattern: str,
-    path: str = ".",
-    glob: Annotated[str, "Only such files, like *.py"] = "*",
-    case_insensitive: bool = False,
-    fixed_strings: bool = False,
+    pattern: str, path: str = ".", glob: Annotated[str, "Only such files, like *.py"] = "*",
+    type: Annotated[str, "Only files of a type, like py, js, rust"] = "",
+    case_insensitive: bool = False, fixed_strings: bool = False,
     output_mode: Literal["files_with_matches", "content", "count"] = "files_with_matches",
-    context_before: int = 0,
-    context_after: int = 0,
-    head_limit: Limit = 250,
-    offset: Offset = 0,
-    *,
-    turn: Turn,
-) -> str:
-    """Search file contents with a regular expression. output_mode content gives `path:line: text`."""
+    context_before: Offset = 0, context_after: Offset = 0, head_limit: Limit = 250, offset: Offset = 0,
+    *, turn: Turn,
+) -> str:  # fmt: skip
+    """Search lines with a regular expression. output_mode content gives `path:line: text`."""
+    source = re.escape(pattern) if fixed_strings else pattern
     try:
-        source = re.escape(pattern) if fixed_strings else pattern
         matches = re.compile(source, re.IGNORECASE if case_insensitive else 0).search
-    except re.error as problem:
+    except (re.error, OverflowError, RecursionError) as problem:
         raise ToolError(f"{pattern!r} is no regular expression: {problem}. Or set fixed_strings.") from None
-    root, items, skipped = turn.path(path), [], 0
-    folder = root.parent if root.is_file() else root
-    for name in find_files(root, glob):
-        lines = _lines_to_search(folder / name, turn)
-        if lines is None:
+    if ENDLESS.search(re.sub(r"\\.|\[\^?\]?(\\.|[^]\\])*\]", "x", source)):
+        raise ToolError(f"{pattern!r} could take for ever: no + or * around a + or *, or as in (a++)+.")
+    root, holds_needle, items, skipped = turn.path(path), _prefilter(source, case_insensitive), [], 0
+    for name, file in find_files(turn, root, glob, TYPES.get(type, f"*.{type}") if type else "*"):
+        try:
+            data = read_bytes(file, MAX_SEARCHED_BYTES)
+        except (OSError, ToolError):  # it may not be read, or is too long
+            data = b"\0"
+        if b"\0" in data[:8_192]:
             skipped += 1
-            continue
-        hits = [number for number, line in enumerate(lines) if matches(line)]
-        if hits and output_mode == "content":
-            items += _show(name, lines, hits, context_before, context_after)
-        elif hits:
-            items.append(f"{name}: {len(hits)}" if output_mode == "count" else name)
+        elif holds_needle(data):
+            lines = plain_text(data).split("\n")
+            hits = [number for number, line in enumerate(lines) if matches(line)] if data else []
+            if hits and output_mode == "content":
+                items += _show(name, lines, hits, context_before, context_after)
+            elif hits:
+                items.append(f"{name}: {len(hits)}" if output_mode == "count" else name)
         if len(items) > offset + head_limit:
             break  # this page is full, and it is known that there are more
     note = f"\n({skipped} files skipped: binary, over 2 MB or not readable)" if skipped else ""
     return (_page(items, offset, head_limit) or f"No match for {pattern!r} in {root}.") + note
 
 
-def _lines_to_search(path: Path, turn: Turn) -> list[str] | None:
-    with contextlib.suppress(OSError, ToolError):
-        if not turn.is_secret(path) and path.stat().st_size <= MAX_SEARCHED_BYTES:
-            data = read_bytes(path)
-            if b"\0" not in data[:8_192]:
-                text = plain_text(data)
-                return text.split("\n") if text else []
-    return None
+def _prefilter(source: str, any_case: bool) -> Callable[[bytes], bool]:
+    """A quick test for files that may match: each match of an alternative holds its longest plain text."""
+    plain = UNSURE.sub("\n", source)
+    needles = [max(each.split("\n"), key=len).encode(errors="replace") for each in plain.split("|")]
+    if "(" in plain or any_case and not source.isascii():
+        return lambda data: True
+    if any_case:
+        return lambda data: not data.isascii() or any(needle.lower() in data.lower() for needle in needles)
+    return lambda data: any(needle in data for needle in needles)
 
 
 def _show(name: str, lines: list[str], hits: list[int], before: int, after: int) -> list[str]:
@@ -776,7 +838,7 @@ def _show(name: str, lines: list[str], hits: list[int], before: int, after: int)
     return [f"{name}{mark}{number + 1}{mark} {lines[number][:500]}" for number, mark in sorted(marks.items())]
 
 
-FILE_TOOLS = [read_file, write_file, edit_file, list_dir, glob, grep]
+FILE_TOOLS = [read_file, write_file, edit_file, notebook_edit, list_dir, glob, grep]
 
 
 # ---- The shell ----

@@ -560,6 +560,20 @@ def test_new_starts_afresh_and_loses_nothing(tmp_path):
     assert [line["content"] for line in journal(loop) if line.get("role") == "user"] == ["one", "two"]
 
 
+def test_a_session_knows_which_files_it_has_read_until_a_new_one_begins(tmp_path):
+    edit = call("edit_file", path="USER.md", old_text="# ", new_text="#  ", replace_all=True)
+    steps = [[call("read_file", path="USER.md")], "read", [edit], "known", [edit], "unknown"]
+    loop = make_loop(tmp_path, [*steps, [edit], "known", [edit], "unknown"])
+    (loop.workspace / "USER.md").write_text("# me\n")
+    warned = []
+    for talk in ("read a:1", "edit a:1", "edit a:2", "edit a:2", "/new a:2", "edit a:2"):
+        text, session = talk.split()
+        ask(loop, text, session)
+        if text == "edit":
+            warned.append("(Warning: it was not read" in loop.provider.requests[-1].messages[-1]["content"])
+    assert warned == [False, True, False, True]
+
+
 def test_new_survives_a_restart(tmp_path):
     ask(make_loop(tmp_path, ["first"]), "one")
     ask(make_loop(tmp_path), "/new")

@@ -1,4 +1,4 @@
-"""tools.py: schemas, the registry, the fence, files, search, web and shell, with real files, sockets and processes."""
+"""tools.py: schemas, registry, fence, files, search, web, shell and MCP, with real files, sockets and processes."""
 
 import asyncio
 import contextlib
@@ -900,7 +900,7 @@ asyncio.run(MCPServers({"a": one, "b": one}, ToolRegistry()).connect())
 OUTSIDE = [
     "../out/gold.txt", "sub/../../out/gold.txt", "{tmp}/out/gold.txt", "/{tmp}/out/gold.txt", "~/config.json",
     "~root/x", "../ws-evil/a.txt", "leaf", "away/gold.txt", "away", "..", "/", "/etc/passwd", "dangling",
-    "away/../ws-evil/a.txt",
+    "away/../ws-evil/a.txt", "{tmp}/ws-evil", "a.txt/../../out/gold.txt", "//etc/passwd",
 ]  # fmt: skip
 INSIDE = ["a.txt", "./sub/../a.txt", "sub/b.txt", "{tmp}/ws/a.txt", "../ws/a.txt", "away/../ws/a.txt"]
 USES = [
@@ -908,9 +908,12 @@ USES = [
     ("list_dir", {}),
     ("glob", {"pattern": "*"}),
     ("grep", {"pattern": "text"}),
+    ("grep", {"pattern": "text|gold", "type": "txt", "output_mode": "content", "context_before": 9}),
     ("write_file", {"content": "mine"}),
     ("edit_file", {"old_text": "text", "new_text": "mine"}),
     ("edit_file", {"old_text": "", "new_text": "mine"}),
+    ("edit_file", {"old_text": " ‘text", "new_text": "mine", "replace_all": True}),
+    ("notebook_edit", {"cell": 0, "source": "mine", "mode": "insert"}),
 ]
 
 
@@ -985,7 +988,7 @@ def test_the_agents_own_records_can_be_read_but_not_written(turn, path):
     real.parent.mkdir(parents=True, exist_ok=True)
     real.write_text("record\n")
     assert call(turn, "read_file", path=path).text == "1| record"
-    for name, arguments in USES[4:]:
+    for name, arguments in USES[5:]:
         assert "the agent's own record" in call(turn, name, path=path, **arguments).text
     assert "the agent's own record" in call(turn, "exec", command=f"echo mine > {path}").text
     assert real.read_text() == "record\n"
@@ -1019,18 +1022,20 @@ def test_no_sequence_of_paths_reads_or_writes_outside_of_the_fence(fenced):
     (tmp / "out" / "gold.txt").write_text("gold")
     before, outcomes = outside_of(fenced), set()
     names = ["..", ".", "", "~", "~root", "a.txt", "sub", "b.txt", "leaf", "away", "dangling", "loop", "new",
-             "ws", "ws-evil", "out", "gold.txt", "kit", "home", "config.json", "\0", "//"]  # fmt: skip
+             "ws", "ws-evil", "out", "gold.txt", "kit", "home", "config.json", "\0", "//",
+             "book"]  # fmt: skip
 
     async def run():
         registry = ToolRegistry(FILE_TOOLS)
-        for _ in range(1_000):
+        for _ in range(1_200):
+            (fenced.cwd / "book").write_text('{"nbformat": 4, "cells": []}')
             start = chance.choice(["", "", "/", "~/", f"{tmp}/"])
             path = start + "/".join(chance.choices(names, k=chance.randint(1, 5)))
             name, arguments = chance.choice(USES)
             result = await registry.execute(name, {"path": path, **arguments}, fenced)
             outcomes.add((name, result.is_error))
             shown = "" if result.is_error else result.text
-            assert "1| gold" not in shown and "unnamed" not in shown, (name, path)
+            assert "1| gold" not in shown and ": gold" not in shown and "unnamed" not in shown, (name, path)
 
     asyncio.run(run())
     assert outside_of(fenced) == before
@@ -1078,10 +1083,12 @@ def test_read_file_at_the_edges(turn, data, arguments, told):
 def test_read_file_refuses_by_name_what_is_no_regular_file(turn):
     os.mkfifo(turn.cwd / "fifo")
     (turn.cwd / "zero").symlink_to("/dev/zero")
-    assert "directory. List it" in call(turn, "read_file", path="sub").text
+    assert "a directory (see list_dir)" in call(turn, "read_file", path="sub").text
     for path in ("fifo", "zero", "/dev/zero"):
         assert "not a regular file" in call(turn, "read_file", path=path).text
-        assert call(turn, "write_file", path=path, content="x").is_error
+        for name, arguments in USES:
+            assert call(turn, name, path=path, **arguments).is_error, name
+    assert stat.S_ISFIFO((turn.cwd / "fifo").stat().st_mode)
 
 
 def test_a_missing_file_is_answered_with_names_like_it(turn):
@@ -1137,12 +1144,32 @@ def test_write_file_where_no_file_can_be_is_an_error_result(turn, path):
     (b"if 1:\n    if 2:\n        go()\n", "if 2:\n    go()", "if 3:\n    stop()\n\n    go()",
      b"if 1:\n    if 3:\n        stop()\n\n        go()\n"),
     (b"\tif 2:  \n\t\tgo()\n", "    if 2:\n    \tgo()", "    if 3:\n    \tgo()", b"\tif 3:\n\t\tgo()\n"),
+    (b"  one  \n  two\n", "one\ntwo", "one\n2", b"  one  \n  2\n"),  # a line that stays, stays as it is
+    (b"\xef\xbb\xbf\tx = 1\n", "x = 1", "x = 2", b"\xef\xbb\xbf\tx = 2\n"),
+    (b"a\r\nb\r\n", "b", "", b"a\r\n"),
+    (b"a\r\nb\r\n", "a\r\nb", "c\r\nd", b"c\r\nd\r\n"),
+    (b"a\r\nb\nc\n", "a\nb", "A\nb", b"A\nb\nc\n"),  # where line ends are mixed, those of the passage go
+    (b"no end", "end", "a\nb", b"no a\nb"),
+    ("say “yes” or ‘no’\n", 'say "yes"', 'cry "no" and "yes"', "cry “no” and “yes” or ‘no’\n"),
+    ("it’s\n", "it's", "it isn't 'so'", "it isn’t ‘so’\n"),
+    ("x = \"it’s\"\n", "x = \"it's\"", "y = \"it's\"", "y = \"it’s\"\n"),  # each kind on its own
+    ("  “a”\n  b\n", "\"a\"\nb", "\"A\"\n\"b\"", "  “A”\n  “b”\n"),
+    (b"print('a', \"b\")\n", "print(‘a’, “b”)", "print(‘c’, “d”)", b"print('c', \"d\")\n"),
+    ("a “b”\n", "a “b”", 'a "c"', 'a "c"\n'),  # an exact match: the new text means what it says
 ])  # fmt: skip
 def test_edit_file_changes_the_passage_and_nothing_else(turn, before, old, new, after):
+    before, after = (each if isinstance(each, bytes) else each.encode() for each in (before, after))
     (turn.cwd / "x").write_bytes(before)
     result = call(turn, "edit_file", path="x", old_text=old, new_text=new)
     assert not result.is_error and result.text.startswith("--- a/x")
     assert (turn.cwd / "x").read_bytes() == after
+
+
+def test_edit_file_is_quick_on_endless_space(turn):
+    (turn.cwd / "x").write_text("a\n" + " " * 200_000 + "b\n")
+    start = time.perf_counter()
+    assert call(turn, "edit_file", path="x", old_text="a\n \nc", new_text="").is_error
+    assert time.perf_counter() - start < 2
 
 
 def test_edit_file_replaces_all_only_when_asked(turn):
@@ -1178,6 +1205,116 @@ def test_edit_file_shows_what_it_changed(turn):
     assert "-text of ws/a.txt" in text and "+text from ws/a.txt" in text
 
 
+def warned(result: ToolResult) -> bool:
+    return not result.is_error and "(Warning: it was not read in this session, or" in result.text
+
+
+def test_an_edit_warns_where_the_session_does_not_know_the_file(turn):
+    edit = {"path": "a.txt", "old_text": "t", "new_text": "tt", "replace_all": True}
+    assert warned(call(turn, "edit_file", **edit))
+    assert not warned(call(turn, "edit_file", **edit))  # it knows what it wrote itself
+    (turn.cwd / "a.txt").write_text("text of somebody else")
+    assert warned(call(turn, "edit_file", **edit))
+    call(turn, "write_file", path="a.txt", content="text")
+    assert not warned(call(turn, "edit_file", **edit))
+    call(turn, "read_file", path="sub/b.txt", limit=1)
+    assert not warned(call(turn, "edit_file", **edit | {"path": "./sub/b.txt"}))
+    assert warned(call(replace(turn, seen={}), "edit_file", **edit))  # another session
+
+
+def test_an_edit_writes_through_a_link(turn):
+    (turn.cwd / "link").symlink_to("sub/b.txt")
+    assert not call(turn, "edit_file", path="link", old_text="text", new_text="words").is_error
+    assert (turn.cwd / "link").is_symlink() and content(turn.cwd / "sub/b.txt") == b"words of ws/sub/b.txt\n"
+
+
+# ---- Notebooks ----
+
+
+def notebook(minor=5, **layout) -> bytes:
+    """As Jupyter writes it: one space, keys in order; and with what a careless round trip would change."""
+    output = {"data": {"text/plain": ["größe \u2028 1e-07 \u001b[0m"]}, "n": 1e-07, "output_type": "x"}
+    kinds = {"markdown": {"attachments": {}}, "code": {"execution_count": 3, "outputs": [output]}, "raw": {}}
+    cells = [
+        {"cell_type": kind, "id": f"id-{kind}", "metadata": {"tags": [kind]}, "source": ["a\n", kind], **more}
+        for kind, more in kinds.items()
+    ]
+    for cell in cells:
+        cell.pop("id") if minor < 5 else None
+    book = {"cells": [dict(sorted(each.items())) for each in cells], "metadata": {"z": 0, "a": 1},
+            "nbformat": 4, "nbformat_minor": minor}  # fmt: skip
+    layout = {"ensure_ascii": False, "indent": 1} | layout
+    return (json.dumps(book, **layout) + "\n").encode()
+
+
+def edit_cell(turn, data: bytes, cell: int, source: str = "", **arguments) -> tuple[ToolResult, bytes]:
+    (turn.cwd / "x.ipynb").write_bytes(data)
+    result = call(turn, "notebook_edit", path="x.ipynb", cell=cell, source=source, **arguments)
+    return result, (turn.cwd / "x.ipynb").read_bytes()
+
+
+@pytest.mark.parametrize("data", [
+    notebook(), notebook(4), notebook(indent=4), notebook(indent="\t"), notebook(ensure_ascii=True),
+    notebook(indent=None), notebook().replace(b"\n", b"\r\n"), b"\xef\xbb\xbf" + notebook(),
+    notebook().rstrip(),
+])  # fmt: skip
+def test_a_changed_cell_leaves_all_else_in_a_notebook_as_it_was(turn, data):
+    first, after = edit_cell(turn, data, 0, "# größer\n\nb")
+    assert not first.is_error and after != data
+    marked = after.decode("utf-8-sig").replace("größer", "a").replace("gr\\u00f6\\u00dfer", "a")
+    assert json.loads(marked)["cells"][0]["source"] == ["# a\n", "\n", "b"]
+    call(turn, "notebook_edit", path="x.ipynb", cell=0, source="a\nmarkdown")
+    assert (turn.cwd / "x.ipynb").read_bytes() == data
+    call(turn, "notebook_edit", path="x.ipynb", cell=1, source="new", mode="insert")
+    call(turn, "notebook_edit", path="x.ipynb", cell=1, source="", mode="delete")
+    assert (turn.cwd / "x.ipynb").read_bytes() == data
+
+
+CODE = {"cell_type": "code", "execution_count": None, "metadata": {}, "outputs": [], "source": ["x\n", "y"]}
+TEXT = {"cell_type": "markdown", "metadata": {}, "source": ["x\n", "y"]}
+
+
+@pytest.mark.parametrize("minor, arguments, cells, made", [
+    (5, {"cell": 1}, 3, CODE | {"id": "id-code", "metadata": {"tags": ["code"]}}),  # its outputs go
+    (4, {"cell": 0, "cell_type": "code"}, 3, CODE | {"metadata": {"tags": ["markdown"]}}),
+    (5, {"cell": 1, "cell_type": "markdown"}, 3, TEXT | {"id": "id-code", "metadata": {"tags": ["code"]}}),
+    (5, {"cell": 3, "mode": "insert"}, 4, CODE | {"id": "new"}),
+    (4, {"cell": 0, "mode": "insert"}, 4, CODE),  # before 4.5 a cell has no id
+    (4, {"cell": 1, "mode": "insert", "cell_type": "markdown"}, 4, TEXT),
+])  # fmt: skip
+def test_a_cell_is_what_nbformat_wants(turn, minor, arguments, cells, made):
+    result, data = edit_cell(turn, notebook(minor), source="x\ny", **arguments)
+    book = json.loads(data)
+    cell = book["cells"][arguments["cell"]]
+    if made.get("id") == "new":
+        assert re.fullmatch("[0-9a-f]{8}", cell["id"])
+        cell["id"] = "new"
+    assert not result.is_error and len(book["cells"]) == cells and cell == made
+    assert '+    "y"' in result.text
+
+
+def test_a_deleted_cell_is_gone_and_the_diff_shows_it(turn):
+    result, data = edit_cell(turn, notebook(), 2, mode="delete")
+    assert [each["cell_type"] for each in json.loads(data)["cells"]] == ["markdown", "code"]
+    assert '-    "raw"' in result.text and "-   \"cell_type\": \"raw\"" in result.text
+
+
+@pytest.mark.parametrize("data, cell, told", [
+    (notebook(), 3, "There is no cell 3 to replace: there are 3"),
+    (b'{"nbformat": 4, "cells": []}', 0, "There is no cell 0"),
+    (b"{", 0, "no notebook of nbformat 4: JSONDecodeError"),
+    (b"", 0, "no notebook"),
+    (b"[]", 0, "no notebook"),
+    (b"{}", 0, "no notebook of nbformat 4: KeyError"),
+    (b'{"nbformat": 3, "worksheets": []}', 0, "no notebook of nbformat 4"),
+    (b'{"nbformat": 4, "cells": 7}', 0, "no notebook"),
+    (b"[" * 100_000, 0, "no notebook"),
+])  # fmt: skip
+def test_what_is_no_notebook_or_no_cell_is_said_and_left_alone(turn, data, cell, told):
+    result, after = edit_cell(turn, data, cell, "x")
+    assert result.is_error and told in result.text and after == data
+
+
 def test_list_dir_shows_folders_sizes_and_where_links_lead(turn):
     out = turn.workspace.parent / "out"
     assert call(turn, "list_dir").text.split("\n") == [
@@ -1188,12 +1325,11 @@ def test_list_dir_shows_folders_sizes_and_where_links_lead(turn):
     assert "Not a directory" in call(turn, "list_dir", path="a.txt").text
 
 
-def test_list_dir_of_a_huge_folder_says_that_it_shows_a_part(turn):
-    for number in range(510):
-        (turn.cwd / "sub" / f"{number:03}").touch()
+def test_list_dir_of_a_huge_folder_is_put_aside(turn):
+    for number in range(1_000):
+        (turn.cwd / "sub" / f"{number:09}").touch()
     text = call(turn, "list_dir", path="sub").text
-    assert "511 entries" in text and "\n499  0 bytes\n" in text and "509" not in text
-    assert text.endswith("(the rest is left out: narrow it down with glob)")
+    assert "too long to show" in text and "sub: 1001 entries" in text and len(text) < 2_000
 
 
 # ---- Search ----
@@ -1222,6 +1358,7 @@ def tree(turn):
     ("mai?.py", ["main.py"]),
     ("a.md", ["d/a.md"]),
     ("[[]x].md", ["[x].md"]),
+    ("{main,src/**/app}.py", ["src/app.py", "main.py"]),
 ])  # fmt: skip
 def test_glob_finds_files_newest_first(tree, pattern, found):
     assert call(tree, "glob", pattern=pattern).text.split("\n") == found
@@ -1229,7 +1366,9 @@ def test_glob_finds_files_newest_first(tree, pattern, found):
 
 def test_glob_of_nothing_and_of_nonsense_says_so(tree):
     assert call(tree, "glob", pattern="*.rs").text == f"No file below {tree.cwd} matches *.rs."
-    assert "not a usable glob" in call(tree, "glob", pattern="{a").text
+    for nonsense in ("{a", "}{", "[z-a]"):
+        assert "not a usable glob" in call(tree, "glob", pattern=nonsense).text
+    assert "No file below" in call(tree, "glob", pattern="{a,b}" * 50).text
     assert "There is no" in call(tree, "glob", pattern="*", path="gone").text
 
 
@@ -1296,6 +1435,65 @@ def test_grep_takes_fixed_strings_and_explains_a_bad_expression(tree):
     assert call(tree, "grep", pattern="x", output_mode="pretty").is_error
 
 
+@pytest.mark.parametrize("kind, found", [
+    ("py", ["main.py", "src/app.py", "src/deep/util.py"]), ("js", ["src/deep/util.js"]),
+    ("md", ["READ.md", "[x].md", "d/a.md"]), ("java", []), ("rust", []),
+])  # fmt: skip
+def test_grep_looks_only_at_files_of_a_type(tree, kind, found):
+    text = call(tree, "grep", pattern="TODO", type=kind).text
+    assert text.split("\n") == (found or [f"No match for 'TODO' in {tree.cwd}."])
+    assert call(tree, "grep", pattern="TODO", type="py", glob="src/*").text == "src/app.py"
+
+
+@pytest.mark.parametrize("kind", tools.TYPES)
+def test_every_type_names_files(kind):
+    endings = {"rust": "rs"}
+    assert re.match(tools.glob_regex(tools.TYPES[kind]), f"deep/name.{endings.get(kind, kind)}")
+    assert not re.match(tools.glob_regex(tools.TYPES[kind]), "name.txt")
+
+
+def test_grep_finds_what_a_loop_over_the_lines_would_find(turn):
+    """The law of the quick test that spares most files the loop, with patterns and texts made at random."""
+    chance, hits = random.Random(20_260_402), 0
+    atoms = r"a s foo Bar . \. \w \s \S \b ^ $ [ab] [^a] []b] é (foo) (?:a|b) | (?=b) (?!a) \( x{ ſ \A \Z [*]"
+    words = "a b foo Bar FOO é É . ( x{ S ſ ſ ] *"
+    repeats = ["", "", "", "?", "*", "+", "{2}", "{0,1}", "*?"]
+    pieces = [*words.split(), " ", "\n", "\r\n", "\n\n"]
+    for _ in range(800):
+        some = chance.choices(atoms.split(), k=chance.randint(1, 4))
+        pattern = "".join(atom + chance.choice(repeats) for atom in some)
+        text = "".join(chance.choices(pieces, k=chance.randint(0, 12)))
+        flags = chance.choice([0, re.IGNORECASE])
+        with contextlib.suppress(re.error):
+            matches = re.compile(pattern, flags).search
+            (turn.cwd / "sub" / "b.txt").write_bytes(text.encode())
+            lines = text.replace("\r\n", "\n").removesuffix("\n").split("\n") if text else []
+            count = sum(1 for line in lines if matches(line))
+            arguments = {"pattern": pattern, "case_insensitive": bool(flags), "output_mode": "count"}
+            shown = call(turn, "grep", path="sub", **arguments).text
+            if "could take for ever" not in shown:
+                hits += count > 0
+                assert shown.startswith(f"b.txt: {count}" if count else "No match for"), (pattern, text)
+    assert hits > 200
+
+
+@pytest.mark.parametrize("pattern", [
+    "(a+)+$", "(a*)*b", r"^(\w+\s*)+$", "(?:a+)*", "(.*,)+x", r"(\d+){2,}", "((a+))+x|(b+)+",
+])  # fmt: skip
+def test_grep_refuses_what_could_take_for_ever(turn, pattern):
+    (turn.cwd / "x").write_text("a" * 60 + "!\n")  # years
+    assert "could take for ever" in call(turn, "grep", pattern=pattern).text
+    assert "No match" in call(turn, "grep", pattern=pattern, fixed_strings=True).text
+
+
+@pytest.mark.parametrize("pattern", [
+    r"(\d{1,3}\.){3}\d{1,3}", "(a++)+$", r"\(a+\)*", "[(a+)]+", "(ab)+", "(a+)?b", "(a|b)*c+",
+    r"def \w+\(.*\)",
+])  # fmt: skip
+def test_grep_takes_repetitions_that_end(turn, pattern):
+    assert not call(turn, "grep", pattern=pattern).is_error
+
+
 def test_grep_says_how_many_files_it_left_out(tree):
     (tree.cwd / "binary").write_bytes(b"TODO \0")
     (tree.cwd / "huge").write_bytes(b"TODO\n" * 500_000)
@@ -1305,9 +1503,131 @@ def test_grep_says_how_many_files_it_left_out(tree):
     assert "latin" in text and "binary\n" not in text and "huge" not in text and "node_modules" not in text
 
 
+def test_grep_does_not_wait_for_what_is_no_file_and_counts_what_it_may_not_read(tree):
+    os.mkfifo(tree.cwd / "fifo")
+    (tree.cwd / "zero").symlink_to("/dev/zero")
+    (tree.cwd / "shut").write_text("TODO\n")
+    (tree.cwd / "shut").chmod(0)
+    text = call(tree, "grep", pattern="TODO").text
+    if os.getuid():  # root may read it
+        assert text.endswith("\n(1 files skipped: binary, over 2 MB or not readable)")
+    assert "main.py" in text and "fifo" not in text and "zero" not in text
+
+
 def test_search_does_not_follow_links_out_of_the_folder(turn):
     assert "gold" not in call(turn, "glob", pattern="*").text
     assert "out/gold" not in call(turn, "grep", pattern="text of", output_mode="content").text
+
+
+def test_search_never_shows_a_file_with_keys_or_what_was_put_aside(turn):
+    (config,) = turn.secret
+    os.link(config, turn.workspace / "hard")
+    (config.parent / "config.json.bak").write_text("text of old keys")
+    (turn.workspace / ".nanobot").mkdir()
+    (turn.workspace / ".nanobot" / "result.txt").write_text("text of a result")
+    home = replace(turn, cwd=config.parent)
+    for name, pattern in {"glob": "*", "grep": "text of"}.items():
+        assert call(home, name, pattern=pattern).text.startswith("No ")
+        shown = call(turn, name, pattern=pattern).text
+        assert "a.txt" in shown and "hard" not in shown and "result" not in shown
+
+
+def git(folder: Path, *arguments: str) -> None:
+    identity = ["-c", "user.name=A", "-c", "user.email=a@b.c", "-c", "protocol.file.allow=always"]
+    subprocess.run(["git", *identity, *arguments], cwd=folder, check=True, capture_output=True)
+
+
+@pytest.fixture
+def repository(turn):
+    """A work tree with tracked, new, ignored and deleted files, a repository within and a submodule."""
+    if not shutil.which("git"):
+        pytest.skip("git is not installed")
+    root = turn.cwd / "repo"
+    ignore = "*.log\nbuild/\n/only/*\n!kept.log\n"
+    names = ["a.py", "gone.py", "src/b.py", "src/d.log", "build/tracked.py", "build/made.py", "new/c.py",
+             "new/c.log", "kept.log", "größe.py", "only/e.py", "inner/f.py", "inner/f.tmp", "lib/g.py",
+             ".nanobot/h.txt", "node_modules/i.js"]  # fmt: skip
+    rules = {".gitignore": ignore, "inner/.gitignore": "*.tmp\n", "lib/.gitignore": "*.log\n"}
+    for name, text in {**dict.fromkeys(names, ""), **rules}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"{text}# needle\n")
+    for inner in ("lib", "inner"):
+        git(root / inner, "init", "-q")
+        git(root / inner, "add", "-A")
+        git(root / inner, "commit", "-qm", "x")
+    git(root, "init", "-q")
+    git(root, "add", "-f", "a.py", "gone.py", "src/b.py", "build/tracked.py", "größe.py", "lib")
+    git(root, "commit", "-qm", "x")
+    (root / "gone.py").unlink()
+    (root / "lib" / "g.log").write_text("# needle\n")
+    return replace(turn, cwd=root)
+
+
+SEEN_BY_GIT = [".gitignore", "a.py", "build/tracked.py", "größe.py", "inner/.gitignore", "inner/f.py",
+               "kept.log", "lib/.gitignore", "lib/g.py", "new/c.py", "src/b.py"]  # fmt: skip
+
+
+def found(turn, path=".") -> list[str]:
+    names = call(turn, "glob", pattern="*", path=path).text.split("\n")
+    matches = call(turn, "grep", pattern="needle", path=path).text.split("\n")
+    assert set(matches) <= set(names)
+    return sorted(matches)
+
+
+def test_in_a_work_tree_search_sees_what_git_would_list(repository):
+    assert found(repository) == SEEN_BY_GIT
+    shown = call(repository, "glob", pattern="*").text.split("\n")
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=repository.cwd, capture_output=True, text=True).stdout.split("\0")
+    apart = {"gone.py", "inner/", "lib", ".nanobot/h.txt", "node_modules/i.js", ""}
+    assert set(listed) - apart == {name for name in shown if not name.startswith(("inner/", "lib/"))}
+
+
+@pytest.mark.parametrize("path, names", [
+    ("src", ["b.py"]), ("new", ["c.py"]), ("inner", [".gitignore", "f.py"]), ("lib", [".gitignore", "g.py"]),
+    ("only", ["e.py"]), ("build", ["tracked.py"]), ("src/d.log", ["d.log"]),  # what is named is searched
+])  # fmt: skip
+def test_a_folder_of_a_work_tree_can_be_searched_alone(repository, path, names):
+    assert found(repository, path) == names
+
+
+def test_repositories_side_by_side_each_keep_their_rules(repository):
+    shown = found(replace(repository, cwd=repository.workspace))
+    assert shown == [f"repo/{name}" for name in SEEN_BY_GIT]
+
+
+def test_without_git_the_folders_that_nobody_means_are_skipped(repository, monkeypatch):
+    monkeypatch.setenv("PATH", str(repository.cwd))
+    names = found(repository)
+    assert {"build/made.py", "src/d.log", "inner/f.tmp"} <= set(names)
+    assert not [name for name in names if name.startswith(("node_modules", ".git/", ".nanobot"))]
+
+
+def test_the_settings_of_a_strangers_repository_start_no_program(repository):
+    hook = repository.cwd / "src" / "hook.sh"
+    hook.write_text(f"#!/bin/sh\ntouch {repository.workspace}/ran\n")
+    hook.chmod(0o755)
+    for key in ("core.fsmonitor", "core.sshCommand", "core.pager", "pager.ls-files", "filter.x.clean",
+                "core.editor", "alias.ls-files", "remote.origin.uploadpack"):  # fmt: skip
+        git(repository.cwd, "config", key, str(hook))
+    git(repository.cwd, "config", "extensions.partialClone", "origin")
+    (repository.cwd / ".gitattributes").write_text("* filter=x\n")
+    assert "a.py" in found(repository)
+    assert not (repository.workspace / "ran").exists()
+
+
+def test_a_repository_cannot_lead_a_search_outside(repository):
+    fenced = replace(repository, cwd=repository.workspace, restrict=True)
+    out, index = repository.workspace.parent / "out", repository.cwd / "away"
+    index.mkdir()
+    (index / "gold.txt").write_text("tracked")
+    git(repository.cwd, "add", "-f", "away/gold.txt")
+    shutil.rmtree(index)
+    index.symlink_to(out)  # git still lists away/gold.txt
+    git(repository.cwd, "config", "core.worktree", str(out))
+    for path in ("repo", "."):
+        assert "gold" not in call(fenced, "glob", pattern="*", path=path).text
+        assert "gold" not in call(fenced, "grep", pattern="text", path=path, output_mode="content").text
 
 
 # ---- The web ----
