@@ -801,7 +801,7 @@ def test_an_unknown_time_zone_is_an_error(tmp_path):
     [
         ('{"ssrfWhitelist": ["10.1.2.3/8"]}', "tools.ssrfWhitelist: 10.1.2.3/8 has host bits set"),
         ('{"ssrfWhitelist": ["localhost"]}', "tools.ssrfWhitelist: 'localhost' does not appear"),
-        ('{"web": {"search": {"provider": "altavista"}}}', "tools.web.search.provider: expected duckduckgo or brave"),
+        ('{"web": {"search": {"provider": "altavista"}}}', "web.search.provider: expected duckduckgo or"),
     ],
 )
 def test_web_settings_that_cannot_work_are_named_at_the_start(own_home, settings, said):

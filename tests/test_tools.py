@@ -1,4 +1,4 @@
-"""tools.py: schemas, registry, fence, files, search, web, shell and MCP, with real files, sockets and processes."""
+"""tools.py: schemas, registry, fence, files, search, web, shell, MCP: real files, sockets and processes."""
 
 import asyncio
 import contextlib
