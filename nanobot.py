@@ -52,8 +52,8 @@ from providers import (
     ToolCallRequest, Trace, choose_endpoint, legal,
 )  # fmt: skip
 from tools import (
-    FILE_TOOLS, Exec, MCPServers, ToolRegistry, ToolResult, Turn, as_schema, fits, image_block, kinds,
-    sandbox_problem,
+    FILE_TOOLS, SEARCH_SERVICES, Exec, MCPServers, ToolRegistry, ToolResult, Turn, Web, WebFetch, WebSearch,
+    as_schema, fits, image_block, kinds, sandbox_problem,
 )  # fmt: skip
 
 __version__ = "0.1.0"
@@ -108,6 +108,20 @@ class ExecSettings:
 
 
 @dataclass
+class SearchSettings:
+    provider: Literal[*SEARCH_SERVICES] = "duckduckgo"
+    api_key: str = ""
+    base_url: str = ""  # of a server of your own
+    max_results: int = 5
+
+
+@dataclass
+class WebSettings:
+    enable: bool = True
+    search: SearchSettings = field(default_factory=SearchSettings)
+
+
+@dataclass
 class MCPSettings:
     command: str = ""  # of a server that is a program; any other has a url
     args: list[str] = field(default_factory=list)
@@ -124,6 +138,8 @@ class MCPSettings:
 class ToolSettings:
     restrict_to_workspace: bool = False
     exec: ExecSettings = field(default_factory=ExecSettings)
+    web: WebSettings = field(default_factory=WebSettings)
+    ssrf_whitelist: list[str] = field(default_factory=list)  # CIDRs
     mcp_servers: dict[str, MCPSettings] = field(default_factory=dict)
 
 
@@ -170,6 +186,10 @@ class Config:
             limit = f"must be under half of contextWindowTokens ({window})"
             why = "the answer needs room beside the conversation"
             raise ConfigError(f"agents.defaults.maxTokens ({answer}) {limit}: {why}.")
+        try:
+            Web(self.tools.ssrf_whitelist)
+        except ValueError as problem:
+            raise ConfigError(f"tools.ssrfWhitelist: {problem}. Write it like 10.0.0.0/8.") from None
 
 
 def path_of(text: str) -> Path:
@@ -677,6 +697,10 @@ class AgentLoop:
         if (shell := config.tools.exec).enable:
             confinement = (shell.sandbox, shell.sandbox_network)
             self.tools.register(Exec(shell.timeout, shell.path_append, shell.allowed_env_keys, *confinement))
+        if config.tools.web.enable:
+            web = Web(config.tools.ssrf_whitelist)
+            self.tools.register(WebFetch(web))
+            self.tools.register(WebSearch(web, **vars(config.tools.web.search)))
         self.mcp = MCPServers(config.tools.mcp_servers, self.tools)
         self.runner = AgentRunner(self.provider)
         self.cost = CostTrackingHook(config.prices, self.model)
@@ -782,8 +806,8 @@ def run(text: str, session_key: str = "cli:direct", config: Config | None = None
 
 # Keys of parts that this version does not have yet: a line says so, so that nobody waits for their effect.
 NOT_YET = {
-    "agents.defaults.memoryWindow", "agents.defaults.dream", "agents.defaults.maxConcurrent", "tools.web",
-    "tools.ssrfWhitelist", "channels.telegram", "gateway",
+    "agents.defaults.memoryWindow", "agents.defaults.dream", "agents.defaults.maxConcurrent",
+    "channels.telegram", "gateway",
 }  # fmt: skip
 
 

@@ -796,6 +796,36 @@ def test_an_unknown_time_zone_is_an_error(tmp_path):
         make_loop(tmp_path, timezone="Mars/Olympus")
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ('{"ssrfWhitelist": ["10.1.2.3/8"]}', "tools.ssrfWhitelist: 10.1.2.3/8 has host bits set"),
+        ('{"ssrfWhitelist": ["localhost"]}', "tools.ssrfWhitelist: 'localhost' does not appear"),
+        ('{"web": {"search": {"provider": "altavista"}}}', "web.search.provider: expected duckduckgo or"),
+    ],
+)
+def test_web_settings_that_cannot_work_are_named_at_the_start(own_home, settings, said):
+    with pytest.raises(ConfigError) as caught:
+        AgentLoop(load_config(write_config(own_home, f'{{"tools": {settings}}}'), {}), ScriptedProvider([]))
+    assert said in str(caught.value)
+
+
+def test_web_settings_reach_the_tools(own_home):
+    search = '{"provider": "tavily", "apiKey": "k", "baseUrl": "http://127.0.0.1:1", "maxResults": 7}'
+    text = f'{{"tools": {{"web": {{"search": {search}}}, "ssrfWhitelist": ["127.0.0.0/8"]}}}}'
+    loop = AgentLoop(load_config(write_config(own_home, text), {}), ScriptedProvider([]))
+    found = loop.tools.get("web_search")
+    assert (found.provider, found.key, found.max_results, found.note) == ("tavily", "k", 7, "")
+    refused = asyncio.run(loop.tools.execute("web_fetch", {"url": "http://127.0.0.1:65000/"})).text
+    assert "nobody takes the connection" in refused  # but it may be asked
+
+
+def test_the_web_can_be_switched_off(own_home):
+    config = load_config(write_config(own_home, '{"tools": {"web": {"enable": false}}}'), {})
+    loop = AgentLoop(config, ScriptedProvider([]))
+    assert not loop.tools.get("web_fetch") and not loop.tools.get("web_search")
+
+
 def test_the_time_is_given_in_the_configured_zone(tmp_path):
     loop = make_loop(tmp_path, ["ok"], timezone="Asia/Tokyo")
     ask(loop, "hello")
