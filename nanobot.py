@@ -48,8 +48,8 @@ from memory import (
     MemoryStore, SessionBusy, SessionManager, SkillsLoader, TokenCounter, leave_out_oldest, said,
 )  # fmt: skip
 from providers import (
-    ROWS, Endpoint, HumanProvider, LLMProvider, LLMResponse, OfflineProvider, OpenAIProvider, ReplayProvider,
-    ToolCallRequest, Trace, choose_endpoint, legal, read_trace,
+    NO_RESULT, ROWS, Endpoint, HumanProvider, LLMProvider, LLMResponse, OfflineProvider, OpenAIProvider,
+    ReplayProvider, ToolCallRequest, Trace, choose_endpoint, legal, read_trace,
 )  # fmt: skip
 from tools import FILE_TOOLS, Exec, ToolRegistry, ToolResult, Turn, as_schema, image_block, is_kind, kinds
 
@@ -976,7 +976,7 @@ class RecordedTools(ToolRegistry):
         known = {message.get("tool_call_id") for message in records[0]["messages"]}
         names: dict[str, str] = {}
         for message in (message for record in records for message in record["messages"]):
-            for call in message.get("tool_calls", ()):
+            for call in (each for each in message.get("tool_calls", ()) if each["id"] not in names):
                 arguments = json.loads(call["function"]["arguments"])
                 names[call["id"]] = self.key(call["function"]["name"], arguments)
             if message["role"] == "tool" and message["tool_call_id"] not in known:
@@ -992,7 +992,31 @@ class RecordedTools(ToolRegistry):
 
     async def execute(self, name: str, params: dict, turn: Turn | None = None) -> ToolResult:
         results = self.results[self.key(name, params)]
-        return ToolResult(results.pop(0) if results else "(the trace ends before this call's result)")
+        text = results.pop(0) if results else "(the trace ends before this call's result)"
+        stopped = text.endswith((NO_RESULT["content"], template("same_failure", count=5)))  # the run, there
+        return ToolResult(text, is_error=stopped)
+
+
+class ReplayHook(EventHook):
+    async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
+        await super().before_execute_tools(tool_calls)
+        for call in tool_calls:
+            call.error = ""  # its result is recorded, too, and says so
+
+
+async def replay_turn(model: ReplayProvider, terminal: CLI) -> AgentRunResult:
+    first, hook = model.rest[0], ReplayHook(terminal.send, Turn(), streaming=True)
+    given = {name: each for name, each in first["options"].items() if name in ("max_tokens", "temperature")}
+    spec = AgentRunSpec(first["messages"], RecordedTools(model.rest), hook=hook, **given)
+    spec.fail_on_tool_error = True  # see RecordedTools: the others are no errors here
+    spec.context_window = sys.maxsize  # what did not fit was left out when it was recorded
+    said = [str(record["messages"][-1]["content"]) for record in model.rest]
+    limits = (n for n, text in enumerate(said) if text.endswith(template("out_of_iterations", limit=n)))
+    spec.max_iterations = next(limits, sys.maxsize)
+    result = await AgentRunner(model).run(spec)
+    if result.final_content:
+        await hook.send("final", result.final_content)
+    return result
 
 
 def replay_command(arguments: argparse.Namespace) -> int:
@@ -1000,18 +1024,16 @@ def replay_command(arguments: argparse.Namespace) -> int:
         model = ReplayProvider(read_trace(arguments.file))
     except (OSError, ValueError) as problem:
         raise ConfigError(f"{problem}. Make a trace with: nanobot agent --trace FILE") from None
-    terminal = CLI()
+    terminal, status = CLI(), 0
     while model.rest:
-        first, hook = model.rest[0], EventHook(terminal.send, Turn(), streaming=True)
-        given = {name: first["options"].get(name) for name in ("max_tokens", "temperature")}
-        spec = AgentRunSpec(first["messages"], RecordedTools(model.rest), hook=hook, **given)
-        spec.context_window = sys.maxsize  # what did not fit was left out when it was recorded
-        result = asyncio.run(AgentRunner(model).run(spec))
+        before, result = model.played, asyncio.run(replay_turn(model, terminal))
         if result.error:
             terminal.note(f"nanobot: {result.error}")
-            return 1
-        asyncio.run(hook.send("final", result.final_content))
-    return 0
+            status, last = 1, model.records[model.played - 1]["answer"] or {"error": "cancelled"}
+            failed_then = result.stop_reason == "tool_error" or last.get("error")
+            if model.played == before or not failed_then:
+                break
+    return status
 
 
 def parser() -> argparse.ArgumentParser:

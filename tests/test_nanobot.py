@@ -30,9 +30,12 @@ from providers import (
     LLMResponse,
     OfflineProvider,
     OpenAIProvider,
+    ReplayProvider,
     ScriptedProvider,
     ToolCallRequest,
+    Trace,
     legal,
+    read_trace,
 )
 from test_providers import check_grammar
 from tools import ToolError, ToolRegistry, ToolResult, tool
@@ -829,7 +832,7 @@ WEATHER = [
 
 
 class Storm:
-    """A script: most requests go well, calls and answers in turn; the others meet one weather after another."""
+    """A script: most requests go well, with calls and answers; the others meet one weather after another."""
 
     def __init__(self, seed: int):
         self.dice, self.weather, self.calls, self.calm = random.Random(seed), list(WEATHER), 0, False
@@ -847,10 +850,12 @@ class Storm:
         return f"answered {body['messages'][-1]['content'][-12:]}"
 
 
-def test_after_a_storm_every_message_is_there_once_and_the_next_is_answered(tmp_path):
-    storm, turns = Storm(4), []
+def test_after_a_storm_every_message_is_there_once_and_the_next_is_answered(tmp_path, capsys):
+    """200 requests in one session; in the end the trace of it all is played again."""
+    storm, turns, trace = Storm(4), [], tmp_path / "trace.jsonl"
     with FakeLLM(storm) as server:
         loop = endpoint_loop(tmp_path, server, request_timeout=0.2, idle_timeout=0.2)
+        loop.provider.trace = Trace(trace)
 
         async def many_turns():
             while len(server.bodies) < 200:
@@ -871,6 +876,13 @@ def test_after_a_storm_every_message_is_there_once_and_the_next_is_answered(tmp_
         asked = [each["content"] for each in server.bodies[-1]["messages"] if each["role"] == "user"]
         sent = "\n".join(text if isinstance(text, str) else str(text) for text in asked)
         assert all(sent.count(f"\n{text}\n") + sent.endswith(text) == 1 for text, _, _ in turns)
+    assert nanobot.main(["replay", str(trace)]) == 1  # some turns failed, as they did then
+    assert capsys.readouterr().out == answers(result for _, result, _ in turns)
+
+
+def answers(results) -> str:
+    """What the terminal shows on stdout."""
+    return "".join(f"{result.final_content}\n" for result in results if result.final_content)
 
 
 def without_stamp(line: dict) -> dict:
@@ -939,8 +951,8 @@ def array_in(raw: bytes, name: str) -> str:
 def test_every_request_begins_with_the_bytes_of_the_last_one(tmp_path, streaming):
     """Prompt caches live on it: the same system message and tools, then all that was sent before."""
     thinks = Reply(None, [ask_for("look", n=2)], "tool_calls", extra={"reasoning_content": "hm, Größe"})
-    script = [[ask_for("look", n=1), ask_for("look", n=1)], error(503, "not now"), thinks, "naïve \u2028 ok\n",
-              "second", ask_for("nothing_like_it"), ask_for("look", n=-1), "  third "]  # fmt: skip
+    script = [[ask_for("look", n=1), ask_for("look", n=1)], error(503, "not now"), thinks,
+              "naïve \u2028 ok\n", "second", ask_for("nothing_like_it"), ask_for("look", n=-1), "  third "]  # fmt: skip
     with FakeLLM(script) as server:
 
         async def talk():
@@ -958,6 +970,83 @@ def test_every_request_begins_with_the_bytes_of_the_last_one(tmp_path, streaming
     for before, after in zip(asked, asked[1:], strict=False):
         before, after = array_in(before, "messages"), array_in(after, "messages")
         assert after.startswith(before), (before[-200:], after[len(before) - 200 :][:400])
+
+
+# ---- A trace ----
+
+
+def recorded(tmp_path: Path, replies, *texts: str, tools=(look,), **defaults) -> tuple[Path, str]:
+    """The trace of some turns, and what the terminal shows of them."""
+    loop = make_loop(tmp_path, replies, **defaults)
+    loop.tools, loop.provider.trace = ToolRegistry(tools), Trace(tmp_path / "trace.jsonl")
+    return tmp_path / "trace.jsonl", answers([ask(loop, text)[0] for text in texts])
+
+
+def test_a_trace_is_the_model_of_a_test(tmp_path):
+    trace, _ = recorded(tmp_path, [call("look", n=7), "seen"], "look")
+    first = read_trace(trace)[0]["messages"]
+    provider = ReplayProvider(read_trace(trace))
+    spec = AgentRunSpec(first, ToolRegistry([look]))
+    assert asyncio.run(AgentRunner(provider).run(spec)).final_content == "seen"
+    assert provider.rest == []
+
+    @tool(name="look", read_only=True)
+    def changed(n: int = 0) -> str:
+        """Look."""
+        return f"saw {n + 1}"
+
+    spec = AgentRunSpec(first, ToolRegistry([changed]))
+    result = asyncio.run(AgentRunner(ReplayProvider(read_trace(trace))).run(spec))
+    assert result.stop_reason == "error"
+    assert '-   "content": "saw 7"' in result.error
+    assert '+   "content": "saw 8"' in result.error
+
+
+UNREADABLE = ToolCallRequest("c1", "look", error="its arguments are not whole JSON")
+TURNS = {
+    "calls side by side": [[call("look", "a", n=1), call("look", "b", n=1)], "done"],
+    "calls whose ids come again": [call("look"), "done", call("look", n=2), "done"],
+    "a call that could not be read": [UNREADABLE, call("look", "c2"), "done"],
+    "an unknown tool": [call("nothing_like_it"), "done"],
+    "blanks": ["", " ", "done"],
+    "a cut answer": [LLMResponse("one ", finish_reason="length"), "two"],
+    "cut calls": [LLMResponse("text", [call("look")], "length"), "done"],
+    "out of steps": [call("look", "a"), call("look", "b"), call("look", "c"), "so far"] * 2,
+    "a call that fails again and again": [call("broken", f"c{n}") for n in range(5)] + ["next"],
+    "a failure and another turn": [LLMResponse(None, [], "error", error="boom"), "next"],
+    "the same call over and over": [call("look", f"c{n}") for n in range(3)] + ["done"],
+}
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_whatever_happened_in_a_turn_it_can_be_played_again(tmp_path, capsys, name):
+    limit = 3 if name == "out of steps" else 40
+    tools = [look, broken]
+    trace, shown = recorded(tmp_path, TURNS[name], "one", "two", tools=tools, max_tool_iterations=limit)
+    nanobot.main(["replay", str(trace)])
+    out, err = capsys.readouterr()
+    assert out.replace(nanobot.template("same_failure", count=5) + "\n", "") == shown  # a note to the model
+    assert "differs" not in err
+
+
+def test_options_that_were_not_given_are_not_needed(tmp_path, capsys):
+    provider = ScriptedProvider(["hello"])
+    provider.trace = Trace(tmp_path / "t.jsonl")
+    asyncio.run(provider.chat([{"role": "user", "content": "Hi"}]))
+    assert nanobot.main(["replay", str(tmp_path / "t.jsonl")]) == 0
+    assert capsys.readouterr().out == "hello\n"
+
+
+@pytest.mark.xfail(reason="the file of a trace takes no lone surrogate", strict=True)
+@pytest.mark.parametrize("part", ["extra", "error", "id"])
+def test_a_letter_that_is_none_costs_no_turn(tmp_path, part):
+    reply = {
+        "extra": LLMResponse("done", extra={"reasoning_content": "\ud83d"}),
+        "error": LLMResponse(None, [], "error", error="no \ud83d"),
+        "id": ToolCallRequest("c\ud83d", "look"),
+    }[part]
+    trace, _ = recorded(tmp_path, [reply, "done"], "one")
+    assert read_trace(trace)
 
 
 # ---- What the model is told ----
