@@ -951,8 +951,9 @@ def array_in(raw: bytes, name: str) -> str:
 def test_every_request_begins_with_the_bytes_of_the_last_one(tmp_path, streaming):
     """Prompt caches live on it: the same system message and tools, then all that was sent before."""
     thinks = Reply(None, [ask_for("look", n=2)], "tool_calls", extra={"reasoning_content": "hm, Größe"})
-    script = [[ask_for("look", n=1), ask_for("look", n=1)], error(503, "not now"), thinks,
-              "naïve \u2028 ok\n", "second", ask_for("nothing_like_it"), ask_for("look", n=-1), "  third "]  # fmt: skip
+    twice = [ask_for("look", n=1), ask_for("look", n=1)]
+    script = [twice, error(503, "not now"), thinks, "naïve \u2028 ok\n", "second"]
+    script += [ask_for("nothing_like_it"), ask_for("look", n=-1), "  third "]
     with FakeLLM(script) as server:
 
         async def talk():
