@@ -19,7 +19,7 @@ import select
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -38,13 +38,20 @@ class OutboundMessage:
 
 
 # C0 but tab and newline, DEL, C1; bidi controls, zero-widths, tags: they rewrite what a reader sees
-UNSAFE = re.compile("[\0-\b\v-\x1f\x7f-\x9f\u061c\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff\U000e0000-\U000e007f]")  # noqa
+UNSAFE = re.compile("[\0-\b\v-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\U000e0000-\U000e007f]")  # noqa
 
 
 def printable(text: str) -> str:
     """Text for a terminal: control, escape, bidi and invisible characters are shown as `\\x1b`, `\\u202e`."""
     safe = UNSAFE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
     return safe.encode("utf-8", errors="replace").decode("utf-8")  # a lone surrogate has no UTF-8
+
+
+class PrintableFormatter(logging.Formatter):
+    """For logs on a terminal: what a tool or an endpoint said is in warnings, too."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
 
 
 class Terminated(KeyboardInterrupt):
@@ -86,8 +93,9 @@ def read_answer(question: str, words: Sequence[str] = ()) -> str:
 class BackgroundLoop(contextlib.AbstractContextManager):
     """An event loop on a daemon thread: the agent goes on while the main thread keeps the keyboard."""
 
-    def __init__(self) -> None:
+    def __init__(self, close: Callable[[], Coroutine] | None = None):
         self.loop, self._questions = asyncio.new_event_loop(), queue.SimpleQueue()  # None: the end
+        self.close = close  # what is done at the end, on the loop
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:
@@ -95,6 +103,10 @@ class BackgroundLoop(contextlib.AbstractContextManager):
         self.loop.close()  # lets go of its pipes and threads
 
     def __exit__(self, *_: Any) -> None:
+        ended = asyncio.run_coroutine_threadsafe(self.close(), self.loop) if self.close else None
+        while ended and not ended.done():
+            with contextlib.suppress(KeyboardInterrupt):  # a second Ctrl-C would leave processes behind
+                wait([ended])
         self.loop.call_soon_threadsafe(self.loop.stop)
 
     def complete(self, work: Coroutine) -> Any:

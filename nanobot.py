@@ -40,18 +40,21 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial, partialmethod
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 from weakref import WeakValueDictionary
 
-from channels import CLI, BackgroundLoop, OutboundMessage, printable, terminate
+from channels import CLI, BackgroundLoop, OutboundMessage, PrintableFormatter, printable, terminate
 from memory import (
     MemoryStore, SessionBusy, SessionManager, SkillsLoader, TokenCounter, leave_out_oldest, said,
 )  # fmt: skip
 from providers import (
     NO_RESULT, ROWS, Endpoint, HumanProvider, LLMProvider, LLMResponse, OfflineProvider, OpenAIProvider,
-    ReplayProvider, ToolCallRequest, Trace, choose_endpoint, legal, read_trace,
+    ReplayProvider, ToolCallRequest, Trace, choose_endpoint, legal,
 )  # fmt: skip
-from tools import FILE_TOOLS, Exec, ToolRegistry, ToolResult, Turn, as_schema, image_block, is_kind, kinds
+from tools import (
+    FILE_TOOLS, Exec, MCPServers, ToolRegistry, ToolResult, Turn, as_schema, fits, image_block, kinds,
+    sandbox_problem,
+)  # fmt: skip
 
 __version__ = "0.1.0"
 log = logging.getLogger("nanobot")
@@ -91,20 +94,37 @@ class ProviderSettings:
     api_base: str = ""
     extra_headers: dict = field(default_factory=dict)
     extra_body: dict = field(default_factory=dict)
+    text_tool_calls: Literal["auto", "on", "off"] = "auto"
 
 
 @dataclass
 class ExecSettings:
     enable: bool = True
     timeout: int = 60  # seconds
+    sandbox: Literal["", "bwrap"] = ""
+    sandbox_network: bool = False
     path_append: str = ""
     allowed_env_keys: list[str] = field(default_factory=list)
+
+
+@dataclass
+class MCPSettings:
+    command: str = ""  # of a server that is a program; any other has a url
+    args: list[str] = field(default_factory=list)
+    env: dict[str, str] = field(default_factory=dict)
+    url: str = ""
+    headers: dict[str, str] = field(default_factory=dict)
+    type: str = ""  # stdio, sse, streamableHttp; empty: by command and url
+    tool_timeout: int = 30  # seconds
+    enabled_tools: list[str] = field(default_factory=lambda: ["*"])
+    disabled: bool = False
 
 
 @dataclass
 class ToolSettings:
     restrict_to_workspace: bool = False
     exec: ExecSettings = field(default_factory=ExecSettings)
+    mcp_servers: dict[str, MCPSettings] = field(default_factory=dict)
 
 
 @dataclass
@@ -402,8 +422,8 @@ class ApprovalHook(AgentHook):
                 call.denied = ""
                 continue
             # JSON keeps all of it on one line: nothing in it can look like a question of ours
-            shown = printable(json.dumps(call.arguments, ensure_ascii=False))
-            question = f"{call.name} {shown}\nRun it? [y/n/always] "
+            shown = printable(f"{call.name} {json.dumps(call.arguments, ensure_ascii=False)}")
+            question = f"{shown}\nRun it? [y/n/always] "
             answer = (await self.ask(question)).strip().lower() if self.ask else "n"
             if answer in ("a", "always"):
                 self.always.add(call.name)
@@ -655,13 +675,16 @@ class AgentLoop:
         self.context = ContextBuilder(config, self.memory, self.skills)
         self.tools = ToolRegistry(FILE_TOOLS)
         if (shell := config.tools.exec).enable:
-            self.tools.register(Exec(shell.timeout, shell.path_append, shell.allowed_env_keys))
+            confinement = (shell.sandbox, shell.sandbox_network)
+            self.tools.register(Exec(shell.timeout, shell.path_append, shell.allowed_env_keys, *confinement))
+        self.mcp = MCPServers(config.tools.mcp_servers, self.tools)
         self.runner = AgentRunner(self.provider)
         self.cost = CostTrackingHook(config.prices, self.model)
         self.hooks = [self.cost, *hooks]
         self.cwd = self.workspace  # the command line sets the folder that it was started in
         self.streaming = True
         self.started = time.monotonic()
+        self._seen: dict[str, dict] = {}  # by session: the files that it knows
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def turn(self, session_key: str) -> Turn:
@@ -671,6 +694,7 @@ class AgentLoop:
             restrict=self.config.tools.restrict_to_workspace, readable=(DATA / "skills",),
             secret=(self.config.path.resolve(), Config().path),
             max_result_chars=self.config.defaults.max_tool_result_chars,
+            seen=self._seen.setdefault(session_key, {}),
         )  # fmt: skip
 
     async def process_direct(
@@ -694,12 +718,14 @@ class AgentLoop:
         session, images = self.sessions.get(events.turn.session_key), []
         if command == "new":
             session.restart()
+            events.turn.seen.clear()
             return AgentRunResult("A new session begins. The old one stays in its journal.")
         if command == "continue" and not session.unfinished:
             return AgentRunResult("There is no interrupted turn to go on with.")
         if not command:
             message, images = self.context.user_message(text, events.turn, media)
             session.append(message)  # before the model is asked
+        await self.mcp.connect()
         defaults = self.config.defaults
         spec = AgentRunSpec(
             self.context.request(events.turn, session.get_history(legal), images), self.tools,
@@ -745,7 +771,7 @@ def run(text: str, session_key: str = "cli:direct", config: Config | None = None
     """The answer, also in a notebook; raises RuntimeError with cause and fix where there is none."""
     loop = AgentLoop(config or load_config())
     loop.cwd = Path.cwd()
-    with BackgroundLoop() as background:
+    with BackgroundLoop(loop.mcp.close) as background:
         result = background.complete(loop.process_direct(text, session_key))
     if result.stop_reason == "error":
         raise RuntimeError(result.error)
@@ -757,7 +783,7 @@ def run(text: str, session_key: str = "cli:direct", config: Config | None = None
 # Keys of parts that this version does not have yet: a line says so, so that nobody waits for their effect.
 NOT_YET = {
     "agents.defaults.memoryWindow", "agents.defaults.dream", "agents.defaults.maxConcurrent", "tools.web",
-    "tools.mcpServers", "tools.ssrfWhitelist", "channels.telegram", "gateway",
+    "tools.ssrfWhitelist", "channels.telegram", "gateway",
 }  # fmt: skip
 
 
@@ -793,8 +819,9 @@ def read_json(file: Path, environ: Mapping[str, str]) -> Any:
 
 def read_setting(hint: Any, value: Any, where: str) -> Any:
     """A value as its type hint wants it; raises ConfigError with its path: `agents.defaults.maxTokens: …`."""
-    wanted = kinds(as_schema(dict if is_dataclass(hint) else hint))
-    if not any(is_kind(value, kind) for kind in wanted):
+    schema = as_schema(dict if is_dataclass(hint) else hint)
+    wanted = [each or '""' for each in schema.get("enum", [])] or kinds(schema)
+    if not fits(value, kinds(schema)) or value not in schema.get("enum", [value]):
         shown = json.dumps(value, ensure_ascii=False)[:80]
         raise ConfigError(f"{where or 'the file'}: expected {' or '.join(wanted)}, got {shown}")
     if is_dataclass(hint):
@@ -819,6 +846,8 @@ def read_section(cls: type, section: dict, where: str) -> Any:
             values[name] = read_setting(hints[name], value, path)
         elif camel_case(path) in NOT_YET:
             log.warning("%s: this version has no such part yet, the setting does nothing", path)
+        elif path.startswith("tools.mcpServers."):  # people paste them, with keys of other programs
+            log.warning("%s: unknown key, it does nothing. There are: %s", path, ", ".join(known))
         else:
             raise ConfigError(f"{path}: unknown key. There are: {', '.join(sorted(known))}")
     return cls(**values)
@@ -866,7 +895,7 @@ def agent_command(arguments: argparse.Namespace) -> int:
         terminal.note(template("no_model"))
     if arguments.trace:
         loop.provider.trace = Trace(arguments.trace)
-    with BackgroundLoop() as background:
+    with BackgroundLoop(loop.mcp.close) as background:
         keyboard = sys.stdin is not None and sys.stdin.isatty()
         if isinstance(loop.provider, HumanProvider) and keyboard:
             loop.provider.ask = background.ask
@@ -924,18 +953,23 @@ def status_command(arguments: argparse.Namespace) -> int:
     if isinstance(provider, OpenAIProvider):
         end, problem = provider.endpoint, asyncio.run(provider.check())
         model = f"{provider.model or 'no model named'} at {end.api_base} ({end.spec.name})"
+    sandbox = loop.config.tools.exec.sandbox
+    unsafe = sandbox_problem() if sandbox else ""
     rows = [
         ("ok", "settings", str(file) if file.exists() else "the defaults; `nanobot onboard` writes a file"),
         ("ok", "workspace", str(loop.workspace)),
         ("BAD" if problem else "ok", "model", f"{model}: {problem}" if problem else model),
         ("ok" if bash else "--", "bash", bash or "missing: exec cannot run; install bash"),
+        ("BAD" if unsafe else "ok", "sandbox", unsafe or sandbox or "off: a command can do what you can"),
     ]
+    for name, problem in asyncio.run(loop.mcp.check()).items():
+        rows.append(("BAD" if problem else "ok", f"mcp {name}", problem or "connected"))
     for skill in loop.skills.load():
         lack = f"needs {', '.join(skill.missing)}" if skill.missing else "ready"
         rows.append(("--" if skill.missing else "ok", f"skill {skill.name}", lack))
     for mark, name, what in rows:
         print(printable(f"{mark:4}{name:22}{what}"))
-    return 1 if problem else 0
+    return int(any(mark == "BAD" for mark, *_ in rows))
 
 
 def prompt_command(arguments: argparse.Namespace) -> None:
@@ -943,6 +977,7 @@ def prompt_command(arguments: argparse.Namespace) -> None:
     loop.cwd = Path.cwd()
     turn = loop.turn(session_key(arguments.session))
     parts = loop.context.parts(turn)
+    asyncio.run(loop.mcp.check())  # so that their tools are in what is printed
     parts["Tools"] = "\n".join(json.dumps(each, ensure_ascii=False) for each in loop.tools.get_definitions())
     message, _ = loop.context.user_message(arguments.text, turn)
     stored = loop.sessions.get(turn.session_key)
@@ -997,20 +1032,15 @@ class RecordedTools(ToolRegistry):
         return ToolResult(text, is_error=stopped)
 
 
-class ReplayHook(EventHook):
-    async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
-        await super().before_execute_tools(tool_calls)
-        for call in tool_calls:
-            call.error = ""  # its result is recorded, too, and says so
-
-
 async def replay_turn(model: ReplayProvider, terminal: CLI) -> AgentRunResult:
-    first, hook = model.rest[0], ReplayHook(terminal.send, Turn(), streaming=True)
+    for call in (call for step in model.rest for call in (step["answer"] or {}).get("tool_calls", ())):
+        call["error"] = ""  # its result is recorded, too, and says so
+    first, hook = model.rest[0], EventHook(terminal.send, Turn(), streaming=True)
     given = {name: each for name, each in first["options"].items() if name in ("max_tokens", "temperature")}
     spec = AgentRunSpec(first["messages"], RecordedTools(model.rest), hook=hook, **given)
     spec.fail_on_tool_error = True  # see RecordedTools: the others are no errors here
     spec.context_window = sys.maxsize  # what did not fit was left out when it was recorded
-    said = [str(record["messages"][-1]["content"]) for record in model.rest]
+    said = [str(step["messages"][-1]["content"]) for step in model.rest]
     limits = (n for n, text in enumerate(said) if text.endswith(template("out_of_iterations", limit=n)))
     spec.max_iterations = next(limits, sys.maxsize)
     result = await AgentRunner(model).run(spec)
@@ -1021,17 +1051,17 @@ async def replay_turn(model: ReplayProvider, terminal: CLI) -> AgentRunResult:
 
 def replay_command(arguments: argparse.Namespace) -> int:
     try:
-        model = ReplayProvider(read_trace(arguments.file))
+        model = ReplayProvider(arguments.file)
     except (OSError, ValueError) as problem:
         raise ConfigError(f"{problem}. Make a trace with: nanobot agent --trace FILE") from None
     terminal, status = CLI(), 0
-    while model.rest:
-        before, result = model.played, asyncio.run(replay_turn(model, terminal))
+    while steps := list(model.rest):
+        result = asyncio.run(replay_turn(model, terminal))
         if result.error:
             terminal.note(f"nanobot: {result.error}")
-            status, last = 1, model.records[model.played - 1]["answer"] or {"error": "cancelled"}
-            failed_then = result.stop_reason == "tool_error" or last.get("error")
-            if model.played == before or not failed_then:
+            status, last = 1, steps[: len(steps) - len(model.rest)][-1:]
+            failed_then = any(step["answer"] is None or step["answer"]["error"] for step in last)
+            if not failed_then and result.stop_reason != "tool_error":
                 break
     return status
 
@@ -1080,8 +1110,9 @@ def main(argv: list[str] | None = None) -> int:
     if not argv or argv[0] not in (*commands, "-h", "--help", "--version"):
         argv.insert(0, "agent")
     arguments = parser().parse_args(argv)
-    logging.basicConfig(level=logging.INFO if arguments.logs else logging.WARNING,
-                        format="%(levelname)s %(name)s: %(message)s")  # fmt: skip
+    handler = logging.StreamHandler()
+    handler.setFormatter(PrintableFormatter("%(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO if arguments.logs else logging.WARNING, handlers=[handler])
     for stream in filter(None, (sys.stdout, sys.stderr)):
         stream.reconfigure(errors="replace")  # letters that its encoding has not
     for name in ("SIGTERM", "SIGHUP"):  # end as after Ctrl-C: what runs is stopped, the journal in order
@@ -1094,7 +1125,8 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # `nanobot … | head`: nobody wants the rest
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as problem:
-        print(f"nanobot: {problem}. Mend it and ask again; the journal keeps what it has.", file=sys.stderr)
+        cause = printable(str(problem))
+        print(f"nanobot: {cause}. Mend it and ask again; the journal keeps what it has.", file=sys.stderr)
     except KeyboardInterrupt:
         return 130
     return 1

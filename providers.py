@@ -15,6 +15,7 @@ tools.py. Not covered: which tools there are, and how they run.
 import asyncio
 import contextlib
 import gc
+import itertools
 import json
 import logging
 import os
@@ -73,6 +74,10 @@ class LLMResponse:
     def to_message(self) -> dict:
         calls = {"tool_calls": [call.to_message() for call in self.tool_calls]} if self.tool_calls else {}
         return {"role": "assistant", "content": self.content or None, **self.extra, **calls}
+
+
+def failed(cause: str, **more: Any) -> LLMResponse:
+    return LLMResponse(finish_reason="error", error=cause, **more)
 
 
 @dataclass
@@ -297,8 +302,7 @@ PROVIDERS = [
     ProviderSpec("gemini", ("gemini", "gemma"), "GEMINI_API_KEY",
                  "https://generativelanguage.googleapis.com/v1beta/openai", "", "AIza"),
     ProviderSpec("groq", (), "GROQ_API_KEY", "https://api.groq.com/openai/v1", "", "gsk_"),
-    ProviderSpec("mistral", ("mistral", "codestral", "devstral"), "MISTRAL_API_KEY",
-                 "https://api.mistral.ai/v1"),
+    ProviderSpec("mistral", ("mistral", "codestral"), "MISTRAL_API_KEY", "https://api.mistral.ai/v1"),
     ProviderSpec("moonshot", ("kimi", "moonshot"), "MOONSHOT_API_KEY", "https://api.moonshot.ai/v1",
                  detect_by_base_keyword=(".api.moonshot.ai", ".api.moonshot.cn"),
                  model_overrides=(("kimi-k2.", NO_HEAT),)),
@@ -623,8 +627,6 @@ HEALING: list[Remedy] = [  # the first row that fits and changes something; each
     ("content.{0,99}string|expected a string|untagged enum", in_messages(as_text), ""),
     ("not support|unsupported|unrecognized|unknown|unexpected|extra|forbidden", drop_the_named, ""),
 ]  # fmt: skip
-
-
 REFUSALS = (400, 404, 405, 413, 415, 422, 500)
 
 
@@ -702,7 +704,7 @@ class OpenAIProvider(LLMProvider):
                 await asyncio.sleep(wait * random.uniform(1.0, 1.2) * self.pace)
             else:
                 error = await self._explain(failure)
-                return LLMResponse(finish_reason="error", error=error, is_overflow=failure.is_overflow)
+                return failed(error, is_overflow=failure.is_overflow)
         self._learnt[request.model] = used
         await self._warn_of_window(request, answer)
         return answer
@@ -845,9 +847,6 @@ def _said(problem: Any) -> str:
     return " ".join(str(body).split())[:500]
 
 
-# ---- What it answers ----
-
-
 def parse_answer(data: bytes) -> dict:
     """A JSON object; raises Failure that shows what came instead."""
     with contextlib.suppress(ValueError):
@@ -987,7 +986,8 @@ def _calls_in_json(text: str) -> list[tuple[str, Any]]:
         text = text[end:].lstrip(" ,;\n")
     calls = [(each.get("name"), each.get("arguments", each.get("parameters")))
              for each in found if isinstance(each, dict)]  # fmt: skip
-    return calls if len(calls) == len(found) and all(isinstance(said, dict | str) for _, said in calls) else []
+    whole = len(calls) == len(found) and all(isinstance(said, dict | str) for _, said in calls)
+    return calls if whole else []
 
 
 def _calls_in_python(text: str) -> list[tuple[str, Any]]:
@@ -1109,25 +1109,11 @@ class Trace:
         self.file = open(path, "a", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600))
 
     def __call__(self, request: LLMRequest, answer: LLMResponse | None, seconds: float) -> None:
-        record = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "seconds": round(seconds, 3),
-            "model": request.model, "options": request.options, "tools": request.tools,
-            "messages": request.messages, "answer": asdict(answer) if answer else None,  # None: cancelled
-        }  # fmt: skip
-        self.file.write(KEYS.sub(r"\1[key]", to_json(record)) + "\n")
+        asked = {name: getattr(request, name) for name in ("model", "options", "tools", "messages")}
+        got = {"answer": asdict(answer) if answer else None, "seconds": round(seconds, 3)}  # None: cancelled
+        line = to_json({"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **asked, **got})
+        self.file.write(KEYS.sub(r"\1[key]", line) + "\n")
         self.file.flush()
-
-
-def read_trace(path: Path) -> list[dict]:
-    """The records of a trace; raises ValueError that names the line which is none."""
-    records = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
-        try:
-            records += [json.loads(line)] if line.strip() else []
-            assert {"messages", "tools", "options", "answer"} <= records[-1].keys()
-        except Exception:
-            raise ValueError(f"{path}, line {number}: this is no record of a trace") from None
-    return records
 
 
 class ReplayProvider(LLMProvider):
@@ -1135,37 +1121,37 @@ class ReplayProvider(LLMProvider):
 
     model = "replay"
 
-    def __init__(self, records: list[dict]):
-        self.records = records
-        self.played = 0
-
-    @property
-    def rest(self) -> list[dict]:
-        return self.records[self.played :]
+    def __init__(self, trace: Path):
+        """Raises OSError, or ValueError that names the line which is no record."""
+        self.rest: list[dict] = []  # what was not played yet
+        for number, line in enumerate(trace.read_text(encoding="utf-8").removesuffix("\n").split("\n"), 1):
+            try:
+                record = json.loads(line)
+                self.rest.append({name: record[name] for name in ("messages", "tools", "options", "answer")})
+            except (ValueError, KeyError, TypeError):
+                raise ValueError(f"{trace}, line {number}: this is no record of a trace") from None
 
     async def answer(self, request: LLMRequest) -> LLMResponse:
         if not self.rest:
-            return LLMResponse(finish_reason="error", error="The trace has no further step.")
-        record, now = self.rest[0], {"messages": request.messages, "tools": request.tools}
-        if record["messages"] != now["messages"] or record["tools"] != now["tools"]:
-            changes = difference({name: record[name] for name in now}, now)
-            cause = f"Step {self.played + 1} of the trace differs from what is asked now:\n{changes}"
-            return LLMResponse(finish_reason="error", error=cause)
-        self.played += 1
-        answer = record["answer"] or {"finish_reason": "error", "error": "This request was cancelled."}
-        calls = [ToolCallRequest(**call) for call in answer.get("tool_calls", ())]
-        await request.show(*words(answer.get("content") or ""))
-        return LLMResponse(**{**answer, "tool_calls": calls})
+            return failed("The trace has no further step.")
+        now = {"messages": request.messages, "tools": request.tools}
+        if changes := difference({name: self.rest[0][name] for name in now}, now):
+            return failed(f"This request is not the recorded one ({len(self.rest)} are left):\n{changes}")
+        answer = self.rest.pop(0)["answer"] or asdict(failed("This request was cancelled."))
+        await request.show(*words(answer["content"] or ""))
+        calls = [ToolCallRequest(**call) for call in answer["tool_calls"]]
+        return LLMResponse(**answer | {"tool_calls": calls})
 
 
 def difference(recorded: Any, now: Any) -> str:
-    """Two JSON values as the lines in which they differ."""
+    """The lines in which two JSON values differ, the first 40 of them."""
+    if recorded == now:
+        return ""
     from difflib import unified_diff
 
     old, new = (json.dumps(each, ensure_ascii=False, indent=1).split("\n") for each in (recorded, now))
-    lines = list(unified_diff(old, new, "recorded", "now", lineterm="", n=2))
-    more = [f"… and {len(lines) - 40} more lines"] if len(lines) > 40 else []
-    return "\n".join([line[:300] for line in lines[:40]] + more)
+    lines = unified_diff(old, new, "recorded", "now", lineterm="", n=2)
+    return "\n".join(line[:300] for line in itertools.islice(lines, 40))
 
 
 class HumanProvider(LLMProvider):
@@ -1177,27 +1163,26 @@ class HumanProvider(LLMProvider):
 
     model = "human"
     ask: Callable[[str, list[str]], Awaitable[str]] | None = None
-    check: Callable[[str, dict], str | None] = lambda name, arguments: None
-    seen: list[dict] = []
+    check: Callable[[str, dict], str | None] | None = None
+    seen = LLMRequest([], [], "", {})
 
     async def answer(self, request: LLMRequest) -> LLMResponse:
         if not self.ask:
-            return LLMResponse(finish_reason="error", error="To be the model you need a terminal.")
-        new = [each for n, each in enumerate(request.messages) if self.seen[n : n + 1] != [each]]
-        self.seen, tools = request.messages, {}
-        for function in (each["function"] for each in request.tools):
-            tools[function["name"]] = ", ".join(function["parameters"].get("properties", {}))
+            return failed("To be the model you need a terminal.")
+        seen, self.seen = self.seen, request
+        tools = {tool["function"]["name"]: tool["function"]["parameters"] for tool in request.tools}
+        new = [each for n, each in enumerate(request.messages) if seen.messages[n : n + 1] != [each]]
         shown = [f"---- {each['role']} ----\n{readable(each)}" for each in new]
-        shown += ["---- tools ----", *(f"{name} ({names})" for name, names in tools.items())]
+        if request.tools != seen.tools:
+            lines = [f"{name} ({', '.join(each.get('properties', ()))})" for name, each in tools.items()]
+            shown += ["---- tools ----", *lines, "You are the model. Answer in a line, or call: NAME {JSON}"]
         while True:
-            shown += ["You are the model. Answer, or call a tool: NAME {JSON}", "model> "]
-            line = await self.ask("\n".join(shown), list(tools))
-            name, _, said = line.strip().partition(" ")
+            line = await self.ask("\n".join([*shown, "model> "]), list(tools))
+            name, said = re.fullmatch(r"\s*([\w-]*)\s*(.*?)\s*", line).groups()
             arguments, problem = parse_arguments(said, repair=False)
-            if name not in tools:
+            if name not in tools or said[:1] not in "{":
                 return LLMResponse(line.strip() or None)
-            problem = problem or self.check(name, arguments)
-            if not problem:
+            if not (problem := problem or (self.check and self.check(name, arguments))):
                 return LLMResponse(None, [ToolCallRequest(new_id(), name, arguments)], "tool_calls")
             shown = [problem]
 
@@ -1219,7 +1204,7 @@ class ScriptedProvider(LLMProvider):
 
     async def answer(self, request: LLMRequest) -> LLMResponse:
         self.requests.append(request)
-        reply = next(self.replies, LLMResponse(None, [], "error", error="The script has no further reply."))
+        reply = next(self.replies, failed("The script has no further reply."))
         if isinstance(reply, ToolCallRequest | list):
             reply = LLMResponse(None, reply if isinstance(reply, list) else [reply], "tool_calls")
         reply = LLMResponse(reply) if isinstance(reply, str) else reply

@@ -12,6 +12,7 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -235,6 +236,28 @@ def ten_blocking_tools() -> None:
     report(ms=(time.perf_counter() - start) * 1e3)
 
 
+def search(folder: str, pattern: str) -> None:
+    from tools import Turn, grep
+
+    turn = Turn(Path(folder), Path(folder))
+    start = time.perf_counter()
+    grep.run(pattern, turn=turn)
+    report(ms=(time.perf_counter() - start) * 1e3)
+
+
+def make_tree(folder: str, files: int = 20_000, size: int = 9_350) -> None:
+    """187 MB that look like source text; one file in a thousand has what is searched for."""
+    line = "    return value if {} else default  # as it was\n"
+    filler = "".join(line.format(number) for number in range(1_000)).encode()
+    for number in range(files):
+        if number % 50 == 0:
+            inside = Path(folder, f"p{number % 20}", f"m{number // 50}")
+            inside.mkdir(parents=True)
+        start = number * 37 % (len(filler) - size)
+        found = b"def needle():\n" if number % 1_000 == 0 else b""
+        Path(inside, f"f{number}.py").write_bytes(filler[start : start + size] + b"\n" + found)
+
+
 # ---- The race ----
 
 
@@ -262,7 +285,7 @@ class Race:
 
     def show(self, name: str, ours: list[float], theirs: list[float], goal: float) -> None:
         mine, other = statistics.median(ours), statistics.median(theirs)
-        print(f"{name:34}{mine:9.1f} ms {other:9.1f} ms   {mine / other:5.2f}x  (aim: {goal}x)", flush=True)
+        print(f"{name:40}{mine:9.1f} ms {other:9.1f} ms   {mine / other:5.2f}x  (aim: {goal}x)", flush=True)
 
 
 def environment() -> dict[str, str]:
@@ -308,7 +331,7 @@ def race_calls(race: Race) -> None:
         ]
         race.show(f"{calls} tool calls in a turn", *medians(pairs), goal)
         tail = statistics.median(ours["tail"] for ours, _ in pairs)
-        print(f"{'':34}the last calls take {tail:.2f}x the first ones (aim: 2x)")
+        print(f"{'':40}the last calls take {tail:.2f}x the first ones (aim: 2x)")
 
 
 def race_requests(race: Race) -> None:
@@ -338,7 +361,22 @@ def race_sessions(race: Race) -> None:
 
 def race_parallel_tools(race: Race) -> None:
     best = min(race.inside("ten_blocking_tools")["ms"] for _ in range(ROUNDS))
-    print(f"{'ten tools of 0.2 s, side by side':34}{best:9.1f} ms  (aim: 250 ms)")
+    print(f"{'ten tools of 0.2 s, side by side':40}{best:9.1f} ms  (aim: 250 ms)")
+
+
+def race_grep(race: Race) -> None:
+    """The tool in a running agent against a whole rg; both read the whole tree."""
+    if not shutil.which("rg"):
+        print("grep: skipped, there is no rg to race with")
+        return
+    with tempfile.TemporaryDirectory() as tree:
+        make_tree(tree)
+        for pattern in ("needle", r"def\s+needle", r"\bneedle\b|nothing"):
+            pairs = [
+                (race.inside("search", tree, pattern)["ms"], race.whole("rg", "-l", pattern, tree))
+                for _ in range(2 * ROUNDS)
+            ]
+            race.show(f"grep {pattern} in 20,000 files", *zip(*pairs, strict=True), 2)
 
 
 def race_memory(race: Race) -> None:
@@ -348,7 +386,7 @@ def race_memory(race: Race) -> None:
     command = [sys.executable, "-c", code, "-m", "hi", "--model", "m", "--base-url", race.url(0)]
     empty = subprocess.DEVNULL
     done = subprocess.run(command, capture_output=True, text=True, stdin=empty, env=environment())
-    print(f"{'peak memory of one answer':34}{int(done.stderr.split()[-1]) / 1024:9.1f} MB  (aim: 60 MB)")
+    print(f"{'peak memory of one answer':40}{int(done.stderr.split()[-1]) / 1024:9.1f} MB  (aim: 60 MB)")
 
 
 def main() -> None:

@@ -154,6 +154,26 @@ def test_escape_sequences_from_a_model_do_not_reach_the_terminal(own_home):
     assert out == "red \\x1b[31malert\\x1b[0m \\u202egnp.exe\n"
 
 
+def test_nothing_that_is_shown_reaches_the_terminal_raw(own_home, tmp_path):
+    """Answer, hints, text beside calls, results, logs, errors, history and prompt: all in one life."""
+    evil = "\x1b]0;owned\x07\u202e\u200b\U000e0041\x9b2J\x7f"
+    (tmp_path / evil).write_text(evil, encoding="utf-8")
+    workspace = own_home / ".nanobot" / "workspace"
+    (workspace / "skills" / evil).mkdir(parents=True)
+    (workspace / "skills" / evil / "SKILL.md").write_text("---\nmetadata: {\n---\n")  # a warning names it
+    (workspace / "SOUL.md").write_text(evil, encoding="utf-8")
+    beside = Reply(evil, [call("read_file", path=evil), call("exec", command=f"echo '{evil}'")], "tool_calls")
+    failing = call("exec", command=f"{evil}\0")
+    shown = ""
+    with FakeLLM([beside, failing, evil, Failure(400, {"error": {"message": evil}})]) as server:
+        for flags in (["-m", evil, "--logs"], ["-m", "x", "-s", evil], ["status", "--model", evil]):
+            shown += "".join(nanobot(*flags, server=server, cwd=tmp_path)[1:])
+        for flags in (["prompt", evil], ["sessions"], ["sessions", "show", "cli:direct"], ["onboard"]):
+            shown += "".join(nanobot(*flags, server=server, cwd=tmp_path)[1:])
+    assert shown.count("\\x1b]0;owned\\x07\\u202e\\u200b\\U000e0041") > 10
+    assert not set(evil) - set("]0;ownedJ2") & set(shown)
+
+
 def test_without_a_terminal_approval_is_no(own_home, tmp_path):
     with FakeLLM([call("write_file", path="a.txt", content="x"), "I could not"]) as server:
         status, out, _ = nanobot("-m", "write", "--approve", server=server, cwd=tmp_path)
@@ -388,6 +408,68 @@ def check_grammar(messages: list[dict]) -> None:
     assert messages[-1]["role"] == "user"
 
 
+# ---- MCP servers ----
+
+
+def settings_with_servers(home: Path, **servers: dict) -> None:
+    (home / ".nanobot").mkdir()
+    settings = {"tools": {"mcpServers": servers}}
+    (home / ".nanobot" / "config.json").write_text(json.dumps(settings), encoding="utf-8")
+
+
+def mcp_server(*arguments: str, **environ: str) -> dict:
+    pytest.importorskip("mcp", reason="the MCP SDK is missing: pip install 'mcp>=2'")
+    script = str(ROOT / "tests" / "mcp_server.py")
+    return {"command": sys.executable, "args": [script, *arguments], "env": environ}
+
+
+def is_gone(pid: int) -> bool:
+    return not Path(f"/proc/{pid}").exists() or is_zombie(pid)
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc").exists(), reason="looks at processes in /proc")
+
+
+@needs_proc
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", None])
+def test_no_mcp_server_outlives_the_program(own_home, tmp_path, name):
+    settings_with_servers(own_home, test=mcp_server(PID_FILE=f"{tmp_path}/pid"))
+    with FakeLLM([call("mcp_test_wait", seconds=60 if name else 0), "done"]) as server:
+        process = start("-m", "one", server=server, cwd=tmp_path)
+        wait_until(lambda: server.bodies)
+        if name:
+            process.send_signal(getattr(signal, name))
+        out, err = process.communicate(timeout=15)
+    assert (process.returncode, out) == ((130, "") if name else (0, "done\n"))
+    assert "no business on the terminal" not in err
+    assert is_gone(int((tmp_path / "pid").read_text()))
+
+
+@needs_proc
+def test_ctrl_c_ends_an_mcp_server_that_is_still_starting_and_does_not_listen(own_home, tmp_path):
+    settings_with_servers(own_home, deaf=mcp_server("deaf", PID_FILE=f"{tmp_path}/pid"))
+    process = start("--offline", "-m", "one")
+    wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)  # impatient: it must not be left behind all the same
+    assert process.wait(timeout=15) == 130
+    process.communicate()
+    assert is_gone(int((tmp_path / "pid").read_text()))
+
+
+def test_status_and_prompt_show_servers_and_a_pasted_key_is_no_error(own_home):
+    good = mcp_server() | {"autoApprove": []}
+    settings_with_servers(own_home, good=good, bad={"command": "no-such-program"})
+    prompt, status = start("prompt"), start("status")
+    out, err = status.communicate(timeout=30)
+    assert status.returncode == 1
+    assert re.search("^ok  mcp good ", out, re.MULTILINE)
+    assert re.search("^BAD mcp bad .*no-such-program.*Check tools.mcpServers.bad", out, re.MULTILINE)
+    assert "tools.mcpServers.good.autoApprove: unknown key" in err
+    assert '"mcp_good_echo"' in prompt.communicate(timeout=30)[0]
+
+
 # ---- The prompt, on a real terminal ----
 
 
@@ -563,7 +645,7 @@ def test_a_replay_stops_where_the_trace_was_changed_and_shows_the_difference(own
     trace.write_text(json.dumps(first) + "\n" + json.dumps(second) + "\n")
     status, out, err = nanobot("replay", "t.jsonl", cwd=tmp_path)
     assert (status, out) == (1, "")
-    assert "Step 2 of the trace differs" in err
+    assert "not the recorded one" in err
     assert re.search(r'^-.*"arguments": .*a\.txt', err, re.MULTILINE)
     assert re.search(r'^\+.*"arguments": .*b\.txt', err, re.MULTILINE)
     assert "\x1b" not in err
@@ -629,8 +711,8 @@ def test_a_person_can_be_the_model(own_home, needs_terminal, tmp_path):
     for seen in ("---- system ----", "You are nanobot", "---- user ----", "what is in a.txt?",
                  "---- tools ----", "read_file (path, ", "model> "):  # fmt: skip
         terminal.expect(seen)
-    wrong = ['read_file {"path": "a.txt", "colour": 1}', 'read_file {"path": ', "read_file []", "read_file"]
-    complaints = ["colour", "not whole JSON", "one JSON object", "path is required"]
+    wrong = ['read_file {"path": "a.txt", "colour": 1}', 'read_file {"path": ', "read_file"]
+    complaints = ["colour", "not whole JSON", "path is required"]
     for line, complaint in zip(wrong, complaints, strict=True):
         terminal.type(f"{line}\n")
         terminal.expect(complaint)
@@ -711,6 +793,23 @@ def test_status_checks_each_part(own_home):
     assert status == 1
     assert "BAD model" in out
     assert "Cannot reach" in out
+
+
+@pytest.mark.parametrize("sandbox", ["", "bwrap"])
+def test_the_setting_of_a_sandbox_reaches_status_and_exec(own_home, tmp_path, sandbox):
+    """Where bwrap does not run the command must not run, either: this holds on every machine."""
+    (tmp_path / "project").mkdir()
+    (own_home / "out.txt").write_text("outside")
+    settings = own_home / ".nanobot" / "config.json"
+    settings.parent.mkdir()
+    settings.write_text(json.dumps({"tools": {"exec": {"sandbox": sandbox}}}))
+    status, out, _ = nanobot("status")
+    assert re.search(r"^(ok|BAD) +sandbox +(off|bwrap)", out, re.MULTILINE)[2] == (sandbox or "off")
+    assert status == int("BAD" in out)
+    with FakeLLM([call("exec", command=f"cat {own_home}/out.txt"), "done"]) as server:
+        assert nanobot("-m", "x", server=server, cwd=tmp_path / "project")[1] == "done\n"
+        result = server.bodies[1]["messages"][-1]["content"]
+    assert ("outside" in result) == (not sandbox)
 
 
 def test_prompt_prints_what_is_sent(own_home):

@@ -11,7 +11,7 @@ from statistics import median, quantiles
 import pytest
 
 ROOT = Path(__file__).parent.parent
-BUDGETS = {"nanobot": 1150, "providers": 850, "tools": 1200, "memory": 750, "channels": 550}  # lines
+BUDGETS = {"nanobot": 1150, "providers": 1300, "tools": 1350, "memory": 750, "channels": 550}  # lines
 LEAVES = [name for name in BUDGETS if name != "nanobot"]
 SOURCES = {name: (ROOT / f"{name}.py").read_text(encoding="utf-8") for name in BUDGETS}
 TREES = {name: ast.parse(source) for name, source in SOURCES.items()}
@@ -56,8 +56,8 @@ def test_no_file_outgrows_its_budget(name):
     assert len(SOURCES[name].splitlines()) <= BUDGETS[name]
 
 
-def test_the_whole_kit_stays_within_4500_lines():
-    assert sum(len(source.splitlines()) for source in SOURCES.values()) <= 4500
+def test_the_whole_kit_stays_within_5000_lines():
+    assert sum(len(source.splitlines()) for source in SOURCES.values()) <= 5000
 
 
 def lines_of(node: ast.FunctionDef) -> int:

@@ -778,7 +778,7 @@ def test_a_wrong_path_brings_the_hint_at_v1():
     "base", ["http://127.0.0.1:1/v1", "localhost:8000/v1", "http://no-such-host.invalid/v1"]
 )
 def test_where_no_server_is_the_cause_and_a_question_are_said(base):
-    answer, _ = ask(OpenAIProvider(Endpoint(ROWS["local"], KEY, base, "m")))
+    answer, _ = ask(OpenAIProvider(Endpoint(ROWS["local"], KEY, base, "m"), pace=0.0))
     assert f"Cannot reach {base} (" in answer.error and "is the server running?" in answer.error
 
 
@@ -935,7 +935,8 @@ def test_without_tools_of_its_own_a_model_gets_them_and_gives_calls_as_text():
             roles = [message["role"] for message in body["messages"]]
             assert "tools" not in body and roles == ["system", "user", "assistant", "user"]
         assert '"name": "look"' in body["messages"][0]["content"]
-        assert body["messages"][2]["content"] == 'Well.\n<tool_call>{"name": "look", "arguments": {}}</tool_call>'
+        written = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
+        assert body["messages"][2]["content"] == f"Well.\n{written}"
         assert body["messages"][3]["content"] == "<tool_result>\na cat\n</tool_result>"
 
 
@@ -1002,7 +1003,8 @@ WAITS = {
     "milliseconds win": ({"status": 429, "headers": {"retry-after-ms": "250", "retry-after": "9"}}, 0.25),
     "a date": ({"status": 503, "headers": {"retry-after": "Sat, 21 Nov 2026 10:00:20 GMT",
                                            "date": "Sat, 21 Nov 2026 10:00:00 GMT"}}, 20.0),
-    "a date that is past": ({"status": 503, "headers": {"retry-after": "Sat, 21 Nov 2020 10:00:20 GMT"}}, 1.0),
+    "a date that is past": (
+        {"status": 503, "headers": {"retry-after": "Sat, 21 Nov 2020 10:00:20 GMT"}}, 1.0),
     "at most a minute": ({"status": 429, "headers": {"retry-after": "3600"}}, 60.0),
     "nonsense in the header": ({"status": 429, "headers": {"retry-after": "soon"}}, 1.0),
     "not a number": ({"status": 429, "headers": {"retry-after": "nan"}}, 1.0),
@@ -1076,7 +1078,7 @@ TEXT_CALLS = {
     "a tag around JSON": '<tool_call>{"name": "look", "arguments": {"path": "a.txt"}}</tool_call>',
     "without its end": '<tool_call>\n{"name": "look", "arguments": {"path": "a.txt"}}',
     "parameters": '<tool_call>{"name": "look", "parameters": {"path": "a.txt"}}</tool_call>',
-    "arguments in a text": '<tool_call>{"name": "look", "arguments": "{\\"path\\": \\"a.txt\\"}"}</tool_call>',
+    "arguments in a text": r'<tool_call>{"name": "look", "arguments": "{\"path\": \"a.txt\"}"}</tool_call>',
     "a function and JSON": '<function=look>{"path": "a.txt"}</function>',
     "a function and parameters": "<function=look>\n<parameter=path>\na.txt\n</parameter>\n</function>",
     "the same, half in a tag": "<function=look><parameter=path>a.txt</parameter></function>\n</tool_call>",
@@ -1085,7 +1087,7 @@ TEXT_CALLS = {
     "in a fence": '```json\n{"name": "look", "arguments": {"path": "a.txt"}}\n```',
     "in a list": '[{"name": "look", "arguments": {"path": "a.txt"}}]',
     "in Python": "[look(path='a.txt')]",
-    "after thoughts": '<think>Hm.</think>\n<tool_call>{"name": "look", "arguments": {"path": "a.txt"}}</tool_call>',
+    "after thoughts": '<think>Hm.</think>\n{"name": "look", "arguments": {"path": "a.txt"}}',
 }  # fmt: skip
 LOOK_TOOL = {"type": "function", "function": {"name": "look", "parameters": {}}}
 
@@ -1428,7 +1430,6 @@ def test_a_script_is_played_back_and_keeps_what_it_was_asked():
     assert model.requests[2].options == {"max_tokens": 5}
 
 
-@pytest.mark.xfail(reason="the default of `check` is called with self", strict=True)
 def test_a_person_can_be_the_model_of_a_program():
     provider, lines, questions = HumanProvider(), iter(["read_file {", 'read_file {"path": "a"}']), []
 
@@ -1441,6 +1442,16 @@ def test_a_person_can_be_the_model_of_a_program():
     assert [(each.name, each.arguments) for each in answer.tool_calls] == [("read_file", {"path": "a"})]
     assert "You are a test." in questions[0][0] and questions[0][1] == ["read_file"]
     assert questions[1][0].startswith("its arguments are not whole JSON")
+
+
+@pytest.mark.xfail(reason="pasted lines are no line for the expression that reads them", strict=True)
+def test_a_person_may_answer_in_several_lines():
+    async def paste(question, words):
+        return "first line\nsecond line\n"
+
+    provider = HumanProvider()
+    provider.ask = paste
+    assert ask(provider)[0].content == "first line\nsecond line"
 
 
 def test_a_provider_of_ones_own_writes_only_answer():

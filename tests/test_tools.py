@@ -8,12 +8,15 @@ import random
 import re
 import resource
 import shutil
+import signal
+import socket
 import stat
 import subprocess
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Literal, Optional
 
 import pytest
@@ -25,6 +28,7 @@ from tools import (
     BooleanSchema,
     Exec,
     IntegerSchema,
+    MCPServers,
     NumberSchema,
     ObjectSchema,
     StringSchema,
@@ -36,6 +40,7 @@ from tools import (
     cast,
     check_command,
     in_thread,
+    sandbox_problem,
     tool,
     tool_parameters,
     tool_parameters_schema,
@@ -140,6 +145,63 @@ def test_a_schema_says_what_is_wrong_and_where(schema, good, bad, error):
     assert schema.validate_value(bad, "size") == [error]
 
 
+OPTIONAL = {"anyOf": [{"type": "integer"}, {"type": "null"}]}  # how pydantic, and so most servers, write it
+
+
+@pytest.mark.parametrize("schema, value, wanted", [
+    (OPTIONAL, 5, 5),
+    (OPTIONAL, None, None),
+    ({"oneOf": [{"type": "string"}, {"type": "integer"}]}, "5", "5"),
+    ({"anyOf": [{"type": "integer"}, {"$ref": "#/$defs/x"}]}, "5", "5"),
+    ({"anyOf": [{"enum": ["a"]}, {"type": "object"}]}, "b", "b"),
+    ({"type": "string", "nullable": True}, None, None),
+    ({"type": "string", "nullable": True, "enum": ["a"]}, None, None),
+    ({"nullable": True}, 5, 5),
+    ({"$ref": "#/$defs/x"}, {"a": ["1"]}, {"a": ["1"]}),
+    ({"allOf": [{"type": "object"}, {"required": ["a"]}]}, {"b": "1"}, {"b": "1"}),
+    ({"const": 5}, "5", "5"),
+    ({"type": "string", "pattern": "(", "format": "date"}, "x", "x"),
+    ({"type": "array", "prefixItems": [{"type": "integer"}], "items": False}, ["1"], ["1"]),
+    ({"type": "array", "items": {"type": "array", "items": {"type": "integer"}}}, [["1"], []], [[1], []]),
+    ({"properties": {"a": {"type": "integer"}}}, {"a": "1"}, {"a": 1}),
+    ({"type": ["boolean", "object"]}, '{"A": "B"}', {"A": "B"}),
+    ({"type": "integer"}, 1e22, 10**22),
+    ({"type": "number", "minimum": 0, "exclusiveMinimum": True}, 0, 0),
+    ({"minimum": 5, "minLength": 5, "minItems": 5}, True, True),
+    ({"enum": [1, "a", None, {"b": []}]}, {"b": []}, {"b": []}),
+    ({"type": "any"}, True, True),
+    ({"type": ["string", {"type": "integer"}]}, 5, 5),
+])  # fmt: skip
+def test_a_legal_value_passes_whatever_keywords_a_server_uses(schema, value, wanted):
+    result = cast(value, schema)
+    assert result == wanted and type(result) is type(wanted)
+    assert validate(result, schema) == []
+
+
+NONSENSE = [
+    None, True, 5, "text", [], [{}], {"type": 5}, {"type": {}}, {"type": [[]]}, {"type": []},
+    {"properties": []}, {"properties": {"a": 5}}, {"required": True}, {"required": [["a"], None]},
+    {"required": "a"}, {"enum": 5}, {"enum": "abc"}, {"minimum": "1", "maximum": True, "minLength": {}},
+    {"items": [5], "maxItems": None}, {"anyOf": 5}, {"anyOf": [5, None]}, {"anyOf": []}, {"nullable": 1},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", NONSENSE)
+def test_a_schema_that_makes_no_sense_forbids_nothing_and_breaks_nothing(schema):
+    for value in (None, True, -1, 2.5, "abc", [1, "b"], {"a": [{}]}):
+        assert cast(value, schema) == value
+        assert validate(value, schema) == []
+
+
+def test_a_number_with_too_many_digits_to_write_is_left_as_it_is():
+    assert cast(10**5_000, {"type": "string"}) == 10**5_000
+
+
+def test_a_choice_of_very_many_is_not_told_whole():
+    (error,) = StringSchema(enum=[str(number) for number in range(100_000)]).validate_value("x", "size")
+    assert error.startswith('size must be one of ["0", "1"') and len(error) < 1_200
+
+
 def test_pythonic_names_become_the_keywords_of_json_schema():
     schema = StringSchema("A path", min_length=1, nullable=True).to_json_schema()
     assert schema == {"type": ["string", "null"], "description": "A path", "minLength": 1}
@@ -174,6 +236,16 @@ def test_a_plain_function_becomes_a_tool():
         },
         "required": ["a", "unit", "parts"],
     }
+
+
+def test_parameters_may_have_any_name():
+    @tool
+    def report(description: str, required: bool, kind: str = "", items: list[int] = ()) -> str:
+        return f"{description} {required} {kind} {list(items)}"
+
+    assert list(report.parameters["properties"]) == ["description", "required", "kind", "items"]
+    assert answer(report, description="it broke", required="true", items=["1"]).text == "it broke True  [1]"
+    assert answer(report, description="it broke").is_error
 
 
 @tool
@@ -280,7 +352,7 @@ def test_a_tool_without_a_body_says_what_is_missing():
     class Nothing(Tool):
         name = "nothing"
 
-    assert "neither execute() nor run()" in answer(Nothing()).text
+    assert "'Nothing' object has no attribute 'run'" in answer(Nothing()).text
 
 
 # ---- The registry ----
@@ -325,6 +397,8 @@ def test_arguments_are_taken_in_every_form_that_models_send(params, text):
 
 @pytest.mark.parametrize("params, told", [
     (["a"], "one JSON object"),
+    (5, "one JSON object"),
+    ({"arguments": "a"}, "one JSON object"),
     ("not json", "one JSON object"),
     ({"txt": "a"}, "unexpected parameter txt (there are text, count)"),
     ({"count": "many"}, 'count must be integer, not "many"'),
@@ -332,6 +406,30 @@ def test_arguments_are_taken_in_every_form_that_models_send(params, text):
 def test_wrong_arguments_are_named_and_the_tool_is_not_run(params, told):
     result = asyncio.run(ToolRegistry([echo]).execute("echo", params))
     assert result.is_error and told in result.text
+
+
+@pytest.mark.parametrize("depth", [20, 5_000])
+def test_arguments_and_schemas_of_any_depth_end_no_turn(depth):
+    schema, value = {"type": "integer"}, "1"
+    for _ in range(depth):
+        schema, value = {"type": "array", "items": schema}, [value]
+    deep = tool(lambda a: f"{a}"[depth], name="deep")
+    type(deep).parameters = {"type": "object", "properties": {"a": schema}}
+    result = answer(deep, a=value)
+    assert result == (ToolResult("1") if depth == 20 else replace(result, is_error=True))
+
+
+@pytest.mark.parametrize("opening", [
+    {"additionalProperties": True}, {"additionalProperties": {}}, {"patternProperties": {"^x": {}}},
+    {"allOf": [{"properties": {"b": {}}}]}, {"$ref": "#/$defs/x"},
+])  # fmt: skip
+def test_a_key_that_another_keyword_may_allow_is_not_refused(opening):
+    given = tool(lambda **keys: list(keys), name="given")
+    closed = {"type": "object", "properties": {"a": {}}}
+    type(given).parameters = {**closed, "additionalProperties": False}
+    assert "unexpected parameter b" in answer(given, b=1).text
+    type(given).parameters = {**closed, **opening}
+    assert answer(given, b=1).text == '["b"]'
 
 
 def test_arguments_that_are_a_parameter_are_not_unwrapped():
@@ -354,6 +452,26 @@ def test_an_exception_in_a_tool_is_an_error_result():
     result = answer(broken)
     assert result.is_error and "broken failed: KeyError: 'colour'" in result.text
     assert answer(refuses) == ToolResult("Say which colour.", is_error=True)
+
+
+@pytest.mark.parametrize("raised", [SystemExit, KeyboardInterrupt, asyncio.CancelledError, RecursionError])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_whatever_a_tool_raises_the_agent_lives(raised, is_async):
+    @tool
+    def on_thread() -> str:
+        raise raised("leave")
+
+    @tool
+    async def on_loop() -> str:
+        raise raised("leave")
+
+    async def two_calls():
+        registry = ToolRegistry([on_thread, on_loop, echo])
+        failed = await registry.execute("on_loop" if is_async else "on_thread", {})
+        return failed, await registry.execute("echo", {"text": "alive"})
+
+    failed, after = asyncio.run(two_calls())
+    assert failed.is_error and raised.__name__ in failed.text and after.text == "alive"
 
 
 @pytest.mark.parametrize("strange", [lambda: next(iter([])), lambda: {(1, 2): 3}])
@@ -402,6 +520,21 @@ def test_a_result_over_the_limit_goes_into_a_file_that_read_file_can_page(turn):
     assert call(turn, "grep", pattern="row 4999", path=path).text.endswith(".txt")
 
 
+def test_a_huge_result_keeps_its_image_and_leaves_the_text_to_a_file(turn):
+    block = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    big = tool(lambda: ToolResult("x" * 30_000_000, images=[block]), name="big")
+    result = asyncio.run(ToolRegistry([big]).execute("big", {}, turn))
+    assert result.images == [block] and len(result.text) < 2_000
+    assert os.path.getsize(re.search(r"saved to (\S+\.txt)", result.text)[1]) == 30_000_000
+
+
+@pytest.mark.parametrize("name, params", [("../" * 9 + "x" * 50_000, {}), ("echo", {"y" * 50_000: 1})])
+def test_a_call_that_is_wrong_at_length_is_answered_in_short(turn, name, params):
+    before = outside_of(turn)
+    result = asyncio.run(ToolRegistry([echo]).execute(name, params, turn))
+    assert result.is_error and len(result.text) < 2_000 and outside_of(turn) == before
+
+
 def test_only_the_newest_results_are_kept(turn):
     registry = ToolRegistry([tool(lambda: "x" * 20_000, name="big")])
     registry.kept_results = 3
@@ -409,6 +542,7 @@ def test_only_the_newest_results_are_kept(turn):
         newest = asyncio.run(registry.execute("big", {}, turn)).text
     kept = list((turn.workspace / ".nanobot" / "tool-results").iterdir())
     assert len(kept) == 3 and any(str(path) in newest for path in kept)
+    assert call(turn, "write_file", path=".nanobot/tool-results/mine", content="x").is_error
 
 
 def test_a_result_that_cannot_be_saved_is_cut_in_the_middle(turn):
@@ -468,12 +602,293 @@ def test_the_file_works_alone_in_an_empty_folder(tmp_path):
     assert (first, folder, loaded) == ("42", f"{alone}: 1 entries", "[]") and listed.startswith("tools.py ")
 
 
+# ---- MCP ----
+
+MCP_SCRIPT = str(Path(__file__).parent / "mcp_server.py")
+DEFAULTS = {"command": "", "args": [], "env": {}, "url": "", "headers": {}, "type": "", "tool_timeout": 5,
+            "enabled_tools": ["*"], "disabled": False}  # fmt: skip
+
+
+def mcp_settings(*arguments: str, **given) -> SimpleNamespace:
+    """Of our own server where nothing else is given."""
+    ours = {} if "command" in given or "url" in given else {"command": sys.executable}
+    return SimpleNamespace(**{**DEFAULTS, "args": [MCP_SCRIPT, *arguments], **ours, **given})
+
+
+class MCPKit:
+    """A registry with servers, on an event loop that stays."""
+
+    def __init__(self, runner: asyncio.Runner, **settings):
+        self.run, self.registry = runner.run, ToolRegistry([named("read_file")])
+        self.servers = MCPServers(settings, self.registry)
+
+    def connect(self, **options) -> list[str]:
+        self.run(self.servers.connect(**options))
+        return [each["function"]["name"] for each in self.registry.get_definitions()]
+
+    def call(self, name, /, turn=None, **arguments) -> ToolResult:
+        return self.run(self.registry.execute(name, arguments, turn))
+
+    def schema(self, name) -> dict:
+        return self.registry.get(name).to_schema()["function"]
+
+
+@pytest.fixture(scope="module")
+def runner():
+    pytest.importorskip("mcp", reason="the MCP SDK is missing: pip install 'mcp>=2.3'")
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def mcp(runner):
+    """One real server over each transport: `local` (stdio), `events` (SSE), `web` (streamable HTTP)."""
+    ports, quiet = [free_port(), free_port()], {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    processes = [
+        subprocess.Popen([sys.executable, MCP_SCRIPT, kind, str(port)], **quiet)
+        for kind, port in zip(("sse", "streamable-http"), ports, strict=True)
+    ]
+    try:
+        assert all(until(lambda port=port: answers(port), 20) for port in ports)
+        kit = MCPKit(
+            runner,
+            local=mcp_settings(env={"OWN_VARIABLE": "1"}),
+            events=mcp_settings(url=f"http://127.0.0.1:{ports[0]}/sse", headers={"X-Key": "1"}),
+            web=mcp_settings(url=f"http://127.0.0.1:{ports[1]}/mcp", type="streamable-http"),
+        )
+        kit.web_url = f"http://127.0.0.1:{ports[1]}/mcp"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("OPENAI_API_KEY", "sk-secret")
+            kit.names = kit.connect(patience=20)
+        yield kit
+        runner.run(kit.servers.close())
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def answers(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_a_servers_tools_resources_and_prompts_stand_behind_our_own(mcp):
+    assert mcp.names[0] == "read_file" and mcp.names[1:] == sorted(mcp.names[1:])
+    assert {"mcp_web_echo", "mcp_events_echo", "mcp_local_resource_today", "mcp_local_prompt_review"} <= set(
+        mcp.names
+    )
+    assert all(re.fullmatch("[A-Za-z0-9_-]{1,64}", name) for name in mcp.names)
+    assert len([name for name in mcp.names if name.startswith("mcp_local_")]) == 15
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "text"),
+    [
+        ("echo", {"text": "ho ", "times": "2"}, "ho ho "),
+        ("structured", {}, '{"degrees": 21}'),
+        ("a_b", {}, "dotted"),
+        ("resource_today", {}, "buy milk"),
+        ("prompt_review", {"code": "x = 1"}, "Review this: x = 1"),
+    ],
+)
+@pytest.mark.parametrize("server", ["local", "events", "web"])
+def test_a_server_is_called_over_every_transport(mcp, server, name, arguments, text):
+    result = mcp.call(f"mcp_{server}_{name}", **arguments)
+    assert (result.text, result.is_error, result.images) == (text, False, [])
+
+
+def test_names_that_are_equal_once_they_are_cleaned_stay_apart(mcp):
+    slashed = [name for name in mcp.names if re.fullmatch("mcp_local_a_b_[0-9a-f]{8}", name)]
+    long = [name for name in mcp.names if name.startswith("mcp_local__xxx")]
+    assert [mcp.call(name).text for name in (*slashed, *long)] == ["slashed", "long"]
+
+
+def test_images_and_links_in_a_result_are_shown_as_what_they_are(mcp):
+    result = mcp.call("mcp_local_mixed")
+    assert result.text == "look:\n[image/png: 28 bytes]\n[text/plain: file:///log.txt]"
+    assert result.images[0]["image_url"]["url"].startswith("data:image/png;base64,iVBOR")
+
+
+@pytest.mark.parametrize("server", ["local", "web"])
+def test_a_result_of_3_mb_is_put_aside_whole(mcp, turn, server):
+    result = mcp.call(f"mcp_{server}_big", turn)
+    assert result.text.startswith("[3,000,000 characters, too long to show")
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "told"),
+    [
+        ("boom", {}, "Error executing tool boom"),
+        ("refuse", {}, "no such city"),
+        ("echo", {}, "text is required"),
+        ("echo", {"text": "x", "self": 1}, "unexpected parameter self"),
+    ],
+)
+def test_what_fails_in_a_server_is_an_error_result(mcp, name, arguments, told):
+    result = mcp.call(f"mcp_local_{name}", **arguments)
+    assert result.is_error and told in result.text
+
+
+def test_a_servers_word_is_cleaned_and_not_believed(mcp):
+    assert mcp.schema("mcp_local_echo")["description"] == "Say it again."
+    assert mcp.schema("mcp_local_resource_today")["parameters"] == {"type": "object", "properties": {}}
+    assert mcp.schema("mcp_local_prompt_review")["parameters"]["required"] == ["code"]
+    assert not mcp.registry.get("mcp_local_echo").read_only
+    assert mcp.registry.get("mcp_local_resource_today").read_only
+
+
+def test_a_server_sees_its_own_environment_and_no_keys(mcp):
+    seen = mcp.call("mcp_local_environment").text.split()
+    assert {"HOME", "PATH", "OWN_VARIABLE"} <= set(seen) and "OPENAI_API_KEY" not in seen
+
+
+def test_a_call_that_takes_too_long_is_given_up_and_the_server_lives_on(runner, mcp):
+    tool = mcp.registry.get("mcp_local_wait")
+    tool.server.settings.tool_timeout = 0.3
+    before = mcp.call("mcp_local_pid").text
+    result = mcp.call("mcp_local_wait", seconds=60)
+    tool.server.settings.tool_timeout = 5
+    assert result.is_error and result.text == "(MCP tool call timed out after 0.3s)"
+    assert mcp.call("mcp_local_pid").text == before
+
+
+def test_a_stopped_turn_stops_its_call_and_nothing_else(runner, mcp):
+    async def stop():
+        task = asyncio.create_task(mcp.registry.execute("mcp_local_wait", {"seconds": 60}))
+        await asyncio.sleep(0.1)
+        task.cancel()
+        await task
+
+    with pytest.raises(asyncio.CancelledError):
+        runner.run(stop())
+    assert mcp.call("mcp_local_echo", text="still here").text == "still here"
+
+
+def test_a_server_that_dies_in_a_call_comes_back_at_the_next(mcp):
+    before = int(mcp.call("mcp_local_pid").text)
+    result = mcp.call("mcp_local_die")
+    assert result.is_error and "Connection closed" in result.text
+    assert "no more memory[2J" in result.text  # its last words, harmless
+    assert int(mcp.call("mcp_local_pid").text) != before and not is_running(before)
+
+
+def test_a_server_that_dies_between_two_calls_comes_back(mcp):
+    os.kill(int(mcp.call("mcp_local_pid").text), signal.SIGKILL)
+    time.sleep(0.1)
+    assert mcp.call("mcp_local_echo", text="x").is_error
+    assert mcp.call("mcp_local_echo", text="x").text == "x"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "names"),
+    [
+        ([], []),
+        (["echo", "mcp_s_pid", "nonsense"], ["mcp_s_echo", "mcp_s_pid"]),
+        (["today"], ["mcp_s_resource_today"]),
+    ],
+)
+def test_only_the_enabled_tools_are_offered_by_either_name(runner, mcp, wanted, names):
+    kit = MCPKit(runner, s=mcp_settings(url=mcp.web_url, enabled_tools=wanted))
+    assert kit.connect()[1:] == names
+    runner.run(kit.servers.close())
+
+
+LEGACY = """
+import json, os, sys
+print("junk on stdout")
+for line in sys.stdin:
+    asked = json.loads(line)
+    if asked["method"] == "server/discover":
+        sys.exit("Error: ExpectedInitializeRequest")
+    print("\\x00{]")
+    versions = {"protocolVersion": "2024-11-05", "serverInfo": {"name": "old", "version": "1"}}
+    strange = [{"name": "odd", "inputSchema": {"type": "object", "properties": {"x": {"minimum": "a"}}}},
+               {"name": "bare", "inputSchema": {"type": "object"}}]
+    result = {"initialize": {**versions, "capabilities": {"tools": {}}}, "tools/list": {"tools": strange},
+              "tools/call": {"content": [{"type": "text", "text": "old but fine"}]}}.get(asked["method"])
+    if result and "id" in asked:
+        print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": result}), flush=True)
+"""
+
+
+def test_an_older_server_with_junk_on_stdout_works(runner):
+    """It ends when it is asked for a newer protocol, as those of some makers do."""
+    kit = MCPKit(runner, old=mcp_settings(command=sys.executable, args=["-c", LEGACY]))
+    assert kit.connect()[1:] == ["mcp_old_bare", "mcp_old_odd"]
+    assert kit.schema("mcp_old_bare")["parameters"] == {"type": "object", "properties": {}}
+    assert kit.call("mcp_old_bare").text == "old but fine"
+    assert kit.call("mcp_old_odd", x=1).text == "old but fine"  # however odd its schema is
+    runner.run(kit.servers.close())
+
+
+def test_servers_that_fail_are_told_of_once_and_the_others_work(runner, mcp, caplog):
+    kit = MCPKit(
+        runner,
+        good=mcp_settings(url=mcp.web_url),
+        missing=mcp_settings(command="no-such-program"),
+        broken=mcp_settings(command="sh", args=["-c", "echo no key given >&2; exit 1"]),
+        nobody=mcp_settings(url="http://127.0.0.1:9/mcp?key=secret"),
+        odd=mcp_settings(type="websocket"),
+        off=mcp_settings(command="never-looked-at", disabled=True),
+    )
+    assert "mcp_good_echo" in kit.connect()
+    kit.connect()
+    told = sorted(record.getMessage() for record in caplog.records if record.name == "nanobot.tools")
+    assert [line.split(":")[0][11:] for line in told] == ["broken", "missing", "nobody", "odd"]
+    assert "no key given" in told[0] and "no-such-program" in told[1] and "secret" not in told[2]
+    assert "tools.mcpServers.nobody" in told[2]
+    runner.run(kit.servers.close())
+
+
+def test_a_server_that_failed_is_tried_again_at_a_later_message(runner, tmp_path):
+    ready = f"[ -e {tmp_path}/ready ] && exec {sys.executable} {MCP_SCRIPT}; exit 1"
+    kit = MCPKit(runner, late=mcp_settings(command="sh", args=["-c", ready]))
+    kit.servers.servers[0].retry_after = 0.3
+    assert kit.connect() == ["read_file"]
+    (tmp_path / "ready").touch()
+    assert kit.connect() == ["read_file"]  # not at once: a dead server must not slow every turn
+    time.sleep(0.4)
+    assert "mcp_late_echo" in kit.connect()
+    runner.run(kit.servers.close())
+
+
+def test_a_server_that_never_answers_holds_a_turn_for_a_moment_and_is_ended(runner, tmp_path):
+    kit = MCPKit(runner, deaf=mcp_settings("mute", env={"PID_FILE": f"{tmp_path}/pid"}))
+    start = time.monotonic()
+    assert kit.connect(patience=0.4) == kit.connect(patience=0.4) == ["read_file"]
+    assert time.monotonic() - start < 1
+    pid = int((tmp_path / "pid").read_text())
+    assert is_running(pid)
+    runner.run(kit.servers.close())
+    assert not is_running(pid)
+
+
+def test_without_the_sdk_one_line_says_how_to_get_it(tmp_path):
+    code = """
+import asyncio, sys, types
+sys.modules["mcp"] = sys.modules["anyio"] = None
+from tools import MCPServers, ToolRegistry
+one = types.SimpleNamespace(command="x", disabled=False)
+asyncio.run(MCPServers({"a": one, "b": one}, ToolRegistry()).connect())
+"""
+    folder = Path(tools.__file__).parent
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
+    assert done.stderr == "MCP servers need their SDK, which is missing: pip install 'mcp>=2.3'\n"
+
+
 # ---- The fence ----
 
 OUTSIDE = [
     "../out/gold.txt", "sub/../../out/gold.txt", "{tmp}/out/gold.txt", "/{tmp}/out/gold.txt", "~/config.json",
     "~root/x", "../ws-evil/a.txt", "leaf", "away/gold.txt", "away", "..", "/", "/etc/passwd", "dangling",
-    "away/../ws-evil/a.txt",
+    "away/../ws-evil/a.txt", "{tmp}/ws-evil", "a.txt/../../out/gold.txt", "//etc/passwd",
 ]  # fmt: skip
 INSIDE = ["a.txt", "./sub/../a.txt", "sub/b.txt", "{tmp}/ws/a.txt", "../ws/a.txt", "away/../ws/a.txt"]
 USES = [
@@ -481,9 +896,12 @@ USES = [
     ("list_dir", {}),
     ("glob", {"pattern": "*"}),
     ("grep", {"pattern": "text"}),
+    ("grep", {"pattern": "text|gold", "type": "txt", "output_mode": "content", "context_before": 9}),
     ("write_file", {"content": "mine"}),
     ("edit_file", {"old_text": "text", "new_text": "mine"}),
     ("edit_file", {"old_text": "", "new_text": "mine"}),
+    ("edit_file", {"old_text": " ‘text", "new_text": "mine", "replace_all": True}),
+    ("notebook_edit", {"cell": 0, "source": "mine", "mode": "insert"}),
 ]
 
 
@@ -558,7 +976,7 @@ def test_the_agents_own_records_can_be_read_but_not_written(turn, path):
     real.parent.mkdir(parents=True, exist_ok=True)
     real.write_text("record\n")
     assert call(turn, "read_file", path=path).text == "1| record"
-    for name, arguments in USES[4:]:
+    for name, arguments in USES[5:]:
         assert "the agent's own record" in call(turn, name, path=path, **arguments).text
     assert "the agent's own record" in call(turn, "exec", command=f"echo mine > {path}").text
     assert real.read_text() == "record\n"
@@ -592,18 +1010,20 @@ def test_no_sequence_of_paths_reads_or_writes_outside_of_the_fence(fenced):
     (tmp / "out" / "gold.txt").write_text("gold")
     before, outcomes = outside_of(fenced), set()
     names = ["..", ".", "", "~", "~root", "a.txt", "sub", "b.txt", "leaf", "away", "dangling", "loop", "new",
-             "ws", "ws-evil", "out", "gold.txt", "kit", "home", "config.json", "\0", "//"]  # fmt: skip
+             "ws", "ws-evil", "out", "gold.txt", "kit", "home", "config.json", "\0", "//",
+             "book"]  # fmt: skip
 
     async def run():
         registry = ToolRegistry(FILE_TOOLS)
-        for _ in range(1_000):
+        for _ in range(1_200):
+            (fenced.cwd / "book").write_text('{"nbformat": 4, "cells": []}')
             start = chance.choice(["", "", "/", "~/", f"{tmp}/"])
             path = start + "/".join(chance.choices(names, k=chance.randint(1, 5)))
             name, arguments = chance.choice(USES)
             result = await registry.execute(name, {"path": path, **arguments}, fenced)
             outcomes.add((name, result.is_error))
             shown = "" if result.is_error else result.text
-            assert "1| gold" not in shown and "unnamed" not in shown, (name, path)
+            assert "1| gold" not in shown and ": gold" not in shown and "unnamed" not in shown, (name, path)
 
     asyncio.run(run())
     assert outside_of(fenced) == before
@@ -651,10 +1071,12 @@ def test_read_file_at_the_edges(turn, data, arguments, told):
 def test_read_file_refuses_by_name_what_is_no_regular_file(turn):
     os.mkfifo(turn.cwd / "fifo")
     (turn.cwd / "zero").symlink_to("/dev/zero")
-    assert "directory. List it" in call(turn, "read_file", path="sub").text
+    assert "a directory (see list_dir)" in call(turn, "read_file", path="sub").text
     for path in ("fifo", "zero", "/dev/zero"):
         assert "not a regular file" in call(turn, "read_file", path=path).text
-        assert call(turn, "write_file", path=path, content="x").is_error
+        for name, arguments in USES:
+            assert call(turn, name, path=path, **arguments).is_error, name
+    assert stat.S_ISFIFO((turn.cwd / "fifo").stat().st_mode)
 
 
 def test_a_missing_file_is_answered_with_names_like_it(turn):
@@ -710,12 +1132,32 @@ def test_write_file_where_no_file_can_be_is_an_error_result(turn, path):
     (b"if 1:\n    if 2:\n        go()\n", "if 2:\n    go()", "if 3:\n    stop()\n\n    go()",
      b"if 1:\n    if 3:\n        stop()\n\n        go()\n"),
     (b"\tif 2:  \n\t\tgo()\n", "    if 2:\n    \tgo()", "    if 3:\n    \tgo()", b"\tif 3:\n\t\tgo()\n"),
+    (b"  one  \n  two\n", "one\ntwo", "one\n2", b"  one  \n  2\n"),  # a line that stays, stays as it is
+    (b"\xef\xbb\xbf\tx = 1\n", "x = 1", "x = 2", b"\xef\xbb\xbf\tx = 2\n"),
+    (b"a\r\nb\r\n", "b", "", b"a\r\n"),
+    (b"a\r\nb\r\n", "a\r\nb", "c\r\nd", b"c\r\nd\r\n"),
+    (b"a\r\nb\nc\n", "a\nb", "A\nb", b"A\nb\nc\n"),  # where line ends are mixed, those of the passage go
+    (b"no end", "end", "a\nb", b"no a\nb"),
+    ("say “yes” or ‘no’\n", 'say "yes"', 'cry "no" and "yes"', "cry “no” and “yes” or ‘no’\n"),
+    ("it’s\n", "it's", "it isn't 'so'", "it isn’t ‘so’\n"),
+    ("x = \"it’s\"\n", "x = \"it's\"", "y = \"it's\"", "y = \"it’s\"\n"),  # each kind on its own
+    ("  “a”\n  b\n", "\"a\"\nb", "\"A\"\n\"b\"", "  “A”\n  “b”\n"),
+    (b"print('a', \"b\")\n", "print(‘a’, “b”)", "print(‘c’, “d”)", b"print('c', \"d\")\n"),
+    ("a “b”\n", "a “b”", 'a "c"', 'a "c"\n'),  # an exact match: the new text means what it says
 ])  # fmt: skip
 def test_edit_file_changes_the_passage_and_nothing_else(turn, before, old, new, after):
+    before, after = (each if isinstance(each, bytes) else each.encode() for each in (before, after))
     (turn.cwd / "x").write_bytes(before)
     result = call(turn, "edit_file", path="x", old_text=old, new_text=new)
     assert not result.is_error and result.text.startswith("--- a/x")
     assert (turn.cwd / "x").read_bytes() == after
+
+
+def test_edit_file_is_quick_on_endless_space(turn):
+    (turn.cwd / "x").write_text("a\n" + " " * 200_000 + "b\n")
+    start = time.perf_counter()
+    assert call(turn, "edit_file", path="x", old_text="a\n \nc", new_text="").is_error
+    assert time.perf_counter() - start < 2
 
 
 def test_edit_file_replaces_all_only_when_asked(turn):
@@ -751,6 +1193,116 @@ def test_edit_file_shows_what_it_changed(turn):
     assert "-text of ws/a.txt" in text and "+text from ws/a.txt" in text
 
 
+def warned(result: ToolResult) -> bool:
+    return not result.is_error and "(Warning: it was not read in this session, or" in result.text
+
+
+def test_an_edit_warns_where_the_session_does_not_know_the_file(turn):
+    edit = {"path": "a.txt", "old_text": "t", "new_text": "tt", "replace_all": True}
+    assert warned(call(turn, "edit_file", **edit))
+    assert not warned(call(turn, "edit_file", **edit))  # it knows what it wrote itself
+    (turn.cwd / "a.txt").write_text("text of somebody else")
+    assert warned(call(turn, "edit_file", **edit))
+    call(turn, "write_file", path="a.txt", content="text")
+    assert not warned(call(turn, "edit_file", **edit))
+    call(turn, "read_file", path="sub/b.txt", limit=1)
+    assert not warned(call(turn, "edit_file", **edit | {"path": "./sub/b.txt"}))
+    assert warned(call(replace(turn, seen={}), "edit_file", **edit))  # another session
+
+
+def test_an_edit_writes_through_a_link(turn):
+    (turn.cwd / "link").symlink_to("sub/b.txt")
+    assert not call(turn, "edit_file", path="link", old_text="text", new_text="words").is_error
+    assert (turn.cwd / "link").is_symlink() and content(turn.cwd / "sub/b.txt") == b"words of ws/sub/b.txt\n"
+
+
+# ---- Notebooks ----
+
+
+def notebook(minor=5, **layout) -> bytes:
+    """As Jupyter writes it: one space, keys in order; and with what a careless round trip would change."""
+    output = {"data": {"text/plain": ["größe \u2028 1e-07 \u001b[0m"]}, "n": 1e-07, "output_type": "x"}
+    kinds = {"markdown": {"attachments": {}}, "code": {"execution_count": 3, "outputs": [output]}, "raw": {}}
+    cells = [
+        {"cell_type": kind, "id": f"id-{kind}", "metadata": {"tags": [kind]}, "source": ["a\n", kind], **more}
+        for kind, more in kinds.items()
+    ]
+    for cell in cells:
+        cell.pop("id") if minor < 5 else None
+    book = {"cells": [dict(sorted(each.items())) for each in cells], "metadata": {"z": 0, "a": 1},
+            "nbformat": 4, "nbformat_minor": minor}  # fmt: skip
+    layout = {"ensure_ascii": False, "indent": 1} | layout
+    return (json.dumps(book, **layout) + "\n").encode()
+
+
+def edit_cell(turn, data: bytes, cell: int, source: str = "", **arguments) -> tuple[ToolResult, bytes]:
+    (turn.cwd / "x.ipynb").write_bytes(data)
+    result = call(turn, "notebook_edit", path="x.ipynb", cell=cell, source=source, **arguments)
+    return result, (turn.cwd / "x.ipynb").read_bytes()
+
+
+@pytest.mark.parametrize("data", [
+    notebook(), notebook(4), notebook(indent=4), notebook(indent="\t"), notebook(ensure_ascii=True),
+    notebook(indent=None), notebook().replace(b"\n", b"\r\n"), b"\xef\xbb\xbf" + notebook(),
+    notebook().rstrip(),
+])  # fmt: skip
+def test_a_changed_cell_leaves_all_else_in_a_notebook_as_it_was(turn, data):
+    first, after = edit_cell(turn, data, 0, "# größer\n\nb")
+    assert not first.is_error and after != data
+    marked = after.decode("utf-8-sig").replace("größer", "a").replace("gr\\u00f6\\u00dfer", "a")
+    assert json.loads(marked)["cells"][0]["source"] == ["# a\n", "\n", "b"]
+    call(turn, "notebook_edit", path="x.ipynb", cell=0, source="a\nmarkdown")
+    assert (turn.cwd / "x.ipynb").read_bytes() == data
+    call(turn, "notebook_edit", path="x.ipynb", cell=1, source="new", mode="insert")
+    call(turn, "notebook_edit", path="x.ipynb", cell=1, source="", mode="delete")
+    assert (turn.cwd / "x.ipynb").read_bytes() == data
+
+
+CODE = {"cell_type": "code", "execution_count": None, "metadata": {}, "outputs": [], "source": ["x\n", "y"]}
+TEXT = {"cell_type": "markdown", "metadata": {}, "source": ["x\n", "y"]}
+
+
+@pytest.mark.parametrize("minor, arguments, cells, made", [
+    (5, {"cell": 1}, 3, CODE | {"id": "id-code", "metadata": {"tags": ["code"]}}),  # its outputs go
+    (4, {"cell": 0, "cell_type": "code"}, 3, CODE | {"metadata": {"tags": ["markdown"]}}),
+    (5, {"cell": 1, "cell_type": "markdown"}, 3, TEXT | {"id": "id-code", "metadata": {"tags": ["code"]}}),
+    (5, {"cell": 3, "mode": "insert"}, 4, CODE | {"id": "new"}),
+    (4, {"cell": 0, "mode": "insert"}, 4, CODE),  # before 4.5 a cell has no id
+    (4, {"cell": 1, "mode": "insert", "cell_type": "markdown"}, 4, TEXT),
+])  # fmt: skip
+def test_a_cell_is_what_nbformat_wants(turn, minor, arguments, cells, made):
+    result, data = edit_cell(turn, notebook(minor), source="x\ny", **arguments)
+    book = json.loads(data)
+    cell = book["cells"][arguments["cell"]]
+    if made.get("id") == "new":
+        assert re.fullmatch("[0-9a-f]{8}", cell["id"])
+        cell["id"] = "new"
+    assert not result.is_error and len(book["cells"]) == cells and cell == made
+    assert '+    "y"' in result.text
+
+
+def test_a_deleted_cell_is_gone_and_the_diff_shows_it(turn):
+    result, data = edit_cell(turn, notebook(), 2, mode="delete")
+    assert [each["cell_type"] for each in json.loads(data)["cells"]] == ["markdown", "code"]
+    assert '-    "raw"' in result.text and "-   \"cell_type\": \"raw\"" in result.text
+
+
+@pytest.mark.parametrize("data, cell, told", [
+    (notebook(), 3, "There is no cell 3 to replace: there are 3"),
+    (b'{"nbformat": 4, "cells": []}', 0, "There is no cell 0"),
+    (b"{", 0, "no notebook of nbformat 4: JSONDecodeError"),
+    (b"", 0, "no notebook"),
+    (b"[]", 0, "no notebook"),
+    (b"{}", 0, "no notebook of nbformat 4: KeyError"),
+    (b'{"nbformat": 3, "worksheets": []}', 0, "no notebook of nbformat 4"),
+    (b'{"nbformat": 4, "cells": 7}', 0, "no notebook"),
+    (b"[" * 100_000, 0, "no notebook"),
+])  # fmt: skip
+def test_what_is_no_notebook_or_no_cell_is_said_and_left_alone(turn, data, cell, told):
+    result, after = edit_cell(turn, data, cell, "x")
+    assert result.is_error and told in result.text and after == data
+
+
 def test_list_dir_shows_folders_sizes_and_where_links_lead(turn):
     out = turn.workspace.parent / "out"
     assert call(turn, "list_dir").text.split("\n") == [
@@ -761,12 +1313,11 @@ def test_list_dir_shows_folders_sizes_and_where_links_lead(turn):
     assert "Not a directory" in call(turn, "list_dir", path="a.txt").text
 
 
-def test_list_dir_of_a_huge_folder_says_that_it_shows_a_part(turn):
-    for number in range(510):
-        (turn.cwd / "sub" / f"{number:03}").touch()
+def test_list_dir_of_a_huge_folder_is_put_aside(turn):
+    for number in range(1_000):
+        (turn.cwd / "sub" / f"{number:09}").touch()
     text = call(turn, "list_dir", path="sub").text
-    assert "511 entries" in text and "\n499  0 bytes\n" in text and "509" not in text
-    assert text.endswith("(the rest is left out: narrow it down with glob)")
+    assert "too long to show" in text and "sub: 1001 entries" in text and len(text) < 2_000
 
 
 # ---- Search ----
@@ -795,6 +1346,7 @@ def tree(turn):
     ("mai?.py", ["main.py"]),
     ("a.md", ["d/a.md"]),
     ("[[]x].md", ["[x].md"]),
+    ("{main,src/**/app}.py", ["src/app.py", "main.py"]),
 ])  # fmt: skip
 def test_glob_finds_files_newest_first(tree, pattern, found):
     assert call(tree, "glob", pattern=pattern).text.split("\n") == found
@@ -802,7 +1354,9 @@ def test_glob_finds_files_newest_first(tree, pattern, found):
 
 def test_glob_of_nothing_and_of_nonsense_says_so(tree):
     assert call(tree, "glob", pattern="*.rs").text == f"No file below {tree.cwd} matches *.rs."
-    assert "not a usable glob" in call(tree, "glob", pattern="{a").text
+    for nonsense in ("{a", "}{", "[z-a]"):
+        assert "not a usable glob" in call(tree, "glob", pattern=nonsense).text
+    assert "No file below" in call(tree, "glob", pattern="{a,b}" * 50).text
     assert "There is no" in call(tree, "glob", pattern="*", path="gone").text
 
 
@@ -869,6 +1423,65 @@ def test_grep_takes_fixed_strings_and_explains_a_bad_expression(tree):
     assert call(tree, "grep", pattern="x", output_mode="pretty").is_error
 
 
+@pytest.mark.parametrize("kind, found", [
+    ("py", ["main.py", "src/app.py", "src/deep/util.py"]), ("js", ["src/deep/util.js"]),
+    ("md", ["READ.md", "[x].md", "d/a.md"]), ("java", []), ("rust", []),
+])  # fmt: skip
+def test_grep_looks_only_at_files_of_a_type(tree, kind, found):
+    text = call(tree, "grep", pattern="TODO", type=kind).text
+    assert text.split("\n") == (found or [f"No match for 'TODO' in {tree.cwd}."])
+    assert call(tree, "grep", pattern="TODO", type="py", glob="src/*").text == "src/app.py"
+
+
+@pytest.mark.parametrize("kind", tools.TYPES)
+def test_every_type_names_files(kind):
+    endings = {"rust": "rs"}
+    assert re.match(tools.glob_regex(tools.TYPES[kind]), f"deep/name.{endings.get(kind, kind)}")
+    assert not re.match(tools.glob_regex(tools.TYPES[kind]), "name.txt")
+
+
+def test_grep_finds_what_a_loop_over_the_lines_would_find(turn):
+    """The law of the quick test that spares most files the loop, with patterns and texts made at random."""
+    chance, hits = random.Random(20_260_402), 0
+    atoms = r"a s foo Bar . \. \w \s \S \b ^ $ [ab] [^a] []b] é (foo) (?:a|b) | (?=b) (?!a) \( x{ ſ \A \Z [*]"
+    words = "a b foo Bar FOO é É . ( x{ S ſ ſ ] *"
+    repeats = ["", "", "", "?", "*", "+", "{2}", "{0,1}", "*?"]
+    pieces = [*words.split(), " ", "\n", "\r\n", "\n\n"]
+    for _ in range(800):
+        some = chance.choices(atoms.split(), k=chance.randint(1, 4))
+        pattern = "".join(atom + chance.choice(repeats) for atom in some)
+        text = "".join(chance.choices(pieces, k=chance.randint(0, 12)))
+        flags = chance.choice([0, re.IGNORECASE])
+        with contextlib.suppress(re.error):
+            matches = re.compile(pattern, flags).search
+            (turn.cwd / "sub" / "b.txt").write_bytes(text.encode())
+            lines = text.replace("\r\n", "\n").removesuffix("\n").split("\n") if text else []
+            count = sum(1 for line in lines if matches(line))
+            arguments = {"pattern": pattern, "case_insensitive": bool(flags), "output_mode": "count"}
+            shown = call(turn, "grep", path="sub", **arguments).text
+            if "could take for ever" not in shown:
+                hits += count > 0
+                assert shown.startswith(f"b.txt: {count}" if count else "No match for"), (pattern, text)
+    assert hits > 200
+
+
+@pytest.mark.parametrize("pattern", [
+    "(a+)+$", "(a*)*b", r"^(\w+\s*)+$", "(?:a+)*", "(.*,)+x", r"(\d+){2,}", "((a+))+x|(b+)+",
+])  # fmt: skip
+def test_grep_refuses_what_could_take_for_ever(turn, pattern):
+    (turn.cwd / "x").write_text("a" * 60 + "!\n")  # years
+    assert "could take for ever" in call(turn, "grep", pattern=pattern).text
+    assert "No match" in call(turn, "grep", pattern=pattern, fixed_strings=True).text
+
+
+@pytest.mark.parametrize("pattern", [
+    r"(\d{1,3}\.){3}\d{1,3}", "(a++)+$", r"\(a+\)*", "[(a+)]+", "(ab)+", "(a+)?b", "(a|b)*c+",
+    r"def \w+\(.*\)",
+])  # fmt: skip
+def test_grep_takes_repetitions_that_end(turn, pattern):
+    assert not call(turn, "grep", pattern=pattern).is_error
+
+
 def test_grep_says_how_many_files_it_left_out(tree):
     (tree.cwd / "binary").write_bytes(b"TODO \0")
     (tree.cwd / "huge").write_bytes(b"TODO\n" * 500_000)
@@ -878,9 +1491,131 @@ def test_grep_says_how_many_files_it_left_out(tree):
     assert "latin" in text and "binary\n" not in text and "huge" not in text and "node_modules" not in text
 
 
+def test_grep_does_not_wait_for_what_is_no_file_and_counts_what_it_may_not_read(tree):
+    os.mkfifo(tree.cwd / "fifo")
+    (tree.cwd / "zero").symlink_to("/dev/zero")
+    (tree.cwd / "shut").write_text("TODO\n")
+    (tree.cwd / "shut").chmod(0)
+    text = call(tree, "grep", pattern="TODO").text
+    if os.getuid():  # root may read it
+        assert text.endswith("\n(1 files skipped: binary, over 2 MB or not readable)")
+    assert "main.py" in text and "fifo" not in text and "zero" not in text
+
+
 def test_search_does_not_follow_links_out_of_the_folder(turn):
     assert "gold" not in call(turn, "glob", pattern="*").text
     assert "out/gold" not in call(turn, "grep", pattern="text of", output_mode="content").text
+
+
+def test_search_never_shows_a_file_with_keys_or_what_was_put_aside(turn):
+    (config,) = turn.secret
+    os.link(config, turn.workspace / "hard")
+    (config.parent / "config.json.bak").write_text("text of old keys")
+    (turn.workspace / ".nanobot").mkdir()
+    (turn.workspace / ".nanobot" / "result.txt").write_text("text of a result")
+    home = replace(turn, cwd=config.parent)
+    for name, pattern in {"glob": "*", "grep": "text of"}.items():
+        assert call(home, name, pattern=pattern).text.startswith("No ")
+        shown = call(turn, name, pattern=pattern).text
+        assert "a.txt" in shown and "hard" not in shown and "result" not in shown
+
+
+def git(folder: Path, *arguments: str) -> None:
+    identity = ["-c", "user.name=A", "-c", "user.email=a@b.c", "-c", "protocol.file.allow=always"]
+    subprocess.run(["git", *identity, *arguments], cwd=folder, check=True, capture_output=True)
+
+
+@pytest.fixture
+def repository(turn):
+    """A work tree with tracked, new, ignored and deleted files, a repository within and a submodule."""
+    if not shutil.which("git"):
+        pytest.skip("git is not installed")
+    root = turn.cwd / "repo"
+    ignore = "*.log\nbuild/\n/only/*\n!kept.log\n"
+    names = ["a.py", "gone.py", "src/b.py", "src/d.log", "build/tracked.py", "build/made.py", "new/c.py",
+             "new/c.log", "kept.log", "größe.py", "only/e.py", "inner/f.py", "inner/f.tmp", "lib/g.py",
+             ".nanobot/h.txt", "node_modules/i.js"]  # fmt: skip
+    rules = {".gitignore": ignore, "inner/.gitignore": "*.tmp\n", "lib/.gitignore": "*.log\n"}
+    for name, text in {**dict.fromkeys(names, ""), **rules}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"{text}# needle\n")
+    for inner in ("lib", "inner"):
+        git(root / inner, "init", "-q")
+        git(root / inner, "add", "-A")
+        git(root / inner, "commit", "-qm", "x")
+    git(root, "init", "-q")
+    git(root, "add", "-f", "a.py", "gone.py", "src/b.py", "build/tracked.py", "größe.py", "lib")
+    git(root, "commit", "-qm", "x")
+    (root / "gone.py").unlink()
+    (root / "lib" / "g.log").write_text("# needle\n")
+    return replace(turn, cwd=root)
+
+
+SEEN_BY_GIT = [".gitignore", "a.py", "build/tracked.py", "größe.py", "inner/.gitignore", "inner/f.py",
+               "kept.log", "lib/.gitignore", "lib/g.py", "new/c.py", "src/b.py"]  # fmt: skip
+
+
+def found(turn, path=".") -> list[str]:
+    names = call(turn, "glob", pattern="*", path=path).text.split("\n")
+    matches = call(turn, "grep", pattern="needle", path=path).text.split("\n")
+    assert set(matches) <= set(names)
+    return sorted(matches)
+
+
+def test_in_a_work_tree_search_sees_what_git_would_list(repository):
+    assert found(repository) == SEEN_BY_GIT
+    shown = call(repository, "glob", pattern="*").text.split("\n")
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=repository.cwd, capture_output=True, text=True).stdout.split("\0")
+    apart = {"gone.py", "inner/", "lib", ".nanobot/h.txt", "node_modules/i.js", ""}
+    assert set(listed) - apart == {name for name in shown if not name.startswith(("inner/", "lib/"))}
+
+
+@pytest.mark.parametrize("path, names", [
+    ("src", ["b.py"]), ("new", ["c.py"]), ("inner", [".gitignore", "f.py"]), ("lib", [".gitignore", "g.py"]),
+    ("only", ["e.py"]), ("build", ["tracked.py"]), ("src/d.log", ["d.log"]),  # what is named is searched
+])  # fmt: skip
+def test_a_folder_of_a_work_tree_can_be_searched_alone(repository, path, names):
+    assert found(repository, path) == names
+
+
+def test_repositories_side_by_side_each_keep_their_rules(repository):
+    shown = found(replace(repository, cwd=repository.workspace))
+    assert shown == [f"repo/{name}" for name in SEEN_BY_GIT]
+
+
+def test_without_git_the_folders_that_nobody_means_are_skipped(repository, monkeypatch):
+    monkeypatch.setenv("PATH", str(repository.cwd))
+    names = found(repository)
+    assert {"build/made.py", "src/d.log", "inner/f.tmp"} <= set(names)
+    assert not [name for name in names if name.startswith(("node_modules", ".git/", ".nanobot"))]
+
+
+def test_the_settings_of_a_strangers_repository_start_no_program(repository):
+    hook = repository.cwd / "src" / "hook.sh"
+    hook.write_text(f"#!/bin/sh\ntouch {repository.workspace}/ran\n")
+    hook.chmod(0o755)
+    for key in ("core.fsmonitor", "core.sshCommand", "core.pager", "pager.ls-files", "filter.x.clean",
+                "core.editor", "alias.ls-files", "remote.origin.uploadpack"):  # fmt: skip
+        git(repository.cwd, "config", key, str(hook))
+    git(repository.cwd, "config", "extensions.partialClone", "origin")
+    (repository.cwd / ".gitattributes").write_text("* filter=x\n")
+    assert "a.py" in found(repository)
+    assert not (repository.workspace / "ran").exists()
+
+
+def test_a_repository_cannot_lead_a_search_outside(repository):
+    fenced = replace(repository, cwd=repository.workspace, restrict=True)
+    out, index = repository.workspace.parent / "out", repository.cwd / "away"
+    index.mkdir()
+    (index / "gold.txt").write_text("tracked")
+    git(repository.cwd, "add", "-f", "away/gold.txt")
+    shutil.rmtree(index)
+    index.symlink_to(out)  # git still lists away/gold.txt
+    git(repository.cwd, "config", "core.worktree", str(out))
+    for path in ("repo", "."):
+        assert "gold" not in call(fenced, "glob", pattern="*", path=path).text
+        assert "gold" not in call(fenced, "grep", pattern="text", path=path, output_mode="content").text
 
 
 # ---- The shell ----
@@ -899,7 +1634,7 @@ def run(turn, command, **arguments) -> str:
     "mkfs.ext4 /dev/sda1", "mkfs -t ext4 x", "dd if=/dev/zero of=x", "true; dd of=x", "shutdown -h now",
     "sudo reboot", ":(){ :|:& };:", "bomb() { bomb | bomb & }; bomb",
     "echo x > /dev/sda", "echo x >/dev/sda", "echo x >> /dev/sda", "echo x &> /dev/sda", "echo x >| /dev/sda",
-    "(echo x)>/dev/sda", "echo x | tee /dev/sda", "echo x | tee -a /dev/sda",
+    "true; " * 60 + "rm -rf x", "(echo x)>/dev/sda", "echo x | tee /dev/sda", "echo x | tee -a /dev/sda",
     "echo x > sessions/a.jsonl", "echo x &>> sessions/a.jsonl", "echo x>>memory/history.jsonl",
     "echo x | tee -a cron/jobs.json", "echo x > $HOME/config.json", "echo x > ~/config.json",
 ])  # fmt: skip
@@ -950,7 +1685,7 @@ def test_the_fence_lets_work_inside_go_on(fenced, command):
 
 
 def test_a_refused_command_is_not_run(turn):
-    assert "Refused: recursive removal" in run(turn, "touch ran; rm -r sub")
+    assert "Refused: rm can destroy" in run(turn, "touch ran; rm -r sub")
     assert (turn.cwd / "sub").exists() and not (turn.cwd / "ran").exists()
 
 
@@ -1041,6 +1776,7 @@ def test_a_timeout_kills_the_command_and_its_grandchildren(turn):
     start = time.monotonic()
     result = call(turn, "exec", command=TWO_GENERATIONS, timeout=1)
     assert result.is_error and result.text.startswith("begun\nTimed out after 1 s")
+    assert result.text.endswith("\nExit code: -9")
     assert time.monotonic() - start < 4 and len(written_pids(turn)) == 3
     assert until(lambda: not any(map(is_running, written_pids(turn))))
 
@@ -1054,6 +1790,23 @@ def test_a_cancelled_turn_kills_the_command_and_its_grandchildren(turn):
 
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(cancel())
+    assert len(written_pids(turn)) == 3
+    assert until(lambda: not any(map(is_running, written_pids(turn))))
+
+
+@pytest.mark.parametrize("last_words", ["", "sys.exit(3)", "raise ValueError('ours')"])
+def test_a_program_that_ends_takes_its_commands_with_it(turn, last_words):
+    program = f"""
+import asyncio, pathlib, sys, threading, time
+sys.path.insert(0, {str(Path(tools.__file__).parent)!r})
+from tools import Exec, ToolRegistry, Turn
+call = ToolRegistry([Exec()]).execute("exec", {{"command": {TWO_GENERATIONS!r}}}, Turn())
+threading.Thread(target=asyncio.run, args=[call], daemon=True).start()
+while not pathlib.Path("pids").exists() or len(pathlib.Path("pids").read_text().split()) < 3:
+    time.sleep(0.02)
+{last_words}
+"""
+    subprocess.run([sys.executable, "-c", program], cwd=turn.cwd, timeout=20, stderr=subprocess.DEVNULL)
     assert len(written_pids(turn)) == 3
     assert until(lambda: not any(map(is_running, written_pids(turn))))
 
@@ -1073,3 +1826,154 @@ def test_exec_refuses_a_timeout_out_of_bounds(turn, timeout):
 def test_exec_names_no_file_with_keys_also_without_the_fence(turn, command):
     said = run(turn, command.format(keys=turn.secret[0]))
     assert "holds keys" in said
+
+
+# ---- The sandbox ----
+
+needs_bwrap = pytest.mark.skipif(bool(sandbox_problem()), reason=sandbox_problem() or "bwrap works")
+
+
+@pytest.fixture
+def confined(turn, own_home):
+    """As at a user's: workspace, project and keys are in HOME; `turn.cwd` is the project."""
+    workspace, project = own_home / ".nanobot" / "workspace", own_home / "project"
+    for folder in (workspace / "sessions", project, own_home / ".ssh"):
+        folder.mkdir(parents=True)
+    (workspace / "sessions" / "a.jsonl").write_text("record")
+    (own_home / ".nanobot" / "config.json").write_text("gold")
+    (own_home / ".ssh" / "id").write_text("gold")
+    return Turn(workspace, project, secret=(own_home / ".nanobot" / "config.json",))
+
+
+def run_confined(turn, command, network=False, **arguments) -> ToolResult:
+    registry = ToolRegistry([Exec(sandbox="bwrap", network=network)])
+    return asyncio.run(registry.execute("exec", {"command": command, **arguments}, turn))
+
+
+@needs_bwrap
+def test_a_confined_command_works_in_project_and_workspace(confined):
+    command = f"echo one > made && cat made && touch {confined.workspace}/too && mktemp"
+    text = run_confined(confined, command).text
+    assert re.fullmatch(r"one\n/tmp/tmp\.\w+\nExit code: 0", text)
+    assert (confined.cwd / "made").exists() and (confined.workspace / "too").exists()
+    assert run_confined(confined, "pwd; exit 7", working_dir=str(confined.workspace)).text == (
+        f"{confined.workspace}\nExit code: 7"
+    )
+
+
+def in_script(turn, text: str) -> str:
+    """A command that runs a script: so exec's own guard-rails see nothing of what is in it."""
+    (turn.cwd / "script").write_text(text)
+    return "bash ./script 2>&1"
+
+
+@needs_bwrap
+@pytest.mark.parametrize("command", [
+    "cat ~/.ssh/id {home}/.ssh/id", "cat {home}/.nanobot/conf*", "cat {tmp}/kit/*",
+    "ln -sf {home}/.ssh link; cat link/id", "[ -e /etc/shadow ] && echo gold", "[ -e /var ] && echo gold",
+    "[ -e /proc/{pid} ] && echo gold",
+])  # fmt: skip
+def test_a_confined_command_sees_nothing_of_the_rest(confined, turn, command):
+    (turn.readable[0] / "SKILL.md").write_text("gold")
+    places = {"tmp": turn.workspace.parent, "home": confined.cwd.parent, "pid": os.getpid()}
+    script = in_script(confined, command.format(**places))
+    assert "gold" in run(confined, script) and "gold" not in run_confined(confined, script).text
+
+
+@needs_bwrap
+@pytest.mark.parametrize("command", [
+    "echo x > {home}/.bashrc", "chmod 777 {home}", "mv {home}/.nanobot/workspace {home}/other",
+    "echo x > sessions/a.jsonl", "echo x > sessions/new", "rm -r sessions", "echo x > cron/jobs.json",
+    "mv sessions old; mkdir sessions; echo x > sessions/a.jsonl", "echo x > memory/history.jsonl",
+    "mkdir -p memory/.git/hooks; echo x > memory/.git/hooks/post-commit",
+    "mv memory old; mkdir memory; echo x > memory/.cursor", "ln -sfn {home}/.ssh .nanobot/tool-results",
+    "umount sessions; echo x > sessions/new", "mount -o remount,rw,bind sessions; echo x > sessions/new",
+    "unshare -rm sh -c 'umount sessions; echo x > sessions/new'", "touch /usr/new /etc/new",
+])  # fmt: skip
+def test_a_confined_command_changes_neither_the_rest_nor_the_agents_records(confined, command):
+    home = confined.cwd.parent
+    script = in_script(confined, f"cd {confined.workspace}\n" + command.format(home=home))
+    run_confined(confined, "true")  # makes the folders that were missing
+    before = state_of(home)
+    assert "Exit code:" in run_confined(confined, script).text
+    assert state_of(home) == before and not Path("/usr/new").exists()
+
+
+def state_of(folder: Path) -> dict:
+    found = [folder, *folder.rglob("*")]
+    return {path: (path.lstat().st_mode, path.is_file() and path.read_bytes()) for path in found}
+
+
+@needs_bwrap
+def test_a_link_made_inside_does_not_become_the_next_working_directory(confined):
+    inner = confined.workspace / "inner"
+    inner.mkdir()
+    run_confined(confined, f"ln -s {confined.cwd.parent}/.ssh link")
+    assert "is outside of" in run_confined(confined, "cat id", working_dir="link").text
+    there = replace(confined, cwd=inner)
+    run_confined(there, f"cd .. && mv inner other && ln -s {confined.cwd.parent}/.ssh inner")
+    assert inner.is_symlink() and "gold" not in run_confined(there, "cat id").text
+
+
+@pytest.mark.parametrize("cwd", ["", ".nanobot", "..", "link", "/"])
+@needs_bwrap
+def test_a_folder_with_home_or_keys_or_the_workspace_in_it_is_not_opened(confined, own_home, cwd):
+    (own_home / "link").symlink_to(".ssh")
+    result = run_confined(replace(confined, cwd=own_home / cwd), "touch ran; ls -a")
+    assert result.is_error and "The sandbox may not open" in result.text
+
+
+@needs_bwrap
+@pytest.mark.parametrize("network, reached", [(False, ""), (True, "hello")])
+def test_there_is_no_network_unless_it_is_wanted(confined, network, reached):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.1)
+        command = f"echo hello > /dev/tcp/127.0.0.1/{server.getsockname()[1]}"
+        assert run_confined(confined, in_script(confined, command), network).is_error != network
+        received = server.accept()[0].recv(9).decode().strip() if network else ""
+    assert received == reached
+
+
+def running_with(mark: str) -> list[str]:
+    lines = [content(path) or b"" for path in Path("/proc").glob("[0-9]*/cmdline")]
+    return [line.decode() for line in lines if mark.encode() in line]
+
+
+@needs_bwrap
+@pytest.mark.parametrize("command", ["sleep {mark} & echo hi", "setsid sleep {mark} & echo hi"])
+def test_nothing_that_was_confined_outlives_its_command(confined, command):
+    mark = f"61.{os.getpid()}"
+    assert run_confined(confined, command.format(mark=mark)).text == "hi\nExit code: 0"
+    assert until(lambda: not running_with(mark))
+
+
+@needs_bwrap
+def test_what_is_confined_dies_with_the_agent_even_by_kill_9(confined):
+    mark = f"62.{os.getpid()}"
+    program = f"""
+import asyncio, sys
+from pathlib import Path
+sys.path.insert(0, {str(Path(tools.__file__).parent)!r})
+from tools import Exec, ToolRegistry, Turn
+turn = Turn(Path({str(confined.workspace)!r}), Path({str(confined.cwd)!r}))
+asyncio.run(ToolRegistry([Exec(sandbox="bwrap")]).execute("exec", {{"command": "setsid sleep {mark}"}}, turn))
+"""
+    process = subprocess.Popen([sys.executable, "-c", program])
+    assert until(lambda: f"sleep\0{mark}\0" in running_with(mark))
+    process.kill()
+    process.wait()
+    assert until(lambda: not running_with(mark))
+
+
+@pytest.mark.parametrize("bwrap", [None, "#!/bin/sh\necho 'bwrap: no permissions' >&2\nexit 1\n"])
+def test_where_bwrap_does_not_run_no_command_runs_and_the_fix_is_told(confined, tmp_path, monkeypatch, bwrap):
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "bash").symlink_to(shutil.which("bash"))
+    if bwrap:
+        (programs / "bwrap").write_text(bwrap)
+        (programs / "bwrap").chmod(0o755)
+    monkeypatch.setenv("PATH", str(programs))
+    result = run_confined(confined, "echo ran > ran")
+    assert result.is_error and "was not run" in result.text and "Install bubblewrap" in result.text
+    assert ("no permissions" in result.text) == bool(bwrap) and not (confined.cwd / "ran").exists()
