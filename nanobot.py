@@ -48,8 +48,8 @@ from memory import (
     MemoryStore, SessionBusy, SessionManager, SkillsLoader, TokenCounter, leave_out_oldest, said,
 )  # fmt: skip
 from providers import (
-    ROWS, Endpoint, HumanProvider, LLMProvider, LLMResponse, OfflineProvider, OpenAIProvider, ReplayProvider,
-    ToolCallRequest, Trace, choose_endpoint, legal,
+    NO_RESULT, ROWS, Endpoint, HumanProvider, LLMProvider, LLMResponse, OfflineProvider, OpenAIProvider,
+    ReplayProvider, ToolCallRequest, Trace, choose_endpoint, legal,
 )  # fmt: skip
 from tools import (
     FILE_TOOLS, SEARCH_SERVICES, Exec, MCPServers, ToolRegistry, ToolResult, Turn, Web, WebFetch, WebSearch,
@@ -1035,7 +1035,7 @@ class RecordedTools(ToolRegistry):
         known = {message.get("tool_call_id") for message in records[0]["messages"]}
         names: dict[str, str] = {}
         for message in (message for record in records for message in record["messages"]):
-            for call in message.get("tool_calls", ()):
+            for call in (each for each in message.get("tool_calls", ()) if each["id"] not in names):
                 arguments = json.loads(call["function"]["arguments"])
                 names[call["id"]] = self.key(call["function"]["name"], arguments)
             if message["role"] == "tool" and message["tool_call_id"] not in known:
@@ -1051,7 +1051,26 @@ class RecordedTools(ToolRegistry):
 
     async def execute(self, name: str, params: dict, turn: Turn | None = None) -> ToolResult:
         results = self.results[self.key(name, params)]
-        return ToolResult(results.pop(0) if results else "(the trace ends before this call's result)")
+        text = results.pop(0) if results else "(the trace ends before this call's result)"
+        stopped = text.endswith((NO_RESULT["content"], template("same_failure", count=5)))  # the run, there
+        return ToolResult(text, is_error=stopped)
+
+
+async def replay_turn(model: ReplayProvider, terminal: CLI) -> AgentRunResult:
+    for call in (call for step in model.rest for call in (step["answer"] or {}).get("tool_calls", ())):
+        call["error"] = ""  # its result is recorded, too, and says so
+    first, hook = model.rest[0], EventHook(terminal.send, Turn(), streaming=True)
+    given = {name: each for name, each in first["options"].items() if name in ("max_tokens", "temperature")}
+    spec = AgentRunSpec(first["messages"], RecordedTools(model.rest), hook=hook, **given)
+    spec.fail_on_tool_error = True  # see RecordedTools: the others are no errors here
+    spec.context_window = sys.maxsize  # what did not fit was left out when it was recorded
+    said = [str(step["messages"][-1]["content"]) for step in model.rest]
+    limits = (n for n, text in enumerate(said) if text.endswith(template("out_of_iterations", limit=n)))
+    spec.max_iterations = next(limits, sys.maxsize)
+    result = await AgentRunner(model).run(spec)
+    if result.final_content:
+        await hook.send("final", result.final_content)
+    return result
 
 
 def replay_command(arguments: argparse.Namespace) -> int:
@@ -1059,18 +1078,16 @@ def replay_command(arguments: argparse.Namespace) -> int:
         model = ReplayProvider(arguments.file)
     except (OSError, ValueError) as problem:
         raise ConfigError(f"{problem}. Make a trace with: nanobot agent --trace FILE") from None
-    terminal = CLI()
-    while model.rest:
-        first, hook = model.rest[0], EventHook(terminal.send, Turn(), streaming=True)
-        given = {name: first["options"].get(name) for name in ("max_tokens", "temperature")}
-        spec = AgentRunSpec(first["messages"], RecordedTools(model.rest), hook=hook, **given)
-        spec.context_window = sys.maxsize  # what did not fit was left out when it was recorded
-        result = asyncio.run(AgentRunner(model).run(spec))
+    terminal, status = CLI(), 0
+    while steps := list(model.rest):
+        result = asyncio.run(replay_turn(model, terminal))
         if result.error:
             terminal.note(f"nanobot: {result.error}")
-            return 1
-        asyncio.run(hook.send("final", result.final_content))
-    return 0
+            status, last = 1, steps[: len(steps) - len(model.rest)][-1:]
+            failed_then = any(step["answer"] is None or step["answer"]["error"] for step in last)
+            if not failed_then and result.stop_reason != "tool_error":
+                break
+    return status
 
 
 def parser() -> argparse.ArgumentParser:
