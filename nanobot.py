@@ -48,7 +48,7 @@ from memory import (
     MemoryStore, SessionBusy, SessionManager, SkillsLoader, TokenCounter, leave_out_oldest, said,
 )  # fmt: skip
 from providers import (
-    NO_RESULT, ROWS, Endpoint, HumanProvider, LLMProvider, LLMResponse, OfflineProvider, OpenAIProvider,
+    ROWS, Endpoint, HumanProvider, LLMProvider, LLMResponse, OfflineProvider, OpenAIProvider, ReplayDiffers,
     ReplayProvider, ToolCallRequest, Trace, choose_endpoint, legal,
 )  # fmt: skip
 from tools import (
@@ -1032,15 +1032,18 @@ class RecordedTools(ToolRegistry):
     def __init__(self, records: list[dict]):
         super().__init__()
         self.definitions, self.results = records[0]["tools"], defaultdict(list)
+        answers = [record["answer"] for record in records if record["answer"]]
+        # those of earlier turns, and what the runner itself answers to a call that could not be read
         known = {message.get("tool_call_id") for message in records[0]["messages"]}
-        names: dict[str, str] = {}
+        known |= {call["id"] for answer in answers for call in answer["tool_calls"] if call["error"]}
+        keys: dict[str, str] = {}
         for message in (message for record in records for message in record["messages"]):
-            for call in (each for each in message.get("tool_calls", ()) if each["id"] not in names):
-                arguments = json.loads(call["function"]["arguments"])
-                names[call["id"]] = self.key(call["function"]["name"], arguments)
+            for call in message.get("tool_calls", ()):
+                function = call["function"]
+                keys.setdefault(call["id"], self.key(function["name"], json.loads(function["arguments"])))
             if message["role"] == "tool" and message["tool_call_id"] not in known:
                 known.add(message["tool_call_id"])
-                self.results[names[message["tool_call_id"]]].append(message["content"])
+                self.results[keys[message["tool_call_id"]]].append(message["content"])
 
     @staticmethod
     def key(name: str, arguments: dict) -> str:
@@ -1051,42 +1054,31 @@ class RecordedTools(ToolRegistry):
 
     async def execute(self, name: str, params: dict, turn: Turn | None = None) -> ToolResult:
         results = self.results[self.key(name, params)]
-        text = results.pop(0) if results else "(the trace ends before this call's result)"
-        stopped = text.endswith((NO_RESULT["content"], template("same_failure", count=5)))  # the run, there
-        return ToolResult(text, is_error=stopped)
-
-
-async def replay_turn(model: ReplayProvider, terminal: CLI) -> AgentRunResult:
-    for call in (call for step in model.rest for call in (step["answer"] or {}).get("tool_calls", ())):
-        call["error"] = ""  # its result is recorded, too, and says so
-    first, hook = model.rest[0], EventHook(terminal.send, Turn(), streaming=True)
-    given = {name: each for name, each in first["options"].items() if name in ("max_tokens", "temperature")}
-    spec = AgentRunSpec(first["messages"], RecordedTools(model.rest), hook=hook, **given)
-    spec.fail_on_tool_error = True  # see RecordedTools: the others are no errors here
-    spec.context_window = sys.maxsize  # what did not fit was left out when it was recorded
-    said = [str(step["messages"][-1]["content"]) for step in model.rest]
-    limits = (n for n, text in enumerate(said) if text.endswith(template("out_of_iterations", limit=n)))
-    spec.max_iterations = next(limits, sys.maxsize)
-    result = await AgentRunner(model).run(spec)
-    if result.final_content:
-        await hook.send("final", result.final_content)
-    return result
+        return ToolResult(results.pop(0) if results else "(the trace ends before this call's result)")
 
 
 def replay_command(arguments: argparse.Namespace) -> int:
+    defaults, terminal, status = settings_of(arguments).defaults, CLI(), 0
     try:
         model = ReplayProvider(arguments.file)
     except (OSError, ValueError) as problem:
         raise ConfigError(f"{problem}. Make a trace with: nanobot agent --trace FILE") from None
-    terminal, status = CLI(), 0
-    while steps := list(model.rest):
-        result = asyncio.run(replay_turn(model, terminal))
+    while model.rest:
+        first, hook = model.rest[0], EventHook(terminal.send, Turn(), streaming=True)
+        given = {name: each for name, each in first["options"].items() if name in ("max_tokens", "temperature")}
+        spec = AgentRunSpec(first["messages"], RecordedTools(model.rest), hook=hook, **given)
+        spec.max_iterations = defaults.max_tool_iterations
+        spec.context_window = sys.maxsize  # what did not fit was left out when it was recorded
+        try:
+            result = asyncio.run(AgentRunner(model).run(spec))
+        except ReplayDiffers as difference:
+            terminal.note(f"nanobot: {difference}")
+            return 1
+        if result.final_content:
+            asyncio.run(hook.send("final", result.final_content))
         if result.error:
             terminal.note(f"nanobot: {result.error}")
-            status, last = 1, steps[: len(steps) - len(model.rest)][-1:]
-            failed_then = any(step["answer"] is None or step["answer"]["error"] for step in last)
-            if not failed_then and result.stop_reason != "tool_error":
-                break
+            status = 1
     return status
 
 
@@ -1108,9 +1100,8 @@ def parser() -> argparse.ArgumentParser:
     agent.add_argument("--approve", action="store_true", help="ask before a tool writes or executes")
     agent.add_argument("--no-stream", action="store_true", help="do not stream requests")
     agent.add_argument("--trace", metavar="FILE", type=path_of, help="write down requests and answers")
-    replay = commands.add_parser("replay", help="run a recorded turn again, without network and tools")
+    replay = commands.add_parser("replay", parents=[common], help="run a recorded turn again, without network and tools")
     replay.add_argument("file", metavar="FILE", type=path_of)
-    replay.add_argument("--logs", action="store_true", help="show what happens inside, on stderr")
     prompt = commands.add_parser("prompt", parents=[common], help="print what would be sent")
     prompt.add_argument("text", nargs="?", default="Hello!")
     for command in (agent, prompt):
