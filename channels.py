@@ -38,13 +38,20 @@ class OutboundMessage:
 
 
 # C0 but tab and newline, DEL, C1; bidi controls, zero-widths, tags: they rewrite what a reader sees
-UNSAFE = re.compile("[\0-\b\v-\x1f\x7f-\x9f\u061c\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff\U000e0000-\U000e007f]")  # noqa
+UNSAFE = re.compile("[\0-\b\v-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\U000e0000-\U000e007f]")  # noqa
 
 
 def printable(text: str) -> str:
     """Text for a terminal: control, escape, bidi and invisible characters are shown as `\\x1b`, `\\u202e`."""
     safe = UNSAFE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
     return safe.encode("utf-8", errors="replace").decode("utf-8")  # a lone surrogate has no UTF-8
+
+
+class PrintableFormatter(logging.Formatter):
+    """For logs on a terminal: what a tool or an endpoint said is in warnings, too."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
 
 
 class Terminated(KeyboardInterrupt):

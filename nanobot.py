@@ -43,16 +43,17 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 from weakref import WeakValueDictionary
 
-from channels import CLI, BackgroundLoop, OutboundMessage, printable, terminate
+from channels import CLI, BackgroundLoop, OutboundMessage, PrintableFormatter, printable, terminate
 from memory import (
     MemoryStore, SessionBusy, SessionManager, SkillsLoader, TokenCounter, leave_out_oldest, said,
 )  # fmt: skip
 from providers import (
-    ROWS, Endpoint, HumanProvider, LLMProvider, LLMResponse, OfflineProvider, OpenAIProvider, ReplayProvider,
-    ToolCallRequest, Trace, choose_endpoint, legal,
+    ROWS, Endpoint, HumanProvider, LLMProvider, LLMResponse, OfflineProvider, OpenAIProvider, ReplayDiffers,
+    ReplayProvider, ToolCallRequest, Trace, choose_endpoint, legal,
 )  # fmt: skip
 from tools import (
-    FILE_TOOLS, Exec, MCPServers, ToolRegistry, ToolResult, Turn, as_schema, image_block, is_kind, kinds,
+    FILE_TOOLS, SEARCH_SERVICES, Exec, MCPServers, ToolRegistry, ToolResult, Turn, Web, WebFetch, WebSearch,
+    as_schema, fits, image_block, kinds, sandbox_problem,
 )  # fmt: skip
 
 __version__ = "0.1.0"
@@ -100,8 +101,24 @@ class ProviderSettings:
 class ExecSettings:
     enable: bool = True
     timeout: int = 60  # seconds
+    sandbox: Literal["", "bwrap"] = ""
+    sandbox_network: bool = False
     path_append: str = ""
     allowed_env_keys: list[str] = field(default_factory=list)
+
+
+@dataclass
+class SearchSettings:
+    provider: Literal[*SEARCH_SERVICES] = "duckduckgo"
+    api_key: str = ""
+    base_url: str = ""  # of a server of your own
+    max_results: int = 5
+
+
+@dataclass
+class WebSettings:
+    enable: bool = True
+    search: SearchSettings = field(default_factory=SearchSettings)
 
 
 @dataclass
@@ -121,6 +138,8 @@ class MCPSettings:
 class ToolSettings:
     restrict_to_workspace: bool = False
     exec: ExecSettings = field(default_factory=ExecSettings)
+    web: WebSettings = field(default_factory=WebSettings)
+    ssrf_whitelist: list[str] = field(default_factory=list)  # CIDRs
     mcp_servers: dict[str, MCPSettings] = field(default_factory=dict)
 
 
@@ -167,6 +186,10 @@ class Config:
             limit = f"must be under half of contextWindowTokens ({window})"
             why = "the answer needs room beside the conversation"
             raise ConfigError(f"agents.defaults.maxTokens ({answer}) {limit}: {why}.")
+        try:
+            Web(self.tools.ssrf_whitelist)
+        except ValueError as problem:
+            raise ConfigError(f"tools.ssrfWhitelist: {problem}. Write it like 10.0.0.0/8.") from None
 
 
 def path_of(text: str) -> Path:
@@ -419,8 +442,8 @@ class ApprovalHook(AgentHook):
                 call.denied = ""
                 continue
             # JSON keeps all of it on one line: nothing in it can look like a question of ours
-            shown = printable(json.dumps(call.arguments, ensure_ascii=False))
-            question = f"{call.name} {shown}\nRun it? [y/n/always] "
+            shown = printable(f"{call.name} {json.dumps(call.arguments, ensure_ascii=False)}")
+            question = f"{shown}\nRun it? [y/n/always] "
             answer = (await self.ask(question)).strip().lower() if self.ask else "n"
             if answer in ("a", "always"):
                 self.always.add(call.name)
@@ -672,7 +695,12 @@ class AgentLoop:
         self.context = ContextBuilder(config, self.memory, self.skills)
         self.tools = ToolRegistry(FILE_TOOLS)
         if (shell := config.tools.exec).enable:
-            self.tools.register(Exec(shell.timeout, shell.path_append, shell.allowed_env_keys))
+            confinement = (shell.sandbox, shell.sandbox_network)
+            self.tools.register(Exec(shell.timeout, shell.path_append, shell.allowed_env_keys, *confinement))
+        if config.tools.web.enable:
+            web = Web(config.tools.ssrf_whitelist)
+            self.tools.register(WebFetch(web))
+            self.tools.register(WebSearch(web, **vars(config.tools.web.search)))
         self.mcp = MCPServers(config.tools.mcp_servers, self.tools)
         self.runner = AgentRunner(self.provider)
         self.cost = CostTrackingHook(config.prices, self.model)
@@ -680,6 +708,7 @@ class AgentLoop:
         self.cwd = self.workspace  # the command line sets the folder that it was started in
         self.streaming = True
         self.started = time.monotonic()
+        self._seen: dict[str, dict] = {}  # by session: the files that it knows
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def turn(self, session_key: str) -> Turn:
@@ -689,6 +718,7 @@ class AgentLoop:
             restrict=self.config.tools.restrict_to_workspace, readable=(DATA / "skills",),
             secret=(self.config.path.resolve(), Config().path),
             max_result_chars=self.config.defaults.max_tool_result_chars,
+            seen=self._seen.setdefault(session_key, {}),
         )  # fmt: skip
 
     async def process_direct(
@@ -712,6 +742,7 @@ class AgentLoop:
         session, images = self.sessions.get(events.turn.session_key), []
         if command == "new":
             session.restart()
+            events.turn.seen.clear()
             return AgentRunResult("A new session begins. The old one stays in its journal.")
         if command == "continue" and not session.unfinished:
             return AgentRunResult("There is no interrupted turn to go on with.")
@@ -775,8 +806,8 @@ def run(text: str, session_key: str = "cli:direct", config: Config | None = None
 
 # Keys of parts that this version does not have yet: a line says so, so that nobody waits for their effect.
 NOT_YET = {
-    "agents.defaults.memoryWindow", "agents.defaults.dream", "agents.defaults.maxConcurrent", "tools.web",
-    "tools.ssrfWhitelist", "channels.telegram", "gateway",
+    "agents.defaults.memoryWindow", "agents.defaults.dream", "agents.defaults.maxConcurrent",
+    "channels.telegram", "gateway",
 }  # fmt: skip
 
 
@@ -813,9 +844,8 @@ def read_json(file: Path, environ: Mapping[str, str]) -> Any:
 def read_setting(hint: Any, value: Any, where: str) -> Any:
     """A value as its type hint wants it; raises ConfigError with its path: `agents.defaults.maxTokens: …`."""
     schema = as_schema(dict if is_dataclass(hint) else hint)
-    wanted = schema.get("enum") or kinds(schema)
-    allowed = value in wanted if "enum" in schema else any(is_kind(value, kind) for kind in wanted)
-    if not allowed:
+    wanted = [each or '""' for each in schema.get("enum", [])] or kinds(schema)
+    if not fits(value, kinds(schema)) or value not in schema.get("enum", [value]):
         shown = json.dumps(value, ensure_ascii=False)[:80]
         raise ConfigError(f"{where or 'the file'}: expected {' or '.join(wanted)}, got {shown}")
     if is_dataclass(hint):
@@ -947,11 +977,14 @@ def status_command(arguments: argparse.Namespace) -> int:
     if isinstance(provider, OpenAIProvider):
         end, problem = provider.endpoint, asyncio.run(provider.check())
         model = f"{provider.model or 'no model named'} at {end.api_base} ({end.spec.name})"
+    sandbox = loop.config.tools.exec.sandbox
+    unsafe = sandbox_problem() if sandbox else ""
     rows = [
         ("ok", "settings", str(file) if file.exists() else "the defaults; `nanobot onboard` writes a file"),
         ("ok", "workspace", str(loop.workspace)),
         ("BAD" if problem else "ok", "model", f"{model}: {problem}" if problem else model),
         ("ok" if bash else "--", "bash", bash or "missing: exec cannot run; install bash"),
+        ("BAD" if unsafe else "ok", "sandbox", unsafe or sandbox or "off: a command can do what you can"),
     ]
     for name, problem in asyncio.run(loop.mcp.check()).items():
         rows.append(("BAD" if problem else "ok", f"mcp {name}", problem or "connected"))
@@ -999,15 +1032,18 @@ class RecordedTools(ToolRegistry):
     def __init__(self, records: list[dict]):
         super().__init__()
         self.definitions, self.results = records[0]["tools"], defaultdict(list)
+        answers = [record["answer"] for record in records if record["answer"]]
+        # those of earlier turns, and what the runner itself answers to a call that could not be read
         known = {message.get("tool_call_id") for message in records[0]["messages"]}
-        names: dict[str, str] = {}
+        known |= {call["id"] for answer in answers for call in answer["tool_calls"] if call["error"]}
+        keys: dict[str, str] = {}
         for message in (message for record in records for message in record["messages"]):
             for call in message.get("tool_calls", ()):
-                arguments = json.loads(call["function"]["arguments"])
-                names[call["id"]] = self.key(call["function"]["name"], arguments)
+                function = call["function"]
+                keys.setdefault(call["id"], self.key(function["name"], json.loads(function["arguments"])))
             if message["role"] == "tool" and message["tool_call_id"] not in known:
                 known.add(message["tool_call_id"])
-                self.results[names[message["tool_call_id"]]].append(message["content"])
+                self.results[keys[message["tool_call_id"]]].append(message["content"])
 
     @staticmethod
     def key(name: str, arguments: dict) -> str:
@@ -1022,22 +1058,28 @@ class RecordedTools(ToolRegistry):
 
 
 def replay_command(arguments: argparse.Namespace) -> int:
+    defaults, terminal, status = settings_of(arguments).defaults, CLI(), 0
     try:
         model = ReplayProvider(arguments.file)
     except (OSError, ValueError) as problem:
         raise ConfigError(f"{problem}. Make a trace with: nanobot agent --trace FILE") from None
-    terminal = CLI()
     while model.rest:
         first, hook = model.rest[0], EventHook(terminal.send, Turn(), streaming=True)
-        given = {name: first["options"].get(name) for name in ("max_tokens", "temperature")}
+        given = {name: each for name, each in first["options"].items() if name in ("max_tokens", "temperature")}
         spec = AgentRunSpec(first["messages"], RecordedTools(model.rest), hook=hook, **given)
+        spec.max_iterations = defaults.max_tool_iterations
         spec.context_window = sys.maxsize  # what did not fit was left out when it was recorded
-        result = asyncio.run(AgentRunner(model).run(spec))
+        try:
+            result = asyncio.run(AgentRunner(model).run(spec))
+        except ReplayDiffers as difference:
+            terminal.note(f"nanobot: {difference}")
+            return 1
+        if result.final_content:
+            asyncio.run(hook.send("final", result.final_content))
         if result.error:
             terminal.note(f"nanobot: {result.error}")
-            return 1
-        asyncio.run(hook.send("final", result.final_content))
-    return 0
+            status = 1
+    return status
 
 
 def parser() -> argparse.ArgumentParser:
@@ -1058,9 +1100,8 @@ def parser() -> argparse.ArgumentParser:
     agent.add_argument("--approve", action="store_true", help="ask before a tool writes or executes")
     agent.add_argument("--no-stream", action="store_true", help="do not stream requests")
     agent.add_argument("--trace", metavar="FILE", type=path_of, help="write down requests and answers")
-    replay = commands.add_parser("replay", help="run a recorded turn again, without network and tools")
+    replay = commands.add_parser("replay", parents=[common], help="run a recorded turn again, without network and tools")
     replay.add_argument("file", metavar="FILE", type=path_of)
-    replay.add_argument("--logs", action="store_true", help="show what happens inside, on stderr")
     prompt = commands.add_parser("prompt", parents=[common], help="print what would be sent")
     prompt.add_argument("text", nargs="?", default="Hello!")
     for command in (agent, prompt):
@@ -1084,8 +1125,9 @@ def main(argv: list[str] | None = None) -> int:
     if not argv or argv[0] not in (*commands, "-h", "--help", "--version"):
         argv.insert(0, "agent")
     arguments = parser().parse_args(argv)
-    logging.basicConfig(level=logging.INFO if arguments.logs else logging.WARNING,
-                        format="%(levelname)s %(name)s: %(message)s")  # fmt: skip
+    handler = logging.StreamHandler()
+    handler.setFormatter(PrintableFormatter("%(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO if arguments.logs else logging.WARNING, handlers=[handler])
     for stream in filter(None, (sys.stdout, sys.stderr)):
         stream.reconfigure(errors="replace")  # letters that its encoding has not
     for name in ("SIGTERM", "SIGHUP"):  # end as after Ctrl-C: what runs is stopped, the journal in order
@@ -1098,7 +1140,8 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # `nanobot … | head`: nobody wants the rest
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as problem:
-        print(f"nanobot: {problem}. Mend it and ask again; the journal keeps what it has.", file=sys.stderr)
+        cause = printable(str(problem))
+        print(f"nanobot: {cause}. Mend it and ask again; the journal keeps what it has.", file=sys.stderr)
     except KeyboardInterrupt:
         return 130
     return 1

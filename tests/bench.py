@@ -1,6 +1,6 @@
 """How fast is it? Ratios against a bare tool loop on the official SDK, measured side by side in one run.
 
-    python tests/bench.py            all of it, about two minutes
+    python tests/bench.py            all of it, about three minutes
     python tests/bench.py calls      only what has `calls` in its name
 
 A stub endpoint, another process, asks for tool calls until it has enough of them, then it answers. Each
@@ -12,11 +12,13 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 HERE = Path(__file__).resolve()
@@ -135,6 +137,54 @@ def kit(base_url: str, history: int = 0) -> None:
     report(ms=(time.perf_counter() - start) * 1e3, tail=tail)
 
 
+def per_request(messages: list[dict], ask: Callable[[], str], wanted: int) -> None:
+    """CPU time of this process, the median over a conversation that goes on and keeps its length."""
+    times = []
+    for _ in range(wanted):
+        start = time.process_time()
+        said = ask()
+        times.append((time.process_time() - start) * 1e3)
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "And now?"}]
+        del messages[:2]
+    report(ms=statistics.median(times[1:]))  # the first one opens the connection
+
+
+def kit_requests(base_url: str, history: int, wanted: int) -> None:
+    from providers import ROWS, Endpoint, OpenAIProvider
+
+    provider = OpenAIProvider(Endpoint(ROWS["custom"], "none", base_url, "m"))
+    provider.warm_up()
+    messages = [*filler(history), {"role": "user", "content": "Hello."}]
+    with asyncio.Runner() as runner:
+        per_request(messages, lambda: runner.run(provider.chat(messages)).content, wanted)
+
+
+def sdk_requests(base_url: str, history: int, wanted: int) -> None:
+    from openai import OpenAI
+
+    create = OpenAI(api_key="none", base_url=base_url).chat.completions.create
+    messages = [*filler(history), {"role": "user", "content": "Hello."}]
+    per_request(messages, lambda: create(model="m", messages=messages).choices[0].message.content, wanted)
+
+
+def socket_requests(base_url: str, history: int, wanted: int) -> None:
+    """What it costs to say the same with nothing but the standard library."""
+    from http.client import HTTPConnection
+    from urllib.parse import urlsplit
+
+    place = urlsplit(base_url)
+    connection = HTTPConnection(place.netloc)
+    messages = [*filler(history), {"role": "user", "content": "Hello."}]
+
+    def ask() -> str:
+        body = json.dumps({"model": "m", "messages": messages}).encode()
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", f"{place.path}/chat/completions", body, headers)
+        return json.loads(connection.getresponse().read())["choices"][0]["message"]["content"]
+
+    per_request(messages, ask, wanted)
+
+
 def bare_side_by_side(base_url: str) -> None:
     """50 conversations of 10 calls on the SDK's asynchronous client."""
     from openai import AsyncOpenAI
@@ -186,6 +236,28 @@ def ten_blocking_tools() -> None:
     report(ms=(time.perf_counter() - start) * 1e3)
 
 
+def search(folder: str, pattern: str) -> None:
+    from tools import Turn, grep
+
+    turn = Turn(Path(folder), Path(folder))
+    start = time.perf_counter()
+    grep.run(pattern, turn=turn)
+    report(ms=(time.perf_counter() - start) * 1e3)
+
+
+def make_tree(folder: str, files: int = 20_000, size: int = 9_350) -> None:
+    """187 MB that look like source text; one file in a thousand has what is searched for."""
+    line = "    return value if {} else default  # as it was\n"
+    filler = "".join(line.format(number) for number in range(1_000)).encode()
+    for number in range(files):
+        if number % 50 == 0:
+            inside = Path(folder, f"p{number % 20}", f"m{number // 50}")
+            inside.mkdir(parents=True)
+        start = number * 37 % (len(filler) - size)
+        found = b"def needle():\n" if number % 1_000 == 0 else b""
+        Path(inside, f"f{number}.py").write_bytes(filler[start : start + size] + b"\n" + found)
+
+
 # ---- The race ----
 
 
@@ -213,7 +285,7 @@ class Race:
 
     def show(self, name: str, ours: list[float], theirs: list[float], goal: float) -> None:
         mine, other = statistics.median(ours), statistics.median(theirs)
-        print(f"{name:34}{mine:9.1f} ms {other:9.1f} ms   {mine / other:5.2f}x  (aim: {goal}x)", flush=True)
+        print(f"{name:40}{mine:9.1f} ms {other:9.1f} ms   {mine / other:5.2f}x  (aim: {goal}x)", flush=True)
 
 
 def environment() -> dict[str, str]:
@@ -259,7 +331,18 @@ def race_calls(race: Race) -> None:
         ]
         race.show(f"{calls} tool calls in a turn", *medians(pairs), goal)
         tail = statistics.median(ours["tail"] for ours, _ in pairs)
-        print(f"{'':34}the last calls take {tail:.2f}x the first ones (aim: 2x)")
+        print(f"{'':40}the last calls take {tail:.2f}x the first ones (aim: 2x)")
+
+
+def race_requests(race: Race) -> None:
+    url = race.url(0)
+    for messages, wanted, goal in ((10, 41, 1.1), (1_000, 11, 0.1), (5_000, 5, 0.05)):
+        names = ("kit_requests", "sdk_requests", "socket_requests")
+        rounds = [[race.inside(name, url, messages, wanted)["ms"] for name in names] for _ in range(ROUNDS)]
+        ours, theirs, least = zip(*rounds, strict=True)
+        race.show(f"CPU of a request, {messages:,} messages", ours, theirs, goal)
+        bare = statistics.median(least)
+        print(f"{'':34}on a bare socket {bare:.2f} ms, {bare / statistics.median(theirs):.2f}x")
 
 
 def race_history(race: Race) -> None:
@@ -278,7 +361,22 @@ def race_sessions(race: Race) -> None:
 
 def race_parallel_tools(race: Race) -> None:
     best = min(race.inside("ten_blocking_tools")["ms"] for _ in range(ROUNDS))
-    print(f"{'ten tools of 0.2 s, side by side':34}{best:9.1f} ms  (aim: 250 ms)")
+    print(f"{'ten tools of 0.2 s, side by side':40}{best:9.1f} ms  (aim: 250 ms)")
+
+
+def race_grep(race: Race) -> None:
+    """The tool in a running agent against a whole rg; both read the whole tree."""
+    if not shutil.which("rg"):
+        print("grep: skipped, there is no rg to race with")
+        return
+    with tempfile.TemporaryDirectory() as tree:
+        make_tree(tree)
+        for pattern in ("needle", r"def\s+needle", r"\bneedle\b|nothing"):
+            pairs = [
+                (race.inside("search", tree, pattern)["ms"], race.whole("rg", "-l", pattern, tree))
+                for _ in range(2 * ROUNDS)
+            ]
+            race.show(f"grep {pattern} in 20,000 files", *zip(*pairs, strict=True), 2)
 
 
 def race_memory(race: Race) -> None:
@@ -288,7 +386,7 @@ def race_memory(race: Race) -> None:
     command = [sys.executable, "-c", code, "-m", "hi", "--model", "m", "--base-url", race.url(0)]
     empty = subprocess.DEVNULL
     done = subprocess.run(command, capture_output=True, text=True, stdin=empty, env=environment())
-    print(f"{'peak memory of one answer':34}{int(done.stderr.split()[-1]) / 1024:9.1f} MB  (aim: 60 MB)")
+    print(f"{'peak memory of one answer':40}{int(done.stderr.split()[-1]) / 1024:9.1f} MB  (aim: 60 MB)")
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import logging
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from channels import CLI, BackgroundLoop, OutboundMessage, printable
+from channels import CLI, BackgroundLoop, OutboundMessage, PrintableFormatter, printable
 
 pty = pytest.importorskip("pty", reason="pseudo-terminals are POSIX")
 
@@ -36,6 +37,7 @@ DIM, PLAIN = "\x1b[2m", "\x1b[0m"
         ("zero\u200bwidth\ufeff", "zero\\u200bwidth\\ufeff"),
         ("tag\U000e0041", "tag\\U000e0041"),
         ("Arabic letter mark \u061c", "Arabic letter mark \\u061c"),
+        ("one\u2028two\u2029", "one\\u2028two\\u2029"),
         ("lone \ud800", "lone ?"),
         ("", ""),
     ],
@@ -43,6 +45,19 @@ DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 def test_what_would_steer_a_terminal_is_made_visible(text, shown):
     assert printable(text) == shown
     assert printable(shown) == shown
+
+
+def test_a_log_line_is_made_harmless_with_its_traceback():
+    out, logger = io.StringIO(), logging.getLogger("test_channels")
+    handler = logging.StreamHandler(out)
+    handler.setFormatter(PrintableFormatter("%(levelname)s %(message)s"))
+    logger.addHandler(handler)
+    try:
+        raise ValueError("\x1b]0;owned\x07")
+    except ValueError:
+        logger.warning("a tool said %s", "\u202egnp.exe", exc_info=True)
+    assert out.getvalue().startswith("WARNING a tool said \\u202egnp.exe\nTraceback")
+    assert out.getvalue().endswith("ValueError: \\x1b]0;owned\\x07\n")
 
 
 # ---- The answer and what stands beside it ----

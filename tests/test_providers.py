@@ -25,6 +25,7 @@ from nanobot import AgentRunner, AgentRunSpec
 from providers import (
     ROWS,
     Endpoint,
+    HumanProvider,
     LLMRequest,
     LLMResponse,
     OfflineProvider,
@@ -1477,6 +1478,30 @@ def test_a_script_is_played_back_and_keeps_what_it_was_asked():
     assert "no further reply" in ask(model)[0].error
     assert len(model.requests) == 5 and model.requests[2].messages == HELLO
     assert model.requests[2].options == {"max_tokens": 5}
+
+
+def test_a_person_can_be_the_model_of_a_program():
+    provider, lines, questions = HumanProvider(), iter(["read_file {", 'read_file {"path": "a"}']), []
+
+    async def ask_person(question, words):
+        questions.append((question, words))
+        return next(lines)
+
+    provider.ask = ask_person
+    answer, _ = ask(provider, tools=[TOOL])
+    assert [(each.name, each.arguments) for each in answer.tool_calls] == [("read_file", {"path": "a"})]
+    assert "You are a test." in questions[0][0] and questions[0][1] == ["read_file"]
+    assert questions[1][0].startswith("its arguments are not whole JSON")
+
+
+@pytest.mark.xfail(reason="pasted lines are no line for the expression that reads them", strict=True)
+def test_a_person_may_answer_in_several_lines():
+    async def paste(question, words):
+        return "first line\nsecond line\n"
+
+    provider = HumanProvider()
+    provider.ask = paste
+    assert ask(provider)[0].content == "first line\nsecond line"
 
 
 def test_a_provider_of_ones_own_writes_only_answer():
