@@ -1032,10 +1032,9 @@ class RecordedTools(ToolRegistry):
     def __init__(self, records: list[dict]):
         super().__init__()
         self.definitions, self.results = records[0]["tools"], defaultdict(list)
-        answers = [record["answer"] for record in records if record["answer"]]
         # those of earlier turns, and what the runner itself answers to a call that could not be read
         known = {message.get("tool_call_id") for message in records[0]["messages"]}
-        known |= {call["id"] for answer in answers for call in answer["tool_calls"] if call["error"]}
+        known |= {call.id for record in records for call in record["answer"].tool_calls if call.error}
         keys: dict[str, str] = {}
         for message in (message for record in records for message in record["messages"]):
             for call in message.get("tool_calls", ()):
@@ -1065,8 +1064,8 @@ def replay_command(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{problem}. Make a trace with: nanobot agent --trace FILE") from None
     while model.rest:
         first, hook = model.rest[0], EventHook(terminal.send, Turn(), streaming=True)
-        given = {name: each for name, each in first["options"].items() if name in ("max_tokens", "temperature")}
-        spec = AgentRunSpec(first["messages"], RecordedTools(model.rest), hook=hook, **given)
+        options = {name: each for name, each in first["options"].items() if name != "tool_choice"}
+        spec = AgentRunSpec(first["messages"], RecordedTools(model.rest), hook=hook, **options)
         spec.max_iterations = defaults.max_tool_iterations
         spec.context_window = sys.maxsize  # what did not fit was left out when it was recorded
         try:
@@ -1100,7 +1099,7 @@ def parser() -> argparse.ArgumentParser:
     agent.add_argument("--approve", action="store_true", help="ask before a tool writes or executes")
     agent.add_argument("--no-stream", action="store_true", help="do not stream requests")
     agent.add_argument("--trace", metavar="FILE", type=path_of, help="write down requests and answers")
-    replay = commands.add_parser("replay", parents=[common], help="run a recorded turn again, without network and tools")
+    replay = commands.add_parser("replay", parents=[common], help="run a trace again: no network")
     replay.add_argument("file", metavar="FILE", type=path_of)
     prompt = commands.add_parser("prompt", parents=[common], help="print what would be sent")
     prompt.add_argument("text", nargs="?", default="Hello!")

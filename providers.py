@@ -19,6 +19,8 @@ they run; other protocols than Chat Completions.
 
 import asyncio
 import contextlib
+import copy
+import functools
 import gc
 import itertools
 import json
@@ -181,7 +183,7 @@ def _clean_new(messages: list[dict], known: dict) -> list[dict]:
     for message in messages:
         entry = known.get(id(message))
         if entry is None or entry[1] != message:
-            entry = (message, dict(message), _clean(message))  # who holds the message keeps its id its own
+            entry = (message, copy.deepcopy(message), _clean(message))  # holding it keeps its id its own
         entries.append(entry)
     known.clear()
     known.update({id(entry[0]): entry for entry in entries})
@@ -452,7 +454,7 @@ OVERFLOW = re.compile(
 )
 UNPAID = re.compile("(?i)insufficient|exceeded.{0,20}quota|billing|credit|balance|payment|余额|欠费")
 BUSY = re.compile("(?i)overloaded|rate.?limit|too many requests|访问量过大|速率限制|tool_use_failed")
-SOON = re.compile(r"(?i)(?:try again|retry)\w* (?:in|after) (\d+(?:\.\d+)?) ?(ms|milli|m|)")
+SOON = re.compile(r"(?i)(?:try again|retry)\w* (?:in|after) (\d+(?:\.\d+)?) ?(ms|milli|m|h|)")
 
 
 @dataclass
@@ -469,6 +471,10 @@ class Failure(Exception):
     shown: bool = False  # a part of the answer was: it cannot begin anew
 
     @property
+    def is_unpaid(self) -> bool:
+        return self.status == 402 or ((self.status or 0) < 500 and bool(UNPAID.search(self.text)))
+
+    @property
     def is_overflow(self) -> bool:
         wordless = self.status == 400 and not re.search(r"\w", self.text)
         return wordless or self.status == 413 or bool(OVERFLOW.search(self.text))
@@ -478,12 +484,11 @@ def retry_after(failure: Failure) -> float | None:
     """Seconds to wait before the same request goes out again; None where that is of no use."""
     soon, status = SOON.search(failure.text), failure.status or 0
     passing = failure.kind in ("network", "timeout", "cut") or status in (408, 409, 429) or status >= 500
-    unpaid = status == 402 or (UNPAID.search(failure.text) and not soon)
     patience = 1 if failure.kind == "timeout" else 3
-    final = failure.shown or failure.is_overflow or unpaid or failure.tries >= patience
-    if final or not (passing or BUSY.search(failure.text)):
+    lasting = failure.is_overflow or (failure.is_unpaid and not soon)
+    if lasting or failure.shown or failure.tries >= patience or not (passing or BUSY.search(failure.text)):
         return None
-    unit = {"ms": 0.001, "milli": 0.001, "m": 60.0}.get(soon[2].lower(), 1.0) if soon else 0.0
+    unit = {"ms": 0.001, "milli": 0.001, "m": 60.0, "h": 3600.0}.get(soon[2].lower(), 1.0) if soon else 0.0
     wanted = _wanted_wait(failure.headers) or (float(soon[1]) * unit if soon else 0.0)
     return min(wanted or 2.0**failure.tries, 60.0)
 
@@ -801,7 +806,8 @@ class OpenAIProvider(LLMProvider):
         """What the endpoint offers; raises what the SDK raises."""
         models, timeout = self._client_here().models.with_raw_response, min(self.request_timeout, 10.0)
         response = await models.list(timeout=timeout)
-        return [str(each.get("id")) for each in parse_answer(response.content).get("data") or []]
+        found = parse_answer(response.content).get("data") or []
+        return [str(each.get("id")).removeprefix("models/") for each in found]  # Gemini has the prefix
 
     async def check(self) -> str | None:
         """What is wrong with the address, the key or the model; None where all is well."""
@@ -826,7 +832,7 @@ class OpenAIProvider(LLMProvider):
             return f"{where} has no such model ({said}). {await self._offer()}"
         if status in (404, 405) or failure.kind == "nonsense":
             return f"{where} does not answer like a model ({said}). A base URL mostly ends in /v1."
-        if status == 402 or UNPAID.search(failure.text):
+        if failure.is_unpaid:
             return f"{where} wants money ({said}). Look at your account there, or choose another --provider."
         return f"{where} failed: {f'HTTP {status}: ' if status else ''}{said}"
 
@@ -850,6 +856,8 @@ def as_failure(problem: Exception) -> Failure:
     kind = "timeout" if "Timeout" in name else "network" if name == "APIConnectionError" else ""
     if type(problem).__module__.startswith("httpx"):  # from below the SDK, while the answer was read
         kind = "cut"
+    if isinstance(problem, AttributeError | TypeError | KeyError):
+        return Failure("its answer has a strange form", str(problem), kind="nonsense")
     failure = refusal(getattr(problem, "body", None), problem)
     status, headers = (failure.status, {}) if response is None else (response.status_code, response.headers)
     return replace(failure, kind=kind, status=status, headers=headers)
@@ -1093,38 +1101,49 @@ def strip_think(text: str) -> str:
 
 # ---- Models that need no network ----
 
-KEYS = re.compile(  # in a JSON text; `": "` stands between a name and its value
-    r"""(?i)(bearer |(?:authorization|api[_-]?key)(?:\\"|": "|[^\w"])+)[\w.~+/-]{8,}"""
-    r"""|\b(sk-|gsk_|xai-|AIza)[\w-]{16,}"""
+KEYS = re.compile(
+    r"(?i)(bearer |authorization\W+|api[_-]?key\W+)[\w.~+/-]{8,}|\b(sk-|gsk_|xai-|AIza)[\w-]{16,}"
 )
 
 
-def without_keys(record: dict) -> str:
-    return KEYS.sub(r"\1[key]", to_json(record))
+def without_keys(value: Any, name: str = "") -> Any:
+    """A deep copy with `[key]` for what looks like one, by its form or by the name that it stands under."""
+    if isinstance(value, dict):
+        return {each: without_keys(inside, each) for each, inside in value.items()}
+    if isinstance(value, list):
+        return [without_keys(each, name) for each in value]
+    return KEYS.sub(r"\1[key]", f"{name}={value}")[len(name) + 1 :] if isinstance(value, str) else value
 
 
 class Trace:
     """Writes each request and its answer to a file, one JSON object a line; keys are left out."""
 
     def __init__(self, path: Path):
-        self.file = open(path, "a", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600))
+        private = functools.partial(os.open, mode=0o600)
+        self.file = open(path, "a", encoding="utf-8", errors="replace", opener=private)  # noqa: SIM115
 
     def __call__(self, request: LLMRequest, answer: LLMResponse | None, seconds: float) -> None:
         asked = {name: getattr(request, name) for name in ("model", "options", "tools", "messages")}
         got = {"answer": asdict(answer) if answer else None, "seconds": round(seconds, 3)}  # None: cancelled
-        self.file.write(without_keys({"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **asked, **got}) + "\n")
+        record = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **asked, **got}
+        self.file.write(to_json(without_keys(record)) + "\n")
         self.file.flush()
 
 
+class ReplayDiffers(Exception):
+    """A request is not the recorded one; the text shows where."""
+
+
 class ReplayProvider(LLMProvider):
-    """Plays a trace back, step by step, and stops where a request is not the recorded one."""
+    """Plays a trace back, step by step; raises ReplayDiffers where a request is not the recorded one."""
 
     model = "replay"
 
     def __init__(self, trace: Path):
         """Raises OSError, or ValueError that names the line which is no record."""
         self.rest: list[dict] = []  # what was not played yet; each `answer` is an LLMResponse
-        for number, line in enumerate(trace.read_text(encoding="utf-8").removesuffix("\n").split("\n"), 1):
+        text = trace.read_text(encoding="utf-8", errors="replace")
+        for number, line in enumerate(text.removesuffix("\n").split("\n"), 1):
             try:
                 record = json.loads(line)
                 asked = {name: record[name] for name in ("messages", "tools", "options")}
@@ -1137,11 +1156,11 @@ class ReplayProvider(LLMProvider):
     async def answer(self, request: LLMRequest) -> LLMResponse:
         if not self.rest:
             return failed("The trace has no further step.")
-        now = json.loads(without_keys({"messages": request.messages, "tools": request.tools}))
+        now = without_keys({"messages": request.messages, "tools": request.tools})
         recorded = {name: self.rest[0][name] for name in now}
         if recorded != now:
             changes = "\n".join(itertools.islice(difference(recorded, now), 40))
-            return failed(f"This request is not the recorded one ({len(self.rest)} are left):\n{changes}")
+            raise ReplayDiffers(f"This request is not the recorded one ({len(self.rest)} left):\n{changes}")
         answer = self.rest.pop(0)["answer"]
         await request.show(*words(answer.content or ""))
         return answer

@@ -1052,7 +1052,6 @@ def test_options_that_were_not_given_are_not_needed(tmp_path, capsys):
     assert capsys.readouterr().out == "hello\n"
 
 
-@pytest.mark.xfail(reason="the file of a trace takes no lone surrogate", strict=True)
 @pytest.mark.parametrize("part", ["extra", "error", "id"])
 def test_a_letter_that_is_none_costs_no_turn(tmp_path, part):
     reply = {

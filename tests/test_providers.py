@@ -1494,7 +1494,6 @@ def test_a_person_can_be_the_model_of_a_program():
     assert questions[1][0].startswith("its arguments are not whole JSON")
 
 
-@pytest.mark.xfail(reason="pasted lines are no line for the expression that reads them", strict=True)
 def test_a_person_may_answer_in_several_lines():
     async def paste(question, words):
         return "first line\nsecond line\n"
