@@ -83,6 +83,11 @@ def read_answer(question: str, words: Sequence[str] = ()) -> str:
         readline.set_completer(lambda text, n: [*(word for word in words if word.startswith(text)), None][n])
         readline.parse_and_bind("tab: complete")
     before, line_end, prompt = printable(question).rpartition("\n")
+    with contextlib.suppress(ImportError):  # there is no termios on Windows
+        import termios
+
+        with contextlib.suppress(termios.error, OSError):
+            termios.tcflush(sys.stdin, termios.TCIFLUSH)  # what was typed before is no answer
     try:
         print(end=before + line_end, file=sys.stderr, flush=True)
         return type_at(prompt, sys.stdout.isatty(), sys.stderr)

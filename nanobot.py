@@ -35,6 +35,7 @@ import string
 import sys
 import threading
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -53,7 +54,7 @@ from providers import (
 )  # fmt: skip
 from tools import (
     FILE_TOOLS, SEARCH_SERVICES, Exec, MCPServers, ToolRegistry, ToolResult, Turn, Web, WebFetch, WebSearch,
-    as_schema, fits, image_block, kinds, sandbox_problem,
+    ToolError, as_schema, fits, image_block, kinds, plain_text, read_bytes, sandbox_problem,
 )  # fmt: skip
 
 __version__ = "0.1.0"
@@ -240,7 +241,7 @@ class ContextBuilder:
 
     def parts(self, turn: Turn) -> dict[str, str]:
         """The system prompt by part, in order; parts with nothing in them are left out."""
-        skills, facts = self.skills.load(), self.memory.read_facts().strip()
+        skills, facts = self.skills.load(), own_text(turn, self.memory.facts)
         active = [titled(f"## {each.name}", each.text) for each in skills if each.always and not each.missing]
         listed = []
         for each in (skill for skill in skills if not skill.always):
@@ -251,8 +252,7 @@ class ContextBuilder:
         home = {"workspace": turn.workspace, "cwd": turn.cwd}
         parts = {"identity": template("identity", platform=platform, format=style, **home)}
         for path in (turn.workspace / name for name in self.own_files):
-            text = path.read_text(encoding="utf-8", errors="replace").strip() if path.is_file() else ""
-            parts[path.name] = titled(f"## {path.name}", text)
+            parts[path.name] = titled(f"## {path.name}", own_text(turn, path))
         parts["Memory"] = titled("# Memory", "" if facts == template("MEMORY") else facts)
         parts["Active Skills"] = titled("# Active Skills", "\n\n".join(active))
         parts["Skills"] = template("skills", skills="\n".join(listed)) if listed else ""
@@ -278,6 +278,15 @@ class ContextBuilder:
         moment = f"{now:%Y-%m-%d %H:%M} ({now:%A}), {now:%Z}"
         runtime = template("runtime", time=moment, channel=turn.channel, chat_id=turn.chat_id)
         return {"role": "user", "content": "\n".join([*lines, text]), "runtime": runtime}, images
+
+
+def own_text(turn: Turn, path: Path) -> str:
+    """A file of the workspace that goes into the prompt. It may be a link, but not to keys or over the fence."""
+    try:
+        return plain_text(read_bytes(turn.path(str(path)))).strip() if path.exists() else ""
+    except ToolError as problem:
+        log.warning("%s is left out of the prompt: %s", path.name, problem)
+        return ""
 
 
 def titled(title: str, text: str) -> str:
@@ -443,7 +452,9 @@ class ApprovalHook(AgentHook):
                 continue
             # JSON keeps all of it on one line: nothing in it can look like a question of ours
             shown = printable(f"{call.name} {json.dumps(call.arguments, ensure_ascii=False)}")
-            question = f"{shown}\nRun it? [y/n/always] "
+            shown = re.sub(r"\s{4,}", lambda blank: f"[{len(blank[0])} blanks]", shown)  # could scroll it away
+            long = f"{call.name}, {len(shown):,} characters. " if len(shown) > 500 else ""
+            question = f"{shown}\n{long}Run it? [y/n/always] "
             answer = (await self.ask(question)).strip().lower() if self.ask else "n"
             if answer in ("a", "always"):
                 self.always.add(call.name)
@@ -1064,7 +1075,8 @@ def replay_command(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{problem}. Make a trace with: nanobot agent --trace FILE") from None
     while model.rest:
         first, hook = model.rest[0], EventHook(terminal.send, Turn(), streaming=True)
-        options = {name: each for name, each in first["options"].items() if name != "tool_choice"}
+        known = [name for name in ("max_tokens", "temperature") if name in first["options"]]
+        options = {name: first["options"][name] for name in known}
         spec = AgentRunSpec(first["messages"], RecordedTools(model.rest), hook=hook, **options)
         spec.max_iterations = defaults.max_tool_iterations
         spec.context_window = sys.maxsize  # what did not fit was left out when it was recorded
@@ -1113,6 +1125,11 @@ def parser() -> argparse.ArgumentParser:
     return main_parser
 
 
+def show_bug(*raised: Any) -> None:
+    """A traceback, harmless to the terminal: what it quotes may come from a model."""
+    print(printable("".join(traceback.format_exception(*raised))), file=sys.stderr)
+
+
 def main(argv: list[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     commands = {"agent": agent_command, "prompt": prompt_command, "sessions": sessions_command,
@@ -1129,6 +1146,7 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO if arguments.logs else logging.WARNING, handlers=[handler])
     for stream in filter(None, (sys.stdout, sys.stderr)):
         stream.reconfigure(errors="replace")  # letters that its encoding has not
+    sys.excepthook = show_bug
     for name in ("SIGTERM", "SIGHUP"):  # end as after Ctrl-C: what runs is stopped, the journal in order
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), terminate)

@@ -694,6 +694,8 @@ class OpenAIProvider(LLMProvider):
             api_key=end.api_key or "none", base_url=end.api_base, max_retries=0, timeout=self.request_timeout,
             default_headers=({"Connection": "close"} if local else {}) | end.extra_headers, http_client=http,
         )  # fmt: skip
+        if end.spec.name != "openai":  # the SDK finds these in the environment and tells them to any host
+            self._client.organization = self._client.project = None
 
     def _client_here(self) -> Any:
         """The client; a new one in a new event loop, as open connections belong to the old one."""
@@ -863,8 +865,9 @@ def refusal(body: Any, problem: Exception | None = None) -> Failure:
         if isinstance(said, dict) and isinstance(said.get("metadata"), dict):
             first = said["metadata"].get("raw") or first  # behind OpenRouter's "Provider returned error"
         said = first or json.dumps(said)
-    line, status = " ".join(str(said).split())[:500], code if isinstance(code, int) else None
-    return Failure(line, str(body or ""), status, generation=str(generation or ""))
+    line, status = " ".join(str(said)[:4_000].split())[:500], code if isinstance(code, int) else None
+    text = str(body or "")[:4_000]  # the expressions that look at it are for a few lines
+    return Failure(line, text, status, generation=str(generation or ""))
 
 
 def parse_answer(data: bytes) -> dict:
@@ -878,6 +881,10 @@ def parse_answer(data: bytes) -> dict:
     raise Failure(f"not JSON but: {start[:120] or 'nothing'}", kind=kind)
 
 
+MAX_ANSWER_BYTES = 32_000_000  # no honest answer is so large
+MAX_CALLS = 128
+
+
 class AnswerReader:
     """Puts an answer together from the chunks of a stream; an answer in one piece counts as one chunk.
 
@@ -887,13 +894,16 @@ class AnswerReader:
     def __init__(self, tools: Iterable[str] = ()) -> None:
         self.tools, self.shown = list(tools), 0  # characters
         self.content, self.calls, self.extra, self.usage = "", [], {}, {}
-        self.rest = b""  # of a line that is not whole yet
+        self.rest, self.received = b"", 0  # of a line that is not whole yet; bytes in all
         self.ended = self.closed = False  # the server said that this is all; it came to an end, said or not
         self.finish_reason: str | None = None
         self.think = ThinkFilter()
 
     def feed_bytes(self, data: bytes) -> None:
         """A part of a stream of Server-Sent Events."""
+        self.received += len(data)
+        if self.received > MAX_ANSWER_BYTES:
+            raise Failure(f"its answer is over {MAX_ANSWER_BYTES:,} bytes", kind="nonsense")
         *lines, self.rest = (self.rest + data).split(b"\n")
         for line in lines:
             name, _, value = line.partition(b":")
@@ -951,6 +961,8 @@ class AnswerReader:
         last = next((call for call in reversed(self.calls) if index in (None, call["index"])), None)
         written = last["arguments"] if last else ""
         whole = name and arguments and written and not parse_arguments(written, repair=False)[1]
+        if len(self.calls) >= MAX_CALLS:
+            raise Failure(f"its answer has over {MAX_CALLS} tool calls", kind="nonsense")
         if not last or (name and (id_ != last["id"] if id_ and last["id"] else whole)):
             last = {"index": index, "id": id_, "name": "", "arguments": "", "extra": {}}
             self.calls.append(last)
@@ -1028,7 +1040,7 @@ def _calls_in_python(text: str) -> list[tuple[str, Any]]:
 
 def read_usage(usage: dict) -> dict:
     """The endpoint's own count in our words, cached tokens under any of their three names; {} without one."""
-    with contextlib.suppress(AttributeError, TypeError, ValueError):  # a count that is none
+    with contextlib.suppress(AttributeError, TypeError, ValueError, OverflowError):  # a count that is none
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         cached = cached or usage.get("cached_tokens") or usage.get("prompt_cache_hit_tokens")
         counts = {name: int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")}
@@ -1050,7 +1062,7 @@ class ThinkFilter:
     """
 
     mark = re.compile(r"(`+|\n|</?(?:think|thinking|thought)>)")
-    unclear = re.compile(r"(?:`+|<[/a-z]{0,9})\Z")  # may be the first half of a mark
+    unclear = re.compile(r"(?:(?<!`)`+|<[/a-z]{0,9})\Z")  # may be the first half of a mark
 
     def __init__(self) -> None:
         self.pending, self.hidden, self.line, self.code = "", "", "", ""
@@ -1137,6 +1149,8 @@ class ReplayProvider(LLMProvider):
 
     def __init__(self, trace: Path):
         """Raises OSError, or ValueError that names the line which is no record."""
+        if trace.exists() and not trace.is_file():
+            raise ValueError(f"{trace} is not a file")
         self.rest: list[dict] = []  # what was not played yet; each `answer` is an LLMResponse
         text = trace.read_text(encoding="utf-8", errors="replace")
         for number, line in enumerate(text.removesuffix("\n").split("\n"), 1):
@@ -1146,7 +1160,8 @@ class ReplayProvider(LLMProvider):
                 said = record["answer"] or asdict(failed("This request was cancelled."))
                 calls = [ToolCallRequest(**call) for call in said["tool_calls"]]
                 self.rest.append({**asked, "answer": LLMResponse(**said | {"tool_calls": calls})})
-            except (ValueError, KeyError, TypeError):
+                legal(asked["messages"])  # raises where a message has not the form of one
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 raise ValueError(f"{trace}, line {number}: this is no record of a trace") from None
 
     async def answer(self, request: LLMRequest) -> LLMResponse:
