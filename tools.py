@@ -19,6 +19,7 @@ import atexit
 import base64
 import codecs
 import contextlib
+import difflib
 import functools
 import inspect
 import ipaddress
@@ -40,6 +41,7 @@ import time
 import types
 import typing
 import urllib.parse
+import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
@@ -391,10 +393,8 @@ class ToolRegistry:
         """The tool, its arguments after casting, and what is wrong with them (None: nothing)."""
         found = self._tools.get(name)
         if not found:
-            from difflib import get_close_matches
-
             name = name[:64]
-            near = get_close_matches(name.lower(), self._tools, n=len(self._tools) or 1, cutoff=0)
+            near = difflib.get_close_matches(name.lower(), self._tools, len(self._tools) or 1, cutoff=0)
             return None, {}, f"There is no tool {name!r}. There are, the closest first: {', '.join(near)}."
         params = {} if params is None else cast(params, {"type": "object"})
         known = keyword(found.parameters, "properties", dict)
@@ -483,10 +483,9 @@ def plain_text(data: bytes) -> str:
 
 
 def _similar(path: Path) -> str:
-    from difflib import get_close_matches
-
-    names = get_close_matches(path.name, os.listdir(path.parent), n=3) if path.parent.is_dir() else []
-    return f" There is: {', '.join(names)}." if names else " Look around with list_dir or glob."
+    names = os.listdir(path.parent) if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, names)
+    return f" There is: {', '.join(near)}." if near else " Look around with list_dir or glob."
 
 
 def write_atomic(path: Path, data: bytes) -> None:
@@ -601,13 +600,9 @@ def _ladder(old: str, new: str) -> list[str]:
 
 
 def _fit(new: str, old: str, passage: str) -> str:
-    """`new` with the quotes and the indentation of the passage that it replaces."""
-    for quote, opening, closing in ('"', "“", "”"), ("'", "‘", "’"):
-        curly = opening in passage or closing in passage
-        if curly and quote in old and quote not in passage:
-            new = re.sub(rf"(^|[\s(\[{{—]){quote}", rf"\1{opening}", new).replace(quote, closing)
-        elif not curly and (opening in old or closing in old):
-            new = new.replace(opening, quote).replace(closing, quote)
+    """`new` indented like the passage that it replaces, without “curly” quotes where that has none."""
+    if passage.translate(STRAIGHT) == passage != old:
+        new = new.translate(STRAIGHT)
     if passage.translate(STRAIGHT) == old.translate(STRAIGHT):
         return new
     given, there = old.strip("\n").split("\n"), passage.split("\n")
@@ -618,10 +613,8 @@ def _fit(new: str, old: str, passage: str) -> str:
 
 
 def _nearest(text: str, old: str) -> str:
-    from difflib import get_close_matches
-
     lines, wanted = text.split("\n"), old.strip("\n").split("\n")
-    for close in get_close_matches(wanted[0], lines[:20_000], n=1, cutoff=0.5):
+    for close in difflib.get_close_matches(wanted[0], lines[:20_000], n=1, cutoff=0.5):
         at = lines.index(close)
         passage = "\n".join(lines[at : at + len(wanted)])
         return f" The closest passage, at line {at + 1}, differs so:\n{diff(old, passage, 'old_text')}"
@@ -629,9 +622,8 @@ def _nearest(text: str, old: str) -> str:
 
 
 def diff(before: str, after: str, name: str) -> str:
-    from difflib import unified_diff
-
-    lines = unified_diff(before.split("\n"), after.split("\n"), f"a/{name}", f"b/{name}", lineterm="", n=2)
+    sides = before.split("\n"), after.split("\n")
+    lines = difflib.unified_diff(*sides, f"a/{name}", f"b/{name}", lineterm="", n=2)
     text = "\n".join(lines).encode("utf-8", errors="replace").decode()  # a byte that is no UTF-8 becomes `?`
     return shorten(text, 4_000) or "(the text is the same)"
 
@@ -647,26 +639,24 @@ def notebook_edit(
 
 
 def change_cell(text: str, index: int, source: str, kind: str, mode: str) -> str:
-    """A notebook's JSON with one cell changed; all else in it, the layout too, comes out as it was."""
+    """A notebook's JSON with one cell changed; all else in it, the indentation too, comes out as it was."""
     try:
         book = json.loads(text)
         cells = book["cells"] if book["nbformat"] == 4 else None
-        there = len(cells) + (mode == "insert")
+        if index >= len(cells) + (mode == "insert"):
+            raise ToolError(f"There is no cell {index} to {mode}: there are {len(cells)}, counted from 0.")
+        cell = {"metadata": {}, "id": os.urandom(4).hex()} if mode == "insert" else {**cells[index]}
+        cell["cell_type"] = kind = kind or cell.get("cell_type", "code")
+        cell |= {"source": source.splitlines(keepends=True), "execution_count": None, "outputs": []}
+        foreign = ["attachments"] if kind == "code" else ["execution_count", "outputs"]
+        if book.get("nbformat_minor", 0) < 5:
+            foreign.append("id")
+        made = {key: cell[key] for key in sorted(cell) if key not in foreign}
+        cells[index : index + (mode != "insert")] = [] if mode == "delete" else [made]
+        indent = re.match(r"\s*\{\n([ \t]*)", text)
+        return json.dumps(book, ensure_ascii=False, indent=indent and indent[1]) + text[len(text.rstrip()) :]
     except (ValueError, KeyError, TypeError, RecursionError) as problem:
         raise ToolError(f"This is no notebook of nbformat 4: {type(problem).__name__}: {problem}.") from None
-    if index >= there:
-        raise ToolError(f"There is no cell {index} to {mode}: there are {len(cells)}, counted from 0.")
-    cell = cells[index] if mode != "insert" else {"metadata": {}, "id": os.urandom(4).hex()}
-    kind = kind or cell.get("cell_type", "code")
-    results = {"execution_count": None, "outputs": []}
-    cell = {**cell, **results, "cell_type": kind, "source": source.splitlines(keepends=True)}
-    foreign = [*(["attachments"] if kind == "code" else results), "id" * (book.get("nbformat_minor", 0) < 5)]
-    made = {key: cell[key] for key in sorted(cell) if key not in foreign}
-    cells[index : index + (mode != "insert")] = [] if mode == "delete" else [made]
-    indent = re.match(r"\s*\{\n([ \t]*)", text)
-    escaped = text.isascii() and re.search(r"\\u(?!00[01])", text)  # control characters always are
-    written = json.dumps(book, ensure_ascii=bool(escaped), indent=indent and indent[1])
-    return written + text[len(text.rstrip()) :]
 
 
 @tool(read_only=True)
@@ -706,10 +696,7 @@ def find_files(turn: Turn, root: Path, *globs: str) -> Iterator[tuple[str, str]]
         yield root.name, str(root)
     elif not root.is_dir():
         raise ToolError(f"There is no folder {root}.{_similar(root)}")
-    try:
-        fits = [re.compile(glob_regex(each)).match for each in globs if each != "*"]
-    except re.error as problem:
-        raise ToolError(f"{' or '.join(globs)} is not a usable glob: {problem}.") from None
+    fits = [compiled(glob_regex(each), f"{each} is not a usable glob").match for each in globs if each != "*"]
     suspects = ("environ", "mem", *(path.name for path in turn.secret))
     inodes = {path.stat().st_ino for path in turn.secret if path.exists()}
     start = len(os.path.join(root, ""))
@@ -750,6 +737,14 @@ def _ignored_by_git(folder: str) -> set[str]:
     names = os.fsdecode(done.stdout).split("\0")
     whole = "./" in names  # an ignored folder that was asked for
     return set() if whole else {os.path.join(folder, name.rstrip("/")) for name in names}
+
+
+def compiled(source: str, complaint: str, flags: int = 0) -> re.Pattern:
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of `[[`, which may mean something else one day
+            return re.compile(source, flags)
+    except (re.error, OverflowError, RecursionError) as problem:
+        raise ToolError(f"{complaint}: {problem}.") from None
 
 
 def glob_regex(pattern: str) -> str:
@@ -793,10 +788,8 @@ def grep(
 ) -> str:  # fmt: skip
     """Search lines with a regular expression. output_mode content gives `path:line: text`."""
     source = re.escape(pattern) if fixed_strings else pattern
-    try:
-        matches = re.compile(source, re.IGNORECASE if case_insensitive else 0).search
-    except (re.error, OverflowError, RecursionError) as problem:
-        raise ToolError(f"{pattern!r} is no regular expression: {problem}. Or set fixed_strings.") from None
+    flags = re.IGNORECASE if case_insensitive else 0
+    matches = compiled(source, f"{pattern!r} is no regular expression; set fixed_strings?", flags).search
     if ENDLESS.search(re.sub(r"\\.|\[\^?\]?(\\.|[^]\\])*\]", "x", source)):
         raise ToolError(f"{pattern!r} could take for ever: no + or * around a + or *, or as in (a++)+.")
     root, holds_needle, items, skipped = turn.path(path), _prefilter(source, case_insensitive), [], 0

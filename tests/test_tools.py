@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -604,7 +605,7 @@ def test_the_file_works_alone_in_an_empty_folder(tmp_path):
         "registry = ToolRegistry([double, Exec(), *FILE_TOOLS])\n"
         "print(asyncio.run(registry.execute('double', {'n': '21'})).text)\n"
         "print(asyncio.run(registry.execute('list_dir', {})).text)\n"
-        "print([name for name in ('nanobot', 'openai', 'tiktoken', 'difflib') if name in sys.modules])\n"
+        "print([name for name in ('nanobot', 'openai', 'tiktoken', 'http.client') if name in sys.modules])\n"
     )
     done = subprocess.run(
         [sys.executable, "-B", "-c", script], cwd=alone, env={"PATH": os.environ["PATH"]},
@@ -1015,8 +1016,9 @@ def test_the_environment_cannot_be_read_as_a_file(turn):
         assert "holds keys" in call(turn, "read_file", path=path).text
 
 
-def test_no_sequence_of_paths_reads_or_writes_outside_of_the_fence(fenced):
+def test_no_sequence_of_paths_reads_or_writes_outside_of_the_fence(fenced, monkeypatch):
     """The law behind the tables: whatever is put together, gold stays unread and the outside unchanged."""
+    monkeypatch.setenv("PATH", "")  # a git for each search would take most of the time
     tmp, chance = fenced.workspace.parent, random.Random(20_260_401)
     (tmp / "out" / "unnamed.txt").write_text("gold")  # no path below names it: who sees it has looked
     (tmp / "out" / "gold.txt").write_text("gold")
@@ -1150,10 +1152,8 @@ def test_write_file_where_no_file_can_be_is_an_error_result(turn, path):
     (b"a\r\nb\r\n", "a\r\nb", "c\r\nd", b"c\r\nd\r\n"),
     (b"a\r\nb\nc\n", "a\nb", "A\nb", b"A\nb\nc\n"),  # where line ends are mixed, those of the passage go
     (b"no end", "end", "a\nb", b"no a\nb"),
-    ("say “yes” or ‘no’\n", 'say "yes"', 'cry "no" and "yes"', "cry “no” and “yes” or ‘no’\n"),
-    ("it’s\n", "it's", "it isn't 'so'", "it isn’t ‘so’\n"),
-    ("x = \"it’s\"\n", "x = \"it's\"", "y = \"it's\"", "y = \"it’s\"\n"),  # each kind on its own
-    ("  “a”\n  b\n", "\"a\"\nb", "\"A\"\n\"b\"", "  “A”\n  “b”\n"),
+    ("say “yes” or ‘no’\n", 'say "yes"', 'cry "no"', "cry \"no\" or ‘no’\n"),
+    ("  “a”\n  b\n", "\"a\"\nb", "\"A\"\nb", "  \"A\"\n  b\n"),
     (b"print('a', \"b\")\n", "print(‘a’, “b”)", "print(‘c’, “d”)", b"print('c', \"d\")\n"),
     ("a “b”\n", "a “b”", 'a "c"', 'a "c"\n'),  # an exact match: the new text means what it says
 ])  # fmt: skip
@@ -1254,14 +1254,14 @@ def edit_cell(turn, data: bytes, cell: int, source: str = "", **arguments) -> tu
 
 
 @pytest.mark.parametrize("data", [
-    notebook(), notebook(4), notebook(indent=4), notebook(indent="\t"), notebook(ensure_ascii=True),
+    notebook(), notebook(4), notebook(indent=4), notebook(indent="\t"),
     notebook(indent=None), notebook().replace(b"\n", b"\r\n"), b"\xef\xbb\xbf" + notebook(),
     notebook().rstrip(),
 ])  # fmt: skip
 def test_a_changed_cell_leaves_all_else_in_a_notebook_as_it_was(turn, data):
     first, after = edit_cell(turn, data, 0, "# größer\n\nb")
     assert not first.is_error and after != data
-    marked = after.decode("utf-8-sig").replace("größer", "a").replace("gr\\u00f6\\u00dfer", "a")
+    marked = after.decode("utf-8-sig").replace("größer", "a")
     assert json.loads(marked)["cells"][0]["source"] == ["# a\n", "\n", "b"]
     call(turn, "notebook_edit", path="x.ipynb", cell=0, source="a\nmarkdown")
     assert (turn.cwd / "x.ipynb").read_bytes() == data
@@ -1308,6 +1308,8 @@ def test_a_deleted_cell_is_gone_and_the_diff_shows_it(turn):
     (b"{}", 0, "no notebook of nbformat 4: KeyError"),
     (b'{"nbformat": 3, "worksheets": []}', 0, "no notebook of nbformat 4"),
     (b'{"nbformat": 4, "cells": 7}', 0, "no notebook"),
+    (b'{"nbformat": 4, "cells": [7]}', 0, "no notebook of nbformat 4: TypeError"),
+    (b'{"nbformat": 4, "nbformat_minor": "5", "cells": [{}]}', 0, "no notebook"),
     (b"[" * 100_000, 0, "no notebook"),
 ])  # fmt: skip
 def test_what_is_no_notebook_or_no_cell_is_said_and_left_alone(turn, data, cell, told):
@@ -1431,6 +1433,8 @@ def test_grep_takes_fixed_strings_and_explains_a_bad_expression(tree):
     wanted = {"pattern": "a.b(", "path": "x", "output_mode": "content"}
     assert call(tree, "grep", fixed_strings=True, **wanted).text == "x:1: call a.b("
     assert "is no regular expression" in call(tree, "grep", **wanted).text
+    with warnings.catch_warnings(action="error"):  # re warns of `[[`: nothing for the terminal
+        assert call(tree, "grep", pattern="[[a]", path="x").text == "x"
     assert "No match for 'zzz'" in call(tree, "grep", pattern="zzz").text
     assert call(tree, "grep", pattern="x", output_mode="pretty").is_error
 
@@ -1452,8 +1456,9 @@ def test_every_type_names_files(kind):
     assert not re.match(tools.glob_regex(tools.TYPES[kind]), "name.txt")
 
 
-def test_grep_finds_what_a_loop_over_the_lines_would_find(turn):
+def test_grep_finds_what_a_loop_over_the_lines_would_find(turn, monkeypatch):
     """The law of the quick test that spares most files the loop, with patterns and texts made at random."""
+    monkeypatch.setenv("PATH", "")  # a git for each search would take most of the time
     chance, hits = random.Random(20_260_402), 0
     atoms = r"a s foo Bar . \. \w \s \S \b ^ $ [ab] [^a] []b] é (foo) (?:a|b) | (?=b) (?!a) \( x{ ſ \A \Z [*]"
     words = "a b foo Bar FOO é É . ( x{ S ſ ſ ] *"
