@@ -601,10 +601,11 @@ def _ladder(old: str, new: str) -> list[str]:
 
 
 def _fit(new: str, old: str, passage: str) -> str:
-    """`new` indented like the passage that it replaces, without “curly” quotes where that has none."""
-    if passage.translate(STRAIGHT) == passage != old:
+    """`new` indented like the passage that it replaces, without curly quotes that only `old` has."""
+    plain_old, plain_passage = old.translate(STRAIGHT), passage.translate(STRAIGHT)
+    if plain_old != old and plain_passage == passage:
         new = new.translate(STRAIGHT)
-    if passage.translate(STRAIGHT) == old.translate(STRAIGHT):
+    if plain_old == plain_passage:
         return new
     given, there = old.strip("\n").split("\n"), passage.split("\n")
     kept = dict(zip(given, there, strict=True))  # a line that stays keeps its indentation and trailing space

@@ -1156,6 +1156,7 @@ def test_write_file_where_no_file_can_be_is_an_error_result(turn, path):
     ("say “yes” or ‘no’\n", 'say "yes"', 'cry "no"', "cry \"no\" or ‘no’\n"),
     ("  “a”\n  b\n", "\"a\"\nb", "\"A\"\nb", "  \"A\"\n  b\n"),
     (b"print('a', \"b\")\n", "print(‘a’, “b”)", "print(‘c’, “d”)", b"print('c', \"d\")\n"),
+    (b"  a\n", "\ta", "\t“b”", "  “b”\n"),  # curly quotes that are meant
     ("a “b”\n", "a “b”", 'a "c"', 'a "c"\n'),  # an exact match: the new text means what it says
 ])  # fmt: skip
 def test_edit_file_changes_the_passage_and_nothing_else(turn, before, old, new, after):
