@@ -48,8 +48,8 @@ from memory import (
     MemoryStore, SessionBusy, SessionManager, SkillsLoader, TokenCounter, leave_out_oldest, said,
 )  # fmt: skip
 from providers import (
-    ROWS, Endpoint, HumanProvider, LLMProvider, LLMResponse, OfflineProvider, OpenAIProvider, ReplayProvider,
-    ToolCallRequest, Trace, choose_endpoint, legal,
+    ROWS, Endpoint, HumanProvider, LLMProvider, LLMResponse, OfflineProvider, OpenAIProvider, ReplayDiffers,
+    ReplayProvider, ToolCallRequest, Trace, choose_endpoint, legal,
 )  # fmt: skip
 from tools import (
     FILE_TOOLS, SEARCH_SERVICES, Exec, MCPServers, ToolRegistry, ToolResult, Turn, Web, WebFetch, WebSearch,
@@ -1032,15 +1032,17 @@ class RecordedTools(ToolRegistry):
     def __init__(self, records: list[dict]):
         super().__init__()
         self.definitions, self.results = records[0]["tools"], defaultdict(list)
+        # those of earlier turns, and what the runner itself answers to a call that could not be read
         known = {message.get("tool_call_id") for message in records[0]["messages"]}
-        names: dict[str, str] = {}
+        known |= {call.id for record in records for call in record["answer"].tool_calls if call.error}
+        keys: dict[str, str] = {}
         for message in (message for record in records for message in record["messages"]):
             for call in message.get("tool_calls", ()):
-                arguments = json.loads(call["function"]["arguments"])
-                names[call["id"]] = self.key(call["function"]["name"], arguments)
+                function = call["function"]
+                keys.setdefault(call["id"], self.key(function["name"], json.loads(function["arguments"])))
             if message["role"] == "tool" and message["tool_call_id"] not in known:
                 known.add(message["tool_call_id"])
-                self.results[names[message["tool_call_id"]]].append(message["content"])
+                self.results[keys[message["tool_call_id"]]].append(message["content"])
 
     @staticmethod
     def key(name: str, arguments: dict) -> str:
@@ -1055,22 +1057,28 @@ class RecordedTools(ToolRegistry):
 
 
 def replay_command(arguments: argparse.Namespace) -> int:
+    defaults, terminal, status = settings_of(arguments).defaults, CLI(), 0
     try:
         model = ReplayProvider(arguments.file)
     except (OSError, ValueError) as problem:
         raise ConfigError(f"{problem}. Make a trace with: nanobot agent --trace FILE") from None
-    terminal = CLI()
     while model.rest:
         first, hook = model.rest[0], EventHook(terminal.send, Turn(), streaming=True)
-        given = {name: first["options"].get(name) for name in ("max_tokens", "temperature")}
-        spec = AgentRunSpec(first["messages"], RecordedTools(model.rest), hook=hook, **given)
+        options = {name: each for name, each in first["options"].items() if name != "tool_choice"}
+        spec = AgentRunSpec(first["messages"], RecordedTools(model.rest), hook=hook, **options)
+        spec.max_iterations = defaults.max_tool_iterations
         spec.context_window = sys.maxsize  # what did not fit was left out when it was recorded
-        result = asyncio.run(AgentRunner(model).run(spec))
+        try:
+            result = asyncio.run(AgentRunner(model).run(spec))
+        except ReplayDiffers as difference:
+            terminal.note(f"nanobot: {difference}")
+            return 1
+        if result.final_content:
+            asyncio.run(hook.send("final", result.final_content))
         if result.error:
             terminal.note(f"nanobot: {result.error}")
-            return 1
-        asyncio.run(hook.send("final", result.final_content))
-    return 0
+            status = 1
+    return status
 
 
 def parser() -> argparse.ArgumentParser:
@@ -1091,9 +1099,8 @@ def parser() -> argparse.ArgumentParser:
     agent.add_argument("--approve", action="store_true", help="ask before a tool writes or executes")
     agent.add_argument("--no-stream", action="store_true", help="do not stream requests")
     agent.add_argument("--trace", metavar="FILE", type=path_of, help="write down requests and answers")
-    replay = commands.add_parser("replay", help="run a recorded turn again, without network and tools")
+    replay = commands.add_parser("replay", parents=[common], help="run a trace again: no network")
     replay.add_argument("file", metavar="FILE", type=path_of)
-    replay.add_argument("--logs", action="store_true", help="show what happens inside, on stderr")
     prompt = commands.add_parser("prompt", parents=[common], help="print what would be sent")
     prompt.add_argument("text", nargs="?", default="Hello!")
     for command in (agent, prompt):

@@ -7,13 +7,20 @@ The lingua franca is the Chat Completions message dict, so what you print is wha
       "function": {"name": "read_file", "arguments": "{\\"path\\": \\"a.txt\\"}"}}]},
      {"role": "tool", "tool_call_id": "call_1", "content": "1| hello"}]
 
-`provider.chat(messages, tools)` gives an `LLMResponse`; a failure is a value too, with cause and fix.
-Endpoints differ in data (PROVIDERS), not in code. This file works alone. Read after nanobot.py, before
-tools.py. Not covered: which tools there are, and how they run.
+`provider.chat(messages, tools)` gives an `LLMResponse`; a failure is a value too, with cause and fix. On the
+way there a history is made lawful (`legal`), a refused request is changed and sent again (HEALING), a busy
+endpoint is waited for, chunks become text and calls (`AnswerReader`), thoughts are taken out, and calls that
+a weak model wrote as text are read. Endpoints differ in data (PROVIDERS, HEALING), not in code. The last part
+has models that need no network: offline rules, a script, a recorded trace, and you.
+
+This file works alone. Read after nanobot.py, before tools.py. Not covered: which tools there are, and how
+they run; other protocols than Chat Completions.
 """
 
 import asyncio
 import contextlib
+import copy
+import functools
 import gc
 import itertools
 import json
@@ -23,14 +30,15 @@ import random
 import re
 import time
 import zlib
-from collections.abc import Awaitable, Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 log = logging.getLogger("nanobot.providers")
 to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode  # NaN is a ValueError: it is no JSON
+words = re.compile(r"\s*\S+|\s+\Z").findall  # with the space before each: together they are the text
 OnDelta = Callable[[str], Awaitable[None]]
 REASONING = ("reasoning_content", "reasoning", "reasoning_details")  # sent back under the name they came with
 
@@ -175,7 +183,7 @@ def _clean_new(messages: list[dict], known: dict) -> list[dict]:
     for message in messages:
         entry = known.get(id(message))
         if entry is None or entry[1] != message:
-            entry = (message, dict(message), _clean(message))  # who holds the message keeps its id its own
+            entry = (message, copy.deepcopy(message), _clean(message))  # holding it keeps its id its own
         entries.append(entry)
     known.clear()
     known.update({id(entry[0]): entry for entry in entries})
@@ -219,30 +227,55 @@ def _clean_content(content: Any) -> str | list[dict]:
 
 
 def _clean_call(call: dict) -> dict:
-    arguments, _ = parse_arguments(call["function"].get("arguments"), repair=True)
-    function = {"name": str(call["function"]["name"]), "arguments": to_json(arguments)}
+    name, arguments = call["function"]["name"], call["function"].get("arguments")
+    function = {"name": str(name), "arguments": to_json(parse_arguments(arguments, repair=True)[0])}
     return {**call, "type": "function", "function": function}
 
 
-def _paired(messages: list[dict]) -> Iterator[dict]:
+def parse_arguments(written: Any, repair: bool) -> tuple[dict, str]:
+    """A call's arguments, and what is wrong with them. Only what a finished answer got wrong is repaired."""
+    try:
+        text = written if isinstance(written, str) else to_json(written or {})
+        value = _loads(text.strip() or "{}", repair)
+        to_json(value)  # raises where a number is NaN or infinite
+    except (TypeError, ValueError, RecursionError, ImportError) as problem:
+        return {}, f"its arguments are not whole JSON ({problem})"
+    if not isinstance(value, dict):
+        return {}, f"its arguments must be one JSON object, not {text[:100]!r}"
+    return _utf8(value), ""
+
+
+def _loads(text: str, repair: bool) -> Any:
+    try:
+        return json.loads(text, strict=False)  # takes line ends within a text
+    except ValueError:
+        if not repair:
+            raise
+        import json_repair
+
+        log.info("repairing the JSON of a call's arguments: %.200s", text)
+        return json_repair.loads(text)
+
+
+def _paired(messages: list[dict]) -> list[dict]:
     """The messages with one result directly behind each call; results that nobody asked for are dropped."""
-    waiting: dict[Any, list[tuple[int, int]]] = {}  # id → places (message, call) that have no result yet
-    results: dict[tuple[int, int], dict] = {}
-    for at, message in enumerate(messages):
-        if message["role"] == "tool" and (places := waiting.get(message.get("tool_call_id"))):
-            results[places.pop(0)] = message
-        ids = [call.get("id") or None for call in message.get("tool_calls", ())]
-        waiting |= {each: [] for each in ids}  # an id that comes again means the later call
-        for n, each in enumerate(ids):
-            waiting[each].append((at, n))
+    paired: list[dict] = []
+    waiting: dict[Any, list[dict]] = {}  # id → the results of its calls, to be filled in
     used: set[str] = set()
-    for at, message in enumerate(messages):
+    for message in messages:
         if message["role"] == "tool":
+            if results := waiting.get(message.get("tool_call_id")):
+                result = results.pop(0)
+                result.update(message, tool_call_id=result["tool_call_id"])
             continue
         calls = [{**call, "id": _unused(call.get("id"), used)} for call in message.get("tool_calls", ())]
-        yield {**message, "tool_calls": calls} if calls else message
-        for n, call in enumerate(calls):
-            yield {**results.get((at, n), NO_RESULT), "tool_call_id": call["id"]}
+        results = [{**NO_RESULT, "tool_call_id": call["id"]} for call in calls]
+        paired += [{**message, "tool_calls": calls} if calls else message, *results]
+        ids = [call.get("id") or None for call in message.get("tool_calls", ())]
+        waiting |= {each: [] for each in ids}  # an id that comes again means the later call
+        for each, result in zip(ids, results, strict=True):
+            waiting[each].append(result)
+    return paired
 
 
 def _unused(id_: Any, used: set[str]) -> str:
@@ -252,6 +285,15 @@ def _unused(id_: Any, used: set[str]) -> str:
         unused = f"{id_ or 'call'}_{number}"
     used.add(unused)
     return unused
+
+
+def nine_digits(number: int) -> str:
+    """The only form of an id that every endpoint takes."""
+    return f"{number % 10**9:09d}"
+
+
+def new_id() -> str:
+    return nine_digits(time.perf_counter_ns())
 
 
 def _join(first: dict, second: dict) -> dict:
@@ -274,61 +316,54 @@ class ProviderSpec:
     keywords: tuple[str, ...] = ()  # of model names
     env_key: str = ""
     default_api_base: str = ""
-    default_model: str = ""
+    detect_by_base_keyword: str | tuple[str, ...] = ()  # ends of `.host:port`, beside the address's own
     detect_by_key_prefix: str = "\0"  # no key begins with that
-    detect_by_base_keyword: str | tuple[str, ...] = ""  # end of `.host:port`; empty: the base's
+    default_model: str = ""
     is_gateway: bool = False  # serves any maker's models, as maker/model
     is_local: bool = False  # needs no key and no proxy
     strip_model_prefix: bool = False  # wants the model without its maker
     supports_prompt_caching: bool = False  # by marks in the request; others do it unasked
     max_tokens_field: str = "max_tokens"
-    model_overrides: tuple[tuple[str, dict], ...] = ()  # (part of a model's name, body; None: is not sent)
+    model_overrides: Mapping[str, dict] = field(default_factory=dict)  # by a part of the model's name
 
     def has_host(self, place: str) -> bool:
-        own = urlsplit(self.default_api_base).netloc or "\0"
-        return place.endswith(self.detect_by_base_keyword or f".{own}")
+        own = urlsplit(self.default_api_base).netloc
+        return place.endswith(self.detect_by_base_keyword or "\0") or bool(own) and place.endswith(f".{own}")
 
 
 NO_HEAT = {"temperature": None}  # these refuse all but one
 PROVIDERS = [
     ProviderSpec("openai", ("gpt", "o1", "o3", "o4"), "OPENAI_API_KEY", "https://api.openai.com/v1",
-                 "gpt-5-mini", max_tokens_field="max_completion_tokens",
-                 model_overrides=(("gpt-5", NO_HEAT),)),
-    ProviderSpec("openrouter", (), "OPENROUTER_API_KEY", "https://openrouter.ai/api/v1", "openrouter/auto",
-                 "sk-or-", is_gateway=True, supports_prompt_caching=True),
-    ProviderSpec("anthropic", ("claude",), "ANTHROPIC_API_KEY", "https://api.anthropic.com/v1", "", "sk-ant-",
+                 default_model="gpt-5-mini", max_tokens_field="max_completion_tokens",
+                 model_overrides={"gpt-5": NO_HEAT}),
+    ProviderSpec("openrouter", (), "OPENROUTER_API_KEY", "https://openrouter.ai/api/v1", (), "sk-or-",
+                 "openrouter/auto", is_gateway=True, supports_prompt_caching=True),
+    ProviderSpec("anthropic", ("claude",), "ANTHROPIC_API_KEY", "https://api.anthropic.com/v1", (), "sk-ant-",
                  supports_prompt_caching=True),
     ProviderSpec("deepseek", ("deepseek",), "DEEPSEEK_API_KEY", "https://api.deepseek.com/v1"),
     ProviderSpec("gemini", ("gemini", "gemma"), "GEMINI_API_KEY",
-                 "https://generativelanguage.googleapis.com/v1beta/openai", "", "AIza"),
-    ProviderSpec("groq", (), "GROQ_API_KEY", "https://api.groq.com/openai/v1", "", "gsk_"),
+                 "https://generativelanguage.googleapis.com/v1beta/openai", (), "AIza"),
+    ProviderSpec("groq", (), "GROQ_API_KEY", "https://api.groq.com/openai/v1", (), "gsk_"),
     ProviderSpec("mistral", ("mistral", "codestral"), "MISTRAL_API_KEY", "https://api.mistral.ai/v1"),
     ProviderSpec("moonshot", ("kimi", "moonshot"), "MOONSHOT_API_KEY", "https://api.moonshot.ai/v1",
-                 detect_by_base_keyword=(".api.moonshot.ai", ".api.moonshot.cn"),
-                 model_overrides=(("kimi-k2.", NO_HEAT),)),
-    ProviderSpec("zhipu", ("glm",), "ZAI_API_KEY", "https://open.bigmodel.cn/api/paas/v4",
-                 detect_by_base_keyword=(".open.bigmodel.cn", ".api.z.ai")),
-    ProviderSpec("minimax", ("minimax",), "MINIMAX_API_KEY", "https://api.minimax.io/v1",
-                 detect_by_base_keyword=(".api.minimax.io", ".api.minimaxi.com")),
+                 ".api.moonshot.cn", model_overrides={"kimi-k2.": NO_HEAT}),
+    ProviderSpec("zhipu", ("glm",), "ZAI_API_KEY", "https://open.bigmodel.cn/api/paas/v4", ".api.z.ai"),
+    ProviderSpec("minimax", ("minimax",), "MINIMAX_API_KEY", "https://api.minimax.io/v1", ".minimaxi.com"),
     ProviderSpec("dashscope", ("qwen",), "DASHSCOPE_API_KEY",
-                 "https://dashscope.aliyuncs.com/compatible-mode/v1",
-                 detect_by_base_keyword=(".dashscope.aliyuncs.com", ".dashscope-intl.aliyuncs.com")),
-    ProviderSpec("siliconflow", (), "SILICONFLOW_API_KEY", "https://api.siliconflow.cn/v1", is_gateway=True,
-                 detect_by_base_keyword=(".api.siliconflow.cn", ".api.siliconflow.com")),
+                 "https://dashscope.aliyuncs.com/compatible-mode/v1", ".dashscope-intl.aliyuncs.com"),
+    ProviderSpec("siliconflow", (), "SILICONFLOW_API_KEY", "https://api.siliconflow.cn/v1",
+                 ".api.siliconflow.com", is_gateway=True),
     ProviderSpec("aihubmix", (), "AIHUBMIX_API_KEY", "https://aihubmix.com/v1", is_gateway=True,
                  strip_model_prefix=True),
     ProviderSpec("volcengine", ("doubao",), "ARK_API_KEY", "https://ark.cn-beijing.volces.com/api/v3"),
-    ProviderSpec("xai", ("grok",), "XAI_API_KEY", "https://api.x.ai/v1", "", "xai-"),
-    ProviderSpec("azure", (), "AZURE_OPENAI_API_KEY", max_tokens_field="max_completion_tokens",
-                 detect_by_base_keyword=(".openai.azure.com", ".services.ai.azure.com")),
-    ProviderSpec("ollama", default_api_base="http://localhost:11434/v1", detect_by_base_keyword=":11434",
-                 is_local=True),
-    ProviderSpec("lmstudio", default_api_base="http://localhost:1234/v1", detect_by_base_keyword=":1234",
-                 is_local=True),
-    ProviderSpec("vllm", default_api_base="http://localhost:8000/v1", is_local=True),
-    ProviderSpec("llamacpp", default_api_base="http://localhost:8080/v1", is_local=True),
-    ProviderSpec("local", default_api_base="http://localhost:8000/v1", detect_by_base_keyword="\0",
-                 is_local=True),
+    ProviderSpec("xai", ("grok",), "XAI_API_KEY", "https://api.x.ai/v1", (), "xai-"),
+    ProviderSpec("azure", (), "AZURE_OPENAI_API_KEY", "", (".openai.azure.com", ".services.ai.azure.com"),
+                 max_tokens_field="max_completion_tokens"),
+    ProviderSpec("ollama", (), "", "http://localhost:11434/v1", ":11434", is_local=True),
+    ProviderSpec("lmstudio", (), "", "http://localhost:1234/v1", ":1234", is_local=True),
+    ProviderSpec("vllm", (), "", "http://localhost:8000/v1", is_local=True),
+    ProviderSpec("llamacpp", (), "", "http://localhost:8080/v1", is_local=True),
+    ProviderSpec("local", (), "", "http://localhost:8000/v1", is_local=True),
     ProviderSpec("custom"),
 ]  # fmt: skip
 ROWS = {row.name: row for row in PROVIDERS}
@@ -365,11 +400,12 @@ def choose_endpoint(
     base = base_url or own.api_base or spec.default_api_base
     if not base:
         raise ValueError(f"Provider {spec.name} has no address: set its apiBase, or --base-url.")
-    own_server = host is not None and (host.is_local or not host.default_api_base)
-    # to a server of the user's own a row's key goes only where the row has that address or no host at all
-    owns = base == own.api_base or not spec.default_api_base or spec.is_local
-    owner = spec if owns else ROWS["openai"]
-    key = _key(settings, owner, anywhere=True) if own_server else _key(settings, host or spec)
+    if host is not None and (host.is_local or not host.default_api_base):
+        # to a server of the user's own a row's key goes only where the row has that address, or none
+        owns = base == own.api_base or not spec.default_api_base or spec.is_local
+        key = _key(settings, spec if owns else ROWS["openai"], anywhere=True)
+    else:
+        key = _key(settings, host or spec)
     maker, _, rest = model.partition("/")
     if maker == spec.name and (not spec.is_gateway or "/" in rest):  # openrouter/auto is a whole name
         model = rest
@@ -418,7 +454,7 @@ OVERFLOW = re.compile(
 )
 UNPAID = re.compile("(?i)insufficient|exceeded.{0,20}quota|billing|credit|balance|payment|余额|欠费")
 BUSY = re.compile("(?i)overloaded|rate.?limit|too many requests|访问量过大|速率限制|tool_use_failed")
-SOON = re.compile(r"(?i)(?:try again|retry)\w* (?:in|after) (\d+(?:\.\d+)?) ?(ms|milli|m|)")
+SOON = re.compile(r"(?i)(?:try again|retry)\w* (?:in|after) (\d+(?:\.\d+)?) ?(ms|milli|m|h|)")
 
 
 @dataclass
@@ -435,6 +471,10 @@ class Failure(Exception):
     shown: bool = False  # a part of the answer was: it cannot begin anew
 
     @property
+    def is_unpaid(self) -> bool:
+        return self.status == 402 or ((self.status or 0) < 500 and bool(UNPAID.search(self.text)))
+
+    @property
     def is_overflow(self) -> bool:
         wordless = self.status == 400 and not re.search(r"\w", self.text)
         return wordless or self.status == 413 or bool(OVERFLOW.search(self.text))
@@ -444,12 +484,11 @@ def retry_after(failure: Failure) -> float | None:
     """Seconds to wait before the same request goes out again; None where that is of no use."""
     soon, status = SOON.search(failure.text), failure.status or 0
     passing = failure.kind in ("network", "timeout", "cut") or status in (408, 409, 429) or status >= 500
-    unpaid = status == 402 or (UNPAID.search(failure.text) and not soon)
     patience = 1 if failure.kind == "timeout" else 3
-    final = failure.shown or failure.is_overflow or unpaid or failure.tries >= patience
-    if final or not (passing or BUSY.search(failure.text)):
+    lasting = failure.is_overflow or (failure.is_unpaid and not soon)
+    if lasting or failure.shown or failure.tries >= patience or not (passing or BUSY.search(failure.text)):
         return None
-    unit = {"ms": 0.001, "milli": 0.001, "m": 60.0}.get(soon[2].lower(), 1.0) if soon else 0.0
+    unit = {"ms": 0.001, "milli": 0.001, "m": 60.0, "h": 3600.0}.get(soon[2].lower(), 1.0) if soon else 0.0
     wanted = _wanted_wait(failure.headers) or (float(soon[1]) * unit if soon else 0.0)
     return min(wanted or 2.0**failure.tries, 60.0)
 
@@ -459,41 +498,31 @@ def _wanted_wait(headers: Mapping[str, str]) -> float:
     for name, unit in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
         with contextlib.suppress(KeyError, ValueError):
             return max(0.0, float(headers[name]) * unit)  # in this order nan, too, becomes 0
-    with contextlib.suppress(KeyError, ValueError):
-        from email.utils import parsedate_to_datetime
+    from email.utils import parsedate_to_datetime
 
+    with contextlib.suppress(KeyError, ValueError):
         now = headers.get("date")  # the server's clock may differ from ours
         moment = parsedate_to_datetime(now).timestamp() if now else time.time()
         return max(parsedate_to_datetime(headers["retry-after"]).timestamp() - moment, 0.0)
     return 0.0
 
 
-# A change of a request's body, in place, given what the endpoint wrote. Messages and tools are shared with
-# later requests: they are replaced, not changed.
-Change = Callable[[dict, str], Any]
-
-
-def put(**values: Any) -> Change:
-    """Keys with their values; None: the key is not sent."""
-    return lambda body, said: body.update(values)
+# What is put into a request's body, None: is not sent; or a function that gives it for the body and what the
+# endpoint wrote. Messages and tools are shared with later requests: they are replaced, not changed.
+Change = dict | Callable[[dict, str], dict]
 
 
 def rename(old: str, new: str) -> Change:
-    return lambda body, said: body.update({new: body.pop(old)} if old in body else {})
+    return lambda body, said: {old: None, new: body.get(old, body.get(new))}
 
 
-def in_body(name: str, change: Callable[[Any], Any]) -> Change:
-    return lambda body, said: body.update({name: change(body[name])} if name in body else {})
-
-
-def drop_the_named(body: dict, said: str) -> None:
-    for name in body.keys() - {"model", "messages", "tools", "stream"}:
-        if re.search(rf"\b{name}\b", said):
-            del body[name]
+def without_the_named(body: dict, said: str) -> dict:
+    others = body.keys() - {"model", "messages", "tools", "stream"}
+    return {name: None for name in others if re.search(rf"\b{re.escape(name)}\b", said)}
 
 
 def in_messages(change: Callable[[dict], dict]) -> Change:
-    return in_body("messages", lambda messages: [change(each) for each in messages])
+    return lambda body, said: {"messages": [change(each) for each in body["messages"]]}
 
 
 def bare(*names: str) -> Change:
@@ -515,38 +544,26 @@ def with_signature(message: dict) -> dict:
 
 
 def with_short_ids(message: dict) -> dict:
-    """Ids of nine digits, the same one for a call and its result."""
-
-    def short(id_: str) -> str:
-        return f"{zlib.crc32(id_.encode()) % 10**9:09d}"
-
+    """The same new id for a call and its result."""
     if message["role"] == "tool":
-        return {**message, "tool_call_id": short(message["tool_call_id"])}
-    calls = [{**call, "id": short(call["id"])} for call in message.get("tool_calls", ())]
-    return {**message, "tool_calls": calls} if calls else message
-
-
-def system_as_user(body: dict, said: str) -> None:
-    first, *rest = body["messages"]
-    body["messages"] = legal([first | {"role": "user"}, *rest])
+        return {**message, "tool_call_id": nine_digits(zlib.crc32(message["tool_call_id"].encode()))}
+    calls = message.get("tool_calls", ())
+    short = [{**call, "id": nine_digits(zlib.crc32(call["id"].encode()))} for call in calls]
+    return {**message, "tool_calls": short} if short else message
 
 
 SCHEMA_WORDS = {"additionalProperties", "$schema", "$id", "const", "default", "propertyNames", "not", "oneOf",
                 "anyOf", "allOf", "patternProperties", "exclusiveMinimum", "exclusiveMaximum"}  # fmt: skip
 
 
-def plain_schemas(body: dict, said: str) -> None:
-    """Tools without the words of JSON Schema that some endpoints do not know."""
-
-    def plain(value: Any, strange: Container = SCHEMA_WORDS) -> Any:
-        if isinstance(value, list):
-            return [plain(each) for each in value]
-        if not isinstance(value, dict):
-            return value
-        return {key: plain(each, () if key == "properties" else SCHEMA_WORDS)  # in there are names, not words
-                for key, each in value.items() if key not in strange}  # fmt: skip
-
-    body["tools"] = plain(body.get("tools"))
+def without_words(value: Any, words: set[str], are_names: bool = False) -> Any:
+    """Without the keys that are in `words`, however deep; in "properties" keys are names, and stay."""
+    if isinstance(value, list):
+        return [without_words(each, words) for each in value]
+    if not isinstance(value, dict):
+        return value
+    return {key: without_words(each, words, key == "properties")
+            for key, each in value.items() if are_names or key not in words}  # fmt: skip
 
 
 def cache_marks(body: dict) -> dict:
@@ -554,26 +571,20 @@ def cache_marks(body: dict) -> dict:
     mark, (first, *rest) = {"cache_control": {"type": "ephemeral"}}, body["messages"]
     tools = body.get("tools")
     if first["role"] == "system":
-        first = {**first, "content": [{"type": "text", "text": first["content"], **mark}]}
+        first = {**first, "content": [{"type": "text", "text": as_text(first)["content"], **mark}]}
     return {"messages": [first, *rest], "tools": [*tools[:-1], {**tools[-1], **mark}] if tools else None}
 
 
-def unmark(body: dict, said: str) -> None:
-    first, *rest = body["messages"]
-    plain = [{key: tool[key] for key in ("type", "function")} for tool in body.get("tools", ())]
-    body.update(messages=[as_text(first), *rest], tools=plain or None)
-
-
-def tools_as_text(body: dict, said: str) -> None:
+def tools_as_text(body: dict, said: str) -> dict:
     """The tools stand in the system message, calls and results in the texts."""
-    tools, messages = body.pop("tools", ()), [_calls_as_text(each) for each in body["messages"]]
-    if tools:
+    messages = [calls_as_text(each) for each in body["messages"]]
+    if tools := body.get("tools"):
         told = TOOLS_AS_TEXT + "\n".join(to_json(each["function"]) for each in tools)
         messages.append({"role": "system", "content": told})
-    body.update(messages=legal(messages), tool_choice=None)
+    return {"messages": legal(messages), "tools": None, "tool_choice": None}
 
 
-def _calls_as_text(message: dict) -> dict:
+def calls_as_text(message: dict) -> dict:
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_result>\n{message['content']}\n</tool_result>"}
     calls = [call["function"] for call in message.get("tool_calls", ())]
@@ -588,60 +599,69 @@ What a tool returned comes back as <tool_result>. These are the tools:
 """
 MAX_TOKENS = ("max_tokens", "max_completion_tokens")
 NO_TOOLS = "tool calls go as text, as this model or server knows no others"
-Remedy = tuple[str, Change, str]  # a regular expression on the complaint, the change, what the user is told
-HEALING: list[Remedy] = [  # the first row that fits and changes something; each at most once a request
-    ("max_tokens.{1,99}max_completion_tokens. instead", rename(*MAX_TOKENS), ""),
+
+
+class Remedy(NamedTuple):
+    complaint: str  # a regular expression
+    change: Change
+    told: str = ""  # to the user
+
+
+HEALING = [Remedy(*row) for row in (
+    ("max_tokens.{1,99}max_completion_tokens. instead", rename(*MAX_TOKENS)),
     ("max_(completion_)?tokens.{1,99}(too large|maximum|at most|less than|range|exceed)|range of max_tokens|"
-     "maximum context length.{1,200}(in the messages|input tokens)", put(**dict.fromkeys(MAX_TOKENS)), ""),
-    ("max_completion_tokens", rename(*MAX_TOKENS[::-1]), ""),
-    ("stream_options", put(stream_options=None), ""),
-    ("only support stream|streaming is (strongly )?(required|recommended)", put(stream=True), ""),
-    ("stream\\b.{1,30}not support", put(stream=None, stream_options=None), ""),
-    ("enable_thinking must be set to false", put(enable_thinking=False), ""),
-    ("to 'none'", put(reasoning_effort="none"), "with tools it does not reason"),
-    ("thinking.{1,9}and .?reasoning_effort", put(reasoning_effort=None), ""),
-    ("support thinking", put(thinking=None, think=None, reasoning_effort=None), "it does not think"),
-    ("temperature|top_[pk]\\b", put(temperature=None, top_p=None, top_k=None), ""),
-    ("parallel_tool_calls", put(parallel_tool_calls=None), ""),
-    ("invalid tool_choice type", in_body("tool_choice", lambda choice: "required"), ""),
+     "maximum context length.{1,200}(in the messages|input tokens)", dict.fromkeys(MAX_TOKENS)),
+    ("max_completion_tokens", rename(*MAX_TOKENS[::-1])),
+    ("stream_options", {"stream_options": None}),
+    ("only support stream|streaming is (strongly )?(required|recommended)", {"stream": True}),
+    ("stream\\b.{1,30}not support", {"stream": None, "stream_options": None}),
+    ("enable_thinking must be set to false", {"enable_thinking": False}),
+    ("to 'none'", {"reasoning_effort": "none"}, "with tools it does not reason"),
+    ("thinking.{1,9}and .?reasoning_effort", {"reasoning_effort": None}),
+    ("support thinking", {"thinking": None, "think": None, "reasoning_effort": None}, "it does not think"),
+    ("temperature|top_[pk]\\b", {"temperature": None, "top_p": None, "top_k": None}),
+    ("parallel_tool_calls", {"parallel_tool_calls": None}),
+    ("invalid tool_choice type",
+     lambda body, said: {"tool_choice": "required"} if "tool_choice" in body else {}),
     ("requires --enable-auto-tool-choice", tools_as_text,
      f"{NO_TOOLS}; better start it with --enable-auto-tool-choice --tool-call-parser"),
-    ("support (tool|function)|(tool|function) call\\w* (is )?not support|roles must alternate",
-     tools_as_text, NO_TOOLS),
-    ("tool_choice", put(tool_choice=None), ""),
+    ("support (tool|function)|(tool|function) call\\w* (is )?not support|roles must alternate", tools_as_text,
+     NO_TOOLS),
+    ("tool_choice", {"tool_choice": None}),
     ("reasoning_content.{0,50}(passed back|missing)|missing reasoning_content", in_messages(
-        lambda each: {"reasoning_content": "", **each} if each["role"] == "assistant" else each), ""),
+        lambda each: {"reasoning_content": "", **each} if each["role"] == "assistant" else each)),
     ("both content and thinking", in_messages(
-        lambda each: {**each, "content": None} if "tool_calls" in each else each), ""),
-    ("'?reasoning", bare(*REASONING), ""),
-    ("property 'name'", bare("name"), ""),
-    ("cache_control", unmark, ""),
+        lambda each: {**each, "content": None} if "tool_calls" in each else each)),
+    ("'?reasoning", bare(*REASONING)),
+    ("property 'name'", bare("name")),
+    ("cache_control", lambda body, said: without_words(body, {"cache_control"})),
     ("(system|developer) (role|instruction|message).{0,20}not (supported|enabled)|got system|"
      "not support 'system'",
-     system_as_user, ""),
-    ("a-z, A-Z, 0-9, with a length of 9", in_messages(with_short_ids), ""),
-    ("thought_signature", in_messages(with_signature), ""),
-    ("unknown name.{0,200}(schema|parameters|function)|top level", plain_schemas, ""),
+     lambda body, said: {"messages": legal([body["messages"][0] | {"role": "user"}, *body["messages"][1:]])}),
+    ("a-z, A-Z, 0-9, with a length of 9", in_messages(with_short_ids)),
+    ("thought_signature", in_messages(with_signature)),
+    ("unknown name.{0,200}(schema|parameters|function)|top level",
+     lambda body, said: {"tools": without_words(body.get("tools"), SCHEMA_WORDS)}),
     ("image|vision|multimodal|only .{0,9}text|content.type", in_messages(as_text),
      "images are left out: this model takes text only"),
-    ("content.{0,99}string|expected a string|untagged enum", in_messages(as_text), ""),
-    ("not support|unsupported|unrecognized|unknown|unexpected|extra|forbidden", drop_the_named, ""),
-]  # fmt: skip
+    ("content.{0,99}string|expected a string|untagged enum", in_messages(as_text)),
+    ("not support|unsupported|unrecognized|unknown|unexpected|extra|forbidden", without_the_named),
+)]  # fmt: skip
 REFUSALS = (400, 404, 405, 413, 415, 422, 500)
 
 
-def find_remedy(failure: Failure, body: dict, used: Iterable[Remedy]) -> Remedy | None:
-    """The first row that fits the complaint and changes something."""
-    if failure.shown or failure.kind or (failure.status or 400) not in REFUSALS:
+def find_remedy(failure: Failure, body: dict, used: list[tuple[Remedy, str]]) -> Remedy | None:
+    """The first row that fits the complaint and changes something; once a complaint, and nine in all."""
+    if failure.shown or failure.kind or (failure.status or 400) not in REFUSALS or len(used) >= 9:
         return None
-    fitting = (row for row in HEALING if re.search(row[0], failure.text, re.IGNORECASE | re.DOTALL))
-    return next((row for row in fitting if row not in used and heal(body, row, failure.text) != body), None)
+    said = failure.text
+    fitting = (row for row in HEALING if re.search(row.complaint, said, re.IGNORECASE | re.DOTALL))
+    return next((row for row in fitting if (row, said) not in used and heal(body, row, said) != body), None)
 
 
 def heal(body: dict, remedy: Remedy, said: str) -> dict:
-    changed = dict(body)
-    remedy[1](changed, said)
-    return {key: value for key, value in changed.items() if value is not None}
+    new = remedy.change if isinstance(remedy.change, dict) else remedy.change(body, said)
+    return {key: value for key, value in (body | new).items() if value is not None}
 
 
 # ---- An OpenAI-compatible endpoint ----
@@ -660,6 +680,7 @@ class OpenAIProvider(LLMProvider):
         self.endpoint, self.model = replace(endpoint, api_key=key), endpoint.model
         self.request_timeout, self.idle_timeout, self.pace = request_timeout, idle_timeout, pace
         self._client: Any = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._learnt: dict[str, list[tuple[Remedy, str]]] = {}  # by model: what it takes to be understood
         self._is_warned = False
 
@@ -668,10 +689,12 @@ class OpenAIProvider(LLMProvider):
         if self._client is not None:
             return
         gc.disable()
-        import openai
+        try:
+            import openai
 
-        gc.freeze()  # an import's objects live for ever: the collector need never look at them
-        gc.enable()
+            gc.freeze()  # an import's objects live for ever: the collector need never look at them
+        finally:
+            gc.enable()
         end = self.endpoint
         secure = not end.api_base.startswith("http://")  # loading the certificates takes 30 ms
         local = end.spec.is_local  # such a server may close without a word a connection that was kept open
@@ -680,6 +703,15 @@ class OpenAIProvider(LLMProvider):
             api_key=end.api_key or "none", base_url=end.api_base, max_retries=0, timeout=self.request_timeout,
             default_headers=({"Connection": "close"} if local else {}) | end.extra_headers, http_client=http,
         )  # fmt: skip
+
+    def _client_here(self) -> Any:
+        """The client; a new one in a new event loop, as open connections belong to the old one."""
+        here = asyncio.get_running_loop()
+        if self._loop not in (None, here):
+            self._client = None
+        self._loop = here
+        self.warm_up()
+        return self._client
 
     async def answer(self, request: LLMRequest) -> LLMResponse:
         """Ask; change what is refused, wait where it is busy, until there is an answer or no hope."""
@@ -693,18 +725,17 @@ class OpenAIProvider(LLMProvider):
             except Failure as caught:
                 failure = replace(caught, tries=tries)
             wait = retry_after(failure)
-            if remedy := find_remedy(failure, body, [row for row, _ in used]):
+            if remedy := find_remedy(failure, body, used):
                 body = heal(body, remedy, failure.text)
                 used.append((remedy, failure.text))
-                if remedy[2]:
-                    await request.tell(f"{self.endpoint.spec.name}, {request.model}: {remedy[2]}")
+                if remedy.told:
+                    await request.tell(f"{self.endpoint.spec.name}, {request.model}: {remedy.told}")
             elif wait is not None:
                 tries += 1
                 await request.tell(f"{self._safe(failure.said)}; asking again in {wait:.0f} s")
                 await asyncio.sleep(wait * random.uniform(1.0, 1.2) * self.pace)
             else:
-                error = await self._explain(failure)
-                return failed(error, is_overflow=failure.is_overflow)
+                return failed(await self._explain(failure), is_overflow=failure.is_overflow)
         self._learnt[request.model] = used
         await self._warn_of_window(request, answer)
         return answer
@@ -721,7 +752,7 @@ class OpenAIProvider(LLMProvider):
             body |= {"stream": True, "stream_options": {"include_usage": True}}
         if spec.supports_prompt_caching:
             body |= cache_marks(body)
-        for part, values in spec.model_overrides:
+        for part, values in spec.model_overrides.items():
             body |= values if part in request.model else {}
         body |= self.endpoint.extra_body
         return {key: value for key, value in body.items() if value is not None}
@@ -744,10 +775,9 @@ class OpenAIProvider(LLMProvider):
             raise replace(failure, shown=reader.shown > 0) from problem
 
     async def _post(self, request: LLMRequest, body: dict, reader: "AnswerReader") -> None:
-        self.warm_up()
         # messages=… would make the SDK type each message anew: 0.12 ms a message, 122 ms at 1,000. In
         # extra_body the same bytes go out at once. A stream's lines cost 10 µs each, the SDK's chunks 77.
-        create = self._client.chat.completions.with_streaming_response.create
+        create = self._client_here().chat.completions.with_streaming_response.create
         async with (
             asyncio.timeout(self.request_timeout) as deadline,
             create(model=request.model, messages=[], extra_body=body) as response,
@@ -755,10 +785,12 @@ class OpenAIProvider(LLMProvider):
             if "event-stream" in response.headers.get("content-type", ""):
                 async for data in response.iter_bytes():
                     deadline.reschedule(asyncio.get_running_loop().time() + self.idle_timeout)
-                    await request.show(reader.feed_bytes(data))
+                    reader.feed_bytes(data)
+                    await request.show(reader.to_show())
             else:  # also from a server that ignores `stream`
-                await request.show(reader.feed(parse_answer(await response.read())))
-            await request.show(reader.close())
+                reader.feed(parse_answer(await response.read()))
+            reader.close()
+            await request.show(reader.to_show())
 
     async def _warn_of_window(self, request: LLMRequest, answer: LLMResponse) -> None:
         """Ollama cuts what is over its window, 4,096 tokens where nobody chose one, and does not say so."""
@@ -772,9 +804,10 @@ class OpenAIProvider(LLMProvider):
 
     async def list_models(self) -> list[str]:
         """What the endpoint offers; raises what the SDK raises."""
-        self.warm_up()
-        response = await self._client.models.with_raw_response.list(timeout=min(self.request_timeout, 10.0))
-        return [str(each.get("id")) for each in parse_answer(response.content).get("data") or []]
+        models, timeout = self._client_here().models.with_raw_response, min(self.request_timeout, 10.0)
+        response = await models.list(timeout=timeout)
+        found = parse_answer(response.content).get("data") or []
+        return [str(each.get("id")).removeprefix("models/") for each in found]  # Gemini has the prefix
 
     async def check(self) -> str | None:
         """What is wrong with the address, the key or the model; None where all is well."""
@@ -799,7 +832,7 @@ class OpenAIProvider(LLMProvider):
             return f"{where} has no such model ({said}). {await self._offer()}"
         if status in (404, 405) or failure.kind == "nonsense":
             return f"{where} does not answer like a model ({said}). A base URL mostly ends in /v1."
-        if status == 402 or UNPAID.search(failure.text):
+        if failure.is_unpaid:
             return f"{where} wants money ({said}). Look at your account there, or choose another --provider."
         return f"{where} failed: {f'HTTP {status}: ' if status else ''}{said}"
 
@@ -819,32 +852,29 @@ def as_failure(problem: Exception) -> Failure:
     """What the SDK, or the connection below it, raised."""
     if isinstance(problem, Failure):
         return problem
-    name, body = type(problem).__name__, getattr(problem, "body", None)
+    name, response = type(problem).__name__, getattr(problem, "response", None)
     kind = "timeout" if "Timeout" in name else "network" if name == "APIConnectionError" else ""
     if type(problem).__module__.startswith("httpx"):  # from below the SDK, while the answer was read
         kind = "cut"
-    if not hasattr(problem, "status_code"):
-        return Failure(_said(problem), str(problem), kind=kind)
-    return replace(refusal(body, problem), status=problem.status_code, headers=problem.response.headers)
+    if isinstance(problem, AttributeError | TypeError | KeyError):
+        return Failure("its answer has a strange form", str(problem), kind="nonsense")
+    failure = refusal(getattr(problem, "body", None), problem)
+    status, headers = (failure.status, {}) if response is None else (response.status_code, response.headers)
+    return replace(failure, kind=kind, status=status, headers=headers)
 
 
-def refusal(body: Any, otherwise: Any = "") -> Failure:
-    """An error in the endpoint's own words."""
+def refusal(body: Any, problem: Exception | None = None) -> Failure:
+    """An error in the endpoint's own words, wherever they stand; or the cause of no connection."""
     inside = body if isinstance(body, dict) else {}
     code, generation = inside.get("code"), inside.get("failed_generation")
-    status = code if isinstance(code, int) else None
-    return Failure(_said(body or otherwise), str(body or ""), status, generation=str(generation or ""))
-
-
-def _said(problem: Any) -> str:
-    """The endpoint's own words, or the cause of no connection, wherever they stand, in one line."""
-    body = getattr(problem, "body", problem) or getattr(problem, "__cause__", None) or str(problem)
-    while isinstance(body, list | dict) and body:
-        first = body[0] if isinstance(body, list) else body.get("message") or body.get("error")
-        if isinstance(body, dict) and isinstance(body.get("metadata"), dict):
-            first = body["metadata"].get("raw") or first  # behind OpenRouter's "Provider returned error"
-        body = first or json.dumps(body)
-    return " ".join(str(body).split())[:500]
+    said = body or getattr(problem, "__cause__", None) or str(problem)
+    while isinstance(said, list | dict) and said:
+        first = said[0] if isinstance(said, list) else said.get("message") or said.get("error")
+        if isinstance(said, dict) and isinstance(said.get("metadata"), dict):
+            first = said["metadata"].get("raw") or first  # behind OpenRouter's "Provider returned error"
+        said = first or json.dumps(said)
+    line, status = " ".join(str(said).split())[:500], code if isinstance(code, int) else None
+    return Failure(line, str(body or ""), status, generation=str(generation or ""))
 
 
 def parse_answer(data: bytes) -> dict:
@@ -868,55 +898,58 @@ class AnswerReader:
         self.tools, self.shown = list(tools), 0  # characters
         self.content, self.calls, self.extra, self.usage = "", [], {}, {}
         self.rest = b""  # of a line that is not whole yet
-        self.ended = False  # the server said that this is all
+        self.ended = self.closed = False  # the server said that this is all; it came to an end, said or not
         self.finish_reason: str | None = None
         self.think = ThinkFilter()
 
-    def feed_bytes(self, data: bytes) -> str:
-        """A part of a stream of Server-Sent Events; returns the text to show."""
+    def feed_bytes(self, data: bytes) -> None:
+        """A part of a stream of Server-Sent Events."""
         *lines, self.rest = (self.rest + data).split(b"\n")
-        shown = ""
         for line in lines:
             name, _, value = line.partition(b":")
-            self.ended = self.ended or value.strip() == b"[DONE]"
-            if name == b"data" and not self.ended:  # other lines are comments, event names or blank
-                shown += self.feed(parse_answer(value))
-        return shown
+            value = value.strip()
+            self.ended = self.ended or value == b"[DONE]"
+            if name == b"data" and value and not self.ended:  # others: comments, event names, signs of life
+                self.feed(parse_answer(value))
 
-    def feed(self, chunk: dict) -> str:
-        if chunk.get("error"):
-            raise refusal(chunk["error"])
-        self.usage, shown = chunk.get("usage") or self.usage, ""
-        for choice in chunk.get("choices") or []:
-            self.usage = choice.get("usage") or self.usage
+    def feed(self, chunk: dict) -> None:
+        choices = chunk.get("choices") or []
+        for part in (chunk, *choices):
+            if part.get("error"):
+                raise refusal(part["error"])
+            self.usage = part.get("usage") or self.usage
+        for choice in choices:
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
-            shown += self._add(choice.get("delta", choice.get("message")) or {}, "delta" not in choice)
-        return self._show(shown)
+            self._add(choice.get("delta", choice.get("message")) or {}, "delta" not in choice)
 
-    def _add(self, part: dict, whole: bool) -> str:
+    def close(self) -> None:
+        self.feed_bytes(b"\n")
+        self._add_text(self.think.close())
+        self.closed = True
+
+    def to_show(self) -> str:
+        """The text that was not shown yet; none while it may be a call, and none of a call."""
+        like_a_call = self.tools and self.content.lstrip()[:1] in tuple("<[{`")
+        if like_a_call and (self.calls or not self.closed or self.text_calls()):
+            return ""
+        text, self.shown = self.content[self.shown :], len(self.content)
+        return text
+
+    def text_calls(self) -> list[ToolCallRequest]:
+        return read_text_calls(self.content, self.tools) if self.tools and not self.calls else []
+
+    def _add(self, part: dict, whole: bool) -> None:
         self.ended = self.ended or whole
         for n, call in enumerate(part.get("tool_calls") or []):
             self._add_call({**call, "index": n} if whole else call)
         for name in (name for name in REASONING if part.get(name)):
             self.extra[name] = self.extra[name] + part[name] if name in self.extra else part[name]
         text = part.get("content") or ""
-        return self.think.feed(text if isinstance(text, str) else "".join(b.get("text") or "" for b in text))
+        text = text if isinstance(text, str) else "".join(block.get("text") or "" for block in text)
+        self._add_text(self.think.feed(text))
 
-    def close(self) -> str:
-        shown = self.feed_bytes(b"\n") + self._show(self.think.close())
-        return shown + ("" if self.calls or self.text_calls() else self._unshown())
-
-    def _show(self, text: str) -> str:
-        text = text if self.content else text.lstrip("\n")  # left over between thoughts and answer
-        self.content += text
-        return "" if self.tools and self.content.lstrip()[:1] in tuple("<[{`") else self._unshown()
-
-    def _unshown(self) -> str:
-        text, self.shown = self.content[self.shown :], len(self.content)
-        return text
-
-    def text_calls(self) -> list[ToolCallRequest]:
-        return read_text_calls(self.content, self.tools) if self.tools and not self.calls else []
+    def _add_text(self, text: str) -> None:
+        self.content += text if self.content else text.lstrip("\n")  # left over between thoughts and answer
 
     def _add_call(self, piece: dict) -> None:
         """A piece belongs to the last call of its index; without an index, to the last call of all.
@@ -953,7 +986,8 @@ class AnswerReader:
         with contextlib.suppress(AttributeError, TypeError, ValueError):  # a count that is none
             answer.usage = read_usage(self.usage)
         answer.usage = answer.usage or estimate_usage(request, answer)
-        if self.finish_reason is None and (any(call.error for call in calls) or not (calls or self.ended)):
+        cut = any(call.error for call in calls) or not (calls or self.ended)
+        if self.finish_reason == "error" or (self.finish_reason is None and cut):
             raise Failure("the answer broke off" if text or calls else "it sent no answer", kind="cut")
         return answer
 
@@ -984,10 +1018,10 @@ def _calls_in_json(text: str) -> list[tuple[str, Any]]:
             return []
         found += value if isinstance(value, list) else [value]
         text = text[end:].lstrip(" ,;\n")
-    calls = [(each.get("name"), each.get("arguments", each.get("parameters")))
-             for each in found if isinstance(each, dict)]  # fmt: skip
-    whole = len(calls) == len(found) and all(isinstance(said, dict | str) for _, said in calls)
-    return calls if whole else []
+    if not all(isinstance(each, dict) for each in found):
+        return []
+    calls = [(each.get("name"), each.get("arguments", each.get("parameters"))) for each in found]
+    return calls if all(isinstance(said, dict | str) for _, said in calls) else []
 
 
 def _calls_in_python(text: str) -> list[tuple[str, Any]]:
@@ -997,40 +1031,11 @@ def _calls_in_python(text: str) -> list[tuple[str, Any]]:
     import ast
 
     try:
-        calls = [each for each in ast.parse(text, mode="eval").body.elts if not each.args]
-        return [(each.func.id, {k.arg: ast.literal_eval(k.value) for k in each.keywords}) for each in calls]
+        calls = ast.parse(text, mode="eval").body.elts
+        named = [(each.func.id, {k.arg: ast.literal_eval(k.value) for k in each.keywords}) for each in calls]
+        return [] if any(each.args for each in calls) else named
     except (SyntaxError, ValueError, AttributeError, RecursionError, MemoryError):
         return []  # it is something else
-
-
-def new_id() -> str:
-    """Nine digits: the only form of an id that every endpoint takes."""
-    return f"{time.perf_counter_ns() % 10**9:09d}"
-
-
-def parse_arguments(written: Any, repair: bool) -> tuple[dict, str]:
-    """A call's arguments, and what is wrong with them. Only what a finished answer got wrong is repaired."""
-    text = written if isinstance(written, str) else json.dumps(written or {})
-    try:
-        value = _loads(text.strip() or "{}", repair)
-        to_json(value)  # raises where a number is NaN or infinite
-    except (ValueError, RecursionError, ImportError) as problem:
-        return {}, f"its arguments are not whole JSON ({problem})"
-    if not isinstance(value, dict):
-        return {}, f"its arguments must be one JSON object, not {text[:100]!r}"
-    return _utf8(value), ""
-
-
-def _loads(text: str, repair: bool) -> Any:
-    try:
-        return json.loads(text, strict=False)  # takes line ends within a text
-    except ValueError:
-        if not repair:
-            raise
-        import json_repair
-
-        log.info("repairing the JSON of a call's arguments: %.200s", text)
-        return json_repair.loads(text)
 
 
 def read_usage(usage: dict) -> dict:
@@ -1096,62 +1101,76 @@ def strip_think(text: str) -> str:
 
 # ---- Models that need no network ----
 
-words = re.compile(r"\s*\S+|\s+\Z").findall
 KEYS = re.compile(
     r"(?i)(bearer |authorization\W+|api[_-]?key\W+)[\w.~+/-]{8,}|\b(sk-|gsk_|xai-|AIza)[\w-]{16,}"
 )
+
+
+def without_keys(value: Any, name: str = "") -> Any:
+    """A deep copy with `[key]` for what looks like one, by its form or by the name that it stands under."""
+    if isinstance(value, dict):
+        return {each: without_keys(inside, each) for each, inside in value.items()}
+    if isinstance(value, list):
+        return [without_keys(each, name) for each in value]
+    return KEYS.sub(r"\1[key]", f"{name}={value}")[len(name) + 1 :] if isinstance(value, str) else value
 
 
 class Trace:
     """Writes each request and its answer to a file, one JSON object a line; keys are left out."""
 
     def __init__(self, path: Path):
-        self.file = open(path, "a", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600))
+        private = functools.partial(os.open, mode=0o600)
+        self.file = open(path, "a", encoding="utf-8", errors="replace", opener=private)  # noqa: SIM115
 
     def __call__(self, request: LLMRequest, answer: LLMResponse | None, seconds: float) -> None:
         asked = {name: getattr(request, name) for name in ("model", "options", "tools", "messages")}
         got = {"answer": asdict(answer) if answer else None, "seconds": round(seconds, 3)}  # None: cancelled
-        line = to_json({"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **asked, **got})
-        self.file.write(KEYS.sub(r"\1[key]", line) + "\n")
+        record = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **asked, **got}
+        self.file.write(to_json(without_keys(record)) + "\n")
         self.file.flush()
 
 
+class ReplayDiffers(Exception):
+    """A request is not the recorded one; the text shows where."""
+
+
 class ReplayProvider(LLMProvider):
-    """Plays a trace back, step by step, and stops where a request is not the recorded one."""
+    """Plays a trace back, step by step; raises ReplayDiffers where a request is not the recorded one."""
 
     model = "replay"
 
     def __init__(self, trace: Path):
         """Raises OSError, or ValueError that names the line which is no record."""
-        self.rest: list[dict] = []  # what was not played yet
-        for number, line in enumerate(trace.read_text(encoding="utf-8").removesuffix("\n").split("\n"), 1):
+        self.rest: list[dict] = []  # what was not played yet; each `answer` is an LLMResponse
+        text = trace.read_text(encoding="utf-8", errors="replace")
+        for number, line in enumerate(text.removesuffix("\n").split("\n"), 1):
             try:
                 record = json.loads(line)
-                self.rest.append({name: record[name] for name in ("messages", "tools", "options", "answer")})
+                asked = {name: record[name] for name in ("messages", "tools", "options")}
+                said = record["answer"] or asdict(failed("This request was cancelled."))
+                calls = [ToolCallRequest(**call) for call in said["tool_calls"]]
+                self.rest.append({**asked, "answer": LLMResponse(**said | {"tool_calls": calls})})
             except (ValueError, KeyError, TypeError):
                 raise ValueError(f"{trace}, line {number}: this is no record of a trace") from None
 
     async def answer(self, request: LLMRequest) -> LLMResponse:
         if not self.rest:
             return failed("The trace has no further step.")
-        now = {"messages": request.messages, "tools": request.tools}
-        if changes := difference({name: self.rest[0][name] for name in now}, now):
-            return failed(f"This request is not the recorded one ({len(self.rest)} are left):\n{changes}")
-        answer = self.rest.pop(0)["answer"] or asdict(failed("This request was cancelled."))
-        await request.show(*words(answer["content"] or ""))
-        calls = [ToolCallRequest(**call) for call in answer["tool_calls"]]
-        return LLMResponse(**answer | {"tool_calls": calls})
+        now = without_keys({"messages": request.messages, "tools": request.tools})
+        recorded = {name: self.rest[0][name] for name in now}
+        if recorded != now:
+            changes = "\n".join(itertools.islice(difference(recorded, now), 40))
+            raise ReplayDiffers(f"This request is not the recorded one ({len(self.rest)} left):\n{changes}")
+        answer = self.rest.pop(0)["answer"]
+        await request.show(*words(answer.content or ""))
+        return answer
 
 
-def difference(recorded: Any, now: Any) -> str:
-    """The lines in which two JSON values differ, the first 40 of them."""
-    if recorded == now:
-        return ""
+def difference(recorded: Any, now: Any) -> Iterator[str]:
     from difflib import unified_diff
 
     old, new = (json.dumps(each, ensure_ascii=False, indent=1).split("\n") for each in (recorded, now))
-    lines = unified_diff(old, new, "recorded", "now", lineterm="", n=2)
-    return "\n".join(line[:300] for line in itertools.islice(lines, 40))
+    return (line[:300] for line in unified_diff(old, new, "recorded", "now", lineterm="", n=2))
 
 
 class HumanProvider(LLMProvider):
@@ -1172,25 +1191,19 @@ class HumanProvider(LLMProvider):
         seen, self.seen = self.seen, request
         tools = {tool["function"]["name"]: tool["function"]["parameters"] for tool in request.tools}
         new = [each for n, each in enumerate(request.messages) if seen.messages[n : n + 1] != [each]]
-        shown = [f"---- {each['role']} ----\n{readable(each)}" for each in new]
+        shown = [f"---- {each['role']} ----\n{as_text(calls_as_text(each))['content']}" for each in new]
         if request.tools != seen.tools:
             lines = [f"{name} ({', '.join(each.get('properties', ()))})" for name, each in tools.items()]
             shown += ["---- tools ----", *lines, "You are the model. Answer in a line, or call: NAME {JSON}"]
         while True:
             line = await self.ask("\n".join([*shown, "model> "]), list(tools))
-            name, said = re.fullmatch(r"\s*([\w-]*)\s*(.*?)\s*", line).groups()
+            name, said = re.fullmatch(r"(?s)\s*([\w-]*)\s*(.*?)\s*", line).groups()
             arguments, problem = parse_arguments(said, repair=False)
             if name not in tools or said[:1] not in "{":
                 return LLMResponse(line.strip() or None)
             if not (problem := problem or (self.check and self.check(name, arguments))):
                 return LLMResponse(None, [ToolCallRequest(new_id(), name, arguments)], "tool_calls")
             shown = [problem]
-
-
-def readable(message: dict) -> str:
-    content, functions = message["content"], [call["function"] for call in message.get("tool_calls", ())]
-    text = to_json(content) if isinstance(content, list) else content
-    return "\n".join(filter(None, [text, *(f"→ {each['name']} {each['arguments']}" for each in functions)]))
 
 
 class ScriptedProvider(LLMProvider):

@@ -1,6 +1,6 @@
 """How fast is it? Ratios against a bare tool loop on the official SDK, measured side by side in one run.
 
-    python tests/bench.py            all of it, about two minutes
+    python tests/bench.py            all of it, about three minutes
     python tests/bench.py calls      only what has `calls` in its name
 
 A stub endpoint, another process, asks for tool calls until it has enough of them, then it answers. Each
@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 HERE = Path(__file__).resolve()
@@ -134,6 +135,54 @@ def kit(base_url: str, history: int = 0) -> None:
     steps = [late - early for early, late in zip(marks, marks[1:], strict=False)]
     tail = statistics.median(steps[-10:]) / statistics.median(steps[5:15]) if len(steps) > 20 else 1
     report(ms=(time.perf_counter() - start) * 1e3, tail=tail)
+
+
+def per_request(messages: list[dict], ask: Callable[[], str], wanted: int) -> None:
+    """CPU time of this process, the median over a conversation that goes on and keeps its length."""
+    times = []
+    for _ in range(wanted):
+        start = time.process_time()
+        said = ask()
+        times.append((time.process_time() - start) * 1e3)
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "And now?"}]
+        del messages[:2]
+    report(ms=statistics.median(times[1:]))  # the first one opens the connection
+
+
+def kit_requests(base_url: str, history: int, wanted: int) -> None:
+    from providers import ROWS, Endpoint, OpenAIProvider
+
+    provider = OpenAIProvider(Endpoint(ROWS["custom"], "none", base_url, "m"))
+    provider.warm_up()
+    messages = [*filler(history), {"role": "user", "content": "Hello."}]
+    with asyncio.Runner() as runner:
+        per_request(messages, lambda: runner.run(provider.chat(messages)).content, wanted)
+
+
+def sdk_requests(base_url: str, history: int, wanted: int) -> None:
+    from openai import OpenAI
+
+    create = OpenAI(api_key="none", base_url=base_url).chat.completions.create
+    messages = [*filler(history), {"role": "user", "content": "Hello."}]
+    per_request(messages, lambda: create(model="m", messages=messages).choices[0].message.content, wanted)
+
+
+def socket_requests(base_url: str, history: int, wanted: int) -> None:
+    """What it costs to say the same with nothing but the standard library."""
+    from http.client import HTTPConnection
+    from urllib.parse import urlsplit
+
+    place = urlsplit(base_url)
+    connection = HTTPConnection(place.netloc)
+    messages = [*filler(history), {"role": "user", "content": "Hello."}]
+
+    def ask() -> str:
+        body = json.dumps({"model": "m", "messages": messages}).encode()
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", f"{place.path}/chat/completions", body, headers)
+        return json.loads(connection.getresponse().read())["choices"][0]["message"]["content"]
+
+    per_request(messages, ask, wanted)
 
 
 def bare_side_by_side(base_url: str) -> None:
@@ -283,6 +332,17 @@ def race_calls(race: Race) -> None:
         race.show(f"{calls} tool calls in a turn", *medians(pairs), goal)
         tail = statistics.median(ours["tail"] for ours, _ in pairs)
         print(f"{'':40}the last calls take {tail:.2f}x the first ones (aim: 2x)")
+
+
+def race_requests(race: Race) -> None:
+    url = race.url(0)
+    for messages, wanted, goal in ((10, 41, 1.1), (1_000, 11, 0.1), (5_000, 5, 0.05)):
+        names = ("kit_requests", "sdk_requests", "socket_requests")
+        rounds = [[race.inside(name, url, messages, wanted)["ms"] for name in names] for _ in range(ROUNDS)]
+        ours, theirs, least = zip(*rounds, strict=True)
+        race.show(f"CPU of a request, {messages:,} messages", ours, theirs, goal)
+        bare = statistics.median(least)
+        print(f"{'':34}on a bare socket {bare:.2f} ms, {bare / statistics.median(theirs):.2f}x")
 
 
 def race_history(race: Race) -> None:

@@ -54,6 +54,17 @@ def test_without_a_key_the_offline_model_does_a_real_job(own_home, tmp_path):
     assert 'read_file("a.txt")' in err
 
 
+def test_a_trace_is_replayed_without_tools_even_if_a_key_was_left_out_of_it(own_home, tmp_path):
+    (tmp_path / "a.txt").write_text("hello there\n", encoding="utf-8")
+    trace = str(tmp_path / "trace.jsonl")
+    question = "read a.txt and remember that api_key = abcdefghij"
+    _, out, _ = nanobot("agent", "-m", question, "--trace", trace, cwd=tmp_path)
+    (tmp_path / "a.txt").unlink()
+    status, again, _ = nanobot("replay", trace)
+    assert "hello there" in out and "api_key = abcdefghij" in out
+    assert (status, again) == (0, out.replace("abcdefghij", "[key]"))
+
+
 def test_no_subcommand_means_agent_and_offline_can_be_asked_for(own_home):
     status, out, err = nanobot("--offline", "-m", "tell me a joke")
     assert status == 0
@@ -324,6 +335,28 @@ def test_ctrl_c_stops_with_130_and_leaves_a_session_that_goes_on(own_home):
     assert sent[2].endswith("two")
 
 
+BUSY = {"error": {"message": "slow down"}}
+
+
+def test_a_wait_is_said_on_stderr_and_the_answer_alone_on_stdout(own_home):
+    busy = [Failure(429, BUSY, {"retry-after-ms": "10"}), Failure(503, BUSY, {"Retry-After": "0.01"})]
+    with FakeLLM([*busy, "ok"]) as server:
+        status, out, err = nanobot("-m", "x", server=server)
+    assert (status, out) == (0, "ok\n")
+    assert err.count("slow down; asking again in 0 s") == 2
+
+
+def test_ctrl_c_during_a_wait_stops_at_once(own_home):
+    with FakeLLM([Failure(429, BUSY, {"Retry-After": "60"}), "hello again"]) as server:
+        process = start("-m", "one", server=server)
+        assert "asking again in 60 s" in process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=5)
+        assert process.returncode == 130
+        assert nanobot("-m", "/continue", server=server)[1] == "hello again\n"
+    assert [line["role"] for line in journal(own_home)[1:]] == ["user", "assistant"]
+
+
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_a_signal_kills_the_command_that_runs(own_home, tmp_path, name):
     with FakeLLM([call("exec", command="sleep 60 & echo $! > pid; wait"), "never"]) as server:
@@ -350,7 +383,7 @@ def test_kill_9_loses_no_message_and_the_next_start_is_lawful(own_home, tmp_path
             wait_until(lambda before=before, number=number: len(server.bodies) >= before + 1 + number * 3 % 7)
             process.kill()
             process.communicate()
-        sent = server.bodies[-1]["messages"]
+        sent = [body for body in server.bodies if body][-1]["messages"]  # the kill may have cut the last one
     lines = [line for line in journal_whatever(own_home) if line.get("role")]
     for number in range(rounds):
         assert sum(line["content"] == f"message {number}" for line in lines) == 1
@@ -454,7 +487,7 @@ def test_status_and_prompt_show_servers_and_a_pasted_key_is_no_error(own_home):
 class Terminal:
     """The program on a pseudo-terminal: what a person would see and type."""
 
-    def __init__(self, *arguments: str, server: FakeLLM):
+    def __init__(self, *arguments: str, server: FakeLLM | None = None, cwd: Path | None = None):
         import fcntl
         import pty
         import termios
@@ -464,16 +497,17 @@ class Terminal:
 
         self.screen, inner = pty.openpty()
         streams = {"stdin": inner, "stdout": inner, "stderr": inner, "start_new_session": True}
-        self.process = start(*arguments, server=server, preexec_fn=take_terminal, **streams)
+        self.process = start(*arguments, server=server, cwd=cwd, preexec_fn=take_terminal, **streams)
         os.close(inner)
-        self.text = ""
+        self.text = self.everything = ""
 
     def expect(self, words: str, seconds: float = 15.0) -> None:
         deadline = time.monotonic() + seconds
         while words not in self.text:
             assert time.monotonic() < deadline, f"{words!r} is not in {self.text!r}"
             if select.select([self.screen], [], [], 0.1)[0]:
-                self.text += os.read(self.screen, 65_536).decode("utf-8", errors="replace")
+                new = os.read(self.screen, 65_536).decode("utf-8", errors="replace")
+                self.text, self.everything = self.text + new, self.everything + new
         self.text = self.text.split(words, 1)[1]
 
     def type(self, keys: str) -> None:
@@ -549,6 +583,198 @@ def test_approval_on_a_terminal_shows_the_escaped_command_and_obeys(own_home, ne
         assert "did not approve" in server.bodies[3]["messages"][-1]["content"]
         terminal.type("\x04")
         assert terminal.close() == 0
+
+
+# ---- A trace, and the same turn again ----
+
+
+def trace_of(path: Path) -> list[dict]:
+    text = path.read_text(encoding="utf-8")
+    assert text.endswith("\n")
+    return [json.loads(line) for line in text.split("\n")[:-1]]
+
+
+@pytest.mark.parametrize("flags", [[], ["--no-stream"]])
+def test_a_trace_is_replayed_without_network_and_without_running_anything(own_home, tmp_path, flags):
+    (tmp_path / "a.txt").write_text("hello\n", encoding="utf-8")
+    ran = calls(call("exec", command="echo ran >> ran.txt"), content="Let me see.")
+    script = [ran, [call("read_file", path="a.txt"), call("read_file", path="gone.txt")], "It says Γειά."]
+    with FakeLLM(script) as server:
+        first = nanobot("-m", "do it", "--trace", "t.jsonl", *flags, server=server, cwd=tmp_path)
+    assert first[:2] == (0, "It says Γειά.\n")
+    trace = tmp_path / "t.jsonl"
+    assert trace.stat().st_mode & 0o777 == 0o600
+    assert [len(record["answer"]["tool_calls"]) for record in trace_of(trace)] == [1, 2, 0]
+    assert all(record["model"] == "test-model" and record["seconds"] >= 0 for record in trace_of(trace))
+    (tmp_path / "a.txt").unlink()
+    (tmp_path / "ran.txt").unlink()
+    status, out, err = nanobot("replay", "t.jsonl", cwd=tmp_path)
+    assert (status, out) == (0, "It says Γειά.\n"), err
+    assert err == "".join(line for line in first[2].splitlines(True) if not line.startswith("tokens:"))
+    assert not (tmp_path / "ran.txt").exists()
+
+
+def test_the_offline_model_can_be_traced_and_replayed(own_home, tmp_path):
+    (tmp_path / "a.txt").write_text("hello\n", encoding="utf-8")
+    first = nanobot("--offline", "-m", "read a.txt", "--trace", "t.jsonl", cwd=tmp_path)
+    assert "hello" in first[1]
+    assert nanobot("replay", "t.jsonl", cwd=tmp_path)[:2] == first[:2]
+
+
+def test_turns_add_up_in_one_trace_and_are_replayed_one_after_the_other(own_home, tmp_path):
+    """A history, a call that was denied, an endpoint that failed and a turn that was stopped are in it."""
+    script = ["before the trace", call("exec", command="touch made"), "I may not.",
+              Failure(400, {"error": "no"}), Hang(30), call("list_dir"), "All done."]  # fmt: skip
+    trace = ["--trace", str(tmp_path / "t.jsonl")]
+    with FakeLLM(script) as server:
+        nanobot("-m", "zero", server=server)
+        assert nanobot("-m", "one", "--approve", *trace, server=server, cwd=tmp_path)[1] == "I may not.\n"
+        assert nanobot("-m", "two", *trace, server=server)[0] == 1
+        process = start("-m", "three", *trace, server=server)
+        wait_until(lambda: len(server.bodies) == 5)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=10)
+        assert nanobot("-m", "four", *trace, server=server, cwd=tmp_path)[1] == "All done.\n"
+    records = trace_of(tmp_path / "t.jsonl")
+    assert [(record["answer"] or {}).get("finish_reason") for record in records] == [
+        "tool_calls", "stop", "error", None, "tool_calls", "stop",
+    ]  # fmt: skip
+    status, out, err = nanobot("replay", "t.jsonl", cwd=tmp_path)
+    assert (status, out) == (1, "I may not.\nAll done.\n"), err
+    assert "HTTP 400: no" in err
+    assert "cancelled" in err
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_replay_stops_where_the_trace_was_changed_and_shows_the_difference(own_home, tmp_path):
+    (tmp_path / "a.txt").write_text("hello\n", encoding="utf-8")
+    with FakeLLM([call("read_file", path="a.txt"), "It says hello."]) as server:
+        nanobot("-m", "read", "--trace", "t.jsonl", server=server, cwd=tmp_path)
+    trace = tmp_path / "t.jsonl"
+    first, second = trace_of(trace)
+    first["answer"]["tool_calls"][0]["arguments"]["path"] = "b.txt\x1b[2J"
+    trace.write_text(json.dumps(first) + "\n" + json.dumps(second) + "\n")
+    status, out, err = nanobot("replay", "t.jsonl", cwd=tmp_path)
+    assert (status, out) == (1, "")
+    assert "not the recorded one" in err
+    assert re.search(r'^-.*"arguments": .*a\.txt', err, re.MULTILINE)
+    assert re.search(r'^\+.*"arguments": .*b\.txt', err, re.MULTILINE)
+    assert "\x1b" not in err
+    assert len(err.splitlines()) < 50
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "No such file"),
+        (b"", "line 1: this is no record of a trace"),
+        (b"once upon a time\n", "line 1: this is no record of a trace"),
+        (b'{"messages": []}\n', "line 1: this is no record of a trace"),
+        (b"\xff", "t.jsonl, line 1: this is no record"),
+    ],
+)
+def test_what_is_no_trace_is_an_error_that_says_how_to_make_one(own_home, tmp_path, content, said):
+    path = tmp_path / "t.jsonl"
+    if content is not None:
+        path.write_bytes(content)
+    err = fails("replay", str(path))
+    assert said in err
+    assert "nanobot agent --trace FILE" in err
+
+
+def test_a_trace_that_cannot_be_written_is_said_before_the_model_is_asked(own_home, tmp_path):
+    with FakeLLM(["never"]) as server:
+        assert "No such file" in fails("-m", "x", "--trace", str(tmp_path / "no" / "t.jsonl"), server=server)
+        assert server.requests == []
+
+
+KEY = "sk-proj-abcdefghijklmnopqrstuvwxyz0123456789"
+
+
+def test_no_key_is_in_a_trace_wherever_it_came_from(own_home, tmp_path, monkeypatch):
+    """The endpoint repeats it, the model reads and writes it, a command prints it at the start of a line."""
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    lines = [f"OPENAI_API_KEY={KEY}", "OTHER_API_KEY", "ANOTHER_API_KEY", f"gsk_{KEY[3:]}", KEY, f"\t{KEY}"]
+    (tmp_path / "env").write_text("\n".join(lines))
+    script = [call("read_file", path="env"), call("exec", command=f"cat env; echo {KEY}"),
+              f"Your key is {KEY}.", Failure(401, {"error": {"message": f"Wrong key {KEY}"}})]  # fmt: skip
+    with FakeLLM(script) as server:
+        where = ["--base-url", server.base_url, "--model", "m", "--trace", "t.jsonl"]
+        assert nanobot("-m", f"my key: {KEY}", *where, cwd=tmp_path)[0] == 0
+        assert nanobot("-m", "again", *where, cwd=tmp_path)[0] == 1
+    assert len(trace_of(tmp_path / "t.jsonl")) == 4
+    text = (tmp_path / "t.jsonl").read_text(encoding="utf-8")
+    assert KEY[3:] not in text
+    assert "[key]" in text
+    status, out, err = nanobot("replay", "t.jsonl", cwd=tmp_path)
+    assert (status, out) == (1, "Your key is [key].\n"), err
+
+
+# ---- You are the model ----
+
+
+def test_a_person_can_be_the_model(own_home, needs_terminal, tmp_path):
+    (tmp_path / "a.txt").write_text("\x1b[31mred\u202e", encoding="utf-8")
+    terminal = Terminal("--provider", "human", cwd=tmp_path)
+    terminal.expect("> ")
+    terminal.type("what is in a.txt?\n")
+    for seen in ("---- system ----", "You are nanobot", "---- user ----", "what is in a.txt?",
+                 "---- tools ----", "read_file (path, ", "model> "):  # fmt: skip
+        terminal.expect(seen)
+    wrong = ['read_file {"path": "a.txt", "colour": 1}', 'read_file {"path": ', "read_file"]
+    complaints = ["colour", "not whole JSON", "path is required"]
+    for line, complaint in zip(wrong, complaints, strict=True):
+        terminal.type(f"{line}\n")
+        terminal.expect(complaint)
+        terminal.expect("model> ")
+    terminal.type("read_fi\t")
+    terminal.expect("read_file")
+    terminal.type(' {"path": "a.txt"}\n')
+    before = len(terminal.everything)
+    terminal.expect('<tool_call>{"name": "read_file", "arguments": {"path": "a.txt"}}</tool_call>')
+    terminal.expect("---- tool ----")
+    terminal.expect("\\x1b[31mred\\u202e")
+    terminal.expect("model> ")
+    terminal.type("It is red.\n")
+    terminal.expect("> ")
+    terminal.type("thank you\n")
+    terminal.expect("thank you")
+    terminal.expect("model> ")
+    assert "---- system ----" not in terminal.everything[before:]
+    assert terminal.everything[before:].count("what is in a.txt?") == 0
+    terminal.type("You are welcome.\n")
+    terminal.expect("> ")
+    terminal.type("\x04")
+    assert terminal.close() == 0
+    lines = journal(own_home)[1:]
+    assert [line["role"] for line in lines] == ["user", "assistant", "tool", "assistant", "user", "assistant"]
+    assert lines[-1]["content"] == "You are welcome."
+
+
+@pytest.mark.parametrize("keys", ["\x03", "\x04"], ids=["Ctrl-C", "Ctrl-D"])
+def test_a_person_who_leaves_in_mid_turn_leaves_a_session_that_goes_on(own_home, needs_terminal, keys):
+    terminal = Terminal("--provider", "human")
+    terminal.expect("> ")
+    terminal.type("one\n")
+    terminal.expect("model> ")
+    terminal.type("list_dir {}\n")
+    terminal.expect("---- tool ----")
+    terminal.expect("model> ")
+    time.sleep(0.3)  # until it really waits for the keyboard
+    terminal.type(keys)
+    terminal.expect("/continue")
+    terminal.expect("> ")
+    terminal.type("\x04")
+    assert terminal.close() == 0
+    with FakeLLM(["went on"]) as server:
+        assert nanobot("-m", "/continue", server=server)[1] == "went on\n"
+        sent = [each["role"] for each in server.bodies[0]["messages"]]
+    assert sent == ["system", "user", "assistant", "tool"]
+    assert [line["role"] for line in journal(own_home)[1:]] == ["user", "assistant", "tool", "assistant"]
+
+
+def test_a_person_without_a_terminal_cannot_be_the_model(own_home):
+    assert "terminal" in fails("--provider", "human", "-m", "x")
 
 
 # ---- The other commands ----

@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import random
 from pathlib import Path
 
 import pytest
 
 import nanobot
-from fake_llm import Failure, FakeLLM, Reply
+from fake_llm import Failure, FakeLLM, Hang, Raw, Reply, error
+from fake_llm import call as ask_for
 from nanobot import (
     AgentHook,
     AgentLoop,
@@ -22,7 +24,20 @@ from nanobot import (
     load_config,
     make_provider,
 )
-from providers import LLMResponse, OfflineProvider, OpenAIProvider, ScriptedProvider, ToolCallRequest, legal
+from providers import (
+    ROWS,
+    Endpoint,
+    LLMResponse,
+    OfflineProvider,
+    OpenAIProvider,
+    ReplayDiffers,
+    ReplayProvider,
+    ScriptedProvider,
+    ToolCallRequest,
+    Trace,
+    legal,
+)
+from test_providers import check_grammar
 from tools import ToolError, ToolRegistry, ToolResult, tool
 
 PNG = b"\x89PNG\r\n\x1a\n" + b"\0" * 16
@@ -326,6 +341,110 @@ def test_without_a_user_message_the_system_message_is_still_sent_once():
     messages = [system, {"role": "assistant", "content": "old " * 3_000}]
     _, provider = run(["ok"], messages=messages, context_window=2_000, max_tokens=100)
     assert provider.requests[0].messages[0] == system
+
+
+# ---- Longer than the model's window ----
+
+TOO_LONG = LLMResponse(None, [], "error", error="the conversation is too long", is_overflow=True)
+
+
+class Retries(AgentHook):
+    def __init__(self):
+        self.told = []
+
+    async def on_retry(self, why):
+        self.told.append(why)
+
+
+def old_turns(count: int) -> list[dict]:
+    """A system message and whole turns of about 250 tokens, tool calls in each."""
+    messages = [{"role": "system", "content": "be"}]
+    for n in range(count):
+        calls = LLMResponse(None, [call("look", f"old{n}", n=n)]).to_message()
+        result = {"role": "tool", "tool_call_id": f"old{n}", "content": "saw " * 100}
+        answer = {"role": "assistant", "content": f"answer {n} " * 50}
+        messages += [{"role": "user", "content": f"old question {n}"}, calls, result, answer]
+    return messages
+
+
+def users(request) -> list[str]:
+    return [each["content"] for each in request.messages if each["role"] == "user"]
+
+
+def test_what_is_too_long_for_the_model_is_asked_once_more_without_the_oldest_turns():
+    hook, history = Retries(), [*old_turns(6), {"role": "user", "content": "now"}]
+    result, provider = run([TOO_LONG, "ok"], [look], messages=history, hook=hook)
+    assert result.final_content == "ok"
+    first, second = map(users, provider.requests)
+    assert first == [f"old question {n}" for n in range(6)] + ["now"]
+    assert 1 < len(second) < len(first)
+    assert second == first[-len(second) :]
+    assert provider.requests[1].messages[0] == history[0]
+    check_grammar(provider.requests[1].messages)
+    assert len(hook.told) == 1 and "\n" not in hook.told[0] and "without the oldest turns" in hook.told[0]
+    assert result.messages[: len(history)] == history
+
+
+def test_what_was_left_out_stays_out_for_the_rest_of_the_run():
+    script = [TOO_LONG, call("look", "c1"), LLMResponse("one ", finish_reason="length"), "two"]
+    hook, history = Retries(), [*old_turns(6), {"role": "user", "content": "now"}]
+    result, provider = run(script, [look], messages=history, hook=hook)
+    assert result.final_content == "one two"
+    kept = provider.requests[1].messages
+    for request in provider.requests[2:]:
+        assert users(request)[0] in users(provider.requests[1])
+        assert len(users(request)) <= len(users(provider.requests[1])) + 1  # a nudge
+    assert provider.requests[2].messages[: len(kept)] == kept
+    assert len(hook.told) == 1
+
+
+def test_a_second_time_too_long_within_a_run_leaves_out_still_more():
+    hook, history = Retries(), [*old_turns(8), {"role": "user", "content": "now"}]
+    script = [TOO_LONG, call("look", "c1"), TOO_LONG, "ok"]
+    result, provider = run(script, [look], messages=history, hook=hook)
+    assert result.final_content == "ok"
+    sizes = [len(users(request)) for request in provider.requests]
+    assert sizes[0] > sizes[1] >= sizes[2] > sizes[3] >= 1
+    assert len(hook.told) == 2
+
+
+@pytest.mark.parametrize("history", [[], old_turns(1)[:1], old_turns(5)], ids=["bare", "system", "history"])
+def test_a_turn_that_is_too_long_by_itself_is_an_error_and_no_endless_loop(history):
+    hook, messages = Retries(), [*history, {"role": "user", "content": "now " * 5_000}]
+    result, provider = run([TOO_LONG] * 50, [look], messages=messages, hook=hook)
+    assert (result.stop_reason, result.error) == ("error", TOO_LONG.error)
+    assert len(provider.requests) == 1 + len(hook.told) == (2 if len(history) > 1 else 1)
+    assert users(provider.requests[-1]) == [messages[-1]["content"]]
+
+
+def test_a_window_that_only_the_endpoint_knows_loses_nothing_of_the_journal(tmp_path):
+    """The endpoint refuses more than 9 messages; the user sees one line and the answer."""
+
+    def narrow(body):
+        if len(body["messages"]) > 9:
+            return error(400, "This model's maximum context length is 9 messages.", "context_length_exceeded")
+        return ask_for("look") if body["messages"][-1]["role"] == "user" else "seen"
+
+    with FakeLLM(narrow) as server:
+        loop = endpoint_loop(tmp_path, server)
+        for n in range(4):
+            result, events = ask(AgentLoop(loop.config, endpoint_loop(tmp_path, server).provider), f"q{n}")
+            assert result.final_content == "seen", result.error
+            assert [kind for kind, _ in events].count("retry") == (1 if n > 1 else 0)
+        for body in server.bodies:
+            check_grammar(body["messages"])
+    asked = [line["content"] for line in journal(loop) if line.get("role") == "user"]
+    assert asked == ["q0", "q1", "q2", "q3"]
+    assert [line.get("role") for line in journal(loop)][1:] == ["user", "assistant", "tool", "assistant"] * 4
+
+
+def test_an_endpoint_that_takes_no_length_at_all_is_said_in_a_line(tmp_path):
+    with FakeLLM(lambda body: error(413, "Payload Too Large")) as server:
+        result, events = ask(endpoint_loop(tmp_path, server), "hello")
+        assert len(server.bodies) == 1
+    assert result.stop_reason == "error"
+    assert "too long for test-model" in result.error and "/new" in result.error
+    assert events == []
 
 
 # ---- Hooks ----
@@ -661,6 +780,287 @@ def test_run_works_alone_and_inside_a_running_loop(own_home):
         return nanobot.run("hello again", config=config)
 
     assert "offline model" in asyncio.run(notebook())
+
+
+# ---- The model layer under fire ----
+
+
+def endpoint_loop(tmp_path: Path, server: FakeLLM, **more) -> AgentLoop:
+    """A loop with a real client of the server; it does not wait between two tries."""
+    config = Config()
+    config.defaults.workspace = str(tmp_path / "workspace")
+    end = Endpoint(ROWS["custom"], "sk-test-key-123456", server.base_url, "test-model")
+    loop = AgentLoop(config, OpenAIProvider(end, pace=0.0, **more))
+    loop.tools = ToolRegistry([look])
+    return loop
+
+
+def events_of(*events: str, cut: bool = False) -> Raw:
+    return Raw("".join(f"data: {each}\n\n" for each in events).encode(), cut=cut)
+
+
+SAID = '{"choices": [{"index": 0, "delta": {"content": "half an ans"}}]}'
+HALF_A_CALL = (
+    '{"choices": [{"index": 0, "delta": {"tool_calls": [{"index": 0, "id": "x", "function": '
+    '{"name": "look", "arguments": "{\\"n\\": "}}]}}]}'
+)
+WEATHER = [
+    *(error(status, "The server had an error") for status in (408, 409, 500, 502, 503, 529)),
+    Failure(502, "<html><h1>Bad Gateway</h1></html>", content_type="text/html"),
+    error(429, "Rate limit reached. Please try again in 20s."),
+    error(429, "You exceeded your current quota, please check your plan and billing details."),
+    Failure(429, {"error": {"message": "slow down"}}, {"Retry-After": "7"}),
+    Failure(429, {"error": {"message": "slow down"}}, {"Retry-After": "Wed, 21 Oct 2037 07:28:00 GMT"}),
+    Failure(503, "", {"retry-after-ms": "1500"}),
+    Hang(2.0),
+    Raw(b": one moment\n\n", hang=2.0),
+    Raw(f"data: {SAID}\n\n".encode(), hang=2.0),
+    Raw(b": one moment\n\n", cut=True),
+    events_of(SAID, cut=True),
+    events_of(HALF_A_CALL, cut=True),
+    events_of(SAID),
+    events_of(SAID, "{garb\x00age"),
+    events_of("nonsense", "[DONE]"),
+    events_of('{"error": {"message": "Provider returned error", "code": 502}}'),
+    events_of(SAID, '{"error": {"message": "overloaded_error"}}'),
+    events_of("[DONE]"),
+    Failure(200, "<html>Log in to the hotel WLAN</html>", content_type="text/html"),
+    Failure(200, '{"choices": [{"message": {"content": "torn'),
+    Failure(200, ""),
+    Failure(200, []),
+    Failure(200, {"choices": [], "usage": None}),
+    Failure(200, {"choices": None, "error": {"message": "upstream is gone", "code": 502}}),
+    Failure(200, {"choices": [{"message": None, "finish_reason": "stop"}]}),
+    error(400, "Use of max_tokens is refused: max_completion_tokens is wanted instead"),
+    error(400, "stream_options: Extra inputs are not permitted"),
+    error(400, "'messages.3' : property 'name' is unsupported"),
+    error(400, "Tool call id was call_1 but must be a-z, A-Z, 0-9, with a length of 9."),
+    error(400, "This model's maximum context length is 100 tokens.", "context_length_exceeded"),
+    error(413, "Payload Too Large"),
+    error(400, "I do not like it"),
+    error(401, "Incorrect API key provided: sk-test-key-123456."),
+    Reply(None, finish_reason="content_filter"),
+    Reply("the first part ", finish_reason="length"),
+    Reply(" "),
+]
+
+
+class Storm:
+    """A script: most requests go well, with calls and answers; the others meet one weather after another."""
+
+    def __init__(self, seed: int):
+        self.dice, self.weather, self.calls, self.calm = random.Random(seed), list(WEATHER), 0, False
+        self.dice.shuffle(self.weather)
+
+    def __call__(self, body: dict):
+        luck = 1.0 if self.calm else self.dice.random()
+        if luck < 0.4:
+            self.weather.append(self.weather.pop(0))
+            return self.weather[-1]
+        if luck < 0.8:
+            numbers = range(self.calls, self.calls + self.dice.randint(1, 3))
+            self.calls = numbers.stop
+            return [ask_for("look", n=n) for n in numbers]
+        return f"answered {body['messages'][-1]['content'][-12:]}"
+
+
+def test_after_a_storm_every_message_is_there_once_and_the_next_is_answered(tmp_path, capsys):
+    """200 requests in one session; in the end the trace of it all is played again."""
+    storm, turns, trace = Storm(4), [], tmp_path / "trace.jsonl"
+    with FakeLLM(storm) as server:
+        loop = endpoint_loop(tmp_path, server, request_timeout=0.2, idle_timeout=0.2)
+        loop.provider.trace = Trace(trace)
+
+        async def many_turns():
+            while len(server.bodies) < 200:
+                loop.streaming, text = len(turns) % 3 > 0, f"question {len(turns)}"
+                before = len(loop.sessions.get("cli:direct").lines)
+                result = await asyncio.wait_for(loop.process_direct(text), 20)
+                turns.append((text, result, before))
+
+        asyncio.run(many_turns())
+        storm.calm = True
+        for body in server.bodies:
+            check_grammar(body["messages"])
+        lines = [without_stamp(line) for line in journal(loop)[1:]]
+        check_journal(lines, turns)
+        calm = endpoint_loop(tmp_path, server)
+        result, _ = ask(calm, "and now?")
+        assert result.stop_reason == "completed"
+        asked = [each["content"] for each in server.bodies[-1]["messages"] if each["role"] == "user"]
+        sent = "\n".join(text if isinstance(text, str) else str(text) for text in asked)
+        assert all(sent.count(f"\n{text}\n") + sent.endswith(text) == 1 for text, _, _ in turns)
+    assert nanobot.main(["replay", str(trace)]) == 1  # some turns failed, as they did then
+    assert capsys.readouterr().out == answers(result for _, result, _ in turns)
+
+
+def answers(results) -> str:
+    """What the terminal shows on stdout."""
+    return "".join(f"{result.final_content}\n" for result in results if result.final_content)
+
+
+def without_stamp(line: dict) -> dict:
+    return {key: value for key, value in line.items() if key not in ("timestamp", "runtime")}
+
+
+def check_journal(lines: list[dict], turns: list) -> None:
+    """What each turn gave is there, in its place and once; each call has its own result behind it."""
+    reasons = [result.stop_reason for _, result, _ in turns]
+    assert reasons.count("completed") > 5 and reasons.count("error") > 5, reasons
+    assert [line["content"] for line in lines if line["role"] == "user"] == [text for text, _, _ in turns]
+    ends = [before for _, _, before in turns[1:]] + [len(lines)]
+    for (text, result, start), end in zip(turns, ends, strict=True):
+        turn = lines[start:end]
+        assert turn[0] == {"role": "user", "content": text}
+        assert turn[1:] == result.messages[len(result.messages) - len(turn) + 1 :]
+        if result.final_content:
+            assert turn[-1]["content"] == result.final_content
+    numbers, due = [], []
+    for line in lines:
+        if line["role"] == "tool":
+            assert (line["tool_call_id"], line["content"]) == due.pop(0)
+            continue
+        assert due == []
+        for each in line.get("tool_calls", []):
+            numbers.append(json.loads(each["function"]["arguments"])["n"])
+            due.append((each["id"], f"saw {numbers[-1]}"))
+    assert due == []
+    assert len(numbers) > 50
+    assert numbers == sorted(set(numbers))
+
+
+def test_why_an_answer_takes_longer_reaches_the_channel_and_hooks_of_ones_own(tmp_path):
+    busy = Failure(429, {"error": {"message": "slow down"}}, {"Retry-After": "7"})
+    with FakeLLM([busy, error(503, "not now"), "here"]) as server:
+        loop, hook = endpoint_loop(tmp_path, server), Retries()
+        loop.hooks.append(hook)
+        result, events = ask(loop, "hello")
+    assert result.final_content == "here"
+    told = [text for kind, text in events if kind == "retry"]
+    assert told == hook.told == ["slow down; asking again in 7 s", "not now; asking again in 2 s"]
+    assert [kind for kind, _ in events[:2]] == ["retry", "retry"]
+    assert "asking again" not in loop.sessions.path("cli:direct").read_text(encoding="utf-8")
+
+
+def test_a_faulty_hook_does_not_stop_the_next_try(tmp_path):
+    class Faulty(AgentHook):
+        async def on_retry(self, why):
+            raise RuntimeError("a guest misbehaves")
+
+    with FakeLLM([error(503, "not now"), "here"]) as server:
+        loop = endpoint_loop(tmp_path, server)
+        loop.hooks.append(Faulty())
+        assert ask(loop, "hello")[0].final_content == "here"
+
+
+def array_in(raw: bytes, name: str) -> str:
+    """The text of a list in a request, as it went over the wire, without its closing bracket."""
+    text = raw.decode()
+    start = text.index(f'"{name}":') + len(f'"{name}":')
+    _, length = json.JSONDecoder().raw_decode(text[start:].lstrip())
+    return text[start:].lstrip()[: length - 1]
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_every_request_begins_with_the_bytes_of_the_last_one(tmp_path, streaming):
+    """Prompt caches live on it: the same system message and tools, then all that was sent before."""
+    thinks = Reply(None, [ask_for("look", n=2)], "tool_calls", extra={"reasoning_content": "hm, Größe"})
+    twice = [ask_for("look", n=1), ask_for("look", n=1)]
+    script = [twice, error(503, "not now"), thinks, "naïve \u2028 ok\n", "second"]
+    script += [ask_for("nothing_like_it"), ask_for("look", n=-1), "  third "]
+    with FakeLLM(script) as server:
+
+        async def talk():
+            loop = endpoint_loop(tmp_path, server)
+            loop.streaming = streaming
+            for text in ("one", "two \u202e \U0001f600", "three"):
+                await loop.process_direct(text)
+
+        asyncio.run(talk())
+        asked = [request.raw for request in server.requests]
+        assert len(asked) == len(script)
+        ask(endpoint_loop(tmp_path, server), "after a restart")
+        asked.append(server.requests[-1].raw)
+    assert len({array_in(raw, "tools") for raw in asked}) == 1
+    for before, after in zip(asked, asked[1:], strict=False):
+        before, after = array_in(before, "messages"), array_in(after, "messages")
+        assert after.startswith(before), (before[-200:], after[len(before) - 200 :][:400])
+
+
+# ---- A trace ----
+
+
+def recorded(tmp_path: Path, replies, *texts: str, tools=(look,), **defaults) -> tuple[Path, str]:
+    """The trace of some turns, and what the terminal shows of them."""
+    loop = make_loop(tmp_path, replies, **defaults)
+    loop.tools, loop.provider.trace = ToolRegistry(tools), Trace(tmp_path / "trace.jsonl")
+    return tmp_path / "trace.jsonl", answers([ask(loop, text)[0] for text in texts])
+
+
+def test_a_trace_is_the_model_of_a_test(tmp_path):
+    trace, _ = recorded(tmp_path, [call("look", n=7), "seen"], "look")
+    provider = ReplayProvider(trace)
+    first = provider.rest[0]["messages"]
+    spec = AgentRunSpec(first, ToolRegistry([look]))
+    assert asyncio.run(AgentRunner(provider).run(spec)).final_content == "seen"
+    assert provider.rest == []
+
+    @tool(name="look", read_only=True)
+    def changed(n: int = 0) -> str:
+        """Look."""
+        return f"saw {n + 1}"
+
+    spec = AgentRunSpec(first, ToolRegistry([changed]))
+    with pytest.raises(ReplayDiffers, match='-   "content": "saw 7"(?s:.*)\\+   "content": "saw 8"'):
+        asyncio.run(AgentRunner(ReplayProvider(trace)).run(spec))
+
+
+UNREADABLE = ToolCallRequest("c1", "look", error="its arguments are not whole JSON")
+TURNS = {
+    "calls side by side": [[call("look", "a", n=1), call("look", "b", n=1)], "done"],
+    "calls whose ids come again": [call("look"), "done", call("look", n=2), "done"],
+    "a call that could not be read": [UNREADABLE, call("look", "c2"), "done"],
+    "an unknown tool": [call("nothing_like_it"), "done"],
+    "blanks": ["", " ", "done"],
+    "a cut answer": [LLMResponse("one ", finish_reason="length"), "two"],
+    "cut calls": [LLMResponse("text", [call("look")], "length"), "done"],
+    "out of steps": [call("look", "a"), call("look", "b"), call("look", "c"), "so far"] * 2,
+    "a call that fails": [call("broken", f"c{n}") for n in range(4)] + ["next"],
+    "a failure and another turn": [LLMResponse(None, [], "error", error="boom"), "next"],
+    "the same call over and over": [call("look", f"c{n}") for n in range(3)] + ["done"],
+}
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_whatever_happened_in_a_turn_it_can_be_played_again(tmp_path, capsys, name):
+    limit = 3 if name == "out of steps" else 40
+    trace, shown = recorded(
+        tmp_path, TURNS[name], "one", "two", tools=[look, broken], max_tool_iterations=limit)  # fmt: skip
+    settings = tmp_path / "settings.json"
+    settings.write_text(json.dumps({"agents": {"defaults": {"maxToolIterations": limit}}}))
+    nanobot.main(["replay", str(trace), "--config", str(settings)])
+    out, err = capsys.readouterr()
+    assert out == shown
+    assert "not the recorded one" not in err
+
+
+def test_options_that_were_not_given_are_not_needed(tmp_path, capsys):
+    provider = ScriptedProvider(["hello"])
+    provider.trace = Trace(tmp_path / "t.jsonl")
+    asyncio.run(provider.chat([{"role": "user", "content": "Hi"}]))
+    assert nanobot.main(["replay", str(tmp_path / "t.jsonl")]) == 0
+    assert capsys.readouterr().out == "hello\n"
+
+
+@pytest.mark.parametrize("part", ["extra", "error", "id"])
+def test_a_letter_that_is_none_costs_no_turn(tmp_path, part):
+    reply = {
+        "extra": LLMResponse("done", extra={"reasoning_content": "\ud83d"}),
+        "error": LLMResponse(None, [], "error", error="no \ud83d"),
+        "id": ToolCallRequest("c\ud83d", "look"),
+    }[part]
+    trace, _ = recorded(tmp_path, [reply, "done"], "one")
+    assert ReplayProvider(trace).rest
 
 
 # ---- What the model is told ----

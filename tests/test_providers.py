@@ -6,6 +6,7 @@ real runner with the real tools.
 
 import asyncio
 import copy
+import gc
 import json
 import os
 import random
@@ -24,6 +25,7 @@ from nanobot import AgentRunner, AgentRunSpec
 from providers import (
     ROWS,
     Endpoint,
+    HumanProvider,
     LLMRequest,
     LLMResponse,
     OfflineProvider,
@@ -308,6 +310,14 @@ ODD_BODIES = {
         "No credits",
     ),
     "an error within a 200": ({"error": {"message": "Overloaded", "code": 529}}, "Overloaded"),
+    "an error within a choice": (
+        {"choices": [{"message": {"content": ""}, "finish_reason": "error", "error": {"message": "Gone."}}]},
+        "Gone",
+    ),
+    "an error that is only a reason": (
+        {"choices": [{"message": {"content": ""}, "finish_reason": "error"}]},
+        "sent no answer",
+    ),
     "no choices": ({"choices": []}, "sent no answer"),
     "choices null": ({"choices": None}, "sent no answer"),
     "no JSON object": ([1, 2], "does not answer like a model.*/v1"),
@@ -400,6 +410,13 @@ def test_a_stream_with_windows_line_ends_and_no_space_after_data_is_read():
     body = b'data:{"choices":[{"delta":{"content":"Hi."}}]}\r\n\r\ndata:[DONE]\r\n\r\n'
     answer, _ = reply_to(Raw(body), stream=True)
     assert (answer.content, answer.error) == ("Hi.", None)
+
+
+def test_a_line_of_data_that_is_blank_only_keeps_the_connection_alive():
+    line = sse("data: \n\n", delta(content="Hi."), "data:\n\n", delta("stop"))
+    with FakeLLM([line]) as server:
+        assert ask(made(server), stream=True)[0].content == "Hi."
+        assert len(server.bodies) == 1
 
 
 @pytest.mark.parametrize("odd", ["\u2028", "\u2029", "\x85", "\x0b", "\x1c"])
@@ -970,6 +987,33 @@ def test_several_refusals_in_a_row_are_all_mended():
         assert answer.content == "Fine." and len(server.bodies) == 4
 
 
+def test_a_provider_may_be_asked_in_one_event_loop_after_another():
+    with FakeLLM(["One.", "Two."]) as server:
+        provider = made(server)
+        assert [ask(provider)[0].content for _ in range(2)] == ["One.", "Two."]
+
+
+def test_a_system_message_of_blocks_can_be_marked_for_the_cache():
+    blocks = [{"type": "text", "text": "You are a test."}, {"type": "text", "text": "Be short."}]
+    with FakeLLM(["Fine."]) as server:
+        ask(made(server, "openrouter"), [{"role": "system", "content": blocks}, *HELLO[1:]])
+        text = server.bodies[0]["messages"][0]["content"][0]["text"]
+    assert text == "You are a test.\n\nBe short."
+
+
+def test_a_parameter_of_a_strange_name_is_no_regular_expression():
+    with FakeLLM([error(400, "Unknown parameter: 'a(b'."), "Fine."]) as server:
+        assert ask(made(server, extra_body={"a(b": 1}))[0].content == "Fine."
+
+
+def test_one_unknown_parameter_after_another_is_left_out():
+    lines = [error(400, f"Unknown parameter: '{name}'.") for name in ("store", "seed", "verbosity")]
+    with FakeLLM([*lines, "Fine.", "Fine."]) as server:
+        provider = made(server, extra_body={"store": 1, "seed": 1, "verbosity": 1, "stop": 1})
+        assert [ask(provider)[0].content for _ in range(2)] == ["Fine.", "Fine."]
+        assert server.bodies[3] == server.bodies[4] == {"model": "test-model", "messages": HELLO, "stop": 1}
+
+
 def test_messages_of_the_caller_and_of_legal_stay_as_they_are_while_a_request_is_mended():
     before = copy.deepcopy(EVERYTHING)
     for refusal in RECORDED:
@@ -1063,6 +1107,7 @@ def test_nothing_is_asked_again_after_text_was_shown():
 @pytest.mark.parametrize("line", [
     error(500, "Oops"), Raw(b""), sse("data: {oops\n\n"), Failure(200, '{"choices": ['), Raw(cut=True),
     sse({"error": {"message": "Overloaded", "code": 529}}), Hang(0.0),
+    sse(delta(content="Well"), {"error": {"message": "Overloaded"}}),
 ])  # fmt: skip
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_fails_before_anything_was_shown_is_asked_again(line, stream):
@@ -1106,6 +1151,11 @@ def test_several_calls_as_text_are_several_calls():
     assert len({each.id for each in answer.tool_calls}) == 2
 
 
+def test_a_call_in_python_with_a_value_that_json_has_not_says_so():
+    answer, _ = reply_to("[look(path={1, 2})]", row="local", tools=[LOOK_TOOL])
+    assert answer.error is None and "not whole JSON" in answer.tool_calls[0].error
+
+
 NO_TEXT_CALLS = {
     "an unknown tool": '<tool_call>{"name": "rm", "arguments": {}}</tool_call>',
     "beside words": 'I would call <tool_call>{"name": "look", "arguments": {}}</tool_call> now.',
@@ -1113,6 +1163,7 @@ NO_TEXT_CALLS = {
     "prose": "Look at [this](a.txt)!",
     "a list of words": '["look"]',
     "Python with a side effect": "[look(path=open('x').read())]",
+    "Python, one call of which has no names": "[look('a.txt'), look(path='b.txt')]",
     "a number": "42",
     "code": "```python\nlook()\n```",
     "less than": "< 3",
@@ -1429,6 +1480,29 @@ def test_a_script_is_played_back_and_keeps_what_it_was_asked():
     assert model.requests[2].options == {"max_tokens": 5}
 
 
+def test_a_person_can_be_the_model_of_a_program():
+    provider, lines, questions = HumanProvider(), iter(["read_file {", 'read_file {"path": "a"}']), []
+
+    async def ask_person(question, words):
+        questions.append((question, words))
+        return next(lines)
+
+    provider.ask = ask_person
+    answer, _ = ask(provider, tools=[TOOL])
+    assert [(each.name, each.arguments) for each in answer.tool_calls] == [("read_file", {"path": "a"})]
+    assert "You are a test." in questions[0][0] and questions[0][1] == ["read_file"]
+    assert questions[1][0].startswith("its arguments are not whole JSON")
+
+
+def test_a_person_may_answer_in_several_lines():
+    async def paste(question, words):
+        return "first line\nsecond line\n"
+
+    provider = HumanProvider()
+    provider.ask = paste
+    assert ask(provider)[0].content == "first line\nsecond line"
+
+
 def test_a_provider_of_ones_own_writes_only_answer():
     class Echo(providers.LLMProvider):
         model = "echo"
@@ -1438,6 +1512,47 @@ def test_a_provider_of_ones_own_writes_only_answer():
 
     assert Echo().get_default_model() == "echo"
     assert ask(Echo(), model="loud")[0].content == "loud: Hello"
+
+
+def test_a_trace_is_played_back_though_its_keys_are_left_out(tmp_path):
+    talk = [user("api_key = abcdefghijkl")]
+    model = ScriptedProvider([ToolCallRequest("1", "now"), "Noon."])
+    model.trace = providers.Trace(tmp_path / "trace")
+    answers = [ask(model, talk)[0], ask(model)[0]]
+    assert "abcdefghijkl" not in (tmp_path / "trace").read_text()
+    replay = providers.ReplayProvider(tmp_path / "trace")
+    assert [ask(replay, talk)[0], ask(replay)[0]] == answers
+    assert "no further step" in ask(replay)[0].error
+
+
+@pytest.mark.parametrize("answer", [{"text": "Hi."}, "Hi.", {"content": "", "tool_calls": [{"x": 1}]}])
+def test_a_trace_with_an_answer_that_is_none_is_a_clear_error(tmp_path, answer):
+    record = {"messages": [], "tools": [], "options": {}, "answer": answer}
+    (tmp_path / "trace").write_text(json.dumps(record) + "\n")
+    with pytest.raises(ValueError, match="line 1: this is no record"):
+        providers.ReplayProvider(tmp_path / "trace")
+
+
+@pytest.mark.parametrize("line", ["two\nlines", "read_file {}\n and more", "read_file {}\n"])
+def test_a_human_may_paste_several_lines(line):
+    model = providers.HumanProvider()
+    lines = iter([line, "Hi."])
+
+    async def type_in(question, words):
+        return next(lines)
+
+    model.ask = type_in
+    answer, _ = ask(model, tools=[TOOL])
+    if line.endswith("{}\n"):
+        assert answer.tool_calls[0].name == "read_file"
+    else:
+        assert answer.content in ("two\nlines", "Hi.")
+
+
+def test_without_the_sdk_the_garbage_collector_is_on_again(monkeypatch):
+    monkeypatch.setitem(sys.modules, "openai", None)
+    provider = OpenAIProvider(Endpoint(ROWS["custom"], "", "http://127.0.0.1:1/v1", "m"), pace=0.0)
+    assert "openai" in ask(provider)[0].error and gc.isenabled()
 
 
 @pytest.fixture
