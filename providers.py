@@ -19,8 +19,6 @@ they run; other protocols than Chat Completions.
 
 import asyncio
 import contextlib
-import copy
-import functools
 import gc
 import itertools
 import json
@@ -30,7 +28,7 @@ import random
 import re
 import time
 import zlib
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -183,7 +181,8 @@ def _clean_new(messages: list[dict], known: dict) -> list[dict]:
     for message in messages:
         entry = known.get(id(message))
         if entry is None or entry[1] != message:
-            entry = (message, copy.deepcopy(message), _clean(message))  # holding it keeps its id its own
+            copy = _utf8(message)
+            entry = (message, copy, _clean(copy))  # who holds the message keeps its id its own
         entries.append(entry)
     known.clear()
     known.update({id(entry[0]): entry for entry in entries})
@@ -192,7 +191,7 @@ def _clean_new(messages: list[dict], known: dict) -> list[dict]:
 
 def _clean(message: dict) -> dict | None:
     """A message with known keys and an acceptable content; None where nothing is left of it."""
-    kept = {key: _utf8(value) for key, value in message.items() if key in KNOWN_KEYS and value}
+    kept = {key: value for key, value in message.items() if key in KNOWN_KEYS and value}
     role, content = kept.get("role"), _clean_content(kept.get("content"))
     role = "system" if role == "developer" else role
     named = [call for call in kept.pop("tool_calls", []) if (call.get("function") or {}).get("name")]
@@ -287,13 +286,10 @@ def _unused(id_: Any, used: set[str]) -> str:
     return unused
 
 
-def nine_digits(number: int) -> str:
-    """The only form of an id that every endpoint takes."""
+def new_id(old: str = "") -> str:
+    """Nine digits, the only form of an id that every endpoint takes; the same ones for the same old id."""
+    number = zlib.crc32(old.encode()) if old else time.perf_counter_ns()
     return f"{number % 10**9:09d}"
-
-
-def new_id() -> str:
-    return nine_digits(time.perf_counter_ns())
 
 
 def _join(first: dict, second: dict) -> dict:
@@ -544,12 +540,10 @@ def with_signature(message: dict) -> dict:
 
 
 def with_short_ids(message: dict) -> dict:
-    """The same new id for a call and its result."""
     if message["role"] == "tool":
-        return {**message, "tool_call_id": nine_digits(zlib.crc32(message["tool_call_id"].encode()))}
-    calls = message.get("tool_calls", ())
-    short = [{**call, "id": nine_digits(zlib.crc32(call["id"].encode()))} for call in calls]
-    return {**message, "tool_calls": short} if short else message
+        return {**message, "tool_call_id": new_id(message["tool_call_id"])}
+    calls = [{**call, "id": new_id(call["id"])} for call in message.get("tool_calls", ())]
+    return {**message, "tool_calls": calls} if calls else message
 
 
 SCHEMA_WORDS = {"additionalProperties", "$schema", "$id", "const", "default", "propertyNames", "not", "oneOf",
@@ -668,10 +662,7 @@ def heal(body: dict, remedy: Remedy, said: str) -> dict:
 
 
 class OpenAIProvider(LLMProvider):
-    """Any endpoint that speaks Chat Completions, through the official SDK. Timeouts are in seconds.
-
-    `pace` is a factor on the time between two tries.
-    """
+    """Any endpoint that speaks Chat Completions, by the SDK; timeouts in seconds, `pace`: × the waits."""
 
     def __init__(
         self, endpoint: Endpoint, request_timeout: float = 300, idle_timeout: float = 90, pace: float = 1
@@ -743,11 +734,10 @@ class OpenAIProvider(LLMProvider):
     def _body(self, request: LLMRequest) -> dict:
         """What is sent: the fewest parameters, as any other one is refused somewhere."""
         spec, tools = self.endpoint.spec, request.tools
-        body = {"messages": request.messages, **request.options, **({"tools": tools} if tools else {})}
+        body = {"messages": request.messages, **request.options}
+        body |= {"tools": tools} if tools else {"tool_choice": None}
         if "max_tokens" in body:
             body[spec.max_tokens_field] = body.pop("max_tokens")
-        if not tools:
-            body["tool_choice"] = None
         if request.on_delta:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
         if spec.supports_prompt_caching:
@@ -983,9 +973,7 @@ class AnswerReader:
         text = text if text.strip() else None
         reasoning = next((self.extra[name] for name in REASONING[:2] if name in self.extra), None)
         answer = LLMResponse(text, calls, self.finish_reason, {}, reasoning, extra=self.extra)
-        with contextlib.suppress(AttributeError, TypeError, ValueError):  # a count that is none
-            answer.usage = read_usage(self.usage)
-        answer.usage = answer.usage or estimate_usage(request, answer)
+        answer.usage = read_usage(self.usage) or estimate_usage(request, answer)
         cut = any(call.error for call in calls) or not (calls or self.ended)
         if self.finish_reason == "error" or (self.finish_reason is None and cut):
             raise Failure("the answer broke off" if text or calls else "it sent no answer", kind="cut")
@@ -1040,12 +1028,13 @@ def _calls_in_python(text: str) -> list[tuple[str, Any]]:
 
 def read_usage(usage: dict) -> dict:
     """The endpoint's own count in our words, cached tokens under any of their three names; {} without one."""
-    if not usage.get("prompt_tokens"):
-        return {}
-    details = usage.get("prompt_tokens_details") or {}
-    places = (details.get("cached_tokens"), usage.get("cached_tokens"), usage.get("prompt_cache_hit_tokens"))
-    counts = {name: int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")}
-    return {**counts, "cached_tokens": int(next(filter(None, places), 0)), "estimated": False}
+    with contextlib.suppress(AttributeError, TypeError, ValueError):  # a count that is none
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        cached = cached or usage.get("cached_tokens") or usage.get("prompt_cache_hit_tokens")
+        counts = {name: int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")}
+        counts |= {"cached_tokens": int(cached or 0), "estimated": False}
+        return counts if counts["prompt_tokens"] else {}
+    return {}
 
 
 def estimate_usage(request: LLMRequest, answer: LLMResponse) -> dict:
@@ -1119,19 +1108,26 @@ class Trace:
     """Writes each request and its answer to a file, one JSON object a line; keys are left out."""
 
     def __init__(self, path: Path):
-        private = functools.partial(os.open, mode=0o600)
-        self.file = open(path, "a", encoding="utf-8", errors="replace", opener=private)  # noqa: SIM115
+        private = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self.file = open(private, "a", encoding="utf-8", errors="replace")  # noqa: SIM115
 
     def __call__(self, request: LLMRequest, answer: LLMResponse | None, seconds: float) -> None:
         asked = {name: getattr(request, name) for name in ("model", "options", "tools", "messages")}
         got = {"answer": asdict(answer) if answer else None, "seconds": round(seconds, 3)}  # None: cancelled
         record = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **asked, **got}
-        self.file.write(to_json(without_keys(record)) + "\n")
-        self.file.flush()
+        print(to_json(without_keys(record)), file=self.file, flush=True)
 
 
 class ReplayDiffers(Exception):
-    """A request is not the recorded one; the text shows where."""
+    """A request is not the recorded one; shows the first 40 lines in which they differ."""
+
+    def __init__(self, recorded: dict, now: dict):
+        from difflib import unified_diff
+
+        old, new = (json.dumps(each, ensure_ascii=False, indent=1).split("\n") for each in (recorded, now))
+        changes = itertools.islice(unified_diff(old, new, "recorded", "now", lineterm="", n=2), 40)
+        shown = "\n".join(line[:300] for line in changes)
+        super().__init__(f"This request is not the recorded one:\n{shown}")
 
 
 class ReplayProvider(LLMProvider):
@@ -1159,18 +1155,10 @@ class ReplayProvider(LLMProvider):
         now = without_keys({"messages": request.messages, "tools": request.tools})
         recorded = {name: self.rest[0][name] for name in now}
         if recorded != now:
-            changes = "\n".join(itertools.islice(difference(recorded, now), 40))
-            raise ReplayDiffers(f"This request is not the recorded one ({len(self.rest)} left):\n{changes}")
+            raise ReplayDiffers(recorded, now)
         answer = self.rest.pop(0)["answer"]
         await request.show(*words(answer.content or ""))
         return answer
-
-
-def difference(recorded: Any, now: Any) -> Iterator[str]:
-    from difflib import unified_diff
-
-    old, new = (json.dumps(each, ensure_ascii=False, indent=1).split("\n") for each in (recorded, now))
-    return (line[:300] for line in unified_diff(old, new, "recorded", "now", lineterm="", n=2))
 
 
 class HumanProvider(LLMProvider):

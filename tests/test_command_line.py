@@ -1,39 +1,71 @@
 """The program as a user meets it: real processes, a real endpoint, real signals, a real terminal."""
 
 import json
+import multiprocessing
 import os
 import re
 import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
+import nanobot as program
 from fake_llm import Failure, FakeLLM, Hang, Reply, call, calls
 
 ROOT = Path(__file__).parent.parent
 PROGRAM = [sys.executable, str(ROOT / "nanobot.py")]
 
 
-def start(*arguments: str, server: FakeLLM | None = None, extra=None, **options) -> subprocess.Popen:
-    environ = {**os.environ, "PYTHONIOENCODING": "utf-8"} | (extra or {})
+def surroundings(server: FakeLLM | None) -> dict[str, str]:
+    environ = {**os.environ, "PYTHONIOENCODING": "utf-8"}
     if server:
         environ |= {"OPENAI_BASE_URL": server.base_url, "NANOBOT_MODEL": "test-model"}
         environ["OPENAI_API_KEY"] = "sk-test"
+    return environ
+
+
+def start(*arguments: str, server: FakeLLM | None = None, extra=None, **options) -> subprocess.Popen:
+    environ = surroundings(server) | (extra or {})
     options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
     options |= {"encoding": "utf-8", "errors": "surrogateescape"}
     return subprocess.Popen([*PROGRAM, *arguments], env=environ, **options)
 
 
 def nanobot(*arguments: str, server: FakeLLM | None = None, stdin: str = "", cwd: Path | None = None):
-    """Run the program to its end: (exit status, stdout, stderr)."""
-    pipe = subprocess.PIPE if stdin else subprocess.DEVNULL
-    process = start(*arguments, server=server, cwd=cwd, stdin=pipe)
-    out, err = process.communicate(stdin or None, timeout=30)
-    return process.returncode, out, err
+    """Run the program to its end, in a process of its own: (exit status, stdout, stderr)."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder, name) for name in ("in", "out", "err")]
+        files[0].write_bytes(stdin if isinstance(stdin, bytes) else os.fsencode(stdin))
+        work = (arguments, surroundings(server), str(cwd or Path.cwd()), files)
+        process = FORKS.Process(target=run_main, args=work)
+        process.start()
+        process.join(30)
+        assert process.exitcode is not None, f"nanobot {arguments} does not end"
+        return process.exitcode, *(os.fsdecode(file.read_bytes()) for file in files[1:])
+
+
+# Each process is forked from one that has loaded the SDK: to load it anew takes longer than most tests.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["nanobot", "openai", "test_command_line"])
+
+
+def run_main(arguments, environ, folder, files) -> None:
+    os.environ.clear()
+    os.environ.update(environ)
+    os.chdir(folder)
+    for number, (file, mode) in enumerate(zip(files, ("r", "w", "w"), strict=True)):
+        with open(file, mode) as opened:
+            os.dup2(opened.fileno(), number)
+    sys.stdin, sys.stdout, sys.stderr = (
+        open(number, mode, encoding="utf-8", errors=errors, closefd=False)
+        for number, (mode, errors) in enumerate([("r", "strict"), ("w", "strict"), ("w", "backslashreplace")])
+    )
+    sys.exit(program.main(list(arguments)))
 
 
 def journal(home: Path, key: str = "cli%3Adirect") -> list[dict]:

@@ -321,6 +321,8 @@ ODD_BODIES = {
     "no choices": ({"choices": []}, "sent no answer"),
     "choices null": ({"choices": None}, "sent no answer"),
     "no JSON object": ([1, 2], "does not answer like a model.*/v1"),
+    "choices that are texts": ({"choices": ["x"]}, "does not answer like a model.*strange form"),
+    "a content that is a number": ({"choices": [{"message": {"content": 5}}]}, "strange form"),
     "broken JSON": ('{"choices": [', "not JSON but: .*choices"),
     "an empty body": ("", "not JSON but: nothing"),
     "a text": ("The service is asleep", "not JSON but: The service is asleep.*/v1"),
@@ -1060,6 +1062,8 @@ WAITS = {
     "also with a header": ({"status": 429, "text": "no credit", "headers": {"retry-after": "1"}}, None),
     "a quota that comes back is not": ({"status": 429, "text": "billing … retry in 34.07s"}, 34.07),
     "payment required": ({"status": 402}, None),
+    "a load balancer has no balance": ({"status": 503, "text": "load balancer: insufficient capacity"}, 1.0),
+    "hours in the text": ({"status": 429, "text": "Please try again in 1h2m."}, 60.0),
     "a wrong key": ({"status": 401}, None),
     "a bad request": ({"status": 400}, None),
     "a bad request of a busy server": ({"status": 400, "text": "模型 访问量过大"}, 1.0),
@@ -1694,6 +1698,9 @@ def test_what_legal_remembers_changes_nothing_but_the_time():
     talk = [twice, {"role": "assistant", "content": "yes"}, twice]
     assert legal(talk, known=known) == legal(talk)
     talk[1]["content"] = "no"  # a hook may change a message in place
+    twice["content"] = [{"type": "text", "text": "again"}]
+    assert legal(talk, known=known) == legal(talk)
+    twice["content"][0]["text"] = "once more"
     talk.append({"role": "user", "content": "\ud800"})
     assert legal(talk, known=known) == legal(talk)
     assert len(known) == 3
