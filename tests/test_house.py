@@ -11,7 +11,7 @@ from statistics import median, quantiles
 import pytest
 
 ROOT = Path(__file__).parent.parent
-BUDGETS = {"nanobot": 1150, "providers": 1320, "tools": 1480, "memory": 750, "channels": 550}  # lines
+BUDGETS = {"nanobot": 1150, "providers": 1320, "tools": 1475, "memory": 750, "channels": 550}  # lines
 LEAVES = [name for name in BUDGETS if name != "nanobot"]
 SOURCES = {name: (ROOT / f"{name}.py").read_text(encoding="utf-8") for name in BUDGETS}
 TREES = {name: ast.parse(source) for name, source in SOURCES.items()}
@@ -109,10 +109,10 @@ def test_a_module_says_what_it_is_in_5_to_25_lines(name):
 
 
 @pytest.mark.parametrize("name", BUDGETS)
-def test_a_file_has_two_to_six_titled_sections(name):
+def test_a_file_has_two_to_seven_titled_sections(name):
     if name == "channels":
         return  # one part so far
-    assert 2 <= len(re.findall(r"^# ---- .+ ----$", SOURCES[name], re.MULTILINE)) <= 8
+    assert 2 <= len(re.findall(r"^# ---- .+ ----$", SOURCES[name], re.MULTILINE)) <= 7
 
 
 def test_every_signature_has_type_hints():
