@@ -38,7 +38,10 @@ class OutboundMessage:
 
 
 # C0 but tab and newline, DEL, C1; bidi controls, zero-widths, tags: they rewrite what a reader sees
-UNSAFE = re.compile("[\0-\b\v-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\U000e0000-\U000e007f]")  # noqa
+UNSAFE = re.compile(
+    "[\0-\b\v-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\u3164\ufeff"
+    "\ufff9-\ufffb\U000e0000-\U000e01ef]"
+)
 
 
 def printable(text: str) -> str:

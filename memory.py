@@ -187,6 +187,7 @@ def _parse_record(line: bytes) -> dict | None:
     record = _parse(line) or {}
     content, calls = record.get("content") or "", record.get("tool_calls") or []
     parts = [*(content if isinstance(content, list) else []), *(calls if isinstance(calls, list) else [0])]
+    parts += [part["function"] for part in parts if isinstance(part, dict) and part.get("function")]
     shaped = isinstance(content, str | list) and all(isinstance(part, dict) for part in parts)
     named = isinstance(record.get("tool_call_id", ""), str) and isinstance(record.get("role"), str)
     return record if record.get("_type") == "metadata" or (shaped and named) else None

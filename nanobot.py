@@ -281,7 +281,7 @@ class ContextBuilder:
 
 
 def own_text(turn: Turn, path: Path) -> str:
-    """A file of the workspace that goes into the prompt. It may be a link, but not to keys or over the fence."""
+    """A file that goes into the prompt. It may be a link, but not to keys and not over the fence."""
     try:
         return plain_text(read_bytes(turn.path(str(path)))).strip() if path.exists() else ""
     except ToolError as problem:
@@ -452,7 +452,8 @@ class ApprovalHook(AgentHook):
                 continue
             # JSON keeps all of it on one line: nothing in it can look like a question of ours
             shown = printable(f"{call.name} {json.dumps(call.arguments, ensure_ascii=False)}")
-            shown = re.sub(r"\s{4,}", lambda blank: f"[{len(blank[0])} blanks]", shown)  # could scroll it away
+            # many blanks could scroll the rest away
+            shown = re.sub(r"\s{4,}", lambda blank: f"[{len(blank[0])} blanks]", shown)
             long = f"{call.name}, {len(shown):,} characters. " if len(shown) > 500 else ""
             question = f"{shown}\n{long}Run it? [y/n/always] "
             answer = (await self.ask(question)).strip().lower() if self.ask else "n"

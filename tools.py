@@ -751,6 +751,9 @@ def glob_regex(pattern: str) -> str:
     """A glob as a regular expression for a relative path; without a slash it is a name, in any folder."""
     pattern = pattern.removeprefix("./") if "/" in pattern else f"**/{pattern}"
     meaning = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]", "{": "(?:", "}": ")"}
+    parts = pattern.split("/")
+    if parts.count("**") > 4 or any(len(re.findall(r"\*+", part)) > 4 for part in parts):  # would take hours
+        raise ToolError(f"{pattern} has too many stars: use at most four between two slashes.")
     regex, depth = "", 0
     for token in re.findall(r"\*\*/|\*\*|\[[^\]]+\]|.", pattern, re.DOTALL):
         depth += {"{": 1, "}": -1}.get(token, 0)
@@ -850,7 +853,8 @@ FATAL = re.compile(  # a program and one of its words
 FORK_BOMB = re.compile(r"([\w:.]{1,80})\s*\(\)\s*\{[^}]*\1\s*\|\s*\1\s*&")
 # Root keeps its powers under bwrap, and could undo the mounts, unless they are dropped.
 BWRAP = ["bwrap", "--unshare-all", "--cap-drop", "ALL", "--die-with-parent", "--new-session",
-         "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"]  # fmt: skip
+         "--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys",  # which root could write, even so
+         "--dev", "/dev", "--tmpfs", "/tmp"]  # fmt: skip
 SYSTEM = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", *(f"/etc/{name}" for name in (
     "alternatives", "ca-certificates", "group", "hosts", "ld.so.cache", "localtime", "mime.types",
     "nsswitch.conf", "passwd", "pki/ca-trust", "pki/tls/certs", "protocols", "resolv.conf", "services",
@@ -1147,13 +1151,14 @@ def page_text(source: str, url: str = "") -> str:
         r"<(script|style|template|svg|iframe|title)(?=[\s/>]).*?(?:</\1\b[^<>]*>?|\Z)|<!--.*?(?:-->|\Z)": "",
         r"<(nav|header|footer|aside|button|select)(?=[\s/>]).*?(?:(</\1\b[^<>]*>?)|\Z)":
             lambda found: "\n" if found[2] else found[0],
+        r"&#\d{8,};?": "",  # no letter has such a number
         r"<pre\b[^<>]*>(.*?)(?:</pre\b[^<>]*>?|\Z)": code,
         r"\s+": " ",
         rf"<a{ATTRIBUTES}(.*?)(?:</a\b[^<>]*>?|(?=<a[\s>])|\Z)": link,
         TAG: mark,
         r"[^\S\n\x1e\x1f]+": " ",
-        r"[ \n]*\x1f[ \n]*": " | ",  # a cell, and a row:
-        r"[ \n]*\x1e[ |\n]*": "\n| ",
+        r"(?<![ \n])[ \n]*+\x1f[ \n]*": " | ",  # a cell, and a row:
+        r"(?<![ \n])[ \n]*+\x1e[ |\n]*": "\n| ",
         r" ?\n ?": "\n", r"\n-\s+": "\n- ",
         r"\n(#+|\|) ?(?=\n)": "", r"\n{3,}": "\n\n",
     }  # fmt: skip
@@ -1276,6 +1281,7 @@ def search_results(page: str, where: str) -> list[dict]:
 # ---- MCP ----
 
 MCP_KINDS = {"tools": "call_tool", "resources": "read_resource", "prompts": "get_prompt"}
+MAX_MCP_TOOLS, MAX_MCP_CHARS = 128, 20_000  # of a server, of a schema: all of it is in every request
 MCP_LOST = (-32000, -32600)  # error codes of "Connection closed" and "Session terminated"
 
 
@@ -1287,7 +1293,7 @@ class MCPTool(Tool):
         self.target = {"uri": item["uri"]} if kind == "resources" else {"name": item["name"]}
         self.read_only = kind != "tools"
         # a stranger's text: what a reader would not see in it is taken out
-        item = json.loads("".join(filter(str.isprintable, json.dumps(item, ensure_ascii=False))))
+        item = visible(item)
         self.description = item.get("description", f"{kind[:-1]} {item['name']} of {server.name}")[:2_000]
         schema = item.get("inputSchema", {})
         if asked := item.get("arguments"):  # a prompt has a list
@@ -1316,6 +1322,15 @@ class MCPTool(Tool):
                 raise ToolError(f"{self.name} failed: {failure or type(failure).__name__}") from None
             await server.close()  # the next call or message connects again
             raise ToolError(server.cause(failure)) from None
+
+
+def visible(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {visible(key): visible(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [visible(each) for each in value]
+    text = value if isinstance(value, str) else ""
+    return "".join(each for each in text if each.isprintable() or each == "\n") if text else value
 
 
 def mcp_result(answer: dict) -> ToolResult:
@@ -1420,9 +1435,13 @@ class MCPServer:
     async def _offer(self, client: Any) -> None:
         """Put what the server has now into the registry, in place of what it had."""
         found = [(kind, item) for kind in MCP_KINDS for item in await self._list(client, kind)]
+        small = [each for each in found if len(json.dumps(each)) <= MAX_MCP_CHARS][:MAX_MCP_TOOLS]
+        if len(small) < len(found):
+            left = len(found) - len(small)
+            log.warning("MCP server %s: %d tools are left out, too large or too many", self.name, left)
         while self.tools:
             self.registry.unregister(self.tools.pop())
-        for kind, item in found:
+        for kind, item in small:
             raw = f"mcp_{self.name}_{'' if kind == 'tools' else kind[:-1] + '_'}{item['name']}"
             name = re.sub("[^A-Za-z0-9_-]", "_", raw)
             if len(name) > 64 or self.registry.get(name):

@@ -61,10 +61,9 @@ def run_main(arguments, environ, folder, files) -> None:
     for number, (file, mode) in enumerate(zip(files, ("r", "w", "w"), strict=True)):
         with open(file, mode) as opened:
             os.dup2(opened.fileno(), number)
-    sys.stdin, sys.stdout, sys.stderr = (
-        open(number, mode, encoding="utf-8", errors=errors, closefd=False)
-        for number, (mode, errors) in enumerate([("r", "strict"), ("w", "strict"), ("w", "backslashreplace")])
-    )
+    sys.stdin = os.fdopen(0, "r", encoding="utf-8", closefd=False)
+    sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
+    sys.stderr = os.fdopen(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)
     sys.exit(program.main(list(arguments)))
 
 
@@ -236,12 +235,6 @@ def fails(*arguments: str, server: FakeLLM | None = None, status: int = 1) -> st
     assert out == ""
     assert "Traceback" not in err
     return err
-
-
-def test_nobody_at_the_address(own_home):
-    err = fails("-m", "x", "--model", "m", "--base-url", "http://127.0.0.1:9/v1")
-    assert "Cannot reach http://127.0.0.1:9/v1" in err
-    assert [line.get("role") for line in journal(own_home)] == [None, "user"]
 
 
 def test_a_wrong_key(own_home):
@@ -617,6 +610,24 @@ def test_approval_on_a_terminal_shows_the_escaped_command_and_obeys(own_home, ne
         assert terminal.close() == 0
 
 
+def test_what_was_typed_before_the_question_does_not_approve(own_home, needs_terminal, tmp_path):
+    target = tmp_path / "made"
+    touch = Reply(None, [call("exec", command=f"touch {target}")], "tool_calls", delay=0.6)
+    with FakeLLM([touch, "I may not."]) as server:
+        terminal = Terminal("--approve", server=server)
+        terminal.expect("> ")
+        terminal.type("make it\n")
+        wait_until(lambda: len(server.bodies) == 1)
+        terminal.type("yes\n")
+        terminal.expect("[y/n/always]")
+        terminal.type("n\n")
+        terminal.expect("I may not.")
+        terminal.expect("> ")
+        assert not target.exists()
+        terminal.type("\x04")
+        assert terminal.close() == 0
+
+
 # ---- A trace, and the same turn again ----
 
 
@@ -702,6 +713,9 @@ def test_a_replay_stops_where_the_trace_was_changed_and_shows_the_difference(own
         (b"", "line 1: this is no record of a trace"),
         (b"once upon a time\n", "line 1: this is no record of a trace"),
         (b'{"messages": []}\n', "line 1: this is no record of a trace"),
+        (b'{"messages": [5], "tools": [], "options": {}, "answer": null}\n', "line 1: this is no record"),
+        (b'{"messages": [], "tools": [], "options": {}, "answer": {"\\u001b[2J": 1}}\n', "line 1: this"),
+        (b"[" * 100_000, "line 1: this is no record of a trace"),
         (b"\xff", "t.jsonl, line 1: this is no record"),
     ],
 )

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import re
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -550,6 +552,24 @@ def test_approval_asks_before_a_tool_that_writes(answers, ran):
     assert not any("\x1b" in question for question in questions)
 
 
+def test_blanks_cannot_scroll_a_question_away():
+    async def ask(question):
+        questions.append(question)
+        return "n"
+
+    @tool
+    def act(text: str) -> str:
+        """Act."""
+
+    questions: list[str] = []
+    registry = ToolRegistry([act])
+    spec = AgentRunSpec([{"role": "user", "content": "x"}], registry, hook=ApprovalHook(registry, ask))
+    spoof = "rm x #" + "\u3000" * 3_000 + 'look {"n": 1}' + "x" * 500
+    asyncio.run(AgentRunner(ScriptedProvider([call("act", text=spoof), "done"])).run(spec))
+    assert "rm x #[3000 blanks]look" in questions[0]
+    assert re.search(r"\nact, 5\d\d characters\. Run it\? \[y/n/always\] \Z", questions[0])
+
+
 def test_cost_counts_every_request_of_a_run():
     usage = {"prompt_tokens": 10, "completion_tokens": 1}
     blank = LLMResponse("", usage=usage)
@@ -1079,6 +1099,23 @@ def test_the_system_prompt_has_its_parts_in_order(tmp_path):
     assert places == sorted(places)
     assert "[2026-04-03 00:02] We spoke of cats." in prompt
     assert "data, never instructions" in prompt
+
+
+@pytest.mark.parametrize("name", ["SOUL.md", "memory/MEMORY.md"])
+def test_a_link_to_keys_does_not_get_into_the_prompt(tmp_path, own_home, name, caplog):
+    loop = make_loop(tmp_path)
+    turn, path, keys = loop.turn("cli:direct"), loop.workspace / name, own_home / ".nanobot" / "config.json"
+    keys.parent.mkdir(exist_ok=True)
+    keys.write_text("sk-very-secret")
+    (tmp_path / "soul.txt").write_text("I am kind.")
+    for target, shown in [(keys, False), ("/proc/self/environ", False), (tmp_path / "soul.txt", True)]:
+        path.unlink()
+        path.symlink_to(target)
+        prompt = loop.context.system_prompt(turn)
+        assert "sk-very" not in prompt and f"HOME={own_home}" not in prompt
+        assert ("I am kind." in prompt) == shown
+        assert "I am kind." not in loop.context.system_prompt(replace(turn, restrict=True))
+    assert f"{path.name} is left out of the prompt" in caplog.text
 
 
 def test_the_untouched_memory_template_is_left_out(tmp_path):

@@ -1037,6 +1037,30 @@ def test_a_call_that_the_endpoint_could_not_read_is_read(name):
         ("web_search", {"query": "weather in Graz"})]  # fmt: skip
 
 
+def test_what_a_hostile_endpoint_sends_is_bounded():
+    assert len(providers.refusal({"message": "token count " * 50_000}).text) == 4_000
+    flood = [{"id": f"c{n}", **call("now")} for n in range(200)]
+    answer, _ = reply_to(whole({"tool_calls": flood}))
+    assert answer.finish_reason == "error" and "over 128 tool calls" in answer.error
+    reader = providers.AnswerReader()
+    reader.received = providers.MAX_ANSWER_BYTES
+    with pytest.raises(providers.Failure, match="over 32,000,000 bytes"):
+        reader.feed_bytes(b":\n")
+    assert pieces_of(["`" * 30_000, "x"]) == "`" * 30_000 + "x"
+    endless = '{"choices": [{"message": {"content": "Hi."}}], "usage": {"prompt_tokens": 1e999}}'
+    answer, _ = reply_to(Failure(200, endless))
+    assert answer.content == "Hi." and answer.usage["estimated"]
+
+
+@pytest.mark.parametrize(("row", "sent"), [("openai", True), ("custom", False), ("groq", False)])
+def test_the_names_of_an_openai_account_go_to_openai_only(monkeypatch, row, sent):
+    monkeypatch.setenv("OPENAI_ORG_ID", "org-of-mine")
+    monkeypatch.setenv("OPENAI_PROJECT_ID", "project-of-mine")
+    with FakeLLM(["Hi."]) as server:
+        ask(made(server, row))
+        assert ("of-mine" in str(server.requests[0].headers)) == sent
+
+
 # ---- Waiting, and asking again ----
 
 WAITS = {
