@@ -186,7 +186,7 @@ class FakeLLM(ThreadingHTTPServer):
 
     def __enter__(self) -> FakeLLM:
         # Stopping takes up to one poll interval; the usual half second would add up over many tests.
-        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.002,), daemon=True).start()
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -19,6 +19,7 @@ from fake_llm import Failure, FakeLLM, Hang, Reply, call, calls
 
 ROOT = Path(__file__).parent.parent
 PROGRAM = [sys.executable, str(ROOT / "nanobot.py")]
+FULL = bool(os.environ.get("NANOBOT_TEST_FULL"))
 
 
 def surroundings(server: FakeLLM | None) -> dict[str, str]:
@@ -327,7 +328,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_turn(own_home, tmp_path):
 
 
 def test_a_session_that_is_in_use_says_so(own_home):
-    with FakeLLM([Reply("slow", delay=2.0), "never"]) as server:
+    with FakeLLM([Reply("slow", delay=1.0), "never"]) as server:
         first = start("-m", "one", server=server)
         wait_until(lambda: server.bodies)
         err = fails("-m", "two", server=server)
@@ -399,7 +400,7 @@ def is_zombie(pid: int) -> bool:
 
 def test_kill_9_loses_no_message_and_the_next_start_is_lawful(own_home, tmp_path):
     """Killed after some requests or others: what the endpoint was sent must be in the journal, once."""
-    rounds = 25 if os.environ.get("NANOBOT_TEST_FULL") else 4
+    rounds = 25 if FULL else 4
     (tmp_path / "a.txt").write_text("hello\n", encoding="utf-8")
     with FakeLLM(lambda body: call("read_file", path="a.txt")) as server:
         for number in range(rounds):
@@ -467,7 +468,7 @@ needs_proc = pytest.mark.skipif(not Path("/proc").exists(), reason="looks at pro
 
 
 @needs_proc
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", None])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", None][: 3 if FULL else 1])
 def test_no_mcp_server_outlives_the_program(own_home, tmp_path, name):
     settings_with_servers(own_home, test=mcp_server(PID_FILE=f"{tmp_path}/pid"))
     with FakeLLM([call("mcp_test_wait", seconds=60 if name else 0), "done"]) as server:
