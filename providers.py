@@ -24,7 +24,6 @@ import itertools
 import json
 import logging
 import os
-import random
 import re
 import time
 import zlib
@@ -726,6 +725,8 @@ class OpenAIProvider(LLMProvider):
             elif wait is not None:
                 tries += 1
                 await request.tell(f"{self._safe(failure.said)}; asking again in {wait:.0f} s")
+                import random
+
                 await asyncio.sleep(wait * random.uniform(1.0, 1.2) * self.pace)
             else:
                 return failed(await self._explain(failure), is_overflow=failure.is_overflow)
