@@ -989,6 +989,8 @@ def status_command(arguments: argparse.Namespace) -> int:
     if isinstance(provider, OpenAIProvider):
         end, problem = provider.endpoint, asyncio.run(provider.check())
         model = f"{provider.model or 'no model named'} at {end.api_base} ({end.spec.name})"
+    elif isinstance(provider, HumanProvider):
+        model = "human: it is you"
     sandbox = loop.config.tools.exec.sandbox
     unsafe = sandbox_problem() if sandbox else ""
     rows = [

@@ -1234,6 +1234,10 @@ FOUND = {"output_mode": "content", "fixed_strings": True, "case_insensitive": Tr
 OFFLINE_RULES: list[tuple[str, str, str, dict]] = [
     ("(change|replace) <old_text> (to|with) <new_text> in <path>", "edit_file", "Changed:\n\n{result}", {}),
     ("(write|save|put) <content> (in)?to (the file )?<path>", "write_file", "{result}", {}),
+    ("insert (the cell )?<source> (in)?to (the notebook )?<path>", "notebook_edit", "Changed:\n\n{result}",
+     {"cell": 0, "mode": "insert"}),
+    ("fetch <url>", "web_fetch", "{result}", {}),
+    ("(search|look on) the web for <query>", "web_search", "{result}", {}),
     ("(run|execute) (the command )?<command>", "exec", "$ {command}\n\n{result}", {}),
     ("remember (that )?<fact>", "remember", "", {}),
     ("(recall|what do you (know|remember))( about)?( me| us| <pattern>)?", "grep", "I remember:\n\n{result}",
@@ -1250,7 +1254,7 @@ OFFLINE_RULES: list[tuple[str, str, str, dict]] = [
     ("(read|show|open|print|summari[sz]e|what is in|what does)( me)?( the file)? <path>( say| contain)?",
      "read_file", "{path} says:\n\n{result}", {}),
 ]  # fmt: skip
-OFFLINE_HELP = """I know no rule for that. Ask me to read, list, find, count, write, change or run a thing, \
+OFFLINE_HELP = """I know no rule for that. Ask me to read, list, find, count, write, change, run or fetch, \
 or to remember or recall a fact, like: list the files here and read README.md"""
 
 
@@ -1286,7 +1290,8 @@ class OfflineProvider(LLMProvider):
         text = content if isinstance(content, str) else " ".join(block.get("text", "") for block in content)
         question = " ".join(re.sub(r"(?s)^\[Runtime Context.*?\[/Runtime Context\]", "", text).split())
         steps: list[tuple[str, dict, str]] = []
-        verbs = "change|replace|write|save|put|run|remember|recall|count|find|search|list|show|read|what|how"
+        verbs = "change|replace|write|save|put|insert|run|remember|recall|count|find|search|list|show|read"
+        verbs += "|fetch|what|how"
         for clause in re.split(rf"[,;]?\s+(?:and |then )+(?=(?:{verbs})\b)", question, flags=re.IGNORECASE):
             clause = re.sub(r"(?i)^(?:please|can you|could you)\s+", "", clause).strip(" ?!.")
             for said, tool, answer, more in OFFLINE_RULES:
@@ -1300,7 +1305,7 @@ class OfflineProvider(LLMProvider):
 
     def report(self, tool: str, arguments: dict, answer: str, result: str) -> str:
         """What is said of a tool's result; nothing of a step that only serves the next one."""
-        failed = r"Cannot |There is no |No file below|No match for|Refused|old_text|\S+ was not run"
+        failed = r"Cannot |There is no |No file below|No match for|No answer|Refused|old_text|\S+ was not run"
         if answer and re.match(failed, result):
             return f"{tool} did not work: {result}"
         lines = [re.sub(r"^(\d+\||MEMORY\.md:\d+:) ", "", line) for line in result.split("\n")]

@@ -120,6 +120,35 @@ def test_forty_tool_calls_in_a_row_and_every_message_journalled_once(own_home, t
     assert len(set(ids)) == 40
 
 
+def test_every_tool_does_its_part_of_a_job(own_home, tmp_path):
+    notebook = {"cells": [], "metadata": {}, "nbformat": 4, "nbformat_minor": 4}
+    (tmp_path / "n.ipynb").write_text(json.dumps(notebook))
+    settings = own_home / "settings.json"
+    settings.write_text('{"tools": {"ssrfWhitelist": ["127.0.0.0/8"]}}')
+    with FakeLLM(lambda body: script.pop(0)) as server:
+        script = [
+            call("write_file", path="notes/a.txt", content="one\ntwo\n"),
+            call("edit_file", path="notes/a.txt", old_text="two", new_text="three"),
+            calls(call("read_file", path="notes/a.txt"), call("list_dir", path="notes"),
+                  call("glob", pattern="*.txt"), call("grep", pattern="thr", output_mode="content")),
+            call("notebook_edit", path="n.ipynb", cell=0, source="print(1)", mode="insert"),
+            calls(call("exec", command="wc -l notes/a.txt"),
+                  call("web_fetch", url=f"{server.base_url}/models")),
+            "All of it is done.",
+        ]  # fmt: skip
+        status, out, _ = nanobot("-m", "go", "--config", str(settings), server=server, cwd=tmp_path)
+        messages = server.bodies[-1]["messages"]
+    assert (status, out) == (0, "All of it is done.\n")
+    results = {each["name"]: each["content"] for each in messages if each["role"] == "tool"}
+    expected = {
+        "write_file": "Wrote 8 characters", "edit_file": "+three", "read_file": "2| three",
+        "list_dir": "a.txt  10 bytes", "glob": "notes/a.txt", "grep": "notes/a.txt:2: three",
+        "notebook_edit": "print(1)", "exec": "2 notes/a.txt\nExit code: 0", "web_fetch": "test-model",
+    }  # fmt: skip
+    assert set(results) == set(expected)
+    assert all(text in results[name] for name, text in expected.items()), results
+
+
 def test_only_the_answer_goes_to_stdout(own_home, tmp_path):
     script = [calls(call("list_dir"), content="Let me look."), "Here it is."]
     with FakeLLM(script) as server:

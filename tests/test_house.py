@@ -11,7 +11,7 @@ from statistics import median, quantiles
 import pytest
 
 ROOT = Path(__file__).parent.parent
-BUDGETS = {"nanobot": 1180, "providers": 1320, "tools": 1490, "memory": 750, "channels": 550}  # lines
+BUDGETS = {"nanobot": 1180, "providers": 1330, "tools": 1490, "memory": 750, "channels": 550}  # lines
 LEAVES = [name for name in BUDGETS if name != "nanobot"]
 SOURCES = {name: (ROOT / f"{name}.py").read_text(encoding="utf-8") for name in BUDGETS}
 TREES = {name: ast.parse(source) for name, source in SOURCES.items()}

@@ -38,7 +38,7 @@ from providers import (
     parse_arguments,
     strip_think,
 )
-from tools import FILE_TOOLS, Exec, ToolRegistry, Turn
+from tools import FILE_TOOLS, Exec, ToolRegistry, Turn, Web, WebFetch, WebSearch
 
 SYSTEM = {"role": "system", "content": "You are a test."}
 HELLO = [SYSTEM, {"role": "user", "content": "Hello"}]
@@ -1599,6 +1599,10 @@ def desk(tmp_path):
     return Desk(tmp_path / "w")
 
 
+def no_name_service(*_, **__):
+    raise OSError("no network")
+
+
 class Desk:
     def __init__(self, folder: Path):
         self.folder = folder
@@ -1611,7 +1615,9 @@ class Desk:
             {"role": "system", "content": system},
             user(f"[Runtime Context]\nnow\n[/Runtime Context]\n\n{text}"),
         ]
-        spec = AgentRunSpec(messages, ToolRegistry([*FILE_TOOLS, Exec()]), turn=self.turn, **more)
+        local, nowhere = Web(["127.0.0.0/8"]), Web(resolve=no_name_service)
+        tools = [*FILE_TOOLS, Exec(), WebFetch(local), WebSearch(nowhere, "duckduckgo")]
+        spec = AgentRunSpec(messages, ToolRegistry(tools), turn=self.turn, **more)
         run = asyncio.run(AgentRunner(OfflineProvider()).run(spec))
         assert run.stop_reason == "completed" and run.usage["estimated"]
         first, _, rest = run.final_content.partition("\n\n")
@@ -1651,6 +1657,17 @@ def test_the_offline_model_does_what_it_is_asked(desk, question, tool, answer):
 def test_the_offline_model_really_writes_and_changes(desk):
     desk.ask("write 'hello {name}' to deep/new.txt and then change hello to bye in deep/new.txt")
     assert (desk.folder / "deep" / "new.txt").read_text() == "bye {name}"
+
+
+def test_the_offline_model_uses_notebooks_and_the_web(desk):
+    cells = {"cells": [], "metadata": {}, "nbformat": 4, "nbformat_minor": 4}
+    (desk.folder / "n.ipynb").write_text(json.dumps(cells))
+    with FakeLLM([], known_models=["good-model"]) as server:
+        question = f"fetch {server.base_url}/models and then insert print(1) into n.ipynb"
+        text, tools = desk.ask(f"{question} and search the web for cats")
+    assert tools == ["web_fetch", "notebook_edit", "web_search"] and '"id": "good-model"' in text
+    assert "web_search did not work: No answer from" in text  # there is no network in a test
+    assert json.loads((desk.folder / "n.ipynb").read_text())["cells"][0]["source"] == ["print(1)"]
 
 
 def test_the_offline_model_remembers_and_says_what(desk):
