@@ -733,7 +733,7 @@ def test_a_stream_may_take_longer_than_the_timeouts_while_it_is_not_silent():
 def test_a_cancellation_is_raised_and_immediate(line):
     async def cancelled(provider):
         task = asyncio.ensure_future(provider.chat(HELLO, on_delta=lambda text: asyncio.sleep(0)))
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.15)
         assert not task.done()
         task.cancel()
         start = time.monotonic()
@@ -1115,7 +1115,7 @@ def test_how_long_to_wait_before_asking_again(name):
 def test_a_cancellation_while_it_waits_is_immediate():
     async def cancelled(provider):
         task = asyncio.ensure_future(provider.chat(HELLO))
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.2)
         task.cancel()
         start = time.monotonic()
         with pytest.raises(asyncio.CancelledError):
@@ -1473,7 +1473,7 @@ def a_history(dice):
     return [a_message() for _ in range(dice.randrange(12))]
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 def test_whatever_the_history_what_is_sent_is_lawful(seed):
     dice = random.Random(seed)
     for _ in range(100):

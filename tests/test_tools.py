@@ -2045,7 +2045,7 @@ def test_no_soup_of_tags_raises_and_no_script_is_shown():
 ])  # fmt: skip
 def test_no_page_takes_long_to_read(piece):
     start = time.monotonic()
-    page_text(piece * (200_000 // len(piece)), "https://site.org/")
+    page_text(piece * (100_000 // len(piece)), "https://site.org/")
     assert time.monotonic() - start < 2  # each piece that costs the square of its number takes minutes
 
 
