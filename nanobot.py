@@ -4,21 +4,21 @@
 # ///
 """One message's life: what happens between a question and its answer.
 
-A personal agent is a loop. The model is asked; if it wants tools, they run and it is asked again; if it
-answers, the answer goes to the user. All the rest serves this loop:
+A personal agent is a loop. The model is asked; if it wants tools, they run and it is asked again;
+if it answers, the answer goes to the user. All the rest serves this loop:
 
     user: "What is in a.txt?"
       AgentLoop       finds the session, journals the message, builds the request (ContextBuilder)
         AgentRunner     govern → ask → act → again; hooks look on
           providers.py    "call read_file"             tools.py    "1| hello"
           providers.py    "It says hello."
-      AgentLoop       journals every new message as it appears (memory.py), sends events (channels.py)
+      AgentLoop       journals every message as it appears (memory.py), sends events (channels.py)
 
     import nanobot
     print(nanobot.run("What is in a.txt?"))
 
-Read this file first, then providers.py, memory.py, tools.py, channels.py; in each the part above the line
-"Second reading" is the story. Not covered: how one model differs from another, what a tool does.
+Read this file first, then providers.py, memory.py, tools.py, channels.py; in each of them the part
+above the line "Second reading" is the story. Not covered: how models differ, what a tool does.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ import math
 import os
 import re
 import shutil
-import signal
 import string
 import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
@@ -46,7 +46,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from weakref import WeakValueDictionary
 
 from channels import (
-    CLI, BackgroundLoop, OutboundMessage, PrintableFormatter, approval_question, printable, terminate,
+    CLI, BackgroundLoop, OutboundMessage, PrintableFormatter, approval_question, end_on_signals,
+    prepare_streams, printable,
 )  # fmt: skip
 from memory import (
     MemoryStore, Session, SessionBusy, SessionManager, Skill, SkillsLoader, TokenCounter,
@@ -97,14 +98,14 @@ NO_USAGE = {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0, "est
 
 @dataclass
 class AgentRunResult:
-    """What came of a run. `stop_reason` is completed, max_iterations, error, tool_error or empty."""
+    """What came of a run. Stop reasons: completed, max_iterations, error, tool_error, empty."""
 
     final_content: str | None = None
     messages: list[dict] = field(default_factory=list)
     tools_used: list[str] = field(default_factory=list)
     usage: dict = field(default_factory=lambda: dict(NO_USAGE))
     stop_reason: str = "completed"
-    tool_events: list[dict] = field(default_factory=list)  # {"name", "arguments", "is_error", "result"}
+    tool_events: list[dict] = field(default_factory=list)  # {"name", "arguments", "is_error", …}
     error: str | None = None
     requests: int = 0
     context_tokens: int = 0  # of the last request
@@ -138,9 +139,11 @@ class AgentHook:
     async def on_retry(self, why: str) -> None: ...
 
     async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
-        """Set `call.denied = "reason"` to keep a call from running; the model is told the reason."""
+        """Set `call.denied = "reason"` to keep a call from running; the model is told it."""
 
-    async def after_tool(self, call: ToolCallRequest, result: ToolResult, seconds: float) -> None: ...
+    async def after_tool(
+        self, call: ToolCallRequest, result: ToolResult, seconds: float
+    ) -> None: ...
 
     async def after_iteration(self, context: AgentHookContext) -> None: ...
 
@@ -158,7 +161,7 @@ class AgentRunner:
         self.provider = provider
 
     async def run(self, spec: AgentRunSpec) -> AgentRunResult:
-        """Ask the model until it answers. Raises only what is not the model's fault, and cancellation."""
+        """Ask the model until it answers. Raises what is not its fault, and cancellation."""
         state = RunState(spec, AgentHookContext(list(spec.messages)))
         try:
             while not state.stop_reason:
@@ -176,7 +179,7 @@ class AgentRunner:
         return state.result()
 
     def govern(self, state: RunState) -> Governed:
-        """The copy that is sent: it fits the context window, and what is for this request only follows.
+        """The copy that is sent: it fits the window; what is for this request only stands last.
 
         Over its budget, [system, old question, old answer, question] → [system, question].
         """
@@ -193,21 +196,22 @@ class AgentRunner:
         return request
 
     async def _ask(self, state: RunState, request: Governed) -> LLMResponse:
-        """One request; if it is longer than the model's window, one more without the oldest turns."""
+        """One request; if it is too long for the model, one more without the oldest turns."""
         state.context.iteration += 1
+        if request.notes and not state.is_told:
+            await state.tell("; ".join(request.notes))
         response = await self._chat(state, request)
         if response.is_overflow:
             state.room = request.tokens // 2  # for the rest of the run
             shorter = self.govern(state)
             if len(shorter.messages) < len(request.messages):
-                await state.spec.hook.on_retry(TOO_LONG)
+                await state.tell(f"{TOO_LONG} ({'; '.join(shorter.notes)})")
                 response = await self._chat(state, shorter)
         state.nudge = ""
         return response
 
     async def _chat(self, state: RunState, request: Governed) -> LLMResponse:
         spec = state.spec
-        await tell_once(state, request.notes)
         state.streamed = ""
         response = await self.provider.chat(
             request.messages, request.tools, model=spec.model, max_tokens=spec.max_tokens,
@@ -244,8 +248,10 @@ class AgentRunner:
         if images := images_message([result for _, result in finished]):
             state.add(images)
 
-    async def _call(self, state: RunState, call: ToolCallRequest) -> tuple[ToolCallRequest, ToolResult]:
-        """One call, to a result that is journalled at once; the others of its batch may still run."""
+    async def _call(
+        self, state: RunState, call: ToolCallRequest
+    ) -> tuple[ToolCallRequest, ToolResult]:
+        """One call, to a result that is journalled at once; others of its batch may still run."""
         began = time.monotonic()
         if problem := reason_not_to_run(call, state.spec.tools):
             result = ToolResult(problem, is_error=True)
@@ -270,7 +276,7 @@ class AgentRunner:
                 if state.blanks == 2:
                     state.tools_end = "blank_answer"
             case "answered":
-                await self._finish(state, "completed", response.content or "", reason_of_cut(response))
+                await self._finish(state, "completed", response.content, reason_of_cut(response))
             case "limit":
                 await self._finish(state, "max_iterations", summary_or_limit(state, response))
             case "withheld":
@@ -283,21 +289,26 @@ class AgentRunner:
                 state.final_content = self._keep_half_answer(state, response.error)
         await state.spec.hook.on_stream_end(resuming=not state.stop_reason)
 
-    async def _finish(self, state: RunState, stop_reason: str, text: str, cut: str = "") -> None:
+    async def _finish(self, state: RunState, reason: str, text: str | None, cut: str = "") -> None:
         """The run ends with a text. `cut` says why it is not whole; journal and user are told."""
+        response = state.context.response
         whole = await state.spec.hook.finalize_content(state.join_segments(text))
-        extra = {} if state.context.tool_calls else state.context.response.extra  # calls have had it
+        extra = {} if response.has_tool_calls else response.extra  # the calls have had it
         message = LLMResponse(whole, extra=extra).to_message()
-        state.add(message | {"cut": cut} if cut else message)
-        state.stop_reason = stop_reason
+        if cut:
+            message["cut"] = cut
+        state.add(message)
+        state.begin_anew()
+        state.stop_reason = reason
         state.final_content = f"{whole}\n\n({cut})" if cut else whole
 
     def _keep_half_answer(self, state: RunState, why: str) -> str | None:
-        """What was shown of an answer that broke off is journalled: user and model know the same."""
+        """What was shown of an answer is journalled: user and model know the same."""
         shown = state.join_segments(state.streamed)
         if not shown.strip():
             return None
         state.add({"role": "assistant", "content": shown, "cut": why})
+        state.begin_anew()
         return shown
 
 
@@ -313,15 +324,17 @@ def verdict(state: RunState, response: LLMResponse) -> str:
     silent     no text, although it was asked for one    → the run ends and says so
     blank      no text and no calls                      → it is asked again, then without tools
     """
-    is_withheld = response.finish_reason in ("content_filter", "refusal")
-    is_cut = response.finish_reason == "length" or (is_withheld and response.has_tool_calls)
+    reason = response.finish_reason
+    is_withheld = reason in ("content_filter", "refusal")
+    calls_may_be_cut = is_withheld and response.has_tool_calls
+    is_cut = reason == "length" or calls_may_be_cut
     if state.tools_end == "out_of_iterations":
         return "limit"
-    if response.finish_reason == "error":
+    if reason == "error":
         return "failed"
     if is_cut and state.cuts < 3:
         return "cut"
-    if response.has_tool_calls and not (is_cut or state.tools_end):
+    if response.has_tool_calls and not is_cut and not state.tools_end:
         return "calls"
     if state.join_segments(response.content).strip():
         return "answered"
@@ -351,7 +364,7 @@ class RunState:
     repetitions: int = 0  # of the last call
     room: float = math.inf  # tokens of messages that the model has shown to take
     context_tokens: int = 0  # of the last request
-    notes_told: set[str] = field(default_factory=set)
+    is_told: bool = False  # does the user know that something is left out?
     counter: TokenCounter = field(default_factory=TokenCounter)
 
     def add(self, *messages: dict, whole: bool = True) -> None:
@@ -362,6 +375,10 @@ class RunState:
     async def stream(self, piece: str) -> None:
         self.streamed += piece
         await self.spec.hook.on_stream(piece)
+
+    async def tell(self, note: str) -> None:
+        self.is_told = True
+        await self.spec.hook.on_retry(note)
 
     def on_delta(self) -> Callable[[str], Awaitable[None]] | None:
         return self.stream if self.spec.hook.wants_streaming else None
@@ -387,7 +404,7 @@ class RunState:
 
 
 class ContextBuilder:
-    """Puts together what is sent. The system prompt stays the same to the byte: prompt caches live on it."""
+    """Puts together what is sent. The system prompt stays the same to the byte: caches need it."""
 
     own_files = ("AGENTS.md", "SOUL.md", "USER.md", "TOOLS.md", "IDENTITY.md")
 
@@ -398,11 +415,14 @@ class ContextBuilder:
 
     def request(self, turn: Turn, history: list[dict], images: list[dict]) -> list[dict]:
         """The messages of a request. Images are only in what is sent, in the last message."""
-        system = {"role": "system", "content": "\n\n---\n\n".join(self.parts(turn).values())}
+        system = {"role": "system", "content": self.system_prompt(turn)}
         if not images:
             return [system, *history]
         text = {"type": "text", "text": history[-1]["content"]}
         return [system, *history[:-1], {"role": "user", "content": [*images, text]}]
+
+    def system_prompt(self, turn: Turn) -> str:
+        return "\n\n---\n\n".join(self.parts(turn).values())
 
     def parts(self, turn: Turn) -> dict[str, str]:
         """The system prompt by part, in order; parts with nothing in them are left out."""
@@ -415,15 +435,16 @@ class ContextBuilder:
         parts["Memory"] = titled("# Memory", own_text(turn, self.memory.facts))
         parts["Active Skills"] = titled("# Active Skills", "\n\n".join(always))
         parts["Skills"] = template("skills", skills="\n".join(listed)) if listed else ""
-        parts["Recent History"] = titled("# Recent History", "\n".join(self.memory.recent_history()))
+        recent = "\n".join(self.memory.recent_history())
+        parts["Recent History"] = titled("# Recent History", recent)
         return {name: text for name, text in parts.items() if text}
 
     def user_message(self, text: str, turn: Turn, media: Media = ()) -> tuple[dict, list[dict]]:
         """The user's message as it is journalled, and the images to be sent with it.
 
-        {"role": "user", "content": "[image: cat.png]\\nWhat is it?", "runtime": "[Runtime Context …"}
+        {"role": "user", "content": "[image: cat.png]\\nWhat is it?", "runtime": "[Runtime …"}
 
-        `runtime` (time, channel, chat) stands before the text in what is sent, apart in the journal.
+        `runtime` (time, channel, chat) is apart in the journal, before the text in what is sent.
         """
         files = [attachment(Path(path)) for path in media]
         lines = [line for line, _ in files]
@@ -440,17 +461,15 @@ Media = Iterable[Path]  # files that came with a message
 
 
 class AgentLoop:
-    """Who asks, which session, which reply. One turn of a session at a time, whoever it comes from."""
+    """Who asks, which session, which reply. One turn of a session at a time, whoever asks."""
 
     def __init__(
-        self, config: Config, provider: LLMProvider | None = None, tools: ToolRegistry | None = None,
-        hooks: Iterable[AgentHook] = (), cwd: Path | None = None, streaming: bool = True,
+        self, config: Config, provider: LLMProvider | None = None,
+        tools: ToolRegistry | None = None, hooks: Iterable[AgentHook] = (),
     ):  # fmt: skip
         config.check()
         self.config = config
         self.workspace = prepare_workspace(config.workspace)
-        self.cwd = cwd or Path.cwd()
-        self.streaming = streaming
         self.provider = provider or make_provider(config)
         self.model = self.provider.get_default_model()
         self.tools = make_tools(config) if tools is None else tools
@@ -467,10 +486,11 @@ class AgentLoop:
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def process_direct(
-        self, text: str, session_key: str = "cli:direct", on_event: Emit | None = None, media: Media = ()
-    ) -> AgentRunResult:
-        """One message, to its answer. Raises SessionBusy, or OSError where the journal cannot be written."""
-        events = EventHook(on_event, self.turn(session_key), self.streaming)
+        self, text: str, session_key: str = "cli:direct", on_event: Emit | None = None,
+        media: Media = (),
+    ) -> AgentRunResult:  # fmt: skip
+        """One message, to its answer. Raises SessionBusy, or OSError of a journal."""
+        events = EventHook(on_event, self.turn(session_key), self.config.streaming)
         command = slash_command(text)
         if command in ("", "new", "continue"):
             async with self._locks.setdefault(session_key, asyncio.Lock()):
@@ -482,18 +502,21 @@ class AgentLoop:
             await events.send("final", result.final_content)
         return result
 
-    async def _take_turn(self, text: str, command: str, events: EventHook, media: Media) -> AgentRunResult:
-        session, images = self.sessions.get(events.turn.session_key), []
+    async def _take_turn(
+        self, text: str, command: str, events: EventHook, media: Media
+    ) -> AgentRunResult:
+        session = self.sessions.get(events.turn.session_key)
         if command == "new":
             return await start_afresh(session, events.turn)
         if command == "continue" and not session.unfinished:
             return AgentRunResult("There is no interrupted turn to go on with.")
         journal = TurnJournal(session)
+        images = []
         if not command:
             message, images = self.context.user_message(text, events.turn, media)
             journal.write([message], True)  # before the model is asked
-        await self.mcp.connect(self.patience)
-        spec = self.run_spec(session.get_history(), images, events)
+        await self.mcp.connect(self.config.patience)
+        spec = self.run_spec(to_go_on(session.get_history()), images, events)
         spec.on_messages = journal.write
         try:
             return await self.runner.run(spec)
@@ -504,7 +527,7 @@ class AgentLoop:
         """The circumstances of a turn: who asks, where it works, what it may touch."""
         channel, _, chat_id = session_key.partition(":")
         return Turn(
-            self.workspace, self.cwd, channel, chat_id, session_key,
+            self.workspace, self.config.cwd, channel, chat_id, session_key,
             restrict=self.config.tools.restrict_to_workspace, readable=(DATA / "skills",),
             secret=(self.config.path.resolve(), Config().path),
             max_result_chars=self.config.defaults.max_tool_result_chars,
@@ -521,10 +544,10 @@ class AgentLoop:
             hook=CompositeHook([events, *self.hooks]), turn=events.turn,
         )  # fmt: skip
 
-    def preview(self, turn: Turn, message: dict | None = None) -> "Governed":
+    def preview(self, turn: Turn, message: dict | None = None) -> Governed:
         """The request that would be sent now, for a message that is not journalled."""
         history = self.sessions.get(turn.session_key).get_history(message)
-        spec = self.run_spec(history, [], EventHook(None, turn, self.streaming))
+        spec = self.run_spec(history, [], EventHook(None, turn, self.config.streaming))
         return self.runner.govern(RunState(spec, AgentHookContext(spec.messages)))
 
 
@@ -547,13 +570,13 @@ def run(text: str, session_key: str = "cli:direct", config: Config | None = None
 # Without this one model that calls `list_dir(".")` forty times uses up a turn, and a stopped turn
 # leaves a command running that nobody waits for.
 
-TOO_LONG = "too long for the model: asking again without the oldest turns"
+TOO_LONG = "too long for the model: asking again without the oldest turns"  # a 400, a 413
 NOT_ANSWERED = ("error", "tool_error", "empty")  # stop reasons of a run without an answer
 
 
 @dataclass
 class Governed:
-    """What is sent. `tokens` estimate all of it; `notes` tell the user in numbers what is not sent."""
+    """What is sent. `tokens` estimate it all; `notes` tell the user in numbers what is left out."""
 
     messages: list[dict]
     tools: list[dict]
@@ -562,7 +585,7 @@ class Governed:
 
 
 def fit_to_window(state: RunState, tools: list[dict], budget: float) -> Governed:
-    """Messages and tools within `budget` tokens; the question of this turn stays whatever it takes."""
+    """Messages and tools within `budget` tokens; the question of this turn always stays."""
     messages, counter = state.context.messages, state.counter
     tools_tokens = counter.total(tools)
     room = budget - tools_tokens
@@ -587,6 +610,13 @@ def index_of_task(state: RunState) -> int:
     return 1
 
 
+def to_go_on(history: list[dict]) -> list[dict]:
+    """Ends with a word to the model where its own half answer stands last: `/continue`."""
+    if not history or history[-1]["role"] != "assistant":
+        return history
+    return [*history, {"role": "user", "content": template("continue")}]
+
+
 def count_turns(messages: list[dict]) -> int:
     return sum(message["role"] == "user" for message in messages)
 
@@ -596,13 +626,6 @@ def note_to_model(state: RunState) -> str:
     if state.tools_end:
         return template(state.tools_end, limit=state.spec.max_iterations)
     return state.nudge
-
-
-async def tell_once(state: RunState, notes: list[str]) -> None:
-    for note in notes:
-        if note not in state.notes_told:
-            state.notes_told.add(note)
-            await state.spec.hook.on_retry(note)
 
 
 def size_of_request(request: Governed, response: LLMResponse) -> int:
@@ -641,12 +664,12 @@ def reason_not_to_run(call: ToolCallRequest, tools: ToolRegistry) -> str:
     if call.error:
         return f"{call.name} was not run: {call.error}. Send the call again, whole."
     if call.must_only_read and not is_read_only(call, tools):  # nobody was asked about it
-        return f"{call.name} was not run: it has changed since it was looked at. Send the call again."
+        return f"{call.name} was not run: the tool has changed meanwhile. Send the call again."
     return ""
 
 
 def is_read_only(call: ToolCallRequest, tools: ToolRegistry) -> bool:
-    """Is it, at this moment, a known tool that only reads? An unknown one may be there a second later."""
+    """Is it, at this moment, a known tool that only reads? An unknown one may come any second."""
     tool = tools.get(call.name)
     return tool is not None and tool.read_only
 
@@ -658,7 +681,8 @@ def result_message(call: ToolCallRequest, result: ToolResult) -> dict:
 async def end_all(tasks: list[asyncio.Task]) -> None:
     """Cancel what still runs, and wait until it has ended."""
     for task in tasks:
-        task.cancel()  # one that is done does not mind
+        if not task.cancelling():  # a second time would break into its tidying up
+            task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
@@ -669,7 +693,7 @@ def is_finished(task: asyncio.Task) -> bool:
 def watch_repetition(state: RunState, call: ToolCallRequest, result: ToolResult) -> ToolResult:
     """The result, with a word to a model that makes the same call to the same end, again and again.
 
-    It is told at the third time. At the fifth a failing call ends the run, and one that succeeds ends
+    It is told at the third time. At the fifth a failing call ends the run, one that succeeds ends
     the tools. A poll that returns something new is another end.
     """
     outcome = None if result.is_error else result.text
@@ -707,7 +731,7 @@ def images_message(results: list[ToolResult]) -> dict | None:
 
 
 async def keep_segment(state: RunState, response: LLMResponse) -> None:
-    """A part of an answer, to be joined with what follows: ["a long ans", "wer"] → "a long answer"."""
+    """A part of an answer, to be joined with the rest: "a long ans", "wer" → "a long answer"."""
     state.streamed = ""
     if not response.content:
         return
@@ -719,7 +743,7 @@ async def keep_segment(state: RunState, response: LLMResponse) -> None:
 
 
 def summary_or_limit(state: RunState, response: LLMResponse) -> str:
-    """The model's summary at the end of its steps; if there is none, the limit and why there is none."""
+    """The model's summary at the end of its steps; without one the limit, and why there is none."""
     if response.finish_reason != "error" and response.content:
         return response.content
     limit = f"I stopped at the limit of {state.spec.max_iterations} steps."
@@ -749,9 +773,9 @@ def nudge_for_cut(response: LLMResponse) -> str:
 
 
 class TurnJournal:
-    """Writes a turn's messages at once; what a power cut could take reaches the disk on a thread beside.
+    """Writes a turn's messages at once; what a power cut could take is synced on a thread beside.
 
-    Without that thread each step of a turn would wait 1 to 2 ms, on a slow disk 30, for nobody's good.
+    Without the thread each step of a turn would wait 1 to 2 ms, on a slow disk 30, for nobody's good.
     """
 
     def __init__(self, session: Session):
@@ -768,18 +792,18 @@ class TurnJournal:
 
 
 # ---- Prompts are files ----
-# Without the fence around them a planted link (SOUL.md → ~/.ssh/id_rsa) would carry keys into every
-# request, and one template of strangers could take the words of another.
+# Without the fence around them a planted link (SOUL.md → ~/.ssh/id_rsa) would carry keys into
+# every request.
 
 
 def template(name: str, **values: Any) -> str:
-    """A prompt from `templates/`. Rendering is strict: a `$variable` that nobody gave is a KeyError."""
+    """A prompt from `templates/`. A `$variable` in it that nobody gave is a KeyError."""
     text = (DATA / "templates" / f"{name}.md").read_text(encoding="utf-8")
     return string.Template(text).substitute(values).strip()
 
 
 def prepare_workspace(workspace: Path) -> Path:
-    """Make the agent's home and put its first files there; what is there already is never touched."""
+    """Make the agent's home and put its first files there; what is there is never touched."""
     try:
         workspace.mkdir(parents=True, exist_ok=True, mode=0o700)
         for source in (DATA / "templates").glob("[A-Z]*.md"):  # the others are prompts
@@ -794,7 +818,7 @@ def prepare_workspace(workspace: Path) -> Path:
 
 
 def identity(turn: Turn) -> str:
-    """The first part of the system prompt: where the user's files are, where its own, how to work."""
+    """The first part of the system prompt: where whose files are, and how to work."""
     style = template("format_cli") if turn.channel == "cli" else template("format_chat")
     platform = f"{sys.platform}, Python {sys.version_info.major}.{sys.version_info.minor}"
     places = {"cwd": turn.cwd, "workspace": turn.workspace}
@@ -839,7 +863,7 @@ def line_of_skill(skill: Skill) -> str:
 
 
 def attachment(path: Path) -> tuple[str, dict | None]:
-    """The line that names a file which came with a message, and its image block if it is an image."""
+    """The line that names a file which came with a message; if it is an image, its block."""
     try:
         image = image_block(path.read_bytes())
     except OSError as problem:
@@ -867,12 +891,12 @@ def now_in(zone: Any) -> Any:
 
 
 # ---- Hooks that come with it ----
-# Without CompositeHook a mistake in somebody's logging would end the user's turn; without ApprovalHook
-# the first wrong `rm` is also the last.
+# Without CompositeHook a mistake in somebody's logging would end the user's turn; without
+# ApprovalHook the first wrong `rm` is also the last.
 
 
 class CompositeHook(AgentHook):
-    """Several hooks as one, in order of registration. One that fails is logged, the others still run."""
+    """Several hooks as one, in order. One that fails is logged, the others still run."""
 
     def __init__(self, hooks: Iterable[AgentHook]):
         self.hooks = list(hooks)
@@ -945,12 +969,13 @@ class CostTrackingHook(AgentHook):
     def line(self, usage: dict) -> str:
         """`1,234 in (200 cached) · 56 out · 0.0012`; `~` marks an estimate, `≤` an upper bound."""
         mark = "~" if usage["estimated"] else ""
-        parts = [f"{mark}{usage['prompt_tokens']:,} in", f"{mark}{usage['completion_tokens']:,} out"]
+        line = f"{mark}{usage['prompt_tokens']:,} in"
         if usage["cached_tokens"]:
-            parts[0] += f" ({usage['cached_tokens']:,} cached)"
+            line += f" ({usage['cached_tokens']:,} cached)"
+        line += f" · {mark}{usage['completion_tokens']:,} out"
         if self.price:
-            parts.append(mark + self.price.of(usage))
-        return " · ".join(parts)
+            line += f" · {mark}{self.price.of(usage)}"
+        return line
 
 
 class ApprovalHook(AgentHook):
@@ -973,7 +998,7 @@ class ApprovalHook(AgentHook):
             elif not (call.error or call.denied):
                 call.denied = "The user did not approve this call."
                 asked.append(call)
-        for call in asked:  # all are denied before the first question: should one fail, none goes through
+        for call in asked:  # all are denied before the first question: if that fails, none runs
             await self._decide(call)
 
     async def _decide(self, call: ToolCallRequest) -> None:
@@ -1020,9 +1045,9 @@ class EventHook(AgentHook):
         if text := self.context.response.content:
             await self.send("progress", text)
         hints = [tool_hint(call) for call in tool_calls]
-        for hint in dict.fromkeys(hints):
-            count = hints.count(hint)
-            await self.send("tool_hint", f"{hint} × {count}" if count > 1 else hint)
+        for hint, count in Counter(hints).items():
+            text = f"{hint} × {count}" if count > 1 else hint
+            await self.send("tool_hint", text)
 
 
 def tool_hint(call: ToolCallRequest) -> str:
@@ -1032,9 +1057,11 @@ def tool_hint(call: ToolCallRequest) -> str:
         return f"$ {command[:100]}"
     if not call.arguments:
         return f"{call.name}()"
-    names = ["path", *call.arguments] if "path" in call.arguments else [*call.arguments]
-    value = json.dumps(call.arguments[names[0]], ensure_ascii=False, default=str)
-    return f"{call.name}({value if len(value) <= 80 else value[:79] + '…'})"
+    telling = "path" if "path" in call.arguments else next(iter(call.arguments))
+    value = json.dumps(call.arguments[telling], ensure_ascii=False, default=str)
+    if len(value) > 80:
+        value = value[:79] + "…"
+    return f"{call.name}({value})"
 
 
 # ---- Slash commands ----
@@ -1088,7 +1115,7 @@ async def start_afresh(session: Session, turn: Turn) -> AgentRunResult:
 
 
 # ---- What can be set ----
-# Without these checks a wrong type or an unknown key would only fail deep in a turn, or never be noticed.
+# Without these checks a wrong type would fail deep in a turn, and an unknown key never be noticed.
 
 
 class ConfigError(Exception):
@@ -1202,8 +1229,12 @@ class Config:
     tools: ToolSettings = field(default_factory=ToolSettings)
     prices: dict[str, Price] = field(default_factory=dict)
     channels: ChannelSettings = field(default_factory=ChannelSettings)
+    # not of the file, but of the program that uses it:
     path: Path = field(default_factory=lambda: path_of("~/.nanobot/config.json"), init=False)
-    base_url: str = field(default="", init=False)  # given by a flag or the environment: it wins
+    base_url: str = field(default="", init=False)  # of a flag or the environment: it wins
+    cwd: Path = field(default_factory=Path.cwd, init=False)  # where relative paths and exec start
+    streaming: bool = field(default=True, init=False)
+    patience: float = field(default=15.0, init=False)  # seconds, for MCP servers that are starting
 
     @property
     def defaults(self) -> AgentDefaults:
@@ -1225,10 +1256,11 @@ class Config:
         try:
             Web(self.tools.ssrf_whitelist)
         except ValueError as problem:
-            raise ConfigError(f"tools.ssrfWhitelist: {problem}. Write it like 10.0.0.0/8.") from None
+            fix = "Write it like 10.0.0.0/8."
+            raise ConfigError(f"tools.ssrfWhitelist: {problem}. {fix}") from None
 
 
-# Keys of parts that this version does not have yet: a line says so, so that nobody waits for their effect.
+# Keys of parts that this version does not have yet: a line says so, and nobody waits for an effect.
 NOT_YET = {
     "agents.defaults.memoryWindow", "agents.defaults.dream", "agents.defaults.maxConcurrent",
     "channels.telegram", "gateway",
@@ -1240,7 +1272,7 @@ def path_of(text: str) -> Path:
 
 
 def load_config(path: Path | None = None, environ: Mapping[str, str] = os.environ) -> Config:
-    """The file, and the environment over it. A file that is named must be there, the default one need not."""
+    """The file, and the environment over it. A file that is named must be there."""
     file = path or Config().path
     config = Config()
     if path or file.exists():
@@ -1256,24 +1288,25 @@ def load_config(path: Path | None = None, environ: Mapping[str, str] = os.enviro
 
 
 def read_json(file: Path, environ: Mapping[str, str]) -> Any:
-    """A settings file with each `${VAR}` from the environment; raises ConfigError with cause and fix."""
+    """A settings file with each `${VAR}` from the environment; raises ConfigError."""
 
     def variable(match: re.Match) -> str:
         if match[1] not in environ:
-            raise ConfigError(f"{file} wants the environment variable {match[1]}, which is not set.")
+            raise ConfigError(f"{file} wants the environment variable {match[1]}: it is not set.")
         return json.dumps(environ[match[1]])[1:-1]
 
     try:
         text = file.read_text(encoding="utf-8-sig")
         return json.loads(re.sub(r"\$\{(\w+)\}", variable, text))
     except OSError as problem:
-        raise ConfigError(f"Cannot read {file}: {problem.strerror}. Try `nanobot onboard`.") from None
+        cause = f"Cannot read {file}: {problem.strerror}"
+        raise ConfigError(f"{cause}. Try `nanobot onboard`.") from None
     except (ValueError, RecursionError) as problem:
         raise ConfigError(f"{file} is not JSON: {problem}. Correct it there.") from None
 
 
 def pasted_servers_in_place(settings: Any) -> Any:
-    """Other programs have `mcpServers` at the top: {"mcpServers": …} → {"tools": {"mcpServers": …}}."""
+    """As other programs have it: {"mcpServers": …} → {"tools": {"mcpServers": …}}."""
     if not isinstance(settings, dict) or "mcpServers" not in settings:
         return settings
     log.warning("mcpServers stands at the top of the settings; its place here is tools.mcpServers")
@@ -1285,7 +1318,7 @@ def pasted_servers_in_place(settings: Any) -> Any:
 
 
 def read_setting(hint: Any, value: Any, place: str) -> Any:
-    """A value as its type hint wants it; raises ConfigError with its place: `agents.defaults.maxTokens: …`."""
+    """A value as its type hint wants it; raises ConfigError: `agents.defaults.maxTokens: …`."""
     check_type(hint, value, place)
     if is_dataclass(hint):
         return read_section(hint, value, place)
@@ -1293,7 +1326,7 @@ def read_setting(hint: Any, value: Any, place: str) -> Any:
     if get_origin(hint) is list:
         return [read_setting(inner[0], item, f"{place}[{n}]") for n, item in enumerate(value)]
     if get_origin(hint) is dict:
-        return {name: read_setting(inner[1], item, f"{place}.{name}") for name, item in value.items()}
+        return {key: read_setting(inner[1], item, f"{place}.{key}") for key, item in value.items()}
     if isinstance(value, bool) or not isinstance(value, int | float):
         return value
     least = 1 if hint is int else 0
@@ -1303,7 +1336,7 @@ def read_setting(hint: Any, value: Any, place: str) -> Any:
 
 
 def check_type(hint: Any, value: Any, place: str) -> None:
-    schema = as_schema(dict if is_dataclass(hint) else hint)
+    schema = {"type": "object"} if is_dataclass(hint) else as_schema(hint)
     choices = schema.get("enum", [value])
     if fits(value, kinds(schema)) and value in choices:
         return
@@ -1337,7 +1370,7 @@ def camel_case(name: str) -> str:
 
 
 def make_provider(config: Config, human: HumanProvider | None = None) -> LLMProvider:
-    """The model that the settings mean: the offline one where no key and no address is configured."""
+    """The model that the settings mean: the offline one where no key and no address is set."""
     defaults = config.defaults
     for name in config.providers:
         if name not in ROWS:
@@ -1402,10 +1435,12 @@ def session_key(name: str) -> str:
 
 def agent_command(arguments: argparse.Namespace) -> int:
     config = settings_of(arguments)
+    config.streaming = not arguments.no_stream
     terminal = CLI(kinds=kinds_to_show(config.channels))
     keyboard = sys.stdin is not None and sys.stdin.isatty()
     with BackgroundLoop() as background:
-        loop = loop_for_terminal(config, arguments, background.ask if keyboard else None)
+        ask = background.ask if keyboard else None
+        loop = loop_for_terminal(config, arguments, ask)
         background.at_end(loop.mcp.close)
         warn_before_start(arguments, loop, terminal, keyboard)
         talk = partial(one_turn, loop, terminal, background, session_key(arguments.session))
@@ -1415,6 +1450,7 @@ def agent_command(arguments: argparse.Namespace) -> int:
         if text or not keyboard or message is not None:
             return ask_once(talk, terminal, text)
         threading.Thread(target=loop.provider.warm_up, daemon=True).start()
+        config.patience = 5.0  # a server that comes later serves the next message
         greet(terminal, loop)
         return terminal.converse(talk, prompt_history(loop))
 
@@ -1425,14 +1461,14 @@ def prompt_history(loop: AgentLoop) -> Path:
 
 def kinds_to_show(settings: ChannelSettings) -> tuple[str, ...]:
     """Which events stand beside the answer: `("retry", "progress", "tool_hint")`."""
-    wanted = {"retry": True, "progress": settings.send_progress, "tool_hint": settings.send_tool_hints}
-    return tuple(kind for kind, is_shown in wanted.items() if is_shown)
+    wanted = {"progress": settings.send_progress, "tool_hint": settings.send_tool_hints}
+    return ("retry", *(kind for kind, is_shown in wanted.items() if is_shown))
 
 
 def loop_for_terminal(
     config: Config, arguments: argparse.Namespace, ask: Callable[..., Awaitable[str]] | None
 ) -> AgentLoop:
-    """The loop with what the flags of the command line add; `ask` is None where nobody can be asked."""
+    """The loop with what the flags add; `ask` is None where nobody can be asked."""
     tools = make_tools(config)
     human = HumanProvider(ask, lambda name, arguments: tools.prepare_call(name, arguments)[2])
     provider = make_provider(config, human)
@@ -1443,7 +1479,7 @@ def loop_for_terminal(
         hooks.append(ApprovalHook(tools, ask))
     if arguments.logs:
         hooks.append(LoggingHook())
-    return AgentLoop(config, provider, tools, hooks, streaming=not arguments.no_stream)
+    return AgentLoop(config, provider, tools, hooks)
 
 
 def warn_before_start(
@@ -1477,16 +1513,18 @@ def ask_once(talk: Callable[[str], int], terminal: CLI, text: str) -> int:
         raise
 
 
-def one_turn(loop: AgentLoop, terminal: CLI, background: BackgroundLoop, key: str, text: str) -> int:
+def one_turn(
+    loop: AgentLoop, terminal: CLI, background: BackgroundLoop, key: str, text: str
+) -> int:
     """One message to its answer on the terminal; gives the exit status."""
     if not text:
-        print("nanobot: there is no message: give one with -m TEXT, or on standard input", file=sys.stderr)
+        complain("there is no message: give one with -m TEXT, or on standard input")
         return 2
     result = background.complete(loop.process_direct(text, key, terminal.send))
     if result.requests:
         terminal.note(token_line(loop, result))
     if result.stop_reason == "max_iterations":
-        terminal.note("nanobot: it stopped at the limit of steps (maxToolIterations); ask it to go on")
+        terminal.note("nanobot: the limit of steps (maxToolIterations) was reached; ask it to go on")
     failed = result.stop_reason in NOT_ANSWERED
     cause = result.error or result.final_content or ""
     was_shown = terminal.live and cause in (result.final_content or "")
@@ -1511,75 +1549,66 @@ def onboard_command(arguments: argparse.Namespace) -> None:
         file.write_text(template("config") + "\n", encoding="utf-8")
     workspace = prepare_workspace(settings_of(arguments).workspace)
     print(f"Settings: {file}\nWorkspace: {workspace}")
-    print("Next: put a key into the settings, or export OPENAI_API_KEY; then look at `nanobot status`.")
+    print("Next: put a key into the settings, or export OPENAI_API_KEY; then try `nanobot status`.")
 
 
 def status_command(arguments: argparse.Namespace) -> int:
-    """Checks each part and says how to mend it; the exit status is 1 where something needed is broken."""
+    """Checks each part and says how to mend it; the exit status is 1 where one is broken."""
     loop = AgentLoop(settings_of(arguments))
-    file, bash = loop.config.path, shutil.which("bash")
-    rows = [
-        StatusRow("settings", str(file) if file.exists() else NO_SETTINGS_FILE),
-        status_of_workspace(loop.workspace),
-        status_of_model(loop.provider),
-        StatusRow("bash", bash) if bash else StatusRow("bash", NO_BASH, "--"),
-        status_of_sandbox(loop.config.tools.exec.sandbox),
-    ]
+    report = StatusReport()
+    file, sandbox = loop.config.path, loop.config.tools.exec.sandbox
+    report.line("settings", str(file) if file.exists() else "defaults; `nanobot onboard` writes a file")
+    report.line("workspace", str(loop.workspace), problem_of_workspace(loop.workspace))
+    report.line("model", describe_model(loop.provider), problem_of_model(loop.provider))
+    bash = shutil.which("bash")
+    report.line("bash", bash or "exec cannot run; install bash", is_missing=not bash)
+    can_do = sandbox or "off: a command can do what you can"
+    report.line("sandbox", can_do, sandbox_problem() if sandbox else "")
     for name, problem in asyncio.run(loop.mcp.check()).items():
-        rows.append(StatusRow(f"mcp {name}", problem or "connected", "BAD" if problem else "ok"))
-    rows += [status_of_skill(skill) for skill in loop.skills.load()]
-    for row in rows:
-        print(printable(f"{row.mark:4}{row.part:22}{row.state}"))
-    return int(any(row.mark == "BAD" for row in rows))
+        report.line(f"mcp {name}", "connected", problem)
+    for skill in loop.skills.load():
+        lack = skill.problem or ", ".join(skill.missing)
+        report.line(f"skill {skill.name}", f"needs {lack}" if lack else "ready", is_missing=bool(lack))
+    return report.exit_status
 
 
-NO_SETTINGS_FILE = "the defaults; `nanobot onboard` writes a file"
-NO_BASH = "missing: exec cannot run; install bash"
+class StatusReport:
+    """Prints a part a line: `ok` in order, `--` missing and not needed, `BAD` broken."""
+
+    exit_status = 0
+
+    def line(self, part: str, state: str, problem: str = "", is_missing: bool = False) -> None:
+        mark = "--" if is_missing else "ok"
+        if problem:
+            mark, state = "BAD", f"{state}: {problem}"
+            self.exit_status = 1
+        print(printable(f"{mark:4}{part:22}{state}"))
 
 
-@dataclass
-class StatusRow:
-    part: str
-    state: str
-    mark: str = "ok"  # or "--": something is missing, or "BAD": it is broken
-
-
-def status_of_workspace(workspace: Path) -> StatusRow:
+def problem_of_workspace(workspace: Path) -> str:
     probe = workspace / f".probe-{os.getpid()}"
     try:
         probe.write_bytes(b"")
         probe.unlink()
     except OSError as problem:
-        fix = "Choose another with --workspace."
-        return StatusRow("workspace", f"{workspace} cannot be written: {problem.strerror}. {fix}", "BAD")
-    return StatusRow("workspace", str(workspace))
+        return f"it cannot be written ({problem.strerror}). Choose another with --workspace."
+    return ""
 
 
-def status_of_model(provider: LLMProvider) -> StatusRow:
+def describe_model(provider: LLMProvider) -> str:
     if isinstance(provider, HumanProvider):
-        return StatusRow("model", "human: it is you")
+        return "human: it is you"
     if not isinstance(provider, OpenAIProvider):
-        fix = "set OPENAI_API_KEY or OPENAI_BASE_URL for a real one"
-        return StatusRow("model", f"offline: fixed rules; {fix}")
+        return "offline: fixed rules; set OPENAI_API_KEY or OPENAI_BASE_URL for a real one"
     endpoint = provider.endpoint
-    model = f"{provider.model or 'no model named'} at {endpoint.api_base} ({endpoint.spec.name})"
-    problem = asyncio.run(provider.check())
-    return StatusRow("model", f"{model}: {problem}", "BAD") if problem else StatusRow("model", model)
+    model = provider.model or "no model named"
+    return f"{model} at {endpoint.api_base} ({endpoint.spec.name})"
 
 
-def status_of_sandbox(sandbox: str) -> StatusRow:
-    if not sandbox:
-        return StatusRow("sandbox", "off: a command can do what you can")
-    problem = sandbox_problem()
-    return StatusRow("sandbox", problem, "BAD") if problem else StatusRow("sandbox", sandbox)
-
-
-def status_of_skill(skill: Skill) -> StatusRow:
-    if skill.problem:
-        return StatusRow(f"skill {skill.name}", f"broken: {skill.problem}", "--")
-    if skill.missing:
-        return StatusRow(f"skill {skill.name}", f"needs {', '.join(skill.missing)}", "--")
-    return StatusRow(f"skill {skill.name}", "ready")
+def problem_of_model(provider: LLMProvider) -> str:
+    if not isinstance(provider, OpenAIProvider):
+        return ""
+    return asyncio.run(provider.check()) or ""
 
 
 def prompt_command(arguments: argparse.Namespace) -> None:
@@ -1597,7 +1626,7 @@ def prompt_command(arguments: argparse.Namespace) -> None:
 
 
 def parts_of_request(system: dict[str, str], request: Governed) -> dict[str, str]:
-    """{"identity": …, "Memory": …, "Tools": …, "History": …, "User": …}; empty parts are left out."""
+    """{"identity": …, "Memory": …, "Tools": …, "History": …, "User": …}, without empty ones."""
     *history, last = request.messages[1:]
     parts = dict(system)
     parts["Tools"] = lines_of_json(request.tools)
@@ -1659,24 +1688,25 @@ def recorded_spec(records: list[dict], limits: AgentDefaults, hook: AgentHook) -
 
 
 def parser() -> argparse.ArgumentParser:
-    main_parser = argparse.ArgumentParser("nanobot", description="A personal AI agent. No command: agent.")
+    about = "A personal AI agent. No command: agent."
+    main_parser = argparse.ArgumentParser("nanobot", description=about)
     main_parser.add_argument("--version", action="version", version=f"nanobot {__version__}")
     common = common_flags()
     commands = main_parser.add_subparsers(metavar="COMMAND")
     agent = commands.add_parser("agent", parents=[common], help="ask, or talk at a prompt")
     message = agent.add_mutually_exclusive_group()
-    message.add_argument("text", nargs="?", metavar="TEXT", help="ask this and leave; else a prompt")
+    message.add_argument("text", nargs="?", metavar="TEXT", help="ask this and leave")
     message.add_argument("-m", "--message", metavar="TEXT", help="the same")
-    agent.add_argument("--approve", action="store_true", help="ask before a tool writes or executes")
+    agent.add_argument("--approve", action="store_true", help="ask before tools write or execute")
     agent.add_argument("--no-stream", action="store_true", help="do not stream requests")
-    agent.add_argument("--trace", metavar="FILE", type=path_of, help="write down requests and answers")
+    agent.add_argument("--trace", metavar="FILE", type=path_of, help="write down each request")
     replay = commands.add_parser("replay", parents=[common], help="run a trace again: no network")
     replay.add_argument("file", metavar="FILE", type=path_of)
     prompt = commands.add_parser("prompt", parents=[common], help="print what would be sent")
     prompt.add_argument("text", nargs="?", default="Hello!")
     for command in (agent, prompt):
-        command.add_argument("-s", "--session", metavar="NAME", default="direct", help="a conversation apart")
-    sessions = commands.add_parser("sessions", parents=[common], help="list conversations, or `show KEY`")
+        command.add_argument("-s", "--session", metavar="NAME", default="direct")
+    sessions = commands.add_parser("sessions", parents=[common], help="list, or `show KEY`")
     sessions.add_argument("action", nargs="?", choices=["show"])
     sessions.add_argument("show", nargs="?", metavar="KEY")
     commands.add_parser("onboard", parents=[common], help="write settings and workspace")
@@ -1687,12 +1717,13 @@ def parser() -> argparse.ArgumentParser:
 def common_flags() -> argparse.ArgumentParser:
     """The flags of the settings, which each command takes."""
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--config", metavar="FILE", type=path_of, help="default: ~/.nanobot/config.json")
-    common.add_argument("--workspace", metavar="DIR", help="the agent's home; default: ~/.nanobot/workspace")
+    common.add_argument("--config", metavar="FILE", type=path_of, help="~/.nanobot/config.json")
+    common.add_argument("--workspace", metavar="DIR", help="its home; ~/.nanobot/workspace")
     common.add_argument("--model", metavar="NAME")
-    common.add_argument("--base-url", metavar="URL", help="an OpenAI-compatible endpoint, mostly with /v1")
+    common.add_argument("--base-url", metavar="URL", help="an endpoint; mostly ends in /v1")
     choice = common.add_mutually_exclusive_group()
-    choice.add_argument("--provider", metavar="NAME", help=", ".join([*ROWS, "offline", "human (you)"]))
+    names = ", ".join([*ROWS, "offline", "human (you)"])
+    choice.add_argument("--provider", metavar="NAME", help=names)
     choice.add_argument("--offline", dest="provider", action="store_const", const="offline")
     common.add_argument("--logs", action="store_true", help="show what happens inside, on stderr")
     return common
@@ -1710,25 +1741,24 @@ COMMAND_LINE = {
 
 def main(argv: list[str] | None = None) -> int:
     """The program: gives the exit status. 0 answered, 1 failed, 2 wrong usage, 130 interrupted."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    first = argv[0] if argv else ""
-    if first and not first.startswith("-") and first not in COMMAND_LINE:
+    argv = sys.argv[1:] if argv is None else list(argv)
+    first = argv[0] if argv else "agent"
+    if not first.startswith("-") and first not in (*COMMAND_LINE, "agent"):
         names = ", ".join(COMMAND_LINE)
-        print(f"nanobot: no command {first!r}, there are {names}; a message goes behind -m", file=sys.stderr)
+        complain(f"no command {first!r}, there are {names}; a message goes behind -m")
         return 2
-    if first not in (*COMMAND_LINE, "-h", "--help", "--version"):
+    if not argv or first not in (*COMMAND_LINE, "-h", "--help", "--version"):
         argv.insert(0, "agent")
     arguments = parser().parse_args(argv)
     prepare_process(arguments.logs)
     try:
         return COMMAND_LINE[argv[0]](arguments) or 0
     except (ConfigError, SessionBusy) as problem:
-        print(f"nanobot: {printable(str(problem))}", file=sys.stderr)
+        complain(str(problem))
     except BrokenPipeError:  # `nanobot … | head`: nobody wants the rest
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as problem:
-        cause = printable(str(problem))
-        print(f"nanobot: {cause}. Mend it and ask again; the journal keeps what it has.", file=sys.stderr)
+        complain(f"{problem}. Mend it and ask again; the journal keeps what it has.")
     except KeyboardInterrupt:
         return 130
     return 1
@@ -1738,14 +1768,17 @@ def prepare_process(logs: bool) -> None:
     """Logs and tracebacks harmless to the terminal, signals that end a turn in order."""
     handler = logging.StreamHandler()
     handler.setFormatter(PrintableFormatter("%(levelname)s %(name)s: %(message)s"))
-    logging.basicConfig(level=logging.INFO if logs else logging.WARNING, handlers=[handler])
+    level = logging.INFO if logs else logging.WARNING
+    logging.basicConfig(level=level, handlers=[handler])
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:  # it may be closed: `nanobot … >&-`
             stream.reconfigure(errors="replace")  # letters that its encoding has not
     sys.excepthook = show_bug
-    for name in ("SIGTERM", "SIGHUP"):  # end as after Ctrl-C: what runs is stopped, the journal in order
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), terminate)
+    end_on_signals()  # as after Ctrl-C: what runs is stopped, the journal is in order
+
+
+def complain(text: str) -> None:
+    print(f"nanobot: {printable(text)}", file=sys.stderr)
 
 
 def show_bug(*raised: Any) -> None:

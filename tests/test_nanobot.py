@@ -41,7 +41,7 @@ from providers import (
     legal,
 )
 from test_providers import check_grammar
-from tools import ToolError, ToolRegistry, ToolResult, tool
+from tools import ToolError, ToolRegistry, ToolResult, Turn, tool
 
 PNG = b"\x89PNG\r\n\x1a\n" + b"\0" * 16
 
@@ -192,6 +192,12 @@ def test_calls_that_may_be_cut_are_not_run(reason):
         assert "shorter steps" in provider.requests[1].messages[-1]["content"]
 
 
+@pytest.mark.parametrize("reason", ["tool_use", "eos", "end_turn", "function_call", "stop"])
+def test_whole_calls_run_whatever_an_endpoint_calls_their_end(reason):
+    result, _ = run([LLMResponse(None, [call("look")], reason), "done"], [look])
+    assert (result.tools_used, result.final_content) == (["look"], "done")
+
+
 def test_a_missing_finish_reason_with_whole_arguments_runs():
     result, _ = run([LLMResponse(None, [call("look")], None), "done"], [look])
     assert result.tools_used == ["look"]
@@ -215,7 +221,136 @@ def test_an_answer_cut_by_its_length_is_continued_and_joined():
 def test_after_three_continuations_there_is_what_there_is():
     result, provider = run([LLMResponse(f"{n} ", finish_reason="length") for n in range(9)])
     assert len(provider.requests) == 4
-    assert result.final_content == "0 1 2 3 "
+    assert result.final_content == "0 1 2 3 \n\n(cut: the answer reached its length limit again and again)"
+    assert result.messages[-1]["content"] == "0 1 2 3 "
+    assert "length limit" in result.messages[-1]["cut"]
+
+
+def test_a_whole_step_gives_an_answer_its_three_continuations_back():
+    cut = [LLMResponse(f"{n} ", finish_reason="length") for n in range(3)]
+    result, _ = run([*cut, call("look"), *cut, "whole"], [look])
+    assert result.final_content == "0 1 2 whole"
+    assert [message.get("content") for message in result.messages[1:]] == ["0 1 2 ", "saw 0", "0 1 2 whole"]
+
+
+def test_text_beside_cut_calls_is_shown_once():
+    hook = Recorder()
+    beside = LLMResponse("I will look.", [call("look")], "length")
+    result, _ = run([beside, "Seen."], [look], hook=hook)
+    shown = "".join(text for text in hook.seen if isinstance(text, str) and text not in EVENTS)
+    assert shown == "I will look.\n\nSeen."
+    assert result.messages[-1]["content"] == f"<{shown}>"  # as its hook makes it
+
+
+def test_a_half_answer_whose_continuation_fails_is_kept_and_marked_as_cut():
+    failure = LLMResponse(None, [], "error", error="the endpoint is gone")
+    result, _ = run([LLMResponse("one ", finish_reason="length"), failure])
+    assert result.stop_reason == "error"
+    assert result.messages[-1] == {"role": "assistant", "content": "one ", "cut": "the endpoint is gone"}
+
+
+@pytest.mark.parametrize("asking", [True, False])
+def test_what_was_shown_of_an_answer_that_was_stopped_is_journalled_once(asking):
+    """Stopped in the middle of an answer, or in a tool that an answer called."""
+    journal, at_work = [], asyncio.Event()
+
+    class Stall(AgentHook):
+        wants_streaming = True
+
+        async def on_stream(self, delta):
+            if asking and delta == " three":
+                at_work.set()
+                await asyncio.sleep(60)
+
+    @tool
+    async def hang() -> str:
+        """Hang."""
+        at_work.set()
+        await asyncio.sleep(60)
+        return "never"
+
+    async def stop_it():
+        script = ["one two three four"] if asking else [LLMResponse("I wait.", [call("hang")], "tool_calls")]
+        spec = AgentRunSpec([{"role": "user", "content": "x"}], ToolRegistry([hang]), hook=Stall())
+        spec.on_messages = lambda messages, whole: journal.extend(messages)
+        task = asyncio.create_task(AgentRunner(ScriptedProvider(script)).run(spec))
+        await at_work.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(stop_it())
+    shown = "one two three" if asking else "I wait."
+    assert [(line["content"], "cut" in line) for line in journal] == [(shown, asking)]
+
+
+def test_when_a_turn_is_stopped_everything_in_it_has_ended():
+    ended, started = [], []
+
+    @tool(read_only=True)
+    async def wait(n: int) -> str:
+        """Wait."""
+        started.append(n)
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.01 * n)  # tidying up takes its time
+            ended.append(n)
+        return "never"
+
+    async def stop_it():
+        spec = AgentRunSpec([{"role": "user", "content": "x"}], ToolRegistry([wait]))
+        script = [[call("wait", f"c{n}", n=n) for n in range(4)]]
+        task = asyncio.create_task(AgentRunner(ScriptedProvider(script)).run(spec))
+        while len(started) < 4:
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return sorted(ended)
+
+    assert asyncio.run(stop_it()) == [0, 1, 2, 3]
+
+
+def test_a_result_is_journalled_when_its_call_ends_and_sent_in_the_order_of_the_calls():
+    journal, gate = [], asyncio.Event()
+
+    @tool(read_only=True)
+    async def wait(n: int) -> str:
+        """Wait."""
+        if n == 0:
+            await gate.wait()
+        else:
+            asyncio.get_running_loop().call_later(0.01, gate.set)
+        return f"waited {n}"
+
+    script = [[call("wait", "a", n=0), call("wait", "b", n=1)], "done"]
+    _, provider = run(script, [wait], on_messages=lambda messages, whole: journal.extend(messages))
+    assert [line["content"] for line in journal if line["role"] == "tool"] == ["waited 1", "waited 0"]
+    sent = provider.requests[1].messages
+    assert [message["content"] for message in sent if message["role"] == "tool"] == ["waited 0", "waited 1"]
+
+
+def test_the_same_result_again_and_again_is_told_at_three_and_ends_the_tools_at_five():
+    script = [call("look", f"c{n}") for n in range(5)] + ["Nothing new."]
+    result, provider = run(script, [look])
+    contents = [message["content"] for message in result.messages if message["role"] == "tool"]
+    assert [("already" in text) for text in contents] == [False, False, True, True, True]
+    assert [bool(request.tools) for request in provider.requests] == [True] * 5 + [False]
+    assert (result.stop_reason, result.final_content) == ("completed", "Nothing new.")
+
+
+def test_a_poll_that_returns_something_new_may_go_on():
+    @tool(read_only=True)
+    def poll() -> str:
+        """Poll."""
+        polls.append(1)
+        return f"{len(polls)} of 8"
+
+    polls: list[int] = []
+    result, provider = run([call("poll", f"c{n}") for n in range(8)] + ["ready"], [poll])
+    assert result.final_content == "ready"
+    assert all(request.tools for request in provider.requests)
 
 
 def test_blank_answers_are_asked_again_then_without_tools_then_honestly_empty():
@@ -478,6 +613,19 @@ class Recorder(AgentHook):
         return f"<{content}>"
 
 
+EVENTS = ("before", "after", "end True", "end False")
+
+
+def test_a_hook_can_measure_each_tool():
+    class Watch(AgentHook):
+        async def after_tool(self, call, result, seconds):
+            measured.append((call.name, result.is_error, 0 <= seconds < 5))
+
+    measured: list[tuple] = []
+    run([[call("look", "a"), call("broken", "b")], "done"], [look, broken], hook=CompositeHook([Watch()]))
+    assert measured == [("look", False, True), ("broken", True, True)]
+
+
 class Faulty(AgentHook):
     async def before_iteration(self, context):
         raise RuntimeError("a guest misbehaves")
@@ -553,6 +701,78 @@ def test_approval_asks_before_a_tool_that_writes(answers, ran):
     assert not any("\x1b" in question for question in questions)
 
 
+def test_a_tool_that_appears_while_the_user_reads_was_asked_about_too():
+    """A slow MCP server registers `late` between question 1 and the run."""
+    ran, questions = [], []
+
+    @tool
+    def late() -> str:
+        """Late."""
+        ran.append("late")
+        return "done"
+
+    @tool
+    def act() -> str:
+        """Act."""
+        ran.append("act")
+        return "acted"
+
+    async def ask(question):
+        questions.append(question)
+        registry.register(late)
+        return "y" if "act" in question else "n"
+
+    registry = ToolRegistry([act])
+    script = [[call("act", "a"), call("late", "b")], "done"]
+    spec = AgentRunSpec([{"role": "user", "content": "x"}], registry, hook=ApprovalHook(registry, ask))
+    asyncio.run(AgentRunner(ScriptedProvider(script)).run(spec))
+    assert (len(questions), ran) == (2, ["act"])
+
+
+def test_a_tool_that_stops_being_harmless_after_the_look_at_it_does_not_run():
+    ran = []
+
+    @tool(name="look")
+    def harmful() -> str:
+        """Not only looks."""
+        ran.append("harmful")
+        return "done"
+
+    @tool
+    def act() -> str:
+        """Changes what `look` is."""
+        registry.register(harmful)
+        return "acted"
+
+    async def ask(question):
+        return "y"
+
+    registry = ToolRegistry([look, act])
+    spec = AgentRunSpec([{"role": "user", "content": "x"}], registry, hook=ApprovalHook(registry, ask))
+    provider = ScriptedProvider([[call("act", "a"), call("look", "b")], "done"])
+    asyncio.run(AgentRunner(provider).run(spec))
+    assert ran == []
+    assert "changed meanwhile" in provider.requests[1].messages[-1]["content"]
+
+
+def test_only_a_call_that_was_asked_about_counts_as_approved():
+    approved = []
+
+    @tool
+    def act(*, turn: Turn) -> str:
+        """Act."""
+        approved.append(turn.approved)
+        return "acted"
+
+    async def ask(question):
+        return "always"
+
+    registry = ToolRegistry([act])
+    spec = AgentRunSpec([{"role": "user", "content": "x"}], registry, hook=ApprovalHook(registry, ask))
+    asyncio.run(AgentRunner(ScriptedProvider([call("act", "a"), call("act", "b"), "done"])).run(spec))
+    assert approved == [True, False]
+
+
 def test_blanks_cannot_scroll_a_question_away():
     async def ask(question):
         questions.append(question)
@@ -585,7 +805,9 @@ def test_cost_counts_every_request_of_a_run():
 def test_cost_is_money_where_the_price_is_known_and_tokens_otherwise():
     usage = {"prompt_tokens": 1_000_000, "completion_tokens": 500_000, "cached_tokens": 10, "estimated": 0}
     priced = CostTrackingHook({"m": Price(2.0, 8.0)}, "m")
-    assert priced.line(usage) == "1,000,000 in (10 cached) · 500,000 out · 6.0000"
+    assert priced.line(usage) == "1,000,000 in (10 cached) · 500,000 out · ≤ 6.0000"
+    cheaper = CostTrackingHook({"m": Price(2.0, 8.0, cached=0.5)}, "m")
+    assert cheaper.line({**usage, "cached_tokens": 800_000}).endswith(" · 4.8000")
     unknown = CostTrackingHook({"m": Price(2.0, 8.0)}, "other")
     assert unknown.line({**usage, "cached_tokens": 0, "estimated": True}) == "~1,000,000 in · ~500,000 out"
 
@@ -598,6 +820,7 @@ def make_loop(tmp_path: Path, replies=(), **defaults) -> AgentLoop:
     config.defaults.workspace = str(tmp_path / "workspace")
     for name, value in defaults.items():
         setattr(config.defaults, name, value)
+    config.cwd = config.workspace
     return AgentLoop(config, ScriptedProvider(replies))
 
 
@@ -894,7 +1117,7 @@ def test_after_a_storm_every_message_is_there_once_and_the_next_is_answered(tmp_
 
         async def many_turns():
             while len(server.bodies) < 200:
-                loop.streaming, text = len(turns) % 3 > 0, f"question {len(turns)}"
+                loop.config.streaming, text = len(turns) % 3 > 0, f"question {len(turns)}"
                 before = len(loop.sessions.get("cli:direct").lines)
                 result = await asyncio.wait_for(loop.process_direct(text), 20)
                 turns.append((text, result, before))
@@ -925,6 +1148,9 @@ def without_stamp(line: dict) -> dict:
     return {key: value for key, value in line.items() if key not in ("timestamp", "runtime")}
 
 
+CUT = "\n\n(cut: the answer reached its length limit again and again)"
+
+
 def check_journal(lines: list[dict], turns: list) -> None:
     """What each turn gave is there, in its place and once; each call has its own result behind it."""
     reasons = [result.stop_reason for _, result, _ in turns]
@@ -935,8 +1161,8 @@ def check_journal(lines: list[dict], turns: list) -> None:
         turn = lines[start:end]
         assert turn[0] == {"role": "user", "content": text}
         assert turn[1:] == result.messages[len(result.messages) - len(turn) + 1 :]
-        if result.final_content:
-            assert turn[-1]["content"] == result.final_content
+        if result.final_content and result.stop_reason != "empty":
+            assert turn[-1]["content"] == result.final_content.removesuffix(CUT)
     numbers, due = [], []
     for line in lines:
         if line["role"] == "tool":
@@ -994,7 +1220,7 @@ def test_every_request_begins_with_the_bytes_of_the_last_one(tmp_path, streaming
 
         async def talk():
             loop = endpoint_loop(tmp_path, server)
-            loop.streaming = streaming
+            loop.config.streaming = streaming
             for text in ("one", "two \u202e \U0001f600", "three"):
                 await loop.process_direct(text)
 
@@ -1090,7 +1316,8 @@ def test_a_letter_that_is_none_costs_no_turn(tmp_path, part):
 
 def test_the_system_prompt_has_its_parts_in_order(tmp_path):
     loop = make_loop(tmp_path)
-    (loop.workspace / "IDENTITY.md").write_text("I am Ida.", encoding="utf-8")
+    for name in ("AGENTS", "SOUL", "USER", "TOOLS", "IDENTITY"):
+        (loop.workspace / f"{name}.md").write_text("I am Ida.", encoding="utf-8")
     loop.memory.facts.write_text("# Long-term memory\n\nThe cat is Tom.\n", encoding="utf-8")
     entry = {"cursor": 1, "timestamp": "2026-04-03 00:02", "content": "We spoke of cats."}
     loop.memory.history.write_text(json.dumps(entry) + "\n", encoding="utf-8")
