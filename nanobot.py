@@ -44,7 +44,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 from weakref import WeakValueDictionary
 
-from channels import CLI, BackgroundLoop, OutboundMessage, PrintableFormatter, printable, terminate
+from channels import (
+    CLI, BackgroundLoop, OutboundMessage, PrintableFormatter, approval_question, printable, terminate,
+)  # fmt: skip
 from memory import (
     MemoryStore, SessionBusy, SessionManager, SkillsLoader, TokenCounter, leave_out_oldest, said,
 )  # fmt: skip
@@ -450,12 +452,7 @@ class ApprovalHook(AgentHook):
             if call.name in self.always:
                 call.denied = ""
                 continue
-            # JSON keeps all of it on one line: nothing in it can look like a question of ours
-            shown = printable(f"{call.name} {json.dumps(call.arguments, ensure_ascii=False)}")
-            # many blanks could scroll the rest away
-            shown = re.sub(r"\s{4,}", lambda blank: f"[{len(blank[0])} blanks]", shown)
-            long = f"{call.name}, {len(shown):,} characters. " if len(shown) > 500 else ""
-            question = f"{shown}\n{long}Run it? [y/n/always] "
+            question = approval_question(call.name, call.arguments)
             answer = (await self.ask(question)).strip().lower() if self.ask else "n"
             if answer in ("a", "always"):
                 self.always.add(call.name)
@@ -941,7 +938,7 @@ def agent_command(arguments: argparse.Namespace) -> int:
         if arguments.logs:
             loop.hooks.append(LoggingHook())
         ask = partial(one_turn, loop, terminal, background, session_key(arguments.session))
-        piped = "" if keyboard else terminal.read_piped(arguments.message is not None)
+        piped = "" if keyboard else terminal.read_piped(arguments.message is not None, loop.workspace / ".nanobot" / "piped")
         given = os.fsencode(arguments.message or "").decode("utf-8", errors="replace")  # whatever the locale
         text = "\n\n".join(filter(None, [given.strip(), piped]))
         if text or not keyboard or arguments.message is not None:
