@@ -90,9 +90,10 @@ class MessageBus:
         elif message.kind == "final":
             log.warning("There is no channel %r: its answer is shown nowhere", message.channel)
 
-    async def close(self) -> None:
-        """What is on its way out gets five seconds, then the channels stop."""
-        await asyncio.gather(*map(Connection.close, self._connections.values()))
+    async def close(self, seconds: float = 5.0) -> None:
+        """What is on its way out gets these seconds, then the channels stop."""
+        connections = self._connections.values()
+        await asyncio.gather(*(connection.close(seconds) for connection in connections))
 
 
 @dataclass
@@ -228,18 +229,18 @@ class Connection:
             log.error("%s: a delivery could not be noted: %s", self.channel.name, problem)
         return True
 
-    async def close(self) -> None:
+    async def close(self, seconds: float) -> None:
         self.waiting.append(None)
         self.news.set()
-        await asyncio.wait([self.delivering], timeout=5.0)
+        await asyncio.wait([self.delivering], timeout=seconds)
         try:
-            await asyncio.wait_for(self.channel.stop(), 2.0)
+            await asyncio.wait_for(self.channel.stop(), seconds)
         except Exception as problem:
             log.warning("%s: did not stop as it should: %r", self.channel.name, problem)
         tasks = [self.listening, self.delivering]
         for task in tasks:
             task.cancel()
-        await asyncio.wait(tasks, timeout=2.0)
+        await asyncio.wait(tasks, timeout=seconds)
 
 
 # ---- Text for a terminal ----
@@ -669,9 +670,9 @@ KEPT_PIPED = 20  # files
 def text_of_pipe(stream: BinaryIO, folder: Path) -> str:
     """All of it; of more than a message should hold the beginning, and the file that has it all."""
     beginning = stream.read(4 * MOST_PIPED + 1)  # a character has up to four bytes
-    text = beginning.decode("utf-8", errors="replace").strip()
+    text = beginning.decode("utf-8", errors="replace")
     if len(text) <= MOST_PIPED:
-        return text
+        return text.strip()
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     path = folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
     with path.open("wb") as file:

@@ -938,7 +938,8 @@ def agent_command(arguments: argparse.Namespace) -> int:
         if arguments.logs:
             loop.hooks.append(LoggingHook())
         ask = partial(one_turn, loop, terminal, background, session_key(arguments.session))
-        piped = "" if keyboard else terminal.read_piped(arguments.message is not None, loop.workspace / ".nanobot" / "piped")
+        piped_files = loop.workspace / ".nanobot" / "piped"
+        piped = "" if keyboard else terminal.read_piped(arguments.message is not None, piped_files)
         given = os.fsencode(arguments.message or "").decode("utf-8", errors="replace")  # whatever the locale
         text = "\n\n".join(filter(None, [given.strip(), piped]))
         if text or not keyboard or arguments.message is not None:
