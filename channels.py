@@ -5,11 +5,8 @@ A channel turns what somebody writes into a message, and an event of the agent i
     InboundMessage("telegram", "7", "42", "What is in a.txt?")  → bus →  the agent
     OutboundMessage("telegram", "42", "It says hello.")         ← bus ←  the agent
 
-The one idea: who hands something over learns when it is safe. `publish` returns when the message
-is in the journal, and only then a channel confirms it to its service; `send` waits for nobody, and
-`on_delivered` tells that an answer has arrived. So a crash leads to a second try, never to a loss.
-
-This file works alone. Read it last. Not covered: turns, sessions, options (nanobot.py).
+The one idea: who hands something over learns when it is safe (`publish` returns, `on_delivered` is
+called) and tries again until then. Works alone; read last. Not covered: turns, sessions, options.
 """
 
 import asyncio
@@ -33,11 +30,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-log = logging.getLogger("nanobot.channels")
-
-
 # ---- Many channels, one agent ----
-
 
 @dataclass
 class InboundMessage:
@@ -55,7 +48,7 @@ class InboundMessage:
         return f"{self.channel}:{self.chat_id}"
 
     def confirm(self, problem: Exception | None = None) -> None:
-        """By the agent: it is in the journal, or this problem keeps it out."""
+        """The agent has journalled it, or this problem keeps it from that."""
         if not self.journalled.done():  # else nobody waits for it any more
             self.journalled.set_result(problem)
 
@@ -65,15 +58,15 @@ class MessageBus:
 
     def __init__(self, sleep: Callable[[float], Awaitable] = asyncio.sleep):
         self._inbound: asyncio.Queue[InboundMessage] = asyncio.Queue()
-        self._connections: dict[str, Connection] = {}
+        self._open: dict[str, Connection] = {}
         self._sleep = sleep
 
     def open(self, channel: "Channel") -> None:
         """From now on the channel is listened to, and what is for it is delivered."""
-        self._connections[channel.name] = Connection(channel, self, self._sleep)
+        self._open[channel.name] = Connection(channel, self, self._sleep)
 
     async def publish(self, message: InboundMessage) -> None:
-        """Returns when the agent has journalled the message; raises what kept it from that."""
+        """Returns when the agent has journalled the message, or raises what kept it from that."""
         message.journalled = asyncio.get_running_loop().create_future()
         self._inbound.put_nowait(message)
         if problem := await message.journalled:
@@ -85,15 +78,14 @@ class MessageBus:
 
     def send(self, message: "OutboundMessage") -> None:
         """Into the queue of its channel: no channel waits for another, and the agent for none."""
-        if message.channel in self._connections:
-            self._connections[message.channel].put(message)
+        if message.channel in self._open:
+            self._open[message.channel].put(message)
         elif message.kind == "final":
             log.warning("There is no channel %r: its answer is shown nowhere", message.channel)
 
     async def close(self, seconds: float = 5.0) -> None:
         """What is on its way out gets these seconds, then the channels stop."""
-        connections = self._connections.values()
-        await asyncio.gather(*(connection.close(seconds) for connection in connections))
+        await asyncio.gather(*(connection.close(seconds) for connection in self._open.values()))
 
 
 @dataclass
@@ -108,22 +100,17 @@ class OutboundMessage:
 
 
 class Channel:
-    """A place where people write. Where one fails, the others go on."""
+    """A place where people write. `start` listens and publishes what is allowed, `stop` lets go of
+    what it holds, `send` delivers, or raises where another try may help (no network)."""
 
     name = ""
 
     def __init__(self, allow_from: Sequence[str | int] = ()):
         self.allow_from = [str(sender_id) for sender_id in allow_from]
 
-    async def start(self, bus: MessageBus) -> None:
-        """Listens as long as there is something to hear, and publishes what is allowed."""
-
-    async def stop(self) -> None:
-        """Lets go of what it holds; then `start` is cancelled."""
-
-    async def send(self, message: OutboundMessage) -> None:
-        """Returns when it is delivered; raises where another try may help (no network)."""
-        raise NotImplementedError
+    async def start(self, bus: MessageBus) -> None: ...
+    async def stop(self) -> None: ...
+    async def send(self, message: OutboundMessage) -> None: ...
 
     def is_allowed(self, sender_id: str | int) -> bool:
         """[] → nobody, ["*"] → everybody, ["7", 8] → those whose id is exactly 7 or 8."""
@@ -131,22 +118,19 @@ class Channel:
 
 
 class FileChannel(Channel):
-    """A whole channel: each line of one file is a message, another file gets the answers."""
+    """A whole channel: each line of one open file is a message, another file gets the answers."""
 
-    name = "file"
-
-    def __init__(self, questions: Path, answers: Path):
+    def __init__(self, questions: TextIO, answers: TextIO):
         super().__init__(allow_from=["*"])
-        self.questions, self.answers = questions, answers
+        self.name, self.questions, self.answers = "file", questions, answers
 
     async def start(self, bus: MessageBus) -> None:
-        for line in self.questions.read_text(encoding="utf-8").splitlines():
-            await bus.publish(InboundMessage(self.name, "me", "direct", line))
+        for line in self.questions:
+            await bus.publish(InboundMessage(self.name, "me", "direct", line.strip()))
 
     async def send(self, message: OutboundMessage) -> None:
         if message.kind == "final":
-            with self.answers.open("a", encoding="utf-8") as file:
-                print(message.content, file=file)
+            print(message.content, file=self.answers, flush=True)
 
 
 # ======== Second reading: slow channels, the terminal, and time as one more channel ========
@@ -155,6 +139,9 @@ class FileChannel(Channel):
 # ---- A channel that is slow or fails ----
 # Without this a phone without a network holds up every other chat, and so does Telegram's
 # "429 Too Many Requests: retry after 30".
+
+
+log = logging.getLogger("nanobot.channels")
 
 
 class Connection:
@@ -234,13 +221,13 @@ class Connection:
         self.news.set()
         await asyncio.wait([self.delivering], timeout=seconds)
         try:
-            await asyncio.wait_for(self.channel.stop(), seconds)
+            await asyncio.wait_for(self.channel.stop(), 2.0)
         except Exception as problem:
             log.warning("%s: did not stop as it should: %r", self.channel.name, problem)
         tasks = [self.listening, self.delivering]
         for task in tasks:
             task.cancel()
-        await asyncio.wait(tasks, timeout=seconds)
+        await asyncio.wait(tasks, timeout=1.0)
 
 
 # ---- Text for a terminal ----

@@ -79,15 +79,15 @@ async def echo(bus: MessageBus) -> None:
 def test_a_file_of_questions_becomes_a_file_of_answers(tmp_path):
     questions, answers = tmp_path / "questions", tmp_path / "answers"
     questions.write_text("Grüße\nwhat is in a.txt?\n", encoding="utf-8")
-    answers.touch()
 
     async def gateway() -> None:
         bus = MessageBus()
-        bus.open(FileChannel(questions, answers))
-        agent = asyncio.create_task(echo(bus))
-        await settled(lambda: answers.read_text(encoding="utf-8").count("\n") == 2)
-        agent.cancel()
-        await bus.close()
+        with questions.open(encoding="utf-8") as lines, answers.open("w", encoding="utf-8") as page:
+            bus.open(FileChannel(lines, page))
+            agent = asyncio.create_task(echo(bus))
+            await settled(lambda: answers.read_text(encoding="utf-8").count("\n") == 2)
+            agent.cancel()
+            await bus.close()
 
     asyncio.run(gateway())
     assert answers.read_text(encoding="utf-8") == "GRÜSSE\nWHAT IS IN A.TXT?\n"
