@@ -220,10 +220,14 @@ def test_sessions_are_apart_and_remembered(own_home):
     assert "assistant: two" in out
 
 
-def test_escape_sequences_from_a_model_do_not_reach_the_terminal(own_home):
-    with FakeLLM(["red \x1b[31malert\x1b[0m \u202egnp.exe"]) as server:
+def test_escape_sequences_from_a_model_do_not_reach_the_terminal_but_a_file(own_home, needs_terminal):
+    answer = "red \x1b[31malert\x1b[0m \u202egnp.exe"
+    with FakeLLM([answer, answer]) as server:
         _, out, _ = nanobot("-m", "x", server=server)
-    assert out == "red \\x1b[31malert\\x1b[0m \\u202egnp.exe\n"
+        assert out == f"{answer}\n"
+        terminal = Terminal("-m", "x", server=server)
+        terminal.expect("red \\x1b[31malert\\x1b[0m \\u202egnp.exe")
+        assert terminal.close() == 0
 
 
 def test_nothing_that_is_shown_reaches_the_terminal_raw(own_home, tmp_path):
@@ -238,9 +242,9 @@ def test_nothing_that_is_shown_reaches_the_terminal_raw(own_home, tmp_path):
     failing = call("exec", command=f"{evil}\0")
     shown = ""
     with FakeLLM([beside, failing, evil, Failure(400, {"error": {"message": evil}})]) as server:
-        for flags in (["-m", evil, "--logs"], ["-m", "x", "-s", evil], ["status", "--model", evil]):
-            shown += "".join(nanobot(*flags, server=server, cwd=tmp_path)[1:])
-        for flags in (["prompt", evil], ["sessions"], ["sessions", "show", "cli:direct"], ["onboard"]):
+        for flags in (["-m", evil, "--logs"], ["-m", "x", "-s", evil]):
+            shown += nanobot(*flags, server=server, cwd=tmp_path)[2]  # the answer goes into a pipe as it is
+        for flags in (["status", "--model", evil], ["prompt", evil], ["sessions"], ["sessions", "show", "cli:direct"], ["onboard"]):
             shown += "".join(nanobot(*flags, server=server, cwd=tmp_path)[1:])
     assert shown.count("\\x1b]0;owned\\x07\\u202e\\u200b\\U000e0041") > 10
     assert not set(evil) - set("]0;ownedJ2") & set(shown)
