@@ -46,11 +46,11 @@ from weakref import WeakValueDictionary
 
 from channels import CLI, BackgroundLoop, OutboundMessage, PrintableFormatter, printable, terminate
 from memory import (
-    MemoryStore, SessionBusy, SessionManager, SkillsLoader, TokenCounter, leave_out_oldest, said,
+    MemoryStore, SessionBusy, SessionManager, SkillsLoader, TokenCounter, leave_out_oldest, readable,
 )  # fmt: skip
 from providers import (
     ROWS, Endpoint, HumanProvider, LLMProvider, LLMResponse, OfflineProvider, OpenAIProvider, ReplayDiffers,
-    ReplayProvider, ToolCallRequest, Trace, choose_endpoint, legal,
+    ReplayProvider, ToolCallRequest, Trace, choose_endpoint,
 )  # fmt: skip
 from tools import (
     FILE_TOOLS, SEARCH_SERVICES, Exec, MCPServers, ToolRegistry, ToolResult, Turn, Web, WebFetch, WebSearch,
@@ -241,7 +241,8 @@ class ContextBuilder:
 
     def parts(self, turn: Turn) -> dict[str, str]:
         """The system prompt by part, in order; parts with nothing in them are left out."""
-        skills, facts = self.skills.load(), own_text(turn, self.memory.facts)
+        skills = [skill for skill in self.skills.load() if not skill.problem]
+        facts = own_text(turn, self.memory.facts)
         active = [titled(f"## {each.name}", each.text) for each in skills if each.always and not each.missing]
         listed = []
         for each in (skill for skill in skills if not skill.always):
@@ -703,7 +704,7 @@ class AgentLoop:
         self.model = self.provider.get_default_model()
         self.sessions = SessionManager(self.workspace)
         self.memory = MemoryStore(self.workspace)
-        self.skills = SkillsLoader(self.workspace / "skills", DATA / "skills")
+        self.skills = SkillsLoader(self.workspace / "skills", DATA / "skills", read=self._prompt_file)
         self.context = ContextBuilder(config, self.memory, self.skills)
         self.tools = ToolRegistry(FILE_TOOLS)
         if (shell := config.tools.exec).enable:
@@ -732,6 +733,9 @@ class AgentLoop:
             max_result_chars=self.config.defaults.max_tool_result_chars,
             seen=self._seen.setdefault(session_key, {}),
         )  # fmt: skip
+
+    def _prompt_file(self, path: Path) -> bytes:
+        return read_bytes(self.turn("cli:direct").path(str(path)), 100_000)
 
     async def process_direct(
         self, text: str, session_key: str = "cli:direct", on_event: Emit | None = None, media: Media = ()
@@ -764,7 +768,7 @@ class AgentLoop:
         await self.mcp.connect()
         defaults = self.config.defaults
         spec = AgentRunSpec(
-            self.context.request(events.turn, session.get_history(legal), images), self.tools,
+            self.context.request(events.turn, session.get_history(), images), self.tools,
             max_iterations=defaults.max_tool_iterations, max_tokens=defaults.max_tokens,
             temperature=defaults.temperature, context_window=defaults.context_window_tokens,
             hook=CompositeHook([events, *self.hooks]), turn=events.turn,
@@ -783,7 +787,7 @@ class AgentLoop:
         return f"There is no /{name}. The closest is /{close}: {COMMANDS[close]}"
 
     def _status(self, turn: Turn) -> str:
-        history = self.sessions.get(turn.session_key).get_history(list)
+        history = self.sessions.get(turn.session_key).get_history()
         sent = [*self.context.request(turn, history, []), *self.tools.get_definitions()]
         used, window = TokenCounter().total(sent), self.config.defaults.context_window_tokens
         hours, minutes = divmod(int(time.monotonic() - self.started) // 60, 60)
@@ -1004,6 +1008,9 @@ def status_command(arguments: argparse.Namespace) -> int:
         rows.append(("BAD" if problem else "ok", f"mcp {name}", problem or "connected"))
     for skill in loop.skills.load():
         lack = f"needs {', '.join(skill.missing)}" if skill.missing else "ready"
+        if skill.problem:
+            rows.append(("--", f"skill {skill.name}", f"broken, left out: {skill.problem}"))
+            continue
         rows.append(("--" if skill.missing else "ok", f"skill {skill.name}", lack))
     for mark, name, what in rows:
         print(printable(f"{mark:4}{name:22}{what}"))
@@ -1019,7 +1026,7 @@ def prompt_command(arguments: argparse.Namespace) -> None:
     parts["Tools"] = "\n".join(json.dumps(each, ensure_ascii=False) for each in loop.tools.get_definitions())
     message, _ = loop.context.user_message(arguments.text, turn)
     stored = loop.sessions.get(turn.session_key)
-    if history := replace(stored, lines=[*stored.lines, message]).get_history(legal)[:-1]:
+    if history := replace(stored, lines=[*stored.lines, message]).get_history()[:-1]:
         parts["History"] = "\n".join(json.dumps(each, ensure_ascii=False) for each in history)
     parts["User"] = f"{message['runtime']}\n\n{message['content']}"
     for name, text in parts.items():
@@ -1032,7 +1039,7 @@ def sessions_command(arguments: argparse.Namespace) -> None:
     if key and key not in sessions.list_keys():
         raise ConfigError(f"There is no session {key!r}. `nanobot sessions` lists them.")
     if key:
-        lines = map(said, filter(None, sessions.get(key).lines))
+        lines = map(readable, filter(None, sessions.get(key).lines))
     else:
         counts = {each: len(list(filter(None, sessions.get(each).lines))) for each in sessions.list_keys()}
         lines = (f"{each}  {count} messages" for each, count in counts.items())
