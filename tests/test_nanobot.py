@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import re
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -660,8 +659,8 @@ def test_a_model_failure_leaves_the_session_usable(tmp_path):
     ask(loop, "two")
     sent = loop.provider.requests[1].messages
     assert roles(sent) == ["system", "user"], "nothing is put into the assistant's mouth"
-    one, gap, two = re.findall(r"one|\[the message above was not answered: interrupted\]|two", sent[1]["content"])
-    assert (one, two) == ("one", "two")
+    one, two = sent[1]["content"].split("[the message above was not answered: interrupted]")
+    assert one.strip().endswith("one") and two.endswith("two")
 
 
 def test_continue_goes_on_with_the_unfinished_turn(tmp_path):
