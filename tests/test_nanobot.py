@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import random
 from dataclasses import replace
 from pathlib import Path
