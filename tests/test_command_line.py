@@ -338,8 +338,16 @@ def test_a_home_of_nobody(own_home):
 
 def test_a_folder_where_a_skill_should_be_stops_nothing(own_home):
     nanobot("onboard")
-    (own_home / ".nanobot" / "workspace" / "skills" / "odd" / "SKILL.md").mkdir(parents=True)
-    assert nanobot("--offline", "-m", "x")[0] == 0
+    skills = own_home / ".nanobot" / "workspace" / "skills"
+    (skills / "odd" / "SKILL.md").mkdir(parents=True)
+    (skills / "mem").mkdir()
+    (skills / "mem" / "SKILL.md").symlink_to("/proc/self/mem")
+    status, _, err = nanobot("--offline", "-m", "x")
+    lines = [err.count(f"{name}/SKILL.md is left out") for name in ("odd", "mem")]
+    assert (status, lines) == (0, [1, 1]), err
+    rows = nanobot("status", "--offline")[1].splitlines()
+    assert [row.split()[2] for row in rows if "broken" in row] == ["mem", "odd"]
+    assert "skills/odd" not in nanobot("prompt", "--offline")[1]
 
 
 def test_a_disk_that_is_full_in_the_middle_of_a_turn(own_home, tmp_path):
@@ -388,10 +396,10 @@ def test_ctrl_c_stops_with_130_and_leaves_a_session_that_goes_on(own_home):
         assert process.returncode == 130
         assert "Traceback" not in err
         assert nanobot("-m", "two", server=server)[1] == "hello again\n"
-        sent = [message["content"] for message in server.bodies[1]["messages"][1:]]
-    assert sent[0].endswith("one")
-    assert sent[1] == "[interrupted before an answer]"
-    assert sent[2].endswith("two")
+        sent = server.bodies[1]["messages"][1:]
+    assert [message["role"] for message in sent] == ["user"]
+    one, two = sent[0]["content"].split("[the message above was not answered: interrupted]")
+    assert one.strip().endswith("one") and two.endswith("two")
 
 
 BUSY = {"error": {"message": "slow down"}}

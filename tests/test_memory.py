@@ -1,12 +1,17 @@
 """What survives the turn: the journal under every kind of damage, how much fits a request, memory, skills."""
 
+import asyncio
+import contextlib
 import copy
+import io
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -21,7 +26,9 @@ from memory import (
     TokenCounter,
     leave_out_oldest,
     measure,
+    project,
     read_skill,
+    readable,
 )
 from providers import legal
 
@@ -85,8 +92,10 @@ def another_program(code: str, *arguments: object) -> subprocess.Popen:
 def test_a_journal_is_a_metadata_line_and_then_one_message_a_line(sessions):
     path = journal(sessions, user("Wie geht's? 你好"), answer("Gut."))
     metadata, *messages = records(path)
-    assert {"_type", "key", "created_at", "updated_at", "metadata", "last_consolidated"} == set(metadata)
-    assert (metadata["_type"], metadata["key"], metadata["last_consolidated"]) == ("metadata", KEY, 0)
+    keys = {"_type", "key", "created_at", "updated_at", "metadata", "start", "last_consolidated"}
+    assert set(metadata) == keys | {"lines", "crc"}
+    assert (metadata["_type"], metadata["key"]) == ("metadata", KEY)
+    assert (metadata["start"], metadata["last_consolidated"]) == (0, 0)
     assert all(each.pop("timestamp") for each in messages)
     assert messages == [user("Wie geht's? 你好"), answer("Gut.")]
     assert "你好" in path.read_text(encoding="utf-8"), "people read journals too"
@@ -298,7 +307,7 @@ def test_an_odd_last_consolidated_hides_nothing(sessions, odd):
     path.write_bytes(path.read_bytes() + json.dumps(later).encode() + b"\n")
     session = sessions.get(KEY)
     assert session.last_consolidated == 0
-    assert session.get_history(lambda history: history) == [user("one"), answer("two")]
+    assert session.get_history() == [user("one"), answer("two")]
 
 
 def test_a_later_metadata_line_replaces_an_earlier_one(sessions, tmp_path):
@@ -309,7 +318,7 @@ def test_a_later_metadata_line_replaces_an_earlier_one(sessions, tmp_path):
     session = loaded(tmp_path)
     assert (session.created_at, session.metadata, session.last_consolidated) == ("2026-04-03", {"a": 1}, 2)
     assert texts(session) == ["one", "two", "three", "four"]
-    assert session.get_history(legal) == [user("three")]
+    assert legal(session.get_history()) == [user("three")]
 
 
 def test_last_consolidated_counts_unreadable_lines_too(sessions):
@@ -317,7 +326,7 @@ def test_last_consolidated_counts_unreadable_lines_too(sessions):
     lines = path.read_bytes().split(b"\n")
     lines[1] = b"junk"
     path.write_bytes(b"\n".join(lines) + b'{"_type": "metadata", "last_consolidated": 2}\n')
-    assert sessions.get(KEY).get_history(legal) == [user("three")]
+    assert legal(sessions.get(KEY).get_history()) == [user("three")]
 
 
 def test_restart_sends_nothing_of_what_was_and_deletes_nothing(sessions, tmp_path):
@@ -325,7 +334,7 @@ def test_restart_sends_nothing_of_what_was_and_deletes_nothing(sessions, tmp_pat
     sessions.get(KEY).restart()
     sessions.get(KEY).append(user("new"))
     session = loaded(tmp_path)
-    assert session.get_history(legal) == [user("new")]
+    assert legal(session.get_history()) == [user("new")]
     assert texts(session) == ["old", "old too", "new"]
 
 
@@ -415,18 +424,16 @@ def test_history_begins_at_a_user_message_where_the_window_cuts_a_turn(sessions)
     session = sessions.get(KEY)
     session.append(user("a"), call("c1"), result("c1", "x"), answer("b"), user("c"))
     session.last_consolidated = 2
-    assert session.get_history(legal) == [user("c")]
+    assert legal(session.get_history()) == [user("c")]
 
 
 def test_what_never_got_an_answer_is_completed_in_the_copy_only(sessions):
     session = sessions.get(KEY)
     session.append(user("killed"), user("stopped"), call("c1", "c2"), result("c1", "x"), user("now"))
     before = session.path.read_bytes()
-    history = session.get_history(legal)
+    history = legal(session.get_history())
     assert [(each["role"], each["content"]) for each in history] == [
-        ("user", "killed"),
-        ("assistant", "[interrupted before an answer]"),
-        ("user", "stopped"),
+        ("user", "killed\n\n[the message above was not answered: interrupted]\n\nstopped"),
         ("assistant", None),
         ("tool", "x"),
         ("tool", "[interrupted before it finished]"),
@@ -438,14 +445,14 @@ def test_what_never_got_an_answer_is_completed_in_the_copy_only(sessions):
 def test_runtime_facts_stand_before_the_text_and_our_own_keys_are_not_sent(sessions):
     session = sessions.get(KEY)
     session.append({**user("hello"), "runtime": "[It is Monday]"})
-    assert session.get_history(legal) == [user("[It is Monday]\n\nhello")]
+    assert legal(session.get_history()) == [user("[It is Monday]\n\nhello")]
 
 
 def test_history_is_the_same_bytes_twice_and_after_a_restart_and_changes_nothing(sessions, tmp_path):
     session = sessions.get(KEY)
     session.append(*TALK, {**user("x"), "runtime": "r"}, user("y"))
     before = copy.deepcopy(session.lines)
-    once, twice, restarted = (each.get_history(legal) for each in (session, session, loaded(tmp_path)))
+    once, twice, restarted = (legal(each.get_history()) for each in (session, session, loaded(tmp_path)))
     assert json.dumps(once) == json.dumps(twice) == json.dumps(restarted)
     assert session.lines == before
 
@@ -453,9 +460,9 @@ def test_history_is_the_same_bytes_twice_and_after_a_restart_and_changes_nothing
 def test_history_only_grows_at_its_end_so_that_prompt_caches_hold(sessions):
     session = sessions.get(KEY)
     session.append(*TALK)
-    before = session.get_history(legal)
+    before = legal(session.get_history())
     session.append(answer("fine"), user("more"))
-    assert session.get_history(legal)[: len(before)] == before
+    assert legal(session.get_history())[: len(before)] == before
 
 
 @pytest.mark.parametrize(
@@ -481,6 +488,230 @@ def test_after_restart_there_is_nothing_to_continue(sessions):
     session.append(user("a"))
     session.restart()
     assert not session.unfinished
+
+
+# ---- What a power cut may take ----
+
+
+@contextlib.contextmanager
+def watched_disk():
+    """Writes and fsyncs of this process in order: [("write", "x.jsonl"), ("fsync", "x.jsonl"), …].
+
+    The interpreter reports each call of a C function to a profiler, on every thread; nothing is replaced.
+    """
+    seen: list[tuple[str, str]] = []
+
+    def look(frame, event, function):
+        name = getattr(function, "__name__", "")
+        if event == "c_call" and name == "fsync" and frame.f_code.co_filename.endswith("memory.py"):
+            seen.append((name, frame.f_locals["path"].name))
+        if event == "c_call" and name == "write" and isinstance(function.__self__, io.FileIO):
+            seen.append((name, Path(function.__self__.name).name))
+
+    threading.setprofile(look)
+    sys.setprofile(look)
+    try:
+        yield seen
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+
+def test_an_append_is_one_write_and_one_fsync_and_a_new_name_is_synced_with_its_folder(sessions):
+    session = sessions.get(KEY)
+    name = session.path.name
+    with watched_disk() as disk:
+        session.append(user("x" * 300_000), answer("two"))
+    assert disk == [("write", name), ("fsync", name), ("fsync", "sessions")]
+    with watched_disk() as disk:
+        session.append(user("three"), answer("four"))
+    assert disk == [("write", name), ("fsync", name)]
+
+
+def test_new_is_on_the_disk_when_it_is_answered(sessions):
+    session = sessions.get(KEY)
+    session.append(user("old"))
+    with watched_disk() as disk:
+        session.restart()
+    assert disk == [("write", session.path.name), ("fsync", session.path.name)]
+
+
+def test_what_is_appended_without_fsync_is_synced_once_on_another_thread(sessions):
+    session, threads = sessions.get(KEY), []
+
+    async def turn() -> None:
+        session.append(user("one"), sync=False)
+        session.append(answer("two"), sync=False)
+        assert not [kind for kind, _ in disk if kind == "fsync"]
+        threads.append(threading.active_count())
+        await session.synced()
+        await session.synced()
+
+    with watched_disk() as disk:
+        asyncio.run(turn())
+    name = session.path.name
+    assert disk == [("write", name), ("write", name), ("fsync", name), ("fsync", "sessions")]
+    assert not session.unsynced
+
+
+def test_a_disk_that_refuses_the_fsync_is_said_and_tried_again(sessions):
+    session = sessions.get(KEY)
+    session.append(user("one"), sync=False)
+    whole = session.path.rename(session.path.with_suffix(".away"))
+    with pytest.raises(OSError, match="jsonl"):
+        asyncio.run(session.synced())
+    whole.rename(session.path)
+    asyncio.run(session.synced())
+    assert not session.unsynced
+
+
+# ---- Damage in the wrong place ----
+
+
+def test_a_newline_that_is_lost_before_new_hides_and_shows_nothing(sessions, tmp_path):
+    """Two lines became one, so that `/new` counted more lines than there are."""
+    session = sessions.get(KEY)
+    session.append(user("one"), answer("two"), user("three"), answer("four"))
+    session.restart()
+    session.append(user("five"), answer("six"))
+    whole = session.path.read_bytes()
+    place = [match.start() for match in re.finditer(b"\n", whole)][1]
+    session.path.write_bytes(whole[:place] + b"X" + whole[place + 1 :])
+    assert loaded(tmp_path).get_history() == [user("five"), answer("six")]
+    loaded(tmp_path).append(user("seven"))
+    assert loaded(tmp_path).get_history() == [user("five"), answer("six"), user("seven")]
+
+
+def test_a_last_line_whose_newline_alone_is_damaged_is_kept_aside(sessions):
+    path = journal(sessions, user("one"), answer("two"))
+    path.write_bytes(path.read_bytes()[:-1] + b"\x0b")
+    session = sessions.get(KEY)
+    assert texts(session) == ["one"]
+    session.append(user("three"))
+    assert b'"two"' in path.with_name(path.name + ".corrupt").read_bytes()
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "Infinity", "1e999"])
+def test_a_number_that_is_no_json_costs_its_line_and_not_the_session(sessions, tmp_path, number):
+    path = journal(sessions, user("one"), answer("two"))
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(f'{{"role": "user", "content": "x", "weight": {number}}}\n')
+    session = loaded(tmp_path)
+    assert texts(session) == ["one", "two"]
+    json.dumps(session.get_history(), allow_nan=False)
+
+
+def test_a_session_of_an_older_version_is_read_as_it_was(sessions, tmp_path):
+    old = {"_type": "metadata", "key": KEY, "metadata": {"a": 1}, "last_consolidated": 0}
+    new = {**old, "last_consolidated": 2}
+    lines = [old, user("one"), answer("two"), new, user("three")]
+    sessions.folder.mkdir()
+    sessions.path(KEY).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    session = loaded(tmp_path)
+    assert session.get_history() == [user("three")]
+    session.append(answer("four"))
+    assert loaded(tmp_path).get_history() == [user("three"), answer("four")]
+
+
+def test_a_byte_flipped_anywhere_costs_its_line_at_most_two_where_it_was_a_newline(sessions, tmp_path):
+    session = sessions.get(KEY)
+    session.append(*(user(f"m{n}") for n in range(4)))
+    session.restart()
+    session.append(*(user(f"m{n}") for n in range(4, 8)))
+    whole, all_of_it = session.path.read_bytes(), [f"m{n}" for n in range(8)]
+    chance = random.Random(5)
+    places = range(len(whole)) if FULL else chance.sample(range(len(whole)), 400)
+    for place in places:
+        bit = 1 << chance.randrange(8)
+        session.path.write_bytes(whole[:place] + bytes([whole[place] ^ bit]) + whole[place + 1 :])
+        after = loaded(tmp_path)
+        lost = set(all_of_it) - set(texts(after))
+        sent = " ".join(message["content"] for message in after.get_history())
+        lost |= {text for text in all_of_it[4:] if text not in sent}
+        assert len(lost) <= (2 if whole[place] == 10 else 1), (place, bit)
+        after.append(user("next"), sync=False)
+        assert loaded(tmp_path).get_history()[-1]["content"].endswith("next"), (place, bit)
+        for aside in sessions.folder.glob("*.corrupt*"):
+            aside.unlink()
+
+
+# ---- What is said of an answer that is missing ----
+
+
+def cut(text: str, why: str) -> dict:
+    return {"role": "assistant", "content": text, "cut": why}
+
+
+def test_what_fills_a_gap_is_in_no_assistant_message(sessions):
+    session = sessions.get(KEY)
+    session.append(user("one"), user("two"), cut("Well", "the connection was lost"), user("three"))
+    assert session.get_history() == [
+        user("one"),
+        user("[the message above was not answered: interrupted]\n\ntwo"),
+        answer("Well"),
+        user("[the answer above broke off: the connection was lost]\n\nthree"),
+    ]
+    assert "broke off" in readable(session.lines[2])
+
+
+def test_the_gap_is_told_before_the_runtime_facts_and_before_the_blocks_of_another_program(sessions):
+    session = sessions.get(KEY)
+    blocks = [{"type": "text", "text": "c"}]
+    session.append(user("a"), {**user("b"), "runtime": "[Monday]"})
+    session.lines.append({"role": "user", "content": blocks})
+    gap = "[the message above was not answered: interrupted]"
+    assert session.get_history()[1:] == [
+        user(f"{gap}\n\n[Monday]\n\nb"),
+        {"role": "user", "content": [{"type": "text", "text": gap}, *blocks]},
+    ]
+
+
+def test_an_answer_that_broke_off_can_be_continued_where_it_stops(sessions):
+    session = sessions.get(KEY)
+    session.append(user("count"), cut("one, two", "stopped by the user"))
+    assert session.unfinished
+    history = legal(session.get_history())
+    assert history[:-1] == [user("count"), answer("one, two")]
+    assert history[-1]["role"] == "user" and "stopped by the user" in history[-1]["content"]
+    session.append(answer(", three"))
+    assert not session.unfinished
+    assert session.get_history() == [user("count"), answer("one, two"), answer(", three")]
+
+
+# ---- The projection grows ----
+
+
+def test_a_projection_that_grew_is_the_one_made_at_once(sessions, tmp_path):
+    chance = random.Random(6)
+    for number in range(40):
+        session = sessions.get(f"n:{number}")
+        for _ in range(chance.randrange(1, 30)):
+            new = chance.choice([user("u"), answer("a"), call("c"), result("c", "r"), cut("a", "why")])
+            session.append(new, sync=False)
+            if chance.random() < 0.3:
+                session.get_history()
+            if chance.random() < 0.05:
+                session.restart(sync=False)
+            if chance.random() < 0.05:
+                session.lines.append(None)
+        lines = session.lines[session.start :]
+        assert session.get_history()[: len(project(lines))] == project(lines)
+
+
+def test_a_late_projection_costs_as_much_as_an_early_one(sessions):
+    """Counted in calls of Python functions, not in time: so many a new message, however many there are."""
+    session, counts = sessions.get(KEY), []
+    for size in (10, 2_000):
+        session.append(*(user("x") for _ in range(size)), sync=False)
+        session.get_history()
+        session.append(answer("y"), sync=False)
+        events: list[str] = []
+        sys.setprofile(lambda frame, event, function, events=events: events.append(event))
+        session.get_history()
+        sys.setprofile(None)
+        counts.append(events.count("call"))
+    assert counts[0] == counts[1]
+
 
 
 # ---- How much fits a request ----
@@ -738,3 +969,45 @@ def test_a_file_of_somebody_elses_does_not_stop_the_list(sessions):
     sessions.get("cli:mine").append(user("hello"))
     (sessions.folder / "bad%ff.jsonl").write_text("x")
     assert sessions.list_keys() == ["cli:mine"]
+
+
+def broken_skills(folder: Path) -> dict[str, str]:
+    """Four ways in which a SKILL.md is none, and what is said of them."""
+    for name in ("device", "folder", "fifo", "huge"):
+        (folder / name).mkdir(parents=True)
+    os.symlink("/proc/self/mem", folder / "device" / "SKILL.md")
+    (folder / "folder" / "SKILL.md").mkdir()
+    os.mkfifo(folder / "fifo" / "SKILL.md")
+    with open(folder / "huge" / "SKILL.md", "wb") as file:
+        file.truncate(100_000_000)
+    return {"device": "error", "folder": "directory", "fifo": "regular", "huge": "100,000"}
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="FIFOs are POSIX")
+def test_a_broken_skill_is_left_out_with_one_line_and_the_others_stay(tmp_path, caplog):
+    wanted = broken_skills(tmp_path)
+    skill_file(tmp_path, FRONT)
+    loader = SkillsLoader(tmp_path)
+    for _ in range(3):
+        skills = {skill.name: skill for skill in loader.load()}
+    assert {name for name, skill in skills.items() if not skill.problem} == {"demo"}
+    for name, words in wanted.items():
+        assert words in skills[name].problem.lower(), name
+        told = [line for line in caplog.messages if str(skills[name].path) in line]
+        assert len(told) == 1, "once, not every turn"
+
+
+def test_a_skill_is_read_by_what_is_handed_in(tmp_path):
+    path = skill_file(tmp_path, FRONT)
+
+    def refuse(path: Path) -> bytes:
+        raise RuntimeError(f"{path.name} is over the fence")
+
+    [skill] = SkillsLoader(tmp_path, read=refuse).load()
+    assert (skill.name, skill.problem) == ("demo", "SKILL.md is over the fence")
+    assert skill.path == path and not skill.text
+
+
+def test_front_matter_that_is_nested_too_deep_stops_nothing(tmp_path):
+    path = skill_file(tmp_path, f"---\nmetadata: {'[' * 50_000}\n---\nDo it.\n")
+    assert read_skill(path).text == "Do it."
