@@ -504,6 +504,10 @@ class BackgroundLoop:
                 answer.set_exception(NobodyToAsk("Nobody can be asked: the turn has ended."))
         self._answers.clear()
 
+    def at_end(self, close: Callable) -> None:
+        """For what is made later than the loop, as it needs its `ask`."""
+        self.close = close
+
     def __enter__(self) -> "BackgroundLoop":
         return self
 

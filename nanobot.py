@@ -46,12 +46,12 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from weakref import WeakValueDictionary
 
 from channels import (
-    CLI, BackgroundLoop, OutboundMessage, PrintableFormatter, approval_question, end_on_signals,
-    prepare_streams, printable,
+    CLI, NOBODY_TO_ASK, BackgroundLoop, OutboundMessage, PrintableFormatter, Waiting,
+    approval_question, end_on_signals, prepare_streams, printable,
 )  # fmt: skip
 from memory import (
     MemoryStore, Session, SessionBusy, SessionManager, Skill, SkillsLoader, TokenCounter,
-    leave_out_oldest, readable_line,
+    leave_out_oldest, readable,
 )  # fmt: skip
 from providers import (
     ROWS, Endpoint, HumanProvider, LLMProvider, LLMResponse, OfflineProvider, OpenAIProvider,
@@ -59,7 +59,7 @@ from providers import (
 )  # fmt: skip
 from tools import (
     FILE_TOOLS, SEARCH_SERVICES, Exec, MCPServers, ToolError, ToolRegistry, ToolResult, Turn, Web,
-    WebFetch, WebSearch, as_schema, fits, image_block, in_thread, kinds, plain_text, read_bytes,
+    WebFetch, WebSearch, as_schema, fits, image_block, kinds, plain_text, read_bytes,
     sandbox_problem,
 )  # fmt: skip
 
@@ -475,14 +475,14 @@ class AgentLoop:
         self.tools = make_tools(config) if tools is None else tools
         self.mcp = MCPServers(config.tools.mcp_servers, self.tools)
         self.sessions = SessionManager(self.workspace)
+        self._files_seen: dict[str, dict] = {}  # by session
         self.memory = MemoryStore(self.workspace)
-        self.skills = SkillsLoader(self.workspace / "skills", DATA / "skills")
+        self.skills = make_skills(self.turn("cli:direct"))
         self.context = ContextBuilder(config, self.memory, self.skills)
         self.runner = AgentRunner(self.provider)
         self.cost = CostTrackingHook(config.prices, self.model)
         self.hooks = [self.cost, *hooks]
         self.started = time.monotonic()
-        self._files_seen: dict[str, dict] = {}  # by session
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def process_direct(
@@ -510,18 +510,17 @@ class AgentLoop:
             return await start_afresh(session, events.turn)
         if command == "continue" and not session.unfinished:
             return AgentRunResult("There is no interrupted turn to go on with.")
-        journal = TurnJournal(session)
         images = []
         if not command:
             message, images = self.context.user_message(text, events.turn, media)
-            journal.write([message], True)  # before the model is asked
+            session.append(message, sync=False)  # before the model is asked
         await self.mcp.connect(self.config.patience)
-        spec = self.run_spec(to_go_on(session.get_history()), images, events)
-        spec.on_messages = journal.write
+        spec = self.run_spec(session.get_history(), images, events)
+        spec.on_messages = partial(journal, session)
         try:
             return await self.runner.run(spec)
         finally:
-            await journal.on_disk()  # before the user sees the answer
+            await session.synced()  # before the user sees the answer
 
     def turn(self, session_key: str) -> Turn:
         """The circumstances of a turn: who asks, where it works, what it may touch."""
@@ -546,7 +545,9 @@ class AgentLoop:
 
     def preview(self, turn: Turn, message: dict | None = None) -> Governed:
         """The request that would be sent now, for a message that is not journalled."""
-        history = self.sessions.get(turn.session_key).get_history(message)
+        stored = self.sessions.get(turn.session_key)
+        lines = [*stored.lines, message] if message else stored.lines
+        history = replace(stored, lines=lines).get_history()
         spec = self.run_spec(history, [], EventHook(None, turn, self.config.streaming))
         return self.runner.govern(RunState(spec, AgentHookContext(spec.messages)))
 
@@ -608,13 +609,6 @@ def index_of_task(state: RunState) -> int:
         if message is task:
             return index
     return 1
-
-
-def to_go_on(history: list[dict]) -> list[dict]:
-    """Ends with a word to the model where its own half answer stands last: `/continue`."""
-    if not history or history[-1]["role"] != "assistant":
-        return history
-    return [*history, {"role": "user", "content": template("continue")}]
 
 
 def count_turns(messages: list[dict]) -> int:
@@ -696,7 +690,7 @@ def watch_repetition(state: RunState, call: ToolCallRequest, result: ToolResult)
     It is told at the third time. At the fifth a failing call ends the run, one that succeeds ends
     the tools. A poll that returns something new is another end.
     """
-    outcome = None if result.is_error else result.text
+    outcome = None if result.is_error else (result.text, result.images)
     this_call = (call.name, call.arguments, outcome)
     state.repetitions = state.repetitions + 1 if this_call == state.last_call else 1
     state.last_call = this_call
@@ -772,23 +766,14 @@ def nudge_for_cut(response: LLMResponse) -> str:
     return template("cut_thinking")
 
 
-class TurnJournal:
-    """Writes a turn's messages at once; what a power cut could take is synced on a thread beside.
+def journal(session: Session, messages: list[dict], whole: bool) -> None:
+    """Write at once; what a power cut could take reaches the disk while the model is asked again.
 
-    Without the thread each step of a turn would wait 1 to 2 ms, on a slow disk 30, for nobody's good.
+    An fsync takes 1 to 2 ms, on a slow disk 30: for each step of a turn nobody should wait for it.
     """
-
-    def __init__(self, session: Session):
-        self.session = session
-        self.syncs: list[asyncio.Task] = []
-
-    def write(self, messages: list[dict], whole: bool) -> None:
-        self.session.append(*messages, sync=False)
-        if whole:
-            self.syncs.append(asyncio.create_task(in_thread(self.session.sync)))
-
-    async def on_disk(self) -> None:
-        await asyncio.gather(*self.syncs)
+    session.append(*messages, sync=False)
+    if whole:
+        asyncio.create_task(session.synced())
 
 
 # ---- Prompts are files ----
@@ -825,15 +810,24 @@ def identity(turn: Turn) -> str:
     return template("identity", platform=platform, format=style, **places)
 
 
-def own_text(turn: Turn, path: Path) -> str:
-    """A file of the workspace that goes into the prompt; "" while it is still the kit's template.
+MAX_PROMPT_FILE = 100_000  # bytes
 
-    It may be a link, but not to keys and not over the fence.
-    """
+
+def read_own(turn: Turn, path: Path) -> bytes:
+    """A file that goes into the prompt. It may be a link, but not to keys and not over the fence."""
+    return read_bytes(turn.path(str(path)), MAX_PROMPT_FILE)
+
+
+def make_skills(turn: Turn) -> SkillsLoader:
+    return SkillsLoader(turn.workspace / "skills", DATA / "skills", read=partial(read_own, turn))
+
+
+def own_text(turn: Turn, path: Path) -> str:
+    """A file of the workspace as a part of the prompt; "" while it is still the kit's template."""
     if not path.exists():
         return ""
     try:
-        text = plain_text(read_bytes(turn.path(str(path)))).strip()
+        text = plain_text(read_own(turn, path)).strip()
     except ToolError as problem:
         log.warning("%s is left out of the prompt: %s", path.name, problem)
         return ""
@@ -1050,6 +1044,28 @@ class EventHook(AgentHook):
             await self.send("tool_hint", text)
 
 
+class WaitingHook(AgentHook):
+    """Tells the terminal what is waited for: the model, a tool, a busy endpoint."""
+
+    def __init__(self, waiting: Waiting):
+        self.waiting = waiting
+
+    async def before_iteration(self, context: AgentHookContext) -> None:
+        self.waiting.begin("the model")
+
+    async def on_stream(self, delta: str) -> None:
+        self.waiting.end()
+
+    async def on_retry(self, why: str) -> None:
+        self.waiting.begin(why)
+
+    async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
+        self.waiting.begin(", ".join(tool_hint(call) for call in tool_calls))
+
+    async def after_iteration(self, context: AgentHookContext) -> None:
+        self.waiting.end()
+
+
 def tool_hint(call: ToolCallRequest) -> str:
     """A call in one line: `read_file("a.txt")`, `$ ls`."""
     if call.name == "exec":
@@ -1109,7 +1125,8 @@ def session_status(loop: AgentLoop, turn: Turn) -> str:
 
 
 async def start_afresh(session: Session, turn: Turn) -> AgentRunResult:
-    await in_thread(session.restart)
+    session.restart(sync=False)
+    await session.synced()
     turn.seen.clear()
     return AgentRunResult("A new session begins. The old one stays in its journal.")
 
@@ -1438,14 +1455,16 @@ def agent_command(arguments: argparse.Namespace) -> int:
     config.streaming = not arguments.no_stream
     terminal = CLI(kinds=kinds_to_show(config.channels))
     keyboard = sys.stdin is not None and sys.stdin.isatty()
-    with BackgroundLoop() as background:
+    with BackgroundLoop(waiting=terminal.waiting) as background:
         ask = background.ask if keyboard else None
         loop = loop_for_terminal(config, arguments, ask)
+        loop.hooks.append(WaitingHook(terminal.waiting))
         background.at_end(loop.mcp.close)
         warn_before_start(arguments, loop, terminal, keyboard)
         talk = partial(one_turn, loop, terminal, background, session_key(arguments.session))
         message = arguments.text or arguments.message
-        piped = "" if keyboard else terminal.read_piped(message is not None, loop.workspace)
+        folder = loop.workspace / ".nanobot" / "piped"
+        piped = "" if keyboard else terminal.read_piped(message is not None, folder)
         text = join_message(message, piped)
         if text or not keyboard or message is not None:
             return ask_once(talk, terminal, text)
@@ -1489,7 +1508,7 @@ def warn_before_start(
     if isinstance(loop.provider, OfflineProvider) and loop.config.defaults.provider != "offline":
         terminal.note(template("no_model"))
     if arguments.approve and not keyboard:
-        terminal.note(template("nobody_to_ask"))
+        terminal.note(NOBODY_TO_ASK)
     if arguments.trace and arguments.trace.stat().st_size:
         terminal.note(f"nanobot: {arguments.trace} holds a trace already: this one goes behind it")
 
@@ -1520,6 +1539,7 @@ def one_turn(
     if not text:
         complain("there is no message: give one with -m TEXT, or on standard input")
         return 2
+    terminal.waiting.begin("MCP servers" if loop.mcp.servers else "the model")
     result = background.complete(loop.process_direct(text, key, terminal.send))
     if result.requests:
         terminal.note(token_line(loop, result))
@@ -1567,8 +1587,8 @@ def status_command(arguments: argparse.Namespace) -> int:
     for name, problem in asyncio.run(loop.mcp.check()).items():
         report.line(f"mcp {name}", "connected", problem)
     for skill in loop.skills.load():
-        lack = skill.problem or ", ".join(skill.missing)
-        report.line(f"skill {skill.name}", f"needs {lack}" if lack else "ready", is_missing=bool(lack))
+        state = state_of_skill(skill)
+        report.line(f"skill {skill.name}", state, is_missing=state != "ready")
     return report.exit_status
 
 
@@ -1583,6 +1603,12 @@ class StatusReport:
             mark, state = "BAD", f"{state}: {problem}"
             self.exit_status = 1
         print(printable(f"{mark:4}{part:22}{state}"))
+
+
+def state_of_skill(skill: Skill) -> str:
+    if skill.problem:
+        return f"broken, left out: {skill.problem}"
+    return f"needs {', '.join(skill.missing)}" if skill.missing else "ready"
 
 
 def problem_of_workspace(workspace: Path) -> str:
@@ -1644,13 +1670,14 @@ def sessions_command(arguments: argparse.Namespace) -> None:
     keys = sessions.list_keys()
     if arguments.show is None:
         for key in keys:
-            print(printable(f"{key}  {len(sessions.get(key).messages())} messages"))
+            count = len([line for line in sessions.get(key).lines if line])
+            print(printable(f"{key}  {count} messages"))
         return
     key = arguments.show if arguments.show in keys else session_key(arguments.show)
     if key not in keys:
         raise ConfigError(f"There is no session {key!r}. `nanobot sessions` lists them.")
-    for message in sessions.get(key).messages():
-        print(printable(readable_line(message)))
+    for line in filter(None, sessions.get(key).lines):
+        print(printable(readable(line)))
 
 
 def replay_command(arguments: argparse.Namespace) -> int:
@@ -1749,6 +1776,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     if not argv or first not in (*COMMAND_LINE, "-h", "--help", "--version"):
         argv.insert(0, "agent")
+    prepare_streams()
     arguments = parser().parse_args(argv)
     prepare_process(arguments.logs)
     try:
@@ -1770,9 +1798,6 @@ def prepare_process(logs: bool) -> None:
     handler.setFormatter(PrintableFormatter("%(levelname)s %(name)s: %(message)s"))
     level = logging.INFO if logs else logging.WARNING
     logging.basicConfig(level=level, handlers=[handler])
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:  # it may be closed: `nanobot … >&-`
-            stream.reconfigure(errors="replace")  # letters that its encoding has not
     sys.excepthook = show_bug
     end_on_signals()  # as after Ctrl-C: what runs is stopped, the journal is in order
 

@@ -156,7 +156,7 @@ def test_only_the_answer_goes_to_stdout(own_home, tmp_path):
     assert (status, out) == (0, "Here it is.\n")
     assert "Let me look." in err
     assert "list_dir()" in err
-    assert re.search(r"tokens: [\d,]+ in · [\d,]+ out", err)
+    assert re.search(r"^2 requests · [\d,]+ in · [\d,]+ out · context [\d,]+ of 65,536$", err, re.M)
 
 
 def test_the_message_may_come_from_a_pipe_alone_or_beside_one(own_home):
@@ -600,7 +600,7 @@ def test_a_conversation_at_the_prompt(own_home, needs_terminal):
         terminal.expect("> ")
         terminal.type("hi\n")
         terminal.expect("Hello, human.")
-        terminal.expect("tokens:")
+        terminal.expect("· context ")
         terminal.expect("> ")
         terminal.type("/status\n")
         terminal.expect("model test-model")
@@ -646,7 +646,7 @@ def test_approval_on_a_terminal_shows_the_escaped_command_and_obeys(own_home, ne
         terminal.type("again\n")
         terminal.expect("[y/n/always]")
         terminal.type("n\n")
-        terminal.expect("tokens:")
+        terminal.expect("· context ")
         terminal.expect("> ")
         assert "did not approve" in server.bodies[3]["messages"][-1]["content"]
         terminal.type("\x04")
@@ -696,7 +696,7 @@ def test_a_trace_is_replayed_without_network_and_without_running_anything(own_ho
     (tmp_path / "ran.txt").unlink()
     status, out, err = nanobot("replay", "t.jsonl", cwd=tmp_path)
     assert (status, out) == (0, "It says Γειά.\n"), err
-    assert err == "".join(line for line in first[2].splitlines(True) if not line.startswith("tokens:"))
+    assert err == "".join(line for line in first[2].splitlines(True) if "· context " not in line)
     assert not (tmp_path / "ran.txt").exists()
 
 
@@ -918,8 +918,83 @@ def test_prompt_prints_what_is_sent(own_home):
         system = server.bodies[0]["messages"][0]["content"]
     printed = re.split(r"\n*==== .+ \(~[\d,]+ tokens\) ====\n", out)[1:]
     assert system.split("\n\n---\n\n") == printed[:-2]
-    assert printed[-1].strip().endswith("What is in a.txt?")
+    assert "What is in a.txt?\n\nIn all: context " in printed[-1]
     assert '"content": "ok"' in nanobot("prompt", "and now?")[1]
+
+
+def test_prompt_and_status_show_the_governed_request_and_say_in_numbers_what_is_left_out(own_home):
+    """A window of 6,000 tokens: what is printed is what is sent, to the message."""
+    settings = own_home / "settings.json"
+    settings.write_text('{"agents": {"defaults": {"contextWindowTokens": 6000, "maxTokens": 1000}}}')
+    flags = ["--config", str(settings)]
+    with FakeLLM(lambda body: "word " * 400) as server:
+        for n in range(6):
+            nanobot("-m", f"question {n}", *flags, server=server)
+        _, out, _ = nanobot("prompt", "question 6", *flags, server=server)
+        _, status, _ = nanobot("-m", "/status", *flags, server=server)
+        _, _, err = nanobot("-m", "question 6", *flags, server=server)
+        sent = server.bodies[-1]["messages"]
+    left_out = re.search(r"^(\d) of 7 turns, ~[\d,]+ tokens, are left out$", out, re.M)
+    assert int(left_out[1]) > 0
+    assert left_out[0] in err
+    used = re.search(r"^In all: context ([\d,]+) of 6,000$", out, re.M)[1]
+    assert int(used.replace(",", "")) < 6_000
+    assert int(re.search(r"^context ([\d,]+) of 6,000$", status, re.M)[1].replace(",", "")) < 6_000
+    history = re.search(r"==== History .*?====\n(.*?)\n\n====", out, re.S)[1].split("\n")
+    assert [json.loads(line)["content"] for line in history] == [each["content"] for each in sent[1:-1]]
+
+
+def test_an_agent_takes_its_message_as_a_word_too(own_home):
+    with FakeLLM(["hello"]) as server:
+        assert nanobot("agent", "say hello", server=server)[:2] == (0, "hello\n")
+        assert server.bodies[0]["messages"][-1]["content"].endswith("say hello")
+    status, _, err = nanobot("agent", "one", "-m", "two")
+    assert status == 2 and "not allowed with" in err
+
+
+def test_sessions_show_takes_the_name_that_s_takes(own_home):
+    with FakeLLM(["one"]) as server:
+        nanobot("-m", "first", "-s", "work", server=server)
+    for name in ("work", "cli:work"):
+        assert "user: first" in nanobot("sessions", "show", name)[1]
+
+
+def test_no_one_to_ask_is_said_before_the_turn_and_a_second_trace_says_that_it_appends(own_home, tmp_path):
+    with FakeLLM(["one", "two"]) as server:
+        flags = ["--trace", str(tmp_path / "t.jsonl"), "--approve"]
+        first = nanobot("-m", "x", *flags, server=server)[2]
+        second = nanobot("-m", "x", *flags, server=server)[2]
+    assert first.count("nobody can be asked") == second.count("nobody can be asked") == 1
+    assert ("goes behind it" in first, "goes behind it" in second) == (False, True)
+
+
+@pytest.mark.parametrize("replies", [["", "", ""], [call("list_dir")] * 9])
+def test_no_answer_and_the_limit_of_steps_are_told_apart_from_success(own_home, replies):
+    settings = own_home / "settings.json"
+    settings.write_text('{"agents": {"defaults": {"maxToolIterations": 4}}}')
+    with FakeLLM(replies) as server:
+        status, _, err = nanobot("-m", "x", "--config", str(settings), server=server)
+    if replies[0] == "":
+        assert status == 1 and "There is no answer" in err
+    else:
+        assert status == 0 and "limit of steps" in err
+
+
+def test_servers_pasted_at_the_top_of_the_settings_are_read(own_home):
+    settings = own_home / "settings.json"
+    settings.write_text('{"mcpServers": {"gone": {"command": "no-such-program-here"}}}')
+    status, out, err = nanobot("status", "--offline", "--config", str(settings))
+    assert "tools.mcpServers" in err
+    assert status == 1 and re.search(r"^BAD mcp gone", out, re.M)
+
+
+def test_status_says_that_a_workspace_cannot_be_written(own_home, tmp_path):
+    if os.geteuid() == 0:
+        pytest.skip("root may write everywhere")
+    nanobot("onboard")
+    (own_home / ".nanobot" / "workspace").chmod(0o500)
+    status, out, _ = nanobot("status", "--offline")
+    assert status == 1 and "--workspace" in out
 
 
 def test_sessions_show_of_a_stranger_is_an_error(own_home):
