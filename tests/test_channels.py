@@ -5,6 +5,7 @@ import io
 import logging
 import os
 import queue
+import select
 import signal
 import subprocess
 import sys
@@ -862,7 +863,7 @@ def test_a_turn_shows_its_waiting_and_takes_it_away_at_its_end(terminal):
     seen = []
 
     def read_screen() -> None:
-        while "9 s" not in "".join(seen):
+        while "9 s" not in "".join(seen) and select.select([terminal.screen], [], [], 20)[0]:
             seen.append(os.read(terminal.screen, 1_000).decode())
 
     async def turn() -> None:
