@@ -168,10 +168,11 @@ class AgentRunner:
                 await spec.hook.before_iteration(state.context)
                 request = self.govern(state)
                 response = await self._ask(state, request)
-                if verdict(state, response) == "calls":
-                    await self._act(state, response)
-                else:
-                    await self._conclude(state, response)
+                match verdict(state, response):
+                    case "calls":
+                        await self._act(state, response)
+                    case outcome:
+                        await self._conclude(state, response, outcome)
                 await spec.hook.after_iteration(state.context)
         except asyncio.CancelledError:
             self._keep_half_answer(state, "it was stopped")
@@ -264,9 +265,9 @@ class AgentRunner:
         await state.spec.hook.after_tool(call, result, time.monotonic() - began)
         return call, result
 
-    async def _conclude(self, state: RunState, response: LLMResponse) -> None:
+    async def _conclude(self, state: RunState, response: LLMResponse, outcome: str) -> None:
         """What an answer without calls to run leads to: the end, or another request."""
-        match verdict(state, response):
+        match outcome:
             case "cut":
                 state.cuts += 1
                 await keep_segment(state, response)
@@ -497,7 +498,7 @@ class AgentLoop:
                 with self.sessions.lock(session_key):  # against other processes
                     result = await self._take_turn(text, command, events, media)
         else:  # the others need not wait for a turn to end
-            result = AgentRunResult(answer_command(self, command, events.turn))
+            result = answer_command(self, command, events.turn)
         if result.final_content:
             await events.send("final", result.final_content)
         return result
@@ -509,7 +510,7 @@ class AgentLoop:
         if command == "new":
             return await start_afresh(session, events.turn)
         if command == "continue" and not session.unfinished:
-            return AgentRunResult("There is no interrupted turn to go on with.")
+            return nothing_to_go_on_with()
         images = []
         if not command:
             message, images = self.context.user_message(text, events.turn, media)
@@ -542,14 +543,6 @@ class AgentLoop:
             temperature=limits.temperature, context_window=limits.context_window_tokens,
             hook=CompositeHook([events, *self.hooks]), turn=events.turn,
         )  # fmt: skip
-
-    def preview(self, turn: Turn, message: dict | None = None) -> Governed:
-        """The request that would be sent now, for a message that is not journalled."""
-        stored = self.sessions.get(turn.session_key)
-        lines = [*stored.lines, message] if message else stored.lines
-        history = replace(stored, lines=lines).get_history()
-        spec = self.run_spec(history, [], EventHook(None, turn, self.config.streaming))
-        return self.runner.govern(RunState(spec, AgentHookContext(spec.messages)))
 
 
 def run(text: str, session_key: str = "cli:direct", config: Config | None = None) -> str:
@@ -814,7 +807,7 @@ MAX_PROMPT_FILE = 100_000  # bytes
 
 
 def read_own(turn: Turn, path: Path) -> bytes:
-    """A file that goes into the prompt. It may be a link, but not to keys and not over the fence."""
+    """A file that goes into the prompt. It may be a link, but not to keys or over the fence."""
     return read_bytes(turn.path(str(path)), MAX_PROMPT_FILE)
 
 
@@ -849,7 +842,7 @@ def is_active(skill: Skill) -> bool:
 
 
 def line_of_skill(skill: Skill) -> str:
-    """`- weather: Use when … (/home/me/skills/weather/SKILL.md) [unavailable: needs program curl]`"""
+    """`- weather: Use when … (/skills/weather/SKILL.md) [unavailable: needs program curl]`"""
     line = f"- {skill.name}: {skill.description} ({skill.path})"
     if skill.missing:
         line += f" [unavailable: needs {', '.join(skill.missing)}]"
@@ -1098,30 +1091,48 @@ def slash_command(text: str) -> str:
     return match[1] if match else ""
 
 
-def answer_command(loop: AgentLoop, command: str, turn: Turn) -> str:
+def nothing_to_go_on_with() -> AgentRunResult:
+    return AgentRunResult("There is no interrupted turn to go on with.")
+
+
+def answer_command(loop: AgentLoop, command: str, turn: Turn) -> AgentRunResult:
     match command:
         case "help":
-            return "\n".join(f"/{name}: {meaning}" for name, meaning in COMMANDS.items())
+            lines = [f"/{name}: {meaning}" for name, meaning in COMMANDS.items()]
         case "status":
-            return session_status(loop, turn)
+            lines = session_status(loop, turn)
+        case _:
+            lines = [closest_command(command)]
+    return AgentRunResult("\n".join(lines))
+
+
+def closest_command(command: str) -> str:
     from difflib import get_close_matches
 
     closest = get_close_matches(command, COMMANDS, n=1, cutoff=0.0)[0]
     return f"There is no /{command}. The closest is /{closest}: {COMMANDS[closest]}"
 
 
-def session_status(loop: AgentLoop, turn: Turn) -> str:
-    request = loop.preview(turn)
+def preview(loop: AgentLoop, turn: Turn, message: dict | None = None) -> Governed:
+    """The request that would be sent now, for a message that is not journalled."""
+    session = loop.sessions.get(turn.session_key)
+    lines = [*session.lines, message] if message else session.lines
+    history = replace(session, lines=lines).get_history()
+    spec = loop.run_spec(history, [], EventHook(None, turn, loop.config.streaming))
+    return loop.runner.govern(RunState(spec, AgentHookContext(spec.messages)))
+
+
+def session_status(loop: AgentLoop, turn: Turn) -> list[str]:
+    request = preview(loop, turn)
     window = loop.config.defaults.context_window_tokens
     count = len(loop.sessions.get(turn.session_key).get_history())
     hours, minutes = divmod(int(time.monotonic() - loop.started) // 60, 60)
-    lines = [
+    return [
         f"nanobot {__version__}, model {loop.model}, session {turn.session_key}, {count} messages",
         f"context {request.tokens:,} of {window:,}",
         *request.notes,
         f"since the start: {loop.cost.line(loop.cost.total)}, {hours} h {minutes} min",
     ]
-    return "\n".join(lines)
 
 
 async def start_afresh(session: Session, turn: Turn) -> AgentRunResult:
@@ -1429,7 +1440,7 @@ def make_tools(config: Config) -> ToolRegistry:
 
 
 # ---- The command line ----
-# Without its care an answer in a pipe would have tool hints in it, and Ctrl-C would show a traceback.
+# Without its care an answer in a pipe would have tool hints in it, and Ctrl-C show a traceback.
 
 
 def settings_of(arguments: argparse.Namespace) -> Config:
@@ -1539,12 +1550,13 @@ def one_turn(
     if not text:
         complain("there is no message: give one with -m TEXT, or on standard input")
         return 2
-    terminal.waiting.begin("MCP servers" if loop.mcp.servers else "the model")
+    if loop.mcp.servers:
+        terminal.waiting.begin("MCP servers")
     result = background.complete(loop.process_direct(text, key, terminal.send))
     if result.requests:
         terminal.note(token_line(loop, result))
     if result.stop_reason == "max_iterations":
-        terminal.note("nanobot: the limit of steps (maxToolIterations) was reached; ask it to go on")
+        terminal.note("nanobot: the limit of steps (maxToolIterations) is reached; ask it to go on")
     failed = result.stop_reason in NOT_ANSWERED
     cause = result.error or result.final_content or ""
     was_shown = terminal.live and cause in (result.final_content or "")
@@ -1577,13 +1589,16 @@ def status_command(arguments: argparse.Namespace) -> int:
     loop = AgentLoop(settings_of(arguments))
     report = StatusReport()
     file, sandbox = loop.config.path, loop.config.tools.exec.sandbox
-    report.line("settings", str(file) if file.exists() else "defaults; `nanobot onboard` writes a file")
+    settings = file if file.exists() else "the defaults; `nanobot onboard` writes a file"
+    report.line("settings", str(settings))
     report.line("workspace", str(loop.workspace), problem_of_workspace(loop.workspace))
     report.line("model", describe_model(loop.provider), problem_of_model(loop.provider))
     bash = shutil.which("bash")
     report.line("bash", bash or "exec cannot run; install bash", is_missing=not bash)
-    can_do = sandbox or "off: a command can do what you can"
-    report.line("sandbox", can_do, sandbox_problem() if sandbox else "")
+    if sandbox:
+        report.line("sandbox", sandbox, sandbox_problem())
+    else:
+        report.line("sandbox", "off: a command can do what you can")
     for name, problem in asyncio.run(loop.mcp.check()).items():
         report.line(f"mcp {name}", "connected", problem)
     for skill in loop.skills.load():
@@ -1643,7 +1658,7 @@ def prompt_command(arguments: argparse.Namespace) -> None:
     turn = loop.turn(session_key(arguments.session))
     asyncio.run(loop.mcp.check())  # so that their tools are in what is printed
     message, _ = loop.context.user_message(arguments.text, turn)
-    request = loop.preview(turn, message)
+    request = preview(loop, turn, message)
     for name, text in parts_of_request(loop.context.parts(turn), request).items():
         tokens = TokenCounter().total([{"content": text}])
         print(f"==== {name} (~{tokens:,} tokens) ====\n{printable(text)}\n")
