@@ -1734,7 +1734,8 @@ def parser() -> argparse.ArgumentParser:
     main_parser = argparse.ArgumentParser("nanobot", description=about)
     main_parser.add_argument("--version", action="version", version=f"nanobot {__version__}")
     common = common_flags()
-    commands = main_parser.add_subparsers(metavar="COMMAND")
+    strict = partial(argparse.ArgumentParser, allow_abbrev=False)  # `--app` is not `--approve`
+    commands = main_parser.add_subparsers(metavar="COMMAND", parser_class=strict)
     agent = commands.add_parser("agent", parents=[common], help="ask, or talk at a prompt")
     message = agent.add_mutually_exclusive_group()
     message.add_argument("text", nargs="?", metavar="TEXT", help="ask this and leave")
