@@ -50,7 +50,7 @@ from memory import (
 )  # fmt: skip
 from providers import (
     ROWS, Endpoint, HumanProvider, LLMProvider, LLMResponse, OfflineProvider, OpenAIProvider, ReplayDiffers,
-    ReplayProvider, ToolCallRequest, Trace, choose_endpoint, legal,
+    RecordedTools, ReplayProvider, ToolCallRequest, Trace, choose_endpoint, legal,
 )  # fmt: skip
 from tools import (
     FILE_TOOLS, SEARCH_SERVICES, Exec, MCPServers, ToolRegistry, ToolResult, Turn, Web, WebFetch, WebSearch,
@@ -1040,36 +1040,6 @@ def sessions_command(arguments: argparse.Namespace) -> None:
         print(printable(line))
 
 
-class RecordedTools(ToolRegistry):
-    """The tools of a trace. Nothing is executed: each call returns what it returned then."""
-
-    def __init__(self, records: list[dict]):
-        super().__init__()
-        self.definitions, self.results = records[0]["tools"], defaultdict(list)
-        # those of earlier turns, and what the runner itself answers to a call that could not be read
-        known = {message.get("tool_call_id") for message in records[0]["messages"]}
-        known |= {call.id for record in records for call in record["answer"].tool_calls if call.error}
-        keys: dict[str, str] = {}
-        for message in (message for record in records for message in record["messages"]):
-            for call in message.get("tool_calls", ()):
-                function = call["function"]
-                keys.setdefault(call["id"], self.key(function["name"], json.loads(function["arguments"])))
-            if message["role"] == "tool" and message["tool_call_id"] not in known:
-                known.add(message["tool_call_id"])
-                self.results[keys[message["tool_call_id"]]].append(message["content"])
-
-    @staticmethod
-    def key(name: str, arguments: dict) -> str:
-        return f"{name} {json.dumps(arguments)}"
-
-    def get_definitions(self) -> list[dict]:
-        return self.definitions
-
-    async def execute(self, name: str, params: dict, turn: Turn | None = None) -> ToolResult:
-        results = self.results[self.key(name, params)]
-        return ToolResult(results.pop(0) if results else "(the trace ends before this call's result)")
-
-
 def replay_command(arguments: argparse.Namespace) -> int:
     defaults, terminal, status = settings_of(arguments).defaults, CLI(), 0
     try:
@@ -1080,7 +1050,7 @@ def replay_command(arguments: argparse.Namespace) -> int:
         first, hook = model.rest[0], EventHook(terminal.send, Turn(), streaming=True)
         known = [name for name in ("max_tokens", "temperature") if name in first["options"]]
         options = {name: first["options"][name] for name in known}
-        spec = AgentRunSpec(first["messages"], RecordedTools(model.rest), hook=hook, **options)
+        spec = AgentRunSpec(first["messages"], RecordedTools(model.rest, ToolResult), hook=hook, **options)
         spec.max_iterations = defaults.max_tool_iterations
         spec.context_window = sys.maxsize  # what did not fit was left out when it was recorded
         try:

@@ -7,14 +7,14 @@ The lingua franca is the Chat Completions message dict, so what you print is wha
       "function": {"name": "read_file", "arguments": "{\\"path\\": \\"a.txt\\"}"}}]},
      {"role": "tool", "tool_call_id": "call_1", "content": "1| hello"}]
 
-`provider.chat(messages, tools)` gives an `LLMResponse`; what an endpoint does wrong is a value too, with
-cause and fix. The first reading is that way once: a request and a response, a provider in twenty lines,
-what makes a history lawful, and a real endpoint: ask, heal what it refuses, wait where it is busy.
+`provider.chat(messages, tools)` gives an `LLMResponse`; what an endpoint does wrong is a value too,
+with cause and fix. The first reading goes that way once: request and response, a provider in twenty
+lines, what makes a history lawful, and a real endpoint: ask, heal what it refuses, wait where it is
+busy. The second reading is what the world does to it: endpoints that differ in data (PROVIDERS,
+HEALING), not in code; answers in pieces; then traces, and models that need no network.
 
-The second reading is what endpoints do to it. They differ in data (PROVIDERS, HEALING), not in code.
-
-This file works alone. Read after nanobot.py, before memory.py. Not covered: which tools there are, and how
-they run; other protocols than Chat Completions.
+This file works alone. Read after nanobot.py, before memory.py. Not covered: which tools there are
+and how they run; other protocols than Chat Completions.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 log = logging.getLogger("nanobot.providers")
-to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode  # NaN is a ValueError: it is no JSON
+# NaN is a ValueError: it is no JSON
+to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 words = re.compile(r"\s*\S+|\s+\Z").findall  # "Hi you" → ["Hi", " you"]: together they are the text
 OnDelta = Callable[[str], Awaitable[None]]
 
@@ -47,7 +48,7 @@ OnDelta = Callable[[str], Awaitable[None]]
 
 @dataclass
 class ToolCallRequest:
-    """One call that the model asks for. `error` or `denied`, where set, say why it is not to be run."""
+    """One call that the model asks for; `error` or `denied`, where set, say why it is not run."""
 
     id: str
     name: str
@@ -95,7 +96,7 @@ def failed(cause: str, **fields: Any) -> LLMResponse:
 
 @dataclass
 class LLMRequest:
-    """One question. `options` are max_tokens, temperature, tool_choice: only those that are wanted."""
+    """One question. `options` are max_tokens, temperature, tool_choice: only what is wanted."""
 
     messages: list[dict]
     tools: list[dict]
@@ -122,13 +123,13 @@ class LLMProvider:
     """A model. `chat` is what callers use, `answer` what a subclass writes."""
 
     model = ""
-    trace: Callable[[LLMRequest, LLMResponse | None, str], None] | None = None  # the last: the outcome
+    trace: Callable[[LLMRequest, LLMResponse | None, str], None] | None = None  # of each attempt
 
     async def chat(
         self, messages: list[dict], tools: list[dict] | None = None, *, model: str | None = None,
         on_delta: OnDelta | None = None, on_retry: OnDelta | None = None, **options: Any,
     ) -> LLMResponse:  # fmt: skip
-        """Ask the model; with `on_delta` the answer streams, `on_retry` is told why it takes longer.
+        """Ask the model; with `on_delta` the answer streams, `on_retry` hears why it takes longer.
 
         Options: max_tokens, temperature, tool_choice. What an endpoint does wrong is a value
         (`finish_reason="error"`); raised are cancellation, and what the two callbacks raise.
@@ -137,13 +138,13 @@ class LLMProvider:
         lawful = legal(messages, known=checked)
         wanted = {name: value for name, value in options.items() if value is not None}
         request = LLMRequest(lawful, tools or [], model or self.model, wanted, on_delta, on_retry)
-        answer = None
+        response = None
         try:
-            answer = await self.answer(request)
+            response = await self.answer(request)
         finally:  # also where it was cancelled
             if self.trace:
-                self.trace(request, answer, outcome_of(answer))
-        return answer
+                self.trace(request, response, outcome_of(response))
+        return response
 
     async def answer(self, request: LLMRequest) -> LLMResponse:
         """The messages are the provider's own: it may change them."""
@@ -160,7 +161,7 @@ class LLMProvider:
 
 
 class ScriptedProvider(LLMProvider):
-    """Plays replies back: a text, a ToolCallRequest, a list of these, or an LLMResponse. Keeps `requests`."""
+    """Plays replies back: a text, a call, a list of calls, or an LLMResponse. Keeps `requests`."""
 
     model = "scripted"
 
@@ -186,7 +187,7 @@ class ScriptedProvider(LLMProvider):
 
 
 def legal(messages: list[dict], reply: bool = True, known: dict | None = None) -> list[dict]:
-    """A copy of a conversation that every endpoint accepts; idempotent, and `messages` stay as they are.
+    """A copy of a conversation that every endpoint accepts; idempotent, `messages` stay the same.
 
     user: "List the files"                 user: "List the files"
     assistant: calls 1 and 2        →      assistant: calls 1 and 2
@@ -195,10 +196,10 @@ def legal(messages: list[dict], reply: bool = True, known: dict | None = None) -
     user: "Go on"                          user: "Well?\\n\\nGo on"
     assistant: "I will"
 
-    One system message, first; then a user message; neighbours of one role are one message; each call has
-    one result, directly behind it; ids are unique, arguments a JSON object, texts not empty; only known
-    keys. With `reply` the last message is not the assistant's. `known` is a dict of the caller's that
-    remembers what was checked before: in a long turn only the new messages cost.
+    One system message, first; then a user message; neighbours of one role are one message; each
+    call has one result, directly behind it; ids are unique, arguments a JSON object, texts not
+    empty; only known keys. With `reply` the last message is not the assistant's. `known` is a dict
+    that remembers for the caller what was checked before: in a long turn only new messages cost.
     """
     clean = cleaned(messages) if known is None else cleaned_once(messages, known)
     system = [message for message in clean if message["role"] == "system"]
@@ -216,13 +217,14 @@ def legal(messages: list[dict], reply: bool = True, known: dict | None = None) -
 
 
 class OpenAIProvider(LLMProvider):
-    """Any endpoint that speaks Chat Completions, by the SDK. Timeouts in seconds; `pace`: × the waits."""
+    """An endpoint that speaks Chat Completions, by the SDK. Timeouts in seconds, `pace` × waits."""
 
     connect_timeout = 10.0
 
     def __init__(
-        self, endpoint: Endpoint, request_timeout: float = 300, idle_timeout: float = 90, pace: float = 1
-    ):
+        self, endpoint: Endpoint, request_timeout: float = 300, idle_timeout: float = 90,
+        pace: float = 1,
+    ):  # fmt: skip
         key = "".join(endpoint.api_key.split())  # a line end, pasted along, would break the header
         self.endpoint = replace(endpoint, api_key=key)
         self.model = endpoint.model
@@ -241,7 +243,7 @@ class OpenAIProvider(LLMProvider):
         tries = 0
         while True:
             try:
-                answer = await self._ask(request, body)
+                response = await self._ask(request, body)
                 break
             except Failure as problem:
                 failure = replace(problem, tries=tries)
@@ -249,7 +251,7 @@ class OpenAIProvider(LLMProvider):
                 healed.append((remedy, failure.text))
                 body = heal(body, remedy, failure.text)
                 self._note(request, failure, "healed")
-                await request.tell(f"{self.endpoint.spec.name}, {request.model}: {remedy.told}")
+                await request.tell(f"{self.endpoint.spec.name}, {request.model}: {remedy.notice}")
             elif (seconds := retry_after(failure)) is not None:
                 tries += 1
                 self._note(request, failure, "retried")
@@ -260,11 +262,26 @@ class OpenAIProvider(LLMProvider):
                 why = await self._explain(failure, request.messages)
                 return failed(why, content=failure.shown or None, is_overflow=failure.is_overflow)
         self._learnt[request.model] = [entry for entry in healed if entry[0].is_remembered]
-        await self._warn_of_window(request, answer)
-        return answer
+        await self._warn_of_window(request, response)
+        return response
+
+    def _note(self, request: LLMRequest, failure: Failure, outcome: str) -> None:
+        """A trace has each HTTP attempt, also one that another attempt follows."""
+        if self.trace:
+            self.trace(request, failed(failure.with_status, content=failure.shown or None), outcome)
+
+    async def _explain(self, failure: Failure, messages: list[dict]) -> str:
+        text = explanation(failure, self.endpoint, messages)
+        return text + await self._offer() if text.endswith(OFFER) else text
+
+    async def _warn_of_window(self, request: LLMRequest, response: LLMResponse) -> None:
+        line = "" if self._is_warned else window_warning(self.endpoint, request, response)
+        if line:
+            self._is_warned = True
+            await request.tell(line)
 
     async def _ask(self, request: LLMRequest, body: dict) -> LLMResponse:
-        """One HTTP attempt. What the endpoint does wrong is a Failure; what `on_delta` raises is not."""
+        """One HTTP attempt. What the endpoint does wrong is a Failure; what `on_delta` raises not."""
         request.sent, request.began = body, time.monotonic()
         reader = AnswerReader(tools_in_text(self.endpoint, request, body))
         try:
@@ -274,10 +291,16 @@ class OpenAIProvider(LLMProvider):
             return reader.response(request)
         except Failure as failure:
             _, calls = read_text_calls(failure.generation, parameters_by_name(request.tools))
-            if calls:  # that Groq could not read, but we can
-                return LLMResponse(None, calls, "tool_calls", estimate_usage(request, LLMResponse()))
+            if calls:  # Groq could not read them, but we can
+                usage = estimate_usage(request, LLMResponse())
+                return LLMResponse(None, calls, "tool_calls", usage)
             shown = reader.content[: reader.shown] if request.on_delta else ""
             raise replace(failure, cause=self._safe(failure.cause), shown=shown) from failure
+
+    def _safe(self, text: str) -> str:
+        """Some servers repeat the key in what they say of it."""
+        key = self.endpoint.api_key
+        return text.replace(key, "[key]") if len(key) > 7 else text  # "ollama" is no secret
 
     async def _pieces(
         self, request: LLMRequest, body: dict, reader: AnswerReader
@@ -285,12 +308,14 @@ class OpenAIProvider(LLMProvider):
         """What there is to show, as it comes; the clock stands still while the caller shows it."""
         now = asyncio.get_running_loop().time
         try:
+            if not request.model:
+                raise Failure("no model is named")
             async with (
                 asyncio.timeout(self.request_timeout) as clock,
                 post(self._client_here(), request.model, body) as response,
             ):
                 async for data in answer_data(response):
-                    reader.feed_data(data)
+                    reader.feed(data)
                     clock.reschedule(None)
                     yield reader.to_show()
                     clock.reschedule(now() + self.idle_timeout)
@@ -312,17 +337,6 @@ class OpenAIProvider(LLMProvider):
         self.warm_up()
         return self._client
 
-    def _note(self, request: LLMRequest, failure: Failure, outcome: str) -> None:
-        """A trace has each HTTP attempt, also one that another attempt follows."""
-        if self.trace:
-            self.trace(request, failed(failure.with_status, content=failure.shown or None), outcome)
-
-    async def _warn_of_window(self, request: LLMRequest, answer: LLMResponse) -> None:
-        line = "" if self._is_warned else window_warning(self.endpoint, request, answer)
-        if line:
-            self._is_warned = True
-            await request.tell(line)
-
     async def list_models(self) -> list[str]:
         """What the endpoint offers; raises what the SDK raises."""
         models = self._client_here().models.with_raw_response
@@ -339,38 +353,27 @@ class OpenAIProvider(LLMProvider):
             return await self._explain(replace(failure, cause=self._safe(failure.cause)), [])
         if not offered or self.model in offered:
             return None
-        return f"no such model. {await self._offer()}"
-
-    async def _explain(self, failure: Failure, messages: list[dict]) -> str:
-        text = explanation(failure, self.endpoint, messages)
-        return f"{text} {await self._offer()}" if failure.fault == "model" else text
-
-    def _safe(self, text: str) -> str:
-        """Some servers repeat the key in what they say of it."""
-        key = self.endpoint.api_key
-        return text.replace(key, "[key]") if len(key) > 7 else text  # shorter ones are no secret: "ollama"
+        return f"no such model. {OFFER}{await self._offer()}"
 
     async def _offer(self) -> str:
         try:
-            models = ", ".join((await self.list_models())[:20]) or "no models"
+            return ", ".join((await self.list_models())[:20]) or "no models"
         except Exception as problem:  # an error message in the making: nothing may break it
-            models = f"an error instead of a list ({type(problem).__name__})"
-        return f"Choose with --model or NANOBOT_MODEL; the endpoint gives: {models}"
+            return f"an error instead of a list ({type(problem).__name__})"
 
 
 # ======== Second reading: what real histories, endpoints and answers are like ========
 
 # ---- How a history is made lawful ----
-# Without this one killed program wedges its session for ever: 400 "An assistant message with 'tool_calls'
-# must be followed by tool messages responding to each 'tool_call_id'".
+# Without this one killed program wedges its session for ever: 400 "An assistant message with
+# 'tool_calls' must be followed by tool messages responding to each 'tool_call_id'".
 
-REASONING = ("reasoning_content", "reasoning", "reasoning_details")  # sent back under the name they came with
+REASONING = ("reasoning_content", "reasoning", "reasoning_details")  # sent back under the same name
 KNOWN_KEYS = {"role", "content", "tool_calls", "tool_call_id", "name", *REASONING}
 NO_RESULT = "[interrupted before it finished]"
 
 
 def cleaned(messages: list[dict]) -> list[dict]:
-    """New messages, of which the caller may change what he likes."""
     checked = [clean_message(with_whole_letters(message)) for message in messages]
     return [message for message in checked if message]
 
@@ -382,25 +385,20 @@ def clean_message(message: dict) -> dict | None:
     → {"role": "system", "content": "Be brief."}
     """
     clean = {key: value for key, value in message.items() if key in KNOWN_KEYS and value}
-    role = "system" if message.get("role") == "developer" else message.get("role")
-    content = clean_content(clean.get("content"))
+    clean["role"] = "system" if message.get("role") == "developer" else message.get("role")
     calls = clean_calls(clean.pop("tool_calls", []))
-    if role == "assistant":  # nothing is put into its mouth: models repeat what stands there
-        content = without_blank_blocks(content)
-        if not content and not calls:
-            return None
-        with_calls = {"tool_calls": calls} if calls else {}
-        return clean | {"role": role, "content": content or None} | with_calls
-    if role not in ("system", "user", "tool"):
-        return None
-    return clean | {"role": role, "content": content or "(empty)"}
+    if clean["role"] == "assistant":  # nothing is put into its mouth: models repeat what they said
+        clean["content"] = clean_content(clean.get("content"), filler="") or None
+        if calls:
+            clean["tool_calls"] = calls
+        says_something = calls or clean["content"]
+        return clean if says_something else None
+    clean["content"] = clean_content(clean.get("content"), filler="(empty)") or "(empty)"
+    return clean if clean["role"] in ("system", "user", "tool") else None
 
 
 def with_whole_letters(value: Any) -> Any:
-    """A deep copy that has UTF-8. Halves of a surrogate pair are joined: UTF-16 does it; a single one is `?`.
-
-    "a\\ud83d\\ude00b\\ud83d" → "a😀b?"
-    """
+    """A deep copy that has UTF-8: "\\ud83d\\ude00 \\ud83d" → "😀 ?"; UTF-16 joins half letters."""
     if isinstance(value, dict):
         return {with_whole_letters(key): with_whole_letters(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -411,36 +409,26 @@ def with_whole_letters(value: Any) -> Any:
     return joined.encode("utf-8", errors="replace").decode("utf-8")
 
 
-def clean_content(content: Any) -> str | list[dict]:
-    """A text or blocks; empty where there is nothing to see."""
+def clean_content(content: Any, filler: str) -> str | list[dict]:
+    """A text or blocks; empty where there is nothing to see. A blank text in a block is filled."""
     if isinstance(content, list):
-        return [clean_block(block) for block in content]
+        blocks = [as_block(item) for item in content]
+        for block in blocks:
+            if block.get("type") == "text":
+                block["text"] = clean_content(block.get("text"), filler) or filler
+        return [block for block in blocks if block.get("text") != ""]
     text = content or ""
     if not isinstance(text, str):
         text = to_json(text)
     return "" if text.isspace() else text
 
 
-def clean_block(block: Any) -> dict:
-    if not isinstance(block, dict):
-        block = {"type": "text", "text": block}
-    if block.get("type") != "text":
-        return block
-    return block | {"text": clean_content(block.get("text")) or "(empty)"}
-
-
-def without_blank_blocks(content: str | list[dict]) -> str | list[dict]:
-    if isinstance(content, str):
-        return content
-    return [block for block in content if block.get("text") != "(empty)"]
+def as_block(item: Any) -> dict:
+    return item if isinstance(item, dict) else {"type": "text", "text": item}
 
 
 def clean_calls(calls: list[dict]) -> list[dict]:
-    """Calls that have a name, with arguments that are the text of a JSON object.
-
-    {"id": "a", "function": {"name": "now", "arguments": None}}
-    → {"id": "a", "type": "function", "function": {"name": "now", "arguments": "{}"}}
-    """
+    """Those that have a name, with arguments that are the text of a JSON object: None → "{}"."""
     clean = []
     for call in calls:
         function = call.get("function") or {}
@@ -459,8 +447,8 @@ def with_results(messages: list[dict]) -> list[dict]:
     user: "go on"                     tool 2: "b"
     tool 9: nobody asked              user: "go on"
 
-    Some endpoints number their calls anew in each answer. So a result belongs to the calls since the last
-    user message, in their order, and only where none of these waits for it to an earlier one.
+    Some endpoints number their calls anew in each answer. So a result belongs to the calls since
+    the last user message, in their order, and only where none of these waits to an earlier one.
     """
     paired: list[dict] = []
     used_ids: set[str] = set()
@@ -505,7 +493,7 @@ def unused_id(id_: Any, used: set[str]) -> str:
 
 
 def new_id(old: str = "") -> str:
-    """Nine digits, the only form of an id that every endpoint takes; the same ones for the same old id."""
+    """Nine digits, which every endpoint takes for an id; the same ones for the same old id."""
     number = zlib.crc32(old.encode()) if old else time.perf_counter_ns()
     return f"{number % 10**9:09d}"
 
@@ -520,7 +508,7 @@ def with_neighbours_joined(messages: list[dict]) -> list[dict]:
 
 
 def join(first: dict, second: dict) -> dict:
-    """Two neighbours of one role as one message; no text and no image is lost, the first one's thoughts stay.
+    """No text and no image is lost, and the first one's thoughts stay.
 
     user "a", user [image] → user [{"type": "text", "text": "a"}, image]
     """
@@ -529,13 +517,12 @@ def join(first: dict, second: dict) -> dict:
         return {**second, **first, "content": "\n\n".join(contents) or None}
     blocks: list[dict] = []
     for content in contents:
-        blocks += content if isinstance(content, list) else [{"type": "text", "text": content}]
+        blocks += content if isinstance(content, list) else [as_block(content)]
     return {**second, **first, "content": blocks}
 
 
 # ---- Checked once ----
-# A turn of 200 calls sends its first message 200 times. Cleaning a message takes 3 µs, finding that it is
-# clean and copying it 0.6 µs: 5,000 messages cost 5 ms a request instead of 18.
+# A turn of 200 calls sends its first message 200 times. FIGURES
 
 
 @dataclass(slots=True)
@@ -546,7 +533,7 @@ class Checked:
 
 
 def cleaned_once(messages: list[dict], known: dict[int, Checked]) -> list[dict]:
-    """Like `cleaned`, but what is the same object with the same values as last time is not checked again.
+    """Like `cleaned`; the same object with the same values as last time is not checked again.
 
     What is kept is not what is handed out: a provider may change its messages.
     """
@@ -555,7 +542,7 @@ def cleaned_once(messages: list[dict], known: dict[int, Checked]) -> list[dict]:
         entry = known.get(id(message))
         if entry is None or entry.before != message:
             before = with_whole_letters(message)
-            entry = Checked(message, before, clean_message(before))
+            entry = Checked(message, before, clean_message(own_copy(before)))
         entries.append(entry)
     known.clear()
     known.update({id(entry.message): entry for entry in entries})
@@ -565,20 +552,20 @@ def cleaned_once(messages: list[dict], known: dict[int, Checked]) -> list[dict]:
 def own_copy(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: own_copy(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [own_copy(item) for item in value]
-    return value
+    return [own_copy(item) for item in value] if isinstance(value, list) else value
 
 
 # ---- Arguments ----
-# Small models write {path: 'a.txt',}; and an endpoint that cuts at its limit may say that all is well: a
-# repaired '{"command": "rm -rf bui' would run.
+# Small models write {path: 'a.txt',}; and an endpoint that cuts at its limit may say that all is
+# well: a repaired '{"command": "rm -rf bui' would run.
 
 
 def parse_arguments(written: Any, repair: bool) -> tuple[dict, str]:
-    """A call's arguments, and what is wrong with them: `({}, "its arguments are not whole JSON …")`."""
+    """A call's arguments, and what is wrong: `({}, "its arguments are not whole JSON …")`."""
     try:
-        text = written if isinstance(written, str) else to_json(written or {})
+        text = written or "{}"
+        if not isinstance(text, str):
+            text = to_json(text)
         value = load_json(text.strip() or "{}", repair)
         to_json(value)  # raises where a number is NaN or infinite
     except (TypeError, ValueError, RecursionError, ImportError) as problem:
@@ -605,13 +592,12 @@ JSON_TEXT = re.compile(r"""(?s)(["'])(?:\\.|(?!\1)[^\\])*+(?P<end>\1?)""")
 
 
 def ends_within(text: str) -> bool:
-    """Does the text end inside a string, an object or a list? Then nobody knows what would have come.
+    """Does it end inside a string, an object or a list? Then nobody knows what would have come.
 
     {path: 'a.txt',}  → False        {"command": "rm -rf bui  → True
     """
-    for string in JSON_TEXT.finditer(text):
-        if not string["end"]:
-            return True
+    if any(not string["end"] for string in JSON_TEXT.finditer(text)):
+        return True
     outside = JSON_TEXT.sub("", text)
     opened = outside.count("{") + outside.count("[")
     return opened > outside.count("}") + outside.count("]")
@@ -637,69 +623,60 @@ class ProviderSpec:
     strip_model_prefix: bool = False  # wants the model without its maker
     supports_prompt_caching: bool = False  # by marks in the request; others do it unasked
     max_tokens_field: str = "max_tokens"
-    model_overrides: Mapping[str, dict] = field(default_factory=dict)  # by a part of the model's name
+    model_overrides: Mapping[str, dict] = field(default_factory=dict)  # by a part of a model's name
 
     def has_host(self, place: str) -> bool:
-        """Is this row's the place, like `.api.openai.com` or `.localhost:11434`?"""
-        endings = list(self.detect_by_base_keyword)
-        if self.default_api_base:
-            endings.append(f".{urlsplit(self.default_api_base).netloc}")
-        return place.endswith(tuple(endings))
+        """Is a place like `.api.openai.com` or `.localhost:11434` this row's?"""
+        own = f".{urlsplit(self.default_api_base).netloc}" if self.default_api_base else "\0"
+        return place.endswith((own, *self.detect_by_base_keyword))
 
-    def made(self, model: str) -> bool:
-        """gpt, o1 … → "gpt-5-mini" is OpenAI's."""
+    def makes(self, model: str) -> bool:
         return any(word in model.lower() for word in self.keywords)
 
 
-ONE_TEMPERATURE = {"temperature": None}  # these models refuse all but one
-PROVIDERS = [
-    ProviderSpec("openai", keywords=("gpt", "o1", "o3", "o4"), env_key="OPENAI_API_KEY",
-                 default_api_base="https://api.openai.com/v1", default_model="gpt-5-mini",
-                 max_tokens_field="max_completion_tokens", model_overrides={"gpt-5": ONE_TEMPERATURE}),
-    ProviderSpec("openrouter", env_key="OPENROUTER_API_KEY", detect_by_key_prefix="sk-or-",
-                 default_api_base="https://openrouter.ai/api/v1", default_model="openrouter/auto",
-                 is_gateway=True, supports_prompt_caching=True),
-    ProviderSpec("anthropic", keywords=("claude",), env_key="ANTHROPIC_API_KEY",
-                 default_api_base="https://api.anthropic.com/v1", detect_by_key_prefix="sk-ant-",
+ONE_HEAT = {"temperature": None}  # these models refuse all temperatures but one
+PROVIDERS = [  # name, words in names of its models, its key's variable, address; what is special
+    ProviderSpec("openai", ("gpt", "o1", "o3", "o4"), "OPENAI_API_KEY", "https://api.openai.com/v1",
+                 default_model="gpt-5-mini", max_tokens_field="max_completion_tokens",
+                 model_overrides={"gpt-5": ONE_HEAT}),
+    ProviderSpec("openrouter", (), "OPENROUTER_API_KEY", "https://openrouter.ai/api/v1",
+                 default_model="openrouter/auto", detect_by_key_prefix="sk-or-", is_gateway=True,
                  supports_prompt_caching=True),
-    ProviderSpec("deepseek", keywords=("deepseek",), env_key="DEEPSEEK_API_KEY",
-                 default_api_base="https://api.deepseek.com/v1"),
-    ProviderSpec("gemini", keywords=("gemini", "gemma"), env_key="GEMINI_API_KEY",
-                 default_api_base="https://generativelanguage.googleapis.com/v1beta/openai",
+    ProviderSpec("anthropic", ("claude",), "ANTHROPIC_API_KEY", "https://api.anthropic.com/v1",
+                 detect_by_key_prefix="sk-ant-", supports_prompt_caching=True),
+    ProviderSpec("deepseek", ("deepseek",), "DEEPSEEK_API_KEY", "https://api.deepseek.com/v1"),
+    ProviderSpec("gemini", ("gemini", "gemma"), "GEMINI_API_KEY",
+                 "https://generativelanguage.googleapis.com/v1beta/openai",
                  detect_by_key_prefix="AIza"),
-    ProviderSpec("groq", env_key="GROQ_API_KEY", detect_by_key_prefix="gsk_",
-                 default_api_base="https://api.groq.com/openai/v1"),
-    ProviderSpec("mistral", keywords=("mistral", "codestral"), env_key="MISTRAL_API_KEY",
-                 default_api_base="https://api.mistral.ai/v1"),
-    ProviderSpec("moonshot", keywords=("kimi", "moonshot"), env_key="MOONSHOT_API_KEY",
-                 default_api_base="https://api.moonshot.ai/v1",
-                 detect_by_base_keyword=(".api.moonshot.cn",), model_overrides={"kimi-k2.": ONE_TEMPERATURE}),
-    ProviderSpec("zhipu", keywords=("glm",), env_key="ZAI_API_KEY",
-                 default_api_base="https://open.bigmodel.cn/api/paas/v4",
+    ProviderSpec("groq", (), "GROQ_API_KEY", "https://api.groq.com/openai/v1",
+                 detect_by_key_prefix="gsk_"),
+    ProviderSpec("mistral", ("mistral", "codestral"), "MISTRAL_API_KEY",
+                 "https://api.mistral.ai/v1"),
+    ProviderSpec("moonshot", ("kimi", "moonshot"), "MOONSHOT_API_KEY", "https://api.moonshot.ai/v1",
+                 detect_by_base_keyword=(".api.moonshot.cn",),
+                 model_overrides={"kimi-k2.": ONE_HEAT}),
+    ProviderSpec("zhipu", ("glm",), "ZAI_API_KEY", "https://open.bigmodel.cn/api/paas/v4",
                  detect_by_base_keyword=(".api.z.ai",)),
-    ProviderSpec("minimax", keywords=("minimax",), env_key="MINIMAX_API_KEY",
-                 default_api_base="https://api.minimax.io/v1", detect_by_base_keyword=(".minimaxi.com",)),
-    ProviderSpec("dashscope", keywords=("qwen",), env_key="DASHSCOPE_API_KEY",
-                 default_api_base="https://dashscope.aliyuncs.com/compatible-mode/v1",
+    ProviderSpec("minimax", ("minimax",), "MINIMAX_API_KEY", "https://api.minimax.io/v1",
+                 detect_by_base_keyword=(".minimaxi.com",)),
+    ProviderSpec("dashscope", ("qwen",), "DASHSCOPE_API_KEY",
+                 "https://dashscope.aliyuncs.com/compatible-mode/v1",
                  detect_by_base_keyword=(".dashscope-intl.aliyuncs.com",)),
-    ProviderSpec("siliconflow", env_key="SILICONFLOW_API_KEY", is_gateway=True,
-                 default_api_base="https://api.siliconflow.cn/v1",
-                 detect_by_base_keyword=(".api.siliconflow.com",)),
-    ProviderSpec("aihubmix", env_key="AIHUBMIX_API_KEY", is_gateway=True, strip_model_prefix=True,
-                 default_api_base="https://aihubmix.com/v1"),
-    ProviderSpec("volcengine", keywords=("doubao",), env_key="ARK_API_KEY",
-                 default_api_base="https://ark.cn-beijing.volces.com/api/v3"),
-    ProviderSpec("xai", keywords=("grok",), env_key="XAI_API_KEY", detect_by_key_prefix="xai-",
-                 default_api_base="https://api.x.ai/v1"),
-    ProviderSpec("azure", env_key="AZURE_OPENAI_API_KEY", max_tokens_field="max_completion_tokens",
+    ProviderSpec("siliconflow", (), "SILICONFLOW_API_KEY", "https://api.siliconflow.cn/v1",
+                 detect_by_base_keyword=(".api.siliconflow.com",), is_gateway=True),
+    ProviderSpec("aihubmix", (), "AIHUBMIX_API_KEY", "https://aihubmix.com/v1",
+                 is_gateway=True, strip_model_prefix=True),
+    ProviderSpec("volcengine", ("doubao",), "ARK_API_KEY",
+                 "https://ark.cn-beijing.volces.com/api/v3"),
+    ProviderSpec("xai", ("grok",), "XAI_API_KEY", "https://api.x.ai/v1",
+                 detect_by_key_prefix="xai-"),
+    ProviderSpec("azure", (), "AZURE_OPENAI_API_KEY", max_tokens_field="max_completion_tokens",
                  detect_by_base_keyword=(".openai.azure.com", ".services.ai.azure.com")),
-    ProviderSpec("ollama", default_api_base="http://localhost:11434/v1", is_local=True,
-                 detect_by_base_keyword=(":11434",)),
-    ProviderSpec("lmstudio", default_api_base="http://localhost:1234/v1", is_local=True,
-                 detect_by_base_keyword=(":1234",)),
-    ProviderSpec("vllm", default_api_base="http://localhost:8000/v1", is_local=True),
-    ProviderSpec("llamacpp", default_api_base="http://localhost:8080/v1", is_local=True),
-    ProviderSpec("local", default_api_base="http://localhost:8000/v1", is_local=True),
+    ProviderSpec("ollama", (), "", "http://localhost:11434/v1", (":11434",), is_local=True),
+    ProviderSpec("lmstudio", (), "", "http://localhost:1234/v1", (":1234",), is_local=True),
+    ProviderSpec("vllm", (), "", "http://localhost:8000/v1", is_local=True),
+    ProviderSpec("llamacpp", (), "", "http://localhost:8080/v1", is_local=True),
+    ProviderSpec("local", (), "", "http://localhost:8000/v1", is_local=True),
     ProviderSpec("custom"),
 ]  # fmt: skip
 ROWS = {row.name: row for row in PROVIDERS}
@@ -715,24 +692,25 @@ class Endpoint:
     model: str = ""
     extra_headers: dict = field(default_factory=dict)
     extra_body: dict = field(default_factory=dict)
-    text_tool_calls: str = "auto"  # are calls that a model wrote as text run? on, off, auto: of local models
+    text_tool_calls: str = "auto"  # are calls in a text run? on, off, auto: those of local models
 
 
 def choose_endpoint(
     settings: dict[str, Endpoint], model: str = "", provider: str = "", base_url: str = ""
 ) -> Endpoint | None:
-    """Row, address and key to use, from the user's `settings` by row name; None where nothing is set.
+    """Row, address and key to use, from the `settings` by row name; None where nothing is set.
 
     A base URL that was handed in always wins, and a key never goes to another row's host. Raises
     ValueError for a provider that does not exist or has no address.
     """
     if provider and provider not in ROWS:
-        raise ValueError(f"There is no provider {provider!r}. There are: {', '.join(ROWS)}, offline.")
+        names = ", ".join(ROWS)
+        raise ValueError(f"There is no provider {provider!r}. There are: {names}, offline.")
     host = row_of_host(base_url) if base_url else None
     spec = ROWS.get(provider) or host or row_by_clues(settings, model)
     if spec is None:
         return None
-    own = settings.get(spec.name) or Endpoint(spec)
+    own = replace(settings.get(spec.name) or Endpoint(spec), spec=spec)
     address = base_url or own.api_base or spec.default_api_base
     if not address:
         raise ValueError(f"Provider {spec.name} has no address: set its apiBase, or --base-url.")
@@ -745,85 +723,82 @@ def choose_endpoint(
         model = model.rpartition("/")[2]
     if spec.is_local and not urlsplit(address).path.strip("/"):
         address = address.rstrip("/") + "/v1"
-    return replace(own, spec=spec, api_key=key, api_base=address, model=model or spec.default_model)
+    return replace(own, api_key=key, api_base=address, model=model or spec.default_model)
 
 
 def row_of_host(base_url: str) -> ProviderSpec:
     place = f".{urlsplit(base_url).netloc.rpartition('@')[2]}"
-    for row in PROVIDERS:
-        if row.has_host(place):
-            return row
     # ".localhost:9000", ".127.0.0.1:9000", ".192.168.0.7"
     is_local = re.match(r"\.(localhost|0\.0\.0\.0|\[::1\])(:|$)|\.(127|10|192\.168)\.", place)
-    return ROWS["local"] if is_local else ROWS["custom"]
+    nobodys = ROWS["local"] if is_local else ROWS["custom"]
+    return next((row for row in PROVIDERS if row.has_host(place)), nobodys)
 
 
 def row_by_clues(settings: dict[str, Endpoint], model: str) -> ProviderSpec | None:
-    """In this order: a key's prefix, maker/model, the model's name, an address, a gateway, any key."""
+    """By a key's prefix, maker/model, the model's name, an address, a gateway, any key; in order."""
     keys = {row.name: own_key(settings, row) for row in PROVIDERS}
     keyed = [row for row in PROVIDERS if keys[row.name]]
-    usable = [row for row in PROVIDERS if row.is_local or keys[row.name]]
     rows = [row for row in keyed if keys[row.name].startswith(row.detect_by_key_prefix)]
-    rows += [row for row in usable if row.name == model.partition("/")[0]]
-    rows += [row for row in keyed if row.made(model)]
+    makers = [row for row in PROVIDERS if row.name == model.partition("/")[0]]
+    rows += [row for row in makers if row.is_local or keys[row.name]]
+    rows += [row for row in keyed if row.makes(model)]
     rows += [row for row in PROVIDERS if row.name in settings and settings[row.name].api_base]
     rows += [row for row in keyed if row.is_gateway]
-    rows += keyed
-    return rows[0] if rows else None
+    return next(iter(rows + keyed), None)
 
 
 def own_key(settings: dict[str, Endpoint], row: ProviderSpec) -> str:
-    """The row's key. OPENAI_API_KEY stands for "the" key: with a row's prefix in it, it is that row's."""
-    if row.name in settings and settings[row.name].api_key:
-        return settings[row.name].api_key
-    general = settings["openai"].api_key if "openai" in settings else ""
+    """The row's key. OPENAI_API_KEY is "the" key: with a row's prefix (sk-or-…) it is its."""
+    keys = {name: endpoint.api_key for name, endpoint in settings.items()}
+    if keys.get(row.name):
+        return keys[row.name]
+    general = keys.get("openai", "")
     return general if general.startswith(row.detect_by_key_prefix) else ""
 
 
 def key_for(
     settings: dict[str, Endpoint], own: Endpoint, host: ProviderSpec | None, address: str
 ) -> str:
-    """The key that may go to an address; `host` is whose address it is, where the user named one.
+    """The key that may go to an address; `host` is whose it is, where the user named one.
 
-    none, so openrouter.ai         → OpenRouter's own key
-    https://openrouter.ai/api/v1   → OpenRouter's own key, whatever provider was named
-    http://127.0.0.1:9/v1          → a server of the user's: OpenAI's, which stands for "the" key; a row's
-                                     own key only where the row has this address, or none that is public
+    none named: openrouter.ai by itself   → OpenRouter's own key
+    https://openrouter.ai/api/v1          → OpenRouter's own key, whatever provider was named
+    http://127.0.0.1:9/v1                 → OpenAI's, as "the" key; a row's own key only where the
+                                            row has this address, or none that is public
     """
     if host is None:
         return own_key(settings, own.spec)
-    is_somebodys = bool(host.default_api_base) and not host.is_local
-    if is_somebodys:
+    if host.default_api_base and not host.is_local:
         return own_key(settings, host)
     is_the_rows = address == own.api_base or not own.spec.default_api_base or own.spec.is_local
-    if is_the_rows and own_key(settings, own.spec):
-        return own_key(settings, own.spec)
-    return own_key(settings, ROWS["openai"])
+    key = own_key(settings, own.spec) if is_the_rows else ""
+    return key or own_key(settings, ROWS["openai"])
 
 
 # ---- What went wrong ----
-# "Connection error." helps nobody: the cause is four objects deep, in words that differ with each server.
+# "Connection error." helps nobody: the cause is four objects deep, in other words on each server.
 
 # Anthropic "prompt is too long: 213462 tokens", OpenAI "exceeds the context window", LiteLLM
 # "ContextWindowExceededError", LM Studio "n_keep", … : each is in tests/data/provider_errors.json
 OVERFLOW = re.compile(
-    "(?is)prompt (is )?too long|exceeds? the (context window|available context size)|input is too long|"
-    "token count.*exceeds the|maximum (prompt|context) length is|context_length_exceeded|request too large|"
-    "reduce (the length of the|your) message|(than the|with) context length|context ?window ?exceed|n_keep|"
-    "exceeded model token limit|too large for model with|context size has been exceeded|"
-    "range of input length|`?inputs`? (tokens|must have less)"
+    "(?is)prompt (is )?too long|exceeds? the (context window|available context size)|n_keep|"
+    "input is too long|token count.*exceeds the|maximum (prompt|context) length is|"
+    "context_length_exceeded|request too large|reduce (the length of the|your) message|"
+    "(than the|with) context length|context ?window ?exceed|exceeded model token limit|"
+    "too large for model with|context size has been exceeded|range of input length|"
+    "`?inputs`? (tokens|must have less)"
 )
 # "You exceeded your current quota", "Insufficient Balance", "余额不足"
 UNPAID = re.compile("(?i)insufficient|exceeded.{0,20}quota|billing|credit|balance|payment|余额|欠费")
 # "The engine is currently overloaded", "Rate limit reached", "该模型当前访问量过大"; 400 of Groq
 BUSY = re.compile("(?i)overloaded|rate.?limit|too many requests|访问量过大|速率限制|tool_use_failed")
-LOADING = re.compile("(?i)loading model|(is|currently) loading")  # 503 of llama.cpp: "Loading model"
+LOADING = re.compile("(?i)loading model|currently loading")  # 503 of llama.cpp: "Loading model"
 # "Please try again in 6m0s", "Please retry after 20 seconds"
 SOON = re.compile(r"(?i)(?:try again|retry)\w* (?:in|after) (\d+(?:\.\d+)?) ?(ms|milli|m|h|)")
 SECONDS = {"ms": 0.001, "milli": 0.001, "m": 60.0, "h": 3600.0, "": 1.0}
-# xAI with a 400 "Incorrect API key provided", Gemini "API key not valid", LiteLLM "No connected db."
+# xAI, a 400: "Incorrect API key provided"; Gemini "API key not valid"; LiteLLM "No connected db."
 WRONG_KEY = re.compile("(?i)incorrect api key|api key not valid|no connected db")
-# "is not a valid model ID", DeepSeek "Model Not Exist", LiteLLM "Invalid model name passed in model=x"
+# "is not a valid model ID", DeepSeek "Model Not Exist", LiteLLM "Invalid model name passed in"
 NO_MODEL = re.compile("(?i)no model|not a valid model|model not exist|invalid model name")
 
 
@@ -835,7 +810,7 @@ class Failure(Exception):
     text: str = ""  # all that the endpoint wrote
     status: int | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
-    kind: str = ""  # network, closed (before a byte), timeout, cut (half an answer came), nonsense
+    kind: str = ""  # network, closed (before a byte), timeout, cut (in the middle), nonsense
     generation: str = ""  # a tool call that the endpoint could not read
     tries: int = 0  # how often the request was sent again before
     shown: str = ""  # the part of the answer that was: it cannot begin anew
@@ -846,78 +821,60 @@ class Failure(Exception):
 
     @property
     def is_unpaid(self) -> bool:
-        if self.status == 402:
-            return True
-        is_the_servers = (self.status or 0) >= 500  # "load balancer: insufficient capacity"
-        return not is_the_servers and bool(UNPAID.search(self.text))
+        if (self.status or 0) >= 500:  # "load balancer: insufficient capacity"
+            return False
+        return self.status == 402 or bool(UNPAID.search(self.text))
 
     @property
     def is_overflow(self) -> bool:
-        if self.status == 413:
-            return True
-        if self.status == 400 and not re.search(r"\w", self.text):  # Cerebras says no word
-            return True
-        return bool(OVERFLOW.search(self.text))
+        is_wordless = self.status == 400 and not re.search(r"\w", self.text)  # Cerebras
+        return is_wordless or self.status == 413 or bool(OVERFLOW.search(self.text))
 
     @property
-    def fault(self) -> str:
-        """What is to be done about it, in a word: `explanation` has the sentence for each."""
-        if self.kind in ("timeout", "network", "cut", "closed"):
-            return self.kind
-        if self.is_overflow:
-            return "overflow"
-        if self.status == 401 or WRONG_KEY.search(self.text):
-            return "key"
-        if self.is_unpaid:
-            return "money"
-        if self.status == 403:
-            return "key"
-        names_a_model = self.status == 404 and "model" in self.cause.lower()
-        if names_a_model or NO_MODEL.search(self.cause):
-            return "model"
-        if self.status in (404, 405) or self.kind == "nonsense":
-            return "address"
-        return ""
+    def is_loading(self) -> bool:
+        return self.status == 503 and bool(LOADING.search(self.text))
 
 
 def explanation(failure: Failure, endpoint: Endpoint, messages: list[dict]) -> str:
-    """Cause, then what to do."""
-    where, cause = endpoint.api_base, failure.cause
-    match failure.fault:
-        case "timeout":
-            return f"{where} gave no answer in time. Ask again, or try a smaller model."
-        case "network":
-            return f"Cannot reach {where} ({cause}). Is the address right, and is the server running?"
-        case "cut" | "closed":
-            return f"{where} failed: {cause}. Ask again; where it stays so, look at the server's log."
-        case "overflow" if is_mostly_one(messages):
-            fix = "One message is most of it: send less at once, or name a file instead of its text."
-            return f"{where}: that is too long for {endpoint.model} ({cause}). {fix}"
-        case "overflow":
-            why = f"the conversation is too long for {endpoint.model} ({cause})"
-            return f"{where}: {why}. Begin a /new one."
-        case "key":
-            variable = endpoint.spec.env_key or "OPENAI_API_KEY"
-            return f"{where} refuses the key ({cause}). Set {variable}."
-        case "model":
-            return f"{where} has no such model ({cause})."
-        case "address":
-            return f"{where} does not answer like a model ({cause}). A base URL mostly ends in /v1."
-        case "money":
-            fix = "Look at your account there, or choose another --provider."
-            return f"{where} wants money ({cause}). {fix}"
+    """Cause, then what to do; `{offer}` stands where the list of models belongs."""
+    where, cause, status = endpoint.api_base, failure.cause, failure.status
+    if failure.kind == "timeout":
+        return f"{where} gave no answer in time. Ask again, or try a smaller model."
+    if failure.kind == "network":
+        return f"Cannot reach {where} ({cause}). Is the address right, and is the server running?"
+    if failure.kind in ("cut", "closed"):
+        return f"{where} failed: {cause}. Ask again; where it stays so, look at the server's log."
+    if failure.is_overflow:
+        fix = "Begin a /new one."
+        if is_mostly_one(messages):
+            fix = "One message is most of it: send less at once, or name a file for its text."
+        return f"{where}: the conversation is too long for {endpoint.model} ({cause}). {fix}"
+    is_wrong_key = status == 401 or WRONG_KEY.search(failure.text)
+    if failure.is_unpaid and not is_wrong_key:
+        fix = "Look at your account there, or choose another --provider."
+        return f"{where} wants money ({cause}). {fix}"
+    if is_wrong_key or status == 403:
+        return f"{where} refuses the key ({cause}). Set {endpoint.spec.env_key or KEY_VARIABLE}."
+    names_a_model = status == 404 and "model" in cause.lower()
+    if names_a_model or NO_MODEL.search(cause):
+        return f"{where} has no such model ({cause}). {OFFER}"
+    if status in (404, 405) or failure.kind == "nonsense":
+        return f"{where} does not answer like a model ({cause}). A base URL mostly ends in /v1."
     return f"{where} failed: {failure.with_status}"
 
 
+KEY_VARIABLE = "OPENAI_API_KEY"
+OFFER = "Choose with --model or NANOBOT_MODEL; the endpoint gives: "
+
+
 def is_mostly_one(messages: list[dict]) -> bool:
-    """Is one message more than half of what was sent? A new conversation that begins with it is as long."""
+    """Is one message more than half of all? A new conversation that begins with it is as long."""
     sizes = [len(to_json(message)) for message in messages if message["role"] != "system"]
-    everything = len(to_json(messages))
-    return max(sizes, default=0) * 2 > everything
+    return max(sizes, default=0) * 2 > len(to_json(messages))
 
 
 def as_failure(problem: Exception) -> Failure:
-    """What the SDK raised, or the connection below it. Anything else is ours: it is raised as it is."""
+    """What the SDK raised, or the connection below it. Anything else is ours: raised as it is."""
     if isinstance(problem, Failure):
         return problem
     library = type(problem).__module__.partition(".")[0]
@@ -928,8 +885,7 @@ def as_failure(problem: Exception) -> Failure:
     if response is not None:
         failure = refusal(getattr(problem, "body", None), problem)
         return replace(failure, status=response.status_code, headers=response.headers)
-    name = type(problem).__name__
-    below = type(problem.__cause__).__name__
+    name, below = type(problem).__name__, type(problem.__cause__).__name__
     if below == "ConnectTimeout":
         return Failure("no connection in time", kind="network")
     if "Timeout" in name:
@@ -939,7 +895,7 @@ def as_failure(problem: Exception) -> Failure:
     if library.startswith("httpx"):  # while the answer was read
         return Failure("the connection was closed in the middle of the answer", kind="cut")
     kind = "network" if name == "APIConnectionError" else ""
-    return replace(refusal(getattr(problem, "body", None), problem), kind=kind)
+    return replace(refusal(None, problem), kind=kind)
 
 
 def refusal(body: Any, problem: Exception | None = None) -> Failure:
@@ -948,10 +904,10 @@ def refusal(body: Any, problem: Exception | None = None) -> Failure:
     [{"error": {"code": 400, "message": "Unknown name"}}]  → Failure("Unknown name", …)
     """
     fields = body if isinstance(body, dict) else {}
-    words_of_it = body or getattr(problem, "__cause__", None) or str(problem)
-    while isinstance(words_of_it, list | dict) and words_of_it:
-        words_of_it = inner_words(words_of_it)
-    line = " ".join(str(words_of_it)[:4_000].split())[:500]
+    inside = body or getattr(problem, "__cause__", None) or str(problem)
+    while isinstance(inside, list | dict) and inside:
+        inside = inner_words(inside)
+    line = " ".join(str(inside)[:4_000].split())[:500]
     status = fields.get("code") if isinstance(fields.get("code"), int) else None
     text = str(body or "")[:4_000]  # the expressions that look at it are for a few lines
     return Failure(line, text, status, generation=str(fields.get("failed_generation") or ""))
@@ -961,7 +917,7 @@ def inner_words(value: list | dict) -> Any:
     if isinstance(value, list):
         return value[0]
     metadata = value.get("metadata")
-    if isinstance(metadata, dict) and metadata.get("raw"):  # behind OpenRouter's "Provider returned error"
+    if isinstance(metadata, dict) and metadata.get("raw"):  # below "Provider returned error"
         return metadata["raw"]
     return value.get("message") or value.get("error") or json.dumps(value)
 
@@ -981,7 +937,7 @@ def retry_after(failure: Failure) -> float | None:
     """
     if failure.shown:  # the user has read a part: a second beginning would stand behind it
         return None
-    if is_loading(failure):
+    if failure.is_loading:
         return LOADING_PAUSE if failure.tries < LOADING_TRIES else None
     if failure.tries >= MOST_TRIES or not is_passing(failure):
         return None
@@ -991,7 +947,7 @@ def retry_after(failure: Failure) -> float | None:
 
 
 def is_passing(failure: Failure) -> bool:
-    """Will it be over soon? A busy server: yes. Too long a prompt, a wrong key, an empty account: no."""
+    """Will it be over soon? A busy server: yes. Too long a prompt, a wrong key, no money: no."""
     if failure.is_overflow:
         return False
     if failure.is_unpaid:  # "quota exceeded, try again in 20s" is a rate limit in other words
@@ -1004,20 +960,16 @@ def is_passing(failure: Failure) -> bool:
     return status in (408, 409, 429) or status >= 500 or bool(BUSY.search(failure.text))
 
 
-def is_loading(failure: Failure) -> bool:
-    return failure.status == 503 and bool(LOADING.search(failure.text))
-
-
 def wait_line(failure: Failure, seconds: float) -> str:
-    """What the user is told of a wait; a second try at once is no wait, and a loading model is told once."""
-    if is_loading(failure):
-        minute = LOADING_TRIES * LOADING_PAUSE
-        return "" if failure.tries else f"{failure.with_status}; waiting up to {minute:.0f} s for it"
+    """What the user is told: nothing of a second try at once, of a loading model only once."""
+    if failure.is_loading:
+        minute = f"waiting up to {LOADING_TRIES * LOADING_PAUSE:.0f} s for it"
+        return "" if failure.tries else f"{failure.with_status}; {minute}"
     return f"{failure.with_status}; asking again in {seconds:.0f} s" if seconds else ""
 
 
 async def pause(seconds: float) -> None:
-    """A little longer than asked for, each time another bit: or all who wait would come back at once."""
+    """A bit longer, each time another bit: or all who wait would come back at once."""
     import random
 
     await asyncio.sleep(seconds * random.uniform(1.0, 1.2))
@@ -1046,76 +998,72 @@ def seconds_in_header(headers: Mapping[str, str]) -> float:
 
 
 # ---- What endpoints refuse, and what helps ----
-# 400 "Unsupported parameter: 'max_tokens' is not supported with this model. Use 'max_completion_tokens'
-# instead." Nobody can know that of each model; the complaint says what to change.
-
-# A change gives a new body for the one that was refused and the complaint. What is in the old body is shared
-# with other requests: it is replaced, never changed.
-Change = Callable[[dict, str], dict]
+# 400 "'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead." Nobody
+# can know that of each model; the complaint says what to change.
 
 
 @dataclass(frozen=True)
 class Remedy:
+    """What a complaint means, and the columns of what to do: any of `leave_out` … `in_body`.
+
+    What is in a body is shared with other requests: it is replaced, never changed.
+    """
+
     complaint: str  # a regular expression
-    change: Change
-    told: str  # to the user
+    notice: str  # to the user
+    leave_out: tuple[str, ...] = ()  # parameters
+    put_in: Mapping[str, Any] = field(default_factory=dict)
+    leave_out_keys: tuple[str, ...] = ()  # of messages and tools, however deep
+    in_message: Callable[[dict], dict] | None = None  # for each message
+    in_body: Callable[[dict, str], dict] | None = None  # is given the complaint, too
     is_remembered: bool = True  # it holds for all requests to the model, not for this one only
 
 
 Healed = tuple[Remedy, str]  # with the complaint
 
 
-def without(*names: str) -> Change:
-    def change(body: dict, complaint: str) -> dict:
-        return {name: value for name, value in body.items() if name not in names}
-
-    return change
-
-
-def with_values(**values: Any) -> Change:
-    def change(body: dict, complaint: str) -> dict:
-        return {**body, **values}
-
-    return change
+def heal(body: dict, remedy: Remedy, complaint: str) -> dict:
+    """A new body, as the remedy says."""
+    body = {name: value for name, value in body.items() if name not in remedy.leave_out}
+    body |= remedy.put_in
+    if remedy.leave_out_keys:
+        body = without_keys_in(body, remedy.leave_out_keys)
+    if remedy.in_message:
+        body["messages"] = [remedy.in_message(message) for message in body["messages"]]
+    return remedy.in_body(body, complaint) if remedy.in_body else body
 
 
-def renamed(old: str, new: str) -> Change:
-    def change(body: dict, complaint: str) -> dict:
-        return {new if name == old else name: value for name, value in body.items()}
+def find_remedy(failure: Failure, body: dict, healed: list[Healed]) -> Remedy | None:
+    """The first row that fits the complaint and changes something; once each, nine in all."""
+    is_refusal = (failure.status or 400) in (400, 404, 405, 413, 415, 422, 500) and not failure.kind
+    if failure.shown or not is_refusal or len(healed) >= 9:
+        return None
+    for remedy in HEALING:
+        fits = re.search(remedy.complaint, failure.text, re.IGNORECASE | re.DOTALL)
+        is_new = fits and (remedy, failure.text) not in healed
+        if is_new and heal(body, remedy, failure.text) != body:
+            return remedy
+    return None
 
-    return change
 
-
-def in_messages(change_one: Callable[[dict], dict]) -> Change:
-    def change(body: dict, complaint: str) -> dict:
-        return {**body, "messages": [change_one(message) for message in body["messages"]]}
-
-    return change
+def with_other_limit(body: dict, complaint: str) -> dict:
+    names = {"max_tokens": "max_completion_tokens", "max_completion_tokens": "max_tokens"}
+    return {names.get(name, name): value for name, value in body.items()}
 
 
 def without_the_named(body: dict, complaint: str) -> dict:
     """ "Unknown parameter: 'store'." → without store"""
-    kept = {"model", "messages", "tools", "stream"}
+    kept = ("model", "messages", "tools", "stream")
     named = [name for name in body if re.search(rf"\b{re.escape(name)}\b", complaint)]
-    return without(*set(named) - kept)(body, complaint)
-
-
-def tool_choice_in_a_word(body: dict, complaint: str) -> dict:
-    return {**body, "tool_choice": "required"} if "tool_choice" in body else body
-
-
-def without_keys_in_messages(*names: str) -> Change:
-    def bare(message: dict) -> dict:
-        return {key: value for key, value in message.items() if key not in names}
-
-    return in_messages(bare)
+    return {name: value for name, value in body.items() if name in kept or name not in named}
 
 
 def as_text(message: dict) -> dict:
     """Content as one text; an image becomes a line."""
     if not isinstance(message["content"], list):
         return message
-    texts = [block.get("text") or "[an image: this model cannot see it]" for block in message["content"]]
+    blank = "[an image: this model cannot see it]"
+    texts = [block.get("text") or blank for block in message["content"]]
     return {**message, "content": "\n\n".join(texts)}
 
 
@@ -1123,12 +1071,16 @@ def with_some_reasoning(message: dict) -> dict:
     return {"reasoning_content": "", **message} if message["role"] == "assistant" else message
 
 
+def without_name(message: dict) -> dict:
+    return {key: value for key, value in message.items() if key != "name"}
+
+
 def without_text_beside_calls(message: dict) -> dict:
     return {**message, "content": None} if "tool_calls" in message else message
 
 
 def with_signature(message: dict) -> dict:
-    """Gemini wants its signature on a step's first call; this one stands for calls of other models."""
+    """Gemini wants its signature on a step's first call; this one stands for calls of others."""
     if "tool_calls" not in message:
         return message
     first, *rest = message["tool_calls"]
@@ -1151,24 +1103,155 @@ def with_system_as_user(body: dict, complaint: str) -> dict:
     return {**body, "messages": legal([{**first, "role": "user"}, *rest])}
 
 
-SCHEMA_WORDS = {"additionalProperties", "$schema", "$id", "const", "default", "propertyNames", "not", "oneOf",
-                "anyOf", "allOf", "patternProperties", "exclusiveMinimum", "exclusiveMaximum"}  # fmt: skip
-
-
-def with_plain_schemas(body: dict, complaint: str) -> dict:
-    if "tools" not in body:
-        return body
-    return {**body, "tools": without_words(body["tools"], SCHEMA_WORDS)}
-
-
-def without_words(value: Any, unwanted: set[str], are_names: bool = False) -> Any:
-    """Without the keys that are unwanted, however deep; in "properties" keys are names, and stay."""
+def without_keys_in(value: Any, unwanted: tuple[str, ...], are_names: bool = False) -> Any:
+    """Without the unwanted keys, however deep; in "properties" keys are names, and stay."""
     if isinstance(value, list):
-        return [without_words(item, unwanted) for item in value]
+        return [without_keys_in(item, unwanted) for item in value]
     if not isinstance(value, dict):
         return value
     kept = [key for key in value if are_names or key not in unwanted]
-    return {key: without_words(value[key], unwanted, key == "properties") for key in kept}
+    return {key: without_keys_in(value[key], unwanted, key == "properties") for key in kept}
+
+
+TOOLS_AS_TEXT = """You have tools. To use some, answer with nothing but a line like this for each:
+<tool_call>{"name": "the tool's name", "arguments": {"a parameter": "its value"}}</tool_call>
+What a tool returned comes back as <tool_result>. These are the tools:
+"""
+
+
+def tools_as_text(body: dict, complaint: str) -> dict:
+    """The tools stand in the system message, calls and results in the texts."""
+    messages = [calls_as_text(message) for message in body["messages"]]
+    if "tools" in body:
+        lines = "\n".join(to_json(tool["function"]) for tool in body["tools"])
+        messages.append({"role": "system", "content": TOOLS_AS_TEXT + lines})
+    body = {name: value for name, value in body.items() if name not in ("tools", "tool_choice")}
+    return {**body, "messages": legal(messages)}
+
+
+def calls_as_text(message: dict) -> dict:
+    """A call becomes `<tool_call>{"name": "now", "arguments": {}}</tool_call>`."""
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_result>\n{message['content']}\n</tool_result>"}
+    lines = [message["content"]] if message["content"] else []
+    for call in message.get("tool_calls", []):
+        name, arguments = to_json(call["function"]["name"]), call["function"]["arguments"]
+        lines.append(f'<tool_call>{{"name": {name}, "arguments": {arguments}}}</tool_call>')
+    if "tool_calls" not in message:
+        return message
+    return {"role": "assistant", "content": "\n".join(lines)}
+
+
+SCHEMA_WORDS = (
+    "additionalProperties", "$schema", "$id", "const", "default", "propertyNames", "not", "oneOf",
+    "anyOf", "allOf", "patternProperties", "exclusiveMinimum", "exclusiveMaximum",
+)  # fmt: skip
+LIMITS = ("max_tokens", "max_completion_tokens")
+NO_TOOLS = "tool calls go as text, as this model or server knows no others"
+NO_IMAGE = "images are left out of this request: one of them is refused"
+HEALING = [
+    # "However, you requested 8500 tokens (308 in the messages, 8192 in the completion)"
+    Remedy("maximum context length.{1,200}(in the messages|input tokens)|"
+           "input length and .max_tokens. exceed",
+           "this answer may be as long as there is room", leave_out=LIMITS, is_remembered=False),
+    # "max_tokens is too large: 32000. This model supports at most 16384 completion tokens"
+    Remedy("max_(completion_)?tokens.{1,99}(too large|maximum|at most|less than|range|exceed)|"
+           "range of max_tokens", "it limits its answers itself", leave_out=LIMITS),
+    # "'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead."
+    Remedy("max_completion_tokens", "max_tokens has another name there", in_body=with_other_limit),
+    # DashScope: "This model only support stream mode, please enable the stream parameter"
+    Remedy("only support stream|streaming is (strongly )?(required|recommended)",
+           "it answers in streams only", put_in={"stream": True}),
+    # "'stream' does not support true with this model."
+    Remedy("stream\\b.{1,30}not support", "it does not stream",
+           leave_out=("stream", "stream_options")),
+    # DashScope: "parameter.enable_thinking must be set to false for non-streaming calls"
+    Remedy("enable_thinking must be set to false", "it does not think unless it streams",
+           put_in={"enable_thinking": False}),
+    # "To use function tools, use /v1/responses or set reasoning_effort to 'none'."
+    Remedy("to 'none'", "with tools it does not reason", put_in={"reasoning_effort": "none"}),
+    # Ollama: "llama3.2:3b" does not support thinking
+    Remedy("support thinking", "it does not think",
+           leave_out=("thinking", "think", "reasoning_effort")),
+    # xAI: "Model grok-4-latest does not support parameter reasoningEffort."
+    Remedy("reasoning_?effort", "it thinks as much as it likes", leave_out=("reasoning_effort",)),
+    # "'temperature' does not support 0.16 with this model. Only the default (1) value …"
+    Remedy("temperature|top_[pk]\\b", "it chooses its own temperature",
+           leave_out=("temperature", "top_p", "top_k")),
+    # vLLM: "auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set
+    Remedy("requires --enable-auto-tool-choice",
+           f"{NO_TOOLS}; better start it with --enable-auto-tool-choice --tool-call-parser",
+           in_body=tools_as_text),
+    # Ollama: "gemma3:4b does not support tools"; a template: "Conversation roles must alternate"
+    Remedy("support (tool|function)|(tool|function) call\\w* (is )?not support|"
+           "roles must alternate", NO_TOOLS, in_body=tools_as_text),
+    # DeepSeek: "Thinking mode does not support this tool_choice"
+    Remedy("tool_choice", "it chooses itself whether to use tools", leave_out=("tool_choice",)),
+    # DeepSeek: "The reasoning_content in the thinking mode must be passed back to the API."
+    Remedy("reasoning_content.{0,50}(passed back|missing)|missing reasoning_content",
+           "older answers are sent with empty thoughts", in_message=with_some_reasoning),
+    # llama.cpp: "Cannot pass both content and thinking in an assistant message with tool calls!"
+    Remedy("both content and thinking", "texts beside tool calls are left out",
+           in_message=without_text_beside_calls),
+    # Groq: "'messages.1' : … property 'reasoning_content' is unsupported"
+    Remedy("messages.{0,80}reasoning", "older thoughts are left out", leave_out_keys=REASONING),
+    # Groq: "'messages.3' : for 'role:tool' … property 'name' is unsupported"
+    Remedy("property 'name'", "names of messages are left out", in_message=without_name),
+    # OpenRouter: "messages.0.content.0.text.cache_control: Extra inputs are not permitted"
+    Remedy("cache_control", "the prompt is not marked for its cache",
+           leave_out_keys=("cache_control",)),
+    # llama.cpp: "Only user, assistant and tool roles are supported, got system."
+    Remedy("(system|developer) (role|instruction|message).{0,20}not (supported|enabled)|got system|"
+           "not support 'system'", "it takes the system prompt from the user only",
+           in_body=with_system_as_user),
+    # Mistral: "Tool call id was call_8bXe but must be a-z, A-Z, 0-9, with a length of 9."
+    Remedy("a-z, A-Z, 0-9, with a length of 9", "ids of calls are shortened",
+           in_message=with_short_ids),
+    # Gemini: "Function call is missing a thought_signature in functionCall parts."
+    Remedy("thought_signature", "calls of other models get a signature", in_message=with_signature),
+    # Gemini: "Unknown name \"additionalProperties\" at 'tools[0].function_declarations[0]…'"
+    Remedy("unknown name.{0,200}(schema|parameters|function)|top level",
+           "tools are described in fewer words", leave_out_keys=SCHEMA_WORDS),
+    # Anthropic: "image exceeds 5 MB maximum: 6093312 bytes > 5242880 bytes"
+    Remedy("image.{0,40}(exceed|too large|too many|must be)|(process|decode|download) .{0,9}image|"
+           "(invalid|unsupported|corrupt\\w*) image( data| file| format| type|\\.)",
+           NO_IMAGE, in_message=as_text, is_remembered=False),
+    # DeepSeek: "unknown variant `image_url`, expected `text`"
+    Remedy("image|vision|multimodal|only .{0,9}text|content.type",
+           "images are left out: this model takes text only", in_message=as_text),
+    # Groq: "'messages.0.content' : value must be a string"
+    Remedy("content.{0,99}string|expected a string|untagged enum",
+           "contents go as plain text", in_message=as_text),
+    # "Unrecognized request argument supplied: store"
+    Remedy("not support|unsupported|unrecognized|unknown|unexpected|extra|forbidden|cannot",
+           "a parameter that it does not know is left out", in_body=without_the_named),
+]  # fmt: skip
+
+
+# ---- What goes over the wire ----
+# The fewest parameters, as any other one is refused somewhere; and by the SDK's fastest way.
+
+
+def request_body(endpoint: Endpoint, request: LLMRequest, healed: list[Healed]) -> dict:
+    """{"messages": […], "tools": […], "max_tokens": 8192, …}, as this model takes it."""
+    spec = endpoint.spec
+    body = {"messages": request.messages, "tools": request.tools or None, **request.options}
+    if not request.tools:
+        body["tool_choice"] = None
+    if "max_tokens" in body:
+        body[spec.max_tokens_field] = body.pop("max_tokens")
+    if request.on_delta:
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+    for part, values in spec.model_overrides.items():
+        if part in request.model:
+            body |= values
+    body |= endpoint.extra_body
+    body = {name: value for name, value in body.items() if value is not None}
+    if spec.supports_prompt_caching:
+        body = cache_marks(body)
+    for remedy, complaint in healed:
+        body = heal(body, remedy, complaint)
+    return body
 
 
 def cache_marks(body: dict) -> dict:
@@ -1183,172 +1266,8 @@ def cache_marks(body: dict) -> dict:
     return marked
 
 
-def without_cache_marks(body: dict, complaint: str) -> dict:
-    return without_words(body, {"cache_control"})
-
-
-TOOLS_AS_TEXT = """You have tools. To use some, answer with nothing but a line like this for each call:
-<tool_call>{"name": "the tool's name", "arguments": {"a parameter": "its value"}}</tool_call>
-What a tool returned comes back as <tool_result>. These are the tools:
-"""
-
-
-def tools_as_text(body: dict, complaint: str) -> dict:
-    """The tools stand in the system message, calls and results in the texts."""
-    messages = [calls_as_text(message) for message in body["messages"]]
-    if "tools" in body:
-        lines = "\n".join(to_json(tool["function"]) for tool in body["tools"])
-        messages.append({"role": "system", "content": TOOLS_AS_TEXT + lines})
-    return without("tools", "tool_choice")({**body, "messages": legal(messages)}, complaint)
-
-
-def calls_as_text(message: dict) -> dict:
-    """assistant: call of now() → assistant: "<tool_call>{"name": "now", "arguments": {}}</tool_call>" """
-    if message["role"] == "tool":
-        return {"role": "user", "content": f"<tool_result>\n{message['content']}\n</tool_result>"}
-    if "tool_calls" not in message:
-        return message
-    lines = [message["content"]] if message["content"] else []
-    for call in message["tool_calls"]:
-        name, arguments = to_json(call["function"]["name"]), call["function"]["arguments"]
-        lines.append(f'<tool_call>{{"name": {name}, "arguments": {arguments}}}</tool_call>')
-    return {"role": "assistant", "content": "\n".join(lines)}
-
-
-NO_LIMIT = without("max_tokens", "max_completion_tokens")
-NO_TOOLS = "tool calls go as text, as this model or server knows no others"
-HEALING = [
-    Remedy(  # "'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead."
-        "max_tokens.{1,99}max_completion_tokens. instead",
-        renamed("max_tokens", "max_completion_tokens"), told="max_tokens has another name there"),
-    Remedy(  # "However, you requested 8500 tokens (308 in the messages, 8192 in the completion)"
-        "maximum context length.{1,200}(in the messages|input tokens)|input length and .max_tokens. exceed",
-        NO_LIMIT, told="this answer may be as long as there is room", is_remembered=False),
-    Remedy(  # "max_tokens is too large: 32000. This model supports at most 16384 completion tokens"
-        "max_(completion_)?tokens.{1,99}(too large|maximum|at most|less than|range|exceed)|"
-        "range of max_tokens", NO_LIMIT, told="the length of an answer is the endpoint's choice"),
-    Remedy(  # Mistral, 422: "loc": ["body", "max_completion_tokens"], "Extra inputs are not permitted"
-        "max_completion_tokens",
-        renamed("max_completion_tokens", "max_tokens"), told="max_completion_tokens has another name there"),
-    Remedy(  # Azure: "Unknown parameter: 'stream_options'."
-        "stream_options", without("stream_options"), told="a stream there has no count of its tokens"),
-    Remedy(  # DashScope: "This model only support stream mode, please enable the stream parameter"
-        "only support stream|streaming is (strongly )?(required|recommended)",
-        with_values(stream=True), told="it answers in streams only"),
-    Remedy(  # "'stream' does not support true with this model."
-        "stream\\b.{1,30}not support", without("stream", "stream_options"), told="it does not stream"),
-    Remedy(  # DashScope: "parameter.enable_thinking must be set to false for non-streaming calls"
-        "enable_thinking must be set to false",
-        with_values(enable_thinking=False), told="it does not think unless it streams"),
-    Remedy(  # "To use function tools, use /v1/responses or set reasoning_effort to 'none'."
-        "to 'none'", with_values(reasoning_effort="none"), told="with tools it does not reason"),
-    Remedy(  # Kimi: "cannot specify both 'thinking' and 'reasoning_effort'"
-        "thinking.{1,9}and .?reasoning_effort",
-        without("reasoning_effort"), told="reasoning_effort is left out beside thinking"),
-    Remedy(  # Ollama: "\"llama3.2:3b\" does not support thinking"
-        "support thinking", without("thinking", "think", "reasoning_effort"), told="it does not think"),
-    Remedy(  # "'temperature' does not support 0.16 with this model. Only the default (1) …"
-        "temperature|top_[pk]\\b",
-        without("temperature", "top_p", "top_k"), told="it chooses its own temperature"),
-    Remedy(  # "Unsupported parameter: 'parallel_tool_calls' is not supported with this model."
-        "parallel_tool_calls", without("parallel_tool_calls"), told="parallel_tool_calls is left out"),
-    Remedy(  # LM Studio: "Invalid tool_choice type: 'object'. Supported string values: none, auto, required"
-        "invalid tool_choice type", tool_choice_in_a_word, told="it is not told which tool to use"),
-    Remedy(  # vLLM: "\"auto\" tool choice requires --enable-auto-tool-choice and --tool-call-parser"
-        "requires --enable-auto-tool-choice", tools_as_text,
-        told=f"{NO_TOOLS}; better start it with --enable-auto-tool-choice --tool-call-parser"),
-    Remedy(  # Ollama: "gemma3:4b does not support tools"; vLLM: "Conversation roles must alternate"
-        "support (tool|function)|(tool|function) call\\w* (is )?not support|roles must alternate",
-        tools_as_text, told=NO_TOOLS),
-    Remedy(  # DeepSeek: "Thinking mode does not support this tool_choice"
-        "tool_choice", without("tool_choice"), told="it chooses itself whether to use tools"),
-    Remedy(  # DeepSeek: "The reasoning_content in the thinking mode must be passed back to the API."
-        "reasoning_content.{0,50}(passed back|missing)|missing reasoning_content",
-        in_messages(with_some_reasoning), told="older answers are sent with empty thoughts"),
-    Remedy(  # llama.cpp: "Cannot pass both content and thinking in an assistant message with tool calls!"
-        "both content and thinking",
-        in_messages(without_text_beside_calls), told="texts beside tool calls are left out"),
-    Remedy(  # Groq: "property 'reasoning_content' is unsupported"
-        "'?reasoning", without_keys_in_messages(*REASONING), told="older thoughts are left out"),
-    Remedy(  # Groq: "for 'role:tool' the following must be satisfied[… property 'name' is unsupported)]"
-        "property 'name'", without_keys_in_messages("name"), told="names of messages are left out"),
-    Remedy(  # OpenRouter: "messages.0.content.0.text.cache_control: Extra inputs are not permitted"
-        "cache_control", without_cache_marks, told="the prompt is not marked for its cache"),
-    Remedy(  # llama.cpp: "Only user, assistant and tool roles are supported, got system."
-        "(system|developer) (role|instruction|message).{0,20}not (supported|enabled)|got system|"
-        "not support 'system'", with_system_as_user, told="it takes the system prompt from the user"),
-    Remedy(  # Mistral: "Tool call id was call_8bXe0aTzQmW2 but must be a-z, A-Z, 0-9, with a length of 9."
-        "a-z, A-Z, 0-9, with a length of 9", in_messages(with_short_ids), told="ids of calls are shortened"),
-    Remedy(  # Gemini: "Function call is missing a thought_signature in functionCall parts."
-        "thought_signature", in_messages(with_signature), told="calls of other models get a signature"),
-    Remedy(  # Gemini: "Unknown name \"additionalProperties\" at 'tools[0].function_declarations[0]…'"
-        "unknown name.{0,200}(schema|parameters|function)|top level",
-        with_plain_schemas, told="tools are described in fewer words"),
-    Remedy(  # Anthropic: "image exceeds 5 MB maximum: 6093312 bytes > 5242880 bytes"; "Could not process image"
-        "image.{0,40}(exceed|too large|too many|dimension|must be (less|under))|(process|decode|download) .{0,9}"
-        "image|(invalid|unsupported|corrupt\\w*) image( data| file| format| type|\\.)",
-        in_messages(as_text), told="images are left out of this request: it refuses one", is_remembered=False),
-    Remedy(  # DeepSeek: "unknown variant `image_url`, expected `text`"
-        "image|vision|multimodal|only .{0,9}text|content.type",
-        in_messages(as_text), told="images are left out: this model takes text only"),
-    Remedy(  # Groq: "'messages.0.content' : value must be a string"
-        "content.{0,99}string|expected a string|untagged enum",
-        in_messages(as_text), told="contents go as plain text"),
-    Remedy(  # "Unrecognized request argument supplied: store"
-        "not support|unsupported|unrecognized|unknown|unexpected|extra|forbidden",
-        without_the_named, told="a parameter that it does not know is left out"),
-]  # fmt: skip
-REFUSALS = (400, 404, 405, 413, 415, 422, 500)
-
-
-def find_remedy(failure: Failure, body: dict, healed: list[Healed]) -> Remedy | None:
-    """The first row that fits the complaint and changes something; once a complaint, and nine in all."""
-    is_refusal = not failure.kind and (failure.status or 400) in REFUSALS
-    if failure.shown or not is_refusal or len(healed) >= 9:
-        return None
-    for remedy in HEALING:
-        if not re.search(remedy.complaint, failure.text, re.IGNORECASE | re.DOTALL):
-            continue
-        is_new = (remedy, failure.text) not in healed
-        if is_new and heal(body, remedy, failure.text) != body:
-            return remedy
-    return None
-
-
-def heal(body: dict, remedy: Remedy, complaint: str) -> dict:
-    return remedy.change(body, complaint)
-
-
-# ---- What goes over the wire ----
-# The fewest parameters, as any other one is refused somewhere; and by the SDK's fastest way.
-
-
-def request_body(endpoint: Endpoint, request: LLMRequest, healed: list[Healed]) -> dict:
-    """{"messages": […], "tools": […], "max_tokens": 8192, "stream": True, …}, as this model takes it."""
-    spec = endpoint.spec
-    body = {"messages": request.messages, **request.options}
-    if request.tools:
-        body["tools"] = request.tools
-    else:
-        body.pop("tool_choice", None)
-    if "max_tokens" in body:
-        body[spec.max_tokens_field] = body.pop("max_tokens")
-    if request.on_delta:
-        body |= {"stream": True, "stream_options": {"include_usage": True}}
-    if spec.supports_prompt_caching:
-        body = cache_marks(body)
-    for part, values in spec.model_overrides.items():
-        if part in request.model:
-            body |= values
-    body |= endpoint.extra_body
-    body = {name: value for name, value in body.items() if value is not None}
-    for remedy, complaint in healed:
-        body = heal(body, remedy, complaint)
-    return body
-
-
 def make_client(endpoint: Endpoint, request_timeout: float, connect_timeout: float) -> Any:
-    """Load the SDK, 0.3 s over 800 modules, less with the garbage collector off; make its client."""
+    """Load the SDK (0.3 s, 800 modules; less with the garbage collector off), make its client."""
     gc.disable()
     try:
         import openai
@@ -1359,28 +1278,26 @@ def make_client(endpoint: Endpoint, request_timeout: float, connect_timeout: flo
     is_secure = not endpoint.api_base.startswith("http://")  # loading the certificates takes 30 ms
     timeout = openai.Timeout(request_timeout, connect=min(connect_timeout, request_timeout))
     http = openai.DefaultAsyncHttpxClient(
-        verify=is_secure, trust_env=not endpoint.spec.is_local, follow_redirects=False, timeout=timeout
+        verify=is_secure, trust_env=not endpoint.spec.is_local, follow_redirects=False
     )
     client = openai.AsyncOpenAI(
-        api_key=endpoint.api_key or "none", base_url=endpoint.api_base, max_retries=0, timeout=timeout,
-        default_headers=endpoint.extra_headers, http_client=http,
+        api_key=endpoint.api_key or "none", base_url=endpoint.api_base, max_retries=0,
+        timeout=timeout, default_headers=endpoint.extra_headers, http_client=http,
     )  # fmt: skip
-    if endpoint.spec.name != "openai":  # the SDK finds these in the environment and tells them to any host
+    if endpoint.spec.name != "openai":  # else the SDK tells what the environment has to any host
         client.organization = client.project = None
     return client
 
 
 def post(client: Any, model: str, body: dict) -> Any:
-    """messages=… would make the SDK type each message anew: 0.12 ms a message, 122 ms at 1,000. In
-    extra_body the same bytes go out at once. A stream's lines cost 10 µs each, the SDK's chunks 77."""
-    if not model:
-        raise Failure("no model is named")
+    """messages=… would make the SDK type each message anew: 122 ms at 1,000 messages; in extra_body
+    the same bytes go out at once. A stream's lines cost 10 µs each, the SDK's chunks 77."""
     create = client.chat.completions.with_streaming_response.create
     return create(model=model, messages=[], extra_body=body)
 
 
 async def answer_data(response: Any) -> AsyncIterator[bytes | dict]:
-    """The parts of a stream; from a server that ignores `stream`, and without one, the whole answer."""
+    """The parts of a stream; from a server that does not stream, the whole answer."""
     if "event-stream" in response.headers.get("content-type", ""):
         async for data in response.iter_bytes():
             yield data
@@ -1402,15 +1319,13 @@ def parse_answer(data: bytes) -> dict:
 
 
 def window_warning(endpoint: Endpoint, request: LLMRequest, answer: LLMResponse) -> str:
-    """Ollama cuts what is over its window, 4,096 tokens where nobody chose one, and does not say so."""
+    """Ollama cuts what is over its window, 4,096 tokens where nobody chose one, without a word."""
     seen = answer.usage["prompt_tokens"]
     if not endpoint.spec.is_local or not 1_000 < seen < 5_000:
         return ""
     sent = estimate_usage(request, answer)["prompt_tokens"]
-    if sent <= 2 * seen:
-        return ""
     fix = "Widen its window, for Ollama: OLLAMA_CONTEXT_LENGTH=64000 ollama serve"
-    return f"The server saw {seen:,} of about {sent:,} tokens. {fix}"
+    return f"The server saw {seen:,} of about {sent:,} tokens. {fix}" if sent > 2 * seen else ""
 
 
 # ---- An answer is put together ----
@@ -1418,10 +1333,9 @@ def window_warning(endpoint: Endpoint, request: LLMRequest, answer: LLMResponse)
 
 MAX_ANSWER_BYTES = 32_000_000  # no honest answer is so large
 MAX_CALLS = 128
-CUT_SHORT = {"max_tokens": "length", "model_length": "length"}  # Anthropic's and Mistral's word for it
+CUT_SHORT = {"max_tokens": "length", "model_length": "length"}  # Anthropic's and Mistral's words
 INTERRUPTED = ("error", "abort", "insufficient_system_resource")  # OpenRouter, vLLM, DeepSeek
 KNOWN_REASONS = ("stop", "tool_calls", "function_call", "length", "content_filter", "refusal")
-BOM = b"\xef\xbb\xbf"
 
 
 @dataclass
@@ -1436,68 +1350,64 @@ class CallParts:
 
 
 class AnswerReader:
-    """Puts an answer together from the chunks of a stream; an answer in one piece counts as one chunk.
+    """Puts an answer together from the chunks of a stream; an answer in one piece is one chunk.
 
     `tools` are those that a model may also call in its text: `{"read_file": {…its parameters…}}`.
     """
 
     def __init__(self, tools: dict[str, dict] | None = None) -> None:
         self.tools = tools or {}
-        self.content = ""
-        self.shown = 0  # characters of the content
+        self.content, self.shown = "", 0  # characters of the content
         self.calls: list[CallParts] = []
         self.extra: dict = {}
         self.usage: dict = {}
-        self.rest = b""  # of a line that is not whole yet
-        self.event = b""  # data of an event that is not whole yet
+        self.rest, self.event = b"", b""  # of a line, of an event that is not whole yet
         self.received = 0  # bytes
         self.ended = False  # the server said that this is all
         self.closed = False  # it came to an end, said or not
         self.finish_reason: str | None = None
         self.think = ThinkFilter()
 
-    def feed_data(self, data: bytes | dict) -> None:
-        if isinstance(data, dict):
-            self.feed(data)
-        else:
+    def feed(self, data: bytes | dict) -> None:
+        """A whole answer, or a part of a stream of Server-Sent Events."""
+        if isinstance(data, bytes):
             self.feed_bytes(data)
+            return
+        try:
+            self._feed_chunk(data)
+        except (AttributeError, TypeError, KeyError) as problem:
+            cause = "its answer has a strange form"
+            raise Failure(cause, str(problem), kind="nonsense") from problem
 
     def feed_bytes(self, data: bytes) -> None:
-        """A part of a stream of Server-Sent Events; their lines end in LF, CR LF or CR."""
+        """Lines end in LF, CR LF or CR."""
         self.received += len(data)
         if self.received > MAX_ANSWER_BYTES:
             raise Failure(f"its answer is over {MAX_ANSWER_BYTES:,} bytes", kind="nonsense")
         lines = (self.rest + data).splitlines(keepends=True)
         self.rest = b""
-        if lines and not lines[-1].endswith(b"\n"):  # a CR, too, may be the first half of a line's end
+        if lines and not lines[-1].endswith(b"\n"):  # a CR, too, may be the half of a line's end
             self.rest = lines.pop()
         for line in lines:
             self._feed_line(line.strip())
 
     def _feed_line(self, line: bytes) -> None:
         """`data: {…}`, mostly. An event may have several such lines: they are one JSON then."""
-        name, _, value = line.removeprefix(BOM).partition(b":")
+        name, _, value = line.removeprefix(b"\xef\xbb\xbf").partition(b":")
         if not line and self.event:  # the event ends, and is none
             parse_answer(self.event)
         if name != b"data" or self.ended:  # others: comments, event names, signs of life
             return
-        value = value.strip()
-        if value == b"[DONE]":
-            self.ended = True
-            return
-        self.event += value
+        self.ended = value.strip() == b"[DONE]"
+        if not self.ended:
+            self.event += value.strip()
         if self.event.endswith(b"}"):
             with contextlib.suppress(ValueError):
-                chunk, self.event = json.loads(self.event), b""
+                chunk = json.loads(self.event)
+                self.event = b""
                 self.feed(chunk)
 
-    def feed(self, chunk: dict) -> None:
-        try:
-            self._feed(chunk)
-        except (AttributeError, TypeError, KeyError) as problem:
-            raise Failure("its answer has a strange form", str(problem), kind="nonsense") from problem
-
-    def _feed(self, chunk: dict) -> None:
+    def _feed_chunk(self, chunk: dict) -> None:
         choices = chunk.get("choices") or []
         for part in (chunk, *choices):
             if part.get("error"):
@@ -1507,56 +1417,49 @@ class AnswerReader:
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
             if "delta" in choice:
                 self._add(choice["delta"] or {})
-            else:
+            else:  # the whole message
                 self.ended = True
-                self._add_whole(choice.get("message") or {})
-
-    def _add_whole(self, message: dict) -> None:
-        calls = message.get("tool_calls") or []
-        numbered = [{**call, "index": number} for number, call in enumerate(calls)]
-        self._add({**message, "tool_calls": numbered})
+                message = choice.get("message") or {}
+                calls = enumerate(message.get("tool_calls") or [])
+                numbered = [{**call, "index": number} for number, call in calls]
+                self._add({**message, "tool_calls": numbered})
 
     def _add(self, part: dict) -> None:
         for call in part.get("tool_calls") or []:
             self._add_call(call)
         for name in REASONING:
             if part.get(name):
-                self.extra[name] = self.extra[name] + part[name] if name in self.extra else part[name]
-        text = part.get("content") or part.get("refusal") or ""  # its refusal is what a model has to say
+                before = self.extra.get(name)
+                self.extra[name] = before + part[name] if before else part[name]
+        text = part.get("content") or part.get("refusal") or ""
         if not isinstance(text, str):
             text = "".join([block.get("text") or "" for block in text])
         self._add_text(self.think.feed(text))
 
     def _add_text(self, text: str) -> None:
-        self.content += text if self.content else text.lstrip("\n")  # left over between thoughts and answer
+        self.content += text if self.content else text.lstrip("\n")  # left over behind thoughts
 
     def _add_call(self, piece: dict) -> None:
-        """A piece begins a call or goes on with one. What endpoints send for read_file({…}) and now({}):
+        """A piece begins a call or goes on with one. How endpoints send read_file({…}) and now({}):
 
         by index     0 read_file {"pa    1 now {}            0 th": "a"}
         by id        a read_file {"pa        th": "a"}       b now {}
         all are 0    0 a read_file {"path": "a"}             0 b now {}
         """
-        function = piece.get("function") or {}
+        function, index = piece.get("function") or {}, piece.get("index")
         name, arguments = function.get("name") or "", function.get("arguments") or ""
-        call = self._last_call(piece.get("index"))
+        fitting = [call for call in self.calls if index in (None, call.index)]
+        call = fitting[-1] if fitting else None
         if call is None or begins_another(piece, call):
             if len(self.calls) >= MAX_CALLS:
                 raise Failure(f"its answer has over {MAX_CALLS} tool calls", kind="nonsense")
-            call = CallParts(piece.get("index"), piece.get("id"))
+            call = CallParts(index, piece.get("id"))
             self.calls.append(call)
         call.id = call.id or piece.get("id")
-        if name != call.name:  # some repeat it in every piece
-            call.name += name
+        call.name += name if name != call.name else ""  # some repeat it in every piece
         call.arguments += arguments if isinstance(arguments, str) else to_json(arguments)
         known = ("index", "id", "type", "function")
         call.extra |= {key: value for key, value in piece.items() if key not in known}
-
-    def _last_call(self, index: int | None) -> CallParts | None:
-        for call in reversed(self.calls):
-            if index in (None, call.index):
-                return call
-        return None
 
     def close(self) -> None:
         self.feed_bytes(b"\n\n")
@@ -1564,7 +1467,7 @@ class AnswerReader:
         self.closed = True
 
     def to_show(self) -> str:
-        """The text that was not shown yet; none of what may be a call until it is clear that it is none."""
+        """The text that was not shown yet; of what may be a call none until it is clear."""
         end = len(self.content)
         if self.tools and not self.closed:
             end = may_be_call_from(self.content, self.shown)
@@ -1581,14 +1484,16 @@ class AnswerReader:
         calls = self._calls(reason)
         if self.tools and not calls:
             self.content, calls = read_text_calls(self.content, self.tools)
-        text = self.content
-        if reason != "length":  # one that was cut is continued: the space at the seam belongs to it
-            text = text.rstrip("\n")
+        # one that was cut is continued: the space at the seam belongs to it
+        text = self.content if reason == "length" else self.content.rstrip("\n")
         text = with_whole_letters(text) if text.strip() else None
-        has_broken_call = any(call.error for call in calls)
+        has_cut_call = any(call.error for call in calls)
         has_no_end = not calls and not self.ended
-        if reason == "error" or (reason is None and (has_broken_call or has_no_end)):
-            cause = "the answer broke off" if text or calls else "it sent no answer"
+        if reason is None and (has_cut_call or has_no_end):
+            reason = "error"
+        if reason == "error":
+            is_empty = not text and not calls
+            cause = "it sent no answer" if is_empty else "the answer broke off"
             raise Failure(cause, kind="cut")
         thoughts = self.extra.get("reasoning_content") or self.extra.get("reasoning")
         answer = LLMResponse(text, calls, reason, {}, thoughts, extra=self.extra)
@@ -1596,26 +1501,27 @@ class AnswerReader:
         return answer
 
     def _reason(self) -> str | None:
-        """In OpenAI's words. One that nobody knows (`eos`, `tool_use`, `end_turn`) is an end like any other."""
+        """In OpenAI's words; an unknown one (`eos`, `tool_use`, `end_turn`) is an end like any."""
         reason = str(self.finish_reason).lower() if self.finish_reason else None
         if reason in INTERRUPTED:
             return "error"
         reason = CUT_SHORT.get(reason, reason)
-        return reason if reason is None or reason in KNOWN_REASONS else "stop"
+        return reason if reason in (None, *KNOWN_REASONS) else "stop"
 
     def _calls(self, reason: str | None) -> list[ToolCallRequest]:
         calls: list[ToolCallRequest] = []
         used_ids: set[str] = set()
         for call in self.calls:
-            is_whole = reason in ("stop", "tool_calls", "function_call") and not ends_within(call.arguments)
-            arguments, error = parse_arguments(call.arguments, repair=is_whole)
+            is_finished = reason in ("stop", "tool_calls", "function_call")
+            repair = is_finished and not ends_within(call.arguments)
+            arguments, error = parse_arguments(call.arguments, repair)
             id_ = unused_id(call.id or new_id(), used_ids)
             calls.append(ToolCallRequest(id_, call.name, arguments, error, extra=call.extra))
         return calls
 
 
 def begins_another(piece: dict, call: CallParts) -> bool:
-    """A piece with the same index, or none: does it begin another call than the last one?"""
+    """A piece of the same index, or of none: does it begin another call than the last one?"""
     function = piece.get("function") or {}
     if not function.get("name"):
         return False
@@ -1634,29 +1540,35 @@ def outcome_of(answer: LLMResponse | None) -> str:
 
 
 def read_usage(usage: dict) -> dict:
-    """The endpoint's own count in our words, cached tokens under any of their three names; {} without one.
+    """The endpoint's own count; cached tokens have three names. {} where it did not count.
 
-    {"prompt_tokens": 9, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 3}}
+    {"prompt_tokens": 9, "completion_tokens": 2, "prompt_cache_hit_tokens": 3}
     → {"prompt_tokens": 9, "completion_tokens": 2, "cached_tokens": 3, "estimated": False}
     """
-    with contextlib.suppress(AttributeError, TypeError, ValueError, OverflowError):  # a count that is none
+    with contextlib.suppress(AttributeError, TypeError, ValueError, OverflowError):  # no number
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         cached = cached or usage.get("cached_tokens") or usage.get("prompt_cache_hit_tokens")
-        counts = {name: int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")}
-        counts |= {"cached_tokens": int(cached or 0), "estimated": False}
-        return counts if counts["prompt_tokens"] else {}
+        sent, received = int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0)
+        counts = usage_of(sent, received, int(cached or 0))
+        return counts if sent else {}
     return {}
 
 
+def usage_of(sent: int, received: int, cached: int = 0, estimated: bool = False) -> dict:
+    counts = {"prompt_tokens": sent, "completion_tokens": received, "cached_tokens": cached}
+    return {**counts, "estimated": estimated}
+
+
 def estimate_usage(request: LLMRequest, answer: LLMResponse) -> dict:
-    sent = len(to_json([request.messages, request.tools])) // 4  # a token of English is about four bytes
+    """A token of English is about four bytes."""
+    sent = len(to_json([request.messages, request.tools])) // 4
     received = len(to_json(answer.to_message())) // 4
-    return {"prompt_tokens": sent, "completion_tokens": received, "cached_tokens": 0, "estimated": True}
+    return usage_of(sent, received, estimated=True)
 
 
 # ---- Calls that a weak model wrote as text ----
-# Qwen2.5-Coder-1.5B behind llama.cpp writes "I will use the `read_file` function." and then its call as JSON
-# in a fence, in a third of its calls. Only of local models, only of tools that there are, only at the end.
+# Qwen2.5-Coder-1.5B behind llama.cpp writes "I will use the `read_file` function." and then its call
+# as JSON in a fence, each third time. Only of local models, only for known tools, only at the end.
 
 # <tool_call>, </minimax:tool_call>, ```json
 WRAPPERS = re.compile(r"</?(?:\w+:)?(?:tool_calls?|function_calls?)>|^```\w*$", re.MULTILINE)
@@ -1665,7 +1577,7 @@ TAGGED = re.compile(r"(?s)<(?:function=|invoke name=\")([\w-]+)\"?>(.*?)</(?:fun
 # <parameter=path>a.txt</parameter>
 PARAMETER = re.compile(r"(?s)<parameter(?:=| name=\")(\w+)\"?>\n?(.*?)\n?</parameter>")
 # <tool_call>, <function=now>, ```json
-BLOCK = re.compile(r"(?m)<(?:\w+:)?(?:tool_calls?|function_calls?)>|<function=|<invoke name=|^```\w*$")
+BLOCK = re.compile(r"(?m)<(?:\w+:)?(?:tool|function)_calls?>|<function=|<invoke name=|^```\w*$")
 # the same, and what may yet become it: "<tool_c" or "``" at the end
 MAYBE_BLOCK = re.compile(r"(?m)<(?:\w+:)?(?:tool_call|function|invoke)|^```\w*\s*(?:[{\[<]|\Z)|"
                          r"^`{1,2}\Z|<[\w:]{0,24}\Z")  # fmt: skip
@@ -1673,10 +1585,11 @@ MAYBE_BLOCK = re.compile(r"(?m)<(?:\w+:)?(?:tool_call|function|invoke)|^```\w*\s
 
 def tools_in_text(endpoint: Endpoint, request: LLMRequest, body: dict) -> dict[str, dict]:
     """The tools that may be called in the answer's text."""
-    wanted = endpoint.text_tool_calls == "on"
-    if endpoint.text_tool_calls == "auto":
-        wanted = endpoint.spec.is_local or "tools" not in body
-    return parameters_by_name(request.tools) if wanted else {}
+    switch = endpoint.text_tool_calls
+    if switch == "auto":
+        is_weak = endpoint.spec.is_local or "tools" not in body
+        switch = "on" if is_weak else "off"
+    return parameters_by_name(request.tools) if switch == "on" else {}
 
 
 def parameters_by_name(tools: list[dict]) -> dict[str, dict]:
@@ -1696,9 +1609,8 @@ def read_text_calls(text: str, tools: dict[str, dict]) -> tuple[str, list[ToolCa
 
     'I look.\\n```json\\n{"name": "ls", "arguments": {}}\\n```'  → ("I look.", [ls({})])
     """
-    starts = [0]
-    starts += [block.start() for block in itertools.islice(BLOCK.finditer(text), 20)]
-    for start in starts:
+    blocks = [block.start() for block in itertools.islice(BLOCK.finditer(text), 20)]
+    for start in (0, *blocks):
         calls = calls_in(text[start:])
         if calls and all(is_call_of(call, tools) for call in calls):
             return text[:start].rstrip(), calls
@@ -1713,10 +1625,11 @@ def calls_in(text: str) -> list[ToolCallRequest]:
     else:
         inside = WRAPPERS.sub(" ", text).strip()
         written = calls_in_json(inside) or calls_in_python(inside)
-    calls = []
+    calls: list[ToolCallRequest] = []
     for name, arguments in written:
         is_cut = isinstance(arguments, str) and ends_within(arguments)
-        calls.append(ToolCallRequest(new_id(), name, *parse_arguments(arguments, repair=not is_cut)))
+        arguments, error = parse_arguments(arguments, repair=not is_cut)
+        calls.append(ToolCallRequest(new_id(), name, arguments, error))
     return calls
 
 
@@ -1767,13 +1680,15 @@ def is_call_of(call: ToolCallRequest, tools: dict[str, dict]) -> bool:
 
 
 def could_fit(value: Any, schema: dict) -> bool:
-    """Objects and lists where they belong, no name missing and none too many; "5" may yet become 5."""
+    """Objects and lists in their places, no name missing, none too many; "5" may yet become 5."""
     match schema.get("type"):
         case "object" if not isinstance(value, dict):
             return False
         case "object":
             properties = schema.get("properties") or {}
-            if set(schema.get("required", [])) - set(value) or set(value) - set(properties):
+            missing = set(schema.get("required", [])) - set(value)
+            strange = set(value) - set(properties)
+            if missing or strange:
                 return False
             return all(could_fit(value[name], properties[name]) for name in value)
         case "array":
@@ -1784,18 +1699,18 @@ def could_fit(value: Any, schema: dict) -> bool:
 
 
 # ---- Thoughts are taken out ----
-# Models that think aloud write <think>…</think> before the answer, and the answer may be about that tag.
+# Models that think aloud write <think>…</think> before the answer; others are asked about that tag.
 
 
 class ThinkFilter:
     """Takes `<think>…</think>` out of a text that comes in pieces, except within back-quotes.
 
-    A block that is never closed hides all that follows if it began a line; in mid-line it was only a
-    mention. So is a tag in mid-line that no thought follows at once: "Wrap it in <think> and </think>."
+    A block that is never closed hides all that follows if it began a line; in mid-line it was only
+    a mention. So is one that no thought follows at once: "Wrap it in <think> and </think> tags."
     """
 
     mark = re.compile(r"(`+|\n|</?(?:think|thinking|thought)>)")  # "```", "<think>", "</thought>"
-    unclear = re.compile(r"(?:(?<!`)`+|<[/a-z]{0,9}>?)\Z")  # "``", "<thi", "<think>": what comes next?
+    unclear = re.compile(r"(?:(?<!`)`+|<[/a-z]{0,9}>?)\Z")  # "``", "<thi", "<think>": and now?
     thought = re.compile(r"\w|\n")  # of "Well <think>hm</think>done"
 
     def __init__(self) -> None:
@@ -1818,15 +1733,15 @@ class ThinkFilter:
         return text + self.hidden if self.line.strip() else text
 
     def _is_shown(self, token: str, after: str) -> bool:
-        """For a mark, or a text between two; remembers what the line holds and whether it is code."""
+        """For a mark, or a text between two; `after` is what comes next."""
         is_tag = token[0] == "<" and not self.code and self.mark.fullmatch(token) is not None
         is_end = is_tag and token[1] == "/"
         if self.hidden:
             self.hidden = "" if is_end else self.hidden + token
             return False
         begins_line = not self.line.strip()
-        is_mention = not begins_line and (is_end or not self.thought.match(after))
-        if is_tag and not is_mention:
+        begins_thought = not is_end and self.thought.match(after)
+        if is_tag and (begins_line or begins_thought):
             self.hidden = "" if is_end else token
             return False
         self._remember(token)
@@ -1835,7 +1750,10 @@ class ThinkFilter:
     def _remember(self, token: str) -> None:
         self.line = "" if token == "\n" else self.line + token
         if token[0] == "`":
-            self.code = "" if self.code == token else self.code or token
+            if not self.code:
+                self.code = token
+            elif self.code == token:
+                self.code = ""
         elif token == "\n" and len(self.code) < 3:
             self.code = ""  # code within a line ends with it
 
@@ -1855,7 +1773,7 @@ KEYS = re.compile(
 
 
 def without_keys(value: Any, name: str = "") -> Any:
-    """A deep copy with `[key]` for what looks like one, by its form or by the name that it stands under."""
+    """A deep copy with `[key]` for what looks like one, by its form or by the name before it."""
     if isinstance(value, dict):
         return {key: without_keys(inside, key) for key, inside in value.items()}
     if isinstance(value, list):
@@ -1866,10 +1784,10 @@ def without_keys(value: Any, name: str = "") -> Any:
 
 
 class Trace:
-    """Writes each HTTP attempt and what came of it to a file, one JSON object a line; keys are left out.
+    """Writes each HTTP attempt and what came of it to a file, a JSON object a line, without keys.
 
-    `sent` is what the body of the attempt had otherwise than the request, and beside it. Outcomes: answered,
-    failed, cancelled; healed and retried are followed by another attempt for the same answer.
+    `sent` is what the body of the attempt had otherwise than the request, or beside it. Outcomes:
+    answered, failed, cancelled; healed and retried are followed by another attempt.
     """
 
     def __init__(self, path: Path):
@@ -1880,11 +1798,10 @@ class Trace:
         parts = {name: getattr(request, name) for name in ("model", "options", "tools", "messages")}
         known = {**request.options, "messages": request.messages, "tools": request.tools}
         sent = {name: value for name, value in request.sent.items() if known.get(name) != value}
-        record = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "outcome": outcome, **parts, "sent": sent,
-            "answer": asdict(answer) if answer else None,
-            "seconds": round(time.monotonic() - request.began, 3),
-        }  # fmt: skip
+        got = asdict(answer) if answer else None
+        seconds = round(time.monotonic() - request.began, 3)
+        record = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "outcome": outcome, **parts,
+                  "sent": sent, "answer": got, "seconds": seconds}  # fmt: skip
         print(to_json(without_keys(record)), file=self.file, flush=True)
 
 
@@ -1902,7 +1819,7 @@ class ReplayDiffers(Exception):
 
 
 class ReplayProvider(LLMProvider):
-    """Plays a trace back, step by step; raises ReplayDiffers where a request is not the recorded one."""
+    """Plays a trace back; raises ReplayDiffers where a request is not the recorded one."""
 
     model = "replay"
 
@@ -1952,7 +1869,7 @@ class RecordedTools:
         self.make_result = make_result
         self.definitions = records[0]["tools"]
         self.results: dict[str, list[str]] = defaultdict(list)
-        # those of earlier turns, and what the runner itself answers to a call that could not be read
+        # those of earlier turns, and what the runner itself says to a call that could not be read
         known = {message.get("tool_call_id") for message in records[0]["messages"]}
         for record in records:
             known |= {call.id for call in record["answer"].tool_calls if call.error}
@@ -1960,7 +1877,8 @@ class RecordedTools:
         for message in itertools.chain.from_iterable(record["messages"] for record in records):
             for call in message.get("tool_calls", []):
                 function = call["function"]
-                keys.setdefault(call["id"], self.key(function["name"], json.loads(function["arguments"])))
+                arguments = json.loads(function["arguments"])
+                keys.setdefault(call["id"], self.key(function["name"], arguments))
             if message["role"] == "tool" and message["tool_call_id"] not in known:
                 known.add(message["tool_call_id"])
                 self.results[keys[message["tool_call_id"]]].append(message["content"])
@@ -1977,7 +1895,8 @@ class RecordedTools:
 
     async def execute(self, name: str, params: dict, turn: Any = None) -> Any:
         results = self.results[self.key(name, params)]
-        return self.make_result(results.pop(0) if results else "(the trace ends before this call's result)")
+        text = results.pop(0) if results else "(the trace ends before this call's result)"
+        return self.make_result(text)
 
 
 # ---- Models that need no network ----
