@@ -1186,7 +1186,8 @@ def test_why_an_answer_takes_longer_reaches_the_channel_and_hooks_of_ones_own(tm
         result, events = ask(loop, "hello")
     assert result.final_content == "here"
     told = [text for kind, text in events if kind == "retry"]
-    assert told == hook.told == ["slow down; asking again in 7 s", "not now; asking again in 2 s"]
+    assert told == hook.told == [
+        "HTTP 429: slow down; asking again in 7 s", "HTTP 503: not now; asking again in 2 s"]  # fmt: skip
     assert [kind for kind, _ in events[:2]] == ["retry", "retry"]
     assert "asking again" not in loop.sessions.path("cli:direct").read_text(encoding="utf-8")
 
