@@ -1500,8 +1500,7 @@ def loop_for_terminal(
 ) -> AgentLoop:
     """The loop with what the flags add; `ask` is None where nobody can be asked."""
     tools = make_tools(config)
-    human = HumanProvider(ask, lambda name, arguments: tools.prepare_call(name, arguments)[2])
-    provider = make_provider(config, human)
+    provider = make_provider(config, human_provider(tools, ask))
     if arguments.trace:
         provider.trace = Trace(arguments.trace)
     hooks: list[AgentHook] = []
@@ -1510,6 +1509,13 @@ def loop_for_terminal(
     if arguments.logs:
         hooks.append(LoggingHook())
     return AgentLoop(config, provider, tools, hooks)
+
+
+def human_provider(tools: ToolRegistry, ask: Callable[..., Awaitable[str]] | None) -> HumanProvider:
+    def problem_with(name: str, arguments: dict) -> str | None:
+        return tools.prepare_call(name, arguments)[2]
+
+    return HumanProvider(ask, problem_with)
 
 
 def warn_before_start(

@@ -57,6 +57,7 @@ class ToolCallRequest:
     denied: str = ""
     extra: dict = field(default_factory=dict)  # further keys, sent back as they came
     approved: bool = False  # the user said yes to this very call
+    must_only_read: bool = False  # nobody was asked about it, as its tool only reads
 
     def to_message(self) -> dict:
         function = {"name": self.name, "arguments": to_json(self.arguments)}
@@ -1913,6 +1914,10 @@ class HumanProvider(LLMProvider):
     ask: Callable[[str, list[str]], Awaitable[str]] | None = None
     check: Callable[[str, dict], str | None] | None = None
     seen = LLMRequest([], [], "", {})
+
+    def __init__(self, ask: Any = None, check: Any = None):
+        self.ask = ask
+        self.check = check
 
     async def answer(self, request: LLMRequest) -> LLMResponse:
         if not self.ask:
