@@ -843,65 +843,49 @@ FILE_TOOLS = [read_file, write_file, edit_file, notebook_edit, list_dir, glob, g
 # and is no boundary (`c=rm; $c -rf x` passes): that is the sandbox, further down.
 
 FORK_BOMB = re.compile(r"([\w:.]{1,80})\s*\(\)\s*\{[^}]*\1\s*\|\s*\1\s*&")  # :(){ :|:& };:
+FATAL = re.compile(r"""(?x)  # a program and one of its words, or none
+    (mkfs\S*|mke2fs|wipefs|[cs]?fdisk|parted)[ ].+  # mkfs.ext4 /dev/sda1
+    | dd[ ][io]f=.*                                 # dd if=image.iso of=/dev/sda
+    | (shutdown|reboot|halt|poweroff)[ ].*          # sudo reboot
+    | (tel)?init[ ][06]                             # init 0
+    | systemctl[ ](reboot|halt|poweroff)            # systemctl poweroff
+""")  # fmt: skip
+ONLY_TELLS = {"--help", "--version", "--list", "-l"}  # reboot --help, fdisk -l
+# find . -name '*.pyc' -delete
+NARROWS = re.compile(r"-i?(name|path|regex)|-empty|-size|-[acm](time|min)|-newer\w*")
 OPERATOR = re.compile(r"[;&|()<>`]+")  # && of `make && ls`
 REDIRECTION = re.compile(r"[;&|()<>`]*>[&|]?")  # &> of `make &> log`: a file is written
-# the program is the word behind one of these: `sudo -n nice rm`
-WRAPPERS = {"sudo", "env", "nohup", "time", "timeout", "command", "exec", "nice", "xargs"}
-WRAPPERS |= {"if", "then", "do", "else", "!", "{"}
-SHELLS = {"sh", "bash", "dash", "zsh", "eval", "su"}  # bash -c 'rm -rf x': a word is a command again
+WRAPPERS = {"sudo", "env", "nohup", "time", "timeout", "command", "exec", "nice", "xargs",
+            "if", "then", "do", "else", "!", "{"}  # sudo nice rm: it is the word behind  # fmt: skip
+SHELLS = {"sh", "bash", "dash", "zsh", "eval", "su"}  # bash -c 'rm -rf x': a word is a command
 HERE_DOCUMENT = re.compile(r"(?<!<)<<-?\s*[\"'\\]?([A-Za-z_]\w*)")  # cat > a.txt <<'END'
 READ_BY_A_SHELL = re.compile(r"(^|[\s;&|(/])((ba|da|z|s)?sh|su|eval|source)(\s|$)")  # bash <<END
-
-
-@dataclass(frozen=True)
-class Fatal:
-    """Programs that are refused where one of their words matches; "" is a word of each of them."""
-
-    programs: str
-    words: str
-    unless: str = r"--help|--version"
-
-
-FATAL = [
-    Fatal(
-        programs=r"mkfs(\..+)?|mke2fs|wipefs|[cs]?fdisk|parted",  # mkfs.ext4 /dev/sda1
-        words=r".+",
-        unless=r"--help|--version|-l|--list",  # fdisk -l
-    ),
-    Fatal(programs=r"dd", words=r"[io]f=.*"),  # dd if=image.iso of=/dev/sda
-    Fatal(programs=r"shutdown|reboot|halt|poweroff", words=r".*"),  # sudo reboot
-    Fatal(programs=r"(tel)?init", words=r"[06]"),  # init 0
-    Fatal(programs=r"systemctl", words=r"reboot|halt|poweroff"),  # systemctl poweroff
-]
+# what is written there does no harm: `make 2> /dev/null`, `echo > /dev/tcp/localhost/80`
+HARMLESS_DEVICE = re.compile(r"/dev/(null|std(in|out|err)|tty|fd/\d+|(tcp|udp)/[\w.-]+/\w+)")
 
 
 @dataclass(frozen=True)
 class TextProgram:
-    """Programs whose first words are patterns or scripts, as is the word behind one of `options`."""
+    """Its first words are patterns or scripts, not paths, and so is what follows `options`."""
 
-    programs: str
+    name: str
     texts: int
     options: str
 
 
 TEXT_PROGRAMS = [
-    TextProgram(programs=r"[ef]?grep|rg", texts=1, options=r"-\w*[ABCem]"),  # grep -rn "/api/users" .
-    TextProgram(programs=r"sed", texts=1, options=r"-\w*e"),  # sed -n '/foo/,/bar/p' a.txt
-    TextProgram(programs=r"[gm]?awk", texts=1, options=r"-[Fv]"),  # awk -F / '/foo/ {print $2}'
-    TextProgram(programs=r"tr", texts=2, options=""),  # tr '/' '_'
-    TextProgram(programs=r"cut", texts=0, options=r"-\w*d"),  # cut -d / -f 2
+    TextProgram(name=r"[ef]?grep|rg", texts=1, options=r"-\w*[ABCem]"),  # grep -rn "/api/users" src
+    TextProgram(name=r"sed", texts=1, options=r"-\w*e"),  # sed -n '/foo/,/bar/p' a.txt
+    TextProgram(name=r"[gm]?awk", texts=1, options=r"-[Fv]"),  # awk -F / '/foo/ {print $2}' a.txt
+    TextProgram(name=r"tr", texts=2, options=r""),  # tr '/' '_'
+    TextProgram(name=r"cut", texts=0, options=r"-\w*d"),  # cut -d / -f 2 a.txt
 ]
-GIVES_THE_TEXT = re.compile(r"-\w*[ef]|--(regexp|expression|file)\b.*")  # grep -e x: then all are files
-
-# what a write to does no harm: `make 2> /dev/null`, `echo > /dev/tcp/localhost/80`
-HARMLESS_DEVICE = re.compile(r"/dev/(null|stdin|stdout|stderr|tty|fd/\d+|(tcp|udp)/[\w.-]+/\w+)")
-# find . -name '*.pyc' -delete
-NARROWS = re.compile(r"-i?(name|path|regex|wholename)|-empty|-size|-[acm](time|min)|-newer\w*")
+GIVES_THE_TEXT = re.compile(r"-\w*[ef]|--(regexp|expression|file)\b.*")  # grep -e x a b: two files
 
 
 @dataclass
 class ShellCommand:
-    """One program of a command line: `A=1 sudo tee -a log > out` →
+    """One program of a command line: `A=1 sudo tee -a log > out` is
     program tee, before [A=1, sudo, tee], arguments [-a, log], written [out]"""
 
     program: str = ""
@@ -911,22 +895,18 @@ class ShellCommand:
 
 
 def check_command(command: str, turn: Turn) -> None:
-    """Raise ToolError for what hardly anybody means: FATAL, recursive deletes that the user has not
-    approved, fork bombs, writes to devices and to the agent's own files, paths of files with keys;
-    under the fence also each path that leads outside.
+    """Raise ToolError for what hardly anybody means: FATAL, fork bombs, recursive deletes without a
+    yes, writes to devices and the agent's files; under the fence also paths that lead outside.
     """
     if FORK_BOMB.search(command):
         raise ToolError("Refused: this is a fork bomb.")
     parts = shell_commands(command)
     for part in parts:
-        check_fatal(part)
-        if deletes_recursively(part):
-            check_delete(part, parts, turn)
+        check_program(part, turn, parts)
         check_paths(part, turn)
-        if part.program in SHELLS:
-            for word in part.arguments:
-                if " " in word:
-                    check_command(word, turn)
+        for word in part.arguments:
+            if part.program in SHELLS and " " in word:
+                check_command(word, turn)
 
 
 def shell_commands(command: str) -> list[ShellCommand]:
@@ -952,11 +932,9 @@ def kind_of(word: str) -> str:
     """&& → border; >> → redirection; < → input; ls → word. A quoted && is taken for one, too."""
     if REDIRECTION.fullmatch(word):
         return "redirection"
-    if word in ("-exec", "-execdir"):  # find . -exec rm {} +
-        return "border"
-    if not OPERATOR.fullmatch(word):
-        return "word"
-    return "border" if word.strip("<") else "input"
+    if OPERATOR.fullmatch(word):
+        return "border" if word.strip("<") else "input"
+    return "border" if word in ("-exec", "-execdir") else "word"
 
 
 def shell_words(command: str) -> list[str]:
@@ -966,7 +944,7 @@ def shell_words(command: str) -> list[str]:
     lexer.whitespace_split, lexer.commenters = True, ""
     try:
         return list(lexer)
-    except ValueError:  # quotes that do not close, as in a here-document
+    except ValueError:  # quotes that do not close
         return shell_words(re.sub(r"['\"\\]", " ", command))
 
 
@@ -974,32 +952,32 @@ def without_here_documents(command: str) -> str:
     """cat > a.sh <<'E' ⏎ rm -rf x ⏎ E ⏎ ls  →  cat > a.sh <<'E' ⏎ ls; what a shell reads stays."""
     lines = command.split("\n")
     last = {line.strip(): number for number, line in enumerate(lines)}
-    kept: list[str] = []
-    ends: list[str] = []
+    kept, ends = [], []
     for number, line in enumerate(lines):
         if ends:
             ends = ends[1:] if line.strip() == ends[0] else ends
             continue
         kept.append(line)
         if not READ_BY_A_SHELL.search(line):
-            names = HERE_DOCUMENT.findall(line)
-            ends = [name for name in names if last.get(name, 0) > number]
+            ends = [end for end in HERE_DOCUMENT.findall(line) if last.get(end, 0) > number]
     return "\n".join(kept)
 
 
-def check_fatal(part: ShellCommand) -> None:
-    for row in FATAL:
-        if not re.fullmatch(row.programs, part.program):
-            continue
-        is_fatal = any(re.fullmatch(row.words, word) for word in ["", *part.arguments])
-        only_tells = any(re.fullmatch(row.unless, word) for word in part.arguments)
-        if is_fatal and not only_tells:
-            why = f"{part.program} can destroy much, or stop the machine, in this way"
-            raise ToolError(f"Refused: {why}. Ask the user to run it.")
+def check_program(part: ShellCommand, turn: Turn, parts: list[ShellCommand]) -> None:
+    calls = [f"{part.program} {word}" for word in ["", *part.arguments]]
+    is_fatal = any(FATAL.fullmatch(call) for call in calls)
+    if is_fatal and not ONLY_TELLS & set(part.arguments):
+        why = f"{part.program} can destroy much, or stop the machine, in this way"
+        raise ToolError(f"Refused: {why}. Ask the user to run it.")
+    if deletes_recursively(part) and not is_approved(part, turn, parts):
+        why = f"{part.program} can destroy much in this way"
+        below = f"folders strictly below {turn.cwd}, without cd, xargs and $"
+        advice = f"Remove files one by one, or name {below}: with --approve the user may say yes"
+        raise ToolError(f"Refused: {why}. {advice}.")
 
 
 def deletes_recursively(part: ShellCommand) -> bool:
-    """`rm -fr x` and `find . -delete` do; `rm -- -r.txt` and `find . -name '*.pyc' -delete` do not."""
+    """`rm -fr x`, `find . -delete`; but not `rm -- -r.txt` and `find . -name '*.pyc' -delete`."""
     if part.program == "rm":
         options, _ = options_and_names(part.arguments)
         return any(re.fullmatch(r"-\w*[rR]\w*|--r\w*", option) for option in options)
@@ -1007,18 +985,6 @@ def deletes_recursively(part: ShellCommand) -> bool:
         tests = part.arguments[: part.arguments.index("-delete")]
         return not any(NARROWS.fullmatch(test) for test in tests)
     return False
-
-
-def check_delete(deletion: ShellCommand, parts: list[ShellCommand], turn: Turn) -> None:
-    """A recursive delete strictly below the working folder runs where the user said yes to this call."""
-    moves = any(part.program in ("cd", "pushd", "popd") for part in parts)
-    targets = targets_of(deletion)
-    is_known = bool(targets) and not moves and "xargs" not in deletion.before
-    if turn.approved and is_known and all(is_below(target, turn) for target in targets):
-        return
-    why = f"{deletion.program} can destroy much in this way"
-    below = f"with --approve, and a yes of the user, folders strictly below {turn.cwd} may be named"
-    raise ToolError(f"Refused: {why}. Remove files one by one, or, without cd, xargs and $: {below}.")
 
 
 def options_and_names(words: list[str]) -> tuple[list[str], list[str]]:
@@ -1029,66 +995,58 @@ def options_and_names(words: list[str]) -> tuple[list[str], list[str]]:
     return options, names + words[end + 1 :]
 
 
-def targets_of(deletion: ShellCommand) -> list[str]:
-    """`rm -r a -- -b` → a, -b; `find a b -type f -delete` → a, b"""
-    if deletion.program == "rm":
-        return options_and_names(deletion.arguments)[1]
-    targets = []
-    for word in deletion.arguments:
-        if word.startswith(("-", "!")):
-            break
-        targets.append(word)
-    return targets
+def is_approved(deletion: ShellCommand, turn: Turn, parts: list[ShellCommand]) -> bool:
+    """Whether the user said yes to this call, and all that it names is below the working folder."""
+    _, names = options_and_names(deletion.arguments)  # of find also the values of its tests
+    moves = any(part.program in ("cd", "pushd", "popd") for part in parts)
+    is_known = bool(names) and not moves and "xargs" not in deletion.before
+    return turn.approved and is_known and all(is_below(name, turn) for name in names)
 
 
-def is_below(target: str, turn: Turn) -> bool:
-    """Whether all that a word stands for is in the working folder, and holds no records of the agent."""
+def is_below(name: str, turn: Turn) -> bool:
+    """Whether all that a word may stand for is in the working folder, and holds no records."""
     from glob import glob as expand
 
-    if re.search(r"[$`{]", target):  # only the shell knows what it is
+    if re.search(r"[$`{]", name):  # only the shell knows what it is
         return False
     here = turn.cwd.resolve()
-    records = [turn.workspace / name for name in AGENT_FILES]
-    for name in expand(target, root_dir=turn.cwd, include_hidden=True) or [target]:
-        place = turn.path(name, write=True)
-        holds_records = any(path.resolve().is_relative_to(place) for path in [*records, *turn.secret])
-        if holds_records or place == here or not place.is_relative_to(here):
+    kept = [*(turn.workspace / record for record in AGENT_FILES), *turn.secret]
+    for path in expand(name, root_dir=turn.cwd, include_hidden=True) or [name]:
+        real = turn.path(path, write=True)
+        holds_records = any(file.resolve().is_relative_to(real) for file in kept)
+        if holds_records or real == here or not real.is_relative_to(here):
             return False
     return True
 
 
 def check_paths(part: ShellCommand, turn: Turn) -> None:
-    writes = part.program == "tee"
-    for word in part.before:
-        check_word(word, False, turn)
-    for word in words_but_texts(part):
-        check_word(word, writes, turn)
+    for word in part.before + words_but_texts(part):
+        check_word(word, part.program == "tee", turn)
     for word in part.written:
         check_word(word, True, turn)
 
 
 def words_but_texts(part: ShellCommand) -> list[str]:
-    """`grep -A 2 /api/users src` → -A, src; of programs that are not in TEXT_PROGRAMS all arguments."""
-    rows = [row for row in TEXT_PROGRAMS if re.fullmatch(row.programs, part.program)]
+    """Arguments without patterns: `grep -A 2 /api/users src` → -A, src"""
+    rows = [row for row in TEXT_PROGRAMS if re.fullmatch(row.name, part.program)]
     if not rows:
         return part.arguments
-    row = rows[0]
-    has_text = any(GIVES_THE_TEXT.fullmatch(word) for word in part.arguments)
-    texts_to_come = 0 if has_text else row.texts
-    words, previous = [], ""
+    is_given = any(GIVES_THE_TEXT.fullmatch(word) for word in part.arguments)
+    texts_to_come = 0 if is_given else rows[0].texts
+    words, previous = [], "-"
     for word in part.arguments:
-        is_plain = not word.startswith("-")
-        is_value = bool(previous) and bool(re.fullmatch(row.options, previous))
-        if is_plain and texts_to_come and not is_value:
+        if re.fullmatch(rows[0].options, previous):
+            pass  # the value of an option, as of -A
+        elif texts_to_come and not word.startswith("-"):
             texts_to_come -= 1
-        elif not is_value:
+        else:
             words.append(word)
         previous = word
     return words
 
 
 def check_word(word: str, writes: bool, turn: Turn) -> None:
-    """Each part that may be a path must be allowed: `-I/usr/include`, `--file=~/x`, `host:/etc`, `{a,b}`"""
+    """Each part that may be a path must be allowed: -I/usr/include, --file=~/x, host:/etc, {a,b}"""
     word = re.sub(r"\$(HOME\b|\{HOME\})", "~", word).replace("file://", "")
     without_urls = re.sub(r"\b\w+://\S*", "", word)  # https://example.com/x
     for part in re.split(r"[=:,]|(?<!\$)\{", without_urls):
@@ -1097,7 +1055,7 @@ def check_word(word: str, writes: bool, turn: Turn) -> None:
             continue  # no file can have so long a name
         if not writes and re.fullmatch(r"(/usr)?/bin/\w[^/]*", path):  # /usr/bin/env
             continue
-        if writes and path.startswith("/dev/") and not path.startswith("/dev/shm/"):
+        if writes and re.match("/dev/(?!shm/)", path):
             raise ToolError(f"Refused: {path} is a device.")
         leads_away = "/" in path or path.startswith(("~", "..")) or os.path.islink(turn.cwd / path)
         if writes or leads_away:
@@ -1105,7 +1063,7 @@ def check_word(word: str, writes: bool, turn: Turn) -> None:
 
 
 # ---- The shell: a command and all that it starts ----
-# Without it `npm start &` runs on after the program has ended, a timeout kills bash but not what bash
+# Without it `npm start &` runs on when the program has ended, a timeout kills bash but not what it
 # had started, and `yes` fills the memory.
 
 MAX_OUTPUT_CHARS = 10_000
@@ -1121,9 +1079,9 @@ class Exec(Tool):
 
     name = "exec"
     description = (
-        "Run a bash command. For files prefer read_file, grep and glob. No input is possible: use flags "
-        "like -y. Returns stdout, then STDERR:, then the exit code. What runs in the background (`cmd &`) "
-        "ends with this program; `setsid cmd &` outlives it."
+        "Run a bash command. For files prefer read_file, grep and glob. No input is possible: use "
+        "flags like -y. Returns stdout, then STDERR:, then the exit code. What runs in the "
+        "background (`cmd &`) ends with this program; `setsid cmd &` outlives it."
     )
     timeout: int = 60
     path_append: str = ""
@@ -1140,12 +1098,12 @@ class Exec(Tool):
             raise ToolError(f"There is no folder {folder}.")
         approved = turn.approved and folder.is_relative_to(turn.cwd.resolve())
         check_command(command, replace(turn, cwd=folder, approved=approved))
-        job, seconds = Job(["bash", "-c", command], folder), timeout or self.timeout
-        work = asyncio.ensure_future(in_thread(self._run, job, turn))
+        job, seconds = Job(), timeout or self.timeout
+        work = asyncio.ensure_future(in_thread(self._run, job, command, folder, turn))
         try:
             await asyncio.wait([work], timeout=seconds)
             is_late = not work.done()
-        finally:  # also when the turn is cancelled: nothing of it runs when this returns
+        finally:  # also when the turn is cancelled: nothing of it runs any more when this returns
             if not work.done():
                 await in_thread(job.end)
                 await asyncio.wait([work], timeout=5)
@@ -1155,19 +1113,16 @@ class Exec(Tool):
         late = f"\nTimed out after {seconds} s: its process group was killed." if is_late else ""
         return ToolResult(f"{output}{late}\nExit code: {code}".strip("\n"), code != 0)
 
-    def _run(self, job: "Job", turn: Turn) -> tuple[str, int]:
-        """Blocks until the command has ended: what it wrote, and its exit code."""
-        environment = self._environment()
-        if self.sandbox:
-            job.argv = [*self._bwrap(turn), "--chdir", str(job.folder), *job.argv]
-            environment["HOME"] = "/tmp"
-        return job.run(environment)
-
-    def _environment(self) -> dict[str, str]:
+    def _run(self, job: "Job", command: str, folder: Path, turn: Turn) -> tuple[str, int]:
         names = [*SAFE_ENVIRONMENT, *self.allowed_env]
-        kept = {name: os.environ[name] for name in names if name in os.environ}
-        kept["PATH"] = os.pathsep.join(filter(None, [kept.get("PATH"), self.path_append]))
-        return kept
+        environment = {name: os.environ[name] for name in names if name in os.environ}
+        folders = [environment.get("PATH"), self.path_append]
+        environment["PATH"] = os.pathsep.join(filter(None, folders))
+        argv = ["bash", "-c", command]
+        if self.sandbox:
+            argv = [*self._bwrap(turn), "--chdir", str(folder), *argv]
+            environment["HOME"] = "/tmp"
+        return job.run(argv, folder, environment)
 
     def _bwrap(self, turn: Turn) -> list[str]:
         """What goes before a command to confine it; raises ToolError where that cannot be."""
@@ -1175,7 +1130,8 @@ class Exec(Tool):
             raise ToolError(f"The command was not run. {problem}")
         home = turn.workspace.absolute()
         opened = opened_folders(home, turn)
-        records = [home / name for name in sorted({name.split("/")[0] for name in AGENT_FILES})]
+        names = {name.split("/")[0] for name in AGENT_FILES}
+        records = [home / name for name in sorted(names)]
         for folder in records:
             folder.mkdir(0o700, exist_ok=True)  # what is not there could be made by a command
         shown = [*SYSTEM, *filter(None, self.path_append.split(os.pathsep))]
@@ -1183,21 +1139,21 @@ class Exec(Tool):
         for how, paths in (("--ro-bind-try", shown), ("--bind", opened), ("--ro-bind", records)):
             for path in paths:
                 arguments += [how, str(path), str(path)]
-        return arguments + (["--share-net"] if self.network else [])
+        if self.network:
+            arguments.append("--share-net")
+        return arguments
 
 
 class Job:
-    """A command and all that it starts: one process group. Its methods block, so they need a thread."""
+    """A command and all that it starts: one process group. Its methods block: for a thread."""
 
-    def __init__(self, argv: list[str], folder: Path):
-        self.argv, self.folder = argv, folder
-        self.process: subprocess.Popen | None = None
-        self.is_ended = False
+    process: subprocess.Popen | None = None
+    is_ended = False
 
-    def run(self, environment: dict[str, str]) -> tuple[str, int]:
+    def run(self, argv: list[str], folder: Path, environment: dict) -> tuple[str, int]:
         """What it wrote, as the model is told it, and its exit code."""
         self.process = subprocess.Popen(
-            self.argv, cwd=self.folder, env=environment, start_new_session=True,
+            argv, cwd=folder, env=environment, start_new_session=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
         atexit.register(self.end)  # when the program ends first
@@ -1208,13 +1164,13 @@ class Job:
         has_children = self.signal_group(0)
         if not has_children:
             atexit.unregister(self.end)
-        patience = 0.3 if has_children else 2.0  # seconds: a child that goes on keeps the pipe open
+        patience = 0.3 if has_children else 2.0  # a child in the background keeps the pipe open
         text, errors = out.text(patience), err.text(patience)
         text += f"\nSTDERR:\n{errors}" if errors else ""
         return shorten(text, MAX_OUTPUT_CHARS, out.missing + err.missing), code
 
     def end(self) -> None:
-        """SIGKILL for its whole group, and wait until nobody is left in it."""
+        """SIGKILL for the whole group, until nobody is left in it."""
         self.is_ended = True
         deadline = time.monotonic() + 0.5  # where nobody collects the dead, they stay
         while self.process and self.signal_group(SIGKILL) and time.monotonic() < deadline:
@@ -1224,16 +1180,16 @@ class Job:
         """Whether there was anybody in the group to get the signal; 0 only asks."""
         try:
             os.killpg(self.process.pid, number)
+            return True
         except OSError:
             return False
         except AttributeError:  # Windows has no process groups
             self.process.kill()
             return False
-        return True
 
 
 class Capture(threading.Thread):
-    """Reads a pipe beside the command, keeps head and tail: no output is too long, no child waits."""
+    """Reads a pipe beside its writer, keeps head and tail: no output is too long, nobody waits."""
 
     def __init__(self, pipe: Any):
         super().__init__(daemon=True)
@@ -1248,22 +1204,22 @@ class Capture(threading.Thread):
             self.missing += len(rest) - len(self.tail)
 
     def text(self, patience: float = 0.3) -> str:
-        """All that was written until the end of the pipe, or as far as it came in `patience` seconds."""
+        """All until the end of the pipe, or what came in `patience` seconds. Blocks."""
         self.join(patience)
         return (self.head + self.tail).decode("utf-8", errors="replace").rstrip("\n")
 
 
 # ---- The shell: the sandbox ----
-# Without it a command can do what you can: `cat ~/.ssh/id_rsa`, `python -c` with anything in it.
+# Without it a command can do what you can: `python -c` with anything in it, `curl -F k=@~/.ssh/id`.
 
 # Root keeps its powers under bwrap, and could undo the mounts, unless they are dropped.
 BWRAP = ["bwrap", "--unshare-all", "--cap-drop", "ALL", "--die-with-parent", "--new-session",
-         "--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys",  # which root could write, even so
+         "--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys",  # root could write it, even so
          "--dev", "/dev", "--tmpfs", "/tmp"]  # fmt: skip
 SYSTEM = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", *(f"/etc/{name}" for name in (
     "alternatives", "ca-certificates", "group", "hosts", "ld.so.cache", "localtime", "mime.types",
-    "nsswitch.conf", "passwd", "pki/ca-trust", "pki/tls/certs", "protocols", "resolv.conf", "services",
-    "ssl/certs", "ssl/openssl.cnf"))]  # fmt: skip
+    "nsswitch.conf", "passwd", "pki/ca-trust", "pki/tls/certs", "protocols", "resolv.conf",
+    "services", "ssl/certs", "ssl/openssl.cnf"))]  # fmt: skip
 
 
 def opened_folders(home: Path, turn: Turn) -> list[Path]:
@@ -1280,7 +1236,7 @@ def opened_folders(home: Path, turn: Turn) -> list[Path]:
 
 
 def sandbox_problem() -> str:
-    """Why commands cannot be confined on this machine, and the fix; empty where they can. Blocks."""
+    """Why commands cannot be confined on this machine, and the fix; empty where they can."""
     trial = [*BWRAP, "--ro-bind", "/", "/", "true"]
     try:
         subprocess.run(trial, check=True, capture_output=True, text=True)
@@ -1291,20 +1247,19 @@ def sandbox_problem() -> str:
 
 
 # ---- The web: which addresses ----
-# Without it a page that says "now fetch http://169.254.169.254/" gets the keys of your cloud account.
-# Names are never judged, only the addresses that they lead to (OWASP's cheat sheet on SSRF).
+# Without it a page that says "now fetch http://169.254.169.254/" gets the keys of a cloud account.
+# Names are never judged, only the addresses that they lead to.
 
 PORTS = {"http": 80, "https": 443}
-CARRIED = ("::ffff:0:0/96", "64:ff9b::/96", "::/96")  # an IPv4 address in an IPv6 one: ::ffff:127.0.0.1
-CARRIERS = [ipaddress.ip_network(network) for network in CARRIED]
-REFUSED = (  # `is_global`, but not public by our word: the first is a server inside of Azure
-    "168.63.129.16", "192.0.0.0/24", "192.88.99.0/24", "2002::/16", "3fff::/20", "fec0::/10")  # fmt: skip
-NOT_PUBLIC = [ipaddress.ip_network(network) for network in REFUSED]
-NO_URL = "Give a whole URL like https://example.com/page: no user name, backslash or odd port."
+CARRIERS = [ipaddress.ip_network(network) for network in (  # of an IPv4 address: ::ffff:127.0.0.1
+    "::ffff:0:0/96", "64:ff9b::/96", "::/96")]  # fmt: skip
+NOT_PUBLIC = [ipaddress.ip_network(network) for network in (  # the first is a server of Azure's
+    "168.63.129.16", "192.0.0.0/24", "192.88.99.0/24", "2002::/16", "3fff::/20", "fec0::/10",
+)]  # fmt: skip
 
 
 def is_public(ip: Any) -> bool:
-    """Whether an address is on the open internet; `is_global` alone passes multicast and tunnels."""
+    """Is it an address of the open internet? `is_global` alone passes multicast and tunnels."""
     if any(ip in network for network in CARRIERS):  # the IPv4 address counts
         ip = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
     is_refused = any(ip in network for network in NOT_PUBLIC)
@@ -1313,26 +1268,25 @@ def is_public(ip: Any) -> bool:
 
 
 def web_url(text: str) -> urllib.parse.SplitResult:
-    """A URL in parts, ready to be sent: `http://münchen.de/a b#c` → xn--mnchen-3ya.de, /a%20b
+    """A URL in parts, ready to be sent: http://münchen.de/a b#c → http, xn--mnchen-3ya.de, /a%20b
 
     Raises ToolError where it is none to fetch, or not read alike by all programs.
     """
     text = text.strip()
-    try:
+    with contextlib.suppress(ValueError):  # http://[::1/, a port of x, a label of 70 letters
         url = urllib.parse.urlsplit(text)
         host = url.netloc.encode("idna").decode()
         port = url.port or PORTS.get(url.scheme, 0)
-        path, query = quote_url(url.path or "/"), quote_url(url.query)
-    except ValueError:  # http://[::1/, a port of x, a label of 70 letters
-        raise ToolError(NO_URL) from None
-    reads_alike = "@" not in host and not re.search(r"[\\\x00-\x1f\x7f]", text)
-    has_web_port = port in (80, 443) or port >= 1_024
-    if url.scheme in PORTS and url.hostname and reads_alike and has_web_port:
-        return urllib.parse.SplitResult(url.scheme, host, path, query, "")
-    raise ToolError(NO_URL)
+        path, query = quoted(url.path or "/"), quoted(url.query)
+        reads_alike = "@" not in host and not re.search(r"[\\\x00-\x1f\x7f]", text)
+        has_web_port = port in (80, 443) or port >= 1_024
+        if url.scheme in PORTS and url.hostname and reads_alike and has_web_port:
+            return urllib.parse.SplitResult(url.scheme, host, path, query, "")
+    advice = "no user name, backslash or odd port"
+    raise ToolError(f"Give a whole URL like https://example.com/page: {advice}.")
 
 
-def quote_url(text: str) -> str:
+def quoted(text: str) -> str:
     return urllib.parse.quote(text, "%/:=&?~+!$,;'@()*")
 
 
@@ -1344,7 +1298,7 @@ MAX_WEB_BYTES = 5_000_000  # of an answer, and of what it unpacks to
 
 
 class Web:
-    """Asks web servers; of those that are not public only the ones in `whitelist`, a list of CIDRs."""
+    """Asks web servers; of those that are not public only the ones in `whitelist`, CIDRs."""
 
     def __init__(
         self, whitelist: Iterable[str] = (), resolve: Any = socket.getaddrinfo, seconds: int = 30
@@ -1353,7 +1307,7 @@ class Web:
         self.resolve, self.seconds = resolve, seconds
 
     async def ask(self, url: str, redirects: int = 0, **request: Any) -> tuple[Any, bytes]:
-        """http.client's response and the body; raises ToolError. `request`: trusted, body, headers."""
+        """http.client's response, and the body; `request`: trusted, body, headers."""
         from http.client import HTTPException
 
         try:
@@ -1363,9 +1317,7 @@ class Web:
             why = str(problem)[:200] or f"it took longer than {self.seconds} s"
             raise ToolError(f"No answer from {url[:200]}: {why}. Try another source.") from None
 
-    async def _ask(
-        self, url: Any, redirects: int, trusted: bool = False, **request: Any
-    ) -> tuple[Any, bytes]:
+    async def _ask(self, url: Any, redirects: int, trusted: bool = False, **request: Any) -> tuple:
         addresses = await self._addresses(url, trusted)
         line = await in_thread(connect, addresses, url)
         try:
@@ -1373,21 +1325,22 @@ class Web:
         finally:  # wakes a thread that still reads; SSLSocket's own method would wait for it
             with contextlib.suppress(OSError):
                 socket.socket.shutdown(line, socket.SHUT_RDWR)
-        target = response.getheader("Location", "").encode("latin-1").decode("utf-8", errors="replace")
-        if redirects and target and response.status // 100 == 3:
-            return await self._ask(web_url(urllib.parse.urljoin(response.url, target)), redirects - 1)
+        location = response.getheader("Location", "").encode("latin-1").decode(errors="replace")
+        if redirects and location and response.status // 100 == 3:
+            target = urllib.parse.urljoin(response.url, location)
+            return await self._ask(web_url(target), redirects - 1)
         return response, body
 
     async def _addresses(self, url: Any, trusted: bool) -> list[tuple]:
-        """[(address, port)], all of them allowed. Looked up once: a second answer could be another."""
-        host, port = url.hostname, url.port or PORTS[url.scheme]
-        answers = await in_thread(self.resolve, host, port, type=socket.SOCK_STREAM)
+        """[(address, port)], all allowed. Looked up once: a second answer could be another."""
+        place = (url.hostname, url.port or PORTS[url.scheme])
+        answers = await in_thread(self.resolve, *place, type=socket.SOCK_STREAM)
         addresses = [answer[4][:2] for answer in answers]
         for address, _ in addresses:
             ip = ipaddress.ip_address(address)
             is_listed = any(ip in network for network in self.whitelist)
-            if not (trusted or is_public(ip) or is_listed):
-                why = f"{host} is at {ip}, which is not public"
+            if not (trusted or is_listed or is_public(ip)):
+                why = f"{url.hostname} is at {ip}, which is not public"
                 raise ToolError(f"Refused: {why}. The user may open it in tools.ssrfWhitelist.")
         return addresses
 
@@ -1405,7 +1358,7 @@ def connect(addresses: list[tuple], url: Any) -> socket.socket:
     return context.wrap_socket(line, server_hostname=url.hostname, do_handshake_on_connect=False)
 
 
-def exchange(line: socket.socket, url: Any, body: Any = None, headers: Any = ()) -> tuple[Any, bytes]:
+def exchange(line: socket.socket, url: Any, body: Any = None, headers: Any = ()) -> tuple:
     from http.client import HTTPConnection
 
     about = {"Host": url.netloc, "Accept-Encoding": "gzip, deflate",
@@ -1413,7 +1366,8 @@ def exchange(line: socket.socket, url: Any, body: Any = None, headers: Any = ())
     with contextlib.closing(HTTPConnection(url.hostname, 80)) as connection:
         connection.sock = line  # there already: http.client looks no name up
         target = url._replace(scheme="", netloc="").geturl()
-        connection.request("POST" if body else "GET", target, body, about | dict(headers))
+        method = "POST" if body else "GET"
+        connection.request(method, target, body, about | dict(headers))
         response = connection.getresponse()
         response.url, data = url.geturl(), response.read(MAX_WEB_BYTES + 1)
     if response.getheader("Content-Encoding", "identity") != "identity":
@@ -1423,57 +1377,54 @@ def exchange(line: socket.socket, url: Any, body: Any = None, headers: Any = ())
 
 
 # ---- The web: a page as text ----
-# Without it a page of 2,000 words is 400 kB of tags, scripts and menus. By one expression after the
-# other, each linear in time, not by html.parser: 1 MB of `<a x='` takes that of 3.11 most of an hour.
+# Without it a page of 2,000 words is 400 kB of tags, scripts and menus. One expression after the
+# other, each linear in time; html.parser of Python 3.11 needs most of an hour for 1 MB of `<a x='`.
 
 ATTRIBUTES = r"""(?=[\s/>])((?:[^<>"']|"[^"<]*"|'[^'<]*')*+)>"""  # a `>` in quotes ends no tag
-TAG = rf"(?i)<(/?[a-z][\w:-]*)(?:{ATTRIBUTES}|[^<>]*>?)|<[!?/][^<>]*>?"  # <p class="x">, <!doctype>
-ROW, CELL, ITEM = "\x1e", "\x1f", "\x1d"  # stand in the text until the last rules
-MARKS = {"br": "\n", "tr": ROW, "td": CELL, "th": CELL, "li": f"\n{ITEM}-", "code": "`", "/code": "`"}
+TAG = rf"(?i)<(/?[a-z][\w:-]*)(?:{ATTRIBUTES}|[^<>]*>?)|<[!?/][^<>]*>?"  # <p id="x">, <!doctype>
+ITEM, ROW, CELL = "\x1d", "\x1e", "\x1f"  # stand in the text until the last rules
+MARKS = {"br": "\n", "tr": ROW, "td": CELL, "th": CELL, "li": f"\n{ITEM}-", "code": "`",
+         "/code": "`", "sup": "^"}  # 10<sup>6</sup> → 10^6  # fmt: skip
 MARKS |= {f"h{level}": "\n\n" + "#" * level + " " for level in range(1, 7)}
-MARKS |= {"sup": "^"}  # 10<sup>6</sup> → 10^6
-BLOCKS = {"p", "div", "ul", "ol", "dl", "dd", "dt", "table", "blockquote", "section", "article", "main",
-          "hr", "header", "footer", "aside", "details", "summary", "figure", "figcaption", "address",
-          "h1", "h2", "h3", "h4", "h5", "h6"}  # fmt: skip
+BLOCK = re.compile(r"/?(p|div|[uod]l|d[dt]|table|blockquote|section|article|main|header|footer|aside"
+                   r"|details|summary|figure|figcaption|hr|h\d)")  # </p>  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Rule:
     """One step of page_text: what `pattern` matches becomes `put`, or what `put` makes of it."""
 
-    what: str
     pattern: str
     put: str | Callable[[re.Match, str], str]  # of the match and the page's address
 
 
 def page_text(source: str, url: str = "") -> str:
-    """HTML for reading: # headings, - lists, [links](url), | cells, fenced code; no menus or scripts.
+    """HTML for reading: # headings, - lists, [links](url), | cells, fenced code; no menus, scripts.
 
     <h1>Hi</h1><p>See <a href="/b">b</a>  →  # Hi ⏎ ⏎ See [b](https://example.com/b)
     """
     import html
 
-    text = numbered(without_frame(apply(CLEANING, source, url)))
-    return html.unescape(apply(LAYOUT, text, url).strip())
+    article = without_frame(apply(CLEANING, source, url))
+    return html.unescape(apply(LAYOUT, numbered(article), url).strip())
 
 
-def apply(rules: list[Rule], text: str, url: str) -> str:
-    for rule in rules:
+def apply(rules: dict[str, Rule], text: str, url: str) -> str:
+    for rule in rules.values():
         put = rule.put if isinstance(rule.put, str) else functools.partial(rule.put, url=url)
         text = re.sub(rule.pattern, put, text, flags=re.IGNORECASE | re.DOTALL)
     return text
 
 
-def line_break(match: re.Match, url: str) -> str:
+def line_break(match: re.Match, url: str = "") -> str:
     """In the place of what was closed; what was never closed stays."""
     return "\n" if match[2] else match[0]
 
 
 def code_block(match: re.Match, url: str) -> str:
-    """<pre>a  <b>b</b></pre> → a fence with a&#32;&#32;b: as entities its blanks pass the next rules."""
+    """<pre>a  <b>b</b></pre> → a fence with a&#32;&#32;b: so its blanks pass the next rules"""
     text = re.sub(TAG, "", match[1].replace("<br", "\n<br")).strip("\n")
-    fenced = f"```\n{text}\n```"
-    return "<p>" + re.sub(r"\s", lambda blank: f"&#{ord(blank[0])};", fenced) + "<p>"
+    return "<p>" + re.sub(r"\s", lambda blank: f"&#{ord(blank[0])};", f"```\n{text}\n```") + "<p>"
 
 
 def image(match: re.Match, url: str) -> str:
@@ -1489,11 +1440,9 @@ def link(match: re.Match, url: str) -> str:
 
     text = " ".join(re.sub(TAG, mark, match[2]).split()).lstrip("#- ")
     href = re.search(r"(?i)(?<![\w-])href\s*=\s*[\"']?([^\"\s>]*)", match[1])
-    if not href:
-        return text
     target = ""
     with contextlib.suppress(ValueError):  # what is no URL leads nowhere
-        target = urllib.parse.urljoin(url, html.unescape(href[1]).rstrip("'"))
+        target = urllib.parse.urljoin(url, html.unescape(href[1]).rstrip("'")) if href else ""
     leads_somewhere = text and target.startswith("http")
     return f"[{text}]({html.escape(target)})" if leads_somewhere else text
 
@@ -1503,101 +1452,83 @@ def mark(tag: re.Match, url: str = "") -> str:
     name = (tag[1] or "").lower()
     if name in MARKS:
         return MARKS[name]
-    return "\n\n" if name.removeprefix("/") in BLOCKS else ""
+    return "\n\n" if BLOCK.fullmatch(name) else ""
 
 
-CLEANING = [
-    Rule(
-        what="scripts, styles and comments go",  # <script>track()</script>, <!-- ad -->
-        pattern=r"<(script|style|template|svg|iframe|title)(?=[\s/>]).*?(?:</\1\b[^<>]*>?|\Z)"
-        r"|<!--.*?(?:-->|\Z)",
-        put="",
-    ),
-    Rule(
-        what="a button that is a heading's text stays",  # <h3><button>What does it cost?</button></h3>
-        pattern=rf"(<(?:h[1-6]|summary|dt){ATTRIBUTES}\s*(?:<(?:span|div|b|strong){ATTRIBUTES}\s*)*)"
-        rf"<button{ATTRIBUTES}",
-        put=r"\1",
-    ),
-    Rule(
-        what="menus and forms go",  # <nav><a href="/">Home</a></nav>, <button>Share</button>
-        pattern=r"<(nav|button|select)(?=[\s/>]).*?(?:(</\1\b[^<>]*>?)|\Z)",
-        put=line_break,
-    ),
-    Rule(what="no letter has such a number", pattern=r"&#\d{8,};?", put=""),  # &#99999999999;
-    Rule(
-        what="code keeps its blanks and lines",  # <pre>if x:⏎    y</pre>
-        pattern=r"<pre\b[^<>]*>(.*?)(?:</pre\b[^<>]*>?|\Z)",
-        put=code_block,
-    ),
-    Rule(what="elsewhere all blanks are one", pattern=r"\s+", put=" "),  # a⏎   b
-]
-LAYOUT = [
-    Rule(what="an image is its alt text", pattern=rf"<img{ATTRIBUTES}", put=image),
-    Rule(
-        what="a link is its text and where it leads",  # <a href="/b">b</a>, <a href=c>never closed
-        pattern=rf"<a{ATTRIBUTES}(.*?)(?:</a\b[^<>]*>?|(?=<a[\s>])|\Z)",
-        put=link,
-    ),
-    Rule(what="a tag is its mark", pattern=TAG, put=mark),  # <h2 id=x>, <br/>, <!doctype html>
-    Rule(what="blanks in a line are one", pattern=r"[^\S\n\x1d-\x1f]+", put=" "),
-    Rule(what="a cell", pattern=rf"(?<![ \n])[ \n]*+{CELL}[ \n]*", put=" | "),  # <td>a<td>b
-    Rule(what="a row", pattern=rf"(?<![ \n])[ \n]*+{ROW}[ |\n]*", put="\n| "),  # <tr><td>a
-    Rule(what="no blanks around a line's end", pattern=r" ?\n ?", put="\n"),
-    Rule(what="an item", pattern=rf"{ITEM}(-|\d+\.)\s*", put=r"\1 "),  # <li><p>a</p>
-    Rule(what="no empty headings and rows", pattern=r"\n(#+|\|) ?(?=\n)", put=""),  # <h2></h2>
-    Rule(what="one empty line is enough", pattern=r"\n{3,}", put="\n\n"),
-]
+CLEANING = {
+    "no scripts and styles": Rule(  # <script>track()</script>
+        r"<(script|style|template|svg|iframe|title)(?=[\s/>]).*?(?:</\1\b[^<>]*>?|\Z)"
+        r"|<!--.*?(?:-->|\Z)", ""),  # <!-- ad -->
+    "a heading's button is its text": Rule(  # <h3><button>What does it cost?</button></h3>
+        rf"(<(?:h[1-6]|summary|dt){ATTRIBUTES}\s*(?:<(?:span|div|b){ATTRIBUTES}\s*)*)"
+        rf"<button{ATTRIBUTES}", r"\1"),
+    "no menus": Rule(  # <nav><a href="/">Home</a></nav>, <button>Share</button>
+        r"<(nav|button|select)(?=[\s/>]).*?(?:(</\1\b[^<>]*>?)|\Z)", line_break),
+    "no letter has such a number": Rule(r"&#\d{8,};?", ""),  # &#99999999999;
+    "code keeps its blanks": Rule(  # <pre>if x:⏎    y</pre>
+        r"<pre\b[^<>]*>(.*?)(?:</pre\b[^<>]*>?|\Z)", code_block),
+    "other blanks are one": Rule(r"\s+", " "),  # a⏎   b
+}  # fmt: skip
+LAYOUT = {
+    "images": Rule(rf"<img{ATTRIBUTES}", image),  # <img alt="A chart">
+    "links": Rule(rf"<a{ATTRIBUTES}(.*?)(?:</a\b[^<>]*>?|(?=<a[\s>])|\Z)", link),  # <a href="/b">b
+    "tags": Rule(TAG, mark),  # <h2 id=x>, <br/>, </p>
+    "blanks in a line are one": Rule(r"[^\S\n\x1d-\x1f]+", " "),  # what is left of a <b> b
+    "cells": Rule(rf"(?<![ \n])[ \n]*+{CELL}[ \n]*", " | "),  # <td>a</td> <td><p>b
+    "rows": Rule(rf"(?<![ \n])[ \n]*+{ROW}[ |\n]*", "\n| "),  # <tr><td>a
+    "no blanks at the ends of lines": Rule(r" ?\n ?", "\n"),
+    "items": Rule(rf"{ITEM}(-|\d+\.)\s*", r"\1 "),  # <li><p>a</p>
+    "no empty headings and rows": Rule(r"\n(#+|\|) ?(?=\n)", ""),  # <h2></h2>
+    "one empty line is enough": Rule(r"\n{3,}", "\n\n"),  # <p></p><p>
+}
 
 
 def without_frame(page: str) -> str:
-    """What stands around an article: <header>Shop</header><main>text</main><footer>© → <main>text</main>"""
+    """Without what is around an article: <header>Shop</header><main>a</main> → <main>a</main>"""
     begin, end = len(page), len(page)
     for name in ("article", "main"):  # where both are there, main counts
-        closings = [tag.end() for tag in re.finditer(rf"(?i)</{name}\b", page)]
         opening = re.search(rf"(?i)<{name}[\s>]", page)
+        closings = [tag.end() for tag in re.finditer(rf"(?i)</{name}\b", page)]
         if opening and closings and opening.start() < closings[-1]:
             begin, end = opening.start(), closings[-1]
-    pattern = r"(?is)<(header|footer|aside)(?=[\s/>]).*?(?:(</\1\b[^<>]*>?)|\Z)"
-    before, behind = re.sub(pattern, frame, page[:begin]), re.sub(pattern, frame, page[end:])
-    return before + page[begin:end] + behind
+    parts = r"(?i)<(header|footer|aside)(?=[\s/>]).*?(?:(</\1\b[^<>]*>?)|\Z)"
+    return re.sub(parts, frame, page[:begin]) + page[begin:end] + re.sub(parts, frame, page[end:])
 
 
 def frame(match: re.Match) -> str:
-    """Goes, but for what belongs to a text: a header with its <h1>, <aside class="footnote">"""
+    """Goes, but for a header with the page's <h1>, and <aside class="footnote">."""
     holds_title = match[1].lower() == "header" and re.search(r"(?i)<h1[\s>]", match[0])
     is_note = re.match(r"(?i)<aside\b[^<>]*note", match[0])
-    if holds_title or is_note:
-        return match[0]
-    return line_break(match, "")
+    belongs_to_it = holds_title or is_note
+    return match[0] if belongs_to_it else line_break(match)
 
 
 def numbered(page: str) -> str:
     """<ol start=3><li>c<li>d</ol><ul><li>e  →  <ol start=3>⏎3.c⏎4.d</ol><ul><li>e"""
-    counters: list[Iterator[int] | None] = []  # one for each list that is open; of a <ul>: None
+    counters: list[Iterator[int] | None] = []  # of each list that is open; None: it has dots
 
     def number(tag: re.Match) -> str:
-        closes, name, attributes = tag[1], tag[2].lower(), tag[3]
-        if name == "li" and counters and counters[-1] and not closes:
+        is_end, name = bool(tag[1]), tag[2].lower()
+        if name == "li" and counters and counters[-1] and not is_end:
             return f"\n{ITEM}{next(counters[-1])}."
-        if name != "li" and closes:
-            del counters[-1:]
-        elif name != "li":
-            start = re.search(r"(?i)\bstart\s*=\s*[\"']?(\d{1,6})", attributes)
+        if name == "ol" and not is_end:
+            start = re.search(r"(?i)\bstart\s*=\s*[\"']?(\d{1,6})", tag[3])
             first = int(start[1]) if start else 1
-            counter = itertools.count(first) if name == "ol" else None
-            counters.append(counter)
+            counters.append(itertools.count(first))
+        elif name == "ul" and not is_end:
+            counters.append(None)
+        elif name != "li":
+            del counters[-1:]
         return tag[0]
 
     return re.sub(rf"(?i)<(/?)(ol|ul|li){ATTRIBUTES}", number, page)
 
 
-CHARSET = r"(?:charset|encoding)\s*=\s*[\"']?((?:utf|iso|windows|cp|gb|big5|euc|shift|koi8)[\w:.-]*)"
-
-
 def decode_page(body: bytes, kind: str) -> str:
-    """By the charset that header or page name, else UTF-8. Of Python's encodings some can take hours."""
-    named = re.search(CHARSET, kind + body[:2_048].decode("latin-1"), re.I)  # charset=ISO-8859-2
+    """By the charset that header or page name, else UTF-8. Of Python's others some take hours."""
+    families = "utf|iso|windows|cp|gb|big5|euc|shift|koi8"
+    known = rf"(?i)(?:charset|encoding)\s*=\s*[\"']?((?:{families})[\w:.-]*)"  # charset=ISO-8859-2
+    named = re.search(known, kind + body[:2_048].decode("latin-1"))
     encoding = named[1] if named else "utf-8"
     with contextlib.suppress(LookupError):
         return body.decode(encoding, errors="replace").removeprefix("\ufeff")
@@ -1623,17 +1554,17 @@ class WebFetch(Tool):
 
     async def execute(self, url: str, max_chars: MaxChars = 12_000) -> ToolResult:
         response, body = await self.web.ask(url, redirects=5)
-        failed, picture = response.status >= 300, image_block(body)
-        text = "(an image)" if picture else await in_thread(readable, response, body)
+        failed, pictures = response.status >= 300, list(filter(None, [image_block(body)]))
+        text = "(an image)" if pictures else await in_thread(readable, response, body)
         advice = ADVICE.get(response.status, "Try another source.") if failed else ""
         is_cut = len(text) > max_chars or len(body) > MAX_WEB_BYTES
         cut = "\n(cut: there is more)" if is_cut else ""
         head = f"{UNTRUSTED}\nURL: {response.url}\nStatus: {response.status} {advice}".strip()
-        return ToolResult(f"{head}\n{text[:max_chars]}{cut}", failed, [picture] if picture else [])
+        return ToolResult(f"{head}\n{text[:max_chars]}{cut}", failed, pictures)
 
 
 def readable(response: Any, body: bytes) -> str:
-    """A page as text, JSON with indents, other text as it is; what is none is named."""
+    """A page as text, JSON with indents, other text as it is; what is no text is named."""
     kind = response.getheader("Content-Type", "").lower()
     text = decode_page(body, kind).replace("\r\n", "\n")
     if "\0" in text[:8_192] or re.match("(audio|video|font)/|application/pdf", kind):
@@ -1650,18 +1581,12 @@ def readable(response: Any, body: bytes) -> str:
 
 @dataclass(frozen=True)
 class SearchService:
-    """How to ask one, and where in its answer the results are."""
-
     url: str  # begins with / where only the user knows the server
     query: str  # the name of the parameter
     count: str = ""
     headers: dict[str, str] = field(default_factory=dict)  # {key} stands for the user's
     results: str = ""  # a path in its JSON; empty: it is DuckDuckGo's page
-    snippet: str = "snippet"  # the field of a result that says what is there
-
-    @property
-    def takes_json(self) -> bool:
-        return "Content-Type" in self.headers
+    snippet: str = "snippet"  # the field that says what is there
 
 
 SEARCH_SERVICES = {
@@ -1669,16 +1594,16 @@ SEARCH_SERVICES = {
     "brave": SearchService(
         "https://api.search.brave.com/res/v1/web/search", query="q", count="count",
         headers={"X-Subscription-Token": "{key}"}, results="web.results", snippet="description"),
-    "tavily": SearchService(
+    "tavily": SearchService(  # takes a body of JSON, as its headers say
         "https://api.tavily.com/search", query="query", count="max_results",
         headers={"Authorization": "Bearer {key}", "Content-Type": "application/json"},
         results="results", snippet="content"),
-    "searxng": SearchService("/search?format=json", query="q", results="results", snippet="content"),
+    "searxng": SearchService(
+        "/search?format=json", query="q", results="results", snippet="content"),
     "jina": SearchService(
-        "https://s.jina.ai/", query="q", count="num",
+        "https://s.jina.ai/", query="q", count="num", results="data", snippet="description",
         headers={"Authorization": "Bearer {key}", "Accept": "application/json",
-                 "X-Respond-With": "no-content"},
-        results="data", snippet="description"),
+                 "X-Respond-With": "no-content"}),
 }  # fmt: skip
 
 
@@ -1690,17 +1615,14 @@ class WebSearch(Tool):
     def __init__(
         self, web: Web, provider: str, api_key: str = "", base_url: str = "", max_results: int = 5
     ):
-        self.web, self.max_results, self.note = web, max_results, ""
-        self.provider, self.key, self.base = provider, "".join(api_key.split()), base_url.rstrip("/")
-        if lack := self._lack(SEARCH_SERVICES[provider]):
+        self.web, self.max_results, self.note, self.provider = web, max_results, "", provider
+        self.key, self.base = "".join(api_key.split()), base_url.rstrip("/")
+        service = SEARCH_SERVICES[provider]
+        lacks = {"apiKey": service.headers and not self.key,
+                 "baseUrl": service.url.startswith("/") and not self.base}  # fmt: skip
+        for lack in [name for name, is_missing in lacks.items() if is_missing]:
             self.note = f"\n({provider} has no {lack} in tools.web.search: this is from duckduckgo)"
             self.provider, self.base = "duckduckgo", ""
-
-    def _lack(self, service: SearchService) -> str:
-        if service.headers and not self.key:
-            return "apiKey"
-        needs_address = service.url.startswith("/") and not self.base
-        return "baseUrl" if needs_address else ""
 
     async def execute(self, query: str, count: Count = 0) -> ToolResult:
         service, count = SEARCH_SERVICES[self.provider], count or self.max_results
@@ -1721,17 +1643,17 @@ class WebSearch(Tool):
         return ToolResult("\n".join(lines).replace(self.key or "\0", "[key]"))
 
     async def _ask(self, service: SearchService, query: str, count: int) -> tuple[Any, bytes]:
-        """The user's own server is trusted: it may have any address."""
-        url, body = service.url, None
-        if self.base:
-            url = self.base + re.sub("^https://[^/]+", "", url)
         parameters = {service.query: query}
         if service.count:
             parameters[service.count] = count
-        if service.takes_json:
+        url, body = service.url, None
+        if self.base:  # the user's own server, which may have any address
+            url = self.base + re.sub("^https://[^/]+", "", url)
+        if "Content-Type" in service.headers:
             body = json.dumps(parameters).encode()
         else:
-            url += ("&" if "?" in url else "?") + urllib.parse.urlencode(parameters)
+            joint = "&" if "?" in url else "?"
+            url += joint + urllib.parse.urlencode(parameters)
         headers = {name: value.format(key=self.key) for name, value in service.headers.items()}
         return await self.web.ask(url, trusted=bool(self.base), body=body, headers=headers)
 
@@ -1748,7 +1670,8 @@ def search_results(page: str, where: str) -> list[dict]:
     try:
         value = json.loads(page)
     except (ValueError, RecursionError):
-        raise ToolError("It answered no JSON. The user may look at tools.web.search.baseUrl.") from None
+        advice = "The user may look at tools.web.search.baseUrl."
+        raise ToolError(f"It answered no JSON. {advice}") from None
     for key in where.split("."):
         value = value.get(key) if isinstance(value, dict) else None
     results = value if isinstance(value, list) else []
@@ -1766,23 +1689,22 @@ def duckduckgo_results(page: str) -> list[dict]:
         if part == "a":
             address = html.unescape(href)
             parameters = urllib.parse.parse_qs(urllib.parse.urlsplit(address).query)
-            target = parameters.get("uddg", [address])[0]
-            results.append({"title": text, "url": target})
+            results.append({"title": text, "url": parameters.get("uddg", [address])[0]})
         elif results:
             results[-1]["snippet"] = text
-    return [result for result in results if "duckduckgo.com/y.js" not in result["url"]]  # advertisements
+    return [result for result in results if "duckduckgo.com/y.js" not in result["url"]]  # no ads
 
 
 # ---- MCP: a tool of a server ----
 # Without it the thousands of servers that others have written (databases, browsers, calendars) are
-# out of reach. What they say is a stranger's word: a description may hold text that only models see.
+# out of reach. Their words are a stranger's: a description may hold text that only models see.
 
 MCP_METHODS = {"tools": "call_tool", "resources": "read_resource", "prompts": "get_prompt"}
 MCP_LOST = (-32000, -32600)  # error codes of "Connection closed" and "Session terminated"
 
 
 class MCPTool(Tool):
-    """A tool, resource or prompt of a server. That a tool only reads is its server's word: not believed."""
+    """A tool, resource or prompt of a server. That a tool only reads is not believed."""
 
     def __init__(self, server: "MCPServer", name: str, kind: str, item: dict):
         self.server, self.name, self.method = server, name, MCP_METHODS[kind]
@@ -1791,7 +1713,13 @@ class MCPTool(Tool):
         item = visible(item)
         default = f"{kind[:-1]} {item['name']} of {server.name}"
         self.description = item.get("description", default)[:2_000]
-        self.parameters = mcp_parameters(item)
+        schema = item.get("inputSchema", {})
+        properties = {name: as_schema(part) for name, part in schema.get("properties", {}).items()}
+        for argument in item.get("arguments", []):  # a prompt has a list
+            properties[argument["name"]] = StringSchema(argument.get("description", ""))
+            if argument.get("required"):
+                schema.setdefault("required", []).append(argument["name"])
+        self.parameters = {**schema, "type": "object", "properties": properties}
 
     async def execute(self, /, **arguments: Any) -> ToolResult:
         server, limit = self.server, self.server.settings.tool_timeout
@@ -1803,31 +1731,22 @@ class MCPTool(Tool):
         try:
             await asyncio.wait([work, server.task], timeout=limit, return_when="FIRST_COMPLETED")
             is_answered = work.done()
-        finally:  # also when the turn is cancelled: the server is told so, and nobody waits for it
+        finally:  # also when the turn is cancelled: the server is told so
             work.cancel()
             await asyncio.wait([work], timeout=2)
         if not is_answered:
-            is_lost = server.task.done()
-            raise ToolError(server.problem if is_lost else f"(MCP tool call timed out after {limit}s)")
+            timed_out = f"(MCP tool call timed out after {limit}s)"
+            why = server.problem if server.task.done() else timed_out
+            raise ToolError(why)
         try:
-            return mcp_result(work.result().model_dump(mode="json", by_alias=True, exclude_none=True))
-        except (Exception, asyncio.CancelledError) as failure:  # the SDK's cancellations are not the turn's
+            answer = work.result().model_dump(mode="json", by_alias=True, exclude_none=True)
+        except (Exception, asyncio.CancelledError) as failure:  # the SDK's, not the turn's
             if getattr(failure, "code", 0) not in MCP_LOST:
-                raise ToolError(f"{self.name} failed: {failure or type(failure).__name__}") from None
+                why = str(failure) or type(failure).__name__
+                raise ToolError(f"{self.name} failed: {why}") from None
             await server.close()  # the next call or message connects again
             raise ToolError(await server.cause(failure)) from None
-
-
-def mcp_parameters(item: dict) -> dict:
-    """A tool's `inputSchema`; of a prompt, which has a list of `arguments`, the same in our form."""
-    schema = item.get("inputSchema", {})
-    properties = {name: as_schema(part) for name, part in schema.get("properties", {}).items()}
-    required = schema.get("required", [])
-    if arguments := item.get("arguments"):
-        properties = {part["name"]: StringSchema(part.get("description", "")) for part in arguments}
-        required = [part["name"] for part in arguments if part.get("required")]
-    with_required = {"required": required} if required else {}
-    return {**schema, "type": "object", "properties": properties, **with_required}
+        return mcp_result(answer)
 
 
 def visible(value: Any) -> Any:
@@ -1844,13 +1763,12 @@ def visible(value: Any) -> Any:
 def mcp_result(answer: dict) -> ToolResult:
     """Text and images of a tool's `content`, a resource's `contents` or a prompt's `messages`.
 
-    {"content": [{"type": "text", "text": "21 °C"}]} → 21 °C; a file is named: [text/plain: file:///a.txt]
+    {"content": [{"type": "text", "text": "21 °C"}]} → 21 °C; a link → [text/plain: file:///a.txt]
     """
     blocks = answer.get("content") or answer.get("contents") or []
     blocks += [message["content"] for message in answer.get("messages", [])]
     if not blocks and "structuredContent" in answer:
-        text = json.dumps(answer["structuredContent"], ensure_ascii=False)
-        blocks = [{"text": text}]
+        blocks = [{"text": json.dumps(answer["structuredContent"], ensure_ascii=False)}]
     texts, images = [], []
     for block in blocks:
         content = block.get("resource", block)
@@ -1862,38 +1780,36 @@ def mcp_result(answer: dict) -> ToolResult:
 
 
 # ---- MCP: a connection to a server ----
-# Without it a server that hangs, dies or talks junk takes the turn with it. Each has a task of its own
-# that holds the connection: what anyio opened in a task, the same task has to close.
+# Without it a server that hangs, dies or talks junk takes the turn with it. Each has a task of its
+# own that holds the connection: what anyio opened in a task, the same task has to close.
 
-MAX_MCP_TOOLS, MAX_MCP_CHARS = 128, 20_000  # of a server, of a schema: all of it is in every request
-OLD_HANDSHAKE, NEW_HANDSHAKE = "legacy", "auto"  # the SDK's names; many servers end at the new one
+MAX_MCP_TOOLS, MAX_MCP_CHARS = 128, 20_000  # of a server, of a schema: all is in every request
+OLD_HANDSHAKE, NEW_HANDSHAKE = "legacy", "auto"  # the SDK's names
 
 
-def import_sdk() -> Any:
-    """The official SDK, a second of CPU at its first import: for a thread."""
+def import_sdk() -> types.SimpleNamespace:
+    """The official SDK: a second of CPU at its first import, so it is for a thread."""
     import anyio
     from mcp.client import Client, sse, stdio, streamable_http
 
-    return types.SimpleNamespace(
-        Client=Client, sse=sse, stdio=stdio, http=streamable_http, anyio=anyio
-    )
+    modules = {"anyio": anyio, "sse": sse, "stdio": stdio, "http": streamable_http}
+    return types.SimpleNamespace(Client=Client, **modules)
 
 
 class MCPServer:
-    """One server: started at the first message, tried again when it failed, ended with the agent."""
+    """Started at the first message, tried again when it failed, ended with the agent."""
 
-    time_limit = 25.0  # seconds to connect in (`npx -y …` downloads); with its end it is under 30
+    time_limit = 25.0  # seconds to connect in (`npx -y …` downloads); with its end they are 30
     retry_after = 30.0  # seconds: one that hangs must not slow every turn
 
     def __init__(self, name: str, settings: Any, registry: ToolRegistry):
         self.name, self.settings, self.registry = name, settings, registry
-        self.tools: list[str] = []
-        self.client, self.task, self.scope, self.stderr = None, None, None, None
+        self.tools, self.client, self.task, self.scope, self.stderr = [], None, None, None, None
         self.problem, self.junk, self.is_closing = "", "", False
         self.started, self.retry_at = 0.0, 0.0
 
     async def connect(self, patience: float = 5.0) -> None:
-        """Wait until it is connected or has failed, but at most `patience` seconds from its start."""
+        """Wait until it is connected or has failed, at most `patience` seconds from its start."""
         is_running = self.task and not self.task.done()
         if not is_running and time.monotonic() >= self.retry_at:
             self.ready, self.started = asyncio.Event(), time.monotonic()
@@ -1908,22 +1824,16 @@ class MCPServer:
             return
         self.is_closing = True
         if self.scope:
-            self.scope.cancel()  # not task.cancel(): that would break into the SDK's tidying up
+            self.scope.cancel()  # not the task: that would break into the SDK's tidying up
         else:
             self.task.cancel()  # it is still importing
         await asyncio.wait([self.task], timeout=8)  # after 5 the SDK has killed the process group
 
     async def _serve(self) -> None:
-        """The life of the connection. A program gets the old handshake first, then the new one."""
+        """The life of a connection, from its start until `close` or until it is lost."""
         try:
             sdk = await in_thread(import_sdk)
-            if self.settings.command:
-                try:
-                    return await self._stay_connected(sdk, OLD_HANDSHAKE)
-                except Exception:  # it knows only the new one, or is just broken
-                    if self.client or self.is_closing or self._seconds_left() <= 0:
-                        raise
-            await self._stay_connected(sdk, NEW_HANDSHAKE)
+            await self._hold_either(sdk)
         except Exception as failure:
             self.problem = await self.cause(failure)
             self.retry_at = 0.0 if self.client else time.monotonic() + self.retry_after
@@ -1932,10 +1842,20 @@ class MCPServer:
             self.problem = self.problem or f"MCP server {self.name} was closed"
             self.ready.set()
 
+    async def _hold_either(self, sdk: Any) -> None:
+        """A program gets the old handshake first, because many end when they see the new one."""
+        if self.settings.command:
+            try:
+                return await self._hold(sdk, OLD_HANDSHAKE)
+            except Exception:  # it knows only the new one, or it is just broken
+                if self.client or self.is_closing or self._seconds_left() <= 0:
+                    raise
+        await self._hold(sdk, NEW_HANDSHAKE)
+
     def _seconds_left(self) -> float:
         return self.started + self.time_limit - time.monotonic()
 
-    async def _stay_connected(self, sdk: Any, handshake: str) -> None:
+    async def _hold(self, sdk: Any, handshake: str) -> None:
         """Connect, offer the tools, and stay until `close`; raises what ends it before."""
         async with contextlib.AsyncExitStack() as stack:
             self.scope = stack.enter_context(sdk.anyio.move_on_after(self._seconds_left()))
@@ -1950,9 +1870,12 @@ class MCPServer:
             raise TimeoutError(f"no answer in {self.time_limit:g} s")
 
     async def _transport(self, sdk: Any, stack: contextlib.AsyncExitStack) -> Any:
-        logging.getLogger("mcp").setLevel(logging.CRITICAL)  # else a traceback for each line of junk
-        logging.getLogger("httpx2").setLevel(logging.WARNING)  # it logs whole URLs: some hold a key
-        settings, kind = self.settings, transport_kind(self.settings)
+        logging.getLogger("mcp").setLevel(logging.CRITICAL)  # a traceback for each line of junk
+        logging.getLogger("httpx2").setLevel(logging.WARNING)  # whole URLs: some hold a key
+        settings = self.settings
+        remote = "sse" if settings.url.endswith("/sse") else "http"
+        default = "stdio" if settings.command else remote
+        kind = settings.type.lower().replace("-", "") or default  # streamable-http, streamableHttp
         if kind == "stdio" and settings.command:
             reading, writing = os.pipe()
             self.stderr = Capture(os.fdopen(reading, "rb"))
@@ -1962,31 +1885,34 @@ class MCPServer:
         if kind == "sse" and settings.url:
             return sdk.sse.sse_client(settings.url, settings.headers)
         if kind in ("http", "streamablehttp") and settings.url:
-            http = await stack.enter_async_context(sdk.http.create_mcp_http_client(settings.headers))
-            limit = {"max_sse_event_size": MAX_FILE_BYTES}
-            return sdk.http.streamable_http_client(settings.url, http_client=http, **limit)
-        raise ValueError("it needs a command (type stdio) or a url (type sse, streamableHttp or http)")
+            http = sdk.http.create_mcp_http_client(settings.headers)
+            await stack.enter_async_context(http)
+            return sdk.http.streamable_http_client(
+                settings.url, http_client=http, max_sse_event_size=MAX_FILE_BYTES
+            )
+        raise ValueError("it needs a command (type stdio) or a url (type sse, streamableHttp, http)")
 
     async def _notice(self, message: Any) -> None:
-        """Keeps the first line on its output that is no message: the cause, if nothing else comes."""
+        """Keeps the first line of its output that is no message: it tells what the program is."""
         if isinstance(message, Exception) and not self.junk:
             problems = message.errors() if hasattr(message, "errors") else [{"input": message}]
             self.junk = str(problems[0]["input"])[:80]
 
     async def cause(self, failure: BaseException) -> str:
-        """What went wrong in a line: MCP server db: Connection closed: no key given. Check …"""
+        """What went wrong, in a line: MCP server db: Connection closed: no key given. Check …"""
         while isinstance(failure, BaseExceptionGroup):
             failure = failure.exceptions[0]
         if isinstance(failure, ImportError):
             return "MCP servers need their SDK, which is missing: pip install 'mcp>=2.3'"
         text = str(failure).split(" for url ")[0] or type(failure).__name__  # a URL may hold a key
         if self.junk:
-            text += f"; on its output is {self.junk!r}, which is not MCP"
+            text += f"; it wrote {self.junk!r}, which is not MCP"
         if self.stderr:
             last_words = await in_thread(self.stderr.text)
             text += ": " + last_words.split("\n")[-1]
         shown = "".join(filter(str.isprintable, text[:400])).rstrip(":. ")
-        return f"MCP server {self.name}: {shown}. Check tools.mcpServers.{self.name}; it is tried again."
+        advice = f"Check tools.mcpServers.{self.name}; it is tried again."
+        return f"MCP server {self.name}: {shown}. {advice}"
 
     async def _offer(self, client: Any) -> None:
         """Put what the server has now into the registry, in place of what it had."""
@@ -1994,9 +1920,9 @@ class MCPServer:
         for kind in MCP_METHODS:
             items += [(kind, item) for item in await self._list(client, kind)]
         small = [item for item in items if len(json.dumps(item)) <= MAX_MCP_CHARS][:MAX_MCP_TOOLS]
-        if len(small) < len(items):
-            missing = len(items) - len(small)
-            log.warning("MCP server %s: %d tools are left out, too large or too many", self.name, missing)
+        if missing := len(items) - len(small):
+            why = "left out, too large or too many"
+            log.warning("MCP server %s: %d tools are %s", self.name, missing, why)
         while self.tools:
             self.registry.unregister(self.tools.pop())
         for kind, item in small:
@@ -2006,7 +1932,7 @@ class MCPServer:
                 self.tools.append(name)
 
     def _name_of(self, kind: str, item: dict) -> str:
-        """today, a resource of server `notes` → mcp_notes_resource_today; short, clean and not yet used"""
+        """`today`, a resource of `notes` → mcp_notes_resource_today; short, clean, not in use."""
         infix = "" if kind == "tools" else f"{kind[:-1]}_"
         whole = f"mcp_{self.name}_{infix}{item['name']}"
         name = clean_name(whole)
@@ -2015,27 +1941,14 @@ class MCPServer:
         return f"{name[:55]}_{zlib.crc32(whole.encode(errors='replace')):08x}"
 
     async def _list(self, client: Any, kind: str) -> list[dict]:
-        """All pages of a list, 20 at most; the capabilities say which lists there are."""
-        items: list[dict] = []
-        if not getattr(client.server_capabilities, kind):
-            return items
-        cursor = None
-        for _ in range(20):
+        items, cursor, pages = [], None, 0
+        has_more = getattr(client.server_capabilities, kind)
+        while has_more and pages < 20:
             page = await getattr(client, f"list_{kind}")(cursor=cursor)
             items += page.model_dump(mode="json", by_alias=True, exclude_none=True)[kind]
-            cursor = page.next_cursor
-            if not cursor:
-                break
+            cursor, pages = page.next_cursor, pages + 1
+            has_more = bool(cursor)
         return items
-
-
-def transport_kind(settings: Any) -> str:
-    """By `type`, else by what there is: a command → stdio, a url that ends in /sse → sse, other → http"""
-    if settings.type:
-        return settings.type.lower().replace("-", "")  # streamable-http, streamableHttp
-    if settings.command:
-        return "stdio"
-    return "sse" if settings.url.endswith("/sse") else "http"
 
 
 def clean_name(text: str) -> str:
@@ -2046,9 +1959,8 @@ class MCPServers:
     """The servers of `tools.mcpServers`: of one that fails the log tells once, the others work."""
 
     def __init__(self, settings: dict[str, Any], registry: ToolRegistry):
-        self.servers = [
-            MCPServer(name, server, registry) for name, server in settings.items() if not server.disabled
-        ]
+        enabled = {name: server for name, server in settings.items() if not server.disabled}
+        self.servers = [MCPServer(name, server, registry) for name, server in enabled.items()]
         self.told_problems: set[str] = set()
 
     async def connect(self, patience: float = 5.0) -> None:
@@ -2060,7 +1972,7 @@ class MCPServers:
         self.told_problems = problems
 
     def why_missing(self, tool_name: str) -> str:
-        """The problem of the server that a tool's name begins with; empty: none, or it is connected."""
+        """What is wrong with the server that a tool's name begins with; empty: it is connected."""
         for server in self.servers:
             if tool_name.startswith(clean_name(f"mcp_{server.name}_")):
                 return server.problem
