@@ -859,7 +859,7 @@ WRAPPERS = {"sudo", "env", "nohup", "time", "timeout", "command", "exec", "nice"
             "if", "then", "do", "else", "!", "{"}  # sudo nice rm: it is the word behind  # fmt: skip
 SHELLS = {"sh", "bash", "dash", "zsh", "eval", "su"}  # bash -c 'rm -rf x': a word is a command
 HERE_DOCUMENT = re.compile(r"(?<!<)<<-?\s*[\"'\\]?([A-Za-z_]\w*)")  # cat > a.txt <<'END'
-READ_BY_A_SHELL = re.compile(r"(^|[\s;&|(/])((ba|da|z|s)?sh|su|eval|source)(\s|$)")  # bash <<END
+READ_BY_A_SHELL = re.compile(r"(^|[\s;&|(/])((ba|da|z|s)?sh|su|eval|source)([\s<]|$)")  # bash <<END
 # what is written there does no harm: `make 2> /dev/null`, `echo > /dev/tcp/localhost/80`
 HARMLESS_DEVICE = re.compile(r"/dev/(null|std(in|out|err)|tty|fd/\d+|(tcp|udp)/[\w.-]+/\w+)")
 
