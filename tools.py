@@ -856,7 +856,7 @@ NARROWS = re.compile(r"-i?(name|path|regex)|-empty|-size|-[acm](time|min)|-newer
 OPERATOR = re.compile(r"[;&|()<>`]+")  # && of `make && ls`
 REDIRECTION = re.compile(r"[;&|()<>`]*>[&|]?")  # &> of `make &> log`: a file is written
 WRAPPERS = {"sudo", "env", "nohup", "time", "timeout", "command", "exec", "nice", "xargs",
-            "if", "then", "do", "else", "!", "{"}  # sudo nice rm: it is the word behind  # fmt: skip
+            "if", "then", "do", "else", "!", "{"}  # sudo nice rm: rm is the program  # fmt: skip
 SHELLS = {"sh", "bash", "dash", "zsh", "eval", "su"}  # bash -c 'rm -rf x': a word is a command
 HERE_DOCUMENT = re.compile(r"(?<!<)<<-?\s*[\"'\\]?([A-Za-z_]\w*)")  # cat > a.txt <<'END'
 READ_BY_A_SHELL = re.compile(r"(^|[\s;&|(/])((ba|da|z|s)?sh|su|eval|source)([\s<]|$)")  # bash <<END
@@ -864,22 +864,12 @@ READ_BY_A_SHELL = re.compile(r"(^|[\s;&|(/])((ba|da|z|s)?sh|su|eval|source)([\s<
 HARMLESS_DEVICE = re.compile(r"/dev/(null|std(in|out|err)|tty|fd/\d+|(tcp|udp)/[\w.-]+/\w+)")
 
 
-@dataclass(frozen=True)
-class TextProgram:
-    """Its first words are patterns or scripts, not paths, and so is what follows `options`."""
-
-    name: str
-    texts: int
-    options: str
-
-
-TEXT_PROGRAMS = [
-    TextProgram(name=r"[ef]?grep|rg", texts=1, options=r"-\w*[ABCem]"),  # grep -rn "/api/users" src
-    TextProgram(name=r"sed", texts=1, options=r"-\w*e"),  # sed -n '/foo/,/bar/p' a.txt
-    TextProgram(name=r"[gm]?awk", texts=1, options=r"-[Fv]"),  # awk -F / '/foo/ {print $2}' a.txt
-    TextProgram(name=r"tr", texts=2, options=r""),  # tr '/' '_'
-    TextProgram(name=r"cut", texts=0, options=r"-\w*d"),  # cut -d / -f 2 a.txt
-]
+# Programs whose first words are patterns or scripts, not paths, and the options that one follows.
+GREP, AWK = r"-\w*[ABCem]", r"-[Fv]"  # grep -rn "/api/users" src; awk -F / '/foo/ {print $2}' a.txt
+TEXT_OPTIONS = {"grep": GREP, "egrep": GREP, "fgrep": GREP, "rg": GREP, "awk": AWK, "gawk": AWK,
+                "sed": r"-\w*e",  # sed -n '/foo/,/bar/p' a.txt
+                "cut": r"-\w*d", "tr": r""}  # cut -d / -f 2 a.txt; tr '/' '_'  # fmt: skip
+FIRST_TEXTS = {"cut": 0, "tr": 2}  # of the others one
 GIVES_THE_TEXT = re.compile(r"-\w*[ef]|--(regexp|expression|file)\b.*")  # grep -e x a b: two files
 
 
@@ -903,7 +893,10 @@ def check_command(command: str, turn: Turn) -> None:
     parts = shell_commands(command)
     for part in parts:
         check_program(part, turn, parts)
-        check_paths(part, turn)
+        for word in part.before + words_but_texts(part):
+            check_word(word, part.program == "tee", turn)
+        for word in part.written:
+            check_word(word, True, turn)
         for word in part.arguments:
             if part.program in SHELLS and " " in word:
                 check_command(word, turn)
@@ -1019,27 +1012,19 @@ def is_below(name: str, turn: Turn) -> bool:
     return True
 
 
-def check_paths(part: ShellCommand, turn: Turn) -> None:
-    for word in part.before + words_but_texts(part):
-        check_word(word, part.program == "tee", turn)
-    for word in part.written:
-        check_word(word, True, turn)
-
-
 def words_but_texts(part: ShellCommand) -> list[str]:
     """Arguments without patterns: `grep -A 2 /api/users src` → -A, src"""
-    rows = [row for row in TEXT_PROGRAMS if re.fullmatch(row.name, part.program)]
-    if not rows:
+    if part.program not in TEXT_OPTIONS:
         return part.arguments
     is_given = any(GIVES_THE_TEXT.fullmatch(word) for word in part.arguments)
-    texts_to_come = 0 if is_given else rows[0].texts
+    texts_to_come = 0 if is_given else FIRST_TEXTS.get(part.program, 1)
     words, previous = [], "-"
     for word in part.arguments:
-        if re.fullmatch(rows[0].options, previous):
-            pass  # the value of an option, as of -A
-        elif texts_to_come and not word.startswith("-"):
+        follows_option = re.fullmatch(TEXT_OPTIONS[part.program], previous)
+        is_text = bool(texts_to_come) and not word.startswith("-")
+        if is_text and not follows_option:
             texts_to_come -= 1
-        else:
+        elif not follows_option:
             words.append(word)
         previous = word
     return words
@@ -1277,7 +1262,7 @@ def web_url(text: str) -> urllib.parse.SplitResult:
         url = urllib.parse.urlsplit(text)
         host = url.netloc.encode("idna").decode()
         port = url.port or PORTS.get(url.scheme, 0)
-        path, query = quoted(url.path or "/"), quoted(url.query)
+        path, query = quote_url(url.path or "/"), quote_url(url.query)
         reads_alike = "@" not in host and not re.search(r"[\\\x00-\x1f\x7f]", text)
         has_web_port = port in (80, 443) or port >= 1_024
         if url.scheme in PORTS and url.hostname and reads_alike and has_web_port:
@@ -1286,7 +1271,7 @@ def web_url(text: str) -> urllib.parse.SplitResult:
     raise ToolError(f"Give a whole URL like https://example.com/page: {advice}.")
 
 
-def quoted(text: str) -> str:
+def quote_url(text: str) -> str:
     return urllib.parse.quote(text, "%/:=&?~+!$,;'@()*")
 
 
@@ -1386,8 +1371,8 @@ ITEM, ROW, CELL = "\x1d", "\x1e", "\x1f"  # stand in the text until the last rul
 MARKS = {"br": "\n", "tr": ROW, "td": CELL, "th": CELL, "li": f"\n{ITEM}-", "code": "`",
          "/code": "`", "sup": "^"}  # 10<sup>6</sup> → 10^6  # fmt: skip
 MARKS |= {f"h{level}": "\n\n" + "#" * level + " " for level in range(1, 7)}
-BLOCK = re.compile(r"/?(p|div|[uod]l|d[dt]|table|blockquote|section|article|main|header|footer|aside"
-                   r"|details|summary|figure|figcaption|hr|h\d)")  # </p>  # fmt: skip
+BLOCK = re.compile(r"/?(p|div|[uod]l|d[dt]|table|blockquote|section|article|main|header|footer"
+                   r"|aside|details|summary|figure|figcaption|hr|h\d)")  # </p>  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -1405,19 +1390,19 @@ def page_text(source: str, url: str = "") -> str:
     """
     import html
 
-    article = without_frame(apply(CLEANING, source, url))
-    return html.unescape(apply(LAYOUT, numbered(article), url).strip())
+    article = without_frame(apply_rules(CLEANING, source, url))
+    return html.unescape(apply_rules(LAYOUT, with_numbers(article), url).strip())
 
 
-def apply(rules: dict[str, Rule], text: str, url: str) -> str:
+def apply_rules(rules: dict[str, Rule], text: str, url: str) -> str:
     for rule in rules.values():
         put = rule.put if isinstance(rule.put, str) else functools.partial(rule.put, url=url)
         text = re.sub(rule.pattern, put, text, flags=re.IGNORECASE | re.DOTALL)
     return text
 
 
-def line_break(match: re.Match, url: str = "") -> str:
-    """In the place of what was closed; what was never closed stays."""
+def if_closed(match: re.Match, url: str = "") -> str:
+    """<nav>menu</nav> → a line's end; <nav>and no end: it stays"""
     return "\n" if match[2] else match[0]
 
 
@@ -1427,18 +1412,18 @@ def code_block(match: re.Match, url: str) -> str:
     return "<p>" + re.sub(r"\s", lambda blank: f"&#{ord(blank[0])};", f"```\n{text}\n```") + "<p>"
 
 
-def image(match: re.Match, url: str) -> str:
+def image_text(match: re.Match, url: str) -> str:
     """<img src=x.png alt="A chart"> → [image: A chart]"""
     alt = re.search(r"""(?i)(?<![\w-])alt\s*=\s*("[^"]*"|'[^']*'|[^\s"'>]+)""", match[1])
     text = alt[1].strip("\"' ") if alt else ""
     return f"[image: {text}]" if text else ""
 
 
-def link(match: re.Match, url: str) -> str:
+def link_text(match: re.Match, url: str) -> str:
     """<a href="b?x=1"> <b>go</b> </a> → [go](https://example.com/b?x=1)"""
     import html
 
-    text = " ".join(re.sub(TAG, mark, match[2]).split()).lstrip("#- ")
+    text = " ".join(re.sub(TAG, tag_mark, match[2]).split()).lstrip("#- ")
     href = re.search(r"(?i)(?<![\w-])href\s*=\s*[\"']?([^\"\s>]*)", match[1])
     target = ""
     with contextlib.suppress(ValueError):  # what is no URL leads nowhere
@@ -1447,7 +1432,7 @@ def link(match: re.Match, url: str) -> str:
     return f"[{text}]({html.escape(target)})" if leads_somewhere else text
 
 
-def mark(tag: re.Match, url: str = "") -> str:
+def tag_mark(tag: re.Match, url: str = "") -> str:
     """<h2> → ## behind an empty line; <p> and </p> → an empty line; <b> → nothing"""
     name = (tag[1] or "").lower()
     if name in MARKS:
@@ -1463,16 +1448,17 @@ CLEANING = {
         rf"(<(?:h[1-6]|summary|dt){ATTRIBUTES}\s*(?:<(?:span|div|b){ATTRIBUTES}\s*)*)"
         rf"<button{ATTRIBUTES}", r"\1"),
     "no menus": Rule(  # <nav><a href="/">Home</a></nav>, <button>Share</button>
-        r"<(nav|button|select)(?=[\s/>]).*?(?:(</\1\b[^<>]*>?)|\Z)", line_break),
+        r"<(nav|button|select)(?=[\s/>]).*?(?:(</\1\b[^<>]*>?)|\Z)", if_closed),
     "no letter has such a number": Rule(r"&#\d{8,};?", ""),  # &#99999999999;
     "code keeps its blanks": Rule(  # <pre>if x:⏎    y</pre>
         r"<pre\b[^<>]*>(.*?)(?:</pre\b[^<>]*>?|\Z)", code_block),
     "other blanks are one": Rule(r"\s+", " "),  # a⏎   b
 }  # fmt: skip
 LAYOUT = {
-    "images": Rule(rf"<img{ATTRIBUTES}", image),  # <img alt="A chart">
-    "links": Rule(rf"<a{ATTRIBUTES}(.*?)(?:</a\b[^<>]*>?|(?=<a[\s>])|\Z)", link),  # <a href="/b">b
-    "tags": Rule(TAG, mark),  # <h2 id=x>, <br/>, </p>
+    "images": Rule(rf"<img{ATTRIBUTES}", image_text),  # <img alt="A chart">
+    "links": Rule(  # <a href="/b">b</a>
+        rf"<a{ATTRIBUTES}(.*?)(?:</a\b[^<>]*>?|(?=<a[\s>])|\Z)", link_text),
+    "tags": Rule(TAG, tag_mark),  # <h2 id=x>, <br/>, </p>
     "blanks in a line are one": Rule(r"[^\S\n\x1d-\x1f]+", " "),  # what is left of a <b> b
     "cells": Rule(rf"(?<![ \n])[ \n]*+{CELL}[ \n]*", " | "),  # <td>a</td> <td><p>b
     "rows": Rule(rf"(?<![ \n])[ \n]*+{ROW}[ |\n]*", "\n| "),  # <tr><td>a
@@ -1480,7 +1466,7 @@ LAYOUT = {
     "items": Rule(rf"{ITEM}(-|\d+\.)\s*", r"\1 "),  # <li><p>a</p>
     "no empty headings and rows": Rule(r"\n(#+|\|) ?(?=\n)", ""),  # <h2></h2>
     "one empty line is enough": Rule(r"\n{3,}", "\n\n"),  # <p></p><p>
-}
+}  # fmt: skip
 
 
 def without_frame(page: str) -> str:
@@ -1492,18 +1478,19 @@ def without_frame(page: str) -> str:
         if opening and closings and opening.start() < closings[-1]:
             begin, end = opening.start(), closings[-1]
     parts = r"(?i)<(header|footer|aside)(?=[\s/>]).*?(?:(</\1\b[^<>]*>?)|\Z)"
-    return re.sub(parts, frame, page[:begin]) + page[begin:end] + re.sub(parts, frame, page[end:])
+    before = re.sub(parts, frame_part, page[:begin])
+    return before + page[begin:end] + re.sub(parts, frame_part, page[end:])
 
 
-def frame(match: re.Match) -> str:
+def frame_part(match: re.Match) -> str:
     """Goes, but for a header with the page's <h1>, and <aside class="footnote">."""
     holds_title = match[1].lower() == "header" and re.search(r"(?i)<h1[\s>]", match[0])
     is_note = re.match(r"(?i)<aside\b[^<>]*note", match[0])
     belongs_to_it = holds_title or is_note
-    return match[0] if belongs_to_it else line_break(match)
+    return match[0] if belongs_to_it else if_closed(match)
 
 
-def numbered(page: str) -> str:
+def with_numbers(page: str) -> str:
     """<ol start=3><li>c<li>d</ol><ul><li>e  →  <ol start=3>⏎3.c⏎4.d</ol><ul><li>e"""
     counters: list[Iterator[int] | None] = []  # of each list that is open; None: it has dots
 
@@ -1848,17 +1835,16 @@ class MCPServer:
             try:
                 return await self._hold(sdk, OLD_HANDSHAKE)
             except Exception:  # it knows only the new one, or it is just broken
-                if self.client or self.is_closing or self._seconds_left() <= 0:
+                is_late = time.monotonic() > self.started + self.time_limit
+                if self.client or self.is_closing or is_late:
                     raise
         await self._hold(sdk, NEW_HANDSHAKE)
-
-    def _seconds_left(self) -> float:
-        return self.started + self.time_limit - time.monotonic()
 
     async def _hold(self, sdk: Any, handshake: str) -> None:
         """Connect, offer the tools, and stay until `close`; raises what ends it before."""
         async with contextlib.AsyncExitStack() as stack:
-            self.scope = stack.enter_context(sdk.anyio.move_on_after(self._seconds_left()))
+            seconds_left = self.started + self.time_limit - time.monotonic()
+            self.scope = stack.enter_context(sdk.anyio.move_on_after(seconds_left))
             transport = await self._transport(sdk, stack)
             session = sdk.Client(transport, mode=handshake, message_handler=self._notice)
             client = await stack.enter_async_context(session)
@@ -1887,10 +1873,9 @@ class MCPServer:
         if kind in ("http", "streamablehttp") and settings.url:
             http = sdk.http.create_mcp_http_client(settings.headers)
             await stack.enter_async_context(http)
-            return sdk.http.streamable_http_client(
-                settings.url, http_client=http, max_sse_event_size=MAX_FILE_BYTES
-            )
-        raise ValueError("it needs a command (type stdio) or a url (type sse, streamableHttp, http)")
+            limit = {"max_sse_event_size": MAX_FILE_BYTES}
+            return sdk.http.streamable_http_client(settings.url, http_client=http, **limit)
+        raise ValueError("it needs a command (type stdio) or a url (type sse, http)")
 
     async def _notice(self, message: Any) -> None:
         """Keeps the first line of its output that is no message: it tells what the program is."""

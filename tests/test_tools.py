@@ -905,9 +905,16 @@ def test_a_server_that_talks_junk_costs_one_start_and_the_cause_is_told(runner, 
     kit = MCPKit(runner, **{"my junk": junk})
     server = kit.servers.servers[0]
     assert server.time_limit + 5 <= 30  # 5: until the SDK has ended it
-    server.time_limit = 2.0
-    problem = runner.run(kit.servers.check())["my junk"]
-    assert "no answer in 2 s; it wrote 'Welcome to " in problem and "tools.mcpServers.my junk" in problem
+    kit.connect(patience=0)
+    while not server.junk:
+        runner.run(asyncio.sleep(0.01))  # its start goes on
+
+    async def check_25_seconds_later():
+        server.time_limit, server.scope.deadline = 0.0, time.monotonic()
+        return await kit.servers.check()
+
+    problem = runner.run(check_25_seconds_later())["my junk"]
+    assert "no answer in 0 s; it wrote 'Welcome to " in problem and "tools.mcpServers.my junk" in problem
     assert problem.isprintable() and (tmp_path / "log").read_text() == "started\n"
     assert kit.servers.why_missing("mcp_my_junk_search") == problem  # for a call of what it never had
 
@@ -920,11 +927,12 @@ def test_a_tool_that_is_missing_is_explained_by_its_server(runner, mcp):
     runner.run(kit.servers.close())
 
 
-def test_a_server_that_is_closed_while_it_starts_never_runs(runner, tmp_path):
+def test_a_server_that_is_closed_while_it_starts_is_gone(runner, tmp_path):
     kit = MCPKit(runner, s=mcp_settings("mute", env={"PID_FILE": f"{tmp_path}/pid"}))
     kit.connect(patience=0)
     runner.run(kit.servers.close())
-    assert kit.servers.servers[0].task.done() and not (tmp_path / "pid").exists()
+    assert kit.servers.servers[0].task.done()
+    assert not is_running(int(content(tmp_path / "pid") or 4_000_000))  # mostly it was not even begun
 
 
 def test_without_the_sdk_one_line_says_how_to_get_it(tmp_path):
@@ -2280,7 +2288,8 @@ def test_what_people_mean_passes(turn, command):
     "cat dangling", "grep -rn x /etc", "grep -e x /etc/passwd", "grep -f /etc/passwd a.txt",
     "grep -A 2 x /etc/passwd", "grep -rne x /etc", "grep -e /a -e /b /etc/passwd", "sed -n p /etc/passwd",
     "sed -e p /etc/passwd", "sed -f /etc/passwd a.txt", "awk 1 /etc/passwd", "awk -F : 1 /etc/passwd",
-    "tr a b < /etc/passwd", "cut -d / -f 2 /etc/passwd", "ls | xargs grep x /etc/passwd", "diff a.txt <(sed p /etc/passwd)",
+    "tr a b < /etc/passwd", "cut -d / -f 2 /etc/passwd", "ls | xargs grep x /etc/passwd",
+    "diff a.txt <(sed p /etc/passwd)",
 ])  # fmt: skip
 def test_the_fence_holds_for_the_words_of_a_command(fenced, command):
     with pytest.raises(ToolError):
@@ -2317,8 +2326,9 @@ def test_a_recursive_delete_below_the_working_folder_runs_when_the_user_said_yes
     "rm -rf .", "rm -rf sub/..", "rm -rf ..", "rm -rf ../ws-evil", "rm -rf /", "rm -rf ~",
     "rm -rf sub /etc/x", "rm -rf $HOME/x", "rm -rf $(echo sub)", "rm -rf `echo sub`", "rm -rf {sub,/etc}",
     "rm -rf away/gold.txt", "cd sub && rm -rf x", "cd /; rm -rf etc", "echo sub | xargs rm -rf",
-    "find sub -exec rm -rf {} +", "find . -delete", "find -delete", "rm -rf", "rm -rf sessions", "rm -rf memory", "rm -rf *",
-    "rm -rf .nanobot", "bash -c 'rm -rf ..'", "rm -rf */../../ws-evil", "dd if=a.txt of=b", "mkfs.ext4 sub",
+    "find sub -exec rm -rf {} +", "find . -delete", "find -delete", "rm -rf", "rm -rf sessions",
+    "rm -rf memory", "rm -rf *", "rm -rf .nanobot", "bash -c 'rm -rf ..'", "rm -rf */../../ws-evil",
+    "dd if=a.txt of=b", "mkfs.ext4 sub",
 ])  # fmt: skip
 def test_any_other_recursive_delete_is_refused_also_when_the_user_said_yes(turn, command):
     (turn.workspace / "memory").mkdir()
