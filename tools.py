@@ -1791,9 +1791,11 @@ class MCPServer:
 
     def __init__(self, name: str, settings: Any, registry: ToolRegistry):
         self.name, self.settings, self.registry = name, settings, registry
-        self.tools, self.client, self.task, self.scope, self.stderr = [], None, None, None, None
-        self.problem, self.junk, self.is_closing = "", "", False
-        self.started, self.retry_at = 0.0, 0.0
+        self.tools: list[str] = []  # their names in the registry
+        self.client = self.task = self.scope = self.stderr = None
+        self.problem = self.junk = ""
+        self.is_closing = False
+        self.started = self.retry_at = 0.0
 
     async def connect(self, patience: float = 5.0) -> None:
         """Wait until it is connected or has failed, at most `patience` seconds from its start."""
