@@ -31,6 +31,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import socket
 import ssl
 import stat
@@ -1054,7 +1055,7 @@ def check_word(word: str, writes: bool, turn: Turn) -> None:
 MAX_OUTPUT_CHARS = 10_000
 KEPT_BYTES = 4 * MAX_OUTPUT_CHARS  # of head and tail each: a character has up to four
 SAFE_ENVIRONMENT = ("HOME", "LANG", "TERM", "PATH")  # nothing else of ours: keys live there
-SIGKILL = 9  # Windows has no name for it
+SIGKILL = getattr(signal, "SIGKILL", 9)  # Windows has none
 Seconds = Annotated[int, IntegerSchema("Seconds", minimum=0, maximum=600)]
 
 
