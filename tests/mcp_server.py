@@ -72,7 +72,7 @@ def mixed() -> CallToolResult:
 
 @server.tool(structured_output=False)
 def structured() -> CallToolResult:
-    return CallToolResult(content=[], structured_content={"degrees": 21})
+    return CallToolResult(content=[], structured_content={"degrees": 21, "city": "Zürich"})
 
 
 @server.tool(name="a.b")
