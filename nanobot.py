@@ -36,7 +36,6 @@ import sys
 import threading
 import time
 import traceback
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial, partialmethod

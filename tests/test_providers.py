@@ -497,9 +497,9 @@ def test_an_errors_own_words_are_found_wherever_they_stand(name):
 def test_events_are_read_as_the_standard_has_them(end, size):
     """Any line end, a byte order mark, data over several lines, and a comment that looks like the end."""
     pretty = json.dumps(delta(content="b"), indent=1).split("\n")
-    lines = ["\ufeffdata: " + json.dumps(delta(content="a")), "", ": [DONE]", "event: message", "id: [DONE]", "",
-             *(f"data: {line}" for line in pretty), "", "data: " + json.dumps(delta("stop", content="c")), "",
-             "data: [DONE]", ""]  # fmt: skip
+    first, last = json.dumps(delta(content="a")), json.dumps(delta("stop", content="c"))
+    lines = ["\ufeffdata: " + first, "", ": [DONE]", "event: message", "id: [DONE]", "",
+             *(f"data: {line}" for line in pretty), "", "data: " + last, "", "data: [DONE]", ""]  # fmt: skip
     data = end.join(lines).encode()
     answer, _ = reply_to(Raw(chunks=[data[n : n + size] for n in range(0, len(data), size)]), stream=True)
     assert (answer.content, answer.error) == ("abc", None)
@@ -807,7 +807,10 @@ def test_the_idle_clock_stands_still_while_the_consumer_works():
         assert (answer.content, answer.error) == ("Hi.", None) and len(server.bodies) == 1
 
 
-@pytest.mark.parametrize("problem", [KeyError("x"), TypeError("ours"), OSError("disk full"), ValueError("no")])
+OURS = [KeyError("x"), TypeError("ours"), OSError("disk full"), ValueError("no")]
+
+
+@pytest.mark.parametrize("problem", OURS)
 def test_what_a_consumer_raises_is_raised_as_it_is(problem):
     async def failing(piece):
         raise problem
@@ -1365,8 +1368,8 @@ NO_TEXT_CALLS = {
     "an unknown tool": '<tool_call>{"name": "rm", "arguments": {}}</tool_call>',
     "words behind it": 'I would call <tool_call>{"name": "look", "arguments": {}}</tool_call> now.',
     "words before bare JSON": 'I would call {"name": "look", "arguments": {}}',
-    "words between two calls":
-        '```json\n{"name": "look", "arguments": {}}\n```\nand\n```json\n{"name": "look", "arguments": {}}\n```!',
+    "words between two calls": '<tool_call>{"name": "look", "arguments": {}}</tool_call>\nand\n'
+                               '<tool_call>{"name": "look", "arguments": {}}</tool_call>!',
     "a call that is cut": '```json\n{"name": "look", "arguments": {"path": "a',
     "JSON that was asked for": '{"name": "look", "age": 7}',
     "prose": "Look at [this](a.txt)!",
@@ -1414,11 +1417,14 @@ def test_prose_may_stand_before_a_call_of_a_local_model(name, stream):
     text = pattern.replace("%s", '{"name": "look", "arguments": {"path": "a.txt"}}')
     answer, shown = reply_to(text, stream, "local", tools=[STRICT_LOOK])
     assert [(each.name, each.arguments) for each in answer.tool_calls] == LOOK * count
-    prose = text[: text.rindex("\nSo:") + 4] if "So:" in text else re.split("```|<tool_call>", text)[0].rstrip()
+    prose = re.split("```json|```\n{|<tool_call>", text)[0].rstrip()
     assert answer.content == prose and "".join(shown).rstrip() == (prose if stream else "")
 
 
-@pytest.mark.parametrize("arguments", ['{}', '{"path": "a", "more": 1}', '{"path": {"x": 1}}', '{"file": "a"}'])
+UNFIT = ["{}", '{"path": "a", "more": 1}', '{"path": {"x": 1}}', '{"file": "a"}']
+
+
+@pytest.mark.parametrize("arguments", UNFIT)
 def test_a_call_as_text_that_the_tool_could_not_take_is_text(arguments):
     text = f'```json\n{{"name": "look", "arguments": {arguments}}}\n```'
     answer, _ = reply_to(text, row="local", tools=[STRICT_LOOK])
