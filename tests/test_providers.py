@@ -12,6 +12,7 @@ import os
 import random
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -491,6 +492,44 @@ def test_an_errors_own_words_are_found_wherever_they_stand(name):
         assert len(server.requests) == (4 if line.status >= 500 else 1)  # the SDK's own retries are off
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+def test_events_are_read_as_the_standard_has_them(end, size):
+    """Any line end, a byte order mark, data over several lines, and a comment that looks like the end."""
+    pretty = json.dumps(delta(content="b"), indent=1).split("\n")
+    first, last = json.dumps(delta(content="a")), json.dumps(delta("stop", content="c"))
+    lines = ["\ufeffdata: " + first, "", ": [DONE]", "event: message", "id: [DONE]", "",
+             *(f"data: {line}" for line in pretty), "", "data: " + last, "", "data: [DONE]", ""]  # fmt: skip
+    data = end.join(lines).encode()
+    answer, _ = reply_to(Raw(chunks=[data[n : n + size] for n in range(0, len(data), size)]), stream=True)
+    assert (answer.content, answer.error) == ("abc", None)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_refusal_is_the_text_of_the_answer(stream):
+    words = "I cannot help with that."
+    pieces = [delta(refusal=words[:9]), delta(refusal=words[9:], content=None), delta("stop")]
+    line = sse(*pieces) if stream else whole({"content": None, "refusal": words})
+    answer, shown = reply_to(line, stream)
+    assert (answer.content, answer.finish_reason) == (words, "stop")
+    assert "".join(shown) == (words if stream else "")
+
+
+@pytest.mark.parametrize(("reason", "meaning"), [
+    ("eos", "stop"), ("end_turn", "stop"), ("tool_use", "stop"), ("STOP", "stop"), ("max_tokens", "length"),
+    ("length", "length"), ("content_filter", "content_filter"), ("tool_calls", "tool_calls")])  # fmt: skip
+def test_a_finish_reason_is_told_in_openais_words(reason, meaning):
+    whole_call = {"id": "a", **call("now")}
+    answer, _ = reply_to(whole({"tool_calls": [whole_call]}, reason))
+    assert (answer.finish_reason, answer.tool_calls[0].error) == (meaning, "")
+
+
+@pytest.mark.parametrize("reason", ["error", "abort", "insufficient_system_resource"])
+def test_an_answer_that_the_endpoint_gave_up_is_asked_for_again(reason):
+    with FakeLLM([whole({"content": "Half"}, reason), "Whole."]) as server:
+        assert ask(made(server))[0].content == "Whole."
+
+
 # ---- Tool calls in a stream ----
 
 X, Y = '{"x": 1}', '{"y": 2}'
@@ -759,6 +798,107 @@ def test_a_cancellation_is_raised_and_immediate(line):
         assert asyncio.run(cancelled(made(server))) < 0.5
 
 
+def test_the_idle_clock_stands_still_while_the_consumer_works():
+    async def slowly(piece):
+        await asyncio.sleep(0.9)
+
+    with FakeLLM([sse(delta(content="Hi."), delta("stop"))]) as server:
+        answer = asyncio.run(made(server, idle_timeout=0.6).chat(HELLO, on_delta=slowly))
+        assert (answer.content, answer.error) == ("Hi.", None) and len(server.bodies) == 1
+
+
+OURS = [KeyError("x"), TypeError("ours"), OSError("disk full"), ValueError("no")]
+
+
+@pytest.mark.parametrize("problem", OURS)
+def test_what_a_consumer_raises_is_raised_as_it_is(problem):
+    async def failing(piece):
+        raise problem
+
+    with FakeLLM(["Hi.", "Hi again."]) as server:
+        provider = made(server)
+        with pytest.raises(type(problem)) as caught:
+            asyncio.run(provider.chat(HELLO, on_delta=failing))
+        assert caught.value is problem and len(server.bodies) == 1
+        assert ask(provider)[0].content == "Hi again."
+
+
+def test_a_server_that_does_not_take_the_connection_is_waited_for_a_short_time():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)  # whoever comes after these has to wait
+        crowd = [socket.socket() for _ in range(4)]
+        for one in crowd:
+            one.setblocking(False)
+            one.connect_ex(listener.getsockname())
+        base = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+        provider = OpenAIProvider(Endpoint(ROWS["local"], "", base, "m"), pace=0.0)
+        assert provider.connect_timeout == 10
+        provider.connect_timeout = 0.05  # of 300 for the answer
+        answer, _ = ask(provider)
+        for one in crowd:
+            one.close()
+    assert f"Cannot reach {base} (no connection in time)" in answer.error
+
+
+@pytest.mark.parametrize(("line", "cause"), [
+    (Raw(chunks=[sse(delta(content="Well"), done=False).body], cut=True), "was closed in the middle"),
+    (sse(delta(content="Well"), done=False), "the answer broke off"),
+    (Raw(chunks=[sse(delta(content="Well"), done=False).body], hang=5), "gave no answer in time"),
+])  # fmt: skip
+def test_what_was_shown_of_an_answer_that_broke_off_is_told_with_the_cause(line, cause):
+    with FakeLLM([line]) as server:
+        answer, shown = ask(made(server, idle_timeout=0.2), stream=True)
+    assert answer.content == "".join(shown) == "Well"
+    assert answer.finish_reason == "error" and cause in answer.error and "chunked" not in answer.error
+
+
+def test_an_answer_of_which_nothing_was_shown_is_not_told_in_parts():
+    half = {"choices": [{"message": {"content": "Half"}, "finish_reason": "error"}]}
+    answer, _ = reply_to(Failure(200, half))
+    assert answer.finish_reason == "error" and answer.content is None
+
+
+@pytest.mark.parametrize(("role", "fix"), [("user", "send less at once"), ("tool", "send less at once"),
+                                           ("many", "Begin a /new one")])  # fmt: skip
+def test_where_one_message_is_too_long_a_new_conversation_is_no_help(role, fix):
+    messages = [*HELLO, called("a"), result("a", "x" * 20_000 if role == "tool" else "noon")]
+    messages += [user("y" * 20_000)] if role == "user" else []
+    messages += [message for n in range(9) for message in (said(f"{n}" * 500), user("?" * 500))]
+    with FakeLLM([error(400, "prompt is too long")]) as server:
+        answer, _ = ask(made(server), messages)
+    assert answer.is_overflow and fix in answer.error
+    assert ("/new" in answer.error) == (role == "many")
+
+
+LITELLM = {
+    "litellm-no-db": "refuses the key.*Set OPENAI_API_KEY",
+    "litellm-unknown-model": "has no such model.*--model.*test-model",
+    "deepseek-400-model": "has no such model.*--model.*test-model",
+    "moonshot-quota-inactive": "wants money.*--provider",
+    "xai-400-key": "refuses the key",
+}
+
+
+@pytest.mark.parametrize("name", LITELLM)
+def test_a_refusal_is_told_with_its_cause_and_what_to_do(name):
+    refused = next(each for each in RECORDED if each["id"] == name)
+    answer, _ = reply_to(Failure(refused["status"], refused["body"]))
+    assert re.search(LITELLM[name], answer.error)
+
+
+def test_a_model_that_is_being_loaded_is_waited_for_and_told_once():
+    loading = Failure(503, {"error": {"code": 503, "message": "Loading model", "type": "unavailable_error"}})
+    told = []
+
+    async def tell(line):
+        told.append(line)
+
+    with FakeLLM([*[loading] * 9, "Here."]) as server:
+        assert asyncio.run(made(server, "local").chat(HELLO, on_retry=tell)).content == "Here."
+    assert told == ["HTTP 503: Loading model; waiting up to 60 s for it"]
+
+
 KEY = "sk-proj-very-secret-0123456789"
 
 
@@ -974,6 +1114,22 @@ def test_without_tools_of_its_own_a_model_gets_them_and_gives_calls_as_text():
         written = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
         assert body["messages"][2]["content"] == f"Well.\n{written}"
         assert body["messages"][3]["content"] == "<tool_result>\na cat\n</tool_result>"
+
+
+def test_what_one_image_taught_is_not_held_against_the_next():
+    too_large = by_id("anthropic-image-5mb")
+    with FakeLLM([Failure(400, too_large["body"]), "Fine.", "Fine again."]) as server:
+        provider = made(server)
+        told = []
+
+        async def tell(line):
+            told.append(line)
+
+        for _ in range(2):
+            asyncio.run(provider.chat(EVERYTHING, on_retry=tell))
+        contents = [body["messages"][1]["content"] for body in server.bodies]
+    assert contents[0] == contents[2] and "[an image: this model cannot see it]" in contents[1]
+    assert told == ["custom, test-model: images are left out of this request: one of them is refused"]
 
 
 def test_what_was_learnt_is_remembered_for_the_model_and_told_once():
@@ -1212,8 +1368,8 @@ NO_TEXT_CALLS = {
     "an unknown tool": '<tool_call>{"name": "rm", "arguments": {}}</tool_call>',
     "words behind it": 'I would call <tool_call>{"name": "look", "arguments": {}}</tool_call> now.',
     "words before bare JSON": 'I would call {"name": "look", "arguments": {}}',
-    "words between two calls":
-        '```json\n{"name": "look", "arguments": {}}\n```\nand\n```json\n{"name": "look", "arguments": {}}\n```!',
+    "words between two calls": '<tool_call>{"name": "look", "arguments": {}}</tool_call>\nand\n'
+                               '<tool_call>{"name": "look", "arguments": {}}</tool_call>!',
     "a call that is cut": '```json\n{"name": "look", "arguments": {"path": "a',
     "JSON that was asked for": '{"name": "look", "age": 7}',
     "prose": "Look at [this](a.txt)!",
@@ -1261,11 +1417,14 @@ def test_prose_may_stand_before_a_call_of_a_local_model(name, stream):
     text = pattern.replace("%s", '{"name": "look", "arguments": {"path": "a.txt"}}')
     answer, shown = reply_to(text, stream, "local", tools=[STRICT_LOOK])
     assert [(each.name, each.arguments) for each in answer.tool_calls] == LOOK * count
-    prose = text[: text.rindex("\nSo:") + 4] if "So:" in text else re.split("```|<tool_call>", text)[0].rstrip()
+    prose = re.split("```json|```\n{|<tool_call>", text)[0].rstrip()
     assert answer.content == prose and "".join(shown).rstrip() == (prose if stream else "")
 
 
-@pytest.mark.parametrize("arguments", ['{}', '{"path": "a", "more": 1}', '{"path": {"x": 1}}', '{"file": "a"}'])
+UNFIT = ["{}", '{"path": "a", "more": 1}', '{"path": {"x": 1}}', '{"file": "a"}']
+
+
+@pytest.mark.parametrize("arguments", UNFIT)
 def test_a_call_as_text_that_the_tool_could_not_take_is_text(arguments):
     text = f'```json\n{{"name": "look", "arguments": {arguments}}}\n```'
     answer, _ = reply_to(text, row="local", tools=[STRICT_LOOK])
@@ -1845,7 +2004,67 @@ def test_the_file_works_alone_in_an_empty_folder(tmp_path):
     assert (done.stdout, done.stderr) == (f"Hi. False {tmp_path}/providers.py\n", "")
 
 
+# ---- A trace of each attempt ----
+
+
+def test_a_trace_has_every_attempt_and_a_replay_plays_the_answers(tmp_path):
+    unsupported = Failure(400, by_id("openai-max-tokens-renamed")["body"])
+    with FakeLLM([unsupported, error(503, "busy"), "Here.", error(401, "no"), Hang(9)]) as server:
+        provider = made(server)
+        provider.trace = providers.Trace(tmp_path / "t")
+        answers = [ask(provider, max_tokens=7)[0], ask(provider, max_tokens=7)[0]]
+        with pytest.raises(TimeoutError):
+            asyncio.run(asyncio.wait_for(provider.chat(HELLO, max_tokens=7), 0.2))
+    records = [json.loads(line) for line in (tmp_path / "t").read_text().splitlines()]
+    assert [each["outcome"] for each in records] == ["healed", "retried", "answered", "failed", "cancelled"]
+    assert [each["sent"] for each in records] == [{}, *[{"max_completion_tokens": 7}] * 4]
+    assert all(each["messages"] == HELLO and each["options"] == {"max_tokens": 7} for each in records)
+    assert "Use 'max_completion_tokens'" in records[0]["answer"]["error"]
+    assert records[1]["answer"]["error"] == "HTTP 503: busy"
+    replay = providers.ReplayProvider(tmp_path / "t")
+    assert [ask(replay)[0] for _ in range(2)] == answers
+    assert "cancelled" in ask(replay)[0].error and replay.rest == []
+
+
+def test_a_trace_of_an_earlier_version_is_played_too(tmp_path):
+    answer = {"content": "Hi.", "tool_calls": [{"id": "1", "name": "now"}]}
+    record = {"model": "m", "options": {}, "tools": [], "messages": HELLO, "answer": answer, "seconds": 1}
+    (tmp_path / "t").write_text(json.dumps(record) + "\n")
+    assert ask(providers.ReplayProvider(tmp_path / "t"))[0].content == "Hi."
+
+
+def test_recorded_tools_give_what_they_gave_in_their_order():
+    talk = [*HELLO, called("a", "b"), result("a", "one"), result("b", "two")]
+    records = [{"messages": HELLO, "tools": [TOOL], "answer": LLMResponse("x")},
+               {"messages": talk, "tools": [TOOL], "answer": LLMResponse("y")}]  # fmt: skip
+    tools = providers.RecordedTools(records, str.upper)
+    assert tools.get_definitions() == [TOOL] and tools.get("now") is None
+    results = [asyncio.run(tools.execute("now", {})) for _ in range(3)]
+    assert results == ["ONE", "TWO", "(THE TRACE ENDS BEFORE THIS CALL'S RESULT)"]
+
+
 # ---- Checked once ----
+
+
+def test_a_provider_may_change_its_messages_and_no_later_request_has_it():
+    class Careless(providers.LLMProvider):
+        seen = []
+
+        async def answer(self, request):
+            self.seen.append(copy.deepcopy(request.messages))
+            for message in request.messages:
+                for block in message["content"] if isinstance(message["content"], list) else []:
+                    block.clear()
+                for each in message.get("tool_calls", []):
+                    each["function"]["arguments"] = "gone"
+                message["content"] = "gone"
+            return LLMResponse("ok")
+
+    model = Careless()
+    before = copy.deepcopy(EVERYTHING)
+    for _ in range(3):
+        ask(model, EVERYTHING)
+    assert model.seen[0] == model.seen[1] == model.seen[2] and before == EVERYTHING
 
 
 def test_what_legal_remembers_changes_nothing_but_the_time():
