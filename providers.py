@@ -883,7 +883,7 @@ def as_failure(problem: Exception) -> Failure:
     if isinstance(problem, Failure):
         return problem
     library = type(problem).__module__.partition(".")[0]
-    is_of_the_world = isinstance(problem, OSError | UnicodeError | ImportError)
+    is_of_the_world = isinstance(problem, OSError | UnicodeError | ImportError | RecursionError)
     if not is_of_the_world and library not in ("openai", "httpx", "httpx2"):
         raise problem
     response = getattr(problem, "response", None)
@@ -1645,10 +1645,10 @@ def calls_in_json(text: str) -> list[tuple[str, Any]]:
     for value in values:
         if not isinstance(value, dict):
             return []
-        arguments = value.get("arguments", value.get("parameters"))
-        if not isinstance(arguments, dict | str):
+        name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
+        if not isinstance(name, str) or not isinstance(arguments, dict | str):
             return []
-        calls.append((value.get("name"), arguments))
+        calls.append((name, arguments))
     return calls
 
 
@@ -1677,18 +1677,20 @@ def is_call_of(call: ToolCallRequest, tools: dict[str, dict]) -> bool:
     return bool(call.error) or could_fit(call.arguments, tools[call.name])
 
 
-def could_fit(value: Any, schema: dict) -> bool:
+def could_fit(value: Any, schema: Any) -> bool:
     """Objects and lists in their places, no name missing, none too many; "5" may yet become 5."""
-    match schema.get("type"):
+    kind = schema.get("type") if isinstance(schema, dict) else None
+    match kind:
         case "object" if not isinstance(value, dict):
             return False
         case "object":
             properties = schema.get("properties") or {}
+            is_free = schema.get("additionalProperties") or not properties
             missing = set(schema.get("required", [])) - set(value)
-            strange = set(value) - set(properties)
+            strange = set() if is_free else set(value) - set(properties)
             if missing or strange:
                 return False
-            return all(could_fit(value[name], properties[name]) for name in value)
+            return all(could_fit(value[name], properties.get(name)) for name in value)
         case "array":
             return isinstance(value, list | str)
         case "string" | "integer" | "number" | "boolean":

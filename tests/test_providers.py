@@ -326,6 +326,7 @@ ODD_BODIES = {
     "a content that is a number": ({"choices": [{"message": {"content": 5}}]}, "strange form"),
     "broken JSON": ('{"choices": [', "not JSON but: .*choices"),
     "an empty body": ("", "not JSON but: nothing"),
+    "a tower of lists": ('{"choices": ' + "[" * 100_000, "recursion"),
     "a text": ("The service is asleep", "not JSON but: The service is asleep.*/v1"),
 }
 
@@ -1372,6 +1373,7 @@ NO_TEXT_CALLS = {
                                '<tool_call>{"name": "look", "arguments": {}}</tool_call>!',
     "a call that is cut": '```json\n{"name": "look", "arguments": {"path": "a',
     "JSON that was asked for": '{"name": "look", "age": 7}',
+    "a name that is none": '{"name": ["look"], "arguments": {}}',
     "prose": "Look at [this](a.txt)!",
     "a list of words": '["look"]',
     "Python with a side effect": "[look(path=open('x').read())]",
@@ -1429,6 +1431,15 @@ def test_a_call_as_text_that_the_tool_could_not_take_is_text(arguments):
     text = f'```json\n{{"name": "look", "arguments": {arguments}}}\n```'
     answer, _ = reply_to(text, row="local", tools=[STRICT_LOOK])
     assert answer.tool_calls == [] and answer.content == text
+
+
+@pytest.mark.parametrize("schema", [
+    {"type": "object", "properties": {"path": True}}, {"type": ["object", "null"]}, {"type": "object"},
+    {"type": "object", "properties": {"n": {}}, "additionalProperties": True}, {"$ref": "#/x"}])  # fmt: skip
+def test_a_schema_of_another_kind_forbids_no_call_as_text(schema):
+    tool = {"type": "function", "function": {"name": "look", "parameters": schema}}
+    answer, _ = reply_to(TEXT_CALLS["in a fence"], row="local", tools=[tool])
+    assert [each.arguments for each in answer.tool_calls] == [{"path": "a.txt"}]
 
 
 def test_fences_within_a_parameter_are_kept():
