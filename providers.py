@@ -17,16 +17,19 @@ This file works alone. Read after nanobot.py, before tools.py. Not covered: whic
 they run; other protocols than Chat Completions.
 """
 
+import ast
 import asyncio
 import contextlib
 import gc
 import itertools
 import json
 import logging
+import operator
 import os
 import re
 import time
 import zlib
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -1177,8 +1180,12 @@ class ReplayProvider(LLMProvider):
         return answer
 
 
+# ---- You are the model ----
+# Nothing shows faster what a model gets to see, and how a call fails: `nanobot agent --provider human`.
+
+
 class HumanProvider(LLMProvider):
-    """You are the model: it shows what a model would see and takes your answer or a tool call.
+    """You are the model: it shows what a model would see and takes your answer or tool calls.
 
     `ask(question, words)` gives a line from the person; the words can be completed. `check(name, arguments)`
     says what is wrong with a call, None where nothing is.
@@ -1192,22 +1199,79 @@ class HumanProvider(LLMProvider):
     async def answer(self, request: LLMRequest) -> LLMResponse:
         if not self.ask:
             return failed("To be the model you need a terminal.")
-        seen, self.seen = self.seen, request
-        tools = {tool["function"]["name"]: tool["function"]["parameters"] for tool in request.tools}
-        new = [each for n, each in enumerate(request.messages) if seen.messages[n : n + 1] != [each]]
-        shown = [f"---- {each['role']} ----\n{as_text(calls_as_text(each))['content']}" for each in new]
-        if request.tools != seen.tools:
-            lines = [f"{name} ({', '.join(each.get('properties', ()))})" for name, each in tools.items()]
-            shown += ["---- tools ----", *lines, "You are the model. Answer in a line, or call: NAME {JSON}"]
-        while True:
-            line = await self.ask("\n".join([*shown, "model> "]), list(tools))
-            name, said = re.fullmatch(r"(?s)\s*([\w-]*)\s*(.*?)\s*", line).groups()
-            arguments, problem = parse_arguments(said, repair=False)
-            if name not in tools or said[:1] not in "{":
-                return LLMResponse(line.strip() or None)
-            if not (problem := problem or (self.check and self.check(name, arguments))):
-                return LLMResponse(None, [ToolCallRequest(new_id(), name, arguments)], "tool_calls")
-            shown = [problem]
+        names = [tool["function"]["name"] for tool in request.tools]
+        shown, line, answer = self.news(request), "", None
+        while not answer:
+            before = line
+            line = (await self.ask("\n".join([*shown, "model> "]), names)).strip()
+            try:
+                answer = self.read(line, names)
+            except ValueError as problem:
+                shown = [str(problem), "To answer with these very words send them once more."]
+                answer = LLMResponse(line) if line == before else None
+        answer.usage = estimate_usage(request, answer)
+        return answer
+
+    def news(self, request: LLMRequest) -> list[str]:
+        """What the last request did not have: messages, and the tools where they are others."""
+        before, self.seen = self.seen, request
+        lines = []
+        for number, message in enumerate(request.messages):
+            if before.messages[number : number + 1] != [message]:
+                lines.append(f"---- {message['role']} ----\n{as_text(calls_as_text(message))['content']}")
+        if request.tools != before.tools:
+            lines += ["---- tools ----", *map(tool_line, request.tools)]
+            lines.append('You are the model. Answer in a line, or call tools: NAME {"argument": "value"}')
+        return lines
+
+    def read(self, line: str, names: list[str]) -> LLMResponse:
+        """`list_dir {} read_file {"path": "a"}` → two calls. Raises ValueError where a call is not whole."""
+        calls, rest = [], line
+        while rest:
+            name = re.match(r"[\w-]*", rest)[0]
+            written = rest[len(name) :].lstrip()
+            if name not in names:
+                break
+            if not written.startswith("{"):
+                lack = (self.check and self.check(name, {})) or ""
+                raise ValueError(f'Is this a call? Then say {name} {{"argument": "value"}}. {lack}')
+            end = end_of_object(written)
+            arguments, problem = parse_arguments(written[:end], repair=False)
+            if problem := problem or (self.check and self.check(name, arguments)):
+                raise ValueError(problem)
+            calls.append(ToolCallRequest(new_id(name + rest), name, arguments))
+            rest = written[end:].lstrip(" \t\r\n,;")
+        if calls and rest:
+            raise ValueError(f"Behind the call stands what is none: {rest[:100]}")
+        return LLMResponse(None, calls, "tool_calls") if calls else LLMResponse(line or None)
+
+
+def tool_line(tool: dict) -> str:
+    """`read_file (path: string, [offset: integer]): Read a text file.`; [what may be left out] in brackets."""
+    function = tool["function"]
+    schema = function.get("parameters") or {}
+    parameters = []
+    for name, kind in (schema.get("properties") or {}).items():
+        parameter = f"{name}: {kind_of(kind)}"
+        is_required = name in schema.get("required", ())
+        parameters.append(parameter if is_required else f"[{parameter}]")
+    return f"{function['name']} ({', '.join(parameters)}): {function.get('description', '')}"
+
+
+def kind_of(schema: Any) -> str:
+    """`{"type": "integer"}` → `integer`; `{"enum": ["a", "b"]}` → `a|b`; `True`, which MCP allows, → `any`."""
+    if not isinstance(schema, dict):
+        return "any"
+    kinds = schema.get("enum") or schema.get("type") or "any"
+    return kinds if isinstance(kinds, str) else "|".join(map(str, kinds))
+
+
+def end_of_object(text: str) -> int:
+    """Where the JSON object ends with which a text begins: `{"a": 1} and more` → 8; all of it if nowhere."""
+    try:
+        return json.JSONDecoder(strict=False).raw_decode(text)[1]
+    except (ValueError, RecursionError):
+        return len(text)
 
 
 class ScriptedProvider(LLMProvider):
@@ -1229,93 +1293,501 @@ class ScriptedProvider(LLMProvider):
         return reply
 
 
-# A rule: what the user says, with a tool's arguments as <name>; the tool; the answer; further arguments.
-FOUND = {"output_mode": "content", "fixed_strings": True, "case_insensitive": True, "head_limit": 20}
-OFFLINE_RULES: list[tuple[str, str, str, dict]] = [
-    ("(change|replace) <old_text> (to|with) <new_text> in <path>", "edit_file", "Changed:\n\n{result}", {}),
-    ("(write|save|put) <content> (in)?to (the file )?<path>", "write_file", "{result}", {}),
-    ("insert (the cell )?<source> (in)?to (the notebook )?<path>", "notebook_edit", "Changed:\n\n{result}",
-     {"cell": 0, "mode": "insert"}),
-    ("fetch <url>", "web_fetch", "{result}", {}),
-    ("(search|look on) the web for <query>", "web_search", "{result}", {}),
-    ("(run|execute) (the command )?<command>", "exec", "$ {command}\n\n{result}", {}),
-    ("remember (that )?<fact>", "remember", "", {}),
-    ("(recall|what do you (know|remember))( about)?( me| us| <pattern>)?", "grep", "I remember:\n\n{result}",
-     {"pattern": "", "path": "MEMORY.md", **FOUND}),
-    (r"(count|how many)( the)? lines( \w+)*? <path>( have| has| contain)?", "grep", "Lines in {result}",
-     {"pattern": "", "output_mode": "count"}),
-    (r"(count|how many)( the| all)*( <pattern>)? files?\b.*", "glob",
-     "Files like {pattern}: {count}, the newest first:\n\n{result}", {"pattern": "*", "head_limit": 100_000}),
-    ("find (the |all )?files? (named |called |like )?<pattern>", "glob", "I found:\n\n{result}", {}),
-    ("(find|search for|search|grep|where is|count) <pattern>( in <path>)?", "grep",
-     "Lines with {pattern}: {count}\n\n{result}", FOUND),
-    (r"(list|show|what|which)\b.*\b(files|folder)\b.*?( in (?!the |this |here)<path>)?", "list_dir",
-     "{result}", {}),
-    ("(read|show|open|print|summari[sz]e|what is in|what does)( me)?( the file)? <path>( say| contain)?",
-     "read_file", "{path} says:\n\n{result}", {}),
-]  # fmt: skip
-OFFLINE_HELP = """I know no rule for that. Ask me to read, list, find, count, write, change, run or fetch, \
-or to remember or recall a fact, like: list the files here and read README.md"""
+# ---- The offline model: rules choose the tools ----
+# Without it nothing runs before there is a key. It decides as every model does, from the conversation alone:
+# "what's in a.txt?" → read_file("a.txt"); the same with a result behind it → "a.txt says: …".
+
+OFFLINE_RULES = "templates/offline/rules.md"  # beside this file, or in nanobot_data/ where it is installed
+NO_RULES = f"## anything else\nanswer: I know no rule for that: {OFFLINE_RULES} is not beside providers.py."
+NOT_KNOWN = "I find nothing about that in my memory. Tell me, like: my favourite colour is green"
+
+
+@dataclass
+class Rule:
+    """One rule of the file. In its fields <words> stand for what the user says there."""
+
+    title: str
+    sentences: list["Sentence"]
+    fields: dict[str, str]  # {"tool": "read_file", "path": "<file>", "answer": "<file> says: <result>"}
+
+
+@dataclass
+class Sentence:
+    beginnings: tuple[str, ...]  # one of its first words
+    regex: str
+
+
+@dataclass
+class Step:
+    """What a rule does: a call, or none where `tool` is empty; and what is said of it."""
+
+    rule: Rule
+    answer: str = ""
+    tool: str = ""
+    arguments: dict = field(default_factory=dict)
+    known: dict = field(default_factory=dict)  # what its <words> are
 
 
 class OfflineProvider(LLMProvider):
     """A stand-in that needs no network: rules choose the tools, and what the tools return makes the answer.
 
-    It keeps no state: like any model it reads the conversation and says what comes next.
+    It keeps no state. Each request holds the question and the results so far: all steps are planned anew,
+    and the first one that has no result yet is the next call.
     """
 
     model = "offline"
     intro = "[offline model: a few fixed rules, no language model]"
 
+    def __init__(self, rules: str = ""):
+        text = rules or rules_beside_this_file()
+        self.kinds = read_kinds(text)
+        self.rules = read_rules(text, self.kinds)
+
     async def answer(self, request: LLMRequest) -> LLMResponse:
-        talk = request.messages
-        asked = max(n for n, message in enumerate(talk) if message["role"] == "user")
-        results = [message["content"] for message in talk[asked:] if message["role"] == "tool"]
-        steps = self.plan(talk[asked]["content"], results)
-        if request.tools and len(results) < len(steps):
-            tool, arguments, _ = steps[len(results)]
-            if arguments.get("path") == "MEMORY.md":  # the system prompt says where it is
-                places = re.findall(r"\S*MEMORY\.md", str(talk[0]["content"]))
-                arguments = {**arguments, "path": [*places, "MEMORY.md"][0]}
-            answer = LLMResponse(None, [ToolCallRequest(new_id(), tool, arguments)], "tool_calls")
-        else:
-            parts = [self.report(*step, result) for step, result in zip(steps, results, strict=False)]
-            answer = LLMResponse("\n\n".join(filter(None, [self.intro, *(parts or [OFFLINE_HELP])])))
-            await request.show(*words(answer.content))
+        talk = Talk(request)
+        answer = self.keep_memory(talk) or self.next_step(talk)
+        await request.show(*words(answer.content or ""))
         answer.usage = estimate_usage(request, answer)
         return answer
 
-    def plan(self, content: str | list[dict], results: list[str]) -> list[tuple[str, dict, str]]:
-        """The calls that a request means, and what to say of each: `[("read_file", {"path": …}, "…")]`."""
-        text = content if isinstance(content, str) else " ".join(block.get("text", "") for block in content)
-        question = " ".join(re.sub(r"(?s)^\[Runtime Context.*?\[/Runtime Context\]", "", text).split())
-        steps: list[tuple[str, dict, str]] = []
-        verbs = "change|replace|write|save|put|insert|run|remember|recall|count|find|search|list|show|read"
-        verbs += "|fetch|what|how"
-        for clause in re.split(rf"[,;]?\s+(?:and |then )+(?=(?:{verbs})\b)", question, flags=re.IGNORECASE):
-            clause = re.sub(r"(?i)^(?:please|can you|could you)\s+", "", clause).strip(" ?!.")
-            for said, tool, answer, more in OFFLINE_RULES:
-                said = re.sub("(?<!P)(<.*?>)", r"(?P\1.+?)", said.replace("<path>", r"(?P<path>\S+?)"))
-                if match := re.fullmatch(said, clause, re.IGNORECASE):
-                    named = {name: each.strip("\"'`") for name, each in match.groupdict().items() if each}
-                    fact, rest = named.get("fact"), results[len(steps) :]
-                    steps += remember(fact, rest) if fact else [(tool, more | named, answer)]
-                    break
+    def next_step(self, talk: "Talk") -> LLMResponse:
+        steps = self.plan(talk)
+        calls = [step for step in steps if step.tool]
+        not_called = calls[len(talk.results) :]
+        if not_called and talk.tools:
+            call = ToolCallRequest(new_id(), not_called[0].tool, not_called[0].arguments)
+            return LLMResponse(None, [call], "tool_calls")
+        results = iter(talk.results)
+        reports = [report(step, next(results, "")) if step.tool else step.answer for step in steps]
+        titles = dict.fromkeys(f'"{step.rule.title}"' for step in steps)
+        source = f"[offline rule {', '.join(titles)}, {OFFLINE_RULES}]"
+        return LLMResponse("\n\n".join(filter(None, [self.intro, *reports, source])))
+
+    def plan(self, talk: "Talk") -> list[Step]:
+        """All that the message asks for, in order. Results that are there already go into later steps."""
+        steps: list[Step] = []
+        if "# Findings\n" in talk.text:
+            return dreamt_lines(talk)
+        it = talk.last_file
+        for rule, spoken in self.understand(talk.question):
+            calls = [step for step in steps if step.tool]
+            known = {**talk.known, **{name: unquoted(text) for name, text in spoken.items()}}
+            files = self.files_in(spoken, it)
+            steps += self.steps_of(rule, known, files, talk, talk.results[len(calls) :])
+            it = steps[-1].known.get("file") or it
         return steps
 
-    def report(self, tool: str, arguments: dict, answer: str, result: str) -> str:
-        """What is said of a tool's result; nothing of a step that only serves the next one."""
-        failed = r"Cannot |There is no |No file below|No match for|No answer|Refused|old_text|\S+ was not run"
-        if answer and re.match(failed, result):
-            return f"{tool} did not work: {result}"
-        lines = [re.sub(r"^(\d+\||MEMORY\.md:\d+:) ", "", line) for line in result.split("\n")]
-        more = [f"… ({len(lines)} lines)"] if len(lines) > 20 else []
-        values = arguments | {"result": "\n".join(lines[:20] + more), "count": len(lines)}
-        return re.sub(r"\{(\w+)\}", lambda name: str(values.get(name[1], name[0])), answer)
+    def steps_of(self, rule: Rule, known: dict, files: list[str], talk: "Talk", results: list[str]) -> list[Step]:
+        fields, answer = rule.fields, rule.fields.get("answer", "")
+        missing = set(tools_of(fields)).difference(talk.tools or tools_of(fields))
+        if missing:
+            return [Step(rule, f"For that I need the tool {min(missing)}, and there is none of that name here.")]
+        if "<file>" in str(fields) and not files:
+            return [Step(rule, "Which file do you mean? Name it, like: read a.txt")]
+        if "remember" in fields or "append" in fields:
+            file = talk.known["memory"] if "remember" in fields else files[0]
+            return add_line(rule, {**known, "file": file}, results)
+        if "recall" in fields:
+            known["facts"] = self.recall(fill(fields["recall"], known), talk)
+            answer = answer if known["facts"] else NOT_KNOWN
+        if "sum" in known:
+            known["total"] = total(known["sum"])
+        if "tool" not in fields:
+            return [Step(rule, fill(answer, known))]
+        places = [{**known, "file": file} for file in files or [None]]
+        return [Step(rule, answer, fields["tool"], arguments_of(fields, place), place) for place in places]
+
+    def understand(self, text: str) -> list[tuple[Rule, dict]]:
+        """`read a.txt and what is 2+2?` → the rule "read files" with {"files": "a.txt"}, then "calculate"."""
+        for first, rest in self.halves(text):
+            understood = self.match(first)
+            starts = [rest, *(start for start, _ in self.halves(rest))]
+            if understood and any(self.match(start) for start in starts):
+                return [understood, *self.understand(rest)]
+        no_rule = self.rules[-1]
+        return [self.match(text) or (no_rule, {})]
+
+    def halves(self, text: str) -> list[tuple[str, str]]:
+        """`read a.txt, then list docs` → [("read a.txt", "list docs")]: at each comma, `and` … outside of quotes."""
+        plain = re.sub(self.kinds["quoted"], lambda quoted: "-" * len(quoted[0]), text.translate(STRAIGHT))
+        ends = itertools.islice(re.finditer(self.kinds["between"], plain), 20)
+        return [(text[: end.start()], text[end.end() :]) for end in ends]
+
+    def match(self, text: str) -> tuple[Rule, dict] | None:
+        """The first rule with this sentence, as it stands or without `could you please`, and its <words>."""
+        request = re.sub(self.kinds["after"], "", text.strip(), flags=re.IGNORECASE)
+        without = re.sub(self.kinds["before"], "", request, flags=re.IGNORECASE)
+        for spoken, rule in itertools.product((request, without), self.rules):
+            known = words_in(spoken, rule)
+            if known is not None:
+                return rule, known
+        return None
+
+    def files_in(self, known: dict, it: str | None) -> list[str]:
+        """`a.txt, "my notes" and b.txt` → all three; `it` → the file that was spoken of last."""
+        text = known.get("files") or known.get("file") or known.get("name") or ""
+        if re.fullmatch(self.kinds["it"], text, re.IGNORECASE):
+            return [it] if it else []
+        names = re.findall(self.kinds["a_file"], text, re.IGNORECASE) if "files" in known else [text]
+        return [unquoted(name) for name in names if name]
+
+    def recall(self, subject: str, talk: "Talk") -> str:
+        """What memory, this conversation or the recent history says of `favourite colour`; "" for nothing."""
+        facts = section(talk.prompt, "Memory").split("\n")
+        for text in talk.earlier:
+            facts += self.facts_in(text)
+        history = re.split(r"(?<=[.!?])\s|\n", section(talk.prompt, "Recent History"))
+        for lines in (facts, history):
+            about_it = [line.strip("-* ") for line in lines if plain_words(subject) <= plain_words(line)]
+            if about_it:
+                return "\n".join(dict.fromkeys(about_it[-3:]))
+        return ""
+
+    def facts_in(self, text: str) -> list[str]:
+        """`Hi! My name is Maria.` → ["The user's name is Maria"]"""
+        facts = [fill(rule.fields.get("remember", ""), spoken) for rule, spoken in self.understand(text)]
+        return list(filter(None, facts))
+
+    def keep_memory(self, talk: "Talk") -> LLMResponse | None:
+        """What a Consolidator and a Dream ask for: to save a conversation, to sum it up, to find lasting facts."""
+        memory, _, conversation = talk.text.partition("\n# Conversation\n")
+        spoken = USER_LINE.findall(conversation or talk.text)
+        facts = [fact for _, text in spoken for fact in self.facts_in(text)]
+        if "save_memory" in talk.tools:
+            update = memory.partition("# MEMORY.md\n")[2].strip()
+            for fact in facts:
+                update = with_line(update, f"- {fact}")
+            arguments = {"history_entry": history_entry(spoken, facts), "memory_update": update}
+            return LLMResponse(None, [ToolCallRequest(new_id(), "save_memory", arguments)], "tool_calls")
+        if "[SKIP]" in talk.prompt and "[MEMORY]" in talk.prompt:
+            known, _, history = talk.text.rpartition("# History\n")
+            facts += OWN_FACT.findall(history)
+            new_facts = [f"[MEMORY] {fact}" for fact in dict.fromkeys(facts) if fact not in known]
+            return LLMResponse("\n".join(new_facts) or "[SKIP]")
+        is_transcript = spoken and not talk.tools and RUNTIME_END not in talk.text
+        return LLMResponse(history_entry(spoken, facts)) if is_transcript else None
 
 
-def remember(fact: str, pages: list[str]) -> list[tuple[str, dict, str]]:
-    """Memory is a file: to remember is to read it and to put a line behind the page that was read."""
-    known = "\n".join(re.findall(r"^\d+\| (.*)$", "".join(pages[:1]), re.MULTILINE))
-    edit = {"path": "MEMORY.md", "old_text": known, "new_text": f"{known}\n- {fact}".lstrip("\n")}
-    return [("read_file", {"path": "MEMORY.md"}, ""), ("edit_file", edit, f"I will remember: {fact}")]
+# ---- The offline model: what it writes into memory ----
+# Without this a class without keys would never see how a conversation becomes a history, and a history facts.
+
+USER_LINE = re.compile(r"(?m)^(?:\[([^\]\n]{16})[^\]\n]*\] )?user: (.+)$")  # [2026-04-03T10:00:00+0200] user: hello
+OWN_FACT = re.compile(r"The user(?:'s .+? is | lives | likes | is from | does not like )[^.;\n]+")
+FINDING = re.compile(r"(?m)^\[(MEMORY|USER|SOUL)\] (.+)$")
+
+
+def history_entry(spoken: list[tuple[str, str]], facts: list[str]) -> str:
+    """`[2026-04-03 10:00] The user sent 2 messages. They began with "hello". The user's name is Maria.`"""
+    stamp = spoken[0][0].replace("T", " ") if spoken else ""
+    told = "; ".join(dict.fromkeys(facts)) or "They told nothing about themselves"
+    first, last = (spoken[0][1][:200], spoken[-1][1][:200]) if spoken else ("", "")
+    summary = f'The user sent {len(spoken)} messages. The first was "{first}", the last "{last}". {told}.'
+    return f"[{stamp or time.strftime('%Y-%m-%d %H:%M')}] {summary}"
+
+
+def dreamt_lines(talk: "Talk") -> list[Step]:
+    """`[MEMORY] The user's name is Maria` below `# Findings` → the calls that put it into MEMORY.md."""
+    findings = talk.text.partition("# Findings\n")[2]
+    paths = {name: path for path, name in re.findall(r"(?m)^# (.*?(\w+)\.md)$", findings)}
+    steps: list[Step] = []
+    for name, fact in FINDING.findall(findings):
+        calls = [step for step in steps if step.tool]
+        rule = Rule("dream", [], {"remember": fact})
+        known = {"file": paths.get(name, f"{name}.md")}
+        steps += add_line(rule, known, talk.results[len(calls) :])
+    return steps
+
+
+def add_line(rule: Rule, known: dict, results: list[str]) -> list[Step]:
+    """To remember or to append is two calls: read the file, and put a line behind what was read.
+
+    Memory may go on behind the page: there a fact may stand anywhere. In any other file it may not.
+    """
+    line = fill(rule.fields.get("append") or "- " + rule.fields["remember"], known)
+    path, result = known["file"], "".join(results[:1])
+    page = "\n".join(re.findall(r"(?m)^\d+\| (.*)$", result))
+    longer = with_line(page, line)
+    known = {**known, "fact": line.removeprefix("- ")}
+    steps = [Step(rule, "", "read_file", {"path": path}, known)]
+    if "append" in rule.fields:
+        longer = f"{page}\n{line}" if page else line
+        if "go on with offset=" in result:
+            return [*steps, Step(rule, f"{path} is too long for me: I append to what I can read at once.")]
+    elif longer == page:
+        return [*steps, Step(rule, f"I know that already: {known['fact']}")]
+    edit = {"path": path, "old_text": page, "new_text": longer}
+    return [*steps, Step(rule, rule.fields.get("answer", "I will remember: <fact>"), "edit_file", edit, known)]
+
+
+def with_line(page: str, line: str) -> str:
+    """The page with one line more; `- The user's name is Maria` takes the place of `- The user's name is Bob`."""
+    lines = page.split("\n") if page else []
+    if line in lines:
+        return page
+    if subject := re.match(r"- The user's .+? is ", line):
+        lines = [old for old in lines if not old.startswith(subject[0])]
+    return "\n".join([*lines, line])
+
+
+WORKED = {  # what the result of a tool is like that did its work; of any other tool: not like DID_NOT_WORK
+    "read_file": r"\d+\| |\[image: |\(.* is empty\)",
+    "write_file": "Wrote ",
+    "edit_file": r"--- a/|\(the text is the same|Wrote ",
+    "list_dir": r".*: [\d,]+ entr",
+    "exec": r"(?s).*Exit code: 0\b",
+}
+DID_NOT_WORK = r"Cannot |There is no |No (?:file|match|answer)|Refused|old_text|\S+ was not run|\S+ failed|The user did not"
+
+
+def report(step: Step, result: str) -> str:
+    """What is said of a call. What a tool says that did not work is told as that, never as a file's content."""
+    worked = re.match(WORKED.get(step.tool, rf"(?!{DID_NOT_WORK})"), result)
+    is_put_aside = re.match(r"\[[\d,]+ characters, too long", result)  # into a file: it worked
+    if not step.answer:
+        return ""
+    if not (result and (worked or is_put_aside)):
+        return f"{step.tool} did not work: {result or 'the turn has no steps left'}"
+    if result.startswith("[image: "):
+        return f"{result}\nThat is an image: the offline model cannot see it."
+    lines = [re.sub(r"^(\d+\||.*MEMORY\.md:\d+:) ", "", line) for line in result.split("\n")]
+    shown = lines[:20] + [f"… ({len(lines)} lines)"] * (len(lines) > 20)
+    return fill(step.answer, {**step.known, "result": "\n".join(shown), "count": len(lines)})
+
+
+# ---- The offline model: what it sees of a conversation ----
+# Without this it would answer the loop's own messages, and for "read it again" there would be no file.
+
+RUNTIME_END = "[/Runtime Context]"
+BRACKETED = re.compile(r"(?m)^\[(?:image|file|an image|the message|the answer)\b.*\]$")  # [image: /tmp/a.png]
+MEMORY_PATH = re.compile(r"(?m)^.*?[:`] ?((?:/|~|\w:\\).*?MEMORY\.md)")  # - Long-term facts: /a b/memory/MEMORY.md
+
+
+class Talk:
+    """What a request says, as the rules see it: the user's words since the last answer, and what was done then."""
+
+    def __init__(self, request: LLMRequest):
+        messages = [as_text(message) for message in request.messages]
+        begin = 0
+        for number, message in enumerate(messages):
+            if message["role"] == "assistant" and not message.get("tool_calls"):
+                begin = number + 1  # behind the last answer
+        before, turn = messages[:begin], messages[begin:]
+        asked = texts_of("user", turn)
+        typed = asked[:1] + [text for text in asked[1:] if RUNTIME_END in text]  # the others are the loop's own
+        self.prompt = "".join(texts_of("system", messages))
+        self.text = "\n".join(asked)
+        self.question = "\n".join(map(words_typed, typed))[:5_000]  # no rule is for more
+        self.earlier = list(map(words_typed, texts_of("user", before)))
+        self.results = texts_of("tool", turn)
+        self.tools = [tool["function"]["name"] for tool in request.tools]
+        moments = re.findall(r"(?m)^Time: (.*)", "\n".join(typed))  # Time: 2026-04-03 10:02 (Friday), CEST
+        memory_paths = [*MEMORY_PATH.findall(self.prompt), "MEMORY.md"]
+        self.last_file = last_path(before)
+        self.known = {
+            "time": moments[-1] if moments else "a time that nobody has told me",
+            "tools": ", ".join(self.tools),
+            "memory": memory_paths[0],
+        }
+
+
+def texts_of(role: str, messages: list[dict]) -> list[str]:
+    return [message["content"] for message in messages if message["role"] == role]
+
+
+def last_path(messages: list[dict]) -> str | None:
+    """The file that `it` means: of the last call with a path, but for MEMORY.md."""
+    path = None
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            named = json.loads(call["function"]["arguments"]).get("path")
+            path = path if str(named).endswith("MEMORY.md") else named or path
+    return path
+
+
+def words_typed(text: str) -> str:
+    """`[Runtime Context …] … [/Runtime Context]`, an empty line, `read a.txt` → `read a.txt`"""
+    return BRACKETED.sub("", text.rpartition(RUNTIME_END)[2]).strip()
+
+
+def section(prompt: str, title: str) -> str:
+    """What stands below `# Memory` in a system prompt; "" where there is no such part."""
+    part = re.search(rf"(?ms)(?:\A|---\n\n)# {title}\n\n(.*?)(?=\n\n---\n\n|\Z)", prompt)
+    return part[1] if part else ""
+
+
+def plain_words(text: str) -> set[str]:
+    """`My favorite Color` → {"my", "favourite", "colour"}"""
+    return set(re.findall(r"\w+", re.sub(r"(fav|col)or", r"\1our", text.lower())))
+
+
+# ---- The offline model: how rules are read and filled in ----
+# The file of rules is for people: here a sentence becomes a regular expression, and <words> what was said.
+
+STRAIGHT = str.maketrans("“”„‘’\u00a0−–", "\"\"\"'' --")
+SHORT = {"is": r"(?:\s+is|'?s)", "are": r"(?:\s+are|'?re)", "am": r"(?:\s+am|'?m)", "not": r"(?:\s+not|n'?t)"}
+THE = r"(?:\s+(?:the|an?|my|your|our|all|any|this|that|these|those|some|of)\b)*"
+
+
+def rules_beside_this_file() -> str:
+    here = Path(__file__).resolve().parent
+    for path in (here / OFFLINE_RULES, here / "nanobot_data" / OFFLINE_RULES):
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+    return NO_RULES
+
+
+def read_kinds(text: str) -> dict[str, str]:
+    r"""What each of the <words> can be: `<url>: https?://\S+`. A kind may be made of those in the lines above."""
+    kinds: dict[str, str] = defaultdict(str)
+    for name, regex in re.findall(r"(?m)^<(\w+)>: (.+)$", text):
+        kinds[name] = re.sub(r"<(\w+)>", lambda kind: kinds[kind[1]], f"(?:{regex})")
+    return kinds
+
+
+def read_rules(text: str, kinds: dict[str, str]) -> list[Rule]:
+    """The last one, which has no sentences, is for anything else."""
+    rules = []
+    for block in re.split(r"(?m)^## ", text)[1:]:
+        title, _, body = block.partition("\n# ")[0].partition("\n")
+        fields = re.findall(r"(?ms)^(\w+):(.*?)(?=^\w+:|\Z)", body)
+        sentences = []
+        for line in re.findall(r"(?m)^- (.+)$", body):
+            sentences.append(Sentence(beginnings(line), sentence_regex(line, kinds)))
+        rules.append(Rule(title, sentences, {name: value.strip() for name, value in fields}))
+    return rules
+
+
+def beginnings(sentence: str) -> tuple[str, ...]:
+    """`(read|show me) <file>` → ("read", "show"): most expressions need not be compiled then, 5 ms instead of 100."""
+    first = re.match(r"\(([^)<]*)\)|(?!the )\w+", sentence)
+    choices = (first[1] or first[0]).lower().split("|") if first else [""]
+    return tuple(choice.split(" ")[0] for choice in choices)
+
+
+def sentence_regex(sentence: str, kinds: dict[str, str]) -> str:
+    """`show [me] <file>` → an expression for ` show a.txt` and ` show me "my notes"`: each word with its blank."""
+    regex = ""
+    for token in re.findall(r"\[[^]]*\]|\([^)]*\)|<\w+>|[^\s<>()\[\]]+", sentence):
+        if token[0] in "[(":
+            alternatives = [sentence_regex(part, kinds) for part in token[1:-1].split("|")]
+            regex += f"(?:{'|'.join(alternatives)})"
+            regex += "?" if token[0] == "[" else ""
+        elif token[0] == "<":
+            regex += rf"\s+(?P<{token[1:-1]}>{kinds[token[1:-1]] or '.+?'})"
+        elif token == "the":
+            regex += THE
+        else:
+            regex += SHORT.get(token) or rf"\s+{re.escape(token)}"
+    return regex
+
+
+def words_in(text: str, rule: Rule) -> dict[str, str] | None:
+    """`read notes.md` → {"files": "notes.md"}, where `read <files>` is a sentence of the rule; None otherwise."""
+    plain = text.translate(STRAIGHT)
+    for sentence in rule.sentences:
+        if not plain.lower().startswith(sentence.beginnings):
+            continue
+        if match := re.fullmatch(sentence.regex, f" {plain}", re.IGNORECASE | re.DOTALL):
+            spoken = {name: match.span(name) for name in match.groupdict() if match[name]}
+            return {name: text[start - 1 : end - 1] for name, (start, end) in spoken.items()}
+    return None
+
+
+def unquoted(text: str) -> str:
+    plain = text.translate(STRAIGHT)
+    is_quoted = len(plain) > 1 and plain[0] == plain[-1] and plain[0] in "\"'`"
+    return text[1:-1] if is_quoted else text
+
+
+def fill(template: str, known: dict, change: Callable[[str], str] = str) -> str:
+    """`<file> says:` → `a.txt says:`"""
+    return re.sub(r"<(\w+)>", lambda word: change(str(known.get(word[1]) or "")), template)
+
+
+def tools_of(fields: dict[str, str]) -> list[str]:
+    if "remember" in fields or "append" in fields:
+        return ["read_file", "edit_file"]
+    return [fields["tool"]] if "tool" in fields else []
+
+
+def arguments_of(fields: dict[str, str], known: dict) -> dict:
+    """The arguments of the tool; one is left out where its <words> were not said. `20` is a number, `true` is true."""
+    import shlex
+
+    arguments: dict[str, Any] = {}
+    for name, template in fields.items():
+        spoken = re.findall(r"<(\w+)>", template)
+        if name in ("tool", "answer", "schedule") or any(known.get(word) is None for word in spoken):
+            continue
+        is_put_together = name == "command" and template != "<command>"  # what was said is one word of it each
+        arguments[name] = fill(template, known, shlex.quote if is_put_together else str)
+        if re.fullmatch(r"\d+|true|false", template):
+            arguments[name] = json.loads(template)
+    if "schedule" in fields:
+        arguments |= schedule(fill(fields["schedule"], known).lower(), known["time"])
+    return arguments
+
+
+SIGNS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+IN_PYTHON = {"plus": "+", "minus": "-", "times": "*", "divided by": "/", "x": "*", "×": "*", "÷": "/", "% of": "/100*"}
+
+
+def total(text: str) -> str:
+    """`12*7 plus 3` → `87`"""
+    text = text.lower().translate(STRAIGHT).strip(" =")
+    for spoken, sign in IN_PYTHON.items():
+        text = text.replace(spoken, sign)
+    try:
+        value = worked_out(ast.parse(text[:200], mode="eval").body)
+        return str(value) if isinstance(value, int) else f"{value:.12g}"
+    except ZeroDivisionError:
+        return "nothing, as nobody can divide by zero"
+    except (SyntaxError, KeyError, ValueError, OverflowError, RecursionError, MemoryError):
+        return "more than I can work out: I know + - * / and brackets"
+
+
+def worked_out(node: ast.expr) -> float:
+    """Only numbers and the four signs: whatever else is in a text is a KeyError or a ValueError here."""
+    match node:
+        case ast.Constant(value=int() | float() as value):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -worked_out(operand)
+        case ast.BinOp(left=left, op=sign, right=right):
+            return SIGNS[type(sign)](worked_out(left), worked_out(right))
+    raise ValueError("it is no sum of numbers")
+
+
+SECONDS = {"second": 1, "minute": 60, "hour": 3_600, "day": 86_400, "week": 604_800}
+DAYS = {"sunday": "0", "monday": "1", "tuesday": "2", "wednesday": "3", "thursday": "4", "friday": "5",
+        "saturday": "6", "weekday": "1-5", "day": "*", "week": "1"}  # as cron names them  # fmt: skip
+
+
+def schedule(when: str, moment: str) -> dict:
+    """`in 5 minutes` → {"at": "2026-04-03T10:07:00"}; `every day at 9` → {"cron_expr": "0 9 * * *"}."""
+    from datetime import datetime, timedelta
+
+    date = re.match(r"[\d-]+ [\d:]+", moment)
+    span, _, clock = when.partition("at ")
+    hour, minute = clock_time(clock or "9")
+    number = re.search(r"\d+", span)
+    unit = re.search("|".join([*DAYS, *SECONDS]), when)
+    seconds = int(number[0] if number else 1) * SECONDS.get(unit[0], 0) if unit else 0
+    if "every" in when:
+        is_of_days = clock or (unit[0] in DAYS and not number)
+        return {"cron_expr": f"{minute} {hour} * * {DAYS.get(unit[0], '*')}"} if is_of_days else {"every_seconds": seconds}
+    if not date:
+        return {"at": when}  # nobody has told what time it is: the tool will say what it needs
+    now = datetime.fromisoformat(date[0])
+    if seconds:
+        return {"at": (now + timedelta(seconds=seconds)).isoformat()}
+    due = now.replace(hour=hour, minute=minute, second=0)
+    is_over = "tomorrow" in when or due <= now
+    return {"at": (due + timedelta(days=is_over)).isoformat()}
+
+
+def clock_time(text: str) -> tuple[int, int]:
+    """`9:30 pm` → (21, 30)"""
+    hour, minute, half = re.match(r"(\d+):?(\d\d)? ?([ap]m)?", text).groups()
+    is_afternoon = half == "pm" and int(hour) < 12
+    return (int(hour) + 12 * is_afternoon) % 24, int(minute or 0)

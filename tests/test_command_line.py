@@ -796,7 +796,7 @@ def test_a_person_can_be_the_model(own_home, needs_terminal, tmp_path):
     terminal.expect("> ")
     terminal.type("what is in a.txt?\n")
     for seen in ("---- system ----", "You are nanobot", "---- user ----", "what is in a.txt?",
-                 "---- tools ----", "read_file (path, ", "model> "):  # fmt: skip
+                 "---- tools ----", "read_file (path: string, [offset: integer]", "Read a text file", "model> "):  # fmt: skip
         terminal.expect(seen)
     wrong = ['read_file {"path": "a.txt", "colour": 1}', 'read_file {"path": ', "read_file"]
     complaints = ["colour", "not whole JSON", "path is required"]

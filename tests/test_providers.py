@@ -1622,6 +1622,8 @@ class Desk:
         assert run.stop_reason == "completed" and run.usage["estimated"]
         first, _, rest = run.final_content.partition("\n\n")
         assert first == "[offline model: a few fixed rules, no language model]"
+        rest, _, last = rest.rpartition("\n\n")
+        assert re.fullmatch(r'\[offline rule "[^\n]+", templates/offline/rules\.md\]', last)
         return rest, [event["name"] for event in run.tool_events]
 
 
