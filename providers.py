@@ -1399,13 +1399,20 @@ class OfflineProvider(LLMProvider):
 
     def understand(self, text: str) -> list[tuple[Rule, dict]]:
         """`read a.txt and what is 2+2?` → the rule "read files" with {"files": "a.txt"}, then "calculate"."""
-        for first, rest in self.halves(text):
-            understood = self.match(first)
-            starts = [rest, *(start for start, _ in self.halves(rest))]
-            if understood and any(self.match(start) for start in starts):
-                return [understood, *self.understand(rest)]
-        no_rule = self.rules[-1]
-        return [self.match(text) or (no_rule, {})]
+        requests: list[tuple[Rule, dict]] = []
+        first: str | None = ""
+        while first is not None and len(requests) < 20:
+            first, rest = next(filter(self.are_two_requests, self.halves(text)), (None, ""))
+            no_rule = self.rules[-1]
+            requests.append(self.match(text if first is None else first) or (no_rule, {}))
+            text = rest
+        return requests
+
+    def are_two_requests(self, halves: tuple[str, str]) -> bool:
+        """Yes for "read a.txt", "list docs"; no for "write this", "that to a.txt" and for "read a.txt", "b.txt"."""
+        first, rest = halves
+        starts = [rest, *(start for start, _ in self.halves(rest))]
+        return self.match(first) is not None and any(self.match(start) for start in starts)
 
     def halves(self, text: str) -> list[tuple[str, str]]:
         """`read a.txt, then list docs` → [("read a.txt", "list docs")]: at each comma, `and` … outside of quotes."""
@@ -1625,7 +1632,7 @@ def plain_words(text: str) -> set[str]:
 
 STRAIGHT = str.maketrans("“”„‘’\u00a0−–", "\"\"\"'' --")
 SHORT = {"is": r"(?:\s+is|'?s)", "are": r"(?:\s+are|'?re)", "am": r"(?:\s+am|'?m)", "not": r"(?:\s+not|n'?t)"}
-THE = r"(?:\s+(?:the|an?|my|your|our|all|any|this|that|these|those|some|of)\b)*"
+THE = r"(?:\s+(?:the|an?|my|your|our|all|any|both|this|that|these|those|some|of)\b)*"
 
 
 def rules_beside_this_file() -> str:
@@ -1687,7 +1694,12 @@ def words_in(text: str, rule: Rule) -> dict[str, str] | None:
     for sentence in rule.sentences:
         if not plain.lower().startswith(sentence.beginnings):
             continue
-        if match := re.fullmatch(sentence.regex, f" {plain}", re.IGNORECASE | re.DOTALL):
+        try:
+            match = re.fullmatch(sentence.regex, f" {plain}", re.IGNORECASE | re.DOTALL)
+        except re.error as problem:
+            log.warning("%s: a sentence of %r is left out: %s", OFFLINE_RULES, rule.title, problem)
+            continue
+        if match:
             spoken = {name: match.span(name) for name in match.groupdict() if match[name]}
             return {name: text[start - 1 : end - 1] for name, (start, end) in spoken.items()}
     return None
