@@ -1187,8 +1187,8 @@ class ReplayProvider(LLMProvider):
 class HumanProvider(LLMProvider):
     """You are the model: it shows what a model would see and takes your answer or tool calls.
 
-    `ask(question, words)` gives a line from the person; the words can be completed. `check(name, arguments)`
-    says what is wrong with a call, None where nothing is.
+    `ask(question, words)` gives a line from the person; the words can be completed.
+    `check(name, arguments)` says what is wrong with a call, None where nothing is.
     """
 
     model = "human"
@@ -1202,13 +1202,13 @@ class HumanProvider(LLMProvider):
         names = [tool["function"]["name"] for tool in request.tools]
         shown, line, answer = self.news(request), "", None
         while not answer:
-            before = line
+            line_before = line
             line = (await self.ask("\n".join([*shown, "model> "]), names)).strip()
             try:
                 answer = self.read(line, names)
             except ValueError as problem:
                 shown = [str(problem), "To answer with these very words send them once more."]
-                answer = LLMResponse(line) if line == before else None
+                answer = LLMResponse(line) if line == line_before else None
         answer.usage = estimate_usage(request, answer)
         return answer
 
@@ -1218,14 +1218,15 @@ class HumanProvider(LLMProvider):
         lines = []
         for number, message in enumerate(request.messages):
             if before.messages[number : number + 1] != [message]:
-                lines.append(f"---- {message['role']} ----\n{as_text(calls_as_text(message))['content']}")
+                text = as_text(calls_as_text(message))["content"]
+                lines.append(f"---- {message['role']} ----\n{text}")
         if request.tools != before.tools:
             lines += ["---- tools ----", *map(tool_line, request.tools)]
-            lines.append('You are the model. Answer in a line, or call tools: NAME {"argument": "value"}')
+            lines.append('You are the model. Answer in a line, or call tools: NAME {"path": "a"}')
         return lines
 
     def read(self, line: str, names: list[str]) -> LLMResponse:
-        """`list_dir {} read_file {"path": "a"}` → two calls. Raises ValueError where a call is not whole."""
+        """`list_dir {} read_file {"path": "a"}` → two calls; a ValueError if one is not whole."""
         calls, rest = [], line
         while rest:
             name = re.match(r"[\w-]*", rest)[0]
@@ -1233,41 +1234,42 @@ class HumanProvider(LLMProvider):
             if name not in names:
                 break
             if not written.startswith("{"):
-                lack = (self.check and self.check(name, {})) or ""
-                raise ValueError(f'Is this a call? Then say {name} {{"argument": "value"}}. {lack}')
+                example = f'Is this a call? Then say {name} {{"argument": "value"}}.'
+                raise ValueError(f"{example} {self.complaint(name, {})}")
             end = end_of_object(written)
             arguments, problem = parse_arguments(written[:end], repair=False)
-            if problem := problem or (self.check and self.check(name, arguments)):
+            problem = problem or self.complaint(name, arguments)
+            if problem:
                 raise ValueError(problem)
             calls.append(ToolCallRequest(new_id(name + rest), name, arguments))
             rest = written[end:].lstrip(" \t\r\n,;")
         if calls and rest:
             raise ValueError(f"Behind the call stands what is none: {rest[:100]}")
-        return LLMResponse(None, calls, "tool_calls") if calls else LLMResponse(line or None)
+        return LLMResponse(None, calls, "tool_calls") if calls else LLMResponse(line)
+
+    def complaint(self, name: str, arguments: dict) -> str:
+        problem = self.check and self.check(name, arguments)
+        return problem or ""
 
 
 def tool_line(tool: dict) -> str:
-    """`read_file (path: string, [offset: integer]): Read a text file.`; [what may be left out] in brackets."""
+    """`read_file (path: string, [offset: integer]): Read …`; [what may be left out]."""
     function = tool["function"]
     schema = function.get("parameters") or {}
     parameters = []
     for name, kind in (schema.get("properties") or {}).items():
-        parameter = f"{name}: {kind_of(kind)}"
+        choices = kind if isinstance(kind, dict) else {}  # MCP allows `true`
+        kinds = choices.get("enum") or choices.get("type") or "any"
+        kinds = [kinds] if isinstance(kinds, str) else kinds
+        parameter = f"{name}: {'|'.join(map(str, kinds))}"
         is_required = name in schema.get("required", ())
-        parameters.append(parameter if is_required else f"[{parameter}]")
+        parameter = parameter if is_required else f"[{parameter}]"
+        parameters.append(parameter)
     return f"{function['name']} ({', '.join(parameters)}): {function.get('description', '')}"
 
 
-def kind_of(schema: Any) -> str:
-    """`{"type": "integer"}` → `integer`; `{"enum": ["a", "b"]}` → `a|b`; `True`, which MCP allows, → `any`."""
-    if not isinstance(schema, dict):
-        return "any"
-    kinds = schema.get("enum") or schema.get("type") or "any"
-    return kinds if isinstance(kinds, str) else "|".join(map(str, kinds))
-
-
 def end_of_object(text: str) -> int:
-    """Where the JSON object ends with which a text begins: `{"a": 1} and more` → 8; all of it if nowhere."""
+    """Where the JSON object ends with which a text begins: `{"a": 1} more` → 8; else its end."""
     try:
         return json.JSONDecoder(strict=False).raw_decode(text)[1]
     except (ValueError, RecursionError):
@@ -1294,11 +1296,11 @@ class ScriptedProvider(LLMProvider):
 
 
 # ---- The offline model: rules choose the tools ----
-# Without it nothing runs before there is a key. It decides as every model does, from the conversation alone:
-# "what's in a.txt?" → read_file("a.txt"); the same with a result behind it → "a.txt says: …".
+# Without it nothing runs before there is a key. It decides as any model does, by the conversation:
+# "what's in a.txt?" → read_file("a.txt"); with the result behind it → "a.txt says: …".
 
-OFFLINE_RULES = "templates/offline/rules.md"  # beside this file, or in nanobot_data/ where it is installed
-NO_RULES = f"## anything else\nanswer: I know no rule for that: {OFFLINE_RULES} is not beside providers.py."
+OFFLINE_RULES = "templates/offline/rules.md"  # beside this file, or in nanobot_data/ of a wheel
+NO_RULES = f"## anything else\nanswer: I know no rule for that: there is no {OFFLINE_RULES}."
 NOT_KNOWN = "I find nothing about that in my memory. Tell me, like: my favourite colour is green"
 
 
@@ -1307,14 +1309,8 @@ class Rule:
     """One rule of the file. In its fields <words> stand for what the user says there."""
 
     title: str
-    sentences: list["Sentence"]
-    fields: dict[str, str]  # {"tool": "read_file", "path": "<file>", "answer": "<file> says: <result>"}
-
-
-@dataclass
-class Sentence:
-    beginnings: tuple[str, ...]  # one of its first words
-    regex: str
+    sentences: dict[str, str]  # as it is written → as a regular expression
+    fields: dict[str, str]  # {"tool": "read_file", "path": "<file>", "answer": "<file> says: …"}
 
 
 @dataclass
@@ -1329,10 +1325,10 @@ class Step:
 
 
 class OfflineProvider(LLMProvider):
-    """A stand-in that needs no network: rules choose the tools, and what the tools return makes the answer.
+    """A stand-in that needs no network: rules choose tools, and what these return makes the answer.
 
-    It keeps no state. Each request holds the question and the results so far: all steps are planned anew,
-    and the first one that has no result yet is the next call.
+    It keeps no state. Each request holds the question and the results so far: all steps are planned
+    anew, and the first one that has no result yet is the next call.
     """
 
     model = "offline"
@@ -1355,179 +1351,203 @@ class OfflineProvider(LLMProvider):
         calls = [step for step in steps if step.tool]
         not_called = calls[len(talk.results) :]
         if not_called and talk.tools:
-            call = ToolCallRequest(new_id(), not_called[0].tool, not_called[0].arguments)
-            return LLMResponse(None, [call], "tool_calls")
+            return calling(not_called[0].tool, not_called[0].arguments)
         results = iter(talk.results)
-        reports = [report(step, next(results, "")) if step.tool else step.answer for step in steps]
+        reports = []
+        for step in steps:
+            text = report(step, next(results, "")) if step.tool else step.answer
+            reports.append(text)
         titles = dict.fromkeys(f'"{step.rule.title}"' for step in steps)
         source = f"[offline rule {', '.join(titles)}, {OFFLINE_RULES}]"
         return LLMResponse("\n\n".join(filter(None, [self.intro, *reports, source])))
 
     def plan(self, talk: "Talk") -> list[Step]:
-        """All that the message asks for, in order. Results that are there already go into later steps."""
-        steps: list[Step] = []
+        """All that the message asks for, in order. Results that are there go into later steps."""
         if "# Findings\n" in talk.text:
             return dreamt_lines(talk)
+        steps: list[Step] = []
         it = talk.last_file
         for rule, spoken in self.understand(talk.question):
             calls = [step for step in steps if step.tool]
-            known = {**talk.known, **{name: unquoted(text) for name, text in spoken.items()}}
-            files = self.files_in(spoken, it)
-            steps += self.steps_of(rule, known, files, talk, talk.results[len(calls) :])
+            talk.results_of_rule = talk.results[len(calls) :]
+            steps += self.steps_of(rule, spoken, self.files_in(spoken, it), talk)
             it = steps[-1].known.get("file") or it
         return steps
 
-    def steps_of(self, rule: Rule, known: dict, files: list[str], talk: "Talk", results: list[str]) -> list[Step]:
+    def steps_of(self, rule: Rule, spoken: dict, files: list[str], talk: "Talk") -> list[Step]:
         fields, answer = rule.fields, rule.fields.get("answer", "")
-        missing = set(tools_of(fields)).difference(talk.tools or tools_of(fields))
+        known = talk.known | {name: unquoted(text) for name, text in spoken.items()}
+        tools = ["read_file", "edit_file"] if {"remember", "append"} & {*fields} else []
+        tools += [fields["tool"]] if "tool" in fields else []
+        missing = [tool for tool in tools if talk.tools and tool not in talk.tools]
         if missing:
-            return [Step(rule, f"For that I need the tool {min(missing)}, and there is none of that name here.")]
+            return [Step(rule, f"For that I need the tool {missing[0]}, which is not here.")]
         if "<file>" in str(fields) and not files:
             return [Step(rule, "Which file do you mean? Name it, like: read a.txt")]
-        if "remember" in fields or "append" in fields:
-            file = talk.known["memory"] if "remember" in fields else files[0]
-            return add_line(rule, {**known, "file": file}, results)
+        if "remember" in fields:
+            return add_line(rule, {**known, "file": talk.known["memory"]}, talk.results_of_rule)
+        if "append" in fields:
+            return add_line(rule, {**known, "file": files[0]}, talk.results_of_rule)
         if "recall" in fields:
             known["facts"] = self.recall(fill(fields["recall"], known), talk)
             answer = answer if known["facts"] else NOT_KNOWN
         if "sum" in known:
             known["total"] = total(known["sum"])
-        if "tool" not in fields:
+        if not tools:
             return [Step(rule, fill(answer, known))]
-        places = [{**known, "file": file} for file in files or [None]]
-        return [Step(rule, answer, fields["tool"], arguments_of(fields, place), place) for place in places]
+        steps = []
+        for file in files or [None]:
+            known = {**known, "file": file}
+            steps.append(Step(rule, answer, tools[0], arguments_of(fields, known), known))
+        return steps
 
     def understand(self, text: str) -> list[tuple[Rule, dict]]:
-        """`read a.txt and what is 2+2?` → the rule "read files" with {"files": "a.txt"}, then "calculate"."""
+        """`read a.txt and what is 2+2?` → "read files", {"files": "a.txt"}; "calculate", {…}."""
+        no_rule = self.rules[-1]
         requests: list[tuple[Rule, dict]] = []
-        first: str | None = ""
-        while first is not None and len(requests) < 20:
-            first, rest = next(filter(self.are_two_requests, self.halves(text)), (None, ""))
-            no_rule = self.rules[-1]
-            requests.append(self.match(text if first is None else first) or (no_rule, {}))
+        while len(requests) < 20:
+            first, rest = next(filter(self.are_two_requests, self.halves(text)), (text, ""))
+            requests.append(self.match(first) or (no_rule, {}))
+            if not rest:
+                break
             text = rest
         return requests
 
     def are_two_requests(self, halves: tuple[str, str]) -> bool:
-        """Yes for "read a.txt", "list docs"; no for "write this", "that to a.txt" and for "read a.txt", "b.txt"."""
+        """("read a.txt", "list docs") are; ("write this", "that to a.txt") are not."""
         first, rest = halves
         starts = [rest, *(start for start, _ in self.halves(rest))]
         return self.match(first) is not None and any(self.match(start) for start in starts)
 
     def halves(self, text: str) -> list[tuple[str, str]]:
-        """`read a.txt, then list docs` → [("read a.txt", "list docs")]: at each comma, `and` … outside of quotes."""
-        plain = re.sub(self.kinds["quoted"], lambda quoted: "-" * len(quoted[0]), text.translate(STRAIGHT))
-        ends = itertools.islice(re.finditer(self.kinds["between"], plain), 20)
+        """`read a.txt, then list docs` → [("read a.txt", "list docs")]; never within quotes."""
+        plain = text.translate(STRAIGHT)
+        unquoted_text = re.sub(self.kinds["quoted"], lambda part: "-" * len(part[0]), plain)
+        ends = itertools.islice(re.finditer(self.kinds["between"], unquoted_text), 20)
         return [(text[: end.start()], text[end.end() :]) for end in ends]
 
     def match(self, text: str) -> tuple[Rule, dict] | None:
-        """The first rule with this sentence, as it stands or without `could you please`, and its <words>."""
+        """The first rule with this sentence, also without "could you please"; and its <words>."""
         request = re.sub(self.kinds["after"], "", text.strip(), flags=re.IGNORECASE)
         without = re.sub(self.kinds["before"], "", request, flags=re.IGNORECASE)
         for spoken, rule in itertools.product((request, without), self.rules):
-            known = words_in(spoken, rule)
-            if known is not None:
-                return rule, known
+            found_words = words_in(spoken, rule)
+            if found_words is not None:
+                return rule, found_words
         return None
 
-    def files_in(self, known: dict, it: str | None) -> list[str]:
+    def files_in(self, spoken: dict, it: str | None) -> list[str]:
         """`a.txt, "my notes" and b.txt` → all three; `it` → the file that was spoken of last."""
-        text = known.get("files") or known.get("file") or known.get("name") or ""
+        text = spoken.get("files") or spoken.get("file") or spoken.get("name") or ""
         if re.fullmatch(self.kinds["it"], text, re.IGNORECASE):
             return [it] if it else []
-        names = re.findall(self.kinds["a_file"], text, re.IGNORECASE) if "files" in known else [text]
+        several = re.findall(self.kinds["a_file"], text, re.IGNORECASE)
+        names = several if "files" in spoken else [text]
         return [unquoted(name) for name in names if name]
 
     def recall(self, subject: str, talk: "Talk") -> str:
-        """What memory, this conversation or the recent history says of `favourite colour`; "" for nothing."""
+        """What memory and this conversation, or else the history, say of `favourite colour`."""
         facts = section(talk.prompt, "Memory").split("\n")
         for text in talk.earlier:
             facts += self.facts_in(text)
         history = re.split(r"(?<=[.!?])\s|\n", section(talk.prompt, "Recent History"))
         for lines in (facts, history):
-            about_it = [line.strip("-* ") for line in lines if plain_words(subject) <= plain_words(line)]
+            about_it = [line for line in lines if plain_words(subject) <= plain_words(line)]
             if about_it:
-                return "\n".join(dict.fromkeys(about_it[-3:]))
+                return "\n".join(dict.fromkeys(line.strip("-* ") for line in about_it[-3:]))
         return ""
 
     def facts_in(self, text: str) -> list[str]:
         """`Hi! My name is Maria.` → ["The user's name is Maria"]"""
-        facts = [fill(rule.fields.get("remember", ""), spoken) for rule, spoken in self.understand(text)]
+        requests = self.understand(text)
+        facts = [fill(rule.fields.get("remember", ""), spoken) for rule, spoken in requests]
         return list(filter(None, facts))
 
     def keep_memory(self, talk: "Talk") -> LLMResponse | None:
-        """What a Consolidator and a Dream ask for: to save a conversation, to sum it up, to find lasting facts."""
+        """What Consolidator and Dream ask for: save a conversation, sum it up, find facts."""
         memory, _, conversation = talk.text.partition("\n# Conversation\n")
         spoken = USER_LINE.findall(conversation or talk.text)
-        facts = [fact for _, text in spoken for fact in self.facts_in(text)]
+        facts: list[str] = []
+        for _, text in spoken:
+            facts += self.facts_in(text)
         if "save_memory" in talk.tools:
             update = memory.partition("# MEMORY.md\n")[2].strip()
             for fact in facts:
                 update = with_line(update, f"- {fact}")
-            arguments = {"history_entry": history_entry(spoken, facts), "memory_update": update}
-            return LLMResponse(None, [ToolCallRequest(new_id(), "save_memory", arguments)], "tool_calls")
+            entry = history_entry(spoken, facts)
+            return calling("save_memory", {"history_entry": entry, "memory_update": update})
         if "[SKIP]" in talk.prompt and "[MEMORY]" in talk.prompt:
-            known, _, history = talk.text.rpartition("# History\n")
+            files, _, history = talk.text.rpartition("# History\n")
             facts += OWN_FACT.findall(history)
-            new_facts = [f"[MEMORY] {fact}" for fact in dict.fromkeys(facts) if fact not in known]
+            new_facts = [f"[MEMORY] {fact}" for fact in dict.fromkeys(facts) if fact not in files]
             return LLMResponse("\n".join(new_facts) or "[SKIP]")
         is_transcript = spoken and not talk.tools and RUNTIME_END not in talk.text
         return LLMResponse(history_entry(spoken, facts)) if is_transcript else None
 
 
-# ---- The offline model: what it writes into memory ----
-# Without this a class without keys would never see how a conversation becomes a history, and a history facts.
+def calling(tool: str, arguments: dict) -> LLMResponse:
+    return LLMResponse(None, [ToolCallRequest(new_id(), tool, arguments)], "tool_calls")
 
-USER_LINE = re.compile(r"(?m)^(?:\[([^\]\n]{16})[^\]\n]*\] )?user: (.+)$")  # [2026-04-03T10:00:00+0200] user: hello
+
+WORKED = {  # how a result begins if the tool did its work; of other tools: not as DID_NOT_WORK
+    "read_file": r"\d+\| |\[image: |\(.* is empty\)",
+    "write_file": "Wrote ",
+    "edit_file": r"--- a/|\(the text is the same|Wrote ",
+    "list_dir": r".*: [\d,]+ entr",
+    "exec": r"(?s).*Exit code: 0\b",
+}
+DID_NOT_WORK = r"Cannot |There is no |No (file|match|answer)|Refused|The user|\S+ (was not|failed)"
+
+
+def report(step: Step, result: str) -> str:
+    """What is said of a call. What did not work is told as that, never as a file's content."""
+    if not step.answer:
+        return ""
+    in_a_file = r"\[[\d,]+ characters, too long"  # a long result is put aside
+    worked = WORKED.get(step.tool, rf"(?!{DID_NOT_WORK})")
+    if not result:
+        return f"{step.tool} did not work: the turn has no steps left"
+    if not re.match(f"{worked}|{in_a_file}", result):
+        return f"{step.tool} did not work: {result}"
+    if result.startswith("[image: "):
+        return f"{result}\nThat is an image: the offline model cannot see it."
+    lines = [re.sub(r"^(\d+\||.*MEMORY\.md:\d+:) ", "", line) for line in result.split("\n")]
+    known = {**step.known, "result": "\n".join(lines), "count": len(lines)}
+    if len(lines) > 20:
+        known["result"] = "\n".join([*lines[:20], f"… ({len(lines)} lines)"])
+    return fill(step.answer, known)
+
+
+# ---- The offline model: what it writes into memory ----
+# Without this nobody without a key would see how a conversation becomes history, and history facts.
+
+# [2026-04-03T10:00:00+0200] user: hello
+USER_LINE = re.compile(r"(?m)^(?:\[([^\]\n]{16})[^\]\n]*\] )?user: (.+)$")
 OWN_FACT = re.compile(r"The user(?:'s .+? is | lives | likes | is from | does not like )[^.;\n]+")
 FINDING = re.compile(r"(?m)^\[(MEMORY|USER|SOUL)\] (.+)$")
 
 
-def history_entry(spoken: list[tuple[str, str]], facts: list[str]) -> str:
-    """`[2026-04-03 10:00] The user sent 2 messages. They began with "hello". The user's name is Maria.`"""
-    stamp = spoken[0][0].replace("T", " ") if spoken else ""
-    told = "; ".join(dict.fromkeys(facts)) or "They told nothing about themselves"
-    first, last = (spoken[0][1][:200], spoken[-1][1][:200]) if spoken else ("", "")
-    summary = f'The user sent {len(spoken)} messages. The first was "{first}", the last "{last}". {told}.'
-    return f"[{stamp or time.strftime('%Y-%m-%d %H:%M')}] {summary}"
-
-
-def dreamt_lines(talk: "Talk") -> list[Step]:
-    """`[MEMORY] The user's name is Maria` below `# Findings` → the calls that put it into MEMORY.md."""
-    findings = talk.text.partition("# Findings\n")[2]
-    paths = {name: path for path, name in re.findall(r"(?m)^# (.*?(\w+)\.md)$", findings)}
-    steps: list[Step] = []
-    for name, fact in FINDING.findall(findings):
-        calls = [step for step in steps if step.tool]
-        rule = Rule("dream", [], {"remember": fact})
-        known = {"file": paths.get(name, f"{name}.md")}
-        steps += add_line(rule, known, talk.results[len(calls) :])
-    return steps
-
-
 def add_line(rule: Rule, known: dict, results: list[str]) -> list[Step]:
-    """To remember or to append is two calls: read the file, and put a line behind what was read.
-
-    Memory may go on behind the page: there a fact may stand anywhere. In any other file it may not.
-    """
+    """To remember or append is two calls: read the file, and put a line behind what was read."""
     line = fill(rule.fields.get("append") or "- " + rule.fields["remember"], known)
     path, result = known["file"], "".join(results[:1])
     page = "\n".join(re.findall(r"(?m)^\d+\| (.*)$", result))
-    longer = with_line(page, line)
     known = {**known, "fact": line.removeprefix("- ")}
-    steps = [Step(rule, "", "read_file", {"path": path}, known)]
+    reading = Step(rule, "", "read_file", {"path": path}, known)
+    longer = with_line(page, line)
     if "append" in rule.fields:
         longer = f"{page}\n{line}" if page else line
-        if "go on with offset=" in result:
-            return [*steps, Step(rule, f"{path} is too long for me: I append to what I can read at once.")]
-    elif longer == page:
-        return [*steps, Step(rule, f"I know that already: {known['fact']}")]
+        if "go on with offset=" in result:  # not so in memory: a fact may stand anywhere there
+            return [reading, Step(rule, f"{path} is too long for me: I read one page.")]
+    if longer == page:
+        return [reading, Step(rule, f"I know that already: {known['fact']}")]
     edit = {"path": path, "old_text": page, "new_text": longer}
-    return [*steps, Step(rule, rule.fields.get("answer", "I will remember: <fact>"), "edit_file", edit, known)]
+    answer = rule.fields.get("answer", "I will remember: <fact>")
+    return [reading, Step(rule, answer, "edit_file", edit, known)]
 
 
 def with_line(page: str, line: str) -> str:
-    """The page with one line more; `- The user's name is Maria` takes the place of `- The user's name is Bob`."""
+    """One line more; `- The user's name is Maria` takes the place of `- The user's name is Bob`."""
     lines = page.split("\n") if page else []
     if line in lines:
         return page
@@ -1536,41 +1556,40 @@ def with_line(page: str, line: str) -> str:
     return "\n".join([*lines, line])
 
 
-WORKED = {  # what the result of a tool is like that did its work; of any other tool: not like DID_NOT_WORK
-    "read_file": r"\d+\| |\[image: |\(.* is empty\)",
-    "write_file": "Wrote ",
-    "edit_file": r"--- a/|\(the text is the same|Wrote ",
-    "list_dir": r".*: [\d,]+ entr",
-    "exec": r"(?s).*Exit code: 0\b",
-}
-DID_NOT_WORK = r"Cannot |There is no |No (?:file|match|answer)|Refused|old_text|\S+ was not run|\S+ failed|The user did not"
+def history_entry(spoken: list[tuple[str, str]], facts: list[str]) -> str:
+    """`[2026-04-03 10:00] The user sent 2 messages. The first was "hi" … They live in Rome.`"""
+    stamp, first = spoken[0] if spoken else ("", "")
+    last = spoken[-1][1] if spoken else ""
+    stamp = stamp.replace("T", " ") or time.strftime("%Y-%m-%d %H:%M")
+    learnt = "; ".join(dict.fromkeys(facts)) or "They told nothing about themselves"
+    messages = f'The first was "{first[:200]}", the last "{last[:200]}".'
+    return f"[{stamp}] The user sent {len(spoken)} messages. {messages} {learnt}."
 
 
-def report(step: Step, result: str) -> str:
-    """What is said of a call. What a tool says that did not work is told as that, never as a file's content."""
-    worked = re.match(WORKED.get(step.tool, rf"(?!{DID_NOT_WORK})"), result)
-    is_put_aside = re.match(r"\[[\d,]+ characters, too long", result)  # into a file: it worked
-    if not step.answer:
-        return ""
-    if not (result and (worked or is_put_aside)):
-        return f"{step.tool} did not work: {result or 'the turn has no steps left'}"
-    if result.startswith("[image: "):
-        return f"{result}\nThat is an image: the offline model cannot see it."
-    lines = [re.sub(r"^(\d+\||.*MEMORY\.md:\d+:) ", "", line) for line in result.split("\n")]
-    shown = lines[:20] + [f"… ({len(lines)} lines)"] * (len(lines) > 20)
-    return fill(step.answer, {**step.known, "result": "\n".join(shown), "count": len(lines)})
+def dreamt_lines(talk: "Talk") -> list[Step]:
+    """`[MEMORY] The user's name is Bob` below `# Findings` → the calls that write it there."""
+    findings = talk.text.partition("# Findings\n")[2]
+    paths = {name: path for path, name in re.findall(r"(?m)^# (.*?(\w+)\.md)$", findings)}
+    steps: list[Step] = []
+    for name, fact in FINDING.findall(findings):
+        calls = [step for step in steps if step.tool]
+        known = {"file": paths.get(name, f"{name}.md")}
+        steps += add_line(Rule("dream", {}, {"remember": fact}), known, talk.results[len(calls) :])
+    return steps
 
 
 # ---- The offline model: what it sees of a conversation ----
-# Without this it would answer the loop's own messages, and for "read it again" there would be no file.
+# Without this it would answer the loop's own messages, and "read it again" would mean no file.
 
 RUNTIME_END = "[/Runtime Context]"
-BRACKETED = re.compile(r"(?m)^\[(?:image|file|an image|the message|the answer)\b.*\]$")  # [image: /tmp/a.png]
-MEMORY_PATH = re.compile(r"(?m)^.*?[:`] ?((?:/|~|\w:\\).*?MEMORY\.md)")  # - Long-term facts: /a b/memory/MEMORY.md
+# [image: /tmp/a.png]
+OF_THE_LOOP = re.compile(r"(?m)^\[(?:image|file|an image|the message|the answer)\b.*\]$")
+# - Long-term facts: /home/a b/memory/MEMORY.md
+MEMORY_PATH = re.compile(r"(?m)^.*?[:`] ?((?:/|~|\w:\\).*?MEMORY\.md)")
 
 
 class Talk:
-    """What a request says, as the rules see it: the user's words since the last answer, and what was done then."""
+    """A request, as the rules see it: the user's words since the last answer, and what was done."""
 
     def __init__(self, request: LLMRequest):
         messages = [as_text(message) for message in request.messages]
@@ -1580,21 +1599,19 @@ class Talk:
                 begin = number + 1  # behind the last answer
         before, turn = messages[:begin], messages[begin:]
         asked = texts_of("user", turn)
-        typed = asked[:1] + [text for text in asked[1:] if RUNTIME_END in text]  # the others are the loop's own
+        added = [text for text in asked[1:] if RUNTIME_END in text]  # the others are the loop's own
+        typed = asked[:1] + added
         self.prompt = "".join(texts_of("system", messages))
         self.text = "\n".join(asked)
         self.question = "\n".join(map(words_typed, typed))[:5_000]  # no rule is for more
         self.earlier = list(map(words_typed, texts_of("user", before)))
-        self.results = texts_of("tool", turn)
+        self.results = self.results_of_rule = texts_of("tool", turn)
         self.tools = [tool["function"]["name"] for tool in request.tools]
-        moments = re.findall(r"(?m)^Time: (.*)", "\n".join(typed))  # Time: 2026-04-03 10:02 (Friday), CEST
-        memory_paths = [*MEMORY_PATH.findall(self.prompt), "MEMORY.md"]
         self.last_file = last_path(before)
-        self.known = {
-            "time": moments[-1] if moments else "a time that nobody has told me",
-            "tools": ", ".join(self.tools),
-            "memory": memory_paths[0],
-        }
+        # Time: 2026-04-03 10:02 (Friday), CEST
+        times = re.findall(r"(?m)^Time: (.*)", "\n".join(typed)) or ["a time that nobody told me"]
+        memory = [*MEMORY_PATH.findall(self.prompt), "MEMORY.md"][0]
+        self.known = {"time": times[-1], "tools": ", ".join(self.tools), "memory": memory}
 
 
 def texts_of(role: str, messages: list[dict]) -> list[str]:
@@ -1603,17 +1620,17 @@ def texts_of(role: str, messages: list[dict]) -> list[str]:
 
 def last_path(messages: list[dict]) -> str | None:
     """The file that `it` means: of the last call with a path, but for MEMORY.md."""
-    path = None
+    last = None
     for message in messages:
         for call in message.get("tool_calls", ()):
-            named = json.loads(call["function"]["arguments"]).get("path")
-            path = path if str(named).endswith("MEMORY.md") else named or path
-    return path
+            path = str(json.loads(call["function"]["arguments"]).get("path") or "MEMORY.md")
+            last = last if path.endswith("MEMORY.md") else path
+    return last
 
 
 def words_typed(text: str) -> str:
     """`[Runtime Context …] … [/Runtime Context]`, an empty line, `read a.txt` → `read a.txt`"""
-    return BRACKETED.sub("", text.rpartition(RUNTIME_END)[2]).strip()
+    return OF_THE_LOOP.sub("", text.rpartition(RUNTIME_END)[2]).strip()
 
 
 def section(prompt: str, title: str) -> str:
@@ -1628,10 +1645,13 @@ def plain_words(text: str) -> set[str]:
 
 
 # ---- The offline model: how rules are read and filled in ----
-# The file of rules is for people: here a sentence becomes a regular expression, and <words> what was said.
+# The file is for people: here a sentence becomes a regular expression, and <words> what was said.
 
 STRAIGHT = str.maketrans("“”„‘’\u00a0−–", "\"\"\"'' --")
-SHORT = {"is": r"(?:\s+is|'?s)", "are": r"(?:\s+are|'?re)", "am": r"(?:\s+am|'?m)", "not": r"(?:\s+not|n'?t)"}
+SHORT = {  # "what's", "whats", "don't"
+    "is": r"(?:\s+is|'?s)", "are": r"(?:\s+are|'?re)",
+    "am": r"(?:\s+am|'?m)", "not": r"(?:\s+not|n'?t)",
+}  # fmt: skip
 THE = r"(?:\s+(?:the|an?|my|your|our|all|any|both|this|that|these|those|some|of)\b)*"
 
 
@@ -1644,7 +1664,7 @@ def rules_beside_this_file() -> str:
 
 
 def read_kinds(text: str) -> dict[str, str]:
-    r"""What each of the <words> can be: `<url>: https?://\S+`. A kind may be made of those in the lines above."""
+    r"""What <words> can be: `<url>: https?://\S+`. One kind may be made of others above it."""
     kinds: dict[str, str] = defaultdict(str)
     for name, regex in re.findall(r"(?m)^<(\w+)>: (.+)$", text):
         kinds[name] = re.sub(r"<(\w+)>", lambda kind: kinds[kind[1]], f"(?:{regex})")
@@ -1657,30 +1677,23 @@ def read_rules(text: str, kinds: dict[str, str]) -> list[Rule]:
     for block in re.split(r"(?m)^## ", text)[1:]:
         title, _, body = block.partition("\n# ")[0].partition("\n")
         fields = re.findall(r"(?ms)^(\w+):(.*?)(?=^\w+:|\Z)", body)
-        sentences = []
-        for line in re.findall(r"(?m)^- (.+)$", body):
-            sentences.append(Sentence(beginnings(line), sentence_regex(line, kinds)))
+        lines = re.findall(r"(?m)^- (.+)$", body)
+        sentences = {line: sentence_regex(line, kinds) for line in lines}
         rules.append(Rule(title, sentences, {name: value.strip() for name, value in fields}))
     return rules
 
 
-def beginnings(sentence: str) -> tuple[str, ...]:
-    """`(read|show me) <file>` → ("read", "show"): most expressions need not be compiled then, 5 ms instead of 100."""
-    first = re.match(r"\(([^)<]*)\)|(?!the )\w+", sentence)
-    choices = (first[1] or first[0]).lower().split("|") if first else [""]
-    return tuple(choice.split(" ")[0] for choice in choices)
-
-
 def sentence_regex(sentence: str, kinds: dict[str, str]) -> str:
-    """`show [me] <file>` → an expression for ` show a.txt` and ` show me "my notes"`: each word with its blank."""
+    """`show [me] <file>` → an expression for ` show a.txt` and ` show me "my notes"`."""
     regex = ""
     for token in re.findall(r"\[[^]]*\]|\([^)]*\)|<\w+>|[^\s<>()\[\]]+", sentence):
+        name = token[1:-1]
         if token[0] in "[(":
-            alternatives = [sentence_regex(part, kinds) for part in token[1:-1].split("|")]
+            alternatives = [sentence_regex(part, kinds) for part in name.split("|")]
             regex += f"(?:{'|'.join(alternatives)})"
-            regex += "?" if token[0] == "[" else ""
+            regex += "?" * (token[0] == "[")
         elif token[0] == "<":
-            regex += rf"\s+(?P<{token[1:-1]}>{kinds[token[1:-1]] or '.+?'})"
+            regex += rf"\s+(?P<{name}>{kinds[name] or '.+?'})"
         elif token == "the":
             regex += THE
         else:
@@ -1689,20 +1702,27 @@ def sentence_regex(sentence: str, kinds: dict[str, str]) -> str:
 
 
 def words_in(text: str, rule: Rule) -> dict[str, str] | None:
-    """`read notes.md` → {"files": "notes.md"}, where `read <files>` is a sentence of the rule; None otherwise."""
+    """`read a.txt` → {"files": "a.txt"}, where `read <files>` is a sentence of it; else None."""
     plain = text.translate(STRAIGHT)
-    for sentence in rule.sentences:
-        if not plain.lower().startswith(sentence.beginnings):
+    for sentence, regex in rule.sentences.items():
+        if not may_begin(sentence, plain.lower()):
             continue
         try:
-            match = re.fullmatch(sentence.regex, f" {plain}", re.IGNORECASE | re.DOTALL)
+            match = re.fullmatch(regex, f" {plain}", re.IGNORECASE | re.DOTALL)
         except re.error as problem:
-            log.warning("%s: a sentence of %r is left out: %s", OFFLINE_RULES, rule.title, problem)
+            log.warning("%s: `%s` is left out: %s", OFFLINE_RULES, sentence, problem)
             continue
         if match:
-            spoken = {name: match.span(name) for name in match.groupdict() if match[name]}
-            return {name: text[start - 1 : end - 1] for name, (start, end) in spoken.items()}
+            spans = {name: match.span(name) for name in match.groupdict() if match[name]}
+            return {name: text[start - 1 : end - 1] for name, (start, end) in spans.items()}
     return None
+
+
+def may_begin(sentence: str, text: str) -> bool:
+    """Not if the text's first letters are nowhere in it: compiling all sentences takes 100 ms."""
+    if sentence.startswith(("<", "[", "the ")):
+        return True
+    return re.match(r"\w{0,2}", text)[0] in sentence.lower()
 
 
 def unquoted(text: str) -> str:
@@ -1716,39 +1736,37 @@ def fill(template: str, known: dict, change: Callable[[str], str] = str) -> str:
     return re.sub(r"<(\w+)>", lambda word: change(str(known.get(word[1]) or "")), template)
 
 
-def tools_of(fields: dict[str, str]) -> list[str]:
-    if "remember" in fields or "append" in fields:
-        return ["read_file", "edit_file"]
-    return [fields["tool"]] if "tool" in fields else []
-
-
 def arguments_of(fields: dict[str, str], known: dict) -> dict:
-    """The arguments of the tool; one is left out where its <words> were not said. `20` is a number, `true` is true."""
+    """The tool's arguments; one is left out where its <words> were not said. `20` is a number."""
     import shlex
 
     arguments: dict[str, Any] = {}
     for name, template in fields.items():
-        spoken = re.findall(r"<(\w+)>", template)
-        if name in ("tool", "answer", "schedule") or any(known.get(word) is None for word in spoken):
+        is_said = all(known.get(word) is not None for word in re.findall(r"<(\w+)>", template))
+        if name in ("tool", "answer", "schedule") or not is_said:
             continue
-        is_put_together = name == "command" and template != "<command>"  # what was said is one word of it each
-        arguments[name] = fill(template, known, shlex.quote if is_put_together else str)
+        is_put_together = name == "command" and template != "<command>"
+        change = shlex.quote if is_put_together else str
+        arguments[name] = fill(template, known, change)
         if re.fullmatch(r"\d+|true|false", template):
             arguments[name] = json.loads(template)
     if "schedule" in fields:
-        arguments |= schedule(fill(fields["schedule"], known).lower(), known["time"])
+        arguments |= schedule(known["when"].lower(), known["time"])
     return arguments
 
 
-SIGNS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
-IN_PYTHON = {"plus": "+", "minus": "-", "times": "*", "divided by": "/", "x": "*", "×": "*", "÷": "/", "% of": "/100*"}
+SIGNS = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+}  # fmt: skip
+IN_PYTHON = {"plus": "+", "minus": "-", "times": "*", "divided by": "/", "x": "*", "×": "*",
+             "÷": "/", "% of": "/100*"}  # fmt: skip
 
 
 def total(text: str) -> str:
     """`12*7 plus 3` → `87`"""
-    text = text.lower().translate(STRAIGHT).strip(" =")
-    for spoken, sign in IN_PYTHON.items():
-        text = text.replace(spoken, sign)
+    text = text.lower().translate(STRAIGHT).strip()
+    for sign_in_words, sign in IN_PYTHON.items():
+        text = text.replace(sign_in_words, sign)
     try:
         value = worked_out(ast.parse(text[:200], mode="eval").body)
         return str(value) if isinstance(value, int) else f"{value:.12g}"
@@ -1759,7 +1777,7 @@ def total(text: str) -> str:
 
 
 def worked_out(node: ast.expr) -> float:
-    """Only numbers and the four signs: whatever else is in a text is a KeyError or a ValueError here."""
+    """Numbers and the four signs; whatever else is in a text is a KeyError or a ValueError."""
     match node:
         case ast.Constant(value=int() | float() as value):
             return value
@@ -1771,35 +1789,41 @@ def worked_out(node: ast.expr) -> float:
 
 
 SECONDS = {"second": 1, "minute": 60, "hour": 3_600, "day": 86_400, "week": 604_800}
-DAYS = {"sunday": "0", "monday": "1", "tuesday": "2", "wednesday": "3", "thursday": "4", "friday": "5",
-        "saturday": "6", "weekday": "1-5", "day": "*", "week": "1"}  # as cron names them  # fmt: skip
+DAYS = {  # as cron names them
+    "sunday": "0", "monday": "1", "tuesday": "2", "wednesday": "3", "thursday": "4", "friday": "5",
+    "saturday": "6", "weekday": "1-5", "day": "*", "week": "1",
+}  # fmt: skip
 
 
 def schedule(when: str, moment: str) -> dict:
-    """`in 5 minutes` → {"at": "2026-04-03T10:07:00"}; `every day at 9` → {"cron_expr": "0 9 * * *"}."""
+    """`in 5 minutes` → {"at": "2026-04-03T10:07"}; `every day at 9` → {"cron_expr": "0 9 * * *"}"""
     from datetime import datetime, timedelta
 
-    date = re.match(r"[\d-]+ [\d:]+", moment)
     span, _, clock = when.partition("at ")
-    hour, minute = clock_time(clock or "9")
+    hour, minute = hour_and_minute(clock or "9")
     number = re.search(r"\d+", span)
-    unit = re.search("|".join([*DAYS, *SECONDS]), when)
-    seconds = int(number[0] if number else 1) * SECONDS.get(unit[0], 0) if unit else 0
+    unit = re.search("|".join([*DAYS, *SECONDS, "$"]), when)[0]
+    count = int(number[0]) if number else 1
+    counts_days = unit in DAYS and not number
+    is_of_days = clock or counts_days
+    if "every" in when and is_of_days:
+        return {"cron_expr": f"{minute} {hour} * * {DAYS.get(unit, '*')}"}
+    seconds = count * SECONDS.get(unit, 0)
     if "every" in when:
-        is_of_days = clock or (unit[0] in DAYS and not number)
-        return {"cron_expr": f"{minute} {hour} * * {DAYS.get(unit[0], '*')}"} if is_of_days else {"every_seconds": seconds}
-    if not date:
-        return {"at": when}  # nobody has told what time it is: the tool will say what it needs
-    now = datetime.fromisoformat(date[0])
+        return {"every_seconds": seconds}
+    date = re.match(r"[\d-]+ [\d:]+", moment)  # 2026-04-03 10:02 (Friday), CEST
+    now = datetime.fromisoformat(date[0]) if date else datetime.now().replace(microsecond=0)
     if seconds:
         return {"at": (now + timedelta(seconds=seconds)).isoformat()}
     due = now.replace(hour=hour, minute=minute, second=0)
-    is_over = "tomorrow" in when or due <= now
-    return {"at": (due + timedelta(days=is_over)).isoformat()}
+    is_tomorrow = "tomorrow" in when or due <= now
+    return {"at": (due + timedelta(days=is_tomorrow)).isoformat()}
 
 
-def clock_time(text: str) -> tuple[int, int]:
+def hour_and_minute(clock: str) -> tuple[int, int]:
     """`9:30 pm` → (21, 30)"""
-    hour, minute, half = re.match(r"(\d+):?(\d\d)? ?([ap]m)?", text).groups()
-    is_afternoon = half == "pm" and int(hour) < 12
-    return (int(hour) + 12 * is_afternoon) % 24, int(minute or 0)
+    hour, minute, half = re.match(r"(\d+):?(\d\d)? ?([ap]m)?", clock).groups()
+    hours = int(hour) % 24
+    if half:
+        hours = hours % 12 + 12 * (half == "pm")
+    return hours, int(minute or 0)

@@ -1720,8 +1720,8 @@ def test_the_offline_model_streams_and_asks_no_tool_where_there_is_none():
     assert answer.tool_calls == [] and "".join(shown) == answer.content and len(shown) > 5
 
 
-TOOL_NAMES = ["read_file", "write_file", "edit_file", "list_dir", "glob", "grep", "exec", "web_fetch", "web_search",
-              "notebook_edit", "cron"]  # fmt: skip
+TOOL_NAMES = ["read_file", "write_file", "edit_file", "list_dir", "glob", "grep", "exec", "web_fetch",
+              "web_search", "notebook_edit", "cron"]  # fmt: skip
 OFFLINE_PROMPT = """You are nanobot.
 - Long-term facts: /home/a b/memory/MEMORY.md
 
@@ -1762,7 +1762,7 @@ OFFLINE = OfflineProvider()
 
 @pytest.mark.parametrize("line", SENTENCES.read_text(encoding="utf-8").splitlines())
 def test_the_offline_model_understands_what_newcomers_type(line):
-    """Each line: the sentence, then the call with its telling arguments, or the rules that answer without one."""
+    """Each line: the sentence, then the call with its telling arguments, or the rules that answer."""
     sentence, _, expected = line.partition(" => ")
     step = offline(sentence)
     name, _, arguments = expected.partition(" {")
@@ -1776,7 +1776,12 @@ def test_the_offline_model_understands_what_newcomers_type(line):
 
 @pytest.mark.parametrize("kind", ["upper", "lower", "title"])
 def test_capitals_politeness_and_quotes_do_not_matter(kind):
-    for sentence in ["what's in a.txt?", "could you please open a.txt", "whats in “a.txt”", "show me ‘a.txt’!!"]:
+    for sentence in [
+        "what's in a.txt?",
+        "could you please open a.txt",
+        "whats in “a.txt”",
+        "show me ‘a.txt’!!",
+    ]:
         step = offline(getattr(sentence, kind)()).lower()
         assert step == 'read_file {"path": "a.txt"}'
 
@@ -1801,7 +1806,8 @@ def test_it_is_the_file_that_the_conversation_was_about():
 
 @pytest.mark.parametrize(
     "result",
-    ["The user did not approve this call.", "Cannot read a.txt: No such file or directory.", "read_file failed: X",
+    ["The user did not approve this call.", "Cannot read a.txt: No such file or directory.",
+     "read_file failed: X",
      "/w/config.json holds keys: the agent may not open it.", "There is no tool 'read_file'."],
 )  # fmt: skip
 def test_what_was_refused_or_failed_is_never_told_as_content(result):
@@ -1843,17 +1849,24 @@ def test_facts_are_recalled_from_memory_history_and_conversation():
 
 def test_a_fact_goes_into_the_memory_that_the_prompt_names_spaces_and_all():
     prompt = "You are nanobot.\n- Long-term facts: /home/a b/my work/memory/MEMORY.md\n"
-    read = called("read_file", "1| # Facts\n2| - The user's name is Bob", path="/home/a b/my work/memory/MEMORY.md")
-    assert offline("my name is Maria", prompt=prompt) == 'read_file {"path": "/home/a b/my work/memory/MEMORY.md"}'
+    read = called(
+        "read_file", "1| # Facts\n2| - The user's name is Bob", path="/home/a b/my work/memory/MEMORY.md"
+    )
+    assert (
+        offline("my name is Maria", prompt=prompt)
+        == 'read_file {"path": "/home/a b/my work/memory/MEMORY.md"}'
+    )
     edit = json.loads(offline("my name is Maria", prompt=prompt, behind=read).removeprefix("edit_file "))
-    assert edit == {"path": "/home/a b/my work/memory/MEMORY.md", "old_text": "# Facts\n- The user's name is Bob",
+    assert edit == {"path": "/home/a b/my work/memory/MEMORY.md",
+                    "old_text": "# Facts\n- The user's name is Bob",
                     "new_text": "# Facts\n- The user's name is Maria"}  # fmt: skip
     assert "I know that already" in offline("my name is Bob", prompt=prompt, behind=read)
 
 
 def test_an_own_rule_is_a_copy_of_one_and_a_broken_one_costs_itself_only():
     rules = SENTENCES.parent.parent.parent / providers.OFFLINE_RULES
-    own = "## count words\n- (count|how many) words [are] in <file>\ntool: word_count\npath: <file>\nanswer: <result>\n\n"
+    own = "## count words\n- (count|how many) words [are] in <file>\n"
+    own += "tool: word_count\npath: <file>\nanswer: <result>\n\n"
     broken = "## broken\n- say <text> and <text>\nanswer: no\n\n"
     text = rules.read_text(encoding="utf-8").replace("## greet", own + broken + "## greet")
     model = OfflineProvider(text)
@@ -1865,7 +1878,12 @@ def test_an_own_rule_is_a_copy_of_one_and_a_broken_one_costs_itself_only():
 
 
 def test_a_very_long_message_takes_no_time():
-    for text in ["change " + "a to b in " * 20_000, "hi. " * 20_000, "remember a" + " and b" * 20_000, "(" * 9_999]:
+    for text in [
+        "change " + "a to b in " * 20_000,
+        "hi. " * 20_000,
+        "remember a" + " and b" * 20_000,
+        "(" * 9_999,
+    ]:
         began = time.monotonic()
         offline(text)
         assert time.monotonic() - began < 5
@@ -1873,8 +1891,11 @@ def test_a_very_long_message_takes_no_time():
 
 def test_the_offline_model_saves_a_conversation():
     memory = "# Long-term memory\n\n- The user's name is Bob"
-    talk = ("[2026-04-03T10:00:00+0200] user: my favourite colour is green\n"
-            "[2026-04-03T10:00:01+0200] assistant: I will remember it.\n[2026-04-03T10:05:00+0200] user: My name is Maria.")
+    talk = (
+        "[2026-04-03T10:00:00+0200] user: my favourite colour is green\n"
+        "[2026-04-03T10:00:01+0200] assistant: I will remember it.\n"
+        "[2026-04-03T10:05:00+0200] user: My name is Maria."
+    )
     question = user(f"# MEMORY.md\n\n{memory}\n\n# Conversation\n\n{talk}")
     schema = [{"type": "function", "function": {"name": "save_memory", "parameters": {}}}]
     saved = ask(OFFLINE, [{"role": "system", "content": "Save."}, question], schema)[0].tool_calls[0]
@@ -1887,20 +1908,30 @@ def test_the_offline_model_saves_a_conversation():
 
 
 def test_the_offline_model_dreams(tmp_path):
-    find = {"role": "system", "content": "One a line: [USER|SOUL|MEMORY] fact, or [SKIP]. [MEMORY] is for facts."}
+    find = {
+        "role": "system",
+        "content": "One a line: [USER|SOUL|MEMORY] fact, or [SKIP]. [MEMORY] is for facts.",
+    }
     files = f"Today is 2026-04-04, Saturday.\n\n# {tmp_path}/memory/MEMORY.md\n\n- The user lives in Rome\n\n"
     history = "[2026-04-03 10:00] The user sent 2 messages. The user lives in Rome; The user's name is Maria."
     found = ask(OFFLINE, [find, user(f"{files}# History\n\n{history}")])[0].content
     assert found == "[MEMORY] The user's name is Maria"
-    assert ask(OFFLINE, [find, user(f"{files}# History\n\n[2026-04-03 10:00] Nothing.")])[0].content == "[SKIP]"
+    assert (
+        ask(OFFLINE, [find, user(f"{files}# History\n\n[2026-04-03 10:00] Nothing.")])[0].content == "[SKIP]"
+    )
     memory = tmp_path / "memory" / "MEMORY.md"
     memory.parent.mkdir()
     memory.write_text("- The user lives in Rome\n")
-    edit = [{"role": "system", "content": "Edit."}, user(f"# Findings\n{found}\n[MEMORY] The user likes tea\n{files}")]
+    edit = [
+        {"role": "system", "content": "Edit."},
+        user(f"# Findings\n{found}\n[MEMORY] The user likes tea\n{files}"),
+    ]
     turn = Turn(workspace=tmp_path, cwd=tmp_path)
     run = asyncio.run(AgentRunner(OFFLINE).run(AgentRunSpec(edit, ToolRegistry(FILE_TOOLS), turn=turn)))
     assert run.stop_reason == "completed"
-    assert memory.read_text() == "- The user lives in Rome\n- The user's name is Maria\n- The user likes tea\n"
+    assert (
+        memory.read_text() == "- The user lives in Rome\n- The user's name is Maria\n- The user likes tea\n"
+    )
 
 
 def test_a_conversation_is_summed_up_honestly():
@@ -1910,10 +1941,12 @@ def test_a_conversation_is_summed_up_honestly():
 
 
 def test_the_person_sees_tools_with_types_and_may_call_several():
-    schema = {"type": "object", "properties": {"path": {"type": "string"}, "limit": {"type": ["integer", "null"]},
-              "mode": {"enum": ["a", "b"]}, "odd": True}, "required": ["path"]}  # fmt: skip
-    tools = [{"type": "function", "function": {"name": name, "description": f"Does {name}.", "parameters": schema}}
-             for name in ("look", "list_dir")]  # fmt: skip
+    kinds = {"path": {"type": "string"}, "limit": {"type": ["integer", "null"]}, "mode": {"enum": ["a", "b"]}}
+    schema = {"type": "object", "properties": {**kinds, "odd": True}, "required": ["path"]}
+    tools = []
+    for name in ("look", "list_dir"):
+        function = {"name": name, "description": f"Does {name}.", "parameters": schema}
+        tools.append({"type": "function", "function": function})
     lines = iter(["list_dir", "look at this", "look at this"])
     questions = []
 
