@@ -1369,12 +1369,14 @@ class OfflineProvider(LLMProvider):
         it = talk.last_file
         for rule, spoken in self.understand(talk.question):
             calls = [step for step in steps if step.tool]
-            talk.results_of_rule = talk.results[len(calls) :]
-            steps += self.steps_of(rule, spoken, self.files_in(spoken, it), talk)
+            files = self.files_in(spoken, it)
+            steps += self.steps_of(rule, spoken, files, talk, talk.results[len(calls) :])
             it = steps[-1].known.get("file") or it
         return steps
 
-    def steps_of(self, rule: Rule, spoken: dict, files: list[str], talk: "Talk") -> list[Step]:
+    def steps_of(
+        self, rule: Rule, spoken: dict, files: list[str], talk: "Talk", results: list[str]
+    ) -> list[Step]:
         fields, answer = rule.fields, rule.fields.get("answer", "")
         known = talk.known | {name: unquoted(text) for name, text in spoken.items()}
         tools = ["read_file", "edit_file"] if {"remember", "append"} & {*fields} else []
@@ -1385,9 +1387,9 @@ class OfflineProvider(LLMProvider):
         if "<file>" in str(fields) and not files:
             return [Step(rule, "Which file do you mean? Name it, like: read a.txt")]
         if "remember" in fields:
-            return add_line(rule, {**known, "file": talk.known["memory"]}, talk.results_of_rule)
+            return add_line(rule, {**known, "file": talk.known["memory"]}, results)
         if "append" in fields:
-            return add_line(rule, {**known, "file": files[0]}, talk.results_of_rule)
+            return add_line(rule, {**known, "file": files[0]}, results)
         if "recall" in fields:
             known["facts"] = self.recall(fill(fields["recall"], known), talk)
             answer = answer if known["facts"] else NOT_KNOWN
@@ -1403,27 +1405,28 @@ class OfflineProvider(LLMProvider):
 
     def understand(self, text: str) -> list[tuple[Rule, dict]]:
         """`read a.txt and what is 2+2?` → "read files", {"files": "a.txt"}; "calculate", {…}."""
-        no_rule = self.rules[-1]
         requests: list[tuple[Rule, dict]] = []
-        while len(requests) < 20:
-            first, rest = next(filter(self.are_two_requests, self.halves(text)), (text, ""))
-            requests.append(self.match(first) or (no_rule, {}))
-            if not rest:
-                break
-            text = rest
-        return requests
+        no_rule = self.rules[-1]
+        while text and len(requests) < 20:
+            first, text = self.first_request(text)
+            head = first.partition("\n\n")[0]  # piped text stands behind it
+            requests.append(self.match(first) or self.match(head) or (no_rule, {}))
+        return requests or [(no_rule, {})]
 
-    def are_two_requests(self, halves: tuple[str, str]) -> bool:
-        """("read a.txt", "list docs") are; ("write this", "that to a.txt") are not."""
-        first, rest = halves
-        starts = [rest, *(start for start, _ in self.halves(rest))]
-        return self.match(first) is not None and any(self.match(start) for start in starts)
+    def first_request(self, text: str) -> tuple[str, str]:
+        """`read a.txt and list docs` → ("read a.txt", "list docs"); `a.txt and b.txt` stay."""
+        for first, rest in self.halves(text):
+            starts = [rest, *(start for start, _ in self.halves(rest))]
+            begins_another = any(self.match(start) for start in starts)
+            if begins_another and self.match(first):
+                return first, rest
+        return text, ""
 
     def halves(self, text: str) -> list[tuple[str, str]]:
-        """`read a.txt, then list docs` → [("read a.txt", "list docs")]; never within quotes."""
-        plain = text.translate(STRAIGHT)
-        unquoted_text = re.sub(self.kinds["quoted"], lambda part: "-" * len(part[0]), plain)
-        ends = itertools.islice(re.finditer(self.kinds["between"], unquoted_text), 20)
+        """`hi, you and me` → ("hi", "you and me"), ("hi, you", "me"); not in quotes."""
+        plain = text.translate(STRAIGHT).partition("\n\n")[0]
+        without_quoted = re.sub(self.kinds["quoted"], lambda part: "-" * len(part[0]), plain)
+        ends = itertools.islice(re.finditer(self.kinds["between"], without_quoted), 20)
         return [(text[: end.start()], text[end.end() :]) for end in ends]
 
     def match(self, text: str) -> tuple[Rule, dict] | None:
@@ -1521,8 +1524,8 @@ def report(step: Step, result: str) -> str:
 # ---- The offline model: what it writes into memory ----
 # Without this nobody without a key would see how a conversation becomes history, and history facts.
 
-# [2026-04-03T10:00:00+0200] user: hello
-USER_LINE = re.compile(r"(?m)^(?:\[([^\]\n]{16})[^\]\n]*\] )?user: (.+)$")
+# [2026-04-03T10:00:00+0200] user: hello; in a history [2026-04-03 10:00] [RAW] stands before it
+USER_LINE = re.compile(r"(?m)^(?:\[[^\]\n]+\] )*?(?:\[([^\]\n]{16})[^\]\n]*\] )?user: (.+)$")
 OWN_FACT = re.compile(r"The user(?:'s .+? is | lives | likes | is from | does not like )[^.;\n]+")
 FINDING = re.compile(r"(?m)^\[(MEMORY|USER|SOUL)\] (.+)$")
 
@@ -1605,7 +1608,7 @@ class Talk:
         self.text = "\n".join(asked)
         self.question = "\n".join(map(words_typed, typed))[:5_000]  # no rule is for more
         self.earlier = list(map(words_typed, texts_of("user", before)))
-        self.results = self.results_of_rule = texts_of("tool", turn)
+        self.results = texts_of("tool", turn)
         self.tools = [tool["function"]["name"] for tool in request.tools]
         self.last_file = last_path(before)
         # Time: 2026-04-03 10:02 (Friday), CEST
@@ -1691,7 +1694,8 @@ def sentence_regex(sentence: str, kinds: dict[str, str]) -> str:
         if token[0] in "[(":
             alternatives = [sentence_regex(part, kinds) for part in name.split("|")]
             regex += f"(?:{'|'.join(alternatives)})"
-            regex += "?" * (token[0] == "[")
+            if token[0] == "[":
+                regex += "?"
         elif token[0] == "<":
             regex += rf"\s+(?P<{name}>{kinds[name] or '.+?'})"
         elif token == "the":
@@ -1720,7 +1724,7 @@ def words_in(text: str, rule: Rule) -> dict[str, str] | None:
 
 def may_begin(sentence: str, text: str) -> bool:
     """Not if the text's first letters are nowhere in it: compiling all sentences takes 100 ms."""
-    if sentence.startswith(("<", "[", "the ")):
+    if sentence.startswith(("<", "[", "(<", "the ")):
         return True
     return re.match(r"\w{0,2}", text)[0] in sentence.lower()
 
