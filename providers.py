@@ -1444,8 +1444,10 @@ class OfflineProvider(LLMProvider):
         text = spoken.get("files") or spoken.get("file") or spoken.get("name") or ""
         if re.fullmatch(self.kinds["it"], text, re.IGNORECASE):
             return [it] if it else []
-        several = re.findall(self.kinds["a_file"], text, re.IGNORECASE)
-        names = several if "files" in spoken else [text]
+        names = [text]
+        if "files" in spoken:
+            places = re.finditer(self.kinds["a_file"], text.translate(STRAIGHT), re.IGNORECASE)
+            names = [text[place.start() : place.end()] for place in places]
         return [unquoted(name) for name in names if name]
 
     def recall(self, subject: str, talk: "Talk") -> str:
@@ -1763,7 +1765,7 @@ SIGNS = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
 }  # fmt: skip
 IN_PYTHON = {"plus": "+", "minus": "-", "times": "*", "divided by": "/", "x": "*", "×": "*",
-             "÷": "/", "% of": "/100*"}  # fmt: skip
+             "÷": "/", "% of": "/100*", ",": ""}  # fmt: skip
 
 
 def total(text: str) -> str:
@@ -1792,10 +1794,10 @@ def worked_out(node: ast.expr) -> float:
     raise ValueError("it is no sum of numbers")
 
 
-SECONDS = {"second": 1, "minute": 60, "hour": 3_600, "day": 86_400, "week": 604_800}
+SECONDS = {"sec": 1, "min": 60, "hour": 3_600, "hr": 3_600, "day": 86_400, "week": 604_800}
 DAYS = {  # as cron names them
     "sunday": "0", "monday": "1", "tuesday": "2", "wednesday": "3", "thursday": "4", "friday": "5",
-    "saturday": "6", "weekday": "1-5", "day": "*", "week": "1",
+    "saturday": "6", "weekday": "1-5", "day": "*", "daily": "*", "morning": "*", "week": "1",
 }  # fmt: skip
 
 
@@ -1810,10 +1812,11 @@ def schedule(when: str, moment: str) -> dict:
     count = int(number[0]) if number else 1
     counts_days = unit in DAYS and not number
     is_of_days = clock or counts_days
-    if "every" in when and is_of_days:
+    again_and_again = "every" in when or "daily" in when
+    if again_and_again and is_of_days:
         return {"cron_expr": f"{minute} {hour} * * {DAYS.get(unit, '*')}"}
     seconds = count * SECONDS.get(unit, 0)
-    if "every" in when:
+    if again_and_again:
         return {"every_seconds": seconds}
     date = re.match(r"[\d-]+ [\d:]+", moment)  # 2026-04-03 10:02 (Friday), CEST
     now = datetime.fromisoformat(date[0]) if date else datetime.now().replace(microsecond=0)
