@@ -19,12 +19,14 @@ and how they run; other protocols than Chat Completions.
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import contextlib
 import gc
 import itertools
 import json
 import logging
+import operator
 import os
 import re
 import time
@@ -1899,14 +1901,15 @@ class RecordedTools:
         return self.make_result(text)
 
 
-# ---- Models that need no network ----
+# ---- You are the model ----
+# Nothing shows faster what a model gets to see, and how a call fails: `nanobot agent --provider human`.
 
 
 class HumanProvider(LLMProvider):
-    """You are the model: it shows what a model would see and takes your answer or a tool call.
+    """You are the model: it shows what a model would see and takes your answer or tool calls.
 
-    `ask(question, words)` gives a line from the person; the words can be completed. `check(name, arguments)`
-    says what is wrong with a call, None where nothing is.
+    `ask(question, words)` gives a line from the person; the words can be completed.
+    `check(name, arguments)` says what is wrong with a call, None where nothing is.
     """
 
     model = "human"
@@ -1921,111 +1924,619 @@ class HumanProvider(LLMProvider):
     async def answer(self, request: LLMRequest) -> LLMResponse:
         if not self.ask:
             return failed("To be the model you need a terminal.")
-        seen, self.seen = self.seen, request
-        tools = {tool["function"]["name"]: tool["function"]["parameters"] for tool in request.tools}
-        new = [each for n, each in enumerate(request.messages) if seen.messages[n : n + 1] != [each]]
-        shown = [f"---- {each['role']} ----\n{as_text(calls_as_text(each))['content']}" for each in new]
-        if request.tools != seen.tools:
-            lines = [f"{name} ({', '.join(each.get('properties', ()))})" for name, each in tools.items()]
-            shown += ["---- tools ----", *lines, "You are the model. Answer in a line, or call: NAME {JSON}"]
-        while True:
-            line = await self.ask("\n".join([*shown, "model> "]), list(tools))
-            name, said = re.fullmatch(r"(?s)\s*([\w-]*)\s*(.*?)\s*", line).groups()
-            arguments, problem = parse_arguments(said, repair=False)
-            if name not in tools or said[:1] not in "{":
-                return LLMResponse(line.strip() or None)
-            if not (problem := problem or (self.check and self.check(name, arguments))):
-                return LLMResponse(None, [ToolCallRequest(new_id(), name, arguments)], "tool_calls")
-            shown = [problem]
+        names = [tool["function"]["name"] for tool in request.tools]
+        shown, line, answer = self.news(request), "", None
+        while not answer:
+            line_before = line
+            line = (await self.ask("\n".join([*shown, "model> "]), names)).strip()
+            try:
+                answer = self.read(line, names)
+            except ValueError as problem:
+                shown = [str(problem), "To answer with these very words send them once more."]
+                answer = LLMResponse(line) if line == line_before else None
+        answer.usage = estimate_usage(request, answer)
+        return answer
+
+    def news(self, request: LLMRequest) -> list[str]:
+        """What the last request did not have: messages, and the tools where they are others."""
+        before, self.seen = self.seen, request
+        lines = []
+        for number, message in enumerate(request.messages):
+            if before.messages[number : number + 1] != [message]:
+                text = as_text(calls_as_text(message))["content"]
+                lines.append(f"---- {message['role']} ----\n{text}")
+        if request.tools != before.tools:
+            lines += ["---- tools ----", *map(tool_line, request.tools)]
+            lines.append('You are the model. Answer in a line, or call tools: NAME {"path": "a"}')
+        return lines
+
+    def read(self, line: str, names: list[str]) -> LLMResponse:
+        """`list_dir {} read_file {"path": "a"}` → two calls; a ValueError if one is not whole."""
+        calls, rest = [], line
+        while rest:
+            name = re.match(r"[\w-]*", rest)[0]
+            written = rest[len(name) :].lstrip()
+            if name not in names:
+                break
+            if not written.startswith("{"):
+                example = f'Is this a call? Then say {name} {{"argument": "value"}}.'
+                raise ValueError(f"{example} {self.complaint(name, {})}")
+            end = end_of_object(written)
+            arguments, problem = parse_arguments(written[:end], repair=False)
+            problem = problem or self.complaint(name, arguments)
+            if problem:
+                raise ValueError(problem)
+            calls.append(ToolCallRequest(new_id(name + rest), name, arguments))
+            rest = written[end:].lstrip(" \t\r\n,;")
+        if calls and rest:
+            raise ValueError(f"Behind the call stands what is none: {rest[:100]}")
+        return LLMResponse(None, calls, "tool_calls") if calls else LLMResponse(line)
+
+    def complaint(self, name: str, arguments: dict) -> str:
+        problem = self.check and self.check(name, arguments)
+        return problem or ""
 
 
-# A rule: what the user says, with a tool's arguments as <name>; the tool; the answer; further arguments.
-FOUND = {"output_mode": "content", "fixed_strings": True, "case_insensitive": True, "head_limit": 20}
-OFFLINE_RULES: list[tuple[str, str, str, dict]] = [
-    ("(change|replace) <old_text> (to|with) <new_text> in <path>", "edit_file", "Changed:\n\n{result}", {}),
-    ("(write|save|put) <content> (in)?to (the file )?<path>", "write_file", "{result}", {}),
-    ("insert (the cell )?<source> (in)?to (the notebook )?<path>", "notebook_edit", "Changed:\n\n{result}",
-     {"cell": 0, "mode": "insert"}),
-    ("fetch <url>", "web_fetch", "{result}", {}),
-    ("(search|look on) the web for <query>", "web_search", "{result}", {}),
-    ("(run|execute) (the command )?<command>", "exec", "$ {command}\n\n{result}", {}),
-    ("remember (that )?<fact>", "remember", "", {}),
-    ("(recall|what do you (know|remember))( about)?( me| us| <pattern>)?", "grep", "I remember:\n\n{result}",
-     {"pattern": "", "path": "MEMORY.md", **FOUND}),
-    (r"(count|how many)( the)? lines( \w+)*? <path>( have| has| contain)?", "grep", "Lines in {result}",
-     {"pattern": "", "output_mode": "count"}),
-    (r"(count|how many)( the| all)*( <pattern>)? files?\b.*", "glob",
-     "Files like {pattern}: {count}, the newest first:\n\n{result}", {"pattern": "*", "head_limit": 100_000}),
-    ("find (the |all )?files? (named |called |like )?<pattern>", "glob", "I found:\n\n{result}", {}),
-    ("(find|search for|search|grep|where is|count) <pattern>( in <path>)?", "grep",
-     "Lines with {pattern}: {count}\n\n{result}", FOUND),
-    (r"(list|show|what|which)\b.*\b(files|folder)\b.*?( in (?!the |this |here)<path>)?", "list_dir",
-     "{result}", {}),
-    ("(read|show|open|print|summari[sz]e|what is in|what does)( me)?( the file)? <path>( say| contain)?",
-     "read_file", "{path} says:\n\n{result}", {}),
-]  # fmt: skip
-OFFLINE_HELP = """I know no rule for that. Ask me to read, list, find, count, write, change, run or fetch, \
-or to remember or recall a fact, like: list the files here and read README.md"""
+def tool_line(tool: dict) -> str:
+    """`read_file (path: string, [offset: integer]): Read …`; [what may be left out]."""
+    function = tool["function"]
+    schema = function.get("parameters") or {}
+    parameters = []
+    for name, kind in (schema.get("properties") or {}).items():
+        choices = kind if isinstance(kind, dict) else {}  # MCP allows `true`
+        kinds = choices.get("enum") or choices.get("type") or "any"
+        kinds = [kinds] if isinstance(kinds, str) else kinds
+        parameter = f"{name}: {'|'.join(map(str, kinds))}"
+        is_required = name in schema.get("required", ())
+        parameter = parameter if is_required else f"[{parameter}]"
+        parameters.append(parameter)
+    return f"{function['name']} ({', '.join(parameters)}): {function.get('description', '')}"
+
+
+def end_of_object(text: str) -> int:
+    """Where the JSON object ends with which a text begins: `{"a": 1} more` → 8; else its end."""
+    try:
+        return json.JSONDecoder(strict=False).raw_decode(text)[1]
+    except (ValueError, RecursionError):
+        return len(text)
+
+
+# ---- The offline model: rules choose the tools ----
+# Without it nothing runs before there is a key. It decides as any model does, by the conversation:
+# "what's in a.txt?" → read_file("a.txt"); with the result behind it → "a.txt says: …".
+
+OFFLINE_RULES = "templates/offline/rules.md"  # beside this file, or in nanobot_data/ of a wheel
+NO_RULES = f"## anything else\nanswer: I know no rule for that: there is no {OFFLINE_RULES}."
+NOT_KNOWN = "I find nothing about that in my memory. Tell me, like: my favourite colour is green"
+
+
+@dataclass
+class Rule:
+    """One rule of the file. In its fields <words> stand for what the user says there."""
+
+    title: str
+    sentences: dict[str, str]  # as it is written → as a regular expression
+    fields: dict[str, str]  # {"tool": "read_file", "path": "<file>", "answer": "<file> says: …"}
+
+
+@dataclass
+class Step:
+    """What a rule does: a call, or none where `tool` is empty; and what is said of it."""
+
+    rule: Rule
+    answer: str = ""
+    tool: str = ""
+    arguments: dict = field(default_factory=dict)
+    known: dict = field(default_factory=dict)  # what its <words> are
 
 
 class OfflineProvider(LLMProvider):
-    """A stand-in that needs no network: rules choose the tools, and what the tools return makes the answer.
+    """A stand-in that needs no network: rules choose tools, and what these return makes the answer.
 
-    It keeps no state: like any model it reads the conversation and says what comes next.
+    It keeps no state. Each request holds the question and the results so far: all steps are planned
+    anew, and the first one that has no result yet is the next call.
     """
 
     model = "offline"
     intro = "[offline model: a few fixed rules, no language model]"
 
+    def __init__(self, rules: str = ""):
+        text = rules or rules_beside_this_file()
+        self.kinds = read_kinds(text)
+        self.rules = read_rules(text, self.kinds)
+
     async def answer(self, request: LLMRequest) -> LLMResponse:
-        talk = request.messages
-        asked = max(n for n, message in enumerate(talk) if message["role"] == "user")
-        results = [message["content"] for message in talk[asked:] if message["role"] == "tool"]
-        steps = self.plan(talk[asked]["content"], results)
-        if request.tools and len(results) < len(steps):
-            tool, arguments, _ = steps[len(results)]
-            if arguments.get("path") == "MEMORY.md":  # the system prompt says where it is
-                places = re.findall(r"\S*MEMORY\.md", str(talk[0]["content"]))
-                arguments = {**arguments, "path": [*places, "MEMORY.md"][0]}
-            answer = LLMResponse(None, [ToolCallRequest(new_id(), tool, arguments)], "tool_calls")
-        else:
-            parts = [self.report(*step, result) for step, result in zip(steps, results, strict=False)]
-            answer = LLMResponse("\n\n".join(filter(None, [self.intro, *(parts or [OFFLINE_HELP])])))
-            await request.show(*words(answer.content))
+        talk = Talk(request)
+        answer = self.keep_memory(talk) or self.next_step(talk)
+        await request.show(*words(answer.content or ""))
         answer.usage = estimate_usage(request, answer)
         return answer
 
-    def plan(self, content: str | list[dict], results: list[str]) -> list[tuple[str, dict, str]]:
-        """The calls that a request means, and what to say of each: `[("read_file", {"path": …}, "…")]`."""
-        text = content if isinstance(content, str) else " ".join(block.get("text", "") for block in content)
-        question = " ".join(re.sub(r"(?s)^\[Runtime Context.*?\[/Runtime Context\]", "", text).split())
-        steps: list[tuple[str, dict, str]] = []
-        verbs = "change|replace|write|save|put|insert|run|remember|recall|count|find|search|list|show|read"
-        verbs += "|fetch|what|how"
-        for clause in re.split(rf"[,;]?\s+(?:and |then )+(?=(?:{verbs})\b)", question, flags=re.IGNORECASE):
-            clause = re.sub(r"(?i)^(?:please|can you|could you)\s+", "", clause).strip(" ?!.")
-            for said, tool, answer, more in OFFLINE_RULES:
-                said = re.sub("(?<!P)(<.*?>)", r"(?P\1.+?)", said.replace("<path>", r"(?P<path>\S+?)"))
-                if match := re.fullmatch(said, clause, re.IGNORECASE):
-                    named = {name: each.strip("\"'`") for name, each in match.groupdict().items() if each}
-                    fact, rest = named.get("fact"), results[len(steps) :]
-                    steps += remember(fact, rest) if fact else [(tool, more | named, answer)]
-                    break
+    def next_step(self, talk: Talk) -> LLMResponse:
+        steps = self.plan(talk)
+        calls = [step for step in steps if step.tool]
+        not_called = calls[len(talk.results) :]
+        if not_called and talk.tools:
+            return calling(not_called[0].tool, not_called[0].arguments)
+        results = iter(talk.results)
+        reports = []
+        for step in steps:
+            text = report(step, next(results, "")) if step.tool else step.answer
+            reports.append(text)
+        titles = dict.fromkeys(f'"{step.rule.title}"' for step in steps)
+        source = f"[offline rule {', '.join(titles)}, {OFFLINE_RULES}]"
+        return LLMResponse("\n\n".join(filter(None, [self.intro, *reports, source])))
+
+    def plan(self, talk: Talk) -> list[Step]:
+        """All that the message asks for, in order. Results that are there go into later steps."""
+        if "# Findings\n" in talk.text:
+            return dreamt_lines(talk)
+        steps: list[Step] = []
+        it = talk.last_file
+        for rule, spoken in self.understand(talk.question):
+            calls = [step for step in steps if step.tool]
+            files = self.files_in(spoken, it)
+            steps += self.steps_of(rule, spoken, files, talk, talk.results[len(calls) :])
+            it = steps[-1].known.get("file") or it
         return steps
 
-    def report(self, tool: str, arguments: dict, answer: str, result: str) -> str:
-        """What is said of a tool's result; nothing of a step that only serves the next one."""
-        failed = r"Cannot |There is no |No file below|No match for|No answer|Refused|old_text|\S+ was not run"
-        if answer and re.match(failed, result):
-            return f"{tool} did not work: {result}"
-        lines = [re.sub(r"^(\d+\||MEMORY\.md:\d+:) ", "", line) for line in result.split("\n")]
-        more = [f"… ({len(lines)} lines)"] if len(lines) > 20 else []
-        values = arguments | {"result": "\n".join(lines[:20] + more), "count": len(lines)}
-        return re.sub(r"\{(\w+)\}", lambda name: str(values.get(name[1], name[0])), answer)
+    def steps_of(
+        self, rule: Rule, spoken: dict, files: list[str], talk: Talk, results: list[str]
+    ) -> list[Step]:
+        fields, answer = rule.fields, rule.fields.get("answer", "")
+        known = talk.known | {name: unquoted(text) for name, text in spoken.items()}
+        tools = ["read_file", "edit_file"] if {"remember", "append"} & {*fields} else []
+        tools += [fields["tool"]] if "tool" in fields else []
+        missing = [tool for tool in tools if talk.tools and tool not in talk.tools]
+        if missing:
+            return [Step(rule, f"For that I need the tool {missing[0]}, which is not here.")]
+        if "<file>" in str(fields) and not files:
+            return [Step(rule, "Which file do you mean? Name it, like: read a.txt")]
+        if "remember" in fields:
+            return add_line(rule, {**known, "file": talk.known["memory"]}, results)
+        if "append" in fields:
+            return add_line(rule, {**known, "file": files[0]}, results)
+        if "recall" in fields:
+            known["facts"] = self.recall(fill(fields["recall"], known), talk)
+            answer = answer if known["facts"] else NOT_KNOWN
+        if "sum" in known:
+            known["total"] = total(known["sum"])
+        if not tools:
+            return [Step(rule, fill(answer, known))]
+        steps = []
+        for file in files or [None]:
+            known = {**known, "file": file}
+            steps.append(Step(rule, answer, tools[0], arguments_of(fields, known), known))
+        return steps
+
+    def understand(self, text: str) -> list[tuple[Rule, dict]]:
+        """`read a.txt and what is 2+2?` → "read files", {"files": "a.txt"}; "calculate", {…}."""
+        requests: list[tuple[Rule, dict]] = []
+        no_rule = self.rules[-1]
+        while text and len(requests) < 20:
+            first, text = self.first_request(text)
+            head = first.partition("\n\n")[0]  # piped text stands behind it
+            requests.append(self.match(first) or self.match(head) or (no_rule, {}))
+        return requests or [(no_rule, {})]
+
+    def first_request(self, text: str) -> tuple[str, str]:
+        """`read a.txt and list docs` → ("read a.txt", "list docs"); `a.txt and b.txt` stay."""
+        for first, rest in self.halves(text):
+            starts = [rest, *(start for start, _ in self.halves(rest))]
+            begins_another = any(self.match(start) for start in starts)
+            if begins_another and self.match(first):
+                return first, rest
+        return text, ""
+
+    def halves(self, text: str) -> list[tuple[str, str]]:
+        """`hi, you and me` → ("hi", "you and me"), ("hi, you", "me"); not in quotes."""
+        plain = text.translate(STRAIGHT).partition("\n\n")[0]
+        without_quoted = re.sub(self.kinds["quoted"], lambda part: "-" * len(part[0]), plain)
+        ends = itertools.islice(re.finditer(self.kinds["between"], without_quoted), 20)
+        return [(text[: end.start()], text[end.end() :]) for end in ends]
+
+    def match(self, text: str) -> tuple[Rule, dict] | None:
+        """The first rule with this sentence, also without "could you please"; and its <words>."""
+        request = re.sub(self.kinds["after"], "", text.strip(), flags=re.IGNORECASE)
+        without = re.sub(self.kinds["before"], "", request, flags=re.IGNORECASE)
+        for spoken, rule in itertools.product((request, without), self.rules):
+            found_words = words_in(spoken, rule)
+            if found_words is not None:
+                return rule, found_words
+        return None
+
+    def files_in(self, spoken: dict, it: str | None) -> list[str]:
+        """`a.txt, "my notes" and b.txt` → all three; `it` → the file that was spoken of last."""
+        text = spoken.get("files") or spoken.get("file") or spoken.get("name") or ""
+        if re.fullmatch(self.kinds["it"], text, re.IGNORECASE):
+            return [it] if it else []
+        names = [text]
+        if "files" in spoken:
+            places = re.finditer(self.kinds["a_file"], text.translate(STRAIGHT), re.IGNORECASE)
+            names = [text[place.start() : place.end()] for place in places]
+        return [unquoted(name) for name in names if name]
+
+    def recall(self, subject: str, talk: Talk) -> str:
+        """What memory and this conversation, or else the history, say of `favourite colour`."""
+        facts = section(talk.prompt, "Memory").split("\n")
+        for text in talk.earlier:
+            facts += self.facts_in(text)
+        history = re.split(r"(?<=[.!?])\s|\n", section(talk.prompt, "Recent History"))
+        for lines in (facts, history):
+            about_it = [line for line in lines if plain_words(subject) <= plain_words(line)]
+            if about_it:
+                return "\n".join(dict.fromkeys(line.strip("-* ") for line in about_it[-3:]))
+        return ""
+
+    def facts_in(self, text: str) -> list[str]:
+        """`Hi! My name is Maria.` → ["The user's name is Maria"]"""
+        requests = self.understand(text)
+        facts = [fill(rule.fields.get("remember", ""), spoken) for rule, spoken in requests]
+        return list(filter(None, facts))
+
+    def keep_memory(self, talk: Talk) -> LLMResponse | None:
+        """What Consolidator and Dream ask for: save a conversation, sum it up, find facts."""
+        memory, _, conversation = talk.text.partition("\n# Conversation\n")
+        spoken = USER_LINE.findall(conversation or talk.text)
+        facts: list[str] = []
+        for _, text in spoken:
+            facts += self.facts_in(text)
+        if "save_memory" in talk.tools:
+            update = memory.partition("# MEMORY.md\n")[2].strip()
+            for fact in facts:
+                update = with_line(update, f"- {fact}")
+            entry = history_entry(spoken, facts)
+            return calling("save_memory", {"history_entry": entry, "memory_update": update})
+        if "[SKIP]" in talk.prompt and "[MEMORY]" in talk.prompt:
+            files, _, history = talk.text.rpartition("# History\n")
+            facts += OWN_FACT.findall(history)
+            new_facts = [f"[MEMORY] {fact}" for fact in dict.fromkeys(facts) if fact not in files]
+            return LLMResponse("\n".join(new_facts) or "[SKIP]")
+        is_transcript = spoken and not talk.tools and RUNTIME_END not in talk.text
+        return LLMResponse(history_entry(spoken, facts)) if is_transcript else None
 
 
-def remember(fact: str, pages: list[str]) -> list[tuple[str, dict, str]]:
-    """Memory is a file: to remember is to read it and to put a line behind the page that was read."""
-    known = "\n".join(re.findall(r"^\d+\| (.*)$", "".join(pages[:1]), re.MULTILINE))
-    edit = {"path": "MEMORY.md", "old_text": known, "new_text": f"{known}\n- {fact}".lstrip("\n")}
-    return [("read_file", {"path": "MEMORY.md"}, ""), ("edit_file", edit, f"I will remember: {fact}")]
+def calling(tool: str, arguments: dict) -> LLMResponse:
+    return LLMResponse(None, [ToolCallRequest(new_id(), tool, arguments)], "tool_calls")
+
+
+WORKED = {  # how a result begins if the tool did its work; of other tools: not as DID_NOT_WORK
+    "read_file": r"\d+\| |\[image: |\(.* is empty\)",
+    "write_file": "Wrote ",
+    "edit_file": r"--- a/|\(the text is the same|Wrote ",
+    "list_dir": r".*: [\d,]+ entr",
+    "exec": r"(?s).*Exit code: 0\b",
+}
+DID_NOT_WORK = r"Cannot |There is no |No (file|match|answer)|Refused|The user|\S+ (was not|failed)"
+
+
+def report(step: Step, result: str) -> str:
+    """What is said of a call. What did not work is told as that, never as a file's content."""
+    if not step.answer:
+        return ""
+    in_a_file = r"\[[\d,]+ characters, too long"  # a long result is put aside
+    worked = WORKED.get(step.tool, rf"(?!{DID_NOT_WORK})")
+    if not result:
+        return f"{step.tool} did not work: the turn has no steps left"
+    if not re.match(f"{worked}|{in_a_file}", result):
+        return f"{step.tool} did not work: {result}"
+    if result.startswith("[image: "):
+        return f"{result}\nThat is an image: the offline model cannot see it."
+    lines = [re.sub(r"^(\d+\||.*MEMORY\.md:\d+:) ", "", line) for line in result.split("\n")]
+    known = {**step.known, "result": "\n".join(lines), "count": len(lines)}
+    if len(lines) > 20:
+        known["result"] = "\n".join([*lines[:20], f"… ({len(lines)} lines)"])
+    return fill(step.answer, known)
+
+
+# ---- The offline model: what it writes into memory ----
+# Without this nobody without a key would see how a conversation becomes history, and history facts.
+
+# [2026-04-03T10:00:00+0200] user: hello; in a history [2026-04-03 10:00] [RAW] stands before it
+USER_LINE = re.compile(r"(?m)^(?:\[[^\]\n]+\] )*?(?:\[([^\]\n]{16})[^\]\n]*\] )?user: (.+)$")
+OWN_FACT = re.compile(r"The user(?:'s .+? is | lives | likes | is from | does not like )[^.;\n]+")
+FINDING = re.compile(r"(?m)^\[(MEMORY|USER|SOUL)\] (.+)$")
+
+
+def add_line(rule: Rule, known: dict, results: list[str]) -> list[Step]:
+    """To remember or append is two calls: read the file, and put a line behind what was read."""
+    line = fill(rule.fields.get("append") or "- " + rule.fields["remember"], known)
+    path, result = known["file"], "".join(results[:1])
+    page = "\n".join(re.findall(r"(?m)^\d+\| (.*)$", result))
+    known = {**known, "fact": line.removeprefix("- ")}
+    reading = Step(rule, "", "read_file", {"path": path}, known)
+    longer = with_line(page, line)
+    if "append" in rule.fields:
+        longer = f"{page}\n{line}" if page else line
+        if "go on with offset=" in result:  # not so in memory: a fact may stand anywhere there
+            return [reading, Step(rule, f"{path} is too long for me: I read one page.")]
+    if longer == page:
+        return [reading, Step(rule, f"I know that already: {known['fact']}")]
+    edit = {"path": path, "old_text": page, "new_text": longer}
+    answer = rule.fields.get("answer", "I will remember: <fact>")
+    return [reading, Step(rule, answer, "edit_file", edit, known)]
+
+
+def with_line(page: str, line: str) -> str:
+    """One line more; `- The user's name is Maria` takes the place of `- The user's name is Bob`."""
+    lines = page.split("\n") if page else []
+    if line in lines:
+        return page
+    if subject := re.match(r"- The user's .+? is ", line):
+        lines = [old for old in lines if not old.startswith(subject[0])]
+    return "\n".join([*lines, line])
+
+
+def history_entry(spoken: list[tuple[str, str]], facts: list[str]) -> str:
+    """`[2026-04-03 10:00] The user sent 2 messages. The first was "hi" … They live in Rome.`"""
+    stamp, first = spoken[0] if spoken else ("", "")
+    last = spoken[-1][1] if spoken else ""
+    stamp = stamp.replace("T", " ") or time.strftime("%Y-%m-%d %H:%M")
+    learnt = "; ".join(dict.fromkeys(facts)) or "They told nothing about themselves"
+    messages = f'The first was "{first[:200]}", the last "{last[:200]}".'
+    return f"[{stamp}] The user sent {len(spoken)} messages. {messages} {learnt}."
+
+
+def dreamt_lines(talk: Talk) -> list[Step]:
+    """`[MEMORY] The user's name is Bob` below `# Findings` → the calls that write it there."""
+    findings = talk.text.partition("# Findings\n")[2]
+    paths = {name: path for path, name in re.findall(r"(?m)^# (.*?(\w+)\.md)$", findings)}
+    steps: list[Step] = []
+    for name, fact in FINDING.findall(findings):
+        calls = [step for step in steps if step.tool]
+        known = {"file": paths.get(name, f"{name}.md")}
+        steps += add_line(Rule("dream", {}, {"remember": fact}), known, talk.results[len(calls) :])
+    return steps
+
+
+# ---- The offline model: what it sees of a conversation ----
+# Without this it would answer the loop's own messages, and "read it again" would mean no file.
+
+RUNTIME_END = "[/Runtime Context]"
+# [image: /tmp/a.png]
+OF_THE_LOOP = re.compile(r"(?m)^\[(?:image|file|an image|the message|the answer)\b.*\]$")
+# - Long-term facts: /home/a b/memory/MEMORY.md
+MEMORY_PATH = re.compile(r"(?m)^.*?[:`] ?((?:/|~|\w:\\).*?MEMORY\.md)")
+
+
+class Talk:
+    """A request, as the rules see it: the user's words since the last answer, and what was done."""
+
+    def __init__(self, request: LLMRequest):
+        messages = [as_text(message) for message in request.messages]
+        begin = 0
+        for number, message in enumerate(messages):
+            if message["role"] == "assistant" and not message.get("tool_calls"):
+                begin = number + 1  # behind the last answer
+        before, turn = messages[:begin], messages[begin:]
+        asked = texts_of("user", turn)
+        added = [text for text in asked[1:] if RUNTIME_END in text]  # the others are the loop's own
+        typed = asked[:1] + added
+        self.prompt = "".join(texts_of("system", messages))
+        self.text = "\n".join(asked)
+        self.question = "\n".join(map(words_typed, typed))[:5_000]  # no rule is for more
+        self.earlier = list(map(words_typed, texts_of("user", before)))
+        self.results = texts_of("tool", turn)
+        self.tools = [tool["function"]["name"] for tool in request.tools]
+        self.last_file = last_path(before)
+        # Time: 2026-04-03 10:02 (Friday), CEST
+        times = re.findall(r"(?m)^Time: (.*)", "\n".join(typed)) or ["a time that nobody told me"]
+        memory = [*MEMORY_PATH.findall(self.prompt), "MEMORY.md"][0]
+        self.known = {"time": times[-1], "tools": ", ".join(self.tools), "memory": memory}
+
+
+def texts_of(role: str, messages: list[dict]) -> list[str]:
+    return [message["content"] for message in messages if message["role"] == role]
+
+
+def last_path(messages: list[dict]) -> str | None:
+    """The file that `it` means: of the last call with a path, but for MEMORY.md."""
+    last = None
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            path = str(json.loads(call["function"]["arguments"]).get("path") or "MEMORY.md")
+            last = last if path.endswith("MEMORY.md") else path
+    return last
+
+
+def words_typed(text: str) -> str:
+    """`[Runtime Context …] … [/Runtime Context]`, an empty line, `read a.txt` → `read a.txt`"""
+    return OF_THE_LOOP.sub("", text.rpartition(RUNTIME_END)[2]).strip()
+
+
+def section(prompt: str, title: str) -> str:
+    """What stands below `# Memory` in a system prompt; "" where there is no such part."""
+    part = re.search(rf"(?ms)(?:\A|---\n\n)# {title}\n\n(.*?)(?=\n\n---\n\n|\Z)", prompt)
+    return part[1] if part else ""
+
+
+def plain_words(text: str) -> set[str]:
+    """`My favorite Color` → {"my", "favourite", "colour"}"""
+    return set(re.findall(r"\w+", re.sub(r"(fav|col)or", r"\1our", text.lower())))
+
+
+# ---- The offline model: how rules are read and filled in ----
+# The file is for people: here a sentence becomes a regular expression, and <words> what was said.
+
+STRAIGHT = str.maketrans("“”„‘’\u00a0−–", "\"\"\"'' --")
+SHORT = {  # "what's", "whats", "don't"
+    "is": r"(?:\s+is|'?s)", "are": r"(?:\s+are|'?re)",
+    "am": r"(?:\s+am|'?m)", "not": r"(?:\s+not|n'?t)",
+}  # fmt: skip
+THE = r"(?:\s+(?:the|an?|my|your|our|all|any|both|this|that|these|those|some|of)\b)*"
+
+
+def rules_beside_this_file() -> str:
+    here = Path(__file__).resolve().parent
+    for path in (here / OFFLINE_RULES, here / "nanobot_data" / OFFLINE_RULES):
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+    return NO_RULES
+
+
+def read_kinds(text: str) -> dict[str, str]:
+    r"""What <words> can be: `<url>: https?://\S+`. One kind may be made of others above it."""
+    kinds: dict[str, str] = defaultdict(str)
+    for name, regex in re.findall(r"(?m)^<(\w+)>: (.+)$", text):
+        kinds[name] = re.sub(r"<(\w+)>", lambda kind: kinds[kind[1]], f"(?:{regex})")
+    return kinds
+
+
+def read_rules(text: str, kinds: dict[str, str]) -> list[Rule]:
+    """The last one, which has no sentences, is for anything else."""
+    rules = []
+    for block in re.split(r"(?m)^## ", text)[1:]:
+        title, _, body = block.partition("\n# ")[0].partition("\n")
+        fields = re.findall(r"(?ms)^(\w+):(.*?)(?=^\w+:|\Z)", body)
+        lines = re.findall(r"(?m)^- (.+)$", body)
+        sentences = {line: sentence_regex(line, kinds) for line in lines}
+        rules.append(Rule(title, sentences, {name: value.strip() for name, value in fields}))
+    return rules
+
+
+def sentence_regex(sentence: str, kinds: dict[str, str]) -> str:
+    """`show [me] <file>` → an expression for ` show a.txt` and ` show me "my notes"`."""
+    regex = ""
+    for token in re.findall(r"\[[^]]*\]|\([^)]*\)|<\w+>|[^\s<>()\[\]]+", sentence):
+        name = token[1:-1]
+        if token[0] in "[(":
+            alternatives = [sentence_regex(part, kinds) for part in name.split("|")]
+            regex += f"(?:{'|'.join(alternatives)})"
+            if token[0] == "[":
+                regex += "?"
+        elif token[0] == "<":
+            regex += rf"\s+(?P<{name}>{kinds[name] or '.+?'})"
+        elif token == "the":
+            regex += THE
+        else:
+            regex += SHORT.get(token) or rf"\s+{re.escape(token)}"
+    return regex
+
+
+def words_in(text: str, rule: Rule) -> dict[str, str] | None:
+    """`read a.txt` → {"files": "a.txt"}, where `read <files>` is a sentence of it; else None."""
+    plain = text.translate(STRAIGHT)
+    for sentence, regex in rule.sentences.items():
+        if not may_begin(sentence, plain.lower()):
+            continue
+        try:
+            match = re.fullmatch(regex, f" {plain}", re.IGNORECASE | re.DOTALL)
+        except re.error as problem:
+            log.warning("%s: `%s` is left out: %s", OFFLINE_RULES, sentence, problem)
+            continue
+        if match:
+            spans = {name: match.span(name) for name in match.groupdict() if match[name]}
+            return {name: text[start - 1 : end - 1] for name, (start, end) in spans.items()}
+    return None
+
+
+def may_begin(sentence: str, text: str) -> bool:
+    """Not if the text's first letters are nowhere in it: compiling all sentences takes 100 ms."""
+    if sentence.startswith(("<", "[", "(<", "the ")):
+        return True
+    return re.match(r"\w{0,2}", text)[0] in sentence.lower()
+
+
+def unquoted(text: str) -> str:
+    plain = text.translate(STRAIGHT)
+    is_quoted = len(plain) > 1 and plain[0] == plain[-1] and plain[0] in "\"'`"
+    return text[1:-1] if is_quoted else text
+
+
+def fill(template: str, known: dict, change: Callable[[str], str] = str) -> str:
+    """`<file> says:` → `a.txt says:`"""
+    return re.sub(r"<(\w+)>", lambda word: change(str(known.get(word[1]) or "")), template)
+
+
+def arguments_of(fields: dict[str, str], known: dict) -> dict:
+    """The tool's arguments; one is left out where its <words> were not said. `20` is a number."""
+    import shlex
+
+    arguments: dict[str, Any] = {}
+    for name, template in fields.items():
+        is_said = all(known.get(word) is not None for word in re.findall(r"<(\w+)>", template))
+        if name in ("tool", "answer", "schedule") or not is_said:
+            continue
+        is_put_together = name == "command" and template != "<command>"
+        change = shlex.quote if is_put_together else str
+        arguments[name] = fill(template, known, change)
+        if re.fullmatch(r"\d+|true|false", template):
+            arguments[name] = json.loads(template)
+    if "schedule" in fields:
+        arguments |= schedule(known["when"].lower(), known["time"])
+    return arguments
+
+
+SIGNS = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+}  # fmt: skip
+IN_PYTHON = {"plus": "+", "minus": "-", "times": "*", "divided by": "/", "x": "*", "×": "*",
+             "÷": "/", "% of": "/100*", ",": ""}  # fmt: skip
+
+
+def total(text: str) -> str:
+    """`12*7 plus 3` → `87`"""
+    text = text.lower().translate(STRAIGHT).strip()
+    for sign_in_words, sign in IN_PYTHON.items():
+        text = text.replace(sign_in_words, sign)
+    try:
+        value = worked_out(ast.parse(text[:200], mode="eval").body)
+        return str(value) if isinstance(value, int) else f"{value:.12g}"
+    except ZeroDivisionError:
+        return "nothing, as nobody can divide by zero"
+    except (SyntaxError, KeyError, ValueError, OverflowError, RecursionError, MemoryError):
+        return "more than I can work out: I know + - * / and brackets"
+
+
+def worked_out(node: ast.expr) -> float:
+    """Numbers and the four signs; whatever else is in a text is a KeyError or a ValueError."""
+    match node:
+        case ast.Constant(value=int() | float() as value):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -worked_out(operand)
+        case ast.BinOp(left=left, op=sign, right=right):
+            return SIGNS[type(sign)](worked_out(left), worked_out(right))
+    raise ValueError("it is no sum of numbers")
+
+
+SECONDS_OF = {"sec": 1, "min": 60, "hour": 3_600, "hr": 3_600, "day": 86_400, "week": 604_800}
+DAYS = {  # as cron names them
+    "sunday": "0", "monday": "1", "tuesday": "2", "wednesday": "3", "thursday": "4", "friday": "5",
+    "saturday": "6", "weekday": "1-5", "day": "*", "daily": "*", "morning": "*", "week": "1",
+}  # fmt: skip
+
+
+def schedule(when: str, moment: str) -> dict:
+    """`in 5 minutes` → {"at": "2026-04-03T10:07"}; `every day at 9` → {"cron_expr": "0 9 * * *"}"""
+    from datetime import datetime, timedelta
+
+    span, _, clock = when.partition("at ")
+    hour, minute = hour_and_minute(clock or "9")
+    number = re.search(r"\d+", span)
+    unit = re.search("|".join([*DAYS, *SECONDS_OF, "$"]), when)[0]
+    count = int(number[0]) if number else 1
+    counts_days = unit in DAYS and not number
+    is_of_days = clock or counts_days
+    again_and_again = "every" in when or "daily" in when
+    if again_and_again and is_of_days:
+        return {"cron_expr": f"{minute} {hour} * * {DAYS.get(unit, '*')}"}
+    seconds = count * SECONDS_OF.get(unit, 0)
+    if again_and_again:
+        return {"every_seconds": seconds}
+    date = re.match(r"[\d-]+ [\d:]+", moment)  # 2026-04-03 10:02 (Friday), CEST
+    now = datetime.fromisoformat(date[0]) if date else datetime.now().replace(microsecond=0)
+    if seconds:
+        return {"at": (now + timedelta(seconds=seconds)).isoformat()}
+    due = now.replace(hour=hour, minute=minute, second=0)
+    is_tomorrow = "tomorrow" in when or due <= now
+    return {"at": (due + timedelta(days=is_tomorrow)).isoformat()}
+
+
+def hour_and_minute(clock: str) -> tuple[int, int]:
+    """`9:30 pm` → (21, 30)"""
+    hour, minute, half = re.match(r"(\d+):?(\d\d)? ?([ap]m)?", clock).groups()
+    hours = int(hour) % 24
+    if half:
+        hours = hours % 12 + 12 * (half == "pm")
+    return hours, int(minute or 0)

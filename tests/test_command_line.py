@@ -97,6 +97,14 @@ def test_a_trace_is_replayed_without_tools_even_if_a_key_was_left_out_of_it(own_
     assert (status, again) == (0, out.replace("abcdefghij", "[key]"))
 
 
+def test_what_the_user_did_not_approve_the_offline_model_tells_as_that(own_home, tmp_path):
+    (tmp_path / "a.txt").write_text("hello\n", encoding="utf-8")
+    status, out, err = nanobot("--offline", "--approve", "-m", "please delete a.txt", cwd=tmp_path)
+    assert (status, "exec did not work: The user did not approve this call." in out) == (0, True), err
+    assert out.endswith('[offline rule "delete files", templates/offline/rules.md]\n')
+    assert (tmp_path / "a.txt").exists()
+
+
 def test_no_subcommand_means_agent_and_offline_can_be_asked_for(own_home):
     status, out, err = nanobot("--offline", "-m", "tell me a joke")
     assert status == 0
@@ -809,7 +817,8 @@ def test_a_person_can_be_the_model(own_home, needs_terminal, tmp_path):
     terminal.expect("> ")
     terminal.type("what is in a.txt?\n")
     for seen in ("---- system ----", "You are nanobot", "---- user ----", "what is in a.txt?",
-                 "---- tools ----", "read_file (path, ", "model> "):  # fmt: skip
+                 "---- tools ----", "read_file (path: string, [offset: integer]", "Read a text",
+                 "model> "):  # fmt: skip
         terminal.expect(seen)
     wrong = ['read_file {"path": "a.txt", "colour": 1}', 'read_file {"path": ', "read_file"]
     complaints = ["colour", "not whole JSON", "path is required"]

@@ -1027,6 +1027,35 @@ def test_run_works_alone_and_inside_a_running_loop(own_home):
     assert "offline model" in asyncio.run(notebook())
 
 
+def test_a_newcomer_talks_with_the_offline_model(tmp_path):
+    """One conversation, through the real loop and the real prompt, in a workspace whose path has spaces."""
+    config = Config()
+    config.defaults.workspace = str(tmp_path / "my work space")
+    loop = AgentLoop(config, OfflineProvider())
+    loop.cwd = tmp_path
+    conversation = {
+        "Hi!": "Hello!",
+        "Could you create a file called todo.txt with milk?": "Wrote 4 characters",
+        "append “two eggs” to it": "+two eggs",
+        "what’s in it?": "todo.txt says:\n\nmilk\ntwo eggs",
+        "rename todo.txt to list.txt": "renamed",
+        "my favourite colour is green": "I will remember: The user's favourite colour is green",
+        "what's my favorite color?": "From memory: The user's favourite colour is green",
+        "What time is it?": "It is 20",
+        "open nothing.txt": "read_file did not work: Cannot read",
+        "write me a poem": "takes a real language model",
+        "delete list.txt": "list.txt is deleted.",
+    }
+    for text, expected in conversation.items():
+        assert expected in ask(loop, text)[0].final_content, text
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == []
+    memory = tmp_path / "my work space" / "memory" / "MEMORY.md"
+    assert memory.read_text(encoding="utf-8").endswith("\n- The user's favourite colour is green\n")
+    anew = AgentLoop(config, OfflineProvider())  # another day, another session
+    answer = asyncio.run(anew.process_direct("what is my favourite colour?", "cli:new")).final_content
+    assert "From memory: The user's favourite colour is green" in answer
+
+
 # ---- The model layer under fire ----
 
 

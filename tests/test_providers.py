@@ -1904,6 +1904,8 @@ class Desk:
         assert run.stop_reason == "completed" and run.usage["estimated"]
         first, _, rest = run.final_content.partition("\n\n")
         assert first == "[offline model: a few fixed rules, no language model]"
+        rest, _, last = rest.rpartition("\n\n")
+        assert re.fullmatch(r'\[offline rule "[^\n]+", templates/offline/rules\.md\]', last)
         return rest, [event["name"] for event in run.tool_events]
 
 
@@ -1998,6 +2000,263 @@ def test_where_no_rule_fits_the_offline_model_says_what_it_can_do(desk):
 def test_the_offline_model_streams_and_asks_no_tool_where_there_is_none():
     answer, shown = ask(OfflineProvider(), [user("read a.txt")], stream=True)
     assert answer.tool_calls == [] and "".join(shown) == answer.content and len(shown) > 5
+
+
+TOOL_NAMES = ["read_file", "write_file", "edit_file", "list_dir", "glob", "grep", "exec", "web_fetch",
+              "web_search", "notebook_edit", "cron"]  # fmt: skip
+OFFLINE_PROMPT = """You are nanobot.
+- Long-term facts: /home/a b/memory/MEMORY.md
+
+---
+
+# Memory
+
+- The user's favourite colour is green
+
+---
+
+# Recent History
+
+[2026-04-01 09:00] The user sent 2 messages. The user's dog is Rex."""
+SENTENCES = Path(__file__).with_name("data") / "offline_sentences.txt"
+
+
+def offline(text, tools=TOOL_NAMES, before=(), behind=(), prompt=OFFLINE_PROMPT):
+    """The offline model's next step: `read_file {"path": "a.txt"}`, or its answer."""
+    schemas = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in tools]
+    runtime = "[Runtime Context — metadata]\nTime: 2026-04-03 10:02 (Friday), CEST\n[/Runtime Context]\n\n"
+    messages = [{"role": "system", "content": prompt}, *before, user(runtime + text), *behind]
+    answer, _ = ask(OFFLINE, messages, schemas)
+    if not answer.tool_calls:
+        return answer.content
+    return f"{answer.tool_calls[0].name} {json.dumps(answer.tool_calls[0].arguments, ensure_ascii=False)}"
+
+
+def a_call_with(name, result, **arguments):
+    """A call and its result, as they stand in the conversation."""
+    request = ToolCallRequest(f"call_{name}_{len(result)}", name, arguments)
+    asked = LLMResponse(None, [request]).to_message()
+    return [asked, {"role": "tool", "tool_call_id": request.id, "name": name, "content": result}]
+
+
+OFFLINE = OfflineProvider()
+
+
+@pytest.mark.parametrize("line", SENTENCES.read_text(encoding="utf-8").splitlines())
+def test_the_offline_model_understands_what_newcomers_type(line):
+    """Each line: the sentence, then the call with its telling arguments, or the rules that answer."""
+    sentence, _, expected = line.partition(" => ")
+    step = offline(sentence)
+    name, _, arguments = expected.partition(" {")
+    if arguments:
+        made = json.loads(step.removeprefix(f"{name} "))
+        assert json.loads("{" + arguments).items() <= made.items()
+    else:
+        titles = ", ".join(f'"{title}"' for title in expected.split(", "))
+        assert step.endswith(f"[offline rule {titles}, templates/offline/rules.md]")
+
+
+@pytest.mark.parametrize("kind", ["upper", "lower", "title"])
+def test_capitals_politeness_and_quotes_do_not_matter(kind):
+    for sentence in [
+        "what's in a.txt?",
+        "could you please open a.txt",
+        "whats in “a.txt”",
+        "show me ‘a.txt’!!",
+    ]:
+        step = offline(getattr(sentence, kind)()).lower()
+        assert step == 'read_file {"path": "a.txt"}'
+
+
+def test_a_call_that_was_made_is_seen_in_the_conversation():
+    first = a_call_with("read_file", "1| one", path="a.txt")
+    assert offline("read a.txt and b.txt") == 'read_file {"path": "a.txt"}'
+    assert offline("read a.txt and b.txt", behind=first) == 'read_file {"path": "b.txt"}'
+    both = first + a_call_with("read_file", "1| two", path="b.txt")
+    assert "a.txt says:\n\none\n\nb.txt says:\n\ntwo" in offline("read a.txt and b.txt", behind=both)
+
+
+def test_it_is_the_file_that_the_conversation_was_about():
+    before = [user("read a.txt"), *a_call_with("read_file", "1| one", path="a.txt"),
+              {"role": "assistant", "content": "a.txt says: one"}]  # fmt: skip
+    assert offline("read it again", before=before) == 'read_file {"path": "a.txt"}'
+    assert offline("delete it", before=before) == 'exec {"command": "rm -- a.txt"}'
+    then = a_call_with("write_file", "Wrote 2 characters to b.txt.", path="b.txt", content="hi")
+    assert offline("write hi to b.txt and then read it", behind=then) == 'read_file {"path": "b.txt"}'
+    assert "Which file do you mean?" in offline("read it again")
+
+
+@pytest.mark.parametrize(
+    "result",
+    ["The user did not approve this call.", "Cannot read a.txt: No such file or directory.",
+     "read_file failed: X",
+     "/w/config.json holds keys: the agent may not open it.", "There is no tool 'read_file'."],
+)  # fmt: skip
+def test_what_was_refused_or_failed_is_never_told_as_content(result):
+    answer = offline("read a.txt", behind=a_call_with("read_file", result, path="a.txt"))
+    assert f"read_file did not work: {result}" in answer and "says" not in answer
+
+
+def test_an_image_is_told_as_an_image():
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
+    shown = user([{"type": "text", "text": "[image: /w/a.png]"}, image])
+    answer = offline("read a.png", behind=[*a_call_with("read_file", "[image: /w/a.png]", path="a.png"), shown])
+    assert "[image: /w/a.png]\nThat is an image" in answer and "says" not in answer
+
+
+def test_what_the_loop_says_is_no_question_but_what_the_user_adds_is():
+    first = a_call_with("read_file", "1| one", path="a.txt")
+    nudge = user("You have used all 40 steps of this turn, and there are no tools any more.")
+    assert "a.txt says:\n\none" in offline("read a.txt", tools=[], behind=[*first, nudge])
+    added = user("[Runtime Context]\nTime: 2026-04-03 10:03\n[/Runtime Context]\n\nlist docs/ too")
+    assert "read_file did not work: the turn has no steps left" in offline("read a.txt", tools=[])
+    assert offline("read a.txt", behind=[*first, user(added["content"].replace(" too", ""))]) == (
+        'list_dir {"path": "docs/"}'
+    )
+
+
+def test_without_a_tool_for_it_the_offline_model_says_so():
+    answer = offline("remind me in 1 minute to stretch", tools=["read_file"])
+    assert "I need the tool cron" in answer
+    assert "I need the tool edit_file" in offline("my name is Maria", tools=["read_file"])
+
+
+def test_facts_are_recalled_from_memory_history_and_conversation():
+    assert "From memory: The user's favourite colour is green" in offline("What's my favorite color?")
+    assert "dog is Rex" in offline("what is my dog called?") or "dog is Rex" in offline("who is my dog")
+    said = [user("Hi! My name is Maria."), {"role": "assistant", "content": "I will remember it."}]
+    assert "The user's name is Maria" in offline("what is my name?", before=said)
+    assert "I find nothing about that" in offline("when is my birthday?")
+
+
+def test_a_fact_goes_into_the_memory_that_the_prompt_names_spaces_and_all():
+    prompt = "You are nanobot.\n- Long-term facts: /home/a b/my work/memory/MEMORY.md\n"
+    read = a_call_with(
+        "read_file", "1| # Facts\n2| - The user's name is Bob", path="/home/a b/my work/memory/MEMORY.md"
+    )
+    assert (
+        offline("my name is Maria", prompt=prompt)
+        == 'read_file {"path": "/home/a b/my work/memory/MEMORY.md"}'
+    )
+    edit = json.loads(offline("my name is Maria", prompt=prompt, behind=read).removeprefix("edit_file "))
+    assert edit == {"path": "/home/a b/my work/memory/MEMORY.md",
+                    "old_text": "# Facts\n- The user's name is Bob",
+                    "new_text": "# Facts\n- The user's name is Maria"}  # fmt: skip
+    assert "I know that already" in offline("my name is Bob", prompt=prompt, behind=read)
+
+
+def test_an_own_rule_is_a_copy_of_one_and_a_broken_one_costs_itself_only():
+    rules = SENTENCES.parent.parent.parent / providers.OFFLINE_RULES
+    own = "## count words\n- (count|how many) words [are] in <file>\n"
+    own += "tool: word_count\npath: <file>\nanswer: <result>\n\n"
+    broken = "## broken\n- say <text> and <text>\nanswer: no\n\n"
+    text = rules.read_text(encoding="utf-8").replace("## greet", own + broken + "## greet")
+    model = OfflineProvider(text)
+    tools = [{"type": "function", "function": {"name": "word_count", "parameters": {}}}]
+    answer, _ = ask(model, [user("How many words are in a.txt?")], tools)
+    assert answer.tool_calls[0].arguments == {"path": "a.txt"}
+    assert "What is next?" in ask(model, [user("ok")])[0].content
+    assert "hello" in ask(model, [user("say hello")])[0].content
+
+
+def test_piped_text_is_no_request():
+    for text in ["summarize this\n\nHello. Delete a.txt.", "hi\n\ndelete a.txt", "hi\n\nyou, run ls"]:
+        assert "[offline rule" in offline(text)
+    assert offline("read a.txt\n\nand delete it") == 'read_file {"path": "a.txt"}'
+
+
+def test_without_its_rules_the_offline_model_says_so():
+    answer, _ = ask(OfflineProvider(providers.NO_RULES), [user("read a.txt")], [TOOL])
+    assert "I know no rule for that: there is no templates/offline/rules.md." in answer.content
+
+
+def test_a_very_long_message_takes_no_time():
+    for text in [
+        "change " + "a to b in " * 20_000,
+        "hi. " * 20_000,
+        "remember a" + " and b" * 20_000,
+        "(" * 9_999,
+    ]:
+        began = time.monotonic()
+        offline(text)
+        assert time.monotonic() - began < 5
+
+
+def test_the_offline_model_saves_a_conversation():
+    memory = "# Long-term memory\n\n- The user's name is Bob"
+    talk = (
+        "[2026-04-03T10:00:00+0200] user: my favourite colour is green\n"
+        "[2026-04-03T10:00:01+0200] assistant: I will remember it.\n"
+        "[2026-04-03T10:05:00+0200] user: My name is Maria."
+    )
+    question = user(f"# MEMORY.md\n\n{memory}\n\n# Conversation\n\n{talk}")
+    schema = [{"type": "function", "function": {"name": "save_memory", "parameters": {}}}]
+    saved = ask(OFFLINE, [{"role": "system", "content": "Save."}, question], schema)[0].tool_calls[0]
+    entry = saved.arguments["history_entry"]
+    assert saved.name == "save_memory" and entry.startswith("[2026-04-03 10:00] The user sent 2 messages.")
+    assert "The user's favourite colour is green" in entry and 2 <= entry.count(". ") <= 5
+    assert saved.arguments["memory_update"] == (
+        "# Long-term memory\n\n- The user's favourite colour is green\n- The user's name is Maria"
+    )
+
+
+def test_the_offline_model_dreams(tmp_path):
+    find = {
+        "role": "system",
+        "content": "One a line: [USER|SOUL|MEMORY] fact, or [SKIP]. [MEMORY] is for facts.",
+    }
+    files = f"Today is 2026-04-04, Saturday.\n\n# {tmp_path}/memory/MEMORY.md\n\n- The user lives in Rome\n\n"
+    history = "[2026-04-03 10:00] The user sent 2 messages. The user lives in Rome; The user's name is Maria."
+    found = ask(OFFLINE, [find, user(f"{files}# History\n\n{history}")])[0].content
+    assert found == "[MEMORY] The user's name is Maria"
+    assert (
+        ask(OFFLINE, [find, user(f"{files}# History\n\n[2026-04-03 10:00] Nothing.")])[0].content == "[SKIP]"
+    )
+    memory = tmp_path / "memory" / "MEMORY.md"
+    memory.parent.mkdir()
+    memory.write_text("- The user lives in Rome\n")
+    edit = [
+        {"role": "system", "content": "Edit."},
+        user(f"# Findings\n{found}\n[MEMORY] The user likes tea\n{files}"),
+    ]
+    turn = Turn(workspace=tmp_path, cwd=tmp_path)
+    run = asyncio.run(AgentRunner(OFFLINE).run(AgentRunSpec(edit, ToolRegistry(FILE_TOOLS), turn=turn)))
+    assert run.stop_reason == "completed"
+    assert (
+        memory.read_text() == "- The user lives in Rome\n- The user's name is Maria\n- The user likes tea\n"
+    )
+
+
+def test_a_conversation_is_summed_up_honestly():
+    talk = "[2026-04-03T10:00:00+0200] user: read a.txt\n[2026-04-03T10:00:01+0200] assistant: It says one."
+    answer, _ = ask(OFFLINE, [{"role": "system", "content": "Sum up."}, user(talk)])
+    assert 'The user sent 1 messages. The first was "read a.txt"' in answer.content
+
+
+def test_the_person_sees_tools_with_types_and_may_call_several():
+    kinds = {"path": {"type": "string"}, "limit": {"type": ["integer", "null"]}, "mode": {"enum": ["a", "b"]}}
+    schema = {"type": "object", "properties": {**kinds, "odd": True}, "required": ["path"]}
+    tools = []
+    for name in ("look", "list_dir"):
+        function = {"name": name, "description": f"Does {name}.", "parameters": schema}
+        tools.append({"type": "function", "function": function})
+    lines = iter(["list_dir", "look at this", "look at this"])
+    questions = []
+
+    async def type_in(question, words):
+        questions.append(question)
+        return next(lines)
+
+    person = HumanProvider()
+    person.ask = type_in
+    assert ask(person, tools=tools)[0].content == "look at this"
+    assert "look (path: string, [limit: integer|null], [mode: a|b], [odd: any]): Does look." in questions[0]
+    assert questions[1].startswith("Is this a call?") and questions[2].startswith("Is this a call?")
+    lines = iter(['look {"path": "a}"}, list_dir {}\nlook {"path": "b"}'])
+    answer, _ = ask(person, tools=tools)
+    assert [(call.name, call.arguments.get("path")) for call in answer.tool_calls] == [
+        ("look", "a}"), ("list_dir", None), ("look", "b")]  # fmt: skip
+    assert len({call.id for call in answer.tool_calls}) == 3 and answer.usage["estimated"]
 
 
 def test_the_file_works_alone_in_an_empty_folder(tmp_path):
