@@ -9,7 +9,7 @@ text; the registry casts and checks them, runs the function and hands back a `To
 
 A tool is a plain function under `@tool` (its signature is the schema, its docstring the description) or a
 subclass of `Tool`. What the model did wrong goes back to it as text that says what to do next.
-This file works alone: copy it and use `@tool` and `ToolRegistry`. Read after providers.py, before memory.py.
+This file works alone: copy it and use `@tool` and `ToolRegistry`. Read after memory.py, before channels.py.
 What is checked here are guard-rails; the boundary is the sandbox of exec.
 Not covered: who may call what (the hooks in nanobot.py).
 """
@@ -26,6 +26,7 @@ import ipaddress
 import itertools
 import json
 import logging
+import marshal
 import math
 import os
 import re
@@ -36,6 +37,7 @@ import socket
 import ssl
 import stat
 import subprocess
+import sys
 import threading
 import time
 import types
@@ -53,9 +55,6 @@ log = logging.getLogger("nanobot.tools")
 
 
 # ---- Who asks, and what comes back ----
-
-AGENT_FILES = ("sessions", "cron", "memory/history.jsonl", "memory/HISTORY.md", "memory/.cursor",
-               "memory/.dream_cursor", "memory/.git", ".nanobot")  # fmt: skip
 
 
 @dataclass
@@ -81,6 +80,7 @@ class Turn:
     chat_id: str = "direct"
     session_key: str = "cli:direct"
     depth: int = 0  # 0 is the main agent, 1 a subagent of it
+    approved: bool = False  # the user said yes to this very call
     restrict: bool = False  # the fence: only workspace, cwd and, for reading, `readable`
     readable: tuple[Path, ...] = ()
     secret: tuple[Path, ...] = ()  # files that hold keys: never opened
@@ -89,46 +89,234 @@ class Turn:
     approved: bool = False  # the user said yes to this very call
 
     def path(self, text: str, write: bool = False) -> Path:
-        """Where a model's path really leads, links and `..` followed; raises ToolError where it may not go.
-
-        A guard-rail: a folder that another process swaps for a link between check and use is not noticed.
-        """
-        try:
-            real = (self.cwd / os.path.expanduser(text)).resolve()
-            home, here, *more = (path.resolve() for path in (self.workspace, self.cwd, *self.readable))
-            if self.is_secret(real):
-                raise ToolError(f"{real} holds keys: the agent may not open it. Ask the user to look.")
-        except (OSError, RuntimeError, ValueError) as problem:  # a loop of links, a NUL, too long a name
-            raise ToolError(f"{text!r} is not a usable path: {problem}") from None
-        if write and any(real.is_relative_to(home / name) for name in AGENT_FILES):
-            raise ToolError(f"{real} is the agent's own record: it is not for tools to write.")
-        roots = [home, here] if write else [home, here, *more]
-        if self.restrict and not any(real.is_relative_to(root) for root in roots):
-            raise ToolError(f"{real} is outside of {home} and {here}. Use a path inside.")
-        return real
-
-    def is_secret(self, real: Path) -> bool:
-        if real.parts[1:2] == ("proc",) and real.name in ("environ", "mem"):  # the environment holds keys too
-            return True
-        if any(real.parent == path.parent and real.name.startswith(path.name) for path in self.secret):
-            return True  # the file, and config.json.bak beside it
-        # samefile: a hard link is the same file, so is another case where the file system ignores case
-        there = [path for path in self.secret if path.exists()] if real.exists() else []
-        return any(real.samefile(path) for path in there)
+        """Where a model's path leads: "~/a.txt", "../b", a link. Raises ToolError where it may not go."""
+        return allowed_path(self, text, write)
 
     def saw(self, path: Path) -> bool:
         """Note a file's time and size; was this version of it known to the session before?"""
         info = path.stat()
-        known, self.seen[path] = self.seen.get(path), (info.st_mtime_ns, info.st_size)
-        return known == self.seen[path]
+        version = (info.st_mtime_ns, info.st_size)
+        is_known = self.seen.get(path) == version
+        self.seen[path] = version
+        return is_known
+
+
+# ---- A tool is a function with a schema ----
+
+
+class Tool:
+    """A subclass has a name, a description and `execute`, or in its place a blocking `run`."""
+
+    name: str = ""
+    description: str = ""
+    read_only: bool = False  # changes nothing: needs no approval
+    exclusive: bool = False  # never runs beside another call
+
+    async def execute(self, **arguments: Any) -> Any:
+        """Returns text, a ToolResult or whatever JSON can show; raises ToolError for the model's mistakes."""
+        return await in_thread(self.run, **arguments)
+
+    @property
+    def function(self) -> Callable:
+        is_blocking = type(self).execute is Tool.execute
+        return self.run if is_blocking else self.execute
+
+    @functools.cached_property
+    def parameters(self) -> dict:
+        """JSON Schema of the arguments: made from the signature where a subclass does not write it out."""
+        return signature_schema(self.function)
+
+    @functools.cached_property
+    def wants_turn(self) -> bool:
+        return "turn" in inspect.signature(self.function).parameters
+
+    @property
+    def concurrency_safe(self) -> bool:
+        return self.read_only and not self.exclusive
+
+    def cast_params(self, params: dict) -> dict:
+        """{"timeout": "120"} → {"timeout": 120}"""
+        return cast(params, self.parameters)
+
+    def validate_params(self, params: dict) -> list[str]:
+        """What is wrong, in words for the model: ["path is required", "timeout must be <= 600"]"""
+        return validate(params, self.parameters) + unexpected_keys(params, self.parameters)
+
+    def to_schema(self) -> dict:
+        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": function}
+
+
+def tool(function: Callable | None = None, **flags: Any) -> Any:
+    """Make a tool of a function: `@tool`, `@tool(read_only=True)`; of a method: `tool(cron.cron)`.
+
+    @tool                               class Double(Tool):
+    def double(n: int) -> int:              name = "double"
+        "Twice as much."           →        description = "Twice as much."
+        return 2 * n
+                                            def run(self, n: int) -> int:
+                                                return 2 * n
+                                        double = Double()
+    """
+    if function is None:
+        return functools.partial(tool, **flags)
+
+    class FunctionTool(Tool):
+        name = function.__name__
+        description = inspect.getdoc(function) or ""
+
+    method = "execute" if inspect.iscoroutinefunction(function) else "run"
+    setattr(FunctionTool, method, staticmethod(function))
+    for flag, value in flags.items():
+        setattr(FunctionTool, flag, value)
+    return FunctionTool()
+
+
+# ---- The registry runs what the model asks for ----
+
+
+class ToolRegistry:
+    """The tools of one agent. A result over the turn's limit goes into a file; the model is told where."""
+
+    preview_chars = 1_200
+    kept_results = 200  # files; older ones are removed
+
+    def __init__(self, tools: Iterable[Tool] = ()):
+        self._tools: dict[str, Tool] = {tool.name: tool for tool in tools}
+
+    def register(self, tool: Tool) -> None:
+        self._tools[tool.name] = tool
+
+    def unregister(self, name: str) -> None:
+        self._tools.pop(name, None)
+
+    def get(self, name: str) -> Tool | None:
+        return self._tools.get(name)
+
+    def get_definitions(self) -> list[dict]:
+        """Schemas in a fixed order, built-in tools first, then MCP's: prompt caches live on equal bytes."""
+        names = sorted(self._tools, key=lambda name: (name.startswith("mcp_"), name))
+        return [self._tools[name].to_schema() for name in names]
+
+    def prepare_call(self, name: str, params: Any) -> tuple[Tool | None, dict, str | None]:
+        """The tool, its arguments after casting, and what is wrong with them (None: nothing)."""
+        tool = self._tools.get(name)
+        if not tool:
+            return None, {}, no_such_tool(name, self._tools)
+        params = unwrapped(params, tool.parameters)
+        if not isinstance(params, dict):
+            return tool, {}, f'The arguments of {name} must be one JSON object, like {{"name": "value"}}.'
+        params = tool.cast_params(params)
+        errors = "; ".join(tool.validate_params(params))
+        problem = f"{name} was not run: {errors}. Correct the call." if errors else None
+        return tool, params, problem
+
+    async def execute(self, name: str, params: Any, turn: Turn | None = None) -> ToolResult:
+        """Run one call. Whatever goes wrong in it becomes an error result: the turn goes on."""
+        turn = turn or Turn()
+        try:
+            result = as_result(await self._run(name, params, turn))
+        except ToolError as mistake:
+            result = ToolResult(str(mistake), is_error=True)
+        except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as failure:
+            if isinstance(failure, asyncio.CancelledError) and asyncio.current_task().cancelling():
+                raise  # it is the turn that is cancelled, not only something in the tool
+            log.warning("tool %s failed", name, exc_info=True)
+            result = ToolResult(f"{name} failed: {type(failure).__name__}: {failure}", is_error=True)
+        if not result.text.strip():
+            result.text = f"({name} completed with no output)"
+        if len(result.text) > turn.max_result_chars:
+            result.text = self._put_aside(name, result.text, turn)
+        return result
+
+    async def _run(self, name: str, params: Any, turn: Turn) -> Any:
+        tool, arguments, problem = self.prepare_call(name, params)
+        if problem:
+            raise ToolError(problem)
+        if tool.wants_turn:
+            arguments = {**arguments, "turn": turn}
+        return await tool.execute(**arguments)
+
+    def _put_aside(self, name: str, text: str, turn: Turn) -> str:
+        """What the model is told in place of a text that is too long; the text itself is in a file."""
+        try:
+            path = save_result(turn.workspace, name, text, self.kept_results)
+        except OSError as problem:
+            log.warning("could not keep the result of %s in a file: %s", name, problem)
+            return shorten(text, turn.max_result_chars - 100)
+        return (
+            f"[{len(text):,} characters, too long to show: saved to {path}. "
+            f"Read it with read_file or search it with grep. It begins:]\n{text[: self.preview_chars]}"
+        )
+
+
+def as_result(value: Any) -> ToolResult:
+    """Whatever a tool returned: None, "text", {"degrees": 21}, or a ToolResult."""
+    if isinstance(value, ToolResult):
+        return value
+    if isinstance(value, str | None):
+        return ToolResult(value or "")
+    return ToolResult(json.dumps(value, ensure_ascii=False, default=str))
+
+
+# ---- Two tools ----
+
+
+@tool(read_only=True)
+def read_file(
+    path: str, offset: Annotated[int, "First line, from 1"] = 1, limit: int = 2_000, *, turn: Turn
+) -> str | ToolResult:
+    """Read a text file as `N| line`, a page at a time, or look at an image."""
+    real = turn.path(path)
+    data = read_bytes(real)
+    turn.saw(real)
+    if block := image_block(data):
+        return ToolResult(f"[image: {real}]", images=[block])
+    if is_binary(data):
+        raise ToolError(f"{real} is a binary file of {len(data):,} bytes. Look at it with exec (file, xxd).")
+    if not data:
+        return f"({real} is empty)"
+    lines = plain_text(data).split("\n")
+    first = max(offset, 1)
+    if first > len(lines):
+        raise ToolError(f"{real} has {len(lines)} lines: offset {offset} is behind its end.")
+    return numbered_page(lines, first, max(limit, 1), turn.max_result_chars - 200)
+
+
+@tool
+def write_file(path: str, content: str, *, turn: Turn) -> str:
+    """Write a whole file; folders are made. To change part of a file use edit_file."""
+    real = turn.path(path, write=True)
+    is_known = not real.is_file() or turn.saw(real)
+    write_atomic(real, content.encode("utf-8", errors="replace"))
+    turn.saw(real)
+    warning = "" if is_known else NOT_KNOWN
+    return f"Wrote {len(content):,} characters to {real}.{warning}"
+
+
+# ======== Second reading: what models, file systems, terminals and servers do to it ========
+
+# ---- A blocking call gets a thread of its own ----
+# Without this ten tools that wait 0.2 s each take 0.4 s on two cores: the pool of `asyncio.to_thread` has
+# cores + 4 threads, and these hold the exit of the program.
+
+
+class Worker(threading.Thread):
+    """A daemon thread for one call. `stop` tells it that nobody waits for its result any more."""
+
+    def __init__(self, work: Callable[[], None]):
+        super().__init__(target=work, daemon=True)
+        self.is_stopped = False
+        self.at_stop: list[Callable[[], None]] = []
+
+    def stop(self) -> None:
+        self.is_stopped = True
+        for function in self.at_stop:
+            function()
 
 
 async def in_thread(function: Callable, /, *args: Any, **kwargs: Any) -> Any:
-    """Await a blocking function on a daemon thread of its own.
-
-    Not `asyncio.to_thread`: its pool has cores + 4 threads, too few for ten waiting tools on a small
-    machine, and they hold the exit.
-    """
+    """Await a blocking function. When the waiter is cancelled the thread is told, its result thrown away."""
     future: Future = Future()
     future.set_running_or_notify_cancel()  # when the waiter is cancelled the thread can still finish
 
@@ -140,8 +328,61 @@ async def in_thread(function: Callable, /, *args: Any, **kwargs: Any) -> Any:
         except BaseException as failure:
             future.set_exception(failure)
 
-    threading.Thread(target=work, daemon=True).start()
-    return await asyncio.wrap_future(future)
+    worker = Worker(work)
+    worker.start()
+    try:
+        return await asyncio.wrap_future(future)
+    except asyncio.CancelledError:
+        worker.stop()
+        raise
+
+
+def when_stopped(function: Callable[[], None]) -> None:
+    """Have `function` called when nobody waits any more for what this thread does."""
+    worker = threading.current_thread()
+    if isinstance(worker, Worker):
+        worker.at_stop.append(function)
+        if worker.is_stopped:  # meanwhile
+            function()
+
+
+def stop_if_unwanted() -> None:
+    """What takes long calls this now and then; the error is thrown away, as a result would be."""
+    worker = threading.current_thread()
+    if isinstance(worker, Worker) and worker.is_stopped:
+        raise ToolError("It was stopped.")
+
+
+# ---- Calls that are wrong, results that are too long ----
+# Without this a turn ends at `Read_File` in place of read_file, or at a log of 5 MB that fills the window.
+
+
+def no_such_tool(name: str, tools: Iterable[str]) -> str:
+    name = name[:64]
+    names = list(tools)
+    nearest_first = difflib.get_close_matches(name.lower(), names, len(names) or 1, cutoff=0)
+    return f"There is no tool {name!r}. There are, the closest first: {', '.join(nearest_first)}."
+
+
+def unwrapped(params: Any, schema: dict) -> Any:
+    """Arguments as some models send them: None, '{"a": 1}', {"arguments": {"a": 1}} → {"a": 1}"""
+    params = {} if params is None else cast(params, {"type": "object"})
+    is_wrapped = isinstance(params, dict) and [*params] == ["arguments"]
+    if is_wrapped and "arguments" not in keyword(schema, "properties", dict):
+        return cast(params["arguments"], {"type": "object"})
+    return params
+
+
+def save_result(workspace: Path, name: str, text: str, kept: int) -> Path:
+    """A file with a tool's result; only the newest `kept` of these files stay. Raises OSError."""
+    folder = workspace / ".nanobot" / "tool-results"
+    harmless_name = re.sub("[^a-zA-Z0-9_-]", "", name)[:64]
+    path = folder / f"{time.time_ns()}-{harmless_name}.txt"
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(text.encode("utf-8", errors="replace"))
+    for old in sorted(folder.glob("*-*.txt"))[:-kept]:
+        old.unlink(missing_ok=True)  # a program beside this one may have done it
+    return path
 
 
 def shorten(text: str, limit: int, missing: int = 0) -> str:
@@ -153,36 +394,45 @@ def shorten(text: str, limit: int, missing: int = 0) -> str:
 
 
 # ---- Schemas: what arguments may look like ----
+# Models send "120" for 120, and servers send schemas with every keyword there is: what is not known forbids
+# nothing. Without the check a tool gets `timeout="soon"` and fails somewhere inside.
 
 JSON_TYPES = {
     "string": str, "integer": int, "number": (int, float), "boolean": bool,
     "array": list, "object": dict, "null": types.NoneType,
 }  # fmt: skip
-LIMITS = {str: ("minLength", "maxLength"), list: ("minItems", "maxItems"),
-          int: ("minimum", "maximum"), float: ("minimum", "maximum")}  # fmt: skip
+LIMITS = {
+    str: ("minLength", "maxLength"), list: ("minItems", "maxItems"),
+    int: ("minimum", "maximum"), float: ("minimum", "maximum"),
+}  # fmt: skip
 # An object with one of these may have more than its `properties`.
 OPENING = ("additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref", "if")
 
 
 def keyword(schema: Any, name: str, kind: type) -> Any:
     """What a schema says; an empty `kind` where it says nothing, or nonsense, as some servers do."""
-    said = schema.get(name) if isinstance(schema, dict) else None
-    return said if isinstance(said, kind) else kind()
+    value = schema.get(name) if isinstance(schema, dict) else None
+    return value if isinstance(value, kind) else kind()
 
 
 def kinds(schema: Any) -> list[str]:
     """The JSON types that a schema allows; empty: any, also where other keywords (anyOf, $ref) decide."""
-    named = keyword(schema, "type", list) or [keyword(schema, "type", str)]
-    null = ["null"] if keyword(schema, "nullable", bool) else []
-    return [*named, *null] if all(str(kind) in JSON_TYPES for kind in named) else []
+    names = keyword(schema, "type", list) or [keyword(schema, "type", str)]
+    if not all(str(name) in JSON_TYPES for name in names):
+        return []
+    is_nullable = keyword(schema, "nullable", bool)
+    return [*names, "null"] if is_nullable else list(names)
 
 
 def fits(value: Any, wanted: list[str]) -> bool:
-    if isinstance(value, bool) and wanted:  # in Python True is an int, in JSON it is not
+    """Is a value of one of the JSON types? 5.0 is an integer, True is none; no types: anything fits."""
+    if not wanted:
+        return True
+    if isinstance(value, bool):  # in Python True is an int, in JSON it is not
         return "boolean" in wanted
     if isinstance(value, float) and value.is_integer() and "integer" in wanted:
         return True
-    return not wanted or isinstance(value, tuple(JSON_TYPES[kind] for kind in wanted))
+    return isinstance(value, tuple(JSON_TYPES[kind] for kind in wanted))
 
 
 def cast(value: Any, schema: Any) -> Any:
@@ -192,18 +442,26 @@ def cast(value: Any, schema: Any) -> Any:
     """
     wanted = kinds(schema)
     if not fits(value, wanted):
-        with contextlib.suppress(ValueError, RecursionError):
-            if isinstance(value, str):
-                read = json.loads(value.lower() if value.lower() in ("true", "false") else value)
-                value = read if fits(read, wanted) else value
-            elif "string" in wanted and fits(value, ["number"]):
-                value = str(value)
+        value = cast_scalar(value, wanted)
     if isinstance(value, float) and value.is_integer() and "integer" in wanted:
         return int(value)
-    if isinstance(value, dict) and (inside := keyword(schema, "properties", dict)):
-        return {key: cast(item, inside.get(key)) for key, item in value.items()}
-    if isinstance(value, list) and (inside := keyword(schema, "items", dict)):
-        return [cast(item, inside) for item in value]
+    properties = keyword(schema, "properties", dict)
+    if isinstance(value, dict) and properties:
+        return {key: cast(item, properties.get(key)) for key, item in value.items()}
+    items = keyword(schema, "items", dict)
+    if isinstance(value, list) and items:
+        return [cast(item, items) for item in value]
+    return value
+
+
+def cast_scalar(value: Any, wanted: list[str]) -> Any:
+    with contextlib.suppress(ValueError, RecursionError):
+        if isinstance(value, str):
+            is_boolean = value.lower() in ("true", "false")  # Python's True, too
+            read = json.loads(value.lower() if is_boolean else value)
+            return read if fits(read, wanted) else value
+        if "string" in wanted and fits(value, ["number"]):
+            return str(value)
     return value
 
 
@@ -214,30 +472,59 @@ def validate(value: Any, schema: Any, path: str = "") -> list[str]:
     """
     if not isinstance(schema, dict):
         return []
-    name, wanted = path or "value", kinds(schema)
+    name = path or "value"
+    wanted = kinds(schema)
     if not fits(value, wanted):
         return [f"{name} must be {' or '.join(wanted)}, not {json.dumps(value, default=str)[:80]}"]
     if isinstance(value, float) and not math.isfinite(value):
         return [f"{name} must be a finite number"]
-    choices, errors = keyword(schema, "enum", list), []
-    if choices and value is not None and value not in choices:
-        errors.append(f"{name} must be one of {shorten(json.dumps(choices, ensure_ascii=False), 1_000)}")
-    size, what = (len(value), f"{name}: its length") if isinstance(value, str | list) else (value, name)
-    low, high = (schema.get(limit) for limit in LIMITS.get(type(value), ("", "")))
-    if fits(low, ["number"]) and size < low:
-        errors.append(f"{what} must be >= {low}")
-    if fits(high, ["number"]) and size > high:
-        errors.append(f"{what} must be <= {high}")
+    errors = wrong_choice(value, schema, name) + wrong_size(value, schema, name)
     if isinstance(value, list):
         for index, item in enumerate(value):
             errors += validate(item, schema.get("items"), f"{path}[{index}]")
-    elif isinstance(value, dict):
-        inside, properties = f"{path}." if path else "", keyword(schema, "properties", dict)
-        needed = [key for key in keyword(schema, "required", list) if isinstance(key, str)]
-        errors += [f"{inside}{key} is required" for key in needed if key not in value]
-        for key, item in value.items():
-            errors += validate(item, properties.get(key), inside + key)
+    if isinstance(value, dict):
+        errors += wrong_keys(value, schema, f"{path}." if path else "")
     return errors
+
+
+def wrong_choice(value: Any, schema: dict, name: str) -> list[str]:
+    choices = keyword(schema, "enum", list)
+    if not choices or value is None or value in choices:
+        return []
+    return [f"{name} must be one of {shorten(json.dumps(choices, ensure_ascii=False), 1_000)}"]
+
+
+def wrong_size(value: Any, schema: dict, name: str) -> list[str]:
+    if type(value) not in LIMITS:
+        return []
+    low, high = (schema.get(limit) for limit in LIMITS[type(value)])
+    size = value
+    if isinstance(value, str | list):
+        size = len(value)
+        name = f"{name}: its length"
+    if fits(low, ["number"]) and size < low:
+        return [f"{name} must be >= {low}"]
+    if fits(high, ["number"]) and size > high:
+        return [f"{name} must be <= {high}"]
+    return []
+
+
+def wrong_keys(value: dict, schema: dict, prefix: str) -> list[str]:
+    required = [key for key in keyword(schema, "required", list) if isinstance(key, str)]
+    errors = [f"{prefix}{key} is required" for key in required if key not in value]
+    properties = keyword(schema, "properties", dict)
+    for key, item in value.items():
+        errors += validate(item, properties.get(key), prefix + key)
+    return errors
+
+
+def unexpected_keys(params: dict, schema: dict) -> list[str]:
+    known = keyword(schema, "properties", dict)
+    is_open = not all(schema.get(word) in (None, False) for word in OPENING)
+    if is_open or not known:
+        return []
+    strange = [key for key in params if key not in known]
+    return [f"unexpected parameter {key} (there are {', '.join(known)})" for key in strange]
 
 
 class Schema(dict):
@@ -248,7 +535,8 @@ class Schema(dict):
         if description:
             self["description"] = description
         for name, value in keywords.items():
-            self[re.sub("_([a-z])", lambda match: match[1].upper(), name)] = value
+            first, *others = name.split("_")  # min_length → minLength
+            self[first + "".join(word.capitalize() for word in others)] = value
 
     def to_json_schema(self) -> dict:
         return dict(self)
@@ -268,208 +556,148 @@ def ArraySchema(items: Any, description: str = "", **keywords: Any) -> Schema:
 
 
 def ObjectSchema(description: str = "", /, *, required: Iterable[str] = (), **properties: Any) -> Schema:
-    needed = {"required": list(required)} if required else {}
-    inside = {name: as_schema(each) for name, each in properties.items()}
-    return Schema("object", description, properties=inside, **needed)
+    schemas = {name: as_schema(hint) for name, hint in properties.items()}
+    schema = Schema("object", description, properties=schemas)
+    if required:
+        schema["required"] = list(required)
+    return schema
 
 
 def tool_parameters_schema(required: Iterable[str] = (), **properties: Any) -> dict:
     return ObjectSchema(required=required, **properties)
 
 
-def as_schema(what: Any) -> dict:
-    """JSON Schema of a dict (a Schema is one) or a type hint: `list[str]`, `Annotated[int, "…"]`."""
-    if isinstance(what, dict):
-        return what
-    origin, inner = typing.get_origin(what) or what, typing.get_args(what)  # list[str] is a list
+def tool_parameters(schema: dict) -> Callable[[type], type]:
+    """Class decorator for a schema that is written out: `@tool_parameters(tool_parameters_schema(…))`."""
+
+    def decorate(tool_class: type) -> type:
+        tool_class.parameters = schema
+        return tool_class
+
+    return decorate
+
+
+def as_schema(hint: Any) -> dict:
+    """JSON Schema of a type hint; a dict (a Schema is one) stays what it is.
+
+    list[str] → {"type": "array", "items": {"type": "string"}};  int | None → {"type": ["integer", "null"]};
+    Literal["a", "b"] → {"type": "string", "enum": ["a", "b"]};  Annotated[int, "…"] → with a description
+    """
+    if isinstance(hint, dict):
+        return hint
+    origin = typing.get_origin(hint) or hint  # of list[str] it is list
+    inner = typing.get_args(hint)
     if origin is Annotated:
         note = {"description": inner[1]} if isinstance(inner[1], str) else inner[1]
         return {**as_schema(inner[0]), **note}
     if origin is Literal:
         return {**as_schema(type(inner[0])), "enum": list(inner)}
     if origin in (typing.Union, types.UnionType):
-        options = [as_schema(each) for each in inner]
-        merged = {key: value for option in options for key, value in option.items()}
-        return {**merged, "type": [kind for option in options for kind in kinds(option)]}
+        return union_schema([as_schema(option) for option in inner])
     if origin is list:  # some endpoints refuse an array that does not say of what
         return {"type": "array", "items": as_schema(inner[0]) if inner else {}}
-    names = {type_: kind for kind, type_ in JSON_TYPES.items()} | {float: "number"}
+    names = {kind: name for name, kind in JSON_TYPES.items()} | {float: "number"}
     return {"type": names[origin]} if origin in names else {}
+
+
+def union_schema(options: list[dict]) -> dict:
+    merged: dict = {}
+    names: list[str] = []
+    for option in options:
+        merged |= option
+        names += kinds(option)
+    return {**merged, "type": names}
 
 
 def signature_schema(function: Callable) -> dict:
     """A function's parameters as a schema; `self`, `turn` and starred ones are not the model's business."""
     hints = typing.get_type_hints(function, include_extras=True)
     starred = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    named = [each for each in inspect.signature(function).parameters.values() if each.kind not in starred]
-    shown = [each for each in named if each.name not in ("self", "turn")]
-    required = [each.name for each in shown if each.default is each.empty]
-    properties = {each.name: as_schema(hints.get(each.name, Any)) for each in shown}
+    properties, required = {}, []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if name in ("self", "turn") or parameter.kind in starred:
+            continue
+        properties[name] = as_schema(hints.get(name, Any))
+        if parameter.default is parameter.empty:
+            required.append(name)
     return tool_parameters_schema(required) | {"properties": properties}
 
 
-# ---- Tools, and the registry that runs them ----
+# ---- Paths: where a model's words may lead ----
+# Without this `../../.ssh/id_rsa`, a link in a stranger's repository, or /proc/self/environ is read, and the
+# agent edits its own records. A guard-rail: a folder that another process swaps for a link between check
+# and use is not noticed.
+
+AGENT_FILES = ("sessions", "cron", "memory/history.jsonl", "memory/HISTORY.md", "memory/.cursor",
+               "memory/.dream_cursor", "memory/.git", ".nanobot")  # fmt: skip
 
 
-class Tool:
-    """A function with a schema. A subclass has name, description and `execute`, or a blocking `run`."""
-
-    name: str = ""
-    description: str = ""
-    parameters: dict = {"type": "object", "properties": {}}  # some endpoints refuse a tool without these keys
-    read_only: bool = False  # changes nothing: needs no approval
-    exclusive: bool = False  # never runs beside another call
-    wants_turn: bool = False
-
-    def __init_subclass__(cls) -> None:
-        if function := cls.__dict__.get("run") or cls.__dict__.get("execute"):
-            cls.wants_turn = "turn" in inspect.signature(function).parameters
-            if "parameters" not in cls.__dict__:
-                cls.parameters = signature_schema(function)
-
-    @property
-    def concurrency_safe(self) -> bool:
-        return self.read_only and not self.exclusive
-
-    async def execute(self, **arguments: Any) -> Any:
-        """Returns text, a ToolResult or whatever JSON can show; raises ToolError for the model's mistakes.
-
-        A blocking `run` in its place gets a thread of its own.
-        """
-        return await in_thread(self.run, **arguments)
-
-    def cast_params(self, params: dict) -> dict:
-        return cast(params, self.parameters)
-
-    def validate_params(self, params: dict) -> list[str]:
-        known = keyword(self.parameters, "properties", dict)
-        closed = known and all(self.parameters.get(word) in (None, False) for word in OPENING)
-        strange = [key for key in params if key not in known] if closed else []
-        errors = [f"unexpected parameter {key} (there are {', '.join(known)})" for key in strange]
-        return validate(params, self.parameters) + errors
-
-    def to_schema(self) -> dict:
-        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
-        return {"type": "function", "function": function}
+def allowed_path(turn: Turn, text: str, write: bool) -> Path:
+    """The real path, links and `..` followed; raises ToolError where it may not go."""
+    try:
+        real = (turn.cwd / os.path.expanduser(text)).resolve()
+        home, here = turn.workspace.resolve(), turn.cwd.resolve()
+        readable = [path.resolve() for path in turn.readable]
+        holds_keys = is_secret(real, turn)
+    except (OSError, RuntimeError, ValueError) as problem:  # a loop of links, a NUL, too long a name
+        raise ToolError(f"{text!r} is not a usable path: {problem}") from None
+    if holds_keys:
+        raise ToolError(f"{real} holds keys: the agent may not open it. Ask the user to look.")
+    if write and any(real.is_relative_to(home / name) for name in AGENT_FILES):
+        raise ToolError(f"{real} is the agent's own record: it is not for tools to write.")
+    roots = [home, here] if write else [home, here, *readable]
+    is_inside = any(real.is_relative_to(root) for root in roots)
+    if turn.restrict and not is_inside:
+        raise ToolError(f"{real} is outside of {home} and {here}. Use a path inside.")
+    return real
 
 
-def tool_parameters(schema: dict) -> Callable[[type], type]:
-    """Class decorator for a schema that is written out: `@tool_parameters(tool_parameters_schema(…))`."""
-    return lambda cls: type(cls.__name__, (cls,), {"parameters": schema})
+def is_secret(real: Path, turn: Turn) -> bool:
+    if real.parts[1:2] == ("proc",) and real.name in ("environ", "mem"):  # the environment holds keys too
+        return True
+    for secret in turn.secret:
+        if real.parent == secret.parent and real.name.startswith(secret.name):
+            return True  # the file, and config.json.bak beside it
+    if not real.exists():
+        return False
+    # samefile: a hard link is the same file, so is another case where the file system ignores case
+    return any(real.samefile(secret) for secret in turn.secret if secret.exists())
 
 
-def tool(function: Callable | None = None, **flags: Any) -> Any:
-    """Make a tool of a function: `@tool`, or `@tool(read_only=True)`."""
-    if function is None:
-        return functools.partial(tool, **flags)
-    how = "execute" if inspect.iscoroutinefunction(function) else "run"
-    body = {"name": function.__name__, "description": inspect.getdoc(function) or "", **flags}
-    return type(function.__name__, (Tool,), {**body, how: staticmethod(function)})()
-
-
-class ToolRegistry:
-    """The tools of one agent. A result over the turn's limit goes into a file; the model is told where."""
-
-    preview_chars = 1_200
-    kept_results = 200  # files; older ones are removed
-
-    def __init__(self, tools: Iterable[Tool] = ()):
-        self._tools: dict[str, Tool] = {each.name: each for each in tools}
-
-    def register(self, new: Tool) -> None:
-        self._tools[new.name] = new
-
-    def unregister(self, name: str) -> None:
-        self._tools.pop(name, None)
-
-    def get(self, name: str) -> Tool | None:
-        return self._tools.get(name)
-
-    def get_definitions(self) -> list[dict]:
-        """Schemas in a fixed order, built-in tools first, then MCP's: prompt caches live on equal bytes."""
-        names = sorted(self._tools, key=lambda name: (name.startswith("mcp_"), name))
-        return [self._tools[name].to_schema() for name in names]
-
-    def prepare_call(self, name: str, params: Any) -> tuple[Tool | None, dict, str | None]:
-        """The tool, its arguments after casting, and what is wrong with them (None: nothing)."""
-        found = self._tools.get(name)
-        if not found:
-            name = name[:64]
-            near = difflib.get_close_matches(name.lower(), self._tools, len(self._tools) or 1, cutoff=0)
-            return None, {}, f"There is no tool {name!r}. There are, the closest first: {', '.join(near)}."
-        params = {} if params is None else cast(params, {"type": "object"})
-        known = keyword(found.parameters, "properties", dict)
-        if isinstance(params, dict) and [*params] == ["arguments"] and "arguments" not in known:
-            params = cast(params["arguments"], {"type": "object"})  # some models wrap them once more
-        if not isinstance(params, dict):
-            return found, {}, f'The arguments of {name} must be one JSON object, like {{"name": "value"}}.'
-        params = found.cast_params(params)
-        errors = "; ".join(found.validate_params(params))
-        return found, params, f"{name} was not run: {errors}. Correct the call." if errors else None
-
-    async def execute(self, name: str, params: Any, turn: Turn | None = None) -> ToolResult:
-        """Run one call. Whatever goes wrong in it becomes an error result: the turn goes on."""
-        turn = turn or Turn()
-        try:
-            found, arguments, problem = self.prepare_call(name, params)
-            if problem:
-                raise ToolError(problem)
-            result = await found.execute(**arguments, **({"turn": turn} if found.wants_turn else {}))
-            if not isinstance(result, ToolResult | str | None):
-                result = json.dumps(result, ensure_ascii=False, default=str)
-        except ToolError as mistake:
-            result = ToolResult(str(mistake), is_error=True)
-        except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as failure:
-            if isinstance(failure, asyncio.CancelledError) and asyncio.current_task().cancelling():
-                raise  # it is the turn that is cancelled, not only something in the tool
-            log.warning("tool %s failed", name, exc_info=True)
-            result = ToolResult(f"{name} failed: {type(failure).__name__}: {failure}", is_error=True)
-        result = result if isinstance(result, ToolResult) else ToolResult(result or "")
-        if not result.text.strip():
-            result.text = f"({name} completed with no output)"
-        if len(result.text) > turn.max_result_chars:
-            result.text = self._put_aside(name, result.text, turn)
-        return result
-
-    def _put_aside(self, name: str, text: str, turn: Turn) -> str:
-        folder = turn.workspace / ".nanobot" / "tool-results"
-        path = folder / f"{time.time_ns()}-{re.sub('[^a-zA-Z0-9_-]', '', name)[:64]}.txt"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(text.encode("utf-8", errors="replace"))
-            for old in sorted(folder.glob("*-*.txt"))[: -self.kept_results]:
-                old.unlink(missing_ok=True)
-        except OSError as problem:
-            log.warning("could not keep the result of %s in a file: %s", name, problem)
-            return shorten(text, turn.max_result_chars - 100)
-        return (
-            f"[{len(text):,} characters, too long to show: saved to {path}. "
-            f"Read it with read_file or search it with grep. It begins:]\n{text[: self.preview_chars]}"
-        )
-
-
-# ---- Files, and the search in them ----
+# ---- Files are read and written with care ----
+# Without this a FIFO or /dev/zero is read for ever, a full disk leaves half a file, and a file that the user
+# has changed in the meantime is overwritten without a word.
 
 MAX_FILE_BYTES = 50_000_000
-IMAGE = re.compile(rb"(?P<png>\x89PNG\r\n\x1a\n)|(?P<jpeg>\xff\xd8\xff)|(?P<gif>GIF8[79]a)"
-                   rb"|(?P<webp>RIFF(?s:....)WEBP)")  # by how a file begins  # fmt: skip
+NOT_KNOWN = "\n(Warning: it was not read in this session, or has changed since then.)"
 # through no link that was put there after the check, without waiting for a FIFO, on Windows byte for byte
 READING = sum(getattr(os, flag, 0) for flag in ("O_RDONLY", "O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"))
-STRAIGHT = str.maketrans("“”‘’", "\"\"''")
+UTF8_MARK = codecs.BOM_UTF8
+UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+IMAGE_STARTS = {
+    "png": b"\x89PNG\r\n\x1a\n", "jpeg": b"\xff\xd8\xff", "gif": b"GIF8[79]a", "webp": b"RIFF(?s:....)WEBP",
+}  # fmt: skip
 
 
 def read_bytes(path: Path | str, most: int = MAX_FILE_BYTES) -> bytes:
     """A regular file's content; raises ToolError that says what else the path is, or why it is not read."""
     try:
-        descriptor = os.open(path, READING)
+        return read_regular(path, most)
     except OSError as problem:
-        raise ToolError(f"Cannot read {path}: {problem.strerror}.{_similar(Path(path))}") from None
+        raise ToolError(f"Cannot read {path}: {problem.strerror}.{similar_names(Path(path))}") from None
+    except ValueError as problem:
+        raise ToolError(f"{path} {problem}") from None
+
+
+def read_regular(path: Any, most: int) -> bytes:
+    """A regular file's content; raises OSError, or ValueError where it is no such file or too large."""
+    descriptor = os.open(path, READING)
     try:
         info = os.fstat(descriptor)
         if not stat.S_ISREG(info.st_mode):
-            raise ToolError(f"{path} is not a regular file but a directory (see list_dir), FIFO or device.")
+            raise ValueError("is not a regular file but a directory (see list_dir), FIFO or device.")
         if info.st_size > most:
-            raise ToolError(f"{path} has {info.st_size:,} bytes, too many: take a part of it with exec.")
+            raise ValueError(f"has {info.st_size:,} bytes, too many: take a part of it with exec.")
         data = os.read(descriptor, info.st_size)
         if len(data) == info.st_size > 0:
             return data
@@ -480,13 +708,42 @@ def read_bytes(path: Path | str, most: int = MAX_FILE_BYTES) -> bytes:
 
 
 def plain_text(data: bytes) -> str:
-    return data.decode("utf-8-sig", errors="replace").replace("\r\n", "\n").removesuffix("\n")
+    """b"\\xef\\xbb\\xbfone\\r\\ntwo\\r\\n" → "one\\ntwo"; UTF-16 where the file begins with its mark"""
+    if data.startswith(UTF16_MARKS):
+        text = data.decode("utf-16", errors="replace")
+    else:
+        text = str(data.removeprefix(UTF8_MARK), "utf-8", errors="replace")
+    return text.replace("\r\n", "\n").removesuffix("\n")
 
 
-def _similar(path: Path) -> str:
+def is_binary(data: bytes) -> bool:
+    return data.find(b"\0", 0, 8_192) >= 0 and not data.startswith(UTF16_MARKS)
+
+
+def similar_names(path: Path) -> str:
     names = os.listdir(path.parent) if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, names)
     return f" There is: {', '.join(near)}." if near else " Look around with list_dir or glob."
+
+
+def numbered_page(lines: list[str], first: int, most: int, room: int) -> str:
+    """`most` lines from line `first`, in `room` characters, and where to go on:
+
+    ["a", "b", "c"] from 2, one line → "2| b\\n(lines 2-2 of 3; go on with offset=3)"
+    """
+    page: list[str] = []
+    for number, line in enumerate(lines[first - 1 :][:most], first):
+        shown = f"{number}| {line}"
+        room -= len(shown) + 1
+        if room < 0 and not page:
+            page = [f"{shown[:room]}… (line cut)"]
+        if room < 0:
+            break
+        page.append(shown)
+    last = first + len(page) - 1
+    if last < len(lines):
+        page.append(f"(lines {first}-{last} of {len(lines)}; go on with offset={last + 1})")
+    return "\n".join(page)
 
 
 def write_atomic(path: Path, data: bytes) -> None:
@@ -511,45 +768,41 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 def image_block(data: bytes) -> dict | None:
     """An `image_url` block that carries the bytes; None where they are no png, jpeg, gif or webp."""
-    if not (start := IMAGE.match(data)):
-        return None
-    url = f"data:image/{start.lastgroup};base64,{base64.b64encode(data).decode()}"
-    return {"type": "image_url", "image_url": {"url": url}}
+    for kind, start in IMAGE_STARTS.items():
+        if re.match(start, data):
+            url = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+            return {"type": "image_url", "image_url": {"url": url}}
+    return None
 
 
 @tool(read_only=True)
-def read_file(
-    path: str, offset: Annotated[int, "First line, from 1"] = 1, limit: int = 2_000, *, turn: Turn
-) -> str | ToolResult:
-    """Read a text file as `N| line`, a page at a time, or look at an image."""
+def list_dir(path: str = ".", *, turn: Turn) -> str:
+    """List a directory."""
     real = turn.path(path)
-    data = read_bytes(real)
-    turn.saw(real)
-    if block := image_block(data):
-        return ToolResult(f"[image: {real}]", images=[block])
-    if b"\0" in data[:8_192]:
-        raise ToolError(f"{real} is a binary file of {len(data):,} bytes. Look at it with exec (file, xxd).")
-    if not data:
-        return f"({real} is empty)"
-    lines, first, room = plain_text(data).split("\n"), max(offset, 1), turn.max_result_chars - 200
-    if first > len(lines):
-        raise ToolError(f"{real} has {len(lines)} lines: offset {offset} is behind its end.")
-    shown = [f"{number}| {line}" for number, line in enumerate(lines[first - 1 :][: max(limit, 1)], first)]
-    ends = itertools.accumulate(len(line) + 1 for line in shown)
-    page = shown[: sum(end <= room for end in ends)] or [f"{shown[0][:room]}… (line cut)"]
-    last = first + len(page) - 1
-    if last < len(lines):
-        page.append(f"(lines {first}-{last} of {len(lines)}; go on with offset={last + 1})")
-    return "\n".join(page)
+    try:
+        entries = sorted(os.scandir(real), key=lambda entry: entry.name)
+    except OSError as problem:
+        raise ToolError(f"Cannot list {real}: {problem.strerror}.{similar_names(real)}") from None
+    lines = [f"{real}: {len(entries)} entries"]
+    return "\n".join(lines + [entry_line(entry) for entry in entries])
 
 
-@tool
-def write_file(path: str, content: str, *, turn: Turn) -> str:
-    """Write a whole file; folders are made. To change part of a file use edit_file."""
-    real = turn.path(path, write=True)
-    write_atomic(real, content.encode("utf-8", errors="replace"))
-    turn.saw(real)
-    return f"Wrote {len(content):,} characters to {real}."
+def entry_line(entry: os.DirEntry) -> str:
+    """A line of list_dir: "sub/", "a.txt  17 bytes", "leaf -> /home/ada/gold.txt"."""
+    if entry.is_symlink():
+        return f"{entry.name} -> {os.readlink(entry.path)}"
+    if entry.is_dir(follow_symlinks=False):
+        return f"{entry.name}/"
+    if entry.is_file(follow_symlinks=False):
+        return f"{entry.name}  {entry.stat().st_size:,} bytes"
+    return entry.name
+
+
+# ---- A passage is replaced where it is clear which, and how its lines are indented ----
+# Without this a model that counts spaces wrongly gets valid Python with another meaning: a `return` that was
+# the method's is the class's. What is not certain is refused, and the model is shown the nearest passage.
+
+STRAIGHT_QUOTES = str.maketrans("“”‘’", "\"\"''")
 
 
 @tool
@@ -557,7 +810,8 @@ def edit_file(path: str, old_text: str, new_text: str, replace_all: bool = False
     """Replace a passage of a text file (read it first). Returns the diff."""
     if not old_text and not turn.path(path, write=True).exists():
         return write_file.run(path, new_text, turn=turn)
-    old, new = old_text.replace("\r\n", "\n"), new_text.replace("\r\n", "\n")
+    old = old_text.replace("\r\n", "\n")
+    new = new_text.replace("\r\n", "\n")
     return rewrite(path, turn, lambda text: replace_passage(text, old, new, replace_all))
 
 
@@ -565,56 +819,216 @@ def rewrite(path: str, turn: Turn, change: Callable[[str], str]) -> str:
     """Let `change` have a file's text, and return the diff. BOM, CRLF and bytes that are no UTF-8 stay."""
     real = turn.path(path, write=True)
     data = read_bytes(real)
-    mark = codecs.BOM_UTF8 if data.startswith(codecs.BOM_UTF8) else b""
+    if data.startswith(UTF16_MARKS):
+        raise ToolError(f"{real} is UTF-16: change it with exec (iconv), or write it anew with write_file.")
+    mark = UTF8_MARK if data.startswith(UTF8_MARK) else b""
     text = data.removeprefix(mark).decode("utf-8", errors="surrogateescape")
     line_end = "\r\n" if text.count("\r\n") == text.count("\n") > 0 else "\n"
     before = text.replace(line_end, "\n")
     after = change(before)
-    known = turn.saw(real)
+    is_known = turn.saw(real)
     write_atomic(real, mark + after.replace("\n", line_end).encode("utf-8", errors="surrogateescape"))
     turn.saw(real)
-    warning = "" if known else "\n(Warning: it was not read in this session, or has changed since then.)"
+    warning = "" if is_known else NOT_KNOWN
     return diff(before, after, path) + warning
+
+
+def diff(before: str, after: str, name: str) -> str:
+    sides = before.split("\n"), after.split("\n")
+    lines = difflib.unified_diff(*sides, f"a/{name}", f"b/{name}", lineterm="", n=2)
+    text = "\n".join(lines).encode("utf-8", errors="replace").decode()  # a byte that is no UTF-8 becomes `?`
+    return shorten(text, 4_000) or "(the text is the same)"
+
+
+@dataclass
+class Edit:
+    """What is asked for: `old` gives way to `new` in `text`, once or everywhere."""
+
+    text: str
+    old: str
+    new: str
+    replace_all: bool = False
+
+
+@dataclass
+class Place:
+    """A passage of a text, from character `start` to before `end`, and what comes there."""
+
+    start: int
+    end: int
+    new: str
 
 
 def replace_passage(text: str, old: str, new: str, replace_all: bool = False) -> str:
     """`text` with `old` replaced by `new`; raises ToolError where it stands nowhere or in several places."""
     if text and not old:
         raise ToolError("The file is not empty: say in old_text which passage to replace.")
-    tries = ((step, list(re.finditer(step, text, re.MULTILINE))) for step in _ladder(old, new))
-    step, found = next((each for each in tries if each[1]), ("", []))
-    if not found:
-        raise ToolError(f"old_text is not in the file.{_nearest(text, old)}")
-    if len(found) > 1 and not replace_all:
-        lines = ", ".join(str(text.count("\n", 0, match.start()) + 1) for match in found[:20])
-        raise ToolError(f"old_text stands at lines {lines}. Add lines around the one, or set replace_all.")
-    return re.sub(step, lambda match: new and _fit(new, old, match[0]), text, flags=re.MULTILINE)
-
-
-def _ladder(old: str, new: str) -> list[str]:
-    """Regular expressions for a passage: as it is; with any space around its lines; with any quotes; both."""
-    lines = [rf"[ \t\r]*+{re.escape(line.strip())}[ \t\r]*+" for line in old.strip("\n").split("\n")]
-    steps = [re.escape(old), "^" + "\n".join(lines) + "$"] if old.strip() else [re.escape(old)]
-    steps += [re.sub("[\"“”]", "[\"“”]", re.sub("['‘’]", "['‘’]", step)) for step in steps]
-    deletes_lines = not new and not old.endswith("\n")  # then their line end goes with them
-    return [f"^{step}\n|{step}" for step in steps] if deletes_lines else steps
-
-
-def _fit(new: str, old: str, passage: str) -> str:
-    """`new` indented like the passage that it replaces, without curly quotes that only `old` has."""
-    plain_old, plain_passage = old.translate(STRAIGHT), passage.translate(STRAIGHT)
-    if plain_old != old and plain_passage == passage:
-        new = new.translate(STRAIGHT)
-    if plain_old == plain_passage:
+    if not old:
         return new
-    given, there = old.strip("\n").split("\n"), passage.split("\n")
-    kept = dict(zip(given, there, strict=True))  # a line that stays keeps its indentation and trailing space
-    before, after = (re.match(r"[ \t]*", lines[0])[0] for lines in (given, there))
-    moved = (kept.get(line) or re.sub(f"^{before}(?=.)", after, line) for line in new.strip("\n").split("\n"))
-    return "\n".join(moved)
+    places = places_of(Edit(text, old, new, replace_all))
+    if not places:
+        raise ToolError(f"old_text is not in the file.{nearest(text, old)}")
+    if len(places) > 1 and not replace_all:
+        lines = ", ".join(str(text.count("\n", 0, place.start) + 1) for place in places[:20])
+        raise ToolError(f"old_text stands at lines {lines}. Add lines around the one, or set replace_all.")
+    parts, position = [], 0
+    for place in places:
+        parts += [text[position : place.start], place.new]
+        position = place.end
+    return "".join([*parts, text[position:]])
 
 
-def _nearest(text: str, old: str) -> str:
+def places_of(edit: Edit) -> list[Place]:
+    """Where `old` stands: as it is, else indented otherwise, else with other quotes, else with both."""
+    straight_text = edit.text.translate(STRAIGHT_QUOTES)  # as long as before: places are the same in both
+    straight_old = edit.old.translate(STRAIGHT_QUOTES)
+    return (
+        exact_places(edit, edit.text, edit.old)
+        or indented_places(edit, edit.text, edit.old)
+        or exact_places(edit, straight_text, straight_old)
+        or indented_places(edit, straight_text, straight_old)
+    )
+
+
+def exact_places(edit: Edit, text: str, old: str) -> list[Place]:
+    """Of "aba" in "ababa" both places where one is wanted, the first where all are."""
+    places: list[Place] = []
+    start = text.find(old)
+    while start >= 0:
+        end = start + len(old)
+        _, new = with_quotes_of(edit.text[start:end], edit)
+        before = text[text.rfind("\n", 0, start) + 1 : start]  # on its line
+        if not is_clear(before, old, new):
+            return []
+        ends_line = text.startswith("\n", end) and not old.endswith("\n")
+        deletes_lines = ends_line and not before and not edit.new
+        places.append(Place(start, end + deletes_lines, new))
+        if len(places) > 20 and not edit.replace_all:
+            break  # too many to choose from
+        start = text.find(old, end if edit.replace_all else start + 1)
+    return places
+
+
+def is_clear(before: str, old: str, new: str) -> bool:
+    """Does text that was found behind `before` on its line say how further lines are to be indented?
+
+    Of `return a` behind eight spaces: "return a\n        more()" does, "return a\nmore()" does not.
+    """
+    new_lines = [line for line in new.split("\n") if line.strip()]
+    if not before or before.strip() or len(new_lines) < 2:
+        return True
+    full_depth = before + indentation(old)
+    old_lines = old.split("\n")[1:]
+    others = [line for line in new_lines[1:] if line not in old_lines]
+    if not all(line.startswith(full_depth) for line in others):
+        return False
+    for line, following in itertools.pairwise([before + new_lines[0], *new_lines[1:]]):
+        is_deeper = len(indentation(following)) > len(indentation(line))
+        if line.rstrip().endswith(":") and not is_deeper:  # `if a:` would have nothing in it
+            return False
+    return True
+
+
+def with_quotes_of(passage: str, edit: Edit) -> tuple[str, str]:
+    """`old` and `new`, without curly quotes where `old` has some and the passage has none."""
+    straight_old = edit.old.translate(STRAIGHT_QUOTES)
+    if straight_old != edit.old and passage.translate(STRAIGHT_QUOTES) == passage:
+        return straight_old, edit.new.translate(STRAIGHT_QUOTES)
+    return edit.old, edit.new
+
+
+def indented_places(edit: Edit, text: str, old: str) -> list[Place]:
+    """Passages whose lines are `old` but for the space around them, with `new` indented as they are."""
+    wanted = [line.strip(" \t\r") for line in old.strip("\n").split("\n")]
+    lines = text.split("\n")
+    stripped = [line.strip(" \t\r") for line in lines]
+    starts = list(itertools.accumulate((len(line) + 1 for line in lines), initial=0))
+    places: list[Place] = []
+    for index in range(len(lines) - len(wanted) + 1):
+        is_alike = stripped[index] == wanted[0] and stripped[index : index + len(wanted)] == wanted
+        is_taken = edit.replace_all and places and starts[index] < places[-1].end
+        if not any(wanted) or not is_alike or is_taken:
+            continue
+        start, end = starts[index], starts[index + len(wanted)] - 1
+        new = reindented(edit, edit.text[start:end])
+        if new is None:  # nor is it clear that another passage is meant
+            return []
+        deletes_lines = end < len(text) and not edit.new
+        places.append(Place(start, end + deletes_lines, new))
+    return places
+
+
+def reindented(edit: Edit, passage: str) -> str | None:
+    """`new` indented as the passage is; None where no one change of indentation is certain.
+
+    old "a()\n  b()"   passage "    a()\n      b()"   new "a()\n  c()"   →   "    a()\n      c()"
+    """
+    old, new = with_quotes_of(passage, edit)
+    while old.startswith("\n") and new.startswith("\n"):
+        old, new = old[1:], new[1:]
+    while old.endswith("\n") and new.endswith("\n"):
+        old, new = old[:-1], new[:-1]
+    old_lines, new_lines = old.strip("\n").split("\n"), new.split("\n")
+    passage_lines = passage.split("\n")
+    change = change_of_indentation(old_lines, passage_lines)
+    if change is None or not is_certain(change, old_lines, new_lines):
+        return None
+    removed, added = change
+    versions: dict[str, set[str]] = {}  # a line that stays keeps the space at its end
+    for old_line, passage_line in zip(old_lines, passage_lines, strict=True):
+        versions.setdefault(old_line, set()).add(passage_line)
+    for number, line in enumerate(new_lines):
+        if len(versions.get(line, ())) == 1:
+            (new_lines[number],) = versions[line]
+        elif line.strip():
+            new_lines[number] = added + line.removeprefix(removed)
+    return "\n".join(new_lines)
+
+
+def indentation(line: str) -> str:
+    return line[: len(line) - len(line.lstrip(" \t"))]
+
+
+def change_of_indentation(old_lines: list[str], passage_lines: list[str]) -> tuple[str, str] | None:
+    """What to take from the front of each line of `old`, and to put there, to have the passage:
+
+    ["if a:", "    b()"] and ["    if a:", "        b()"] → ("", "    ");  no one change does it → None
+    """
+    change = None
+    for old_line, passage_line in zip(old_lines, passage_lines, strict=True):
+        before, after = indentation(old_line), indentation(passage_line)
+        if not old_line.strip():
+            continue
+        if change is None:
+            common = len(os.path.commonprefix([before[::-1], after[::-1]]))
+            change = (before[: len(before) - common], after[: len(after) - common])
+        removed, added = change
+        if not before.startswith(removed) or after != added + before.removeprefix(removed):
+            return None
+    return change
+
+
+def is_certain(change: tuple[str, str], old_lines: list[str], new_lines: list[str]) -> bool:
+    """Does the change that holds for `old` hold for each line of `new`, too?
+
+    Not where a model writes two spaces for four, or drops all indentation: a line of `new` is indented like
+    one of `old`, or `old` has lines of two depths, which show that its steps are the file's.
+    """
+    removed, added = change
+    old_depths = [indentation(line) for line in old_lines if line.strip()]
+    new_depths = [indentation(line) for line in new_lines if line.strip()]
+    if removed == added or not new_depths:
+        return True
+    if not any(old_depths + new_depths):  # all of it was dropped: only line by line it is known
+        return len(old_lines) == len(new_lines)
+    if new_depths[0] != old_depths[0]:
+        return False
+    unknown = set(new_depths) - set(old_depths)
+    shows_steps = len(set(old_depths)) > 1 and "" in change  # not where tabs stand for spaces
+    return not unknown or (shows_steps and all(depth.startswith(removed) for depth in unknown))
+
+
+def nearest(text: str, old: str) -> str:
     lines, wanted = text.split("\n"), old.strip("\n").split("\n")
     for close in difflib.get_close_matches(wanted[0], lines[:20_000], n=1, cutoff=0.5):
         at = lines.index(close)
@@ -623,11 +1037,8 @@ def _nearest(text: str, old: str) -> str:
     return " Nothing in it is like its first line: read the file again."
 
 
-def diff(before: str, after: str, name: str) -> str:
-    sides = before.split("\n"), after.split("\n")
-    lines = difflib.unified_diff(*sides, f"a/{name}", f"b/{name}", lineterm="", n=2)
-    text = "\n".join(lines).encode("utf-8", errors="replace").decode()  # a byte that is no UTF-8 becomes `?`
-    return shorten(text, 4_000) or "(the text is the same)"
+# ---- Notebooks ----
+# Without this a cell is changed as text: a quote too few, and Jupyter opens nothing of the notebook.
 
 
 @tool
@@ -643,51 +1054,52 @@ def notebook_edit(
 def change_cell(text: str, index: int, source: str, kind: str, mode: str) -> str:
     """A notebook's JSON with one cell changed; all else in it, the indentation too, comes out as it was."""
     try:
+        text.encode()  # a byte that is no UTF-8 could not be told from an escape like "\udce9"
         book = json.loads(text)
         cells = book["cells"] if book["nbformat"] == 4 else None
         if index >= len(cells) + (mode == "insert"):
             raise ToolError(f"There is no cell {index} to {mode}: there are {len(cells)}, counted from 0.")
-        cell = {"metadata": {}, "id": os.urandom(4).hex()} if mode == "insert" else {**cells[index]}
-        cell["cell_type"] = kind = kind or cell.get("cell_type", "code")
-        cell |= {"source": source.splitlines(keepends=True), "execution_count": None, "outputs": []}
-        foreign = ["attachments"] if kind == "code" else ["execution_count", "outputs"]
-        if book.get("nbformat_minor", 0) < 5:
-            foreign.append("id")
-        made = {key: cell[key] for key in sorted(cell) if key not in foreign}
-        cells[index : index + (mode != "insert")] = [] if mode == "delete" else [made]
-        indent = re.match(r"\s*\{\n([ \t]*)", text)
-        return json.dumps(book, ensure_ascii=False, indent=indent and indent[1]) + text[len(text.rstrip()) :]
+        match mode:
+            case "insert":
+                new = {"metadata": {}, "id": os.urandom(4).hex()}
+                cells.insert(index, lawful_cell(new, source, kind or "code", book))
+            case "replace":
+                old = {**cells[index]}
+                cells[index] = lawful_cell(old, source, kind or old.get("cell_type", "code"), book)
+            case "delete":
+                del cells[index]
+        return notebook_text(book, text)
     except (ValueError, KeyError, TypeError, RecursionError) as problem:
         raise ToolError(f"This is no notebook of nbformat 4: {type(problem).__name__}: {problem}.") from None
 
 
-@tool(read_only=True)
-def list_dir(path: str = ".", *, turn: Turn) -> str:
-    """List a directory."""
-    real = turn.path(path)
-    try:
-        entries = sorted(os.scandir(real), key=lambda entry: entry.name)
-    except OSError as problem:
-        raise ToolError(f"Cannot list {real}: {problem.strerror}.{_similar(real)}") from None
-    lines = [f"{real}: {len(entries)} entries"]
-    for entry in entries:
-        size = f"  {entry.stat().st_size:,} bytes" if entry.is_file(follow_symlinks=False) else ""
-        what = f" -> {os.readlink(entry.path)}" if entry.is_symlink() else size
-        lines.append(entry.name + ("/" if entry.is_dir(follow_symlinks=False) else what))
-    return "\n".join(lines)
+def lawful_cell(cell: dict, source: str, kind: str, book: dict) -> dict:
+    """As nbformat wants it: keys in order, outputs only where there is code, an id only since 4.5."""
+    cell |= {"cell_type": kind, "source": source.splitlines(keepends=True)}
+    foreign = {"execution_count", "outputs"}
+    if kind == "code":
+        cell |= {"execution_count": None, "outputs": []}
+        foreign = {"attachments"}
+    if book.get("nbformat_minor", 0) < 5:
+        foreign.add("id")
+    return {key: cell[key] for key in sorted(cell) if key not in foreign}
 
+
+def notebook_text(book: dict, before: str) -> str:
+    """A notebook as JSON, laid out like the text that it was read from."""
+    indent = re.match(r"\s*\{\n([ \t]*)", before)  # "{\n \"cells\"": one space, as Jupyter writes it
+    text = json.dumps(book, ensure_ascii=False, indent=indent and indent[1])
+    half_pair = "[\ud800-\udfff]"  # "\udce9" was an escape, and no file can hold it otherwise
+    text = re.sub(half_pair, lambda match: f"\\u{ord(match[0]):04x}", text)
+    return text + before[len(before.rstrip()) :]
+
+
+# ---- Which files a search sees ----
+# Without this `node_modules` and build folders drown what is searched for. In a git work tree git is asked
+# what it ignores; a stranger's repository must start no program by it and lead nowhere else.
 
 SKIPPED_FOLDERS = {".git", "node_modules", "__pycache__", ".venv", ".tox", ".mypy_cache", ".pytest_cache",
                    ".ruff_cache", ".nanobot"}  # fmt: skip
-MAX_SEARCHED_BYTES = 2_000_000
-TYPES = {"py": "*.py{,i}", "js": "*.{,c,m}js{,x}", "ts": "*.{,c,m}ts{,x}", "md": "*.{md,markdown}",
-         "rust": "*.rs", "c": "*.[ch]", "cpp": "*.{cc,cpp,cxx,h,hh,hpp}", "html": "*.htm{,l}",
-         "yaml": "*.y{,a}ml", "sh": "*.{,ba,z}sh"}  # any other is the ending: java, go, css  # fmt: skip
-# of a regular expression: what stands for other text than itself, or may be missing
-UNSURE = re.compile(r"(\\.|\[\^?\]?(\\.|[^]\\])*\]|[.^$])([*?+]|\{[\d,]*\})*|[^(|]([*?+]|\{[\d,]*\})+", re.S)
-ENDLESS = re.compile(r"\([^()]*[^(*+?}][*+](?!\+)[^()]*\)([*+]|\{\d*,)")  # a repeated repetition
-Limit = Annotated[int, IntegerSchema(minimum=1)]
-Offset = Annotated[int, IntegerSchema(minimum=0)]
 
 
 def find_files(turn: Turn, root: Path, *globs: str) -> Iterator[tuple[str, str]]:
@@ -695,35 +1107,39 @@ def find_files(turn: Turn, root: Path, *globs: str) -> Iterator[tuple[str, str]]
     if root.is_file():
         yield root.name, str(root)
     elif not root.is_dir():
-        raise ToolError(f"There is no folder {root}.{_similar(root)}")
-    fits = [compiled(glob_regex(each), f"{each} is not a usable glob").match for each in globs if each != "*"]
+        raise ToolError(f"There is no folder {root}.{similar_names(root)}")
+    patterns = [glob_pattern(glob) for glob in globs if glob != "*"]
     suspects = ("environ", "mem", *(path.name for path in turn.secret))
     inodes = {path.stat().st_ino for path in turn.secret if path.exists()}
     start = len(os.path.join(root, ""))
-    for entry in _walk(str(root)):
+    for entry in walk(str(root)):
         name = entry.path[start:]
-        suspect = entry.name.startswith(suspects) or entry.inode() in inodes
-        if all(fit(name) for fit in fits) and not (suspect and turn.is_secret(Path(entry.path))):
+        if not all(pattern.match(name) for pattern in patterns):
+            continue
+        is_suspect = entry.name.startswith(suspects) or entry.inode() in inodes
+        if not (is_suspect and is_secret(Path(entry.path), turn)):
             yield name, entry.path
 
 
-def _walk(folder: str, ignored: set[str] | None = None) -> Iterator[os.DirEntry]:
+def walk(folder: str, ignored: set[str] | None = None) -> Iterator[os.DirEntry]:
+    stop_if_unwanted()
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError:  # a folder that may not be read has nothing to show
         return
-    if ignored is None or any(entry.name == ".git" for entry in entries):  # a repository, maybe in another
-        ignored = _ignored_by_git(folder)
+    is_repository = any(entry.name == ".git" for entry in entries)  # maybe one within another
+    if ignored is None or is_repository:
+        ignored = ignored_by_git(folder)
     for entry in entries:
         if entry.name in SKIPPED_FOLDERS or entry.path in ignored:
             continue
         if entry.is_file(follow_symlinks=False):
             yield entry
         elif entry.is_dir(follow_symlinks=False):
-            yield from _walk(entry.path, ignored)
+            yield from walk(entry.path, ignored)
 
 
-def _ignored_by_git(folder: str) -> set[str]:
+def ignored_by_git(folder: str) -> set[str]:
     """Paths that git would not list. A stranger's repository must start nothing: no fsmonitor, no fetch."""
     environment = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
     environment |= {"GIT_ALLOW_PROTOCOL": "", "GIT_NO_LAZY_FETCH": "1"}
@@ -735,49 +1151,120 @@ def _ignored_by_git(folder: str) -> set[str]:
     except (OSError, subprocess.SubprocessError):  # no git, no work tree, or it belongs to somebody else
         return set()
     names = os.fsdecode(done.stdout).split("\0")
-    whole = "./" in names  # an ignored folder that was asked for
-    return set() if whole else {os.path.join(folder, name.rstrip("/")) for name in names}
+    if "./" in names:  # an ignored folder that was asked for
+        return set()
+    return {os.path.join(folder, name.rstrip("/")) for name in names}
 
 
-def compiled(source: str, complaint: str, flags: int = 0) -> re.Pattern:
+# ---- Globs ----
+# Without this `*.{py,js}`, `[!a]*` and `**/test` mean what each library makes of them; Python's own knows
+# no braces, and `*a*a*a*a*a*` keeps it busy for hours.
+
+GLOB_TOKEN = re.compile(
+    r"\\(?P<escaped>.)"  # \[ in \[draft\].md
+    r"|\[(?P<negated>[!^]?)(?P<characters>\]?[^\]]*)\]"  # [!a-z] in [!a-z]*.py
+    r"|\*\*/|\*\*|.",  # **/ in src/**/*.py
+    re.DOTALL,
+)
+GLOB_MEANINGS = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]", "{": "(?:", "}": ")"}
+
+
+def glob_pattern(glob: str) -> re.Pattern:
     try:
         with warnings.catch_warnings(action="ignore"):  # of `[[`, which may mean something else one day
-            return re.compile(source, flags)
+            return re.compile(glob_regex(glob), re.DOTALL)  # a folder's name may hold a line's end
     except (re.error, OverflowError, RecursionError) as problem:
-        raise ToolError(f"{complaint}: {problem}.") from None
+        raise ToolError(f"{glob} is not a usable glob: {problem}.") from None
 
 
-def glob_regex(pattern: str) -> str:
-    """A glob as a regular expression for a relative path; without a slash it is a name, in any folder."""
-    pattern = pattern.removeprefix("./") if "/" in pattern else f"**/{pattern}"
-    meaning = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]", "{": "(?:", "}": ")"}
-    parts = pattern.split("/")
-    if parts.count("**") > 4 or any(len(re.findall(r"\*+", part)) > 4 for part in parts):  # would take hours
-        raise ToolError(f"{pattern} has too many stars: use at most four between two slashes.")
+def glob_regex(glob: str) -> str:
+    """A glob as a regular expression for a relative path; without a slash it is a name, in any folder.
+
+    "src/*.{py,js}" → r"src/[^/]*\\.(?:py|js)\\Z"
+    """
+    if glob.startswith("!"):
+        why = "a glob names what is wanted, like *.{js,ts}, not what is not"
+        raise ToolError(f"{glob!r}: {why}. A name that begins with ! is written \\!name.")
+    glob = glob.removeprefix("./") if "/" in glob else f"**/{glob}"
+    parts = glob.split("/")
+    stars = [len(re.findall(r"\*+", part)) for part in parts]
+    if parts.count("**") > 4 or max(stars) > 4:  # would take hours
+        raise ToolError(f"{glob} has too many stars: use at most four between two slashes.")
     regex, depth = "", 0
-    for token in re.findall(r"\*\*/|\*\*|\[[^\]]+\]|.", pattern, re.DOTALL):
-        depth += {"{": 1, "}": -1}.get(token, 0)
-        if token.startswith("[") and len(token) > 1:
-            regex += "[" + re.sub("^!", "^", token[1:]).replace("[", r"\[")
-        else:
-            regex += "|" if token == "," and depth else meaning.get(token) or re.escape(token)
+    for token in GLOB_TOKEN.finditer(glob):
+        depth += {"{": 1, "}": -1}.get(token[0], 0)
+        regex += glob_part(token, depth > 0)
     return regex + r"\Z"
 
 
-def _page(items: list[str], offset: int, limit: int) -> str:
-    if items and offset >= len(items):
-        return f"(offset {offset} is behind the end: there are {len(items)})"
-    more = [f"(there are more; go on with offset={offset + limit})"] if len(items) > offset + limit else []
-    return "\n".join(items[offset : offset + limit] + more)
+def glob_part(token: re.Match, is_in_braces: bool) -> str:
+    if token["escaped"]:
+        return re.escape(token["escaped"])
+    if token["characters"]:
+        characters = re.sub(r"[\\\[\]^&~|]", r"\\\g<0>", token["characters"])
+        start = "[^" if token["negated"] else "["
+        return f"(?!/){start}{characters}]"
+    if token[0] == "," and is_in_braces:
+        return "|"
+    return GLOB_MEANINGS.get(token[0]) or re.escape(token[0])
+
+
+Limit = Annotated[int, IntegerSchema(minimum=1)]
+Offset = Annotated[int, IntegerSchema(minimum=0)]
 
 
 @tool(read_only=True)
 def glob(pattern: str, path: str = ".", head_limit: Limit = 250, offset: Offset = 0, *, turn: Turn) -> str:
     """Find files by name, newest first. `*.py` matches in every folder below path."""
     root = turn.path(path)
-    dated = ((-os.lstat(file).st_mtime_ns, name) for name, file in find_files(turn, root, pattern))
+    dated = []
+    for name, file in find_files(turn, root, pattern):
+        with contextlib.suppress(FileNotFoundError):  # it has gone meanwhile
+            dated.append((-os.lstat(file).st_mtime_ns, name))
     names = [name for _, name in sorted(dated)]
-    return _page(names, offset, head_limit) or f"No file below {root} matches {pattern}."
+    return result_page(names, offset, head_limit) or f"No file below {root} matches {pattern}."
+
+
+def result_page(items: list[str], offset: int, limit: int) -> str:
+    if items and offset >= len(items):
+        return f"(offset {offset} is behind the end: there are {len(items)})"
+    page = items[offset : offset + limit]
+    if len(items) > offset + limit:
+        page.append(f"(there are more; go on with offset={offset + limit})")
+    return "\n".join(page)
+
+
+# ---- Searching lines ----
+# What a search means is short: `re.search` on each line of each file. But Python's re can take years for an
+# expression like `(a|a)*b` and cannot be interrupted; so whatever is not plain text is matched in a child
+# process, which is killed after 20 s, or at once when the turn is stopped.
+
+MAX_SEARCHED_BYTES = 2_000_000
+SEARCH_SECONDS = 20
+TYPES = {
+    "py": "*.py{,i}", "js": "*.{,c,m}js{,x}", "ts": "*.{,c,m}ts{,x}", "md": "*.{md,markdown}",
+    "rust": "*.rs", "c": "*.[ch]", "cpp": "*.{cc,cpp,cxx,h,hh,hpp}", "cs": "*.cs", "css": "*.{c,sc,sa,le}ss",
+    "csv": "*.csv", "dart": "*.dart", "docker": "{*.d,D}ockerfile{,.*}", "elixir": "*.ex{,s}",
+    "erlang": "*.[eh]rl", "go": "*.go", "haskell": "*.{,l}hs", "html": "*.htm{,l}", "java": "*.java",
+    "json": "*.json{,l}", "julia": "*.jl", "jupyter": "*.ipynb", "kotlin": "*.kt{,s}", "lua": "*.lua",
+    "make": "{*.mk,*.mak,[Mm]akefile,GNUmakefile}", "ocaml": "*.ml{,i}", "perl": "*.{pl,pm,t}",
+    "php": "*.php", "r": "*.[rR]{,md,nw}", "ruby": "{*.rb,*.rake,*.gemspec,Gemfile,Rakefile}",
+    "scala": "*.scala", "sh": "*.{,ba,z}sh", "sql": "*.sql", "svelte": "*.svelte", "swift": "*.swift",
+    "tex": "*.{tex,bib,sty,cls}", "toml": "*.toml", "txt": "*.txt", "vue": "*.vue",
+    "xml": "*.{xml,xsd,xsl,svg}", "yaml": "*.y{,a}ml", "zig": "*.zig",
+}  # fmt: skip
+
+
+@dataclass
+class LineSearch:
+    source: str  # a regular expression
+    needles: list[bytes]  # one of these is in every match; b"" where that is not certain
+    is_plain: bool  # the expression is the needle and nothing else
+    ignore_case: bool
+    mode: str  # files_with_matches, content or count
+    before: int  # lines of context
+    after: int
+    wanted: int  # with more results than that it may end
 
 
 @tool(read_only=True)
@@ -790,49 +1277,317 @@ def grep(
     *, turn: Turn,
 ) -> str:  # fmt: skip
     """Search lines with a regular expression. output_mode content gives `path:line: text`."""
+    root = turn.path(path)
     source = re.escape(pattern) if fixed_strings else pattern
-    flags = re.IGNORECASE if case_insensitive else 0
-    matches = compiled(source, f"{pattern!r} is no regular expression; set fixed_strings?", flags).search
-    if ENDLESS.search(re.sub(r"\\.|\[\^?\]?(\\.|[^]\\])*\]", "x", source)):
-        raise ToolError(f"{pattern!r} could take for ever: no + or * around a + or *, or as in (a++)+.")
-    root, holds_needle, items, skipped = turn.path(path), _prefilter(source, case_insensitive), [], 0
-    for name, file in find_files(turn, root, glob, TYPES.get(type, f"*.{type}") if type else "*"):
+    texts = [pattern] if fixed_strings else needles_of(pattern)
+    is_plain = source in (texts[0], re.escape(texts[0]))
+    needles = [needle_bytes(text, case_insensitive) for text in texts]
+    wanted = offset + head_limit
+    search = LineSearch(source, needles, is_plain, case_insensitive, output_mode, context_before, context_after, wanted)
+    files = find_files(turn, root, glob, type_glob(type))
+    items, notes = run_search(search, files, SEARCH_SECONDS)
+    nothing = f"No match for {pattern!r} in {root}."
+    if not items and not fixed_strings:
+        refuse_foreign_syntax(pattern, nothing)
+    return (result_page(items, offset, head_limit) or nothing) + notes
+
+
+def type_glob(name: str) -> str:
+    """The files of a type, which may also be an ending: ruby, rb → {*.rb,*.rake,…}"""
+    if not name:
+        return "*"
+    if name in TYPES:
+        return TYPES[name]
+    for pattern in TYPES.values():
+        if glob_pattern(pattern).match(f"name.{name}"):
+            return pattern
+    raise ToolError(f"There is no type {name!r}. There are: {', '.join(TYPES)}. Or use glob, like *.{name}.")
+
+
+def refuse_foreign_syntax(pattern: str, nothing: str) -> None:
+    """What other programs know, Python's re takes for plain characters: "No match" would mislead."""
+    if re.search(r"\[[^]]*\[:\^?\w+:\]", pattern):  # [[:space:]]
+        raise ToolError(rf"{nothing} Python's re does not know [[:space:]]: use \s, \d, \w or [A-Za-z].")
+    if re.search(r"\\[<>]", pattern):  # \<word\>
+        raise ToolError(rf"{nothing} In Python's re \< and \> are plain < and >: a word's edge is \b.")
+
+
+def needles_of(source: str) -> list[str]:
+    r"""Plain text of which every match holds one: most files need no closer look.
+
+    r"def \w+\(self, x" → ["(self, x"];  r"\bneedle\b|nothing" → ["needle", "nothing"];  r"(a|b)c" → [""]
+    """
+    if "|" in source and re.search(r"[(\[]|\\\|", source):  # [|] and \| are no alternatives
+        return [""]
+    return [longest_text(re.findall(REGEX_TOKEN, part, re.DOTALL)) for part in source.split("|")]
+
+
+def needle_bytes(text: str, ignore_case: bool) -> bytes:
+    if "\ufffd" in text:  # which bytes that are no UTF-8 become, too
+        return b""
+    if not ignore_case:
+        return text.encode(errors="replace")
+    return text.lower().encode() if text.isascii() else b""
+
+
+def longest_text(tokens: list[str]) -> str:
+    r"""The longest run of plain characters: r"colou?r \w+" → "colo"; what is in a group may be missing."""
+    runs, run = [], ""
+    for token in tokens:
+        is_escaped = len(token) == 2 and token[0] == "\\" and not token[1].isalnum()
+        is_character = len(token) == 1 and token not in ".^$*+?{([\\"
+        if is_escaped or is_character:
+            run += token[-1]
+            continue
+        is_optional = token[0] in "*?{"
+        runs.append(run[:-1] if is_optional else run)
+        run = ""
+        is_class = token[0] == "[" or token[1:] in ("w", "W", "d", "D", "s", "S", "b", "B")
+        if not is_class and token[0] in "(\\":
+            break  # a group, or \x41, which is an A
+    return max([*runs, run], key=len)
+
+
+def run_search(search: LineSearch, files: Iterable[tuple], seconds: float) -> tuple[list[str], str]:
+    """Search `[(name, path)]` on two cores: what there is to show, and notes. Plain text may take longer."""
+    finders = [Finder(search, search.is_plain), Finder(search, False)]
+
+    def end() -> None:
+        for finder in finders:
+            finder.end()
+
+    when_stopped(end)
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    if not search.is_plain:
+        timer.start()
+    items, skipped, notes = [], 0, ""
+    try:
+        for shown, skipped_here in answers_in_order(finders, in_batches(files)):
+            items += shown
+            skipped += skipped_here
+            if len(items) > search.wanted:
+                break
+    except EOFError:
+        why = f"The search was ended after {seconds:g} s, before all files were searched"
+        notes = f"({why}: take a simpler expression, a glob, or a folder further below)"
+        if not items:
+            raise ToolError(notes) from None
+        notes = f"\n{notes}"
+    finally:
+        timer.cancel()
+        for finder in finders:
+            finder.close()
+    if skipped:
+        notes += f"\n({skipped} files skipped: binary, over 2 MB or not readable)"
+    return items, notes
+
+
+def in_batches(files: Iterable[tuple]) -> Iterator[list[tuple]]:
+    """The first may be empty: what is wrong with an expression is told without any file, too."""
+    files = iter(files)
+    yield list(itertools.islice(files, BATCH))
+    while batch := list(itertools.islice(files, BATCH)):
+        yield batch
+
+
+def answers_in_order(finders: list, batches: Iterable[list]) -> Iterator[tuple[list[str], int]]:
+    """Each batch goes to the finder whose turn it is; while they search, the next batch is found."""
+    at_work: list = []
+    for batch, finder in zip(batches, itertools.cycle(finders), strict=False):
+        if finder in at_work:
+            yield at_work.pop(0).answer()
+        finder.ask(batch)
+        at_work.append(finder)
+    for finder in at_work:
+        yield finder.answer()
+
+
+class Finder:
+    """Searches batch by batch: here, or in a child process that is started with the first batch.
+
+    It is asked in marshal's format: that is there without an import, and takes names that are no UTF-8.
+    """
+
+    def __init__(self, search: LineSearch, is_here: bool):
+        self.search, self.is_here, self.is_ended = search, is_here, False
+        self.process: subprocess.Popen | None = None
+
+    def ask(self, files: list[tuple]) -> None:
+        stop_if_unwanted()
+        if self.is_here:
+            self.result = search_files(files, self.search)
+            return
+        if not self.process:
+            command = [sys.executable, "-I", "-S", "-c", child_program()]  # without what Python loads at start
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+            self.process = subprocess.Popen(command, start_new_session=True, **pipes)
+            self._send(vars(self.search))
+        if self.is_ended:  # meanwhile
+            self.process.kill()
+        self._send([(name, os.fsencode(path)) for name, path in files])
+
+    def _send(self, value: Any) -> None:
         try:
-            data = read_bytes(file, MAX_SEARCHED_BYTES)
-        except (OSError, ToolError):  # it may not be read, or is too long
+            marshal.dump(value, self.process.stdin)
+            self.process.stdin.flush()
+        except OSError:
+            raise EOFError("the child process has ended") from None
+
+    def answer(self) -> tuple[list[str], int]:
+        """Raises EOFError where the child was killed, ToolError where the expression is none."""
+        if self.is_here:
+            return self.result
+        try:
+            answer = marshal.load(self.process.stdout)
+        except (OSError, ValueError, TypeError):  # half of an answer
+            raise EOFError("the child process has ended") from None
+        if isinstance(answer, str):
+            why = f"{self.search.source!r} is no regular expression; set fixed_strings?"
+            raise ToolError(f"{why}: {answer}.")
+        return answer
+
+    def end(self) -> None:
+        self.is_ended = True
+        if self.process:
+            self.process.kill()
+
+    def close(self) -> None:
+        self.end()
+        if self.process:
+            self.process.stdout.close()
+            with contextlib.suppress(OSError):  # what was not sent
+                self.process.stdin.close()
+            self.process.wait()
+
+
+# ---- What a child process needs to search ----
+# These functions run in the child, too, from their source: they use nothing of this file but each other and
+# the constants in `child_program`, so that it starts in 25 ms and not in 200.
+
+BATCH = 256  # files
+CHILD_SECONDS = SEARCH_SECONDS + 10  # for a batch; then it ends itself, should nobody be there to kill it
+REGEX_TOKEN = r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?|\{\d*,?\d*\}|."  # \. or [^]a] or (? or {2,3} or x
+# (?i) and (?s:…), (?P=name), (?#…), (?(1)…): of groups only plain ones and looks ahead and behind are taken
+UNSURE_GROUP = r"\(\?(?!:|=|!|<=|<!|P<|>)"
+WITHOUT_NEWLINE = {r"\s": r"[^\S\n]", r"\W": r"[^\w\n]", r"\D": r"[^\d\n]"}
+
+
+@functools.cache
+def child_program() -> str:
+    constants = ("READING", "UTF8_MARK", "UTF16_MARKS", "MAX_SEARCHED_BYTES", "CHILD_SECONDS", "REGEX_TOKEN",
+                 "UNSURE_GROUP", "WITHOUT_NEWLINE")  # fmt: skip
+    functions = (read_regular, plain_text, is_binary, serve_search, search_files, may_match, matching_lines,
+                 for_whole_text, line_bound, lines_around)  # fmt: skip
+    lines = ["from __future__ import annotations", "import marshal, os, re, signal, stat, sys, types"]
+    lines += [f"{name} = {globals()[name]!r}" for name in constants]
+    lines += [inspect.getsource(function) for function in functions]
+    return "\n".join([*lines, "serve_search()"])
+
+
+def serve_search() -> None:
+    """The child's life: it reads what is searched for, then batches of files, and answers each."""
+    search = types.SimpleNamespace(**marshal.load(sys.stdin.buffer))
+    set_alarm = getattr(signal, "alarm", lambda seconds: None)  # Windows has none
+    while True:
+        try:
+            files = marshal.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        set_alarm(CHILD_SECONDS)
+        try:
+            answer = search_files(files, search)
+        except (re.error, OverflowError, RecursionError) as problem:  # of the expression
+            answer = str(problem)
+        set_alarm(0)
+        marshal.dump(answer, sys.stdout.buffer)
+        sys.stdout.buffer.flush()
+
+
+def search_files(files: list[tuple], search: LineSearch) -> tuple[list[str], int]:
+    """What is to be shown of `[(name, path)]`, and how many files were skipped."""
+    source = for_whole_text(search.source)
+    is_whole = source is not None
+    flags = (re.IGNORECASE if search.ignore_case else 0) | (re.MULTILINE if is_whole else 0)
+    find = re.compile(source if is_whole else search.source, flags).search
+    items, skipped = [], 0
+    for name, path in files:
+        try:
+            data = read_regular(path, MAX_SEARCHED_BYTES)
+        except (OSError, ValueError):  # it may not be read, or is too long
             data = b"\0"
-        if data.find(b"\0", 0, 8_192) >= 0:
+        if is_binary(data):
             skipped += 1
-        elif holds_needle(data):
-            lines = plain_text(data).split("\n")
-            hits = [number for number, line in enumerate(lines) if matches(line)] if data else []
-            if hits and output_mode == "content":
-                items += _show(name, lines, hits, context_before, context_after)
+        elif data and may_match(data, search):
+            text = plain_text(data)
+            hits = matching_lines(text, find, is_whole, search.mode == "files_with_matches")
+            if hits and search.mode == "content":
+                items += lines_around(name, text.split("\n"), hits, search)
             elif hits:
-                items.append(f"{name}: {len(hits)}" if output_mode == "count" else name)
-        if len(items) > offset + head_limit:
+                items.append(f"{name}: {len(hits)}" if search.mode == "count" else name)
+        if len(items) > search.wanted:
             break  # this page is full, and it is known that there are more
-    note = f"\n({skipped} files skipped: binary, over 2 MB or not readable)" if skipped else ""
-    return (_page(items, offset, head_limit) or f"No match for {pattern!r} in {root}.") + note
+    return items, skipped
 
 
-def _prefilter(source: str, any_case: bool) -> Callable[[bytes], bool]:
-    """A quick test for files that may match: each match of an alternative holds its longest plain text."""
-    plain = UNSURE.sub("\n", source)
-    needles = [max(each.split("\n"), key=len).encode(errors="replace") for each in plain.split("|")]
-    if "(" in plain or any_case and not source.isascii():
-        return lambda data: True
-    if any_case:
-        return lambda data: not data.isascii() or any(needle.lower() in data.lower() for needle in needles)
-    if len(needles) == 1:  # mostly: at 20,000 files the loop below would take as long as the search
-        return lambda data: needles[0] in data
-    return lambda data: any(needle in data for needle in needles)
+def may_match(data: bytes, search: LineSearch) -> bool:
+    """A quick test on the bytes that spares most files the rest: 20,000 files in 0.2 s instead of 0.6."""
+    if search.ignore_case:
+        if not data.isascii():  # K, the sign for Kelvin, is a k, too
+            return True
+        data = data.lower()
+    return data.startswith(UTF16_MARKS) or any(needle in data for needle in search.needles)
 
 
-def _show(name: str, lines: list[str], hits: list[int], before: int, after: int) -> list[str]:
+def matching_lines(text: str, find: Callable, is_whole: bool, only_first: bool) -> list[int]:
+    """The numbers, from 0, of the lines that match; `find` looks at one line, or at a whole text."""
+    if not is_whole:
+        return [number for number, line in enumerate(text.split("\n")) if find(line)]
+    numbers, number, position = [], 0, 0
+    while match := find(text, position):
+        number += text.count("\n", position, match.start())
+        numbers.append(number)
+        line_end = text.find("\n", match.start())
+        if only_first or line_end < 0:
+            break
+        number += 1
+        position = line_end + 1
+    return numbers
+
+
+def for_whole_text(source: str) -> str | None:
+    r"""The same expression so that, with re.MULTILINE, it finds the same lines in a text as one by one:
+    no part of it may match a line's end. None where that is not certain. It is ten times as fast.
+
+    r"def\s+\w+[^:]*$" → r"def[^\S\n]+\w+[^\n:]*$";  r"\Ax", r"[\s,]", r"(?s)a.b", r"\x41" → None
+    """
+    if "\n" in source or re.search(UNSURE_GROUP, source):
+        return None
+    tokens = [line_bound(token) for token in re.findall(REGEX_TOKEN, source, re.DOTALL)]
+    return None if None in tokens else "".join(tokens)
+
+
+def line_bound(token: str) -> str | None:
+    if token in WITHOUT_NEWLINE:
+        return WITHOUT_NEWLINE[token]
+    if token.startswith("\\"):
+        is_known = token in (r"\w", r"\d", r"\S", r"\b") or not token[1:].isalnum()
+        return token if is_known else None
+    if token.startswith("[^"):
+        is_simple = token[2] not in "]-"  # in front these two mean themselves
+        return rf"[^\n{token[2:]}" if is_simple else None
+    if token.startswith("[") and re.match(token, "\n"):
+        return None
+    return token
+
+
+def lines_around(name: str, lines: list[str], hits: list[int], search: LineSearch) -> list[str]:
     """`name:12: text` for a match, `name-13- text` for the context around it, each line once."""
-    around = (range(max(hit - before, 0), min(hit + after + 1, len(lines))) for hit in hits)
-    marks = {near: "-" for each in around for near in each} | dict.fromkeys(hits, ":")
+    marks = {}
+    for hit in hits:
+        near = range(max(hit - search.before, 0), min(hit + search.after + 1, len(lines)))
+        marks |= dict.fromkeys(near, "-")
+    marks |= dict.fromkeys(hits, ":")
     return [f"{name}{mark}{number + 1}{mark} {lines[number][:500]}" for number, mark in sorted(marks.items())]
 
 
