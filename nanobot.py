@@ -46,7 +46,8 @@ from weakref import WeakValueDictionary
 
 from channels import CLI, BackgroundLoop, OutboundMessage, PrintableFormatter, printable, terminate
 from memory import (
-    MemoryStore, SessionBusy, SessionManager, SkillsLoader, TokenCounter, leave_out_oldest, readable,
+    Consolidator, Dream, MemoryStore, SessionBusy, SessionManager, SkillsLoader, TokenCounter, govern,
+    readable,
 )  # fmt: skip
 from providers import (
     ROWS, Endpoint, HumanProvider, LLMProvider, LLMResponse, OfflineProvider, OpenAIProvider, ReplayDiffers,
@@ -544,9 +545,8 @@ class AgentRunner:
         """The copy that is sent: it fits the context window, and what is for this request only follows."""
         spec, counter = run.spec, run.counter
         budget = min(spec.context_window - spec.max_tokens - 1_024 - counter.total(tools), run.room)
-        asked = next((each for each in reversed(spec.messages) if each["role"] == "user"), None)
-        task = next((n for n, each in enumerate(run.messages) if each is asked), 1)  # hooks may have moved it
-        request = list(leave_out_oldest(run.messages, budget, counter, task))
+        task = next((each for each in reversed(spec.messages) if each["role"] == "user"), None)
+        request = govern(run.messages, int(budget), counter, task).messages
         request += [{"role": "assistant", "content": "".join(run.segments)}] if run.segments else []
         return request + ([{"role": "user", "content": run.nudge}] if run.nudge else [])
 
@@ -714,6 +714,10 @@ class AgentLoop:
             web = Web(config.tools.ssrf_whitelist)
             self.tools.register(WebFetch(web))
             self.tools.register(WebSearch(web, **vars(config.tools.web.search)))
+        saving, summing_up = template("consolidate"), template("summarise")
+        finding, editing = template("dream_find"), template("dream_edit")
+        self.consolidator = Consolidator(self.memory, self._ask, saving, summing_up)
+        self.dream = Dream(self.memory, self._ask, self._dream_agent, finding, editing, self.skills)
         self.mcp = MCPServers(config.tools.mcp_servers, self.tools)
         self.runner = AgentRunner(self.provider)
         self.cost = CostTrackingHook(config.prices, self.model)
@@ -733,6 +737,20 @@ class AgentLoop:
             max_result_chars=self.config.defaults.max_tool_result_chars,
             seen=self._seen.setdefault(session_key, {}),
         )  # fmt: skip
+
+    async def _ask(self, messages: list[dict], tools: list[dict], choice: str | None) -> LLMResponse:
+        return await self.provider.chat(messages, tools, tool_choice=choice)
+
+    async def _dream_agent(self, messages: list[dict], refuse: Callable[[str, dict], str]) -> AgentRunResult:
+        class Fence(AgentHook):
+            async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
+                for call in tool_calls:
+                    call.denied = call.denied or refuse(call.name, call.arguments)
+
+        tools = ToolRegistry(self.tools.get(name) for name in ("read_file", "edit_file", "write_file"))
+        turn = replace(self.turn("system:dream"), cwd=self.workspace)
+        spec = AgentRunSpec(messages, tools, max_iterations=10, hook=Fence(), turn=turn)
+        return await self.runner.run(spec)
 
     def _prompt_file(self, path: Path) -> bytes:
         return read_bytes(self.turn("cli:direct").path(str(path)), 100_000)

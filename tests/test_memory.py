@@ -18,19 +18,26 @@ from pathlib import Path
 import pytest
 
 from memory import (
+    Consolidator,
+    Dream,
+    Governor,
+    MemoryRepository,
     MemoryStore,
     Session,
     SessionBusy,
     SessionManager,
     SkillsLoader,
     TokenCounter,
-    leave_out_oldest,
+    compact,
+    govern,
     measure,
+    newest,
     project,
     read_skill,
     readable,
+    summariser,
 )
-from providers import legal
+from providers import LLMResponse, ToolCallRequest, legal
 
 ROOT = Path(__file__).parent.parent
 FULL = bool(os.environ.get("NANOBOT_TEST_FULL"))
@@ -93,7 +100,7 @@ def test_a_journal_is_a_metadata_line_and_then_one_message_a_line(sessions):
     path = journal(sessions, user("Wie geht's? 你好"), answer("Gut."))
     metadata, *messages = records(path)
     keys = {"_type", "key", "created_at", "updated_at", "metadata", "start", "last_consolidated"}
-    assert set(metadata) == keys | {"lines", "crc"}
+    assert set(metadata) == keys | {"summary", "lines", "crc"}
     assert (metadata["_type"], metadata["key"]) == ("metadata", KEY)
     assert (metadata["start"], metadata["last_consolidated"]) == (0, 0)
     assert all(each.pop("timestamp") for each in messages)
@@ -748,51 +755,207 @@ def test_each_message_is_measured_once():
     assert counter.total([message, message]) == before
 
 
-def conversation(turns: int, size: int = 400) -> list[dict]:
+# ---- The request fits, whatever the conversation was ----
+
+
+def estimating() -> TokenCounter:
+    """A counter that does not look for a vocabulary in the network."""
+
+    def load():
+        raise OSError("there is no network in tests")
+
+    return TokenCounter(load)
+
+
+def step(name: str, number: int, size: int, text: str = "x") -> list[dict]:
+    function = {"name": name, "arguments": json.dumps({"path": f"{number}.txt"})}
+    asked = {"role": "assistant", "content": None}
+    asked["tool_calls"] = [{"id": f"c{number}", "type": "function", "function": function}]
+    return [asked, {**result(f"c{number}", text * size), "name": name}]
+
+
+def conversation(turns: int, size: int = 400, name: str = "read_file") -> list[dict]:
     messages = [{"role": "system", "content": "You are …"}]
     for n in range(turns):
-        messages += [user(f"q{n}"), call(f"c{n}"), result(f"c{n}", "x" * size), answer(f"a{n}")]
-    return [*messages, user("the task"), call("c"), result("c", "of this turn")]
+        messages += [user(f"q{n}"), *step(name, n, size), answer(f"a{n}")]
+    return [*messages, user("the task"), *step(name, turns, size)]
 
 
-def test_nothing_is_left_out_of_what_fits():
-    messages = conversation(5)
-    counter = TokenCounter()
-    assert leave_out_oldest(messages, counter.total(messages), counter, task=21) == messages
+def test_nothing_is_done_to_what_fits():
+    messages, counter = conversation(5), estimating()
+    governed = govern(messages, 2 * counter.total(messages), counter)
+    assert (governed.messages, governed.notes) == (messages, [])
+    assert governed.tokens == counter.total(messages)
 
 
-def test_system_message_and_task_stay_even_where_they_alone_are_too_much():
-    messages = conversation(5)
-    assert leave_out_oldest(messages, 1, TokenCounter(), task=21) == [messages[0], *messages[21:]]
-    assert leave_out_oldest(messages[1:], 1, TokenCounter(), task=20) == messages[21:]
+def test_old_results_become_lines_that_say_what_was_there_but_the_10_newest_and_short_ones_stay():
+    messages, counter = conversation(14, 2_000), estimating()
+    messages[2]["tool_calls"][0]["function"]["name"] = "message"  # cannot be called again
+    messages[7]["content"] = "short"
+    governed = govern(messages, int(counter.total(messages) * 1.1), counter)
+    contents = [message["content"] for message in governed.messages if message["role"] == "tool"]
+    lines = [text for text in contents if "left out" in text]
+    assert lines == [
+        f'[2,000 characters of read_file({{"path": "{n}.txt"}}) are left out. Call it again if you need them.]'
+        for n in (2, 3, 4)
+    ]
+    assert contents[0] == "x" * 2_000 and contents[1] == "short"
+    assert [len(text) for text in contents[-10:]] == [2_000] * 10
+    assert governed.notes == ["3 old tool result(s) are sent as one line each"]
 
 
 def test_the_oldest_whole_turns_are_left_out_and_no_more_than_needed():
     chance = random.Random(4)
-    for _ in range(50):
+    for _ in range(40):
         turns = chance.randint(1, 12)
-        messages, counter, task = conversation(turns, chance.randint(1, 900)), TokenCounter(), 1 + 4 * turns
-        budget = chance.randint(1, counter.total(messages))
-        kept = leave_out_oldest(messages, budget, counter, task)
-        start = len(messages) - len(kept) + 1
-        assert kept == [messages[0], *messages[start:]]
+        messages, counter = conversation(turns, chance.randint(1, 60), "message"), estimating()
+        alone = counter.total([messages[0], *messages[1 + 4 * turns :]])
+        budget = chance.randint(max(alone, 200), max(counter.total(messages), 200))
+        governed = govern(messages, budget, counter)
+        if len(governed.messages) == len(messages):
+            continue
+        start = len(messages) - len(governed.messages) + 1
+        assert governed.messages[0] is messages[0]
+        assert [m["role"] for m in governed.messages[1:]] == [m["role"] for m in messages[start:]]
         assert messages[start]["role"] == "user"
-        assert start == task or counter.total(kept) <= budget
-        assert start == 1 or counter.total([*kept, *messages[start - 4 : start]]) > budget
+        assert counter.total([*governed.messages, *messages[start - 4 : start]]) > budget
+        gone, size = (start - 1) // 4, counter.total(messages[1:start])
+        assert governed.notes[-1] == f"{gone} of {turns + 1} turns, ~{size:,} tokens, are left out"
 
 
-def test_leaving_out_looks_at_each_message_only_a_few_times():
-    looks = 0
+def test_one_result_takes_a_quarter_of_the_budget_at_most():
+    counter = estimating()
+    messages = [user("look"), *step("web_fetch", 1, 100_000)]
+    governed = govern(messages, 8_000, counter)
+    assert 1_200 < counter.size(governed.messages[-1]) <= 2_000
+    assert "more characters are left out" in governed.messages[-1]["content"]
 
-    class Watched(TokenCounter):
-        def size(self, message: dict) -> int:
-            nonlocal looks
-            looks += 1
-            return super().size(message)
 
-    messages = conversation(250)
-    leave_out_oldest(messages, 5_000, Watched(), task=1_001)
-    assert looks < 5 * len(messages)
+def test_a_turn_that_outgrows_the_window_goes_on():
+    """Old results of this turn become lines, then its oldest steps go; what the model has not seen stays."""
+    counter = estimating()
+    messages = [{"role": "system", "content": "You are …"}, user("the task")]
+    for n in range(60):
+        messages += step("exec", n, 3_000)
+        if n == 30:
+            messages.append(user("and do not forget b.txt"))
+        governed = govern(messages, 4_000, counter, messages[1])
+        assert governed.tokens <= 4_000
+        assert governed.messages[-1] is messages[-1] or messages[-1]["role"] == "user"
+        assert user("the task") in governed.messages
+    assert user("and do not forget b.txt") in governed.messages
+    assert "step(s) of this turn are left out" in governed.notes[-1]
+    assert any("what they did is done" in (m["content"] or "") for m in governed.messages)
+
+
+def random_conversation(chance: random.Random) -> list[dict]:
+    messages = [{"role": "system", "content": "s" * chance.randrange(400)}]
+    names = ["read_file", "exec", "message", "edit_file"]
+    for number in range(chance.randrange(1, 25)):
+        messages.append(user("q" * chance.randrange(1, 900)))
+        for more in range(chance.choice([0, 0, 1, 2, 12])):
+            size = chance.choice([10, 600, 5_000, 40_000])
+            messages += step(chance.choice(names), 100 * number + more, size, chance.choice("x你"))
+            if chance.random() < 0.1:
+                messages.append({"role": "user", "content": [{"type": "text", "text": "a.png"}, image("A")]})
+        if chance.random() < 0.9:
+            messages.append(answer("a" * chance.randrange(1, 900)))
+    while messages[-1]["role"] == "assistant":
+        messages.pop()
+    return messages
+
+
+def test_what_is_sent_never_exceeds_the_budget_and_is_lawful_and_what_was_said_never_changes():
+    chance = random.Random(7)
+    for number in range(600 if FULL else 120):
+        messages, counter, budget = random_conversation(chance), estimating(), chance.randrange(1_500, 9_000)
+        before = copy.deepcopy(messages)
+        governed = govern(messages, budget, counter)
+        assert messages == before, number
+        assert governed.tokens == counter.total(governed.messages)
+        assert governed.tokens <= budget, number
+        lawful = legal(governed.messages)
+        assert legal(lawful) == lawful
+        assert lawful[-1]["role"] != "assistant"
+        kept = [m["content"] for m in governed.messages if m["role"] == "user"]
+        task = next(m for m in reversed(messages) if m["role"] == "user")
+        assert task["content"] in kept or isinstance(task["content"], list)
+        called = {c["id"] for m in governed.messages for c in m.get("tool_calls", [])}
+        assert {m["tool_call_id"] for m in governed.messages if m["role"] == "tool"} <= called
+
+
+def test_a_summary_takes_the_place_of_the_oldest_turns_once_and_stays_where_it_is():
+    messages, counter, asked = conversation(12, 1_000, "message"), estimating(), []
+    budget = counter.total(messages)
+
+    async def summarise(old: list[dict]) -> str:
+        asked.append(old)
+        return "They talked about q0 to q6."
+
+    governor = Governor(counter, messages[-3], summarise)
+    first = asyncio.run(governor.govern(messages, budget))
+    assert len(asked) == 1 and asked[0][0] == user("q0")
+    assert len(messages) - messages.index(asked[0][-1]) - 1 >= 20, "the 20 newest stay"
+    assert "They talked" in first.messages[1]["content"] and first.messages[1]["role"] == "user"
+    assert first.messages[2]["role"] == "user", "whole turns"
+    messages += step("message", 90, 50)
+    second = asyncio.run(governor.govern(messages, budget))
+    assert len(asked) == 1
+    assert second.messages[: len(first.messages)] == first.messages, "prompt caches hold"
+    assert "summed up" in first.notes[0] and second.notes == []
+
+
+def test_where_the_summary_fails_the_turn_goes_on_without_it():
+    messages, counter = conversation(12, 1_000, "message"), estimating()
+
+    async def summarise(old: list[dict]) -> str:
+        return ""
+
+    budget = counter.total(messages) - 100
+    governed = asyncio.run(Governor(counter, messages[-3], summarise).govern(messages, budget))
+    assert governed.tokens <= budget and "left out" in governed.notes[-1]
+
+
+def test_exact_counting_is_never_waited_for_and_only_wanted_where_bytes_do_not_fit():
+    gate, loads = threading.Event(), []
+
+    def load():
+        loads.append(threading.current_thread())
+        gate.wait()
+        return lambda text: 7
+
+    counter = TokenCounter(load)
+    messages = [user("x" * 400)]
+    govern(messages, 1_000, counter)
+    assert loads == []
+    govern(messages, 300, counter)
+    govern([user("y" * 400)], 300, counter)
+    assert counter.size(user("z" * 400)) > 100, "an estimate, as long as it is not there"
+    gate.set()
+    [thread] = loads
+    thread.join()
+    assert counter.size(user("z" * 400)) == 7
+    assert counter.size(messages[0]) > 100, "counted once"
+
+
+def test_without_a_vocabulary_tokens_are_estimated():
+    def load():
+        raise OSError("no network")
+
+    counter = TokenCounter(load)
+    counter.count_exactly_where_bytes_exceed(1, [user("x" * 400)])
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and thread.daemon and "_fetch" in repr(thread):
+            thread.join()
+    assert counter.size(user("z" * 400)) > 100
+
+
+def test_a_long_memory_keeps_its_newest_lines_and_says_where_the_rest_is():
+    lines = [f"- fact {n}" for n in range(1_000)]
+    kept = newest(lines, 500, "memory/MEMORY.md")
+    assert kept[-1] == lines[-1] and len(kept) < 300
+    assert kept[0] == f"[{1_000 - len(kept) + 1} older lines are in memory/MEMORY.md: grep it]"
+    assert newest(lines[:3], 500, "x") == lines[:3]
 
 
 # ---- Long-term memory ----
