@@ -340,7 +340,7 @@ class Dream:
         if not batch:
             return "There is nothing new to dream about."
         repository, last = MemoryRepository(self.store.workspace), batch[-1]["cursor"]
-        await in_thread(repository.commit, "changes since the last dream")
+        await in_thread(repository.commit, "changes outside of dreams")
         outcome = await self._dream(batch)
         if outcome == "unreachable":
             return "The model cannot be reached, so nothing was dreamt. Nothing is lost: try again."
@@ -944,7 +944,8 @@ class Governor:
         old = oldest_turns(messages, budget, self) if self.summarise else []
         if old:
             summarise, self.summarise = self.summarise, None
-            self.behind = messages[messages.index(old[-1]) + 1]
+            places = [n for n, message in enumerate(messages) if message is old[-1]]
+            self.behind = messages[places[0] + 1]
             self.summary = await summarise(old)
         governed = govern(self.with_summary(messages), budget, self.counter, self.task)
         if old and self.summary:
@@ -1189,15 +1190,21 @@ def transcripts(lines: list[dict | None], room: int) -> list[str]:
     Long messages are shortened. A call and its results stand in one text.
     """
     most = max(min(room // 4, 2_000), 100)  # characters of a message
-    texts: list[str] = []
+    groups: list[str] = []
     for line in filter(None, lines):
         text = middle_out(readable(line), most)
-        is_full = not texts or tokens_of(f"{texts[-1]}\n{text}") > room
-        if is_full and line["role"] != "tool":
-            texts.append(text)
+        if groups and line["role"] == "tool":
+            groups[-1] += f"\n{text}"
         else:
-            together = "\n".join([*texts[-1:], text])
-            texts[-1:] = [middle_out(together, room * 3)]
+            groups.append(text)
+    texts: list[str] = []
+    for group in groups:
+        while tokens_of(group) > room:
+            group = middle_out(group, len(group) * 3 // 4)
+        if texts and tokens_of(f"{texts[-1]}\n{group}") <= room:
+            texts[-1] += f"\n{group}"
+        else:
+            texts.append(group)
     return texts
 
 
@@ -1377,6 +1384,7 @@ class MemoryRepository:
 
     def _commit(self, subject: str) -> int:
         if not (self.folder / "HEAD").exists():
+            self.folder.parent.mkdir(exist_ok=True)
             self.git("init", "-q")
         (self.folder / "index.lock").unlink(missing_ok=True)  # of a program that was killed
         there = [name for name in self.facts + self.history if (self.workspace / name).exists()]
@@ -1414,7 +1422,7 @@ class MemoryRepository:
 
     def _known(self, sha: str) -> str:
         if not re.fullmatch(r"[0-9a-f]{4,40}\^?", sha):
-            raise OSError(f"there is no commit {sha!r}. /dream-log lists them.")
+            raise OSError(NO_COMMIT)
         return self.git("rev-parse", "--verify", "-q", f"{sha}^{{commit}}").strip()
 
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -796,7 +797,8 @@ def test_old_results_become_lines_that_say_what_was_there_but_the_10_newest_and_
     contents = [message["content"] for message in governed.messages if message["role"] == "tool"]
     lines = [text for text in contents if "left out" in text]
     assert lines == [
-        f'[2,000 characters of read_file({{"path": "{n}.txt"}}) are left out. Call it again if you need them.]'
+        f'[2,000 characters of read_file({{"path": "{n}.txt"}}) are left out.'
+        " Call it again if you need them.]"
         for n in (2, 3, 4)
     ]
     assert contents[0] == "x" * 2_000 and contents[1] == "short"
@@ -1017,6 +1019,545 @@ def test_facts_are_read_whatever_their_bytes(tmp_path):
     store.folder.mkdir()
     store.facts.write_bytes("Likes Grün. ".encode() + b"\xff")
     assert store.read_facts() == "Likes Grün. \ufffd"
+
+
+# ---- The history and its cursors ----
+
+
+def contents(store: MemoryStore) -> list[str]:
+    return [entry["content"] for entry in store.unread()]
+
+
+def test_an_entry_gets_the_next_cursor_its_own_time_and_no_thoughts(tmp_path):
+    store = MemoryStore(tmp_path)
+    store.append_history("<think>\nHm.\n</think>[2026-04-03 00:02] The user planned a trip.")
+    store.append_history("Without a time.")
+    store.append_history("<think>only thoughts")
+    first, second = records(store.history)
+    assert first == {"cursor": 1, "timestamp": "2026-04-03 00:02", "content": "The user planned a trip."}
+    assert (second["cursor"], second["content"]) == (2, "Without a time.")
+    assert store.recent_history()[0] == "[2026-04-03 00:02] The user planned a trip."
+    store.append_history("x" * 100_000)
+    assert len(contents(store)[-1]) <= 64_000 and contents(store)[-1].endswith("[cut]")
+
+
+@pytest.mark.parametrize("bad", ["5", 7.5, True, -3, None])
+def test_the_next_cursor_is_one_more_than_the_largest_good_one(tmp_path, bad):
+    remember(tmp_path, entry(1), entry(9), entry(bad), "{torn", NO_TIME)
+    store = MemoryStore(tmp_path)
+    store.append_history("new")
+    assert store.unread()[-1]["cursor"] == 10
+    assert len(store.history.read_bytes().split(b"\n")) == 7, "what cannot be read stays where it is"
+    store.history.unlink()
+    store.append_history("after the file was lost")
+    assert store.unread()[-1]["cursor"] == 11, "or Dream would take it for read"
+
+
+APPEND_MANY = """
+store = MemoryStore(Path(sys.argv[1]))
+for number in range(40):
+    store.append_history(f"{sys.argv[2]} {number}")
+"""
+
+
+def test_programs_that_append_at_once_get_numbers_of_their_own(tmp_path):
+    programs = [another_program(APPEND_MANY, tmp_path, name) for name in "abc"]
+    assert [program.wait() for program in programs] == [0, 0, 0]
+    store = MemoryStore(tmp_path)
+    assert [entry["cursor"] for entry in store.unread()] == list(range(1, 121))
+    assert sorted(contents(store)) == sorted(f"{name} {n}" for name in "abc" for n in range(40))
+
+
+def test_compaction_moves_what_was_read_and_keeps_what_was_not(tmp_path):
+    remember(tmp_path, *(entry(n, f"entry {n}") for n in range(1, 31)), cursor=b"12")
+    store = MemoryStore(tmp_path)
+    compact(store, keep=25)
+    assert [each["cursor"] for each in records(store.history)] == list(range(6, 31))
+    compact(store, keep=5)
+    assert [each["cursor"] for each in records(store.history)] == list(range(13, 31)), "unread ones stay"
+    archive = store.folder / "history-archive.jsonl"
+    assert [each["cursor"] for each in records(archive)] == list(range(1, 13))
+    store.history.write_bytes(archive.read_bytes() + store.history.read_bytes())  # killed in between
+    compact(store, keep=5)
+    assert [each["cursor"] for each in records(archive)] == list(range(1, 13)), "each once"
+
+
+def test_history_md_is_the_same_for_people_and_is_made_anew_where_it_is_gone(tmp_path):
+    store, path = MemoryStore(tmp_path), tmp_path / "memory" / "HISTORY.md"
+    for n in range(3):
+        store.append_history(f"[2026-04-03 00:0{n}] entry {n}")
+    before = path.read_text()
+    assert before.startswith("[2026-04-03 00:00] entry 0\n\n[2026-04-03 00:01] entry 1")
+    path.unlink()
+    (store.folder / ".dream_cursor").write_text("3")
+    compact(store, keep=1)
+    store.append_history("[2026-04-03 00:03] entry 3")
+    assert path.read_text() == before + "[2026-04-03 00:03] entry 3\n\n"
+
+
+def test_facts_are_written_whole_and_only_over_what_was_read(tmp_path):
+    store = MemoryStore(tmp_path)
+    assert store.write_facts("- Likes blue", instead_of="")
+    assert store.read_facts() == "- Likes blue\n"
+    assert not store.write_facts("- Likes red", instead_of="- Likes green\n"), "somebody else wrote"
+    assert store.read_facts() == "- Likes blue\n"
+    assert [path.name for path in store.folder.iterdir() if ".tmp" in path.name] == []
+
+
+def test_facts_keep_their_mode_and_stay_a_link(tmp_path):
+    store, target = MemoryStore(tmp_path), tmp_path / "elsewhere.md"
+    store.folder.mkdir()
+    target.write_text("old")
+    target.chmod(0o640)
+    store.facts.symlink_to(target)
+    assert store.write_facts("new", instead_of="old")
+    assert (target.read_text(), store.facts.is_symlink()) == ("new\n", True)
+    assert target.stat().st_mode & 0o777 == 0o640
+
+
+@pytest.mark.parametrize("text", ["", "  \n", "- one line"])
+def test_no_answer_of_a_model_empties_the_facts(tmp_path, caplog, text):
+    store, facts = MemoryStore(tmp_path), "- a fact\n" * 100
+    store.folder.mkdir()
+    store.facts.write_text(facts)
+    assert store.write_facts(text, instead_of=facts)
+    assert store.read_facts() == facts
+    assert "stays as it is" in caplog.text
+
+
+# ---- The Consolidator ----
+
+
+class Model:
+    """Plays replies back, and keeps what it was asked: (messages, tools, tool_choice)."""
+
+    def __init__(self, *replies):
+        self.replies, self.asked = list(replies), []
+
+    async def __call__(self, messages, tools, tool_choice):
+        self.asked.append((messages, tools, tool_choice))
+        reply = self.replies.pop(0) if self.replies else FAILED
+        reply = reply() if callable(reply) else reply
+        return LLMResponse(reply) if isinstance(reply, str) else reply
+
+
+FAILED = LLMResponse(finish_reason="error", error="the endpoint is down")
+
+
+def saves(entry: object, update: object = "", finish_reason: str = "tool_calls") -> LLMResponse:
+    arguments = {"history_entry": entry, "memory_update": update}
+    return LLMResponse(None, [ToolCallRequest("c", "save_memory", arguments)], finish_reason)
+
+
+def talk(session: Session, turns: int, size: int = 20) -> Session:
+    for n in range(turns):
+        session.append(user(f"q{n}"), *step("grep", n, size), answer(f"a{n}"), sync=False)
+    return session
+
+
+def consolidator(sessions: SessionManager, *replies, **settings) -> Consolidator:
+    store = MemoryStore(sessions.folder.parent)
+    return Consolidator(store, Model(*replies), "Save it.", "Sum it up.", **settings)
+
+
+def test_by_count_the_oldest_turns_go_to_memory_and_half_a_window_stays(sessions, tmp_path):
+    session = talk(sessions.get(KEY), 30)  # 120 lines
+    keeper = consolidator(sessions, saves("[2026-04-03 00:02] They talked.", "- Likes blue"),
+                          saves("More.", "- Likes blue\n- Likes Rome"))  # fmt: skip
+    asyncio.run(keeper.after_turn(session, 0))
+    assert session.last_consolidated == 72 == loaded(tmp_path).last_consolidated
+    assert session.get_history()[0] == user("q18"), "at a question"
+    assert contents(keeper.store) == ["They talked.", "More."]
+    assert keeper.store.read_facts() == "- Likes blue\n- Likes Rome\n"
+    first, second = (asked[0][1]["content"] for asked in keeper.ask.asked)
+    assert "q0" in first and "q14" in first and "q15" not in first, "60 lines a round"
+    assert "- Likes blue" in second and "q15" in second
+    assert {asked[0][0]["role"] for asked in keeper.ask.asked} == {"system"}
+
+
+def test_below_window_and_budget_no_model_is_asked(sessions):
+    session, keeper = talk(sessions.get(KEY), 24), consolidator(sessions)
+    asyncio.run(keeper.after_turn(session, 1_000))
+    asyncio.run(keeper.before_turn(session, keeper.budget))
+    assert (keeper.ask.asked, session.last_consolidated) == ([], 0)
+
+
+def test_over_the_budget_room_is_made_until_half_of_it_is_free(sessions):
+    session = talk(sessions.get(KEY), 10, 2_000)
+    session.append({**user("now"), "runtime": "It is Monday"})
+    tokens = sum(measure(line)[1] for line in session.lines) + 500
+    keeper = consolidator(sessions, *[saves("Entry.", "- fact")] * 9, budget=4_000)
+    asyncio.run(keeper.before_turn(session, tokens))
+    left = session.get_history()
+    assert left[0]["role"] == "user" and left[-1]["content"].endswith("now")
+    assert sum(measure(message)[1] for message in left) + 500 <= 2_000
+    assert len(left) > 1
+    for messages, _, _ in keeper.ask.asked:
+        assert sum(measure(message)[1] for message in messages) <= 2_200, "half the budget"
+        assert "It is Monday" not in messages[1]["content"]
+
+
+@pytest.mark.parametrize(
+    "replies",
+    [
+        ["I would rather talk.", "No."],
+        [saves(""), saves("", "x")],
+        [saves(None, "x"), saves("<think>hm</think>", "x")],
+        [saves("cut", "x", "length"), saves("cut", "x", "length")],
+        [LLMResponse(None, [ToolCallRequest("c", "exec", {})], "tool_calls"), ""],
+        [FAILED],
+    ],
+)
+def test_where_the_model_does_not_save_the_raw_text_goes_to_the_history_and_it_stops(sessions, replies):
+    session, keeper = talk(sessions.get(KEY), 40), consolidator(sessions, *replies)
+    asyncio.run(keeper.after_turn(session, 0))
+    assert len(keeper.ask.asked) == len(replies)
+    assert [asked[2] for asked in keeper.ask.asked] == [None, "required"][: len(replies)]
+    assert session.last_consolidated == 60, "one round, and no more"
+    [raw] = contents(keeper.store)
+    assert raw.startswith("[RAW] ") and "q14" in raw and len(raw) <= 16_006
+    assert keeper.store.read_facts() == ""
+
+
+def test_an_update_on_an_outdated_text_is_asked_for_again(sessions):
+    session = talk(sessions.get(KEY), 25)
+    keeper = consolidator(sessions)
+
+    def meanwhile():
+        keeper.store.facts.write_text("- The cat is Tom\n")
+        return saves("Entry.", "- Likes blue")
+
+    keeper.store.folder.mkdir()
+    keeper.ask.replies = [meanwhile, saves("Entry.", "- The cat is Tom\n- Likes blue")]
+    asyncio.run(keeper.after_turn(session, 0))
+    assert "- The cat is Tom" in keeper.ask.asked[1][0][1]["content"]
+    assert keeper.store.read_facts() == "- The cat is Tom\n- Likes blue\n"
+    assert contents(keeper.store) == ["Entry."], "once"
+
+
+def test_new_archives_what_it_drops_and_nothing_else(sessions, tmp_path):
+    session = talk(sessions.get(KEY), 20)
+    session.restart()
+    session.append(user("new"))
+    keeper = consolidator(sessions, saves("One."), saves("Two."))
+    asyncio.run(keeper.archive(session))
+    assert contents(keeper.store) == ["One.", "Two."]
+    assert (session.last_consolidated, session.start) == (80, 80)
+    assert loaded(tmp_path).get_history() == [user("new")]
+    assert "new" not in keeper.ask.asked[-1][0][1]["content"].split()
+    asyncio.run(keeper.archive(session))
+    assert len(keeper.ask.asked) == 2
+
+
+def test_new_is_never_stuck_where_the_model_fails(sessions):
+    session, keeper = talk(sessions.get(KEY), 100), consolidator(sessions, FAILED)
+    session.restart()
+    asyncio.run(keeper.archive(session))
+    assert session.last_consolidated == 400
+    assert len(keeper.ask.asked) == 1, "it is not asked again and again"
+    assert all(text.startswith("[RAW]") for text in contents(keeper.store))
+    assert len(contents(keeper.store)) == 7
+
+
+def test_what_a_crash_in_new_left_is_archived_the_next_time(sessions, tmp_path):
+    talk(sessions.get(KEY), 3).restart()
+    session = loaded(tmp_path)
+    session.append(user("hello"), answer("hi"))
+    keeper = consolidator(sessions, saves("The three turns."))
+    asyncio.run(keeper.after_turn(session, 0))
+    assert contents(keeper.store) == ["The three turns."]
+    assert session.last_consolidated == 12
+
+
+def test_a_turn_that_is_cancelled_meanwhile_moves_no_cursor(sessions):
+    session, keeper = talk(sessions.get(KEY), 40), consolidator(sessions)
+
+    async def cancelled() -> None:
+        started = asyncio.Event()
+
+        async def hang(*_) -> None:
+            started.set()
+            await asyncio.Event().wait()
+
+        keeper.ask = hang
+        task = asyncio.create_task(keeper.after_turn(session, 0))
+        await started.wait()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(cancelled())
+    assert session.last_consolidated == 0
+    assert contents(keeper.store) == []
+
+
+def test_a_consolidation_in_the_background_does_not_take_back_new(sessions, tmp_path):
+    """Another program said `/new` in this session while the model was thinking."""
+    session = talk(sessions.get(KEY), 30)
+
+    def meanwhile():
+        loaded(tmp_path).restart()
+        return saves("Entry.")
+
+    keeper = consolidator(sessions, meanwhile, saves("Entry."))
+    asyncio.run(keeper.after_turn(session, 0))
+    assert loaded(tmp_path).get_history() == []
+    assert loaded(tmp_path).start == 120
+
+
+def test_a_large_turn_is_split_and_long_messages_are_shortened(sessions):
+    session = sessions.get(KEY)
+    session.append(user("look at all of it"))
+    for n in range(80):
+        session.append(*step("read_file", n, 9_000), sync=False)
+    session.append(answer("done"), user("next"), sync=False)
+    keeper = consolidator(sessions, *[saves(f"Part {n}.") for n in range(40)], budget=3_000)
+    asyncio.run(keeper.after_turn(session, 0))
+    assert session.last_consolidated == 162, "a turn is never cut"
+    assert len(contents(keeper.store)) > 1
+    for messages, _, _ in keeper.ask.asked:
+        assert sum(measure(message)[1] for message in messages) <= 1_700
+
+
+def test_the_summary_of_a_turn_stays_with_the_session_until_memory_has_passed_it(sessions, tmp_path):
+    session = talk(sessions.get(KEY), 12, 1_000)
+    session.append(user("the task"))
+    keeper = consolidator(sessions, "They looked for q0 to q7.", saves("Entry.", "- fact"))
+    messages = [{"role": "system", "content": "You are …"}, *session.get_history()]
+    governor = Governor(estimating(), messages[-1], summariser(keeper, session))
+    governed = asyncio.run(governor.govern(messages, governor.counter.total(messages) + 50))
+    again = loaded(tmp_path)
+    assert again.get_history() == governed.messages[1:], "the prompt's beginning stays the same"
+    assert "They looked" in again.get_history()[0]["content"]
+    again.append(answer("done"), user("more"))
+    assert again.get_history()[: len(governed.messages) - 1] == governed.messages[1:]
+    again.note(last_consolidated=again.summary["until"])
+    assert "They looked" not in again.get_history()[0]["content"]
+    assert loaded(tmp_path).get_history() == again.get_history()
+
+
+# ---- Dream ----
+
+
+@dataclass
+class Result:
+    stop_reason: str = "completed"
+
+
+class Agent:
+    """Plays phase 2: makes these calls as far as they are not refused."""
+
+    def __init__(self, home: Path, *calls, stop_reason: str = "completed"):
+        self.home, self.calls, self.stop_reason = home, calls, stop_reason
+        self.messages, self.refused = [], []
+
+    async def __call__(self, messages, refuse):
+        self.messages.append(messages)
+        for name, path, text in self.calls:
+            if why := refuse(name, {"path": path, "content": text}):
+                self.refused.append((name, path, why))
+                continue
+            (self.home / path).parent.mkdir(parents=True, exist_ok=True)
+            (self.home / path).write_text(text)
+        return Result(self.stop_reason)
+
+
+def dream(home: Path, model: Model, *calls, stop_reason: str = "completed", **settings) -> Dream:
+    agent = Agent(home, *calls, stop_reason=stop_reason)
+    skills = SkillsLoader(home / "skills", ROOT / "skills")
+    return Dream(MemoryStore(home), model, agent, "[SKIP] [MEMORY]", "Edit.", skills, **settings)
+
+
+@pytest.fixture
+def home(tmp_path):
+    """A workspace in which three things have happened."""
+    home = tmp_path / "workspace"
+    home.mkdir()
+    for name in ("SOUL.md", "USER.md"):
+        (home / name).write_text(f"# {name}\n")
+    store = MemoryStore(home)
+    for n in range(3):
+        store.append_history(f"[2026-04-03 00:0{n}] Thing {n}.")
+    store.write_facts("- Favourite colour: green", instead_of="")
+    return home
+
+
+BLUE = ("edit_file", "memory/MEMORY.md", "- Favourite colour: blue\n")
+
+
+def test_a_dream_finds_and_edits_and_is_one_commit(home):
+    model = Model("Here:\n- [MEMORY] Favourite colour: blue\n[MEMORY-REMOVE] green: outdated\nThat is all.")
+    dreamer = dream(home, model, BLUE)
+    told = asyncio.run(dreamer.run())
+    assert "Dreamt about 3 entries: 2 change(s)" in told
+    question = model.asked[0][0][1]["content"]
+    assert "[2026-04-03 00:02] Thing 2." in question and "Favourite colour: green" in question
+    assert time.strftime("%Y-%m-%d") in question
+    [phase_2] = dreamer.run_agent.messages
+    assert "# Findings\n\n[MEMORY] Favourite colour: blue\n\n[MEMORY-REMOVE] green" in phase_2[1]["content"]
+    assert "- memory:" in phase_2[1]["content"], "the skills that exist"
+    assert dreamer.store.dream_cursor == 3 and dreamer.store.unread() == []
+    log = MemoryRepository(home).log()
+    first, second = log.split("\n")
+    assert re.fullmatch(r"[0-9a-f]{7,} dream: [\d-]+ [\d:]+, 2 change\(s\)", first)
+    assert "changes outside of dreams" in second
+    diff = MemoryRepository(home).log(first.split()[0])
+    assert "-- Favourite colour: green\n+- Favourite colour: blue" in diff
+
+
+def test_without_anything_new_no_model_is_asked(home):
+    model = Model()
+    (home / "memory" / ".dream_cursor").write_text("3")
+    assert "nothing new" in asyncio.run(dream(home, model).run())
+    assert model.asked == []
+
+
+def test_skip_moves_the_cursor_and_makes_no_commit_of_its_own(home):
+    dreamer = dream(home, Model("<think>[MEMORY] no</think>\n[SKIP]"), BLUE)
+    asyncio.run(dreamer.run())
+    assert dreamer.store.dream_cursor == 3
+    assert dreamer.run_agent.messages == []
+    assert "dream: " not in MemoryRepository(home).log()
+
+
+def test_an_endpoint_that_is_down_costs_no_memories_however_often(home):
+    for _ in range(5):
+        assert "Nothing is lost" in asyncio.run(dream(home, Model(FAILED), BLUE).run())
+        stopped = dream(home, Model("[MEMORY] x"), stop_reason="error")
+        assert "Nothing is lost" in asyncio.run(stopped.run())
+    assert MemoryStore(home).dream_cursor == 0
+
+
+def test_what_fails_three_times_for_another_reason_is_skipped_with_a_warning(home, caplog):
+    assert "Nothing is lost" in asyncio.run(dream(home, Model("What a nice day.")).run())
+    endless = dream(home, Model("[MEMORY] x"), stop_reason="max_iterations")
+    assert "Nothing is lost" in asyncio.run(endless.run())
+    assert MemoryStore(home).dream_cursor == 0
+    asyncio.run(dream(home, Model("Hello!")).run())
+    assert MemoryStore(home).dream_cursor == 3
+    assert "they are skipped" in caplog.text
+
+
+def test_a_batch_is_at_most_20_entries_and_half_the_budget(home):
+    store = MemoryStore(home)
+    for n in range(30):
+        store.append_history(f"entry {n}")
+    asyncio.run(dream(home, Model("[SKIP]")).run())
+    assert store.dream_cursor == 20
+    store.append_history("x" * 40_000)
+    store.append_history("last")
+    asyncio.run(dream(home, Model("[SKIP]"), budget=4_000).run())
+    assert store.dream_cursor == 33
+    asyncio.run(dream(home, Model("[SKIP]"), budget=4_000).run())
+    assert store.dream_cursor == 34, "at least one"
+
+
+KIT = ROOT / "skills"
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "text", "is_fine"),
+    [
+        ("edit_file", "memory/MEMORY.md", "", True),
+        ("edit_file", "SOUL.md", "", True),
+        ("edit_file", "{home}/USER.md", "", True),
+        ("edit_file", "AGENTS.md", "", False),
+        ("edit_file", "memory/history.jsonl", "", False),
+        ("edit_file", "skills/mine/SKILL.md", "", False),
+        ("write_file", "skills/mine/SKILL.md", "---\nname: mine\n---\n1. Do it.", True),
+        ("write_file", "skills/mine/list.txt", "x", True),
+        ("write_file", "skills/SKILL.md", "x", False),
+        ("write_file", "skills/../SOUL.md", "x", False),
+        ("write_file", "memory/MEMORY.md", "x", False),
+        ("write_file", "skills/weather/SKILL.md", "x", False),
+        ("write_file", "skills/mine/SKILL.md", "---\nname: memory\n---\nx", False),
+        ("write_file", "skills/mine/SKILL.md", "---\nname: mine\nalways: true\n---\nx", False),
+        ("write_file", "skills/link/SKILL.md", "x", False),
+        ("write_file", "/etc/passwd", "x", False),
+        ("read_file", "memory/HISTORY.md", "", True),
+        ("read_file", str(KIT / "weather" / "SKILL.md"), "", True),
+        ("read_file", "/etc/passwd", "", False),
+        ("read_file", "~/.ssh/id_rsa", "", False),
+        ("exec", "SOUL.md", "", False),
+    ],
+)
+def test_a_dream_has_a_fence(home, tmp_path, name, path, text, is_fine):
+    (home / "skills").mkdir()
+    (home / "skills" / "link").symlink_to(tmp_path)
+    why = dream(home, Model()).refuse(name, {"path": path.format(home=home), "content": text})
+    assert bool(why) is not is_fine
+
+
+# ---- What was dreamt can be undone ----
+
+
+def git(*arguments: str, cwd: Path) -> str:
+    return subprocess.run(["git", *arguments], cwd=cwd, capture_output=True, text=True).stdout.strip()
+
+
+def test_a_dream_is_undone_as_a_new_commit_and_is_not_dreamt_again(home):
+    dreamer = dream(home, Model("[MEMORY] blue"), BLUE, ("write_file", "skills/mine/SKILL.md", "1. Do it."))
+    asyncio.run(dreamer.run())
+    assert "change(s)" in MemoryRepository(home).restore()
+    assert MemoryStore(home).read_facts() == "- Favourite colour: green\n"
+    assert not (home / "skills" / "mine" / "SKILL.md").exists()
+    assert MemoryStore(home).dream_cursor == 3
+    assert "restore of" in MemoryRepository(home).log().split("\n")[0]
+    assert len(records(MemoryStore(home).history)) == 3, "the history is no part of it"
+
+
+def test_what_does_not_fit_any_more_is_left_alone_and_said(home):
+    asyncio.run(dream(home, Model("[MEMORY] blue"), BLUE).run())
+    MemoryStore(home).facts.write_text("- Favourite colour: red\n")
+    assert MemoryRepository(home).restore().startswith("Nothing is changed: ")
+    assert MemoryStore(home).read_facts() == "- Favourite colour: red\n"
+
+
+@pytest.mark.parametrize("sha", ["0123456", "HEAD; rm", "--help", "..", "zzz"])
+def test_an_unknown_commit_is_a_friendly_error(home, sha):
+    asyncio.run(dream(home, Model("[MEMORY] blue"), BLUE).run())
+    assert "/dream-log lists them" in MemoryRepository(home).restore(sha)
+    assert "/dream-log lists them" in MemoryRepository(home).log(sha)
+
+
+def test_a_repository_around_the_workspace_and_its_settings_are_left_alone(home, monkeypatch):
+    outer = home.parent
+    git("init", "-q", cwd=outer)
+    (outer / ".git" / "hooks" / "pre-commit").write_text("#!/bin/sh\nexit 1\n")
+    (outer / ".git" / "hooks" / "pre-commit").chmod(0o755)
+    (outer / ".gitignore").write_text("workspace/memory\n*.md\n")
+    git("add", "-A", cwd=outer)
+    git("-c", "user.name=x", "-c", "user.email=x@y", "commit", "-q", "--no-verify", "-m", "mine", cwd=outer)
+    monkeypatch.setenv("GIT_DIR", str(outer / ".git"))
+    asyncio.run(dream(home, Model("[MEMORY] blue"), BLUE).run())
+    monkeypatch.delenv("GIT_DIR")
+    assert "dream: " in MemoryRepository(home).log()
+    assert git("log", "--format=%s", cwd=outer) == "mine"
+    assert git("diff", "HEAD", "--stat", cwd=outer) == ""
+    assert not list(home.rglob(".git"))
+
+
+def test_without_git_everything_else_works(home, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    dreamer = dream(home, Model("[MEMORY] blue"), BLUE)
+    asyncio.run(dreamer.run())
+    assert dreamer.store.dream_cursor == 3
+    assert "git" in MemoryRepository(home).log()
+    assert MemoryRepository(home).restore().startswith("Nothing is changed: ")
+
+
+def test_a_lock_that_a_killed_git_left_stops_nothing(home):
+    asyncio.run(dream(home, Model("[SKIP]")).run())
+    (home / ".nanobot" / "memory.git" / "index.lock").touch()
+    MemoryStore(home).append_history("more")
+    asyncio.run(dream(home, Model("[MEMORY] blue"), BLUE).run())
+    assert "dream: " in MemoryRepository(home).log()
+
+
+def test_a_skill_that_was_dreamt_is_there_in_the_next_turn(home):
+    text = "---\nname: mine\ndescription: Use to publish.\n---\n1. Do it."
+    dreamer = dream(home, Model("[SKILL] mine: publish"), ("write_file", "skills/mine/SKILL.md", text))
+    asyncio.run(dreamer.run())
+    assert "Use to publish." in [skill.description for skill in dreamer.skills.load()]
 
 
 # ---- Skills ----
