@@ -31,6 +31,7 @@ import zlib
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -89,26 +90,19 @@ class Session:
 
     def get_history(self) -> list[dict]:
         """The copy that is sent, as far as it goes; `LLMProvider.chat` makes it lawful."""
-        history = self.projection.of(self.lines, self.sent_from)
-        if self.sent_from > max(self.start, self.last_consolidated):
+        begin = max(self.start, self.last_consolidated)
+        sent_from = max(begin, self.summary.get("until", 0))
+        history = self.projection.of(self.lines, sent_from)
+        if sent_from > begin:
             history.insert(0, summary_message(self.summary["text"]))
-        if self.last_line.get("cut"):  # nobody has said anything since
-            note = f"{gap_after(self.last_line)} Go on where it stops."
-            history.append({"role": "user", "content": note})
+        if gap := cut_at_the_end(self):  # nobody has said anything since
+            history.append({"role": "user", "content": f"{gap} Go on where it stops."})
         return history
-
-    @property
-    def sent_from(self) -> int:
-        return max(self.start, self.last_consolidated, self.summary.get("until", 0))
-
-    @property
-    def last_line(self) -> dict:
-        return next(filter(None, reversed(self.lines[self.sent_from :])), {})
 
     @property
     def unfinished(self) -> bool:
         """True where the last turn has no whole answer: it ended at a question, a call, a cut."""
-        line = self.last_line
+        line = last_line(self)
         if line.get("cut") or line.get("tool_calls"):
             return True
         return line.get("role", "assistant") != "assistant"
@@ -179,7 +173,8 @@ def govern(
     if draft.is_over(1):
         leave_out_oldest_turns(draft)
     if draft.is_over(1):
-        turn_into_lines(draft, draft.turn[: last_step(draft.turn)])
+        seen = draft.turn[: last_step(draft.turn)]
+        turn_into_lines(draft, seen, draft.tokens - budget)
     if draft.is_over(1):
         leave_out_oldest_steps(draft)
     if draft.is_over(1):
@@ -258,20 +253,27 @@ class Consolidator:
     summary_prompt: str  # how to sum up what this session still needs
     budget: int = 56_320  # tokens
     window: int = 100  # messages that are not in memory
+    counter: "TokenCounter" = field(default_factory=lambda: TokenCounter())
     one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    async def before_turn(self, session: Session, tokens: int) -> None:
-        """Make room where a prompt of `tokens` is over the budget; only then a turn waits."""
-        if tokens > self.budget:
-            others = tokens - sum(map(line_tokens, sent_lines(session)))
-            until = boundary(session, self.budget // 2 - others, line_tokens)
-            await self._move(session, until)
+    async def before_turn(self, session: Session, others: int) -> None:
+        """Make room where the history and `others` (tokens of all else in the prompt) do not fit.
 
-    async def after_turn(self, session: Session, tokens: int) -> None:
+        Only then a turn waits: over the budget for a round, over 80 % of it for a summary.
+        """
+        needed = others + size_as_sent(self, session)
+        if needed > self.budget:
+            await self._move(session, boundary(session, self.budget // 2 - others, line_tokens))
+        elif needed > 0.8 * self.budget:
+            await sum_up(self, session)
+
+    async def after_turn(self, session: Session, others: int) -> None:
         """In the background: what `/new` dropped, what is over the budget or over the window."""
         await self.archive(session)
-        await self.before_turn(session, tokens)
-        if len(sent_lines(session)) >= self.window:
+        lines = [line for line in session.lines[session.last_consolidated :] if line]
+        if others + size_as_sent(self, session) > self.budget:
+            await self._move(session, boundary(session, self.budget // 2 - others, line_tokens))
+        elif len(lines) >= self.window:
             await self._move(session, boundary(session, self.window // 2, one))
 
     async def archive(self, session: Session) -> None:
@@ -292,24 +294,12 @@ class Consolidator:
         """One round. The cursor moves when the lines are in memory, and only then."""
         end = end_of_round(session, until)
         for text in transcripts(session.lines[session.last_consolidated : end], room_of(self)):
-            helpful = helpful and await self._save(text)
+            helpful = helpful and await save(self, text)
             if not helpful:
                 self.store.append_history(f"[RAW] {text[:16_000]}")
         session.note(last_consolidated=end)
         await session.synced()
         return helpful
-
-    async def _save(self, text: str) -> bool:
-        """False where the model is of no help: it did not call the tool, or cannot be reached."""
-        for _ in range(3):  # MEMORY.md may change while the model thinks
-            facts = self.store.read_facts()
-            saved = await ask_to_save(self, facts, text)
-            if saved is None:
-                return False
-            if self.store.write_facts(saved["memory_update"], instead_of=facts):
-                self.store.append_history(saved["history_entry"])
-                return True
-        return False
 
 
 # ---- Dream: from the history into facts and skills ----
@@ -363,12 +353,9 @@ class Dream:
             return "failed"
         if not findings:
             return "completed"
-        result = await self.run_agent(what_to_edit(self, findings), self.refuse)
+        refuse = partial(reason_to_refuse, self)  # nobody watches it, so it has a fence
+        result = await self.run_agent(what_to_edit(self, findings), refuse)
         return {"completed": "completed", "error": "unreachable"}.get(result.stop_reason, "failed")
-
-    def refuse(self, name: str, arguments: dict) -> str:
-        """Why a call of phase 2 may not run, "" where it may: it runs unwatched, so it has a fence."""
-        return reason_to_refuse(self, name, arguments)
 
 
 # ======== Second reading: damage, locks, sizes, boundaries, git, skills ========
@@ -594,6 +581,16 @@ def file_stamp(path: Path) -> tuple[int, int] | None:
     return (path.stat().st_size, path.stat().st_mtime_ns) if path.exists() else None
 
 
+def last_line(session: Session) -> dict:
+    sent = session.lines[max(session.start, session.last_consolidated) :]
+    return next(filter(None, reversed(sent)), {})
+
+
+def cut_at_the_end(session: Session) -> str:
+    line = last_line(session)
+    return gap_after(line) if line.get("cut") else ""
+
+
 def sync_session(session: Session) -> None:
     """Make what was appended survive a power cut. Raises OSError where the disk refuses."""
     session.unsynced = False
@@ -795,7 +792,9 @@ class Draft:
         self.turn = [new.get(id(message), message) for message in self.turn]
 
 
-def draft_of(messages: list[dict], budget: int, counter: "TokenCounter", task: dict | None) -> Draft:
+def draft_of(
+    messages: list[dict], budget: int, counter: "TokenCounter", task: dict | None
+) -> Draft:
     questions = [n for n, message in enumerate(messages) if message["role"] == "user"]
     tasks = [n for n in questions if messages[n] is task]  # a hook may have taken it out
     begin = (tasks or questions or [0])[-1]
@@ -841,13 +840,13 @@ def turn_old_results_into_lines(draft: Draft) -> None:
     names = {key: function.get("name") for key, function in functions.items()}
     results = [m for m in draft.past + draft.turn if names.get(id(m)) in REPEATABLE]
     unseen = {id(message) for message in draft.turn[last_step(draft.turn) :]}
-    turn_into_lines(draft, [message for message in results[:-10] if id(message) not in unseen], all)
+    old = [message for message in results[:-10] if id(message) not in unseen]
+    turn_into_lines(draft, old, math.inf)
 
 
-def turn_into_lines(draft: Draft, results: list[dict], which: Any = None) -> None:
-    """The oldest first, until the request fits; short ones are not worth it."""
+def turn_into_lines(draft: Draft, results: list[dict], too_much: float) -> None:
+    """The oldest first, until so many tokens are saved; short ones are not worth it."""
     functions, lines = functions_of(draft.messages), {}
-    too_much = math.inf if which is all else draft.tokens - draft.budget
     for result in results:
         function = functions.get(id(result))
         if too_much <= 0 or function is None or len(as_text(result.get("content"))) < 500:
@@ -924,58 +923,6 @@ def share_what_is_left(draft: Draft) -> None:
     results = [message for message in draft.turn if message["role"] == "tool"]
     room = draft.budget - draft.tokens + draft.counter.total(results)
     cut_results(draft, results, room // max(len(results), 1))
-
-
-# ---- A long turn is summed up, once ----
-# Without this what was agreed on an hour ago is left out, and the model asks again.
-
-
-@dataclass
-class Governor:
-    """What of one run is sent. `summarise(messages) -> text` asks the model; "" where that failed."""
-
-    counter: "TokenCounter"
-    task: dict | None  # the last question of the run's first request
-    summarise: Callable[[list[dict]], Awaitable[str]] | None = None
-    summary: str = ""
-    behind: dict | None = None  # the first message that the summary does not cover
-
-    async def govern(self, messages: list[dict], budget: int) -> Governed:
-        old = oldest_turns(messages, budget, self) if self.summarise else []
-        if old:
-            summarise, self.summarise = self.summarise, None
-            places = [n for n, message in enumerate(messages) if message is old[-1]]
-            self.behind = messages[places[0] + 1]
-            self.summary = await summarise(old)
-        governed = govern(self.with_summary(messages), budget, self.counter, self.task)
-        if old and self.summary:
-            governed.notes.insert(0, f"the {len(old)} oldest messages are summed up")
-        return governed
-
-    def with_summary(self, messages: list[dict]) -> list[dict]:
-        places = [n for n, message in enumerate(messages) if message is self.behind]
-        if not self.summary or not places:
-            return messages
-        system = [message for message in messages[:1] if message["role"] == "system"]
-        return [*system, summary_message(self.summary), *messages[places[0] :]]
-
-
-def summary_message(text: str) -> dict:
-    content = f"[Summary of the conversation so far, which is not sent any more]\n\n{text}"
-    return {"role": "user", "content": content, "summary": True}
-
-
-def oldest_turns(messages: list[dict], budget: int, governor: Governor) -> list[dict]:
-    """What to sum up: whole turns before the task and the 20 newest messages; [] where all fits."""
-    draft = draft_of(messages, budget, governor.counter, governor.task)
-    if draft.is_over(0.8):
-        turn_old_results_into_lines(draft)
-    if not draft.is_over(0.8):
-        return []
-    first = 1 if messages[0]["role"] == "system" else 0
-    last = len(messages) - max(len(draft.turn), 20)
-    ends = [n for n in range(first + 1, last + 1) if messages[n]["role"] == "user"]
-    return messages[first : ends[-1]] if ends else []
 
 
 # ---- Sizes ----
@@ -1143,11 +1090,6 @@ def is_question(line: dict | None) -> bool:
     return line is not None and line["role"] == "user" and isinstance(line.get("content"), str)
 
 
-def sent_lines(session: Session) -> list[dict]:
-    """What is neither dropped nor in memory."""
-    return [line for line in session.lines[max(session.start, session.last_consolidated) :] if line]
-
-
 def one(line: dict) -> int:
     return 1
 
@@ -1219,33 +1161,43 @@ def request(system: str, text: str) -> list[dict]:
     return [{"role": "system", "content": system}, {"role": "user", "content": text}]
 
 
-def text_parameter(description: str) -> dict:
-    return {"type": "string", "description": description}
-
-
+TEXT = {"type": "string"}
+SAVED = {
+    "history_entry": TEXT | {"description": "2 to 5 sentences that begin [YYYY-MM-DD HH:MM]"},
+    "memory_update": TEXT | {"description": "The whole new MEMORY.md; unchanged if nothing is new"},
+}
 SAVE_MEMORY = {
-    "name": "save_memory",
-    "description": "Save what is worth keeping of a conversation.",
-    "parameters": {
-        "type": "object",
-        "properties": {
-            "history_entry": text_parameter("2 to 5 sentences, beginning [YYYY-MM-DD HH:MM]"),
-            "memory_update": text_parameter("The whole new MEMORY.md; unchanged if nothing is new"),
-        },
-        "required": ["history_entry", "memory_update"],
+    "type": "function",
+    "function": {
+        "name": "save_memory",
+        "description": "Save what is worth keeping of a conversation.",
+        "parameters": {"type": "object", "properties": SAVED, "required": list(SAVED)},
     },
 }
 
 
-async def ask_to_save(consolidator: Consolidator, facts: str, text: str) -> dict | None:
+async def save(consolidator: Consolidator, text: str) -> bool:
+    """False where the model is of no help: it does not call the tool, or cannot be reached."""
+    store = consolidator.store
+    for _ in range(3):  # MEMORY.md may change while the model thinks
+        facts = store.read_facts()
+        question = f"# MEMORY.md\n\n{facts}\n\n# Conversation\n\n{text}"
+        saved = await ask_to_save(consolidator, request(consolidator.prompt, question))
+        if saved is None:
+            return False
+        if store.write_facts(saved["memory_update"], instead_of=facts):
+            store.append_history(saved["history_entry"])
+            return True
+    return False
+
+
+async def ask_to_save(consolidator: Consolidator, messages: list[dict]) -> dict | None:
     """The arguments of save_memory; None where the model does not call it, even if it must."""
-    messages = request(consolidator.prompt, f"# MEMORY.md\n\n{facts}\n\n# Conversation\n\n{text}")
     for choice in (None, "required"):
-        tools = [{"type": "function", "function": SAVE_MEMORY}]
-        response = await consolidator.ask(messages, tools, choice)
+        response = await consolidator.ask(messages, [SAVE_MEMORY], choice)
         if response.finish_reason == "error":  # nobody is there to be forced
             return None
-        if response.finish_reason in ("length", "content_filter"):  # the end of MEMORY.md may be cut
+        if response.finish_reason in ("length", "content_filter"):  # its end may be missing
             continue
         for call in response.tool_calls:
             match call.name, call.arguments:
@@ -1255,25 +1207,32 @@ async def ask_to_save(consolidator: Consolidator, facts: str, text: str) -> dict
     return None
 
 
-def summariser(consolidator: Consolidator, session: Session) -> Callable[[list[dict]], Awaitable[str]]:
-    """For a Governor: sums up the oldest messages of a turn, and keeps that with the session."""
-    begin = session.sent_from  # now: it may move while the turn goes on
+async def sum_up(consolidator: Consolidator, session: Session) -> None:
+    """A summary in place of all but the 20 newest, kept with the session: none is made twice."""
+    begin = max(session.start, session.last_consolidated, session.summary.get("until", 0))
+    text = session.summary.get("text", "") if begin == session.summary.get("until") else ""
+    last = len(session.lines) - 20
+    until = max([n for n in range(begin, last + 1) if is_question(session.lines[n])], default=begin)
+    for part in transcripts(session.lines[begin:until], room_of(consolidator)):
+        question = request(consolidator.summary_prompt, f"{text}\n\n{part}".strip())
+        response = await consolidator.ask(question, [], None)
+        if response.finish_reason in ("error", "length") or not response.content:
+            return  # the oldest turns are left out
+        text = middle_out(response.content, consolidator.budget // 4)
+    if until > begin:
+        session.note(summary={"text": text, "until": until})
 
-    async def summarise(messages: list[dict]) -> str:
-        text = ""
-        for part in transcripts(messages, room_of(consolidator)):
-            question = request(consolidator.summary_prompt, f"{text}\n\n{part}".strip())
-            response = await consolidator.ask(question, [], None)
-            if response.finish_reason in ("error", "length") or not response.content:
-                return ""
-            text = middle_out(response.content, consolidator.budget // 4)
-        lines = session.lines
-        asked = [m for m in messages if m["role"] == "user" and "summary" not in m]
-        questions = [n for n in range(begin, len(lines)) if lines[n] and lines[n]["role"] == "user"]
-        session.note(summary={"text": text, "until": [*questions, len(lines)][len(asked)]})
-        return text
 
-    return summarise
+def summary_message(text: str) -> dict:
+    content = f"[Summary of the conversation so far, which is not sent any more]\n\n{text}"
+    return {"role": "user", "content": content, "summary": True}
+
+
+def size_as_sent(consolidator: Consolidator, session: Session) -> int:
+    draft = draft_of(session.get_history(), consolidator.budget, consolidator.counter, None)
+    if draft.is_over(0.8):
+        turn_old_results_into_lines(draft)
+    return draft.tokens
 
 
 # ---- What Dream reads, and what it may do ----
@@ -1421,9 +1380,12 @@ class MemoryRepository:
             return f"Nothing is changed: {problem}"
 
     def _known(self, sha: str) -> str:
-        if not re.fullmatch(r"[0-9a-f]{4,40}\^?", sha):
-            raise OSError(NO_COMMIT)
-        return self.git("rev-parse", "--verify", "-q", f"{sha}^{{commit}}").strip()
+        try:
+            if re.fullmatch(r"[0-9a-f]{4,40}\^?", sha):
+                return self.git("rev-parse", "--verify", f"{sha}^{{commit}}").strip()
+        except OSError as problem:
+            log.info("%s", problem)
+        raise OSError("there is no such commit, or none before it. /dream-log lists them.")
 
 
 # ---- Skills ----

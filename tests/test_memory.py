@@ -21,7 +21,6 @@ import pytest
 from memory import (
     Consolidator,
     Dream,
-    Governor,
     MemoryRepository,
     MemoryStore,
     Session,
@@ -36,7 +35,7 @@ from memory import (
     project,
     read_skill,
     readable,
-    summariser,
+    reason_to_refuse,
 )
 from providers import LLMResponse, ToolCallRequest, legal
 
@@ -886,38 +885,6 @@ def test_what_is_sent_never_exceeds_the_budget_and_is_lawful_and_what_was_said_n
         assert {m["tool_call_id"] for m in governed.messages if m["role"] == "tool"} <= called
 
 
-def test_a_summary_takes_the_place_of_the_oldest_turns_once_and_stays_where_it_is():
-    messages, counter, asked = conversation(12, 1_000, "message"), estimating(), []
-    budget = counter.total(messages)
-
-    async def summarise(old: list[dict]) -> str:
-        asked.append(old)
-        return "They talked about q0 to q6."
-
-    governor = Governor(counter, messages[-3], summarise)
-    first = asyncio.run(governor.govern(messages, budget))
-    assert len(asked) == 1 and asked[0][0] == user("q0")
-    assert len(messages) - messages.index(asked[0][-1]) - 1 >= 20, "the 20 newest stay"
-    assert "They talked" in first.messages[1]["content"] and first.messages[1]["role"] == "user"
-    assert first.messages[2]["role"] == "user", "whole turns"
-    messages += step("message", 90, 50)
-    second = asyncio.run(governor.govern(messages, budget))
-    assert len(asked) == 1
-    assert second.messages[: len(first.messages)] == first.messages, "prompt caches hold"
-    assert "summed up" in first.notes[0] and second.notes == []
-
-
-def test_where_the_summary_fails_the_turn_goes_on_without_it():
-    messages, counter = conversation(12, 1_000, "message"), estimating()
-
-    async def summarise(old: list[dict]) -> str:
-        return ""
-
-    budget = counter.total(messages) - 100
-    governed = asyncio.run(Governor(counter, messages[-3], summarise).govern(messages, budget))
-    assert governed.tokens <= budget and "left out" in governed.notes[-1]
-
-
 def test_exact_counting_is_never_waited_for_and_only_wanted_where_bytes_do_not_fit():
     gate, loads = threading.Event(), []
 
@@ -1149,14 +1116,15 @@ def saves(entry: object, update: object = "", finish_reason: str = "tool_calls")
     return LLMResponse(None, [ToolCallRequest("c", "save_memory", arguments)], finish_reason)
 
 
-def talk(session: Session, turns: int, size: int = 20) -> Session:
+def talk(session: Session, turns: int, size: int = 20, name: str = "grep") -> Session:
     for n in range(turns):
-        session.append(user(f"q{n}"), *step("grep", n, size), answer(f"a{n}"), sync=False)
+        session.append(user(f"q{n}"), *step(name, n, size), answer(f"a{n}"), sync=False)
     return session
 
 
 def consolidator(sessions: SessionManager, *replies, **settings) -> Consolidator:
     store = MemoryStore(sessions.folder.parent)
+    settings = {"counter": estimating(), **settings}
     return Consolidator(store, Model(*replies), "Save it.", "Sum it up.", **settings)
 
 
@@ -1178,16 +1146,15 @@ def test_by_count_the_oldest_turns_go_to_memory_and_half_a_window_stays(sessions
 def test_below_window_and_budget_no_model_is_asked(sessions):
     session, keeper = talk(sessions.get(KEY), 24), consolidator(sessions)
     asyncio.run(keeper.after_turn(session, 1_000))
-    asyncio.run(keeper.before_turn(session, keeper.budget))
+    asyncio.run(keeper.before_turn(session, 1_000))
     assert (keeper.ask.asked, session.last_consolidated) == ([], 0)
 
 
 def test_over_the_budget_room_is_made_until_half_of_it_is_free(sessions):
     session = talk(sessions.get(KEY), 10, 2_000)
     session.append({**user("now"), "runtime": "It is Monday"})
-    tokens = sum(measure(line)[1] for line in session.lines) + 500
     keeper = consolidator(sessions, *[saves("Entry.", "- fact")] * 9, budget=4_000)
-    asyncio.run(keeper.before_turn(session, tokens))
+    asyncio.run(keeper.before_turn(session, 500))
     left = session.get_history()
     assert left[0]["role"] == "user" and left[-1]["content"].endswith("now")
     assert sum(measure(message)[1] for message in left) + 500 <= 2_000
@@ -1318,21 +1285,50 @@ def test_a_large_turn_is_split_and_long_messages_are_shortened(sessions):
         assert sum(measure(message)[1] for message in messages) <= 1_700
 
 
-def test_the_summary_of_a_turn_stays_with_the_session_until_memory_has_passed_it(sessions, tmp_path):
-    session = talk(sessions.get(KEY), 12, 1_000)
+def test_over_80_percent_the_oldest_turns_are_summed_up_once(sessions, tmp_path):
+    session = talk(sessions.get(KEY), 12, 1_000, "message")
     session.append(user("the task"))
-    keeper = consolidator(sessions, "They looked for q0 to q7.", saves("Entry.", "- fact"))
-    messages = [{"role": "system", "content": "You are …"}, *session.get_history()]
-    governor = Governor(estimating(), messages[-1], summariser(keeper, session))
-    governed = asyncio.run(governor.govern(messages, governor.counter.total(messages) + 50))
+    tokens = sum(measure(message)[1] for message in session.get_history())
+    settings = {"budget": int(tokens / 0.85)}
+    keeper = consolidator(sessions, "They looked for q0 to q5.", **settings)
+    asyncio.run(keeper.before_turn(session, 0))
+    asyncio.run(keeper.before_turn(session, 0))
+    [(messages, _, _)] = keeper.ask.asked
+    assert messages[0]["content"] == "Sum it up." and "q0" in messages[1]["content"]
+    first = session.get_history()
+    assert "They looked" in first[0]["content"] and first[0]["role"] == "user"
+    assert first[1] == user("q7") and len(first) - 1 == 21, "whole turns, and the 20 newest stay"
+    assert session.last_consolidated == 0 and contents(keeper.store) == [], "it is not in memory"
     again = loaded(tmp_path)
-    assert again.get_history() == governed.messages[1:], "the prompt's beginning stays the same"
-    assert "They looked" in again.get_history()[0]["content"]
     again.append(answer("done"), user("more"))
-    assert again.get_history()[: len(governed.messages) - 1] == governed.messages[1:]
+    assert again.get_history()[: len(first)] == first, "prompt caches hold"
     again.note(last_consolidated=again.summary["until"])
-    assert "They looked" not in again.get_history()[0]["content"]
+    assert again.get_history()[0] == user("q7"), "memory has passed it"
     assert loaded(tmp_path).get_history() == again.get_history()
+
+
+def test_a_second_summary_is_made_of_the_first_and_what_came_since(sessions):
+    session = talk(sessions.get(KEY), 12, 1_000, "message")
+    keeper = consolidator(sessions)
+    session.note(summary={"text": "Earlier: Rome.", "until": 16})
+    talk(session, 6, 1_000, "message")
+    session.append(user("the task"))
+    tokens = sum(measure(message)[1] for message in session.get_history())
+    keeper.ask.replies, keeper.budget = ["Earlier: Rome, and q4."], int(tokens / 0.85)
+    asyncio.run(keeper.before_turn(session, 0))
+    question = keeper.ask.asked[0][0][1]["content"]
+    assert "Earlier: Rome." in question and "q4" in question and "q3" not in question
+    assert "and q4" in session.get_history()[0]["content"]
+
+
+def test_where_the_summary_fails_the_turn_goes_on_without_it(sessions):
+    session = talk(sessions.get(KEY), 12, 1_000, "message")
+    session.append(user("the task"))
+    tokens = sum(measure(message)[1] for message in session.get_history())
+    for reply in (FAILED, LLMResponse("cut", [], "length"), ""):
+        keeper = consolidator(sessions, reply, budget=int(tokens / 0.85))
+        asyncio.run(keeper.before_turn(session, 0))
+        assert session.get_history()[0] == user("q0")
 
 
 # ---- Dream ----
@@ -1483,7 +1479,8 @@ KIT = ROOT / "skills"
 def test_a_dream_has_a_fence(home, tmp_path, name, path, text, is_fine):
     (home / "skills").mkdir()
     (home / "skills" / "link").symlink_to(tmp_path)
-    why = dream(home, Model()).refuse(name, {"path": path.format(home=home), "content": text})
+    arguments = {"path": path.format(home=home), "content": text}
+    why = reason_to_refuse(dream(home, Model()), name, arguments)
     assert bool(why) is not is_fine
 
 
