@@ -95,8 +95,10 @@ class Session:
         history = self.projection.of(self.lines, sent_from)
         if sent_from > begin:
             history.insert(0, summary_message(self.summary["text"]))
-        if gap := cut_at_the_end(self):  # nobody has said anything since
-            history.append({"role": "user", "content": f"{gap} Go on where it stops."})
+        last = last_line(self)
+        if last.get("cut"):  # nobody has said anything since
+            note = f"{gap_after(last)} Go on where it stops."
+            history.append({"role": "user", "content": note})
         return history
 
     @property
@@ -213,7 +215,9 @@ class MemoryStore:
         if not content:
             return
         with locked(self.folder / ".lock"):
-            entry = {"cursor": next_cursor(self), "timestamp": timestamp, "content": content}
+            known = [entry["cursor"] for entry in entries(self.history)]
+            last = max([*known, read_number(self.folder / ".cursor"), self.dream_cursor])
+            entry = {"cursor": last + 1, "timestamp": timestamp, "content": content}
             append_lines(self.history, [entry])
             write_atomically(self.folder / ".cursor", str(entry["cursor"]))
             add_for_people(self, entry)
@@ -263,7 +267,7 @@ class Consolidator:
         """
         needed = others + size_as_sent(self, session)
         if needed > self.budget:
-            await self._move(session, boundary(session, self.budget // 2 - others, line_tokens))
+            await self._move(session, boundary_by_size(session, self.budget // 2 - others))
         elif needed > 0.8 * self.budget:
             await sum_up(self, session)
 
@@ -272,9 +276,9 @@ class Consolidator:
         await self.archive(session)
         lines = [line for line in session.lines[session.last_consolidated :] if line]
         if others + size_as_sent(self, session) > self.budget:
-            await self._move(session, boundary(session, self.budget // 2 - others, line_tokens))
+            await self._move(session, boundary_by_size(session, self.budget // 2 - others))
         elif len(lines) >= self.window:
-            await self._move(session, boundary(session, self.window // 2, one))
+            await self._move(session, boundary_by_count(session, self.window // 2))
 
     async def archive(self, session: Session) -> None:
         """All that `/new` dropped; without the model from the first round on that failed."""
@@ -326,7 +330,9 @@ class Dream:
 
     async def run(self) -> str:
         """One dream. Returns what to tell the user."""
-        batch = batch_of(self.store.unread()[: self.max_batch], self.budget // 2)
+        batch = self.store.unread()[: self.max_batch]
+        while len(batch) > 1 and tokens_of(str(batch)) > self.budget // 2:
+            batch.pop()
         if not batch:
             return "There is nothing new to dream about."
         repository, last = MemoryRepository(self.store.workspace), batch[-1]["cursor"]
@@ -574,7 +580,8 @@ def write_atomically(path: Path, text: str) -> None:
         os.replace(draft, path)
     finally:
         draft.unlink(missing_ok=True)
-    sync_folder(path.parent)
+    with contextlib.suppress(OSError):
+        fsync(path.parent, os.O_RDONLY)
 
 
 def file_stamp(path: Path) -> tuple[int, int] | None:
@@ -586,11 +593,6 @@ def last_line(session: Session) -> dict:
     return next(filter(None, reversed(sent)), {})
 
 
-def cut_at_the_end(session: Session) -> str:
-    line = last_line(session)
-    return gap_after(line) if line.get("cut") else ""
-
-
 def sync_session(session: Session) -> None:
     """Make what was appended survive a power cut. Raises OSError where the disk refuses."""
     session.unsynced = False
@@ -600,14 +602,9 @@ def sync_session(session: Session) -> None:
         session.unsynced = True
         raise
     if session.is_new:
-        sync_folder(session.path.parent)
+        with contextlib.suppress(OSError):  # not every system can sync a folder, for its new name
+            fsync(session.path.parent, os.O_RDONLY)
     session.is_new = False
-
-
-def sync_folder(path: Path) -> None:
-    """Make a new name in a folder survive a power cut; not every system has this."""
-    with contextlib.suppress(OSError):
-        fsync(path, os.O_RDONLY)
 
 
 def fsync(path: Path, flags: int) -> None:
@@ -774,22 +771,21 @@ class Draft:
     budget: int
     counter: "TokenCounter"
     notes: list[str] = field(default_factory=list)
+    tokens: int = 0
 
     @property
     def messages(self) -> list[dict]:
         return self.head + self.past + self.turn
 
-    @property
-    def tokens(self) -> int:
-        return self.counter.total(self.messages)
-
     def is_over(self, share: float) -> bool:
         return self.tokens > share * self.budget
 
-    def exchange(self, new: dict[int, dict]) -> None:
-        """Put messages in the place of others, which are named by their id()."""
-        self.past = [new.get(id(message), message) for message in self.past]
-        self.turn = [new.get(id(message), message) for message in self.turn]
+    def exchange(self, new: dict[int, dict | None]) -> None:
+        """Put messages in the place of others, which are named by their id(); None takes one out."""
+        for part in (self.head, self.past, self.turn) if new else ():
+            messages = [new.get(id(message), message) for message in part]
+            part[:] = filter(None, messages)
+        self.tokens = self.counter.total(self.messages)
 
 
 def draft_of(
@@ -798,14 +794,14 @@ def draft_of(
     questions = [n for n, message in enumerate(messages) if message["role"] == "user"]
     tasks = [n for n in questions if messages[n] is task]  # a hook may have taken it out
     begin = (tasks or questions or [0])[-1]
-    others = [n for n in range(begin) if not is_head(messages[n])]
-    first = others[0] if others else begin
-    counter.count_exactly_where_bytes_exceed(budget, messages)
-    return Draft(messages[:first], messages[first:begin], messages[begin:], budget, counter)
-
-
-def is_head(message: dict) -> bool:
-    return message["role"] == "system" or "summary" in message
+    first = 0
+    while first < begin and (messages[first]["role"] == "system" or "summary" in messages[first]):
+        first += 1
+    draft = Draft(messages[:first], messages[first:begin], messages[begin:], budget, counter)
+    draft.tokens = counter.total(messages)
+    if 4 * draft.tokens > budget:  # its bytes, the upper bound, do not fit
+        counter.count_exactly_from_now_on()
+    return draft
 
 
 def last_step(turn: list[dict]) -> int:
@@ -848,10 +844,13 @@ def turn_into_lines(draft: Draft, results: list[dict], too_much: float) -> None:
     """The oldest first, until so many tokens are saved; short ones are not worth it."""
     functions, lines = functions_of(draft.messages), {}
     for result in results:
-        function = functions.get(id(result))
-        if too_much <= 0 or function is None or len(as_text(result.get("content"))) < 500:
+        function, size = functions.get(id(result)), len(as_text(result.get("content")))
+        if too_much <= 0 or function is None or size < 500:
             continue
-        lines[id(result)] = line_instead(result, function)
+        # what was there, and how to get it again; worded so that nobody takes it for an answer
+        call = f"{function.get('name', 'the tool')}({str(function.get('arguments', ''))[:200]})"
+        text = f"[{size:,} characters of {call} are left out. Call it again if you need them.]"
+        lines[id(result)] = {**result, "content": text}
         too_much -= draft.counter.size(result) - draft.counter.size(lines[id(result)])
     draft.exchange(lines)
     if lines:
@@ -869,14 +868,6 @@ def functions_of(messages: list[dict]) -> dict[int, dict]:
     return functions
 
 
-def line_instead(result: dict, function: dict) -> dict:
-    """What was there, and how to get it again; worded so that nobody takes it for an answer."""
-    call = f"{function.get('name', 'the tool')}({str(function.get('arguments', ''))[:200]})"
-    size = len(as_text(result.get("content")))
-    text = f"[{size:,} characters of {call} are left out. Call it again if you need them.]"
-    return {**result, "content": text}
-
-
 def leave_out_oldest_turns(draft: Draft) -> None:
     """A turn goes from a question to the next. The summary goes last."""
     room = draft.budget - draft.counter.total(draft.head + draft.turn)
@@ -887,14 +878,15 @@ def leave_out_oldest_turns(draft: Draft) -> None:
             break
         if draft.past[n]["role"] == "user":
             start = n
-    turns = [n for n, message in enumerate(draft.past) if message["role"] == "user"]
-    count = len([n for n in turns if n < start])
-    if count:
-        size = draft.counter.total(draft.past[:start])
-        draft.notes.append(f"{count} of {len(turns) + 1} turns, ~{size:,} tokens, are left out")
-    draft.past = draft.past[start:]
+    left_out = draft.past[:start]
+    if left_out:
+        turns = len([message for message in left_out if message["role"] == "user"])
+        kept = len([message for message in draft.past[start:] if message["role"] == "user"])
+        size = f"~{draft.counter.total(left_out):,} tokens"
+        draft.notes.append(f"{turns} of {turns + kept + 1} turns, {size}, are left out")
+        draft.exchange({id(message): None for message in left_out})
     if draft.is_over(1):
-        draft.head = [message for message in draft.head if message["role"] == "system"]
+        draft.exchange({id(message): None for message in draft.head if "summary" in message})
 
 
 def leave_out_oldest_steps(draft: Draft) -> None:
@@ -910,9 +902,10 @@ def leave_out_oldest_steps(draft: Draft) -> None:
         gone |= {id(message) for message in step}
         count += 1
     if count:
-        draft.turn = [message for message in draft.turn if id(message) not in gone]
+        draft.exchange(dict.fromkeys(gone))
         note = f"[{count} earlier steps of this turn are left out; what they did is done]"
         draft.turn.insert(1, {"role": "user", "content": note})
+        draft.exchange({})
         draft.notes.append(f"{count} step(s) of this turn are left out")
 
 
@@ -939,7 +932,7 @@ class TokenCounter:
 
     def size(self, message: dict) -> int:
         if id(message) not in self._sizes:
-            if len(self._sizes) > 10_000:  # those of all sessions would grow and grow
+            if len(self._sizes) > 20_000:  # those of all sessions would grow and grow
                 self._sizes.clear()
             self._sizes[id(message)] = (measure(message, self._count)[1], message)
         return self._sizes[id(message)][0]
@@ -947,11 +940,11 @@ class TokenCounter:
     def total(self, messages: Iterable[dict]) -> int:
         return sum(map(self.size, messages))
 
-    def count_exactly_where_bytes_exceed(self, budget: int, messages: list[dict]) -> None:
-        """Bytes are an upper bound of tokens. It happens in the background, however long it takes."""
-        if self._load and 4 * self.total(messages) > budget:
+    def count_exactly_from_now_on(self) -> None:
+        """As soon as the vocabulary is there: it comes in the background, however long it takes."""
+        if self._load:
             threading.Thread(target=self._fetch, args=(self._load,), daemon=True).start()
-            self._load = None
+        self._load = None
 
     def _fetch(self, load: Callable) -> None:
         try:
@@ -963,13 +956,9 @@ class TokenCounter:
 def load_vocabulary() -> Callable[[str], int]:
     import tiktoken
 
-    encoding = tiktoken.get_encoding("o200k_base")
-
-    def count(text: str) -> int:
-        pieces = [text[n : n + 2_000] for n in range(0, len(text), 2_000)]  # long ones take very long
-        return sum(len(encoding.encode_ordinary(piece)) for piece in pieces)
-
-    return count
+    encode = tiktoken.get_encoding("o200k_base").encode_ordinary
+    # in pieces: a long one of equal letters takes very long
+    return lambda text: sum(len(encode(text[n : n + 2_000])) for n in range(0, len(text), 2_000))
 
 
 def measure(message: dict, count: Callable[[str], int] | None = None) -> tuple[int, int]:
@@ -989,8 +978,8 @@ def measure(message: dict, count: Callable[[str], int] | None = None) -> tuple[i
     return size + images, tokens + images
 
 
-def tokens_of(text: str) -> int:
-    return measure({"content": text})[1]
+def tokens_of(content: Any) -> int:
+    return measure({"content": content})[1]
 
 
 def newest(lines: list[str], most: int, file: str) -> list[str]:
@@ -1015,11 +1004,6 @@ def entries(path: Path) -> list[dict]:
             case {"cursor": int(cursor), "timestamp": str(), "content": str()}:
                 known += [record] if type(cursor) is int and cursor > 0 else []  # True is an int
     return known
-
-
-def next_cursor(store: MemoryStore) -> int:
-    numbers = [entry["cursor"] for entry in entries(store.history)]
-    return max([*numbers, read_number(store.folder / ".cursor"), store.dream_cursor]) + 1
 
 
 def read_number(path: Path) -> int:
@@ -1090,25 +1074,22 @@ def is_question(line: dict | None) -> bool:
     return line is not None and line["role"] == "user" and isinstance(line.get("content"), str)
 
 
-def one(line: dict) -> int:
-    return 1
+def boundary_by_count(session: Session, most: int) -> int:
+    """The first question from which on there are at most so many lines; else the last question."""
+    begin = max(session.start, session.last_consolidated)
+    questions = [n for n in range(begin, len(session.lines)) if is_question(session.lines[n])]
+    enough = [n for n in questions if len(session.lines) - n <= most]
+    return [begin, *questions[-1:], *enough[:1]][-1]
 
 
-def line_tokens(line: dict) -> int:
-    return measure(line)[1]
-
-
-def boundary(session: Session, room: float, weight: Callable[[dict], int]) -> int:
-    """The first question from which on all lines fit into `room`; the last one where none does."""
-    lines, begin = session.lines, max(session.start, session.last_consolidated)
-    questions = [n for n in range(begin + 1, len(lines)) if is_question(lines[n])]
-    place = questions[-1] if questions else begin
-    for n in range(len(lines) - 1, begin, -1):
-        room -= weight(lines[n]) if lines[n] else 0
+def boundary_by_size(session: Session, room: float) -> int:
+    count = 0
+    for line in reversed(session.lines):
+        room -= tokens_of(line)
         if room < 0:
             break
-        place = n if is_question(lines[n]) else place
-    return place
+        count += 1
+    return boundary_by_count(session, count)
 
 
 def end_of_round(session: Session, until: int) -> int:
@@ -1243,17 +1224,6 @@ FINDING = re.compile(r"^[\s*-]*(\[(?:USER|SOUL|MEMORY|SKILL)(?:-REMOVE)?\] *\S.*
 DREAM_FILES = ("memory/MEMORY.md", "SOUL.md", "USER.md")
 
 
-def batch_of(unread: list[dict], room: int) -> list[dict]:
-    """As many of the oldest as one request takes, at least one."""
-    batch: list[dict] = []
-    for entry in unread:
-        room -= tokens_of(entry["content"])
-        if batch and room < 0:
-            break
-        batch.append(entry)
-    return batch
-
-
 def what_happened(dream: Dream, batch: list[dict]) -> list[dict]:
     lines = [f"[{entry['timestamp']}] {entry['content']}" for entry in batch]
     today = time.strftime("Today is %Y-%m-%d, %A.")
@@ -1329,29 +1299,23 @@ class MemoryRepository:
         done = subprocess.run(
             ["git", *me, *arguments], cwd=self.workspace, env=own, input=text.encode(), capture_output=True
         )
-        if done.returncode:
+        if done.returncode and arguments[0] != "add":  # what cannot be added stays out
             raise OSError(done.stderr.decode(errors="replace").strip())
         return done.stdout.decode(errors="replace")
 
     def commit(self, subject: str) -> int:
         """What has changed since the last commit: how many lines. Nothing changed: no commit."""
-        try:
-            return self._commit(subject) if shutil.which("git") else 0
-        except OSError as problem:  # a dream is no less true for it
-            log.warning("memory is not under git: %s", problem)
+        if not shutil.which("git"):
             return 0
-
-    def _commit(self, subject: str) -> int:
         if not (self.folder / "HEAD").exists():
             self.folder.parent.mkdir(exist_ok=True)
             self.git("init", "-q")
         (self.folder / "index.lock").unlink(missing_ok=True)  # of a program that was killed
         there = [name for name in self.facts + self.history if (self.workspace / name).exists()]
         self.git("add", "-u", ".")
-        if there:
-            self.git("add", "-f", "--ignore-errors", "--", *there)
+        self.git("add", "-f", "--ignore-errors", "--", *there)
         diff = self.git("diff", "--cached", "-U0", "--no-renames", "--", *self.facts)
-        lines = [line for line in diff.split("\n") if re.match(r"(?:[+-](?!\+\+|--))", line)]
+        lines = [line for line in diff.split("\n") if re.match(r"[+-](?!\+\+ |-- )", line)]
         if not lines:
             return 0
         title = f"{subject}: {time.strftime('%Y-%m-%d %H:%M')}, {len(lines)} change(s)"
@@ -1372,10 +1336,10 @@ class MemoryRepository:
         try:
             commit = self._known(sha or self.git("log", "-1", "--grep=^dream:", "--format=%h").strip())
             self._known(f"{commit}^")
-            self._commit("changes before a restore")
+            self.commit("changes outside of dreams")
             patch = self.git("show", "--format=", "--binary", "--no-renames", commit, "--", *self.facts)
             self.git("apply", "-R", "--whitespace=nowarn", text=patch)
-            return f"Undone: {self._commit(f'restore of {commit}')} change(s)."
+            return f"Undone: {self.commit(f'restore of {commit[:7]}')} change(s)."
         except OSError as problem:
             return f"Nothing is changed: {problem}"
 
