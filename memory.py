@@ -211,16 +211,12 @@ class MemoryStore:
 
     def append_history(self, text: str) -> None:
         """An entry with the next cursor. It may begin with its time: `[2026-04-03 00:02] …`"""
-        timestamp, content = stamped(text)
-        if not content:
-            return
         with locked(self.folder / ".lock"):
-            known = [entry["cursor"] for entry in entries(self.history)]
-            last = max([*known, read_number(self.folder / ".cursor"), self.dream_cursor])
-            entry = {"cursor": last + 1, "timestamp": timestamp, "content": content}
-            append_lines(self.history, [entry])
-            write_atomically(self.folder / ".cursor", str(entry["cursor"]))
-            add_for_people(self, entry)
+            entry = next_entry(self, text)
+            if entry["content"]:
+                append_lines(self.history, [entry])
+                write_atomically(self.folder / ".cursor", str(entry["cursor"]))
+                add_for_people(self, entry)
 
     @property
     def dream_cursor(self) -> int:
@@ -261,24 +257,18 @@ class Consolidator:
     one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def before_turn(self, session: Session, others: int) -> None:
-        """Make room where the history and `others` (tokens of all else in the prompt) do not fit.
+        """Make room beside `others`, the tokens of all else in the prompt. Only then a turn waits:
 
-        Only then a turn waits: over the budget for a round, over 80 % of it for a summary.
+        over the budget for rounds, over 80 % of it for a summary.
         """
-        needed = others + size_as_sent(self, session)
-        if needed > self.budget:
-            await self._move(session, boundary_by_size(session, self.budget // 2 - others))
-        elif needed > 0.8 * self.budget:
-            await sum_up(self, session)
+        await self._move(session, over_budget(self, session, others))
+        await sum_up(self, session, others)
 
     async def after_turn(self, session: Session, others: int) -> None:
         """In the background: what `/new` dropped, what is over the budget or over the window."""
         await self.archive(session)
-        lines = [line for line in session.lines[session.last_consolidated :] if line]
-        if others + size_as_sent(self, session) > self.budget:
-            await self._move(session, boundary_by_size(session, self.budget // 2 - others))
-        elif len(lines) >= self.window:
-            await self._move(session, boundary_by_count(session, self.window // 2))
+        await self._move(session, over_budget(self, session, others))
+        await self._move(session, over_window(self, session))
 
     async def archive(self, session: Session) -> None:
         """All that `/new` dropped; without the model from the first round on that failed."""
@@ -330,38 +320,40 @@ class Dream:
 
     async def run(self) -> str:
         """One dream. Returns what to tell the user."""
-        batch = self.store.unread()[: self.max_batch]
-        while len(batch) > 1 and tokens_of(str(batch)) > self.budget // 2:
-            batch.pop()
+        try:
+            with locked(self.store.workspace / ".nanobot" / "dream.lock", wait=False):
+                return await self._run()
+        except BlockingIOError:
+            return "Another dream is going on."
+
+    async def _run(self) -> str:
+        batch = next_batch(self)
         if not batch:
             return "There is nothing new to dream about."
-        repository, last = MemoryRepository(self.store.workspace), batch[-1]["cursor"]
+        repository = MemoryRepository(self.store.workspace)
         await in_thread(repository.commit, "changes outside of dreams")
         outcome = await self._dream(batch)
-        if outcome == "unreachable":
-            return "The model cannot be reached, so nothing was dreamt. Nothing is lost: try again."
-        if outcome == "failed" and failures(self.store, last) < 3:
-            return "The dream failed. Nothing is lost: the next one tries again."
-        if outcome == "failed":
-            log.warning("three dreams about the entries up to %d failed: they are skipped", last)
-        write_atomically(self.store.folder / ".dream_cursor", str(last))
+        if must_be_repeated(self.store, batch, outcome):
+            return f"The dream {outcome}. Nothing is lost: the next one tries again."
+        write_atomically(self.store.folder / ".dream_cursor", str(batch[-1]["cursor"]))
         compact(self.store)
         changes = await in_thread(repository.commit, "dream")
         return f"Dreamt about {len(batch)} entries: {changes} change(s). /dream-log shows them."
 
     async def _dream(self, batch: list[dict]) -> str:
-        """Both phases. Returns completed, failed or unreachable."""
+        """Both phases, to an outcome: completed, failed, or did not reach the model."""
         response = await self.ask(what_happened(self, batch), [], None)
         findings = findings_in(response.content or "")
         if response.finish_reason == "error":
-            return "unreachable"
+            return UNREACHABLE
         if findings is None:
             return "failed"
         if not findings:
             return "completed"
         refuse = partial(reason_to_refuse, self)  # nobody watches it, so it has a fence
         result = await self.run_agent(what_to_edit(self, findings), refuse)
-        return {"completed": "completed", "error": "unreachable"}.get(result.stop_reason, "failed")
+        outcomes = {"completed": "completed", "error": UNREACHABLE}
+        return outcomes.get(result.stop_reason, "failed")
 
 
 # ======== Second reading: damage, locks, sizes, boundaries, git, skills ========
@@ -1024,13 +1016,16 @@ THOUGHTS = re.compile(r"\s*<think>.*?(</think>|\Z)", re.DOTALL)
 STAMP = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d)\]\s*")
 
 
-def stamped(text: str) -> tuple[str, str]:
-    """`[2026-04-03 00:02] The user …` → its time, and at most 64,000 characters without thoughts."""
+def next_entry(store: MemoryStore, text: str) -> dict:
+    """`[2026-04-03 00:02] The user …` → its number, its time, at most 64,000 letters of text."""
+    known = [entry["cursor"] for entry in entries(store.history)]
+    last = max([*known, read_number(store.folder / ".cursor"), store.dream_cursor])
     text = THOUGHTS.sub("", text).strip()
     stamp = STAMP.match(text)
     timestamp = stamp[1] if stamp else time.strftime("%Y-%m-%d %H:%M")
-    content = text[stamp.end() :] if stamp else text
-    return timestamp, content if len(content) <= 64_000 else f"{content[:63_990]} [cut]"
+    text = STAMP.sub("", text, count=1) if stamp else text
+    content = text if len(text) <= 64_000 else f"{text[:63_990]} [cut]"
+    return {"cursor": last + 1, "timestamp": timestamp, "content": content}
 
 
 def add_for_people(store: MemoryStore, entry: dict) -> None:
@@ -1074,22 +1069,31 @@ def is_question(line: dict | None) -> bool:
     return line is not None and line["role"] == "user" and isinstance(line.get("content"), str)
 
 
-def boundary_by_count(session: Session, most: int) -> int:
-    """The first question from which on there are at most so many lines; else the last question."""
-    begin = max(session.start, session.last_consolidated)
-    questions = [n for n in range(begin, len(session.lines)) if is_question(session.lines[n])]
-    enough = [n for n in questions if len(session.lines) - n <= most]
-    return [begin, *questions[-1:], *enough[:1]][-1]
-
-
-def boundary_by_size(session: Session, room: float) -> int:
-    count = 0
+def over_budget(consolidator: Consolidator, session: Session, others: int) -> int:
+    """Up to where lines must go so that half the budget is left; 0 where all fits."""
+    if others + size_as_sent(consolidator, session) <= consolidator.budget:
+        return 0
+    room, count = consolidator.budget // 2 - others, 0
     for line in reversed(session.lines):
         room -= tokens_of(line)
         if room < 0:
             break
         count += 1
-    return boundary_by_count(session, count)
+    return boundary(session, count)
+
+
+def over_window(consolidator: Consolidator, session: Session) -> int:
+    begin = max(session.start, session.last_consolidated)
+    count = len([line for line in session.lines[begin:] if line])
+    return boundary(session, consolidator.window // 2) if count >= consolidator.window else 0
+
+
+def boundary(session: Session, most: int) -> int:
+    """The first question from which on there are at most so many lines; else the last question."""
+    begin = max(session.start, session.last_consolidated)
+    questions = [n for n in range(begin, len(session.lines)) if is_question(session.lines[n])]
+    enough = [n for n in questions if len(session.lines) - n <= most]
+    return [begin, *questions[-1:], *enough[:1]][-1]
 
 
 def end_of_round(session: Session, until: int) -> int:
@@ -1183,13 +1187,15 @@ async def ask_to_save(consolidator: Consolidator, messages: list[dict]) -> dict 
         for call in response.tool_calls:
             match call.name, call.arguments:
                 case "save_memory", {"history_entry": str(entry), "memory_update": str()}:
-                    if stamped(entry)[1]:
+                    if THOUGHTS.sub("", entry).strip():
                         return call.arguments
     return None
 
 
-async def sum_up(consolidator: Consolidator, session: Session) -> None:
+async def sum_up(consolidator: Consolidator, session: Session, others: int) -> None:
     """A summary in place of all but the 20 newest, kept with the session: none is made twice."""
+    if others + size_as_sent(consolidator, session) <= 0.8 * consolidator.budget:
+        return
     begin = max(session.start, session.last_consolidated, session.summary.get("until", 0))
     text = session.summary.get("text", "") if begin == session.summary.get("until") else ""
     last = len(session.lines) - 20
@@ -1224,6 +1230,14 @@ FINDING = re.compile(r"^[\s*-]*(\[(?:USER|SOUL|MEMORY|SKILL)(?:-REMOVE)?\] *\S.*
 DREAM_FILES = ("memory/MEMORY.md", "SOUL.md", "USER.md")
 
 
+def next_batch(dream: Dream) -> list[dict]:
+    """The oldest unread entries, as many as one request takes, at least one."""
+    batch = dream.store.unread()[: dream.max_batch]
+    while len(batch) > 1 and tokens_of(str(batch)) > dream.budget // 2:
+        batch.pop()
+    return batch
+
+
 def what_happened(dream: Dream, batch: list[dict]) -> list[dict]:
     lines = [f"[{entry['timestamp']}] {entry['content']}" for entry in batch]
     today = time.strftime("Today is %Y-%m-%d, %A.")
@@ -1247,13 +1261,20 @@ def findings_in(text: str) -> list[str] | None:
     return findings if findings or "[SKIP]" in text else None
 
 
-def failures(store: MemoryStore, cursor: int) -> int:
-    """One more failure of the batch up to `cursor`: how many in a row, also of other programs."""
-    path = store.workspace / ".nanobot" / "dream-failures.json"
+UNREACHABLE = "did not reach the model"
+
+
+def must_be_repeated(store: MemoryStore, batch: list[dict], outcome: str) -> bool:
+    """Unless it is completed, or failed three times: also in programs that came and went."""
+    if outcome != "failed":
+        return outcome == UNREACHABLE
+    path, last = store.workspace / ".nanobot" / "dream-failures.json", batch[-1]["cursor"]
     before = parse(read_text(path).encode()) or {}
-    count = before.get("count", 0) + 1 if before.get("cursor") == cursor else 1
-    write_atomically(path, json.dumps({"cursor": cursor, "count": count}))
-    return count
+    count = before.get("count", 0) + 1 if before.get("cursor") == last else 1
+    write_atomically(path, json.dumps({"cursor": last, "count": count}))
+    if count >= 3:
+        log.warning("three dreams about the entries up to %d failed: they are skipped", last)
+    return count < 3
 
 
 def reason_to_refuse(dream: Dream, name: str, arguments: dict) -> str:
@@ -1305,8 +1326,13 @@ class MemoryRepository:
 
     def commit(self, subject: str) -> int:
         """What has changed since the last commit: how many lines. Nothing changed: no commit."""
-        if not shutil.which("git"):
+        try:
+            return self._commit(subject) if shutil.which("git") else 0
+        except OSError as problem:  # a dream is no less true for it
+            log.warning("memory is not under git: %s", problem)
             return 0
+
+    def _commit(self, subject: str) -> int:
         if not (self.folder / "HEAD").exists():
             self.folder.parent.mkdir(exist_ok=True)
             self.git("init", "-q")
@@ -1336,10 +1362,10 @@ class MemoryRepository:
         try:
             commit = self._known(sha or self.git("log", "-1", "--grep=^dream:", "--format=%h").strip())
             self._known(f"{commit}^")
-            self.commit("changes outside of dreams")
+            self._commit("changes outside of dreams")
             patch = self.git("show", "--format=", "--binary", "--no-renames", commit, "--", *self.facts)
             self.git("apply", "-R", "--whitespace=nowarn", text=patch)
-            return f"Undone: {self.commit(f'restore of {commit[:7]}')} change(s)."
+            return f"Undone: {self._commit(f'restore of {commit[:7]}')} change(s)."
         except OSError as problem:
             return f"Nothing is changed: {problem}"
 
