@@ -9,9 +9,9 @@ that is sent:
     {"role": "assistant", "content": null, "tool_calls": [{"id": "call_1", …}], …}
     {"role": "tool", "tool_call_id": "call_1", "content": "1| hello", …}
 
-So a crash needs no checkpoint: whoever reads the journal completes what is missing. What is old goes
-from the journal into the history (Consolidator), and from there into facts and skills (Dream). The
-model is handed in: `ask(messages, tools, tool_choice) -> response`, and `run_agent`.
+So a crash needs no checkpoint: whoever reads the journal completes what is missing. What is old
+goes from the journal into the history (Consolidator), from there into facts and skills (Dream).
+The model is handed in: `ask(messages, tools, tool_choice) -> response`, and `run_agent`.
 Read after providers.py, before tools.py. Not covered: when a session is written to (AgentLoop).
 """
 
@@ -32,7 +32,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
@@ -126,8 +126,8 @@ def project(lines: Iterable[dict | None], before: dict | None = None) -> list[di
             continue
         message = {key: value for key, value in line.items() if key not in OWN_KEYS}
         if line["role"] == "user":
-            notes = [gap_after(before), line.get("runtime")]
-            message["content"] = with_notes(notes, line.get("content"))
+            parts = [gap_after(before), line.get("runtime"), as_text(line.get("content"))]
+            message["content"] = "\n\n".join(filter(None, parts))
         history.append(message)
         before = line
     return history
@@ -153,7 +153,7 @@ def gap_after(line: dict | None) -> str:
 
 @dataclass
 class Governed:
-    """The copy that is sent, and what was done to it: `8 of 11 turns, ~7,900 tokens, are left out`."""
+    """The copy that is sent, and what was done: `8 of 11 turns, ~7,900 tokens, are left out`."""
 
     messages: list[dict]
     notes: list[str]
@@ -317,28 +317,24 @@ class Dream:
     skills: "SkillsLoader"
     budget: int = 56_320  # tokens
     max_batch: int = 20  # entries
+    failures: int = field(default=0, init=False)  # in a row
 
     async def run(self) -> str:
-        """One dream. Returns what to tell the user."""
-        try:
-            with locked(self.store.workspace / ".nanobot" / "dream.lock", wait=False):
-                return await self._run()
-        except BlockingIOError:
-            return "Another dream is going on."
-
-    async def _run(self) -> str:
-        batch = next_batch(self)
-        if not batch:
-            return "There is nothing new to dream about."
-        repository = MemoryRepository(self.store.workspace)
-        await in_thread(repository.commit, "changes outside of dreams")
-        outcome = await self._dream(batch)
-        if must_be_repeated(self.store, batch, outcome):
-            return f"The dream {outcome}. Nothing is lost: the next one tries again."
-        write_atomically(self.store.folder / ".dream_cursor", str(batch[-1]["cursor"]))
-        compact(self.store)
-        changes = await in_thread(repository.commit, "dream")
-        return f"Dreamt about {len(batch)} entries: {changes} change(s). /dream-log shows them."
+        """One dream. Returns what to tell the user; raises SessionBusy while another goes on."""
+        lock = self.store.workspace / ".nanobot" / "dream.lock"
+        with locked(lock, "Another dream is going on."):
+            batch = next_batch(self)
+            if not batch:
+                return "There is nothing new to dream about."
+            repository = MemoryRepository(self.store.workspace)
+            await in_thread(repository.commit, "changes outside of dreams")
+            outcome = await self._dream(batch)
+            if must_be_repeated(self, outcome):
+                return f"The dream {outcome}. Nothing is lost: the next one tries again."
+            write_atomically(self.store.folder / ".dream_cursor", str(batch[-1]["cursor"]))
+            compact(self.store)
+            changes = await in_thread(repository.commit, "dream")
+            return f"Dreamt about {len(batch)} entries: {changes} change(s). /dream-log shows them."
 
     async def _dream(self, batch: list[dict]) -> str:
         """Both phases, to an outcome: completed, failed, or did not reach the model."""
@@ -403,7 +399,8 @@ def parse_line(raw: bytes) -> dict | None:
     are_calls = calls is None or are_dicts(calls)
     is_empty = "content" not in record and not calls
     is_named = all(isinstance(name, str) for name in names)
-    return record if is_content and are_calls and is_named and not is_empty else None
+    is_message = is_content and are_calls and is_named and not is_empty
+    return record if is_message else None
 
 
 def are_dicts(values: Any) -> bool:
@@ -622,9 +619,13 @@ async def in_thread(function: Callable, *arguments: Any) -> Any:
     return await asyncio.wrap_future(done)
 
 
+class SessionBusy(Exception):
+    """Another process holds what only one may hold."""
+
+
 @contextlib.contextmanager
-def locked(path: Path, wait: bool = True) -> Iterator[None]:
-    """Hold a lock against other programs; raises BlockingIOError where it may not wait.
+def locked(path: Path, busy: str = "") -> Iterator[None]:
+    """Hold a lock against other programs: wait for it, or raise SessionBusy where `busy` says why.
 
     It is released on close and on death. Windows has none: there it is up to the user.
     """
@@ -632,8 +633,10 @@ def locked(path: Path, wait: bool = True) -> Iterator[None]:
         with contextlib.suppress(ImportError):
             import fcntl
 
-            mode = fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB
-            fcntl.flock(file, mode)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB * bool(busy))
+            except BlockingIOError:
+                raise SessionBusy(busy) from None
         yield
 
 
@@ -663,21 +666,9 @@ class Projection:
         return list(self.messages)
 
 
-def with_notes(notes: list[str | None], content: Any) -> Any:
-    """Notes before a question, each with an empty line behind it."""
-    notes = [note for note in notes if note]
-    if isinstance(content, list):  # of another program: ours has texts only
-        return [{"type": "text", "text": note} for note in notes] + content
-    return "\n\n".join([*notes, content or ""])
-
-
 # ---- The sessions of a workspace ----
 # Without the lock two programs in one session answer each other's questions; without the encoding
 # of the key `telegram:a_b` and `telegram:a:b` met in one file.
-
-
-class SessionBusy(Exception):
-    """Another process is in a turn of this session."""
 
 
 class SessionManager:
@@ -712,16 +703,10 @@ class SessionManager:
                 keys.append(unquote(path.name.removesuffix(".jsonl"), errors="surrogatepass"))
         return keys
 
-    @contextlib.contextmanager
-    def lock(self, key: str) -> Iterator[None]:
+    def lock(self, key: str) -> contextlib.AbstractContextManager:
         """Hold a session for one turn; raises SessionBusy while another process does."""
-        with contextlib.ExitStack() as stack:
-            try:
-                stack.enter_context(locked(self.path(key).with_suffix(".lock"), wait=False))
-            except BlockingIOError:
-                busy = f"Session {key} is in use by another program. Wait, or name another: -s."
-                raise SessionBusy(busy) from None
-            yield
+        busy = f"Session {key} is in use by another program. Wait, or name another: -s."
+        return locked(self.path(key).with_suffix(".lock"), busy)
 
 
 def readable(line: dict) -> str:
@@ -773,10 +758,9 @@ class Draft:
         return self.tokens > share * self.budget
 
     def exchange(self, new: dict[int, dict | None]) -> None:
-        """Put messages in the place of others, which are named by their id(); None takes one out."""
-        for part in (self.head, self.past, self.turn) if new else ():
-            messages = [new.get(id(message), message) for message in part]
-            part[:] = filter(None, messages)
+        """Put messages in the place of others, named by their id(); None takes one out."""
+        for part in (self.head, self.past, self.turn):
+            part[:] = filter(None, [new.get(id(message), message) for message in part])
         self.tokens = self.counter.total(self.messages)
 
 
@@ -787,13 +771,17 @@ def draft_of(
     tasks = [n for n in questions if messages[n] is task]  # a hook may have taken it out
     begin = (tasks or questions or [0])[-1]
     first = 0
-    while first < begin and (messages[first]["role"] == "system" or "summary" in messages[first]):
+    while first < begin and is_head(messages[first]):
         first += 1
     draft = Draft(messages[:first], messages[first:begin], messages[begin:], budget, counter)
     draft.tokens = counter.total(messages)
     if 4 * draft.tokens > budget:  # its bytes, the upper bound, do not fit
         counter.count_exactly_from_now_on()
     return draft
+
+
+def is_head(message: dict) -> bool:
+    return message["role"] == "system" or "summary" in message
 
 
 def last_step(turn: list[dict]) -> int:
@@ -915,7 +903,7 @@ def share_what_is_left(draft: Draft) -> None:
 
 
 class TokenCounter:
-    """Sizes in tokens, each message measured once: estimated until `load() -> count(text)` is there."""
+    """Sizes in tokens, each message measured once; estimated until `load() -> count` is there."""
 
     def __init__(self, load: Callable[[], Callable[[str], int]] | None = None):
         self._load: Callable | None = load or load_vocabulary
@@ -994,7 +982,8 @@ def entries(path: Path) -> list[dict]:
     for record in map(parse, raw.split(b"\n")):
         match record:
             case {"cursor": int(cursor), "timestamp": str(), "content": str()}:
-                known += [record] if type(cursor) is int and cursor > 0 else []  # True is an int
+                is_number = type(cursor) is int and cursor > 0  # True is an int, too
+                known += [record] if is_number else []
     return known
 
 
@@ -1258,23 +1247,21 @@ def files_of(dream: Dream) -> list[str]:
 def findings_in(text: str) -> list[str] | None:
     """[] where there is nothing to remember; None where it is no answer to the question."""
     findings = FINDING.findall(THOUGHTS.sub("", text))
-    return findings if findings or "[SKIP]" in text else None
+    is_answer = findings or "[SKIP]" in text
+    return findings if is_answer else None
 
 
 UNREACHABLE = "did not reach the model"
 
 
-def must_be_repeated(store: MemoryStore, batch: list[dict], outcome: str) -> bool:
-    """Unless it is completed, or failed three times: also in programs that came and went."""
-    if outcome != "failed":
-        return outcome == UNREACHABLE
-    path, last = store.workspace / ".nanobot" / "dream-failures.json", batch[-1]["cursor"]
-    before = parse(read_text(path).encode()) or {}
-    count = before.get("count", 0) + 1 if before.get("cursor") == last else 1
-    write_atomically(path, json.dumps({"cursor": last, "count": count}))
-    if count >= 3:
-        log.warning("three dreams about the entries up to %d failed: they are skipped", last)
-    return count < 3
+def must_be_repeated(dream: Dream, outcome: str) -> bool:
+    """Unless it is completed, or failed for the third time."""
+    dream.failures = dream.failures + 1 if outcome == "failed" else 0
+    if dream.failures >= 3:
+        log.warning("three dreams about the same entries failed: these are skipped")
+        dream.failures = 0
+        return False
+    return outcome != "completed"
 
 
 def reason_to_refuse(dream: Dream, name: str, arguments: dict) -> str:
@@ -1291,19 +1278,19 @@ def reason_to_refuse(dream: Dream, name: str, arguments: dict) -> str:
         case "write_file" if path.is_relative_to(own) and path.parent != own:
             skill = skill_of(path, str(arguments.get("content", "")))
             names = {skill.name, path.relative_to(own).parts[0]}
-            shadowed = [name for name in names if any((kit / name).exists() for kit in kits)]
-            is_fine = not skill.always and not shadowed
+            known = [kit / name for kit, name in product(kits, names)]
+            is_fine = not skill.always and not any(map(Path.exists, known))
             return "" if is_fine else "A skill may not be `always`, nor have the name of the kit's."
     return f"Write only skills, like {own}/NAME/SKILL.md."
 
 
 # ---- What was dreamt can be looked at and undone ----
-# A repository of its own, and not named `.git`: one of the user's around the workspace would take it
-# for a submodule, and the user's settings (hooks, signatures) are not meant for it.
+# A repository of its own, and not named `.git`: one of the user's around the workspace would take
+# it for a submodule, and the user's settings (hooks, signatures) are not meant for it.
 
 
 class MemoryRepository:
-    """Facts, history and skills under git, in `.nanobot/memory.git`; without git, nothing happens."""
+    """Facts, history and skills under git, in `.nanobot/memory.git`; without git no commits."""
 
     facts = (*DREAM_FILES, "skills")
     history = ("memory/history.jsonl", "memory/history-archive.jsonl")
@@ -1317,9 +1304,9 @@ class MemoryRepository:
         own |= {"GIT_DIR": str(self.folder), "GIT_WORK_TREE": str(self.workspace), "LC_ALL": "C"}
         own |= {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull}
         me = ["-c", "user.name=nanobot", "-c", "user.email=nanobot@localhost"]
-        done = subprocess.run(
-            ["git", *me, *arguments], cwd=self.workspace, env=own, input=text.encode(), capture_output=True
-        )
+        command = ["git", *me, *arguments]
+        options = {"cwd": self.workspace, "env": own, "capture_output": True}
+        done = subprocess.run(command, input=text.encode(), **options)
         if done.returncode and arguments[0] != "add":  # what cannot be added stays out
             raise OSError(done.stderr.decode(errors="replace").strip())
         return done.stdout.decode(errors="replace")
@@ -1351,19 +1338,22 @@ class MemoryRepository:
     def log(self, sha: str = "") -> str:
         """All commits, one a line, or what one of them changed."""
         try:
-            if sha:
-                return self.git("show", "--format=%h %s", self._known(sha), "--", *self.facts)[:16_000]
-            return self.git("log", "--format=%h %s").strip()
+            if not sha:
+                return self.git("log", "--format=%h %s").strip()
+            commit = self._known(sha)
+            return self.git("show", "--format=%h %s", commit, "--", *self.facts)[:16_000]
         except OSError as problem:
             return f"There is no log: {problem}"
 
     def restore(self, sha: str = "") -> str:
         """Undo one commit (default: the last dream) as a new one, or change nothing."""
         try:
-            commit = self._known(sha or self.git("log", "-1", "--grep=^dream:", "--format=%h").strip())
+            last_dream = ["log", "-1", "--grep=^dream:", "--format=%h"]
+            commit = self._known(sha or self.git(*last_dream).strip())
             self._known(f"{commit}^")
             self._commit("changes outside of dreams")
-            patch = self.git("show", "--format=", "--binary", "--no-renames", commit, "--", *self.facts)
+            show = ["show", "--format=", "--binary", "--no-renames"]
+            patch = self.git(*show, commit, "--", *self.facts)
             self.git("apply", "-R", "--whitespace=nowarn", text=patch)
             return f"Undone: {self._commit(f'restore of {commit[:7]}')} change(s)."
         except OSError as problem:

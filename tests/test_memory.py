@@ -669,7 +669,7 @@ def test_the_gap_is_told_before_the_runtime_facts_and_before_the_blocks_of_anoth
     gap = "[the message above was not answered: interrupted]"
     assert session.get_history()[1:] == [
         user(f"{gap}\n\n[Monday]\n\nb"),
-        {"role": "user", "content": [{"type": "text", "text": gap}, *blocks]},
+        user(f"{gap}\n\n{json.dumps(blocks)}"),
     ]
 
 
@@ -1424,13 +1424,40 @@ def test_an_endpoint_that_is_down_costs_no_memories_however_often(home):
 
 
 def test_what_fails_three_times_for_another_reason_is_skipped_with_a_warning(home, caplog):
-    assert "Nothing is lost" in asyncio.run(dream(home, Model("What a nice day.")).run())
-    endless = dream(home, Model("[MEMORY] x"), stop_reason="max_iterations")
-    assert "Nothing is lost" in asyncio.run(endless.run())
+    dreamer = dream(home, Model("What a nice day.", "[MEMORY] x", "Hello!"), stop_reason="max_iterations")
+    assert "Nothing is lost" in asyncio.run(dreamer.run())
+    assert "Nothing is lost" in asyncio.run(dreamer.run())
     assert MemoryStore(home).dream_cursor == 0
-    asyncio.run(dream(home, Model("Hello!")).run())
+    asyncio.run(dreamer.run())
     assert MemoryStore(home).dream_cursor == 3
-    assert "they are skipped" in caplog.text
+    assert "these are skipped" in caplog.text
+
+
+def test_one_dream_at_a_time(home):
+    async def two_at_once() -> None:
+        dreaming, go_on = asyncio.Event(), asyncio.Event()
+
+        async def slow(*_) -> LLMResponse:
+            dreaming.set()
+            await go_on.wait()
+            return LLMResponse("[SKIP]")
+
+        first = asyncio.create_task(dream(home, slow).run())
+        await dreaming.wait()
+        with pytest.raises(SessionBusy, match="Another dream"):
+            await dream(home, Model("[SKIP]")).run()
+        go_on.set()
+        assert "Dreamt about 3" in await first
+
+    pytest.importorskip("fcntl", reason="file locks are POSIX")
+    asyncio.run(two_at_once())
+
+
+def test_a_broken_repository_costs_no_dream(home, caplog):
+    (home / ".nanobot").mkdir()
+    (home / ".nanobot" / "memory.git").write_text("no repository")
+    assert "Dreamt about 3" in asyncio.run(dream(home, Model("[MEMORY] blue"), BLUE).run())
+    assert "not under git" in caplog.text
 
 
 def test_a_batch_is_at_most_20_entries_and_half_the_budget(home):
