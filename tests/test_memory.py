@@ -1331,6 +1331,65 @@ def test_where_the_summary_fails_the_turn_goes_on_without_it(sessions):
         assert session.get_history()[0] == user("q0")
 
 
+def keeps_favourites(messages, tools, tool_choice) -> LLMResponse:
+    """A model that saves what begins with `my favourite`, and gives MEMORY.md back whole."""
+    facts, said = messages[1]["content"].split("# Conversation")
+    old = re.findall(r"^- .*$", facts, re.MULTILINE)
+    new = [f"- {fact}" for fact in re.findall(r"my favourite \w+ is \w+", said)]
+    return saves("[2026-04-03 00:02] They talked.", "\n".join(dict.fromkeys([*old, *new])))
+
+
+@pytest.mark.parametrize("window", [8_000, 65_536])
+def test_a_long_conversation_always_fits_costs_the_same_late_as_early_and_forgets_nothing(tmp_path, window):
+    turns = 2_000 if FULL else 300
+    sessions, counter, budget = SessionManager(tmp_path), estimating(), window - 2_000 - 1_024
+    keeper = Consolidator(MemoryStore(tmp_path), None, "Save.", "Sum up.", budget, counter=counter)
+    calls_by_turn, summaries = [], []
+
+    async def ask(messages, tools, tool_choice):
+        assert counter.total(messages) <= budget * 0.6
+        if tools:
+            return keeps_favourites(messages, tools, tool_choice)
+        summaries.append(messages)
+        return LLMResponse("They talked about this and that.")
+
+    async def turn(session: Session, n: int) -> None:
+        system = {"role": "system", "content": "You are … " + keeper.store.read_facts()}
+        text = "my favourite colour is green" if n == 3 else f"question {n}"
+        session.append({**user(text), "runtime": f"turn {n}"}, sync=False)
+        await keeper.before_turn(session, counter.size(system))
+        messages = [system, *session.get_history()]
+        for call_number in range(3):
+            governed = govern(messages, budget, counter)
+            assert governed.tokens <= budget, n
+            assert governed.messages[0] is system and text in str(governed.messages)
+            new = step("read_file", 10 * n + call_number, 6_000 if n % 7 == 0 else 300)
+            session.append(*new, sync=False)
+            messages += new
+        session.append(answer(f"answer {n}"), sync=False)
+        await keeper.after_turn(session, counter.size(system))
+
+    async def talk_on() -> None:
+        for n in range(turns):
+            events: list[str] = []
+            if n % 50 > 40:  # not always: to look on costs ten times as much
+                sys.setprofile(lambda frame, event, function, events=events: events.append(event))
+            await turn(sessions.get(KEY), n)
+            sys.setprofile(None)
+            calls_by_turn.append(len(events))
+
+    keeper.ask = ask
+    asyncio.run(talk_on())
+    early, late = (sorted(filter(None, part)) for part in (calls_by_turn[:200], calls_by_turn[-100:]))
+    assert late[len(late) // 2] <= 1.3 * early[len(early) // 2]
+    session = loaded(tmp_path)
+    assert len(session.lines) == 8 * turns, "what was said is all there"
+    assert len(session.get_history()) < 150
+    assert "- my favourite colour is green" in MemoryStore(tmp_path).read_facts()
+    assert "green" not in str(session.get_history()), "from memory, and from there alone"
+
+
+
 # ---- Dream ----
 
 
