@@ -5,6 +5,7 @@ import contextlib
 import copy
 import io
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -18,6 +19,8 @@ from pathlib import Path
 
 import pytest
 
+from fake_llm import FakeLLM
+from fake_llm import call as call_of
 from memory import (
     Consolidator,
     Dream,
@@ -302,6 +305,58 @@ def test_kill_9_loses_and_doubles_no_message_that_was_reported_as_written(tmp_pa
         numbers = [int(text.split()[0]) for text in texts(loaded(workspace))]
         assert numbers == list(range(len(numbers))), "each once, in order"
         assert len(numbers) >= max(reported, default=0)
+
+
+# Each process is forked from one that has loaded the SDK: to load it anew takes longer than the test.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["nanobot", "openai", "test_command_line", "test_memory"])
+
+
+def take_turns(workspace: str, base_url: str) -> None:
+    import nanobot
+
+    environ = {"OPENAI_BASE_URL": base_url, "NANOBOT_MODEL": "test-model", "OPENAI_API_KEY": "sk-test"}
+    config = nanobot.load_config(environ=environ)
+    config.defaults.workspace = workspace
+    loop = nanobot.AgentLoop(config)
+    while True:
+        asked = [line for line in loop.sessions.get(KEY).lines if line and line["role"] == "user"]
+        asyncio.run(loop.process_direct(f"turn {len(asked)}"))
+
+
+def two_calls_then_an_answer(body: dict) -> list[dict] | str:
+    asked_again = body["messages"][-1]["role"] == "tool"
+    return "done" if asked_again else [call_of("list_dir", path="."), call_of("glob", pattern="*.md")]
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="kill -9 is POSIX")
+def test_kill_9_in_a_turn_loses_and_doubles_nothing_and_each_call_has_one_answer(tmp_path):
+    chance = random.Random(8)
+    with FakeLLM(two_calls_then_an_answer) as server:
+        for _ in range(200 if FULL else 20):
+            before = len(server.requests)
+            process = FORKS.Process(target=take_turns, args=(str(tmp_path), server.base_url))
+            process.start()
+            wanted = before + chance.randrange(1, 5)  # at any place of a turn
+            while len(server.requests) < wanted:
+                assert process.is_alive()
+                time.sleep(0.002)
+            time.sleep(chance.random() * 0.01)
+            process.kill()
+            process.join()
+            session = loaded(tmp_path)
+            asked = [line["content"] for line in session.lines if line and line["role"] == "user"]
+            assert asked == [f"turn {n}" for n in range(len(asked))], "each once, in order"
+            answers = [line["tool_call_id"] for line in session.lines if line and line["role"] == "tool"]
+            assert len(answers) == len(set(answers))
+            last = server.bodies[-1]["messages"][-1]
+            if last["role"] == "user":
+                assert last["content"].endswith(asked[-1]), "what the model was asked is in the journal"
+            else:
+                assert last["tool_call_id"] in answers, "what the model was told, too"
+            sent = legal(session.get_history())
+            called = [call["id"] for message in sent for call in message.get("tool_calls", [])]
+            assert called == [message["tool_call_id"] for message in sent if message["role"] == "tool"]
 
 
 # ---- Metadata, keys, the sessions of a workspace ----
