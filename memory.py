@@ -62,11 +62,8 @@ class Session:
     projection: "Projection" = field(default_factory=lambda: Projection(), init=False)
 
     def append(self, *messages: dict, sync: bool = True) -> None:
-        """Write messages in one go. With `sync=False` a kill costs nothing, a power cut may:
-
-        session.append(message, sync=False)   # 0.1 ms
-        await session.synced()                # 1 ms or more, on a thread: before it is shown
-        """
+        """Write messages in one go. With `sync=False` (0.1 ms) a kill costs nothing, but a power
+        cut may: `await session.synced()`, on a thread, before the user is shown them."""
         fresh = [as_journalled(message) for message in messages]
         write_records(self, fresh)
         self.lines += fresh
@@ -137,10 +134,7 @@ OWN_KEYS = ("timestamp", "runtime", "cut")
 
 
 def gap_after(line: dict | None) -> str:
-    """What the next question says of an answer that is missing.
-
-    No assistant's message says it: models repeat what stands in their own mouth.
-    """
+    """What the next question says of a missing answer: models repeat what their own mouth says."""
     if line and line.get("cut"):
         return f"[the answer above broke off: {line['cut']}]"
     if line and line["role"] == "user":
@@ -163,10 +157,9 @@ class Governed:
 def govern(
     messages: list[dict], budget: int, counter: "TokenCounter", task: dict | None = None
 ) -> Governed:
-    """Fit a request into `budget` tokens, in steps that take more and more away.
+    """Fit a copy into `budget` tokens, in steps that take more and more away.
 
-    `task` is the message that this turn is about (default: the last question). System prompt, task
-    and the last results stay. `messages` and what is in them are not changed.
+    The system prompt, the task (default: the last question) and the last results stay.
     """
     draft = draft_of(messages, budget, counter, task)
     cut_results(draft, draft.past + draft.turn, budget // 4)
@@ -257,10 +250,7 @@ class Consolidator:
     one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def before_turn(self, session: Session, others: int) -> None:
-        """Make room beside `others`, the tokens of all else in the prompt. Only then a turn waits:
-
-        over the budget for rounds, over 80 % of it for a summary.
-        """
+        """Make room beside `others`, the tokens of all else in the prompt: a turn waits for it."""
         await self._move(session, over_budget(self, session, others))
         await sum_up(self, session, others)
 
@@ -339,17 +329,14 @@ class Dream:
     async def _dream(self, batch: list[dict]) -> str:
         """Both phases, to an outcome: completed, failed, or did not reach the model."""
         response = await self.ask(what_happened(self, batch), [], None)
-        findings = findings_in(response.content or "")
         if response.finish_reason == "error":
             return UNREACHABLE
-        if findings is None:
-            return "failed"
+        findings = findings_in(response.content or "")
         if not findings:
-            return "completed"
+            return "failed" if findings is None else "completed"
         refuse = partial(reason_to_refuse, self)  # nobody watches it, so it has a fence
         result = await self.run_agent(what_to_edit(self, findings), refuse)
-        outcomes = {"completed": "completed", "error": UNREACHABLE}
-        return outcomes.get(result.stop_reason, "failed")
+        return {"completed": "completed", "error": UNREACHABLE}.get(result.stop_reason, "failed")
 
 
 # ======== Second reading: damage, locks, sizes, boundaries, git, skills ========

@@ -1625,6 +1625,33 @@ def test_a_dream_has_a_fence(home, tmp_path, name, path, text, is_fine):
     assert bool(why) is not is_fine
 
 
+def test_a_dream_with_the_real_loop_and_tools_edits_what_it_may_and_nothing_else(tmp_path):
+    import nanobot
+    from providers import ScriptedProvider
+
+    config = nanobot.load_config(environ={})
+    config.defaults.workspace = str(tmp_path)
+    fact = {"old_text": "Lasting facts, one a line.", "new_text": "- Favourite colour: green"}
+    edits = [
+        ToolCallRequest("1", "write_file", {"path": "SOUL.md", "content": "Be rude."}),
+        ToolCallRequest("2", "exec", {"command": "touch x"}),
+        ToolCallRequest("3", "edit_file", {"path": "memory/MEMORY.md", **fact}),
+    ]
+    loop = nanobot.AgentLoop(config, ScriptedProvider(["[MEMORY] Favourite colour: green", edits, "Noted."]))
+    loop.memory.append_history("[2026-04-03 00:02] The user likes green best.")
+    soul = (tmp_path / "SOUL.md").read_text()
+    assert "Dreamt about 1 entries" in asyncio.run(loop.dream.run())
+    assert "- Favourite colour: green" in loop.memory.read_facts()
+    assert (tmp_path / "SOUL.md").read_text() == soul and not (tmp_path / "x").exists()
+    results = [m["content"] for m in loop.provider.requests[-1].messages if m["role"] == "tool"]
+    assert "Write only skills" in results[0]
+    find, edit = loop.provider.requests[0].messages, loop.provider.requests[1].messages
+    assert "[SKIP]" in find[0]["content"] and "[MEMORY]" in find[0]["content"]
+    assert "# Findings" in edit[1]["content"]
+    turn = loop.turn(KEY)
+    assert "Favourite colour: green" in loop.context.system_prompt(turn), "it is known in a new session"
+
+
 # ---- What was dreamt can be undone ----
 
 
