@@ -445,6 +445,23 @@ def test_a_session_that_another_process_changed_is_read_again(sessions, tmp_path
     assert texts(sessions.get(KEY)) == ["mine", "theirs"]
 
 
+def test_what_another_process_wrote_is_not_forgotten_when_we_write_without_looking(sessions, tmp_path):
+    """A consolidation in the background notes how far it is, while another program takes a turn."""
+    mine = sessions.get(KEY)
+    mine.append(user("mine"), answer("two"))
+    assert another_program(SAY, tmp_path, KEY, "theirs").wait() == 0
+    mine.note(last_consolidated=1)
+    assert texts(sessions.get(KEY)) == ["mine", "two", "theirs"]
+    assert sessions.get(KEY).get_history() == [user("theirs")]
+
+
+def test_a_key_that_is_no_utf_8_keeps_its_metadata(sessions, tmp_path):
+    sessions.get("\udcff").append(user("old"))
+    sessions.get("\udcff").restart()
+    assert loaded(tmp_path, "\udcff").start == 1
+    assert not list(sessions.folder.glob("*.corrupt"))
+
+
 def test_a_session_whose_file_a_person_deleted_begins_anew(sessions):
     journal(sessions, user("one")).unlink()
     assert sessions.get(KEY).lines == []
