@@ -9,8 +9,9 @@ that is sent:
     {"role": "assistant", "content": null, "tool_calls": [{"id": "call_1", …}], …}
     {"role": "tool", "tool_call_id": "call_1", "content": "1| hello", …}
 
-So a crash needs no checkpoint: whoever reads the journal completes what is missing.
-This file works alone; what it needs from other rooms is handed in.
+So a crash needs no checkpoint: whoever reads the journal completes what is missing. What is old
+goes from the journal into the history (Consolidator), from there into facts and skills (Dream).
+The model is handed in: `ask(messages, tools, tool_choice) -> response`, and `run_agent`.
 Read after providers.py, before tools.py. Not covered: when a session is written to (AgentLoop).
 """
 
@@ -23,16 +24,21 @@ import os
 import re
 import shutil
 import stat
+import subprocess
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
 log = logging.getLogger("nanobot.memory")
+Ask = Callable[[list[dict], list[dict], str | None], Awaitable[Any]]
 
 
 # ---- The journal: each message is written once, when it exists ----
@@ -47,87 +53,61 @@ class Session:
     lines: list[dict | None] = field(default_factory=list)
     metadata: dict = field(default_factory=dict)
     created_at: str = field(default_factory=lambda: now())
-    start: int = 0  # `/new` was said here: lines before it are not sent
-    last_consolidated: int = 0  # lines before it are in memory, and not sent
+    start: int = 0  # lines before it were dropped by `/new`
+    last_consolidated: int = 0  # lines before it are in memory
+    summary: dict = field(default_factory=dict)  # {"text", "until"}: sent in place of older lines
     stamp: tuple[int, int] | None = None  # of the file when we last read or wrote it
     unsynced: bool = False  # a power cut could still take the last lines
     is_new: bool = False  # or the file's name
     projection: "Projection" = field(default_factory=lambda: Projection(), init=False)
 
     def append(self, *messages: dict, sync: bool = True) -> None:
-        """Write messages in one go. With `sync=False` a kill costs nothing, a power cut may:
-
-        session.append(message, sync=False)   # 0.1 ms
-        await session.synced()                # 1 ms or more, on a thread: before it is shown
-        """
+        """Write messages in one go. With `sync=False` (0.1 ms) a kill costs nothing, but a power
+        cut may: `await session.synced()`, on a thread, before the user is shown them."""
         fresh = [as_journalled(message) for message in messages]
         write_records(self, fresh)
         self.lines += fresh
         if sync:
-            self.sync()
+            sync_session(self)
 
     def restart(self, sync: bool = True) -> None:
         """Start afresh: the journal keeps every line, none of them is sent any more."""
-        self.start = len(self.lines)
-        write_records(self, [header(self)])
+        self.note(start=len(self.lines))
         if sync:
-            self.sync()
+            sync_session(self)
+
+    def note(self, **changes: Any) -> None:
+        """A metadata line with what has changed: `start`, `last_consolidated`, `summary`."""
+        vars(self).update(changes)
+        write_records(self, [header(self, *changes)])
+
+    async def synced(self) -> None:
+        if self.unsynced:
+            await in_thread(sync_session, self)
 
     def get_history(self) -> list[dict]:
         """The copy that is sent, as far as it goes; `LLMProvider.chat` makes it lawful."""
-        history = self.projection.of(self.lines, max(self.start, self.last_consolidated))
-        if self.last_line.get("cut"):  # nobody has said anything since
-            note = f"{gap_after(self.last_line)} Go on where it stops."
+        begin = max(self.start, self.last_consolidated)
+        sent_from = max(begin, self.summary.get("until", 0))
+        history = self.projection.of(self.lines, sent_from)
+        if sent_from > begin:
+            history.insert(0, summary_message(self.summary["text"]))
+        last = last_line(self)
+        if last.get("cut"):  # nobody has said anything since
+            note = f"{gap_after(last)} Go on where it stops."
             history.append({"role": "user", "content": note})
         return history
 
     @property
-    def last_line(self) -> dict:
-        sent = self.lines[max(self.start, self.last_consolidated) :]
-        return next(filter(None, reversed(sent)), {})
-
-    @property
     def unfinished(self) -> bool:
         """True where the last turn has no whole answer: it ended at a question, a call, a cut."""
-        line = self.last_line
+        line = last_line(self)
         if line.get("cut") or line.get("tool_calls"):
             return True
         return line.get("role", "assistant") != "assistant"
 
-    def sync(self) -> None:
-        """Make what was appended survive a power cut. Raises OSError where the disk refuses."""
-        self.unsynced = False
-        try:
-            sync_to_disk(self.path)
-        except OSError:
-            self.unsynced = True
-            raise
-        if self.is_new:
-            sync_folder(self.path.parent)
-        self.is_new = False
-
-    async def synced(self) -> None:
-        """`sync` on a thread, and only where there is something to do."""
-        if self.unsynced:
-            await in_thread(self.sync)
-
-
-def as_journalled(message: dict) -> dict:
-    """What the journal keeps: of images only the line that names them, never their bytes."""
-    line = message | {"timestamp": message.get("timestamp") or now()}
-    if isinstance(message.get("content"), list):
-        texts = [block["text"] for block in message["content"] if block.get("type") == "text"]
-        line["content"] = "\n".join(texts) or "[image]"
-    return line
-
-
-def now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
-
 
 # ---- The projection: what is sent of a journal ----
-
-OWN_KEYS = ("timestamp", "runtime", "cut")
 
 
 def project(lines: Iterable[dict | None], before: dict | None = None) -> list[dict]:
@@ -141,24 +121,20 @@ def project(lines: Iterable[dict | None], before: dict | None = None) -> list[di
     for line in filter(None, lines):
         if before is None and line["role"] != "user":
             continue
-        history.append(as_sent(line, before))
+        message = {key: value for key, value in line.items() if key not in OWN_KEYS}
+        if line["role"] == "user":
+            parts = [gap_after(before), line.get("runtime"), as_text(line.get("content"))]
+            message["content"] = "\n\n".join(filter(None, parts))
+        history.append(message)
         before = line
     return history
 
 
-def as_sent(line: dict, before: dict | None) -> dict:
-    message = {key: value for key, value in line.items() if key not in OWN_KEYS}
-    if line["role"] == "user":
-        notes = [gap_after(before), line.get("runtime")]
-        message["content"] = with_notes(notes, line.get("content"))
-    return message
+OWN_KEYS = ("timestamp", "runtime", "cut")
 
 
 def gap_after(line: dict | None) -> str:
-    """What the next question says of an answer that is missing.
-
-    No assistant's message says it: models repeat what stands in their own mouth.
-    """
+    """What the next question says of a missing answer: models repeat what their own mouth says."""
     if line and line.get("cut"):
         return f"[the answer above broke off: {line['cut']}]"
     if line and line["role"] == "user":
@@ -166,70 +142,205 @@ def gap_after(line: dict | None) -> str:
     return ""
 
 
-def with_notes(notes: list[str | None], content: Any) -> Any:
-    """Notes before a question, each with an empty line behind it."""
-    notes = [note for note in notes if note]
-    if isinstance(content, list):  # of another program: ours has texts only
-        return [{"type": "text", "text": note} for note in notes] + content
-    return "\n\n".join([*notes, content or ""])
+# ---- What fits the context window ----
 
 
-# ---- What fits a request ----
+@dataclass
+class Governed:
+    """The copy that is sent, and what was done: `8 of 11 turns, ~7,900 tokens, are left out`."""
+
+    messages: list[dict]
+    notes: list[str]
+    tokens: int
 
 
-def leave_out_oldest(
-    messages: list[dict], budget: int, counter: "TokenCounter", task: int
-) -> list[dict]:
-    """The last resort for a request over its budget (tokens): the oldest turns are not sent.
+def govern(
+    messages: list[dict], budget: int, counter: "TokenCounter", task: dict | None = None
+) -> Governed:
+    """Fit a copy into `budget` tokens, in steps that take more and more away.
 
-    A turn goes from a user message to the next. The system message stays, and all from `task` on.
+    The system prompt, the task (default: the last question) and the last results stay.
     """
-    if counter.total(messages) <= budget:
-        return messages
-    head = [message for message in messages[:1] if message["role"] == "system"]
-    start, used = task, counter.total(head + messages[task:])
-    for n in range(task - 1, len(head), -1):
-        used += counter.size(messages[n])
-        if used > budget:
-            break
-        if messages[n]["role"] == "user":
-            start = n
-    return head + messages[start:]
+    draft = draft_of(messages, budget, counter, task)
+    cut_results(draft, draft.past + draft.turn, budget // 4)
+    if draft.is_over(0.8):
+        turn_old_results_into_lines(draft)
+    if draft.is_over(1):
+        leave_out_oldest_turns(draft)
+    if draft.is_over(1):
+        seen = draft.turn[: last_step(draft.turn)]
+        turn_into_lines(draft, seen, draft.tokens - budget)
+    if draft.is_over(1):
+        leave_out_oldest_steps(draft)
+    if draft.is_over(1):
+        share_what_is_left(draft)
+    return Governed(draft.messages, draft.notes, draft.tokens)
 
 
-# ---- Long-term memory: facts, history ----
+# ---- Long-term memory: facts that are true, and the history of what was ----
 
 
 class MemoryStore:
-    """Facts in memory/MEMORY.md, which people edit too, and the history, which only grows."""
+    """MEMORY.md, which people edit too, and the history, which only grows: memory/history.jsonl
+
+    {"cursor": 42, "timestamp": "2026-04-03 00:02", "content": "The user planned a trip to Rome."}
+    """
 
     def __init__(self, workspace: Path):
-        self.folder = workspace / "memory"
+        self.workspace, self.folder = workspace, workspace / "memory"
         self.facts, self.history = self.folder / "MEMORY.md", self.folder / "history.jsonl"
+        self.known = KnownHistory(self.history)
 
     def read_facts(self) -> str:
-        if not self.facts.exists():
-            return ""
-        return self.facts.read_text(encoding="utf-8", errors="replace")
+        return read_text(self.facts)
+
+    def write_facts(self, text: str, instead_of: str) -> bool:
+        """False where somebody else changed the file meanwhile: then it stays as it is."""
+        with locked(self.folder / ".lock"):
+            if self.read_facts() != instead_of:
+                return False
+            if text.strip() != instead_of.strip() and keeps_enough(text, instead_of):
+                write_atomically(self.facts, text.strip() + "\n")
+            return True
+
+    def append_history(self, text: str) -> None:
+        """An entry with the next cursor. It may begin with its time: `[2026-04-03 00:02] …`"""
+        with locked(self.folder / ".lock"):
+            entry = next_entry(self, text)
+            if entry["content"]:
+                append_lines(self.history, [entry])
+                write_atomically(self.folder / ".cursor", str(entry["cursor"]))
+                add_for_people(self, entry)
+
+    @property
+    def dream_cursor(self) -> int:
+        return read_number(self.folder / ".dream_cursor")
+
+    def unread(self) -> list[dict]:
+        """The entries that Dream has not read, the oldest first."""
+        dreamt = self.dream_cursor
+        return [entry for entry in self.known.entries() if entry["cursor"] > dreamt]
 
     def recent_history(self) -> list[str]:
-        """`[2026-04-03 00:02] text` of what Dream has not read: the last 50, ≤ 32,000 letters."""
-        dreamt = 0  # nothing is read yet, or the file is damaged
-        with contextlib.suppress(FileNotFoundError, ValueError):
-            dreamt = max(int((self.folder / ".dream_cursor").read_bytes()), 0)
-        raw = self.history.read_bytes() if self.history.exists() else b""
-        lines = []
-        for record in map(parse, raw.split(b"\n")):
-            match record:
-                case {"cursor": int(cursor), "timestamp": str(when), "content": str(text)}:
-                    if type(cursor) is int and cursor > dreamt:  # True is an int, too
-                        lines.append(f"[{when}] {text}")
-        while len(lines) > 50 or len("\n".join(lines)) > 32_000:
+        """`[2026-04-03 00:02] text` of what is unread: the last 50, ≤ 32,000 characters."""
+        lines = [f"[{entry['timestamp']}] {entry['content']}" for entry in self.unread()[-50:]]
+        while len("\n".join(lines)) > 32_000:
             lines.pop(0)
         return lines
 
 
-# ======== Second reading: damage, other programs, power cuts, sizes, skills ========
+# ---- The Consolidator: from the journal into the history ----
+
+
+@dataclass
+class Consolidator:
+    """Moves the oldest lines of a session into memory, a round of about 60 at a time:
+
+    lines 0 … 59  →  history.jsonl  {"cursor": 7, "content": "The user planned a trip to Rome …"}
+                     MEMORY.md      - Travels to Rome in May
+                     the journal    {"_type": "metadata", "last_consolidated": 60, …}
+    """
+
+    store: MemoryStore
+    ask: Ask
+    prompt: str  # how to save
+    summary_prompt: str  # how to sum up what this session still needs
+    budget: int = 56_320  # tokens
+    window: int = 100  # messages that are not in memory
+    counter: "TokenCounter" = field(default_factory=lambda: TokenCounter())
+    one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def before_turn(self, session: Session, others: int) -> None:
+        """Make room beside `others`, the tokens of all else in the prompt: a turn waits for it."""
+        await self._move(session, over_budget(self, session, others))
+        await sum_up(self, session, others)
+
+    async def after_turn(self, session: Session, others: int) -> None:
+        """In the background: what `/new` dropped, what is over the budget or over the window."""
+        await self.archive(session)
+        await self._move(session, over_budget(self, session, others))
+        await self._move(session, over_window(self, session))
+
+    async def archive(self, session: Session) -> None:
+        """All that `/new` dropped; without the model from the first round on that failed."""
+        await self._move(session, session.start, to_the_end=True)
+
+    async def _move(self, session: Session, until: int, to_the_end: bool = False) -> None:
+        async with self.one_at_a_time:
+            helpful, rounds = True, 0
+            while session.last_consolidated < until:
+                helpful = await self._round(session, until, helpful)
+                rounds += 1
+                enough = rounds == 5 or not helpful
+                if enough and not to_the_end:
+                    break
+
+    async def _round(self, session: Session, until: int, helpful: bool) -> bool:
+        """One round. The cursor moves when the lines are in memory, and only then."""
+        end = end_of_round(session, until)
+        for text in transcripts(session.lines[session.last_consolidated : end], room_of(self)):
+            helpful = helpful and await save(self, text)
+            if not helpful:
+                self.store.append_history(f"[RAW] {text[:16_000]}")
+        session.note(last_consolidated=end)
+        await session.synced()
+        return helpful
+
+
+# ---- Dream: from the history into facts and skills ----
+
+
+@dataclass
+class Dream:
+    """Reads what happened, notes what it means, and edits facts and skills accordingly:
+
+    [2026-04-03 00:02] The user likes blue best now, not green.        what happened
+    [MEMORY-REMOVE] favourite colour: green                            findings, phase 1
+    [MEMORY] favourite colour: blue
+    edit_file("memory/MEMORY.md", "colour: green", "colour: blue")     calls of tools, phase 2
+    """
+
+    store: MemoryStore
+    ask: Ask
+    run_agent: Callable[..., Awaitable[Any]]  # (messages, refuse) -> result with stop_reason
+    find_prompt: str
+    edit_prompt: str
+    skills: "SkillsLoader"
+    budget: int = 56_320  # tokens
+    max_batch: int = 20  # entries
+    failures: int = field(default=0, init=False)  # in a row
+
+    async def run(self) -> str:
+        """One dream. Returns what to tell the user; raises SessionBusy while another goes on."""
+        lock = self.store.workspace / ".nanobot" / "dream.lock"
+        with locked(lock, "Another dream is going on."):
+            batch = next_batch(self)
+            if not batch:
+                return "There is nothing new to dream about."
+            repository = MemoryRepository(self.store.workspace)
+            await in_thread(repository.commit, "changes outside of dreams")
+            outcome = await self._dream(batch)
+            if must_be_repeated(self, outcome):
+                return f"The dream {outcome}. Nothing is lost: the next one tries again."
+            write_atomically(self.store.folder / ".dream_cursor", str(batch[-1]["cursor"]))
+            compact(self.store)
+            changes = await in_thread(repository.commit, "dream")
+            return f"Dreamt about {len(batch)} entries: {changes} change(s). /dream-log shows them."
+
+    async def _dream(self, batch: list[dict]) -> str:
+        """Both phases, to an outcome: completed, failed, or did not reach the model."""
+        response = await self.ask(what_happened(self, batch), [], None)
+        if response.finish_reason == "error":
+            return UNREACHABLE
+        findings = findings_in(response.content or "")
+        if not findings:
+            return "failed" if findings is None else "completed"
+        refuse = partial(reason_to_refuse, self)  # nobody watches it, so it has a fence
+        result = await self.run_agent(what_to_edit(self, findings), refuse)
+        return {"completed": "completed", "error": UNREACHABLE}.get(result.stop_reason, "failed")
+
+
+# ======== Second reading: damage, locks, sizes, boundaries, git, skills ========
 
 # ---- Reading what is left of a journal ----
 # Without this one bad byte costs a conversation. Seen: 4,096 zero bytes at the end after a power
@@ -240,7 +351,8 @@ def load_session(key: str, path: Path) -> Session:
     """Read a journal, whatever happened to it: no damaged or foreign line hides the others."""
     session = Session(key, path, stamp=file_stamp(path))
     data = path.read_bytes()
-    raw_lines = whole_lines(data)
+    *raw_lines, rest = data.split(b"\n")  # not splitlines(): U+2028 and \x85 are ordinary text here
+    raw_lines += [rest] if parse(rest) else []  # it lacks only its newline; a torn one is not read
     records = [parse_line(raw) for raw in raw_lines]
     if data.strip() and not any(records):
         aside = path.with_name(f"{path.name}.corrupt-{time.time_ns()}")
@@ -250,7 +362,8 @@ def load_session(key: str, path: Path) -> Session:
     damaged = []
     for number, (raw, record) in enumerate(zip(raw_lines, records, strict=True)):
         is_header = record is not None and record.get("_type") == "metadata"
-        if is_header and is_undamaged(record):
+        # an older version's metadata has no checksum: it is taken at its word
+        if is_header and record.get("crc", checksum(record)) == checksum(record):
             take_header(session, record)
         elif is_header or not record:
             damaged += [raw] if raw else []
@@ -263,18 +376,26 @@ def load_session(key: str, path: Path) -> Session:
     return session
 
 
-def whole_lines(data: bytes) -> list[bytes]:
-    """Lines with their end, and a last one that lacks only its newline; a torn one is not read."""
-    *lines, rest = data.split(b"\n")  # not splitlines(): U+2028 and \x85 are ordinary text here
-    return [*lines, rest] if parse(rest) else lines
-
-
 def parse_line(raw: bytes) -> dict | None:
     """Metadata, or a message of the shape that a request takes; None for anything else."""
-    record = parse(raw)
-    if record is None or record.get("_type") == "metadata":
+    record = parse(raw) or {}
+    if record.get("_type") == "metadata":
         return record
-    return record if is_message(record) else None
+    content, calls = record.get("content"), record.get("tool_calls")
+    names = [record.get("role"), record.get("tool_call_id", "")]
+    is_content = content is None or isinstance(content, str) or are_dicts(content)
+    are_calls = calls is None or are_dicts(calls)
+    is_empty = "content" not in record and not calls
+    is_named = all(isinstance(name, str) for name in names)
+    is_message = is_content and are_calls and is_named and not is_empty
+    return record if is_message else None
+
+
+def are_dicts(values: Any) -> bool:
+    """Blocks, or calls: each with a function, if any, that is a dict, too."""
+    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
+        return False
+    return all(isinstance(value.get("function") or {}, dict) for value in values)
 
 
 def parse(raw: bytes) -> dict | None:
@@ -296,26 +417,6 @@ def finite(number: str) -> float:
 STRICT_JSON = json.JSONDecoder(parse_float=finite, parse_constant=finite)
 
 
-def is_message(record: dict) -> bool:
-    content, calls = record.get("content"), record.get("tool_calls")
-    names = [record.get("role"), record.get("tool_call_id", "")]
-    if not all(isinstance(name, str) for name in names):
-        return False
-    if "content" not in record and not calls:
-        return False
-    is_content = content is None or isinstance(content, str) or are_dicts(content)
-    are_calls = calls is None or are_named(calls)
-    return is_content and are_calls
-
-
-def are_dicts(values: Any) -> bool:
-    return isinstance(values, list) and all(isinstance(value, dict) for value in values)
-
-
-def are_named(calls: Any) -> bool:
-    return are_dicts(calls) and all(isinstance(call.get("function") or {}, dict) for call in calls)
-
-
 def keep_damaged(path: Path, damaged: list[bytes]) -> None:
     """Unreadable lines are skipped, never lost: they are collected in a file beside, each once."""
     aside = path.with_name(f"{path.name}.corrupt")
@@ -332,45 +433,39 @@ def keep_damaged(path: Path, damaged: list[bytes]) -> None:
 # two, and all counts behind it point one message too far. So a metadata line says how many lines it
 # stood behind, and has a checksum.
 
+HEADER_KEYS = ("created_at", "metadata", "start", "last_consolidated", "summary")
 
-def header(session: Session, **changes: Any) -> dict:
-    """A metadata line. A later one replaces what it names of the earlier ones."""
-    record = {
-        "_type": "metadata",
-        "key": session.key,
-        "created_at": session.created_at,
-        "updated_at": now(),
-        "metadata": session.metadata,
-        "start": session.start,
-        "last_consolidated": session.last_consolidated,
-        "lines": len(session.lines),
-    }
+
+def header(session: Session, *names: str) -> dict:
+    """A metadata line with `names`, or all. It replaces what earlier ones say of these only: so a
+    consolidation in the background does not take back what `/new` wrote meanwhile."""
+    record = {"_type": "metadata", "key": session.key, "updated_at": now()}
+    record |= {name: getattr(session, name) for name in names or HEADER_KEYS}
+    record["lines"] = len(session.lines)
     return record | {"crc": checksum(record)}
 
 
 def checksum(record: dict) -> int:
     signed = {key: value for key, value in record.items() if key != "crc"}
     text = json.dumps(signed, ensure_ascii=False)
-    return zlib.crc32(text.encode("utf-8", errors="replace"))
-
-
-def is_undamaged(record: dict) -> bool:
-    """An older version's line has no checksum: it is taken at its word."""
-    return record.get("crc", checksum(record)) == checksum(record)
+    return zlib.crc32(text.encode("utf-8", errors="replace"))  # as it is written
 
 
 def take_header(session: Session, record: dict) -> None:
     session.created_at = str(record.get("created_at") or session.created_at)
     if isinstance(record.get("metadata"), dict):
         session.metadata = record["metadata"]
-    lines_now = len(session.lines)
-    lines_then = record.get("lines", lines_now)
+    lines_then = record.get("lines", len(session.lines))
     for name in ("start", "last_consolidated"):
-        place = place_now(record.get(name), lines_then, lines_now)
+        place = place_now(record.get(name), lines_then, len(session.lines))
         if place is not None:
             setattr(session, name, place)
     if record.get("start") == lines_then:  # `/new`: it begins here, whatever happened above
-        session.start = lines_now
+        session.start = len(session.lines)
+    match record.get("summary"):
+        case {"text": str(text), "until": count}:
+            until = place_now(count, lines_then, len(session.lines))
+            session.summary = {"text": text, "until": until or 0}
 
 
 def place_now(count: Any, lines_then: Any, lines_now: int) -> int | None:
@@ -389,28 +484,45 @@ def place_now(count: Any, lines_then: Any, lines_now: int) -> int | None:
 # glued to it.
 
 
+def now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+
+
+def as_journalled(message: dict) -> dict:
+    """What the journal keeps: of images only the line that names them, never their bytes."""
+    line = message | {"timestamp": message.get("timestamp") or now()}
+    if isinstance(message.get("content"), list):
+        texts = [block["text"] for block in message["content"] if block.get("type") == "text"]
+        line["content"] = "\n".join(texts) or "[image]"
+    return line
+
+
+def write_records(session: Session, records: list[dict]) -> None:
+    before = file_stamp(session.path)
+    if not before or not before[0]:
+        session.is_new = True
+        records = [header(session), *(record for record in records if "_type" not in record)]
+    append_lines(session.path, records)
+    knows_all = session.stamp == before  # or another program wrote: then it is read again
+    session.stamp = file_stamp(session.path) if knows_all else None
+    session.unsynced = True
+
+
+def append_lines(path: Path, records: list[dict]) -> None:
+    """In one write; where it fails nothing of them stays. Raises OSError with the file's name."""
+    texts = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
+    data = "".join(texts).encode("utf-8", errors="replace")  # a lone surrogate becomes `?`
+    with open_private(path) as file:
+        write_whole(file, end_last_line(file, path) + data)
+
+
 def open_private(path: Path) -> Any:
     """Open a file to read and append to, without a buffer; only its owner may."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     return open(path, "a+b", buffering=0, opener=lambda name, flags: os.open(name, flags, 0o600))
 
 
-def write_records(session: Session, records: list[dict]) -> None:
-    """Lines at the end of the journal, in one write; where it fails nothing of them stays."""
-    with open_private(session.path) as file:
-        newline = end_last_line(file, session.path)
-        if file.tell() == 0:
-            session.is_new = True
-            records = [header(session), *(record for record in records if "_type" not in record)]
-        texts = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
-        data = "".join(texts).encode("utf-8", errors="replace")  # a lone surrogate becomes `?`
-        write_whole(file, newline + data)
-    session.stamp = file_stamp(session.path)
-    session.unsynced = True
-
-
 def write_whole(file: Any, data: bytes) -> None:
-    """All of it or nothing. Raises OSError with the file's name."""
     end = file.seek(0, os.SEEK_END)
     try:
         while data:
@@ -435,52 +547,88 @@ def end_last_line(file: Any, path: Path) -> bytes:
     return b""
 
 
+def write_atomically(path: Path, text: str) -> None:
+    """The old text or the new one, never half of it. A link stays a link."""
+    path = path.resolve()
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open_private(draft) as file:
+            write_whole(file, text.encode("utf-8", errors="replace"))
+            os.fsync(file.fileno())
+        if path.exists():
+            shutil.copymode(path, draft)
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        fsync(path.parent, os.O_RDONLY)
+
+
 def file_stamp(path: Path) -> tuple[int, int] | None:
     return (path.stat().st_size, path.stat().st_mtime_ns) if path.exists() else None
 
 
-def sync_to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDWR)  # Windows syncs nothing that is open to read only
+def last_line(session: Session) -> dict:
+    sent = session.lines[max(session.start, session.last_consolidated) :]
+    return next(filter(None, reversed(sent)), {})
+
+
+def sync_session(session: Session) -> None:
+    """Make what was appended survive a power cut. Raises OSError where the disk refuses."""
+    session.unsynced = False
+    try:
+        fsync(session.path, os.O_RDWR)  # Windows syncs nothing that is open to read only
+    except OSError:
+        session.unsynced = True
+        raise
+    if session.is_new:
+        with contextlib.suppress(OSError):  # not every system can sync a folder, for its new name
+            fsync(session.path.parent, os.O_RDONLY)
+    session.is_new = False
+
+
+def fsync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
-def sync_folder(path: Path) -> None:
-    """Make a new name in a folder survive a power cut; not every system has this."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
 async def in_thread(function: Callable, *arguments: Any) -> Any:
     """Run what blocks on a daemon thread: one of asyncio's own pool would hold the exit."""
-    loop = asyncio.get_running_loop()
-    done = loop.create_future()
-
-    def finish(outcome: Any, problem: BaseException | None) -> None:
-        if done.done():  # it was cancelled meanwhile
-            return
-        if problem:
-            done.set_exception(problem)
-        else:
-            done.set_result(outcome)
+    done: Future = Future()
+    done.set_running_or_notify_cancel()
 
     def work() -> None:
-        outcome = problem = None
         try:
-            outcome = function(*arguments)
-        except BaseException as raised:  # it is raised where it is awaited
-            problem = raised
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(finish, outcome, problem)
+            done.set_result(function(*arguments))
+        except BaseException as problem:  # it is raised where it is awaited
+            done.set_exception(problem)
 
     threading.Thread(target=work, daemon=True).start()
-    return await done
+    return await asyncio.wrap_future(done)
+
+
+class SessionBusy(Exception):
+    """Another process holds what only one may hold."""
+
+
+@contextlib.contextmanager
+def locked(path: Path, busy: str = "") -> Iterator[None]:
+    """Hold a lock against other programs: wait for it, or raise SessionBusy where `busy` says why.
+
+    It is released on close and on death. Windows has none: there it is up to the user.
+    """
+    with open_private(path) as file:
+        with contextlib.suppress(ImportError):
+            import fcntl
+
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB * bool(busy))
+            except BlockingIOError:
+                raise SessionBusy(busy) from None
+        yield
 
 
 # ---- A projection grows by what is new ----
@@ -502,8 +650,9 @@ class Projection:
             self.begin = self.end = begin
             self.messages, self.last = [], None
         new = project(lines[max(self.end, begin) :], self.last)
-        self.messages += new
-        self.last = self.last if not new else next(filter(None, reversed(lines)))
+        if new:
+            self.messages += new
+            self.last = next(filter(None, reversed(lines)))
         self.end = len(lines)
         return list(self.messages)
 
@@ -511,10 +660,6 @@ class Projection:
 # ---- The sessions of a workspace ----
 # Without the lock two programs in one session answer each other's questions; without the encoding
 # of the key `telegram:a_b` and `telegram:a:b` met in one file.
-
-
-class SessionBusy(Exception):
-    """Another process is in a turn of this session."""
 
 
 class SessionManager:
@@ -549,20 +694,10 @@ class SessionManager:
                 keys.append(unquote(path.name.removesuffix(".jsonl"), errors="surrogatepass"))
         return keys
 
-    @contextlib.contextmanager
-    def lock(self, key: str) -> Iterator[None]:
+    def lock(self, key: str) -> contextlib.AbstractContextManager:
         """Hold a session for one turn; raises SessionBusy while another process does."""
-        # the lock is released on close and on death
-        with open_private(self.path(key).with_suffix(".lock")) as file:
-            with contextlib.suppress(ImportError):  # on Windows it is up to the user
-                import fcntl
-
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    busy = f"Session {key} is in use by another program. Wait, or name another: -s."
-                    raise SessionBusy(busy) from None
-            yield
+        busy = f"Session {key} is in use by another program. Wait, or name another: -s."
+        return locked(self.path(key).with_suffix(".lock"), busy)
 
 
 def readable(line: dict) -> str:
@@ -576,8 +711,9 @@ def readable(line: dict) -> str:
             case {"function": {"name": name, "arguments": arguments}}:
                 parts.append(f"calls {name}({arguments})")
     text = "\n".join(filter(None, parts))
+    stamp = f"[{line['timestamp']}] " if line.get("timestamp") else ""
     cut = f" [broke off: {line['cut']}]" if line.get("cut") else ""
-    return f"[{line.get('timestamp')}] {line['role']}: {text}{cut}"
+    return f"{stamp}{line['role']}: {text}{cut}"
 
 
 def as_text(content: Any) -> str:
@@ -587,29 +723,219 @@ def as_text(content: Any) -> str:
     return json.dumps(content, ensure_ascii=False)
 
 
+# ---- The steps that make a request fit ----
+# Without this turn 40 ends in "maximum context length is 65536 tokens", and so does `/continue`.
+
+REPEATABLE = ("read_file", "exec", "grep", "glob", "list_dir", "web_search", "web_fetch")
+
+
+@dataclass
+class Draft:
+    """A request in parts: system prompt and summary, earlier turns, this turn."""
+
+    head: list[dict]
+    past: list[dict]
+    turn: list[dict]
+    budget: int
+    counter: "TokenCounter"
+    notes: list[str] = field(default_factory=list)
+    tokens: int = 0
+
+    @property
+    def messages(self) -> list[dict]:
+        return self.head + self.past + self.turn
+
+    def is_over(self, share: float) -> bool:
+        return self.tokens > share * self.budget
+
+    def exchange(self, new: dict[int, dict | None]) -> None:
+        """Put messages in the place of others, named by their id(); None takes one out."""
+        for part in (self.head, self.past, self.turn):
+            part[:] = filter(None, [new.get(id(message), message) for message in part])
+        self.tokens = self.counter.total(self.messages)
+
+
+def draft_of(
+    messages: list[dict], budget: int, counter: "TokenCounter", task: dict | None
+) -> Draft:
+    questions = [n for n, message in enumerate(messages) if message["role"] == "user"]
+    tasks = [n for n in questions if messages[n] is task]  # a hook may have taken it out
+    begin = (tasks or questions or [0])[-1]
+    first = 0
+    while first < begin and is_head(messages[first]):
+        first += 1
+    draft = Draft(messages[:first], messages[first:begin], messages[begin:], budget, counter)
+    draft.tokens = counter.total(messages)
+    if 4 * draft.tokens > budget:  # its bytes, the upper bound, do not fit
+        counter.count_exactly_from_now_on()
+    return draft
+
+
+def is_head(message: dict) -> bool:
+    return message["role"] == "system" or "summary" in message
+
+
+def last_step(turn: list[dict]) -> int:
+    """Where the last answer with calls stands: the model has not seen their results yet."""
+    places = [n for n, message in enumerate(turn) if message.get("tool_calls")]
+    return places[-1] if places else len(turn)
+
+
+def cut_results(draft: Draft, messages: list[dict], most: int) -> None:
+    """No result takes more than `most` tokens."""
+    results = [message for message in messages if message["role"] == "tool"]
+    large = [result for result in results if draft.counter.size(result) > most]
+    draft.exchange({id(result): shortened(result, most) for result in large})
+    if large:
+        draft.notes.append(f"{len(large)} tool result(s) are cut to ~{most:,} tokens")
+
+
+def shortened(result: dict, most: int) -> dict:
+    content = as_text(result.get("content"))
+    kept = len(content)
+    while True:
+        kept = kept * 4 // 5
+        note = f"[{len(content) - kept:,} more characters are left out: ask for a part of it]"
+        cut = {**result, "content": f"{content[:kept]}\n{note}"}
+        if kept < 50 or measure(cut)[1] <= most:
+            return cut
+
+
+def turn_old_results_into_lines(draft: Draft) -> None:
+    """All but the 10 newest of the tools that can be called again."""
+    functions = functions_of(draft.messages)
+    names = {key: function.get("name") for key, function in functions.items()}
+    results = [m for m in draft.past + draft.turn if names.get(id(m)) in REPEATABLE]
+    unseen = {id(message) for message in draft.turn[last_step(draft.turn) :]}
+    old = [message for message in results[:-10] if id(message) not in unseen]
+    turn_into_lines(draft, old, math.inf)
+
+
+def turn_into_lines(draft: Draft, results: list[dict], too_much: float) -> None:
+    """The oldest first, until so many tokens are saved; short ones are not worth it."""
+    functions, lines = functions_of(draft.messages), {}
+    for result in results:
+        function, size = functions.get(id(result)), len(as_text(result.get("content")))
+        if too_much <= 0 or function is None or size < 500:
+            continue
+        # what was there, and how to get it again; worded so that nobody takes it for an answer
+        call = f"{function.get('name', 'the tool')}({str(function.get('arguments', ''))[:200]})"
+        text = f"[{size:,} characters of {call} are left out. Call it again if you need them.]"
+        lines[id(result)] = {**result, "content": text}
+        too_much -= draft.counter.size(result) - draft.counter.size(lines[id(result)])
+    draft.exchange(lines)
+    if lines:
+        draft.notes.append(f"{len(lines)} old tool result(s) are sent as one line each")
+
+
+def functions_of(messages: list[dict]) -> dict[int, dict]:
+    """The call that each result is of, by id(result): {140…: {"name": "grep", "arguments": "…"}}"""
+    calls, functions = {}, {}
+    for message in messages:
+        for call in message.get("tool_calls") or []:
+            calls[call.get("id")] = call.get("function") or {}
+        if message["role"] == "tool":
+            functions[id(message)] = calls.get(message.get("tool_call_id"), {})
+    return functions
+
+
+def leave_out_oldest_turns(draft: Draft) -> None:
+    """A turn goes from a question to the next. The summary goes last."""
+    room = draft.budget - draft.counter.total(draft.head + draft.turn)
+    start = len(draft.past)
+    for n in range(len(draft.past) - 1, -1, -1):
+        room -= draft.counter.size(draft.past[n])
+        if room < 0:
+            break
+        if draft.past[n]["role"] == "user":
+            start = n
+    left_out = draft.past[:start]
+    if left_out:
+        turns = len([message for message in left_out if message["role"] == "user"])
+        kept = len([message for message in draft.past[start:] if message["role"] == "user"])
+        size = f"~{draft.counter.total(left_out):,} tokens"
+        draft.notes.append(f"{turns} of {turns + kept + 1} turns, {size}, are left out")
+        draft.exchange({id(message): None for message in left_out})
+    if draft.is_over(1):
+        draft.exchange({id(message): None for message in draft.head if "summary" in message})
+
+
+def leave_out_oldest_steps(draft: Draft) -> None:
+    """Answers with calls, their results and pictures. What the user said meanwhile stays."""
+    end, too_much, count = last_step(draft.turn), draft.tokens - draft.budget, 0
+    begins = [n for n in range(1, end) if draft.turn[n]["role"] == "assistant"]
+    gone: set[int] = set()
+    for begin, after in pairwise([*begins, end]):
+        if too_much <= -50:  # the line below needs some
+            break
+        step = [message for message in draft.turn[begin:after] if not is_question(message)]
+        too_much -= draft.counter.total(step)
+        gone |= {id(message) for message in step}
+        count += 1
+    if count:
+        draft.exchange(dict.fromkeys(gone))
+        note = f"[{count} earlier steps of this turn are left out; what they did is done]"
+        draft.turn.insert(1, {"role": "user", "content": note})
+        draft.exchange({})
+        draft.notes.append(f"{count} step(s) of this turn are left out")
+
+
+def share_what_is_left(draft: Draft) -> None:
+    """The last resort: pictures go, and the last results share the room."""
+    pictures = [message for message in draft.turn[1:] if isinstance(message.get("content"), list)]
+    draft.exchange({id(message): as_journalled(message) for message in pictures})
+    results = [message for message in draft.turn if message["role"] == "tool"]
+    room = draft.budget - draft.tokens + draft.counter.total(results)
+    cut_results(draft, results, room // max(len(results), 1))
+
+
 # ---- Sizes ----
-# Without this a long conversation ends in "maximum context length exceeded".
+# An exact count needs a vocabulary that comes over the network: 30 s where there is none.
 
 
 class TokenCounter:
-    """Sizes of messages in tokens, each message measured once."""
+    """Sizes in tokens, each message measured once; estimated until `load() -> count` is there."""
 
-    def __init__(self) -> None:
+    def __init__(self, load: Callable[[], Callable[[str], int]] | None = None):
+        self._load: Callable | None = load or load_vocabulary
+        self._count: Callable[[str], int] | None = None
         self._sizes: dict[int, tuple[int, dict]] = {}  # by id(message), which is kept alive
 
     def size(self, message: dict) -> int:
         if id(message) not in self._sizes:
-            self._sizes[id(message)] = (measure(message)[1], message)
+            if len(self._sizes) > 20_000:  # those of all sessions would grow and grow
+                self._sizes.clear()
+            self._sizes[id(message)] = (measure(message, self._count)[1], message)
         return self._sizes[id(message)][0]
 
     def total(self, messages: Iterable[dict]) -> int:
         return sum(map(self.size, messages))
 
+    def count_exactly_from_now_on(self) -> None:
+        """As soon as the vocabulary is there: it comes in the background, however long it takes."""
+        if self._load:
+            threading.Thread(target=self._fetch, args=(self._load,), daemon=True).start()
+        self._load = None
 
-def measure(message: dict) -> tuple[int, int]:
+    def _fetch(self, load: Callable) -> None:
+        try:
+            self._count = load()
+        except Exception as problem:  # no network, no tiktoken: the estimate is good enough
+            log.info("tokens are estimated: %s", problem)
+
+
+def load_vocabulary() -> Callable[[str], int]:
+    import tiktoken
+
+    encode = tiktoken.get_encoding("o200k_base").encode_ordinary
+    # in pieces: a long one of equal letters takes very long
+    return lambda text: sum(len(encode(text[n : n + 2_000])) for n in range(0, len(text), 2_000))
+
+
+def measure(message: dict, count: Callable[[str], int] | None = None) -> tuple[int, int]:
     """(bytes, tokens) of a dict that is sent as JSON. Bytes are an upper bound; an image is 1,000.
 
-    A token is taken as 4 bytes (3 in mostly non-ASCII text): nothing waits for a vocabulary.
+    Without `count` a token is taken as 4 bytes, 3 in mostly non-ASCII text.
     """
     blocks = message["content"] if isinstance(message.get("content"), list) else []
     texts = [block for block in blocks if block.get("type") != "image_url"]
@@ -619,12 +945,438 @@ def measure(message: dict) -> tuple[int, int]:
     text = json.dumps(message, ensure_ascii=False)
     size = len(text.encode("utf-8", errors="replace"))
     bytes_a_token = 3 if size > 1.5 * len(text) else 4
-    return size + images, size // bytes_a_token + 1 + images
+    tokens = count(text) if count else size // bytes_a_token + 1
+    return size + images, tokens + images
+
+
+def tokens_of(content: Any) -> int:
+    return measure({"content": content})[1]
+
+
+def newest(lines: list[str], most: int, file: str) -> list[str]:
+    """The last lines in `most` tokens, and one before them that says where the rest is."""
+    kept = len(lines)
+    while kept and tokens_of("\n".join(lines[-kept:])) > most:
+        kept = kept * 9 // 10
+    note = f"[{len(lines) - kept} older lines are in {file}: grep it]"
+    return lines if kept == len(lines) else [note, *lines[len(lines) - kept :]]
+
+
+# ---- The files of the history ----
+# Two programs that append at once must not give two entries one number: Dream would skip one.
+
+
+def entries(path: Path) -> list[dict]:
+    """The entries of a history file; lines and cursors that are none are skipped."""
+    raw = path.read_bytes() if path.exists() else b""
+    known = []
+    for record in map(parse, raw.split(b"\n")):
+        match record:
+            case {"cursor": int(cursor), "timestamp": str(), "content": str()}:
+                is_number = type(cursor) is int and cursor > 0  # True is an int, too
+                known += [record] if is_number else []
+    return known
+
+
+class KnownHistory:
+    """A history file, read again only where it changed: 1,000 entries take 5 ms, each turn."""
+
+    def __init__(self, path: Path):
+        self.path, self._stamp, self._entries = path, None, []
+
+    def entries(self) -> list[dict]:
+        stamp = file_stamp(self.path)
+        if stamp != self._stamp:
+            self._stamp, self._entries = stamp, entries(self.path)
+        return self._entries
+
+
+def read_number(path: Path) -> int:
+    """0 where the file is missing or damaged: then nothing counts as read."""
+    try:
+        return max(int(path.read_bytes()), 0)
+    except (FileNotFoundError, ValueError):
+        return 0
+
+
+def read_text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
+
+# "<think>The user wants …</think>"
+THOUGHTS = re.compile(r"\s*<think>.*?(</think>|\Z)", re.DOTALL)
+# "[2026-04-03 00:02] The user planned a trip."
+STAMP = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d)\]\s*")
+
+
+def next_entry(store: MemoryStore, text: str) -> dict:
+    """`[2026-04-03 00:02] The user …` → its number, its time, at most 64,000 letters of text."""
+    known = [entry["cursor"] for entry in entries(store.history)]
+    last = max([*known, read_number(store.folder / ".cursor"), store.dream_cursor])
+    text = THOUGHTS.sub("", text).strip()
+    stamp = STAMP.match(text)
+    timestamp = stamp[1] if stamp else time.strftime("%Y-%m-%d %H:%M")
+    text = STAMP.sub("", text, count=1) if stamp else text
+    content = text if len(text) <= 64_000 else f"{text[:63_990]} [cut]"
+    return {"cursor": last + 1, "timestamp": timestamp, "content": content}
+
+
+def add_for_people(store: MemoryStore, entry: dict) -> None:
+    """HISTORY.md is made of the other files: it is written anew where it is missing."""
+    path, archive = store.folder / "HISTORY.md", store.folder / "history-archive.jsonl"
+    known = [entry] if path.exists() else [*entries(archive), *entries(store.history)]
+    texts = [f"[{entry['timestamp']}] {entry['content']}\n\n" for entry in known]
+    with open_private(path) as file:
+        write_whole(file, "".join(texts).encode("utf-8", errors="replace"))
+
+
+def compact(store: MemoryStore, keep: int = 1_000) -> None:
+    """The oldest entries that Dream has read move to the archive; what is unread stays."""
+    archive = store.folder / "history-archive.jsonl"
+    with locked(store.folder / ".lock"):
+        known = entries(store.history)
+        read = [entry for entry in known if entry["cursor"] <= store.dream_cursor]
+        old = {entry["cursor"] for entry in read[: max(len(known) - keep, 0)]}
+        if not old:
+            return
+        there = {entry["cursor"] for entry in entries(archive)}  # of a compaction that was killed
+        append_lines(archive, [entry for entry in read if entry["cursor"] in old - there])
+        rest = [entry for entry in known if entry["cursor"] not in old]
+        lines = [json.dumps(entry, ensure_ascii=False) + "\n" for entry in rest]
+        write_atomically(store.history, "".join(lines))
+
+
+def keeps_enough(text: str, before: str) -> bool:
+    """No single answer of a model may empty MEMORY.md, or leave less than half of a longer one."""
+    shrinks = len(before) > 300 and len(text.strip()) < len(before.strip()) // 2
+    if shrinks or not text.strip():
+        log.warning("MEMORY.md stays as it is: the new text is empty, or too short to be all of it")
+    return not shrinks and bool(text.strip())
+
+
+# ---- Where a conversation may be cut, and what the model reads of it ----
+# A cut between a call and its result makes the next request invalid.
+
+
+def is_question(line: dict | None) -> bool:
+    return line is not None and line["role"] == "user" and isinstance(line.get("content"), str)
+
+
+def over_budget(consolidator: Consolidator, session: Session, others: int) -> int:
+    """Up to where lines must go so that half the budget is left; 0 where all fits."""
+    if others + size_as_sent(consolidator, session) <= consolidator.budget:
+        return 0
+    room, count = consolidator.budget // 2 - others, 0
+    for line in reversed(session.lines):
+        room -= tokens_of(line)
+        if room < 0:
+            break
+        count += 1
+    return boundary(session, count)
+
+
+def over_window(consolidator: Consolidator, session: Session) -> int:
+    begin = max(session.start, session.last_consolidated)
+    count = len([line for line in session.lines[begin:] if line])
+    return boundary(session, consolidator.window // 2) if count >= consolidator.window else 0
+
+
+def boundary(session: Session, most: int) -> int:
+    """The first question from which on there are at most so many lines; else the last question."""
+    begin = max(session.start, session.last_consolidated)
+    questions = [n for n in range(begin, len(session.lines)) if is_question(session.lines[n])]
+    enough = [n for n in questions if len(session.lines) - n <= most]
+    return [begin, *questions[-1:], *enough[:1]][-1]
+
+
+def end_of_round(session: Session, until: int) -> int:
+    """About 60 lines, but at least one whole turn."""
+    begin = session.last_consolidated
+    places = [n for n in range(begin + 1, until) if is_question(session.lines[n])] + [until]
+    places = sorted({*places, session.start} & set(range(begin + 1, until + 1)))
+    near = [n for n in places if n <= begin + 60]
+    return near[-1] if near else places[0]
+
+
+def room_of(consolidator: Consolidator) -> int:
+    """Tokens of conversation in one request: it takes half the budget, with MEMORY.md in it."""
+    taken = tokens_of(consolidator.prompt + consolidator.store.read_facts()) + 500
+    return max(consolidator.budget // 2 - taken, consolidator.budget // 8)
+
+
+def transcripts(lines: list[dict | None], room: int) -> list[str]:
+    """A conversation as a model reads it: texts of at most about `room` tokens each.
+
+    Long messages are shortened. A call and its results stand in one text.
+    """
+    most = max(min(room // 4, 2_000), 100)  # characters of a message
+    groups: list[str] = []
+    for line in filter(None, lines):
+        text = middle_out(readable(line), most)
+        if groups and line["role"] == "tool":
+            groups[-1] += f"\n{text}"
+        else:
+            groups.append(text)
+    texts: list[str] = []
+    for group in groups:
+        while tokens_of(group) > room:
+            group = middle_out(group, len(group) * 3 // 4)
+        if texts and tokens_of(f"{texts[-1]}\n{group}") <= room:
+            texts[-1] += f"\n{group}"
+        else:
+            texts.append(group)
+    return texts
+
+
+def middle_out(text: str, most: int) -> str:
+    """The beginning and the end, about `most` characters."""
+    if len(text) <= most:
+        return text
+    return f"{text[: most * 2 // 3]} […] {text[-most // 3 :]}"
+
+
+def request(system: str, text: str) -> list[dict]:
+    return [{"role": "system", "content": system}, {"role": "user", "content": text}]
+
+
+TEXT = {"type": "string"}
+SAVED = {
+    "history_entry": TEXT | {"description": "2 to 5 sentences that begin [YYYY-MM-DD HH:MM]"},
+    "memory_update": TEXT | {"description": "The whole new MEMORY.md; unchanged if nothing is new"},
+}
+SAVE_MEMORY = {
+    "type": "function",
+    "function": {
+        "name": "save_memory",
+        "description": "Save what is worth keeping of a conversation.",
+        "parameters": {"type": "object", "properties": SAVED, "required": list(SAVED)},
+    },
+}
+
+
+async def save(consolidator: Consolidator, text: str) -> bool:
+    """False where the model is of no help: it does not call the tool, or cannot be reached."""
+    store = consolidator.store
+    for _ in range(3):  # MEMORY.md may change while the model thinks
+        facts = store.read_facts()
+        question = f"# MEMORY.md\n\n{facts}\n\n# Conversation\n\n{text}"
+        saved = await ask_to_save(consolidator, request(consolidator.prompt, question))
+        if saved is None:
+            return False
+        if store.write_facts(saved["memory_update"], instead_of=facts):
+            store.append_history(saved["history_entry"])
+            return True
+    return False
+
+
+async def ask_to_save(consolidator: Consolidator, messages: list[dict]) -> dict | None:
+    """The arguments of save_memory; None where the model does not call it, even if it must."""
+    for choice in (None, "required"):
+        response = await consolidator.ask(messages, [SAVE_MEMORY], choice)
+        if response.finish_reason == "error":  # nobody is there to be forced
+            return None
+        if response.finish_reason in ("length", "content_filter"):  # its end may be missing
+            continue
+        for call in response.tool_calls:
+            match call.name, call.arguments:
+                case "save_memory", {"history_entry": str(entry), "memory_update": str()}:
+                    if THOUGHTS.sub("", entry).strip():
+                        return call.arguments
+    return None
+
+
+async def sum_up(consolidator: Consolidator, session: Session, others: int) -> None:
+    """A summary in place of all but the 20 newest, kept with the session: none is made twice."""
+    if others + size_as_sent(consolidator, session) <= 0.8 * consolidator.budget:
+        return
+    begin = max(session.start, session.last_consolidated, session.summary.get("until", 0))
+    text = session.summary.get("text", "") if begin == session.summary.get("until") else ""
+    last = len(session.lines) - 20
+    until = max([n for n in range(begin, last + 1) if is_question(session.lines[n])], default=begin)
+    for part in transcripts(session.lines[begin:until], room_of(consolidator)):
+        question = request(consolidator.summary_prompt, f"{text}\n\n{part}".strip())
+        response = await consolidator.ask(question, [], None)
+        if response.finish_reason in ("error", "length") or not response.content:
+            return  # the oldest turns are left out
+        text = middle_out(response.content, consolidator.budget // 4)
+    if until > begin:
+        session.note(summary={"text": text, "until": until})
+
+
+def summary_message(text: str) -> dict:
+    content = f"[Summary of the conversation so far, which is not sent any more]\n\n{text}"
+    return {"role": "user", "content": content, "summary": True}
+
+
+def size_as_sent(consolidator: Consolidator, session: Session) -> int:
+    draft = draft_of(session.get_history(), consolidator.budget, consolidator.counter, None)
+    if draft.is_over(0.8):
+        turn_old_results_into_lines(draft)
+    return draft.tokens
+
+
+# ---- What Dream reads, and what it may do ----
+# What it reads may come from a stranger's page, and nobody watches what it does.
+
+# "- [MEMORY] Favourite colour: blue"
+FINDING = re.compile(r"^[\s*-]*(\[(?:USER|SOUL|MEMORY|SKILL)(?:-REMOVE)?\] *\S.*)$", re.MULTILINE)
+DREAM_FILES = ("memory/MEMORY.md", "SOUL.md", "USER.md")
+
+
+def next_batch(dream: Dream) -> list[dict]:
+    """The oldest unread entries, as many as one request takes, at least one."""
+    batch = dream.store.unread()[: dream.max_batch]
+    while len(batch) > 1 and tokens_of(str(batch)) > dream.budget // 2:
+        batch.pop()
+    return batch
+
+
+def what_happened(dream: Dream, batch: list[dict]) -> list[dict]:
+    lines = [f"[{entry['timestamp']}] {entry['content']}" for entry in batch]
+    today = time.strftime("Today is %Y-%m-%d, %A.")
+    return request(dream.find_prompt, "\n\n".join([today, *files_of(dream), "# History", *lines]))
+
+
+def what_to_edit(dream: Dream, findings: list[str]) -> list[dict]:
+    known = [f"- {skill.name}: {skill.description} ({skill.path})" for skill in dream.skills.load()]
+    parts = ["# Findings", *findings, *files_of(dream), "# Skills", *known]
+    return request(dream.edit_prompt, "\n\n".join(parts))
+
+
+def files_of(dream: Dream) -> list[str]:
+    home = dream.store.workspace
+    return [f"# {home / name}\n\n{read_text(home / name)}" for name in DREAM_FILES]
+
+
+def findings_in(text: str) -> list[str] | None:
+    """[] where there is nothing to remember; None where it is no answer to the question."""
+    findings = FINDING.findall(THOUGHTS.sub("", text))
+    is_answer = findings or "[SKIP]" in text
+    return findings if is_answer else None
+
+
+UNREACHABLE = "did not reach the model"
+
+
+def must_be_repeated(dream: Dream, outcome: str) -> bool:
+    """Unless it is completed, or failed for the third time."""
+    dream.failures = dream.failures + 1 if outcome == "failed" else 0
+    if dream.failures >= 3:
+        log.warning("three dreams about the same entries failed: these are skipped")
+        dream.failures = 0
+        return False
+    return outcome != "completed"
+
+
+def reason_to_refuse(dream: Dream, name: str, arguments: dict) -> str:
+    home = dream.store.workspace.resolve()
+    own, *kits = [folder.resolve() for folder in dream.skills.folders]
+    path = (home / os.path.expanduser(str(arguments.get("path", "")))).resolve()
+    match name:
+        case "read_file":
+            is_inside = any(path.is_relative_to(root) for root in (home, *kits))
+            return "" if is_inside else f"Read files below {home} only."
+        case "edit_file":
+            is_one = path in [(home / file).resolve() for file in DREAM_FILES]
+            return "" if is_one else f"Edit {', '.join(DREAM_FILES)} only."
+        case "write_file" if path.is_relative_to(own) and path.parent != own:
+            skill = skill_of(path, str(arguments.get("content", "")))
+            names = {skill.name, path.relative_to(own).parts[0]}
+            known = [kit / name for kit, name in product(kits, names)]
+            is_fine = not skill.always and not any(map(Path.exists, known))
+            return "" if is_fine else "A skill may not be `always`, nor have the name of the kit's."
+    return f"Write only skills, like {own}/NAME/SKILL.md."
+
+
+# ---- What was dreamt can be looked at and undone ----
+# A repository of its own, and not named `.git`: one of the user's around the workspace would take
+# it for a submodule, and the user's settings (hooks, signatures) are not meant for it.
+
+
+class MemoryRepository:
+    """Facts, history and skills under git, in `.nanobot/memory.git`; without git no commits."""
+
+    facts = (*DREAM_FILES, "skills")
+    history = ("memory/history.jsonl", "memory/history-archive.jsonl")
+
+    def __init__(self, workspace: Path):
+        self.workspace, self.folder = workspace, workspace / ".nanobot" / "memory.git"
+
+    def git(self, *arguments: str, text: str = "") -> str:
+        """Raises OSError with what git says."""
+        own = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+        own |= {"GIT_DIR": str(self.folder), "GIT_WORK_TREE": str(self.workspace), "LC_ALL": "C"}
+        own |= {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull}
+        me = ["-c", "user.name=nanobot", "-c", "user.email=nanobot@localhost"]
+        command = ["git", *me, "-c", "gc.autoDetach=false", *arguments]
+        options = {"cwd": self.workspace, "env": own, "capture_output": True}
+        done = subprocess.run(command, input=text.encode(), **options)
+        if done.returncode and arguments[0] != "add":  # what cannot be added stays out
+            raise OSError(done.stderr.decode(errors="replace").strip())
+        return done.stdout.decode(errors="replace")
+
+    def commit(self, subject: str) -> int:
+        """What has changed since the last commit: how many lines. Nothing changed: no commit."""
+        try:
+            return self._commit(subject) if shutil.which("git") else 0
+        except OSError as problem:  # a dream is no less true for it
+            log.warning("memory is not under git: %s", problem)
+            return 0
+
+    def _commit(self, subject: str) -> int:
+        if not (self.folder / "HEAD").exists():
+            self.folder.parent.mkdir(exist_ok=True)
+            self.git("init", "-q")
+        (self.folder / "index.lock").unlink(missing_ok=True)  # of a program that was killed
+        there = [name for name in self.facts + self.history if (self.workspace / name).exists()]
+        self.git("add", "-u", ".")
+        self.git("add", "-f", "--ignore-errors", "--", *there)
+        diff = self.git("diff", "--cached", "-U0", "--no-renames", "--", *self.facts)
+        lines = [line for line in diff.split("\n") if re.match(r"[+-](?!\+\+ |-- )", line)]
+        if not lines:
+            return 0
+        title = f"{subject}: {time.strftime('%Y-%m-%d %H:%M')}, {len(lines)} change(s)"
+        self.git("commit", "-q", "-F", "-", text="\n".join([title, "", *lines[:100]]))
+        return len(lines)
+
+    def log(self, sha: str = "") -> str:
+        """All commits, one a line, or what one of them changed."""
+        try:
+            if not sha:
+                return self.git("log", "--format=%h %s").strip()
+            commit = self._known(sha)
+            return self.git("show", "--format=%h %s", commit, "--", *self.facts)[:16_000]
+        except OSError as problem:
+            return f"There is no log: {problem}"
+
+    def restore(self, sha: str = "") -> str:
+        """Undo one commit (default: the last dream) as a new one, or change nothing."""
+        try:
+            last_dream = ["log", "-1", "--grep=^dream:", "--format=%h"]
+            commit = self._known(sha or self.git(*last_dream).strip())
+            self._known(f"{commit}^")
+            self._commit("changes outside of dreams")
+            show = ["show", "--format=", "--binary", "--no-renames"]
+            patch = self.git(*show, commit, "--", *self.facts)
+            self.git("apply", "-R", "--whitespace=nowarn", text=patch)
+            return f"Undone: {self._commit(f'restore of {commit[:7]}')} change(s)."
+        except OSError as problem:
+            return f"Nothing is changed: {problem}"
+
+    def _known(self, sha: str) -> str:
+        try:
+            if re.fullmatch(r"[0-9a-f]{4,40}\^?", sha):
+                return self.git("rev-parse", "--verify", f"{sha}^{{commit}}").strip()
+        except OSError as problem:
+            log.info("%s", problem)
+        raise OSError("there is no such commit, or none before it. /dream-log lists them.")
 
 
 # ---- Skills ----
 # They are files that anybody may have put there. One that is a FIFO, a link to /proc/self/mem or
 # 100 MB long ended every turn; now it is left out, with a line that names it.
+
+MAX_SKILL_BYTES = 100_000
 
 
 @dataclass
@@ -641,7 +1393,7 @@ class Skill:
 
 
 def read_regular_file(path: Path) -> bytes:
-    """A regular file of at most 100,000 bytes; raises ValueError or OSError."""
+    """At most 100,000 bytes; raises ValueError or OSError."""
     without_waiting = getattr(os, "O_NONBLOCK", 0)  # for who writes into a FIFO
     descriptor = os.open(path, os.O_RDONLY | without_waiting)
     try:
@@ -653,9 +1405,6 @@ def read_regular_file(path: Path) -> bytes:
     if len(data) > MAX_SKILL_BYTES:
         raise ValueError(f"it has more than {MAX_SKILL_BYTES:,} bytes")
     return data
-
-
-MAX_SKILL_BYTES = 100_000
 
 
 class SkillsLoader:
@@ -682,12 +1431,21 @@ class SkillsLoader:
 
 
 def read_skill(path: Path, read: Callable[[Path], bytes] = read_regular_file) -> Skill:
-    """Front matter is `key: value` lines between two `---`; any part of it may be missing."""
     try:
         data = read(path)
     except Exception as problem:  # whatever it is: one bad skill must not end every turn
         return Skill(path.parent.name, path, problem=str(problem) or type(problem).__name__)
-    text = data.decode("utf-8-sig", errors="replace").replace("\r\n", "\n")
+    return skill_of(path, data.decode("utf-8-sig", errors="replace").replace("\r\n", "\n"))
+
+
+# "---\nname: weather\n---\n"
+FRONT_MATTER = re.compile(r"(?:---[ \t]*\n(.*?)^---[ \t]*$)?", re.DOTALL | re.MULTILINE)
+# `description: "Use for the weather."`
+FIELD = re.compile(r"^([\w-]+):[ \t]*([\"']?)(.*?)\2[ \t]*$", re.MULTILINE)
+
+
+def skill_of(path: Path, text: str) -> Skill:
+    """Front matter is `key: value` lines between two `---`; any part of it may be missing."""
     front = FRONT_MATTER.match(text)
     fields = {key: value for key, _, value in FIELD.findall(front[1] or "")}
     skill = Skill(fields.get("name") or path.parent.name, path, fields.get("description", ""))
@@ -695,12 +1453,6 @@ def read_skill(path: Path, read: Callable[[Path], bytes] = read_regular_file) ->
     skill.always = fields.get("always", "").lower() in ("true", "yes")
     skill.missing = missing(fields.get("metadata", ""), path)
     return skill
-
-
-# "---\nname: weather\n---\n"
-FRONT_MATTER = re.compile(r"(?:---[ \t]*\n(.*?)^---[ \t]*$)?", re.DOTALL | re.MULTILINE)
-# `description: "Use for the weather."`
-FIELD = re.compile(r"^([\w-]+):[ \t]*([\"']?)(.*?)\2[ \t]*$", re.MULTILINE)
 
 
 def missing(metadata: str, path: Path) -> list[str]:
@@ -713,5 +1465,4 @@ def missing(metadata: str, path: Path) -> list[str]:
         log.warning("%s: metadata is not the JSON that is expected", path)
         return []
     lacks = [f"program {name}" for name in programs]
-    lacks += [f"environment variable {name}" for name in variables]
-    return lacks
+    return lacks + [f"environment variable {name}" for name in variables]
