@@ -65,6 +65,10 @@ class MessageBus:
         """From now on the channel is listened to, and what is for it is delivered."""
         self._open[channel.name] = Connection(channel, self, self._sleep)
 
+    @property
+    def channels(self) -> list[str]:
+        return list(self._open)
+
     async def publish(self, message: InboundMessage) -> None:
         """Returns when the agent has journalled the message, or raises what kept it from that."""
         message.journalled = asyncio.get_running_loop().create_future()

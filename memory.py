@@ -98,11 +98,15 @@ class Session:
             history.append({"role": "user", "content": note})
         return history
 
+    def knows(self, message_id: str) -> bool:
+        """Is a message with this id of its channel in the journal already?"""
+        return any(line and line.get("id") == message_id for line in self.lines[-1_000:])
+
     @property
     def unfinished(self) -> bool:
         """True where the last turn has no whole answer: it ended at a question, a call, a cut."""
         line = last_line(self)
-        if line.get("cut") or line.get("tool_calls"):
+        if line.get("cut") or line.get("tool_calls") or line.get("unseen"):
             return True
         return line.get("role", "assistant") != "assistant"
 
@@ -121,16 +125,22 @@ def project(lines: Iterable[dict | None], before: dict | None = None) -> list[di
     for line in filter(None, lines):
         if before is None and line["role"] != "user":
             continue
-        message = {key: value for key, value in line.items() if key not in OWN_KEYS}
-        if line["role"] == "user":
-            parts = [gap_after(before), line.get("runtime"), as_text(line.get("content"))]
-            message["content"] = "\n\n".join(filter(None, parts))
-        history.append(message)
-        before = line
+        place = len(history) - line.get("unseen", 0)  # before what came too late for this answer
+        history.insert(place, as_sent(line, before))
+        before = line if place == len(history) - 1 else before
     return history
 
 
-OWN_KEYS = ("timestamp", "runtime", "cut")
+OWN_KEYS = ("timestamp", "runtime", "cut", "id", "beside", "unseen")
+
+
+def as_sent(line: dict, before: dict | None) -> dict:
+    message = {key: value for key, value in line.items() if key not in OWN_KEYS}
+    if line["role"] == "user":
+        gap = "" if line.get("beside") else gap_after(before)  # it came while a turn was running
+        parts = [gap, line.get("runtime"), as_text(line.get("content"))]
+        message["content"] = "\n\n".join(filter(None, parts))
+    return message
 
 
 def gap_after(line: dict | None) -> str:
@@ -646,7 +656,9 @@ class Projection:
     last: dict | None = None  # the last line that was sent
 
     def of(self, lines: list[dict | None], begin: int) -> list[dict]:
-        if begin != self.begin or self.end > len(lines):
+        news = lines[self.end :]
+        is_out_of_order = any(line and line.get("unseen") for line in news)
+        if begin != self.begin or self.end > len(lines) or is_out_of_order:
             self.begin = self.end = begin
             self.messages, self.last = [], None
         new = project(lines[max(self.end, begin) :], self.last)

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import json
 import logging
@@ -38,7 +39,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -46,12 +47,12 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from weakref import WeakValueDictionary
 
 from channels import (
-    CLI, NOBODY_TO_ASK, BackgroundLoop, OutboundMessage, PrintableFormatter, Waiting,
-    approval_question, end_on_signals, prepare_streams, printable,
+    CLI, NOBODY_TO_ASK, BackgroundLoop, InboundMessage, MessageBus, OutboundMessage,
+    PrintableFormatter, Waiting, approval_question, end_on_signals, prepare_streams, printable,
 )  # fmt: skip
 from memory import (
-    MemoryStore, Session, SessionBusy, SessionManager, Skill, SkillsLoader, TokenCounter,
-    leave_out_oldest, readable,
+    Consolidator, Dream, Governed, MemoryRepository, MemoryStore, Session, SessionBusy,
+    SessionManager, Skill, SkillsLoader, TokenCounter, as_sent, govern, readable,
 )  # fmt: skip
 from providers import (
     ROWS, Endpoint, HumanProvider, LLMProvider, LLMResponse, OfflineProvider, OpenAIProvider,
@@ -59,7 +60,7 @@ from providers import (
 )  # fmt: skip
 from tools import (
     FILE_TOOLS, SEARCH_SERVICES, Exec, MCPServers, ToolError, ToolRegistry, ToolResult, Turn, Web,
-    WebFetch, WebSearch, as_schema, fits, image_block, kinds, plain_text, read_bytes,
+    WebFetch, WebSearch, as_schema, fits, image_block, in_thread, kinds, plain_text, read_bytes,
     sandbox_problem,
 )  # fmt: skip
 
@@ -90,7 +91,9 @@ class AgentRunSpec:
     concurrent_tools: bool = True
     fail_on_tool_error: bool = False
     turn: Turn = field(default_factory=Turn)  # handed to each tool that asks for it
+    counter: TokenCounter = field(default_factory=TokenCounter)  # knows what it has measured
     on_messages: Callable[[list[dict], bool], None] = lambda messages, whole: None
+    arrivals: Callable[[], list[dict]] = list  # what the user said meanwhile; it is journalled
 
 
 NO_USAGE = {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0, "estimated": False}
@@ -187,9 +190,11 @@ class AgentRunner:
         spec = state.spec
         if state.context.iteration >= spec.max_iterations:
             state.tools_end = "out_of_iterations"
-        tools = [] if state.tools_end else spec.tools.get_definitions()
-        budget = spec.context_window - spec.max_tokens - 1_024
-        request = fit_to_window(state, tools, min(budget, state.room))
+        state.tools = [] if state.tools_end else spec.tools.get_definitions()
+        tools_tokens = spec.counter.total(state.tools)
+        budget = min(spec.context_window - spec.max_tokens - 1_024, state.room) - tools_tokens
+        request = govern(state.context.messages, budget, spec.counter, task_of(spec))
+        request.tokens += tools_tokens
         if state.segments:  # an answer that its length limit cut
             request.messages.append({"role": "assistant", "content": state.join_segments("")})
         if note := note_to_model(state):
@@ -215,7 +220,7 @@ class AgentRunner:
         spec = state.spec
         state.streamed = ""
         response = await self.provider.chat(
-            request.messages, request.tools, model=spec.model, max_tokens=spec.max_tokens,
+            request.messages, state.tools, model=spec.model, max_tokens=spec.max_tokens,
             temperature=spec.temperature, on_delta=state.on_delta(), on_retry=spec.hook.on_retry,
         )  # fmt: skip
         add_up(state.context.usage, response.usage)
@@ -234,7 +239,8 @@ class AgentRunner:
             await self._run_batch(state, batch)
             if state.error:
                 await self._finish(state, "tool_error", f"I had to stop: {state.error}")
-                break
+                return
+        state.context.messages += state.spec.arrivals()
 
     async def _run_batch(self, state: RunState, batch: list[ToolCallRequest]) -> None:
         """Calls side by side. Whatever happens, none of them goes on when this returns."""
@@ -363,10 +369,10 @@ class RunState:
     cuts: int = 0  # in a row
     last_call: tuple = ()  # (name, arguments, outcome)
     repetitions: int = 0  # of the last call
-    room: float = math.inf  # tokens of messages that the model has shown to take
+    tools: list[dict] = field(default_factory=list)  # that the model is offered now
+    room: float = math.inf  # tokens that the model has shown to take
     context_tokens: int = 0  # of the last request
     is_told: bool = False  # does the user know that something is left out?
-    counter: TokenCounter = field(default_factory=TokenCounter)
 
     def add(self, *messages: dict, whole: bool = True) -> None:
         """New messages exist from here on, in the run and in the journal."""
@@ -481,9 +487,15 @@ class AgentLoop:
         self.skills = make_skills(self.turn("cli:direct"))
         self.context = ContextBuilder(config, self.memory, self.skills)
         self.runner = AgentRunner(self.provider)
+        self.counter = TokenCounter()
+        self.consolidator = make_consolidator(self)
+        self.dream = make_dream(self)
         self.cost = CostTrackingHook(config.prices, self.model)
         self.hooks = [self.cost, *hooks]
+        self.subagents = SubagentManager(self)
         self.started = time.monotonic()
+        self._turns: dict[str, asyncio.Task] = {}  # that run now, by session
+        self._background: set[asyncio.Task] = set()
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def process_direct(
@@ -492,36 +504,86 @@ class AgentLoop:
     ) -> AgentRunResult:  # fmt: skip
         """One message, to its answer. Raises SessionBusy, or OSError of a journal."""
         events = EventHook(on_event, self.turn(session_key), self.config.streaming)
-        command = slash_command(text)
+        command, argument = slash_command(text)
         if command in ("", "new", "continue"):
-            async with self._locks.setdefault(session_key, asyncio.Lock()):
-                with self.sessions.lock(session_key):  # against other processes
-                    result = await self._take_turn(text, command, events, media)
+            async with self.turn_of(session_key) as session:
+                result = await self._take_turn(session, text, command, events, media)
         else:  # the others need not wait for a turn to end
-            result = answer_command(self, command, events.turn)
+            result = await answer_command(self, command, argument, events.turn)
         if result.final_content:
             await events.send("final", result.final_content)
         return result
 
     async def _take_turn(
-        self, text: str, command: str, events: EventHook, media: Media
+        self, session: Session, text: str, command: str, events: EventHook, media: Media
     ) -> AgentRunResult:
-        session = self.sessions.get(events.turn.session_key)
         if command == "new":
-            return await start_afresh(session, events.turn)
+            return await start_afresh(self, session, events.turn)
         if command == "continue" and not session.unfinished:
             return nothing_to_go_on_with()
         images = []
         if not command:
             message, images = self.context.user_message(text, events.turn, media)
             session.append(message, sync=False)  # before the model is asked
+        return await self.answer(session, events, images, Conversation(session.key))
+
+    async def answer(
+        self, session: Session, events: EventHook, images: list[dict], conversation: Conversation
+    ) -> AgentRunResult:
+        """What the journal ends with, to its answer; what comes meanwhile is in `conversation`."""
         await self.mcp.connect(self.config.patience)
+        others = size_of_prompt(self, events.turn)
+        await self.consolidator.before_turn(session, others)
         spec = self.run_spec(session.get_history(), images, events)
-        spec.on_messages = partial(journal, session)
+        spec.on_messages = partial(journal, session, conversation)
+        spec.arrivals = conversation.arrivals
         try:
             return await self.runner.run(spec)
         finally:
             await session.synced()  # before the user sees the answer
+            self.in_background(self.consolidator.after_turn(session, others))
+
+    async def run(self, bus: MessageBus) -> None:
+        """Serve the bus until cancelled: a message is journalled at once, then answered in order."""
+        service = BusService(self, bus)
+        try:
+            await service.go_on_after_restart()
+            while True:
+                await service.receive(await bus.next())
+        finally:
+            await service.end()
+
+    @contextlib.asynccontextmanager
+    async def turn_of(self, session_key: str) -> AsyncIterator[Session]:
+        """A session for one turn, against other tasks and other processes; `stop` ends it."""
+        async with self._locks.setdefault(session_key, asyncio.Lock()):
+            with self.sessions.lock(session_key):
+                self._turns[session_key] = asyncio.current_task()
+                try:
+                    yield self.sessions.get(session_key)
+                finally:
+                    del self._turns[session_key]
+
+    def stop(self, session_key: str) -> bool:
+        """End what runs in a session, its subagents too; False where nothing runs."""
+        running = self.subagents.of(session_key)
+        if session_key in self._turns:
+            running.append(self._turns[session_key])
+        for task in running:
+            task.cancel()
+        return bool(running)
+
+    def in_background(self, work: Coroutine) -> None:
+        """Goes on beside the turns; `settled` waits for it."""
+        task = asyncio.create_task(logged(work))
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def close(self) -> None:
+        """What was begun for the memory is finished, 60 s at most; then the servers are let go."""
+        if self._background:
+            await asyncio.wait(self._background, timeout=60.0)
+        await self.mcp.close()
 
     def turn(self, session_key: str) -> Turn:
         """The circumstances of a turn: who asks, where it works, what it may touch."""
@@ -541,7 +603,7 @@ class AgentLoop:
             self.context.request(events.turn, history, images), self.tools,
             max_iterations=limits.max_tool_iterations, max_tokens=limits.max_tokens,
             temperature=limits.temperature, context_window=limits.context_window_tokens,
-            hook=CompositeHook([events, *self.hooks]), turn=events.turn,
+            hook=CompositeHook([events, *self.hooks]), turn=events.turn, counter=self.counter,
         )  # fmt: skip
 
 
@@ -551,7 +613,7 @@ def run(text: str, session_key: str = "cli:direct", config: Config | None = None
     Raises RuntimeError with cause and fix where there is no answer.
     """
     loop = AgentLoop(config or load_config())
-    with BackgroundLoop(loop.mcp.close) as background:
+    with BackgroundLoop(loop.close) as background:
         result = background.complete(loop.process_direct(text, session_key))
     if result.stop_reason in NOT_ANSWERED:
         raise RuntimeError(result.error or result.final_content)
@@ -568,44 +630,10 @@ TOO_LONG = "too long for the model: asking again without the oldest turns"  # a 
 NOT_ANSWERED = ("error", "tool_error", "empty")  # stop reasons of a run without an answer
 
 
-@dataclass
-class Governed:
-    """What is sent. `tokens` estimate it all; `notes` tell the user in numbers what is left out."""
-
-    messages: list[dict]
-    tools: list[dict]
-    tokens: int
-    notes: list[str] = field(default_factory=list)
-
-
-def fit_to_window(state: RunState, tools: list[dict], budget: float) -> Governed:
-    """Messages and tools within `budget` tokens; the question of this turn always stays."""
-    messages, counter = state.context.messages, state.counter
-    tools_tokens = counter.total(tools)
-    room = budget - tools_tokens
-    kept = list(leave_out_oldest(messages, room, counter, index_of_task(state)))
-    tokens = counter.total(kept)
-    request = Governed(kept, tools, tokens + tools_tokens)
-    if len(kept) < len(messages):
-        turns = count_turns(messages)
-        missing = counter.total(messages) - tokens
-        left_out = f"{turns - count_turns(kept)} of {turns} turns, ~{missing:,} tokens"
-        request.notes.append(f"{left_out}, are left out")
-    return request
-
-
-def index_of_task(state: RunState) -> int:
-    """Where the question of this turn stands; hooks may have moved it."""
-    users = [message for message in state.spec.messages if message["role"] == "user"]
-    task = users[-1] if users else None
-    for index, message in enumerate(state.context.messages):
-        if message is task:
-            return index
-    return 1
-
-
-def count_turns(messages: list[dict]) -> int:
-    return sum(message["role"] == "user" for message in messages)
+def task_of(spec: AgentRunSpec) -> dict | None:
+    """The question that this run is about: it is never left out."""
+    users = [message for message in spec.messages if message["role"] == "user"]
+    return users[-1] if users else None
 
 
 def note_to_model(state: RunState) -> str:
@@ -663,6 +691,14 @@ def is_read_only(call: ToolCallRequest, tools: ToolRegistry) -> bool:
 
 def result_message(call: ToolCallRequest, result: ToolResult) -> dict:
     return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": result.text}
+
+
+async def logged(work: Coroutine) -> None:
+    """For work that nobody awaits: what goes wrong in it is told in the log."""
+    try:
+        await work
+    except Exception as problem:
+        log.warning("in the background: %s", problem, exc_info=log.isEnabledFor(logging.INFO))
 
 
 async def end_all(tasks: list[asyncio.Task]) -> None:
@@ -759,14 +795,23 @@ def nudge_for_cut(response: LLMResponse) -> str:
     return template("cut_thinking")
 
 
-def journal(session: Session, messages: list[dict], whole: bool) -> None:
+def journal(
+    session: Session, conversation: Conversation, messages: list[dict], whole: bool
+) -> None:
     """Write at once; what a power cut could take reaches the disk while the model is asked again.
 
     An fsync takes 1 to 2 ms, on a slow disk 30: for each step of a turn nobody should wait for it.
+    An answer says how many messages before it the model has not seen: they came too late for it.
     """
-    session.append(*messages, sync=False)
+    unseen = {"unseen": len(conversation.waiting)} if conversation.waiting else {}
+    lines = [message | unseen if is_assistants(message) else message for message in messages]
+    session.append(*lines, sync=False)
     if whole:
-        asyncio.create_task(session.synced())
+        asyncio.ensure_future(session.synced())
+
+
+def is_assistants(message: dict) -> bool:
+    return message["role"] == "assistant"
 
 
 # ---- Prompts are files ----
@@ -1073,30 +1118,339 @@ def tool_hint(call: ToolCallRequest) -> str:
     return f"{call.name}({value})"
 
 
+# ---- Many chats at once ----
+# Without this the second message of a user waits for the answer to the first, one chat's long job
+# holds up all others, and what came in before a crash is never answered.
+
+
+@dataclass
+class Conversation:
+    """What waits in one session, journalled but not yet seen by the model, and who answers it."""
+
+    key: str
+    waiting: list[tuple[dict, list[dict]]] = field(default_factory=list)  # journal line, images
+    is_due: bool = False  # the journal ends with something to answer
+    reply_to: str = ""
+    task: asyncio.Task | None = None
+
+    def enter(self, most: int) -> list[dict]:
+        """The oldest waiting messages, as the model sees them from now on."""
+        entering, self.waiting = self.waiting[:most], self.waiting[most:]
+        return [with_images(as_sent(line, None), images) for line, images in entering]
+
+    def arrivals(self) -> list[dict]:
+        return self.enter(3)
+
+
+def with_images(message: dict, images: list[dict]) -> dict:
+    if not images:
+        return message
+    return message | {"content": [*images, {"type": "text", "text": message["content"]}]}
+
+
+class BusService:
+    """The chats of a bus: one task a conversation, at most `maxConcurrent` turns at once."""
+
+    def __init__(self, loop: AgentLoop, bus: MessageBus):
+        self.loop = loop
+        self.bus = bus
+        self.conversations: dict[str, Conversation] = {}
+        self.background: set[asyncio.Task] = {asyncio.create_task(self._hear_subagents())}
+        self.slots = asyncio.Semaphore(loop.config.defaults.max_concurrent or sys.maxsize)
+
+    async def receive(self, message: InboundMessage) -> None:
+        """Journal a message, confirm it, see to it that it is answered. Commands wait for nobody."""
+        key = message.chat_id if message.channel == "system" else message.session_key
+        command, _ = slash_command(message.content)
+        if command:
+            message.confirm()
+            self._keep(asyncio.create_task(self._command(key, message.content)))
+            return
+        conversation = self.conversations.setdefault(key, Conversation(key))
+        try:
+            await self._take_in(conversation, message)
+        except OSError as problem:  # the channel has it still, and tries again
+            message.confirm(problem)
+            return
+        message.confirm()
+        self._see_to(conversation)
+
+    async def _take_in(self, conversation: Conversation, message: InboundMessage) -> None:
+        session = self.loop.sessions.get(conversation.key)
+        if message.message_id and session.knows(message.message_id):
+            return
+        turn = self.loop.turn(conversation.key)
+        line, images = self.loop.context.user_message(message.content, turn, message.media)
+        line["id"] = message.message_id
+        line["beside"] = conversation.task is not None  # a turn runs, or another message waits
+        session.append(line, sync=False)
+        await session.synced()
+        conversation.waiting.append((line, images))
+        conversation.reply_to = message.message_id
+
+    def _see_to(self, conversation: Conversation) -> None:
+        if conversation.task is None:
+            conversation.task = asyncio.create_task(self._converse(conversation))
+            self._keep(conversation.task)
+
+    def _keep(self, task: asyncio.Task) -> None:
+        self.background.add(task)
+        task.add_done_callback(self.background.discard)
+
+    async def _converse(self, conversation: Conversation) -> None:
+        """Turn after turn, while something waits. A turn that was stopped ends only itself."""
+        while conversation.waiting or conversation.is_due:
+            async with self.slots:
+                turn = asyncio.create_task(self._turn(conversation))
+                await asyncio.wait([turn])
+        conversation.task = None
+        self.conversations.pop(conversation.key, None)
+
+    async def _turn(self, conversation: Conversation) -> None:
+        events = EventHook(self._emit, self.loop.turn(conversation.key), self.loop.config.streaming)
+        try:
+            async with self.loop.turn_of(conversation.key) as session:
+                conversation.is_due = False
+                images = latest_images(conversation)
+                result = await self.loop.answer(session, events, images, conversation)
+                self._deliver(session, conversation, result)
+        except SessionBusy:  # of another process; the messages wait here
+            await asyncio.sleep(1.0)
+        except Exception as problem:
+            log.exception("the turn of %s failed", conversation.key)
+            await events.send("final", f"Sorry, that failed: {problem}")
+
+    async def _emit(self, event: OutboundMessage) -> None:
+        if event.kind == "final" or event.kind in kinds_to_show(self.loop.config.channels):
+            self.bus.send(event)
+
+    def _deliver(self, session: Session, conversation: Conversation, result: AgentRunResult) -> None:
+        """The answer goes out; the journal notes when it has arrived, else it goes out again."""
+        text = result.final_content or ""
+        if result.stop_reason in ("error", "tool_error") and result.error not in text:
+            text = f"{text}\n\nSorry, that failed: {result.error}".strip()
+        if text and not wrote_to_chat(result, conversation.key):
+            self.send_final(session, text, conversation.reply_to)
+
+    def send_final(self, session: Session, text: str, reply_to: str = "") -> None:
+        channel, _, chat_id = session.key.partition(":")
+        noted = partial(note_delivered, session, len(session.lines))
+        message = OutboundMessage(channel, chat_id, text, reply_to=reply_to, on_delivered=noted)
+        self.bus.send(message)
+
+    async def _command(self, key: str, text: str) -> None:
+        try:
+            await self.loop.process_direct(text, key, self._emit)
+        except (SessionBusy, OSError) as problem:
+            turn = self.loop.turn(key)
+            await EventHook(self._emit, turn, False).send("final", f"Sorry, that failed: {problem}")
+
+    async def _hear_subagents(self) -> None:
+        while True:
+            await self.bus.publish(await self.loop.subagents.results.get())
+
+    async def go_on_after_restart(self) -> None:
+        """What was not answered is answered now, what was not delivered is sent again."""
+        for key in self.loop.sessions.list_keys():
+            channel, _, _ = key.partition(":")
+            if channel not in self.bus.channels:
+                continue
+            session = self.loop.sessions.get(key)
+            if session.unfinished:
+                conversation = self.conversations.setdefault(key, Conversation(key, is_due=True))
+                self._see_to(conversation)
+            elif session.metadata.get("delivered", 0) < len(session.lines):
+                self.send_final(session, session.last_line.get("content") or "")
+
+    async def end(self) -> None:
+        """Stop what runs: each turn is journalled as far as it came."""
+        for key in [*self.conversations]:
+            self.loop.stop(key)
+        for task in self.background:
+            task.cancel()
+        if self.background:
+            await asyncio.wait(self.background, timeout=10.0)
+
+
+def latest_images(conversation: Conversation) -> list[dict]:
+    """All that waits enters with the turn; its text is in the journal, its images are only here."""
+    entering, conversation.waiting = conversation.waiting, []
+    return [image for _, images in entering for image in images]
+
+
+def note_delivered(session: Session, count: int) -> None:
+    session.metadata["delivered"] = max(count, session.metadata.get("delivered", 0))
+    session.note()
+
+
+def wrote_to_chat(result: AgentRunResult, key: str) -> bool:
+    """Has the `message` tool said it in this same chat already?"""
+    for event in result.tool_events:
+        if event["name"] == "message" and not event["is_error"]:
+            target = event["arguments"]
+            channel, _, chat_id = key.partition(":")
+            same_channel = target.get("channel") in (None, "", channel)
+            same_chat = str(target.get("chat_id") or chat_id) == chat_id
+            if same_channel and same_chat:
+                return True
+    return False
+
+
+# ---- Memory: what the loop hands in ----
+# memory.py knows no model, no tools and no templates.
+
+
+def make_consolidator(loop: AgentLoop) -> Consolidator:
+    settings = loop.config.defaults
+    return Consolidator(
+        loop.memory, partial(ask_model, loop), template("consolidate"), template("summarise"),
+        budget=settings.budget, window=settings.memory_window, counter=loop.counter,
+    )  # fmt: skip
+
+
+def make_dream(loop: AgentLoop) -> Dream:
+    settings = loop.config.defaults
+    return Dream(
+        loop.memory, partial(ask_model, loop), partial(run_dreamer, loop), template("dream_find"),
+        template("dream_edit"), loop.skills, settings.budget, settings.dream.max_batch_size,
+    )  # fmt: skip
+
+
+async def ask_model(
+    loop: AgentLoop, messages: list[dict], tools: list[dict], choice: str | None
+) -> LLMResponse:
+    response = await loop.provider.chat(
+        messages, tools, max_tokens=loop.config.defaults.max_tokens, tool_choice=choice
+    )
+    add_up(loop.cost.total, response.usage)
+    return response
+
+
+class Fence(AgentHook):
+    """Refuses calls that a rule has a reason against."""
+
+    def __init__(self, reason_to_refuse: Callable[[str, dict], str]):
+        self.reason_to_refuse = reason_to_refuse
+
+    async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
+        for call in tool_calls:
+            call.denied = call.denied or self.reason_to_refuse(call.name, call.arguments)
+
+
+async def run_dreamer(
+    loop: AgentLoop, messages: list[dict], reason_to_refuse: Callable[[str, dict], str]
+) -> AgentRunResult:
+    """Dream's second phase: an agent of its own, which may edit three files and its skills."""
+    names = ("read_file", "edit_file", "write_file")
+    tools = [tool for tool in FILE_TOOLS if tool.name in names]
+    turn = replace(loop.turn("system:dream"), cwd=loop.workspace)
+    hook = CompositeHook([Fence(reason_to_refuse), loop.cost])
+    settings = loop.config.defaults
+    return await loop.runner.run(AgentRunSpec(
+        messages, ToolRegistry(tools), max_iterations=settings.dream.max_iterations,
+        max_tokens=settings.max_tokens, context_window=settings.context_window_tokens,
+        hook=hook, turn=turn, counter=loop.counter,
+    ))  # fmt: skip
+
+
+# ---- Subagents ----
+# Without their own run a search through fifty files would fill the conversation that asked for it.
+
+
+class SubagentManager:
+    """Helpers with one task each: a fresh run with fewer tools; the result comes as a message."""
+
+    most = 4
+    kept_from_them = ("spawn", "message", "cron")
+
+    def __init__(self, loop: AgentLoop):
+        self.loop = loop
+        self.running: dict[asyncio.Task, str] = {}  # the session that each works for
+        self.results: asyncio.Queue[InboundMessage] = asyncio.Queue()
+
+    def of(self, session_key: str) -> list[asyncio.Task]:
+        return [task for task, key in self.running.items() if key == session_key]
+
+    async def spawn(self, task: str, label: str = "", wait: bool = False, *, turn: Turn) -> str:
+        """Hand a task to a helper that works beside you and cannot ask back. Say in the task all
+        that it needs to know. Its result comes later as a message, or here if you wait for it."""
+        if len(self.running) >= self.most:
+            raise ToolError(f"{self.most} helpers are at work. Wait for one, or do it yourself.")
+        name = label or task[:40]
+        work = asyncio.create_task(self._work(task, turn))
+        self.running[work] = turn.session_key
+        work.add_done_callback(self.running.pop)
+        if wait:
+            return await work
+        work.add_done_callback(partial(self._announce, name, turn.session_key))
+        return f"Helper {name!r} is at work. Its result comes as a message: go on, or end here."
+
+    async def _work(self, task: str, turn: Turn) -> str:
+        names = [tool["function"]["name"] for tool in self.loop.tools.get_definitions()]
+        tools = [self.loop.tools.get(name) for name in names if name not in self.kept_from_them]
+        prompt = template("subagent", cwd=turn.cwd, workspace=turn.workspace)
+        messages = [{"role": "system", "content": prompt}, {"role": "user", "content": task}]
+        limits = self.loop.config.defaults
+        spec = AgentRunSpec(
+            messages, ToolRegistry(tools), max_iterations=15, max_tokens=limits.max_tokens,
+            context_window=limits.context_window_tokens, hook=CompositeHook(self.loop.hooks),
+            turn=replace(turn, depth=turn.depth + 1, seen={}),
+        )  # fmt: skip
+        result = await self.loop.runner.run(spec)
+        if result.stop_reason == "completed":
+            return result.final_content
+        return f"It did not finish ({result.stop_reason}): {result.error or result.final_content}"
+
+    def _announce(self, name: str, session_key: str, work: asyncio.Task) -> None:
+        if work.cancelled():
+            return
+        outcome = f"It failed: {work.exception()}" if work.exception() else work.result()
+        text = template("subagent_result", name=name, result=outcome)
+        self.results.put_nowait(InboundMessage("system", "subagent", session_key, text))
+
+
 # ---- Slash commands ----
 # Without them a user who is stuck has no way to say so but to the model that he is stuck with.
 
-SLASH = re.compile(r"/([a-z][a-z-]*)(?:@\w+)?")  # "/status@my_bot", but not "/etc/hosts?"
+SLASH = re.compile(  # "/status@my_bot", "/dream-log 1f3a9c", but not "/etc/hosts?"
+    r"/([a-z][a-z-]*)(?:@\w+)?(?:\s+([0-9a-f]{4,40}))?"
+)
 COMMANDS = {
     "new": "start afresh; the old conversation stays in its journal",
+    "stop": "end the turn that runs, and its subagents",
     "continue": "go on with a turn that was interrupted",
     "status": "version, model, tokens, context, uptime",
+    "dream": "go through what happened lately; keep what matters in memory",
+    "dream-log": "what dreams changed; with a commit: what that one changed",
+    "dream-restore": "undo the last dream, or the commit that you name",
     "help": "this list",
 }
 
 
-def slash_command(text: str) -> str:
-    """`/NEW ` → `new`; "" for what is no command."""
+def slash_command(text: str) -> tuple[str, str]:
+    """`/NEW ` → ("new", ""), `/dream-log 1f3a` → ("dream-log", "1f3a"); "" for no command."""
     match = SLASH.fullmatch(text.strip().lower())
-    return match[1] if match else ""
+    return (match[1], match[2] or "") if match else ("", "")
 
 
 def nothing_to_go_on_with() -> AgentRunResult:
     return AgentRunResult("There is no interrupted turn to go on with.")
 
 
-def answer_command(loop: AgentLoop, command: str, turn: Turn) -> AgentRunResult:
+async def answer_command(
+    loop: AgentLoop, command: str, argument: str, turn: Turn
+) -> AgentRunResult:
+    repository = MemoryRepository(loop.workspace)
     match command:
+        case "dream":
+            lines = [await loop.dream.run()]
+        case "dream-log":
+            lines = [await in_thread(repository.log, argument)]
+        case "dream-restore":
+            lines = [await in_thread(repository.restore, argument)]
+        case "stop":
+            was_running = loop.stop(turn.session_key)
+            lines = ["Stopped; /continue goes on." if was_running else "Nothing runs here."]
         case "help":
             lines = [f"/{name}: {meaning}" for name, meaning in COMMANDS.items()]
         case "status":
@@ -1122,6 +1476,12 @@ def preview(loop: AgentLoop, turn: Turn, message: dict | None = None) -> Governe
     return loop.runner.govern(RunState(spec, AgentHookContext(spec.messages)))
 
 
+def size_of_prompt(loop: AgentLoop, turn: Turn) -> int:
+    """Tokens of all that is sent beside the conversation."""
+    system = {"role": "system", "content": loop.context.system_prompt(turn)}
+    return loop.counter.total([system, *loop.tools.get_definitions()])
+
+
 def session_status(loop: AgentLoop, turn: Turn) -> list[str]:
     request = preview(loop, turn)
     window = loop.config.defaults.context_window_tokens
@@ -1135,10 +1495,12 @@ def session_status(loop: AgentLoop, turn: Turn) -> list[str]:
     ]
 
 
-async def start_afresh(session: Session, turn: Turn) -> AgentRunResult:
+async def start_afresh(loop: AgentLoop, session: Session, turn: Turn) -> AgentRunResult:
+    """What was said goes into memory, but nobody has to wait for it."""
     session.restart(sync=False)
     await session.synced()
     turn.seen.clear()
+    loop.in_background(loop.consolidator.archive(session))
     return AgentRunResult("A new session begins. The old one stays in its journal.")
 
 
@@ -1161,6 +1523,21 @@ class AgentDefaults:
     max_tool_iterations: int = 40
     max_tool_result_chars: int = 16_000
     timezone: str = ""  # of the machine
+    memory_window: int = 100  # messages of a session that are not in memory yet
+    max_concurrent: int = 8  # turns that came over the bus
+    dream: DreamSettings = field(default_factory=lambda: DreamSettings())
+
+    @property
+    def budget(self) -> int:
+        """Tokens that a request may have."""
+        return self.context_window_tokens - self.max_tokens - 1_024
+
+
+@dataclass
+class DreamSettings:
+    interval_h: int = 2
+    max_batch_size: int = 20  # entries of the history
+    max_iterations: int = 10
 
 
 @dataclass
@@ -1289,10 +1666,7 @@ class Config:
 
 
 # Keys of parts that this version does not have yet: a line says so, and nobody waits for an effect.
-NOT_YET = {
-    "agents.defaults.memoryWindow", "agents.defaults.dream", "agents.defaults.maxConcurrent",
-    "channels.telegram", "gateway",
-}  # fmt: skip
+NOT_YET = {"channels.telegram", "gateway"}
 
 
 def path_of(text: str) -> Path:
@@ -1470,7 +1844,7 @@ def agent_command(arguments: argparse.Namespace) -> int:
         ask = background.ask if keyboard else None
         loop = loop_for_terminal(config, arguments, ask)
         loop.hooks.append(WaitingHook(terminal.waiting))
-        background.at_end(loop.mcp.close)
+        background.at_end(loop.close)
         warn_before_start(arguments, loop, terminal, keyboard)
         talk = partial(one_turn, loop, terminal, background, session_key(arguments.session))
         message = arguments.text or arguments.message
@@ -1665,18 +2039,21 @@ def prompt_command(arguments: argparse.Namespace) -> None:
     asyncio.run(loop.mcp.check())  # so that their tools are in what is printed
     message, _ = loop.context.user_message(arguments.text, turn)
     request = preview(loop, turn, message)
-    for name, text in parts_of_request(loop.context.parts(turn), request).items():
+    tools = loop.tools.get_definitions()
+    for name, text in parts_of_request(loop.context.parts(turn), tools, request).items():
         tokens = TokenCounter().total([{"content": text}])
         print(f"==== {name} (~{tokens:,} tokens) ====\n{printable(text)}\n")
     window = loop.config.defaults.context_window_tokens
     print("\n".join([*request.notes, f"In all: context {request.tokens:,} of {window:,}"]))
 
 
-def parts_of_request(system: dict[str, str], request: Governed) -> dict[str, str]:
+def parts_of_request(
+    system: dict[str, str], tools: list[dict], request: Governed
+) -> dict[str, str]:
     """{"identity": …, "Memory": …, "Tools": …, "History": …, "User": …}, without empty ones."""
     *history, last = request.messages[1:]
     parts = dict(system)
-    parts["Tools"] = lines_of_json(request.tools)
+    parts["Tools"] = lines_of_json(tools)
     parts["History"] = lines_of_json(history)
     parts["User"] = last["content"]
     return {name: text for name, text in parts.items() if text}

@@ -349,7 +349,7 @@ def test_kill_9_in_a_turn_loses_and_doubles_nothing_and_each_call_has_one_answer
             assert asked == [f"turn {n}" for n in range(len(asked))], "each once, in order"
             answers = [line["tool_call_id"] for line in session.lines if line and line["role"] == "tool"]
             assert len(answers) == len(set(answers))
-            last = server.bodies[-1]["messages"][-1]
+            last = [body for body in server.bodies if body][-1]["messages"][-1]  # one may be torn
             if last["role"] == "user":
                 assert last["content"].endswith(asked[-1]), "what the model was asked is in the journal"
             else:

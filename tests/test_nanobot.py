@@ -815,13 +815,22 @@ def test_cost_is_money_where_the_price_is_known_and_tokens_otherwise():
 # ---- The loop ----
 
 
+class Script(ScriptedProvider):
+    """Plays replies back for turns; the memory, which works in the background, gets none of them."""
+
+    async def answer(self, request):
+        if any(tool["function"]["name"] == "save_memory" for tool in request.tools):
+            return LLMResponse("not now")
+        return await super().answer(request)
+
+
 def make_loop(tmp_path: Path, replies=(), **defaults) -> AgentLoop:
     config = Config()
     config.defaults.workspace = str(tmp_path / "workspace")
     for name, value in defaults.items():
         setattr(config.defaults, name, value)
     config.cwd = config.workspace
-    return AgentLoop(config, ScriptedProvider(replies))
+    return AgentLoop(config, Script(replies))
 
 
 def ask(loop: AgentLoop, text: str, session: str = "cli:direct", media=()):
@@ -1063,6 +1072,7 @@ def endpoint_loop(tmp_path: Path, server: FakeLLM, **more) -> AgentLoop:
     """A loop with a real client of the server; it does not wait between two tries."""
     config = Config()
     config.defaults.workspace = str(tmp_path / "workspace")
+    config.defaults.memory_window = 1_000_000  # what the memory does is another matter
     end = Endpoint(ROWS["custom"], "sk-test-key-123456", server.base_url, "test-model")
     loop = AgentLoop(config, OpenAIProvider(end, pace=0.0, **more))
     loop.tools = ToolRegistry([look])
