@@ -744,8 +744,8 @@ class BotAPI:
         self, address: str, body: bytes | None, kind: str, seconds: float
     ) -> tuple[int, bytes]:
         try:
-            work = in_thread(fetch, f"{self.base}/{address}", body, kind, seconds)
-            return await asyncio.wait_for(work, seconds)  # looking up a name knows no time limit
+            async with asyncio.timeout(seconds):  # looking up a name has no time limit of its own
+                return await in_thread(fetch, f"{self.base}/{address}", body, kind, seconds)
         except TimeoutError:
             problem = f"no answer in {seconds:g} s"
         except Exception as failure:  # whatever it is, it may quote the address
@@ -1064,9 +1064,7 @@ FENCE = re.compile(  # ```py ↵ a = 1 ↵ ```   or, never closed, to the end
     r"^[ \t]*```([\w+-]*).*\n((?:.*\n)*?.*?)(?:^[ \t]*```[ \t]*$|\Z)", re.MULTILINE
 )
 CODE = re.compile(r"(`+)(.+?)\1")  # `a < b`
-LINK = re.compile(  # [here](https://a.b/c_(d))
-    r"\[([^\]\n]+)\]\((https?://[^\s()]+(?:\([^\s()]*\))?)\)"
-)
+LINK = re.compile(r"\[([^\]\n]+)\]\((https?://(?:[^\s()]|\([^\s()]*\))+)\)")  # [a](https://b.c/d_(e))
 HEADING = re.compile(r"^#{1,6} +(.+?)[ #]*$", re.MULTILINE)  # ## What to do
 BOLD = re.compile(r"\*\*(?=[^\s*])(.+?)(?<=[^\s*])\*\*")  # **now**
 ITALIC = re.compile(  # *now*   *now and **then***   not 2 * 3 * 4; it reaches over no tag's end
@@ -1286,12 +1284,11 @@ def next_run(expr: str, after: datetime, zone: tzinfo) -> datetime | None:
     expression = CronExpression(expr)
     day = after.astimezone(zone).date() - ONE_DAY
     for _ in range(MOST_DAYS):
-        # two days: clocks set back over midnight show the first again when the second has begun
-        moments = expression.moments(day, zone) + expression.moments(day + ONE_DAY, zone)
-        later = [moment for moment in moments if moment > after]
-        if later:
-            return min(later).astimezone(zone)
+        later = [moment for moment in expression.moments(day, zone) if moment > after]
         day += ONE_DAY
+        if later:  # clocks set back over midnight show the end of a day when the next has begun
+            later += [moment for moment in expression.moments(day, zone) if moment > after]
+            return min(later).astimezone(zone)
     return None
 
 
@@ -1327,13 +1324,14 @@ class CronJob:
         since = as_moment(self.since, zone)
         if self.at:
             at = as_moment(self.at, zone)
-            return at if at > since else None
+            return at.astimezone(zone) if at > since else None
         if self.cron_expr:
             return next_run(self.cron_expr, since, zone_named(self.tz, zone))
         if self.every_seconds <= 0:
             raise ValueError("it does not say when")
         first, period = as_moment(self.created, zone), timedelta(seconds=self.every_seconds)
-        return first + period * ((since - first) // period + 1)
+        coming = first.astimezone(UTC) + period * ((since - first) // period + 1)
+        return coming.astimezone(zone)
 
     def schedule(self) -> str:
         if self.cron_expr:
@@ -1471,6 +1469,7 @@ class CronService:
     ):
         self.store, self.fire, self.now, self.zone = JobStore(path), fire, now, zone
         self.sleep, self.report = sleep, report
+        self._born = self._stamp()
         self.jobs: dict[str, CronJob] = {}
         self._due: dict[str, datetime | None] = {}
         self._system: dict[str, Callable[[], Awaitable]] = {}
@@ -1530,7 +1529,7 @@ class CronService:
         """Jobs of the rows, and when they are due."""
         self.jobs = {}
         for row in self.store.rows:
-            job = job_of(row, self._stamp(), self.zone)
+            job = job_of(row, self._born, self.zone)
             if job:
                 self.jobs[job.id] = replace(job, since=self._since.get(job.id, job.since))
         self._due = {id: job.due(self.zone) for id, job in self.jobs.items()}
@@ -1571,9 +1570,11 @@ class CronService:
         """Into the file. Where that fails, the program remembers: the job does not run twice."""
 
         def edit(rows: list) -> list:
-            others = [row for row in rows if id_of(row) != id]
-            ours = [self._after(row, run) for row in rows if id_of(row) == id]
-            return others + list(filter(None, ours))
+            ids = [id_of(row) for row in rows]
+            if id in ids:  # nobody has removed it meanwhile
+                place = ids.index(id)
+                rows[place : place + 1] = self._after(rows[place], run)
+            return rows
 
         try:
             await in_thread(self.store.change, edit)
@@ -1581,13 +1582,13 @@ class CronService:
         except OSError as problem:
             log.error("cron: the run of %s cannot be noted: %s", id, problem)
 
-    def _after(self, row: dict, run: dict) -> dict | None:
-        """None: it is over, an `at` that went well. One that failed is kept, switched off."""
+    def _after(self, row: dict, run: dict) -> list[dict]:
+        """The row as it goes on; none for an `at` that went well. One that failed stays, switched off."""
         if row.get("at") and not run["error"]:
-            return None
+            return []
         runs = [*(row.get("runs") or []), run][-self.most_runs :]
         enabled = row.get("enabled", True) and not row.get("at")
-        return {**row, "runs": runs, "since": run["began"], "enabled": enabled}
+        return [{**row, "runs": runs, "since": run["began"], "enabled": enabled}]
 
     def _stamp(self) -> str:
         return self.now().isoformat()
@@ -1721,6 +1722,6 @@ class Heartbeat:
     async def beat(self) -> None:
         text = ""
         if self.path.exists():
-            text = self.path.read_text(encoding="utf-8", errors="replace")
+            text = self.path.read_text(encoding="utf-8-sig", errors="replace")
         if tasks := active_tasks(text):
             await self.ask(tasks)
