@@ -11,6 +11,7 @@ called) and tries again until then. Works alone; read last. Not covered: turns, 
 
 import asyncio
 import contextlib
+import functools
 import html
 import io
 import itertools
@@ -711,20 +712,20 @@ class TelegramError(Exception):
 class BotAPI:
     """`await api.call("sendMessage", chat_id=1, text="Hi")`: https://core.telegram.org/bots/api"""
 
-    most_waits = 5  # flood waits behind one another
-
     def __init__(self, token: str, base: str, sleep: Callable[[float], Awaitable]):
         self.token, self.base, self.sleep = token.strip(), base.rstrip("/"), sleep
 
     async def call(self, method: str, seconds: float = 60, **fields: Any) -> Any:
         """The method's result. A path among the fields is uploaded; a flood wait is waited out."""
         body, kind = await in_thread(as_body, fields)
-        for _ in range(self.most_waits):
+        for _ in range(5):  # flood waits behind one another
             status, data = await self._exchange(f"bot{self.token}/{method}", body, kind, seconds)
-            answer = api_answer(status, data)
-            if answer["ok"]:
+            answer = {"error_code": status, "description": "this is not the Bot API"}  # a proxy's page
+            with contextlib.suppress(ValueError, TypeError):
+                answer |= json.loads(data)
+            if answer.get("ok"):
                 return answer["result"]
-            flood_wait = (answer.get("parameters") or {}).get("retry_after")
+            flood_wait = answer.get("parameters", {}).get("retry_after")
             if not flood_wait:
                 break
             log.warning("Telegram lets %s wait %s s (429).", method, flood_wait)
@@ -740,9 +741,8 @@ class BotAPI:
             raise TelegramError(f"the file cannot be fetched: HTTP {status}", status)
         return data
 
-    async def _exchange(
-        self, address: str, body: bytes | None, kind: str, seconds: float
-    ) -> tuple[int, bytes]:
+    async def _exchange(self, address: str, body: bytes | None, kind: str, seconds: float) -> tuple:
+        """Status and body of what came back."""
         try:
             async with asyncio.timeout(seconds):  # looking up a name has no time limit of its own
                 return await in_thread(fetch, f"{self.base}/{address}", body, kind, seconds)
@@ -757,7 +757,6 @@ class BotAPI:
 
 
 def fetch(url: str, body: bytes | None, kind: str, seconds: float) -> tuple[int, bytes]:
-    """Status and body; blocks."""
     import urllib.error
     import urllib.request
 
@@ -770,40 +769,28 @@ def fetch(url: str, body: bytes | None, kind: str, seconds: float) -> tuple[int,
             return refusal.code, refusal.read()
 
 
-def api_answer(status: int, data: bytes) -> dict:
-    """`{"ok": true, "result": …}` as it came; a proxy's "502 <html>…" in the shape of a refusal."""
-    refusal = {"ok": False, "error_code": status, "description": "this is not the Bot API"}
-    with contextlib.suppress(ValueError):
-        answer = json.loads(data)
-        if isinstance(answer, dict):
-            return refusal | answer
-    return refusal
-
-
 def as_body(fields: dict[str, Any]) -> tuple[bytes, str]:
     """JSON, or with a file among the fields a form; and the content type."""
-    paths = [value for value in fields.values() if isinstance(value, Path)]
-    if not paths:
+    files = {name: value for name, value in fields.items() if isinstance(value, Path)}
+    if not files:
         return json.dumps(fields).encode(), "application/json"
-    border = uuid.uuid4().hex
-    parts = [form_part(name, value) for name, value in fields.items()]
-    body = b"".join(f"--{border}\r\n".encode() + part for part in parts)
+    border, body = uuid.uuid4().hex, b""
+    for name, value in fields.items():
+        content = value if isinstance(value, str) else json.dumps(value, default=str)
+        head, data = f"Content-Disposition: form-data; name={name}", content.encode()
+        if name in files:
+            head += "; filename=" + re.sub(r"[^\w.-]", "_", value.name)  # a"b.txt would end in its quote
+            data = value.read_bytes()
+        body += f"--{border}\r\n{head}\r\n\r\n".encode() + data + b"\r\n"
     return body + f"--{border}--\r\n".encode(), f"multipart/form-data; boundary={border}"
-
-
-def form_part(name: str, value: Any) -> bytes:
-    head, content = "Content-Disposition: form-data; name=" + json.dumps(name), str(value).encode()
-    if isinstance(value, dict):
-        content = json.dumps(value).encode()
-    if isinstance(value, Path):
-        file_name = re.sub(r"[^\w. -]", "_", value.name)  # in a"b.txt the quote would end the name
-        head, content = f"{head}; filename=" + json.dumps(file_name), value.read_bytes()
-    return head.encode() + b"\r\n\r\n" + content + b"\r\n"
 
 
 # ---- Telegram as a channel ----
 # Without this a restart loses what was written meanwhile, or answers it twice: the server forgets a
 # message when a higher offset is asked for, and until then gives it again.
+
+
+NO_SUCH_BOT = (401, 404)  # Unauthorized, Not Found
 
 
 class Telegram(Channel):
@@ -830,27 +817,13 @@ class Telegram(Channel):
         self.api = BotAPI(token, api_base, sleep)
         self.group_policy, self.media_folder, self.sleep = group_policy, media_folder, sleep
         self.bot: dict = {}  # its id and username, once the server told
-        self._offset = 0
+        self._offset, self._complaint = 0, ""
         self._taken: deque[int] = deque(maxlen=1_000)  # updates that are in the journal
-        self._complaint = ""
         self._typing: dict[str, asyncio.Task] = {}
-        self._polling: asyncio.Task | None = None
         self._broken_off: tuple[OutboundMessage | None, int] = (None, 0)  # and at which part
 
     async def start(self, bus: "MessageBus") -> None:
-        """Listens until `stop`. Raises TelegramError where no new try helps: the token is wrong."""
-        self._polling = asyncio.create_task(self._poll_for_ever(bus))
-        try:
-            await self._polling
-        except asyncio.CancelledError:
-            if asyncio.current_task().cancelling():
-                raise
-
-    async def stop(self) -> None:
-        for task in filter(None, [self._polling, *self._typing.values()]):
-            task.cancel()
-
-    async def _poll_for_ever(self, bus: "MessageBus") -> None:
+        """Listens until it is cancelled. Raises TelegramError where no new try helps."""
         failures = 0
         while True:
             try:
@@ -862,10 +835,14 @@ class Telegram(Channel):
             except Exception as failure:  # whatever it is, people go on writing
                 failures += 1
                 self._complain(advice(failure))
-                if is_refused(failure):
+                if getattr(failure, "status", 0) in NO_SUCH_BOT:
                     raise TelegramError(advice(failure)) from None
                 self.bot = {}  # introduced anew, without the webhook that may be the trouble
                 await self.sleep(min(60.0, 5.0 * failures) * random.uniform(1.0, 1.2))
+
+    async def stop(self) -> None:
+        for task in self._typing.values():
+            task.cancel()
 
     def _complain(self, text: str) -> None:
         """A line in the log where trouble begins, changes and ends; none for each try between."""
@@ -894,7 +871,8 @@ class Telegram(Channel):
             inbound = await self._read([update.get("message") or {} for update in arrival])
             if inbound:
                 await bus.publish(inbound)
-                self._show_typing(inbound.chat_id)
+                self._stop_typing(inbound.chat_id)
+                self._typing[inbound.chat_id] = asyncio.create_task(self._type(inbound.chat_id))
             self._taken.extend(update["update_id"] for update in arrival)
         if updates:
             self._offset = updates[-1]["update_id"] + 1
@@ -948,10 +926,6 @@ class Telegram(Channel):
         await in_thread(path.write_bytes, data)
         return path
 
-    def _show_typing(self, chat_id: str) -> None:
-        self._stop_typing(chat_id)
-        self._typing[chat_id] = asyncio.create_task(self._type(chat_id))
-
     def _stop_typing(self, chat_id: str) -> None:
         if task := self._typing.pop(chat_id, None):
             task.cancel()
@@ -972,12 +946,12 @@ class Telegram(Channel):
         broken_off, begin = self._broken_off
         if message is not broken_off:
             begin = 0
+        target: dict[str, Any] = {"chat_id": message.chat_id}
+        if message.reply_to.isdigit():
+            reply = {"message_id": int(message.reply_to), "allow_sending_without_reply": True}
+            target["reply_parameters"] = reply
         for number in range(begin, len(parts)):
             self._broken_off = (message, number)
-            target: dict[str, Any] = {"chat_id": message.chat_id}
-            if number == 0 and message.reply_to.isdigit():
-                reply = {"message_id": int(message.reply_to), "allow_sending_without_reply": True}
-                target["reply_parameters"] = reply
             await self._send_part(parts[number], target)
         self._broken_off = (None, 0)
 
@@ -1002,14 +976,9 @@ class Telegram(Channel):
         await self.api.call("sendDocument", 300, document=path, **target)
 
 
-def is_refused(failure: Exception) -> bool:
-    """401 Unauthorized, 404 Not Found: there is no such token."""
-    return isinstance(failure, TelegramError) and failure.status in (401, 404)
-
-
 def advice(failure: Exception) -> str:
-    """What the log says where there are no updates."""
-    if is_refused(failure):
+    """What the log says where no messages come."""
+    if getattr(failure, "status", 0) in NO_SUCH_BOT:
         return (
             "Telegram does not know this bot token. Copy it again from @BotFather into "
             "channels.telegram.token (and look at apiBase, if it is set); then start anew."
@@ -1124,9 +1093,7 @@ def split_html(text: str, limit: int = 4_096) -> list[str]:
     atoms, parts, opened = ATOM.findall(text), [], []
     while atoms:
         size = fitting(atoms, opened, limit)
-        if size < len(atoms):
-            size = best_cut(atoms[:size])
-        still_open = open_behind(atoms[:size], opened)
+        still_open = open_behind(opened + atoms[:size])
         ends = [closing(tag) for tag in reversed(still_open)]
         parts.append("".join([*opened, *atoms[:size], *ends]))
         atoms, opened = atoms[size:], still_open
@@ -1134,13 +1101,14 @@ def split_html(text: str, limit: int = 4_096) -> list[str]:
 
 
 def fitting(atoms: list[str], opened: list[str], limit: int) -> int:
-    """How many atoms fit between the tags around them; at least one, so that it comes to an end."""
-    used = units("".join(opened))
+    """How many atoms fit between the tags around them, up to a blank; at least one."""
+    used = sum(len(tag) + len(closing(tag)) for tag in opened)
     for number, atom in enumerate(atoms):
-        opened = open_behind([atom], opened)
         used += units(atom)
-        if number and used + sum(len(closing(tag)) for tag in opened) > limit:
-            return number
+        if atom.startswith("<") and not atom.startswith("</"):
+            used += len(closing(atom))
+        if number and used > limit:
+            return best_cut(atoms[:number])
     return len(atoms)
 
 
@@ -1151,9 +1119,9 @@ def best_cut(atoms: list[str]) -> int:
     return len(atoms)
 
 
-def open_behind(atoms: list[str], opened: list[str]) -> list[str]:
-    """The tags that are open behind the atoms: ["<b>"] and "x", "</b>", "<i>", "y" → ["<i>"]"""
-    still_open = list(opened)
+def open_behind(atoms: list[str]) -> list[str]:
+    """The tags that are open in the end: ["<b>", "x", "</b>", "<i>", "y"] → ["<i>"]"""
+    still_open: list[str] = []
     for atom in atoms:
         if atom.startswith("</"):
             still_open.pop()
@@ -1326,7 +1294,7 @@ class CronJob:
             at = as_moment(self.at, zone)
             return at.astimezone(zone) if at > since else None
         if self.cron_expr:
-            return next_run(self.cron_expr, since, zone_named(self.tz, zone))
+            return next_of(self.cron_expr, since.astimezone(UTC), zone_named(self.tz, zone))
         if self.every_seconds <= 0:
             raise ValueError("it does not say when")
         first, period = as_moment(self.created, zone), timedelta(seconds=self.every_seconds)
@@ -1334,9 +1302,15 @@ class CronJob:
         return coming.astimezone(zone)
 
     def schedule(self) -> str:
-        if self.cron_expr:
-            return f"cron {self.cron_expr} {self.tz}".strip()
-        return f"at {self.at}" if self.at else f"every {self.every_seconds} s"
+        if self.every_seconds:
+            return f"every {self.every_seconds} s"
+        return f"at {self.at}" if self.at else f"cron {self.cron_expr} {self.tz}".rstrip()
+
+
+@functools.lru_cache(maxsize=1_000)
+def next_of(expr: str, after: datetime, zone: tzinfo) -> datetime | None:
+    """`next_run`, which takes 10 ms for "* * * * *", for a clock that asks each second."""
+    return next_run(expr, after, zone)
 
 
 def as_moment(text: str, zone: tzinfo) -> datetime:
@@ -1358,59 +1332,37 @@ class JobStore:
     """The file `{"jobs": [{…}, …]}`. Rows and keys that mean nothing here are kept as they are."""
 
     def __init__(self, path: Path):
-        self.path, self.rows, self._version = path, [], None
-
-    def refresh(self) -> bool:
-        """Is it another file than before? While it cannot be read, the rows known before stay."""
-        info = self.path.stat() if self.path.exists() else None
-        version = (info.st_ino, info.st_mtime_ns, info.st_size) if info else ()
-        if version == self._version:
-            return False
-        self._version = version
-        try:
-            self.rows = self.read()
-        except ValueError as problem:
-            log.error("%s cannot be read: %s. The jobs known before go on.", self.path, problem)
-        return True
+        self.path, self.rows = path, []
 
     def read(self) -> list:
+        """Raises ValueError where the file is damaged; `rows` then still has what was known before."""
         if not self.path.exists():
             return []
         content = json.loads(self.path.read_bytes())
         if not isinstance(content, dict) or not isinstance(content.get("jobs"), list):
             raise ValueError("it holds no list of jobs")
-        return content["jobs"]
+        self.rows = content["jobs"]
+        return self.rows
 
     def change(self, edit: Callable[[list], list]) -> None:
         """Let `edit` make new rows of the file's, and write all of them or none. Blocks."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with file_lock(self.path.with_suffix(".lock")):
+        with open(self.path.with_suffix(".lock"), "ab") as lock:  # freed when its owner dies, too
+            with contextlib.suppress(ImportError):  # Windows has no fcntl: there, one program has to do
+                import fcntl
+
+                fcntl.flock(lock, fcntl.LOCK_EX)
             try:
-                rows = self.read()
+                self.read()
             except ValueError as problem:
                 aside = self.path.rename(f"{self.path}.corrupt-{time.time_ns()}")
                 log.error("%s is damaged (%s): it is now %s. Mend it.", self.path, problem, aside)
-                rows = self.rows
-            self._write(edit(rows))
-
-    def _write(self, rows: list) -> None:
-        temporary = self.path.with_suffix(".tmp")  # there is one writer: what a crash left goes
-        with open(temporary, "w", encoding="utf-8", errors="replace") as file:
-            json.dump({"jobs": rows}, file, ensure_ascii=False, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, self.path)
-
-
-@contextlib.contextmanager
-def file_lock(path: Path) -> Iterator[None]:
-    """One program, and one thread of it, at a time. The system frees it when its owner dies."""
-    with open(path, "ab") as file:
-        with contextlib.suppress(ImportError):  # Windows has no fcntl: there, one program has to do
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+            temporary = self.path.with_suffix(".tmp")  # there is one writer: what a crash left goes
+            with open(temporary, "w", encoding="utf-8", errors="replace") as file:
+                json.dump({"jobs": edit(list(self.rows))}, file, ensure_ascii=False, indent=1)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, self.path)
 
 
 def id_of(row: Any) -> str:
@@ -1425,9 +1377,14 @@ def job_of(row: Any, stamp: str, zone: tzinfo) -> CronJob | None:
         job = CronJob(**{"created": stamp, "since": stamp, **values})  # by hand nobody writes them
         job.due(zone)
     except Exception as problem:
-        log.warning("cron: %.100r is no job: %s", row, problem)
+        warn_once(f"cron: {str(row)[:100]} is no job: {problem}")
         return None
     return job
+
+
+@functools.lru_cache(maxsize=100)
+def warn_once(text: str) -> None:
+    log.warning("%s", text)
 
 
 # ---- The clock that runs them ----
@@ -1440,7 +1397,7 @@ def verdict(job: CronJob, due: datetime | None, now: datetime) -> str:
 
     wait     it is not yet due, or switched off     → nothing
     fire     it is due, or late and still of use    → its turn runs
-    missed   an `at`, and more than a day late      → its chat is told
+    missed   an `at`, and more than a day late      → its turn only says so in its chat
     skip     repeated, and more than a minute late  → it is due again in its old rhythm
     """
     if not job.enabled or due is None or due > now:
@@ -1453,7 +1410,7 @@ def verdict(job: CronJob, due: datetime | None, now: datetime) -> str:
 
 
 class CronService:
-    """`fire(job)` runs a job's turn; `report(job, text)` tells its chat that a time was missed."""
+    """`fire(job)` runs a job's turn, whose answer goes to the job's chat. `run` is its clock."""
 
     most_runs = 20  # that a job remembers
 
@@ -1465,28 +1422,26 @@ class CronService:
         now: Callable[[], datetime],
         zone: tzinfo,
         sleep: Callable[[float], Awaitable] = asyncio.sleep,
-        report: Callable[[CronJob, str], Awaitable] | None = None,
     ):
         self.store, self.fire, self.now, self.zone = JobStore(path), fire, now, zone
-        self.sleep, self.report = sleep, report
+        self.sleep = sleep
         self._born = self._stamp()
-        self.jobs: dict[str, CronJob] = {}
-        self._due: dict[str, datetime | None] = {}
         self._system: dict[str, Callable[[], Awaitable]] = {}
         self._running: dict[str, asyncio.Task] = {}
-        self._since: dict[str, str] = {}  # of what ran here, also where the disk did not take it
+        self._since: dict[str, str] = {}  # what this program knows better than the file
+
+    def _stamp(self) -> str:
+        return self.now().isoformat()
 
     def add_system(self, id: str, every_seconds: float, function: Callable[[], Awaitable]) -> None:
         """A job of the agent's own: it is listed, and cannot be removed."""
         self._system[id] = function
-        job = CronJob(id, every_seconds=every_seconds, system=True)
-        job.created = job.since = self._stamp()
+        job = CronJob(id, created=self._stamp(), since=self._stamp(), system=True)
 
         def edit(rows: list) -> list:
-            before = [row for row in rows if id_of(row) == id]
+            before = [row for row in rows if id_of(row) == id] or [asdict(job)]  # when it last ran counts
             others = [row for row in rows if id_of(row) != id]
-            row = before[0] if before else asdict(job)  # when it last ran still counts
-            return [*others, {**row, "every_seconds": every_seconds, "enabled": True}]
+            return [*others, {**before[0], "every_seconds": every_seconds, "enabled": True}]
 
         self.store.change(edit)
 
@@ -1494,54 +1449,47 @@ class CronService:
         """A look at the clock and at the file each second. Cancelled, it cancels what runs."""
         try:
             while True:
-                await self.sleep(await self._look())
+                try:
+                    await self.tick()
+                except Exception as problem:  # a file that may not be opened, say
+                    warn_once(f"cron: the jobs cannot be looked at: {problem}")
+                await self.sleep(1)
         finally:
             for task in self._running.values():
                 task.cancel()
             await asyncio.gather(*self._running.values(), return_exceptions=True)
 
-    async def _look(self) -> float:
-        """Seconds until the next one."""
-        try:
-            await self.tick()
-            return 1
-        except Exception:  # a file that may not be opened, say
-            log.exception("cron: the jobs cannot be looked at; the next try is in a minute")
-            return 60
-
     async def tick(self) -> list[asyncio.Task]:
-        """One look at the clock; returns the tasks of what began."""
-        if self.store.refresh():
-            self._load()
-        started = []
-        for job in [job for job in self.jobs.values() if job.id not in self._running]:
-            due = self._due[job.id]
-            match verdict(job, due, self.now()):
-                case "fire":
-                    started.append(self._start(job))
-                case "missed":
-                    started.append(self._start(job, f"missed: it was due on {shown(due)}"))
-                case "skip":
-                    self._due[job.id] = replace(job, since=self._stamp()).due(self.zone)
-        return started
-
-    def _load(self) -> None:
-        """Jobs of the rows, and when they are due."""
-        self.jobs = {}
-        for row in self.store.rows:
-            job = job_of(row, self._born, self.zone)
-            if job:
-                self.jobs[job.id] = replace(job, since=self._since.get(job.id, job.since))
-        self._due = {id: job.due(self.zone) for id, job in self.jobs.items()}
-
-    def _start(self, job: CronJob, missed: str = "") -> asyncio.Task:
-        task = self._running[job.id] = asyncio.create_task(self._run(job, missed))
-        return task
-
-    async def _run(self, job: CronJob, missed: str) -> None:
-        began, error = self.now(), missed
+        """One look; returns the tasks of what began."""
         try:
-            await self._work(job, missed)
+            rows = self.store.read()
+        except ValueError as problem:
+            warn_once(f"{self.store.path} cannot be read: {problem}. The jobs known before go on.")
+            rows = self.store.rows
+        jobs = [job_of(row, self._born, self.zone) for row in rows]
+        for job in filter(None, jobs):
+            is_known = job.id in self._system or not job.system
+            if is_known and job.id not in self._running:
+                self._look_at(job)
+        return list(self._running.values())
+
+    def _look_at(self, job: CronJob) -> None:
+        job.since = self._since.get(job.id, job.since)
+        due = job.due(self.zone)
+        match verdict(job, due, self.now()):
+            case "skip":
+                self._since[job.id] = self._stamp()
+            case "missed":
+                text = f"Only tell the user that this was due on {shown(due)} and was missed: {job.message}"
+                self._running[job.id] = asyncio.create_task(self._run(replace(job, message=text)))
+            case "fire":
+                self._running[job.id] = asyncio.create_task(self._run(job))
+
+    async def _run(self, job: CronJob) -> None:
+        began, error = self.now(), ""
+        try:
+            work = self._system[job.id]() if job.system else self.fire(job)
+            await work
         except asyncio.CancelledError:
             if asyncio.current_task().cancelling():
                 raise  # the program ends; when it is back, the job runs again
@@ -1552,19 +1500,8 @@ class CronService:
         finally:
             del self._running[job.id]
         self._since[job.id] = began.isoformat()
-        self._load()
         seconds = round((self.now() - began).total_seconds(), 1)
         await self._note(job.id, {"began": began.isoformat(), "seconds": seconds, "error": error})
-
-    async def _work(self, job: CronJob, missed: str) -> None:
-        if missed:
-            log.warning("cron: job %s was %s", job.id, missed)
-            if self.report:
-                await self.report(job, missed)
-        elif job.system:
-            await self._system[job.id]()
-        else:
-            await self.fire(job)
 
     async def _note(self, id: str, run: dict) -> None:
         """Into the file. Where that fails, the program remembers: the job does not run twice."""
@@ -1590,9 +1527,6 @@ class CronService:
         enabled = row.get("enabled", True) and not row.get("at")
         return [{**row, "runs": runs, "since": run["began"], "enabled": enabled}]
 
-    def _stamp(self) -> str:
-        return self.now().isoformat()
-
     def cron(
         self,
         action: Literal["add", "list", "remove"],
@@ -1605,7 +1539,7 @@ class CronService:
         *,
         turn: Any,
     ) -> str:
-        """Reminders and regular tasks: each runs later as a turn of its own whose answer comes here.
+        """Reminders and regular tasks: each runs later as a turn of its own; its answer comes here.
 
         add needs a message and one of every_seconds, cron_expr and at. "In ten minutes": add them
         to the time in the runtime context, use `at`. "Every morning at 8": cron_expr "0 8 * * *".
@@ -1623,16 +1557,14 @@ class CronService:
         return self._add(job)
 
     def _add(self, job: CronJob) -> str:
+        schedules = [job.every_seconds != 0, job.cron_expr != "", job.at != ""]
         if not job.message:
             raise CronError("message is empty: say what is to be done then.")
-        schedules = [job.every_seconds != 0, job.cron_expr != "", job.at != ""]
         if sum(schedules) != 1:
             raise CronError("Give exactly one of every_seconds, cron_expr and at.")
         if job.tz and not job.cron_expr:
             raise CronError("tz is for cron_expr. With `at` give an offset: 2026-11-21T17:00+01:00.")
         try:
-            if job.at:
-                job.at = as_moment(job.at, self.zone).isoformat()
             due = job.due(self.zone)
         except (ValueError, OverflowError) as problem:
             raise CronError(f"No job was made of {job.schedule()!r}: {problem}.") from None
@@ -1655,7 +1587,6 @@ class CronService:
         return f"Removed job {job_id}."
 
     def _list(self) -> str:
-        """As it stands in the file, whoever wrote it."""
         try:
             rows = self.store.read()
         except ValueError as problem:
