@@ -709,6 +709,10 @@ class TelegramError(Exception):
         self.status = status
 
 
+class NoSuchBot(TelegramError):
+    """401 Unauthorized, 404 Not Found: the token is wrong."""
+
+
 class BotAPI:
     """`await api.call("sendMessage", chat_id=1, text="Hi")`: https://core.telegram.org/bots/api"""
 
@@ -720,7 +724,7 @@ class BotAPI:
         body, kind = await in_thread(as_body, fields)
         for _ in range(5):  # flood waits behind one another
             status, data = await self._exchange(f"bot{self.token}/{method}", body, kind, seconds)
-            answer = {"error_code": status, "description": "this is not the Bot API"}  # a proxy's page
+            answer = {"error_code": status, "description": "not the Bot API"}  # but a proxy's page
             with contextlib.suppress(ValueError, TypeError):
                 answer |= json.loads(data)
             if answer.get("ok"):
@@ -779,7 +783,7 @@ def as_body(fields: dict[str, Any]) -> tuple[bytes, str]:
         content = value if isinstance(value, str) else json.dumps(value, default=str)
         head, data = f"Content-Disposition: form-data; name={name}", content.encode()
         if name in files:
-            head += "; filename=" + re.sub(r"[^\w.-]", "_", value.name)  # a"b.txt would end in its quote
+            head += "; filename=" + re.sub(r"[^\w.-]", "_", value.name)  # a"b.txt ends too soon
             data = value.read_bytes()
         body += f"--{border}\r\n{head}\r\n\r\n".encode() + data + b"\r\n"
     return body + f"--{border}--\r\n".encode(), f"multipart/form-data; boundary={border}"
@@ -789,8 +793,14 @@ def as_body(fields: dict[str, Any]) -> tuple[bytes, str]:
 # Without this a restart loses what was written meanwhile, or answers it twice: the server forgets a
 # message when a higher offset is asked for, and until then gives it again.
 
-
-NO_SUCH_BOT = (401, 404)  # Unauthorized, Not Found
+RIVAL = (  # 409 "Conflict: terminated by other getUpdates request; make sure that only one bot …"
+    "Another program asks for this bot's messages, too, and takes some of them (409 Conflict). "
+    "Stop it, or give it a bot of its own."
+)
+BAD_TOKEN = (
+    "Telegram does not know this bot token. Copy it again from @BotFather into "
+    "channels.telegram.token (and look at apiBase, if it is set); then start anew."
+)
 
 
 class Telegram(Channel):
@@ -804,15 +814,12 @@ class Telegram(Channel):
     most_typing = 75  # signals: five minutes
 
     def __init__(
-        self,
-        token: str,
-        allow_from: Sequence[str | int] = (),
-        *,
+        self, token: str, allow_from: Sequence[str | int] = (), *,
         api_base: str = "https://api.telegram.org",
         group_policy: str = "mention",  # "open": in groups, too, every message of allowed people
         media_folder: Path = Path("media"),
         sleep: Callable[[float], Awaitable] = asyncio.sleep,
-    ):
+    ):  # fmt: skip
         super().__init__(allow_from)
         self.api = BotAPI(token, api_base, sleep)
         self.group_policy, self.media_folder, self.sleep = group_policy, media_folder, sleep
@@ -823,7 +830,7 @@ class Telegram(Channel):
         self._broken_off: tuple[OutboundMessage | None, int] = (None, 0)  # and at which part
 
     async def start(self, bus: "MessageBus") -> None:
-        """Listens until it is cancelled. Raises TelegramError where no new try helps."""
+        """Listens until it is cancelled. Raises NoSuchBot."""
         failures = 0
         while True:
             try:
@@ -832,11 +839,13 @@ class Telegram(Channel):
                 await self._poll(bus)
                 failures = 0
                 self._complain("")
+            except NoSuchBot:
+                raise
             except Exception as failure:  # whatever it is, people go on writing
                 failures += 1
-                self._complain(advice(failure))
-                if getattr(failure, "status", 0) in NO_SUCH_BOT:
-                    raise TelegramError(advice(failure)) from None
+                is_rival = "terminated by other getUpdates" in str(failure)
+                complaint = RIVAL if is_rival else f"Telegram: {failure}. It is tried again."
+                self._complain(complaint)
                 self.bot = {}  # introduced anew, without the webhook that may be the trouble
                 await self.sleep(min(60.0, 5.0 * failures) * random.uniform(1.0, 1.2))
 
@@ -853,8 +862,13 @@ class Telegram(Channel):
     async def _introduce(self) -> None:
         """In groups people call the bot by its name: ask for it."""
         if not re.fullmatch(r"\d+:[\w-]+", self.api.token):  # 110201543:AAHdqTcvCH1vGWJxfSeofSAs0
-            raise TelegramError("a token has another form", status=401)
-        bot = await self.api.call("getMe")
+            raise NoSuchBot(BAD_TOKEN)
+        try:
+            bot = await self.api.call("getMe")
+        except TelegramError as refusal:
+            if refusal.status in (401, 404):
+                raise NoSuchBot(BAD_TOKEN) from None
+            raise
         await self.api.call("deleteWebhook")
         self.bot = bot
 
@@ -976,21 +990,6 @@ class Telegram(Channel):
         await self.api.call("sendDocument", 300, document=path, **target)
 
 
-def advice(failure: Exception) -> str:
-    """What the log says where no messages come."""
-    if getattr(failure, "status", 0) in NO_SUCH_BOT:
-        return (
-            "Telegram does not know this bot token. Copy it again from @BotFather into "
-            "channels.telegram.token (and look at apiBase, if it is set); then start anew."
-        )
-    if "terminated by other getUpdates" in str(failure):
-        return (
-            "Another program asks for this bot's messages, too, and takes some of them (409). "
-            "Stop it, or give it a bot of its own."
-        )
-    return f"Telegram: {failure}. It is tried again."
-
-
 def album_parts(updates: list[dict]) -> int:
     return sum("media_group_id" in (update.get("message") or {}) for update in updates)
 
@@ -1033,7 +1032,7 @@ FENCE = re.compile(  # ```py ↵ a = 1 ↵ ```   or, never closed, to the end
     r"^[ \t]*```([\w+-]*).*\n((?:.*\n)*?.*?)(?:^[ \t]*```[ \t]*$|\Z)", re.MULTILINE
 )
 CODE = re.compile(r"(`+)(.+?)\1")  # `a < b`
-LINK = re.compile(r"\[([^\]\n]+)\]\((https?://(?:[^\s()]|\([^\s()]*\))+)\)")  # [a](https://b.c/d_(e))
+LINK = re.compile(r"\[([^\]\n]+)\]\((https?://(?:[^\s()]|\([^\s()]*\))+)\)")  # [a](http://b/c_(d))
 HEADING = re.compile(r"^#{1,6} +(.+?)[ #]*$", re.MULTILINE)  # ## What to do
 BOLD = re.compile(r"\*\*(?=[^\s*])(.+?)(?<=[^\s*])\*\*")  # **now**
 ITALIC = re.compile(  # *now*   *now and **then***   not 2 * 3 * 4; it reaches over no tag's end
@@ -1183,16 +1182,13 @@ class CronField:
         return int(text)
 
 
+MONTHS, DAYS = "jan feb mar apr may jun jul aug sep oct nov dec", "sun mon tue wed thu fri sat"
 CRON_FIELDS = (
     CronField(name="minute", lowest=0, highest=59),  # */15 * * * *: every quarter of an hour
     CronField(name="hour", lowest=0, highest=23),  # 0 8-18/2 * * *: every two hours by day
     CronField(name="day of month", lowest=1, highest=31),  # 0 9 1,15 * *: twice a month
-    CronField(  # 0 9 1 jan *: on New Year's Day
-        name="month", lowest=1, highest=12, names="jan feb mar apr may jun jul aug sep oct nov dec"
-    ),
-    CronField(  # 0 9 * * mon-fri: on weekdays; 0 and 7 are Sunday
-        name="day of week", lowest=0, highest=7, names="sun mon tue wed thu fri sat"
-    ),
+    CronField(name="month", lowest=1, highest=12, names=MONTHS),  # 0 9 1 jan *: on New Year's Day
+    CronField(name="day of week", lowest=0, highest=7, names=DAYS),  # 0 9 * * mon-fri: on weekdays
 )
 
 
@@ -1335,9 +1331,10 @@ class JobStore:
         self.path, self.rows = path, []
 
     def read(self) -> list:
-        """Raises ValueError where the file is damaged; `rows` then still has what was known before."""
+        """Raises ValueError where the file is damaged; `rows` still has what was known before."""
         if not self.path.exists():
-            return []
+            self.rows = []
+            return self.rows
         content = json.loads(self.path.read_bytes())
         if not isinstance(content, dict) or not isinstance(content.get("jobs"), list):
             raise ValueError("it holds no list of jobs")
@@ -1348,7 +1345,7 @@ class JobStore:
         """Let `edit` make new rows of the file's, and write all of them or none. Blocks."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.path.with_suffix(".lock"), "ab") as lock:  # freed when its owner dies, too
-            with contextlib.suppress(ImportError):  # Windows has no fcntl: there, one program has to do
+            with contextlib.suppress(ImportError):  # Windows has no fcntl: one program has to do
                 import fcntl
 
                 fcntl.flock(lock, fcntl.LOCK_EX)
@@ -1415,14 +1412,10 @@ class CronService:
     most_runs = 20  # that a job remembers
 
     def __init__(
-        self,
-        path: Path,
-        fire: Callable[[CronJob], Awaitable],
-        *,
-        now: Callable[[], datetime],
-        zone: tzinfo,
+        self, path: Path, fire: Callable[[CronJob], Awaitable], *,
+        now: Callable[[], datetime], zone: tzinfo,
         sleep: Callable[[float], Awaitable] = asyncio.sleep,
-    ):
+    ):  # fmt: skip
         self.store, self.fire, self.now, self.zone = JobStore(path), fire, now, zone
         self.sleep = sleep
         self._born = self._stamp()
@@ -1439,7 +1432,7 @@ class CronService:
         job = CronJob(id, created=self._stamp(), since=self._stamp(), system=True)
 
         def edit(rows: list) -> list:
-            before = [row for row in rows if id_of(row) == id] or [asdict(job)]  # when it last ran counts
+            before = [row for row in rows if id_of(row) == id] or [asdict(job)]  # with its runs
             others = [row for row in rows if id_of(row) != id]
             return [*others, {**before[0], "every_seconds": every_seconds, "enabled": True}]
 
@@ -1464,7 +1457,7 @@ class CronService:
         try:
             rows = self.store.read()
         except ValueError as problem:
-            warn_once(f"{self.store.path} cannot be read: {problem}. The jobs known before go on.")
+            warn_once(f"{self.store.path}: {problem}. The jobs known before go on.")
             rows = self.store.rows
         jobs = [job_of(row, self._born, self.zone) for row in rows]
         for job in filter(None, jobs):
@@ -1480,7 +1473,7 @@ class CronService:
             case "skip":
                 self._since[job.id] = self._stamp()
             case "missed":
-                text = f"Only tell the user that this was due on {shown(due)} and was missed: {job.message}"
+                text = f"Only tell the user that this was missed on {shown(due)}: {job.message}"
                 self._running[job.id] = asyncio.create_task(self._run(replace(job, message=text)))
             case "fire":
                 self._running[job.id] = asyncio.create_task(self._run(job))
@@ -1520,7 +1513,7 @@ class CronService:
             log.error("cron: the run of %s cannot be noted: %s", id, problem)
 
     def _after(self, row: dict, run: dict) -> list[dict]:
-        """The row as it goes on; none for an `at` that went well. One that failed stays, switched off."""
+        """The row as it goes on; none for an `at` that went well, one that failed is off."""
         if row.get("at") and not run["error"]:
             return []
         runs = [*(row.get("runs") or []), run][-self.most_runs :]
@@ -1563,8 +1556,10 @@ class CronService:
         if sum(schedules) != 1:
             raise CronError("Give exactly one of every_seconds, cron_expr and at.")
         if job.tz and not job.cron_expr:
-            raise CronError("tz is for cron_expr. With `at` give an offset: 2026-11-21T17:00+01:00.")
+            raise CronError("tz is for cron_expr. Give `at` an offset: 2026-11-21T17:00+01:00.")
         try:
+            if job.at:
+                job.at = as_moment(job.at, self.zone).isoformat()
             due = job.due(self.zone)
         except (ValueError, OverflowError) as problem:
             raise CronError(f"No job was made of {job.schedule()!r}: {problem}.") from None
@@ -1579,9 +1574,10 @@ class CronService:
             if job_id not in ids:
                 known = ", ".join(ids) or "none"
                 raise CronError(f"There is no job {job_id!r}. There are: {known}.")
-            if rows[ids.index(job_id)].get("system"):
+            row = rows.pop(ids.index(job_id))
+            if row.get("system"):
                 raise CronError(f"{job_id} is a job of the system: it cannot be removed.")
-            return [row for row in rows if id_of(row) != job_id]
+            return rows
 
         self.store.change(edit)
         return f"Removed job {job_id}."
@@ -1602,10 +1598,8 @@ class CronService:
         due = job.due(self.zone) if job.enabled else None
         coming = f"next {shown(due)}" if due else "off"
         chat = "system" if job.system else f"{job.channel}:{job.chat_id}"
-        last_error = job.runs[-1].get("error") if job.runs else ""
-        problem = f"failed: {last_error[:200]}" if last_error else ""
-        parts = [job.id, job.schedule(), coming, chat, job.message[:80], problem]
-        return " · ".join(filter(None, parts))
+        errors = [f"failed: {run['error'][:200]}" for run in job.runs[-1:] if run.get("error")]
+        return " · ".join([job.id, job.schedule(), coming, chat, job.message[:80], *errors])
 
 
 def shown(moment: datetime) -> str:

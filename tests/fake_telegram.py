@@ -26,7 +26,9 @@ Json = dict[str, Any]
 PATIENCE = 30.0  # seconds until a test that waits for something gives up
 TAGS = {"b", "strong", "i", "em", "u", "s", "code", "pre", "a", "blockquote", "tg-spoiler"}
 CONFLICT = "Conflict: terminated by other getUpdates request; make sure that only one bot instance is running"
-WEBHOOK = "Conflict: can't use getUpdates method while webhook is active; use deleteWebhook to delete it first"
+WEBHOOK = (
+    "Conflict: can't use getUpdates method while webhook is active; use deleteWebhook to delete it first"
+)
 
 
 @dataclass
@@ -63,7 +65,9 @@ class Parser(html.parser.HTMLParser):
         self.feed(text)
         self.close()
         if self.opened:
-            raise BadRequest(f"can't parse entities: Can't find end tag corresponding to start tag {self.opened}")
+            raise BadRequest(
+                f"can't parse entities: Can't find end tag corresponding to start tag {self.opened}"
+            )
 
     def handle_starttag(self, tag: str, attrs: list) -> None:
         if tag not in TAGS:
@@ -142,7 +146,12 @@ class FakeTelegram(ThreadingHTTPServer):
         """A file on the server, as a message names it."""
         file_id = f"ID{len(self.files)}"
         self.files[file_id] = (path, content)
-        return {"file_id": file_id, "file_unique_id": f"U{len(self.files)}", "file_size": len(content), **more}
+        return {
+            "file_id": file_id,
+            "file_unique_id": f"U{len(self.files)}",
+            "file_size": len(content),
+            **more,
+        }
 
     def refuse(self, method: str, *refusals: Refusal) -> None:
         """The next calls of a method fail so, one after the other."""
