@@ -56,7 +56,7 @@ class InboundMessage:
 
     def confirm(self, problem: Exception | None = None) -> None:
         """The agent has journalled it, or this problem keeps it from that."""
-        if not self.journalled.done():  # else nobody waits for it any more
+        if self.journalled and not self.journalled.done():  # else nobody waits for it
             self.journalled.set_result(problem)
 
 
@@ -418,6 +418,15 @@ class Waiting:
 # every stream and tool. Ctrl-C reaches the main thread only, so that one has the keyboard.
 
 
+def wait_for(questions: queue.SimpleQueue, waiting: Waiting) -> Any:
+    """The next one. Looks up now and then: a Ctrl-C that another thread was given wakes nobody."""
+    while True:
+        try:
+            return questions.get(timeout=0.2)
+        except queue.Empty:
+            waiting.draw()
+
+
 class NobodyToAsk(Exception):
     """A question came when no turn was waited for: at the prompt, or after Ctrl-C."""
 
@@ -460,12 +469,12 @@ class BackgroundLoop:
 
         try:
             self.loop.call_soon_threadsafe(start)
-            while question := self._next(questions):
+            while question := wait_for(questions, self.waiting):
                 self._answer(*question)
         except BaseException as stop:
             self.loop.call_soon_threadsafe(lambda: task.cancel())
             self.loop.call_soon_threadsafe(self._refuse)
-            while self._next(questions):
+            while wait_for(questions, self.waiting):
                 pass  # these are refused, too
             if isinstance(stop, EOFError):  # Ctrl-D at a question
                 raise KeyboardInterrupt from None
@@ -474,14 +483,6 @@ class BackgroundLoop:
             self.waiting.end()
             self.loop.call_soon_threadsafe(self._refuse)
         return task.result()
-
-    def _next(self, questions: queue.SimpleQueue) -> Any:
-        """Looks up now and then: a Ctrl-C that the system gave to another thread wakes nobody."""
-        while True:
-            try:
-                return questions.get(timeout=0.2)
-            except queue.Empty:
-                self.waiting.draw()
 
     def _answer(self, answer: asyncio.Future, question: str, words: Sequence[str]) -> None:
         if not answer.done():  # else whoever asked is gone

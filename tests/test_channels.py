@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import queue
+import select
 import signal
 import subprocess
 import sys
@@ -152,13 +153,14 @@ def test_a_slow_channel_slows_nobody_and_loses_no_answer():
         bus.send(OutboundMessage("quick", "1", "at once"))
         await settled(lambda: quick.texts() == ["at once"])
         slow.is_open.set()
-        await bus.close()
+        await bus.close(seconds=600)  # it ends as soon as all is delivered
 
     asyncio.run(talk())
     finals = [message.content for message in slow.arrived if message.kind == "final"]
     assert finals == [f"answer {number}" for number in range(300)]
     assert len(slow.arrived) == 300 + Connection.most_waiting
     assert slow.texts()[:3] == ["0 ", "a hint", "1 "]
+    assert slow.texts()[Connection.most_waiting - 1] == "a hint", "no piece of an answer joins a hint"
 
 
 def test_pieces_of_an_answer_that_find_no_room_join_those_of_their_chat():
@@ -437,9 +439,13 @@ sys.stdin.readline()
 def test_an_answer_comes_out_of_a_pipe_at_once():
     command = [sys.executable, "-c", ANSWER_AND_WAIT]
     streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, cwd=ROOT, **streams) as process:
+    environ = {**os.environ, "PYTHONUNBUFFERED": ""}
+    with subprocess.Popen(command, cwd=ROOT, env=environ, **streams) as process:
+        clock = threading.Timer(30, process.kill)
+        clock.start()
         assert process.stdout.readline() == "Hello.\n"  # before it may end
-        process.communicate("\n", timeout=20)
+        process.communicate("\n")
+        clock.cancel()
 
 
 def test_on_a_terminal_a_piece_is_shown_as_soon_as_it_comes(terminal):
@@ -505,7 +511,7 @@ except EOFError:
 """
 
 
-def typed(keys: bytes, history: Path) -> str:
+def typed(keys: bytes, history: Path, prompt: bytes = b"> ") -> str:
     """What a new program reads when a person types this at its prompt."""
     screen, keyboard = pty.openpty()
     command = [sys.executable, "-c", READ_A_LINE, str(history)]
@@ -513,10 +519,10 @@ def typed(keys: bytes, history: Path) -> str:
         command, cwd=ROOT, stdin=keyboard, stdout=keyboard, stderr=subprocess.PIPE, text=True
     ) as process:
         os.close(keyboard)
-        clock = threading.Timer(10, process.kill)
+        clock = threading.Timer(30, process.kill)
         clock.start()
         shown = b""
-        while b"> " not in shown:
+        while prompt not in shown:
             shown += os.read(screen, 1000)  # raises OSError where the program is gone
         os.write(screen, keys)
         said = process.stderr.read()
@@ -535,10 +541,14 @@ def test_a_typed_line_is_read_and_another_program_recalls_it(tmp_path):
     assert history.stat().st_mode & 0o777 == 0o600
 
 
-def test_pasted_lines_are_one_message(tmp_path):
+def test_pasted_lines_are_one_message(tmp_path, monkeypatch):
     pytest.importorskip("readline", reason="no line editing on this system")
+    (tmp_path / "inputrc").write_text("set enable-bracketed-paste off\n")  # as older systems have it
+    monkeypatch.setenv("INPUTRC", str(tmp_path / "inputrc"))
+    monkeypatch.setenv("TERM", "xterm")
+    paste_is_marked = b"\x1b[?2004h"  # what asks a terminal to put \x1b[200~ and \x1b[201~ around it
     pasted = b"\x1b[200~one\ntwo\n\x1b[201~\n"
-    assert typed(pasted, tmp_path / "history") in (r"'one\ntwo\n'", r"'one\ntwo'")
+    assert typed(pasted, tmp_path / "history", paste_is_marked) in (r"'one\ntwo\n'", r"'one\ntwo'")
 
 
 def test_ctrl_d_is_the_end(tmp_path):
@@ -777,6 +787,53 @@ def test_a_question_from_beside_the_turn_is_answered_or_refused_and_a_given_up_o
     assert caplog.records == []
 
 
+def test_a_question_while_a_stopped_turn_tidies_up_is_refused(monkeypatch):
+    keyboard, refused = Keyboard(), []
+    monkeypatch.setattr(sys, "stdin", keyboard)
+    keyboard.lines.put("")
+
+    async def turn() -> None:
+        try:
+            await background.ask("one? ")
+        finally:
+            with pytest.raises(NobodyToAsk):
+                await background.ask("save it? ")
+            refused.append("save it? ")
+
+    with BackgroundLoop() as background, pytest.raises(KeyboardInterrupt):
+        background.complete(turn())
+    assert refused == ["save it? "]
+
+
+STOPPED_AT_THE_END = """
+import asyncio, signal, sys, threading
+from channels import BackgroundLoop
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+async def close():
+    while sys._current_frames()[threading.main_thread().ident].f_code.co_name != "wait":
+        await asyncio.sleep(0.01)  # until the main thread waits for this
+    print("closing", flush=True)
+    await asyncio.to_thread(sys.stdin.readline)
+    print("closed", flush=True)
+
+with BackgroundLoop(close):
+    pass
+print("the end", flush=True)
+"""
+
+
+def test_ctrl_c_at_the_end_leaves_nothing_behind():
+    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", STOPPED_AT_THE_END], cwd=ROOT, **streams) as process:
+        clock = threading.Timer(30, process.kill)
+        clock.start()
+        assert process.stdout.readline() == "closing\n"
+        process.send_signal(signal.SIGINT)
+        assert process.communicate("\n")[0] == "closed\nthe end\n"
+        clock.cancel()
+
+
 def test_at_the_end_what_works_in_the_background_gets_its_finally(caplog):
     seen = []
 
@@ -874,7 +931,7 @@ def test_a_turn_shows_its_waiting_and_takes_it_away_at_its_end(terminal):
     seen = []
 
     def read_screen() -> None:
-        while "9 s" not in "".join(seen):
+        while "9 s" not in "".join(seen) and select.select([terminal.screen], [], [], 20)[0]:
             seen.append(os.read(terminal.screen, 1_000).decode())
 
     async def turn() -> None:

@@ -244,7 +244,8 @@ def test_nothing_that_is_shown_reaches_the_terminal_raw(own_home, tmp_path):
     with FakeLLM([beside, failing, evil, Failure(400, {"error": {"message": evil}})]) as server:
         for flags in (["-m", evil, "--logs"], ["-m", "x", "-s", evil]):
             shown += nanobot(*flags, server=server, cwd=tmp_path)[2]  # the answer goes into a pipe as it is
-        for flags in (["status", "--model", evil], ["prompt", evil], ["sessions"], ["sessions", "show", "cli:direct"], ["onboard"]):
+        others = [["prompt", evil], ["sessions"], ["sessions", "show", "cli:direct"], ["onboard"]]
+        for flags in (["status", "--model", evil], *others):
             shown += "".join(nanobot(*flags, server=server, cwd=tmp_path)[1:])
     assert shown.count("\\x1b]0;owned\\x07\\u202e\\u200b\\U000e0041") > 10
     assert not set(evil) - set("]0;ownedJ2") & set(shown)
