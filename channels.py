@@ -19,7 +19,6 @@ import json
 import logging
 import os
 import queue
-import random
 import re
 import select
 import shutil
@@ -28,7 +27,6 @@ import sys
 import threading
 import time
 import urllib.parse
-import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future, wait
@@ -779,7 +777,7 @@ def as_body(fields: dict[str, Any]) -> tuple[bytes, str]:
     files = {name: value for name, value in fields.items() if isinstance(value, Path)}
     if not files:
         return json.dumps(fields).encode(), "application/json"
-    border, body = uuid.uuid4().hex, b""
+    border, body = os.urandom(16).hex(), b""
     for name, value in fields.items():
         content = value if isinstance(value, str) else json.dumps(value, default=str)
         head, data = f"Content-Disposition: form-data; name={name}", content.encode()
@@ -848,7 +846,7 @@ class Telegram(Channel):
                 complaint = RIVAL if is_rival else f"Telegram: {failure}. It is tried again."
                 self._complain(complaint)
                 self.bot = {}  # introduced anew, without the webhook that may be the trouble
-                await self.sleep(min(60.0, 5.0 * failures) * random.uniform(1.0, 1.2))
+                await self.sleep(min(60.0, 5.0 * failures))
 
     async def stop(self) -> None:
         for task in self._typing.values():
@@ -874,13 +872,22 @@ class Telegram(Channel):
         self.bot = bot
 
     async def _poll(self, bus: "MessageBus") -> None:
-        """Take what is new. The offset moves when all of it is; meanwhile none is taken twice."""
+        """Take what is new. The offset moves up to the first that is not in the journal."""
         updates = await self._get_updates(self.poll_seconds)
         parts, before = album_parts(updates), 0
         while parts > before:  # an album still grows: the same again, a second later
             await self.sleep(self.album_seconds)
             updates, before = await self._get_updates(0), parts
             parts = album_parts(updates)
+        try:
+            await self._take(updates, bus)
+        finally:
+            ids = [update["update_id"] for update in updates]
+            waiting = [number for number in ids if number not in self._taken]
+            if ids:
+                self._offset = min(waiting, default=ids[-1] + 1)
+
+    async def _take(self, updates: list[dict], bus: "MessageBus") -> None:
         fresh = [update for update in updates if update["update_id"] not in self._taken]
         for arrival in arrivals(fresh):
             inbound = await self._read([update.get("message") or {} for update in arrival])
@@ -889,8 +896,6 @@ class Telegram(Channel):
                 self._stop_typing(inbound.chat_id)
                 self._typing[inbound.chat_id] = asyncio.create_task(self._type(inbound.chat_id))
             self._taken.extend(update["update_id"] for update in arrival)
-        if updates:
-            self._offset = updates[-1]["update_id"] + 1
 
     async def _get_updates(self, seconds: float) -> list[dict]:
         """`allowed_updates` leaves out edits and buttons from now on; older ones may still come."""
@@ -977,7 +982,7 @@ class Telegram(Channel):
         try:
             await self.api.call("sendMessage", text=part, parse_mode="HTML", **target)
         except TelegramError as refusal:
-            if "can't parse entities" not in str(refusal):
+            if "entities" not in str(refusal).lower():  # also "ENTITIES_TOO_LONG"
                 raise
             await self.api.call("sendMessage", text=plain_text(part), **target)
 
@@ -1454,7 +1459,7 @@ class CronService:
             await asyncio.gather(*self._running.values(), return_exceptions=True)
 
     async def tick(self) -> list[asyncio.Task]:
-        """One look; returns the tasks of what began."""
+        """One look; returns the tasks of what runs."""
         try:
             rows = self.store.read()
         except ValueError as problem:
@@ -1510,7 +1515,7 @@ class CronService:
         try:
             await in_thread(self.store.change, edit)
             del self._since[id]
-        except OSError as problem:
+        except Exception as problem:  # a full disk, a row that somebody spoilt
             log.error("cron: the run of %s cannot be noted: %s", id, problem)
 
     def _after(self, row: dict, run: dict) -> list[dict]:
@@ -1545,7 +1550,7 @@ class CronService:
             return self._remove(job_id)
         if turn.channel == "cron":
             raise CronError("A job that runs adds no others: do what its message says.")
-        job = CronJob(uuid.uuid4().hex[:8], message.strip(), every_seconds, cron_expr, tz, at)
+        job = CronJob(os.urandom(4).hex(), message.strip(), every_seconds, cron_expr, tz, at)
         job.channel, job.chat_id = turn.channel, turn.chat_id
         job.created = job.since = self._stamp()
         return self._add(job)

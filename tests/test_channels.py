@@ -1180,6 +1180,34 @@ def test_an_update_is_confirmed_only_when_it_is_in_the_journal(tmp_path):
     in_telegram(test)
 
 
+def test_over_kills_at_any_moment_nothing_is_lost_and_nothing_doubled(tmp_path):
+    """The journal knows a message by its id, as the agent's does; all else is forgotten with each kill."""
+
+    async def test(server):
+        journal, random = {}, Random(5)
+        for number in range(30):
+            server.say(f"message {number}", sender=random.choice([7, 8, 9]))
+
+        async def agent(bus: MessageBus) -> None:
+            while True:
+                message = await bus.next()
+                known = journal.setdefault((message.chat_id, message.message_id), message.content)
+                assert known == message.content
+                problem = random.choice([None, None, None, OSError("it is written, but nobody knows")])
+                message.confirm(problem)
+
+        while server.updates:
+            async with Desk(server, tmp_path, allow_from="*") as desk:
+                working = asyncio.create_task(agent(desk.bus))
+                last = len(server.requests) + random.randint(1, 40)
+                await desk.until(lambda last=last: len(server.requests) >= last or not server.updates)
+            working.cancel()
+        texts = list(journal.values())
+        assert sorted(texts) == sorted(f"message {number}" for number in range(30))
+
+    in_telegram(test)
+
+
 def test_what_the_journal_did_not_take_comes_again_and_nothing_twice(tmp_path, caplog):
     async def test(server):
         async with Desk(server, tmp_path) as desk:
@@ -1578,8 +1606,7 @@ def test_a_bot_stops_at_once_in_the_middle_of_a_long_poll(tmp_path):
         ("- one\n  * two *three*\n1. four", "- one\n  * two <i>three</i>\n1. four"),
         ("[a](https://a.b/c_d_(e)?x=\"2\")", '<a href="https://a.b/c_d_(e)?x=&quot;2&quot;">a</a>'),
         ("[no](javascript:x) [x] (y)", "[no](javascript:x) [x] (y)"),
-        ("```python\nif a < b:\n    *x*\n```\nend", '<pre><code class="language-python">if a &lt; b:\n    *x*\n'
-         "</code></pre>\nend"),
+        ("```py\na < b\n*x*\n```\nend", '<pre><code class="language-py">a &lt; b\n*x*\n</code></pre>\nend'),
         ("```\nnever closed <b>", "<pre><code>never closed &lt;b&gt;</code></pre>"),
         ("<b>&amp;</b>", "&lt;b&gt;&amp;amp;&lt;/b&gt;"),
         ("\ue0000\ue001 lone \ud800", "0 lone ?"),
