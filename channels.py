@@ -1485,22 +1485,28 @@ class CronService:
                 self._running[job.id] = asyncio.create_task(self._run(job))
 
     async def _run(self, job: CronJob) -> None:
-        began, error = self.now(), ""
+        began = self.now()
+        try:
+            error = await self._outcome(job)
+            seconds = round((self.now() - began).total_seconds(), 1)
+            self._since[job.id] = began.isoformat()
+            await self._note(job.id, {"began": began.isoformat(), "seconds": seconds, "error": error})
+        finally:
+            del self._running[job.id]
+
+    async def _outcome(self, job: CronJob) -> str:
+        """What went wrong; "" where nothing did."""
         try:
             work = self._system[job.id]() if job.system else self.fire(job)
             await work
         except asyncio.CancelledError:
             if asyncio.current_task().cancelling():
                 raise  # the program ends; when it is back, the job runs again
-            error = "stopped"
+            return "stopped"
         except Exception as failure:
             log.warning("cron: job %s failed", job.id, exc_info=True)
-            error = f"{type(failure).__name__}: {failure}"
-        finally:
-            del self._running[job.id]
-        self._since[job.id] = began.isoformat()
-        seconds = round((self.now() - began).total_seconds(), 1)
-        await self._note(job.id, {"began": began.isoformat(), "seconds": seconds, "error": error})
+            return f"{type(failure).__name__}: {failure}"
+        return ""
 
     async def _note(self, id: str, run: dict) -> None:
         """Into the file. Where that fails, the program remembers: the job does not run twice."""
