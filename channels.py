@@ -1489,8 +1489,8 @@ class CronService:
         try:
             error = await self._outcome(job)
             seconds = round((self.now() - began).total_seconds(), 1)
-            self._since[job.id] = began.isoformat()
-            await self._note(job.id, {"began": began.isoformat(), "seconds": seconds, "error": error})
+            stamp = self._since[job.id] = began.isoformat()
+            await self._note(job.id, {"began": stamp, "seconds": seconds, "error": error})
         finally:
             del self._running[job.id]
 
