@@ -11,7 +11,10 @@ called) and tries again until then. Works alone; read last. Not covered: turns, 
 
 import asyncio
 import contextlib
+import functools
+import html
 import io
+import itertools
 import json
 import logging
 import os
@@ -23,12 +26,14 @@ import signal
 import sys
 import threading
 import time
+import urllib.parse
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import wait
-from dataclasses import dataclass, field, replace
+from concurrent.futures import Future, wait
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, date, datetime, timedelta, tzinfo
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Annotated, Any, BinaryIO, Literal, TextIO
 
 # ---- Many channels, one agent ----
 
@@ -681,3 +686,987 @@ def text_of_pipe(stream: BinaryIO, folder: Path) -> str:
         f"{text[:HEAD_OF_PIPED]}\n"
         f"[standard input goes on: look into {path} with grep, or with read_file in pages]"
     )
+
+
+# ---- The Bot API of Telegram ----
+# Without this the token, a part of every address, is in the log when the first connection breaks,
+# and a flood wait that is not kept ("429 Too Many Requests: retry after 30") becomes a longer one.
+
+
+async def in_thread(function: Callable, /, *args: Any) -> Any:
+    """Await a blocking function on a daemon thread: the threads of the usual pool hold the exit."""
+    future: Future = Future()
+    future.set_running_or_notify_cancel()  # a cancelled waiter lets the thread finish
+
+    def work() -> None:
+        try:
+            future.set_result(function(*args))
+        except BaseException as failure:
+            future.set_exception(failure)
+
+    threading.Thread(target=work, daemon=True).start()
+    return await asyncio.wrap_future(future)
+
+
+class TelegramError(Exception):
+    """What the Bot API refuses, or why it cannot be reached. The text never holds the token."""
+
+    def __init__(self, text: str, status: int = 0):
+        super().__init__(text)
+        self.status = status
+
+
+class NoSuchBot(TelegramError):
+    """401 Unauthorized, 404 Not Found: the token is wrong."""
+
+
+class BotAPI:
+    """`await api.call("sendMessage", chat_id=1, text="Hi")`: https://core.telegram.org/bots/api"""
+
+    def __init__(self, token: str, base: str, sleep: Callable[[float], Awaitable]):
+        self.token, self.base, self.sleep = token.strip(), base.rstrip("/"), sleep
+
+    async def call(self, method: str, seconds: float = 60, **fields: Any) -> Any:
+        """The method's result. A path among the fields is uploaded; a flood wait is waited out."""
+        body, kind = await in_thread(as_body, fields)
+        for _ in range(5):  # flood waits behind one another
+            status, data = await self._exchange(f"bot{self.token}/{method}", body, kind, seconds)
+            answer = {"error_code": status, "description": "not the Bot API"}  # but a proxy's page
+            with contextlib.suppress(ValueError, TypeError):
+                answer |= json.loads(data)
+            if answer.get("ok"):
+                return answer["result"]
+            flood_wait = answer.get("parameters", {}).get("retry_after")
+            if not flood_wait:
+                break
+            log.warning("Telegram lets %s wait %s s (429).", method, flood_wait)
+            await self.sleep(flood_wait)
+        problem = f"{method}: {answer['error_code']} {answer['description']}"
+        raise TelegramError(self._scrub(problem), answer["error_code"])
+
+    async def download(self, path: str) -> bytes:
+        """A file by its `file_path`, which getFile tells; the server gives none over 20 MB."""
+        address = f"file/bot{self.token}/{urllib.parse.quote(path)}"
+        status, data = await self._exchange(address, None, "", seconds=60)
+        if status != 200:
+            raise TelegramError(f"the file cannot be fetched: HTTP {status}", status)
+        return data
+
+    async def _exchange(self, address: str, body: bytes | None, kind: str, seconds: float) -> tuple:
+        """Status and body of what came back."""
+        try:
+            async with asyncio.timeout(seconds):  # looking up a name has no time limit of its own
+                return await in_thread(fetch, f"{self.base}/{address}", body, kind, seconds)
+        except TimeoutError:
+            problem = f"no answer in {seconds:g} s"
+        except Exception as failure:  # whatever it is, it may quote the address
+            problem = self._scrub(f"{type(failure).__name__}: {failure}")
+        raise TelegramError(problem)  # out here, where no traceback leads to the one with the token
+
+    def _scrub(self, text: str) -> str:
+        return text.replace(self.token, "<token>") if self.token else text
+
+
+def fetch(url: str, body: bytes | None, kind: str, seconds: float) -> tuple[int, bytes]:
+    import urllib.error
+    import urllib.request
+
+    request = urllib.request.Request(url, body, {"Content-Type": kind})
+    try:
+        with urllib.request.urlopen(request, timeout=seconds) as response:
+            return response.status, response.read()
+    except urllib.error.HTTPError as refusal:  # it has a body, as any answer
+        with refusal:
+            return refusal.code, refusal.read()
+
+
+def as_body(fields: dict[str, Any]) -> tuple[bytes, str]:
+    """JSON, or with a file among the fields a form; and the content type."""
+    files = {name: value for name, value in fields.items() if isinstance(value, Path)}
+    if not files:
+        return json.dumps(fields).encode(), "application/json"
+    border, body = os.urandom(16).hex(), b""
+    for name, value in fields.items():
+        content = value if isinstance(value, str) else json.dumps(value, default=str)
+        head, data = f"Content-Disposition: form-data; name={name}", content.encode()
+        if name in files:
+            head += "; filename=" + re.sub(r"[^\w.-]", "_", value.name)  # a"b.txt ends too soon
+            data = value.read_bytes()
+        body += f"--{border}\r\n{head}\r\n\r\n".encode() + data + b"\r\n"
+    return body + f"--{border}--\r\n".encode(), f"multipart/form-data; boundary={border}"
+
+
+# ---- Telegram as a channel ----
+# Without this a restart loses what was written meanwhile, or answers it twice: the server forgets a
+# message when a higher offset is asked for, and until then gives it again.
+
+RIVAL = (  # 409 "Conflict: terminated by other getUpdates request; make sure that only one bot …"
+    "Another program asks for this bot's messages, too, and takes some of them (409 Conflict). "
+    "Stop it, or give it a bot of its own."
+)
+BAD_TOKEN = (
+    "Telegram does not know this bot token. Copy it again from @BotFather into "
+    "channels.telegram.token (and look at apiBase, if it is set); then start anew."
+)
+
+
+class Telegram(Channel):
+    """A bot of the user's own. The files that people send go into `media_folder`."""
+
+    name = "telegram"
+    poll_seconds = 50  # the server answers by then, with nothing if there is nothing
+    slack_seconds = 15  # after these on top the line is dead, and another one is opened
+    album_seconds = 1.0
+    typing_seconds = 4.0  # the signal lasts 5
+    most_typing = 75  # signals: five minutes
+
+    def __init__(
+        self, token: str, allow_from: Sequence[str | int] = (), *,
+        api_base: str = "https://api.telegram.org",
+        group_policy: str = "mention",  # "open": in groups, too, every message of allowed people
+        media_folder: Path = Path("media"),
+        sleep: Callable[[float], Awaitable] = asyncio.sleep,
+    ):  # fmt: skip
+        super().__init__(allow_from)
+        self.api = BotAPI(token, api_base, sleep)
+        self.group_policy, self.media_folder, self.sleep = group_policy, media_folder, sleep
+        self.bot: dict = {}  # its id and username, once the server told
+        self._offset, self._complaint = 0, ""
+        self._taken: deque[int] = deque(maxlen=1_000)  # updates that are in the journal
+        self._typing: dict[str, asyncio.Task] = {}
+        self._broken_off: tuple[OutboundMessage | None, int] = (None, 0)  # and at which part
+
+    async def start(self, bus: "MessageBus") -> None:
+        """Listens until it is cancelled. Raises NoSuchBot."""
+        failures = 0
+        while True:
+            try:
+                if not self.bot:
+                    await self._introduce()
+                await self._poll(bus)
+                failures = 0
+                self._complain("")
+            except NoSuchBot:
+                raise
+            except Exception as failure:  # whatever it is, people go on writing
+                failures += 1
+                is_rival = "terminated by other getUpdates" in str(failure)
+                complaint = RIVAL if is_rival else f"Telegram: {failure}. It is tried again."
+                self._complain(complaint)
+                self.bot = {}  # introduced anew, without the webhook that may be the trouble
+                await self.sleep(min(60.0, 5.0 * failures))
+
+    async def stop(self) -> None:
+        for task in self._typing.values():
+            task.cancel()
+
+    def _complain(self, text: str) -> None:
+        """A line in the log where trouble begins, changes and ends; none for each try between."""
+        if text != self._complaint:
+            log.warning("%s", text or "Telegram answers again.")
+        self._complaint = text
+
+    async def _introduce(self) -> None:
+        """In groups people call the bot by its name: ask for it."""
+        if not re.fullmatch(r"\d+:[\w-]+", self.api.token):  # 110201543:AAHdqTcvCH1vGWJxfSeofSAs0
+            raise NoSuchBot(BAD_TOKEN)
+        try:
+            bot = await self.api.call("getMe")
+        except TelegramError as refusal:
+            if refusal.status in (401, 404):
+                raise NoSuchBot(BAD_TOKEN) from None
+            raise
+        await self.api.call("deleteWebhook")
+        self.bot = bot
+
+    async def _poll(self, bus: "MessageBus") -> None:
+        """Take what is new. The offset moves up to the first that is not in the journal."""
+        updates = await self._get_updates(self.poll_seconds)
+        parts, before = album_parts(updates), 0
+        while parts > before:  # an album still grows: the same again, a second later
+            await self.sleep(self.album_seconds)
+            updates, before = await self._get_updates(0), parts
+            parts = album_parts(updates)
+        try:
+            await self._take(updates, bus)
+        finally:
+            ids = [update["update_id"] for update in updates]
+            waiting = [number for number in ids if number not in self._taken]
+            if ids:
+                self._offset = min(waiting, default=ids[-1] + 1)
+
+    async def _take(self, updates: list[dict], bus: "MessageBus") -> None:
+        fresh = [update for update in updates if update["update_id"] not in self._taken]
+        for arrival in arrivals(fresh):
+            inbound = await self._read([update.get("message") or {} for update in arrival])
+            if inbound:
+                await bus.publish(inbound)
+                self._stop_typing(inbound.chat_id)
+                self._typing[inbound.chat_id] = asyncio.create_task(self._type(inbound.chat_id))
+            self._taken.extend(update["update_id"] for update in arrival)
+
+    async def _get_updates(self, seconds: float) -> list[dict]:
+        """`allowed_updates` leaves out edits and buttons from now on; older ones may still come."""
+        fields = {"offset": self._offset, "timeout": seconds, "allowed_updates": ["message"]}
+        return await self.api.call("getUpdates", seconds + self.slack_seconds, **fields)
+
+    async def _read(self, messages: list[dict]) -> InboundMessage | None:
+        """What one message, or an album of several, is for the agent; None where it is nothing."""
+        try:
+            if self._is_for_agent(messages):
+                return await self._inbound(messages)
+        except Exception:  # it would come again for ever, and nothing behind it would ever come
+            log.warning("Telegram: a message cannot be read, it is left out", exc_info=True)
+        return None
+
+    def _is_for_agent(self, messages: list[dict]) -> bool:
+        """No answer to strangers, not even a refusal: it would tell them that somebody is here."""
+        first = messages[0]
+        sender = first.get("from") or {}
+        if sender.get("is_bot", True) or not self.is_allowed(sender["id"]):
+            return False
+        if first["chat"]["type"] == "private" or self.group_policy == "open":
+            return True
+        return any(is_call(message, self.bot) for message in messages)
+
+    async def _inbound(self, messages: list[dict]) -> InboundMessage | None:
+        texts, media = [words_in(message) for message in messages], []
+        for file in filter(None, map(file_in, messages)):
+            try:
+                media.append(await self._save(file))
+            except (TelegramError, OSError) as failure:
+                texts.append(f"[a file came with this, but it cannot be fetched: {failure}]")
+        content, first = "\n".join(filter(None, texts)), messages[0]
+        sender, chat, message_id = first["from"]["id"], first["chat"]["id"], first["message_id"]
+        if not content and not media:
+            return None  # somebody joined the group, a message was pinned
+        return InboundMessage(
+            self.name, str(sender), str(chat), content, media, message_id=str(message_id)
+        )
+
+    async def _save(self, file: dict) -> Path:
+        """Two files named report.pdf are two: `AgADBQ-report.pdf`. Sent again, one is the same."""
+        place = (await self.api.call("getFile", file_id=file["file_id"]))["file_path"]
+        name = f"{file['file_unique_id']}-{file.get('file_name') or Path(place).name}"
+        path = self.media_folder / re.sub(r"[^\w.-]+", "_", name)[-100:].lstrip(".")  # no "../"
+        data = await self.api.download(place)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        await in_thread(path.write_bytes, data)
+        return path
+
+    def _stop_typing(self, chat_id: str) -> None:
+        if task := self._typing.pop(chat_id, None):
+            task.cancel()
+
+    async def _type(self, chat_id: str) -> None:
+        with contextlib.suppress(TelegramError):  # a sign of life is worth no error
+            for _ in range(self.most_typing):
+                await self.api.call("sendChatAction", chat_id=chat_id, action="typing")
+                await self.sleep(self.typing_seconds)
+
+    async def send(self, message: OutboundMessage) -> None:
+        """Text in as many parts as it needs, then files. Tried again, it goes on where it broke."""
+        if message.kind in ("delta", "retry"):
+            return
+        if message.kind == "final":
+            self._stop_typing(message.chat_id)
+        parts = [*split_html(as_html(message.content)), *map(Path, message.media)]
+        broken_off, begin = self._broken_off
+        if message is not broken_off:
+            begin = 0
+        target: dict[str, Any] = {"chat_id": message.chat_id}
+        if message.reply_to.isdigit():
+            reply = {"message_id": int(message.reply_to), "allow_sending_without_reply": True}
+            target["reply_parameters"] = reply
+        for number in range(begin, len(parts)):
+            self._broken_off = (message, number)
+            await self._send_part(parts[number], target)
+        self._broken_off = (None, 0)
+
+    async def _send_part(self, part: str | Path, target: dict) -> None:
+        """As plain text only where the HTML is at fault: after a timeout it would arrive twice."""
+        if isinstance(part, Path):
+            return await self._send_file(part, target)
+        try:
+            await self.api.call("sendMessage", text=part, parse_mode="HTML", **target)
+        except TelegramError as refusal:
+            if "entities" not in str(refusal).lower():  # also "ENTITIES_TOO_LONG"
+                raise
+            await self.api.call("sendMessage", text=plain_text(part), **target)
+
+    async def _send_file(self, path: Path, target: dict) -> None:
+        if path.suffix.lower() in (".jpg", ".jpeg", ".png", ".webp"):
+            try:
+                return await self.api.call("sendPhoto", 300, photo=path, **target)
+            except TelegramError as refusal:
+                if refusal.status != 400:  # 400 PHOTO_INVALID_DIMENSIONS: for a file it will do
+                    raise
+        await self.api.call("sendDocument", 300, document=path, **target)
+
+
+def album_parts(updates: list[dict]) -> int:
+    return sum("media_group_id" in (update.get("message") or {}) for update in updates)
+
+
+def arrivals(updates: list[dict]) -> list[list[dict]]:
+    """Updates by the message that they make: each its own, those of an album together."""
+    groups: dict[Any, list[dict]] = {}
+    for update in updates:
+        album = (update.get("message") or {}).get("media_group_id")
+        groups.setdefault(album or update["update_id"], []).append(update)
+    return list(groups.values())
+
+
+def words_in(message: dict) -> str:
+    sticker = message.get("sticker") or {}
+    return message.get("text") or message.get("caption") or sticker.get("emoji") or ""
+
+
+def file_in(message: dict) -> dict:
+    """{"photo": [{small}, {"file_id": "A", …}]} → {"file_id": "A", …}; none → {}"""
+    if message.get("photo"):
+        return message["photo"][-1]  # the last one is the largest
+    keys = ("document", "voice", "audio", "video", "video_note")
+    files = [message[key] for key in keys if message.get(key)]
+    return files[0] if files else {}
+
+
+def is_call(message: dict, bot: dict) -> bool:
+    """Does a group's message name the bot ("@my_bot, what…", "/stop@my_bot"), or answer it?"""
+    author = (message.get("reply_to_message") or {}).get("from") or {}
+    name = rf"@{re.escape(bot['username'])}(?!\w)"
+    return author.get("id") == bot["id"] or bool(re.search(name, words_in(message), re.IGNORECASE))
+
+
+# ---- Telegram: Markdown as its HTML, in parts that it takes ----
+# Without this `a < b` is "400 can't parse entities", and a long answer "400 message is too long".
+# It is cut when it is formatted, `<` being the four of `&lt;` by then, and leaves no tag open.
+
+FENCE = re.compile(  # ```py ↵ a = 1 ↵ ```   or, never closed, to the end
+    r"^[ \t]*```([\w+-]*).*\n((?:.*\n)*?.*?)(?:^[ \t]*```[ \t]*$|\Z)", re.MULTILINE
+)
+CODE = re.compile(r"(`+)(.+?)\1")  # `a < b`
+LINK = re.compile(r"\[([^\]\n]+)\]\((https?://(?:[^\s()]|\([^\s()]*\))+)\)")  # [a](http://b/c_(d))
+HEADING = re.compile(r"^#{1,6} +(.+?)[ #]*$", re.MULTILINE)  # ## What to do
+BOLD = re.compile(r"\*\*(?=[^\s*])(.+?)(?<=[^\s*])\*\*")  # **now**
+ITALIC = re.compile(  # *now*   *now and **then***   not 2 * 3 * 4; it reaches over no tag's end
+    r"(?<![\w*])\*(?=[^\s*])((?:[^*<>\n]|<b>[^<>\n]*</b>)+)(?<!\s)\*(?![\w*])"
+)
+UNDERLINED = re.compile(r"(?<!\w)_(?=[^\s_])([^_<>\n]+)(?<!\s)_(?!\w)")  # _now_   not a_b_c
+ASIDE = re.compile("\ue000(\\d+)\ue001")  # where the third code or link was: \ue0002\ue001
+ATOM = re.compile(r"<[^>]+>|&#?\w+;|.", re.DOTALL)  # <b>   &lt;   a
+
+
+def as_html(markdown: str) -> str:
+    """"# Plan\\n**a** < `b`" → "<b>Plan</b>\\n<b>a</b> &lt; <code>b</code>"
+
+    Code and links are put aside first: in `a_b_c` no mark is a mark.
+    """
+    aside: list[str] = []
+
+    def put_aside(markup: str) -> str:
+        aside.append(markup)
+        return f"\ue000{len(aside) - 1}\ue001"
+
+    def fence(match: re.Match) -> str:
+        language = f' class="language-{match[1]}"' if match[1] else ""
+        return put_aside(f"<pre><code{language}>{html.escape(match[2])}</code></pre>")
+
+    def code(match: re.Match) -> str:
+        return put_aside(f"<code>{html.escape(match[2])}</code>")
+
+    def link(match: re.Match) -> str:
+        return put_aside(f'<a href="{html.escape(match[2])}">{html.escape(match[1])}</a>')
+
+    def heading(match: re.Match) -> str:
+        return f"**{match[1].replace('**', '')}**"
+
+    text = markdown.encode("utf-8", "replace").decode()  # a lone surrogate has no UTF-8
+    text = FENCE.sub(fence, re.sub("[\0\ue000\ue001]", "", text))
+    text = html.escape(HEADING.sub(heading, LINK.sub(link, CODE.sub(code, text))))
+    text = ITALIC.sub(r"<i>\1</i>", BOLD.sub(r"<b>\1</b>", text))
+    text = UNDERLINED.sub(r"<i>\1</i>", text)
+    return ASIDE.sub(lambda match: aside[int(match[1])], text)
+
+
+def plain_text(html_text: str) -> str:
+    return html.unescape(re.sub(r"<[^>]+>", "", html_text))
+
+
+def units(text: str) -> int:
+    """Telegram counts as UTF-16 does: "🙂" is 2."""
+    return len(text.encode("utf-16-le")) // 2
+
+
+def split_html(text: str, limit: int = 4_096) -> list[str]:
+    """Parts of at most `limit` units, cut at a line's end, else at a blank, with no tag left open:
+
+    "<b>one two</b>", 13 → "<b>one </b>", "<b>two</b>"
+    """
+    atoms, parts, opened = ATOM.findall(text), [], []
+    while atoms:
+        size = fitting(atoms, opened, limit)
+        still_open = open_behind(opened + atoms[:size])
+        ends = [closing(tag) for tag in reversed(still_open)]
+        parts.append("".join([*opened, *atoms[:size], *ends]))
+        atoms, opened = atoms[size:], still_open
+    return [part for part in parts if plain_text(part).strip()]  # "400 message text is empty"
+
+
+def fitting(atoms: list[str], opened: list[str], limit: int) -> int:
+    """How many atoms fit between the tags around them, up to a blank; at least one."""
+    used = sum(len(tag) + len(closing(tag)) for tag in opened)
+    for number, atom in enumerate(atoms):
+        used += units(atom)
+        if atom.startswith("<") and not atom.startswith("</"):
+            used += len(closing(atom))
+        if number and used > limit:
+            return best_cut(atoms[:number])
+    return len(atoms)
+
+
+def best_cut(atoms: list[str]) -> int:
+    for blank in ("\n", " "):
+        if blank in atoms:
+            return len(atoms) - atoms[::-1].index(blank)
+    return len(atoms)
+
+
+def open_behind(atoms: list[str]) -> list[str]:
+    """The tags that are open in the end: ["<b>", "x", "</b>", "<i>", "y"] → ["<i>"]"""
+    still_open: list[str] = []
+    for atom in atoms:
+        if atom.startswith("</"):
+            still_open.pop()
+        elif atom.startswith("<"):
+            still_open.append(atom)
+    return still_open
+
+
+def closing(tag: str) -> str:
+    """'<code class="language-py">' → "</code>" """
+    return f"</{tag.strip('<>').split()[0]}>"
+
+
+# ---- The calendar: when the five fields of a cron expression come next ----
+# Without this "every weekday at nine" is an hour off for half of the year, and "at half past two"
+# comes twice in one night of October, and in one of March not at all.
+
+ONE_DAY = timedelta(days=1)
+MOST_DAYS = 40 * 366  # "0 0 29 2 */7", a leap day on a Sunday, can be 40 years away
+PART = re.compile(  # *   */15   mon-fri   8-18/2   5; not 5/15, which has two meanings in use
+    r"(?:\*|([0-9a-z]+)-([0-9a-z]+))(?:/([0-9]+))?|([0-9a-z]+)"
+)
+
+
+@dataclass(frozen=True)
+class CronField:
+    """The values that a field may have; `names` stand for them, from the lowest on."""
+
+    name: str
+    lowest: int
+    highest: int
+    names: str = ""
+
+    def values(self, text: str) -> set[int]:
+        """"1-3,20" → {1, 2, 3, 20}; "*/20" → {0, 20, 40}; "sat-sun" → {6, 7}"""
+        ranges = [self._range(part) for part in text.split(",")]
+        return set().union(*ranges)
+
+    def _range(self, part: str) -> range:
+        match = PART.fullmatch(part)
+        if not match:
+            raise ValueError(f"{self.name}: {part!r} is none of 5, 1-5, 1,5, *, */15 and 0-30/5")
+        first, last, step, single = match.groups()
+        low, high = self.lowest, self.highest
+        if first or single:
+            low, high = self._number(first or single), self._number(last or single)
+        if last == "sun":
+            high = 7  # in a range it is the last day
+        if low > high or step == "0":
+            raise ValueError(f"{self.name}: {part!r} never comes; 22-2 is written as 22-23,0-2")
+        return range(low, high + 1, int(step or 1))
+
+    def _number(self, text: str) -> int:
+        names = self.names.split()
+        if text in names:
+            return names.index(text) + self.lowest
+        if not text.isdigit() or not self.lowest <= int(text) <= self.highest:
+            raise ValueError(f"{self.name}: {text!r} is not within {self.lowest}-{self.highest}")
+        return int(text)
+
+
+MONTHS, DAYS = "jan feb mar apr may jun jul aug sep oct nov dec", "sun mon tue wed thu fri sat"
+CRON_FIELDS = (
+    CronField(name="minute", lowest=0, highest=59),  # */15 * * * *: every quarter of an hour
+    CronField(name="hour", lowest=0, highest=23),  # 0 8-18/2 * * *: every two hours by day
+    CronField(name="day of month", lowest=1, highest=31),  # 0 9 1,15 * *: twice a month
+    CronField(name="month", lowest=1, highest=12, names=MONTHS),  # 0 9 1 jan *: on New Year's Day
+    CronField(name="day of week", lowest=0, highest=7, names=DAYS),  # 0 9 * * mon-fri: on weekdays
+)
+
+
+class CronExpression:
+    """The rules are those of Vixie's cron. Raises ValueError with what is wrong."""
+
+    def __init__(self, text: str):
+        parts = text.lower().split()
+        if len(parts) != len(CRON_FIELDS):
+            names = ", ".join(field.name for field in CRON_FIELDS)
+            raise ValueError(f"{text!r} has {len(parts)} fields instead of five: {names}")
+        sets = [field.values(part) for field, part in zip(CRON_FIELDS, parts, strict=True)]
+        self.minutes, self.hours, self.days, self.months, weekdays = sets
+        self.weekdays = {number % 7 for number in weekdays}
+        stars = [part.startswith("*") for part in parts]
+        self.either_day = not stars[2] and not stars[4]  # 0 9 13 * fri: each 13th, and each Friday
+        self.is_fixed = not stars[0] and not stars[1]  # 30 2 * * *, a time of day; not */30 * * * *
+
+    def moments(self, day: date, zone: tzinfo) -> list[datetime]:
+        """All of one day, in UTC."""
+        fits = [day.day in self.days, day.isoweekday() % 7 in self.weekdays]
+        day_fits = any(fits) if self.either_day else all(fits)
+        if not day_fits or day.month not in self.months:
+            return []
+        moments = []
+        for hour, minute in itertools.product(self.hours, self.minutes):
+            wall = datetime(day.year, day.month, day.day, hour, minute, tzinfo=zone)
+            moments += moments_at(wall, self.is_fixed)
+        return moments
+
+
+def moments_at(wall: datetime, is_fixed: bool) -> list[datetime]:
+    """When the clocks on the wall show a time, in UTC. Berlin in 2026:
+
+    1 June, 12:00       10:00, as on most days
+    29 March, 02:30     never, the clocks go from 2 to 3; a fixed time comes right then, at 01:00
+    25 October, 02:30   00:30, and 01:30 when they have been set back; a fixed time comes once
+    """
+    first, second = wall.replace(fold=0), wall.replace(fold=1)
+    if first.utcoffset() == second.utcoffset():
+        return [first.astimezone(UTC)]
+    if first.utcoffset() > second.utcoffset():
+        both = [first.astimezone(UTC), second.astimezone(UTC)]
+        return both[:1] if is_fixed else both
+    if not is_fixed:
+        return []
+    while first.utcoffset() < first.replace(fold=1).utcoffset():
+        first += timedelta(minutes=1)  # to the end of the gap
+    return [first.astimezone(UTC)]
+
+
+def next_run(expr: str, after: datetime, zone: tzinfo) -> datetime | None:
+    """The first moment behind `after` that fits; None where there is none, as of "0 0 31 2 *".
+
+    "30 9 * * mon-fri" on Friday at 10:00 → Monday 09:30
+    """
+    expression = CronExpression(expr)
+    day = after.astimezone(zone).date() - ONE_DAY
+    for _ in range(MOST_DAYS):
+        later = [moment for moment in expression.moments(day, zone) if moment > after]
+        day += ONE_DAY
+        if later:  # clocks set back over midnight show the end of a day when the next has begun
+            later += [moment for moment in expression.moments(day, zone) if moment > after]
+            return min(later).astimezone(zone)
+    return None
+
+
+# ---- Jobs, in a file that several programs change ----
+# Without this a crash in the middle of writing leaves half a file, which the next start takes for
+# "no jobs"; and what `nanobot cron remove` takes out is back with the gateway's next save.
+
+
+class CronError(ValueError):
+    """A wish that cannot be met, in words for who has it: the cause, then what to do."""
+
+
+@dataclass
+class CronJob:
+    """One of `every_seconds`, `cron_expr` and `at` says when. Times are texts in ISO 8601."""
+
+    id: str
+    message: str = ""
+    every_seconds: float = 0
+    cron_expr: str = ""
+    tz: str = ""  # of cron_expr; empty: the agent's
+    at: str = ""
+    channel: str = ""  # the chat that asked for it
+    chat_id: str = ""
+    created: str = ""  # from here `every_seconds` are counted, whatever happens between
+    since: str = ""  # what was due until then is done; `id` and `since` name the coming run
+    enabled: bool = True
+    system: bool = False
+    runs: list[dict] = field(default_factory=list)  # the last 20: {"began", "seconds", "error"}
+
+    def due(self, zone: tzinfo) -> datetime | None:
+        """When it is to run next, or was to; None: never. Raises ValueError."""
+        since = as_moment(self.since, zone)
+        if self.at:
+            at = as_moment(self.at, zone)
+            return at.astimezone(zone) if at > since else None
+        if self.cron_expr:
+            return next_of(self.cron_expr, since.astimezone(UTC), zone_named(self.tz, zone))
+        if self.every_seconds <= 0:
+            raise ValueError("it does not say when")
+        first, period = as_moment(self.created, zone), timedelta(seconds=self.every_seconds)
+        coming = first.astimezone(UTC) + period * ((since - first) // period + 1)
+        return coming.astimezone(zone)
+
+    def schedule(self) -> str:
+        if self.every_seconds:
+            return f"every {self.every_seconds} s"
+        return f"at {self.at}" if self.at else f"cron {self.cron_expr} {self.tz}".rstrip()
+
+
+@functools.lru_cache(maxsize=1_000)
+def next_of(expr: str, after: datetime, zone: tzinfo) -> datetime | None:
+    """`next_run`, which takes 10 ms for "* * * * *", for a clock that asks each second."""
+    return next_run(expr, after, zone)
+
+
+def as_moment(text: str, zone: tzinfo) -> datetime:
+    """"2026-11-21T17:00" → that time in the zone; with an offset, or a Z, it is its own."""
+    moment = datetime.fromisoformat(text)
+    return moment if moment.tzinfo else moment.replace(tzinfo=zone)
+
+
+def zone_named(name: str, default: tzinfo) -> tzinfo:
+    import zoneinfo
+
+    try:
+        return zoneinfo.ZoneInfo(name) if name else default
+    except (KeyError, ValueError, OSError):  # "Mars/Olympus", "../x", "Europe"
+        raise CronError(f"there is no time zone {name!r}; write it like Europe/Berlin") from None
+
+
+class JobStore:
+    """The file `{"jobs": [{…}, …]}`. Rows and keys that mean nothing here are kept as they are."""
+
+    def __init__(self, path: Path):
+        self.path, self.rows = path, []
+
+    def read(self) -> list:
+        """Raises ValueError where the file is damaged; `rows` still has what was known before."""
+        if not self.path.exists():
+            self.rows = []
+            return self.rows
+        content = json.loads(self.path.read_bytes())
+        if not isinstance(content, dict) or not isinstance(content.get("jobs"), list):
+            raise ValueError("it holds no list of jobs")
+        self.rows = content["jobs"]
+        return self.rows
+
+    def change(self, edit: Callable[[list], list]) -> None:
+        """Let `edit` make new rows of the file's, and write all of them or none. Blocks."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.path.with_suffix(".lock"), "ab") as lock:  # freed when its owner dies, too
+            with contextlib.suppress(ImportError):  # Windows has no fcntl: one program has to do
+                import fcntl
+
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                self.read()
+            except ValueError as problem:
+                aside = self.path.rename(f"{self.path}.corrupt-{time.time_ns()}")
+                log.error("%s is damaged (%s): it is now %s. Mend it.", self.path, problem, aside)
+            temporary = self.path.with_suffix(".tmp")  # there is one writer: what a crash left goes
+            with open(temporary, "w", encoding="utf-8", errors="replace") as file:
+                json.dump({"jobs": edit(list(self.rows))}, file, ensure_ascii=False, indent=1)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, self.path)
+
+
+def id_of(row: Any) -> str:
+    """"" for what is no job."""
+    return str(row.get("id", "")) if isinstance(row, dict) else ""
+
+
+def job_of(row: Any, stamp: str, zone: tzinfo) -> CronJob | None:
+    """Keys that are null or not known do no harm; what is no job is None, and a line in the log."""
+    try:
+        values = {key: row[key] for key in CronJob.__dataclass_fields__ if row.get(key) is not None}
+        job = CronJob(**{"created": stamp, "since": stamp, **values})  # by hand nobody writes them
+        job.due(zone)
+    except Exception as problem:
+        warn_once(f"cron: {str(row)[:100]} is no job: {problem}")
+        return None
+    return job
+
+
+@functools.lru_cache(maxsize=100)
+def warn_once(text: str) -> None:
+    log.warning("%s", text)
+
+
+# ---- The clock that runs them ----
+# Without this one job that hangs or fails is the last that ever ran, and nobody hears of a reminder
+# that came due while the computer slept.
+
+
+def verdict(job: CronJob, due: datetime | None, now: datetime) -> str:
+    """What a look at the clock means for a job:
+
+    wait     it is not yet due, or switched off     → nothing
+    fire     it is due, or late and still of use    → its turn runs
+    missed   an `at`, and more than a day late      → its turn only says so in its chat
+    skip     repeated, and more than a minute late  → it is due again in its old rhythm
+    """
+    if not job.enabled or due is None or due > now:
+        return "wait"
+    late = now - due
+    if job.at:
+        return "fire" if late <= ONE_DAY else "missed"
+    is_in_time = job.system or late <= timedelta(minutes=1)  # to Dream it is all one
+    return "fire" if is_in_time else "skip"
+
+
+class CronService:
+    """`fire(job)` runs a job's turn, whose answer goes to the job's chat. `run` is its clock."""
+
+    most_runs = 20  # that a job remembers
+
+    def __init__(
+        self, path: Path, fire: Callable[[CronJob], Awaitable], *,
+        now: Callable[[], datetime], zone: tzinfo,
+        sleep: Callable[[float], Awaitable] = asyncio.sleep,
+    ):  # fmt: skip
+        self.store, self.fire, self.now, self.zone = JobStore(path), fire, now, zone
+        self.sleep = sleep
+        self._born = self._stamp()
+        self._system: dict[str, Callable[[], Awaitable]] = {}
+        self._running: dict[str, asyncio.Task] = {}
+        self._since: dict[str, str] = {}  # what this program knows better than the file
+
+    def _stamp(self) -> str:
+        return self.now().isoformat()
+
+    def add_system(self, id: str, every_seconds: float, function: Callable[[], Awaitable]) -> None:
+        """A job of the agent's own: it is listed, and cannot be removed."""
+        self._system[id] = function
+        job = CronJob(id, created=self._stamp(), since=self._stamp(), system=True)
+
+        def edit(rows: list) -> list:
+            before = [row for row in rows if id_of(row) == id] or [asdict(job)]  # with its runs
+            others = [row for row in rows if id_of(row) != id]
+            return [*others, {**before[0], "every_seconds": every_seconds, "enabled": True}]
+
+        self.store.change(edit)
+
+    async def run(self) -> None:
+        """A look at the clock and at the file each second. Cancelled, it cancels what runs."""
+        try:
+            while True:
+                try:
+                    await self.tick()
+                except Exception as problem:  # a file that may not be opened, say
+                    warn_once(f"cron: the jobs cannot be looked at: {problem}")
+                await self.sleep(1)
+        finally:
+            for task in self._running.values():
+                task.cancel()
+            await asyncio.gather(*self._running.values(), return_exceptions=True)
+
+    async def tick(self) -> list[asyncio.Task]:
+        """One look; returns the tasks of what runs."""
+        try:
+            rows = self.store.read()
+        except ValueError as problem:
+            warn_once(f"{self.store.path}: {problem}. The jobs known before go on.")
+            rows = self.store.rows
+        jobs = [job_of(row, self._born, self.zone) for row in rows]
+        for job in filter(None, jobs):
+            is_known = job.id in self._system or not job.system
+            if is_known and job.id not in self._running:
+                self._look_at(job)
+        return list(self._running.values())
+
+    def _look_at(self, job: CronJob) -> None:
+        job.since = self._since.get(job.id, job.since)
+        due = job.due(self.zone)
+        match verdict(job, due, self.now()):
+            case "skip":
+                self._since[job.id] = self._stamp()
+            case "missed":
+                text = f"Only tell the user that this was missed on {shown(due)}: {job.message}"
+                self._running[job.id] = asyncio.create_task(self._run(replace(job, message=text)))
+            case "fire":
+                self._running[job.id] = asyncio.create_task(self._run(job))
+
+    async def _run(self, job: CronJob) -> None:
+        began = self.now()
+        try:
+            error = await self._outcome(job)
+            seconds = round((self.now() - began).total_seconds(), 1)
+            stamp = self._since[job.id] = began.isoformat()
+            await self._note(job.id, {"began": stamp, "seconds": seconds, "error": error})
+        finally:
+            del self._running[job.id]
+
+    async def _outcome(self, job: CronJob) -> str:
+        """What went wrong; "" where nothing did."""
+        try:
+            work = self._system[job.id]() if job.system else self.fire(job)
+            await work
+        except asyncio.CancelledError:
+            if asyncio.current_task().cancelling():
+                raise  # the program ends; when it is back, the job runs again
+            return "stopped"
+        except Exception as failure:
+            log.warning("cron: job %s failed", job.id, exc_info=True)
+            return f"{type(failure).__name__}: {failure}"
+        return ""
+
+    async def _note(self, id: str, run: dict) -> None:
+        """Into the file. Where that fails, the program remembers: the job does not run twice."""
+
+        def edit(rows: list) -> list:
+            ids = [id_of(row) for row in rows]
+            if id in ids:  # nobody has removed it meanwhile
+                place = ids.index(id)
+                rows[place : place + 1] = self._after(rows[place], run)
+            return rows
+
+        try:
+            await in_thread(self.store.change, edit)
+            del self._since[id]
+        except Exception as problem:  # a full disk, a row that somebody spoilt
+            log.error("cron: the run of %s cannot be noted: %s", id, problem)
+
+    def _after(self, row: dict, run: dict) -> list[dict]:
+        """The row as it goes on; none for an `at` that went well, one that failed is off."""
+        if row.get("at") and not run["error"]:
+            return []
+        runs = [*(row.get("runs") or []), run][-self.most_runs :]
+        enabled = row.get("enabled", True) and not row.get("at")
+        return [{**row, "runs": runs, "since": run["began"], "enabled": enabled}]
+
+    def cron(
+        self,
+        action: Literal["add", "list", "remove"],
+        message: Annotated[str, "What to do then, in full: the run sees nothing of this chat"] = "",
+        every_seconds: Annotated[int, "Again and again, so far apart"] = 0,
+        cron_expr: Annotated[str, "Five fields, minute first: 30 8 * * mon-fri"] = "",
+        tz: Annotated[str, "Zone of cron_expr, like Europe/Berlin; default: the user's"] = "",
+        at: Annotated[str, "Once: 2026-11-21T17:00, in the user's zone or with an offset"] = "",
+        job_id: Annotated[str, "For remove: an id from list"] = "",
+        *,
+        turn: Any,
+    ) -> str:
+        """Reminders and regular tasks: each runs later as a turn of its own; its answer comes here.
+
+        add needs a message and one of every_seconds, cron_expr and at. "In ten minutes": add them
+        to the time in the runtime context, use `at`. "Every morning at 8": cron_expr "0 8 * * *".
+        Tell the user the time that comes back. To change a job, remove it and add another.
+        """
+        if action == "list":
+            return self._list()
+        if action == "remove":
+            return self._remove(job_id)
+        if turn.channel == "cron":
+            raise CronError("A job that runs adds no others: do what its message says.")
+        job = CronJob(os.urandom(4).hex(), message.strip(), every_seconds, cron_expr, tz, at)
+        job.channel, job.chat_id = turn.channel, turn.chat_id
+        job.created = job.since = self._stamp()
+        return self._add(job)
+
+    def _add(self, job: CronJob) -> str:
+        schedules = [job.every_seconds != 0, job.cron_expr != "", job.at != ""]
+        if not job.message:
+            raise CronError("message is empty: say what is to be done then.")
+        if sum(schedules) != 1:
+            raise CronError("Give exactly one of every_seconds, cron_expr and at.")
+        if job.tz and not job.cron_expr:
+            raise CronError("tz is for cron_expr. Give `at` an offset: 2026-11-21T17:00+01:00.")
+        try:
+            if job.at:
+                job.at = as_moment(job.at, self.zone).isoformat()
+            due = job.due(self.zone)
+        except (ValueError, OverflowError) as problem:
+            raise CronError(f"No job was made of {job.schedule()!r}: {problem}.") from None
+        if due is None:
+            raise CronError(f"{job.schedule()!r} never comes. It is now {shown(self.now())}.")
+        self.store.change(lambda rows: [*rows, asdict(job)])
+        return f"Added job {job.id}, {job.schedule()}: it runs next on {shown(due)}."
+
+    def _remove(self, job_id: str) -> str:
+        def edit(rows: list) -> list:
+            ids = [id_of(row) for row in rows]
+            if job_id not in ids:
+                known = ", ".join(ids) or "none"
+                raise CronError(f"There is no job {job_id!r}. There are: {known}.")
+            row = rows.pop(ids.index(job_id))
+            if row.get("system"):
+                raise CronError(f"{job_id} is a job of the system: it cannot be removed.")
+            return rows
+
+        self.store.change(edit)
+        return f"Removed job {job_id}."
+
+    def _list(self) -> str:
+        try:
+            rows = self.store.read()
+        except ValueError as problem:
+            raise CronError(f"{self.store.path} cannot be read: {problem}. Mend it.") from None
+        jobs = [job_of(row, self._stamp(), self.zone) for row in rows]
+        lines = [self._line(job) for job in jobs if job]
+        for aside in self.store.path.parent.glob(f"{self.store.path.name}.corrupt-*"):
+            lines.append(f"{aside} was damaged; its jobs do not run. Mend it, or delete it.")
+        return "\n".join(lines) or "There are no jobs."
+
+    def _line(self, job: CronJob) -> str:
+        """1a2b3c4d · cron 0 9 * * * · next Sun 2026-11-22 09:00 CET · telegram:42 · water plants"""
+        due = job.due(self.zone) if job.enabled else None
+        coming = f"next {shown(due)}" if due else "off"
+        chat = "system" if job.system else f"{job.channel}:{job.chat_id}"
+        errors = [f"failed: {run['error'][:200]}" for run in job.runs[-1:] if run.get("error")]
+        return " · ".join([job.id, job.schedule(), coming, chat, job.message[:80], *errors])
+
+
+def shown(moment: datetime) -> str:
+    return moment.strftime("%a %Y-%m-%d %H:%M %Z")
+
+
+def machine_zone(path: Path = Path("/etc/localtime")) -> tzinfo:
+    """This machine's zone with its rules: `datetime.now().astimezone()` has only today's offset."""
+    import zoneinfo
+
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        if name := os.environ.get("TZ", "").lstrip(":"):
+            return zoneinfo.ZoneInfo(name)
+        with open(path, "rb") as file:
+            return zoneinfo.ZoneInfo.from_file(file, str(path.resolve()).rpartition("zoneinfo/")[2])
+    return datetime.now().astimezone().tzinfo
+
+
+# ---- Heartbeat ----
+# Without this an empty HEARTBEAT.md asks the model 48 times a day whether there is something to do.
+
+COMMENT = re.compile(r"<!--.*?(-->|\Z)", re.DOTALL)  # <!-- write tasks here -->
+DONE = re.compile(  # - [x] call Ann ↵   her number is 555
+    r"^([ \t]*)[-*+] \[[xX]\].*(\n\1[ \t]+(?![-*+] \[ )\S.*)*", re.MULTILINE
+)
+NO_TASK = re.compile(r"\s*(#+(\s.*)?|[-*+]\s*(\[ ?\]\s*)?|[-*_]{3,}\s*)?")  # ## Tasks   - [ ]   ---
+
+
+def active_tasks(text: str) -> str:
+    """What is left without comments and what is ticked off; "" where no task is among it:
+
+    "# Tasks\\n- [x] call Ann\\n- [ ] water the plants" → "# Tasks\\n\\n- [ ] water the plants"
+    """
+    rest = DONE.sub("", COMMENT.sub("", text))
+    tasks = [line for line in rest.splitlines() if not NO_TASK.fullmatch(line)]
+    return rest.strip() if tasks else ""
+
+
+class Heartbeat:
+    """`cron.add_system("heartbeat", 1800, Heartbeat(path, ask).beat)`; `ask(tasks)` runs a turn."""
+
+    def __init__(self, path: Path, ask: Callable[[str], Awaitable]):
+        self.path, self.ask = path, ask
+
+    async def beat(self) -> None:
+        text = ""
+        if self.path.exists():
+            text = self.path.read_text(encoding="utf-8-sig", errors="replace")
+        if tasks := active_tasks(text):
+            await self.ask(tasks)

@@ -1,7 +1,10 @@
 """How words get in and out: the bus, harmless text, the answer once and in its place, keyboard and Ctrl-C."""
 
 import asyncio
+import contextlib
 import io
+import itertools
+import json
 import logging
 import os
 import queue
@@ -10,15 +13,24 @@ import signal
 import subprocess
 import sys
 import threading
+import traceback
+import zoneinfo
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from zoneinfo import ZoneInfo
 
 import pytest
 
 from channels import (
-    CLI, HEAD_OF_PIPED, KEPT_PIPED, MOST_PIPED, BackgroundLoop, Channel, Connection, FileChannel,
-    InboundMessage, MessageBus, NobodyToAsk, OutboundMessage, PrintableFormatter, Waiting,
-    approval_question, printable, text_of_pipe,
+    CLI, HEAD_OF_PIPED, KEPT_PIPED, MOST_PIPED, BackgroundLoop, Channel, Connection, CronError, CronJob,
+    CronService, FileChannel, Heartbeat, InboundMessage, JobStore, MessageBus, NoSuchBot, NobodyToAsk,
+    OutboundMessage, PrintableFormatter, Telegram, TelegramError, Waiting, active_tasks, approval_question,
+    as_html, machine_zone, next_run, plain_text, printable, split_html, text_of_pipe, verdict,
 )  # fmt: skip
+from fake_telegram import CONFLICT, PATIENCE, FakeTelegram, Parser, Refusal, units
 
 pty = pytest.importorskip("pty", reason="pseudo-terminals are POSIX")
 
@@ -1070,3 +1082,1289 @@ def test_only_so_many_piped_files_are_kept(tmp_path):
     kept = sorted(folder.iterdir())
     assert len(kept) == KEPT_PIPED
     assert str(kept[-1]) in text
+
+
+# ---- Telegram ----
+
+GROUP = {"id": -100, "type": "supergroup", "title": "Friends"}
+
+
+class Desk:
+    """A bot in a test: the server, the bus, a clock that does not wait, and the journal."""
+
+    def __init__(self, server: FakeTelegram, folder: Path, allow_from=(7,), **options):
+        self.server, self.naps, self.journal = server, [], []
+        self.bus, self.sent = MessageBus(), []
+        settings = {"api_base": server.base_url, "media_folder": folder / "media", "sleep": self.sleep}
+        self.bot = Telegram(options.pop("token", server.token), allow_from, **{**settings, **options})
+
+    async def sleep(self, seconds: float) -> None:
+        self.naps.append(seconds)
+        if seconds == Telegram.typing_seconds:
+            await asyncio.Event().wait()  # one signal is enough here
+        await asyncio.sleep(0)
+
+    async def __aenter__(self):
+        self.listening = asyncio.create_task(self.bot.start(self.bus))
+        return self
+
+    async def __aexit__(self, *exception):
+        self.listening.cancel()
+        await self.bot.stop()
+        await asyncio.wait([self.listening], timeout=PATIENCE)
+        assert self.listening.cancelled()
+
+    async def next(self) -> InboundMessage:
+        """The next message, not yet in the journal."""
+        return await asyncio.wait_for(self.bus.next(), PATIENCE)
+
+    async def take(self) -> InboundMessage:
+        message = await self.next()
+        message.confirm()
+        return message
+
+    async def until(self, condition) -> None:
+        await asyncio.to_thread(self.server.wait_until, condition)
+
+    async def until_confirmed(self, update_id: int) -> None:
+        await self.until(lambda: all(update["update_id"] > update_id for update in self.server.updates))
+
+
+def in_telegram(test, *arguments, **options):
+    async def run() -> None:
+        with FakeTelegram() as server:
+            await test(server, *arguments, **options)
+
+    asyncio.run(run())
+
+
+def test_a_telegram_message_is_typed_at_answered_and_confirmed(tmp_path):
+    async def test(server):
+        async with Desk(server, tmp_path) as desk:
+            number = server.say("What is in a.txt?")
+            message = await desk.take()
+            assert (message.channel, message.sender_id, message.chat_id) == ("telegram", "7", "7")
+            assert (message.content, message.session_key) == ("What is in a.txt?", "telegram:7")
+            assert message.message_id == "2"
+            await desk.until(lambda: server.calls("sendChatAction"))
+            await desk.bot.send(OutboundMessage("telegram", "7", "**Hello** & bye.", reply_to="2"))
+            await desk.until_confirmed(number)
+        [answer] = server.calls("sendMessage")
+        reply = {"message_id": 2, "allow_sending_without_reply": True}
+        assert answer == {"chat_id": "7", "text": "<b>Hello</b> &amp; bye.", "parse_mode": "HTML",
+                          "reply_parameters": reply}  # fmt: skip
+        assert server.calls("sendChatAction") == [{"chat_id": "7", "action": "typing"}]
+        assert [poll["allowed_updates"] for poll in server.calls("getUpdates")][0] == ["message"]
+
+    in_telegram(test)
+
+
+def test_an_update_is_confirmed_only_when_it_is_in_the_journal(tmp_path):
+    async def test(server):
+        async with Desk(server, tmp_path) as desk:
+            server.say("one")
+            server.say("two")
+            message = await desk.next()
+            assert [poll["offset"] for poll in server.calls("getUpdates")] == [0]
+            assert len(server.updates) == 2
+            message.confirm()
+            assert (await desk.next()).content == "two"
+            assert len(server.updates) == 2
+        assert [poll["offset"] for poll in server.calls("getUpdates")] == [0]
+        async with Desk(server, tmp_path) as desk:  # the next start: both come again, by the same names
+            again = [await desk.take(), await desk.take()]
+            assert [message.content for message in again] == ["one", "two"]
+            assert again[0].message_id == message.message_id
+            await desk.until(lambda: not server.updates)
+
+    in_telegram(test)
+
+
+def test_over_kills_at_any_moment_nothing_is_lost_and_nothing_doubled(tmp_path):
+    """The journal knows a message by its id, as the agent's does; all else is forgotten with each kill."""
+
+    async def test(server):
+        journal, random = {}, Random(5)
+        for number in range(30):
+            server.say(f"message {number}", sender=random.choice([7, 8, 9]))
+
+        async def agent(bus: MessageBus) -> None:
+            while True:
+                message = await bus.next()
+                known = journal.setdefault((message.chat_id, message.message_id), message.content)
+                assert known == message.content
+                problem = random.choice([None, None, None, OSError("it is written, but nobody knows")])
+                message.confirm(problem)
+
+        while server.updates:
+            async with Desk(server, tmp_path, allow_from="*") as desk:
+                working = asyncio.create_task(agent(desk.bus))
+                last = len(server.requests) + random.randint(1, 40)
+                await desk.until(lambda last=last: len(server.requests) >= last or not server.updates)
+            working.cancel()
+        texts = list(journal.values())
+        assert sorted(texts) == sorted(f"message {number}" for number in range(30))
+
+    in_telegram(test)
+
+
+def test_what_the_journal_did_not_take_comes_again_and_nothing_twice(tmp_path, caplog):
+    async def test(server):
+        async with Desk(server, tmp_path) as desk:
+            for text in ("one", "two", "three"):
+                server.say(text)
+            await desk.take()
+            (await desk.next()).confirm(OSError("disk full"))
+            texts = [(await desk.take()).content, (await desk.take()).content]
+            assert texts == ["two", "three"]
+            await desk.until(lambda: not server.updates)
+            server.say("four")
+            assert (await desk.take()).content == "four"
+        assert caplog.text.count("disk full") == 1
+
+    in_telegram(test)
+
+
+@pytest.mark.parametrize("allow_from", [(), (8,), ("ann",), ("77",)])
+def test_strangers_get_no_sign_of_life(tmp_path, allow_from):
+    async def test(server):
+        async with Desk(server, tmp_path, allow_from) as desk:
+            number = server.say("hi", document=server.file("a.pdf", b"%PDF"))
+            await desk.until_confirmed(number)
+            assert not (tmp_path / "media").exists()
+        methods = {request.method for request in server.requests}
+        assert methods == {"getMe", "deleteWebhook", "getUpdates"}
+
+    in_telegram(test)
+
+
+@pytest.mark.parametrize("allow_from", [("7",), (7,), ("*",), ["1", "7"]])
+def test_allowed_people_are_heard(tmp_path, allow_from):
+    async def test(server):
+        async with Desk(server, tmp_path, allow_from) as desk:
+            server.say("hi")
+            assert (await desk.take()).content == "hi"
+
+    in_telegram(test)
+
+
+@pytest.mark.parametrize(
+    ("is_heard", "parts"),
+    [
+        (True, {"text": "@kit_bot what is this?"}),
+        (True, {"text": "what is this, @Kit_Bot?"}),
+        (True, {"text": "/stop@kit_bot"}),
+        (True, {"caption": "@kit_bot look", "photo": None}),
+        (True, {"text": "no", "reply_to_message": {"message_id": 1, "from": {"id": 99, "is_bot": True}}}),
+        (False, {"text": "no", "reply_to_message": {"message_id": 1, "from": {"id": 8, "is_bot": False}}}),
+        (False, {"text": "hello all"}),
+        (False, {"text": "@kit_bot2 hello"}),
+        (False, {"text": "/stop"}),
+    ],
+)
+def test_in_a_group_only_what_is_for_the_bot(tmp_path, is_heard, parts):
+    async def test(server):
+        if "photo" in parts:
+            parts["photo"] = [server.file("photos/1.jpg", b"small"), server.file("photos/2.jpg", b"large")]
+        async with Desk(server, tmp_path) as desk:
+            server.say(chat=GROUP, **parts)
+            server.say("last, @kit_bot", chat=GROUP)
+            message = await desk.take()
+            assert (message.content != "last, @kit_bot") == is_heard
+            assert message.chat_id == "-100"
+
+    in_telegram(test)
+
+
+def test_a_group_may_be_open_but_only_to_allowed_people(tmp_path):
+    async def test(server):
+        async with Desk(server, tmp_path, group_policy="open") as desk:
+            server.say("from a stranger", sender=8, chat=GROUP)
+            server.say("from Ann", chat=GROUP)
+            assert (await desk.take()).content == "from Ann"
+
+    in_telegram(test)
+
+
+def test_noise_is_confirmed_and_left_alone(tmp_path):
+    async def test(server):
+        async with Desk(server, tmp_path) as desk:
+            sender, chat = {"id": 7, "is_bot": False}, {"id": 7, "type": "private"}
+            server.update(edited_message={"message_id": 2, "from": sender, "chat": chat, "text": "edited"})
+            server.update(callback_query={"id": "1", "from": sender, "data": "x"})
+            server.update(
+                channel_post={"message_id": 3, "chat": {"id": -5, "type": "channel"}, "text": "news"}
+            )
+            server.update(
+                message={"message_id": 4, "from": sender, "chat": chat, "new_chat_members": [sender]}
+            )
+            server.update(
+                message={"message_id": 5, "from": {**sender, "is_bot": True}, "chat": chat, "text": "x"}
+            )
+            server.update(message={"message_id": 6, "from": sender, "text": "no chat"})
+            server.update(message={"message_id": 7, "from": {}, "chat": chat, "text": "nobody"})
+            server.update(poll={"id": "9"})
+            server.say("a word")
+            assert (await desk.take()).content == "a word"
+            await desk.until(lambda: not server.updates)
+        assert len(server.calls("sendChatAction")) <= 1
+
+    in_telegram(test)
+
+
+def test_an_album_that_comes_in_pieces_is_one_message(tmp_path):
+    async def test(server):
+        def photo(number: int, **parts) -> None:
+            sizes = [
+                server.file(f"photos/{number}s.jpg", b"s"),
+                server.file(f"photos/{number}.jpg", b"large"),
+            ]
+            server.say(media_group_id="A1", photo=sizes, **parts)
+
+        async def sleep(seconds: float) -> None:
+            if seconds == Telegram.album_seconds and len(server.updates) < 4:
+                photo(2)
+                photo(3)
+            await desk.sleep(seconds)
+
+        desk = Desk(server, tmp_path)
+        desk.bot.sleep = sleep
+        photo(1, caption="Where is this?")
+        server.say("something else", sender=8)
+        async with desk:
+            message = await desk.take()
+            assert (message.content, len(message.media)) == ("Where is this?", 3)
+            assert [path.read_bytes() for path in message.media] == [b"large"] * 3
+            await desk.until(lambda: not server.updates)
+            server.say("next")
+            assert (await desk.take()).content == "next"
+
+    in_telegram(test)
+
+
+def test_files_come_in_under_names_of_their_own(tmp_path):
+    async def test(server):
+        async with Desk(server, tmp_path) as desk:
+            server.say(
+                "", caption="two", document=server.file("documents/1.pdf", b"one", file_name="a b.pdf")
+            )
+            server.say("", document=server.file("documents/2.pdf", b"two", file_name="a b.pdf"))
+            server.say("", voice=server.file("voice/3.oga", b"three"))
+            server.say("", document=server.file("documents/4", b"four", file_name="../../../evil"))
+            server.say("", document=server.file("documents/5", b"", file_name="é" * 200 + ".txt"))
+            messages = [await desk.take() for _ in range(5)]
+        names = [message.media[0].name for message in messages]
+        assert names[:4] == ["U1-a_b.pdf", "U2-a_b.pdf", "U3-3.oga", "U4-.._.._.._evil"]
+        assert names[4].endswith(".txt")
+        assert len(names[4]) <= 100
+        assert {path.parent for message in messages for path in message.media} == {tmp_path / "media"}
+        contents = [message.media[0].read_bytes() for message in messages]
+        assert contents == [b"one", b"two", b"three", b"four", b""]
+        assert [message.content for message in messages] == ["two", "", "", "", ""]
+
+    in_telegram(test)
+
+
+def test_a_file_that_cannot_be_fetched_is_told_and_holds_up_nothing(tmp_path):
+    async def test(server):
+        async with Desk(server, tmp_path) as desk:
+            server.refuse("getFile", Refusal(400, "Bad Request: file is too big"))
+            server.say(caption="this", document=server.file("a.bin", b"x"))
+            message = await desk.take()
+            assert (message.content.splitlines()[0], message.media) == ("this", [])
+            assert "cannot be fetched: getFile: 400 Bad Request: file is too big" in message.content
+            lost = server.file("b.bin", b"x")
+            server.files[lost["file_id"]] = ("gone.bin", b"x")
+            server.say(document=lost | {"file_id": "ID1"})
+            server.files["ID1"] = ("gone.bin", b"x")
+            del server.files["ID0"]
+            assert (await desk.take()).media
+
+    in_telegram(test)
+
+
+def test_two_programs_for_one_bot_are_named_and_do_not_spin(tmp_path, caplog):
+    async def test(server):
+        server.refuse("getUpdates", *[Refusal(409, CONFLICT)] * 3)
+        async with Desk(server, tmp_path) as desk:
+            server.say("hello")
+            assert (await desk.take()).content == "hello"
+            await desk.until(lambda: not server.updates)
+        waits = [nap for nap in desk.naps if nap != Telegram.typing_seconds]
+        assert len(waits) == 3
+        assert min(waits) >= 5
+        assert caplog.text.count("Another program asks for this bot's messages") == 1
+        assert caplog.text.count("Telegram answers again") == 1
+
+    in_telegram(test)
+
+
+def test_a_webhook_is_removed(tmp_path):
+    async def test(server):
+        server.webhook = "https://elsewhere"
+        async with Desk(server, tmp_path) as desk:
+            server.say("one")
+            await desk.take()
+            server.webhook = "https://elsewhere"
+            server.say("two")
+            assert (await desk.take()).content == "two"
+
+    in_telegram(test)
+
+
+@pytest.mark.parametrize("token", ["123456:AAE-wrong", "nonsense", "", "12 34:x\ny"])
+def test_a_wrong_token_ends_the_channel_with_what_to_do(tmp_path, token):
+    async def test(server):
+        desk = Desk(server, tmp_path, token=token)
+        with pytest.raises(NoSuchBot, match="does not know this bot token. Copy it again from @BotFather"):
+            await asyncio.wait_for(desk.bot.start(desk.bus), PATIENCE)
+        assert desk.naps == []
+
+    in_telegram(test)
+
+
+def test_a_flood_wait_is_kept_to_the_second(tmp_path, caplog):
+    async def test(server):
+        wait = Refusal(429, "Too Many Requests: retry after 17", {"retry_after": 17})
+        server.refuse("getUpdates", wait)
+        server.refuse("sendMessage", wait, wait)
+        async with Desk(server, tmp_path) as desk:
+            await desk.bot.send(OutboundMessage("telegram", "7", "hello"))
+            server.say("hi")
+            await desk.take()
+        assert [nap for nap in desk.naps if nap > 4] == [17, 17, 17]
+        assert server.texts() == ["hello"] * 3
+
+    in_telegram(test)
+
+
+def test_network_trouble_is_told_once_and_waited_out(tmp_path, caplog):
+    async def test(server):
+        page = Refusal(502, body=b"<html>bad gateway</html>")
+        server.refuse("getUpdates", page, page, Refusal(0), Refusal(500, "Internal Server Error"))
+        async with Desk(server, tmp_path) as desk:
+            server.say("hi")
+            assert (await desk.take()).content == "hi"
+            await desk.until(lambda: not server.updates)
+        waits = [nap for nap in desk.naps if nap != Telegram.typing_seconds]
+        assert len(waits) == 4
+        assert 5 <= waits[0] < waits[3] <= 24
+        assert caplog.text.count("502") == 1
+
+    in_telegram(test)
+
+
+def test_a_line_that_went_dead_is_noticed(tmp_path, caplog):
+    async def test(server):
+        server.refuse("getUpdates", Refusal(0, stalls=True))
+        desk = Desk(server, tmp_path)
+        desk.bot.poll_seconds, desk.bot.slack_seconds = 0.05, 0.2
+        async with desk:
+            await desk.until(lambda: len(server.calls("getUpdates")) > 1)
+            desk.bot.slack_seconds = 15
+            server.say("hi")
+            assert (await desk.take()).content == "hi"
+        assert "no answer in 0.25 s" in caplog.text
+
+    in_telegram(test)
+
+
+def test_plain_text_only_where_the_html_is_at_fault(tmp_path):
+    async def test(server):
+        desk = Desk(server, tmp_path)
+        server.refuse("sendMessage", Refusal(400, "Bad Request: can't parse entities: Unexpected end tag"))
+        await desk.bot.send(OutboundMessage("telegram", "7", "**a** < b"))
+        assert server.texts() == ["<b>a</b> &lt; b", "a < b"]
+        assert "parse_mode" not in server.calls("sendMessage")[1]
+        for refusal in (Refusal(400, "Bad Request: chat not found"), Refusal(0), Refusal(0, after=True)):
+            server.requests.clear()
+            server.refuse("sendMessage", refusal)
+            with pytest.raises(TelegramError):
+                await desk.bot.send(OutboundMessage("telegram", "7", "**a**"))
+            assert len(server.texts()) == 1
+
+    in_telegram(test)
+
+
+def test_a_second_try_goes_on_where_the_first_broke_off(tmp_path):
+    async def test(server):
+        desk = Desk(server, tmp_path)
+        message = OutboundMessage("telegram", "7", "a" * 4_000 + "\n" + "b" * 4_000 + "\n" + "c" * 4_000)
+        server.refuse("sendMessage", Refusal(500, "x"))
+        with pytest.raises(TelegramError):
+            await desk.bot.send(message)
+        server.requests.clear()
+        await desk.bot.send(replace(message, content="first\n" + "x" * 5_000))
+        server.requests.clear()
+        server.refuse("sendDocument", Refusal(500, "x"))
+        file = tmp_path / "a.txt"
+        file.write_text("hello")
+        message = replace(message, media=[file])
+        for _ in range(2):
+            with contextlib.suppress(TelegramError):
+                await desk.bot.send(message)
+        assert [text[0] for text in server.texts()] == ["a", "b", "c"]
+        assert len(server.calls("sendDocument")) == 2
+
+    in_telegram(test)
+
+
+def test_only_what_is_worth_a_message_is_sent(tmp_path):
+    async def test(server):
+        desk = Desk(server, tmp_path)
+        for kind in ("delta", "retry"):
+            await desk.bot.send(OutboundMessage("telegram", "7", "x", kind=kind))
+        for blank in ("", " \n ", "**", "``` ```"):
+            await desk.bot.send(OutboundMessage("telegram", "7", blank))
+        for kind in ("progress", "tool_hint"):
+            await desk.bot.send(OutboundMessage("telegram", "7", kind, kind=kind))
+        assert server.texts()[-2:] == ["progress", "tool_hint"]
+        assert "delta" not in server.texts()
+
+    in_telegram(test)
+
+
+def test_photos_and_files_go_out(tmp_path):
+    async def test(server):
+        desk = Desk(server, tmp_path)
+        photo, file = tmp_path / "a.PNG", tmp_path / 'odd"näme.txt'
+        photo.write_bytes(b"\x89PNG\r\n--\r\n")
+        file.write_bytes(b"hello\r\n")
+        await desk.bot.send(OutboundMessage("telegram", "7", "", media=[photo, file], reply_to="5"))
+        [first, second] = [request for request in server.requests if request.files]
+        assert (first.method, first.files) == ("sendPhoto", {"photo": ("a.PNG", b"\x89PNG\r\n--\r\n")})
+        assert first.fields["chat_id"] == "7"
+        assert json.loads(first.fields["reply_parameters"])["message_id"] == 5
+        assert second.method == "sendDocument"
+        assert second.files["document"][1] == b"hello\r\n"
+        server.requests.clear()
+        server.refuse("sendPhoto", Refusal(400, "Bad Request: PHOTO_INVALID_DIMENSIONS"))
+        await desk.bot.send(OutboundMessage("telegram", "7", "", media=[photo]))
+        assert [request.method for request in server.requests] == ["sendPhoto", "sendDocument"]
+        with pytest.raises(FileNotFoundError):
+            await desk.bot.send(OutboundMessage("telegram", "7", "", media=[tmp_path / "gone"]))
+
+    in_telegram(test)
+
+
+@pytest.mark.parametrize(
+    "base", ["http://127.0.0.1:1", "http://127.0.0.1:1/ x", "gopher://x", "nonsense", "{}"]
+)
+def test_the_token_is_in_no_log_and_no_error(tmp_path, caplog, base):
+    caplog.set_level(logging.DEBUG)
+
+    async def test(server):
+        secret = server.token.partition(":")[2]
+        server.refuse("getMe", Refusal(500, f"no such bot{server.token}"), Refusal(0))
+        server.refuse("sendMessage", Refusal(400, f"bad /bot{server.token}/sendMessage"))
+        desk = Desk(server, tmp_path, api_base=base.replace("{}", server.base_url))
+        with pytest.raises(TelegramError) as failure:
+            await desk.bot.send(OutboundMessage("telegram", "7", "x"))
+        task = asyncio.create_task(desk.bot.start(desk.bus))
+        while len(desk.naps) < 2:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        await asyncio.wait([task], timeout=PATIENCE)
+        shown = "".join(traceback.format_exception(failure.value))
+        while error := failure.value.__context__:
+            failure.value.__context__ = error.__context__
+            shown += repr(error)
+        assert secret not in shown
+        assert secret not in caplog.text
+
+    in_telegram(test)
+
+
+def test_a_bot_stops_at_once_in_the_middle_of_a_long_poll(tmp_path):
+    async def test(server):
+        desk = Desk(server, tmp_path)
+        task = asyncio.create_task(desk.bot.start(desk.bus))
+        await desk.until(lambda: server.calls("getUpdates"))
+        task.cancel()
+        await asyncio.wait([task], timeout=PATIENCE)
+        assert task.cancelled()
+
+    in_telegram(test)
+
+
+@pytest.mark.parametrize(
+    ("markdown", "shown"),
+    [
+        ("a < b & c > d", "a &lt; b &amp; c &gt; d"),
+        ("**bold** and *italic* and _italic_", "<b>bold</b> and <i>italic</i> and <i>italic</i>"),
+        ("***both***", "<i><b>both</b></i>"),
+        ("**bold *and italic* too**", "<b>bold <i>and italic</i> too</b>"),
+        ("*italic **and bold** too*", "<i>italic <b>and bold</b> too</i>"),
+        ("**a *b** c*", "<b>a *b</b> c*"),
+        ("a lone * stays, 2 * 3 * 4, a*b, **open", "a lone * stays, 2 * 3 * 4, a*b, **open"),
+        ("snake_case_name __init__ _x", "snake_case_name __init__ _x"),
+        ("`a < *b*`", "<code>a &lt; *b*</code>"),
+        ("``a ` b``", "<code>a ` b</code>"),
+        ("**see `x_y`**", "<b>see <code>x_y</code></b>"),
+        ("# Plan\ntext\n## **Next** #\nx", "<b>Plan</b>\ntext\n<b>Next</b>\nx"),
+        ("#hashtag", "#hashtag"),
+        ("- one\n  * two *three*\n1. four", "- one\n  * two <i>three</i>\n1. four"),
+        ("[a](https://a.b/c_d_(e)?x=\"2\")", '<a href="https://a.b/c_d_(e)?x=&quot;2&quot;">a</a>'),
+        ("[no](javascript:x) [x] (y)", "[no](javascript:x) [x] (y)"),
+        ("```py\na < b\n*x*\n```\nend", '<pre><code class="language-py">a &lt; b\n*x*\n</code></pre>\nend'),
+        ("```\nnever closed <b>", "<pre><code>never closed &lt;b&gt;</code></pre>"),
+        ("<b>&amp;</b>", "&lt;b&gt;&amp;amp;&lt;/b&gt;"),
+        ("\ue0000\ue001 lone \ud800", "0 lone ?"),
+    ],
+)  # fmt: skip
+def test_markdown_as_telegrams_html(markdown, shown):
+    assert as_html(markdown) == shown
+    Parser(shown)
+
+
+def random_markdown(random: Random, length: int) -> str:
+    pieces = [
+        "*",
+        "**",
+        "_",
+        "`",
+        "```",
+        "```py\n",
+        "\n",
+        " ",
+        "word",
+        "<b>",
+        "&lt;",
+        "[a](https://b.c)",
+        "# ",
+        "🙂",
+        "- ",
+    ]
+    return "".join(random.choice(pieces) for _ in range(length))
+
+
+def test_whatever_the_markdown_telegram_can_parse_it():
+    for seed in range(400):
+        text = as_html(random_markdown(Random(seed), 40))
+        assert Parser(text).text == plain_text(text), seed
+
+
+@pytest.mark.parametrize("limit", [1, 20, 60, 300])
+def test_parts_fit_lose_nothing_and_leave_no_tag_open(limit):
+    for seed in range(60):
+        text = as_html(random_markdown(Random(seed), 120))
+        parts = split_html(text, limit)
+        plain = "".join(Parser(part).text for part in parts)
+        assert "".join(plain.split()) == "".join(plain_text(text).split()), seed
+        if limit >= 60:
+            assert max(units(part) for part in parts) <= limit, seed
+
+
+@pytest.mark.parametrize(
+    ("text", "limit", "parts"),
+    [
+        ("one two\nthree", 10, ["one two\n", "three"]),
+        ("one two three", 10, ["one two ", "three"]),
+        ("abcdefghij", 4, ["abcd", "efgh", "ij"]),
+        ("<b>one two</b>", 13, ["<b>one </b>", "<b>two</b>"]),
+        ("a&lt;b", 4, ["a", "&lt;", "b"]),
+        ("🙂🙂🙂", 4, ["🙂🙂", "🙂"]),
+        ("abc", 0, ["a", "b", "c"]),
+        ("abc", -1, ["a", "b", "c"]),
+        ("", 10, []),
+        ("<b> </b>", 10, []),
+    ],
+)
+def test_where_a_text_is_cut(text, limit, parts):
+    assert split_html(text, limit) == parts
+
+
+def test_long_code_is_closed_and_opened_again():
+    text = as_html("Look:\n```python\n" + "x = 1 < 2\n" * 1_000 + "```\n**end**")
+    parts = split_html(text)
+    assert all(units(part) <= 4_096 for part in parts)
+    assert all(part.startswith('<pre><code class="language-python">x = 1') for part in parts[1:])
+    assert "".join(Parser(part).text for part in parts).count("x = 1 < 2\n") == 1_000
+
+
+# ---- The calendar ----
+
+BERLIN = ZoneInfo("Europe/Berlin")
+
+
+def local(text: str, zone: str = "Europe/Berlin") -> datetime:
+    return datetime.fromisoformat(text).replace(tzinfo=ZoneInfo(zone))
+
+
+@pytest.mark.parametrize(
+    ("expr", "after", "expected"),
+    [
+        ("* * * * *", "2026-11-21T12:00", "2026-11-21T12:01"),
+        ("* * * * *", "2026-11-21T12:00:30", "2026-11-21T12:01"),
+        ("30 9 * * *", "2026-11-21T09:29:59", "2026-11-21T09:30"),
+        ("30 9 * * *", "2026-11-21T09:30", "2026-11-22T09:30"),
+        ("*/15 * * * *", "2026-11-21T12:46", "2026-11-21T13:00"),
+        ("5-59/20 * * * *", "2026-11-21T12:26", "2026-11-21T12:45"),
+        ("0 8-18/2 * * *", "2026-11-21T18:00", "2026-11-22T08:00"),
+        ("0 9 * * mon-fri", "2026-11-20T10:00", "2026-11-23T09:00"),
+        ("0 9 * * MON,Wed", "2026-11-23T10:00", "2026-11-25T09:00"),
+        ("0 9 * * 0", "2026-11-21T10:00", "2026-11-22T09:00"),
+        ("0 9 * * 7", "2026-11-21T10:00", "2026-11-22T09:00"),
+        ("0 9 * * sat-sun", "2026-11-21T10:00", "2026-11-22T09:00"),
+        ("0 9 * * sun-tue", "2026-11-21T10:00", "2026-11-22T09:00"),
+        ("0 0 1 1 *", "2026-11-21T10:00", "2027-01-01T00:00"),
+        ("0 0 1 jan,jul *", "2027-01-01T10:00", "2027-07-01T00:00"),
+        ("0 0 29 2 *", "2026-11-21T10:00", "2028-02-29T00:00"),
+        ("0 0 29 2 *", "2097-01-01T10:00", "2104-02-29T00:00"),
+        ("0 0 31 * *", "2026-11-21T10:00", "2026-12-31T00:00"),
+        # either day is enough where neither field begins with a star …
+        ("0 9 13 * fri", "2026-11-14T10:00", "2026-11-20T09:00"),
+        ("0 9 13 * fri", "2026-12-12T10:00", "2026-12-13T09:00"),
+        ("0 9 1-7 * mon", "2026-11-08T10:00", "2026-11-09T09:00"),
+        # … else both have to fit
+        ("0 9 */2 * mon", "2026-11-21T10:00", "2026-11-23T09:00"),
+        ("0 9 */2 * mon", "2026-11-24T10:00", "2026-12-07T09:00"),
+        ("0 9 13 * *", "2026-11-14T10:00", "2026-12-13T09:00"),
+        ("0 0 29 2 */7", "2026-11-21T10:00", "2032-02-29T00:00"),
+        # never
+        ("0 0 31 2 *", "2026-11-21T10:00", None),
+        ("0 0 30 feb */2", "2026-11-21T10:00", None),
+    ],
+)
+def test_when_an_expression_comes_next(expr, after, expected):
+    moment = next_run(expr, local(after), BERLIN)
+    assert moment == (local(expected) if expected else None)
+    assert expected is None or moment.tzinfo is BERLIN
+
+
+@pytest.mark.parametrize(
+    ("expr", "zone", "after", "expected"),
+    [  # moments in UTC, one behind the other
+        # Berlin, 29 March 2026: 02:00 is 03:00
+        ("30 2 * * *", "Europe/Berlin", "2026-03-28T12:00", ["03-29T01:00", "03-30T00:30"]),
+        ("0,30 2 * * *", "Europe/Berlin", "2026-03-28T12:00", ["03-29T01:00", "03-30T00:00"]),
+        ("0 3 * * *", "Europe/Berlin", "2026-03-28T12:00", ["03-29T01:00", "03-30T01:00"]),
+        ("0 2,3 * * *", "Europe/Berlin", "2026-03-28T12:00", ["03-29T01:00", "03-30T00:00"]),
+        ("30 2 29 3 *", "Europe/Berlin", "2026-03-28T12:00", ["03-29T01:00", "2027-03-29T00:30"]),
+        ("*/30 * * * *", "Europe/Berlin", "2026-03-29T00:15", ["03-29T00:30", "03-29T01:00", "03-29T01:30"]),
+        ("*/30 2 * * *", "Europe/Berlin", "2026-03-28T12:00", ["03-30T00:00", "03-30T00:30"]),
+        # 25 October: 03:00 is 02:00 again
+        ("30 2 * * *", "Europe/Berlin", "2026-10-24T12:00", ["10-25T00:30", "10-26T01:30"]),
+        ("30 2 * * *", "Europe/Berlin", "2026-10-25T00:30", ["10-26T01:30"]),
+        ("30 2 * * *", "Europe/Berlin", "2026-10-25T01:00", ["10-26T01:30"]),
+        ("30 * * * *", "Europe/Berlin", "2026-10-24T23:45", ["10-25T00:30", "10-25T01:30", "10-25T02:30"]),
+        ("0 */2 * * *", "Europe/Berlin", "2026-10-24T23:45", ["10-25T00:00", "10-25T01:00", "10-25T03:00"]),
+        # half an hour, a gap at midnight, a day that was left out, clocks that go back over midnight
+        ("15 2 * * *", "Australia/Lord_Howe", "2026-10-03T12:00", ["10-03T15:30", "10-04T15:15"]),
+        ("45 1 * * *", "Australia/Lord_Howe", "2026-04-04T12:00", ["04-04T14:45", "04-05T15:15"]),
+        ("0 0 * * *", "Africa/Cairo", "2026-04-23T12:00", ["04-23T22:00", "04-24T21:00"]),
+        ("0 10 30 12 *", "Pacific/Apia", "2011-12-29T12:00", ["2011-12-30T10:00"]),
+        ("30 23 31 10 *", "America/St_Johns", "2009-10-31T12:00", ["2009-11-01T02:00", "2010-11-01T02:00"]),
+        ("30 23 * * *", "America/St_Johns", "2010-11-06T12:00", ["2010-11-07T02:00", "2010-11-08T03:00"]),
+        ("* * * * *", "America/St_Johns", "2010-11-07T02:29", ["2010-11-07T02:30", "2010-11-07T02:31"]),
+    ],
+)
+def test_when_clocks_are_set(expr, zone, after, expected):
+    moment = datetime.fromisoformat(after).replace(tzinfo=UTC)
+    for text in expected:
+        moment = next_run(expr, moment, ZoneInfo(zone)).astimezone(UTC)
+        year = "" if text.startswith("20") else f"{after[:4]}-"
+        assert moment == datetime.fromisoformat(year + text).replace(tzinfo=UTC)
+
+
+@pytest.mark.parametrize(
+    ("expr", "complaint"),
+    [
+        ("", "has 0 fields instead of five: minute, hour"),
+        ("0 9 * *", "has 4 fields"),
+        ("0 0 9 * * *", "has 6 fields"),
+        ("@daily", "has 1 fields"),
+        ("60 * * * *", "minute: '60' is not within 0-59"),
+        ("* 24 * * *", "hour: '24' is not within 0-23"),
+        ("* * 0 * *", "day of month: '0' is not within 1-31"),
+        ("* * * 13 *", "month: '13' is not within 1-12"),
+        ("* * * * 8", "day of week: '8' is not within 0-7"),
+        ("* * * mon *", "month: 'mon' is not within"),
+        ("*/0 * * * *", "minute: './0' never comes"),
+        ("0 22-2 * * *", "hour: '22-2' never comes; 22-2 is written as 22-23,0-2"),
+        ("5/15 * * * *", "minute: '5/15' is none of"),
+        ("*-5 * * * *", "minute: '.-5' is none of"),
+        ("1,,2 * * * *", "minute: '' is none of"),
+        ("-1 * * * *", "minute: '-1' is none of"),
+        ("١ * * * *", "minute: '١' is none of"),
+        ("0 9 ? * l", "day of month: '.' is none of"),
+    ],
+)
+def test_a_bad_expression_says_what_is_wrong(expr, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        next_run(expr, local("2026-11-21T12:00"), BERLIN)
+
+
+def random_field(random: Random, lowest: int, highest: int, most: int = 59) -> tuple[str, set[int]]:
+    """A field as text, and the values that it means."""
+    low, high = random.randint(lowest, min(highest, most)), random.randint(lowest, min(highest, most))
+    step = random.randint(1, 9)
+    low, high = min(low, high), max(low, high)
+    return random.choice([
+        ("*", set(range(lowest, highest + 1))),
+        (f"*/{step}", set(range(lowest, highest + 1, step))),
+        (f"{low}", {low}),
+        (f"{low},{high}", {low, high}),
+        (f"{low}-{high}", set(range(low, high + 1))),
+        (f"{low}-{high}/{step}", set(range(low, high + 1, step))),
+    ])  # fmt: skip
+
+
+def by_the_minute(texts: list[str], sets: list[set[int]], after: datetime, zone: ZoneInfo) -> datetime | None:
+    """The oracle: look at the clock on the wall every minute, and at what it left out."""
+
+    def fits(wall: datetime) -> bool:
+        minutes, hours, days, months, weekdays = sets
+        in_time = wall.minute in minutes and wall.hour in hours and wall.month in months
+        in_month, in_week = wall.day in days, bool({wall.isoweekday(), wall.isoweekday() % 7} & weekdays)
+        is_either = texts[2][0] != "*" and texts[4][0] != "*"
+        return in_time and ((in_month or in_week) if is_either else (in_month and in_week))
+
+    is_fixed = texts[0][0] != "*" and texts[1][0] != "*"
+    moment = after.replace(second=0)
+    for _ in range(4 * 24 * 60):
+        before, moment = moment.astimezone(zone), moment + timedelta(minutes=1)
+        wall = moment.astimezone(zone)
+        naive, skipped = wall.replace(tzinfo=None), before.replace(tzinfo=None) + timedelta(minutes=1)
+        is_second_time = wall.fold == 1
+        if fits(wall) and not (is_fixed and is_second_time):
+            return wall
+        while is_fixed and skipped < naive:
+            if fits(skipped):
+                return wall
+            skipped += timedelta(minutes=1)
+    return None
+
+
+def test_the_calendar_agrees_with_a_clock_that_is_looked_at_every_minute():
+    """In zones and weeks in which clocks are set: by an hour, by half of one, at midnight."""
+    changes = [
+        ("Europe/Berlin", "2026-03-28"),
+        ("Europe/Berlin", "2026-10-24"),
+        ("America/New_York", "2026-03-07"),
+        ("Australia/Lord_Howe", "2026-04-04"),
+        ("Australia/Lord_Howe", "2026-10-03"),
+        ("Africa/Cairo", "2026-04-23"),
+        ("Africa/Cairo", "2026-10-29"),
+        ("Asia/Kolkata", "2026-01-01"),
+        ("America/St_Johns", "2010-11-06"),
+        ("America/Nuuk", "2026-10-24"),
+    ]
+    random = Random(11)
+    for number in range(60):
+        name, day = changes[number % len(changes)]
+        zone = ZoneInfo(name)
+        times = [random_field(random, 0, 59), random_field(random, 0, 23, most=4)]
+        days = [random_field(random, 1, 31), ("*", set(range(1, 13))), random_field(random, 0, 7)]
+        fields = times + days
+        fields[2] = random.choice([fields[2], ("*", set(range(1, 32)))])
+        fields[4] = random.choice([fields[4], ("*", set(range(8)))])
+        texts, sets = [field[0] for field in fields], [field[1] for field in fields]
+        after = datetime.fromisoformat(day).replace(tzinfo=UTC) + timedelta(minutes=random.randint(0, 2_000))
+        expected = by_the_minute(texts, sets, after, zone)
+        moment = next_run(" ".join(texts), after, zone)
+        if expected is None:
+            assert moment is None or moment > after + timedelta(days=3), (texts, name, after)
+        else:  # in UTC: in an overlap Python holds no two times of different zones for equal
+            assert moment.astimezone(UTC) == expected.astimezone(UTC), (texts, name, after)
+
+
+def test_the_zone_of_this_machine_has_its_rules(tmp_path, monkeypatch):
+    folder = next(Path(folder) for folder in zoneinfo.TZPATH if (Path(folder) / "Europe/Berlin").exists())
+    link = tmp_path / "localtime"
+    link.symlink_to(folder / "Europe/Berlin")
+    monkeypatch.delenv("TZ", raising=False)
+    zone = machine_zone(link)
+    assert str(zone) == "Europe/Berlin"
+    assert datetime(2026, 7, 1, tzinfo=zone).utcoffset() == timedelta(hours=2)
+    assert machine_zone(tmp_path / "gone").utcoffset(None) is not None
+    monkeypatch.setenv("TZ", ":Asia/Tokyo")
+    assert str(machine_zone(link)) == "Asia/Tokyo"
+
+
+# ---- Cron ----
+
+START = local("2026-11-21T12:00")
+CHAT = SimpleNamespace(channel="telegram", chat_id="42")
+
+
+class Office:
+    """A service in a test: a clock that the test sets, and what was fired."""
+
+    def __init__(self, folder: Path, now: datetime = START):
+        self.now, self.fired, self.fire = now, [], None
+        self.path = folder / "cron" / "jobs.json"
+        self.service = CronService(self.path, self.on_fire, now=lambda: self.now, zone=BERLIN)
+
+    async def on_fire(self, job: CronJob) -> None:
+        self.fired.append((job.message, self.now.strftime("%d %H:%M:%S")))
+        if self.fire:
+            await self.fire(job)
+
+    def add(self, message: str, **schedule) -> str:
+        """The new job's id."""
+        return self.service.cron("add", message, turn=CHAT, **schedule).split()[2].rstrip(",")
+
+    def rows(self) -> list:
+        return json.loads(self.path.read_text())["jobs"]
+
+    def pass_time(self, seconds: float, step: float = 1) -> list:
+        """What was fired meanwhile, as (message, time)."""
+
+        async def run() -> None:
+            for _ in range(round(seconds / step)):
+                self.now = (self.now.astimezone(UTC) + timedelta(seconds=step)).astimezone(BERLIN)
+                await asyncio.gather(*await self.service.tick())
+
+        self.fired.clear()
+        asyncio.run(run())
+        return self.fired
+
+
+def test_every_cron_and_at_each_in_its_time(tmp_path):
+    office = Office(tmp_path)
+    office.add("drink", every_seconds=600)
+    office.add("lunch", cron_expr="30 12 * * *")
+    office.add("stretch", at="2026-11-21T12:25")
+    assert office.pass_time(1_800, step=60) == [
+        ("drink", "21 12:10:00"), ("drink", "21 12:20:00"), ("stretch", "21 12:25:00"),
+        ("drink", "21 12:30:00"), ("lunch", "21 12:30:00"),
+    ]  # fmt: skip
+    assert [row["message"] for row in office.rows()] == ["drink", "lunch"]
+    assert office.pass_time(86_400 - 600, step=600)[-1] == ("drink", "22 12:20:00")
+    assert office.pass_time(600, step=600) == [("drink", "22 12:30:00"), ("lunch", "22 12:30:00")]
+
+
+def test_each_job_remembers_its_chat_and_names_its_run(tmp_path):
+    office, names = Office(tmp_path), []
+
+    async def fire(job: CronJob) -> None:
+        names.append((job.channel, job.chat_id, job.id, job.since))
+
+    office.fire = fire
+    id = office.add("drink", every_seconds=60)
+    office.pass_time(120, step=60)
+    assert [name[:3] for name in names] == [("telegram", "42", id)] * 2
+    assert names[0] != names[1]
+
+
+def test_a_repeated_job_keeps_its_phase_over_a_restart_and_a_long_run(tmp_path):
+    office = Office(tmp_path)
+    office.add("drink", every_seconds=3_600)
+    office = Office(tmp_path, local("2026-11-21T15:20"))
+    assert office.pass_time(3_600, step=60) == [("drink", "21 16:00:00")]
+
+    async def slow(job: CronJob) -> None:
+        office.now += timedelta(minutes=90)
+
+    office.fire = slow
+    assert office.pass_time(3_000, step=60)[:1] == [("drink", "21 17:00:00")]
+    office.fire = None
+    assert office.pass_time(3_600, step=60)[0][1].endswith(":00:00")
+
+
+@pytest.mark.parametrize(
+    ("job", "due", "expected"),
+    [
+        (CronJob("a", every_seconds=60), "12:00:01", "wait"),
+        (CronJob("a", every_seconds=60), None, "wait"),
+        (CronJob("a", every_seconds=60, enabled=False), "12:00", "wait"),
+        (CronJob("a", every_seconds=60), "12:00", "fire"),
+        (CronJob("a", every_seconds=60), "11:59", "fire"),
+        (CronJob("a", every_seconds=60), "11:58:59", "skip"),
+        (CronJob("a", cron_expr="* * * * *"), "11:58:59", "skip"),
+        (CronJob("a", every_seconds=60, system=True), "06:00", "fire"),
+        (CronJob("a", at="x"), "06:00", "fire"),
+    ],
+)
+def test_what_a_look_at_the_clock_means(job, due, expected):
+    assert verdict(job, local(f"2026-11-21T{due}") if due else None, START) == expected
+
+
+def test_a_missed_at_comes_once_and_one_of_long_ago_is_only_told(tmp_path):
+    office = Office(tmp_path)
+    office.add("call Ann", at="2026-11-21T13:00")
+    office.add("old", at="2026-11-21T12:30")
+    office = Office(tmp_path, local("2026-11-22T12:45"))
+    told = "Only tell the user that this was missed on Sat 2026-11-21 12:30 CET: old"
+    assert office.pass_time(5) == [("call Ann", "22 12:45:01"), (told, "22 12:45:01")]
+    assert Office(tmp_path, office.now).pass_time(5) == []
+    assert office.rows() == []
+
+
+def test_a_job_that_fails_keeps_its_times_and_the_clock_goes_on(tmp_path):
+    office = Office(tmp_path)
+
+    async def fail(job: CronJob) -> None:
+        if job.message != "good":
+            raise ConnectionError("no model")
+
+    office.fire = fail
+    for name in ("bad", "good"):
+        office.add(name, every_seconds=60)
+    once = office.add("once", at="2026-11-21T12:01")
+    assert len(office.pass_time(1_500, step=60)) == 51
+    rows = {row["message"]: row for row in office.rows()}
+    assert [len(rows[name]["runs"]) for name in ("bad", "good")] == [20, 20]
+    assert rows["bad"]["runs"][-1]["error"] == "ConnectionError: no model"
+    assert rows["good"]["runs"][-1]["error"] == ""
+    assert rows["once"]["enabled"] is False
+    listing = office.service.cron("list", turn=CHAT)
+    assert (
+        f"{once} · at 2026-11-21T12:01:00+01:00 · off · telegram:42 · once · failed: ConnectionError"
+        in listing
+    )
+
+
+def test_a_job_that_hangs_or_is_stopped_holds_up_no_other(tmp_path):
+    office = Office(tmp_path)
+
+    async def test() -> None:
+        gate = asyncio.Event()
+
+        async def fire(job: CronJob) -> None:
+            if job.message == "slow":
+                await gate.wait()
+            if job.message == "stopped":
+                raise asyncio.CancelledError
+
+        office.fire = fire
+        for name in ("slow", "quick", "stopped"):
+            office.add(name, every_seconds=60)
+        for minute in range(1, 4):
+            office.now = START + timedelta(minutes=minute)
+            tasks = await office.service.tick()
+            await asyncio.wait(tasks[-2:], timeout=PATIENCE)
+        assert [message for message, _ in office.fired].count("slow") == 1
+        assert [message for message, _ in office.fired].count("quick") == 3
+        rows = {row["message"]: row for row in office.rows()}
+        assert [run["error"] for run in rows["stopped"]["runs"]] == ["stopped"] * 3
+        gate.set()
+
+    asyncio.run(test())
+
+
+def test_other_programs_changes_are_picked_up_and_not_undone(tmp_path):
+    office, other = Office(tmp_path), Office(tmp_path)
+    kept, removed, off = [office.add(name, every_seconds=60) for name in ("kept", "removed", "off")]
+    assert len(office.pass_time(60, step=60)) == 3
+
+    async def meanwhile(job: CronJob) -> None:  # while the jobs run
+        if job.id == kept:
+            other.service.cron("remove", job_id=removed, turn=CHAT)
+            other.now = office.now
+            other.add("new", every_seconds=60)
+            rows = other.rows()
+            next(row for row in rows if row["id"] == off)["enabled"] = False
+            other.path.write_text(json.dumps({"jobs": rows}))
+
+    office.fire = meanwhile
+    office.pass_time(60, step=60)
+    office.fire = None
+    assert sorted(row["message"] for row in office.rows()) == ["kept", "new", "off"]
+    assert sorted(message for message, _ in office.pass_time(60, step=60)) == ["kept", "new"]
+
+
+def test_a_job_may_be_added_while_one_runs(tmp_path):
+    office = Office(tmp_path)
+
+    async def fire(job: CronJob) -> None:
+        if job.message == "first":
+            await asyncio.to_thread(office.add, "second", at="2026-11-21T12:02")
+
+    office.fire = fire
+    office.add("first", at="2026-11-21T12:01")
+    assert [message for message, _ in office.pass_time(120, step=60)] == ["first", "second"]
+
+
+def test_system_jobs_are_listed_and_protected(tmp_path):
+    beats = []
+
+    def started(now: datetime) -> Office:
+        office = Office(tmp_path, now)
+
+        async def beat() -> None:
+            beats.append(office.now.strftime("%H:%M"))
+
+        office.service.add_system("heartbeat", 1_800, beat)
+        return office
+
+    office = started(START)
+    office.pass_time(3_600, step=600)
+    assert beats == ["12:30", "13:00"]
+    assert "heartbeat · every 1800 s · next Sat 2026-11-21 13:30 CET · system · " in office.service.cron(
+        "list", turn=CHAT
+    )
+    with pytest.raises(CronError, match="heartbeat is a job of the system: it cannot be removed"):
+        office.service.cron("remove", job_id="heartbeat", turn=CHAT)
+    office = started(local("2026-11-21T15:10"))  # it missed some: one at once, then in its rhythm
+    office.pass_time(1_800, step=600)
+    assert beats[2:] == ["15:20", "15:30"]
+    assert len(office.rows()) == 1
+    assert Office(tmp_path, office.now).pass_time(7_200, step=600) == []  # nobody here knows what it does
+
+
+def test_a_disk_that_refuses_makes_nothing_run_twice(tmp_path, caplog):
+    office = Office(tmp_path)
+    office.add("drink", every_seconds=60)
+    office.add("once", at="2026-11-21T12:01")
+    assert len(office.pass_time(1)) == 0
+    temporary = office.path.with_suffix(".tmp")
+    temporary.mkdir()  # no file can be written there
+    assert office.pass_time(120) == [
+        ("drink", "21 12:01:00"),
+        ("once", "21 12:01:00"),
+        ("drink", "21 12:02:00"),
+    ]
+    assert "cannot be noted" in caplog.text
+    temporary.rmdir()
+    assert office.pass_time(60) == [("drink", "21 12:03:00")]
+    assert office.pass_time(60) == [("drink", "21 12:04:00")]
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"jobs": {}}', b"\x00" * 50, b"\xff\xfe{", b"null"])
+def test_a_damaged_file_is_set_aside_and_never_taken_for_no_jobs(tmp_path, caplog, damage):
+    office = Office(tmp_path)
+    office.add("drink", every_seconds=60)
+    office.path.write_bytes(damage)
+    office = Office(tmp_path)
+    with pytest.raises(CronError, match="jobs.json cannot be read"):
+        office.service.cron("list", turn=CHAT)
+    assert office.pass_time(60, step=60) == []
+    assert office.path.read_bytes() == damage
+    office.add("new", every_seconds=60)
+    [aside] = office.path.parent.glob("jobs.json.corrupt-*")
+    assert aside.read_bytes() == damage
+    assert str(aside) in caplog.text
+    assert f"{aside} was damaged" in office.service.cron("list", turn=CHAT)
+    assert [row["message"] for row in office.rows()] == ["new"]
+
+
+def test_a_file_that_is_damaged_meanwhile_is_made_new_from_what_is_known(tmp_path):
+    office = Office(tmp_path)
+    office.add("drink", every_seconds=60)
+    assert len(office.pass_time(60, step=60)) == 1
+    office.path.write_bytes(office.path.read_bytes()[:40])  # somebody is just writing it
+    assert len(office.pass_time(60, step=60)) == 1
+    assert [row["message"] for row in office.rows()] == ["drink"]
+
+
+def test_what_means_nothing_in_the_file_is_kept(tmp_path):
+    office = Office(tmp_path)
+    office.path.parent.mkdir()
+    by_hand = {"id": "hand", "message": "by hand", "cron_expr": "1 12 * * *", "tz": None, "colour": "red"}
+    strange = ["text", 7, None, {}, {"id": "x"}, {"id": "y", "every_seconds": -1}]
+    strange += [{"id": "z", "cron_expr": "x"}, {"id": "n", "every_seconds": "often"}]
+    strange += [{"id": "t", "cron_expr": "1 1 * * *", "tz": "Mars/Olympus"}]
+    office.path.write_text(json.dumps({"jobs": [*strange, by_hand]}))
+    assert office.pass_time(120, step=60) == [("by hand", "21 12:01:00")]
+    rows = office.rows()
+    assert rows[:-1] == strange
+    assert rows[-1].pop("runs")
+    assert rows[-1].pop("since")
+    assert rows[-1] == {**by_hand, "enabled": True}
+    assert office.service.cron("list", turn=CHAT).count("\n") == 0
+
+
+KILLED = """
+import os, sys
+from datetime import datetime, timezone
+from pathlib import Path
+from channels import CronJob, JobStore
+from dataclasses import asdict
+step, kept = int(sys.argv[2]), []
+
+def audit(event, arguments):
+    path = str(arguments[0]) if arguments else ""
+    if (event in ("open", "os.rename") and "jobs" in path) or event == "fcntl.flock":
+        kept.append(event)
+        if len(kept) > step:
+            os._exit(9)
+
+sys.addaudithook(audit)
+JobStore(Path(sys.argv[1])).change(lambda rows: [*rows, {"id": "new", "message": "x" * 100_000}])
+"""
+
+
+def test_a_kill_between_any_two_steps_of_writing_leaves_all_or_nothing(tmp_path):
+    ends = set()
+    for step in itertools.count():
+        path = tmp_path / str(step) / "jobs.json"
+        path.parent.mkdir()
+        path.write_text('{"jobs": [{"id": "old"}]}')
+        done = subprocess.run([sys.executable, "-c", KILLED, path, str(step)], cwd=ROOT)
+        ids = [row["id"] for row in JobStore(path).read()]
+        assert ids in (["old"], ["old", "new"])
+        ends.add(tuple(ids))
+        JobStore(path).change(lambda rows: [*rows, {"id": "next"}])  # no lock and no rest is in the way
+        assert [row["id"] for row in JobStore(path).read()] == [*ids, "next"]
+        if done.returncode == 0:
+            break
+    assert step >= 3
+    assert len(ends) == 2
+
+
+def test_a_write_that_stopped_at_any_byte_does_no_harm(tmp_path):
+    office = Office(tmp_path)
+    office.add("drink", every_seconds=60)
+    whole = office.path.read_bytes()
+    for size in range(0, len(whole), 7):
+        office.path.with_suffix(".tmp").write_bytes(whole[:size])
+        assert [row["message"] for row in JobStore(office.path).read()] == ["drink"]
+    office.add("second", every_seconds=60)
+    assert len(office.rows()) == 2
+
+
+ADDING = """
+import sys
+from pathlib import Path
+from channels import JobStore
+for number in range(20):
+    JobStore(Path(sys.argv[1])).change(lambda rows: [*rows, {"id": f"{sys.argv[2]}{number}"}])
+"""
+
+
+def test_two_programs_that_add_at_the_same_time_lose_nothing(tmp_path):
+    path = tmp_path / "jobs.json"
+
+    def add() -> None:
+        JobStore(path).change(lambda rows: [*rows, {"id": "t"}])
+
+    processes = [subprocess.Popen([sys.executable, "-c", ADDING, path, name], cwd=ROOT) for name in "ab"]
+    threads = [threading.Thread(target=add) for _ in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [process.wait(PATIENCE) for process in processes] == [0, 0]
+    assert len(JobStore(path).read()) == 60
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({"message": " ", "every_seconds": 60}, "message is empty"),
+        ({"message": "x"}, "exactly one of every_seconds, cron_expr and at"),
+        ({"message": "x", "every_seconds": 60, "at": "2026-12-01"}, "exactly one of"),
+        ({"message": "x", "every_seconds": -5}, "it does not say when"),
+        ({"message": "x", "every_seconds": 10**15}, "No job was made"),
+        ({"message": "x", "every_seconds": 60, "tz": "Europe/Berlin"}, "tz is for cron_expr"),
+        ({"message": "x", "cron_expr": "0 9 * * *", "tz": "Mars/Olympus"}, "no time zone 'Mars/Olympus'"),
+        ({"message": "x", "cron_expr": "0 9 * * *", "tz": "../etc/passwd"}, "no time zone"),
+        ({"message": "x", "cron_expr": "0 25 * * *"}, "hour: '25' is not within 0-23"),
+        ({"message": "x", "cron_expr": "0 0 31 2 *"}, "never comes. It is now Sat 2026-11-21 12:00 CET"),
+        ({"message": "x", "at": "2026-11-21T11:59"}, "never comes. It is now Sat 2026-11-21 12:00 CET"),
+        ({"message": "x", "at": "tomorrow"}, "No job was made of 'at tomorrow'"),
+    ],
+)
+def test_a_wish_that_cannot_be_met_says_why(tmp_path, arguments, complaint):
+    office = Office(tmp_path)
+    with pytest.raises(CronError, match=complaint):
+        office.service.cron("add", turn=CHAT, **arguments)
+    assert not office.path.exists()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "answer"),
+    [
+        ({"at": "2026-11-21T17:00"}, "Sat 2026-11-21 17:00 CET"),
+        ({"at": "2026-11-21T17:00:00Z"}, "Sat 2026-11-21 18:00 CET"),
+        ({"at": "2027-07-01T17:00"}, "Thu 2027-07-01 17:00 CEST"),
+        ({"cron_expr": "0 9 * * *", "tz": "America/New_York"}, "Sat 2026-11-21 09:00 EST"),
+        ({"cron_expr": " 0 9 * * * "}, "Sun 2026-11-22 09:00 CET"),
+        ({"every_seconds": 90}, "Sat 2026-11-21 12:01 CET"),
+    ],
+)
+def test_the_model_is_told_when_a_job_comes(tmp_path, schedule, answer):
+    added = Office(tmp_path).service.cron("add", "stretch", turn=CHAT, **schedule)
+    assert answer in added
+
+
+def test_the_tool_lists_and_removes_and_makes_no_job_in_a_job(tmp_path):
+    office = Office(tmp_path)
+    assert office.service.cron("list", turn=CHAT) == "There are no jobs."
+    id = office.add("water the plants", cron_expr="0 9 * * *")
+    assert office.service.cron("list", turn=CHAT) == (
+        f"{id} · cron 0 9 * * * · next Sun 2026-11-22 09:00 CET · telegram:42 · water the plants"
+    )
+    with pytest.raises(CronError, match=f"no job 'x'. There are: {id}"):
+        office.service.cron("remove", job_id="x", turn=CHAT)
+    in_a_job = SimpleNamespace(channel="cron", chat_id=id)
+    with pytest.raises(CronError, match="A job that runs adds no others"):
+        office.service.cron("add", "more", every_seconds=60, turn=in_a_job)
+    assert office.service.cron("remove", job_id=id, turn=in_a_job) == f"Removed job {id}."
+    assert office.rows() == []
+
+
+def test_the_service_runs_until_it_is_cancelled_whatever_happens(tmp_path, caplog):
+    office, naps = Office(tmp_path), []
+    office.add("drink", every_seconds=60)
+    good = office.path.read_text()
+
+    async def test() -> None:
+        gate, cancelled = asyncio.Event(), []
+
+        async def fire(job: CronJob) -> None:
+            try:
+                await gate.wait()
+            finally:
+                cancelled.append(job.message)
+
+        async def sleep(seconds: float) -> None:
+            naps.append(seconds)
+            office.now += timedelta(seconds=seconds)
+            if len(naps) == 10:
+                office.path.unlink()
+                office.path.mkdir()  # what cannot be read
+            if len(naps) == 12:
+                office.path.rmdir()
+                office.path.write_text(good)
+            if len(naps) == 70:
+                await gate.wait()
+            await asyncio.sleep(0)
+
+        office.fire, office.service.sleep = fire, sleep
+        task = asyncio.create_task(office.service.run())
+        while len(naps) < 70:
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task], timeout=PATIENCE)
+        assert cancelled == ["drink"]
+
+    asyncio.run(test())
+    assert "the jobs cannot be looked at" in caplog.text
+    assert office.rows()[0]["runs"] == []  # it was cut off: at the next start it runs again
+
+
+# ---- Heartbeat ----
+
+
+@pytest.mark.parametrize(
+    ("text", "active"),
+    [
+        ("", ""),
+        ("# Heartbeat\n\n## Tasks\n---\n- [ ]\n-\n", ""),
+        ("<!-- write tasks here\n- [ ] like this -->\n", ""),
+        ("<!-- never closed\n- [ ] water", ""),
+        ("- [x] call Ann\n  her number is 555\n* [X] done\n", ""),
+        ("- [x] call Ann\n  - [ ] ask for Bob", "- [ ] ask for Bob"),
+        ("# Tasks\n- [x] call Ann\n- [ ] water the plants\n", "# Tasks\n\n- [ ] water the plants"),
+        ("Look at the inbox.", "Look at the inbox."),
+        ("#5 is open", "#5 is open"),
+        ("\ufeff# Tasks\r\n- [x] done\r\n", ""),
+    ],
+)
+def test_what_is_to_be_done_at_a_heartbeat(tmp_path, text, active):
+    path, asked = tmp_path / "HEARTBEAT.md", []
+    path.write_text(text, encoding="utf-8", newline="")
+
+    async def ask(tasks: str) -> None:
+        asked.append(tasks)
+
+    asyncio.run(Heartbeat(path, ask).beat())
+    assert asked == ([active] if active else [])
+    assert active_tasks(text.removeprefix("\ufeff")) == active
+
+
+def test_no_heartbeat_file_is_no_task(tmp_path):
+    asyncio.run(Heartbeat(tmp_path / "gone", None).beat())
