@@ -933,25 +933,28 @@ def test_prompt_prints_what_is_sent(own_home):
 
 
 def test_prompt_and_status_show_the_governed_request_and_say_in_numbers_what_is_left_out(own_home):
-    """A window of 6,000 tokens: what is printed is what is sent, to the message."""
-    settings = own_home / "settings.json"
-    settings.write_text('{"agents": {"defaults": {"contextWindowTokens": 6000, "maxTokens": 1000}}}')
-    flags = ["--config", str(settings)]
+    """With room for all: what is printed is what is sent, to the message. With a window of 6,000
+    tokens: the sum fits, and what does not is told in numbers."""
+    narrow = own_home / "settings.json"
+    narrow.write_text('{"agents": {"defaults": {"contextWindowTokens": 6000, "maxTokens": 1000}}}')
+    flags = ["--config", str(narrow)]
     with FakeLLM(lambda body: "word " * 400) as server:
         for n in range(6):
-            nanobot("-m", f"question {n}", *flags, server=server)
+            nanobot("-m", f"question {n}", server=server)
+        _, whole, _ = nanobot("prompt", "question 6", server=server)
         _, out, _ = nanobot("prompt", "question 6", *flags, server=server)
         _, status, _ = nanobot("-m", "/status", *flags, server=server)
-        _, _, err = nanobot("-m", "question 6", *flags, server=server)
+        nanobot("-m", "question 6", server=server)
         sent = server.bodies[-1]["messages"]
-    left_out = re.search(r"^(\d) of 7 turns, ~[\d,]+ tokens, are left out$", out, re.M)
-    assert int(left_out[1]) > 0
-    assert left_out[0] in err
-    used = re.search(r"^In all: context ([\d,]+) of 6,000$", out, re.M)[1]
-    assert int(used.replace(",", "")) < 6_000
-    assert int(re.search(r"^context ([\d,]+) of 6,000$", status, re.M)[1].replace(",", "")) < 6_000
-    history = re.search(r"==== History .*?====\n(.*?)\n\n====", out, re.S)[1].split("\n")
+        _, _, err = nanobot("-m", "question 7", *flags, server=server)
+        in_all = json.dumps(server.bodies[-1])
+    history = re.search(r"==== History .*?====\n(.*?)\n\n====", whole, re.S)[1].split("\n")
     assert [json.loads(line)["content"] for line in history] == [each["content"] for each in sent[1:-1]]
+    assert int(re.search(r"^(\d) of 7 turns, ~[\d,]+ tokens, are left out$", out, re.M)[1]) > 0
+    for text, pattern in ((out, "In all: context "), (status, "context "), (err, ".* context ")):
+        used = re.search(rf"^{pattern}([\d,]+) of 6,000$", text, re.M)[1]
+        assert 1_000 < int(used.replace(",", "")) < 6_000
+    assert len(in_all) < 6_000 * 5
 
 
 def test_an_agent_takes_its_message_as_a_word_too(own_home):
