@@ -803,9 +803,7 @@ def shortened(result: dict, most: int) -> dict:
 
 def turn_old_results_into_lines(draft: Draft) -> None:
     """All but the 10 newest of the tools that can be called again."""
-    functions = functions_of(draft.messages)
-    names = {key: function.get("name") for key, function in functions.items()}
-    results = [m for m in draft.past + draft.turn if names.get(id(m)) in REPEATABLE]
+    results = [m for m in draft.past + draft.turn if m.get("name") in REPEATABLE]
     unseen = {id(message) for message in draft.turn[last_step(draft.turn) :]}
     old = [message for message in results[:-10] if id(message) not in unseen]
     turn_into_lines(draft, old, math.inf)

@@ -862,7 +862,7 @@ def test_nothing_is_done_to_what_fits():
 
 def test_old_results_become_lines_that_say_what_was_there_but_the_10_newest_and_short_ones_stay():
     messages, counter = conversation(14, 2_000), estimating()
-    messages[2]["tool_calls"][0]["function"]["name"] = "message"  # cannot be called again
+    messages[3]["name"] = "message"  # cannot be called again
     messages[7]["content"] = "short"
     governed = govern(messages, int(counter.total(messages) * 1.1), counter)
     contents = [message["content"] for message in governed.messages if message["role"] == "tool"]
