@@ -122,9 +122,9 @@ def project(lines: Iterable[dict | None], before: dict | None = None) -> list[di
         if before is None and line["role"] != "user":
             continue
         message = {key: value for key, value in line.items() if key not in OWN_KEYS}
-        if line["role"] == "user":
-            parts = [gap_after(before), line.get("runtime"), as_text(line.get("content"))]
-            message["content"] = "\n\n".join(filter(None, parts))
+        notes = [note for note in (gap_after(before), line.get("runtime")) if note]
+        if notes and line["role"] == "user":
+            message["content"] = "\n\n".join([*notes, as_text(line.get("content"))])
         history.append(message)
         before = line
     return history

@@ -743,6 +743,9 @@ def test_the_gap_is_told_before_the_runtime_facts_and_before_the_blocks_of_anoth
         user(f"{gap}\n\n[Monday]\n\nb"),
         user(f"{gap}\n\n{json.dumps(blocks)}"),
     ]
+    session.restart()
+    session.lines.append({"role": "user", "content": blocks})
+    assert session.get_history() == [{"role": "user", "content": blocks}]
 
 
 def test_an_answer_that_broke_off_can_be_continued_where_it_stops(sessions):
