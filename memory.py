@@ -1236,7 +1236,8 @@ def what_happened(dream: Dream, batch: list[dict]) -> list[dict]:
 
 
 def what_to_edit(dream: Dream, findings: list[str]) -> list[dict]:
-    known = [f"- {skill.name}: {skill.description} ({skill.path})" for skill in dream.skills.load()]
+    skills = [skill for skill in dream.skills.load() if not skill.problem]
+    known = [f"- {skill.name}: {skill.description} ({skill.path})" for skill in skills]
     parts = ["# Findings", *findings, *files_of(dream), "# Skills", *known]
     return request(dream.edit_prompt, "\n\n".join(parts))
 
@@ -1269,7 +1270,10 @@ def must_be_repeated(dream: Dream, outcome: str) -> bool:
 def reason_to_refuse(dream: Dream, name: str, arguments: dict) -> str:
     home = dream.store.workspace.resolve()
     own, *kits = [folder.resolve() for folder in dream.skills.folders]
-    path = (home / os.path.expanduser(str(arguments.get("path", "")))).resolve()
+    try:
+        path = (home / os.path.expanduser(str(arguments.get("path", "")))).resolve()
+    except (OSError, ValueError, RuntimeError) as problem:  # a NUL, a loop of links
+        return f"That is no usable path: {problem}"
     match name:
         case "read_file":
             is_inside = any(path.is_relative_to(root) for root in (home, *kits))

@@ -1635,6 +1635,7 @@ KIT = ROOT / "skills"
         ("read_file", "/etc/passwd", "", False),
         ("read_file", "~/.ssh/id_rsa", "", False),
         ("exec", "SOUL.md", "", False),
+        ("edit_file", "a\0b", "", False),
     ],
 )
 def test_a_dream_has_a_fence(home, tmp_path, name, path, text, is_fine):
