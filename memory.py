@@ -125,9 +125,9 @@ def project(lines: Iterable[dict | None], before: dict | None = None) -> list[di
     for line in filter(None, lines):
         if before is None and line["role"] != "user":
             continue
-        place = len(history) - line.get("unseen", 0)  # before what came too late for this answer
-        history.insert(place, as_sent(line, before))
-        before = line if place == len(history) - 1 else before
+        late = came_too_late_for(line)
+        history.insert(max(len(history) - late, 0), as_sent(line, before))
+        before = before if late else line
     return history
 
 
@@ -136,11 +136,17 @@ OWN_KEYS = ("timestamp", "runtime", "cut", "id", "beside", "unseen")
 
 def as_sent(line: dict, before: dict | None) -> dict:
     message = {key: value for key, value in line.items() if key not in OWN_KEYS}
-    if line["role"] == "user":
-        gap = "" if line.get("beside") else gap_after(before)  # it came while a turn was running
-        parts = [gap, line.get("runtime"), as_text(line.get("content"))]
-        message["content"] = "\n\n".join(filter(None, parts))
+    gap = "" if line.get("beside") else gap_after(before)  # it came while a turn was running
+    notes = [note for note in (gap, line.get("runtime")) if note]
+    if notes and line["role"] == "user":
+        message["content"] = "\n\n".join([*notes, as_text(line.get("content"))])
     return message
+
+
+def came_too_late_for(line: dict) -> int:
+    """How many messages before an answer the model had not seen: they stand behind it."""
+    count = line.get("unseen")
+    return count if isinstance(count, int) else 0
 
 
 def gap_after(line: dict | None) -> str:
@@ -815,9 +821,7 @@ def shortened(result: dict, most: int) -> dict:
 
 def turn_old_results_into_lines(draft: Draft) -> None:
     """All but the 10 newest of the tools that can be called again."""
-    functions = functions_of(draft.messages)
-    names = {key: function.get("name") for key, function in functions.items()}
-    results = [m for m in draft.past + draft.turn if names.get(id(m)) in REPEATABLE]
+    results = [m for m in draft.past + draft.turn if m.get("name") in REPEATABLE]
     unseen = {id(message) for message in draft.turn[last_step(draft.turn) :]}
     old = [message for message in results[:-10] if id(message) not in unseen]
     turn_into_lines(draft, old, math.inf)
@@ -1250,7 +1254,8 @@ def what_happened(dream: Dream, batch: list[dict]) -> list[dict]:
 
 
 def what_to_edit(dream: Dream, findings: list[str]) -> list[dict]:
-    known = [f"- {skill.name}: {skill.description} ({skill.path})" for skill in dream.skills.load()]
+    skills = [skill for skill in dream.skills.load() if not skill.problem]
+    known = [f"- {skill.name}: {skill.description} ({skill.path})" for skill in skills]
     parts = ["# Findings", *findings, *files_of(dream), "# Skills", *known]
     return request(dream.edit_prompt, "\n\n".join(parts))
 
@@ -1283,7 +1288,10 @@ def must_be_repeated(dream: Dream, outcome: str) -> bool:
 def reason_to_refuse(dream: Dream, name: str, arguments: dict) -> str:
     home = dream.store.workspace.resolve()
     own, *kits = [folder.resolve() for folder in dream.skills.folders]
-    path = (home / os.path.expanduser(str(arguments.get("path", "")))).resolve()
+    try:
+        path = (home / os.path.expanduser(str(arguments.get("path", "")))).resolve()
+    except (OSError, ValueError, RuntimeError) as problem:  # a NUL, a loop of links
+        return f"That is no usable path: {problem}"
     match name:
         case "read_file":
             is_inside = any(path.is_relative_to(root) for root in (home, *kits))

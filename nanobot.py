@@ -52,7 +52,8 @@ from channels import (
 )  # fmt: skip
 from memory import (
     Consolidator, Dream, Governed, MemoryRepository, MemoryStore, Session, SessionBusy,
-    SessionManager, Skill, SkillsLoader, TokenCounter, as_sent, govern, readable,
+    SessionManager, Skill, SkillsLoader, TokenCounter, as_sent, govern, newest, readable,
+    tokens_of,
 )  # fmt: skip
 from providers import (
     ROWS, Endpoint, HumanProvider, LLMProvider, LLMResponse, OfflineProvider, OpenAIProvider,
@@ -419,6 +420,7 @@ class ContextBuilder:
         self.memory = memory
         self.skills = skills
         self.zone = time_zone(config.defaults.timezone)
+        self.most = config.defaults.budget // 4  # tokens of facts and history together
 
     def request(self, turn: Turn, history: list[dict], images: list[dict]) -> list[dict]:
         """The messages of a request. Images are only in what is sent, in the last message."""
@@ -439,10 +441,10 @@ class ContextBuilder:
         parts = {"identity": identity(turn)}
         for name in self.own_files:
             parts[name] = titled(f"## {name}", own_text(turn, turn.workspace / name))
-        parts["Memory"] = titled("# Memory", own_text(turn, self.memory.facts))
+        facts, recent = remembered(self.memory, own_text(turn, self.memory.facts), self.most)
+        parts["Memory"] = titled("# Memory", facts)
         parts["Active Skills"] = titled("# Active Skills", "\n\n".join(always))
         parts["Skills"] = template("skills", skills="\n".join(listed)) if listed else ""
-        recent = "\n".join(self.memory.recent_history())
         parts["Recent History"] = titled("# Recent History", recent)
         return {name: text for name, text in parts.items() if text}
 
@@ -876,6 +878,14 @@ def is_untouched(name: str, text: str) -> bool:
     """Small models take "Who the user is goes here" for what it says about the user."""
     kit = DATA / "templates" / name
     return kit.exists() and text == kit.read_text(encoding="utf-8").strip()
+
+
+def remembered(memory: MemoryStore, facts: str, most: int) -> tuple[str, str]:
+    """Facts and recent history within `most` tokens; of more the oldest lines are left out."""
+    facts = "\n".join(newest(facts.split("\n"), most, "memory/MEMORY.md"))
+    room = most - tokens_of(facts)
+    recent = "\n".join(newest(memory.recent_history(), room, "memory/history.jsonl"))
+    return facts, recent
 
 
 def titled(title: str, text: str) -> str:
@@ -1334,7 +1344,8 @@ class Fence(AgentHook):
 
     async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
         for call in tool_calls:
-            call.denied = call.denied or self.reason_to_refuse(call.name, call.arguments)
+            call.denied = "This call could not be checked."  # should the rule itself fail
+            call.denied = self.reason_to_refuse(call.name, call.arguments)
 
 
 async def run_dreamer(

@@ -629,7 +629,8 @@ def signature_schema(function: Callable) -> dict:
 # and use is not noticed.
 
 AGENT_FILES = ("sessions", "cron", "memory/history.jsonl", "memory/HISTORY.md", "memory/.cursor",
-               "memory/.dream_cursor", "memory/.git", ".nanobot")  # fmt: skip
+               "memory/.dream_cursor", "memory/history-archive.jsonl", "memory/.lock",
+               "memory/.git", ".nanobot")  # fmt: skip
 
 
 def allowed_path(turn: Turn, text: str, write: bool) -> Path:

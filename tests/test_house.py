@@ -179,7 +179,9 @@ def test_one_idea_a_line(name):
 def is_schema(name: str, node: ast.FunctionDef) -> bool:
     """A tool's parameters are its schema: they may be as many as it needs."""
     decorators = " ".join(ast.unparse(each) for each in node.decorator_list)
-    return node.name in ("execute", "run") or re.match(r"tool\b", decorators) is not None
+    names = [argument.arg for argument in node.args.kwonlyargs]
+    is_tool = node.name in ("execute", "run") or re.match(r"tool\b", decorators) is not None
+    return is_tool or "turn" in names
 
 
 def test_functions_take_at_most_six_parameters():

@@ -743,6 +743,9 @@ def test_the_gap_is_told_before_the_runtime_facts_and_before_the_blocks_of_anoth
         user(f"{gap}\n\n[Monday]\n\nb"),
         user(f"{gap}\n\n{json.dumps(blocks)}"),
     ]
+    session.restart()
+    session.lines.append({"role": "user", "content": blocks})
+    assert session.get_history() == [{"role": "user", "content": blocks}]
 
 
 def test_an_answer_that_broke_off_can_be_continued_where_it_stops(sessions):
@@ -862,7 +865,7 @@ def test_nothing_is_done_to_what_fits():
 
 def test_old_results_become_lines_that_say_what_was_there_but_the_10_newest_and_short_ones_stay():
     messages, counter = conversation(14, 2_000), estimating()
-    messages[2]["tool_calls"][0]["function"]["name"] = "message"  # cannot be called again
+    messages[3]["name"] = "message"  # cannot be called again
     messages[7]["content"] = "short"
     governed = govern(messages, int(counter.total(messages) * 1.1), counter)
     contents = [message["content"] for message in governed.messages if message["role"] == "tool"]
@@ -1632,6 +1635,7 @@ KIT = ROOT / "skills"
         ("read_file", "/etc/passwd", "", False),
         ("read_file", "~/.ssh/id_rsa", "", False),
         ("exec", "SOUL.md", "", False),
+        ("edit_file", "a\0b", "", False),
     ],
 )
 def test_a_dream_has_a_fence(home, tmp_path, name, path, text, is_fine):
