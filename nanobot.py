@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import itertools
 import json
 import logging
@@ -43,26 +44,27 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 from weakref import WeakValueDictionary
 
 from channels import (
-    CLI, NOBODY_TO_ASK, BackgroundLoop, InboundMessage, MessageBus, OutboundMessage,
-    PrintableFormatter, Waiting, approval_question, end_on_signals, prepare_streams, printable,
+    CLI, NOBODY_TO_ASK, BackgroundLoop, Channel, CronError, CronJob, CronService, Heartbeat,
+    InboundMessage, MessageBus, OutboundMessage, PrintableFormatter, Telegram, Waiting,
+    approval_question, end_on_signals, machine_zone, prepare_streams, printable,
 )  # fmt: skip
 from memory import (
     Consolidator, Dream, Governed, MemoryRepository, MemoryStore, Session, SessionBusy,
-    SessionManager, Skill, SkillsLoader, TokenCounter, as_sent, govern, newest, readable,
-    tokens_of,
+    SessionManager, Skill, SkillsLoader, TokenCounter, as_sent, govern, last_line,
+    locked, newest, readable, tokens_of,
 )  # fmt: skip
 from providers import (
     ROWS, Endpoint, HumanProvider, LLMProvider, LLMResponse, OfflineProvider, OpenAIProvider,
     RecordedTools, ReplayDiffers, ReplayProvider, ToolCallRequest, Trace, choose_endpoint,
 )  # fmt: skip
 from tools import (
-    FILE_TOOLS, SEARCH_SERVICES, Exec, MCPServers, ToolError, ToolRegistry, ToolResult, Turn, Web,
-    WebFetch, WebSearch, as_schema, fits, image_block, in_thread, kinds, plain_text, read_bytes,
-    sandbox_problem,
+    FILE_TOOLS, SEARCH_SERVICES, Exec, MCPServers, Tool, ToolError, ToolRegistry, ToolResult, Turn,
+    Web, WebFetch, WebSearch, as_schema, fits, image_block, in_thread, kinds, plain_text, read_bytes,
+    sandbox_problem, tool,
 )  # fmt: skip
 
 __version__ = "0.1.0"
@@ -495,6 +497,8 @@ class AgentLoop:
         self.cost = CostTrackingHook(config.prices, self.model)
         self.hooks = [self.cost, *hooks]
         self.subagents = SubagentManager(self)
+        self.tools.register(tool(self.subagents.spawn))
+        self.tools.register(cron_tool(self))
         self.started = time.monotonic()
         self._turns: dict[str, asyncio.Task] = {}  # that run now, by session
         self._background: set[asyncio.Task] = set()
@@ -581,10 +585,10 @@ class AgentLoop:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    async def close(self) -> None:
-        """What was begun for the memory is finished, 60 s at most; then the servers are let go."""
+    async def close(self, seconds: float = 60.0) -> None:
+        """What was begun for the memory gets these seconds; then the servers are let go."""
         if self._background:
-            await asyncio.wait(self._background, timeout=60.0)
+            await asyncio.wait(self._background, timeout=seconds)
         await self.mcp.close()
 
     def turn(self, session_key: str) -> Turn:
@@ -1191,12 +1195,15 @@ class BusService:
             return
         turn = self.loop.turn(conversation.key)
         line, images = self.loop.context.user_message(message.content, turn, message.media)
-        line["id"] = message.message_id
-        line["beside"] = conversation.task is not None  # a turn runs, or another message waits
+        if message.message_id:
+            line["id"] = message.message_id
+        if conversation.task:  # a turn runs, or another message waits
+            line["beside"] = True
         session.append(line, sync=False)
         await session.synced()
         conversation.waiting.append((line, images))
         conversation.reply_to = message.message_id
+        GATEWAY_LOG.info("%s: %d characters came in", conversation.key, len(message.content))
 
     def _see_to(self, conversation: Conversation) -> None:
         if conversation.task is None:
@@ -1235,18 +1242,12 @@ class BusService:
             self.bus.send(event)
 
     def _deliver(self, session: Session, conversation: Conversation, result: AgentRunResult) -> None:
-        """The answer goes out; the journal notes when it has arrived, else it goes out again."""
+        GATEWAY_LOG.info("%s: %s, %d requests", session.key, result.stop_reason, result.requests)
         text = result.final_content or ""
         if result.stop_reason in ("error", "tool_error") and result.error not in text:
             text = f"{text}\n\nSorry, that failed: {result.error}".strip()
         if text and not wrote_to_chat(result, conversation.key):
-            self.send_final(session, text, conversation.reply_to)
-
-    def send_final(self, session: Session, text: str, reply_to: str = "") -> None:
-        channel, _, chat_id = session.key.partition(":")
-        noted = partial(note_delivered, session, len(session.lines))
-        message = OutboundMessage(channel, chat_id, text, reply_to=reply_to, on_delivered=noted)
-        self.bus.send(message)
+            send_final(self.bus, session, text, conversation.reply_to)
 
     async def _command(self, key: str, text: str) -> None:
         try:
@@ -1270,7 +1271,7 @@ class BusService:
                 conversation = self.conversations.setdefault(key, Conversation(key, is_due=True))
                 self._see_to(conversation)
             elif session.metadata.get("delivered", 0) < len(session.lines):
-                self.send_final(session, session.last_line.get("content") or "")
+                send_final(self.bus, session, last_line(session).get("content") or "")
 
     async def end(self) -> None:
         """Stop what runs: each turn is journalled as far as it came."""
@@ -1288,9 +1289,16 @@ def latest_images(conversation: Conversation) -> list[dict]:
     return [image for _, images in entering for image in images]
 
 
+def send_final(bus: MessageBus, session: Session, text: str, reply_to: str = "") -> None:
+    """An answer goes out; the journal notes when it has arrived, else it goes out again."""
+    channel, _, chat_id = session.key.partition(":")
+    noted = partial(note_delivered, session, len(session.lines))
+    bus.send(OutboundMessage(channel, chat_id, text, reply_to=reply_to, on_delivered=noted))
+
+
 def note_delivered(session: Session, count: int) -> None:
-    session.metadata["delivered"] = max(count, session.metadata.get("delivered", 0))
-    session.note()
+    delivered = max(count, session.metadata.get("delivered", 0))
+    session.note(metadata=session.metadata | {"delivered": delivered})
 
 
 def wrote_to_chat(result: AgentRunResult, key: str) -> bool:
@@ -1304,6 +1312,134 @@ def wrote_to_chat(result: AgentRunResult, key: str) -> bool:
             if same_channel and same_chat:
                 return True
     return False
+
+
+# ---- The gateway: channels, and the clock as one more ----
+# Without a lock two gateways would answer each message twice and run each job twice.
+
+GATEWAY_LOG = logging.getLogger("nanobot.gateway")  # one line an event
+
+
+@contextlib.contextmanager
+def one_gateway(workspace: Path) -> Iterator[None]:
+    """Raises SessionBusy where another gateway serves this workspace."""
+    with locked(workspace / ".nanobot" / "gateway.lock", "A gateway serves this workspace already."):
+        yield
+
+
+def gateway_runs(workspace: Path) -> bool:
+    try:
+        with one_gateway(workspace):
+            return False
+    except SessionBusy:
+        return True
+
+
+async def serve(loop: AgentLoop) -> None:
+    """All channels of the settings, cron and heartbeat, until a signal; at most 10 s to end."""
+    stop = asyncio.Event()
+    here = asyncio.get_running_loop()
+    end_on_signals(lambda *_: here.call_soon_threadsafe(stop.set))
+    bus = MessageBus()
+    for channel in make_channels(loop):
+        bus.open(channel)
+    loop.tools.register(tool(Messenger(loop, bus).message))
+    clock = make_cron(loop, partial(run_job, loop, bus))
+    await in_thread(add_system_jobs, loop, clock)
+    work = [asyncio.create_task(loop.run(bus)), asyncio.create_task(clock.run())]
+    GATEWAY_LOG.info("serving %s", ", ".join([*bus.channels, "cron"]))
+    try:
+        await asyncio.wait([*work, asyncio.create_task(stop.wait())], return_when="FIRST_COMPLETED")
+    finally:
+        await end_all(work)
+        await bus.close()
+        await loop.close(5.0)
+    GATEWAY_LOG.info("ended")
+
+
+def make_channels(loop: AgentLoop) -> list[Channel]:
+    telegram = loop.config.channels.telegram
+    if not telegram.token:
+        return []
+    folder = loop.workspace / ".nanobot" / "media"
+    return [Telegram(
+        telegram.token, telegram.allow_from, api_base=telegram.api_base,
+        group_policy=telegram.group_policy, media_folder=folder,
+    )]  # fmt: skip
+
+
+def make_cron(loop: AgentLoop, fire: Callable[[CronJob], Awaitable]) -> CronService:
+    path = loop.workspace / "cron" / "jobs.json"
+    zone = loop.context.zone or machine_zone()
+    return CronService(path, fire, now=partial(now_in, zone), zone=zone)
+
+
+def add_system_jobs(loop: AgentLoop, clock: CronService) -> None:
+    """Dream, and the heartbeat where it is wanted."""
+    clock.add_system("dream", loop.config.defaults.dream.interval_h * 3_600, loop.dream.run)
+    heartbeat = loop.config.gateway.heartbeat
+    if heartbeat.enabled:
+        beat = Heartbeat(loop.workspace / "HEARTBEAT.md", partial(do_tasks, loop)).beat
+        clock.add_system("heartbeat", heartbeat.interval_s, beat)
+
+
+async def do_tasks(loop: AgentLoop, tasks: str) -> None:
+    """A turn for what stands in HEARTBEAT.md; it tells people with the `message` tool."""
+    await loop.process_direct(template("heartbeat", tasks=tasks), "cron:heartbeat")
+
+
+async def run_job(loop: AgentLoop, bus: MessageBus, job: CronJob) -> None:
+    """A job is a turn in a session of its own; its answer goes to its chat, and into its journal."""
+    GATEWAY_LOG.info("cron %s: %s", job.id, job.message[:80])
+    result = await loop.process_direct(job.message, f"cron:{job.id}")
+    if result.stop_reason in NOT_ANSWERED:
+        raise RuntimeError(result.error or result.final_content)
+    async with loop.turn_of(f"{job.channel}:{job.chat_id}") as session:
+        session.append({"role": "assistant", "content": result.final_content})
+        send_final(bus, session, result.final_content)
+
+
+async def no_clock_here(job: CronJob) -> None:
+    """Only a gateway has a clock; whoever else changes jobs changes the file."""
+
+
+def cron_tool(loop: AgentLoop) -> Tool:
+    service = make_cron(loop, no_clock_here)
+
+    @functools.wraps(service.cron)
+    def cron(action: str, **arguments: Any) -> str:
+        try:
+            text = service.cron(action, **arguments)
+        except CronError as mistake:
+            raise ToolError(str(mistake)) from None
+        if action == "add" and not gateway_runs(loop.workspace):
+            text += "\n(No gateway runs: it happens only while `nanobot gateway` does. Tell the user.)"
+        return text
+
+    return tool(cron)
+
+
+class Messenger:
+    """Lets the model write to chats: of this turn, or others that it has talked with."""
+
+    def __init__(self, loop: AgentLoop, bus: MessageBus):
+        self.loop = loop
+        self.bus = bus
+
+    async def message(
+        self, content: str, channel: str = "", chat_id: str = "",
+        media: Annotated[list[str], "Paths of files to send along"] = (), *, turn: Turn,
+    ) -> str:  # fmt: skip
+        """Write to a chat, this one if you name none. The only way to send files."""
+        target = (channel or turn.channel, str(chat_id or turn.chat_id))
+        if ":".join(target) not in self.loop.sessions.list_keys():
+            raise ToolError(f"There is no chat {':'.join(target)} that you have talked with.")
+        files = [turn.path(path) for path in media]
+        missing = [str(path) for path in files if not path.is_file()]
+        if missing:
+            raise ToolError(f"There is no file {', '.join(missing)}.")
+        self.bus.send(OutboundMessage(*target, content, media=files))
+        return f"Sent to {':'.join(target)}."
 
 
 # ---- Memory: what the loop hands in ----
@@ -1631,9 +1767,29 @@ class Price:
 
 
 @dataclass
+class TelegramSettings:
+    token: str = ""
+    allow_from: list[str | int] = field(default_factory=list)  # user ids; empty: nobody
+    api_base: str = "https://api.telegram.org"
+    group_policy: Literal["mention", "open"] = "mention"
+
+
+@dataclass
 class ChannelSettings:
     send_progress: bool = True
     send_tool_hints: bool = True
+    telegram: TelegramSettings = field(default_factory=TelegramSettings)
+
+
+@dataclass
+class HeartbeatSettings:
+    enabled: bool = True
+    interval_s: int = 1_800
+
+
+@dataclass
+class GatewaySettings:
+    heartbeat: HeartbeatSettings = field(default_factory=HeartbeatSettings)
 
 
 @dataclass
@@ -1645,6 +1801,7 @@ class Config:
     tools: ToolSettings = field(default_factory=ToolSettings)
     prices: dict[str, Price] = field(default_factory=dict)
     channels: ChannelSettings = field(default_factory=ChannelSettings)
+    gateway: GatewaySettings = field(default_factory=GatewaySettings)
     # not of the file, but of the program that uses it:
     path: Path = field(default_factory=lambda: path_of("~/.nanobot/config.json"), init=False)
     base_url: str = field(default="", init=False)  # of a flag or the environment: it wins
@@ -1674,10 +1831,6 @@ class Config:
         except ValueError as problem:
             fix = "Write it like 10.0.0.0/8."
             raise ConfigError(f"tools.ssrfWhitelist: {problem}. {fix}") from None
-
-
-# Keys of parts that this version does not have yet: a line says so, and nobody waits for an effect.
-NOT_YET = {"channels.telegram", "gateway"}
 
 
 def path_of(text: str) -> Path:
@@ -1768,8 +1921,6 @@ def read_section(section_type: type, section: dict, place: str) -> Any:
         path = f"{place}.{key}".lstrip(".")
         if name := known.get(camel_case(key)):
             values[name] = read_setting(hints[name], value, path)
-        elif camel_case(path) in NOT_YET:
-            log.warning("%s: this version has no such part yet, the setting does nothing", path)
         elif path.startswith("tools.mcpServers."):  # people paste them, with keys of other programs
             log.warning("%s: unknown key, it does nothing. There are: %s", path, ", ".join(known))
         else:
@@ -2089,6 +2240,25 @@ def sessions_command(arguments: argparse.Namespace) -> None:
         print(printable(readable(line)))
 
 
+def gateway_command(arguments: argparse.Namespace) -> None:
+    """Channels, cron and heartbeat, until a signal."""
+    GATEWAY_LOG.setLevel(logging.INFO)
+    log.setLevel(logging.INFO if arguments.verbose else logging.WARNING)
+    config = settings_of(arguments)
+    config.cwd = config.workspace
+    loop = AgentLoop(config)
+    with one_gateway(loop.workspace):
+        asyncio.run(serve(loop))
+
+
+def cron_command(arguments: argparse.Namespace) -> None:
+    loop = AgentLoop(settings_of(arguments))
+    turn = loop.turn("cli:direct")
+    print(printable(make_cron(loop, no_clock_here).cron(arguments.action, turn=turn)))
+    if not gateway_runs(loop.workspace):
+        print("No gateway runs: nothing of this happens until `nanobot gateway` is started.")
+
+
 def replay_command(arguments: argparse.Namespace) -> int:
     """Plays a trace again, turn after turn. Nothing is executed and nobody is asked."""
     terminal, status = CLI(), 0
@@ -2146,6 +2316,10 @@ def parser() -> argparse.ArgumentParser:
     sessions = commands.add_parser("sessions", parents=[common], help="list, or `show KEY`")
     sessions.add_argument("action", nargs="?", choices=["show"])
     sessions.add_argument("show", nargs="?", metavar="KEY")
+    gateway = commands.add_parser("gateway", parents=[common], help="serve channels and cron")
+    gateway.add_argument("--verbose", action="store_true", help="log more than events")
+    cron = commands.add_parser("cron", parents=[common], help="list what is planned")
+    cron.add_argument("action", nargs="?", choices=["list"], default="list")
     commands.add_parser("onboard", parents=[common], help="write settings and workspace")
     commands.add_parser("status", parents=[common], help="check each part")
     return main_parser
@@ -2172,6 +2346,8 @@ COMMAND_LINE = {
     "sessions": sessions_command,
     "onboard": onboard_command,
     "status": status_command,
+    "gateway": gateway_command,
+    "cron": cron_command,
     "replay": replay_command,
 }
 

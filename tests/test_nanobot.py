@@ -1488,11 +1488,6 @@ def test_the_environment_wins_over_the_file(own_home):
     assert config.workspace == own_home / "w"
 
 
-def test_a_part_that_is_not_built_yet_is_said_not_to_work(own_home, caplog):
-    load_config(write_config(own_home, '{"gateway": {"heartbeat": {"enabled": true}}}'), {})
-    assert "gateway" in caplog.text
-
-
 def test_an_answer_must_leave_room_in_the_window(tmp_path):
     with pytest.raises(ConfigError, match="under half"):
         make_loop(tmp_path, max_tokens=600, context_window_tokens=1_000)
