@@ -1,16 +1,16 @@
 """What the agent can do: a tool is a function that the model may call.
 
-The model runs nothing itself. With each request it is sent schemas; it answers with a name and arguments as
-text; the registry casts and checks them, runs the function and hands back a `ToolResult`:
+The model runs nothing itself. With each request it is sent schemas; it answers with a name and
+arguments as text; the registry casts and checks them, runs the function and returns a `ToolResult`:
 
-    {"type": "function", "function": {"name": "read_file", "description": "…", "parameters": {a JSON Schema}}}
+    {"type": "function", "function": {"name": "read_file", "description": "…", "parameters": {…}}}
     {"id": "call_1", "function": {"name": "read_file", "arguments": "{\\"path\\": \\"a.txt\\"}"}}
     {"role": "tool", "tool_call_id": "call_1", "content": "1| hello"}
 
-A tool is a plain function under `@tool` (its signature is the schema, its docstring the description) or a
-subclass of `Tool`. What the model did wrong goes back to it as text that says what to do next.
-This file works alone: copy it and use `@tool` and `ToolRegistry`. Read after memory.py, before channels.py.
-What is checked here are guard-rails; the boundary is the sandbox of exec.
+A tool is a plain function under `@tool` (its signature is the schema, its docstring the
+description) or a subclass of `Tool`. What the model did wrong goes back to it as text that says
+what to do next. This file works alone: copy it and use `@tool` and `ToolRegistry`. Read after
+memory.py, before channels.py. What is checked here are guard-rails; the boundary is the sandbox of exec.
 Not covered: who may call what (the hooks in nanobot.py).
 """
 
@@ -59,7 +59,7 @@ log = logging.getLogger("nanobot.tools")
 
 @dataclass
 class ToolResult:
-    """What the model is told. `images` are `image_url` blocks; they follow the results in a user message."""
+    """What the model is told. `images` are `image_url` blocks; a user message brings them."""
 
     text: str
     is_error: bool = False
@@ -85,11 +85,10 @@ class Turn:
     readable: tuple[Path, ...] = ()
     secret: tuple[Path, ...] = ()  # files that hold keys: never opened
     max_result_chars: int = 16_000
-    seen: dict[Path, tuple] = field(default_factory=dict, compare=False)  # files as the session knows them
-    approved: bool = False  # the user said yes to this very call
+    seen: dict[Path, tuple] = field(default_factory=dict, compare=False)  # files the session knows
 
     def path(self, text: str, write: bool = False) -> Path:
-        """Where a model's path leads: "~/a.txt", "../b", a link. Raises ToolError where it may not go."""
+        """Where "~/a.txt", "../b" or a link leads; raises ToolError where it may not go."""
         return allowed_path(self, text, write)
 
     def saw(self, path: Path) -> bool:
@@ -113,7 +112,7 @@ class Tool:
     exclusive: bool = False  # never runs beside another call
 
     async def execute(self, **arguments: Any) -> Any:
-        """Returns text, a ToolResult or whatever JSON can show; raises ToolError for the model's mistakes."""
+        """Returns text, a ToolResult or what JSON can show; raises ToolError: a model's mistake."""
         return await in_thread(self.run, **arguments)
 
     @property
@@ -123,7 +122,7 @@ class Tool:
 
     @functools.cached_property
     def parameters(self) -> dict:
-        """JSON Schema of the arguments: made from the signature where a subclass does not write it out."""
+        """JSON Schema of the arguments: the signature's, where a subclass does not write it out."""
         return signature_schema(self.function)
 
     @functools.cached_property
@@ -143,8 +142,8 @@ class Tool:
         return validate(params, self.parameters) + unexpected_keys(params, self.parameters)
 
     def to_schema(self) -> dict:
-        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
-        return {"type": "function", "function": function}
+        about = {"name": self.name, "description": self.description}
+        return {"type": "function", "function": {**about, "parameters": self.parameters}}
 
 
 def tool(function: Callable | None = None, **flags: Any) -> Any:
@@ -176,7 +175,7 @@ def tool(function: Callable | None = None, **flags: Any) -> Any:
 
 
 class ToolRegistry:
-    """The tools of one agent. A result over the turn's limit goes into a file; the model is told where."""
+    """The tools of one agent. A result over the turn's limit goes into a file."""
 
     preview_chars = 1_200
     kept_results = 200  # files; older ones are removed
@@ -194,7 +193,7 @@ class ToolRegistry:
         return self._tools.get(name)
 
     def get_definitions(self) -> list[dict]:
-        """Schemas in a fixed order, built-in tools first, then MCP's: prompt caches live on equal bytes."""
+        """Schemas, the built-in ones first, in a fixed order: prompt caches live on equal bytes."""
         names = sorted(self._tools, key=lambda name: (name.startswith("mcp_"), name))
         return [self._tools[name].to_schema() for name in names]
 
@@ -205,7 +204,8 @@ class ToolRegistry:
             return None, {}, no_such_tool(name, self._tools)
         params = unwrapped(params, tool.parameters)
         if not isinstance(params, dict):
-            return tool, {}, f'The arguments of {name} must be one JSON object, like {{"name": "value"}}.'
+            problem = f'The arguments of {name} must be one JSON object, like {{"name": "value"}}.'
+            return tool, {}, problem
         params = tool.cast_params(params)
         errors = "; ".join(tool.validate_params(params))
         problem = f"{name} was not run: {errors}. Correct the call." if errors else None
@@ -222,7 +222,8 @@ class ToolRegistry:
             if isinstance(failure, asyncio.CancelledError) and asyncio.current_task().cancelling():
                 raise  # it is the turn that is cancelled, not only something in the tool
             log.warning("tool %s failed", name, exc_info=True)
-            result = ToolResult(f"{name} failed: {type(failure).__name__}: {failure}", is_error=True)
+            text = f"{name} failed: {type(failure).__name__}: {failure}"
+            result = ToolResult(text, is_error=True)
         if not result.text.strip():
             result.text = f"({name} completed with no output)"
         if len(result.text) > turn.max_result_chars:
@@ -238,7 +239,7 @@ class ToolRegistry:
         return await tool.execute(**arguments)
 
     def _put_aside(self, name: str, text: str, turn: Turn) -> str:
-        """What the model is told in place of a text that is too long; the text itself is in a file."""
+        """What the model is told in place of a text that is too long, which is in a file then."""
         try:
             path = save_result(turn.workspace, name, text, self.kept_results)
         except OSError as problem:
@@ -246,7 +247,8 @@ class ToolRegistry:
             return shorten(text, turn.max_result_chars - 100)
         return (
             f"[{len(text):,} characters, too long to show: saved to {path}. "
-            f"Read it with read_file or search it with grep. It begins:]\n{text[: self.preview_chars]}"
+            f"Read it with read_file or search it with grep. It begins:]\n"
+            f"{text[: self.preview_chars]}"
         )
 
 
@@ -273,7 +275,8 @@ def read_file(
     if block := image_block(data):
         return ToolResult(f"[image: {real}]", images=[block])
     if is_binary(data):
-        raise ToolError(f"{real} is a binary file of {len(data):,} bytes. Look at it with exec (file, xxd).")
+        size = f"{len(data):,} bytes"
+        raise ToolError(f"{real} is a binary file of {size}. Look at it with exec (file, xxd).")
     if not data:
         return f"({real} is empty)"
     lines = plain_text(data).split("\n")
@@ -297,8 +300,8 @@ def write_file(path: str, content: str, *, turn: Turn) -> str:
 # ======== Second reading: what models, file systems, terminals and servers do to it ========
 
 # ---- A blocking call gets a thread of its own ----
-# Without this ten tools that wait 0.2 s each take 0.4 s on two cores: the pool of `asyncio.to_thread` has
-# cores + 4 threads, and these hold the exit of the program.
+# Without this ten tools that wait 0.2 s each take 0.4 s on two cores: the pool of
+# `asyncio.to_thread` has cores + 4 threads, and these hold the exit of the program.
 
 
 class Worker(threading.Thread):
@@ -316,9 +319,9 @@ class Worker(threading.Thread):
 
 
 async def in_thread(function: Callable, /, *args: Any, **kwargs: Any) -> Any:
-    """Await a blocking function. When the waiter is cancelled the thread is told, its result thrown away."""
+    """Await a blocking function. When the waiter is cancelled its result is thrown away."""
     future: Future = Future()
-    future.set_running_or_notify_cancel()  # when the waiter is cancelled the thread can still finish
+    future.set_running_or_notify_cancel()  # the thread can finish also when the waiter is cancelled
 
     def work() -> None:
         try:
@@ -354,7 +357,7 @@ def stop_if_unwanted() -> None:
 
 
 # ---- Calls that are wrong, results that are too long ----
-# Without this a turn ends at `Read_File` in place of read_file, or at a log of 5 MB that fills the window.
+# Without this a turn ends at `Read_File` for read_file, or at a log of 5 MB that fills the window.
 
 
 def no_such_tool(name: str, tools: Iterable[str]) -> str:
@@ -386,16 +389,17 @@ def save_result(workspace: Path, name: str, text: str, kept: int) -> Path:
 
 
 def shorten(text: str, limit: int, missing: int = 0) -> str:
-    """Only head and tail of a text over `limit` characters; `missing` were lost from its middle before."""
+    """Head and tail of a text over `limit` characters; `missing` were lost before."""
     if len(text) + missing <= limit:
         return text
     half = limit // 2
-    return f"{text[:half]}\n… {len(text) - 2 * half + missing:,} characters left out …\n{text[-half:]}"
+    left_out = len(text) - 2 * half + missing
+    return f"{text[:half]}\n… {left_out:,} characters left out …\n{text[-half:]}"
 
 
 # ---- Schemas: what arguments may look like ----
-# Models send "120" for 120, and servers send schemas with every keyword there is: what is not known forbids
-# nothing. Without the check a tool gets `timeout="soon"` and fails somewhere inside.
+# Without this a tool gets `timeout="soon"` and fails somewhere inside. Models send "120" for 120,
+# and servers send schemas with every keyword there is: what is not known here forbids nothing.
 
 JSON_TYPES = {
     "string": str, "integer": int, "number": (int, float), "boolean": bool,
@@ -410,13 +414,13 @@ OPENING = ("additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf
 
 
 def keyword(schema: Any, name: str, kind: type) -> Any:
-    """What a schema says; an empty `kind` where it says nothing, or nonsense, as some servers do."""
+    """What a schema says; an empty `kind` where it says nothing, or nonsense."""
     value = schema.get(name) if isinstance(schema, dict) else None
     return value if isinstance(value, kind) else kind()
 
 
 def kinds(schema: Any) -> list[str]:
-    """The JSON types that a schema allows; empty: any, also where other keywords (anyOf, $ref) decide."""
+    """The JSON types that a schema allows; none: any, also where anyOf or $ref decide."""
     names = keyword(schema, "type", list) or [keyword(schema, "type", str)]
     if not all(str(name) in JSON_TYPES for name in names):
         return []
@@ -425,7 +429,7 @@ def kinds(schema: Any) -> list[str]:
 
 
 def fits(value: Any, wanted: list[str]) -> bool:
-    """Is a value of one of the JSON types? 5.0 is an integer, True is none; no types: anything fits."""
+    """Is a value of one of the JSON types? 5.0 is an integer, True is none; of no types: yes."""
     if not wanted:
         return True
     if isinstance(value, bool):  # in Python True is an int, in JSON it is not
@@ -436,7 +440,7 @@ def fits(value: Any, wanted: list[str]) -> bool:
 
 
 def cast(value: Any, schema: Any) -> Any:
-    """Bring a value to its schema's type where nothing is lost: "120" → 120, "true" → True, "[1]" → [1].
+    """A value in its schema's type where nothing is lost: "120" → 120, "true" → True, "[1]" → [1].
 
     What cannot be cast comes back as it is, for `validate` to name.
     """
@@ -457,8 +461,8 @@ def cast(value: Any, schema: Any) -> Any:
 def cast_scalar(value: Any, wanted: list[str]) -> Any:
     with contextlib.suppress(ValueError, RecursionError):
         if isinstance(value, str):
-            is_boolean = value.lower() in ("true", "false")  # Python's True, too
-            read = json.loads(value.lower() if is_boolean else value)
+            text = value.lower() if value in ("True", "False", "TRUE", "FALSE") else value
+            read = json.loads(text)
             return read if fits(read, wanted) else value
         if "string" in wanted and fits(value, ["number"]):
             return str(value)
@@ -466,16 +470,17 @@ def cast_scalar(value: Any, wanted: list[str]) -> Any:
 
 
 def validate(value: Any, schema: Any, path: str = "") -> list[str]:
-    """What is wrong with a value, a sentence each: "timeout must be <= 600", "items[0].name is required".
+    """What is wrong with a value: ["timeout must be <= 600", "items[0].name is required"].
 
-    Types, choices, sizes and required keys are checked; what other keywords say is left to the tool.
+    Types, choices, sizes and required keys are checked; other keywords are left to the tool.
     """
     if not isinstance(schema, dict):
         return []
     name = path or "value"
     wanted = kinds(schema)
     if not fits(value, wanted):
-        return [f"{name} must be {' or '.join(wanted)}, not {json.dumps(value, default=str)[:80]}"]
+        shown = json.dumps(value, default=str)[:80]
+        return [f"{name} must be {' or '.join(wanted)}, not {shown}"]
     if isinstance(value, float) and not math.isfinite(value):
         return [f"{name} must be a finite number"]
     errors = wrong_choice(value, schema, name) + wrong_size(value, schema, name)
@@ -483,7 +488,7 @@ def validate(value: Any, schema: Any, path: str = "") -> list[str]:
         for index, item in enumerate(value):
             errors += validate(item, schema.get("items"), f"{path}[{index}]")
     if isinstance(value, dict):
-        errors += wrong_keys(value, schema, f"{path}." if path else "")
+        errors += wrong_keys(value, schema, f"{path}.".removeprefix("."))
     return errors
 
 
@@ -528,10 +533,11 @@ def unexpected_keys(params: dict, schema: dict) -> list[str]:
 
 
 class Schema(dict):
-    """A JSON Schema with Python's names for the keywords: `StringSchema("A path", min_length=1)`."""
+    """A JSON Schema with Python's names for keywords: `StringSchema("A path", min_length=1)`."""
 
-    def __init__(self, kind: str, description: str = "", *, nullable: bool = False, **keywords: Any):
-        super().__init__(type=[kind, "null"] if nullable else kind)
+    def __init__(self, kind: str, description: str = "", nullable: bool = False, **keywords: Any):
+        kinds = [kind, "null"] if nullable else kind
+        super().__init__(type=kinds)
         if description:
             self["description"] = description
         for name, value in keywords.items():
@@ -555,7 +561,9 @@ def ArraySchema(items: Any, description: str = "", **keywords: Any) -> Schema:
     return Schema("array", description, items=as_schema(items), **keywords)
 
 
-def ObjectSchema(description: str = "", /, *, required: Iterable[str] = (), **properties: Any) -> Schema:
+def ObjectSchema(
+    description: str = "", /, *, required: Iterable[str] = (), **properties: Any
+) -> Schema:
     schemas = {name: as_schema(hint) for name, hint in properties.items()}
     schema = Schema("object", description, properties=schemas)
     if required:
@@ -568,7 +576,7 @@ def tool_parameters_schema(required: Iterable[str] = (), **properties: Any) -> d
 
 
 def tool_parameters(schema: dict) -> Callable[[type], type]:
-    """Class decorator for a schema that is written out: `@tool_parameters(tool_parameters_schema(…))`."""
+    """Class decorator for a schema that is written out, by `tool_parameters_schema(…)`, say."""
 
     def decorate(tool_class: type) -> type:
         tool_class.parameters = schema
@@ -580,8 +588,10 @@ def tool_parameters(schema: dict) -> Callable[[type], type]:
 def as_schema(hint: Any) -> dict:
     """JSON Schema of a type hint; a dict (a Schema is one) stays what it is.
 
-    list[str] → {"type": "array", "items": {"type": "string"}};  int | None → {"type": ["integer", "null"]};
-    Literal["a", "b"] → {"type": "string", "enum": ["a", "b"]};  Annotated[int, "…"] → with a description
+    list[str] → {"type": "array", "items": {"type": "string"}}
+    int | None → {"type": ["integer", "null"]}
+    Literal["a", "b"] → {"type": "string", "enum": ["a", "b"]}
+    Annotated[int, "Seconds"] → {"type": "integer", "description": "Seconds"}
     """
     if isinstance(hint, dict):
         return hint
@@ -595,7 +605,8 @@ def as_schema(hint: Any) -> dict:
     if origin in (typing.Union, types.UnionType):
         return union_schema([as_schema(option) for option in inner])
     if origin is list:  # some endpoints refuse an array that does not say of what
-        return {"type": "array", "items": as_schema(inner[0]) if inner else {}}
+        items = as_schema(inner[0]) if inner else {}
+        return {"type": "array", "items": items}
     names = {kind: name for name, kind in JSON_TYPES.items()} | {float: "number"}
     return {"type": names[origin]} if origin in names else {}
 
@@ -610,7 +621,7 @@ def union_schema(options: list[dict]) -> dict:
 
 
 def signature_schema(function: Callable) -> dict:
-    """A function's parameters as a schema; `self`, `turn` and starred ones are not the model's business."""
+    """A function's parameters as a schema, but for `self`, `turn` and starred ones."""
     hints = typing.get_type_hints(function, include_extras=True)
     starred = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     properties, required = {}, []
@@ -624,9 +635,9 @@ def signature_schema(function: Callable) -> dict:
 
 
 # ---- Paths: where a model's words may lead ----
-# Without this `../../.ssh/id_rsa`, a link in a stranger's repository, or /proc/self/environ is read, and the
-# agent edits its own records. A guard-rail: a folder that another process swaps for a link between check
-# and use is not noticed.
+# Without this `../../.ssh/id_rsa`, a link in a stranger's repository, or /proc/self/environ is
+# read, and the agent edits its own records. A guard-rail: a folder that another process swaps for a
+# link between check and use is not noticed.
 
 AGENT_FILES = ("sessions", "cron", "memory/history.jsonl", "memory/HISTORY.md", "memory/.cursor",
                "memory/.dream_cursor", "memory/history-archive.jsonl", "memory/.lock",
@@ -640,7 +651,7 @@ def allowed_path(turn: Turn, text: str, write: bool) -> Path:
         home, here = turn.workspace.resolve(), turn.cwd.resolve()
         readable = [path.resolve() for path in turn.readable]
         holds_keys = is_secret(real, turn)
-    except (OSError, RuntimeError, ValueError) as problem:  # a loop of links, a NUL, too long a name
+    except (OSError, RuntimeError, ValueError) as problem:  # a loop of links, a NUL
         raise ToolError(f"{text!r} is not a usable path: {problem}") from None
     if holds_keys:
         raise ToolError(f"{real} holds keys: the agent may not open it. Ask the user to look.")
@@ -654,8 +665,8 @@ def allowed_path(turn: Turn, text: str, write: bool) -> Path:
 
 
 def is_secret(real: Path, turn: Turn) -> bool:
-    if real.parts[1:2] == ("proc",) and real.name in ("environ", "mem"):  # the environment holds keys too
-        return True
+    if real.parts[1:2] == ("proc",) and real.name in ("environ", "mem"):
+        return True  # the environment holds keys, too
     for secret in turn.secret:
         if real.parent == secret.parent and real.name.startswith(secret.name):
             return True  # the file, and config.json.bak beside it
@@ -666,50 +677,54 @@ def is_secret(real: Path, turn: Turn) -> bool:
 
 
 # ---- Files are read and written with care ----
-# Without this a FIFO or /dev/zero is read for ever, a full disk leaves half a file, and a file that the user
-# has changed in the meantime is overwritten without a word.
+# Without this a FIFO or /dev/zero is read for ever, a full disk leaves half a file, and a file that
+# the user has changed in the meantime is overwritten without a word.
 
 MAX_FILE_BYTES = 50_000_000
 NOT_KNOWN = "\n(Warning: it was not read in this session, or has changed since then.)"
-# through no link that was put there after the check, without waiting for a FIFO, on Windows byte for byte
-READING = sum(getattr(os, flag, 0) for flag in ("O_RDONLY", "O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"))
+# through no link put there after the check, not waiting for a FIFO, on Windows byte for byte
+READING_FLAGS = ("O_RDONLY", "O_NOFOLLOW", "O_NONBLOCK", "O_BINARY")
+READING = sum(getattr(os, flag, 0) for flag in READING_FLAGS)
 UTF8_MARK = codecs.BOM_UTF8
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 IMAGE_STARTS = {
-    "png": b"\x89PNG\r\n\x1a\n", "jpeg": b"\xff\xd8\xff", "gif": b"GIF8[79]a", "webp": b"RIFF(?s:....)WEBP",
+    "png": rb"\x89PNG\r\n\x1a\n", "jpeg": rb"\xff\xd8\xff",
+    "gif": rb"GIF8[79]a", "webp": rb"RIFF(?s:....)WEBP",
 }  # fmt: skip
 
 
 def read_bytes(path: Path | str, most: int = MAX_FILE_BYTES) -> bytes:
-    """A regular file's content; raises ToolError that says what else the path is, or why it is not read."""
+    """A regular file's content; raises ToolError that says why it is not read."""
     try:
         return read_regular(path, most)
     except OSError as problem:
-        raise ToolError(f"Cannot read {path}: {problem.strerror}.{similar_names(Path(path))}") from None
+        near = similar_names(Path(path))
+        raise ToolError(f"Cannot read {path}: {problem.strerror}.{near}") from None
     except ValueError as problem:
         raise ToolError(f"{path} {problem}") from None
 
 
 def read_regular(path: Any, most: int) -> bytes:
-    """A regular file's content; raises OSError, or ValueError where it is no such file or too large."""
+    """A regular file's content; raises OSError, ValueError where it is none or too large."""
     descriptor = os.open(path, READING)
     try:
         info = os.fstat(descriptor)
         if not stat.S_ISREG(info.st_mode):
-            raise ValueError("is not a regular file but a directory (see list_dir), FIFO or device.")
+            kinds = "a directory (see list_dir), FIFO or device"
+            raise ValueError(f"is not a regular file but {kinds}.")
         if info.st_size > most:
             raise ValueError(f"has {info.st_size:,} bytes, too many: take a part of it with exec.")
         data = os.read(descriptor, info.st_size)
         if len(data) == info.st_size > 0:
             return data
-        with open(descriptor, "rb", closefd=False) as file:  # /proc says 0 bytes; a network may give a part
-            return data + (file.read(most) or b"")
+        with open(descriptor, "rb", closefd=False) as file:
+            return data + (file.read(most) or b"")  # /proc says 0 bytes; a network may give a part
     finally:
         os.close(descriptor)
 
 
 def plain_text(data: bytes) -> str:
-    """b"\\xef\\xbb\\xbfone\\r\\ntwo\\r\\n" → "one\\ntwo"; UTF-16 where the file begins with its mark"""
+    """b"\\xef\\xbb\\xbfone\\r\\ntwo\\r\\n" → "one\\ntwo"; UTF-16 where data begin with its mark."""
     if data.startswith(UTF16_MARKS):
         text = data.decode("utf-16", errors="replace")
     else:
@@ -748,7 +763,7 @@ def numbered_page(lines: list[str], first: int, most: int, room: int) -> str:
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """All of the new content or all of the old, whatever happens: temp file, fsync, rename; mode kept."""
+    """All of the new content or all of the old, whatever happens; the mode is kept."""
     if path.exists() and not path.is_file():
         raise ToolError(f"{path} is not a regular file: nothing was written.")
     temporary = path.with_name(f".{path.name[:40]}.{os.getpid()}-{time.time_ns()}.tmp")
@@ -768,7 +783,7 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 def image_block(data: bytes) -> dict | None:
-    """An `image_url` block that carries the bytes; None where they are no png, jpeg, gif or webp."""
+    """An `image_url` block with the bytes; None where they are no png, jpeg, gif or webp."""
     for kind, start in IMAGE_STARTS.items():
         if re.match(start, data):
             url = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
@@ -783,7 +798,8 @@ def list_dir(path: str = ".", *, turn: Turn) -> str:
     try:
         entries = sorted(os.scandir(real), key=lambda entry: entry.name)
     except OSError as problem:
-        raise ToolError(f"Cannot list {real}: {problem.strerror}.{similar_names(real)}") from None
+        near = similar_names(real)
+        raise ToolError(f"Cannot list {real}: {problem.strerror}.{near}") from None
     lines = [f"{real}: {len(entries)} entries"]
     return "\n".join(lines + [entry_line(entry) for entry in entries])
 
@@ -800,14 +816,17 @@ def entry_line(entry: os.DirEntry) -> str:
 
 
 # ---- A passage is replaced where it is clear which, and how its lines are indented ----
-# Without this a model that counts spaces wrongly gets valid Python with another meaning: a `return` that was
-# the method's is the class's. What is not certain is refused, and the model is shown the nearest passage.
+# Without this a model that counts spaces wrongly gets valid Python with another meaning: a line of
+# the method becomes one of the class. What is not certain is refused, and the nearest passage is
+# shown.
 
 STRAIGHT_QUOTES = str.maketrans("“”‘’", "\"\"''")
 
 
 @tool
-def edit_file(path: str, old_text: str, new_text: str, replace_all: bool = False, *, turn: Turn) -> str:
+def edit_file(
+    path: str, old_text: str, new_text: str, replace_all: bool = False, *, turn: Turn
+) -> str:
     """Replace a passage of a text file (read it first). Returns the diff."""
     if not old_text and not turn.path(path, write=True).exists():
         return write_file.run(path, new_text, turn=turn)
@@ -817,18 +836,19 @@ def edit_file(path: str, old_text: str, new_text: str, replace_all: bool = False
 
 
 def rewrite(path: str, turn: Turn, change: Callable[[str], str]) -> str:
-    """Let `change` have a file's text, and return the diff. BOM, CRLF and bytes that are no UTF-8 stay."""
+    """The diff of what `change` does to a text. BOM, CRLF and bytes that are no UTF-8 stay."""
     real = turn.path(path, write=True)
     data = read_bytes(real)
     if data.startswith(UTF16_MARKS):
-        raise ToolError(f"{real} is UTF-16: change it with exec (iconv), or write it anew with write_file.")
+        raise ToolError(f"{real} is UTF-16: change it with exec (iconv), or use write_file.")
     mark = UTF8_MARK if data.startswith(UTF8_MARK) else b""
     text = data.removeprefix(mark).decode("utf-8", errors="surrogateescape")
     line_end = "\r\n" if text.count("\r\n") == text.count("\n") > 0 else "\n"
     before = text.replace(line_end, "\n")
     after = change(before)
     is_known = turn.saw(real)
-    write_atomic(real, mark + after.replace("\n", line_end).encode("utf-8", errors="surrogateescape"))
+    data = after.replace("\n", line_end).encode("utf-8", errors="surrogateescape")
+    write_atomic(real, mark + data)
     turn.saw(real)
     warning = "" if is_known else NOT_KNOWN
     return diff(before, after, path) + warning
@@ -837,7 +857,7 @@ def rewrite(path: str, turn: Turn, change: Callable[[str], str]) -> str:
 def diff(before: str, after: str, name: str) -> str:
     sides = before.split("\n"), after.split("\n")
     lines = difflib.unified_diff(*sides, f"a/{name}", f"b/{name}", lineterm="", n=2)
-    text = "\n".join(lines).encode("utf-8", errors="replace").decode()  # a byte that is no UTF-8 becomes `?`
+    text = "\n".join(lines).encode("utf-8", errors="replace").decode()  # no UTF-8 becomes `?`
     return shorten(text, 4_000) or "(the text is the same)"
 
 
@@ -861,7 +881,7 @@ class Place:
 
 
 def replace_passage(text: str, old: str, new: str, replace_all: bool = False) -> str:
-    """`text` with `old` replaced by `new`; raises ToolError where it stands nowhere or in several places."""
+    """`text` with `old` replaced by `new`; raises ToolError where it stands nowhere or twice."""
     if text and not old:
         raise ToolError("The file is not empty: say in old_text which passage to replace.")
     if not old:
@@ -870,8 +890,10 @@ def replace_passage(text: str, old: str, new: str, replace_all: bool = False) ->
     if not places:
         raise ToolError(f"old_text is not in the file.{nearest(text, old)}")
     if len(places) > 1 and not replace_all:
-        lines = ", ".join(str(text.count("\n", 0, place.start) + 1) for place in places[:20])
-        raise ToolError(f"old_text stands at lines {lines}. Add lines around the one, or set replace_all.")
+        numbers = [text.count("\n", 0, place.start) + 1 for place in places[:20]]
+        lines = ", ".join(map(str, numbers))
+        advice = "Add lines around the one, or set replace_all"
+        raise ToolError(f"old_text stands at lines {lines}. {advice}.")
     parts, position = [], 0
     for place in places:
         parts += [text[position : place.start], place.new]
@@ -880,8 +902,8 @@ def replace_passage(text: str, old: str, new: str, replace_all: bool = False) ->
 
 
 def places_of(edit: Edit) -> list[Place]:
-    """Where `old` stands: as it is, else indented otherwise, else with other quotes, else with both."""
-    straight_text = edit.text.translate(STRAIGHT_QUOTES)  # as long as before: places are the same in both
+    """Where `old` stands: as it is, else indented otherwise, with other quotes, or both."""
+    straight_text = edit.text.translate(STRAIGHT_QUOTES)  # as long as before: places are the same
     straight_old = edit.old.translate(STRAIGHT_QUOTES)
     return (
         exact_places(edit, edit.text, edit.old)
@@ -906,12 +928,13 @@ def exact_places(edit: Edit, text: str, old: str) -> list[Place]:
         places.append(Place(start, end + deletes_lines, new))
         if len(places) > 20 and not edit.replace_all:
             break  # too many to choose from
-        start = text.find(old, end if edit.replace_all else start + 1)
+        next_start = end if edit.replace_all else start + 1
+        start = text.find(old, next_start)
     return places
 
 
 def is_clear(before: str, old: str, new: str) -> bool:
-    """Does text that was found behind `before` on its line say how further lines are to be indented?
+    """Does text that was found behind `before` on its line say how new lines are indented?
 
     Of `return a` behind eight spaces: "return a\n        more()" does, "return a\nmore()" does not.
     """
@@ -939,14 +962,14 @@ def with_quotes_of(passage: str, edit: Edit) -> tuple[str, str]:
 
 
 def indented_places(edit: Edit, text: str, old: str) -> list[Place]:
-    """Passages whose lines are `old` but for the space around them, with `new` indented as they are."""
+    """Passages whose lines are those of `old` but for the space around them."""
     wanted = [line.strip(" \t\r") for line in old.strip("\n").split("\n")]
     lines = text.split("\n")
     stripped = [line.strip(" \t\r") for line in lines]
     starts = list(itertools.accumulate((len(line) + 1 for line in lines), initial=0))
     places: list[Place] = []
     for index in range(len(lines) - len(wanted) + 1):
-        is_alike = stripped[index] == wanted[0] and stripped[index : index + len(wanted)] == wanted
+        is_alike = stripped[index : index + len(wanted)] == wanted
         is_taken = edit.replace_all and places and starts[index] < places[-1].end
         if not any(wanted) or not is_alike or is_taken:
             continue
@@ -990,13 +1013,13 @@ def indentation(line: str) -> str:
     return line[: len(line) - len(line.lstrip(" \t"))]
 
 
-def change_of_indentation(old_lines: list[str], passage_lines: list[str]) -> tuple[str, str] | None:
+def change_of_indentation(old_lines: list[str], passage: list[str]) -> tuple[str, str] | None:
     """What to take from the front of each line of `old`, and to put there, to have the passage:
 
-    ["if a:", "    b()"] and ["    if a:", "        b()"] → ("", "    ");  no one change does it → None
+    ["if a:", "    b()"] and ["    if a:", "        b()"] → ("", "    ");  no one change → None
     """
     change = None
-    for old_line, passage_line in zip(old_lines, passage_lines, strict=True):
+    for old_line, passage_line in zip(old_lines, passage, strict=True):
         before, after = indentation(old_line), indentation(passage_line)
         if not old_line.strip():
             continue
@@ -1012,8 +1035,8 @@ def change_of_indentation(old_lines: list[str], passage_lines: list[str]) -> tup
 def is_certain(change: tuple[str, str], old_lines: list[str], new_lines: list[str]) -> bool:
     """Does the change that holds for `old` hold for each line of `new`, too?
 
-    Not where a model writes two spaces for four, or drops all indentation: a line of `new` is indented like
-    one of `old`, or `old` has lines of two depths, which show that its steps are the file's.
+    Not where a model writes two spaces for four, or drops all indentation: a line of `new` is
+    indented like one of `old`, or `old` has lines of two depths, which show the file's steps.
     """
     removed, added = change
     old_depths = [indentation(line) for line in old_lines if line.strip()]
@@ -1025,8 +1048,9 @@ def is_certain(change: tuple[str, str], old_lines: list[str], new_lines: list[st
     if new_depths[0] != old_depths[0]:
         return False
     unknown = set(new_depths) - set(old_depths)
-    shows_steps = len(set(old_depths)) > 1 and "" in change  # not where tabs stand for spaces
-    return not unknown or (shows_steps and all(depth.startswith(removed) for depth in unknown))
+    if len(set(old_depths)) == 1 or "" not in change:  # nor where tabs stand for spaces
+        return not unknown
+    return all(depth.startswith(removed) for depth in unknown)
 
 
 def nearest(text: str, old: str) -> str:
@@ -1034,12 +1058,14 @@ def nearest(text: str, old: str) -> str:
     for close in difflib.get_close_matches(wanted[0], lines[:20_000], n=1, cutoff=0.5):
         at = lines.index(close)
         passage = "\n".join(lines[at : at + len(wanted)])
-        return f" The closest passage, at line {at + 1}, differs so:\n{diff(old, passage, 'old_text')}"
+        difference = diff(old, passage, "old_text")
+        return f" The closest passage, at line {at + 1}, differs so:\n{difference}"
     return " Nothing in it is like its first line: read the file again."
 
 
 # ---- Notebooks ----
-# Without this a cell is changed as text: a quote too few, and Jupyter opens nothing of the notebook.
+# Without this a cell is changed as text: a quote too few, and Jupyter opens nothing of the
+# notebook.
 
 
 @tool
@@ -1053,29 +1079,32 @@ def notebook_edit(
 
 
 def change_cell(text: str, index: int, source: str, kind: str, mode: str) -> str:
-    """A notebook's JSON with one cell changed; all else in it, the indentation too, comes out as it was."""
+    """A notebook's JSON with one cell changed; all else in it comes out as it was."""
     try:
         text.encode()  # a byte that is no UTF-8 could not be told from an escape like "\udce9"
         book = json.loads(text)
         cells = book["cells"] if book["nbformat"] == 4 else None
         if index >= len(cells) + (mode == "insert"):
-            raise ToolError(f"There is no cell {index} to {mode}: there are {len(cells)}, counted from 0.")
+            count = f"there are {len(cells)}, counted from 0"
+            raise ToolError(f"There is no cell {index} to {mode}: {count}.")
         match mode:
             case "insert":
                 new = {"metadata": {}, "id": os.urandom(4).hex()}
                 cells.insert(index, lawful_cell(new, source, kind or "code", book))
             case "replace":
                 old = {**cells[index]}
-                cells[index] = lawful_cell(old, source, kind or old.get("cell_type", "code"), book)
+                kind = kind or old.get("cell_type", "code")
+                cells[index] = lawful_cell(old, source, kind, book)
             case "delete":
                 del cells[index]
         return notebook_text(book, text)
     except (ValueError, KeyError, TypeError, RecursionError) as problem:
-        raise ToolError(f"This is no notebook of nbformat 4: {type(problem).__name__}: {problem}.") from None
+        why = f"{type(problem).__name__}: {problem}"
+        raise ToolError(f"This is no notebook of nbformat 4: {why}.") from None
 
 
 def lawful_cell(cell: dict, source: str, kind: str, book: dict) -> dict:
-    """As nbformat wants it: keys in order, outputs only where there is code, an id only since 4.5."""
+    """As nbformat wants it: keys in order, outputs only of code, an id only since 4.5."""
     cell |= {"cell_type": kind, "source": source.splitlines(keepends=True)}
     foreign = {"execution_count", "outputs"}
     if kind == "code":
@@ -1088,7 +1117,7 @@ def lawful_cell(cell: dict, source: str, kind: str, book: dict) -> dict:
 
 def notebook_text(book: dict, before: str) -> str:
     """A notebook as JSON, laid out like the text that it was read from."""
-    indent = re.match(r"\s*\{\n([ \t]*)", before)  # "{\n \"cells\"": one space, as Jupyter writes it
+    indent = re.match(r"\s*\{\n([ \t]*)", before)  # "{\n \"cells\"": Jupyter writes one space
     text = json.dumps(book, ensure_ascii=False, indent=indent and indent[1])
     half_pair = "[\ud800-\udfff]"  # "\udce9" was an escape, and no file can hold it otherwise
     text = re.sub(half_pair, lambda match: f"\\u{ord(match[0]):04x}", text)
@@ -1096,15 +1125,16 @@ def notebook_text(book: dict, before: str) -> str:
 
 
 # ---- Which files a search sees ----
-# Without this `node_modules` and build folders drown what is searched for. In a git work tree git is asked
-# what it ignores; a stranger's repository must start no program by it and lead nowhere else.
+# Without this `node_modules` and build folders drown what is searched for. In a git work tree git
+# is asked what it ignores; a stranger's repository must start no program by it and lead nowhere
+# else.
 
-SKIPPED_FOLDERS = {".git", "node_modules", "__pycache__", ".venv", ".tox", ".mypy_cache", ".pytest_cache",
-                   ".ruff_cache", ".nanobot"}  # fmt: skip
+SKIPPED_FOLDERS = {".git", "node_modules", "__pycache__", ".venv", ".tox", ".mypy_cache",
+                   ".pytest_cache", ".ruff_cache", ".nanobot"}  # fmt: skip
 
 
 def find_files(turn: Turn, root: Path, *globs: str) -> Iterator[tuple[str, str]]:
-    """(name below `root`, path) of each regular file that fits all globs and holds no keys, in order."""
+    """(name below `root`, path) of each regular file that fits all globs and holds no keys."""
     if root.is_file():
         yield root.name, str(root)
     elif not root.is_dir():
@@ -1141,7 +1171,7 @@ def walk(folder: str, ignored: set[str] | None = None) -> Iterator[os.DirEntry]:
 
 
 def ignored_by_git(folder: str) -> set[str]:
-    """Paths that git would not list. A stranger's repository must start nothing: no fsmonitor, no fetch."""
+    """Paths that git would not list. It must start nothing for that: no fsmonitor, no fetch."""
     environment = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
     environment |= {"GIT_ALLOW_PROTOCOL": "", "GIT_NO_LAZY_FETCH": "1"}
     options = ["-z", "--others", "--ignored", "--exclude-standard", "--directory"]
@@ -1149,7 +1179,7 @@ def ignored_by_git(folder: str) -> set[str]:
     try:
         done = subprocess.run(command, cwd=folder, env=environment, stdin=subprocess.DEVNULL,
                               capture_output=True, timeout=10, check=True)  # fmt: skip
-    except (OSError, subprocess.SubprocessError):  # no git, no work tree, or it belongs to somebody else
+    except (OSError, subprocess.SubprocessError):  # no git, no work tree, or somebody else's
         return set()
     names = os.fsdecode(done.stdout).split("\0")
     if "./" in names:  # an ignored folder that was asked for
@@ -1158,8 +1188,8 @@ def ignored_by_git(folder: str) -> set[str]:
 
 
 # ---- Globs ----
-# Without this `*.{py,js}`, `[!a]*` and `**/test` mean what each library makes of them; Python's own knows
-# no braces, and `*a*a*a*a*a*` keeps it busy for hours.
+# Without this `*.{py,js}` means nothing (Python's own globs know no braces), a file `[x].md` cannot
+# be named, and `*a*a*a*a*a*` takes hours.
 
 GLOB_TOKEN = re.compile(
     r"\\(?P<escaped>.)"  # \[ in \[draft\].md
@@ -1172,20 +1202,20 @@ GLOB_MEANINGS = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]", "{": 
 
 def glob_pattern(glob: str) -> re.Pattern:
     try:
-        with warnings.catch_warnings(action="ignore"):  # of `[[`, which may mean something else one day
+        with warnings.catch_warnings(action="ignore"):  # of `[[`, say
             return re.compile(glob_regex(glob), re.DOTALL)  # a folder's name may hold a line's end
     except (re.error, OverflowError, RecursionError) as problem:
         raise ToolError(f"{glob} is not a usable glob: {problem}.") from None
 
 
 def glob_regex(glob: str) -> str:
-    """A glob as a regular expression for a relative path; without a slash it is a name, in any folder.
+    """A glob as an expression for a relative path; without a slash it is a name, in any folder.
 
     "src/*.{py,js}" → r"src/[^/]*\\.(?:py|js)\\Z"
     """
     if glob.startswith("!"):
         why = "a glob names what is wanted, like *.{js,ts}, not what is not"
-        raise ToolError(f"{glob!r}: {why}. A name that begins with ! is written \\!name.")
+        raise ToolError(f"{glob!r}: {why}. A name with a ! in front is written \\!name.")
     glob = glob.removeprefix("./") if "/" in glob else f"**/{glob}"
     parts = glob.split("/")
     stars = [len(re.findall(r"\*+", part)) for part in parts]
@@ -1215,7 +1245,9 @@ Offset = Annotated[int, IntegerSchema(minimum=0)]
 
 
 @tool(read_only=True)
-def glob(pattern: str, path: str = ".", head_limit: Limit = 250, offset: Offset = 0, *, turn: Turn) -> str:
+def glob(
+    pattern: str, path: str = ".", head_limit: Limit = 250, offset: Offset = 0, *, turn: Turn
+) -> str:
     """Find files by name, newest first. `*.py` matches in every folder below path."""
     root = turn.path(path)
     dated = []
@@ -1236,23 +1268,25 @@ def result_page(items: list[str], offset: int, limit: int) -> str:
 
 
 # ---- Searching lines ----
-# What a search means is short: `re.search` on each line of each file. But Python's re can take years for an
-# expression like `(a|a)*b` and cannot be interrupted; so whatever is not plain text is matched in a child
-# process, which is killed after 20 s, or at once when the turn is stopped.
+# A search means `re.search` on each line of each file. But Python's re can take years for
+# `(a|a)*b`, nothing else runs meanwhile, and it cannot be interrupted: so whatever is not plain
+# text is matched in a child process, which is killed after 20 s, or at once when the turn is
+# stopped.
 
 MAX_SEARCHED_BYTES = 2_000_000
 SEARCH_SECONDS = 20
 TYPES = {
     "py": "*.py{,i}", "js": "*.{,c,m}js{,x}", "ts": "*.{,c,m}ts{,x}", "md": "*.{md,markdown}",
-    "rust": "*.rs", "c": "*.[ch]", "cpp": "*.{cc,cpp,cxx,h,hh,hpp}", "cs": "*.cs", "css": "*.{c,sc,sa,le}ss",
-    "csv": "*.csv", "dart": "*.dart", "docker": "{*.d,D}ockerfile{,.*}", "elixir": "*.ex{,s}",
-    "erlang": "*.[eh]rl", "go": "*.go", "haskell": "*.{,l}hs", "html": "*.htm{,l}", "java": "*.java",
-    "json": "*.json{,l}", "julia": "*.jl", "jupyter": "*.ipynb", "kotlin": "*.kt{,s}", "lua": "*.lua",
+    "rust": "*.rs", "c": "*.[ch]", "cpp": "*.{cc,cpp,cxx,h,hh,hpp}", "cs": "*.cs",
+    "css": "*.{c,sc,sa,le}ss", "csv": "*.csv", "dart": "*.dart", "docker": "{*.d,D}ockerfile{,.*}",
+    "elixir": "*.ex{,s}", "erlang": "*.[eh]rl", "go": "*.go", "haskell": "*.{,l}hs",
+    "html": "*.htm{,l}", "java": "*.java", "json": "*.json{,l}", "julia": "*.jl",
+    "jupyter": "*.ipynb", "kotlin": "*.kt{,s}", "lua": "*.lua",
     "make": "{*.mk,*.mak,[Mm]akefile,GNUmakefile}", "ocaml": "*.ml{,i}", "perl": "*.{pl,pm,t}",
     "php": "*.php", "r": "*.[rR]{,md,nw}", "ruby": "{*.rb,*.rake,*.gemspec,Gemfile,Rakefile}",
-    "scala": "*.scala", "sh": "*.{,ba,z}sh", "sql": "*.sql", "svelte": "*.svelte", "swift": "*.swift",
-    "tex": "*.{tex,bib,sty,cls}", "toml": "*.toml", "txt": "*.txt", "vue": "*.vue",
-    "xml": "*.{xml,xsd,xsl,svg}", "yaml": "*.y{,a}ml", "zig": "*.zig",
+    "scala": "*.scala", "sh": "*.{,ba,z}sh", "sql": "*.sql", "svelte": "*.svelte",
+    "swift": "*.swift", "tex": "*.{tex,bib,sty,cls}", "toml": "*.toml", "txt": "*.txt",
+    "vue": "*.vue", "xml": "*.{xml,xsd,xsl,svg}", "yaml": "*.y{,a}ml", "zig": "*.zig",
 }  # fmt: skip
 
 
@@ -1274,8 +1308,8 @@ def grep(
     type: Annotated[str, "Only files of a type, like py, js, rust"] = "",
     case_insensitive: bool = False, fixed_strings: bool = False,
     output_mode: Literal["files_with_matches", "content", "count"] = "files_with_matches",
-    context_before: Offset = 0, context_after: Offset = 0, head_limit: Limit = 250, offset: Offset = 0,
-    *, turn: Turn,
+    context_before: Offset = 0, context_after: Offset = 0,
+    head_limit: Limit = 250, offset: Offset = 0, *, turn: Turn,
 ) -> str:  # fmt: skip
     """Search lines with a regular expression. output_mode content gives `path:line: text`."""
     root = turn.path(path)
@@ -1284,7 +1318,10 @@ def grep(
     is_plain = source in (texts[0], re.escape(texts[0]))
     needles = [needle_bytes(text, case_insensitive) for text in texts]
     wanted = offset + head_limit
-    search = LineSearch(source, needles, is_plain, case_insensitive, output_mode, context_before, context_after, wanted)
+    search = LineSearch(
+        source, needles, is_plain, case_insensitive,
+        output_mode, context_before, context_after, wanted,
+    )  # fmt: skip
     files = find_files(turn, root, glob, type_glob(type))
     items, notes = run_search(search, files, SEARCH_SECONDS)
     nothing = f"No match for {pattern!r} in {root}."
@@ -1302,21 +1339,22 @@ def type_glob(name: str) -> str:
     for pattern in TYPES.values():
         if glob_pattern(pattern).match(f"name.{name}"):
             return pattern
-    raise ToolError(f"There is no type {name!r}. There are: {', '.join(TYPES)}. Or use glob, like *.{name}.")
+    known = ", ".join(TYPES)
+    raise ToolError(f"There is no type {name!r}. There are: {known}. Or use glob, like *.{name}.")
 
 
 def refuse_foreign_syntax(pattern: str, nothing: str) -> None:
-    """What other programs know, Python's re takes for plain characters: "No match" would mislead."""
+    """What other programs know, re takes for plain characters: "No match" would mislead."""
     if re.search(r"\[[^]]*\[:\^?\w+:\]", pattern):  # [[:space:]]
-        raise ToolError(rf"{nothing} Python's re does not know [[:space:]]: use \s, \d, \w or [A-Za-z].")
+        raise ToolError(rf"{nothing} Python's re knows no [[:space:]]: use \s, \d, \w, [A-Za-z].")
     if re.search(r"\\[<>]", pattern):  # \<word\>
-        raise ToolError(rf"{nothing} In Python's re \< and \> are plain < and >: a word's edge is \b.")
+        raise ToolError(rf"{nothing} In Python's re \< is a plain <: the edge of a word is \b.")
 
 
 def needles_of(source: str) -> list[str]:
     r"""Plain text of which every match holds one: most files need no closer look.
 
-    r"def \w+\(self, x" → ["(self, x"];  r"\bneedle\b|nothing" → ["needle", "nothing"];  r"(a|b)c" → [""]
+    r"def \w+\(self, x" → ["(self, x"];  r"\bone\b|two" → ["one", "two"];  r"(a|b)c" → [""]
     """
     if "|" in source and re.search(r"[(\[]|\\\|", source):  # [|] and \| are no alternatives
         return [""]
@@ -1332,7 +1370,7 @@ def needle_bytes(text: str, ignore_case: bool) -> bytes:
 
 
 def longest_text(tokens: list[str]) -> str:
-    r"""The longest run of plain characters: r"colou?r \w+" → "colo"; what is in a group may be missing."""
+    r"""The longest run of plain characters, outside of groups: r"colou?r \w+" → "colo"."""
     runs, run = [], ""
     for token in tokens:
         is_escaped = len(token) == 2 and token[0] == "\\" and not token[1].isalnum()
@@ -1340,8 +1378,9 @@ def longest_text(tokens: list[str]) -> str:
         if is_escaped or is_character:
             run += token[-1]
             continue
-        is_optional = token[0] in "*?{"
-        runs.append(run[:-1] if is_optional else run)
+        if token[0] in "*?{":
+            run = run[:-1]  # the last character may be missing
+        runs.append(run)
         run = ""
         is_class = token[0] == "[" or token[1:] in ("w", "W", "d", "D", "s", "S", "b", "B")
         if not is_class and token[0] in "(\\":
@@ -1349,8 +1388,13 @@ def longest_text(tokens: list[str]) -> str:
     return max([*runs, run], key=len)
 
 
-def run_search(search: LineSearch, files: Iterable[tuple], seconds: float) -> tuple[list[str], str]:
-    """Search `[(name, path)]` on two cores: what there is to show, and notes. Plain text may take longer."""
+def run_search(
+    search: LineSearch, files: Iterable[tuple], seconds: float
+) -> tuple[list[str], str]:
+    """Search `[(name, path)]` on two cores: what is to be shown, and notes.
+
+    Raises ToolError; where it is no plain text, also when nothing was found in so many seconds.
+    """
     finders = [Finder(search, search.is_plain), Finder(search, False)]
 
     def end() -> None:
@@ -1393,7 +1437,7 @@ def in_batches(files: Iterable[tuple]) -> Iterator[list[tuple]]:
 
 
 def answers_in_order(finders: list, batches: Iterable[list]) -> Iterator[tuple[list[str], int]]:
-    """Each batch goes to the finder whose turn it is; while they search, the next batch is found."""
+    """Each batch goes to the finder whose turn it is; meanwhile the next batch is made."""
     at_work: list = []
     for batch, finder in zip(batches, itertools.cycle(finders), strict=False):
         if finder in at_work:
@@ -1407,7 +1451,7 @@ def answers_in_order(finders: list, batches: Iterable[list]) -> Iterator[tuple[l
 class Finder:
     """Searches batch by batch: here, or in a child process that is started with the first batch.
 
-    It is asked in marshal's format: that is there without an import, and takes names that are no UTF-8.
+    It is asked in marshal's format: that needs no import, and takes names that are no UTF-8.
     """
 
     def __init__(self, search: LineSearch, is_here: bool):
@@ -1420,9 +1464,10 @@ class Finder:
             self.result = search_files(files, self.search)
             return
         if not self.process:
-            command = [sys.executable, "-I", "-S", "-c", child_program()]  # without what Python loads at start
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-            self.process = subprocess.Popen(command, start_new_session=True, **pipes)
+            self.process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", child_program()], start_new_session=True,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            )  # fmt: skip
             self._send(vars(self.search))
         if self.is_ended:  # meanwhile
             self.process.kill()
@@ -1463,27 +1508,27 @@ class Finder:
 
 
 # ---- What a child process needs to search ----
-# These functions run in the child, too, from their source: they use nothing of this file but each other and
-# the constants in `child_program`, so that it starts in 25 ms and not in 200.
+# These functions run in the child, too, from their source, with nothing of this file but each other
+# and the constants in `child_program`: so it starts in 25 ms and not in 200.
 
 BATCH = 256  # files
-CHILD_SECONDS = SEARCH_SECONDS + 10  # for a batch; then it ends itself, should nobody be there to kill it
-REGEX_TOKEN = r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?|\{\d*,?\d*\}|."  # \. or [^]a] or (? or {2,3} or x
-# (?i) and (?s:…), (?P=name), (?#…), (?(1)…): of groups only plain ones and looks ahead and behind are taken
+CHILD_SECONDS = SEARCH_SECONDS + 10  # for a batch; then it ends itself, should nobody do it
+REGEX_TOKEN = r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?|\{\d*,?\d*\}|."  # \. [^]a] (? {2,3} x
+# (?i), (?s:…), (?P=name), (?#…), (?(1)…): what is more than a group or a look ahead or behind
 UNSURE_GROUP = r"\(\?(?!:|=|!|<=|<!|P<|>)"
 WITHOUT_NEWLINE = {r"\s": r"[^\S\n]", r"\W": r"[^\w\n]", r"\D": r"[^\d\n]"}
 
 
 @functools.cache
 def child_program() -> str:
-    constants = ("READING", "UTF8_MARK", "UTF16_MARKS", "MAX_SEARCHED_BYTES", "CHILD_SECONDS", "REGEX_TOKEN",
-                 "UNSURE_GROUP", "WITHOUT_NEWLINE")  # fmt: skip
-    functions = (read_regular, plain_text, is_binary, serve_search, search_files, may_match, matching_lines,
-                 for_whole_text, line_bound, lines_around)  # fmt: skip
-    lines = ["from __future__ import annotations", "import marshal, os, re, signal, stat, sys, types"]
-    lines += [f"{name} = {globals()[name]!r}" for name in constants]
-    lines += [inspect.getsource(function) for function in functions]
-    return "\n".join([*lines, "serve_search()"])
+    constants = ("READING", "UTF8_MARK", "UTF16_MARKS", "MAX_SEARCHED_BYTES", "CHILD_SECONDS",
+                 "REGEX_TOKEN", "UNSURE_GROUP", "WITHOUT_NEWLINE")  # fmt: skip
+    functions = (read_regular, plain_text, is_binary, serve_search, search_files, shown_of,
+                 may_match, matching_lines, for_whole_text, line_bound, lines_around)  # fmt: skip
+    head = "from __future__ import annotations\nimport marshal, os, re, signal, stat, sys, types"
+    values = [f"{name} = {globals()[name]!r}" for name in constants]
+    sources = [inspect.getsource(function) for function in functions]
+    return "\n".join([head, *values, *sources, "serve_search()"])
 
 
 def serve_search() -> None:
@@ -1507,10 +1552,11 @@ def serve_search() -> None:
 
 def search_files(files: list[tuple], search: LineSearch) -> tuple[list[str], int]:
     """What is to be shown of `[(name, path)]`, and how many files were skipped."""
-    source = for_whole_text(search.source)
-    is_whole = source is not None
-    flags = (re.IGNORECASE if search.ignore_case else 0) | (re.MULTILINE if is_whole else 0)
-    find = re.compile(source if is_whole else search.source, flags).search
+    whole = for_whole_text(search.source)
+    is_whole = whole is not None
+    source = whole if is_whole else search.source
+    flags = re.IGNORECASE * search.ignore_case | re.MULTILINE * is_whole
+    find = re.compile(source, flags).search
     items, skipped = [], 0
     for name, path in files:
         try:
@@ -1522,17 +1568,22 @@ def search_files(files: list[tuple], search: LineSearch) -> tuple[list[str], int
         elif data and may_match(data, search):
             text = plain_text(data)
             hits = matching_lines(text, find, is_whole, search.mode == "files_with_matches")
-            if hits and search.mode == "content":
-                items += lines_around(name, text.split("\n"), hits, search)
-            elif hits:
-                items.append(f"{name}: {len(hits)}" if search.mode == "count" else name)
+            items += shown_of(name, text, hits, search)
         if len(items) > search.wanted:
             break  # this page is full, and it is known that there are more
     return items, skipped
 
 
+def shown_of(name: str, text: str, hits: list[int], search: LineSearch) -> list[str]:
+    if hits and search.mode == "content":
+        return lines_around(name, text.split("\n"), hits, search)
+    if hits and search.mode == "count":
+        return [f"{name}: {len(hits)}"]
+    return [name] if hits else []
+
+
 def may_match(data: bytes, search: LineSearch) -> bool:
-    """A quick test on the bytes that spares most files the rest: 20,000 files in 0.2 s instead of 0.6."""
+    """A quick test that spares most files the rest: 20,000 files in 0.2 s instead of 0.6."""
     if search.ignore_case:
         if not data.isascii():  # K, the sign for Kelvin, is a k, too
             return True
@@ -1541,7 +1592,7 @@ def may_match(data: bytes, search: LineSearch) -> bool:
 
 
 def matching_lines(text: str, find: Callable, is_whole: bool, only_first: bool) -> list[int]:
-    """The numbers, from 0, of the lines that match; `find` looks at one line, or at a whole text."""
+    """The numbers, from 0, of lines that match; `find` looks at one line or at a whole text."""
     if not is_whole:
         return [number for number, line in enumerate(text.split("\n")) if find(line)]
     numbers, number, position = [], 0, 0
@@ -1557,10 +1608,10 @@ def matching_lines(text: str, find: Callable, is_whole: bool, only_first: bool) 
 
 
 def for_whole_text(source: str) -> str | None:
-    r"""The same expression so that, with re.MULTILINE, it finds the same lines in a text as one by one:
-    no part of it may match a line's end. None where that is not certain. It is ten times as fast.
+    r"""The same expression for all lines at once: no part of it can match a line's end.
 
-    r"def\s+\w+[^:]*$" → r"def[^\S\n]+\w+[^\n:]*$";  r"\Ax", r"[\s,]", r"(?s)a.b", r"\x41" → None
+    r"def\s+\w+[^:]*$" → r"def[^\S\n]+\w+[^\n:]*$";  r"\Ax", r"[\s,]", r"(?s)a.b", r"\x41" → None:
+    where it is not certain, line by line. `def \w+\(self` takes 1.4 times as long as rg, not 2.3.
     """
     if "\n" in source or re.search(UNSURE_GROUP, source):
         return None
@@ -1589,7 +1640,10 @@ def lines_around(name: str, lines: list[str], hits: list[int], search: LineSearc
         near = range(max(hit - search.before, 0), min(hit + search.after + 1, len(lines)))
         marks |= dict.fromkeys(near, "-")
     marks |= dict.fromkeys(hits, ":")
-    return [f"{name}{mark}{number + 1}{mark} {lines[number][:500]}" for number, mark in sorted(marks.items())]
+    shown = []
+    for number, mark in sorted(marks.items()):
+        shown.append(f"{name}{mark}{number + 1}{mark} {lines[number][:500]}")
+    return shown
 
 
 FILE_TOOLS = [read_file, write_file, edit_file, notebook_edit, list_dir, glob, grep]
