@@ -40,7 +40,9 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import (
+    AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping,
+)  # fmt: skip
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -63,8 +65,8 @@ from providers import (
 )  # fmt: skip
 from tools import (
     FILE_TOOLS, SEARCH_SERVICES, Exec, MCPServers, Tool, ToolError, ToolRegistry, ToolResult, Turn,
-    Web, WebFetch, WebSearch, as_schema, fits, image_block, in_thread, kinds, plain_text, read_bytes,
-    sandbox_problem, tool,
+    Web, WebFetch, WebSearch, as_schema, fits, image_block, in_thread, kinds, plain_text,
+    read_bytes, sandbox_problem, tool,
 )  # fmt: skip
 
 __version__ = "0.1.0"
@@ -353,63 +355,6 @@ def verdict(state: RunState, response: LLMResponse) -> str:
     return "silent" if state.tools_end else "blank"
 
 
-@dataclass
-class RunState:
-    """The runner's scratch paper for one run."""
-
-    spec: AgentRunSpec
-    context: AgentHookContext
-    stop_reason: str = ""
-    final_content: str | None = None
-    error: str | None = None
-    tools_used: list[str] = field(default_factory=list)
-    tool_events: list[dict] = field(default_factory=list)
-    streamed: str = ""  # of the answer that is coming in
-    segments: list[str] = field(default_factory=list)  # of an answer that its length limit cut
-    nudge: str = ""  # a note to the model, for the next request only
-    tools_end: str = ""  # why it gets no more tools: the name of the template that tells it
-    blanks: int = 0  # in a row
-    cuts: int = 0  # in a row
-    last_call: tuple = ()  # (name, arguments, outcome)
-    repetitions: int = 0  # of the last call
-    tools: list[dict] = field(default_factory=list)  # that the model is offered now
-    room: float = math.inf  # tokens that the model has shown to take
-    context_tokens: int = 0  # of the last request
-    is_told: bool = False  # does the user know that something is left out?
-
-    def add(self, *messages: dict, whole: bool = True) -> None:
-        """New messages exist from here on, in the run and in the journal."""
-        self.context.messages += messages
-        self.spec.on_messages(list(messages), whole)
-
-    async def stream(self, piece: str) -> None:
-        self.streamed += piece
-        await self.spec.hook.on_stream(piece)
-
-    async def tell(self, note: str) -> None:
-        self.is_told = True
-        await self.spec.hook.on_retry(note)
-
-    def on_delta(self) -> Callable[[str], Awaitable[None]] | None:
-        return self.stream if self.spec.hook.wants_streaming else None
-
-    def join_segments(self, text: str | None) -> str:
-        return "".join([*self.segments, text or ""])
-
-    def begin_anew(self) -> None:
-        """What was said so far is a message now."""
-        self.streamed = ""
-        self.segments = []
-        self.blanks = self.cuts = 0
-
-    def result(self) -> AgentRunResult:
-        return AgentRunResult(
-            self.final_content, self.context.messages, self.tools_used, self.context.usage,
-            self.stop_reason, self.tool_events, self.error, self.context.iteration,
-            self.context_tokens,
-        )  # fmt: skip
-
-
 # ---- What the model is told ----
 
 
@@ -550,7 +495,7 @@ class AgentLoop:
             self.in_background(self.consolidator.after_turn(session, others))
 
     async def run(self, bus: MessageBus) -> None:
-        """Serve the bus until cancelled: a message is journalled at once, then answered in order."""
+        """Serve the bus until cancelled: messages are journalled at once, answered in order."""
         service = BusService(self, bus)
         try:
             await service.go_on_after_restart()
@@ -613,6 +558,12 @@ class AgentLoop:
         )  # fmt: skip
 
 
+# ======== Second reading: hooks, prompts, commands, settings and the command line ========
+
+# ---- One call for programs ----
+# Without it a notebook, which has an event loop of its own, could not ask at all.
+
+
 def run(text: str, session_key: str = "cli:direct", config: Config | None = None) -> str:
     """The answer, on the files of the current folder; works in a notebook, too.
 
@@ -626,11 +577,66 @@ def run(text: str, session_key: str = "cli:direct", config: Config | None = None
     return result.final_content
 
 
-# ======== Second reading: hooks, prompts, commands, settings and the command line ========
-
 # ---- What the runner leaves to others ----
 # Without this one model that calls `list_dir(".")` forty times uses up a turn, and a stopped turn
 # leaves a command running that nobody waits for.
+
+@dataclass
+class RunState:
+    """The runner's scratch paper for one run."""
+
+    spec: AgentRunSpec
+    context: AgentHookContext
+    stop_reason: str = ""
+    final_content: str | None = None
+    error: str | None = None
+    tools_used: list[str] = field(default_factory=list)
+    tool_events: list[dict] = field(default_factory=list)
+    streamed: str = ""  # of the answer that is coming in
+    segments: list[str] = field(default_factory=list)  # of an answer that its length limit cut
+    nudge: str = ""  # a note to the model, for the next request only
+    tools_end: str = ""  # why it gets no more tools: the name of the template that tells it
+    blanks: int = 0  # in a row
+    cuts: int = 0  # in a row
+    last_call: tuple = ()  # (name, arguments, outcome)
+    repetitions: int = 0  # of the last call
+    tools: list[dict] = field(default_factory=list)  # that the model is offered now
+    room: float = math.inf  # tokens that the model has shown to take
+    context_tokens: int = 0  # of the last request
+    is_told: bool = False  # does the user know that something is left out?
+
+    def add(self, *messages: dict, whole: bool = True) -> None:
+        """New messages exist from here on, in the run and in the journal."""
+        self.context.messages += messages
+        self.spec.on_messages(list(messages), whole)
+
+    async def stream(self, piece: str) -> None:
+        self.streamed += piece
+        await self.spec.hook.on_stream(piece)
+
+    async def tell(self, note: str) -> None:
+        self.is_told = True
+        await self.spec.hook.on_retry(note)
+
+    def on_delta(self) -> Callable[[str], Awaitable[None]] | None:
+        return self.stream if self.spec.hook.wants_streaming else None
+
+    def join_segments(self, text: str | None) -> str:
+        return "".join([*self.segments, text or ""])
+
+    def begin_anew(self) -> None:
+        """What was said so far is a message now."""
+        self.streamed = ""
+        self.segments = []
+        self.blanks = self.cuts = 0
+
+    def result(self) -> AgentRunResult:
+        return AgentRunResult(
+            self.final_content, self.context.messages, self.tools_used, self.context.usage,
+            self.stop_reason, self.tool_events, self.error, self.context.iteration,
+            self.context_tokens,
+        )  # fmt: skip
+
 
 TOO_LONG = "too long for the model: asking again without the oldest turns"  # a 400, a 413
 NOT_ANSWERED = ("error", "tool_error", "empty")  # stop reasons of a run without an answer
@@ -809,15 +815,12 @@ def journal(
     An fsync takes 1 to 2 ms, on a slow disk 30: for each step of a turn nobody should wait for it.
     An answer says how many messages before it the model has not seen: they came too late for it.
     """
-    unseen = {"unseen": len(conversation.waiting)} if conversation.waiting else {}
-    lines = [message | unseen if is_assistants(message) else message for message in messages]
-    session.append(*lines, sync=False)
+    for message in messages:
+        is_late = message["role"] == "assistant" and conversation.waiting
+        unseen = {"unseen": len(conversation.waiting)} if is_late else {}
+        session.append(message | unseen, sync=False)
     if whole:
         asyncio.ensure_future(session.synced())
-
-
-def is_assistants(message: dict) -> bool:
-    return message["role"] == "assistant"
 
 
 # ---- Prompts are files ----
@@ -1577,7 +1580,9 @@ COMMANDS = {
 def slash_command(text: str) -> tuple[str, str]:
     """`/NEW ` → ("new", ""), `/dream-log 1f3a` → ("dream-log", "1f3a"); "" for no command."""
     match = SLASH.fullmatch(text.strip().lower())
-    return (match[1], match[2] or "") if match else ("", "")
+    if match is None:
+        return "", ""
+    return match[1], match[2] or ""
 
 
 def nothing_to_go_on_with() -> AgentRunResult:
@@ -1596,8 +1601,9 @@ async def answer_command(
         case "dream-restore":
             lines = [await in_thread(repository.restore, argument)]
         case "stop":
-            was_running = loop.stop(turn.session_key)
-            lines = ["Stopped; /continue goes on." if was_running else "Nothing runs here."]
+            lines = ["Nothing runs here."]
+            if loop.stop(turn.session_key):
+                lines = ["Stopped; /continue goes on."]
         case "help":
             lines = [f"/{name}: {meaning}" for name, meaning in COMMANDS.items()]
         case "status":
@@ -2243,7 +2249,8 @@ def sessions_command(arguments: argparse.Namespace) -> None:
 def gateway_command(arguments: argparse.Namespace) -> None:
     """Channels, cron and heartbeat, until a signal."""
     GATEWAY_LOG.setLevel(logging.INFO)
-    log.setLevel(logging.INFO if arguments.verbose else logging.WARNING)
+    if arguments.verbose:
+        log.setLevel(logging.INFO)
     config = settings_of(arguments)
     config.cwd = config.workspace
     loop = AgentLoop(config)
