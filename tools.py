@@ -938,19 +938,16 @@ def is_clear(before: str, old: str, new: str) -> bool:
 
     Of `return a` behind eight spaces: "return a\n        more()" does, "return a\nmore()" does not.
     """
-    new_lines = [line for line in new.split("\n") if line.strip()]
-    if not before or before.strip() or len(new_lines) < 2:
+    lines = [line for line in new.split("\n") if line.strip()]
+    added = [line for line in lines[1:] if line not in old.split("\n")[1:]]
+    if not before or before.strip() or not added:
         return True
     full_depth = before + indentation(old)
-    old_lines = old.split("\n")[1:]
-    others = [line for line in new_lines[1:] if line not in old_lines]
-    if not all(line.startswith(full_depth) for line in others):
+    depths = [indentation(line) for line in added]
+    if min(depths) != full_depth or not all(depth.startswith(full_depth) for depth in depths):
         return False
-    for line, following in itertools.pairwise([before + new_lines[0], *new_lines[1:]]):
-        is_deeper = len(indentation(following)) > len(indentation(line))
-        if line.rstrip().endswith(":") and not is_deeper:  # `if a:` would have nothing in it
-            return False
-    return True
+    opens_block = lines[0].rstrip().endswith(":")  # `if a:` needs something in it
+    return not opens_block or indentation(lines[1]) > full_depth
 
 
 def with_quotes_of(passage: str, edit: Edit) -> tuple[str, str]:
