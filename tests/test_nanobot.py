@@ -40,6 +40,7 @@ from providers import (
     Trace,
     legal,
 )
+from test_memory import watched_disk
 from test_providers import check_grammar
 from tools import ToolError, ToolRegistry, ToolResult, Turn, tool
 
@@ -1025,6 +1026,51 @@ def test_run_works_alone_and_inside_a_running_loop(own_home):
         return nanobot.run("hello again", config=config)
 
     assert "offline model" in asyncio.run(notebook())
+
+
+def test_run_works_in_the_current_folder_and_streams(own_home, tmp_path, monkeypatch):
+    (tmp_path / "here.txt").touch()
+    monkeypatch.chdir(tmp_path)
+    with FakeLLM([ask_for("list_dir"), "done"]) as server:
+        monkeypatch.setenv("OPENAI_BASE_URL", server.base_url)
+        monkeypatch.setenv("NANOBOT_MODEL", "m")
+        assert nanobot.run("what is here?") == "done"
+    assert [body["stream"] for body in server.bodies] == [True, True]
+    assert "here.txt" in server.bodies[1]["messages"][-1]["content"]
+
+
+def test_every_step_is_on_the_disk_while_the_model_is_asked_again(tmp_path):
+    """Where a power cut comes, the results that a model was shown have been kept."""
+
+    class Patient(ScriptedProvider):
+        async def answer(self, *arguments, **options):
+            if len(self.requests) == 1:  # behind the result of the first tool
+                writes = disk.count(("write", name))
+                async with asyncio.timeout(10):
+                    while ("fsync", name) not in disk:
+                        await asyncio.sleep(0.01)
+                assert writes == 3 and disk.index(("fsync", name)) >= 3
+            return await super().answer(*arguments, **options)
+
+    loop = make_loop(tmp_path)
+    loop.provider = loop.runner.provider = Patient([call("list_dir"), "done"])
+    name = loop.sessions.path("cli:direct").name
+    with watched_disk() as disk:
+        result, _ = ask(loop, "look")
+        assert result.stop_reason == "completed"
+        of_this_turn = [kind for kind, file in disk if file == name]
+        disk.clear()
+        ask(loop, "/new")
+    assert of_this_turn[-1] == "fsync", "the answer is not shown before it is kept"
+    assert [kind for kind, file in disk if file == name] == ["write", "fsync"]
+
+
+def test_the_setting_for_long_results_has_its_effect(tmp_path):
+    loop = make_loop(tmp_path, [call("list_dir"), "done"], max_tool_result_chars=1_000)
+    for number in range(100):
+        (loop.workspace / f"{number:0>40}").touch()
+    ask(loop, "look")
+    assert "too long to show" in loop.provider.requests[1].messages[-1]["content"]
 
 
 # ---- The model layer under fire ----
