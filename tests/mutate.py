@@ -95,7 +95,7 @@ def changes(node: ast.AST, lines: list[bytes]) -> Iterator[tuple[int, int, int, 
         case ast.Constant(value=int() | float()):
             yield (*place, str(node.value + 1).encode())
             yield (*place, str(node.value - 1).encode())
-        case ast.Constant(value=str() | bytes()):
+        case ast.Constant(value=str() | bytes()) if node.value:
             yield (*place, repr(type(node.value)()).encode())
         case ast.UnaryOp(op=ast.Not()):
             operand = node.operand
