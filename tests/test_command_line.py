@@ -159,6 +159,15 @@ def test_only_the_answer_goes_to_stdout(own_home, tmp_path):
     assert re.search(r"^2 requests · [\d,]+ in · [\d,]+ out · context [\d,]+ of 65,536$", err, re.M)
 
 
+@pytest.mark.parametrize("setting", ["sendProgress", "sendToolHints"])
+def test_what_stands_beside_the_answer_can_be_switched_off(own_home, setting):
+    settings = own_home / "settings.json"
+    settings.write_text(json.dumps({"channels": {setting: False}}))
+    with FakeLLM([calls(call("list_dir"), content="Let me look."), "Here it is."]) as server:
+        _, _, err = nanobot("-m", "look", "--config", str(settings), server=server)
+    assert ("Let me look." in err, "list_dir()" in err) == (setting != "sendProgress", setting != "sendToolHints")
+
+
 def test_the_message_may_come_from_a_pipe_alone_or_beside_one(own_home):
     with FakeLLM(["one", "two"]) as server:
         assert nanobot("agent", server=server, stdin="from a pipe")[1] == "one\n"

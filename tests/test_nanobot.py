@@ -1546,6 +1546,68 @@ def test_the_time_is_given_in_the_configured_zone(tmp_path):
     assert "JST" in loop.provider.requests[0].messages[1]["content"]
 
 
+# Each setting below has its effect where it is used, not only in what was read.
+
+
+def loop_of(home: Path, settings: dict, replies=None) -> AgentLoop:
+    """What a program would make of this settings file, with a folder `project` to work in."""
+    config = load_config(write_config(home, json.dumps(settings)), {})
+    config.defaults.workspace = str(home / "ws")
+    config.cwd = home / "project"
+    config.cwd.mkdir(exist_ok=True)
+    return AgentLoop(config, None if replies is None else ScriptedProvider(replies))
+
+
+@pytest.mark.parametrize("text_calls", ["auto", "off"])
+def test_the_settings_of_a_model_and_its_provider_reach_the_endpoint(own_home, text_calls):
+    written = '<tool_call>{"name": "list_dir", "arguments": {}}</tool_call>'
+    with FakeLLM([written, "done"]) as server:
+        vllm = {"apiKey": "sk-mine", "apiBase": server.base_url, "extraHeaders": {"X-Title": "kit"},
+                "extraBody": {"min_p": 0.1}, "textToolCalls": text_calls}  # fmt: skip
+        defaults = {"model": "m", "provider": "vllm", "maxTokens": 777, "temperature": 0.25}
+        prices = {"m": {"input": 1_000_000, "output": 0}}
+        settings = {"agents": {"defaults": defaults}, "providers": {"vllm": vllm}, "prices": prices}
+        loop = loop_of(own_home, settings)
+        result, _ = ask(loop, "look")
+    request = server.requests[0]
+    assert (request.headers["authorization"], request.headers["x-title"]) == ("Bearer sk-mine", "kit")
+    assert {"model": "m", "temperature": 0.25, "min_p": 0.1}.items() <= request.body.items()
+    assert 777 in (request.body.get("max_tokens"), request.body.get("max_completion_tokens"))
+    assert result.final_content == ("done" if text_calls == "auto" else written)
+    assert loop.cost.line(result.usage).endswith(f" · {result.usage['prompt_tokens']:.4f}")
+
+
+def test_the_settings_of_exec_have_their_effect(own_home, monkeypatch):
+    monkeypatch.setenv("SEEN", "yes")
+    monkeypatch.setenv("UNSEEN", "no")
+    program = own_home / "more" / "my-program"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\necho it runs\n")
+    program.chmod(0o755)
+    shell = {"timeout": 1, "pathAppend": str(program.parent), "allowedEnvKeys": ["SEEN"]}
+    loop = loop_of(own_home, {"tools": {"exec": shell}}, [])
+    command = {"command": "my-program; echo [$SEEN$UNSEEN]; sleep 60"}
+    result = asyncio.run(loop.tools.execute("exec", command, loop.turn("cli:direct")))
+    assert result.text.startswith("it runs\n[yes]\n") and "Timed out after 1 s" in result.text
+    wide = loop_of(own_home, {"tools": {"exec": {"sandbox": "bwrap", "sandboxNetwork": True}}}, [])
+    assert (wide.tools.get("exec").sandbox, wide.tools.get("exec").network) == ("bwrap", True)
+    assert loop.tools.get("exec").network is False
+    assert loop_of(own_home, {"tools": {"exec": {"enable": False}}}, []).tools.get("exec") is None
+
+
+@pytest.mark.parametrize("restrict", [True, False])
+def test_the_setting_of_the_fence_has_its_effect_and_skills_may_be_read(own_home, restrict):
+    (own_home / "outside.txt").write_text("beyond the fence")
+    loop = loop_of(own_home, {"tools": {"restrictToWorkspace": restrict}}, [])
+
+    def read(path: Path) -> ToolResult:
+        arguments = {"path": str(path)}
+        return asyncio.run(loop.tools.execute("read_file", arguments, loop.turn("cli:direct")))
+
+    assert ("beyond the fence" in read(own_home / "outside.txt").text) is not restrict
+    assert "weather" in read(nanobot.DATA / "skills" / "weather" / "SKILL.md").text
+
+
 def test_without_a_key_and_an_address_the_model_is_the_offline_one():
     assert isinstance(make_provider(Config()), OfflineProvider)
 
