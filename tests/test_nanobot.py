@@ -1046,7 +1046,7 @@ def test_every_step_is_on_the_disk_while_the_model_is_asked_again(tmp_path):
         async def answer(self, *arguments, **options):
             if len(self.requests) == 1:  # behind the result of the first tool
                 writes = disk.count(("write", name))
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(60):
                     while ("fsync", name) not in disk:
                         await asyncio.sleep(0.01)
                 assert writes == 3 and disk.index(("fsync", name)) >= 3
@@ -1605,7 +1605,7 @@ def test_the_setting_of_the_fence_has_its_effect_and_skills_may_be_read(own_home
         return asyncio.run(loop.tools.execute("read_file", arguments, loop.turn("cli:direct")))
 
     assert ("beyond the fence" in read(own_home / "outside.txt").text) is not restrict
-    assert "weather" in read(nanobot.DATA / "skills" / "weather" / "SKILL.md").text
+    assert not read(nanobot.DATA / "skills" / "weather" / "SKILL.md").is_error
 
 
 def test_without_a_key_and_an_address_the_model_is_the_offline_one():
