@@ -619,7 +619,7 @@ except KeyboardInterrupt:
 def test_questions_are_answered_at_the_keyboard_in_their_order_and_kept_out_of_the_answer():
     command = [sys.executable, "-c", QUESTIONS]
     done = subprocess.run(
-        command, cwd=ROOT, input="y\nn\nalways\n", capture_output=True, text=True, timeout=10
+        command, cwd=ROOT, input="y\nn\nalways\n", capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0
     assert done.stdout == "['y', 'n', 'always']\nnobody is there to answer\n"
@@ -717,14 +717,14 @@ def test_a_ctrl_c_that_the_system_gave_to_another_thread_is_noticed():
 NEVER_DONE = """
 import asyncio
 from channels import BackgroundLoop
-asyncio.run_coroutine_threadsafe(asyncio.sleep(60), BackgroundLoop().loop)
+asyncio.run_coroutine_threadsafe(asyncio.sleep(600), BackgroundLoop().loop)
 print("bye")
 """
 
 
 def test_unfinished_work_does_not_hold_the_exit_of_the_program():
     command = [sys.executable, "-c", NEVER_DONE]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=10)
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=60)
     assert done.stdout == "bye\n"  # TimeoutExpired if it does
 
 

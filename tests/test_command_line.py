@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from fake_llm import Failure, FakeLLM, Hang, Reply, call, calls
 ROOT = Path(__file__).parent.parent
 PROGRAM = [sys.executable, str(ROOT / "nanobot.py")]
 FULL = bool(os.environ.get("NANOBOT_TEST_FULL"))
+LONG = 60  # seconds that nothing takes, also on a machine with much else to do
 
 
 def surroundings(server: FakeLLM | None) -> dict[str, str]:
@@ -45,7 +47,7 @@ def nanobot(*arguments: str, server: FakeLLM | None = None, stdin: str = "", cwd
         work = (arguments, surroundings(server), str(cwd or Path.cwd()), files)
         process = FORKS.Process(target=run_main, args=work)
         process.start()
-        process.join(30)
+        process.join(LONG)
         assert process.exitcode is not None, f"nanobot {arguments} does not end"
         return process.exitcode, *(os.fsdecode(file.read_bytes()) for file in files[1:])
 
@@ -167,6 +169,15 @@ def test_only_the_answer_goes_to_stdout(own_home, tmp_path):
     assert re.search(r"^2 requests · [\d,]+ in · [\d,]+ out · context [\d,]+ of 65,536$", err, re.M)
 
 
+@pytest.mark.parametrize("setting", ["sendProgress", "sendToolHints"])
+def test_what_stands_beside_the_answer_can_be_switched_off(own_home, setting):
+    settings = own_home / "settings.json"
+    settings.write_text(json.dumps({"channels": {setting: False}}))
+    with FakeLLM([calls(call("list_dir"), content="Let me look."), "Here it is."]) as server:
+        _, _, err = nanobot("-m", "look", "--config", str(settings), server=server)
+    assert ("Let me look." in err, "list_dir()" in err) == (setting != "sendProgress", setting != "sendToolHints")
+
+
 def test_the_message_may_come_from_a_pipe_alone_or_beside_one(own_home):
     with FakeLLM(["one", "two"]) as server:
         assert nanobot("agent", server=server, stdin="from a pipe")[1] == "one\n"
@@ -180,7 +191,7 @@ def test_bytes_from_a_pipe_that_are_no_text_do_no_harm(own_home):
     with FakeLLM(["fine"]) as server:
         process = start("-m", "look", server=server, stdin=subprocess.PIPE)
         process.stdin.buffer.write(b"caf\xe9 \xff")
-        assert process.communicate(timeout=20)[0] == "fine\n"
+        assert process.communicate(timeout=LONG)[0] == "fine\n"
         assert server.bodies[0]["messages"][-1]["content"].endswith("look\n\ncaf\ufffd \ufffd")
 
 
@@ -188,7 +199,7 @@ def test_bytes_from_a_pipe_that_are_no_text_do_no_harm(own_home):
 @pytest.mark.parametrize("flags", [["-m", "x"], ["-m", "x", "--approve"], []])
 def test_standard_input_may_be_closed(own_home, flags):
     process = start("--offline", *flags, preexec_fn=lambda: os.close(0))
-    out, err = process.communicate(timeout=20)
+    out, err = process.communicate(timeout=LONG)
     assert "Traceback" not in err
     assert process.returncode == (0 if flags else 2)
 
@@ -197,7 +208,7 @@ def test_an_output_that_knows_few_letters_gets_the_others_replaced(own_home):
     with FakeLLM(["naïve Γειά"]) as server:
         environ = {"PYTHONIOENCODING": "latin-1"}
         process = start("-m", "x", server=server, extra=environ)
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate(timeout=LONG)
     assert (process.returncode, out.encode("utf-8", "surrogateescape")) == (0, b"na\xefve ????\n"), err
 
 
@@ -368,7 +379,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_turn(own_home, tmp_path):
     (tmp_path / "a.txt").write_text("x" * 9_000)
     with FakeLLM([call("read_file", path="a.txt"), "still here"]) as server:
         process = start("-m", "x", server=server, cwd=tmp_path, preexec_fn=full_disk)
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate(timeout=LONG)
         assert (process.returncode, out, len(server.bodies)) == (1, "", 1)
         assert "File too large" in err
         assert "Traceback" not in err
@@ -378,18 +389,25 @@ def test_a_disk_that_is_full_in_the_middle_of_a_turn(own_home, tmp_path):
 
 
 def test_a_session_that_is_in_use_says_so(own_home):
-    with FakeLLM([Reply("slow", delay=0.6), "never"]) as server:
+    second_has_ended = threading.Event()
+
+    def slow(body: dict) -> str:
+        assert second_has_ended.wait(LONG)
+        return "slow"
+
+    with FakeLLM(slow) as server:
         first = start("-m", "one", server=server)
         wait_until(lambda: server.bodies)
         err = fails("-m", "two", server=server)
-        assert "in use by another program" in err
-        assert first.communicate(timeout=20)[0] == "slow\n"
+        second_has_ended.set()
+        assert "in use by another program" in err and len(server.bodies) == 1
+        assert first.communicate(timeout=LONG)[0] == "slow\n"
 
 
 # ---- Interruptions ----
 
 
-def wait_until(condition, seconds: float = 10.0) -> None:
+def wait_until(condition, seconds: float = LONG) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it never happened"
@@ -401,7 +419,7 @@ def test_ctrl_c_stops_with_130_and_leaves_a_session_that_goes_on(own_home):
         process = start("-m", "one", server=server)
         wait_until(lambda: server.bodies)
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=10)
+        _, err = process.communicate(timeout=LONG)
         assert process.returncode == 130
         assert "Traceback" not in err
         assert nanobot("-m", "two", server=server)[1] == "hello again\n"
@@ -427,7 +445,7 @@ def test_ctrl_c_during_a_wait_stops_at_once(own_home):
         process = start("-m", "one", server=server)
         assert "asking again in 60 s" in process.stderr.readline()
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=5)
+        process.communicate(timeout=LONG)
         assert process.returncode == 130
         assert nanobot("-m", "/continue", server=server)[1] == "hello again\n"
     assert [line["role"] for line in journal(own_home)[1:]] == ["user", "assistant"]
@@ -439,9 +457,9 @@ def test_a_signal_kills_the_command_that_runs(own_home, tmp_path, name):
         process = start("-m", "one", server=server, cwd=tmp_path)
         wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().strip())
         process.send_signal(getattr(signal, name))
-        process.communicate(timeout=10)
+        process.communicate(timeout=LONG)
     child = int((tmp_path / "pid").read_text())
-    wait_until(lambda: not Path(f"/proc/{child}").exists() or is_zombie(child), 5)
+    wait_until(lambda: not Path(f"/proc/{child}").exists() or is_zombie(child))
 
 
 def is_zombie(pid: int) -> bool:
@@ -520,16 +538,18 @@ needs_proc = pytest.mark.skipif(not Path("/proc").exists(), reason="looks at pro
 @needs_proc
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", None][: 3 if FULL else 1])
 def test_no_mcp_server_outlives_the_program(own_home, tmp_path, name):
-    settings_with_servers(own_home, test=mcp_server(PID_FILE=f"{tmp_path}/pid"))
-    with FakeLLM([call("mcp_test_wait", seconds=60 if name else 0), "done"]) as server:
+    files = {"PID_FILE": f"{tmp_path}/pid", "WAITING_FILE": f"{tmp_path}/waiting"}
+    settings_with_servers(own_home, test=mcp_server(**files))
+    with FakeLLM([call("mcp_test_wait", seconds=600 if name else 0), "done"]) as server:
         process = start("-m", "one", server=server, cwd=tmp_path)
-        wait_until(lambda: server.bodies)
         if name:
+            wait_until((tmp_path / "waiting").exists)
             process.send_signal(getattr(signal, name))
-        out, err = process.communicate(timeout=15)
+        out, err = process.communicate(timeout=LONG)
     assert (process.returncode, out) == ((130, "") if name else (0, "done\n"))
     assert "no business on the terminal" not in err
-    assert is_gone(int((tmp_path / "pid").read_text()))
+    server_id = int((tmp_path / "pid").read_text())
+    wait_until(lambda: is_gone(server_id))  # it was killed; the system takes its time to bury it
 
 
 @needs_proc
@@ -541,7 +561,7 @@ def test_ctrl_c_ends_an_mcp_server_that_is_still_starting_and_does_not_listen(ow
     process.send_signal(signal.SIGINT)
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)  # impatient: it must not be left behind all the same
-    assert process.wait(timeout=15) == 130
+    assert process.wait(timeout=LONG) == 130
     process.communicate()
     assert is_gone(int((tmp_path / "pid").read_text()))
 
@@ -550,12 +570,12 @@ def test_status_and_prompt_show_servers_and_a_pasted_key_is_no_error(own_home):
     good = mcp_server() | {"autoApprove": []}
     settings_with_servers(own_home, good=good, bad={"command": "no-such-program"})
     prompt, status = start("prompt"), start("status")
-    out, err = status.communicate(timeout=30)
+    out, err = status.communicate(timeout=LONG)
     assert status.returncode == 1
     assert re.search("^ok  mcp good ", out, re.MULTILINE)
     assert re.search("^BAD mcp bad .*no-such-program.*Check tools.mcpServers.bad", out, re.MULTILINE)
     assert "tools.mcpServers.good.autoApprove: unknown key" in err
-    assert '"mcp_good_echo"' in prompt.communicate(timeout=30)[0]
+    assert '"mcp_good_echo"' in prompt.communicate(timeout=LONG)[0]
 
 
 # ---- The prompt, on a real terminal ----
@@ -578,7 +598,7 @@ class Terminal:
         os.close(inner)
         self.text = self.everything = ""
 
-    def expect(self, words: str, seconds: float = 15.0) -> None:
+    def expect(self, words: str, seconds: float = LONG) -> None:
         deadline = time.monotonic() + seconds
         while words not in self.text:
             assert time.monotonic() < deadline, f"{words!r} is not in {self.text!r}"
@@ -590,9 +610,14 @@ class Terminal:
     def type(self, keys: str) -> None:
         os.write(self.screen, keys.encode())
 
+    def is_waiting(self) -> bool:
+        """Does the program wait for the keyboard? That it has printed a prompt comes a little earlier."""
+        where = Path(f"/proc/{self.process.pid}/wchan")  # of the main thread: in which call it sleeps
+        return not where.exists() or bool(re.search("select|poll_|tty", where.read_text()))
+
     def close(self) -> int:
         try:
-            return self.process.wait(timeout=10)
+            return self.process.wait(timeout=LONG)
         finally:
             self.process.kill()
             os.close(self.screen)
@@ -664,13 +689,20 @@ def test_approval_on_a_terminal_shows_the_escaped_command_and_obeys(own_home, ne
 
 def test_what_was_typed_before_the_question_does_not_approve(own_home, needs_terminal, tmp_path):
     target = tmp_path / "made"
-    touch = Reply(None, [call("exec", command=f"touch {target}")], "tool_calls", delay=0.3)
-    with FakeLLM([touch, "I may not."]) as server:
+    is_typed = threading.Event()
+
+    def after_typing(body: dict):
+        assert is_typed.wait(LONG)
+        return next(script)
+
+    script = iter([call("exec", command=f"touch {target}"), "I may not."])
+    with FakeLLM(after_typing) as server:
         terminal = Terminal("--approve", server=server)
         terminal.expect("> ")
         terminal.type("make it\n")
         wait_until(lambda: len(server.bodies) == 1)
         terminal.type("yes\n")
+        is_typed.set()
         terminal.expect("[y/n/always]")
         terminal.type("n\n")
         terminal.expect("I may not.")
@@ -728,7 +760,7 @@ def test_turns_add_up_in_one_trace_and_are_replayed_one_after_the_other(own_home
         process = start("-m", "three", *trace, server=server)
         wait_until(lambda: len(server.bodies) == 5)
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=10)
+        process.communicate(timeout=LONG)
         assert nanobot("-m", "four", *trace, server=server, cwd=tmp_path)[1] == "All done.\n"
     records = trace_of(tmp_path / "t.jsonl")
     assert [(record["answer"] or {}).get("finish_reason") for record in records] == [
@@ -859,7 +891,7 @@ def test_a_person_who_leaves_in_mid_turn_leaves_a_session_that_goes_on(own_home,
     terminal.type("list_dir {}\n")
     terminal.expect("---- tool ----")
     terminal.expect("model> ")
-    time.sleep(0.3)  # until it really waits for the keyboard
+    wait_until(terminal.is_waiting)
     terminal.type(keys)
     terminal.expect("/continue")
     terminal.expect("> ")
@@ -1052,11 +1084,12 @@ def test_help_and_version(own_home):
     assert nanobot("--version")[1].startswith("nanobot ")
 
 
+@needs_proc
 def test_a_polite_kill_ends_a_conversation_that_waits(own_home, needs_terminal):
     with FakeLLM([]) as server:
         terminal = Terminal(server=server)
         terminal.expect("> ")
-        time.sleep(0.4)  # until it really waits for the keyboard
+        wait_until(terminal.is_waiting)
         terminal.process.send_signal(signal.SIGTERM)
         assert terminal.close() == 130
 

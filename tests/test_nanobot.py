@@ -40,6 +40,7 @@ from providers import (
     Trace,
     legal,
 )
+from test_memory import watched_disk
 from test_providers import check_grammar
 from tools import ToolError, ToolRegistry, ToolResult, Turn, tool
 
@@ -1040,8 +1041,8 @@ def test_a_newcomer_talks_with_the_offline_model(tmp_path):
     """One conversation, through the real loop and the real prompt, in a workspace whose path has spaces."""
     config = Config()
     config.defaults.workspace = str(tmp_path / "my work space")
+    config.cwd = tmp_path
     loop = AgentLoop(config, OfflineProvider())
-    loop.cwd = tmp_path
     conversation = {
         "Hi!": "Hello!",
         "Could you create a file called todo.txt with milk?": "Wrote 4 characters",
@@ -1063,6 +1064,51 @@ def test_a_newcomer_talks_with_the_offline_model(tmp_path):
     anew = AgentLoop(config, OfflineProvider())  # another day, another session
     answer = asyncio.run(anew.process_direct("what is my favourite colour?", "cli:new")).final_content
     assert "From memory: The user's favourite colour is green" in answer
+
+
+def test_run_works_in_the_current_folder_and_streams(own_home, tmp_path, monkeypatch):
+    (tmp_path / "here.txt").touch()
+    monkeypatch.chdir(tmp_path)
+    with FakeLLM([ask_for("list_dir"), "done"]) as server:
+        monkeypatch.setenv("OPENAI_BASE_URL", server.base_url)
+        monkeypatch.setenv("NANOBOT_MODEL", "m")
+        assert nanobot.run("what is here?") == "done"
+    assert [body["stream"] for body in server.bodies] == [True, True]
+    assert "here.txt" in server.bodies[1]["messages"][-1]["content"]
+
+
+def test_every_step_is_on_the_disk_while_the_model_is_asked_again(tmp_path):
+    """Where a power cut comes, the results that a model was shown have been kept."""
+
+    class Patient(ScriptedProvider):
+        async def answer(self, *arguments, **options):
+            if len(self.requests) == 1:  # behind the result of the first tool
+                writes = disk.count(("write", name))
+                async with asyncio.timeout(60):
+                    while ("fsync", name) not in disk:
+                        await asyncio.sleep(0.01)
+                assert writes == 3 and disk.index(("fsync", name)) >= 3
+            return await super().answer(*arguments, **options)
+
+    loop = make_loop(tmp_path)
+    loop.provider = loop.runner.provider = Patient([call("list_dir"), "done"])
+    name = loop.sessions.path("cli:direct").name
+    with watched_disk() as disk:
+        result, _ = ask(loop, "look")
+        assert result.stop_reason == "completed"
+        of_this_turn = [kind for kind, file in disk if file == name]
+        disk.clear()
+        ask(loop, "/new")
+    assert of_this_turn[-1] == "fsync", "the answer is not shown before it is kept"
+    assert [kind for kind, file in disk if file == name] == ["write", "fsync"]
+
+
+def test_the_setting_for_long_results_has_its_effect(tmp_path):
+    loop = make_loop(tmp_path, [call("list_dir"), "done"], max_tool_result_chars=1_000)
+    for number in range(100):
+        (loop.workspace / f"{number:0>40}").touch()
+    ask(loop, "look")
+    assert "too long to show" in loop.provider.requests[1].messages[-1]["content"]
 
 
 # ---- The model layer under fire ----
@@ -1532,6 +1578,68 @@ def test_the_time_is_given_in_the_configured_zone(tmp_path):
     loop = make_loop(tmp_path, ["ok"], timezone="Asia/Tokyo")
     ask(loop, "hello")
     assert "JST" in loop.provider.requests[0].messages[1]["content"]
+
+
+# Each setting below has its effect where it is used, not only in what was read.
+
+
+def loop_of(home: Path, settings: dict, replies=None) -> AgentLoop:
+    """What a program would make of this settings file, with a folder `project` to work in."""
+    config = load_config(write_config(home, json.dumps(settings)), {})
+    config.defaults.workspace = str(home / "ws")
+    config.cwd = home / "project"
+    config.cwd.mkdir(exist_ok=True)
+    return AgentLoop(config, None if replies is None else ScriptedProvider(replies))
+
+
+@pytest.mark.parametrize("text_calls", ["auto", "off"])
+def test_the_settings_of_a_model_and_its_provider_reach_the_endpoint(own_home, text_calls):
+    written = '<tool_call>{"name": "list_dir", "arguments": {}}</tool_call>'
+    with FakeLLM([written, "done"]) as server:
+        vllm = {"apiKey": "sk-mine", "apiBase": server.base_url, "extraHeaders": {"X-Title": "kit"},
+                "extraBody": {"min_p": 0.1}, "textToolCalls": text_calls}  # fmt: skip
+        defaults = {"model": "m", "provider": "vllm", "maxTokens": 777, "temperature": 0.25}
+        prices = {"m": {"input": 1_000_000, "output": 0}}
+        settings = {"agents": {"defaults": defaults}, "providers": {"vllm": vllm}, "prices": prices}
+        loop = loop_of(own_home, settings)
+        result, _ = ask(loop, "look")
+    request = server.requests[0]
+    assert (request.headers["authorization"], request.headers["x-title"]) == ("Bearer sk-mine", "kit")
+    assert {"model": "m", "temperature": 0.25, "min_p": 0.1}.items() <= request.body.items()
+    assert 777 in (request.body.get("max_tokens"), request.body.get("max_completion_tokens"))
+    assert result.final_content == ("done" if text_calls == "auto" else written)
+    assert loop.cost.line(result.usage).endswith(f" · {result.usage['prompt_tokens']:.4f}")
+
+
+def test_the_settings_of_exec_have_their_effect(own_home, monkeypatch):
+    monkeypatch.setenv("SEEN", "yes")
+    monkeypatch.setenv("UNSEEN", "no")
+    program = own_home / "more" / "my-program"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\necho it runs\n")
+    program.chmod(0o755)
+    shell = {"timeout": 1, "pathAppend": str(program.parent), "allowedEnvKeys": ["SEEN"]}
+    loop = loop_of(own_home, {"tools": {"exec": shell}}, [])
+    command = {"command": "my-program; echo [$SEEN$UNSEEN]; sleep 60"}
+    result = asyncio.run(loop.tools.execute("exec", command, loop.turn("cli:direct")))
+    assert result.text.startswith("it runs\n[yes]\n") and "Timed out after 1 s" in result.text
+    wide = loop_of(own_home, {"tools": {"exec": {"sandbox": "bwrap", "sandboxNetwork": True}}}, [])
+    assert (wide.tools.get("exec").sandbox, wide.tools.get("exec").network) == ("bwrap", True)
+    assert loop.tools.get("exec").network is False
+    assert loop_of(own_home, {"tools": {"exec": {"enable": False}}}, []).tools.get("exec") is None
+
+
+@pytest.mark.parametrize("restrict", [True, False])
+def test_the_setting_of_the_fence_has_its_effect_and_skills_may_be_read(own_home, restrict):
+    (own_home / "outside.txt").write_text("beyond the fence")
+    loop = loop_of(own_home, {"tools": {"restrictToWorkspace": restrict}}, [])
+
+    def read(path: Path) -> ToolResult:
+        arguments = {"path": str(path)}
+        return asyncio.run(loop.tools.execute("read_file", arguments, loop.turn("cli:direct")))
+
+    assert ("beyond the fence" in read(own_home / "outside.txt").text) is not restrict
+    assert not read(nanobot.DATA / "skills" / "weather" / "SKILL.md").is_error
 
 
 def test_without_a_key_and_an_address_the_model_is_the_offline_one():

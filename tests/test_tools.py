@@ -597,6 +597,35 @@ def test_only_the_newest_results_are_kept(turn):
     assert call(turn, "write_file", path=".nanobot/tool-results/mine", content="x").is_error
 
 
+@contextlib.contextmanager
+def before_each_call_of(names, look):
+    """`look(name)` is called before these C functions are, on every thread; nothing is replaced."""
+
+    def note(frame, event, function):
+        name = getattr(function, "__name__", "")
+        if event == "c_call" and name in names:
+            look(name)
+
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+
+def test_an_old_result_that_somebody_else_removed_meanwhile_costs_nothing(turn):
+    """Two programs in one workspace tidy up at the same time, and the other one is quicker."""
+    registry = ToolRegistry([tool(lambda: "x" * 20_000, name="big")])
+    registry.kept_results = 1
+    asyncio.run(registry.execute("big", {}, turn))
+    [old] = (turn.workspace / ".nanobot" / "tool-results").iterdir()
+    with before_each_call_of(("unlink", "remove"), lambda _: old.exists() and os.rename(old, turn.cwd / "gone")):
+        text = asyncio.run(registry.execute("big", {}, turn)).text
+    assert (turn.cwd / "gone").exists() and "saved to" in text
+
+
 def test_a_result_that_cannot_be_saved_is_cut_in_the_middle(turn):
     (turn.workspace / ".nanobot").write_text("a file where the folder should be")
     big = tool(lambda: "head" + "x" * 50_000 + "tail", name="big")
@@ -1272,6 +1301,14 @@ def test_write_file_makes_folders_and_keeps_the_mode(turn):
     call(turn, "write_file", path="deep/er/run.sh", content="two")
     call(turn, "edit_file", path="deep/er/run.sh", old_text="two", new_text="three")
     assert script.read_text() == "three" and stat.S_IMODE(script.stat().st_mode) == 0o751
+
+
+def test_a_written_file_is_on_the_disk_before_it_takes_the_place_of_the_old_one(turn):
+    """Else a power cut leaves an empty file behind."""
+    seen = []
+    with before_each_call_of(("fsync", "replace", "rename"), seen.append):
+        call(turn, "write_file", path="a.txt", content="new")
+    assert seen == ["fsync", "replace"]
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_no_other(turn):
@@ -2032,6 +2069,16 @@ def test_search_never_shows_a_file_with_keys_or_what_was_put_aside(turn):
         assert call(home, name, pattern=pattern).text.startswith("No ")
         shown = call(turn, name, pattern=pattern).text
         assert "a.txt" in shown and "hard" not in shown and "result" not in shown
+
+
+def test_files_whose_names_only_look_like_keys_stay_visible(turn):
+    names = ["memory_leak.py", "config.json.md", "environ", "environment.yml", "mem"]
+    for name in names:
+        (turn.cwd / name).write_text("harmless")
+    assert set(names) <= set(call(turn, "glob", pattern="*").text.split("\n"))
+    assert set(names) == set(call(turn, "grep", pattern="harmless").text.split("\n"))
+    for name in names:
+        assert "harmless" in call(turn, "read_file", path=name).text
 
 
 def git(folder: Path, *arguments: str) -> None:
