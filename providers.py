@@ -8,13 +8,12 @@ The lingua franca is the Chat Completions message dict, so what you print is wha
      {"role": "tool", "tool_call_id": "call_1", "content": "1| hello"}]
 
 `provider.chat(messages, tools)` gives an `LLMResponse`; what an endpoint does wrong is a value too,
-with cause and fix. The first reading goes that way once: request and response, a provider in twenty
-lines, what makes a history lawful, and a real endpoint: ask, heal what it refuses, wait where it is
-busy. The second reading is what the world does to it: endpoints that differ in data (PROVIDERS,
-HEALING), not in code; answers in pieces; then traces, and models that need no network.
+with cause and fix. The first reading goes that way once; the second is what the world does to it:
+endpoints that differ in data (PROVIDERS, HEALING), not in code; answers in pieces; then traces, and
+models that need no network.
 
-This file works alone. Read after nanobot.py, before memory.py. Not covered: which tools there are
-and how they run; other protocols than Chat Completions.
+Read after nanobot.py, before memory.py. Not covered: which tools there are and how they run; other
+protocols than Chat Completions.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ import gc
 import itertools
 import json
 import logging
-import operator
 import os
 import re
 import time
@@ -141,12 +139,13 @@ class LLMProvider:
         lawful = legal(messages, known=checked)
         wanted = {name: value for name, value in options.items() if value is not None}
         request = LLMRequest(lawful, tools or [], model or self.model, wanted, on_delta, on_retry)
-        response = None
+        response, outcome = None, "cancelled"
         try:
             response = await self.answer(request)
-        finally:  # also where it was cancelled
+            outcome = "failed" if response.error else "answered"
+        finally:
             if self.trace:
-                self.trace(request, response, outcome_of(response))
+                self.trace(request, response, outcome)
         return response
 
     async def answer(self, request: LLMRequest) -> LLMResponse:
@@ -265,7 +264,10 @@ class OpenAIProvider(LLMProvider):
                 why = await self._explain(failure, request.messages)
                 return failed(why, content=failure.shown or None, is_overflow=failure.is_overflow)
         self._learnt[request.model] = [entry for entry in healed if entry[0].is_remembered]
-        await self._warn_of_window(request, response)
+        line = window_warning(self.endpoint, request, response)
+        if line and not self._is_warned:
+            self._is_warned = True
+            await request.tell(line)
         return response
 
     def _note(self, request: LLMRequest, failure: Failure, outcome: str) -> None:
@@ -276,12 +278,6 @@ class OpenAIProvider(LLMProvider):
     async def _explain(self, failure: Failure, messages: list[dict]) -> str:
         text = explanation(failure, self.endpoint, messages)
         return text + await self._offer() if text.endswith(OFFER) else text
-
-    async def _warn_of_window(self, request: LLMRequest, response: LLMResponse) -> None:
-        line = "" if self._is_warned else window_warning(self.endpoint, request, response)
-        if line:
-            self._is_warned = True
-            await request.tell(line)
 
     async def _ask(self, request: LLMRequest, body: dict) -> LLMResponse:
         """One HTTP attempt. What the endpoint does wrong is a Failure, what `on_delta` does not."""
@@ -354,9 +350,8 @@ class OpenAIProvider(LLMProvider):
         except Exception as problem:  # what goes wrong is the answer here
             failure = as_failure(problem)
             return await self._explain(replace(failure, cause=self._safe(failure.cause)), [])
-        if not offered or self.model in offered:
-            return None
-        return f"no such model. {OFFER}{await self._offer()}"
+        is_known = not offered or self.model in offered
+        return None if is_known else f"no such model. {OFFER}{', '.join(offered[:20])}"
 
     async def _offer(self) -> str:
         try:
@@ -1535,12 +1530,6 @@ def begins_another(piece: dict, call: CallParts) -> bool:
     return not error  # the last one is whole
 
 
-def outcome_of(answer: LLMResponse | None) -> str:
-    if answer is None:
-        return "cancelled"
-    return "failed" if answer.error else "answered"
-
-
 NO_TOKENS = {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0}
 
 
@@ -2007,7 +1996,6 @@ def end_of_object(text: str) -> int:
 
 OFFLINE_RULES = "templates/offline/rules.md"  # beside this file, or in nanobot_data/ of a wheel
 NO_RULES = f"## anything else\nanswer: I know no rule for that: there is no {OFFLINE_RULES}."
-NOT_KNOWN = "I find nothing about that in my memory. Tell me, like: my favourite colour is green"
 
 
 @dataclass
@@ -2031,10 +2019,8 @@ class Step:
 
 
 class OfflineProvider(LLMProvider):
-    """A stand-in that needs no network: rules choose tools, and what these return makes the answer.
-
-    It keeps no state. Each request holds the question and the results so far: all steps are planned
-    anew, and the first one that has no result yet is the next call.
+    """It keeps no state. Each request holds the question and the results so far: all steps are
+    planned anew, and the first one that has no result yet is the next call.
     """
 
     model = "offline"
@@ -2059,13 +2045,12 @@ class OfflineProvider(LLMProvider):
         if not_called and talk.tools:
             return calling(not_called[0].tool, not_called[0].arguments)
         results = iter(talk.results)
-        reports = []
+        reports = [self.intro]
         for step in steps:
-            text = report(step, next(results, "")) if step.tool else step.answer
-            reports.append(text)
+            reports.append(report(step, next(results, "")) if step.tool else step.answer)
         titles = dict.fromkeys(f'"{step.rule.title}"' for step in steps)
-        source = f"[offline rule {', '.join(titles)}, {OFFLINE_RULES}]"
-        return LLMResponse("\n\n".join(filter(None, [self.intro, *reports, source])))
+        reports.append(f"[offline rule {', '.join(titles)}, {OFFLINE_RULES}]")
+        return LLMResponse("\n\n".join(filter(None, reports)))
 
     def plan(self, talk: Talk) -> list[Step]:
         """All that the message asks for, in order. Results that are there go into later steps."""
@@ -2076,37 +2061,8 @@ class OfflineProvider(LLMProvider):
         for rule, spoken in self.understand(talk.question):
             calls = [step for step in steps if step.tool]
             files = self.files_in(spoken, it)
-            steps += self.steps_of(rule, spoken, files, talk, talk.results[len(calls) :])
+            steps += steps_of(rule, spoken, files, talk, talk.results[len(calls) :])
             it = steps[-1].known.get("file") or it
-        return steps
-
-    def steps_of(
-        self, rule: Rule, spoken: dict, files: list[str], talk: Talk, results: list[str]
-    ) -> list[Step]:
-        fields, answer = rule.fields, rule.fields.get("answer", "")
-        known = talk.known | {name: unquoted(text) for name, text in spoken.items()}
-        tools = ["read_file", "edit_file"] if {"remember", "append"} & {*fields} else []
-        tools += [fields["tool"]] if "tool" in fields else []
-        missing = [tool for tool in tools if talk.tools and tool not in talk.tools]
-        if missing:
-            return [Step(rule, f"For that I need the tool {missing[0]}, which is not here.")]
-        if "<file>" in str(fields) and not files:
-            return [Step(rule, "Which file do you mean? Name it, like: read a.txt")]
-        if "remember" in fields:
-            return add_line(rule, {**known, "file": talk.known["memory"]}, results)
-        if "append" in fields:
-            return add_line(rule, {**known, "file": files[0]}, results)
-        if "recall" in fields:
-            known["facts"] = self.recall(fill(fields["recall"], known), talk)
-            answer = answer if known["facts"] else NOT_KNOWN
-        if "sum" in known:
-            known["total"] = total(known["sum"])
-        if not tools:
-            return [Step(rule, fill(answer, known))]
-        steps = []
-        for file in files or [None]:
-            known = {**known, "file": file}
-            steps.append(Step(rule, answer, tools[0], arguments_of(fields, known), known))
         return steps
 
     def understand(self, text: str) -> list[tuple[Rule, dict]]:
@@ -2156,23 +2112,11 @@ class OfflineProvider(LLMProvider):
             names = [text[place.start() : place.end()] for place in places]
         return [unquoted(name) for name in names if name]
 
-    def recall(self, subject: str, talk: Talk) -> str:
-        """What memory and this conversation, or else the history, say of `favourite colour`."""
-        facts = section(talk.prompt, "Memory").split("\n")
-        for text in talk.earlier:
-            facts += self.facts_in(text)
-        history = re.split(r"(?<=[.!?])\s|\n", section(talk.prompt, "Recent History"))
-        for lines in (facts, history):
-            about_it = [line for line in lines if plain_words(subject) <= plain_words(line)]
-            if about_it:
-                return "\n".join(dict.fromkeys(line.strip("-* ") for line in about_it[-3:]))
-        return ""
-
     def facts_in(self, text: str) -> list[str]:
-        """`Hi! My name is Maria.` → ["The user's name is Maria"]"""
+        """`Hi! My name is Maria.` → ["- The user's name is Maria"]"""
         requests = self.understand(text)
-        facts = [fill(rule.fields.get("remember", ""), spoken) for rule, spoken in requests]
-        return list(filter(None, facts))
+        facts = [request for request in requests if request[0].fields.get("path") == "<memory>"]
+        return [fill(rule.fields["line"], spoken) for rule, spoken in facts if "line" in rule.fields]
 
     def keep_memory(self, talk: Talk) -> LLMResponse | None:
         """What Consolidator and Dream ask for: save a conversation, sum it up, find facts."""
@@ -2184,16 +2128,40 @@ class OfflineProvider(LLMProvider):
         if "save_memory" in talk.tools:
             update = memory.partition("# MEMORY.md\n")[2].strip()
             for fact in facts:
-                update = with_line(update, f"- {fact}")
+                update = with_line(update, fact)
             entry = history_entry(spoken, facts)
             return calling("save_memory", {"history_entry": entry, "memory_update": update})
         if "[SKIP]" in talk.prompt and "[MEMORY]" in talk.prompt:
             files, _, history = talk.text.rpartition("# History\n")
-            facts += OWN_FACT.findall(history)
-            new_facts = [f"[MEMORY] {fact}" for fact in dict.fromkeys(facts) if fact not in files]
-            return LLMResponse("\n".join(new_facts) or "[SKIP]")
+            facts += [f"- {fact}" for fact in OWN_FACT.findall(history)]
+            new_facts = [fact for fact in dict.fromkeys(facts) if fact not in files]
+            findings = [f"[MEMORY] {fact.removeprefix('- ')}" for fact in new_facts]
+            return LLMResponse("\n".join(findings) or "[SKIP]")
         is_transcript = spoken and not talk.tools and RUNTIME_END not in talk.text
         return LLMResponse(history_entry(spoken, facts)) if is_transcript else None
+
+
+def steps_of(
+    rule: Rule, spoken: dict, files: list[str], talk: Talk, results: list[str]
+) -> list[Step]:
+    fields, answer, tool = rule.fields, rule.fields.get("answer", ""), rule.fields.get("tool")
+    known = talk.known | {name: unquoted(text) for name, text in spoken.items()}
+    if tool and talk.tools and tool not in talk.tools:
+        return [Step(rule, f"For that I need the tool {tool}, which is not here.")]
+    if "<file>" in str(fields) and not files:
+        return [Step(rule, "Which file do you mean? Name it, like: read a.txt")]
+    if "sum" in known:
+        known["total"] = total(known["sum"])
+    if not tool:
+        return [Step(rule, fill(answer, known))]
+    steps: list[Step] = []
+    for file in files or [None]:
+        known = {**known, "file": file}
+        if "line" in fields:
+            steps += add_line(rule, known, results)
+        else:
+            steps.append(Step(rule, answer, tool, arguments_of(fields, known), known))
+    return steps
 
 
 def calling(tool: str, arguments: dict) -> LLMResponse:
@@ -2216,6 +2184,8 @@ def report(step: Step, result: str) -> str:
         return ""
     in_a_file = r"\[[\d,]+ characters, too long"  # a long result is put aside
     worked = WORKED.get(step.tool, rf"(?!{DID_NOT_WORK})")
+    if "nothing" in step.rule.fields and re.match("No match|There is no", result):
+        return step.rule.fields["nothing"]
     if not result:
         return f"{step.tool} did not work: the turn has no steps left"
     if not re.match(f"{worked}|{in_a_file}", result):
@@ -2239,22 +2209,20 @@ FINDING = re.compile(r"(?m)^\[(MEMORY|USER|SOUL)\] (.+)$")
 
 
 def add_line(rule: Rule, known: dict, results: list[str]) -> list[Step]:
-    """To remember or append is two calls: read the file, and put a line behind what was read."""
-    line = fill(rule.fields.get("append") or "- " + rule.fields["remember"], known)
-    path, result = known["file"], "".join(results[:1])
+    """Two calls: read the file, and put a line behind what was read."""
+    path, line = fill(rule.fields["path"], known), fill(rule.fields["line"], known)
+    result = "".join(results[:1])
     page = "\n".join(re.findall(r"(?m)^\d+\| (.*)$", result))
-    known = {**known, "fact": line.removeprefix("- ")}
     reading = Step(rule, "", "read_file", {"path": path}, known)
-    longer = with_line(page, line)
-    if "append" in rule.fields:
-        longer = f"{page}\n{line}" if page else line
-        if "go on with offset=" in result:  # not so in memory: a fact may stand anywhere there
-            return [reading, Step(rule, f"{path} is too long for me: I read one page.")]
+    longer = f"{page}\n{line}" if page else line
+    if path == known["memory"]:  # there a fact may stand anywhere, and once
+        longer = with_line(page, line)
+    elif "go on with offset=" in result:
+        return [reading, Step(rule, f"{path} is too long for me: I read one page.")]
     if longer == page:
-        return [reading, Step(rule, f"I know that already: {known['fact']}")]
+        return [reading, Step(rule, f"I know that already: {line.removeprefix('- ')}")]
     edit = {"path": path, "old_text": page, "new_text": longer}
-    answer = rule.fields.get("answer", "I will remember: <fact>")
-    return [reading, Step(rule, answer, "edit_file", edit, known)]
+    return [reading, Step(rule, rule.fields["answer"], "edit_file", edit, known)]
 
 
 def with_line(page: str, line: str) -> str:
@@ -2272,7 +2240,8 @@ def history_entry(spoken: list[tuple[str, str]], facts: list[str]) -> str:
     stamp, first = spoken[0] if spoken else ("", "")
     last = spoken[-1][1] if spoken else ""
     stamp = stamp.replace("T", " ") or time.strftime("%Y-%m-%d %H:%M")
-    learnt = "; ".join(dict.fromkeys(facts)) or "They told nothing about themselves"
+    texts = [fact.removeprefix("- ") for fact in dict.fromkeys(facts)]
+    learnt = "; ".join(texts) or "They told nothing about themselves"
     messages = f'The first was "{first[:200]}", the last "{last[:200]}".'
     return f"[{stamp}] The user sent {len(spoken)} messages. {messages} {learnt}."
 
@@ -2284,8 +2253,10 @@ def dreamt_lines(talk: Talk) -> list[Step]:
     steps: list[Step] = []
     for name, fact in FINDING.findall(findings):
         calls = [step for step in steps if step.tool]
-        known = {"file": paths.get(name, f"{name}.md")}
-        steps += add_line(Rule("dream", {}, {"remember": fact}), known, talk.results[len(calls) :])
+        path = paths.get(name, f"{name}.md")
+        fields = {"path": path, "line": f"- {fact}", "answer": f"I will remember: {fact}"}
+        known = {"memory": path}
+        steps += add_line(Rule("dream", {}, fields), known, talk.results[len(calls) :])
     return steps
 
 
@@ -2308,17 +2279,16 @@ class Talk:
         for number, message in enumerate(messages):
             if message["role"] == "assistant" and not message.get("tool_calls"):
                 begin = number + 1  # behind the last answer
-        before, turn = messages[:begin], messages[begin:]
+        turn = messages[begin:]
         asked = texts_of("user", turn)
         added = [text for text in asked[1:] if RUNTIME_END in text]  # the others are the loop's own
         typed = asked[:1] + added
         self.prompt = "".join(texts_of("system", messages))
         self.text = "\n".join(asked)
         self.question = "\n".join(map(words_typed, typed))[:5_000]  # no rule is for more
-        self.earlier = list(map(words_typed, texts_of("user", before)))
         self.results = texts_of("tool", turn)
         self.tools = [tool["function"]["name"] for tool in request.tools]
-        self.last_file = last_path(before)
+        self.last_file = last_path(messages[:begin])
         # Time: 2026-04-03 10:02 (Friday), CEST
         times = re.findall(r"(?m)^Time: (.*)", "\n".join(typed)) or ["a time that nobody told me"]
         memory = [*MEMORY_PATH.findall(self.prompt), "MEMORY.md"][0]
@@ -2342,17 +2312,6 @@ def last_path(messages: list[dict]) -> str | None:
 def words_typed(text: str) -> str:
     """`[Runtime Context …] … [/Runtime Context]`, an empty line, `read a.txt` → `read a.txt`"""
     return OF_THE_LOOP.sub("", text.rpartition(RUNTIME_END)[2]).strip()
-
-
-def section(prompt: str, title: str) -> str:
-    """What stands below `# Memory` in a system prompt; "" where there is no such part."""
-    part = re.search(rf"(?ms)(?:\A|---\n\n)# {title}\n\n(.*?)(?=\n\n---\n\n|\Z)", prompt)
-    return part[1] if part else ""
-
-
-def plain_words(text: str) -> set[str]:
-    """`My favorite Color` → {"my", "favourite", "colour"}"""
-    return set(re.findall(r"\w+", re.sub(r"(fav|col)or", r"\1our", text.lower())))
 
 
 # ---- The offline model: how rules are read and filled in ----
@@ -2455,7 +2414,7 @@ def arguments_of(fields: dict[str, str], known: dict) -> dict:
     arguments: dict[str, Any] = {}
     for name, template in fields.items():
         is_said = all(known.get(word) is not None for word in re.findall(r"<(\w+)>", template))
-        if name in ("tool", "answer", "schedule") or not is_said:
+        if name in ("tool", "answer", "nothing", "schedule") or not is_said:
             continue
         is_put_together = name == "command" and template != "<command>"
         change = shlex.quote if is_put_together else str
@@ -2467,11 +2426,10 @@ def arguments_of(fields: dict[str, str], known: dict) -> dict:
     return arguments
 
 
-SIGNS = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
-}  # fmt: skip
 IN_PYTHON = {"plus": "+", "minus": "-", "times": "*", "divided by": "/", "x": "*", "×": "*",
              "÷": "/", "% of": "/100*", ",": ""}  # fmt: skip
+# "2**100", "7//2", "2(3)", "(1)2", "import os": Python's, but no sum of numbers with + - * / ( )
+NO_SUM = re.compile(r"\*\*|//|[\d.)]\s*\(|\)\s*[\d.(]|\(\s*\)|[^\d\s.+*/()-]")
 
 
 def total(text: str) -> str:
@@ -2480,24 +2438,13 @@ def total(text: str) -> str:
     for sign_in_words, sign in IN_PYTHON.items():
         text = text.replace(sign_in_words, sign)
     try:
-        value = worked_out(ast.parse(text[:200], mode="eval").body)
+        is_sum = len(text) < 200 and not NO_SUM.search(text)
+        value = eval(text if is_sum else "")  # numbers and signs only
         return str(value) if isinstance(value, int) else f"{value:.12g}"
     except ZeroDivisionError:
         return "nothing, as nobody can divide by zero"
-    except (SyntaxError, KeyError, ValueError, OverflowError, RecursionError, MemoryError):
+    except (SyntaxError, OverflowError, MemoryError):
         return "more than I can work out: I know + - * / and brackets"
-
-
-def worked_out(node: ast.expr) -> float:
-    """Numbers and the four signs; whatever else is in a text is a KeyError or a ValueError."""
-    match node:
-        case ast.Constant(value=int() | float() as value):
-            return value
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -worked_out(operand)
-        case ast.BinOp(left=left, op=sign, right=right):
-            return SIGNS[type(sign)](worked_out(left), worked_out(right))
-    raise ValueError("it is no sum of numbers")
 
 
 SECONDS_OF = {"sec": 1, "min": 60, "hour": 3_600, "hr": 3_600, "day": 86_400, "week": 604_800}

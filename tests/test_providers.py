@@ -2005,19 +2005,7 @@ def test_the_offline_model_streams_and_asks_no_tool_where_there_is_none():
 TOOL_NAMES = ["read_file", "write_file", "edit_file", "list_dir", "glob", "grep", "exec", "web_fetch",
               "web_search", "notebook_edit", "cron"]  # fmt: skip
 OFFLINE_PROMPT = """You are nanobot.
-- Long-term facts: /home/a b/memory/MEMORY.md
-
----
-
-# Memory
-
-- The user's favourite colour is green
-
----
-
-# Recent History
-
-[2026-04-01 09:00] The user sent 2 messages. The user's dog is Rex."""
+- Long-term facts: /home/a b/memory/MEMORY.md"""
 SENTENCES = Path(__file__).with_name("data") / "offline_sentences.txt"
 
 
@@ -2121,12 +2109,14 @@ def test_without_a_tool_for_it_the_offline_model_says_so():
     assert "I need the tool edit_file" in offline("my name is Maria", tools=["read_file"])
 
 
-def test_facts_are_recalled_from_memory_history_and_conversation():
-    assert "From memory: The user's favourite colour is green" in offline("What's my favorite color?")
-    assert "dog is Rex" in offline("what is my dog called?") or "dog is Rex" in offline("who is my dog")
-    said = [user("Hi! My name is Maria."), {"role": "assistant", "content": "I will remember it."}]
-    assert "The user's name is Maria" in offline("what is my name?", before=said)
-    assert "I find nothing about that" in offline("when is my birthday?")
+def test_facts_are_recalled_from_the_memory_that_the_prompt_names():
+    step = offline("What's my favourite colour?")
+    assert step.startswith("grep ") and '"path": "/home/a b/memory/MEMORY.md"' in step
+    line = "/home/a b/memory/MEMORY.md:3: - The user's favourite colour is green"
+    answer = offline("What's my favourite colour?", behind=a_call_with("grep", line, pattern="favourite colour"))
+    assert "From memory:\n\n- The user's favourite colour is green" in answer
+    none = a_call_with("grep", "No match for 'birthday'.", pattern="birthday")
+    assert "I find nothing about that" in offline("when is my birthday?", behind=none)
 
 
 def test_a_fact_goes_into_the_memory_that_the_prompt_names_spaces_and_all():
