@@ -18,7 +18,6 @@ protocols than Chat Completions.
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import contextlib
 import gc
@@ -27,11 +26,13 @@ import json
 import logging
 import os
 import re
+import shlex
 import time
 import zlib
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -39,6 +40,7 @@ from urllib.parse import urlsplit
 log = logging.getLogger("nanobot.providers")
 # NaN is a ValueError: it is no JSON
 to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
+JSON = json.JSONDecoder(strict=False)  # takes line ends within a text
 words = re.compile(r"\s*\S+|\s+\Z").findall  # "Hi you" → ["Hi", " you"]: together they are the text
 OnDelta = Callable[[str], Awaitable[None]]
 
@@ -579,7 +581,7 @@ def parse_arguments(written: Any, repair: bool) -> tuple[dict, str]:
 
 def load_json(text: str, repair: bool) -> Any:
     try:
-        return json.loads(text, strict=False)  # takes line ends within a text
+        return JSON.decode(text)
     except ValueError:
         if not repair:
             raise
@@ -1048,10 +1050,11 @@ def with_other_limit(body: dict, complaint: str) -> dict:
 
 
 def without_the_named(body: dict, complaint: str) -> dict:
-    """ "Unknown parameter: 'store'." → without store"""
+    """ "Unknown parameter: 'store'." → without store; reasoningEffort means reasoning_effort."""
     kept = ("model", "messages", "tools", "stream")
-    named = [name for name in body if re.search(rf"\b{re.escape(name)}\b", complaint)]
-    return {name: value for name, value in body.items() if name in kept or name not in named}
+    names = {name: re.escape(name).replace("_", "_?") for name in body if name not in kept}
+    named = [name for name in names if re.search(rf"(?i)\b{names[name]}\b", complaint)]
+    return {name: value for name, value in body.items() if name not in named}
 
 
 def as_text(message: dict) -> dict:
@@ -1166,14 +1169,6 @@ HEALING = [
            put_in={"enable_thinking": False}),
     # "To use function tools, use /v1/responses or set reasoning_effort to 'none'."
     Remedy("to 'none'", "with tools it does not reason", put_in={"reasoning_effort": "none"}),
-    # Ollama: "llama3.2:3b" does not support thinking
-    Remedy("support thinking", "it does not think",
-           leave_out=("thinking", "think", "reasoning_effort")),
-    # xAI: "Model grok-4-latest does not support parameter reasoningEffort."
-    Remedy("reasoning_?effort", "it thinks as much as it likes", leave_out=("reasoning_effort",)),
-    # "'temperature' does not support 0.16 with this model. Only the default (1) value …"
-    Remedy("temperature|top_[pk]\\b", "it chooses its own temperature",
-           leave_out=("temperature", "top_p", "top_k")),
     # vLLM: "auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set
     Remedy("requires --enable-auto-tool-choice",
            f"{NO_TOOLS}; better start it with --enable-auto-tool-choice --tool-call-parser",
@@ -1181,8 +1176,6 @@ HEALING = [
     # Ollama: "gemma3:4b does not support tools"; a template: "Conversation roles must alternate"
     Remedy("support (tool|function)|(tool|function) call\\w* (is )?not support|"
            "roles must alternate", NO_TOOLS, in_body=tools_as_text),
-    # DeepSeek: "Thinking mode does not support this tool_choice"
-    Remedy("tool_choice", "it chooses itself whether to use tools", leave_out=("tool_choice",)),
     # DeepSeek: "The reasoning_content in the thinking mode must be passed back to the API."
     Remedy("reasoning_content.{0,50}(passed back|missing)|missing reasoning_content",
            "older answers are sent with empty thoughts", in_message=with_some_reasoning),
@@ -1218,9 +1211,12 @@ HEALING = [
     # Groq: "'messages.0.content' : value must be a string"
     Remedy("content.{0,99}string|expected a string|untagged enum",
            "contents go as plain text", in_message=as_text),
-    # "Unrecognized request argument supplied: store"
-    Remedy("not support|unsupported|unrecognized|unknown|unexpected|extra|forbidden|cannot",
-           "a parameter that it does not know is left out", in_body=without_the_named),
+    # "'temperature' does not support 0.16 with this model. Only the default (1) value …"; DeepSeek:
+    # "Thinking mode does not support this tool_choice"; xAI: "… does not support parameter
+    # reasoningEffort."; OpenAI: "Unrecognized request argument supplied: store"
+    Remedy("temperature|top_[pk]\\b|tool_choice|thinking|effort|not support|unsupported|unrecognized|"
+           "unknown|unexpected|extra|forbidden|cannot",
+           "a parameter that it does not take is left out", in_body=without_the_named),
 ]  # fmt: skip
 
 
@@ -1329,9 +1325,12 @@ def window_warning(endpoint: Endpoint, request: LLMRequest, answer: LLMResponse)
 
 MAX_ANSWER_BYTES = 32_000_000  # no honest answer is so large
 MAX_CALLS = 128
-CUT_SHORT = {"max_tokens": "length", "model_length": "length"}  # Anthropic's and Mistral's words
-INTERRUPTED = ("error", "abort", "insufficient_system_resource")  # OpenRouter, vLLM, DeepSeek
-KNOWN_REASONS = ("stop", "tool_calls", "function_call", "length", "content_filter", "refusal")
+REASONS = {  # in OpenAI's words; any other (`eos`, `tool_use`, `end_turn`) is an end like `stop`
+    "none": None, "tool_calls": "tool_calls", "function_call": "tool_calls", "length": "length",
+    "max_tokens": "length", "model_length": "length",  # Anthropic's and Mistral's
+    "error": "error", "abort": "error", "insufficient_system_resource": "error",  # …, vLLM, DeepSeek
+    "content_filter": "content_filter", "refusal": "refusal",
+}  # fmt: skip
 
 
 @dataclass
@@ -1478,7 +1477,7 @@ class AnswerReader:
 
     def response(self, request: LLMRequest) -> LLMResponse:
         """The whole answer; raises Failure where it broke off."""
-        reason = self._reason()
+        reason = REASONS.get(str(self.finish_reason).lower(), "stop")
         calls = self._calls(reason)
         if self.tools and not calls:
             self.content, calls = read_text_calls(self.content, self.tools)
@@ -1497,19 +1496,11 @@ class AnswerReader:
         answer.usage = read_usage(self.usage) or estimate_usage(request, answer)
         return answer
 
-    def _reason(self) -> str | None:
-        """In OpenAI's words; an unknown one (`eos`, `tool_use`, `end_turn`) is an end like any."""
-        reason = str(self.finish_reason).lower() if self.finish_reason else None
-        if reason in INTERRUPTED:
-            return "error"
-        reason = CUT_SHORT.get(reason, reason)
-        return reason if reason in (None, *KNOWN_REASONS) else "stop"
-
     def _calls(self, reason: str | None) -> list[ToolCallRequest]:
         calls: list[ToolCallRequest] = []
         used_ids: set[str] = set()
         for call in self.calls:
-            is_finished = reason in ("stop", "tool_calls", "function_call")
+            is_finished = reason in ("stop", "tool_calls")
             repair = is_finished and not ends_within(call.arguments)
             arguments, error = parse_arguments(call.arguments, repair)
             id_ = unused_id(call.id or new_id(), used_ids)
@@ -1565,11 +1556,9 @@ WRAPPERS = re.compile(r"</?(?:\w+:)?(?:tool_calls?|function_calls?)>|^```\w*$", 
 TAGGED = re.compile(r"(?s)<(?:function=|invoke name=\")([\w-]+)\"?>(.*?)</(?:function|invoke)>")
 # <parameter=path>a.txt</parameter>
 PARAMETER = re.compile(r"(?s)<parameter(?:=| name=\")(\w+)\"?>\n?(.*?)\n?</parameter>")
-# <tool_call>, <function=now>, ```json
-BLOCK = re.compile(r"(?m)<(?:\w+:)?(?:tool|function)_calls?>|<function=|<invoke name=|^```\w*$")
-# the same, and what may yet become it: "<tool_c" or "``" at the end
-MAYBE_BLOCK = re.compile(r"(?m)<(?:\w+:)?(?:tool_call|function|invoke)|^```\w*\s*(?:[{\[<]|\Z)|"
-                         r"^`{1,2}\Z|<[\w:]{0,24}\Z")  # fmt: skip
+# <tool_call>, <function=now>, ```json and a brace; what may yet become it: "<tool_c" or "``"
+BLOCK = re.compile(r"(?m)<(?:\w+:)?(?:tool_call|function|invoke)|^```\w*\s*(?:[{\[<]|\Z)|"
+                   r"^`{1,2}\Z|<[\w:]{0,24}\Z")  # fmt: skip
 
 
 def tools_in_text(endpoint: Endpoint, request: LLMRequest, body: dict) -> dict[str, dict]:
@@ -1589,7 +1578,7 @@ def may_be_call_from(text: str, start: int) -> int:
     """Where, behind the start, something begins that may be a call; else the end of the text."""
     if text.lstrip()[:1] in ("[", "{"):
         return start
-    block = MAYBE_BLOCK.search(text, start)
+    block = BLOCK.search(text, start)
     return block.start() if block else len(text)
 
 
@@ -1601,7 +1590,7 @@ def read_text_calls(text: str, tools: dict[str, dict]) -> tuple[str, list[ToolCa
     blocks = [block.start() for block in itertools.islice(BLOCK.finditer(text), 20)]
     for start in (0, *blocks):
         calls = calls_in(text[start:])
-        if calls and all(is_call_of(call, tools) for call in calls):
+        if calls and all(could_run(call, tools) for call in calls):
             return text[:start].rstrip(), calls
     return text, []
 
@@ -1612,8 +1601,7 @@ def calls_in(text: str) -> list[ToolCallRequest]:
     if pairs and not WRAPPERS.sub("", TAGGED.sub("", text)).strip():
         written = [(name, dict(PARAMETER.findall(body)) or body) for name, body in pairs]
     else:
-        inside = WRAPPERS.sub(" ", text).strip()
-        written = calls_in_json(inside) or calls_in_python(inside)
+        written = calls_in_json(WRAPPERS.sub(" ", text).strip())
     calls: list[ToolCallRequest] = []
     for name, arguments in written:
         is_cut = isinstance(arguments, str) and ends_within(arguments)
@@ -1627,7 +1615,7 @@ def calls_in_json(text: str) -> list[tuple[str, Any]]:
     values: list[Any] = []
     while text:
         try:
-            value, end = json.JSONDecoder(strict=False).raw_decode(text)
+            value, end = JSON.raw_decode(text)
         except (ValueError, RecursionError):
             return []
         values += value if isinstance(value, list) else [value]
@@ -1643,50 +1631,26 @@ def calls_in_json(text: str) -> list[tuple[str, Any]]:
     return calls
 
 
-def calls_in_python(text: str) -> list[tuple[str, Any]]:
-    """`[now(), read_file(path="a.txt")]`."""
-    if not text.startswith("["):
-        return []
-    import ast
-
-    calls = []
-    try:
-        for call in ast.parse(text, mode="eval").body.elts:
-            if call.args:
-                return []
-            arguments = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
-            calls.append((call.func.id, arguments))
-    except (SyntaxError, ValueError, AttributeError, RecursionError, MemoryError):
-        return []  # it is something else
-    return calls
+def could_run(call: ToolCallRequest, tools: dict[str, dict]) -> bool:
+    """Is there such a tool, with no name missing, none too many, and no object in a text's place?
+    Else the text only looks like a call.
+    """
+    if call.name not in tools or call.error:
+        return call.name in tools
+    schema = tools[call.name]
+    properties = schema.get("properties") or {}
+    is_free = schema.get("additionalProperties") or not properties
+    missing = set(schema.get("required", [])) - set(call.arguments)
+    strange = set() if is_free else set(call.arguments) - set(properties)
+    nested = {name for name, value in call.arguments.items() if isinstance(value, dict | list)}
+    misplaced = [name for name in nested if is_plain(properties.get(name))]
+    return not (missing or strange or misplaced)
 
 
-def is_call_of(call: ToolCallRequest, tools: dict[str, dict]) -> bool:
-    """Is there such a tool, and could it run so? Else the text only looks like a call."""
-    if call.name not in tools:
-        return False
-    return bool(call.error) or could_fit(call.arguments, tools[call.name])
-
-
-def could_fit(value: Any, schema: Any) -> bool:
-    """Objects and lists in their places, no name missing, none too many; "5" may yet become 5."""
+def is_plain(schema: Any) -> bool:
+    """{"type": "string"} is; a list of types, an object, and what says nothing are not."""
     kind = schema.get("type") if isinstance(schema, dict) else None
-    match kind:
-        case "object" if not isinstance(value, dict):
-            return False
-        case "object":
-            properties = schema.get("properties") or {}
-            is_free = schema.get("additionalProperties") or not properties
-            missing = set(schema.get("required", [])) - set(value)
-            strange = set() if is_free else set(value) - set(properties)
-            if missing or strange:
-                return False
-            return all(could_fit(value[name], properties.get(name)) for name in value)
-        case "array":
-            return isinstance(value, list | str)
-        case "string" | "integer" | "number" | "boolean":
-            return not isinstance(value, dict | list)
-    return True
+    return kind in ("string", "integer", "number", "boolean")
 
 
 # ---- Thoughts are taken out ----
@@ -1902,13 +1866,14 @@ class HumanProvider(LLMProvider):
     """
 
     model = "human"
-    ask: Callable[[str, list[str]], Awaitable[str]] | None = None
-    check: Callable[[str, dict], str | None] | None = None
-    seen = LLMRequest([], [], "", {})
 
-    def __init__(self, ask: Any = None, check: Any = None):
+    def __init__(
+        self, ask: Callable[[str, list[str]], Awaitable[str]] | None = None,
+        check: Callable[[str, dict], str | None] | None = None,
+    ):  # fmt: skip
         self.ask = ask
         self.check = check
+        self.seen = LLMRequest([], [], "", {})
 
     async def answer(self, request: LLMRequest) -> LLMResponse:
         if not self.ask:
@@ -1935,8 +1900,9 @@ class HumanProvider(LLMProvider):
                 text = as_text(calls_as_text(message))["content"]
                 lines.append(f"---- {message['role']} ----\n{text}")
         if request.tools != before.tools:
-            lines += ["---- tools ----", *map(tool_line, request.tools)]
-            lines.append('You are the model. Answer in a line, or call tools: NAME {"path": "a"}')
+            tools = [to_json(tool["function"]) for tool in request.tools]
+            how = 'You are the model. Answer in a line, or call tools: NAME {"path": "a"}'
+            lines += ["---- tools ----", *tools, how]
         return lines
 
     def read(self, line: str, names: list[str]) -> LLMResponse:
@@ -1944,50 +1910,24 @@ class HumanProvider(LLMProvider):
         calls, rest = [], line
         while rest:
             name = re.match(r"[\w-]*", rest)[0]
-            written = rest[len(name) :].lstrip()
             if name not in names:
                 break
-            if not written.startswith("{"):
-                example = f'Is this a call? Then say {name} {{"argument": "value"}}.'
-                raise ValueError(f"{example} {self.complaint(name, {})}")
-            end = end_of_object(written)
-            arguments, problem = parse_arguments(written[:end], repair=False)
-            problem = problem or self.complaint(name, arguments)
-            if problem:
-                raise ValueError(problem)
+            written = rest[len(name) :].lstrip()
+            try:
+                value, end = JSON.raw_decode(written)
+            except (ValueError, RecursionError) as problem:
+                example = f'Is this a call? Then say {name} {{"argument": "value"}}'
+                raise ValueError(f"{example} ({problem}).") from None
+            arguments, complaint = parse_arguments(value, repair=False)
+            if self.check and not complaint:
+                complaint = self.check(name, arguments)
+            if complaint:
+                raise ValueError(complaint)
             calls.append(ToolCallRequest(new_id(name + rest), name, arguments))
             rest = written[end:].lstrip(" \t\r\n,;")
         if calls and rest:
             raise ValueError(f"Behind the call stands what is none: {rest[:100]}")
         return LLMResponse(None, calls, "tool_calls") if calls else LLMResponse(line)
-
-    def complaint(self, name: str, arguments: dict) -> str:
-        problem = self.check and self.check(name, arguments)
-        return problem or ""
-
-
-def tool_line(tool: dict) -> str:
-    """`read_file (path: string, [offset: integer]): Read …`; [what may be left out]."""
-    function = tool["function"]
-    schema = function.get("parameters") or {}
-    parameters = []
-    for name, kind in (schema.get("properties") or {}).items():
-        choices = kind if isinstance(kind, dict) else {}  # MCP allows `true`
-        kinds = choices.get("enum") or choices.get("type") or "any"
-        kinds = [kinds] if isinstance(kinds, str) else kinds
-        parameter = f"{name}: {'|'.join(map(str, kinds))}"
-        is_required = name in schema.get("required", ())
-        parameter = parameter if is_required else f"[{parameter}]"
-        parameters.append(parameter)
-    return f"{function['name']} ({', '.join(parameters)}): {function.get('description', '')}"
-
-
-def end_of_object(text: str) -> int:
-    """Where the JSON object ends with which a text begins: `{"a": 1} more` → 8; else its end."""
-    try:
-        return json.JSONDecoder(strict=False).raw_decode(text)[1]
-    except (ValueError, RecursionError):
-        return len(text)
 
 
 # ---- The offline model: rules choose the tools ----
@@ -2409,8 +2349,6 @@ def fill(template: str, known: dict, change: Callable[[str], str] = str) -> str:
 
 def arguments_of(fields: dict[str, str], known: dict) -> dict:
     """The tool's arguments; one is left out where its <words> were not said. `20` is a number."""
-    import shlex
-
     arguments: dict[str, Any] = {}
     for name, template in fields.items():
         is_said = all(known.get(word) is not None for word in re.findall(r"<(\w+)>", template))
@@ -2448,42 +2386,20 @@ def total(text: str) -> str:
 
 
 SECONDS_OF = {"sec": 1, "min": 60, "hour": 3_600, "hr": 3_600, "day": 86_400, "week": 604_800}
-DAYS = {  # as cron names them
-    "sunday": "0", "monday": "1", "tuesday": "2", "wednesday": "3", "thursday": "4", "friday": "5",
-    "saturday": "6", "weekday": "1-5", "day": "*", "daily": "*", "morning": "*", "week": "1",
-}  # fmt: skip
 
 
 def schedule(when: str, moment: str) -> dict:
-    """`in 5 minutes` → {"at": "2026-04-03T10:07"}; `every day at 9` → {"cron_expr": "0 9 * * *"}"""
-    from datetime import datetime, timedelta
-
-    span, _, clock = when.partition("at ")
-    hour, minute = hour_and_minute(clock or "9")
-    number = re.search(r"\d+", span)
-    unit = re.search("|".join([*DAYS, *SECONDS_OF, "$"]), when)[0]
-    count = int(number[0]) if number else 1
-    counts_days = unit in DAYS and not number
-    is_of_days = clock or counts_days
-    again_and_again = "every" in when or "daily" in when
-    if again_and_again and is_of_days:
-        return {"cron_expr": f"{minute} {hour} * * {DAYS.get(unit, '*')}"}
-    seconds = count * SECONDS_OF.get(unit, 0)
-    if again_and_again:
-        return {"every_seconds": seconds}
+    """`in 5 minutes` → {"at": "2026-04-03T10:07:00"}; `every hour` → {"every_seconds": 3600}"""
     date = re.match(r"[\d-]+ [\d:]+", moment)  # 2026-04-03 10:02 (Friday), CEST
     now = datetime.fromisoformat(date[0]) if date else datetime.now().replace(microsecond=0)
-    if seconds:
-        return {"at": (now + timedelta(seconds=seconds)).isoformat()}
-    due = now.replace(hour=hour, minute=minute, second=0)
-    is_tomorrow = "tomorrow" in when or due <= now
-    return {"at": (due + timedelta(days=is_tomorrow)).isoformat()}
-
-
-def hour_and_minute(clock: str) -> tuple[int, int]:
-    """`9:30 pm` → (21, 30)"""
-    hour, minute, half = re.match(r"(\d+):?(\d\d)? ?([ap]m)?", clock).groups()
-    hours = int(hour) % 24
+    if span := re.search(rf"(\d*) ?({'|'.join(SECONDS_OF)})", when):
+        seconds = int(span[1] or 1) * SECONDS_OF[span[2]]
+        due = (now + timedelta(seconds=seconds)).isoformat()
+        return {"every_seconds": seconds} if when.startswith("every") else {"at": due}
+    hour, minute, half = re.search(r"(\d+):?(\d\d)? ?([ap]m)?|$", when).groups()  # at 5:30 pm
+    hours = int(hour or 9) % 24
     if half:
         hours = hours % 12 + 12 * (half == "pm")
-    return hours, int(minute or 0)
+    due = now.replace(hour=hours, minute=int(minute or 0), second=0)
+    is_tomorrow = "tomorrow" in when or due <= now
+    return {"at": (due + timedelta(days=is_tomorrow)).isoformat()}
