@@ -30,7 +30,7 @@ import shlex
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -266,10 +266,7 @@ class OpenAIProvider(LLMProvider):
                 why = await self._explain(failure, request.messages)
                 return failed(why, content=failure.shown or None, is_overflow=failure.is_overflow)
         self._learnt[request.model] = [entry for entry in healed if entry[0].is_remembered]
-        line = window_warning(self.endpoint, request, response)
-        if line and not self._is_warned:
-            self._is_warned = True
-            await request.tell(line)
+        await self._warn_of_window(request, response)
         return response
 
     def _note(self, request: LLMRequest, failure: Failure, outcome: str) -> None:
@@ -277,9 +274,11 @@ class OpenAIProvider(LLMProvider):
         if self.trace:
             self.trace(request, failed(failure.with_status, content=failure.shown or None), outcome)
 
-    async def _explain(self, failure: Failure, messages: list[dict]) -> str:
-        text = explanation(failure, self.endpoint, messages)
-        return text + await self._offer() if text.endswith(OFFER) else text
+    async def _warn_of_window(self, request: LLMRequest, response: LLMResponse) -> None:
+        line = "" if self._is_warned else window_warning(self.endpoint, request, response)
+        if line:
+            self._is_warned = True
+            await request.tell(line)
 
     async def _ask(self, request: LLMRequest, body: dict) -> LLMResponse:
         """One HTTP attempt. What the endpoint does wrong is a Failure, what `on_delta` does not."""
@@ -338,6 +337,16 @@ class OpenAIProvider(LLMProvider):
         self.warm_up()
         return self._client
 
+    async def _explain(self, failure: Failure, messages: list[dict]) -> str:
+        text = explanation(failure, self.endpoint, messages)
+        return text + await self._offer() if text.endswith(OFFER) else text
+
+    async def _offer(self) -> str:
+        try:
+            return ", ".join((await self.list_models())[:20]) or "no models"
+        except Exception as problem:  # an error message in the making: nothing may break it
+            return f"an error instead of a list ({type(problem).__name__})"
+
     async def list_models(self) -> list[str]:
         """What the endpoint offers; raises what the SDK raises."""
         models = self._client_here().models.with_raw_response
@@ -354,12 +363,6 @@ class OpenAIProvider(LLMProvider):
             return await self._explain(replace(failure, cause=self._safe(failure.cause)), [])
         is_known = not offered or self.model in offered
         return None if is_known else f"no such model. {OFFER}{', '.join(offered[:20])}"
-
-    async def _offer(self) -> str:
-        try:
-            return ", ".join((await self.list_models())[:20]) or "no models"
-        except Exception as problem:  # an error message in the making: nothing may break it
-            return f"an error instead of a list ({type(problem).__name__})"
 
 
 # ======== Second reading: what real histories, endpoints and answers are like ========
@@ -1211,11 +1214,10 @@ HEALING = [
     # Groq: "'messages.0.content' : value must be a string"
     Remedy("content.{0,99}string|expected a string|untagged enum",
            "contents go as plain text", in_message=as_text),
-    # "'temperature' does not support 0.16 with this model. Only the default (1) value …"; DeepSeek:
-    # "Thinking mode does not support this tool_choice"; xAI: "… does not support parameter
-    # reasoningEffort."; OpenAI: "Unrecognized request argument supplied: store"
-    Remedy("temperature|top_[pk]\\b|tool_choice|thinking|effort|not support|unsupported|unrecognized|"
-           "unknown|unexpected|extra|forbidden|cannot",
+    # "'temperature' does not support 0.16 with this model."; xAI: "does not support parameter
+    # reasoningEffort"; DeepSeek: "Thinking mode does not support this tool_choice"
+    Remedy("temperature|top_[pk]\\b|tool_choice|thinking|effort|not support|unsupported|unknown|"
+           "unrecognized|unexpected|extra|forbidden|cannot",
            "a parameter that it does not take is left out", in_body=without_the_named),
 ]  # fmt: skip
 
@@ -1326,10 +1328,10 @@ def window_warning(endpoint: Endpoint, request: LLMRequest, answer: LLMResponse)
 MAX_ANSWER_BYTES = 32_000_000  # no honest answer is so large
 MAX_CALLS = 128
 REASONS = {  # in OpenAI's words; any other (`eos`, `tool_use`, `end_turn`) is an end like `stop`
-    "none": None, "tool_calls": "tool_calls", "function_call": "tool_calls", "length": "length",
-    "max_tokens": "length", "model_length": "length",  # Anthropic's and Mistral's
-    "error": "error", "abort": "error", "insufficient_system_resource": "error",  # …, vLLM, DeepSeek
+    "none": None, "tool_calls": "tool_calls", "function_call": "tool_calls",
     "content_filter": "content_filter", "refusal": "refusal",
+    "length": "length", "max_tokens": "length", "model_length": "length",  # Anthropic, Mistral
+    "error": "error", "abort": "error", "insufficient_system_resource": "error",  # vLLM, DeepSeek
 }  # fmt: skip
 
 
@@ -1354,6 +1356,7 @@ class AnswerReader:
         self.tools = tools or {}
         self.content, self.shown = "", 0  # characters of the content
         self.calls: list[CallParts] = []
+        self.text_calls: list[ToolCallRequest] = []
         self.extra: dict = {}
         self.usage: dict = {}
         self.rest, self.event = b"", b""  # of a line, of an event that is not whole yet
@@ -1462,15 +1465,14 @@ class AnswerReader:
         self.feed_bytes(b"\n\n")
         self._add_text(self.think.close())
         self.closed = True
+        if self.tools and not self.calls:
+            self.content, self.text_calls = read_text_calls(self.content, self.tools)
 
     def to_show(self) -> str:
         """The text that was not shown yet; of what may be a call none until it is clear."""
         end = len(self.content)
         if self.tools and not self.closed:
             end = may_be_call_from(self.content, self.shown)
-        elif self.tools and not self.calls:
-            prose, calls = read_text_calls(self.content, self.tools)
-            end = len(prose) if calls else end
         text = self.content[self.shown : end]
         self.shown += len(text)
         return text
@@ -1478,9 +1480,7 @@ class AnswerReader:
     def response(self, request: LLMRequest) -> LLMResponse:
         """The whole answer; raises Failure where it broke off."""
         reason = REASONS.get(str(self.finish_reason).lower(), "stop")
-        calls = self._calls(reason)
-        if self.tools and not calls:
-            self.content, calls = read_text_calls(self.content, self.tools)
+        calls = self._calls(reason) or self.text_calls
         # one that was cut is continued: the space at the seam belongs to it
         text = self.content if reason == "length" else self.content.rstrip("\n")
         text = with_whole_letters(text) if text.strip() else None
@@ -1612,22 +1612,18 @@ def calls_in(text: str) -> list[ToolCallRequest]:
 
 def calls_in_json(text: str) -> list[tuple[str, Any]]:
     """`{"name": "now", "arguments": {}}`, one or several, also as a list."""
-    values: list[Any] = []
-    while text:
-        try:
-            value, end = JSON.raw_decode(text)
-        except (ValueError, RecursionError):
-            return []
-        values += value if isinstance(value, list) else [value]
-        text = text[end:].lstrip(" ,;\n")
     calls = []
-    for value in values:
-        if not isinstance(value, dict):
-            return []
-        name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
-        if not isinstance(name, str) or not isinstance(arguments, dict | str):
-            return []
-        calls.append((name, arguments))
+    rest = text.removeprefix("[").removesuffix("]")
+    try:
+        while rest:
+            call, end = JSON.raw_decode(rest)
+            arguments = call.get("arguments", call.get("parameters"))
+            if not isinstance(arguments, dict | str):
+                return []
+            calls.append((str(call["name"]), arguments))
+            rest = rest[end:].lstrip(" ,;\n")
+    except (ValueError, RecursionError, AttributeError, KeyError):
+        return []  # it is something else
     return calls
 
 
@@ -1855,7 +1851,7 @@ class RecordedTools:
 
 
 # ---- You are the model ----
-# Nothing shows faster what a model gets to see, and how a call fails: `nanobot agent --provider human`.
+# Nothing shows faster what a model gets to see, and how a call fails: `--provider human`.
 
 
 class HumanProvider(LLMProvider):
@@ -1985,12 +1981,10 @@ class OfflineProvider(LLMProvider):
         if not_called and talk.tools:
             return calling(not_called[0].tool, not_called[0].arguments)
         results = iter(talk.results)
-        reports = [self.intro]
-        for step in steps:
-            reports.append(report(step, next(results, "")) if step.tool else step.answer)
+        reports = [report(step, results) for step in steps]
         titles = dict.fromkeys(f'"{step.rule.title}"' for step in steps)
-        reports.append(f"[offline rule {', '.join(titles)}, {OFFLINE_RULES}]")
-        return LLMResponse("\n\n".join(filter(None, reports)))
+        source = f"[offline rule {', '.join(titles)}, {OFFLINE_RULES}]"
+        return LLMResponse("\n\n".join(filter(None, [self.intro, *reports, source])))
 
     def plan(self, talk: Talk) -> list[Step]:
         """All that the message asks for, in order. Results that are there go into later steps."""
@@ -2047,16 +2041,15 @@ class OfflineProvider(LLMProvider):
         if re.fullmatch(self.kinds["it"], text, re.IGNORECASE):
             return [it] if it else []
         names = [text]
-        if "files" in spoken:
-            places = re.finditer(self.kinds["a_file"], text.translate(STRAIGHT), re.IGNORECASE)
-            names = [text[place.start() : place.end()] for place in places]
+        if "files" in spoken:  # their names are straight: ‘a.txt’
+            names = re.findall(self.kinds["a_file"], text.translate(STRAIGHT), re.IGNORECASE)
         return [unquoted(name) for name in names if name]
 
     def facts_in(self, text: str) -> list[str]:
-        """`Hi! My name is Maria.` → ["- The user's name is Maria"]"""
+        """`Hi! My name is Maria.` → ["The user's name is Maria"]"""
         requests = self.understand(text)
-        facts = [request for request in requests if request[0].fields.get("path") == "<memory>"]
-        return [fill(rule.fields["line"], spoken) for rule, spoken in facts if "line" in rule.fields]
+        lines = [fill(rule.fields.get("line", ""), spoken) for rule, spoken in requests]
+        return [line.removeprefix("- ") for line in lines if line.startswith("- ")]
 
     def keep_memory(self, talk: Talk) -> LLMResponse | None:
         """What Consolidator and Dream ask for: save a conversation, sum it up, find facts."""
@@ -2068,14 +2061,13 @@ class OfflineProvider(LLMProvider):
         if "save_memory" in talk.tools:
             update = memory.partition("# MEMORY.md\n")[2].strip()
             for fact in facts:
-                update = with_line(update, fact)
+                update = with_line(update, f"- {fact}")
             entry = history_entry(spoken, facts)
             return calling("save_memory", {"history_entry": entry, "memory_update": update})
         if "[SKIP]" in talk.prompt and "[MEMORY]" in talk.prompt:
             files, _, history = talk.text.rpartition("# History\n")
-            facts += [f"- {fact}" for fact in OWN_FACT.findall(history)]
-            new_facts = [fact for fact in dict.fromkeys(facts) if fact not in files]
-            findings = [f"[MEMORY] {fact.removeprefix('- ')}" for fact in new_facts]
+            facts += OWN_FACT.findall(history)
+            findings = [f"[MEMORY] {fact}" for fact in dict.fromkeys(facts) if fact not in files]
             return LLMResponse("\n".join(findings) or "[SKIP]")
         is_transcript = spoken and not talk.tools and RUNTIME_END not in talk.text
         return LLMResponse(history_entry(spoken, facts)) if is_transcript else None
@@ -2094,13 +2086,12 @@ def steps_of(
         known["total"] = total(known["sum"])
     if not tool:
         return [Step(rule, fill(answer, known))]
-    steps: list[Step] = []
+    if "line" in fields:
+        return add_line(rule, {**known, "file": "".join(files[:1])}, results)
+    steps = []
     for file in files or [None]:
         known = {**known, "file": file}
-        if "line" in fields:
-            steps += add_line(rule, known, results)
-        else:
-            steps.append(Step(rule, answer, tool, arguments_of(fields, known), known))
+        steps.append(Step(rule, answer, tool, arguments_of(fields, known), known))
     return steps
 
 
@@ -2118,10 +2109,11 @@ WORKED = {  # how a result begins if the tool did its work; of other tools: not 
 DID_NOT_WORK = r"Cannot |There is no |No (file|match|answer)|Refused|The user|\S+ (was not|failed)"
 
 
-def report(step: Step, result: str) -> str:
+def report(step: Step, results: Iterator[str]) -> str:
     """What is said of a call. What did not work is told as that, never as a file's content."""
-    if not step.answer:
-        return ""
+    result = next(results, "") if step.tool else ""
+    if not step.tool or not step.answer:
+        return step.answer
     in_a_file = r"\[[\d,]+ characters, too long"  # a long result is put aside
     worked = WORKED.get(step.tool, rf"(?!{DID_NOT_WORK})")
     if "nothing" in step.rule.fields and re.match("No match|There is no", result):
@@ -2180,8 +2172,7 @@ def history_entry(spoken: list[tuple[str, str]], facts: list[str]) -> str:
     stamp, first = spoken[0] if spoken else ("", "")
     last = spoken[-1][1] if spoken else ""
     stamp = stamp.replace("T", " ") or time.strftime("%Y-%m-%d %H:%M")
-    texts = [fact.removeprefix("- ") for fact in dict.fromkeys(facts)]
-    learnt = "; ".join(texts) or "They told nothing about themselves"
+    learnt = "; ".join(dict.fromkeys(facts)) or "They told nothing about themselves"
     messages = f'The first was "{first[:200]}", the last "{last[:200]}".'
     return f"[{stamp}] The user sent {len(spoken)} messages. {messages} {learnt}."
 
@@ -2376,8 +2367,9 @@ def total(text: str) -> str:
     for sign_in_words, sign in IN_PYTHON.items():
         text = text.replace(sign_in_words, sign)
     try:
-        is_sum = len(text) < 200 and not NO_SUM.search(text)
-        value = eval(text if is_sum else "")  # numbers and signs only
+        if len(text) > 200 or NO_SUM.search(text):
+            raise SyntaxError
+        value = eval(text)  # numbers and signs only
         return str(value) if isinstance(value, int) else f"{value:.12g}"
     except ZeroDivisionError:
         return "nothing, as nobody can divide by zero"
