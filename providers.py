@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import difflib
 import gc
 import itertools
 import json
@@ -261,7 +262,8 @@ class OpenAIProvider(LLMProvider):
                 self._note(request, failure, "retried")
                 if line := wait_line(failure, seconds):
                     await request.tell(line)
-                await pause(seconds * self.pace)
+                jitter = os.urandom(1)[0] / 1280  # or all who wait would come back at once
+                await asyncio.sleep(seconds * self.pace * (1 + jitter))
             else:
                 why = await self._explain(failure, request.messages)
                 return failed(why, content=failure.shown or None, is_overflow=failure.is_overflow)
@@ -975,13 +977,6 @@ def wait_line(failure: Failure, seconds: float) -> str:
     return f"{failure.with_status}; asking again in {seconds:.0f} s" if seconds else ""
 
 
-async def pause(seconds: float) -> None:
-    """A bit longer, each time another bit: or all who wait would come back at once."""
-    import random
-
-    await asyncio.sleep(seconds * random.uniform(1.0, 1.2))
-
-
 def seconds_asked_for(failure: Failure) -> float:
     """In a header, a number or a date (RFC 9110, 10.2.3), or in the text; 0 where nothing is."""
     headers, soon = failure.headers, SOON.search(failure.text)
@@ -1150,7 +1145,6 @@ SCHEMA_WORDS = (
 )  # fmt: skip
 LIMITS = ("max_tokens", "max_completion_tokens")
 NO_TOOLS = "tool calls go as text, as this model or server knows no others"
-NO_IMAGE = "images are left out of this request: one of them is refused"
 HEALING = [
     # "However, you requested 8500 tokens (308 in the messages, 8192 in the completion)"
     Remedy("maximum context length.{1,200}(in the messages|input tokens)|"
@@ -1207,7 +1201,8 @@ HEALING = [
     # Anthropic: "image exceeds 5 MB maximum: 6093312 bytes > 5242880 bytes"
     Remedy("image.{0,40}(exceed|too large|too many|must be)|(process|decode|download) .{0,9}image|"
            "(invalid|unsupported|corrupt\\w*) image( data| file| format| type|\\.)",
-           NO_IMAGE, in_message=as_text, is_remembered=False),
+           "images are left out of this request: one of them is refused",
+           in_message=as_text, is_remembered=False),
     # DeepSeek: "unknown variant `image_url`, expected `text`"
     Remedy("image|vision|multimodal|only .{0,9}text|content.type",
            "images are left out: this model takes text only", in_message=as_text),
@@ -1472,7 +1467,10 @@ class AnswerReader:
         """The text that was not shown yet; of what may be a call none until it is clear."""
         end = len(self.content)
         if self.tools and not self.closed:
-            end = may_be_call_from(self.content, self.shown)
+            is_bare = self.content.lstrip().startswith(("[", "{"))
+            block = BLOCK.search(self.content, self.shown)
+            end = block.start() if block else end
+            end = self.shown if is_bare else end
         text = self.content[self.shown : end]
         self.shown += len(text)
         return text
@@ -1563,23 +1561,13 @@ BLOCK = re.compile(r"(?m)<(?:\w+:)?(?:tool_call|function|invoke)|^```\w*\s*(?:[{
 
 def tools_in_text(endpoint: Endpoint, request: LLMRequest, body: dict) -> dict[str, dict]:
     """The tools that may be called in the answer's text."""
-    switch = endpoint.text_tool_calls
-    if switch == "auto":
-        is_weak = endpoint.spec.is_local or "tools" not in body
-        switch = "on" if is_weak else "off"
-    return parameters_by_name(request.tools) if switch == "on" else {}
+    is_weak = endpoint.spec.is_local or "tools" not in body
+    switch = {"auto": is_weak, "on": True}.get(endpoint.text_tool_calls)
+    return parameters_by_name(request.tools) if switch else {}
 
 
 def parameters_by_name(tools: list[dict]) -> dict[str, dict]:
     return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
-
-
-def may_be_call_from(text: str, start: int) -> int:
-    """Where, behind the start, something begins that may be a call; else the end of the text."""
-    if text.lstrip()[:1] in ("[", "{"):
-        return start
-    block = BLOCK.search(text, start)
-    return block.start() if block else len(text)
 
 
 def read_text_calls(text: str, tools: dict[str, dict]) -> tuple[str, list[ToolCallRequest]]:
@@ -1638,15 +1626,11 @@ def could_run(call: ToolCallRequest, tools: dict[str, dict]) -> bool:
     is_free = schema.get("additionalProperties") or not properties
     missing = set(schema.get("required", [])) - set(call.arguments)
     strange = set() if is_free else set(call.arguments) - set(properties)
-    nested = {name for name, value in call.arguments.items() if isinstance(value, dict | list)}
-    misplaced = [name for name in nested if is_plain(properties.get(name))]
+    typed = {name: kind for name, kind in properties.items() if isinstance(kind, dict)}
+    nested = [name for name, value in call.arguments.items() if isinstance(value, dict | list)]
+    kinds = {name: typed.get(name, {}).get("type") for name in nested}
+    misplaced = set(map(str, kinds.values())) & {"string", "integer", "number", "boolean"}
     return not (missing or strange or misplaced)
-
-
-def is_plain(schema: Any) -> bool:
-    """{"type": "string"} is; a list of types, an object, and what says nothing are not."""
-    kind = schema.get("type") if isinstance(schema, dict) else None
-    return kind in ("string", "integer", "number", "boolean")
 
 
 # ---- Thoughts are taken out ----
@@ -1695,23 +1679,12 @@ class ThinkFilter:
         if is_tag and is_in_place:
             self.hidden = "" if is_end else token
             return False
-        self._remember(token)
-        return True
-
-    def _remember(self, token: str) -> None:
         self.line = "" if token == "\n" else self.line + token
-        if token[0] == "`":
-            if not self.code:
-                self.code = token
-            elif self.code == token:
-                self.code = ""
+        if token[0] == "`" and self.code in ("", token):
+            self.code = "" if self.code else token
         elif token == "\n" and len(self.code) < 3:
             self.code = ""  # code within a line ends with it
-
-
-def strip_think(text: str) -> str:
-    thinking = ThinkFilter()
-    return (thinking.feed(text) + thinking.close()).strip()
+        return True
 
 
 # ---- Traces and replays ----
@@ -1760,12 +1733,10 @@ class ReplayDiffers(Exception):
     """A request is not the recorded one; shows the first 40 lines in which they differ."""
 
     def __init__(self, recorded: dict, now: dict):
-        from difflib import unified_diff
-
         old = json.dumps(recorded, ensure_ascii=False, indent=1).split("\n")
         new = json.dumps(now, ensure_ascii=False, indent=1).split("\n")
-        changes = itertools.islice(unified_diff(old, new, "recorded", "now", lineterm="", n=2), 40)
-        shown = "\n".join(line[:300] for line in changes)
+        changes = difflib.unified_diff(old, new, "recorded", "now", lineterm="", n=2)
+        shown = "\n".join(line[:300] for line in itertools.islice(changes, 40))
         super().__init__(f"This request is not the recorded one:\n{shown}")
 
 
@@ -1776,8 +1747,6 @@ class ReplayProvider(LLMProvider):
 
     def __init__(self, trace: Path):
         """Raises OSError, or ValueError that names the line which is no record."""
-        if trace.exists() and not trace.is_file():
-            raise ValueError(f"{trace} is not a file")
         self.rest: list[dict] = []  # what was not played yet; each `answer` is an LLMResponse
         text = trace.read_text(encoding="utf-8", errors="replace")
         for number, line in enumerate(text.removesuffix("\n").split("\n"), 1):
@@ -1827,16 +1796,11 @@ class RecordedTools:
         keys: dict[str, str] = {}
         for message in itertools.chain.from_iterable(record["messages"] for record in records):
             for call in message.get("tool_calls", []):
-                function = call["function"]
-                arguments = json.loads(function["arguments"])
-                keys.setdefault(call["id"], self.key(function["name"], arguments))
+                arguments = json.loads(call["function"]["arguments"])
+                keys.setdefault(call["id"], to_json([call["function"]["name"], arguments]))
             if message["role"] == "tool" and message["tool_call_id"] not in known:
                 known.add(message["tool_call_id"])
                 self.results[keys[message["tool_call_id"]]].append(message["content"])
-
-    @staticmethod
-    def key(name: str, arguments: dict) -> str:
-        return f"{name} {json.dumps(arguments)}"
 
     def get(self, name: str) -> None:
         """Nothing is known of a tool but its results: its calls run one after another."""
@@ -1845,7 +1809,7 @@ class RecordedTools:
         return self.definitions
 
     async def execute(self, name: str, params: dict, turn: Any = None) -> Any:
-        results = self.results[self.key(name, params)]
+        results = self.results[to_json([name, params])]
         text = results.pop(0) if results else "(the trace ends before this call's result)"
         return self.make_result(text)
 
@@ -1981,7 +1945,7 @@ class OfflineProvider(LLMProvider):
         if not_called and talk.tools:
             return calling(not_called[0].tool, not_called[0].arguments)
         results = iter(talk.results)
-        reports = [report(step, results) for step in steps]
+        reports = [report(step, results, self.kinds) for step in steps]
         titles = dict.fromkeys(f'"{step.rule.title}"' for step in steps)
         source = f"[offline rule {', '.join(titles)}, {OFFLINE_RULES}]"
         return LLMResponse("\n\n".join(filter(None, [self.intro, *reports, source])))
@@ -2099,28 +2063,17 @@ def calling(tool: str, arguments: dict) -> LLMResponse:
     return LLMResponse(None, [ToolCallRequest(new_id(), tool, arguments)], "tool_calls")
 
 
-WORKED = {  # how a result begins if the tool did its work; of other tools: not as DID_NOT_WORK
-    "read_file": r"\d+\| |\[image: |\(.* is empty\)",
-    "write_file": "Wrote ",
-    "edit_file": r"--- a/|\(the text is the same|Wrote ",
-    "list_dir": r".*: [\d,]+ entr",
-    "exec": r"(?s).*Exit code: 0\b",
-}
-DID_NOT_WORK = r"Cannot |There is no |No (file|match|answer)|Refused|The user|\S+ (was not|failed)"
-
-
-def report(step: Step, results: Iterator[str]) -> str:
+def report(step: Step, results: Iterator[str], kinds: dict[str, str]) -> str:
     """What is said of a call. What did not work is told as that, never as a file's content."""
     result = next(results, "") if step.tool else ""
     if not step.tool or not step.answer:
         return step.answer
-    in_a_file = r"\[[\d,]+ characters, too long"  # a long result is put aside
-    worked = WORKED.get(step.tool, rf"(?!{DID_NOT_WORK})")
+    worked = kinds[f"worked_{step.tool}"] or f"(?!{kinds['did_not_work']})"
     if "nothing" in step.rule.fields and re.match("No match|There is no", result):
         return step.rule.fields["nothing"]
     if not result:
         return f"{step.tool} did not work: the turn has no steps left"
-    if not re.match(f"{worked}|{in_a_file}", result):
+    if not re.match(f"{worked}|{kinds['put_aside']}", result):
         return f"{step.tool} did not work: {result}"
     if result.startswith("[image: "):
         return f"{result}\nThat is an image: the offline model cannot see it."
@@ -2249,13 +2202,6 @@ def words_typed(text: str) -> str:
 # The file is for people: here a sentence becomes a regular expression, and <words> what was said.
 
 STRAIGHT = str.maketrans("“”„‘’\u00a0−–", "\"\"\"'' --")
-SHORT = {  # "what's", "whats", "don't"
-    "is": r"(?:\s+is|'?s)", "are": r"(?:\s+are|'?re)",
-    "am": r"(?:\s+am|'?m)", "not": r"(?:\s+not|n'?t)",
-}  # fmt: skip
-THE = r"(?:\s+(?:the|an?|my|your|our|all|any|both|this|that|these|those|some|of)\b)*"
-
-
 def rules_beside_this_file() -> str:
     here = Path(__file__).resolve().parent
     for path in (here / OFFLINE_RULES, here / "nanobot_data" / OFFLINE_RULES):
@@ -2296,10 +2242,8 @@ def sentence_regex(sentence: str, kinds: dict[str, str]) -> str:
                 regex += "?"
         elif token[0] == "<":
             regex += rf"\s+(?P<{name}>{kinds[name] or '.+?'})"
-        elif token == "the":
-            regex += THE
         else:
-            regex += SHORT.get(token) or rf"\s+{re.escape(token)}"
+            regex += kinds[f"said_{token}"] or rf"\s+{re.escape(token)}"
     return regex
 
 

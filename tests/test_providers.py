@@ -37,7 +37,6 @@ from providers import (
     choose_endpoint,
     legal,
     parse_arguments,
-    strip_think,
 )
 from tools import FILE_TOOLS, Exec, ToolRegistry, Turn, Web, WebFetch, WebSearch
 
@@ -718,7 +717,7 @@ THOUGHTS = {
 @pytest.mark.parametrize("name", THOUGHTS)
 def test_thoughts_are_taken_out_and_mentions_stay(name):
     text, kept = THOUGHTS[name]
-    assert strip_think(text) == kept
+    assert pieces_of([text]).strip() == kept
 
 
 @pytest.mark.parametrize("name", THOUGHTS)
@@ -2081,7 +2080,8 @@ def test_what_was_refused_or_failed_is_never_told_as_content(result):
 def test_an_image_is_told_as_an_image():
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
     shown = user([{"type": "text", "text": "[image: /w/a.png]"}, image])
-    answer = offline("read a.png", behind=[*a_call_with("read_file", "[image: /w/a.png]", path="a.png"), shown])
+    read = a_call_with("read_file", "[image: /w/a.png]", path="a.png")
+    answer = offline("read a.png", behind=[*read, shown])
     assert "[image: /w/a.png]\nThat is an image" in answer and "says" not in answer
 
 
@@ -2106,7 +2106,8 @@ def test_facts_are_recalled_from_the_memory_that_the_prompt_names():
     step = offline("What's my favourite colour?")
     assert step.startswith("grep ") and '"path": "/home/a b/memory/MEMORY.md"' in step
     line = "/home/a b/memory/MEMORY.md:3: - The user's favourite colour is green"
-    answer = offline("What's my favourite colour?", behind=a_call_with("grep", line, pattern="favourite colour"))
+    found = a_call_with("grep", line, pattern="favourite colour")
+    answer = offline("What's my favourite colour?", behind=found)
     assert "From memory:\n\n- The user's favourite colour is green" in answer
     none = a_call_with("grep", "No match for 'birthday'.", pattern="birthday")
     assert "I find nothing about that" in offline("when is my birthday?", behind=none)
@@ -2163,6 +2164,14 @@ def test_a_very_long_message_takes_no_time():
         began = time.monotonic()
         offline(text)
         assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize(("question", "total"), [
+    ("12*7 plus 3", "87"), ("15% of 80", "12"), ("1,000 * 3", "3000"), ("10 divided by 4", "2.5"),
+    ("1/0", "nothing"), ("2**99999", "more than I can"), ("2(3)", "more than I can"), ("(1", "more than I can"),
+])  # fmt: skip
+def test_the_offline_model_works_out_sums_and_nothing_else(question, total):
+    assert f"= {total}" in offline(question)
 
 
 def test_the_offline_model_saves_a_conversation():
