@@ -527,8 +527,9 @@ def join(first: dict, second: dict) -> dict:
 
 
 # ---- Checked once ----
-# A turn of 200 calls sends its first message 200 times. To check 1,000 messages with calls takes
-# 8.5 ms; to find that they are the same as last time, and to copy them, 1.6 ms.
+# A turn of 200 calls sends its first message 200 times. `legal` takes 5.8 ms for 1,000 messages with
+# calls, 32 for 5,000; where most are the same as last time 2.1 and 15 (`cleaned` 5.1 and 26 ms,
+# `cleaned_once` 1.1 and 11).
 
 
 @dataclass(slots=True)
