@@ -527,9 +527,8 @@ def join(first: dict, second: dict) -> dict:
 
 
 # ---- Checked once ----
-# A turn of 200 calls sends its first message 200 times. `legal` takes 5.8 ms for 1,000 messages with
-# calls, 32 for 5,000; where most are the same as last time 2.1 and 15 (`cleaned` 5.1 and 26 ms,
-# `cleaned_once` 1.1 and 11).
+# A turn of 200 calls sends its first message 200 times. At 1,000 messages `legal` takes 5.8 ms, and
+# 2.1 where they are the same as last time (`cleaned` 5.1, `cleaned_once` 1.1); at 5,000 32 and 15.
 
 
 @dataclass(slots=True)
@@ -1001,15 +1000,14 @@ def seconds_asked_for(failure: Failure) -> float:
 
 @dataclass(frozen=True)
 class Remedy:
-    """What a complaint means, and the columns of what to do: any of `leave_out` … `in_body`.
+    """What a complaint means, and the columns of what to do: any of `put_in` … `in_body`.
 
     What is in a body is shared with other requests: it is replaced, never changed.
     """
 
     complaint: str  # a regular expression
     notice: str  # to the user
-    leave_out: tuple[str, ...] = ()  # parameters
-    put_in: Mapping[str, Any] = field(default_factory=dict)
+    put_in: Mapping[str, Any] = field(default_factory=dict)  # parameters; None leaves one out
     leave_out_keys: tuple[str, ...] = ()  # of messages and tools, however deep
     in_message: Callable[[dict], dict] | None = None  # for each message
     in_body: Callable[[dict, str], dict] | None = None  # is given the complaint, too
@@ -1021,8 +1019,8 @@ Healed = tuple[Remedy, str]  # with the complaint
 
 def heal(body: dict, remedy: Remedy, complaint: str) -> dict:
     """A new body, as the remedy says."""
-    body = {name: value for name, value in body.items() if name not in remedy.leave_out}
-    body |= remedy.put_in
+    body = {**body, **remedy.put_in}
+    body = {name: value for name, value in body.items() if value is not None}
     if remedy.leave_out_keys:
         body = without_keys_in(body, remedy.leave_out_keys)
     if remedy.in_message:
@@ -1071,10 +1069,6 @@ def with_some_reasoning(message: dict) -> dict:
 
 def without_name(message: dict) -> dict:
     return {key: value for key, value in message.items() if key != "name"}
-
-
-def without_text_beside_calls(message: dict) -> dict:
-    return {**message, "content": None} if "tool_calls" in message else message
 
 
 def with_signature(message: dict) -> dict:
@@ -1144,27 +1138,25 @@ SCHEMA_WORDS = (
     "additionalProperties", "$schema", "$id", "const", "default", "propertyNames", "not", "oneOf",
     "anyOf", "allOf", "patternProperties", "exclusiveMinimum", "exclusiveMaximum",
 )  # fmt: skip
-LIMITS = ("max_tokens", "max_completion_tokens")
+NO_LIMIT = {"max_tokens": None, "max_completion_tokens": None}
 NO_TOOLS = "tool calls go as text, as this model or server knows no others"
 HEALING = [
     # "However, you requested 8500 tokens (308 in the messages, 8192 in the completion)"
     Remedy("maximum context length.{1,200}(in the messages|input tokens)|"
            "input length and .max_tokens. exceed",
-           "this answer may be as long as there is room", leave_out=LIMITS, is_remembered=False),
+           "this answer may be as long as there is room", put_in=NO_LIMIT, is_remembered=False),
     # "max_tokens is too large: 32000. This model supports at most 16384 completion tokens"
     Remedy("max_(completion_)?tokens.{1,99}(too large|maximum|at most|less than|range|exceed)|"
-           "range of max_tokens", "it limits its answers itself", leave_out=LIMITS),
+           "range of max_tokens", "it limits its answers itself", put_in=NO_LIMIT),
     # "'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead."
     Remedy("max_completion_tokens", "max_tokens has another name there", in_body=with_other_limit),
-    # DashScope: "This model only support stream mode, please enable the stream parameter"
-    Remedy("only support stream|streaming is (strongly )?(required|recommended)",
+    # DashScope: "This model only support stream mode, please enable the stream parameter", and
+    # "parameter.enable_thinking must be set to false for non-streaming calls"
+    Remedy("only support stream|streaming is (strongly )?(required|recommended)|non-streaming",
            "it answers in streams only", put_in={"stream": True}),
     # "'stream' does not support true with this model."
     Remedy("stream\\b.{1,30}not support", "it does not stream",
-           leave_out=("stream", "stream_options")),
-    # DashScope: "parameter.enable_thinking must be set to false for non-streaming calls"
-    Remedy("enable_thinking must be set to false", "it does not think unless it streams",
-           put_in={"enable_thinking": False}),
+           put_in={"stream": None, "stream_options": None}),
     # "To use function tools, use /v1/responses or set reasoning_effort to 'none'."
     Remedy("to 'none'", "with tools it does not reason", put_in={"reasoning_effort": "none"}),
     # vLLM: "auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set
@@ -1177,11 +1169,10 @@ HEALING = [
     # DeepSeek: "The reasoning_content in the thinking mode must be passed back to the API."
     Remedy("reasoning_content.{0,50}(passed back|missing)|missing reasoning_content",
            "older answers are sent with empty thoughts", in_message=with_some_reasoning),
-    # llama.cpp: "Cannot pass both content and thinking in an assistant message with tool calls!"
-    Remedy("both content and thinking", "texts beside tool calls are left out",
-           in_message=without_text_beside_calls),
-    # Groq: "'messages.1' : … property 'reasoning_content' is unsupported"
-    Remedy("messages.{0,80}reasoning", "older thoughts are left out", leave_out_keys=REASONING),
+    # Groq: "'messages.1' : … property 'reasoning_content' is unsupported"; llama.cpp: "Cannot pass
+    # both content and thinking in an assistant message with tool calls!"
+    Remedy("messages.{0,80}reasoning|both content and thinking", "older thoughts are left out",
+           leave_out_keys=REASONING),
     # Groq: "'messages.3' : for 'role:tool' … property 'name' is unsupported"
     Remedy("property 'name'", "names of messages are left out", in_message=without_name),
     # OpenRouter: "messages.0.content.0.text.cache_control: Extra inputs are not permitted"

@@ -1005,7 +1005,7 @@ def test_what_an_endpoint_refuses_is_changed_and_asked_again(refusal):
     name = refusal["id"]
     row = "openai" if "max_completion_tokens" in str(refusal["body"]) and "renamed" not in name else "custom"
     row = "openrouter" if "cache-control" in name else row
-    answer, bodies, _, provider = after_refusal(refusal, stream=name != "dashscope-stream-only", row=row)
+    answer, bodies, _, provider = after_refusal(refusal, stream=not name.startswith("dashscope-"), row=row)
     assert answer.content == "Fine." and len(bodies) == 2
     assert bodies[0] != bodies[1]
     assert len(provider._learnt["test-model"]) == refusal.get("remembered", True)
@@ -2168,7 +2168,8 @@ def test_a_very_long_message_takes_no_time():
 
 @pytest.mark.parametrize(("question", "total"), [
     ("12*7 plus 3", "87"), ("15% of 80", "12"), ("1,000 * 3", "3000"), ("10 divided by 4", "2.5"),
-    ("1/0", "nothing"), ("2**99999", "more than I can"), ("2(3)", "more than I can"), ("(1", "more than I can"),
+    ("1/0", "nothing"), ("2**99999", "more than I can"),
+    ("2(3)", "more than I can"), ("(1", "more than I can"),
 ])  # fmt: skip
 def test_the_offline_model_works_out_sums_and_nothing_else(question, total):
     assert f"= {total}" in offline(question)
