@@ -1050,7 +1050,7 @@ def test_a_newcomer_talks_with_the_offline_model(tmp_path):
         "what’s in it?": "todo.txt says:\n\nmilk\ntwo eggs",
         "rename todo.txt to list.txt": "renamed",
         "my favourite colour is green": "I will remember: The user's favourite colour is green",
-        "what's my favorite color?": "From memory: The user's favourite colour is green",
+        "what's my favourite colour?": "From memory:\n\n- The user's favourite colour is green",
         "What time is it?": "It is 20",
         "open nothing.txt": "read_file did not work: Cannot read",
         "write me a poem": "takes a real language model",
@@ -1063,7 +1063,7 @@ def test_a_newcomer_talks_with_the_offline_model(tmp_path):
     assert memory.read_text(encoding="utf-8").endswith("\n- The user's favourite colour is green\n")
     anew = AgentLoop(config, OfflineProvider())  # another day, another session
     answer = asyncio.run(anew.process_direct("what is my favourite colour?", "cli:new")).final_content
-    assert "From memory: The user's favourite colour is green" in answer
+    assert "From memory:\n\n- The user's favourite colour is green" in answer
 
 
 def test_run_works_in_the_current_folder_and_streams(own_home, tmp_path, monkeypatch):

@@ -37,7 +37,6 @@ from providers import (
     choose_endpoint,
     legal,
     parse_arguments,
-    strip_think,
 )
 from tools import FILE_TOOLS, Exec, ToolRegistry, Turn, Web, WebFetch, WebSearch
 
@@ -718,7 +717,7 @@ THOUGHTS = {
 @pytest.mark.parametrize("name", THOUGHTS)
 def test_thoughts_are_taken_out_and_mentions_stay(name):
     text, kept = THOUGHTS[name]
-    assert strip_think(text) == kept
+    assert pieces_of([text]).strip() == kept
 
 
 @pytest.mark.parametrize("name", THOUGHTS)
@@ -1006,7 +1005,7 @@ def test_what_an_endpoint_refuses_is_changed_and_asked_again(refusal):
     name = refusal["id"]
     row = "openai" if "max_completion_tokens" in str(refusal["body"]) and "renamed" not in name else "custom"
     row = "openrouter" if "cache-control" in name else row
-    answer, bodies, _, provider = after_refusal(refusal, stream=name != "dashscope-stream-only", row=row)
+    answer, bodies, _, provider = after_refusal(refusal, stream=not name.startswith("dashscope-"), row=row)
     assert answer.content == "Fine." and len(bodies) == 2
     assert bodies[0] != bodies[1]
     assert len(provider._learnt["test-model"]) == refusal.get("remembered", True)
@@ -1339,7 +1338,6 @@ TEXT_CALLS = {
                   "</minimax:tool_call>",
     "in a fence": '```json\n{"name": "look", "arguments": {"path": "a.txt"}}\n```',
     "in a list": '[{"name": "look", "arguments": {"path": "a.txt"}}]',
-    "in Python": "[look(path='a.txt')]",
     "after thoughts": '<think>Hm.</think>\n{"name": "look", "arguments": {"path": "a.txt"}}',
 }  # fmt: skip
 LOOK_TOOL = {"type": "function", "function": {"name": "look", "parameters": {}}}
@@ -1360,11 +1358,6 @@ def test_several_calls_as_text_are_several_calls():
     assert len({each.id for each in answer.tool_calls}) == 2
 
 
-def test_a_call_in_python_with_a_value_that_json_has_not_says_so():
-    answer, _ = reply_to("[look(path={1, 2})]", row="local", tools=[LOOK_TOOL])
-    assert answer.error is None and "not whole JSON" in answer.tool_calls[0].error
-
-
 NO_TEXT_CALLS = {
     "an unknown tool": '<tool_call>{"name": "rm", "arguments": {}}</tool_call>',
     "words behind it": 'I would call <tool_call>{"name": "look", "arguments": {}}</tool_call> now.',
@@ -1376,8 +1369,7 @@ NO_TEXT_CALLS = {
     "a name that is none": '{"name": ["look"], "arguments": {}}',
     "prose": "Look at [this](a.txt)!",
     "a list of words": '["look"]',
-    "Python with a side effect": "[look(path=open('x').read())]",
-    "Python, one call of which has no names": "[look('a.txt'), look(path='b.txt')]",
+    "Python": "[look(path=open('x').read())]",
     "a number": "42",
     "code": "```python\nlook()\n```",
     "less than": "< 3",
@@ -1804,7 +1796,7 @@ def test_a_person_can_be_the_model_of_a_program():
     answer, _ = ask(provider, tools=[TOOL])
     assert [(each.name, each.arguments) for each in answer.tool_calls] == [("read_file", {"path": "a"})]
     assert "You are a test." in questions[0][0] and questions[0][1] == ["read_file"]
-    assert questions[1][0].startswith("its arguments are not whole JSON")
+    assert questions[1][0].startswith("Is this a call? Then say read_file {")
 
 
 def test_a_person_may_answer_in_several_lines():
@@ -2005,19 +1997,7 @@ def test_the_offline_model_streams_and_asks_no_tool_where_there_is_none():
 TOOL_NAMES = ["read_file", "write_file", "edit_file", "list_dir", "glob", "grep", "exec", "web_fetch",
               "web_search", "notebook_edit", "cron"]  # fmt: skip
 OFFLINE_PROMPT = """You are nanobot.
-- Long-term facts: /home/a b/memory/MEMORY.md
-
----
-
-# Memory
-
-- The user's favourite colour is green
-
----
-
-# Recent History
-
-[2026-04-01 09:00] The user sent 2 messages. The user's dog is Rex."""
+- Long-term facts: /home/a b/memory/MEMORY.md"""
 SENTENCES = Path(__file__).with_name("data") / "offline_sentences.txt"
 
 
@@ -2100,7 +2080,8 @@ def test_what_was_refused_or_failed_is_never_told_as_content(result):
 def test_an_image_is_told_as_an_image():
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
     shown = user([{"type": "text", "text": "[image: /w/a.png]"}, image])
-    answer = offline("read a.png", behind=[*a_call_with("read_file", "[image: /w/a.png]", path="a.png"), shown])
+    read = a_call_with("read_file", "[image: /w/a.png]", path="a.png")
+    answer = offline("read a.png", behind=[*read, shown])
     assert "[image: /w/a.png]\nThat is an image" in answer and "says" not in answer
 
 
@@ -2121,12 +2102,15 @@ def test_without_a_tool_for_it_the_offline_model_says_so():
     assert "I need the tool edit_file" in offline("my name is Maria", tools=["read_file"])
 
 
-def test_facts_are_recalled_from_memory_history_and_conversation():
-    assert "From memory: The user's favourite colour is green" in offline("What's my favorite color?")
-    assert "dog is Rex" in offline("what is my dog called?") or "dog is Rex" in offline("who is my dog")
-    said = [user("Hi! My name is Maria."), {"role": "assistant", "content": "I will remember it."}]
-    assert "The user's name is Maria" in offline("what is my name?", before=said)
-    assert "I find nothing about that" in offline("when is my birthday?")
+def test_facts_are_recalled_from_the_memory_that_the_prompt_names():
+    step = offline("What's my favourite colour?")
+    assert step.startswith("grep ") and '"path": "/home/a b/memory/MEMORY.md"' in step
+    line = "/home/a b/memory/MEMORY.md:3: - The user's favourite colour is green"
+    found = a_call_with("grep", line, pattern="favourite colour")
+    answer = offline("What's my favourite colour?", behind=found)
+    assert "From memory:\n\n- The user's favourite colour is green" in answer
+    none = a_call_with("grep", "No match for 'birthday'.", pattern="birthday")
+    assert "I find nothing about that" in offline("when is my birthday?", behind=none)
 
 
 def test_a_fact_goes_into_the_memory_that_the_prompt_names_spaces_and_all():
@@ -2180,6 +2164,15 @@ def test_a_very_long_message_takes_no_time():
         began = time.monotonic()
         offline(text)
         assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize(("question", "total"), [
+    ("12*7 plus 3", "87"), ("15% of 80", "12"), ("1,000 * 3", "3000"), ("10 divided by 4", "2.5"),
+    ("1/0", "nothing"), ("2**99999", "more than I can"),
+    ("2(3)", "more than I can"), ("(1", "more than I can"),
+])  # fmt: skip
+def test_the_offline_model_works_out_sums_and_nothing_else(question, total):
+    assert f"= {total}" in offline(question)
 
 
 def test_the_offline_model_saves_a_conversation():
@@ -2250,7 +2243,8 @@ def test_the_person_sees_tools_with_types_and_may_call_several():
     person = HumanProvider()
     person.ask = type_in
     assert ask(person, tools=tools)[0].content == "look at this"
-    assert "look (path: string, [limit: integer|null], [mode: a|b], [odd: any]): Does look." in questions[0]
+    assert '{"name": "look", "description": "Does look.", "parameters": {"type": "object", ' in questions[0]
+    assert '"limit": {"type": ["integer", "null"]}' in questions[0] and '"required": ["path"]' in questions[0]
     assert questions[1].startswith("Is this a call?") and questions[2].startswith("Is this a call?")
     lines = iter(['look {"path": "a}"}, list_dir {}\nlook {"path": "b"}'])
     answer, _ = ask(person, tools=tools)
