@@ -18,6 +18,7 @@ protocols than Chat Completions.
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import contextlib
 import difflib
@@ -25,6 +26,7 @@ import gc
 import itertools
 import json
 import logging
+import operator
 import os
 import re
 import shlex
@@ -2293,8 +2295,8 @@ def arguments_of(fields: dict[str, str], known: dict) -> dict:
 
 IN_PYTHON = {"plus": "+", "minus": "-", "times": "*", "divided by": "/", "x": "*", "×": "*",
              "÷": "/", "% of": "/100*", ",": ""}  # fmt: skip
-# "2**100", "7//2", "2(3)", "(1)2", "import os": Python's, but no sum of numbers with + - * / ( )
-NO_SUM = re.compile(r"\*\*|//|[\d.)]\s*\(|\)\s*[\d.(]|\(\s*\)|[^\d\s.+*/()-]")
+SIGNS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
+         ast.Div: operator.truediv}  # fmt: skip
 
 
 def total(text: str) -> str:
@@ -2303,14 +2305,24 @@ def total(text: str) -> str:
     for sign_in_words, sign in IN_PYTHON.items():
         text = text.replace(sign_in_words, sign)
     try:
-        if len(text) > 200 or NO_SUM.search(text):
-            raise SyntaxError
-        value = eval(text)  # numbers and signs only
+        value = value_of(ast.parse(text[:200], mode="eval").body)
         return str(value) if isinstance(value, int) else f"{value:.12g}"
     except ZeroDivisionError:
         return "nothing, as nobody can divide by zero"
-    except (SyntaxError, OverflowError, MemoryError):
+    except (ValueError, SyntaxError, OverflowError, MemoryError):
         return "more than I can work out: I know + - * / and brackets"
+
+
+def value_of(node: ast.expr) -> float:
+    """Numbers and four signs; raises ValueError for all else that Python would work out."""
+    match node:
+        case ast.Constant(value=int() | float() as number):
+            return number
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -value_of(operand)
+        case ast.BinOp(left=left, op=sign, right=right) if type(sign) in SIGNS:
+            return SIGNS[type(sign)](value_of(left), value_of(right))
+    raise ValueError("no sum")
 
 
 SECONDS_OF = {"sec": 1, "min": 60, "hour": 3_600, "hr": 3_600, "day": 86_400, "week": 604_800}
