@@ -56,9 +56,10 @@ from channels import (
 )  # fmt: skip
 from memory import (
     Consolidator, Dream, Governed, MemoryRepository, MemoryStore, Session, SessionBusy,
-    SessionManager, Skill, SkillsLoader, TokenCounter, as_sent, govern, last_line,
-    locked, newest, readable, tokens_of,
+    SessionManager, Skill, SkillsLoader, TokenCounter, as_sent, last_line, locked,
+    newest, readable, tokens_of,
 )  # fmt: skip
+from memory import govern as fit_to_window
 from providers import (
     ROWS, Endpoint, HumanProvider, LLMProvider, LLMResponse, OfflineProvider, OpenAIProvider,
     RecordedTools, ReplayDiffers, ReplayProvider, ToolCallRequest, Trace, choose_endpoint,
@@ -162,6 +163,40 @@ class AgentHook:
 # ---- The runner: govern, ask, act, again ----
 
 
+@dataclass
+class RunState:
+    """The runner's scratch paper for one run."""
+
+    spec: AgentRunSpec
+    context: AgentHookContext
+    result: AgentRunResult = field(default_factory=lambda: AgentRunResult(stop_reason=""))
+    tools: list[dict] = field(default_factory=list)  # that the model is offered in this request
+    tools_end: str = ""  # why it gets no more of them: the name of the template that tells it
+    nudge: str = ""  # another note to the model, for the next request only
+    streamed: str = ""  # of the answer that is coming in
+    segments: list[str] = field(default_factory=list)  # of an answer that its length limit cut
+    cuts: int = 0  # of that answer
+    blanks: int = 0  # answers with nothing in them, in a row
+    last_call: tuple = ()  # (name, arguments, outcome), and
+    repetitions: int = 0  # how often in a row it was made
+    room: float = math.inf  # tokens: what an overflow has shown of the model's window
+    is_told: bool = False  # does the user know that something is left out?
+
+    def add(self, *messages: dict, whole: bool = True) -> None:
+        """New messages exist from here on, in the run and in the journal."""
+        self.context.messages += messages
+        self.spec.on_messages(list(messages), whole)
+
+    def join_segments(self, text: str | None) -> str:
+        return "".join([*self.segments, text or ""])
+
+    def begin_anew(self) -> None:
+        """What was said so far is a message now."""
+        self.streamed = ""
+        self.segments = []
+        self.blanks = self.cuts = 0
+
+
 class AgentRunner:
     """The engine. It knows no channel, no session and no file: whatever asks a model can use it."""
 
@@ -172,7 +207,7 @@ class AgentRunner:
         """Ask the model until it answers. Raises what is not its fault, and cancellation."""
         state = RunState(spec, AgentHookContext(list(spec.messages)))
         try:
-            while not state.stop_reason:
+            while not state.result.stop_reason:
                 await spec.hook.before_iteration(state.context)
                 request = self.govern(state)
                 response = await self._ask(state, request)
@@ -185,7 +220,10 @@ class AgentRunner:
         except asyncio.CancelledError:
             self._keep_half_answer(state, "it was stopped")
             raise
-        return state.result()
+        state.result.messages = state.context.messages
+        state.result.usage = state.context.usage
+        state.result.requests = state.context.iteration
+        return state.result
 
     def govern(self, state: RunState) -> Governed:
         """The copy that is sent: it fits the window; what is for this request only stands last.
@@ -198,7 +236,7 @@ class AgentRunner:
         state.tools = [] if state.tools_end else spec.tools.get_definitions()
         tools_tokens = spec.counter.total(state.tools)
         budget = min(spec.context_window - spec.max_tokens - 1_024, state.room) - tools_tokens
-        request = govern(state.context.messages, budget, spec.counter, task_of(spec))
+        request = fit_to_window(state.context.messages, budget, spec.counter, task_of(spec))
         request.tokens += tools_tokens
         if state.segments:  # an answer that its length limit cut
             request.messages.append({"role": "assistant", "content": state.join_segments("")})
@@ -210,13 +248,13 @@ class AgentRunner:
         """One request; if it is too long for the model, one more without the oldest turns."""
         state.context.iteration += 1
         if request.notes and not state.is_told:
-            await state.tell("; ".join(request.notes))
+            await tell_what_is_left_out(state, "; ".join(request.notes))
         response = await self._chat(state, request)
         if response.is_overflow:
             state.room = request.tokens // 2  # for the rest of the run
             shorter = self.govern(state)
-            if len(shorter.messages) < len(request.messages):
-                await state.tell(f"{TOO_LONG} ({'; '.join(shorter.notes)})")
+            if shorter.tokens < request.tokens:
+                await tell_what_is_left_out(state, f"{TOO_LONG} ({'; '.join(shorter.notes)})")
                 response = await self._chat(state, shorter)
         state.nudge = ""
         return response
@@ -226,10 +264,10 @@ class AgentRunner:
         state.streamed = ""
         response = await self.provider.chat(
             request.messages, state.tools, model=spec.model, max_tokens=spec.max_tokens,
-            temperature=spec.temperature, on_delta=state.on_delta(), on_retry=spec.hook.on_retry,
+            temperature=spec.temperature, on_delta=on_delta(state), on_retry=spec.hook.on_retry,
         )  # fmt: skip
         add_up(state.context.usage, response.usage)
-        state.context_tokens = size_of_request(request, response)
+        state.result.context_tokens = size_of_request(request, response)
         state.context.response = response
         return response
 
@@ -242,27 +280,29 @@ class AgentRunner:
         await state.spec.hook.before_execute_tools(response.tool_calls)
         for batch in batches(response.tool_calls, state.spec):
             await self._run_batch(state, batch)
-            if state.error:
-                await self._finish(state, "tool_error", f"I had to stop: {state.error}")
+            if state.result.error:
+                await self._finish(state, "tool_error", f"I had to stop: {state.result.error}")
                 return
-        state.context.messages += state.spec.arrivals()
+        state.context.messages += state.spec.arrivals()  # these are journalled already
 
     async def _run_batch(self, state: RunState, batch: list[ToolCallRequest]) -> None:
-        """Calls side by side. Whatever happens, none of them goes on when this returns."""
+        """Calls side by side. Whatever happens, none of them goes on when this returns.
+
+        The journal has their results in the order in which they came, the model gets them in the
+        order of the calls.
+        """
         tasks = [asyncio.create_task(self._call(state, call)) for call in batch]
         try:
             await asyncio.gather(*tasks)
         finally:  # also when the turn is stopped: what is finished stays
             await end_all(tasks)
             finished = [task.result() for task in tasks if is_finished(task)]
-            state.context.messages += [result_message(call, result) for call, result in finished]
+            state.context.messages += [message for message, _ in finished]
             state.spec.on_messages([], True)
         if images := images_message([result for _, result in finished]):
             state.add(images)
 
-    async def _call(
-        self, state: RunState, call: ToolCallRequest
-    ) -> tuple[ToolCallRequest, ToolResult]:
+    async def _call(self, state: RunState, call: ToolCallRequest) -> tuple[dict, ToolResult]:
         """One call, to a result that is journalled at once; others of its batch may still run."""
         began = time.monotonic()
         if problem := reason_not_to_run(call, state.spec.tools):
@@ -272,9 +312,11 @@ class AgentRunner:
             result = await state.spec.tools.execute(call.name, call.arguments, turn)
         result = watch_repetition(state, call, result)
         note_call(state, call, result)
-        state.spec.on_messages([result_message(call, result)], False)
+        message = {"role": "tool", "tool_call_id": call.id, "name": call.name}
+        message["content"] = result.text
+        state.spec.on_messages([message], False)
         await state.spec.hook.after_tool(call, result, time.monotonic() - began)
-        return call, result
+        return message, result
 
     async def _conclude(self, state: RunState, response: LLMResponse, outcome: str) -> None:
         """What an answer without calls to run leads to: the end, or another request."""
@@ -296,10 +338,10 @@ class AgentRunner:
             case "silent":
                 end_without_answer(state, "the model sent nothing of use")
             case "failed":
-                state.stop_reason = "error"
-                state.error = response.error
-                state.final_content = self._keep_half_answer(state, response.error)
-        await state.spec.hook.on_stream_end(resuming=not state.stop_reason)
+                state.result.stop_reason = "error"
+                state.result.error = response.error
+                state.result.final_content = self._keep_half_answer(state, response.error)
+        await state.spec.hook.on_stream_end(resuming=not state.result.stop_reason)
 
     async def _finish(self, state: RunState, reason: str, text: str | None, cut: str = "") -> None:
         """The run ends with a text. `cut` says why it is not whole; journal and user are told."""
@@ -311,8 +353,8 @@ class AgentRunner:
             message["cut"] = cut
         state.add(message)
         state.begin_anew()
-        state.stop_reason = reason
-        state.final_content = f"{whole}\n\n({cut})" if cut else whole
+        state.result.stop_reason = reason
+        state.result.final_content = f"{whole}\n\n({cut})" if cut else whole
 
     def _keep_half_answer(self, state: RunState, why: str) -> str | None:
         """What was shown of an answer is journalled: user and model know the same."""
@@ -325,16 +367,18 @@ class AgentRunner:
 
 
 def verdict(state: RunState, response: LLMResponse) -> str:
-    """What an answer means:
+    """What an answer means; the first line that fits, counts:
 
-    calls      it wants tools, whole and allowed         → they run, and the model is asked again
-    failed     the endpoint gave an error                → the run ends; what was shown is kept
-    limit      the steps are used up                     → the run ends with a summary
-    cut        its length limit ended it                 → it is asked to go on, three times
-    answered   there is a text                           → the run ends
-    withheld   a content filter took it                  → the run ends and says so
-    silent     no text, although it was asked for one    → the run ends and says so
-    blank      no text and no calls                      → it is asked again, then without tools
+    limit      it was the last request that the steps allow → the run ends with a summary
+    failed     the endpoint gave an error                   → the run ends; what was shown is kept
+    cut        its length limit ended it                    → it is asked to go on, three times
+    calls      it wants tools                               → they run, and the model is asked again
+    answered   there is a text                              → the run ends
+    withheld   a content filter took it                     → the run ends and says so
+    silent     nothing, though it was asked once more       → the run ends and says so
+    blank      nothing                                      → it is asked again, then without tools
+
+    Calls beside a withheld text count as cut: their arguments may end anywhere.
     """
     reason = response.finish_reason
     is_withheld = reason in ("content_filter", "refusal")
@@ -445,7 +489,7 @@ class AgentLoop:
         self.tools.register(tool(self.subagents.spawn))
         self.tools.register(cron_tool(self))
         self.started = time.monotonic()
-        self._turns: dict[str, asyncio.Task] = {}  # that run now, by session
+        self._running: dict[str, asyncio.Task] = {}  # that run now, by session
         self._background: set[asyncio.Task] = set()
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
@@ -457,7 +501,7 @@ class AgentLoop:
         events = EventHook(on_event, self.turn(session_key), self.config.streaming)
         command, argument = slash_command(text)
         if command in ("", "new", "continue"):
-            async with self.turn_of(session_key) as session:
+            async with self.hold_session(session_key) as session:
                 result = await self._take_turn(session, text, command, events, media)
         else:  # the others need not wait for a turn to end
             result = await answer_command(self, command, argument, events.turn)
@@ -505,21 +549,21 @@ class AgentLoop:
             await service.end()
 
     @contextlib.asynccontextmanager
-    async def turn_of(self, session_key: str) -> AsyncIterator[Session]:
+    async def hold_session(self, session_key: str) -> AsyncIterator[Session]:
         """A session for one turn, against other tasks and other processes; `stop` ends it."""
         async with self._locks.setdefault(session_key, asyncio.Lock()):
             with self.sessions.lock(session_key):
-                self._turns[session_key] = asyncio.current_task()
+                self._running[session_key] = asyncio.current_task()
                 try:
                     yield self.sessions.get(session_key)
                 finally:
-                    del self._turns[session_key]
+                    del self._running[session_key]
 
     def stop(self, session_key: str) -> bool:
         """End what runs in a session, its subagents too; False where nothing runs."""
         running = self.subagents.of(session_key)
-        if session_key in self._turns:
-            running.append(self._turns[session_key])
+        if session_key in self._running:
+            running.append(self._running[session_key])
         for task in running:
             task.cancel()
         return bool(running)
@@ -581,63 +625,6 @@ def run(text: str, session_key: str = "cli:direct", config: Config | None = None
 # Without this one model that calls `list_dir(".")` forty times uses up a turn, and a stopped turn
 # leaves a command running that nobody waits for.
 
-@dataclass
-class RunState:
-    """The runner's scratch paper for one run."""
-
-    spec: AgentRunSpec
-    context: AgentHookContext
-    stop_reason: str = ""
-    final_content: str | None = None
-    error: str | None = None
-    tools_used: list[str] = field(default_factory=list)
-    tool_events: list[dict] = field(default_factory=list)
-    streamed: str = ""  # of the answer that is coming in
-    segments: list[str] = field(default_factory=list)  # of an answer that its length limit cut
-    nudge: str = ""  # a note to the model, for the next request only
-    tools_end: str = ""  # why it gets no more tools: the name of the template that tells it
-    blanks: int = 0  # in a row
-    cuts: int = 0  # in a row
-    last_call: tuple = ()  # (name, arguments, outcome)
-    repetitions: int = 0  # of the last call
-    tools: list[dict] = field(default_factory=list)  # that the model is offered now
-    room: float = math.inf  # tokens that the model has shown to take
-    context_tokens: int = 0  # of the last request
-    is_told: bool = False  # does the user know that something is left out?
-
-    def add(self, *messages: dict, whole: bool = True) -> None:
-        """New messages exist from here on, in the run and in the journal."""
-        self.context.messages += messages
-        self.spec.on_messages(list(messages), whole)
-
-    async def stream(self, piece: str) -> None:
-        self.streamed += piece
-        await self.spec.hook.on_stream(piece)
-
-    async def tell(self, note: str) -> None:
-        self.is_told = True
-        await self.spec.hook.on_retry(note)
-
-    def on_delta(self) -> Callable[[str], Awaitable[None]] | None:
-        return self.stream if self.spec.hook.wants_streaming else None
-
-    def join_segments(self, text: str | None) -> str:
-        return "".join([*self.segments, text or ""])
-
-    def begin_anew(self) -> None:
-        """What was said so far is a message now."""
-        self.streamed = ""
-        self.segments = []
-        self.blanks = self.cuts = 0
-
-    def result(self) -> AgentRunResult:
-        return AgentRunResult(
-            self.final_content, self.context.messages, self.tools_used, self.context.usage,
-            self.stop_reason, self.tool_events, self.error, self.context.iteration,
-            self.context_tokens,
-        )  # fmt: skip
-
-
 TOO_LONG = "too long for the model: asking again without the oldest turns"  # a 400, a 413
 NOT_ANSWERED = ("error", "tool_error", "empty")  # stop reasons of a run without an answer
 
@@ -646,6 +633,21 @@ def task_of(spec: AgentRunSpec) -> dict | None:
     """The question that this run is about: it is never left out."""
     users = [message for message in spec.messages if message["role"] == "user"]
     return users[-1] if users else None
+
+
+def on_delta(state: RunState) -> Callable[[str], Awaitable[None]] | None:
+    """What a piece of the answer goes to, where anybody wants pieces."""
+
+    async def stream(piece: str) -> None:
+        state.streamed += piece
+        await state.spec.hook.on_stream(piece)
+
+    return stream if state.spec.hook.wants_streaming else None
+
+
+async def tell_what_is_left_out(state: RunState, note: str) -> None:
+    state.is_told = True
+    await state.spec.hook.on_retry(note)
 
 
 def note_to_model(state: RunState) -> str:
@@ -701,10 +703,6 @@ def is_read_only(call: ToolCallRequest, tools: ToolRegistry) -> bool:
     return tool is not None and tool.read_only
 
 
-def result_message(call: ToolCallRequest, result: ToolResult) -> dict:
-    return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": result.text}
-
-
 async def logged(work: Coroutine) -> None:
     """For work that nobody awaits: what goes wrong in it is told in the log."""
     try:
@@ -737,7 +735,7 @@ def watch_repetition(state: RunState, call: ToolCallRequest, result: ToolResult)
     state.last_call = this_call
     is_fatal = state.spec.fail_on_tool_error or state.repetitions >= 5
     if result.is_error and is_fatal:
-        state.error = f"{call.name} failed: {result.text}"
+        state.result.error = f"{call.name} failed: {result.text}"
     elif state.repetitions >= 5:
         state.tools_end = "same_result_end"
     if state.repetitions < 3:
@@ -747,10 +745,10 @@ def watch_repetition(state: RunState, call: ToolCallRequest, result: ToolResult)
 
 
 def note_call(state: RunState, call: ToolCallRequest, result: ToolResult) -> None:
-    if call.name not in state.tools_used:
-        state.tools_used.append(call.name)
+    if call.name not in state.result.tools_used:
+        state.result.tools_used.append(call.name)
     event = {"name": call.name, "arguments": call.arguments}
-    state.tool_events.append(event | {"is_error": result.is_error, "result": result.text})
+    state.result.tool_events.append(event | {"is_error": result.is_error, "result": result.text})
 
 
 def images_message(results: list[ToolResult]) -> dict | None:
@@ -773,7 +771,7 @@ async def keep_segment(state: RunState, response: LLMResponse) -> None:
     state.segments.append(response.content)
     if response.has_tool_calls:  # what follows is no continuation of this sentence
         state.segments.append("\n\n")
-        if state.on_delta():
+        if state.spec.hook.wants_streaming:
             await state.spec.hook.on_stream("\n\n")
 
 
@@ -794,8 +792,8 @@ def reason_of_cut(response: LLMResponse) -> str:
 
 def end_without_answer(state: RunState, why: str) -> None:
     """The user is told; the model is not: small models repeat what stands in their own mouth."""
-    state.stop_reason = "empty"
-    state.final_content = f"There is no answer: {why}. Ask in other words."
+    state.result.stop_reason = "empty"
+    state.result.final_content = f"There is no answer: {why}. Ask in other words."
 
 
 def nudge_for_cut(response: LLMResponse) -> str:
@@ -1229,7 +1227,7 @@ class BusService:
     async def _turn(self, conversation: Conversation) -> None:
         events = EventHook(self._emit, self.loop.turn(conversation.key), self.loop.config.streaming)
         try:
-            async with self.loop.turn_of(conversation.key) as session:
+            async with self.loop.hold_session(conversation.key) as session:
                 conversation.is_due = False
                 images = latest_images(conversation)
                 result = await self.loop.answer(session, events, images, conversation)
@@ -1397,7 +1395,7 @@ async def run_job(loop: AgentLoop, bus: MessageBus, job: CronJob) -> None:
     result = await loop.process_direct(job.message, f"cron:{job.id}")
     if result.stop_reason in NOT_ANSWERED:
         raise RuntimeError(result.error or result.final_content)
-    async with loop.turn_of(f"{job.channel}:{job.chat_id}") as session:
+    async with loop.hold_session(f"{job.channel}:{job.chat_id}") as session:
         session.append({"role": "assistant", "content": result.final_content})
         send_final(bus, session, result.final_content)
 

@@ -849,7 +849,7 @@ def test_a_person_can_be_the_model(own_home, needs_terminal, tmp_path):
     terminal.expect("> ")
     terminal.type("what is in a.txt?\n")
     for seen in ("---- system ----", "You are nanobot", "---- user ----", "what is in a.txt?",
-                 "---- tools ----", "read_file (path: string, [offset: integer]", "Read a text",
+                 "---- tools ----", '{"name": "read_file"', "Read a text",
                  "model> "):  # fmt: skip
         terminal.expect(seen)
     wrong = ['read_file {"path": "a.txt", "colour": 1}', 'read_file {"path": ', "read_file"]
