@@ -1417,6 +1417,14 @@ def test_other_text_is_no_call_and_is_shown_whole(name, stream):
     assert "".join(shown) == (NO_TEXT_CALLS[name] if stream else "")
 
 
+def test_beside_a_real_call_a_text_that_looks_like_one_stays_text():
+    text = "I call it like this: <tool_call>%s</tool_call>" % '{"name": "look", "arguments": {}}'
+    reply = calls(call("look", path="a.txt"), content=text)
+    answer, shown = reply_to(reply, True, "local", tools=[LOOK_TOOL])
+    assert [each.arguments for each in answer.tool_calls] == [{"path": "a.txt"}]
+    assert answer.content == "".join(shown) == text
+
+
 @pytest.mark.parametrize(("row", "how", "calls_found"), [
     ("custom", "auto", 0), ("custom", "on", 1), ("local", "off", 0), ("local", "auto", 1)])  # fmt: skip
 def test_calls_as_text_have_a_switch(row, how, calls_found):
