@@ -1418,7 +1418,7 @@ def test_other_text_is_no_call_and_is_shown_whole(name, stream):
 
 
 def test_beside_a_real_call_a_text_that_looks_like_one_stays_text():
-    text = "I call it like this: <tool_call>%s</tool_call>" % '{"name": "look", "arguments": {}}'
+    text = 'I call it like this: <tool_call>{"name": "look", "arguments": {}}</tool_call>'
     reply = calls(call("look", path="a.txt"), content=text)
     answer, shown = reply_to(reply, True, "local", tools=[LOOK_TOOL])
     assert [each.arguments for each in answer.tool_calls] == [{"path": "a.txt"}]
