@@ -167,7 +167,8 @@ def test_what_stands_beside_the_answer_can_be_switched_off(own_home, setting):
     settings.write_text(json.dumps({"channels": {setting: False}}))
     with FakeLLM([calls(call("list_dir"), content="Let me look."), "Here it is."]) as server:
         _, _, err = nanobot("-m", "look", "--config", str(settings), server=server)
-    assert ("Let me look." in err, "list_dir()" in err) == (setting != "sendProgress", setting != "sendToolHints")
+    assert ("Let me look." in err) is (setting != "sendProgress")
+    assert ("list_dir()" in err) is (setting != "sendToolHints")
 
 
 def test_the_message_may_come_from_a_pipe_alone_or_beside_one(own_home):

@@ -208,12 +208,14 @@ def test_headers_and_body_of_the_settings_come_along():
     assert (end.extra_headers, end.extra_body) == ({"X-Title": "kit"}, {"top_k": 1})
 
 
-def test_each_row_has_the_variable_that_its_provider_documents():
+def test_each_row_has_an_address_and_the_variable_that_its_provider_documents():
     """A row whose variable is misspelt is never found, and its user meets the offline model."""
     unlike_their_name = {"zhipu": "ZAI", "volcengine": "ARK", "azure": "AZURE_OPENAI"}
     for row in ROWS.values():
         maker = unlike_their_name.get(row.name, row.name.upper())
         assert row.env_key == ("" if row.is_local or row.name == "custom" else f"{maker}_API_KEY")
+        needs_an_address = row.name in ("azure", "custom")  # only the user knows it
+        assert bool(row.default_api_base) is not needs_an_address
 
 
 def test_a_gateway_that_knows_models_without_their_maker_gets_them_so():
