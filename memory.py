@@ -60,6 +60,7 @@ class Session:
     stamp: tuple[int, int] | None = None  # of the file when we last read or wrote it
     unsynced: bool = False  # a power cut could still take the last lines
     is_new: bool = False  # or the file's name
+    syncing: threading.Lock = field(default_factory=threading.Lock, init=False)
     projection: "Projection" = field(default_factory=lambda: Projection(), init=False)
 
     def append(self, *messages: dict, sync: bool = True) -> None:
@@ -83,8 +84,14 @@ class Session:
         write_records(self, [header(self, *changes)])
 
     async def synced(self) -> None:
-        if self.unsynced:
+        """All that was appended survives a power cut. Raises OSError where the disk refuses."""
+        if self.unsynced or self.syncing.locked():
             await in_thread(sync_session, self)
+
+    def sync_soon(self) -> None:
+        """The same, but nobody waits for it: of a step, whose result only the model has seen."""
+        if not self.syncing.locked():  # else the next step takes this one along
+            threading.Thread(target=sync_quietly, args=(self,), daemon=True).start()
 
     def get_history(self) -> list[dict]:
         """The copy that is sent, as far as it goes; `LLMProvider.chat` makes it lawful."""
@@ -214,14 +221,15 @@ class MemoryStore:
                 write_atomically(self.facts, text.strip() + "\n")
             return True
 
-    def append_history(self, text: str) -> None:
+    def append_history(self, text: str, **origin: Any) -> None:
         """An entry with the next cursor. It may begin with its time: `[2026-04-03 00:02] …`"""
         with locked(self.folder / ".lock"):
-            entry = next_entry(self, text)
+            known = self.known.entries()
+            entry = next_entry(self, text) | origin
             if entry["content"]:
                 append_lines(self.history, [entry])
                 write_atomically(self.folder / ".cursor", str(entry["cursor"]))
-                add_for_people(self, entry)
+                add_for_people(self, known[-1:], entry)
 
     @property
     def dream_cursor(self) -> int:
@@ -261,10 +269,15 @@ class Consolidator:
     counter: "TokenCounter" = field(default_factory=lambda: TokenCounter())
     one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    async def before_turn(self, session: Session, others: int) -> None:
-        """Make room beside `others`, the tokens of all else in the prompt: a turn waits for it."""
+    async def before_turn(self, session: Session, others: int) -> bool:
+        """Make room beside `others`, the tokens of all else in the prompt: a turn waits for it.
+
+        True where something moved: then memory says more, and less is to be sent.
+        """
+        before = (session.last_consolidated, session.summary)
         await self._move(session, over_budget(self, session, others))
         await sum_up(self, session, others)
+        return before != (session.last_consolidated, session.summary)
 
     async def after_turn(self, session: Session, others: int) -> None:
         """In the background: what `/new` dropped, what is over the budget or over the window."""
@@ -277,22 +290,30 @@ class Consolidator:
         await self._move(session, session.start, to_the_end=True)
 
     async def _move(self, session: Session, until: int, to_the_end: bool = False) -> None:
+        if session.last_consolidated >= until:  # a turn that fits waits for nobody
+            return
         async with self.one_at_a_time:
-            helpful, rounds = True, 0
-            while session.last_consolidated < until:
-                helpful = await self._round(session, until, helpful)
-                rounds += 1
-                enough = rounds == 5 or not helpful
-                if enough and not to_the_end:
-                    break
+            with contextlib.suppress(SessionBusy), consolidating(session):
+                await self._rounds(session, until, to_the_end)
+
+    async def _rounds(self, session: Session, until: int, to_the_end: bool) -> None:
+        helpful, rounds = True, 0
+        while session.last_consolidated < until and not is_outdated(session):
+            helpful = await self._round(session, until, helpful)
+            rounds += 1
+            enough = rounds == 5 or not helpful
+            if enough and not to_the_end:
+                break
 
     async def _round(self, session: Session, until: int, helpful: bool) -> bool:
         """One round. The cursor moves when the lines are in memory, and only then."""
         end = end_of_round(session, until)
-        for text in transcripts(session.lines[session.last_consolidated : end], room_of(self)):
-            helpful = helpful and await save(self, text)
+        begin = in_history_until(self.store, session, end)
+        for part in transcripts(session, begin, end, room_of(self)):
+            helpful = helpful and await save(self, session, part)
             if not helpful:
-                self.store.append_history(f"[RAW] {text[:16_000]}")
+                save_raw(self.store, session, begin, part.until)
+            begin = part.until
         session.note(last_consolidated=end)
         await session.synced()
         return helpful
@@ -576,7 +597,11 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def file_stamp(path: Path) -> tuple[int, int] | None:
-    return (path.stat().st_size, path.stat().st_mtime_ns) if path.exists() else None
+    try:
+        state = os.stat(path)
+    except OSError:
+        return None
+    return state.st_size, state.st_mtime_ns
 
 
 def last_line(session: Session) -> dict:
@@ -585,17 +610,25 @@ def last_line(session: Session) -> dict:
 
 
 def sync_session(session: Session) -> None:
-    """Make what was appended survive a power cut. Raises OSError where the disk refuses."""
-    session.unsynced = False
-    try:
-        fsync(session.path, os.O_RDWR)  # Windows syncs nothing that is open to read only
-    except OSError:
-        session.unsynced = True
-        raise
-    if session.is_new:
-        with contextlib.suppress(OSError):  # not every system can sync a folder, for its new name
-            fsync(session.path.parent, os.O_RDONLY)
-    session.is_new = False
+    """Raises OSError where the disk refuses; then it is tried again the next time."""
+    with session.syncing:  # who comes second waits until what the first one syncs is on the disk
+        if not session.unsynced:
+            return
+        session.unsynced = False
+        try:
+            fsync(session.path, os.O_RDWR)  # Windows syncs nothing that is open to read only
+        except OSError:
+            session.unsynced = True
+            raise
+        if session.is_new:
+            with contextlib.suppress(OSError):  # not every system can sync a folder
+                fsync(session.path.parent, os.O_RDONLY)
+        session.is_new = False
+
+
+def sync_quietly(session: Session) -> None:
+    with contextlib.suppress(OSError):  # the next `synced` raises it
+        sync_session(session)
 
 
 def fsync(path: Path, flags: int) -> None:
@@ -823,6 +856,8 @@ class Draft:
 
     def exchange(self, new: dict[int, dict | None]) -> None:
         """Put messages in the place of others, named by their id(); None takes one out."""
+        if not new:
+            return
         for part in (self.head, self.past, self.turn):
             part[:] = filter(None, [new.get(id(message), message) for message in part])
         self.tokens = self.counter.total(self.messages)
@@ -947,7 +982,7 @@ def leave_out_oldest_steps(draft: Draft) -> None:
         draft.exchange(dict.fromkeys(gone))
         note = f"[{count} earlier steps of this turn are left out; what they did is done]"
         draft.turn.insert(1, {"role": "user", "content": note})
-        draft.exchange({})
+        draft.tokens = draft.counter.total(draft.messages)
         draft.notes.append(f"{count} step(s) of this turn are left out")
 
 
@@ -971,6 +1006,7 @@ class TokenCounter:
         self._load: Callable | None = load or load_vocabulary
         self._count: Callable[[str], int] | None = None
         self._sizes: dict[int, tuple[int, dict]] = {}  # by id(message), which is kept alive
+        self._tools: tuple[list[dict], int] = ([], 0)  # the definitions measured last
 
     def size(self, message: dict) -> int:
         if id(message) not in self._sizes:
@@ -981,6 +1017,13 @@ class TokenCounter:
 
     def total(self, messages: Iterable[dict]) -> int:
         return sum(map(self.size, messages))
+
+    def size_of_tools(self, definitions: list[dict]) -> int:
+        """They are made anew for each request, and are the same: 0.02 ms instead of 0.5."""
+        if definitions != self._tools[0]:
+            sizes = [measure(definition, self._count)[1] for definition in definitions]
+            self._tools = (definitions, sum(sizes))
+        return self._tools[1]
 
     def count_exactly_from_now_on(self) -> None:
         """As soon as the vocabulary is there: it comes in the background, however long it takes."""
@@ -1082,7 +1125,7 @@ STAMP = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d)\]\s*")
 
 def next_entry(store: MemoryStore, text: str) -> dict:
     """`[2026-04-03 00:02] The user …` → its number, its time, at most 64,000 letters of text."""
-    known = [entry["cursor"] for entry in entries(store.history)]
+    known = [entry["cursor"] for entry in store.known.entries()]
     last = max([*known, read_number(store.folder / ".cursor"), store.dream_cursor])
     text = THOUGHTS.sub("", text).strip()
     stamp = STAMP.match(text)
@@ -1092,13 +1135,24 @@ def next_entry(store: MemoryStore, text: str) -> dict:
     return {"cursor": last + 1, "timestamp": timestamp, "content": content}
 
 
-def add_for_people(store: MemoryStore, entry: dict) -> None:
-    """HISTORY.md is made of the other files: it is written anew where it is missing."""
+def add_for_people(store: MemoryStore, last: list[dict], entry: dict) -> None:
+    """HISTORY.md is made of the other files: it is written anew where it is missing.
+
+    A program that was killed has perhaps not added the `last` entry: then that is done, too.
+    """
     path, archive = store.folder / "HISTORY.md", store.folder / "history-archive.jsonl"
-    known = [entry] if path.exists() else [*entries(archive), *entries(store.history)]
-    texts = [f"[{entry['timestamp']}] {entry['content']}\n\n" for entry in known]
+    if not path.exists():
+        new = [*entries(archive), *entries(store.history)]
+    elif for_people(last) in path.read_text(encoding="utf-8", errors="replace"):
+        new = [entry]
+    else:
+        new = [*last, entry]
     with open_private(path) as file:
-        write_whole(file, "".join(texts).encode("utf-8", errors="replace"))
+        write_whole(file, for_people(new).encode("utf-8", errors="replace"))
+
+
+def for_people(entries: list[dict]) -> str:
+    return "".join([f"[{entry['timestamp']}] {entry['content']}\n\n" for entry in entries])
 
 
 def compact(store: MemoryStore, keep: int = 1_000) -> None:
@@ -1184,28 +1238,46 @@ def room_of(consolidator: Consolidator) -> int:
     return max(consolidator.budget // 2 - taken, consolidator.budget // 8)
 
 
-def transcripts(lines: list[dict | None], room: int) -> list[str]:
-    """A conversation as a model reads it: texts of at most about `room` tokens each.
+@dataclass
+class Transcript:
+    """A part of a conversation as a model reads it; `until` counts the lines up to its end."""
+
+    text: str
+    until: int
+    tokens: int
+
+
+def transcripts(session: Session, begin: int, end: int, room: int) -> list[Transcript]:
+    """Journal lines as texts of about `room` tokens at most each.
 
     Long messages are shortened. A call and its results stand in one text.
     """
-    most = max(min(room // 4, 2_000), 100)  # characters of a message
-    groups: list[str] = []
-    for line in filter(None, lines):
-        text = middle_out(readable(line), most)
-        if groups and line["role"] == "tool":
-            groups[-1] += f"\n{text}"
-        else:
-            groups.append(text)
+    parts: list[Transcript] = []
+    for step in steps_of(session, begin, end, min(room // 4, 2_000)):
+        while step.tokens > room:
+            step.text = middle_out(step.text, len(step.text) * 3 // 4)
+            step.tokens = tokens_of(step.text)
+        if parts and parts[-1].tokens + step.tokens <= room:
+            step.text = f"{parts[-1].text}\n{step.text}"
+            step.tokens += parts.pop().tokens
+        parts.append(step)
+    return parts
+
+
+def steps_of(session: Session, begin: int, end: int, most: int) -> Iterator[Transcript]:
+    """Each line of at most `most` characters, results together with their call."""
     texts: list[str] = []
-    for group in groups:
-        while tokens_of(group) > room:
-            group = middle_out(group, len(group) * 3 // 4)
-        if texts and tokens_of(f"{texts[-1]}\n{group}") <= room:
-            texts[-1] += f"\n{group}"
-        else:
-            texts.append(group)
-    return texts
+    for n in range(begin, end):
+        line = session.lines[n]
+        if texts and line and line["role"] != "tool":
+            text = "\n".join(texts)
+            yield Transcript(text, n, tokens_of(text))
+            texts = []
+        if line:
+            texts.append(middle_out(readable(line), max(most, 100)))
+    text = "\n".join(texts)
+    if text:
+        yield Transcript(text, end, tokens_of(text))
 
 
 def middle_out(text: str, most: int) -> str:
@@ -1234,17 +1306,50 @@ SAVE_MEMORY = {
 }
 
 
-async def save(consolidator: Consolidator, text: str) -> bool:
+def in_history_until(store: MemoryStore, session: Session, end: int) -> int:
+    """Where a round begins. A program that was killed in it may have saved the first lines."""
+    begin, name = session.last_consolidated, origin_of(session)
+    own = [entry for entry in store.known.entries() if entry.items() >= name.items()]
+    places = [entry.get("until") for entry in own]
+    inside = [place for place in places if type(place) is int and begin < place <= end]
+    return max([begin, *inside])
+
+
+def origin_of(session: Session) -> dict:
+    """One that was deleted and began anew is another session."""
+    return {"session": session.key, "created_at": session.created_at}
+
+
+def save_raw(store: MemoryStore, session: Session, begin: int, end: int) -> None:
+    """Nothing is lost where no model helps: the text as it is, some 10,000 characters an entry."""
+    for part in transcripts(session, begin, end, 4_000):
+        text = f"[RAW] {part.text[:16_000]}"
+        store.append_history(text, until=part.until, **origin_of(session))
+
+
+def consolidating(session: Session) -> contextlib.AbstractContextManager:
+    """Raises SessionBusy while another program does it: what both save would be there twice."""
+    path = session.path.with_suffix(".memory.lock")
+    return locked(path, "Another program saves this conversation.")
+
+
+def is_outdated(session: Session) -> bool:
+    """Has another program written to it since we read it? Then it is for that one to go on."""
+    return session.stamp != file_stamp(session.path)
+
+
+async def save(consolidator: Consolidator, session: Session, part: Transcript) -> bool:
     """False where the model is of no help: it does not call the tool, or cannot be reached."""
     store = consolidator.store
     for _ in range(3):  # MEMORY.md may change while the model thinks
         facts = store.read_facts()
-        question = f"# MEMORY.md\n\n{facts}\n\n# Conversation\n\n{text}"
+        question = f"# MEMORY.md\n\n{facts}\n\n# Conversation\n\n{part.text}"
         saved = await ask_to_save(consolidator, request(consolidator.prompt, question))
         if saved is None:
             return False
         if store.write_facts(saved["memory_update"], instead_of=facts):
-            store.append_history(saved["history_entry"])
+            origin = origin_of(session)
+            store.append_history(saved["history_entry"], until=part.until, **origin)
             return True
     return False
 
@@ -1273,8 +1378,8 @@ async def sum_up(consolidator: Consolidator, session: Session, others: int) -> N
     text = session.summary.get("text", "") if begin == session.summary.get("until") else ""
     last = len(session.lines) - 20
     until = max([n for n in range(begin, last + 1) if begins_turn(session.lines, n)], default=begin)
-    for part in transcripts(session.lines[begin:until], room_of(consolidator)):
-        question = request(consolidator.summary_prompt, f"{text}\n\n{part}".strip())
+    for part in transcripts(session, begin, until, room_of(consolidator)):
+        question = request(consolidator.summary_prompt, f"{text}\n\n{part.text}".strip())
         response = await consolidator.ask(question, [], None)
         if response.finish_reason in ("error", "length") or not response.content:
             return  # the oldest turns are left out
@@ -1436,8 +1541,7 @@ class MemoryRepository:
     def restore(self, sha: str = "") -> str:
         """Undo one commit (default: the last dream) as a new one, or change nothing."""
         try:
-            last_dream = ["log", "-1", "--grep=^dream:", "--format=%h"]
-            commit = self._known(sha or self.git(*last_dream).strip())
+            commit = self._known(sha or self._last_dream())
             self._known(f"{commit}^")
             self._commit("changes outside of dreams")
             show = ["show", "--format=", "--binary", "--no-renames"]
@@ -1446,6 +1550,12 @@ class MemoryRepository:
             return f"Undone: {self._commit(f'restore of {commit[:7]}')} change(s)."
         except OSError as problem:
             return f"Nothing is changed: {problem}"
+
+    def _last_dream(self) -> str:
+        sha = self.git("log", "-1", "--grep=^dream:", "--format=%h").strip()
+        if not sha:
+            raise OSError("no dream has changed anything yet. /dream-log lists all commits.")
+        return sha
 
     def _known(self, sha: str) -> str:
         try:

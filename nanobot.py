@@ -235,7 +235,7 @@ class AgentRunner:
         if state.context.iteration >= spec.max_iterations:
             state.tools_end = "out_of_iterations"
         state.tools = [] if state.tools_end else spec.tools.get_definitions()
-        tools_tokens = spec.counter.total(state.tools)
+        tools_tokens = spec.counter.size_of_tools(state.tools)
         budget = min(spec.context_window - spec.max_tokens - 1_024, state.room) - tools_tokens
         request = fit_to_window(state.context.messages, budget, spec.counter, task_of(spec))
         request.tokens += tools_tokens
@@ -529,9 +529,10 @@ class AgentLoop:
     ) -> AgentRunResult:
         """What the journal ends with, to its answer; what comes meanwhile is in `conversation`."""
         await self.mcp.connect(self.config.patience)
-        others = size_of_prompt(self, events.turn)
-        await self.consolidator.before_turn(session, others)
         spec = self.run_spec(session.get_history(), images, events)
+        others = size_beside_history(spec)
+        if await make_room(self, session, others):  # less is sent, and more is in the memory
+            spec = self.run_spec(session.get_history(), images, events)
         spec.on_messages = partial(journal, session, conversation)
         spec.arrivals = conversation.arrivals
         try:
@@ -576,10 +577,17 @@ class AgentLoop:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    async def close(self, seconds: float = 60.0) -> None:
-        """What was begun for the memory gets these seconds; then the servers are let go."""
-        if self._background:
-            await asyncio.wait(self._background, timeout=seconds)
+    async def settled(self, seconds: float = 60.0) -> None:
+        """What was begun for the memory gets these seconds. The next turn goes on with the rest."""
+        try:
+            if self._background:
+                await asyncio.wait(self._background, timeout=seconds)
+        finally:  # also when it is stopped
+            await end_all(list(self._background))
+
+    async def close(self, seconds: float = 0.0) -> None:
+        """After `seconds` for what was begun for the memory, the servers are let go."""
+        await self.settled(seconds)
         await self.mcp.close()
 
     def turn(self, session_key: str) -> Turn:
@@ -618,6 +626,7 @@ def run(text: str, session_key: str = "cli:direct", config: Config | None = None
     loop = AgentLoop(config or load_config())
     with BackgroundLoop(loop.close) as background:
         result = background.complete(loop.process_direct(text, session_key))
+        background.complete(loop.settled())
     if result.stop_reason in NOT_ANSWERED:
         raise RuntimeError(result.error or result.final_content)
     return result.final_content
@@ -816,9 +825,10 @@ def journal(
     Each line says how many messages before it the model has not seen: they came too late for it.
     """
     unseen = {"unseen": conversation.unseen} if conversation.unseen else {}
-    session.append(*[message | unseen for message in messages], sync=False)
+    if messages:
+        session.append(*[message | unseen for message in messages], sync=False)
     if whole:
-        asyncio.ensure_future(session.synced())
+        session.sync_soon()
 
 
 # ---- Prompts are files ----
@@ -1600,6 +1610,21 @@ def make_dream(loop: AgentLoop) -> Dream:
     )  # fmt: skip
 
 
+async def make_room(loop: AgentLoop, session: Session, others: int) -> bool:
+    """False also where the memory cannot be written: a turn does not end for that."""
+    try:
+        return await loop.consolidator.before_turn(session, others)
+    except OSError as problem:
+        log.warning("nothing is moved into the memory: %s", problem)
+        return False
+
+
+def size_beside_history(spec: AgentRunSpec) -> int:
+    """Tokens of the system prompt and the tools."""
+    definitions = spec.tools.get_definitions()
+    return spec.counter.size(spec.messages[0]) + spec.counter.size_of_tools(definitions)
+
+
 async def ask_model(
     loop: AgentLoop, messages: list[dict], tools: list[dict], choice: str | None
 ) -> LLMResponse:
@@ -1786,12 +1811,6 @@ def preview(loop: AgentLoop, turn: Turn, message: dict | None = None) -> Governe
     history = replace(session, lines=lines).get_history()
     spec = loop.run_spec(history, [], EventHook(None, turn, loop.config.streaming))
     return loop.runner.govern(RunState(spec, AgentHookContext(spec.messages)))
-
-
-def size_of_prompt(loop: AgentLoop, turn: Turn) -> int:
-    """Tokens of all that is sent beside the conversation."""
-    system = {"role": "system", "content": loop.context.system_prompt(turn)}
-    return loop.counter.total([system, *loop.tools.get_definitions()])
 
 
 def session_status(loop: AgentLoop, turn: Turn) -> list[str]:
@@ -2184,11 +2203,15 @@ def agent_command(arguments: argparse.Namespace) -> int:
         piped = "" if keyboard else terminal.read_piped(message is not None, folder)
         text = join_message(message, piped)
         if text or not keyboard or message is not None:
-            return ask_once(talk, terminal, text)
+            status = ask_once(talk, terminal, text)
+            keep_what_was_said(loop, terminal, background)
+            return status
         threading.Thread(target=loop.provider.warm_up, daemon=True).start()
         config.patience = 5.0  # a server that comes later serves the next message
         greet(terminal, loop)
-        return terminal.converse(talk, prompt_history(loop))
+        status = terminal.converse(talk, prompt_history(loop))
+        keep_what_was_said(loop, terminal, background)
+        return status
 
 
 def prompt_history(loop: AgentLoop) -> Path:
@@ -2253,6 +2276,13 @@ def ask_once(talk: Callable[[str], int], terminal: CLI, text: str) -> int:
     except KeyboardInterrupt:
         terminal.note("stopped; `nanobot -m /continue` goes on with this turn")
         raise
+
+
+def keep_what_was_said(loop: AgentLoop, terminal: CLI, background: BackgroundLoop) -> None:
+    """The answer is there; what goes into the memory gets its time, until Ctrl-C."""
+    terminal.waiting.begin("the memory")
+    with contextlib.suppress(KeyboardInterrupt):  # the next turn in this session does it
+        background.complete(loop.settled())
 
 
 def one_turn(
