@@ -1,53 +1,269 @@
-"""How words get in and out of the agent.
+"""How words get in and out: many chats, one agent.
 
-A channel turns what somebody says into a call of the agent, and the agent's events into what they see:
+A channel turns what somebody writes into a message, and an event of the agent into what they see:
 
-    OutboundMessage("cli", "direct", 'read_file("a.txt")', kind="tool_hint")
-    OutboundMessage("cli", "direct", "It says hello.", kind="final")
+    InboundMessage("telegram", "7", "42", "What is in a.txt?")  → bus →  the agent
+    OutboundMessage("telegram", "42", "It says hello.")         ← bus ←  the agent
 
-The one channel so far is the terminal. What came from a model or a file is made harmless before it is shown.
-This file works alone. Read it last. Not covered: the options of the command line (nanobot.py).
+The one idea: who hands something over learns when it is safe (`publish` returns, `on_delivered` is
+called) and tries again until then. Works alone; read last. Not covered: turns, sessions, options.
 """
 
 import asyncio
 import contextlib
+import functools
+import html
+import io
+import itertools
+import json
 import logging
 import os
 import queue
 import re
 import select
+import shutil
+import signal
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+import time
+import urllib.parse
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, date, datetime, timedelta, tzinfo
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Annotated, Any, BinaryIO, Literal, TextIO
 
-log = logging.getLogger("nanobot.channels")
+# ---- Many channels, one agent ----
+
+@dataclass
+class InboundMessage:
+    channel: str
+    sender_id: str
+    chat_id: str
+    content: str
+    media: Sequence[Path] = ()
+    metadata: dict = field(default_factory=dict)
+    message_id: str = ""  # the channel's own: the same message is not taken twice
+    journalled: asyncio.Future | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def session_key(self) -> str:
+        return f"{self.channel}:{self.chat_id}"
+
+    def confirm(self, problem: Exception | None = None) -> None:
+        """The agent has journalled it, or this problem keeps it from that."""
+        if self.journalled and not self.journalled.done():  # else nobody waits for it
+            self.journalled.set_result(problem)
+
+
+class MessageBus:
+    """All that is opened on it lives on one event loop."""
+
+    def __init__(self, sleep: Callable[[float], Awaitable] = asyncio.sleep):
+        self._inbound: asyncio.Queue[InboundMessage] = asyncio.Queue()
+        self._open: dict[str, Connection] = {}
+        self._sleep = sleep
+
+    def open(self, channel: "Channel") -> None:
+        """From now on the channel is listened to, and what is for it is delivered."""
+        self._open[channel.name] = Connection(channel, self, self._sleep)
+
+    @property
+    def channels(self) -> list[str]:
+        return list(self._open)
+
+    async def publish(self, message: InboundMessage) -> None:
+        """Returns when the agent has journalled the message, or raises what kept it from that."""
+        message.journalled = asyncio.get_running_loop().create_future()
+        self._inbound.put_nowait(message)
+        if problem := await message.journalled:
+            raise problem
+
+    async def next(self) -> InboundMessage:
+        """For the agent, which journals it and then calls its `confirm`."""
+        return await self._inbound.get()
+
+    def send(self, message: "OutboundMessage") -> None:
+        """Into the queue of its channel: no channel waits for another, and the agent for none."""
+        if message.channel in self._open:
+            self._open[message.channel].put(message)
+        elif message.kind == "final":
+            log.warning("There is no channel %r: its answer is shown nowhere", message.channel)
+
+    async def close(self, seconds: float = 5.0) -> None:
+        """What is on its way out gets these seconds, then the channels stop."""
+        await asyncio.gather(*(connection.close(seconds) for connection in self._open.values()))
 
 
 @dataclass
 class OutboundMessage:
-    """An event on its way out. Kinds: final, delta (a piece of the answer), progress, tool_hint, retry."""
-
     channel: str
     chat_id: str
     content: str
-    kind: str = "final"
+    kind: str = "final"  # or delta (a piece of the answer), progress, tool_hint, retry
+    media: Sequence[Path] = ()
+    reply_to: str = ""  # the message_id that it answers
+    on_delivered: Callable[[], None] | None = field(default=None, repr=False, compare=False)
 
 
-# C0 but tab and newline, DEL, C1; bidi controls, zero-widths, tags: they rewrite what a reader sees
+class Channel:
+    """A place where people write. `start` listens and publishes what is allowed, `stop` lets go of
+    what it holds, `send` delivers, or raises where another try may help (no network)."""
+
+    name = ""
+
+    def __init__(self, allow_from: Sequence[str | int] = ()):
+        self.allow_from = [str(sender_id) for sender_id in allow_from]
+
+    async def start(self, bus: MessageBus) -> None: ...
+    async def stop(self) -> None: ...
+    async def send(self, message: OutboundMessage) -> None: ...
+
+    def is_allowed(self, sender_id: str | int) -> bool:
+        """[] → nobody, ["*"] → everybody, ["7", 8] → those whose id is exactly 7 or 8."""
+        return "*" in self.allow_from or str(sender_id) in self.allow_from
+
+
+class FileChannel(Channel):
+    """A whole channel: each line of one open file is a message, another file gets the answers."""
+
+    def __init__(self, questions: TextIO, answers: TextIO):
+        super().__init__(allow_from=["*"])
+        self.name, self.questions, self.answers = "file", questions, answers
+
+    async def start(self, bus: MessageBus) -> None:
+        for line in self.questions:
+            await bus.publish(InboundMessage(self.name, "me", "direct", line.strip()))
+
+    async def send(self, message: OutboundMessage) -> None:
+        if message.kind == "final":
+            print(message.content, file=self.answers, flush=True)
+
+
+# ======== Second reading: slow channels, the terminal, and time as one more channel ========
+
+
+# ---- A channel that is slow or fails ----
+# Without this a phone without a network holds up every other chat, and so does Telegram's
+# "429 Too Many Requests: retry after 30".
+
+
+log = logging.getLogger("nanobot.channels")
+
+
+class Connection:
+    """An open channel: one task listens to it, another delivers what is for it, in order."""
+
+    pauses = (1.0, 2.0, 4.0)  # seconds, each behind a failed try
+    most_waiting = 100  # messages; behind them only final answers are sure of a place
+    most_kept = 20  # final answers that could not be delivered
+
+    def __init__(self, channel: Channel, bus: MessageBus, sleep: Callable[[float], Awaitable]):
+        self.channel, self.sleep = channel, sleep
+        self.waiting: deque[OutboundMessage | None] = deque()  # None: the end
+        self.kept: deque[OutboundMessage] = deque(maxlen=self.most_kept)
+        self.news = asyncio.Event()
+        self.listening = asyncio.create_task(self._listen(bus))
+        self.delivering = asyncio.create_task(self._deliver())
+
+    def put(self, message: OutboundMessage) -> None:
+        """Never waits. Without room an event is left out: what it tells is in the final answer."""
+        if message.kind == "final" or len(self.waiting) < self.most_waiting:
+            self.waiting.append(replace(message))  # a copy: a piece may be joined to it
+            self.news.set()
+        elif message.kind == "delta":
+            self._join(message)
+
+    def _join(self, delta: OutboundMessage) -> None:
+        """`Hel` waits, `lo.` comes → `Hello.` waits, if nothing of that chat stands in between."""
+        messages = filter(None, reversed(self.waiting))
+        last = next((old for old in messages if old.chat_id == delta.chat_id), None)
+        if last and last.kind == "delta":
+            last.content += delta.content
+
+    async def _listen(self, bus: MessageBus) -> None:
+        try:
+            await self.channel.start(bus)
+        except Exception as problem:
+            log.error("%s: nobody listens there any more: %s", self.channel.name, problem)
+
+    async def _deliver(self) -> None:
+        while await self.news.wait():
+            self.news.clear()
+            while self.waiting:
+                message = self.waiting.popleft()
+                if message is None:
+                    return
+                await self._deliver_one(message)
+
+    async def _deliver_one(self, message: OutboundMessage) -> None:
+        """An event is tried once; a final answer three times, then again when one gets through."""
+        if message.kind != "final":
+            await self._try(message)
+            return
+        for seconds in self.pauses:
+            if await self._try(message):
+                self.waiting.extend(self.kept)
+                self.kept.clear()
+                return
+            await self.sleep(seconds)
+        log.error("%s: an answer for %s is kept for later", self.channel.name, message.chat_id)
+        self.kept.append(message)
+
+    async def _try(self, message: OutboundMessage) -> bool:
+        try:
+            await self.channel.send(message)
+        except Exception as problem:
+            log.warning("%s: cannot deliver (%s): %s", self.channel.name, message.kind, problem)
+            return False
+        try:
+            if message.on_delivered:
+                message.on_delivered()
+        except Exception as problem:  # it has arrived all the same: not to be sent again
+            log.error("%s: a delivery could not be noted: %s", self.channel.name, problem)
+        return True
+
+    async def close(self, seconds: float) -> None:
+        self.waiting.append(None)
+        self.news.set()
+        await asyncio.wait([self.delivering], timeout=seconds)
+        try:
+            await asyncio.wait_for(self.channel.stop(), 2.0)
+        except Exception as problem:
+            log.warning("%s: did not stop as it should: %r", self.channel.name, problem)
+        tasks = [self.listening, self.delivering]
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks, timeout=1.0)
+
+
+# ---- Text for a terminal ----
+# Without this a page that the model quotes clears the screen ("\x1b[2J"), and "exe.gpj" is read
+# as "jpg.exe" behind a character that turns the direction of writing.
+
+# C0 but tab and newline, DEL, C1; bidi controls, zero-widths, tags. Not the soft hyphen and the
+# two joiners: Persian words and the emoji of a family are made with them.
 UNSAFE = re.compile(
-    "[\0-\b\v-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\u3164\ufeff"
+    "[\0-\b\v-\x1f\x7f-\x9f\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\u3164\ufeff"
     "\ufff9-\ufffb\U000e0000-\U000e01ef]"
-)
+)  # "\x1b[2J"
+JOINERS = re.compile("[\xad\u200c\u200d]")  # "می\u200cخواهم"; between Latin letters nobody sees it
+BLANKS = re.compile(r"\s{4,}")  # "true                                    ; rm -rf ~"
 
 
 def printable(text: str) -> str:
-    """Text for a terminal: control, escape, bidi and invisible characters are shown as `\\x1b`, `\\u202e`."""
-    safe = UNSAFE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
-    return safe.encode("utf-8", errors="replace").decode("utf-8")  # a lone surrogate has no UTF-8
+    """A red word → `\\x1b[31mred`: what would steer the terminal is shown instead of obeyed."""
+    return encodable(UNSAFE.sub(as_escape, text))
+
+
+def as_escape(match: re.Match) -> str:
+    return match[0].encode("unicode_escape").decode()
+
+
+def encodable(text: str) -> str:
+    return text.encode("utf-8", errors="replace").decode("utf-8")  # a lone surrogate is not
 
 
 class PrintableFormatter(logging.Formatter):
@@ -55,6 +271,29 @@ class PrintableFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
+
+
+def approval_question(name: str, arguments: dict) -> str:
+    """A call in full, on one line: nothing in it can look like our question or scroll it away.
+
+    ("exec", {"command": "ls\\nRun it?"}) → `exec {"command": "ls\\\\nRun it?"}`, then `Run it? [y…`
+    """
+    call = f"{name} {json.dumps(arguments, ensure_ascii=False)}"
+    shown = JOINERS.sub(as_escape, printable(call))
+    shown = BLANKS.sub(lambda blanks: f"[{len(blanks[0])} blanks]", shown)
+    size = f"{name}, {len(shown):,} characters. " if len(shown) > 500 else ""
+    return f"{shown}\n{size}Run it? [y/n/always] "
+
+
+NOBODY_TO_ASK = (
+    "--approve: nobody can be asked, standard input is no terminal. What needs approval is refused."
+    " Start it without a pipe to be asked, or without --approve to allow everything."
+)
+
+
+# ---- What a program inherits ----
+# Without this `2>&-` prints errors into the answer, `>&-` ends in a traceback, and closing the
+# window ends the job that `nohup nanobot gateway &` was to save from just that.
 
 
 class Terminated(KeyboardInterrupt):
@@ -65,130 +304,298 @@ def terminate(*_: Any) -> None:
     raise Terminated
 
 
-def wait_for(items: queue.SimpleQueue) -> Any:
-    """The next item. Looks up now and then: a Ctrl-C that the system gave to another thread wakes nobody."""
-    while True:
-        with contextlib.suppress(queue.Empty):
-            return items.get(timeout=0.2)
+def end_on_signals(handler: Callable[..., None] = terminate) -> None:
+    """SIGTERM and SIGHUP call the handler; one that was ignored at the start stays ignored."""
+    for name in ("SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)  # there is no SIGHUP on Windows
+        if number and signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
-def type_at(prompt: str, live: bool, err: TextIO) -> str:
-    """A line from the keyboard. stdout is for the answer: where it is no terminal, stderr has the prompt."""
-    print(end="" if live else prompt, file=err, flush=True)
-    return input(prompt if live else "")
+def prepare_streams() -> None:
+    """Opens what is closed to nothing, else the journal would get the number 1 and what is
+    printed to it. A letter that an encoding does not have is replaced, going in and out."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+        if isinstance(getattr(sys, name), io.TextIOWrapper):  # a notebook has others
+            getattr(sys, name).reconfigure(errors="replace")
+
+
+# ---- The keyboard ----
+# Without this a `y` that was typed too early approves a command that nobody has read.
 
 
 def read_answer(question: str, words: Sequence[str] = ()) -> str:
-    """An answer to a question, which may have several lines; the tab key completes the words."""
-    with contextlib.suppress(ImportError):
-        import readline
-
-        readline.set_completer(lambda text, n: [*(word for word in words if word.startswith(text)), None][n])
-        readline.parse_and_bind("tab: complete")
+    """An answer to a question of one or more lines; the tab key completes the words."""
     before, line_end, prompt = printable(question).rpartition("\n")
+    complete_with(words)
     with contextlib.suppress(ImportError):  # there is no termios on Windows
         import termios
 
         with contextlib.suppress(termios.error, OSError):
             termios.tcflush(sys.stdin, termios.TCIFLUSH)  # what was typed before is no answer
+    print(before, end=line_end, file=sys.stderr, flush=True)
     try:
-        print(end=before + line_end, file=sys.stderr, flush=True)
         return type_at(prompt, sys.stdout.isatty(), sys.stderr)
     except UnicodeDecodeError:
         return ""  # what is no text is no yes
 
 
-class BackgroundLoop(contextlib.AbstractContextManager):
-    """An event loop on a daemon thread: the agent goes on while the main thread keeps the keyboard."""
+def type_at(prompt: str, live: bool, err: TextIO) -> str:
+    """A line from the keyboard. stdout is for the answer: if it is no terminal, stderr prompts."""
+    if live:
+        return input(prompt)
+    print(prompt, end="", file=err, flush=True)
+    return input()
 
-    def __init__(self, close: Callable[[], Coroutine] | None = None):
-        self.loop, self._questions = asyncio.new_event_loop(), queue.SimpleQueue()  # None: the end
+
+def complete_with(words: Sequence[str]) -> None:
+    def completion(beginning: str, number: int) -> str | None:
+        fitting = [word for word in words if word.startswith(beginning)]
+        return fitting[number] if number < len(fitting) else None
+
+    with contextlib.suppress(ImportError):  # there is no readline on Windows
+        import readline
+
+        readline.set_completer(completion)
+        readline.parse_and_bind("tab: complete")
+
+
+# ---- Waiting is shown ----
+# Without this a model that thinks for a minute looks like a program that hangs.
+
+
+class Waiting:
+    """`waiting for the model, 12 s`: one line, gone before anything else is printed.
+
+    Only the main thread draws it, when it has nothing else to do: so never at a prompt.
+    """
+
+    def __init__(self, err: TextIO | None, clock: Callable[[], float] = time.monotonic):
+        self.err, self.clock = err, clock
+        self.can_draw = err is not None and err.isatty() and os.environ.get("TERM") != "dumb"
+        self.what, self.since = "", 0.0
+        self.drawn = ""
+        self.is_mid_line = False  # half an answer stands where the line would have to be
+        self._lock = threading.RLock()  # the loop's thread prints
+
+    def begin(self, what: str) -> None:
+        """From now on this is waited for (`the model`), no longer what was before it."""
+        with self.silence():
+            self.what, self.since = what, self.clock()
+
+    def end(self) -> None:
+        self.begin("")
+
+    def draw(self) -> None:
+        with self._lock:
+            seconds = int(self.clock() - self.since)
+            what = printable(" ".join(self.what.split()))[:60]
+            line = f"waiting for {what}, {seconds} s"
+            is_time = bool(what) and seconds >= 1 and line != self.drawn
+            if self.can_draw and is_time and not self.is_mid_line:
+                self.drawn = line
+                # Without wrapping (?7l): a second line could not be erased. The cursor goes back
+                # to the left: what others print, a warning say, begins there.
+                line = f"\r\x1b[K\x1b[?7l\x1b[2m{line}\x1b[0m\x1b[?7h\r"
+                print(line, end="", file=self.err, flush=True)
+
+    def erase(self) -> None:
+        with self._lock:
+            if self.drawn:
+                self.drawn = ""
+                print("\r\x1b[K", end="", file=self.err, flush=True)
+
+    @contextlib.contextmanager
+    def silence(self) -> Iterator[None]:
+        """For whoever prints: the line is gone and does not come back in between."""
+        with self._lock:
+            self.erase()
+            yield
+
+
+# ---- The loop behind the keyboard ----
+# Without this nobody could be asked during a turn: `input` would stop the event loop, and with it
+# every stream and tool. Ctrl-C reaches the main thread only, so that one has the keyboard.
+
+
+def wait_for(questions: queue.SimpleQueue, waiting: Waiting) -> Any:
+    """The next one. Looks up now and then: a Ctrl-C that another thread was given wakes nobody."""
+    while True:
+        try:
+            return questions.get(timeout=0.2)
+        except queue.Empty:
+            waiting.draw()
+
+
+class NobodyToAsk(Exception):
+    """A question came when no turn was waited for: at the prompt, or after Ctrl-C."""
+
+
+class BackgroundLoop:
+    """The agent works on the event loop of a daemon thread, the main thread has the keyboard:
+
+        main thread                               loop's thread
+        complete(turn)      ── start ──────────►  the turn …
+        reads the keyboard  ◄─ question ────────  await ask("Run it? ")
+                            ── answer ─────────►  … goes on
+        Ctrl-C              ── cancel ─────────►  … its `finally`
+        returns             ◄─ None ────────────  … its end
+
+    What goes to the right is called on the loop; what goes to the left is put into a queue.
+    """
+
+    def __init__(self, close: Callable | None = None, waiting: Waiting | None = None):
+        self.loop = asyncio.new_event_loop()
         self.close = close  # what is done at the end, on the loop
+        self.waiting = waiting or Waiting(None)  # drawn while a turn is waited for
+        self._questions: queue.SimpleQueue | None = None  # of the turn that is waited for
+        self._answers: set[asyncio.Future] = set()  # that are not there yet
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:
         self.loop.run_forever()
         self.loop.close()  # lets go of its pipes and threads
 
-    def __exit__(self, *_: Any) -> None:
-        ended = asyncio.run_coroutine_threadsafe(self.close(), self.loop) if self.close else None
-        while ended and not ended.done():
-            with contextlib.suppress(KeyboardInterrupt):  # a second Ctrl-C would leave processes behind
-                wait([ended])
-        self.loop.call_soon_threadsafe(self.loop.stop)
-
     def complete(self, work: Coroutine) -> Any:
-        """Run a coroutine to its end. Ctrl-C cancels it, waits for its end and raises KeyboardInterrupt."""
-        questions = self._questions = queue.SimpleQueue()  # nothing late of an earlier turn is in it
+        """Runs it to its end. Ctrl-C cancels it, waits for its end and raises KeyboardInterrupt."""
+        questions: queue.SimpleQueue = queue.SimpleQueue()  # of its own: nothing late is in it
         task: asyncio.Task | None = None
 
         def start() -> None:
             nonlocal task
+            self._questions = questions
             task = self.loop.create_task(work)
             task.add_done_callback(lambda _: questions.put(None))
 
-        self.loop.call_soon_threadsafe(start)
         try:
-            while question := wait_for(questions):
-                answer, *asked = question
-                answer.set_result(read_answer(*asked))
-        except (KeyboardInterrupt, EOFError) as stop:
+            self.loop.call_soon_threadsafe(start)
+            while question := wait_for(questions, self.waiting):
+                self._answer(*question)
+        except BaseException as stop:
             self.loop.call_soon_threadsafe(lambda: task.cancel())
-            while wait_for(questions):
-                pass
-            raise stop if isinstance(stop, Terminated) else KeyboardInterrupt from None
+            self.loop.call_soon_threadsafe(self._refuse)
+            while wait_for(questions, self.waiting):
+                pass  # these are refused, too
+            if isinstance(stop, EOFError):  # Ctrl-D at a question
+                raise KeyboardInterrupt from None
+            raise
+        finally:
+            self.waiting.end()
+            self.loop.call_soon_threadsafe(self._refuse)
         return task.result()
 
+    def _answer(self, answer: asyncio.Future, question: str, words: Sequence[str]) -> None:
+        if not answer.done():  # else whoever asked is gone
+            self.waiting.erase()
+            text = read_answer(question, words)
+            self.loop.call_soon_threadsafe(self._settle, answer, text)
+
     async def ask(self, question: str, words: Sequence[str] = ()) -> str:
-        """One line from the person at the terminal; the tab key completes the words."""
-        answer: Future = Future()
+        """One line from the person at the terminal; raises NobodyToAsk outside of `complete`."""
+        if self._questions is None:
+            raise NobodyToAsk("Nobody can be asked: no turn is waited for at the terminal.")
+        answer = self.loop.create_future()
+        self._answers.add(answer)
         self._questions.put((answer, question, words))
-        return await asyncio.wrap_future(answer)
+        return await answer
+
+    def _settle(self, answer: asyncio.Future, text: str) -> None:
+        self._answers.discard(answer)
+        if not answer.done():
+            answer.set_result(text)
+
+    def _refuse(self) -> None:
+        """On the loop, so that no question slips in: who waits for an answer waits no longer."""
+        self._questions = None
+        for answer in self._answers:
+            if not answer.done():
+                answer.set_exception(NobodyToAsk("Nobody can be asked: the turn has ended."))
+        self._answers.clear()
+
+    def at_end(self, close: Callable) -> None:
+        """For what is made later than the loop, as it needs its `ask`."""
+        self.close = close
+
+    def __enter__(self) -> "BackgroundLoop":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        ended = asyncio.run_coroutine_threadsafe(self._end(), self.loop)
+        while not ended.done():
+            with contextlib.suppress(KeyboardInterrupt):  # else processes would be left behind
+                wait([ended])
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        if problem := ended.exception():
+            log.warning("not everything was put in order at the end: %s", problem)
+
+    async def _end(self) -> None:
+        """Whatever still works gets its `finally`; what does not end in 5 s is left behind."""
+        try:
+            if self.close:
+                await self.close()
+        finally:
+            rest = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in rest:
+                task.cancel()
+            if rest:
+                await asyncio.wait(rest, timeout=5.0)
 
 
-class CLI:
-    """The terminal. The answer goes to `out` and nothing else does: live on a terminal, once into a pipe."""
+# ---- The terminal ----
+# Without this an answer that was streamed is printed twice, `> review.md` holds hints between the
+# words of the answer, and each line of a pasted page is a question of its own.
 
-    def __init__(self, out: TextIO | None = None, err: TextIO | None = None, kinds: tuple[str, ...] = ()):
-        self.out, self.err, self._streamed = out or sys.stdout, err or sys.stderr, ""
-        self.kinds = kinds or ("progress", "tool_hint", "retry")  # what is shown besides the answer
+
+class CLI(Channel):
+    """The answer goes to `out` and nothing else does: live on a terminal, once into a pipe."""
+
+    name = "cli"
+
+    def __init__(self, out: TextIO | None = None, err: TextIO | None = None, kinds: Sequence = ()):
+        super().__init__(allow_from=["*"])
+        self.out = out or sys.stdout or io.StringIO()  # None: it was closed by `>&-`
+        self.err = err or sys.stderr or io.StringIO()
+        self.kinds = kinds or ("progress", "tool_hint", "retry")  # shown besides the answer
         self.live = self.out.isatty()
+        self.waiting = Waiting(self.err)
+        self._streamed = ""  # of a text whose end has not come yet
 
-    async def send(self, event: OutboundMessage) -> None:
-        if event.kind == "delta" and self.live:
-            self._streamed += event.content
-            print(printable(event.content), end="", file=self.out, flush=True)
-        elif event.kind == "final" or (event.kind == "progress" and self._streamed):
-            text, shown, self._streamed = event.content, self._streamed.strip(), ""
-            if shown:  # the blanks at its edges do not count: providers cut them off
-                text = text.lstrip().removeprefix(shown) if text.lstrip().startswith(shown) else f"\n{text}"
-            print(printable(text), file=self.out, flush=True)
-        elif event.kind in self.kinds:
-            self.note(event.content)
+    async def send(self, message: OutboundMessage) -> None:
+        match message.kind:
+            case "delta" if self.live:
+                self._streamed += message.content
+                self._print(message.content)
+            case "final":
+                self._end_text(message.content)
+            case "progress" if self._streamed:  # text beside calls was streamed like an answer
+                self._end_text(message.content)
+            case kind if kind in self.kinds:
+                self.note(message.content)
+
+    def _print(self, text: str) -> None:
+        """Into a pipe or a file goes what the model wrote, unchanged; terminals get no escapes."""
+        shown = printable(text) if self.live else encodable(text)
+        with self.waiting.silence():
+            print(shown, end="", file=self.out, flush=True)
+            self.waiting.is_mid_line = not shown.endswith("\n")
+
+    def _end_text(self, text: str) -> None:
+        rest = not_yet_shown(text, self._streamed)
+        self._streamed = ""
+        self._print(rest.removesuffix("\n") + "\n")
 
     def note(self, text: str) -> None:
-        """A line beside the answer, dimmed where colours are; half an answer before it ends its line."""
-        print(end="\n" if self._streamed else "", file=self.out, flush=True)
-        self._streamed = ""
-        dim, plain = ("\x1b[2m", "\x1b[0m") if self.err.isatty() else ("", "")
-        print(f"{dim}{printable(text)}{plain}", file=self.err, flush=True)
-
-    def read_line(self, prompt: str, history: Path) -> str:
-        """A line from the user, with line editing and history; raises EOFError on Ctrl-D."""
-        with contextlib.suppress(ImportError, OSError):  # there is no readline on Windows
-            import readline
-
-            readline.parse_and_bind("set enable-bracketed-paste on")  # pasted lines are one message
-            if not readline.get_current_history_length():
-                history.parent.mkdir(parents=True, exist_ok=True)
-                history.touch(0o600)  # nothing can be appended to a file that is not there
-                readline.read_history_file(history)
-        line = type_at(prompt, self.live, self.err)
-        with contextlib.suppress(ImportError, OSError):
-            import readline
-
-            readline.append_history_file(1 if line and self.live else 0, history)  # it keeps no empty line
-        return line
+        """A line beside the answer, dimmed where colours are; half an answer ends its line."""
+        if self._streamed:
+            self._streamed = ""
+            self._print("\n")
+        line = printable(text)
+        if self.err.isatty():
+            line = f"\x1b[2m{line}\x1b[0m"
+        with self.waiting.silence():
+            print(line, file=self.err, flush=True)
 
     def converse(self, ask: Callable[[str], Any], history: Path) -> int:
         """Line by line, until the user leaves. Ctrl-C stops a turn, Ctrl-D leaves."""
@@ -206,18 +613,1060 @@ class CLI:
             except Terminated:
                 raise
             except KeyboardInterrupt:
-                self.note("\nstopped; /continue goes on with the turn" if text else "")
+                stopped = "\nstopped; /continue goes on with the turn" if text else ""
+                self.note(stopped)
             except Exception as problem:  # whatever happens in a turn, the conversation goes on
                 if not text:
                     raise  # not in a turn: the terminal is gone
                 log.info("the turn failed", exc_info=True)
                 self.note(f"Sorry, that failed: {str(problem).rstrip('.')}.")
 
-    def read_piped(self, beside_message: bool) -> str:
-        """What was piped in. Beside a message it may be a pipe that nobody writes to: wait 3 s for a word."""
+    def read_line(self, prompt: str, history: Path) -> str:
+        """A line from the user, with line editing and history; raises EOFError on Ctrl-D."""
+        with contextlib.suppress(ImportError, OSError):  # there is no readline on Windows
+            import readline
+
+            readline.parse_and_bind("set enable-bracketed-paste on")  # pasted lines are one message
+            if not readline.get_current_history_length():
+                history.parent.mkdir(parents=True, exist_ok=True)
+                history.touch(0o600)  # nothing can be appended to a file that is not there
+                readline.read_history_file(history)
+        line = type_at(prompt, self.live, self.err)
+        with contextlib.suppress(ImportError, OSError):
+            import readline
+
+            # it keeps no empty line
+            readline.append_history_file(int(bool(line) and self.live), history)
+        return line
+
+    def read_piped(self, beside_message: bool, folder: Path) -> str:
+        """What was piped in. Beside a message nobody may write to the pipe: it has 3 s to begin."""
         if sys.stdin is None:
             return ""
-        if beside_message and os.name == "posix" and not select.select([sys.stdin], [], [], 3.0)[0]:
-            print("nanobot: standard input is open but silent, going on without it", file=self.err)
+        may_be_silent = beside_message and os.name == "posix"
+        if may_be_silent and not select.select([sys.stdin], [], [], 3.0)[0]:
+            self.note("nanobot: standard input is open but silent, going on without it")
             return ""
-        return sys.stdin.buffer.read().decode("utf-8", errors="replace").strip()
+        return text_of_pipe(sys.stdin.buffer, folder)
+
+
+def not_yet_shown(text: str, streamed: str) -> str:
+    """("Hello.", "Hel") → "lo."; ("Bye.", "Hel") → "\\nBye.", on a line of its own."""
+    shown = streamed.strip()  # the blanks at its edges do not count: providers cut them off
+    if not shown:
+        return text
+    if text.lstrip().startswith(shown):
+        return text.lstrip().removeprefix(shown)
+    return f"\n{text}"
+
+
+# ---- A pipe with more than a message ----
+# Without this `nanobot -m "what went wrong?" < server.log` puts 50 MB into the journal, for ever.
+
+MOST_PIPED = 100_000  # characters of standard input that a message may hold
+HEAD_OF_PIPED = 10_000  # characters that the model gets of more than that
+KEPT_PIPED = 20  # files
+
+
+def text_of_pipe(stream: BinaryIO, folder: Path) -> str:
+    """All of it; of more than a message should hold the beginning, and the file that has it all."""
+    beginning = stream.read(4 * MOST_PIPED + 1)  # a character has up to four bytes
+    text = beginning.decode("utf-8", errors="replace")
+    if len(text) <= MOST_PIPED:
+        return text.strip()
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path = folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
+    with path.open("wb") as file:
+        file.write(beginning)
+        shutil.copyfileobj(stream, file)
+    for old in sorted(folder.glob("*-*.txt"))[:-KEPT_PIPED]:
+        old.unlink(missing_ok=True)
+    return (
+        f"[standard input: {path.stat().st_size:,} bytes, all of it in {path}; its beginning:]\n"
+        f"{text[:HEAD_OF_PIPED]}\n"
+        f"[standard input goes on: look into {path} with grep, or with read_file in pages]"
+    )
+
+
+# ---- The Bot API of Telegram ----
+# Without this the token, a part of every address, is in the log when the first connection breaks,
+# and a flood wait that is not kept ("429 Too Many Requests: retry after 30") becomes a longer one.
+
+
+async def in_thread(function: Callable, /, *args: Any) -> Any:
+    """Await a blocking function on a daemon thread: the threads of the usual pool hold the exit."""
+    future: Future = Future()
+    future.set_running_or_notify_cancel()  # a cancelled waiter lets the thread finish
+
+    def work() -> None:
+        try:
+            future.set_result(function(*args))
+        except BaseException as failure:
+            future.set_exception(failure)
+
+    threading.Thread(target=work, daemon=True).start()
+    return await asyncio.wrap_future(future)
+
+
+class TelegramError(Exception):
+    """What the Bot API refuses, or why it cannot be reached. The text never holds the token."""
+
+    def __init__(self, text: str, status: int = 0):
+        super().__init__(text)
+        self.status = status
+
+
+class NoSuchBot(TelegramError):
+    """401 Unauthorized, 404 Not Found: the token is wrong."""
+
+
+class BotAPI:
+    """`await api.call("sendMessage", chat_id=1, text="Hi")`: https://core.telegram.org/bots/api"""
+
+    def __init__(self, token: str, base: str, sleep: Callable[[float], Awaitable]):
+        self.token, self.base, self.sleep = token.strip(), base.rstrip("/"), sleep
+
+    async def call(self, method: str, seconds: float = 60, **fields: Any) -> Any:
+        """The method's result. A path among the fields is uploaded; a flood wait is waited out."""
+        body, kind = await in_thread(as_body, fields)
+        for _ in range(5):  # flood waits behind one another
+            status, data = await self._exchange(f"bot{self.token}/{method}", body, kind, seconds)
+            answer = {"error_code": status, "description": "not the Bot API"}  # but a proxy's page
+            with contextlib.suppress(ValueError, TypeError):
+                answer |= json.loads(data)
+            if answer.get("ok"):
+                return answer["result"]
+            flood_wait = answer.get("parameters", {}).get("retry_after")
+            if not flood_wait:
+                break
+            log.warning("Telegram lets %s wait %s s (429).", method, flood_wait)
+            await self.sleep(flood_wait)
+        problem = f"{method}: {answer['error_code']} {answer['description']}"
+        raise TelegramError(self._scrub(problem), answer["error_code"])
+
+    async def download(self, path: str) -> bytes:
+        """A file by its `file_path`, which getFile tells; the server gives none over 20 MB."""
+        address = f"file/bot{self.token}/{urllib.parse.quote(path)}"
+        status, data = await self._exchange(address, None, "", seconds=60)
+        if status != 200:
+            raise TelegramError(f"the file cannot be fetched: HTTP {status}", status)
+        return data
+
+    async def _exchange(self, address: str, body: bytes | None, kind: str, seconds: float) -> tuple:
+        """Status and body of what came back."""
+        try:
+            async with asyncio.timeout(seconds):  # looking up a name has no time limit of its own
+                return await in_thread(fetch, f"{self.base}/{address}", body, kind, seconds)
+        except TimeoutError:
+            problem = f"no answer in {seconds:g} s"
+        except Exception as failure:  # whatever it is, it may quote the address
+            problem = self._scrub(f"{type(failure).__name__}: {failure}")
+        raise TelegramError(problem)  # out here, where no traceback leads to the one with the token
+
+    def _scrub(self, text: str) -> str:
+        return text.replace(self.token, "<token>") if self.token else text
+
+
+def fetch(url: str, body: bytes | None, kind: str, seconds: float) -> tuple[int, bytes]:
+    import urllib.error
+    import urllib.request
+
+    request = urllib.request.Request(url, body, {"Content-Type": kind})
+    try:
+        with urllib.request.urlopen(request, timeout=seconds) as response:
+            return response.status, response.read()
+    except urllib.error.HTTPError as refusal:  # it has a body, as any answer
+        with refusal:
+            return refusal.code, refusal.read()
+
+
+def as_body(fields: dict[str, Any]) -> tuple[bytes, str]:
+    """JSON, or with a file among the fields a form; and the content type."""
+    files = {name: value for name, value in fields.items() if isinstance(value, Path)}
+    if not files:
+        return json.dumps(fields).encode(), "application/json"
+    border, body = os.urandom(16).hex(), b""
+    for name, value in fields.items():
+        content = value if isinstance(value, str) else json.dumps(value, default=str)
+        head, data = f"Content-Disposition: form-data; name={name}", content.encode()
+        if name in files:
+            head += "; filename=" + re.sub(r"[^\w.-]", "_", value.name)  # a"b.txt ends too soon
+            data = value.read_bytes()
+        body += f"--{border}\r\n{head}\r\n\r\n".encode() + data + b"\r\n"
+    return body + f"--{border}--\r\n".encode(), f"multipart/form-data; boundary={border}"
+
+
+# ---- Telegram as a channel ----
+# Without this a restart loses what was written meanwhile, or answers it twice: the server forgets a
+# message when a higher offset is asked for, and until then gives it again.
+
+RIVAL = (  # 409 "Conflict: terminated by other getUpdates request; make sure that only one bot …"
+    "Another program asks for this bot's messages, too, and takes some of them (409 Conflict). "
+    "Stop it, or give it a bot of its own."
+)
+BAD_TOKEN = (
+    "Telegram does not know this bot token. Copy it again from @BotFather into "
+    "channels.telegram.token (and look at apiBase, if it is set); then start anew."
+)
+
+
+class Telegram(Channel):
+    """A bot of the user's own. The files that people send go into `media_folder`."""
+
+    name = "telegram"
+    poll_seconds = 50  # the server answers by then, with nothing if there is nothing
+    slack_seconds = 15  # after these on top the line is dead, and another one is opened
+    album_seconds = 1.0
+    typing_seconds = 4.0  # the signal lasts 5
+    most_typing = 75  # signals: five minutes
+
+    def __init__(
+        self, token: str, allow_from: Sequence[str | int] = (), *,
+        api_base: str = "https://api.telegram.org",
+        group_policy: str = "mention",  # "open": in groups, too, every message of allowed people
+        media_folder: Path = Path("media"),
+        sleep: Callable[[float], Awaitable] = asyncio.sleep,
+    ):  # fmt: skip
+        super().__init__(allow_from)
+        self.api = BotAPI(token, api_base, sleep)
+        self.group_policy, self.media_folder, self.sleep = group_policy, media_folder, sleep
+        self.bot: dict = {}  # its id and username, once the server told
+        self._offset, self._complaint = 0, ""
+        self._taken: deque[int] = deque(maxlen=1_000)  # updates that are in the journal
+        self._typing: dict[str, asyncio.Task] = {}
+        self._broken_off: tuple[OutboundMessage | None, int] = (None, 0)  # and at which part
+
+    async def start(self, bus: "MessageBus") -> None:
+        """Listens until it is cancelled. Raises NoSuchBot."""
+        failures = 0
+        while True:
+            try:
+                if not self.bot:
+                    await self._introduce()
+                await self._poll(bus)
+                failures = 0
+                self._complain("")
+            except NoSuchBot:
+                raise
+            except Exception as failure:  # whatever it is, people go on writing
+                failures += 1
+                is_rival = "terminated by other getUpdates" in str(failure)
+                complaint = RIVAL if is_rival else f"Telegram: {failure}. It is tried again."
+                self._complain(complaint)
+                self.bot = {}  # introduced anew, without the webhook that may be the trouble
+                await self.sleep(min(60.0, 5.0 * failures))
+
+    async def stop(self) -> None:
+        for task in self._typing.values():
+            task.cancel()
+
+    def _complain(self, text: str) -> None:
+        """A line in the log where trouble begins, changes and ends; none for each try between."""
+        if text != self._complaint:
+            log.warning("%s", text or "Telegram answers again.")
+        self._complaint = text
+
+    async def _introduce(self) -> None:
+        """In groups people call the bot by its name: ask for it."""
+        if not re.fullmatch(r"\d+:[\w-]+", self.api.token):  # 110201543:AAHdqTcvCH1vGWJxfSeofSAs0
+            raise NoSuchBot(BAD_TOKEN)
+        try:
+            bot = await self.api.call("getMe")
+        except TelegramError as refusal:
+            if refusal.status in (401, 404):
+                raise NoSuchBot(BAD_TOKEN) from None
+            raise
+        await self.api.call("deleteWebhook")
+        self.bot = bot
+
+    async def _poll(self, bus: "MessageBus") -> None:
+        """Take what is new. The offset moves up to the first that is not in the journal."""
+        updates = await self._get_updates(self.poll_seconds)
+        parts, before = album_parts(updates), 0
+        while parts > before:  # an album still grows: the same again, a second later
+            await self.sleep(self.album_seconds)
+            updates, before = await self._get_updates(0), parts
+            parts = album_parts(updates)
+        try:
+            await self._take(updates, bus)
+        finally:
+            ids = [update["update_id"] for update in updates]
+            waiting = [number for number in ids if number not in self._taken]
+            if ids:
+                self._offset = min(waiting, default=ids[-1] + 1)
+
+    async def _take(self, updates: list[dict], bus: "MessageBus") -> None:
+        fresh = [update for update in updates if update["update_id"] not in self._taken]
+        for arrival in arrivals(fresh):
+            inbound = await self._read([update.get("message") or {} for update in arrival])
+            if inbound:
+                await bus.publish(inbound)
+                self._stop_typing(inbound.chat_id)
+                self._typing[inbound.chat_id] = asyncio.create_task(self._type(inbound.chat_id))
+            self._taken.extend(update["update_id"] for update in arrival)
+
+    async def _get_updates(self, seconds: float) -> list[dict]:
+        """`allowed_updates` leaves out edits and buttons from now on; older ones may still come."""
+        fields = {"offset": self._offset, "timeout": seconds, "allowed_updates": ["message"]}
+        return await self.api.call("getUpdates", seconds + self.slack_seconds, **fields)
+
+    async def _read(self, messages: list[dict]) -> InboundMessage | None:
+        """What one message, or an album of several, is for the agent; None where it is nothing."""
+        try:
+            if self._is_for_agent(messages):
+                return await self._inbound(messages)
+        except Exception:  # it would come again for ever, and nothing behind it would ever come
+            log.warning("Telegram: a message cannot be read, it is left out", exc_info=True)
+        return None
+
+    def _is_for_agent(self, messages: list[dict]) -> bool:
+        """No answer to strangers, not even a refusal: it would tell them that somebody is here."""
+        first = messages[0]
+        sender = first.get("from") or {}
+        if sender.get("is_bot", True) or not self.is_allowed(sender["id"]):
+            return False
+        if first["chat"]["type"] == "private" or self.group_policy == "open":
+            return True
+        return any(is_call(message, self.bot) for message in messages)
+
+    async def _inbound(self, messages: list[dict]) -> InboundMessage | None:
+        texts, media = [words_in(message) for message in messages], []
+        for file in filter(None, map(file_in, messages)):
+            try:
+                media.append(await self._save(file))
+            except (TelegramError, OSError) as failure:
+                texts.append(f"[a file came with this, but it cannot be fetched: {failure}]")
+        content, first = "\n".join(filter(None, texts)), messages[0]
+        sender, chat, message_id = first["from"]["id"], first["chat"]["id"], first["message_id"]
+        if not content and not media:
+            return None  # somebody joined the group, a message was pinned
+        return InboundMessage(
+            self.name, str(sender), str(chat), content, media, message_id=str(message_id)
+        )
+
+    async def _save(self, file: dict) -> Path:
+        """Two files named report.pdf are two: `AgADBQ-report.pdf`. Sent again, one is the same."""
+        place = (await self.api.call("getFile", file_id=file["file_id"]))["file_path"]
+        name = f"{file['file_unique_id']}-{file.get('file_name') or Path(place).name}"
+        path = self.media_folder / re.sub(r"[^\w.-]+", "_", name)[-100:].lstrip(".")  # no "../"
+        data = await self.api.download(place)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        await in_thread(path.write_bytes, data)
+        return path
+
+    def _stop_typing(self, chat_id: str) -> None:
+        if task := self._typing.pop(chat_id, None):
+            task.cancel()
+
+    async def _type(self, chat_id: str) -> None:
+        with contextlib.suppress(TelegramError):  # a sign of life is worth no error
+            for _ in range(self.most_typing):
+                await self.api.call("sendChatAction", chat_id=chat_id, action="typing")
+                await self.sleep(self.typing_seconds)
+
+    async def send(self, message: OutboundMessage) -> None:
+        """Text in as many parts as it needs, then files. Tried again, it goes on where it broke."""
+        if message.kind in ("delta", "retry"):
+            return
+        if message.kind == "final":
+            self._stop_typing(message.chat_id)
+        parts = [*split_html(as_html(message.content)), *map(Path, message.media)]
+        broken_off, begin = self._broken_off
+        if message is not broken_off:
+            begin = 0
+        target: dict[str, Any] = {"chat_id": message.chat_id}
+        if message.reply_to.isdigit():
+            reply = {"message_id": int(message.reply_to), "allow_sending_without_reply": True}
+            target["reply_parameters"] = reply
+        for number in range(begin, len(parts)):
+            self._broken_off = (message, number)
+            await self._send_part(parts[number], target)
+        self._broken_off = (None, 0)
+
+    async def _send_part(self, part: str | Path, target: dict) -> None:
+        """As plain text only where the HTML is at fault: after a timeout it would arrive twice."""
+        if isinstance(part, Path):
+            return await self._send_file(part, target)
+        try:
+            await self.api.call("sendMessage", text=part, parse_mode="HTML", **target)
+        except TelegramError as refusal:
+            if "entities" not in str(refusal).lower():  # also "ENTITIES_TOO_LONG"
+                raise
+            await self.api.call("sendMessage", text=plain_text(part), **target)
+
+    async def _send_file(self, path: Path, target: dict) -> None:
+        if path.suffix.lower() in (".jpg", ".jpeg", ".png", ".webp"):
+            try:
+                return await self.api.call("sendPhoto", 300, photo=path, **target)
+            except TelegramError as refusal:
+                if refusal.status != 400:  # 400 PHOTO_INVALID_DIMENSIONS: for a file it will do
+                    raise
+        await self.api.call("sendDocument", 300, document=path, **target)
+
+
+def album_parts(updates: list[dict]) -> int:
+    return sum("media_group_id" in (update.get("message") or {}) for update in updates)
+
+
+def arrivals(updates: list[dict]) -> list[list[dict]]:
+    """Updates by the message that they make: each its own, those of an album together."""
+    groups: dict[Any, list[dict]] = {}
+    for update in updates:
+        album = (update.get("message") or {}).get("media_group_id")
+        groups.setdefault(album or update["update_id"], []).append(update)
+    return list(groups.values())
+
+
+def words_in(message: dict) -> str:
+    sticker = message.get("sticker") or {}
+    return message.get("text") or message.get("caption") or sticker.get("emoji") or ""
+
+
+def file_in(message: dict) -> dict:
+    """{"photo": [{small}, {"file_id": "A", …}]} → {"file_id": "A", …}; none → {}"""
+    if message.get("photo"):
+        return message["photo"][-1]  # the last one is the largest
+    keys = ("document", "voice", "audio", "video", "video_note")
+    files = [message[key] for key in keys if message.get(key)]
+    return files[0] if files else {}
+
+
+def is_call(message: dict, bot: dict) -> bool:
+    """Does a group's message name the bot ("@my_bot, what…", "/stop@my_bot"), or answer it?"""
+    author = (message.get("reply_to_message") or {}).get("from") or {}
+    name = rf"@{re.escape(bot['username'])}(?!\w)"
+    return author.get("id") == bot["id"] or bool(re.search(name, words_in(message), re.IGNORECASE))
+
+
+# ---- Telegram: Markdown as its HTML, in parts that it takes ----
+# Without this `a < b` is "400 can't parse entities", and a long answer "400 message is too long".
+# It is cut when it is formatted, `<` being the four of `&lt;` by then, and leaves no tag open.
+
+FENCE = re.compile(  # ```py ↵ a = 1 ↵ ```   or, never closed, to the end
+    r"^[ \t]*```([\w+-]*).*\n((?:.*\n)*?.*?)(?:^[ \t]*```[ \t]*$|\Z)", re.MULTILINE
+)
+CODE = re.compile(r"(`+)(.+?)\1")  # `a < b`
+LINK = re.compile(r"\[([^\]\n]+)\]\((https?://(?:[^\s()]|\([^\s()]*\))+)\)")  # [a](http://b/c_(d))
+HEADING = re.compile(r"^#{1,6} +(.+?)[ #]*$", re.MULTILINE)  # ## What to do
+BOLD = re.compile(r"\*\*(?=[^\s*])(.+?)(?<=[^\s*])\*\*")  # **now**
+ITALIC = re.compile(  # *now*   *now and **then***   not 2 * 3 * 4; it reaches over no tag's end
+    r"(?<![\w*])\*(?=[^\s*])((?:[^*<>\n]|<b>[^<>\n]*</b>)+)(?<!\s)\*(?![\w*])"
+)
+UNDERLINED = re.compile(r"(?<!\w)_(?=[^\s_])([^_<>\n]+)(?<!\s)_(?!\w)")  # _now_   not a_b_c
+ASIDE = re.compile("\ue000(\\d+)\ue001")  # where the third code or link was: \ue0002\ue001
+ATOM = re.compile(r"<[^>]+>|&#?\w+;|.", re.DOTALL)  # <b>   &lt;   a
+
+
+def as_html(markdown: str) -> str:
+    """"# Plan\\n**a** < `b`" → "<b>Plan</b>\\n<b>a</b> &lt; <code>b</code>"
+
+    Code and links are put aside first: in `a_b_c` no mark is a mark.
+    """
+    aside: list[str] = []
+
+    def put_aside(markup: str) -> str:
+        aside.append(markup)
+        return f"\ue000{len(aside) - 1}\ue001"
+
+    def fence(match: re.Match) -> str:
+        language = f' class="language-{match[1]}"' if match[1] else ""
+        return put_aside(f"<pre><code{language}>{html.escape(match[2])}</code></pre>")
+
+    def code(match: re.Match) -> str:
+        return put_aside(f"<code>{html.escape(match[2])}</code>")
+
+    def link(match: re.Match) -> str:
+        return put_aside(f'<a href="{html.escape(match[2])}">{html.escape(match[1])}</a>')
+
+    def heading(match: re.Match) -> str:
+        return f"**{match[1].replace('**', '')}**"
+
+    text = markdown.encode("utf-8", "replace").decode()  # a lone surrogate has no UTF-8
+    text = FENCE.sub(fence, re.sub("[\0\ue000\ue001]", "", text))
+    text = html.escape(HEADING.sub(heading, LINK.sub(link, CODE.sub(code, text))))
+    text = ITALIC.sub(r"<i>\1</i>", BOLD.sub(r"<b>\1</b>", text))
+    text = UNDERLINED.sub(r"<i>\1</i>", text)
+    return ASIDE.sub(lambda match: aside[int(match[1])], text)
+
+
+def plain_text(html_text: str) -> str:
+    return html.unescape(re.sub(r"<[^>]+>", "", html_text))
+
+
+def units(text: str) -> int:
+    """Telegram counts as UTF-16 does: "🙂" is 2."""
+    return len(text.encode("utf-16-le")) // 2
+
+
+def split_html(text: str, limit: int = 4_096) -> list[str]:
+    """Parts of at most `limit` units, cut at a line's end, else at a blank, with no tag left open:
+
+    "<b>one two</b>", 13 → "<b>one </b>", "<b>two</b>"
+    """
+    atoms, parts, opened = ATOM.findall(text), [], []
+    while atoms:
+        size = fitting(atoms, opened, limit)
+        still_open = open_behind(opened + atoms[:size])
+        ends = [closing(tag) for tag in reversed(still_open)]
+        parts.append("".join([*opened, *atoms[:size], *ends]))
+        atoms, opened = atoms[size:], still_open
+    return [part for part in parts if plain_text(part).strip()]  # "400 message text is empty"
+
+
+def fitting(atoms: list[str], opened: list[str], limit: int) -> int:
+    """How many atoms fit between the tags around them, up to a blank; at least one."""
+    used = sum(len(tag) + len(closing(tag)) for tag in opened)
+    for number, atom in enumerate(atoms):
+        used += units(atom)
+        if atom.startswith("<") and not atom.startswith("</"):
+            used += len(closing(atom))
+        if number and used > limit:
+            return best_cut(atoms[:number])
+    return len(atoms)
+
+
+def best_cut(atoms: list[str]) -> int:
+    for blank in ("\n", " "):
+        if blank in atoms:
+            return len(atoms) - atoms[::-1].index(blank)
+    return len(atoms)
+
+
+def open_behind(atoms: list[str]) -> list[str]:
+    """The tags that are open in the end: ["<b>", "x", "</b>", "<i>", "y"] → ["<i>"]"""
+    still_open: list[str] = []
+    for atom in atoms:
+        if atom.startswith("</"):
+            still_open.pop()
+        elif atom.startswith("<"):
+            still_open.append(atom)
+    return still_open
+
+
+def closing(tag: str) -> str:
+    """'<code class="language-py">' → "</code>" """
+    return f"</{tag.strip('<>').split()[0]}>"
+
+
+# ---- The calendar: when the five fields of a cron expression come next ----
+# Without this "every weekday at nine" is an hour off for half of the year, and "at half past two"
+# comes twice in one night of October, and in one of March not at all.
+
+ONE_DAY = timedelta(days=1)
+MOST_DAYS = 40 * 366  # "0 0 29 2 */7", a leap day on a Sunday, can be 40 years away
+PART = re.compile(  # *   */15   mon-fri   8-18/2   5; not 5/15, which has two meanings in use
+    r"(?:\*|([0-9a-z]+)-([0-9a-z]+))(?:/([0-9]+))?|([0-9a-z]+)"
+)
+
+
+@dataclass(frozen=True)
+class CronField:
+    """The values that a field may have; `names` stand for them, from the lowest on."""
+
+    name: str
+    lowest: int
+    highest: int
+    names: str = ""
+
+    def values(self, text: str) -> set[int]:
+        """"1-3,20" → {1, 2, 3, 20}; "*/20" → {0, 20, 40}; "sat-sun" → {6, 7}"""
+        ranges = [self._range(part) for part in text.split(",")]
+        return set().union(*ranges)
+
+    def _range(self, part: str) -> range:
+        match = PART.fullmatch(part)
+        if not match:
+            raise ValueError(f"{self.name}: {part!r} is none of 5, 1-5, 1,5, *, */15 and 0-30/5")
+        first, last, step, single = match.groups()
+        low, high = self.lowest, self.highest
+        if first or single:
+            low, high = self._number(first or single), self._number(last or single)
+        if last == "sun":
+            high = 7  # in a range it is the last day
+        if low > high or step == "0":
+            raise ValueError(f"{self.name}: {part!r} never comes; 22-2 is written as 22-23,0-2")
+        return range(low, high + 1, int(step or 1))
+
+    def _number(self, text: str) -> int:
+        names = self.names.split()
+        if text in names:
+            return names.index(text) + self.lowest
+        if not text.isdigit() or not self.lowest <= int(text) <= self.highest:
+            raise ValueError(f"{self.name}: {text!r} is not within {self.lowest}-{self.highest}")
+        return int(text)
+
+
+MONTHS, DAYS = "jan feb mar apr may jun jul aug sep oct nov dec", "sun mon tue wed thu fri sat"
+CRON_FIELDS = (
+    CronField(name="minute", lowest=0, highest=59),  # */15 * * * *: every quarter of an hour
+    CronField(name="hour", lowest=0, highest=23),  # 0 8-18/2 * * *: every two hours by day
+    CronField(name="day of month", lowest=1, highest=31),  # 0 9 1,15 * *: twice a month
+    CronField(name="month", lowest=1, highest=12, names=MONTHS),  # 0 9 1 jan *: on New Year's Day
+    CronField(name="day of week", lowest=0, highest=7, names=DAYS),  # 0 9 * * mon-fri: on weekdays
+)
+
+
+class CronExpression:
+    """The rules are those of Vixie's cron. Raises ValueError with what is wrong."""
+
+    def __init__(self, text: str):
+        parts = text.lower().split()
+        if len(parts) != len(CRON_FIELDS):
+            names = ", ".join(field.name for field in CRON_FIELDS)
+            raise ValueError(f"{text!r} has {len(parts)} fields instead of five: {names}")
+        sets = [field.values(part) for field, part in zip(CRON_FIELDS, parts, strict=True)]
+        self.minutes, self.hours, self.days, self.months, weekdays = sets
+        self.weekdays = {number % 7 for number in weekdays}
+        stars = [part.startswith("*") for part in parts]
+        self.either_day = not stars[2] and not stars[4]  # 0 9 13 * fri: each 13th, and each Friday
+        self.is_fixed = not stars[0] and not stars[1]  # 30 2 * * *, a time of day; not */30 * * * *
+
+    def moments(self, day: date, zone: tzinfo) -> list[datetime]:
+        """All of one day, in UTC."""
+        fits = [day.day in self.days, day.isoweekday() % 7 in self.weekdays]
+        day_fits = any(fits) if self.either_day else all(fits)
+        if not day_fits or day.month not in self.months:
+            return []
+        moments = []
+        for hour, minute in itertools.product(self.hours, self.minutes):
+            wall = datetime(day.year, day.month, day.day, hour, minute, tzinfo=zone)
+            moments += moments_at(wall, self.is_fixed)
+        return moments
+
+
+def moments_at(wall: datetime, is_fixed: bool) -> list[datetime]:
+    """When the clocks on the wall show a time, in UTC. Berlin in 2026:
+
+    1 June, 12:00       10:00, as on most days
+    29 March, 02:30     never, the clocks go from 2 to 3; a fixed time comes right then, at 01:00
+    25 October, 02:30   00:30, and 01:30 when they have been set back; a fixed time comes once
+    """
+    first, second = wall.replace(fold=0), wall.replace(fold=1)
+    if first.utcoffset() == second.utcoffset():
+        return [first.astimezone(UTC)]
+    if first.utcoffset() > second.utcoffset():
+        both = [first.astimezone(UTC), second.astimezone(UTC)]
+        return both[:1] if is_fixed else both
+    if not is_fixed:
+        return []
+    while first.utcoffset() < first.replace(fold=1).utcoffset():
+        first += timedelta(minutes=1)  # to the end of the gap
+    return [first.astimezone(UTC)]
+
+
+def next_run(expr: str, after: datetime, zone: tzinfo) -> datetime | None:
+    """The first moment behind `after` that fits; None where there is none, as of "0 0 31 2 *".
+
+    "30 9 * * mon-fri" on Friday at 10:00 → Monday 09:30
+    """
+    expression = CronExpression(expr)
+    day = after.astimezone(zone).date() - ONE_DAY
+    for _ in range(MOST_DAYS):
+        later = [moment for moment in expression.moments(day, zone) if moment > after]
+        day += ONE_DAY
+        if later:  # clocks set back over midnight show the end of a day when the next has begun
+            later += [moment for moment in expression.moments(day, zone) if moment > after]
+            return min(later).astimezone(zone)
+    return None
+
+
+# ---- Jobs, in a file that several programs change ----
+# Without this a crash in the middle of writing leaves half a file, which the next start takes for
+# "no jobs"; and what `nanobot cron remove` takes out is back with the gateway's next save.
+
+
+class CronError(ValueError):
+    """A wish that cannot be met, in words for who has it: the cause, then what to do."""
+
+
+@dataclass
+class CronJob:
+    """One of `every_seconds`, `cron_expr` and `at` says when. Times are texts in ISO 8601."""
+
+    id: str
+    message: str = ""
+    every_seconds: float = 0
+    cron_expr: str = ""
+    tz: str = ""  # of cron_expr; empty: the agent's
+    at: str = ""
+    channel: str = ""  # the chat that asked for it
+    chat_id: str = ""
+    created: str = ""  # from here `every_seconds` are counted, whatever happens between
+    since: str = ""  # what was due until then is done; `id` and `since` name the coming run
+    enabled: bool = True
+    system: bool = False
+    runs: list[dict] = field(default_factory=list)  # the last 20: {"began", "seconds", "error"}
+
+    def due(self, zone: tzinfo) -> datetime | None:
+        """When it is to run next, or was to; None: never. Raises ValueError."""
+        since = as_moment(self.since, zone)
+        if self.at:
+            at = as_moment(self.at, zone)
+            return at.astimezone(zone) if at > since else None
+        if self.cron_expr:
+            return next_of(self.cron_expr, since.astimezone(UTC), zone_named(self.tz, zone))
+        if self.every_seconds <= 0:
+            raise ValueError("it does not say when")
+        first, period = as_moment(self.created, zone), timedelta(seconds=self.every_seconds)
+        coming = first.astimezone(UTC) + period * ((since - first) // period + 1)
+        return coming.astimezone(zone)
+
+    def schedule(self) -> str:
+        if self.every_seconds:
+            return f"every {self.every_seconds} s"
+        return f"at {self.at}" if self.at else f"cron {self.cron_expr} {self.tz}".rstrip()
+
+
+@functools.lru_cache(maxsize=1_000)
+def next_of(expr: str, after: datetime, zone: tzinfo) -> datetime | None:
+    """`next_run`, which takes 10 ms for "* * * * *", for a clock that asks each second."""
+    return next_run(expr, after, zone)
+
+
+def as_moment(text: str, zone: tzinfo) -> datetime:
+    """"2026-11-21T17:00" → that time in the zone; with an offset, or a Z, it is its own."""
+    moment = datetime.fromisoformat(text)
+    return moment if moment.tzinfo else moment.replace(tzinfo=zone)
+
+
+def zone_named(name: str, default: tzinfo) -> tzinfo:
+    import zoneinfo
+
+    try:
+        return zoneinfo.ZoneInfo(name) if name else default
+    except (KeyError, ValueError, OSError):  # "Mars/Olympus", "../x", "Europe"
+        raise CronError(f"there is no time zone {name!r}; write it like Europe/Berlin") from None
+
+
+class JobStore:
+    """The file `{"jobs": [{…}, …]}`. Rows and keys that mean nothing here are kept as they are."""
+
+    def __init__(self, path: Path):
+        self.path, self.rows = path, []
+
+    def read(self) -> list:
+        """Raises ValueError where the file is damaged; `rows` still has what was known before."""
+        if not self.path.exists():
+            self.rows = []
+            return self.rows
+        content = json.loads(self.path.read_bytes())
+        if not isinstance(content, dict) or not isinstance(content.get("jobs"), list):
+            raise ValueError("it holds no list of jobs")
+        self.rows = content["jobs"]
+        return self.rows
+
+    def change(self, edit: Callable[[list], list]) -> None:
+        """Let `edit` make new rows of the file's, and write all of them or none. Blocks."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.path.with_suffix(".lock"), "ab") as lock:  # freed when its owner dies, too
+            with contextlib.suppress(ImportError):  # Windows has no fcntl: one program has to do
+                import fcntl
+
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                self.read()
+            except ValueError as problem:
+                aside = self.path.rename(f"{self.path}.corrupt-{time.time_ns()}")
+                log.error("%s is damaged (%s): it is now %s. Mend it.", self.path, problem, aside)
+            temporary = self.path.with_suffix(".tmp")  # there is one writer: what a crash left goes
+            with open(temporary, "w", encoding="utf-8", errors="replace") as file:
+                json.dump({"jobs": edit(list(self.rows))}, file, ensure_ascii=False, indent=1)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, self.path)
+
+
+def id_of(row: Any) -> str:
+    """"" for what is no job."""
+    return str(row.get("id", "")) if isinstance(row, dict) else ""
+
+
+def job_of(row: Any, stamp: str, zone: tzinfo) -> CronJob | None:
+    """Keys that are null or not known do no harm; what is no job is None, and a line in the log."""
+    try:
+        values = {key: row[key] for key in CronJob.__dataclass_fields__ if row.get(key) is not None}
+        job = CronJob(**{"created": stamp, "since": stamp, **values})  # by hand nobody writes them
+        job.due(zone)
+    except Exception as problem:
+        warn_once(f"cron: {str(row)[:100]} is no job: {problem}")
+        return None
+    return job
+
+
+@functools.lru_cache(maxsize=100)
+def warn_once(text: str) -> None:
+    log.warning("%s", text)
+
+
+# ---- The clock that runs them ----
+# Without this one job that hangs or fails is the last that ever ran, and nobody hears of a reminder
+# that came due while the computer slept.
+
+
+def verdict(job: CronJob, due: datetime | None, now: datetime) -> str:
+    """What a look at the clock means for a job:
+
+    wait     it is not yet due, or switched off     → nothing
+    fire     it is due, or late and still of use    → its turn runs
+    missed   an `at`, and more than a day late      → its turn only says so in its chat
+    skip     repeated, and more than a minute late  → it is due again in its old rhythm
+    """
+    if not job.enabled or due is None or due > now:
+        return "wait"
+    late = now - due
+    if job.at:
+        return "fire" if late <= ONE_DAY else "missed"
+    is_in_time = job.system or late <= timedelta(minutes=1)  # to Dream it is all one
+    return "fire" if is_in_time else "skip"
+
+
+class CronService:
+    """`fire(job)` runs a job's turn, whose answer goes to the job's chat. `run` is its clock."""
+
+    most_runs = 20  # that a job remembers
+
+    def __init__(
+        self, path: Path, fire: Callable[[CronJob], Awaitable], *,
+        now: Callable[[], datetime], zone: tzinfo,
+        sleep: Callable[[float], Awaitable] = asyncio.sleep,
+    ):  # fmt: skip
+        self.store, self.fire, self.now, self.zone = JobStore(path), fire, now, zone
+        self.sleep = sleep
+        self._born = self._stamp()
+        self._system: dict[str, Callable[[], Awaitable]] = {}
+        self._running: dict[str, asyncio.Task] = {}
+        self._since: dict[str, str] = {}  # what this program knows better than the file
+
+    def _stamp(self) -> str:
+        return self.now().isoformat()
+
+    def add_system(self, id: str, every_seconds: float, function: Callable[[], Awaitable]) -> None:
+        """A job of the agent's own: it is listed, and cannot be removed."""
+        self._system[id] = function
+        job = CronJob(id, created=self._stamp(), since=self._stamp(), system=True)
+
+        def edit(rows: list) -> list:
+            before = [row for row in rows if id_of(row) == id] or [asdict(job)]  # with its runs
+            others = [row for row in rows if id_of(row) != id]
+            return [*others, {**before[0], "every_seconds": every_seconds, "enabled": True}]
+
+        self.store.change(edit)
+
+    async def run(self) -> None:
+        """A look at the clock and at the file each second. Cancelled, it cancels what runs."""
+        try:
+            while True:
+                try:
+                    await self.tick()
+                except Exception as problem:  # a file that may not be opened, say
+                    warn_once(f"cron: the jobs cannot be looked at: {problem}")
+                await self.sleep(1)
+        finally:
+            for task in self._running.values():
+                task.cancel()
+            await asyncio.gather(*self._running.values(), return_exceptions=True)
+
+    async def tick(self) -> list[asyncio.Task]:
+        """One look; returns the tasks of what runs."""
+        try:
+            rows = self.store.read()
+        except ValueError as problem:
+            warn_once(f"{self.store.path}: {problem}. The jobs known before go on.")
+            rows = self.store.rows
+        jobs = [job_of(row, self._born, self.zone) for row in rows]
+        for job in filter(None, jobs):
+            is_known = job.id in self._system or not job.system
+            if is_known and job.id not in self._running:
+                self._look_at(job)
+        return list(self._running.values())
+
+    def _look_at(self, job: CronJob) -> None:
+        job.since = self._since.get(job.id, job.since)
+        due = job.due(self.zone)
+        match verdict(job, due, self.now()):
+            case "skip":
+                self._since[job.id] = self._stamp()
+            case "missed":
+                text = f"Only tell the user that this was missed on {shown(due)}: {job.message}"
+                self._running[job.id] = asyncio.create_task(self._run(replace(job, message=text)))
+            case "fire":
+                self._running[job.id] = asyncio.create_task(self._run(job))
+
+    async def _run(self, job: CronJob) -> None:
+        began = self.now()
+        try:
+            error = await self._outcome(job)
+            seconds = round((self.now() - began).total_seconds(), 1)
+            stamp = self._since[job.id] = began.isoformat()
+            await self._note(job.id, {"began": stamp, "seconds": seconds, "error": error})
+        finally:
+            del self._running[job.id]
+
+    async def _outcome(self, job: CronJob) -> str:
+        """What went wrong; "" where nothing did."""
+        try:
+            work = self._system[job.id]() if job.system else self.fire(job)
+            await work
+        except asyncio.CancelledError:
+            if asyncio.current_task().cancelling():
+                raise  # the program ends; when it is back, the job runs again
+            return "stopped"
+        except Exception as failure:
+            log.warning("cron: job %s failed", job.id, exc_info=True)
+            return f"{type(failure).__name__}: {failure}"
+        return ""
+
+    async def _note(self, id: str, run: dict) -> None:
+        """Into the file. Where that fails, the program remembers: the job does not run twice."""
+
+        def edit(rows: list) -> list:
+            ids = [id_of(row) for row in rows]
+            if id in ids:  # nobody has removed it meanwhile
+                place = ids.index(id)
+                rows[place : place + 1] = self._after(rows[place], run)
+            return rows
+
+        try:
+            await in_thread(self.store.change, edit)
+            del self._since[id]
+        except Exception as problem:  # a full disk, a row that somebody spoilt
+            log.error("cron: the run of %s cannot be noted: %s", id, problem)
+
+    def _after(self, row: dict, run: dict) -> list[dict]:
+        """The row as it goes on; none for an `at` that went well, one that failed is off."""
+        if row.get("at") and not run["error"]:
+            return []
+        runs = [*(row.get("runs") or []), run][-self.most_runs :]
+        enabled = row.get("enabled", True) and not row.get("at")
+        return [{**row, "runs": runs, "since": run["began"], "enabled": enabled}]
+
+    def cron(
+        self,
+        action: Literal["add", "list", "remove"],
+        message: Annotated[str, "What to do then, in full: the run sees nothing of this chat"] = "",
+        every_seconds: Annotated[int, "Again and again, so far apart"] = 0,
+        cron_expr: Annotated[str, "Five fields, minute first: 30 8 * * mon-fri"] = "",
+        tz: Annotated[str, "Zone of cron_expr, like Europe/Berlin; default: the user's"] = "",
+        at: Annotated[str, "Once: 2026-11-21T17:00, in the user's zone or with an offset"] = "",
+        job_id: Annotated[str, "For remove: an id from list"] = "",
+        *,
+        turn: Any,
+    ) -> str:
+        """Reminders and regular tasks: each runs later as a turn of its own; its answer comes here.
+
+        add needs a message and one of every_seconds, cron_expr and at. "In ten minutes": add them
+        to the time in the runtime context, use `at`. "Every morning at 8": cron_expr "0 8 * * *".
+        Tell the user the time that comes back. To change a job, remove it and add another.
+        """
+        if action == "list":
+            return self._list()
+        if action == "remove":
+            return self._remove(job_id)
+        if turn.channel == "cron":
+            raise CronError("A job that runs adds no others: do what its message says.")
+        job = CronJob(os.urandom(4).hex(), message.strip(), every_seconds, cron_expr, tz, at)
+        job.channel, job.chat_id = turn.channel, turn.chat_id
+        job.created = job.since = self._stamp()
+        return self._add(job)
+
+    def _add(self, job: CronJob) -> str:
+        schedules = [job.every_seconds != 0, job.cron_expr != "", job.at != ""]
+        if not job.message:
+            raise CronError("message is empty: say what is to be done then.")
+        if sum(schedules) != 1:
+            raise CronError("Give exactly one of every_seconds, cron_expr and at.")
+        if job.tz and not job.cron_expr:
+            raise CronError("tz is for cron_expr. Give `at` an offset: 2026-11-21T17:00+01:00.")
+        try:
+            if job.at:
+                job.at = as_moment(job.at, self.zone).isoformat()
+            due = job.due(self.zone)
+        except (ValueError, OverflowError) as problem:
+            raise CronError(f"No job was made of {job.schedule()!r}: {problem}.") from None
+        if due is None:
+            raise CronError(f"{job.schedule()!r} never comes. It is now {shown(self.now())}.")
+        self.store.change(lambda rows: [*rows, asdict(job)])
+        return f"Added job {job.id}, {job.schedule()}: it runs next on {shown(due)}."
+
+    def _remove(self, job_id: str) -> str:
+        def edit(rows: list) -> list:
+            ids = [id_of(row) for row in rows]
+            if job_id not in ids:
+                known = ", ".join(ids) or "none"
+                raise CronError(f"There is no job {job_id!r}. There are: {known}.")
+            row = rows.pop(ids.index(job_id))
+            if row.get("system"):
+                raise CronError(f"{job_id} is a job of the system: it cannot be removed.")
+            return rows
+
+        self.store.change(edit)
+        return f"Removed job {job_id}."
+
+    def _list(self) -> str:
+        try:
+            rows = self.store.read()
+        except ValueError as problem:
+            raise CronError(f"{self.store.path} cannot be read: {problem}. Mend it.") from None
+        jobs = [job_of(row, self._stamp(), self.zone) for row in rows]
+        lines = [self._line(job) for job in jobs if job]
+        for aside in self.store.path.parent.glob(f"{self.store.path.name}.corrupt-*"):
+            lines.append(f"{aside} was damaged; its jobs do not run. Mend it, or delete it.")
+        return "\n".join(lines) or "There are no jobs."
+
+    def _line(self, job: CronJob) -> str:
+        """1a2b3c4d · cron 0 9 * * * · next Sun 2026-11-22 09:00 CET · telegram:42 · water plants"""
+        due = job.due(self.zone) if job.enabled else None
+        coming = f"next {shown(due)}" if due else "off"
+        chat = "system" if job.system else f"{job.channel}:{job.chat_id}"
+        errors = [f"failed: {run['error'][:200]}" for run in job.runs[-1:] if run.get("error")]
+        return " · ".join([job.id, job.schedule(), coming, chat, job.message[:80], *errors])
+
+
+def shown(moment: datetime) -> str:
+    return moment.strftime("%a %Y-%m-%d %H:%M %Z")
+
+
+def machine_zone(path: Path = Path("/etc/localtime")) -> tzinfo:
+    """This machine's zone with its rules: `datetime.now().astimezone()` has only today's offset."""
+    import zoneinfo
+
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        if name := os.environ.get("TZ", "").lstrip(":"):
+            return zoneinfo.ZoneInfo(name)
+        with open(path, "rb") as file:
+            return zoneinfo.ZoneInfo.from_file(file, str(path.resolve()).rpartition("zoneinfo/")[2])
+    return datetime.now().astimezone().tzinfo
+
+
+# ---- Heartbeat ----
+# Without this an empty HEARTBEAT.md asks the model 48 times a day whether there is something to do.
+
+COMMENT = re.compile(r"<!--.*?(-->|\Z)", re.DOTALL)  # <!-- write tasks here -->
+DONE = re.compile(  # - [x] call Ann ↵   her number is 555
+    r"^([ \t]*)[-*+] \[[xX]\].*(\n\1[ \t]+(?![-*+] \[ )\S.*)*", re.MULTILINE
+)
+NO_TASK = re.compile(r"\s*(#+(\s.*)?|[-*+]\s*(\[ ?\]\s*)?|[-*_]{3,}\s*)?")  # ## Tasks   - [ ]   ---
+
+
+def active_tasks(text: str) -> str:
+    """What is left without comments and what is ticked off; "" where no task is among it:
+
+    "# Tasks\\n- [x] call Ann\\n- [ ] water the plants" → "# Tasks\\n\\n- [ ] water the plants"
+    """
+    rest = DONE.sub("", COMMENT.sub("", text))
+    tasks = [line for line in rest.splitlines() if not NO_TASK.fullmatch(line)]
+    return rest.strip() if tasks else ""
+
+
+class Heartbeat:
+    """`cron.add_system("heartbeat", 1800, Heartbeat(path, ask).beat)`; `ask(tasks)` runs a turn."""
+
+    def __init__(self, path: Path, ask: Callable[[str], Awaitable]):
+        self.path, self.ask = path, ask
+
+    async def beat(self) -> None:
+        text = ""
+        if self.path.exists():
+            text = self.path.read_text(encoding="utf-8-sig", errors="replace")
+        if tasks := active_tasks(text):
+            await self.ask(tasks)

@@ -1,228 +1,699 @@
-"""What survives the turn: the session's journal, long-term memory, skills; and how much of it fits a request.
+"""What survives the turn: the session's journal, long-term memory, skills; and what fits a request.
 
-The journal is the truth, what is sent is a projection. A session is one append-only file of JSON lines; each
-message is written once, at the moment it exists. Repair and trimming happen on the copy that is sent:
+The journal is the truth, what is sent is a projection. A session is one append-only file of JSON
+lines; each message is written once, at the moment it exists. Repair and trimming happen on the copy
+that is sent:
 
-    {"_type": "metadata", "key": "cli:direct", "created_at": "…", "metadata": {}, "last_consolidated": 0}
+    {"_type": "metadata", "key": "cli:direct", "start": 0, "last_consolidated": 0, …}
     {"role": "user", "content": "What is in a.txt?", "timestamp": "2026-04-03T10:00:00+0200"}
-    {"role": "assistant", "content": null, "tool_calls": [{"id": "call_1", …}], "timestamp": "…"}
-    {"role": "tool", "tool_call_id": "call_1", "content": "1| hello", "timestamp": "…"}
+    {"role": "assistant", "content": null, "tool_calls": [{"id": "call_1", …}], …}
+    {"role": "tool", "tool_call_id": "call_1", "content": "1| hello", …}
 
-So a crash needs no checkpoint: whoever reads the journal completes what is missing.
-This file works alone; what it needs from other rooms is handed in: `legal`, the rule for a lawful history.
-Read after tools.py, before channels.py. Not covered: when a session is loaded and written to (AgentLoop).
+So a crash needs no checkpoint: whoever reads the journal completes what is missing. What is old
+goes from the journal into the history (Consolidator), from there into facts and skills (Dream).
+The model is handed in: `ask(messages, tools, tool_choice) -> response`, and `run_agent`.
+Read after providers.py, before tools.py. Not covered: when a session is written to (AgentLoop).
 """
 
+import asyncio
 import contextlib
 import json
 import logging
+import math
 import os
 import re
 import shutil
+import stat
+import subprocess
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+import zlib
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
 log = logging.getLogger("nanobot.memory")
+Ask = Callable[[list[dict], list[dict], str | None], Awaitable[Any]]
 
 
-# ---- The journal ----
+# ---- The journal: each message is written once, when it exists ----
 
 
-class SessionBusy(Exception):
-    """Another process is in a turn of this session."""
+@dataclass
+class Session:
+    """One conversation. `lines` are the journal's messages; None stands for an unreadable one."""
+
+    key: str
+    path: Path
+    lines: list[dict | None] = field(default_factory=list)
+    metadata: dict = field(default_factory=dict)
+    created_at: str = field(default_factory=lambda: now())
+    start: int = 0  # lines before it were dropped by `/new`
+    last_consolidated: int = 0  # lines before it are in memory
+    summary: dict = field(default_factory=dict)  # {"text", "until"}: sent in place of older lines
+    stamp: tuple[int, int] | None = None  # of the file when we last read or wrote it
+    unsynced: bool = False  # a power cut could still take the last lines
+    is_new: bool = False  # or the file's name
+    projection: "Projection" = field(default_factory=lambda: Projection(), init=False)
+
+    def append(self, *messages: dict, sync: bool = True) -> None:
+        """Write messages in one go. With `sync=False` (0.1 ms) a kill costs nothing, but a power
+        cut may: `await session.synced()`, on a thread, before the user is shown them."""
+        fresh = [as_journalled(message) for message in messages]
+        write_records(self, fresh)
+        self.lines += fresh
+        if sync:
+            sync_session(self)
+
+    def restart(self, sync: bool = True) -> None:
+        """Start afresh: the journal keeps every line, none of them is sent any more."""
+        self.note(start=len(self.lines))
+        if sync:
+            sync_session(self)
+
+    def note(self, **changes: Any) -> None:
+        """A metadata line with what has changed: `start`, `last_consolidated`, `summary`."""
+        vars(self).update(changes)
+        write_records(self, [header(self, *changes)])
+
+    async def synced(self) -> None:
+        if self.unsynced:
+            await in_thread(sync_session, self)
+
+    def get_history(self) -> list[dict]:
+        """The copy that is sent, as far as it goes; `LLMProvider.chat` makes it lawful."""
+        begin = max(self.start, self.last_consolidated)
+        sent_from = max(begin, self.summary.get("until", 0))
+        history = self.projection.of(self.lines, sent_from)
+        if sent_from > begin:
+            history.insert(0, summary_message(self.summary["text"]))
+        last = last_line(self)
+        if last.get("cut"):  # nobody has said anything since
+            note = f"{gap_after(last)} Go on where it stops."
+            history.append({"role": "user", "content": note})
+        return history
+
+    def knows(self, message_id: str) -> bool:
+        """Is a message with this id of its channel in the journal already?"""
+        return any(line and line.get("id") == message_id for line in self.lines[-1_000:])
+
+    @property
+    def unfinished(self) -> bool:
+        """True where the last turn has no whole answer: it ended at a question, a call, a cut."""
+        line = last_line(self)
+        if line.get("cut") or line.get("tool_calls") or line.get("unseen"):
+            return True
+        return line.get("role", "assistant") != "assistant"
+
+
+# ---- The projection: what is sent of a journal ----
+
+
+def project(lines: Iterable[dict | None], before: dict | None = None) -> list[dict]:
+    """Journal lines → messages, from the first question on. `before` is the line before them.
+
+    user "a", runtime "It is Monday"         user "It is Monday\\n\\na"
+    assistant "Well", cut "no network"   →   assistant "Well"
+    user "b"                                 user "[the answer above broke off: no network]\\n\\nb"
+    """
+    history = []
+    for line in filter(None, lines):
+        if before is None and line["role"] != "user":
+            continue
+        late = came_too_late_for(line)
+        history.insert(max(len(history) - late, 0), as_sent(line, before))
+        before = before if late else line
+    return history
+
+
+OWN_KEYS = ("timestamp", "runtime", "cut", "id", "beside", "unseen")
+
+
+def as_sent(line: dict, before: dict | None) -> dict:
+    message = {key: value for key, value in line.items() if key not in OWN_KEYS}
+    gap = "" if line.get("beside") else gap_after(before)  # it came while a turn was running
+    notes = [note for note in (gap, line.get("runtime")) if note]
+    if notes and line["role"] == "user":
+        message["content"] = "\n\n".join([*notes, as_text(line.get("content"))])
+    return message
+
+
+def came_too_late_for(line: dict) -> int:
+    """How many messages before an answer the model had not seen: they stand behind it."""
+    count = line.get("unseen")
+    return count if isinstance(count, int) else 0
+
+
+def gap_after(line: dict | None) -> str:
+    """What the next question says of a missing answer: models repeat what their own mouth says."""
+    if line and line.get("cut"):
+        return f"[the answer above broke off: {line['cut']}]"
+    if line and line["role"] == "user":
+        return "[the message above was not answered: interrupted]"
+    return ""
+
+
+# ---- What fits the context window ----
+
+
+@dataclass
+class Governed:
+    """The copy that is sent, and what was done: `8 of 11 turns, ~7,900 tokens, are left out`."""
+
+    messages: list[dict]
+    notes: list[str]
+    tokens: int
+
+
+def govern(
+    messages: list[dict], budget: int, counter: "TokenCounter", task: dict | None = None
+) -> Governed:
+    """Fit a copy into `budget` tokens, in steps that take more and more away.
+
+    The system prompt, the task (default: the last question) and the last results stay.
+    """
+    draft = draft_of(messages, budget, counter, task)
+    cut_results(draft, draft.past + draft.turn, budget // 4)
+    if draft.is_over(0.8):
+        turn_old_results_into_lines(draft)
+    if draft.is_over(1):
+        leave_out_oldest_turns(draft)
+    if draft.is_over(1):
+        seen = draft.turn[: last_step(draft.turn)]
+        turn_into_lines(draft, seen, draft.tokens - budget)
+    if draft.is_over(1):
+        leave_out_oldest_steps(draft)
+    if draft.is_over(1):
+        share_what_is_left(draft)
+    return Governed(draft.messages, draft.notes, draft.tokens)
+
+
+# ---- Long-term memory: facts that are true, and the history of what was ----
+
+
+class MemoryStore:
+    """MEMORY.md, which people edit too, and the history, which only grows: memory/history.jsonl
+
+    {"cursor": 42, "timestamp": "2026-04-03 00:02", "content": "The user planned a trip to Rome."}
+    """
+
+    def __init__(self, workspace: Path):
+        self.workspace, self.folder = workspace, workspace / "memory"
+        self.facts, self.history = self.folder / "MEMORY.md", self.folder / "history.jsonl"
+        self.known = KnownHistory(self.history)
+
+    def read_facts(self) -> str:
+        return read_text(self.facts)
+
+    def write_facts(self, text: str, instead_of: str) -> bool:
+        """False where somebody else changed the file meanwhile: then it stays as it is."""
+        with locked(self.folder / ".lock"):
+            if self.read_facts() != instead_of:
+                return False
+            if text.strip() != instead_of.strip() and keeps_enough(text, instead_of):
+                write_atomically(self.facts, text.strip() + "\n")
+            return True
+
+    def append_history(self, text: str) -> None:
+        """An entry with the next cursor. It may begin with its time: `[2026-04-03 00:02] …`"""
+        with locked(self.folder / ".lock"):
+            entry = next_entry(self, text)
+            if entry["content"]:
+                append_lines(self.history, [entry])
+                write_atomically(self.folder / ".cursor", str(entry["cursor"]))
+                add_for_people(self, entry)
+
+    @property
+    def dream_cursor(self) -> int:
+        return read_number(self.folder / ".dream_cursor")
+
+    def unread(self) -> list[dict]:
+        """The entries that Dream has not read, the oldest first."""
+        dreamt = self.dream_cursor
+        return [entry for entry in self.known.entries() if entry["cursor"] > dreamt]
+
+    def recent_history(self) -> list[str]:
+        """`[2026-04-03 00:02] text` of what is unread: the last 50, ≤ 32,000 characters."""
+        lines = [f"[{entry['timestamp']}] {entry['content']}" for entry in self.unread()[-50:]]
+        while len("\n".join(lines)) > 32_000:
+            lines.pop(0)
+        return lines
+
+
+# ---- The Consolidator: from the journal into the history ----
+
+
+@dataclass
+class Consolidator:
+    """Moves the oldest lines of a session into memory, a round of about 60 at a time:
+
+    lines 0 … 59  →  history.jsonl  {"cursor": 7, "content": "The user planned a trip to Rome …"}
+                     MEMORY.md      - Travels to Rome in May
+                     the journal    {"_type": "metadata", "last_consolidated": 60, …}
+    """
+
+    store: MemoryStore
+    ask: Ask
+    prompt: str  # how to save
+    summary_prompt: str  # how to sum up what this session still needs
+    budget: int = 56_320  # tokens
+    window: int = 100  # messages that are not in memory
+    counter: "TokenCounter" = field(default_factory=lambda: TokenCounter())
+    one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def before_turn(self, session: Session, others: int) -> None:
+        """Make room beside `others`, the tokens of all else in the prompt: a turn waits for it."""
+        await self._move(session, over_budget(self, session, others))
+        await sum_up(self, session, others)
+
+    async def after_turn(self, session: Session, others: int) -> None:
+        """In the background: what `/new` dropped, what is over the budget or over the window."""
+        await self.archive(session)
+        await self._move(session, over_budget(self, session, others))
+        await self._move(session, over_window(self, session))
+
+    async def archive(self, session: Session) -> None:
+        """All that `/new` dropped; without the model from the first round on that failed."""
+        await self._move(session, session.start, to_the_end=True)
+
+    async def _move(self, session: Session, until: int, to_the_end: bool = False) -> None:
+        async with self.one_at_a_time:
+            helpful, rounds = True, 0
+            while session.last_consolidated < until:
+                helpful = await self._round(session, until, helpful)
+                rounds += 1
+                enough = rounds == 5 or not helpful
+                if enough and not to_the_end:
+                    break
+
+    async def _round(self, session: Session, until: int, helpful: bool) -> bool:
+        """One round. The cursor moves when the lines are in memory, and only then."""
+        end = end_of_round(session, until)
+        for text in transcripts(session.lines[session.last_consolidated : end], room_of(self)):
+            helpful = helpful and await save(self, text)
+            if not helpful:
+                self.store.append_history(f"[RAW] {text[:16_000]}")
+        session.note(last_consolidated=end)
+        await session.synced()
+        return helpful
+
+
+# ---- Dream: from the history into facts and skills ----
+
+
+@dataclass
+class Dream:
+    """Reads what happened, notes what it means, and edits facts and skills accordingly:
+
+    [2026-04-03 00:02] The user likes blue best now, not green.        what happened
+    [MEMORY-REMOVE] favourite colour: green                            findings, phase 1
+    [MEMORY] favourite colour: blue
+    edit_file("memory/MEMORY.md", "colour: green", "colour: blue")     calls of tools, phase 2
+    """
+
+    store: MemoryStore
+    ask: Ask
+    run_agent: Callable[..., Awaitable[Any]]  # (messages, refuse) -> result with stop_reason
+    find_prompt: str
+    edit_prompt: str
+    skills: "SkillsLoader"
+    budget: int = 56_320  # tokens
+    max_batch: int = 20  # entries
+    failures: int = field(default=0, init=False)  # in a row
+
+    async def run(self) -> str:
+        """One dream. Returns what to tell the user; raises SessionBusy while another goes on."""
+        lock = self.store.workspace / ".nanobot" / "dream.lock"
+        with locked(lock, "Another dream is going on."):
+            batch = next_batch(self)
+            if not batch:
+                return "There is nothing new to dream about."
+            repository = MemoryRepository(self.store.workspace)
+            await in_thread(repository.commit, "changes outside of dreams")
+            outcome = await self._dream(batch)
+            if must_be_repeated(self, outcome):
+                return f"The dream {outcome}. Nothing is lost: the next one tries again."
+            write_atomically(self.store.folder / ".dream_cursor", str(batch[-1]["cursor"]))
+            compact(self.store)
+            changes = await in_thread(repository.commit, "dream")
+            return f"Dreamt about {len(batch)} entries: {changes} change(s). /dream-log shows them."
+
+    async def _dream(self, batch: list[dict]) -> str:
+        """Both phases, to an outcome: completed, failed, or did not reach the model."""
+        response = await self.ask(what_happened(self, batch), [], None)
+        if response.finish_reason == "error":
+            return UNREACHABLE
+        findings = findings_in(response.content or "")
+        if not findings:
+            return "failed" if findings is None else "completed"
+        refuse = partial(reason_to_refuse, self)  # nobody watches it, so it has a fence
+        result = await self.run_agent(what_to_edit(self, findings), refuse)
+        return {"completed": "completed", "error": UNREACHABLE}.get(result.stop_reason, "failed")
+
+
+# ======== Second reading: damage, locks, sizes, boundaries, git, skills ========
+
+# ---- Reading what is left of a journal ----
+# Without this one bad byte costs a conversation. Seen: 4,096 zero bytes at the end after a power
+# cut, half a line after a full disk, a `NaN` that made every later request invalid.
+
+
+def load_session(key: str, path: Path) -> Session:
+    """Read a journal, whatever happened to it: no damaged or foreign line hides the others."""
+    session = Session(key, path, stamp=file_stamp(path))
+    data = path.read_bytes()
+    *raw_lines, rest = data.split(b"\n")  # not splitlines(): U+2028 and \x85 are ordinary text here
+    raw_lines += [rest] if parse(rest) else []  # it lacks only its newline; a torn one is not read
+    records = [parse_line(raw) for raw in raw_lines]
+    if data.strip() and not any(records):
+        aside = path.with_name(f"{path.name}.corrupt-{time.time_ns()}")
+        os.replace(path, aside)
+        log.warning("%s is not readable: moved to %s, the session starts anew", path, aside)
+        return Session(key, path)
+    damaged = []
+    for number, (raw, record) in enumerate(zip(raw_lines, records, strict=True)):
+        is_header = record is not None and record.get("_type") == "metadata"
+        # an older version's metadata has no checksum: it is taken at its word
+        if is_header and record.get("crc", checksum(record)) == checksum(record):
+            take_header(session, record)
+        elif is_header or not record:
+            damaged += [raw] if raw else []
+        if number == 0 and record is None:  # it was the metadata
+            continue
+        if not is_header:
+            session.lines.append(record)
+    if damaged:
+        keep_damaged(path, damaged)
+    return session
+
+
+def parse_line(raw: bytes) -> dict | None:
+    """Metadata, or a message of the shape that a request takes; None for anything else."""
+    record = parse(raw) or {}
+    if record.get("_type") == "metadata":
+        return record
+    content, calls = record.get("content"), record.get("tool_calls")
+    names = [record.get("role"), record.get("tool_call_id", "")]
+    is_content = content is None or isinstance(content, str) or are_dicts(content)
+    are_calls = calls is None or are_dicts(calls)
+    is_empty = "content" not in record and not calls
+    is_named = all(isinstance(name, str) for name in names)
+    is_message = is_content and are_calls and is_named and not is_empty
+    return record if is_message else None
+
+
+def are_dicts(values: Any) -> bool:
+    """Blocks, or calls: each with a function, if any, that is a dict, too."""
+    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
+        return False
+    return all(isinstance(value.get("function") or {}, dict) for value in values)
+
+
+def parse(raw: bytes) -> dict | None:
+    try:
+        record = STRICT_JSON.decode(raw.decode("utf-8", errors="surrogatepass"))
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def finite(number: str) -> float:
+    """`NaN`, `Infinity` and `1e999` are JSON for Python only: a request with them is refused."""
+    value = float(number)
+    if not math.isfinite(value):
+        raise ValueError(f"{number} is no number in JSON")
+    return value
+
+
+STRICT_JSON = json.JSONDecoder(parse_float=finite, parse_constant=finite)
+
+
+def keep_damaged(path: Path, damaged: list[bytes]) -> None:
+    """Unreadable lines are skipped, never lost: they are collected in a file beside, each once."""
+    aside = path.with_name(f"{path.name}.corrupt")
+    log.warning("%s: %d unreadable lines skipped, kept in %s", path, len(damaged), aside.name)
+    with open_private(aside) as file:
+        file.seek(0)
+        known = file.read().split(b"\n")
+        lines = [line + b"\n" for line in damaged if line not in known]
+        write_whole(file, b"".join(lines))
+
+
+# ---- Where a conversation begins ----
+# Counts of lines are only right as long as no line is damaged: a flipped newline makes one line of
+# two, and all counts behind it point one message too far. So a metadata line says how many lines it
+# stood behind, and has a checksum.
+
+HEADER_KEYS = ("created_at", "metadata", "start", "last_consolidated", "summary")
+
+
+def header(session: Session, *names: str) -> dict:
+    """A metadata line with `names`, or all. It replaces what earlier ones say of these only: so a
+    consolidation in the background does not take back what `/new` wrote meanwhile."""
+    record = {"_type": "metadata", "key": session.key, "updated_at": now()}
+    record |= {name: getattr(session, name) for name in names or HEADER_KEYS}
+    record["lines"] = len(session.lines)
+    return record | {"crc": checksum(record)}
+
+
+def checksum(record: dict) -> int:
+    signed = {key: value for key, value in record.items() if key != "crc"}
+    text = json.dumps(signed, ensure_ascii=False)
+    return zlib.crc32(text.encode("utf-8", errors="replace"))  # as it is written
+
+
+def take_header(session: Session, record: dict) -> None:
+    session.created_at = str(record.get("created_at") or session.created_at)
+    if isinstance(record.get("metadata"), dict):
+        session.metadata = record["metadata"]
+    lines_then = record.get("lines", len(session.lines))
+    for name in ("start", "last_consolidated"):
+        place = place_now(record.get(name), lines_then, len(session.lines))
+        if place is not None:
+            setattr(session, name, place)
+    if record.get("start") == lines_then:  # `/new`: it begins here, whatever happened above
+        session.start = len(session.lines)
+    match record.get("summary"):
+        case {"text": str(text), "until": count}:
+            until = place_now(count, lines_then, len(session.lines))
+            session.summary = {"text": text, "until": until or 0}
+
+
+def place_now(count: Any, lines_then: Any, lines_now: int) -> int | None:
+    """A count of lines as it was written → the same place among the lines that are left.
+
+    7 of 12 lines, 11 are left because two became one → 6     99 of 12, -1, True, "2" → None
+    """
+    are_counts = type(count) is int and type(lines_then) is int  # not isinstance: True is no count
+    if not are_counts or not 0 <= count <= lines_then:
+        return None
+    return max(count - max(lines_then - lines_now, 0), 0)
+
+
+# ---- Writing that survives a full disk, a kill and a power cut ----
+# Without this a turn that ends in "no space left on device" leaves half a line, and the next one is
+# glued to it.
 
 
 def now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
-def open_private(path: Path) -> Any:
-    """Open a file to read and append to; only its owner may."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    return open(path, "a+b", opener=lambda name, flags: os.open(name, flags, 0o600))
-
-
-def sync_folder(folder: Path) -> None:
-    """Make a new name in a folder survive a power cut; not every system has this."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def without_images(message: dict) -> dict:
+def as_journalled(message: dict) -> dict:
     """What the journal keeps: of images only the line that names them, never their bytes."""
-    if not isinstance(message.get("content"), list):
-        return message
-    texts = [block["text"] for block in message["content"] if block.get("type") == "text"]
-    return {**message, "content": "\n".join(texts) or "[image]"}
+    line = message | {"timestamp": message.get("timestamp") or now()}
+    if isinstance(message.get("content"), list):
+        texts = [block["text"] for block in message["content"] if block.get("type") == "text"]
+        line["content"] = "\n".join(texts) or "[image]"
+    return line
 
 
-def said(line: dict) -> str:
-    """A journal line to be read by people, whatever another program or an editor made of it."""
-    content, calls = line.get("content") or "", line.get("tool_calls")
-    parts = [content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)]
-    for call in calls if isinstance(calls, list) else []:
-        match call:
-            case {"function": {"name": name, "arguments": arguments}}:
-                parts.append(f"calls {name}({arguments})")
-    return f"[{line.get('timestamp')}] {line['role']}: " + "\n".join(filter(None, parts))
+def write_records(session: Session, records: list[dict]) -> None:
+    before = file_stamp(session.path)
+    if not before or not before[0]:
+        session.is_new = True
+        records = [header(session), *(record for record in records if "_type" not in record)]
+    append_lines(session.path, records)
+    knows_all = session.stamp == before  # or another program wrote: then it is read again
+    session.stamp = file_stamp(session.path) if knows_all else None
+    session.unsynced = True
 
 
-@dataclass
-class Session:
-    """One conversation. `lines` are the journal's message lines; None stands for an unreadable one."""
+def append_lines(path: Path, records: list[dict]) -> None:
+    """In one write; where it fails nothing of them stays. Raises OSError with the file's name."""
+    texts = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
+    data = "".join(texts).encode("utf-8", errors="replace")  # a lone surrogate becomes `?`
+    with open_private(path) as file:
+        write_whole(file, end_last_line(file, path) + data)
 
-    key: str
-    path: Path
-    lines: list[dict | None] = field(default_factory=list)
-    metadata: dict = field(default_factory=dict)
-    created_at: str = field(default_factory=now)
-    last_consolidated: int = 0  # this many lines are no longer sent
-    stamp: tuple[int, int] | None = None  # of the file when we last read or wrote it
 
-    def append(self, *messages: dict, sync: bool = True) -> None:
-        """Write messages in one go; `sync=False` leaves the fsync (for power cuts) to the next append."""
-        fresh = [without_images(each) | {"timestamp": each.get("timestamp") or now()} for each in messages]
-        self._write(fresh, sync)
-        self.lines += fresh
+def open_private(path: Path) -> Any:
+    """Open a file to read and append to, without a buffer; only its owner may."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return open(path, "a+b", buffering=0, opener=lambda name, flags: os.open(name, flags, 0o600))
 
-    def restart(self) -> None:
-        """Start afresh: the journal keeps every line, none of them is sent any more."""
-        self.last_consolidated = len(self.lines)
-        self._write([self._header()], sync=True)
 
-    def _header(self) -> dict:
-        return {"_type": "metadata", "key": self.key, "created_at": self.created_at, "updated_at": now(),
-                "metadata": self.metadata, "last_consolidated": self.last_consolidated}  # fmt: skip
+def write_whole(file: Any, data: bytes) -> None:
+    end = file.seek(0, os.SEEK_END)
+    try:
+        while data:
+            data = data[file.write(data) :]  # more than once only where the disk is full
+    except OSError as problem:
+        file.truncate(end)
+        raise OSError(problem.errno, problem.strerror, str(file.name)) from None
 
-    def _write(self, records: list[dict], sync: bool) -> None:
-        with open_private(self.path) as file:
-            newline = _end_last_line(file)
-            is_new = file.tell() == 0
-            if is_new and "_type" not in records[0]:
-                records = [self._header(), *records]
-            text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-            file.write(newline + text.encode("utf-8", errors="replace"))  # a lone surrogate becomes `?`
-            file.flush()
-            if sync:
-                os.fsync(file.fileno())
-        self.stamp = file_stamp(self.path)
-        if is_new:
-            sync_folder(self.path.parent)
 
-    def get_history(self, legal: Callable[[list[dict]], list[dict]]) -> list[dict]:
-        """The lawful copy that is sent; it begins with a user message. Only here is a cut turn completed."""
-        history: list[dict] = []
-        for line in filter(None, self.lines[self.last_consolidated :]):
-            message = {key: value for key, value in line.items() if key not in ("timestamp", "runtime")}
-            if line.get("runtime"):
-                message["content"] = f"{line['runtime']}\n\n{line.get('content')}"
-            if history and history[-1]["role"] == message["role"] == "user":
-                history.append({"role": "assistant", "content": "[interrupted before an answer]"})
-            if history or message["role"] == "user":
-                history.append(message)
-        return legal(history)
+def end_last_line(file: Any, path: Path) -> bytes:
+    """Go to where a line may begin: a torn last line is put aside, a whole one gets its newline."""
+    file.seek(max(file.seek(0, os.SEEK_END) - 1, 0))
+    if file.read() in (b"", b"\n"):
+        return b""
+    file.seek(0)
+    last = file.read().rpartition(b"\n")[2]
+    if parse(last):
+        return b"\n"
+    if last.strip(b"\0"):  # a message whose newline alone is damaged looks like a torn one
+        keep_damaged(path, [last])
+    file.truncate(file.seek(-len(last), os.SEEK_END))
+    return b""
 
-    @property
-    def unfinished(self) -> bool:
-        """True where the last turn has no answer: it ended at a user message, a tool result or a call."""
-        last = next(filter(None, reversed(self.lines[self.last_consolidated :])), {"role": "assistant"})
-        return last["role"] != "assistant" or bool(last.get("tool_calls"))
+
+def write_atomically(path: Path, text: str) -> None:
+    """The old text or the new one, never half of it. A link stays a link."""
+    path = path.resolve()
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open_private(draft) as file:
+            write_whole(file, text.encode("utf-8", errors="replace"))
+            os.fsync(file.fileno())
+        if path.exists():
+            shutil.copymode(path, draft)
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        fsync(path.parent, os.O_RDONLY)
 
 
 def file_stamp(path: Path) -> tuple[int, int] | None:
     return (path.stat().st_size, path.stat().st_mtime_ns) if path.exists() else None
 
 
-def load_session(key: str, path: Path) -> Session:
-    """Read a journal, whatever happened to it: torn, damaged and foreign lines never hide the others."""
-    session = Session(key, path, stamp=file_stamp(path))
-    data = path.read_bytes()
-    *whole, rest = data.split(b"\n")  # not splitlines(): U+2028 and \x85 are ordinary text here
-    whole += [rest] if _parse(rest) else []  # it lacks only its newline; a torn line is not read
-    records = [_parse_record(line) for line in whole]
-    if data.strip() and not any(records):
-        aside = path.with_name(f"{path.name}.corrupt-{time.time_ns()}")
-        os.replace(path, aside)
-        log.warning("%s is not readable: moved to %s, the session starts anew", path, aside)
-        return Session(key, path)
-    header: dict = {}
-    for number, record in enumerate(records):
-        if record and record.get("_type") == "metadata":
-            header |= record
-        elif number or record:  # an unreadable first line was the metadata
-            session.lines.append(record)
-    session.created_at = str(header.get("created_at") or session.created_at)
-    session.metadata = header["metadata"] if isinstance(header.get("metadata"), dict) else {}
-    count = header.get("last_consolidated")
-    if type(count) is int and 0 <= count <= len(session.lines):  # not isinstance: True is no count
-        session.last_consolidated = count
-    if damaged := [line for line, record in zip(whole, records, strict=True) if line and not record]:
-        _keep_damaged(path, damaged)
-    return session
+def last_line(session: Session) -> dict:
+    sent = session.lines[max(session.start, session.last_consolidated) :]
+    return next(filter(None, reversed(sent)), {})
 
 
-def _end_last_line(file: Any) -> bytes:
-    """Go to where the next line may begin: a torn last line is cut off, a whole one gets its newline."""
-    file.seek(max(file.seek(0, os.SEEK_END) - 1, 0))
-    if file.read() in (b"", b"\n"):
-        return b""
-    file.seek(0)
-    last = file.read().rpartition(b"\n")[2]
-    if _parse(last):
-        return b"\n"
-    file.truncate(file.seek(-len(last), os.SEEK_END))
-    return b""
+def sync_session(session: Session) -> None:
+    """Make what was appended survive a power cut. Raises OSError where the disk refuses."""
+    session.unsynced = False
+    try:
+        fsync(session.path, os.O_RDWR)  # Windows syncs nothing that is open to read only
+    except OSError:
+        session.unsynced = True
+        raise
+    if session.is_new:
+        with contextlib.suppress(OSError):  # not every system can sync a folder, for its new name
+            fsync(session.path.parent, os.O_RDONLY)
+    session.is_new = False
 
 
-def _parse_record(line: bytes) -> dict | None:
-    """Metadata, or a message of the shape that a request takes; None for anything else."""
-    record = _parse(line) or {}
-    content, calls = record.get("content") or "", record.get("tool_calls") or []
-    parts = [*(content if isinstance(content, list) else []), *(calls if isinstance(calls, list) else [0])]
-    parts += [part["function"] for part in parts if isinstance(part, dict) and part.get("function")]
-    shaped = isinstance(content, str | list) and all(isinstance(part, dict) for part in parts)
-    named = isinstance(record.get("tool_call_id", ""), str) and isinstance(record.get("role"), str)
-    return record if record.get("_type") == "metadata" or (shaped and named) else None
+def fsync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
-def _parse(line: bytes) -> dict | None:
-    with contextlib.suppress(ValueError, RecursionError):
-        record = json.loads(line)
-        return record if isinstance(record, dict) else None
-    return None
+async def in_thread(function: Callable, *arguments: Any) -> Any:
+    """Run what blocks on a daemon thread: one of asyncio's own pool would hold the exit."""
+    done: Future = Future()
+    done.set_running_or_notify_cancel()
+
+    def work() -> None:
+        try:
+            done.set_result(function(*arguments))
+        except BaseException as problem:  # it is raised where it is awaited
+            done.set_exception(problem)
+
+    threading.Thread(target=work, daemon=True).start()
+    return await asyncio.wrap_future(done)
 
 
-def _keep_damaged(path: Path, damaged: list[bytes]) -> None:
-    """Unreadable lines are skipped, never lost: they are collected beside the journal, each once."""
-    aside = path.with_name(f"{path.name}.corrupt")
-    log.warning("%s: %d unreadable lines skipped, kept in %s", path, len(damaged), aside.name)
-    with open_private(aside) as file:
-        file.seek(0)
-        known = file.read().split(b"\n")
-        file.writelines(line + b"\n" for line in damaged if line not in known)
+class SessionBusy(Exception):
+    """Another process holds what only one may hold."""
+
+
+@contextlib.contextmanager
+def locked(path: Path, busy: str = "") -> Iterator[None]:
+    """Hold a lock against other programs: wait for it, or raise SessionBusy where `busy` says why.
+
+    It is released on close and on death. Windows has none: there it is up to the user.
+    """
+    with open_private(path) as file:
+        with contextlib.suppress(ImportError):
+            import fcntl
+
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB * bool(busy))
+            except BlockingIOError:
+                raise SessionBusy(busy) from None
+        yield
+
+
+# ---- A projection grows by what is new ----
+# Without this a turn late in a session of 2,000 turns took 22 times an early one: all of it was
+# projected anew.
+
+
+@dataclass
+class Projection:
+    """What `project` gives for the lines of a session, kept between turns."""
+
+    begin: int = 0
+    end: int = 0  # lines before it are in `messages`
+    messages: list[dict] = field(default_factory=list)
+    last: dict | None = None  # the last line that was sent
+
+    def of(self, lines: list[dict | None], begin: int) -> list[dict]:
+        news = lines[self.end :]
+        is_out_of_order = any(line and line.get("unseen") for line in news)
+        if begin != self.begin or self.end > len(lines) or is_out_of_order:
+            self.begin = self.end = begin
+            self.messages, self.last = [], None
+        new = project(lines[max(self.end, begin) :], self.last)
+        if new:
+            self.messages += new
+            self.last = next(filter(None, reversed(lines)))
+        self.end = len(lines)
+        return list(self.messages)
+
+
+# ---- The sessions of a workspace ----
+# Without the lock two programs in one session answer each other's questions; without the encoding
+# of the key `telegram:a_b` and `telegram:a:b` met in one file.
 
 
 class SessionManager:
-    """The sessions of a workspace, `sessions/<percent-encoded key>.jsonl`; the last 64 stay in memory."""
+    """The sessions of a workspace, `sessions/<encoded key>.jsonl`; the last 64 stay in memory."""
 
     def __init__(self, workspace: Path):
         self.folder = workspace / "sessions"
         self._cache: dict[str, Session] = {}  # the one used last stands last
 
     def path(self, key: str) -> Path:
-        """A file name that decodes to the key: `telegram:a_b` and `telegram:a:b` never meet in one file."""
-        return self.folder / f"{quote(key, ' @+,=', errors='surrogatepass').replace('.', '%2E')}.jsonl"
+        """A file name that decodes to the key: `telegram:a_b` → `telegram%3Aa_b.jsonl`."""
+        name = quote(key, " @+,=", errors="surrogatepass").replace(".", "%2E")
+        return self.folder / f"{name}.jsonl"
 
     def get(self, key: str) -> Session:
-        """The session, read again where another process wrote to it. Raises OSError if it cannot be read."""
+        """The session, read again where another process wrote to it. Raises OSError."""
         path = self.path(key)
         session = self._cache.pop(key, None)
         if session is None or session.stamp != file_stamp(path):
@@ -241,97 +712,691 @@ class SessionManager:
                 keys.append(unquote(path.name.removesuffix(".jsonl"), errors="surrogatepass"))
         return keys
 
-    @contextlib.contextmanager
-    def lock(self, key: str) -> Iterator[None]:
+    def lock(self, key: str) -> contextlib.AbstractContextManager:
         """Hold a session for one turn; raises SessionBusy while another process does."""
-        with open_private(self.path(key).with_suffix(".lock")) as file:  # released on close and on death
-            with contextlib.suppress(ImportError):  # on Windows, one program a session is up to the user
-                import fcntl
-
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    busy = f"Session {key} is in use by another program. Wait, or name another: -s."
-                    raise SessionBusy(busy) from None
-            yield
+        busy = f"Session {key} is in use by another program. Wait, or name another: -s."
+        return locked(self.path(key).with_suffix(".lock"), busy)
 
 
-# ---- How much fits a request ----
+def readable(line: dict) -> str:
+    """A journal line for people, whatever another program or an editor made of it:
+
+    [2026-04-03T10:00:00+0200] assistant: calls read_file({"path": "a.txt"})
+    """
+    parts = [as_text(line.get("content"))]
+    for call in line.get("tool_calls") or []:
+        match call:
+            case {"function": {"name": name, "arguments": arguments}}:
+                parts.append(f"calls {name}({arguments})")
+    text = "\n".join(filter(None, parts))
+    stamp = f"[{line['timestamp']}] " if line.get("timestamp") else ""
+    cut = f" [broke off: {line['cut']}]" if line.get("cut") else ""
+    return f"{stamp}{line['role']}: {text}{cut}"
+
+
+def as_text(content: Any) -> str:
+    """Blocks, which only other programs write into a journal, as JSON."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return json.dumps(content, ensure_ascii=False)
+
+
+# ---- The steps that make a request fit ----
+# Without this turn 40 ends in "maximum context length is 65536 tokens", and so does `/continue`.
+
+REPEATABLE = ("read_file", "exec", "grep", "glob", "list_dir", "web_search", "web_fetch")
+
+
+@dataclass
+class Draft:
+    """A request in parts: system prompt and summary, earlier turns, this turn."""
+
+    head: list[dict]
+    past: list[dict]
+    turn: list[dict]
+    budget: int
+    counter: "TokenCounter"
+    notes: list[str] = field(default_factory=list)
+    tokens: int = 0
+
+    @property
+    def messages(self) -> list[dict]:
+        return self.head + self.past + self.turn
+
+    def is_over(self, share: float) -> bool:
+        return self.tokens > share * self.budget
+
+    def exchange(self, new: dict[int, dict | None]) -> None:
+        """Put messages in the place of others, named by their id(); None takes one out."""
+        for part in (self.head, self.past, self.turn):
+            part[:] = filter(None, [new.get(id(message), message) for message in part])
+        self.tokens = self.counter.total(self.messages)
+
+
+def draft_of(
+    messages: list[dict], budget: int, counter: "TokenCounter", task: dict | None
+) -> Draft:
+    questions = [n for n, message in enumerate(messages) if message["role"] == "user"]
+    tasks = [n for n in questions if messages[n] is task]  # a hook may have taken it out
+    begin = (tasks or questions or [0])[-1]
+    first = 0
+    while first < begin and is_head(messages[first]):
+        first += 1
+    draft = Draft(messages[:first], messages[first:begin], messages[begin:], budget, counter)
+    draft.tokens = counter.total(messages)
+    if 4 * draft.tokens > budget:  # its bytes, the upper bound, do not fit
+        counter.count_exactly_from_now_on()
+    return draft
+
+
+def is_head(message: dict) -> bool:
+    return message["role"] == "system" or "summary" in message
+
+
+def last_step(turn: list[dict]) -> int:
+    """Where the last answer with calls stands: the model has not seen their results yet."""
+    places = [n for n, message in enumerate(turn) if message.get("tool_calls")]
+    return places[-1] if places else len(turn)
+
+
+def cut_results(draft: Draft, messages: list[dict], most: int) -> None:
+    """No result takes more than `most` tokens."""
+    results = [message for message in messages if message["role"] == "tool"]
+    large = [result for result in results if draft.counter.size(result) > most]
+    draft.exchange({id(result): shortened(result, most) for result in large})
+    if large:
+        draft.notes.append(f"{len(large)} tool result(s) are cut to ~{most:,} tokens")
+
+
+def shortened(result: dict, most: int) -> dict:
+    content = as_text(result.get("content"))
+    kept = len(content)
+    while True:
+        kept = kept * 4 // 5
+        note = f"[{len(content) - kept:,} more characters are left out: ask for a part of it]"
+        cut = {**result, "content": f"{content[:kept]}\n{note}"}
+        if kept < 50 or measure(cut)[1] <= most:
+            return cut
+
+
+def turn_old_results_into_lines(draft: Draft) -> None:
+    """All but the 10 newest of the tools that can be called again."""
+    results = [m for m in draft.past + draft.turn if m.get("name") in REPEATABLE]
+    unseen = {id(message) for message in draft.turn[last_step(draft.turn) :]}
+    old = [message for message in results[:-10] if id(message) not in unseen]
+    turn_into_lines(draft, old, math.inf)
+
+
+def turn_into_lines(draft: Draft, results: list[dict], too_much: float) -> None:
+    """The oldest first, until so many tokens are saved; short ones are not worth it."""
+    functions, lines = functions_of(draft.messages), {}
+    for result in results:
+        function, size = functions.get(id(result)), len(as_text(result.get("content")))
+        if too_much <= 0 or function is None or size < 500:
+            continue
+        # what was there, and how to get it again; worded so that nobody takes it for an answer
+        call = f"{function.get('name', 'the tool')}({str(function.get('arguments', ''))[:200]})"
+        text = f"[{size:,} characters of {call} are left out. Call it again if you need them.]"
+        lines[id(result)] = {**result, "content": text}
+        too_much -= draft.counter.size(result) - draft.counter.size(lines[id(result)])
+    draft.exchange(lines)
+    if lines:
+        draft.notes.append(f"{len(lines)} old tool result(s) are sent as one line each")
+
+
+def functions_of(messages: list[dict]) -> dict[int, dict]:
+    """The call that each result is of, by id(result): {140…: {"name": "grep", "arguments": "…"}}"""
+    calls, functions = {}, {}
+    for message in messages:
+        for call in message.get("tool_calls") or []:
+            calls[call.get("id")] = call.get("function") or {}
+        if message["role"] == "tool":
+            functions[id(message)] = calls.get(message.get("tool_call_id"), {})
+    return functions
+
+
+def leave_out_oldest_turns(draft: Draft) -> None:
+    """A turn goes from a question to the next. The summary goes last."""
+    room = draft.budget - draft.counter.total(draft.head + draft.turn)
+    start = len(draft.past)
+    for n in range(len(draft.past) - 1, -1, -1):
+        room -= draft.counter.size(draft.past[n])
+        if room < 0:
+            break
+        if draft.past[n]["role"] == "user":
+            start = n
+    left_out = draft.past[:start]
+    if left_out:
+        turns = len([message for message in left_out if message["role"] == "user"])
+        kept = len([message for message in draft.past[start:] if message["role"] == "user"])
+        size = f"~{draft.counter.total(left_out):,} tokens"
+        draft.notes.append(f"{turns} of {turns + kept + 1} turns, {size}, are left out")
+        draft.exchange({id(message): None for message in left_out})
+    if draft.is_over(1):
+        draft.exchange({id(message): None for message in draft.head if "summary" in message})
+
+
+def leave_out_oldest_steps(draft: Draft) -> None:
+    """Answers with calls, their results and pictures. What the user said meanwhile stays."""
+    end, too_much, count = last_step(draft.turn), draft.tokens - draft.budget, 0
+    begins = [n for n in range(1, end) if draft.turn[n]["role"] == "assistant"]
+    gone: set[int] = set()
+    for begin, after in pairwise([*begins, end]):
+        if too_much <= -50:  # the line below needs some
+            break
+        step = [message for message in draft.turn[begin:after] if not is_question(message)]
+        too_much -= draft.counter.total(step)
+        gone |= {id(message) for message in step}
+        count += 1
+    if count:
+        draft.exchange(dict.fromkeys(gone))
+        note = f"[{count} earlier steps of this turn are left out; what they did is done]"
+        draft.turn.insert(1, {"role": "user", "content": note})
+        draft.exchange({})
+        draft.notes.append(f"{count} step(s) of this turn are left out")
+
+
+def share_what_is_left(draft: Draft) -> None:
+    """The last resort: pictures go, and the last results share the room."""
+    pictures = [message for message in draft.turn[1:] if isinstance(message.get("content"), list)]
+    draft.exchange({id(message): as_journalled(message) for message in pictures})
+    results = [message for message in draft.turn if message["role"] == "tool"]
+    room = draft.budget - draft.tokens + draft.counter.total(results)
+    cut_results(draft, results, room // max(len(results), 1))
+
+
+# ---- Sizes ----
+# An exact count needs a vocabulary that comes over the network: 30 s where there is none.
 
 
 class TokenCounter:
-    """Sizes of messages in tokens, each message measured once."""
+    """Sizes in tokens, each message measured once; estimated until `load() -> count` is there."""
 
-    def __init__(self) -> None:
+    def __init__(self, load: Callable[[], Callable[[str], int]] | None = None):
+        self._load: Callable | None = load or load_vocabulary
+        self._count: Callable[[str], int] | None = None
         self._sizes: dict[int, tuple[int, dict]] = {}  # by id(message), which is kept alive
 
     def size(self, message: dict) -> int:
         if id(message) not in self._sizes:
-            self._sizes[id(message)] = (measure(message)[1], message)
+            if len(self._sizes) > 20_000:  # those of all sessions would grow and grow
+                self._sizes.clear()
+            self._sizes[id(message)] = (measure(message, self._count)[1], message)
         return self._sizes[id(message)][0]
 
     def total(self, messages: Iterable[dict]) -> int:
         return sum(map(self.size, messages))
 
+    def count_exactly_from_now_on(self) -> None:
+        """As soon as the vocabulary is there: it comes in the background, however long it takes."""
+        if self._load:
+            threading.Thread(target=self._fetch, args=(self._load,), daemon=True).start()
+        self._load = None
 
-def measure(message: dict) -> tuple[int, int]:
-    """(bytes, tokens) of a dict that is sent as JSON. Bytes are an upper bound; an image is 1,000 of both.
+    def _fetch(self, load: Callable) -> None:
+        try:
+            self._count = load()
+        except Exception as problem:  # no network, no tiktoken: the estimate is good enough
+            log.info("tokens are estimated: %s", problem)
 
-    A token is taken as 4 bytes (3 in mostly non-ASCII text): nothing may wait for tiktoken's vocabulary.
+
+def load_vocabulary() -> Callable[[str], int]:
+    import tiktoken
+
+    encode = tiktoken.get_encoding("o200k_base").encode_ordinary
+    # in pieces: a long one of equal letters takes very long
+    return lambda text: sum(len(encode(text[n : n + 2_000])) for n in range(0, len(text), 2_000))
+
+
+def measure(message: dict, count: Callable[[str], int] | None = None) -> tuple[int, int]:
+    """(bytes, tokens) of a dict that is sent as JSON. Bytes are an upper bound; an image is 1,000.
+
+    Without `count` a token is taken as 4 bytes, 3 in mostly non-ASCII text.
     """
     blocks = message["content"] if isinstance(message.get("content"), list) else []
     texts = [block for block in blocks if block.get("type") != "image_url"]
     images = 1_000 * (len(blocks) - len(texts))
-    text = json.dumps({**message, "content": texts} if images else message, ensure_ascii=False)
+    if images:
+        message = {**message, "content": texts}
+    text = json.dumps(message, ensure_ascii=False)
     size = len(text.encode("utf-8", errors="replace"))
-    return size + images, size // (3 if size > 1.5 * len(text) else 4) + 1 + images
+    bytes_a_token = 3 if size > 1.5 * len(text) else 4
+    tokens = count(text) if count else size // bytes_a_token + 1
+    return size + images, tokens + images
 
 
-def leave_out_oldest(messages: list[dict], budget: int, counter: TokenCounter, task: int) -> list[dict]:
-    """The last resort for a request over its budget (tokens): the oldest whole turns are not sent.
+def tokens_of(content: Any) -> int:
+    return measure({"content": content})[1]
 
-    A turn goes from a user message to the next. The system message stays, and all from index `task` on.
-    """
-    if counter.total(messages) <= budget:
-        return messages
-    head = [message for message in messages[:1] if message["role"] == "system"]
-    start, used = task, counter.total(head + messages[task:])
-    for n in range(task - 1, len(head), -1):
-        used += counter.size(messages[n])
-        if used > budget:
+
+def newest(lines: list[str], most: int, file: str) -> list[str]:
+    """The last lines in `most` tokens, and one before them that says where the rest is."""
+    kept = len(lines)
+    while kept and tokens_of("\n".join(lines[-kept:])) > most:
+        kept = kept * 9 // 10
+    note = f"[{len(lines) - kept} older lines are in {file}: grep it]"
+    return lines if kept == len(lines) else [note, *lines[len(lines) - kept :]]
+
+
+# ---- The files of the history ----
+# Two programs that append at once must not give two entries one number: Dream would skip one.
+
+
+def entries(path: Path) -> list[dict]:
+    """The entries of a history file; lines and cursors that are none are skipped."""
+    raw = path.read_bytes() if path.exists() else b""
+    known = []
+    for record in map(parse, raw.split(b"\n")):
+        match record:
+            case {"cursor": int(cursor), "timestamp": str(), "content": str()}:
+                is_number = type(cursor) is int and cursor > 0  # True is an int, too
+                known += [record] if is_number else []
+    return known
+
+
+class KnownHistory:
+    """A history file, read again only where it changed: 1,000 entries take 5 ms, each turn."""
+
+    def __init__(self, path: Path):
+        self.path, self._stamp, self._entries = path, None, []
+
+    def entries(self) -> list[dict]:
+        stamp = file_stamp(self.path)
+        if stamp != self._stamp:
+            self._stamp, self._entries = stamp, entries(self.path)
+        return self._entries
+
+
+def read_number(path: Path) -> int:
+    """0 where the file is missing or damaged: then nothing counts as read."""
+    try:
+        return max(int(path.read_bytes()), 0)
+    except (FileNotFoundError, ValueError):
+        return 0
+
+
+def read_text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
+
+# "<think>The user wants …</think>"
+THOUGHTS = re.compile(r"\s*<think>.*?(</think>|\Z)", re.DOTALL)
+# "[2026-04-03 00:02] The user planned a trip."
+STAMP = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d)\]\s*")
+
+
+def next_entry(store: MemoryStore, text: str) -> dict:
+    """`[2026-04-03 00:02] The user …` → its number, its time, at most 64,000 letters of text."""
+    known = [entry["cursor"] for entry in entries(store.history)]
+    last = max([*known, read_number(store.folder / ".cursor"), store.dream_cursor])
+    text = THOUGHTS.sub("", text).strip()
+    stamp = STAMP.match(text)
+    timestamp = stamp[1] if stamp else time.strftime("%Y-%m-%d %H:%M")
+    text = STAMP.sub("", text, count=1) if stamp else text
+    content = text if len(text) <= 64_000 else f"{text[:63_990]} [cut]"
+    return {"cursor": last + 1, "timestamp": timestamp, "content": content}
+
+
+def add_for_people(store: MemoryStore, entry: dict) -> None:
+    """HISTORY.md is made of the other files: it is written anew where it is missing."""
+    path, archive = store.folder / "HISTORY.md", store.folder / "history-archive.jsonl"
+    known = [entry] if path.exists() else [*entries(archive), *entries(store.history)]
+    texts = [f"[{entry['timestamp']}] {entry['content']}\n\n" for entry in known]
+    with open_private(path) as file:
+        write_whole(file, "".join(texts).encode("utf-8", errors="replace"))
+
+
+def compact(store: MemoryStore, keep: int = 1_000) -> None:
+    """The oldest entries that Dream has read move to the archive; what is unread stays."""
+    archive = store.folder / "history-archive.jsonl"
+    with locked(store.folder / ".lock"):
+        known = entries(store.history)
+        read = [entry for entry in known if entry["cursor"] <= store.dream_cursor]
+        old = {entry["cursor"] for entry in read[: max(len(known) - keep, 0)]}
+        if not old:
+            return
+        there = {entry["cursor"] for entry in entries(archive)}  # of a compaction that was killed
+        append_lines(archive, [entry for entry in read if entry["cursor"] in old - there])
+        rest = [entry for entry in known if entry["cursor"] not in old]
+        lines = [json.dumps(entry, ensure_ascii=False) + "\n" for entry in rest]
+        write_atomically(store.history, "".join(lines))
+
+
+def keeps_enough(text: str, before: str) -> bool:
+    """No single answer of a model may empty MEMORY.md, or leave less than half of a longer one."""
+    shrinks = len(before) > 300 and len(text.strip()) < len(before.strip()) // 2
+    if shrinks or not text.strip():
+        log.warning("MEMORY.md stays as it is: the new text is empty, or too short to be all of it")
+    return not shrinks and bool(text.strip())
+
+
+# ---- Where a conversation may be cut, and what the model reads of it ----
+# A cut between a call and its result makes the next request invalid.
+
+
+def is_question(line: dict | None) -> bool:
+    return line is not None and line["role"] == "user" and isinstance(line.get("content"), str)
+
+
+def over_budget(consolidator: Consolidator, session: Session, others: int) -> int:
+    """Up to where lines must go so that half the budget is left; 0 where all fits."""
+    if others + size_as_sent(consolidator, session) <= consolidator.budget:
+        return 0
+    room, count = consolidator.budget // 2 - others, 0
+    for line in reversed(session.lines):
+        room -= tokens_of(line)
+        if room < 0:
             break
-        if messages[n]["role"] == "user":
-            start = n
-    return head + messages[start:]
+        count += 1
+    return boundary(session, count)
 
 
-# ---- Long-term memory: facts, history, skills ----
+def over_window(consolidator: Consolidator, session: Session) -> int:
+    begin = max(session.start, session.last_consolidated)
+    count = len([line for line in session.lines[begin:] if line])
+    return boundary(session, consolidator.window // 2) if count >= consolidator.window else 0
 
 
-class MemoryStore:
-    """Facts in memory/MEMORY.md, which people edit too, and the history of what was, which only grows."""
+def boundary(session: Session, most: int) -> int:
+    """The first question from which on there are at most so many lines; else the last question."""
+    begin = max(session.start, session.last_consolidated)
+    questions = [n for n in range(begin, len(session.lines)) if is_question(session.lines[n])]
+    enough = [n for n in questions if len(session.lines) - n <= most]
+    return [begin, *questions[-1:], *enough[:1]][-1]
+
+
+def end_of_round(session: Session, until: int) -> int:
+    """About 60 lines, but at least one whole turn."""
+    begin = session.last_consolidated
+    places = [n for n in range(begin + 1, until) if is_question(session.lines[n])] + [until]
+    places = sorted({*places, session.start} & set(range(begin + 1, until + 1)))
+    near = [n for n in places if n <= begin + 60]
+    return near[-1] if near else places[0]
+
+
+def room_of(consolidator: Consolidator) -> int:
+    """Tokens of conversation in one request: it takes half the budget, with MEMORY.md in it."""
+    taken = tokens_of(consolidator.prompt + consolidator.store.read_facts()) + 500
+    return max(consolidator.budget // 2 - taken, consolidator.budget // 8)
+
+
+def transcripts(lines: list[dict | None], room: int) -> list[str]:
+    """A conversation as a model reads it: texts of at most about `room` tokens each.
+
+    Long messages are shortened. A call and its results stand in one text.
+    """
+    most = max(min(room // 4, 2_000), 100)  # characters of a message
+    groups: list[str] = []
+    for line in filter(None, lines):
+        text = middle_out(readable(line), most)
+        if groups and line["role"] == "tool":
+            groups[-1] += f"\n{text}"
+        else:
+            groups.append(text)
+    texts: list[str] = []
+    for group in groups:
+        while tokens_of(group) > room:
+            group = middle_out(group, len(group) * 3 // 4)
+        if texts and tokens_of(f"{texts[-1]}\n{group}") <= room:
+            texts[-1] += f"\n{group}"
+        else:
+            texts.append(group)
+    return texts
+
+
+def middle_out(text: str, most: int) -> str:
+    """The beginning and the end, about `most` characters."""
+    if len(text) <= most:
+        return text
+    return f"{text[: most * 2 // 3]} […] {text[-most // 3 :]}"
+
+
+def request(system: str, text: str) -> list[dict]:
+    return [{"role": "system", "content": system}, {"role": "user", "content": text}]
+
+
+TEXT = {"type": "string"}
+SAVED = {
+    "history_entry": TEXT | {"description": "2 to 5 sentences that begin [YYYY-MM-DD HH:MM]"},
+    "memory_update": TEXT | {"description": "The whole new MEMORY.md; unchanged if nothing is new"},
+}
+SAVE_MEMORY = {
+    "type": "function",
+    "function": {
+        "name": "save_memory",
+        "description": "Save what is worth keeping of a conversation.",
+        "parameters": {"type": "object", "properties": SAVED, "required": list(SAVED)},
+    },
+}
+
+
+async def save(consolidator: Consolidator, text: str) -> bool:
+    """False where the model is of no help: it does not call the tool, or cannot be reached."""
+    store = consolidator.store
+    for _ in range(3):  # MEMORY.md may change while the model thinks
+        facts = store.read_facts()
+        question = f"# MEMORY.md\n\n{facts}\n\n# Conversation\n\n{text}"
+        saved = await ask_to_save(consolidator, request(consolidator.prompt, question))
+        if saved is None:
+            return False
+        if store.write_facts(saved["memory_update"], instead_of=facts):
+            store.append_history(saved["history_entry"])
+            return True
+    return False
+
+
+async def ask_to_save(consolidator: Consolidator, messages: list[dict]) -> dict | None:
+    """The arguments of save_memory; None where the model does not call it, even if it must."""
+    for choice in (None, "required"):
+        response = await consolidator.ask(messages, [SAVE_MEMORY], choice)
+        if response.finish_reason == "error":  # nobody is there to be forced
+            return None
+        if response.finish_reason in ("length", "content_filter"):  # its end may be missing
+            continue
+        for call in response.tool_calls:
+            match call.name, call.arguments:
+                case "save_memory", {"history_entry": str(entry), "memory_update": str()}:
+                    if THOUGHTS.sub("", entry).strip():
+                        return call.arguments
+    return None
+
+
+async def sum_up(consolidator: Consolidator, session: Session, others: int) -> None:
+    """A summary in place of all but the 20 newest, kept with the session: none is made twice."""
+    if others + size_as_sent(consolidator, session) <= 0.8 * consolidator.budget:
+        return
+    begin = max(session.start, session.last_consolidated, session.summary.get("until", 0))
+    text = session.summary.get("text", "") if begin == session.summary.get("until") else ""
+    last = len(session.lines) - 20
+    until = max([n for n in range(begin, last + 1) if is_question(session.lines[n])], default=begin)
+    for part in transcripts(session.lines[begin:until], room_of(consolidator)):
+        question = request(consolidator.summary_prompt, f"{text}\n\n{part}".strip())
+        response = await consolidator.ask(question, [], None)
+        if response.finish_reason in ("error", "length") or not response.content:
+            return  # the oldest turns are left out
+        text = middle_out(response.content, consolidator.budget // 4)
+    if until > begin:
+        session.note(summary={"text": text, "until": until})
+
+
+def summary_message(text: str) -> dict:
+    content = f"[Summary of the conversation so far, which is not sent any more]\n\n{text}"
+    return {"role": "user", "content": content, "summary": True}
+
+
+def size_as_sent(consolidator: Consolidator, session: Session) -> int:
+    draft = draft_of(session.get_history(), consolidator.budget, consolidator.counter, None)
+    if draft.is_over(0.8):
+        turn_old_results_into_lines(draft)
+    return draft.tokens
+
+
+# ---- What Dream reads, and what it may do ----
+# What it reads may come from a stranger's page, and nobody watches what it does.
+
+# "- [MEMORY] Favourite colour: blue"
+FINDING = re.compile(r"^[\s*-]*(\[(?:USER|SOUL|MEMORY|SKILL)(?:-REMOVE)?\] *\S.*)$", re.MULTILINE)
+DREAM_FILES = ("memory/MEMORY.md", "SOUL.md", "USER.md")
+
+
+def next_batch(dream: Dream) -> list[dict]:
+    """The oldest unread entries, as many as one request takes, at least one."""
+    batch = dream.store.unread()[: dream.max_batch]
+    while len(batch) > 1 and tokens_of(str(batch)) > dream.budget // 2:
+        batch.pop()
+    return batch
+
+
+def what_happened(dream: Dream, batch: list[dict]) -> list[dict]:
+    lines = [f"[{entry['timestamp']}] {entry['content']}" for entry in batch]
+    today = time.strftime("Today is %Y-%m-%d, %A.")
+    return request(dream.find_prompt, "\n\n".join([today, *files_of(dream), "# History", *lines]))
+
+
+def what_to_edit(dream: Dream, findings: list[str]) -> list[dict]:
+    skills = [skill for skill in dream.skills.load() if not skill.problem]
+    known = [f"- {skill.name}: {skill.description} ({skill.path})" for skill in skills]
+    parts = ["# Findings", *findings, *files_of(dream), "# Skills", *known]
+    return request(dream.edit_prompt, "\n\n".join(parts))
+
+
+def files_of(dream: Dream) -> list[str]:
+    home = dream.store.workspace
+    return [f"# {home / name}\n\n{read_text(home / name)}" for name in DREAM_FILES]
+
+
+def findings_in(text: str) -> list[str] | None:
+    """[] where there is nothing to remember; None where it is no answer to the question."""
+    findings = FINDING.findall(THOUGHTS.sub("", text))
+    is_answer = findings or "[SKIP]" in text
+    return findings if is_answer else None
+
+
+UNREACHABLE = "did not reach the model"
+
+
+def must_be_repeated(dream: Dream, outcome: str) -> bool:
+    """Unless it is completed, or failed for the third time."""
+    dream.failures = dream.failures + 1 if outcome == "failed" else 0
+    if dream.failures >= 3:
+        log.warning("three dreams about the same entries failed: these are skipped")
+        dream.failures = 0
+        return False
+    return outcome != "completed"
+
+
+def reason_to_refuse(dream: Dream, name: str, arguments: dict) -> str:
+    home = dream.store.workspace.resolve()
+    own, *kits = [folder.resolve() for folder in dream.skills.folders]
+    try:
+        path = (home / os.path.expanduser(str(arguments.get("path", "")))).resolve()
+    except (OSError, ValueError, RuntimeError) as problem:  # a NUL, a loop of links
+        return f"That is no usable path: {problem}"
+    match name:
+        case "read_file":
+            is_inside = any(path.is_relative_to(root) for root in (home, *kits))
+            return "" if is_inside else f"Read files below {home} only."
+        case "edit_file":
+            is_one = path in [(home / file).resolve() for file in DREAM_FILES]
+            return "" if is_one else f"Edit {', '.join(DREAM_FILES)} only."
+        case "write_file" if path.is_relative_to(own) and path.parent != own:
+            skill = skill_of(path, str(arguments.get("content", "")))
+            names = {skill.name, path.relative_to(own).parts[0]}
+            known = [kit / name for kit, name in product(kits, names)]
+            is_fine = not skill.always and not any(map(Path.exists, known))
+            return "" if is_fine else "A skill may not be `always`, nor have the name of the kit's."
+    return f"Write only skills, like {own}/NAME/SKILL.md."
+
+
+# ---- What was dreamt can be looked at and undone ----
+# A repository of its own, and not named `.git`: one of the user's around the workspace would take
+# it for a submodule, and the user's settings (hooks, signatures) are not meant for it.
+
+
+class MemoryRepository:
+    """Facts, history and skills under git, in `.nanobot/memory.git`; without git no commits."""
+
+    facts = (*DREAM_FILES, "skills")
+    history = ("memory/history.jsonl", "memory/history-archive.jsonl")
 
     def __init__(self, workspace: Path):
-        self.folder = workspace / "memory"
-        self.facts, self.history = self.folder / "MEMORY.md", self.folder / "history.jsonl"
+        self.workspace, self.folder = workspace, workspace / ".nanobot" / "memory.git"
 
-    def read_facts(self) -> str:
-        return self.facts.read_text(encoding="utf-8", errors="replace") if self.facts.exists() else ""
+    def git(self, *arguments: str, text: str = "") -> str:
+        """Raises OSError with what git says."""
+        own = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+        own |= {"GIT_DIR": str(self.folder), "GIT_WORK_TREE": str(self.workspace), "LC_ALL": "C"}
+        own |= {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull}
+        me = ["-c", "user.name=nanobot", "-c", "user.email=nanobot@localhost"]
+        command = ["git", *me, "-c", "gc.autoDetach=false", *arguments]
+        options = {"cwd": self.workspace, "env": own, "capture_output": True}
+        done = subprocess.run(command, input=text.encode(), **options)
+        if done.returncode and arguments[0] != "add":  # what cannot be added stays out
+            raise OSError(done.stderr.decode(errors="replace").strip())
+        return done.stdout.decode(errors="replace")
 
-    def recent_history(self) -> list[str]:
-        """`[2026-04-03 00:02] text` of what Dream has not read: the last 50 entries, ≤ 32,000 characters."""
-        dreamt = 0  # nothing is read yet, or the file is damaged
-        with contextlib.suppress(FileNotFoundError, ValueError):
-            dreamt = max(int((self.folder / ".dream_cursor").read_bytes()), 0)
-        raw = self.history.read_bytes() if self.history.exists() else b""
-        lines = []
-        for record in map(_parse, raw.split(b"\n")):
-            match record:
-                case {"cursor": cursor, "timestamp": str(when), "content": str(text)}:
-                    lines += [f"[{when}] {text}"] if type(cursor) is int and cursor > dreamt else []
-        while len(lines) > 50 or len("\n".join(lines)) > 32_000:
-            lines.pop(0)
-        return lines
+    def commit(self, subject: str) -> int:
+        """What has changed since the last commit: how many lines. Nothing changed: no commit."""
+        try:
+            return self._commit(subject) if shutil.which("git") else 0
+        except OSError as problem:  # a dream is no less true for it
+            log.warning("memory is not under git: %s", problem)
+            return 0
+
+    def _commit(self, subject: str) -> int:
+        if not (self.folder / "HEAD").exists():
+            self.folder.parent.mkdir(exist_ok=True)
+            self.git("init", "-q")
+        (self.folder / "index.lock").unlink(missing_ok=True)  # of a program that was killed
+        there = [name for name in self.facts + self.history if (self.workspace / name).exists()]
+        self.git("add", "-u", ".")
+        self.git("add", "-f", "--ignore-errors", "--", *there)
+        diff = self.git("diff", "--cached", "-U0", "--no-renames", "--", *self.facts)
+        lines = [line for line in diff.split("\n") if re.match(r"[+-](?!\+\+ |-- )", line)]
+        if not lines:
+            return 0
+        title = f"{subject}: {time.strftime('%Y-%m-%d %H:%M')}, {len(lines)} change(s)"
+        self.git("commit", "-q", "-F", "-", text="\n".join([title, "", *lines[:100]]))
+        return len(lines)
+
+    def log(self, sha: str = "") -> str:
+        """All commits, one a line, or what one of them changed."""
+        try:
+            if not sha:
+                return self.git("log", "--format=%h %s").strip()
+            commit = self._known(sha)
+            return self.git("show", "--format=%h %s", commit, "--", *self.facts)[:16_000]
+        except OSError as problem:
+            return f"There is no log: {problem}"
+
+    def restore(self, sha: str = "") -> str:
+        """Undo one commit (default: the last dream) as a new one, or change nothing."""
+        try:
+            last_dream = ["log", "-1", "--grep=^dream:", "--format=%h"]
+            commit = self._known(sha or self.git(*last_dream).strip())
+            self._known(f"{commit}^")
+            self._commit("changes outside of dreams")
+            show = ["show", "--format=", "--binary", "--no-renames"]
+            patch = self.git(*show, commit, "--", *self.facts)
+            self.git("apply", "-R", "--whitespace=nowarn", text=patch)
+            return f"Undone: {self._commit(f'restore of {commit[:7]}')} change(s)."
+        except OSError as problem:
+            return f"Nothing is changed: {problem}"
+
+    def _known(self, sha: str) -> str:
+        try:
+            if re.fullmatch(r"[0-9a-f]{4,40}\^?", sha):
+                return self.git("rev-parse", "--verify", f"{sha}^{{commit}}").strip()
+        except OSError as problem:
+            log.info("%s", problem)
+        raise OSError("there is no such commit, or none before it. /dream-log lists them.")
+
+
+# ---- Skills ----
+# They are files that anybody may have put there. One that is a FIFO, a link to /proc/self/mem or
+# 100 MB long ended every turn; now it is left out, with a line that names it.
+
+MAX_SKILL_BYTES = 100_000
 
 
 @dataclass
@@ -344,41 +1409,80 @@ class Skill:
     text: str = ""  # without the front matter
     always: bool = False  # in every system prompt in full
     missing: list[str] = field(default_factory=list)  # what it requires and this machine lacks
+    problem: str = ""  # why it cannot be read: such a skill is in no prompt
+
+
+def read_regular_file(path: Path) -> bytes:
+    """At most 100,000 bytes; raises ValueError or OSError."""
+    without_waiting = getattr(os, "O_NONBLOCK", 0)  # for who writes into a FIFO
+    descriptor = os.open(path, os.O_RDONLY | without_waiting)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError("it is no regular file but a directory, FIFO or device")
+        data = os.read(descriptor, MAX_SKILL_BYTES + 1)
+    finally:
+        os.close(descriptor)
+    if len(data) > MAX_SKILL_BYTES:
+        raise ValueError(f"it has more than {MAX_SKILL_BYTES:,} bytes")
+    return data
 
 
 class SkillsLoader:
-    """Skills of the workspace and of the kit; one of the workspace shadows the kit's of the same name."""
+    """Skills of the workspace and of the kit; one of the workspace shadows the kit's of its name.
 
-    def __init__(self, *folders: Path):
-        self.folders = folders  # the first wins
+    `read(path) -> bytes` is how files for the prompt are read; it raises what it likes.
+    """
+
+    def __init__(self, *folders: Path, read: Callable[[Path], bytes] = read_regular_file):
+        self.folders, self.read = folders, read  # the first folder wins
+        self._warned: set[tuple[Path, str]] = set()
 
     def load(self) -> list[Skill]:
-        folders = self.folders[::-1]
-        found = [each for folder in folders for each in folder.glob("*/SKILL.md") if each.is_file()]
-        paths = {path.parent.name: path for path in found}
-        return [read_skill(paths[name]) for name in sorted(paths)]
+        """All of them, by name, the broken ones too: look at `problem`."""
+        paths: dict[str, Path] = {}
+        for folder in reversed(self.folders):
+            paths |= {path.parent.name: path for path in folder.glob("*/SKILL.md")}
+        skills = [read_skill(paths[name], self.read) for name in sorted(paths)]
+        for skill in skills:
+            if skill.problem and (skill.path, skill.problem) not in self._warned:
+                self._warned.add((skill.path, skill.problem))
+                log.warning("%s is left out: %s", skill.path, skill.problem)
+        return skills
 
 
-def read_skill(path: Path) -> Skill:
+def read_skill(path: Path, read: Callable[[Path], bytes] = read_regular_file) -> Skill:
+    try:
+        data = read(path)
+    except Exception as problem:  # whatever it is: one bad skill must not end every turn
+        return Skill(path.parent.name, path, problem=str(problem) or type(problem).__name__)
+    return skill_of(path, data.decode("utf-8-sig", errors="replace").replace("\r\n", "\n"))
+
+
+# "---\nname: weather\n---\n"
+FRONT_MATTER = re.compile(r"(?:---[ \t]*\n(.*?)^---[ \t]*$)?", re.DOTALL | re.MULTILINE)
+# `description: "Use for the weather."`
+FIELD = re.compile(r"^([\w-]+):[ \t]*([\"']?)(.*?)\2[ \t]*$", re.MULTILINE)
+
+
+def skill_of(path: Path, text: str) -> Skill:
     """Front matter is `key: value` lines between two `---`; any part of it may be missing."""
-    text = path.read_text(encoding="utf-8-sig", errors="replace").replace("\r\n", "\n")
-    front = re.match(r"(?:---[ \t]*\n(.*?)^---[ \t]*$)?", text, re.DOTALL | re.MULTILINE)
-    pairs = re.findall(r"^([\w-]+):[ \t]*([\"']?)(.*?)\2[ \t]*$", front[1] or "", re.MULTILINE)
-    fields = {key: value for key, _, value in pairs}
+    front = FRONT_MATTER.match(text)
+    fields = {key: value for key, _, value in FIELD.findall(front[1] or "")}
     skill = Skill(fields.get("name") or path.parent.name, path, fields.get("description", ""))
     skill.text = text[front.end() :].strip()
     skill.always = fields.get("always", "").lower() in ("true", "yes")
-    skill.missing = _missing(fields.get("metadata", ""), path)
+    skill.missing = missing(fields.get("metadata", ""), path)
     return skill
 
 
-def _missing(metadata: str, path: Path) -> list[str]:
+def missing(metadata: str, path: Path) -> list[str]:
     """What of `{"nanobot": {"requires": {"bins": ["gh"], "env": ["KEY"]}}}` this machine lacks."""
     try:
         requires = json.loads(metadata or "{}").get("nanobot", {}).get("requires") or {}
-        bins = [f"program {each}" for each in requires.get("bins") or [] if not shutil.which(each)]
-        keys = [f"environment variable {each}" for each in requires.get("env") or [] if not os.getenv(each)]
-    except (ValueError, AttributeError, TypeError):
+        programs = [name for name in requires.get("bins") or [] if not shutil.which(name)]
+        variables = [name for name in requires.get("env") or [] if not os.getenv(name)]
+    except (ValueError, AttributeError, TypeError, RecursionError):
         log.warning("%s: metadata is not the JSON that is expected", path)
         return []
-    return bins + keys
+    lacks = [f"program {name}" for name in programs]
+    return lacks + [f"environment variable {name}" for name in variables]

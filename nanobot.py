@@ -4,25 +4,29 @@
 # ///
 """One message's life: what happens between a question and its answer.
 
-A personal agent is a loop. The model is asked; if it wants tools, they run and it is asked again; if it
-answers, the answer goes to the user. All the rest serves this loop:
+A personal agent is a loop. The model is asked; if it wants tools, they run and it is asked again;
+if it answers, the answer goes to the user. All the rest serves this loop:
 
     user: "What is in a.txt?"
       AgentLoop       finds the session, journals the message, builds the request (ContextBuilder)
         AgentRunner     govern → ask → act → again; hooks look on
           providers.py    "call read_file"             tools.py    "1| hello"
           providers.py    "It says hello."
-      AgentLoop       journals every new message as it appears (memory.py), sends events (channels.py)
+      AgentLoop       journals every message as it appears (memory.py), sends events (channels.py)
 
     import nanobot
     print(nanobot.run("What is in a.txt?"))
 
-Read this file first, then providers.py, tools.py, memory.py, channels.py.
-Not covered: how one model differs from another, what a tool does, what a journal line looks like.
+Read this file first, then providers.py, memory.py, tools.py, channels.py; in each of them the part
+above the line "Second reading" is the story. Not covered: how models differ, what a tool does.
 """
+
+from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import functools
 import itertools
 import json
 import logging
@@ -30,41 +34,1631 @@ import math
 import os
 import re
 import shutil
-import signal
 import string
 import sys
 import threading
 import time
 import traceback
-from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import (
+    AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping,
+)  # fmt: skip
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from functools import partial, partialmethod
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 from weakref import WeakValueDictionary
 
-from channels import CLI, BackgroundLoop, OutboundMessage, PrintableFormatter, printable, terminate
+from channels import (
+    CLI, NOBODY_TO_ASK, BackgroundLoop, Channel, CronError, CronJob, CronService, Heartbeat,
+    InboundMessage, MessageBus, OutboundMessage, PrintableFormatter, Telegram, Waiting,
+    approval_question, end_on_signals, machine_zone, prepare_streams, printable,
+)  # fmt: skip
 from memory import (
-    MemoryStore, SessionBusy, SessionManager, SkillsLoader, TokenCounter, leave_out_oldest, said,
+    Consolidator, Dream, Governed, MemoryRepository, MemoryStore, Session, SessionBusy,
+    SessionManager, Skill, SkillsLoader, TokenCounter, as_sent, govern, last_line,
+    locked, newest, readable, tokens_of,
 )  # fmt: skip
 from providers import (
-    ROWS, Endpoint, HumanProvider, LLMProvider, LLMResponse, OfflineProvider, OpenAIProvider, ReplayDiffers,
-    ReplayProvider, ToolCallRequest, Trace, choose_endpoint, legal,
+    ROWS, Endpoint, HumanProvider, LLMProvider, LLMResponse, OfflineProvider, OpenAIProvider,
+    RecordedTools, ReplayDiffers, ReplayProvider, ToolCallRequest, Trace, choose_endpoint,
 )  # fmt: skip
 from tools import (
-    FILE_TOOLS, SEARCH_SERVICES, Exec, MCPServers, ToolRegistry, ToolResult, Turn, Web, WebFetch, WebSearch,
-    ToolError, as_schema, fits, image_block, kinds, plain_text, read_bytes, sandbox_problem,
+    FILE_TOOLS, SEARCH_SERVICES, Exec, MCPServers, Tool, ToolError, ToolRegistry, ToolResult, Turn,
+    Web, WebFetch, WebSearch, as_schema, fits, image_block, in_thread, kinds, plain_text,
+    read_bytes, sandbox_problem, tool,
 )  # fmt: skip
 
 __version__ = "0.1.0"
 log = logging.getLogger("nanobot")
 
 HERE = Path(__file__).resolve().parent
-DATA = HERE if (HERE / "templates").is_dir() else HERE / "nanobot_data"  # a checkout, or an installed wheel
+DATA = HERE if (HERE / "templates").is_dir() else HERE / "nanobot_data"  # a checkout, or a wheel
+
+# ---- What to run, and what comes of it ----
+
+
+@dataclass
+class AgentRunSpec:
+    """What to run. `on_messages(messages, whole)` is given new messages as they appear.
+
+    `whole` says that a step is complete: what came so far should reach the disk.
+    """
+
+    messages: list[dict]
+    tools: ToolRegistry = field(default_factory=ToolRegistry)
+    model: str | None = None
+    max_iterations: int = 40  # requests to the model
+    max_tokens: int = 8_192  # of one answer
+    temperature: float | None = None
+    context_window: int = 65_536  # tokens
+    hook: AgentHook = field(default_factory=lambda: AgentHook())
+    concurrent_tools: bool = True
+    fail_on_tool_error: bool = False
+    turn: Turn = field(default_factory=Turn)  # handed to each tool that asks for it
+    counter: TokenCounter = field(default_factory=TokenCounter)  # knows what it has measured
+    on_messages: Callable[[list[dict], bool], None] = lambda messages, whole: None
+    arrivals: Callable[[], list[dict]] = list  # what the user said meanwhile; it is journalled
+
+
+NO_USAGE = {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0, "estimated": False}
+
+
+@dataclass
+class AgentRunResult:
+    """What came of a run. Stop reasons: completed, max_iterations, error, tool_error, empty."""
+
+    final_content: str | None = None
+    messages: list[dict] = field(default_factory=list)
+    tools_used: list[str] = field(default_factory=list)
+    usage: dict = field(default_factory=lambda: dict(NO_USAGE))
+    stop_reason: str = "completed"
+    tool_events: list[dict] = field(default_factory=list)  # {"name", "arguments", "is_error", …}
+    error: str | None = None
+    requests: int = 0
+    context_tokens: int = 0  # of the last request
+
+
+@dataclass
+class AgentHookContext:
+    """The live record of a run. What a hook changes in it holds from there on."""
+
+    messages: list[dict]
+    iteration: int = 0  # requests to the model so far
+    response: LLMResponse = field(default_factory=LLMResponse)
+    usage: dict = field(default_factory=lambda: dict(NO_USAGE))
+
+    @property
+    def tool_calls(self) -> list[ToolCallRequest]:
+        return self.response.tool_calls
+
+
+class AgentHook:
+    """Looks on while a run goes on, and may have a say. Override what you need."""
+
+    wants_streaming = False
+
+    async def before_iteration(self, context: AgentHookContext) -> None: ...
+
+    async def on_stream(self, delta: str) -> None: ...
+
+    async def on_stream_end(self, resuming: bool) -> None: ...
+
+    async def on_retry(self, why: str) -> None: ...
+
+    async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
+        """Set `call.denied = "reason"` to keep a call from running; the model is told it."""
+
+    async def after_tool(
+        self, call: ToolCallRequest, result: ToolResult, seconds: float
+    ) -> None: ...
+
+    async def after_iteration(self, context: AgentHookContext) -> None: ...
+
+    async def finalize_content(self, content: str) -> str:
+        return content
+
+
+# ---- The runner: govern, ask, act, again ----
+
+
+class AgentRunner:
+    """The engine. It knows no channel, no session and no file: whatever asks a model can use it."""
+
+    def __init__(self, provider: LLMProvider):
+        self.provider = provider
+
+    async def run(self, spec: AgentRunSpec) -> AgentRunResult:
+        """Ask the model until it answers. Raises what is not its fault, and cancellation."""
+        state = RunState(spec, AgentHookContext(list(spec.messages)))
+        try:
+            while not state.stop_reason:
+                await spec.hook.before_iteration(state.context)
+                request = self.govern(state)
+                response = await self._ask(state, request)
+                match verdict(state, response):
+                    case "calls":
+                        await self._act(state, response)
+                    case outcome:
+                        await self._conclude(state, response, outcome)
+                await spec.hook.after_iteration(state.context)
+        except asyncio.CancelledError:
+            self._keep_half_answer(state, "it was stopped")
+            raise
+        return state.result()
+
+    def govern(self, state: RunState) -> Governed:
+        """The copy that is sent: it fits the window; what is for this request only stands last.
+
+        Over its budget, [system, old question, old answer, question] → [system, question].
+        """
+        spec = state.spec
+        if state.context.iteration >= spec.max_iterations:
+            state.tools_end = "out_of_iterations"
+        state.tools = [] if state.tools_end else spec.tools.get_definitions()
+        tools_tokens = spec.counter.total(state.tools)
+        budget = min(spec.context_window - spec.max_tokens - 1_024, state.room) - tools_tokens
+        request = govern(state.context.messages, budget, spec.counter, task_of(spec))
+        request.tokens += tools_tokens
+        if state.segments:  # an answer that its length limit cut
+            request.messages.append({"role": "assistant", "content": state.join_segments("")})
+        if note := note_to_model(state):
+            request.messages.append({"role": "user", "content": note})
+        return request
+
+    async def _ask(self, state: RunState, request: Governed) -> LLMResponse:
+        """One request; if it is too long for the model, one more without the oldest turns."""
+        state.context.iteration += 1
+        if request.notes and not state.is_told:
+            await state.tell("; ".join(request.notes))
+        response = await self._chat(state, request)
+        if response.is_overflow:
+            state.room = request.tokens // 2  # for the rest of the run
+            shorter = self.govern(state)
+            if len(shorter.messages) < len(request.messages):
+                await state.tell(f"{TOO_LONG} ({'; '.join(shorter.notes)})")
+                response = await self._chat(state, shorter)
+        state.nudge = ""
+        return response
+
+    async def _chat(self, state: RunState, request: Governed) -> LLMResponse:
+        spec = state.spec
+        state.streamed = ""
+        response = await self.provider.chat(
+            request.messages, state.tools, model=spec.model, max_tokens=spec.max_tokens,
+            temperature=spec.temperature, on_delta=state.on_delta(), on_retry=spec.hook.on_retry,
+        )  # fmt: skip
+        add_up(state.context.usage, response.usage)
+        state.context_tokens = size_of_request(request, response)
+        state.context.response = response
+        return response
+
+    async def _act(self, state: RunState, response: LLMResponse) -> None:
+        """Run the calls of one answer; their results stand behind it in the order of the calls."""
+        response.content = state.join_segments(response.content) or None
+        state.add(response.to_message(), whole=False)
+        state.begin_anew()
+        await state.spec.hook.on_stream_end(resuming=True)
+        await state.spec.hook.before_execute_tools(response.tool_calls)
+        for batch in batches(response.tool_calls, state.spec):
+            await self._run_batch(state, batch)
+            if state.error:
+                await self._finish(state, "tool_error", f"I had to stop: {state.error}")
+                return
+        state.context.messages += state.spec.arrivals()
+
+    async def _run_batch(self, state: RunState, batch: list[ToolCallRequest]) -> None:
+        """Calls side by side. Whatever happens, none of them goes on when this returns."""
+        tasks = [asyncio.create_task(self._call(state, call)) for call in batch]
+        try:
+            await asyncio.gather(*tasks)
+        finally:  # also when the turn is stopped: what is finished stays
+            await end_all(tasks)
+            finished = [task.result() for task in tasks if is_finished(task)]
+            state.context.messages += [result_message(call, result) for call, result in finished]
+            state.spec.on_messages([], True)
+        if images := images_message([result for _, result in finished]):
+            state.add(images)
+
+    async def _call(
+        self, state: RunState, call: ToolCallRequest
+    ) -> tuple[ToolCallRequest, ToolResult]:
+        """One call, to a result that is journalled at once; others of its batch may still run."""
+        began = time.monotonic()
+        if problem := reason_not_to_run(call, state.spec.tools):
+            result = ToolResult(problem, is_error=True)
+        else:
+            turn = replace(state.spec.turn, approved=call.approved)
+            result = await state.spec.tools.execute(call.name, call.arguments, turn)
+        result = watch_repetition(state, call, result)
+        note_call(state, call, result)
+        state.spec.on_messages([result_message(call, result)], False)
+        await state.spec.hook.after_tool(call, result, time.monotonic() - began)
+        return call, result
+
+    async def _conclude(self, state: RunState, response: LLMResponse, outcome: str) -> None:
+        """What an answer without calls to run leads to: the end, or another request."""
+        match outcome:
+            case "cut":
+                state.cuts += 1
+                await keep_segment(state, response)
+                state.nudge = nudge_for_cut(response)
+            case "blank":
+                state.blanks += 1
+                if state.blanks == 2:
+                    state.tools_end = "blank_answer"
+            case "answered":
+                await self._finish(state, "completed", response.content, reason_of_cut(response))
+            case "limit":
+                await self._finish(state, "max_iterations", summary_or_limit(state, response))
+            case "withheld":
+                end_without_answer(state, "the endpoint withheld it")
+            case "silent":
+                end_without_answer(state, "the model sent nothing of use")
+            case "failed":
+                state.stop_reason = "error"
+                state.error = response.error
+                state.final_content = self._keep_half_answer(state, response.error)
+        await state.spec.hook.on_stream_end(resuming=not state.stop_reason)
+
+    async def _finish(self, state: RunState, reason: str, text: str | None, cut: str = "") -> None:
+        """The run ends with a text. `cut` says why it is not whole; journal and user are told."""
+        response = state.context.response
+        whole = await state.spec.hook.finalize_content(state.join_segments(text))
+        extra = {} if response.has_tool_calls else response.extra  # the calls have had it
+        message = LLMResponse(whole, extra=extra).to_message()
+        if cut:
+            message["cut"] = cut
+        state.add(message)
+        state.begin_anew()
+        state.stop_reason = reason
+        state.final_content = f"{whole}\n\n({cut})" if cut else whole
+
+    def _keep_half_answer(self, state: RunState, why: str) -> str | None:
+        """What was shown of an answer is journalled: user and model know the same."""
+        shown = state.join_segments(state.streamed)
+        if not shown.strip():
+            return None
+        state.add({"role": "assistant", "content": shown, "cut": why})
+        state.begin_anew()
+        return shown
+
+
+def verdict(state: RunState, response: LLMResponse) -> str:
+    """What an answer means:
+
+    calls      it wants tools, whole and allowed         → they run, and the model is asked again
+    failed     the endpoint gave an error                → the run ends; what was shown is kept
+    limit      the steps are used up                     → the run ends with a summary
+    cut        its length limit ended it                 → it is asked to go on, three times
+    answered   there is a text                           → the run ends
+    withheld   a content filter took it                  → the run ends and says so
+    silent     no text, although it was asked for one    → the run ends and says so
+    blank      no text and no calls                      → it is asked again, then without tools
+    """
+    reason = response.finish_reason
+    is_withheld = reason in ("content_filter", "refusal")
+    calls_may_be_cut = is_withheld and response.has_tool_calls
+    is_cut = reason == "length" or calls_may_be_cut
+    if state.tools_end == "out_of_iterations":
+        return "limit"
+    if reason == "error":
+        return "failed"
+    if is_cut and state.cuts < 3:
+        return "cut"
+    if response.has_tool_calls and not is_cut and not state.tools_end:
+        return "calls"
+    if state.join_segments(response.content).strip():
+        return "answered"
+    if is_withheld:
+        return "withheld"
+    return "silent" if state.tools_end else "blank"
+
+
+# ---- What the model is told ----
+
+
+class ContextBuilder:
+    """Puts together what is sent. The system prompt stays the same to the byte: caches need it."""
+
+    own_files = ("AGENTS.md", "SOUL.md", "USER.md", "TOOLS.md", "IDENTITY.md")
+
+    def __init__(self, config: Config, memory: MemoryStore, skills: SkillsLoader):
+        self.memory = memory
+        self.skills = skills
+        self.zone = time_zone(config.defaults.timezone)
+        self.most = config.defaults.budget // 4  # tokens of facts and history together
+
+    def request(self, turn: Turn, history: list[dict], images: list[dict]) -> list[dict]:
+        """The messages of a request. Images are only in what is sent, in the last message."""
+        system = {"role": "system", "content": self.system_prompt(turn)}
+        if not images:
+            return [system, *history]
+        text = {"type": "text", "text": history[-1]["content"]}
+        return [system, *history[:-1], {"role": "user", "content": [*images, text]}]
+
+    def system_prompt(self, turn: Turn) -> str:
+        return "\n\n---\n\n".join(self.parts(turn).values())
+
+    def parts(self, turn: Turn) -> dict[str, str]:
+        """The system prompt by part, in order; parts with nothing in them are left out."""
+        skills = [skill for skill in self.skills.load() if not skill.problem]
+        always = [titled(f"## {skill.name}", skill.text) for skill in skills if is_active(skill)]
+        listed = [line_of_skill(skill) for skill in skills if not skill.always]
+        parts = {"identity": identity(turn)}
+        for name in self.own_files:
+            parts[name] = titled(f"## {name}", own_text(turn, turn.workspace / name))
+        facts, recent = remembered(self.memory, own_text(turn, self.memory.facts), self.most)
+        parts["Memory"] = titled("# Memory", facts)
+        parts["Active Skills"] = titled("# Active Skills", "\n\n".join(always))
+        parts["Skills"] = template("skills", skills="\n".join(listed)) if listed else ""
+        parts["Recent History"] = titled("# Recent History", recent)
+        return {name: text for name, text in parts.items() if text}
+
+    def user_message(self, text: str, turn: Turn, media: Media = ()) -> tuple[dict, list[dict]]:
+        """The user's message as it is journalled, and the images to be sent with it.
+
+        {"role": "user", "content": "[image: cat.png]\\nWhat is it?", "runtime": "[Runtime …"}
+
+        `runtime` (time, channel, chat) is apart in the journal, before the text in what is sent.
+        """
+        files = [attachment(Path(path)) for path in media]
+        lines = [line for line, _ in files]
+        images = [image for _, image in files if image]
+        moment = f"{now_in(self.zone):%Y-%m-%d %H:%M (%A), %Z}"
+        runtime = template("runtime", time=moment, channel=turn.channel, chat_id=turn.chat_id)
+        return {"role": "user", "content": "\n".join([*lines, text]), "runtime": runtime}, images
+
+
+# ---- From a message to a reply ----
+
+Emit = Callable[[OutboundMessage], Awaitable[None]]
+Media = Iterable[Path]  # files that came with a message
+
+
+class AgentLoop:
+    """Who asks, which session, which reply. One turn of a session at a time, whoever asks."""
+
+    def __init__(
+        self, config: Config, provider: LLMProvider | None = None,
+        tools: ToolRegistry | None = None, hooks: Iterable[AgentHook] = (),
+    ):  # fmt: skip
+        config.check()
+        self.config = config
+        self.workspace = prepare_workspace(config.workspace)
+        self.provider = provider or make_provider(config)
+        self.model = self.provider.get_default_model()
+        self.tools = make_tools(config) if tools is None else tools
+        self.mcp = MCPServers(config.tools.mcp_servers, self.tools)
+        self.sessions = SessionManager(self.workspace)
+        self._files_seen: dict[str, dict] = {}  # by session
+        self.memory = MemoryStore(self.workspace)
+        self.skills = make_skills(self.turn("cli:direct"))
+        self.context = ContextBuilder(config, self.memory, self.skills)
+        self.runner = AgentRunner(self.provider)
+        self.counter = TokenCounter()
+        self.consolidator = make_consolidator(self)
+        self.dream = make_dream(self)
+        self.cost = CostTrackingHook(config.prices, self.model)
+        self.hooks = [self.cost, *hooks]
+        self.subagents = SubagentManager(self)
+        self.tools.register(tool(self.subagents.spawn))
+        self.tools.register(cron_tool(self))
+        self.started = time.monotonic()
+        self._turns: dict[str, asyncio.Task] = {}  # that run now, by session
+        self._background: set[asyncio.Task] = set()
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    async def process_direct(
+        self, text: str, session_key: str = "cli:direct", on_event: Emit | None = None,
+        media: Media = (),
+    ) -> AgentRunResult:  # fmt: skip
+        """One message, to its answer. Raises SessionBusy, or OSError of a journal."""
+        events = EventHook(on_event, self.turn(session_key), self.config.streaming)
+        command, argument = slash_command(text)
+        if command in ("", "new", "continue"):
+            async with self.turn_of(session_key) as session:
+                result = await self._take_turn(session, text, command, events, media)
+        else:  # the others need not wait for a turn to end
+            result = await answer_command(self, command, argument, events.turn)
+        if result.final_content:
+            await events.send("final", result.final_content)
+        return result
+
+    async def _take_turn(
+        self, session: Session, text: str, command: str, events: EventHook, media: Media
+    ) -> AgentRunResult:
+        if command == "new":
+            return await start_afresh(self, session, events.turn)
+        if command == "continue" and not session.unfinished:
+            return nothing_to_go_on_with()
+        images = []
+        if not command:
+            message, images = self.context.user_message(text, events.turn, media)
+            session.append(message, sync=False)  # before the model is asked
+        return await self.answer(session, events, images, Conversation(session.key))
+
+    async def answer(
+        self, session: Session, events: EventHook, images: list[dict], conversation: Conversation
+    ) -> AgentRunResult:
+        """What the journal ends with, to its answer; what comes meanwhile is in `conversation`."""
+        await self.mcp.connect(self.config.patience)
+        others = size_of_prompt(self, events.turn)
+        await self.consolidator.before_turn(session, others)
+        spec = self.run_spec(session.get_history(), images, events)
+        spec.on_messages = partial(journal, session, conversation)
+        spec.arrivals = conversation.arrivals
+        try:
+            return await self.runner.run(spec)
+        finally:
+            await session.synced()  # before the user sees the answer
+            self.in_background(self.consolidator.after_turn(session, others))
+
+    async def run(self, bus: MessageBus) -> None:
+        """Serve the bus until cancelled: messages are journalled at once, answered in order."""
+        service = BusService(self, bus)
+        try:
+            await service.go_on_after_restart()
+            while True:
+                await service.receive(await bus.next())
+        finally:
+            await service.end()
+
+    @contextlib.asynccontextmanager
+    async def turn_of(self, session_key: str) -> AsyncIterator[Session]:
+        """A session for one turn, against other tasks and other processes; `stop` ends it."""
+        async with self._locks.setdefault(session_key, asyncio.Lock()):
+            with self.sessions.lock(session_key):
+                self._turns[session_key] = asyncio.current_task()
+                try:
+                    yield self.sessions.get(session_key)
+                finally:
+                    del self._turns[session_key]
+
+    def stop(self, session_key: str) -> bool:
+        """End what runs in a session, its subagents too; False where nothing runs."""
+        running = self.subagents.of(session_key)
+        if session_key in self._turns:
+            running.append(self._turns[session_key])
+        for task in running:
+            task.cancel()
+        return bool(running)
+
+    def in_background(self, work: Coroutine) -> None:
+        """Goes on beside the turns; `settled` waits for it."""
+        task = asyncio.create_task(logged(work))
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def close(self, seconds: float = 60.0) -> None:
+        """What was begun for the memory gets these seconds; then the servers are let go."""
+        if self._background:
+            await asyncio.wait(self._background, timeout=seconds)
+        await self.mcp.close()
+
+    def turn(self, session_key: str) -> Turn:
+        """The circumstances of a turn: who asks, where it works, what it may touch."""
+        channel, _, chat_id = session_key.partition(":")
+        return Turn(
+            self.workspace, self.config.cwd, channel, chat_id, session_key,
+            restrict=self.config.tools.restrict_to_workspace, readable=(DATA / "skills",),
+            secret=(self.config.path.resolve(), Config().path),
+            max_result_chars=self.config.defaults.max_tool_result_chars,
+            seen=self._files_seen.setdefault(session_key, {}),
+        )  # fmt: skip
+
+    def run_spec(self, history: list[dict], images: list[dict], events: EventHook) -> AgentRunSpec:
+        """What the runner gets: the journal's projection, the tools, the limits of the settings."""
+        limits = self.config.defaults
+        return AgentRunSpec(
+            self.context.request(events.turn, history, images), self.tools,
+            max_iterations=limits.max_tool_iterations, max_tokens=limits.max_tokens,
+            temperature=limits.temperature, context_window=limits.context_window_tokens,
+            hook=CompositeHook([events, *self.hooks]), turn=events.turn, counter=self.counter,
+        )  # fmt: skip
+
+
+# ======== Second reading: hooks, prompts, commands, settings and the command line ========
+
+# ---- One call for programs ----
+# Without it a notebook, which has an event loop of its own, could not ask at all.
+
+
+def run(text: str, session_key: str = "cli:direct", config: Config | None = None) -> str:
+    """The answer, on the files of the current folder; works in a notebook, too.
+
+    Raises RuntimeError with cause and fix where there is no answer.
+    """
+    loop = AgentLoop(config or load_config())
+    with BackgroundLoop(loop.close) as background:
+        result = background.complete(loop.process_direct(text, session_key))
+    if result.stop_reason in NOT_ANSWERED:
+        raise RuntimeError(result.error or result.final_content)
+    return result.final_content
+
+
+# ---- What the runner leaves to others ----
+# Without this one model that calls `list_dir(".")` forty times uses up a turn, and a stopped turn
+# leaves a command running that nobody waits for.
+
+@dataclass
+class RunState:
+    """The runner's scratch paper for one run."""
+
+    spec: AgentRunSpec
+    context: AgentHookContext
+    stop_reason: str = ""
+    final_content: str | None = None
+    error: str | None = None
+    tools_used: list[str] = field(default_factory=list)
+    tool_events: list[dict] = field(default_factory=list)
+    streamed: str = ""  # of the answer that is coming in
+    segments: list[str] = field(default_factory=list)  # of an answer that its length limit cut
+    nudge: str = ""  # a note to the model, for the next request only
+    tools_end: str = ""  # why it gets no more tools: the name of the template that tells it
+    blanks: int = 0  # in a row
+    cuts: int = 0  # in a row
+    last_call: tuple = ()  # (name, arguments, outcome)
+    repetitions: int = 0  # of the last call
+    tools: list[dict] = field(default_factory=list)  # that the model is offered now
+    room: float = math.inf  # tokens that the model has shown to take
+    context_tokens: int = 0  # of the last request
+    is_told: bool = False  # does the user know that something is left out?
+
+    def add(self, *messages: dict, whole: bool = True) -> None:
+        """New messages exist from here on, in the run and in the journal."""
+        self.context.messages += messages
+        self.spec.on_messages(list(messages), whole)
+
+    async def stream(self, piece: str) -> None:
+        self.streamed += piece
+        await self.spec.hook.on_stream(piece)
+
+    async def tell(self, note: str) -> None:
+        self.is_told = True
+        await self.spec.hook.on_retry(note)
+
+    def on_delta(self) -> Callable[[str], Awaitable[None]] | None:
+        return self.stream if self.spec.hook.wants_streaming else None
+
+    def join_segments(self, text: str | None) -> str:
+        return "".join([*self.segments, text or ""])
+
+    def begin_anew(self) -> None:
+        """What was said so far is a message now."""
+        self.streamed = ""
+        self.segments = []
+        self.blanks = self.cuts = 0
+
+    def result(self) -> AgentRunResult:
+        return AgentRunResult(
+            self.final_content, self.context.messages, self.tools_used, self.context.usage,
+            self.stop_reason, self.tool_events, self.error, self.context.iteration,
+            self.context_tokens,
+        )  # fmt: skip
+
+
+TOO_LONG = "too long for the model: asking again without the oldest turns"  # a 400, a 413
+NOT_ANSWERED = ("error", "tool_error", "empty")  # stop reasons of a run without an answer
+
+
+def task_of(spec: AgentRunSpec) -> dict | None:
+    """The question that this run is about: it is never left out."""
+    users = [message for message in spec.messages if message["role"] == "user"]
+    return users[-1] if users else None
+
+
+def note_to_model(state: RunState) -> str:
+    """What the model is told behind the conversation, for this request only."""
+    if state.tools_end:
+        return template(state.tools_end, limit=state.spec.max_iterations)
+    return state.nudge
+
+
+def size_of_request(request: Governed, response: LLMResponse) -> int:
+    """Tokens of a request: the endpoint's own count, else ours."""
+    if response.usage.get("estimated") or not response.usage.get("prompt_tokens"):
+        return request.tokens
+    return response.usage["prompt_tokens"]
+
+
+def add_up(total: dict, usage: dict) -> None:
+    for name in NO_USAGE:
+        total[name] += usage.get(name) or 0
+
+
+def batches(calls: list[ToolCallRequest], spec: AgentRunSpec) -> Iterator[list[ToolCallRequest]]:
+    """Neighbours that are safe side by side go together, every other call goes alone.
+
+    read_file, grep, write_file, read_file → [read_file, grep], [write_file], [read_file]
+    """
+
+    def is_safe(call: ToolCallRequest) -> bool:
+        tool = spec.tools.get(call.name)
+        return spec.concurrent_tools and tool is not None and tool.concurrency_safe
+
+    for together, neighbours in itertools.groupby(calls, is_safe):
+        if together:
+            yield list(neighbours)
+        else:
+            yield from ([call] for call in neighbours)
+
+
+def reason_not_to_run(call: ToolCallRequest, tools: ToolRegistry) -> str:
+    """Why a call must not run, in words for the model; empty where it may."""
+    if call.denied:
+        return call.denied
+    if call.error:
+        return f"{call.name} was not run: {call.error}. Send the call again, whole."
+    if call.must_only_read and not is_read_only(call, tools):  # nobody was asked about it
+        return f"{call.name} was not run: the tool has changed meanwhile. Send the call again."
+    return ""
+
+
+def is_read_only(call: ToolCallRequest, tools: ToolRegistry) -> bool:
+    """Is it, at this moment, a known tool that only reads? An unknown one may come any second."""
+    tool = tools.get(call.name)
+    return tool is not None and tool.read_only
+
+
+def result_message(call: ToolCallRequest, result: ToolResult) -> dict:
+    return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": result.text}
+
+
+async def logged(work: Coroutine) -> None:
+    """For work that nobody awaits: what goes wrong in it is told in the log."""
+    try:
+        await work
+    except Exception as problem:
+        log.warning("in the background: %s", problem, exc_info=log.isEnabledFor(logging.INFO))
+
+
+async def end_all(tasks: list[asyncio.Task]) -> None:
+    """Cancel what still runs, and wait until it has ended."""
+    for task in tasks:
+        if not task.cancelling():  # a second time would break into its tidying up
+            task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def is_finished(task: asyncio.Task) -> bool:
+    return not task.cancelled() and task.exception() is None
+
+
+def watch_repetition(state: RunState, call: ToolCallRequest, result: ToolResult) -> ToolResult:
+    """The result, with a word to a model that makes the same call to the same end, again and again.
+
+    It is told at the third time. At the fifth a failing call ends the run, one that succeeds ends
+    the tools. A poll that returns something new is another end.
+    """
+    outcome = None if result.is_error else (result.text, result.images)
+    this_call = (call.name, call.arguments, outcome)
+    state.repetitions = state.repetitions + 1 if this_call == state.last_call else 1
+    state.last_call = this_call
+    is_fatal = state.spec.fail_on_tool_error or state.repetitions >= 5
+    if result.is_error and is_fatal:
+        state.error = f"{call.name} failed: {result.text}"
+    elif state.repetitions >= 5:
+        state.tools_end = "same_result_end"
+    if state.repetitions < 3:
+        return result
+    kind = "same_failure" if result.is_error else "same_result"
+    return replace(result, text=f"{result.text}\n{template(kind, count=state.repetitions)}")
+
+
+def note_call(state: RunState, call: ToolCallRequest, result: ToolResult) -> None:
+    if call.name not in state.tools_used:
+        state.tools_used.append(call.name)
+    event = {"name": call.name, "arguments": call.arguments}
+    state.tool_events.append(event | {"is_error": result.is_error, "result": result.text})
+
+
+def images_message(results: list[ToolResult]) -> dict | None:
+    """Images follow the results in a user message: a tool message may not hold them."""
+    with_images = [result for result in results if result.images]
+    if not with_images:
+        return None
+    names = "\n".join(result.text for result in with_images)
+    blocks = [{"type": "text", "text": names}]
+    for result in with_images:
+        blocks += result.images
+    return {"role": "user", "content": blocks}
+
+
+async def keep_segment(state: RunState, response: LLMResponse) -> None:
+    """A part of an answer, to be joined with the rest: "a long ans", "wer" → "a long answer"."""
+    state.streamed = ""
+    if not response.content:
+        return
+    state.segments.append(response.content)
+    if response.has_tool_calls:  # what follows is no continuation of this sentence
+        state.segments.append("\n\n")
+        if state.on_delta():
+            await state.spec.hook.on_stream("\n\n")
+
+
+def summary_or_limit(state: RunState, response: LLMResponse) -> str:
+    """The model's summary at the end of its steps; without one the limit, and why there is none."""
+    if response.finish_reason != "error" and response.content:
+        return response.content
+    limit = f"I stopped at the limit of {state.spec.max_iterations} steps."
+    return f"{limit} {response.error}" if response.error else limit
+
+
+def reason_of_cut(response: LLMResponse) -> str:
+    """Why an answer that is taken as it is may not be whole; "" where it is."""
+    if response.finish_reason == "length":
+        return "cut: the answer reached its length limit again and again"
+    return ""
+
+
+def end_without_answer(state: RunState, why: str) -> None:
+    """The user is told; the model is not: small models repeat what stands in their own mouth."""
+    state.stop_reason = "empty"
+    state.final_content = f"There is no answer: {why}. Ask in other words."
+
+
+def nudge_for_cut(response: LLMResponse) -> str:
+    """What the model is told after an answer that its length limit cut."""
+    if response.tool_calls:
+        return template("cut_calls")
+    if (response.content or "").strip():
+        return template("cut_answer")
+    return template("cut_thinking")
+
+
+def journal(
+    session: Session, conversation: Conversation, messages: list[dict], whole: bool
+) -> None:
+    """Write at once; what a power cut could take reaches the disk while the model is asked again.
+
+    An fsync takes 1 to 2 ms, on a slow disk 30: for each step of a turn nobody should wait for it.
+    An answer says how many messages before it the model has not seen: they came too late for it.
+    """
+    for message in messages:
+        is_late = message["role"] == "assistant" and conversation.waiting
+        unseen = {"unseen": len(conversation.waiting)} if is_late else {}
+        session.append(message | unseen, sync=False)
+    if whole:
+        asyncio.ensure_future(session.synced())
+
+
+# ---- Prompts are files ----
+# Without the fence around them a planted link (SOUL.md → ~/.ssh/id_rsa) would carry keys into
+# every request.
+
+
+def template(name: str, **values: Any) -> str:
+    """A prompt from `templates/`. A `$variable` in it that nobody gave is a KeyError."""
+    text = (DATA / "templates" / f"{name}.md").read_text(encoding="utf-8")
+    return string.Template(text).substitute(values).strip()
+
+
+def prepare_workspace(workspace: Path) -> Path:
+    """Make the agent's home and put its first files there; what is there is never touched."""
+    try:
+        workspace.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for source in (DATA / "templates").glob("[A-Z]*.md"):  # the others are prompts
+            folder = workspace / "memory" if source.name == "MEMORY.md" else workspace
+            folder.mkdir(exist_ok=True)
+            if not (folder / source.name).exists():
+                (folder / source.name).write_bytes(source.read_bytes())
+    except OSError as problem:
+        cause = f"Cannot write the workspace {workspace}: {problem.strerror}"
+        raise ConfigError(f"{cause}. Choose another with --workspace.") from None
+    return workspace
+
+
+def identity(turn: Turn) -> str:
+    """The first part of the system prompt: where whose files are, and how to work."""
+    style = template("format_cli") if turn.channel == "cli" else template("format_chat")
+    platform = f"{sys.platform}, Python {sys.version_info.major}.{sys.version_info.minor}"
+    places = {"cwd": turn.cwd, "workspace": turn.workspace}
+    return template("identity", platform=platform, format=style, **places)
+
+
+MAX_PROMPT_FILE = 100_000  # bytes
+
+
+def read_own(turn: Turn, path: Path) -> bytes:
+    """A file that goes into the prompt. It may be a link, but not to keys or over the fence."""
+    return read_bytes(turn.path(str(path)), MAX_PROMPT_FILE)
+
+
+def make_skills(turn: Turn) -> SkillsLoader:
+    return SkillsLoader(turn.workspace / "skills", DATA / "skills", read=partial(read_own, turn))
+
+
+def own_text(turn: Turn, path: Path) -> str:
+    """A file of the workspace as a part of the prompt; "" while it is still the kit's template."""
+    if not path.exists():
+        return ""
+    try:
+        text = plain_text(read_own(turn, path)).strip()
+    except ToolError as problem:
+        log.warning("%s is left out of the prompt: %s", path.name, problem)
+        return ""
+    return "" if is_untouched(path.name, text) else text
+
+
+def is_untouched(name: str, text: str) -> bool:
+    """Small models take "Who the user is goes here" for what it says about the user."""
+    kit = DATA / "templates" / name
+    return kit.exists() and text == kit.read_text(encoding="utf-8").strip()
+
+
+def remembered(memory: MemoryStore, facts: str, most: int) -> tuple[str, str]:
+    """Facts and recent history within `most` tokens; of more the oldest lines are left out."""
+    facts = "\n".join(newest(facts.split("\n"), most, "memory/MEMORY.md"))
+    room = most - tokens_of(facts)
+    recent = "\n".join(newest(memory.recent_history(), room, "memory/history.jsonl"))
+    return facts, recent
+
+
+def titled(title: str, text: str) -> str:
+    return f"{title}\n\n{text}" if text else ""
+
+
+def is_active(skill: Skill) -> bool:
+    return skill.always and not skill.missing
+
+
+def line_of_skill(skill: Skill) -> str:
+    """`- weather: Use when … (/skills/weather/SKILL.md) [unavailable: needs program curl]`"""
+    line = f"- {skill.name}: {skill.description} ({skill.path})"
+    if skill.missing:
+        line += f" [unavailable: needs {', '.join(skill.missing)}]"
+    return line
+
+
+def attachment(path: Path) -> tuple[str, dict | None]:
+    """The line that names a file which came with a message; if it is an image, its block."""
+    try:
+        image = image_block(path.read_bytes())
+    except OSError as problem:
+        return f"[file: {path}, not readable: {problem.strerror}]", None
+    kind = "image" if image else "file"
+    return f"[{kind}: {path}]", image
+
+
+def time_zone(name: str) -> Any:
+    """A zone like `Europe/Berlin`, or None for the machine's own."""
+    if not name:
+        return None
+    import zoneinfo
+
+    try:
+        return zoneinfo.ZoneInfo(name)
+    except (KeyError, ValueError, OSError):
+        raise ConfigError(f"agents.defaults.timezone: there is no zone {name!r}.") from None
+
+
+def now_in(zone: Any) -> Any:
+    from datetime import datetime
+
+    return datetime.now().astimezone(zone)
+
+
+# ---- Hooks that come with it ----
+# Without CompositeHook a mistake in somebody's logging would end the user's turn; without
+# ApprovalHook the first wrong `rm` is also the last.
+
+
+class CompositeHook(AgentHook):
+    """Several hooks as one, in order. One that fails is logged, the others still run."""
+
+    def __init__(self, hooks: Iterable[AgentHook]):
+        self.hooks = list(hooks)
+        self.wants_streaming = any(hook.wants_streaming for hook in self.hooks)
+
+    async def before_iteration(self, context: AgentHookContext) -> None:
+        await self._tell_all("before_iteration", context)
+
+    async def on_stream(self, delta: str) -> None:
+        await self._tell_all("on_stream", delta)
+
+    async def on_stream_end(self, resuming: bool) -> None:
+        await self._tell_all("on_stream_end", resuming)
+
+    async def on_retry(self, why: str) -> None:
+        await self._tell_all("on_retry", why)
+
+    async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
+        await self._tell_all("before_execute_tools", tool_calls)
+
+    async def after_tool(self, call: ToolCallRequest, result: ToolResult, seconds: float) -> None:
+        await self._tell_all("after_tool", call, result, seconds)
+
+    async def after_iteration(self, context: AgentHookContext) -> None:
+        await self._tell_all("after_iteration", context)
+
+    async def finalize_content(self, content: str) -> str:
+        for hook in self.hooks:
+            changed = await self._tell(hook, "finalize_content", content)
+            content = content if changed is None else changed
+        return content
+
+    async def _tell_all(self, event: str, *details: Any) -> None:
+        for hook in self.hooks:
+            await self._tell(hook, event, *details)
+
+    async def _tell(self, hook: AgentHook, event: str, *details: Any) -> Any:
+        try:
+            return await getattr(hook, event)(*details)
+        except Exception as problem:  # a hook is a guest: it must not end the turn
+            with_traceback = log.isEnabledFor(logging.INFO)  # --logs
+            hook_name = type(hook).__name__
+            log.warning("%s.%s failed: %s", hook_name, event, problem, exc_info=with_traceback)
+            return None
+
+
+class LoggingHook(AgentHook):
+    async def before_iteration(self, context: AgentHookContext) -> None:
+        log.info("iteration %d, %d messages", context.iteration + 1, len(context.messages))
+
+    async def after_tool(self, call: ToolCallRequest, result: ToolResult, seconds: float) -> None:
+        outcome = "failed" if result.is_error else f"{len(result.text):,} characters"
+        log.info("%s: %s in %.3f s", tool_hint(call), outcome, seconds)
+
+    async def after_iteration(self, context: AgentHookContext) -> None:
+        reason = context.response.finish_reason
+        log.info("iteration %d: %s %s", context.iteration, reason, context.usage)
+
+
+class CostTrackingHook(AgentHook):
+    """Tokens, and money where the price of the model is configured."""
+
+    def __init__(self, prices: dict[str, Price], model: str):
+        self.price = prices.get(model)
+        self.total = dict(NO_USAGE)
+
+    async def after_iteration(self, context: AgentHookContext) -> None:
+        add_up(self.total, context.response.usage)
+
+    def line(self, usage: dict) -> str:
+        """`1,234 in (200 cached) · 56 out · 0.0012`; `~` marks an estimate, `≤` an upper bound."""
+        mark = "~" if usage["estimated"] else ""
+        line = f"{mark}{usage['prompt_tokens']:,} in"
+        if usage["cached_tokens"]:
+            line += f" ({usage['cached_tokens']:,} cached)"
+        line += f" · {mark}{usage['completion_tokens']:,} out"
+        if self.price:
+            line += f" · {mark}{self.price.of(usage)}"
+        return line
+
+
+class ApprovalHook(AgentHook):
+    """Asks before every call that is not, at that moment, one of a known tool that only reads.
+
+    `always` holds for that tool until the program ends. `ask(question)` gives a line from the user;
+    without it the answer is no.
+    """
+
+    def __init__(self, tools: ToolRegistry, ask: Callable[[str], Awaitable[str]] | None):
+        self.tools = tools
+        self.ask = ask
+        self.always: set[str] = set()
+
+    async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
+        asked = []
+        for call in tool_calls:
+            if is_read_only(call, self.tools):
+                call.must_only_read = True
+            elif not (call.error or call.denied):
+                call.denied = "The user did not approve this call."
+                asked.append(call)
+        for call in asked:  # all are denied before the first question: if that fails, none runs
+            await self._decide(call)
+
+    async def _decide(self, call: ToolCallRequest) -> None:
+        if call.name in self.always:
+            call.denied = ""
+            return
+        if self.ask is None:
+            return
+        question = approval_question(call.name, call.arguments)
+        match (await self.ask(question)).strip().lower():
+            case "a" | "always":
+                self.always.add(call.name)
+            case "y" | "yes":
+                pass
+            case _:
+                return
+        call.denied = ""
+        call.approved = True
+
+
+class EventHook(AgentHook):
+    """Tells a channel what is going on: deltas, text beside tool calls, tool hints, the answer."""
+
+    def __init__(self, emit: Emit | None, turn: Turn, streaming: bool):
+        self.emit = emit
+        self.turn = turn
+        self.wants_streaming = streaming
+        self.beside_calls = ""  # what the last answer says besides its calls
+
+    async def send(self, kind: str, content: str) -> None:
+        if self.emit:
+            await self.emit(OutboundMessage(self.turn.channel, self.turn.chat_id, content, kind))
+
+    async def before_iteration(self, context: AgentHookContext) -> None:
+        self.context = context
+
+    async def on_stream(self, delta: str) -> None:
+        await self.send("delta", delta)
+
+    async def on_retry(self, why: str) -> None:
+        await self.send("retry", why)
+
+    async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
+        if text := self.context.response.content:
+            await self.send("progress", text)
+        hints = [tool_hint(call) for call in tool_calls]
+        for hint, count in Counter(hints).items():
+            text = f"{hint} × {count}" if count > 1 else hint
+            await self.send("tool_hint", text)
+
+
+class WaitingHook(AgentHook):
+    """Tells the terminal what is waited for: the model, a tool, a busy endpoint."""
+
+    def __init__(self, waiting: Waiting):
+        self.waiting = waiting
+
+    async def before_iteration(self, context: AgentHookContext) -> None:
+        self.waiting.begin("the model")
+
+    async def on_stream(self, delta: str) -> None:
+        self.waiting.end()
+
+    async def on_retry(self, why: str) -> None:
+        self.waiting.begin(why)
+
+    async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
+        self.waiting.begin(", ".join(tool_hint(call) for call in tool_calls))
+
+    async def after_iteration(self, context: AgentHookContext) -> None:
+        self.waiting.end()
+
+
+def tool_hint(call: ToolCallRequest) -> str:
+    """A call in one line: `read_file("a.txt")`, `$ ls`."""
+    if call.name == "exec":
+        command = " ".join(str(call.arguments.get("command", "")).split())
+        return f"$ {command[:100]}"
+    if not call.arguments:
+        return f"{call.name}()"
+    telling = "path" if "path" in call.arguments else next(iter(call.arguments))
+    value = json.dumps(call.arguments[telling], ensure_ascii=False, default=str)
+    if len(value) > 80:
+        value = value[:79] + "…"
+    return f"{call.name}({value})"
+
+
+# ---- Many chats at once ----
+# Without this the second message of a user waits for the answer to the first, one chat's long job
+# holds up all others, and what came in before a crash is never answered.
+
+
+@dataclass
+class Conversation:
+    """What waits in one session, journalled but not yet seen by the model, and who answers it."""
+
+    key: str
+    waiting: list[tuple[dict, list[dict]]] = field(default_factory=list)  # journal line, images
+    is_due: bool = False  # the journal ends with something to answer
+    reply_to: str = ""
+    task: asyncio.Task | None = None
+
+    def enter(self, most: int) -> list[dict]:
+        """The oldest waiting messages, as the model sees them from now on."""
+        entering, self.waiting = self.waiting[:most], self.waiting[most:]
+        return [with_images(as_sent(line, None), images) for line, images in entering]
+
+    def arrivals(self) -> list[dict]:
+        return self.enter(3)
+
+
+def with_images(message: dict, images: list[dict]) -> dict:
+    if not images:
+        return message
+    return message | {"content": [*images, {"type": "text", "text": message["content"]}]}
+
+
+class BusService:
+    """The chats of a bus: one task a conversation, at most `maxConcurrent` turns at once."""
+
+    def __init__(self, loop: AgentLoop, bus: MessageBus):
+        self.loop = loop
+        self.bus = bus
+        self.conversations: dict[str, Conversation] = {}
+        self.background: set[asyncio.Task] = {asyncio.create_task(self._hear_subagents())}
+        self.slots = asyncio.Semaphore(loop.config.defaults.max_concurrent or sys.maxsize)
+
+    async def receive(self, message: InboundMessage) -> None:
+        """Journal a message, confirm it, see to it that it is answered. Commands wait for nobody."""
+        key = message.chat_id if message.channel == "system" else message.session_key
+        command, _ = slash_command(message.content)
+        if command:
+            message.confirm()
+            self._keep(asyncio.create_task(self._command(key, message.content)))
+            return
+        conversation = self.conversations.setdefault(key, Conversation(key))
+        try:
+            await self._take_in(conversation, message)
+        except OSError as problem:  # the channel has it still, and tries again
+            message.confirm(problem)
+            return
+        message.confirm()
+        self._see_to(conversation)
+
+    async def _take_in(self, conversation: Conversation, message: InboundMessage) -> None:
+        session = self.loop.sessions.get(conversation.key)
+        if message.message_id and session.knows(message.message_id):
+            return
+        turn = self.loop.turn(conversation.key)
+        line, images = self.loop.context.user_message(message.content, turn, message.media)
+        if message.message_id:
+            line["id"] = message.message_id
+        if conversation.task:  # a turn runs, or another message waits
+            line["beside"] = True
+        session.append(line, sync=False)
+        await session.synced()
+        conversation.waiting.append((line, images))
+        conversation.reply_to = message.message_id
+        GATEWAY_LOG.info("%s: %d characters came in", conversation.key, len(message.content))
+
+    def _see_to(self, conversation: Conversation) -> None:
+        if conversation.task is None:
+            conversation.task = asyncio.create_task(self._converse(conversation))
+            self._keep(conversation.task)
+
+    def _keep(self, task: asyncio.Task) -> None:
+        self.background.add(task)
+        task.add_done_callback(self.background.discard)
+
+    async def _converse(self, conversation: Conversation) -> None:
+        """Turn after turn, while something waits. A turn that was stopped ends only itself."""
+        while conversation.waiting or conversation.is_due:
+            async with self.slots:
+                turn = asyncio.create_task(self._turn(conversation))
+                await asyncio.wait([turn])
+        conversation.task = None
+        self.conversations.pop(conversation.key, None)
+
+    async def _turn(self, conversation: Conversation) -> None:
+        events = EventHook(self._emit, self.loop.turn(conversation.key), self.loop.config.streaming)
+        try:
+            async with self.loop.turn_of(conversation.key) as session:
+                conversation.is_due = False
+                images = latest_images(conversation)
+                result = await self.loop.answer(session, events, images, conversation)
+                self._deliver(session, conversation, result)
+        except SessionBusy:  # of another process; the messages wait here
+            await asyncio.sleep(1.0)
+        except Exception as problem:
+            log.exception("the turn of %s failed", conversation.key)
+            await events.send("final", f"Sorry, that failed: {problem}")
+
+    async def _emit(self, event: OutboundMessage) -> None:
+        if event.kind == "final" or event.kind in kinds_to_show(self.loop.config.channels):
+            self.bus.send(event)
+
+    def _deliver(self, session: Session, conversation: Conversation, result: AgentRunResult) -> None:
+        GATEWAY_LOG.info("%s: %s, %d requests", session.key, result.stop_reason, result.requests)
+        text = result.final_content or ""
+        if result.stop_reason in ("error", "tool_error") and result.error not in text:
+            text = f"{text}\n\nSorry, that failed: {result.error}".strip()
+        if text and not wrote_to_chat(result, conversation.key):
+            send_final(self.bus, session, text, conversation.reply_to)
+
+    async def _command(self, key: str, text: str) -> None:
+        try:
+            await self.loop.process_direct(text, key, self._emit)
+        except (SessionBusy, OSError) as problem:
+            turn = self.loop.turn(key)
+            await EventHook(self._emit, turn, False).send("final", f"Sorry, that failed: {problem}")
+
+    async def _hear_subagents(self) -> None:
+        while True:
+            await self.bus.publish(await self.loop.subagents.results.get())
+
+    async def go_on_after_restart(self) -> None:
+        """What was not answered is answered now, what was not delivered is sent again."""
+        for key in self.loop.sessions.list_keys():
+            channel, _, _ = key.partition(":")
+            if channel not in self.bus.channels:
+                continue
+            session = self.loop.sessions.get(key)
+            if session.unfinished:
+                conversation = self.conversations.setdefault(key, Conversation(key, is_due=True))
+                self._see_to(conversation)
+            elif session.metadata.get("delivered", 0) < len(session.lines):
+                send_final(self.bus, session, last_line(session).get("content") or "")
+
+    async def end(self) -> None:
+        """Stop what runs: each turn is journalled as far as it came."""
+        for key in [*self.conversations]:
+            self.loop.stop(key)
+        for task in self.background:
+            task.cancel()
+        if self.background:
+            await asyncio.wait(self.background, timeout=10.0)
+
+
+def latest_images(conversation: Conversation) -> list[dict]:
+    """All that waits enters with the turn; its text is in the journal, its images are only here."""
+    entering, conversation.waiting = conversation.waiting, []
+    return [image for _, images in entering for image in images]
+
+
+def send_final(bus: MessageBus, session: Session, text: str, reply_to: str = "") -> None:
+    """An answer goes out; the journal notes when it has arrived, else it goes out again."""
+    channel, _, chat_id = session.key.partition(":")
+    noted = partial(note_delivered, session, len(session.lines))
+    bus.send(OutboundMessage(channel, chat_id, text, reply_to=reply_to, on_delivered=noted))
+
+
+def note_delivered(session: Session, count: int) -> None:
+    delivered = max(count, session.metadata.get("delivered", 0))
+    session.note(metadata=session.metadata | {"delivered": delivered})
+
+
+def wrote_to_chat(result: AgentRunResult, key: str) -> bool:
+    """Has the `message` tool said it in this same chat already?"""
+    for event in result.tool_events:
+        if event["name"] == "message" and not event["is_error"]:
+            target = event["arguments"]
+            channel, _, chat_id = key.partition(":")
+            same_channel = target.get("channel") in (None, "", channel)
+            same_chat = str(target.get("chat_id") or chat_id) == chat_id
+            if same_channel and same_chat:
+                return True
+    return False
+
+
+# ---- The gateway: channels, and the clock as one more ----
+# Without a lock two gateways would answer each message twice and run each job twice.
+
+GATEWAY_LOG = logging.getLogger("nanobot.gateway")  # one line an event
+
+
+@contextlib.contextmanager
+def one_gateway(workspace: Path) -> Iterator[None]:
+    """Raises SessionBusy where another gateway serves this workspace."""
+    with locked(workspace / ".nanobot" / "gateway.lock", "A gateway serves this workspace already."):
+        yield
+
+
+def gateway_runs(workspace: Path) -> bool:
+    try:
+        with one_gateway(workspace):
+            return False
+    except SessionBusy:
+        return True
+
+
+async def serve(loop: AgentLoop) -> None:
+    """All channels of the settings, cron and heartbeat, until a signal; at most 10 s to end."""
+    stop = asyncio.Event()
+    here = asyncio.get_running_loop()
+    end_on_signals(lambda *_: here.call_soon_threadsafe(stop.set))
+    bus = MessageBus()
+    for channel in make_channels(loop):
+        bus.open(channel)
+    loop.tools.register(tool(Messenger(loop, bus).message))
+    clock = make_cron(loop, partial(run_job, loop, bus))
+    await in_thread(add_system_jobs, loop, clock)
+    work = [asyncio.create_task(loop.run(bus)), asyncio.create_task(clock.run())]
+    GATEWAY_LOG.info("serving %s", ", ".join([*bus.channels, "cron"]))
+    try:
+        await asyncio.wait([*work, asyncio.create_task(stop.wait())], return_when="FIRST_COMPLETED")
+    finally:
+        await end_all(work)
+        await bus.close()
+        await loop.close(5.0)
+    GATEWAY_LOG.info("ended")
+
+
+def make_channels(loop: AgentLoop) -> list[Channel]:
+    telegram = loop.config.channels.telegram
+    if not telegram.token:
+        return []
+    folder = loop.workspace / ".nanobot" / "media"
+    return [Telegram(
+        telegram.token, telegram.allow_from, api_base=telegram.api_base,
+        group_policy=telegram.group_policy, media_folder=folder,
+    )]  # fmt: skip
+
+
+def make_cron(loop: AgentLoop, fire: Callable[[CronJob], Awaitable]) -> CronService:
+    path = loop.workspace / "cron" / "jobs.json"
+    zone = loop.context.zone or machine_zone()
+    return CronService(path, fire, now=partial(now_in, zone), zone=zone)
+
+
+def add_system_jobs(loop: AgentLoop, clock: CronService) -> None:
+    """Dream, and the heartbeat where it is wanted."""
+    clock.add_system("dream", loop.config.defaults.dream.interval_h * 3_600, loop.dream.run)
+    heartbeat = loop.config.gateway.heartbeat
+    if heartbeat.enabled:
+        beat = Heartbeat(loop.workspace / "HEARTBEAT.md", partial(do_tasks, loop)).beat
+        clock.add_system("heartbeat", heartbeat.interval_s, beat)
+
+
+async def do_tasks(loop: AgentLoop, tasks: str) -> None:
+    """A turn for what stands in HEARTBEAT.md; it tells people with the `message` tool."""
+    await loop.process_direct(template("heartbeat", tasks=tasks), "cron:heartbeat")
+
+
+async def run_job(loop: AgentLoop, bus: MessageBus, job: CronJob) -> None:
+    """A job is a turn in a session of its own; its answer goes to its chat, and into its journal."""
+    GATEWAY_LOG.info("cron %s: %s", job.id, job.message[:80])
+    result = await loop.process_direct(job.message, f"cron:{job.id}")
+    if result.stop_reason in NOT_ANSWERED:
+        raise RuntimeError(result.error or result.final_content)
+    async with loop.turn_of(f"{job.channel}:{job.chat_id}") as session:
+        session.append({"role": "assistant", "content": result.final_content})
+        send_final(bus, session, result.final_content)
+
+
+async def no_clock_here(job: CronJob) -> None:
+    """Only a gateway has a clock; whoever else changes jobs changes the file."""
+
+
+def cron_tool(loop: AgentLoop) -> Tool:
+    service = make_cron(loop, no_clock_here)
+
+    @functools.wraps(service.cron)
+    def cron(action: str, **arguments: Any) -> str:
+        try:
+            text = service.cron(action, **arguments)
+        except CronError as mistake:
+            raise ToolError(str(mistake)) from None
+        if action == "add" and not gateway_runs(loop.workspace):
+            text += "\n(No gateway runs: it happens only while `nanobot gateway` does. Tell the user.)"
+        return text
+
+    return tool(cron)
+
+
+class Messenger:
+    """Lets the model write to chats: of this turn, or others that it has talked with."""
+
+    def __init__(self, loop: AgentLoop, bus: MessageBus):
+        self.loop = loop
+        self.bus = bus
+
+    async def message(
+        self, content: str, channel: str = "", chat_id: str = "",
+        media: Annotated[list[str], "Paths of files to send along"] = (), *, turn: Turn,
+    ) -> str:  # fmt: skip
+        """Write to a chat, this one if you name none. The only way to send files."""
+        target = (channel or turn.channel, str(chat_id or turn.chat_id))
+        if ":".join(target) not in self.loop.sessions.list_keys():
+            raise ToolError(f"There is no chat {':'.join(target)} that you have talked with.")
+        files = [turn.path(path) for path in media]
+        missing = [str(path) for path in files if not path.is_file()]
+        if missing:
+            raise ToolError(f"There is no file {', '.join(missing)}.")
+        self.bus.send(OutboundMessage(*target, content, media=files))
+        return f"Sent to {':'.join(target)}."
+
+
+# ---- Memory: what the loop hands in ----
+# memory.py knows no model, no tools and no templates.
+
+
+def make_consolidator(loop: AgentLoop) -> Consolidator:
+    settings = loop.config.defaults
+    return Consolidator(
+        loop.memory, partial(ask_model, loop), template("consolidate"), template("summarise"),
+        budget=settings.budget, window=settings.memory_window, counter=loop.counter,
+    )  # fmt: skip
+
+
+def make_dream(loop: AgentLoop) -> Dream:
+    settings = loop.config.defaults
+    return Dream(
+        loop.memory, partial(ask_model, loop), partial(run_dreamer, loop), template("dream_find"),
+        template("dream_edit"), loop.skills, settings.budget, settings.dream.max_batch_size,
+    )  # fmt: skip
+
+
+async def ask_model(
+    loop: AgentLoop, messages: list[dict], tools: list[dict], choice: str | None
+) -> LLMResponse:
+    response = await loop.provider.chat(
+        messages, tools, max_tokens=loop.config.defaults.max_tokens, tool_choice=choice
+    )
+    add_up(loop.cost.total, response.usage)
+    return response
+
+
+class Fence(AgentHook):
+    """Refuses calls that a rule has a reason against."""
+
+    def __init__(self, reason_to_refuse: Callable[[str, dict], str]):
+        self.reason_to_refuse = reason_to_refuse
+
+    async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
+        for call in tool_calls:
+            call.denied = "This call could not be checked."  # should the rule itself fail
+            call.denied = self.reason_to_refuse(call.name, call.arguments)
+
+
+async def run_dreamer(
+    loop: AgentLoop, messages: list[dict], reason_to_refuse: Callable[[str, dict], str]
+) -> AgentRunResult:
+    """Dream's second phase: an agent of its own, which may edit three files and its skills."""
+    names = ("read_file", "edit_file", "write_file")
+    tools = [tool for tool in FILE_TOOLS if tool.name in names]
+    turn = replace(loop.turn("system:dream"), cwd=loop.workspace)
+    hook = CompositeHook([Fence(reason_to_refuse), loop.cost])
+    settings = loop.config.defaults
+    return await loop.runner.run(AgentRunSpec(
+        messages, ToolRegistry(tools), max_iterations=settings.dream.max_iterations,
+        max_tokens=settings.max_tokens, context_window=settings.context_window_tokens,
+        hook=hook, turn=turn, counter=loop.counter,
+    ))  # fmt: skip
+
+
+# ---- Subagents ----
+# Without their own run a search through fifty files would fill the conversation that asked for it.
+
+
+class SubagentManager:
+    """Helpers with one task each: a fresh run with fewer tools; the result comes as a message."""
+
+    most = 4
+    kept_from_them = ("spawn", "message", "cron")
+
+    def __init__(self, loop: AgentLoop):
+        self.loop = loop
+        self.running: dict[asyncio.Task, str] = {}  # the session that each works for
+        self.results: asyncio.Queue[InboundMessage] = asyncio.Queue()
+
+    def of(self, session_key: str) -> list[asyncio.Task]:
+        return [task for task, key in self.running.items() if key == session_key]
+
+    async def spawn(self, task: str, label: str = "", wait: bool = False, *, turn: Turn) -> str:
+        """Hand a task to a helper that works beside you and cannot ask back. Say in the task all
+        that it needs to know. Its result comes later as a message, or here if you wait for it."""
+        if len(self.running) >= self.most:
+            raise ToolError(f"{self.most} helpers are at work. Wait for one, or do it yourself.")
+        name = label or task[:40]
+        work = asyncio.create_task(self._work(task, turn))
+        self.running[work] = turn.session_key
+        work.add_done_callback(self.running.pop)
+        if wait:
+            return await work
+        work.add_done_callback(partial(self._announce, name, turn.session_key))
+        return f"Helper {name!r} is at work. Its result comes as a message: go on, or end here."
+
+    async def _work(self, task: str, turn: Turn) -> str:
+        names = [tool["function"]["name"] for tool in self.loop.tools.get_definitions()]
+        tools = [self.loop.tools.get(name) for name in names if name not in self.kept_from_them]
+        prompt = template("subagent", cwd=turn.cwd, workspace=turn.workspace)
+        messages = [{"role": "system", "content": prompt}, {"role": "user", "content": task}]
+        limits = self.loop.config.defaults
+        spec = AgentRunSpec(
+            messages, ToolRegistry(tools), max_iterations=15, max_tokens=limits.max_tokens,
+            context_window=limits.context_window_tokens, hook=CompositeHook(self.loop.hooks),
+            turn=replace(turn, depth=turn.depth + 1, seen={}),
+        )  # fmt: skip
+        result = await self.loop.runner.run(spec)
+        if result.stop_reason == "completed":
+            return result.final_content
+        return f"It did not finish ({result.stop_reason}): {result.error or result.final_content}"
+
+    def _announce(self, name: str, session_key: str, work: asyncio.Task) -> None:
+        if work.cancelled():
+            return
+        outcome = f"It failed: {work.exception()}" if work.exception() else work.result()
+        text = template("subagent_result", name=name, result=outcome)
+        self.results.put_nowait(InboundMessage("system", "subagent", session_key, text))
+
+
+# ---- Slash commands ----
+# Without them a user who is stuck has no way to say so but to the model that he is stuck with.
+
+SLASH = re.compile(  # "/status@my_bot", "/dream-log 1f3a9c", but not "/etc/hosts?"
+    r"/([a-z][a-z-]*)(?:@\w+)?(?:\s+([0-9a-f]{4,40}))?"
+)
+COMMANDS = {
+    "new": "start afresh; the old conversation stays in its journal",
+    "stop": "end the turn that runs, and its subagents",
+    "continue": "go on with a turn that was interrupted",
+    "status": "version, model, tokens, context, uptime",
+    "dream": "go through what happened lately; keep what matters in memory",
+    "dream-log": "what dreams changed; with a commit: what that one changed",
+    "dream-restore": "undo the last dream, or the commit that you name",
+    "help": "this list",
+}
+
+
+def slash_command(text: str) -> tuple[str, str]:
+    """`/NEW ` → ("new", ""), `/dream-log 1f3a` → ("dream-log", "1f3a"); "" for no command."""
+    match = SLASH.fullmatch(text.strip().lower())
+    if match is None:
+        return "", ""
+    return match[1], match[2] or ""
+
+
+def nothing_to_go_on_with() -> AgentRunResult:
+    return AgentRunResult("There is no interrupted turn to go on with.")
+
+
+async def answer_command(
+    loop: AgentLoop, command: str, argument: str, turn: Turn
+) -> AgentRunResult:
+    repository = MemoryRepository(loop.workspace)
+    match command:
+        case "dream":
+            lines = [await loop.dream.run()]
+        case "dream-log":
+            lines = [await in_thread(repository.log, argument)]
+        case "dream-restore":
+            lines = [await in_thread(repository.restore, argument)]
+        case "stop":
+            lines = ["Nothing runs here."]
+            if loop.stop(turn.session_key):
+                lines = ["Stopped; /continue goes on."]
+        case "help":
+            lines = [f"/{name}: {meaning}" for name, meaning in COMMANDS.items()]
+        case "status":
+            lines = session_status(loop, turn)
+        case _:
+            lines = [closest_command(command)]
+    return AgentRunResult("\n".join(lines))
+
+
+def closest_command(command: str) -> str:
+    from difflib import get_close_matches
+
+    closest = get_close_matches(command, COMMANDS, n=1, cutoff=0.0)[0]
+    return f"There is no /{command}. The closest is /{closest}: {COMMANDS[closest]}"
+
+
+def preview(loop: AgentLoop, turn: Turn, message: dict | None = None) -> Governed:
+    """The request that would be sent now, for a message that is not journalled."""
+    session = loop.sessions.get(turn.session_key)
+    lines = [*session.lines, message] if message else session.lines
+    history = replace(session, lines=lines).get_history()
+    spec = loop.run_spec(history, [], EventHook(None, turn, loop.config.streaming))
+    return loop.runner.govern(RunState(spec, AgentHookContext(spec.messages)))
+
+
+def size_of_prompt(loop: AgentLoop, turn: Turn) -> int:
+    """Tokens of all that is sent beside the conversation."""
+    system = {"role": "system", "content": loop.context.system_prompt(turn)}
+    return loop.counter.total([system, *loop.tools.get_definitions()])
+
+
+def session_status(loop: AgentLoop, turn: Turn) -> list[str]:
+    request = preview(loop, turn)
+    window = loop.config.defaults.context_window_tokens
+    count = len(loop.sessions.get(turn.session_key).get_history())
+    hours, minutes = divmod(int(time.monotonic() - loop.started) // 60, 60)
+    return [
+        f"nanobot {__version__}, model {loop.model}, session {turn.session_key}, {count} messages",
+        f"context {request.tokens:,} of {window:,}",
+        *request.notes,
+        f"since the start: {loop.cost.line(loop.cost.total)}, {hours} h {minutes} min",
+    ]
+
+
+async def start_afresh(loop: AgentLoop, session: Session, turn: Turn) -> AgentRunResult:
+    """What was said goes into memory, but nobody has to wait for it."""
+    session.restart(sync=False)
+    await session.synced()
+    turn.seen.clear()
+    loop.in_background(loop.consolidator.archive(session))
+    return AgentRunResult("A new session begins. The old one stays in its journal.")
 
 
 # ---- What can be set ----
+# Without these checks a wrong type would fail deep in a turn, and an unknown key never be noticed.
 
 
 class ConfigError(Exception):
@@ -82,6 +1676,21 @@ class AgentDefaults:
     max_tool_iterations: int = 40
     max_tool_result_chars: int = 16_000
     timezone: str = ""  # of the machine
+    memory_window: int = 100  # messages of a session that are not in memory yet
+    max_concurrent: int = 8  # turns that came over the bus
+    dream: DreamSettings = field(default_factory=lambda: DreamSettings())
+
+    @property
+    def budget(self) -> int:
+        """Tokens that a request may have."""
+        return self.context_window_tokens - self.max_tokens - 1_024
+
+
+@dataclass
+class DreamSettings:
+    interval_h: int = 2
+    max_batch_size: int = 20  # entries of the history
+    max_iterations: int = 10
 
 
 @dataclass
@@ -146,16 +1755,47 @@ class ToolSettings:
 
 @dataclass
 class Price:
-    """Money per million tokens."""
+    """Money per million tokens; without a price for cached ones a sum is an upper bound."""
 
     input: float = 0.0
     output: float = 0.0
+    cached: float | None = None
+
+    def of(self, usage: dict) -> str:
+        """`0.0123`, or `≤ 0.0123`."""
+        cached_price = self.input if self.cached is None else self.cached
+        fresh = usage["prompt_tokens"] - usage["cached_tokens"]
+        money = fresh * self.input + usage["cached_tokens"] * cached_price
+        money += usage["completion_tokens"] * self.output
+        is_upper_bound = usage["cached_tokens"] and self.cached is None
+        mark = "≤ " if is_upper_bound else ""
+        return f"{mark}{money / 1e6:.4f}"
+
+
+@dataclass
+class TelegramSettings:
+    token: str = ""
+    allow_from: list[str | int] = field(default_factory=list)  # user ids; empty: nobody
+    api_base: str = "https://api.telegram.org"
+    group_policy: Literal["mention", "open"] = "mention"
 
 
 @dataclass
 class ChannelSettings:
     send_progress: bool = True
     send_tool_hints: bool = True
+    telegram: TelegramSettings = field(default_factory=TelegramSettings)
+
+
+@dataclass
+class HeartbeatSettings:
+    enabled: bool = True
+    interval_s: int = 1_800
+
+
+@dataclass
+class GatewaySettings:
+    heartbeat: HeartbeatSettings = field(default_factory=HeartbeatSettings)
 
 
 @dataclass
@@ -167,8 +1807,13 @@ class Config:
     tools: ToolSettings = field(default_factory=ToolSettings)
     prices: dict[str, Price] = field(default_factory=dict)
     channels: ChannelSettings = field(default_factory=ChannelSettings)
+    gateway: GatewaySettings = field(default_factory=GatewaySettings)
+    # not of the file, but of the program that uses it:
     path: Path = field(default_factory=lambda: path_of("~/.nanobot/config.json"), init=False)
-    base_url: str = field(default="", init=False)  # given by a flag or the environment: it wins
+    base_url: str = field(default="", init=False)  # of a flag or the environment: it wins
+    cwd: Path = field(default_factory=Path.cwd, init=False)  # where relative paths and exec start
+    streaming: bool = field(default=True, init=False)
+    patience: float = field(default=15.0, init=False)  # seconds, for MCP servers that are starting
 
     @property
     def defaults(self) -> AgentDefaults:
@@ -185,648 +1830,25 @@ class Config:
         answer, window = self.defaults.max_tokens, self.defaults.context_window_tokens
         if answer * 2 >= window:
             limit = f"must be under half of contextWindowTokens ({window})"
-            why = "the answer needs room beside the conversation"
-            raise ConfigError(f"agents.defaults.maxTokens ({answer}) {limit}: {why}.")
+            reason = "the answer needs room beside the conversation"
+            raise ConfigError(f"agents.defaults.maxTokens ({answer}) {limit}: {reason}.")
         try:
             Web(self.tools.ssrf_whitelist)
         except ValueError as problem:
-            raise ConfigError(f"tools.ssrfWhitelist: {problem}. Write it like 10.0.0.0/8.") from None
+            fix = "Write it like 10.0.0.0/8."
+            raise ConfigError(f"tools.ssrfWhitelist: {problem}. {fix}") from None
 
 
 def path_of(text: str) -> Path:
     return Path(os.path.expanduser(text)).resolve()  # unlike Path's, this expanduser never raises
 
 
-# ---- What the model is told ----
-
-
-def template(name: str, **values: Any) -> str:
-    """A prompt from `templates/`. Rendering is strict: a `$variable` that nobody gave is a KeyError."""
-    text = (DATA / "templates" / f"{name}.md").read_text(encoding="utf-8")
-    return string.Template(text).substitute(values).strip()
-
-
-def prepare_workspace(workspace: Path) -> None:
-    """Make the agent's home and put its first files there; what is there already is never touched."""
-    try:
-        workspace.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for source in (DATA / "templates").glob("[A-Z]*.md"):  # the others are prompts
-            target = workspace / ("memory" if source.name == "MEMORY.md" else "") / source.name
-            if not target.exists():
-                target.parent.mkdir(exist_ok=True)
-                target.write_bytes(source.read_bytes())
-    except OSError as problem:
-        why = f"Cannot write the workspace {workspace}: {problem.strerror}"
-        raise ConfigError(f"{why}. Choose another with --workspace.") from None
-
-
-class ContextBuilder:
-    """Puts together what is sent. The system prompt stays the same to the byte: prompt caches live on it."""
-
-    own_files = ("AGENTS.md", "SOUL.md", "USER.md", "TOOLS.md", "IDENTITY.md")
-
-    def __init__(self, config: Config, memory: MemoryStore, skills: SkillsLoader):
-        self.memory, self.skills, self.zone = memory, skills, time_zone(config.defaults.timezone)
-
-    def request(self, turn: Turn, history: list[dict], images: list[dict]) -> list[dict]:
-        """The messages of a request. Images are only in what is sent, in the last message before its text."""
-        system = {"role": "system", "content": self.system_prompt(turn)}
-        if not images:
-            return [system, *history]
-        blocks = [*images, {"type": "text", "text": history[-1]["content"]}]
-        return [system, *history[:-1], {"role": "user", "content": blocks}]
-
-    def system_prompt(self, turn: Turn) -> str:
-        return "\n\n---\n\n".join(self.parts(turn).values())
-
-    def parts(self, turn: Turn) -> dict[str, str]:
-        """The system prompt by part, in order; parts with nothing in them are left out."""
-        skills, facts = self.skills.load(), own_text(turn, self.memory.facts)
-        active = [titled(f"## {each.name}", each.text) for each in skills if each.always and not each.missing]
-        listed = []
-        for each in (skill for skill in skills if not skill.always):
-            lack = f" [unavailable: needs {', '.join(each.missing)}]" if each.missing else ""
-            listed.append(f"- {each.name}: {each.description} ({each.path}){lack}")
-        style = template("format_cli") if turn.channel == "cli" else template("format_chat")
-        platform = f"{sys.platform}, Python {sys.version_info[0]}.{sys.version_info[1]}"
-        home = {"workspace": turn.workspace, "cwd": turn.cwd}
-        parts = {"identity": template("identity", platform=platform, format=style, **home)}
-        for path in (turn.workspace / name for name in self.own_files):
-            parts[path.name] = titled(f"## {path.name}", own_text(turn, path))
-        parts["Memory"] = titled("# Memory", "" if facts == template("MEMORY") else facts)
-        parts["Active Skills"] = titled("# Active Skills", "\n\n".join(active))
-        parts["Skills"] = template("skills", skills="\n".join(listed)) if listed else ""
-        parts["Recent History"] = titled("# Recent History", "\n".join(self.memory.recent_history()))
-        return {name: text for name, text in parts.items() if text}
-
-    def user_message(self, text: str, turn: Turn, media: Iterable[Path] = ()) -> tuple[dict, list[dict]]:
-        """The user's message, and the images to be sent with it.
-
-        `runtime` is a key of ours: apart in the journal, before the text in what is sent.
-        """
-        images, lines = [], []
-        for path in map(Path, media):
-            try:
-                block = image_block(path.read_bytes())
-                images += [block] if block else []
-                lines.append(f"[image: {path}]" if block else f"[file: {path}]")
-            except OSError as problem:
-                lines.append(f"[file: {path}, not readable: {problem.strerror}]")
-        from datetime import datetime
-
-        now = datetime.now().astimezone(self.zone)
-        moment = f"{now:%Y-%m-%d %H:%M} ({now:%A}), {now:%Z}"
-        runtime = template("runtime", time=moment, channel=turn.channel, chat_id=turn.chat_id)
-        return {"role": "user", "content": "\n".join([*lines, text]), "runtime": runtime}, images
-
-
-def own_text(turn: Turn, path: Path) -> str:
-    """A file that goes into the prompt. It may be a link, but not to keys and not over the fence."""
-    try:
-        return plain_text(read_bytes(turn.path(str(path)))).strip() if path.exists() else ""
-    except ToolError as problem:
-        log.warning("%s is left out of the prompt: %s", path.name, problem)
-        return ""
-
-
-def titled(title: str, text: str) -> str:
-    return f"{title}\n\n{text}" if text else ""
-
-
-def time_zone(name: str) -> Any:
-    """A zone like `Europe/Berlin`, or None for the machine's own."""
-    if not name:
-        return None
-    import zoneinfo
-
-    try:
-        return zoneinfo.ZoneInfo(name)
-    except (KeyError, ValueError, OSError):
-        raise ConfigError(f"agents.defaults.timezone: there is no zone {name!r}.") from None
-
-
-# ---- Hooks: looking on, and having a say ----
-
-
-NO_USAGE = {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0, "estimated": False}
-
-
-def add_up(total: dict, usage: dict) -> None:
-    for name in NO_USAGE:
-        total[name] += usage.get(name) or 0
-
-
-@dataclass
-class AgentRunResult:
-    """A run: while it goes on hooks may change it, at its end it is the result."""
-
-    final_content: str | None = None
-    messages: list[dict] = field(default_factory=list)
-    tools_used: list[str] = field(default_factory=list)
-    usage: dict = field(default_factory=lambda: dict(NO_USAGE))
-    stop_reason: str | None = None  # completed, max_iterations, error, tool_error, empty, cancelled
-    tool_events: list[dict] = field(default_factory=list)  # [{"name", "arguments", "is_error", "result"}]
-    error: str | None = None
-    spec: "AgentRunSpec" = None
-    iteration: int = 0  # model calls so far
-    response: LLMResponse | None = None
-    segments: list[str] = field(default_factory=list)  # of an answer that was cut by its length
-    nudge: str = ""  # a note to the model for the next request only
-    room: float = math.inf  # tokens of messages that the model has shown to take
-    blanks: int = 0  # blank answers in a row
-    cuts: int = 0  # answers that were cut or held back
-    failures: int = 0  # in a row, of one and the same call:
-    failed_call: tuple[str, dict] | None = None
-    counter: TokenCounter = field(default_factory=TokenCounter)
-
-    @property
-    def tool_calls(self) -> list[ToolCallRequest]:
-        return self.response.tool_calls if self.response else []
-
-    @property
-    def out_of_steps(self) -> bool:
-        return self.iteration > self.spec.max_iterations
-
-
-AgentHookContext = AgentRunResult  # what it is called while the run goes on
-
-
-class AgentHook:
-    """What happens in a run, as it happens. Override what you need."""
-
-    wants_streaming = False
-
-    async def before_iteration(self, context: AgentHookContext) -> None: ...
-
-    async def on_stream(self, delta: str) -> None: ...
-
-    async def on_stream_end(self, resuming: bool) -> None: ...
-
-    async def on_retry(self, why: str) -> None: ...
-
-    async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
-        """Set `call.denied = "reason"` to keep a call from running; the model is told the reason."""
-
-    async def after_iteration(self, context: AgentHookContext) -> None: ...
-
-    async def finalize_content(self, content: str) -> str:
-        return content
-
-
-class CompositeHook(AgentHook):
-    """Several hooks as one, in order of registration. One that fails is logged, the others still run."""
-
-    def __init__(self, hooks: Iterable[AgentHook]):
-        self.hooks = list(hooks)
-        self.wants_streaming = any(hook.wants_streaming for hook in self.hooks)
-
-    async def _each(self, method: str, *args: Any, **kwargs: Any) -> None:
-        for hook in self.hooks:
-            await self._safely(hook, method, *args, **kwargs)
-
-    async def _safely(self, hook: AgentHook, method: str, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return await getattr(hook, method)(*args, **kwargs)
-        except Exception as problem:  # a hook is a guest: it must not end the turn
-            inside = log.isEnabledFor(logging.INFO)  # --logs
-            log.warning("%s.%s failed: %s", type(hook).__name__, method, problem, exc_info=inside)
-            return None
-
-    before_iteration = partialmethod(_each, "before_iteration")
-    on_stream = partialmethod(_each, "on_stream")
-    on_stream_end = partialmethod(_each, "on_stream_end")
-    on_retry = partialmethod(_each, "on_retry")
-    before_execute_tools = partialmethod(_each, "before_execute_tools")
-    after_iteration = partialmethod(_each, "after_iteration")
-
-    async def finalize_content(self, content: str) -> str:
-        for hook in self.hooks:
-            changed = await self._safely(hook, "finalize_content", content)
-            content = content if changed is None else changed
-        return content
-
-
-class LoggingHook(AgentHook):
-    async def before_iteration(self, context: AgentHookContext) -> None:
-        log.info("iteration %d, %d messages", context.iteration, len(context.messages))
-
-    async def after_iteration(self, context: AgentHookContext) -> None:
-        log.info("iteration %d: %s %s", context.iteration, context.response.finish_reason, context.usage)
-
-
-class CostTrackingHook(AgentHook):
-    """Tokens, and money where the price of the model is configured."""
-
-    def __init__(self, prices: dict[str, Price], model: str):
-        self.price, self.total = prices.get(model), dict(NO_USAGE)
-
-    async def after_iteration(self, context: AgentHookContext) -> None:
-        add_up(self.total, context.response.usage)
-
-    def line(self, usage: dict) -> str:
-        """`1,234 in (200 cached) · 56 out · 0.0012`; `~` marks an estimate."""
-        mark = "~" if usage["estimated"] else ""
-        asked, said = usage["prompt_tokens"], usage["completion_tokens"]
-        cached = f" ({usage['cached_tokens']:,} cached)" if usage["cached_tokens"] else ""
-        line = f"{mark}{asked:,} in{cached} · {mark}{said:,} out"
-        if not self.price:
-            return line
-        return f"{line} · {mark}{(asked * self.price.input + said * self.price.output) / 1e6:.4f}"
-
-
-class ApprovalHook(AgentHook):
-    """Asks before a tool that writes or executes. `always` holds for that tool until the program ends."""
-
-    def __init__(self, tools: ToolRegistry, ask: Callable[[str], Awaitable[str]] | None):
-        self.tools, self.ask = tools, ask
-        self.always: set[str] = set()
-
-    async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
-        open_calls = [call for call in tool_calls if not (call.error or call.denied)]
-        asked = [call for call in open_calls if (tool := self.tools.get(call.name)) and not tool.read_only]
-        for call in asked:  # all of them before the first question: should one fail, none goes through
-            call.denied = "The user did not approve this call."
-        for call in asked:
-            if call.name in self.always:
-                call.denied = ""
-                continue
-            # JSON keeps all of it on one line: nothing in it can look like a question of ours
-            shown = printable(f"{call.name} {json.dumps(call.arguments, ensure_ascii=False)}")
-            # many blanks could scroll the rest away
-            shown = re.sub(r"\s{4,}", lambda blank: f"[{len(blank[0])} blanks]", shown)
-            long = f"{call.name}, {len(shown):,} characters. " if len(shown) > 500 else ""
-            question = f"{shown}\n{long}Run it? [y/n/always] "
-            answer = (await self.ask(question)).strip().lower() if self.ask else "n"
-            if answer in ("a", "always"):
-                self.always.add(call.name)
-            if answer in ("a", "always", "y", "yes"):
-                call.denied = ""
-
-
-# ---- The runner: think, act, think again ----
-
-
-@dataclass
-class AgentRunSpec:
-    """What to run. `on_messages(messages, whole)` gets new messages as they appear; tools get `turn`."""
-
-    messages: list[dict]
-    tools: ToolRegistry = field(default_factory=ToolRegistry)
-    model: str | None = None
-    max_iterations: int = 40
-    max_tokens: int = 8_192
-    temperature: float | None = None
-    context_window: int = 65_536
-    hook: AgentHook = field(default_factory=AgentHook)
-    concurrent_tools: bool = True
-    fail_on_tool_error: bool = False
-    turn: Turn = field(default_factory=Turn)
-    on_messages: Callable[[list[dict], bool], None] | None = None  # whole: no results are due behind them
-
-
-class AgentRunner:
-    """The engine. It knows no channel, no session and no file, so everything that asks a model can use it."""
-
-    runnable = ("tool_calls", "function_call", "stop", None)  # with any other reason the arguments may be cut
-    continuations = 3  # of an answer that its length limit cut
-
-    def __init__(self, provider: LLMProvider):
-        self.provider = provider
-
-    async def run(self, spec: AgentRunSpec) -> AgentRunResult:
-        run = AgentHookContext(messages=list(spec.messages), spec=spec)
-        try:
-            while not run.stop_reason:
-                await self._ask(run)
-                is_whole = run.response.finish_reason in self.runnable
-                if run.tool_calls and is_whole and not run.out_of_steps:
-                    await self._act(run)
-                else:
-                    await self._conclude(run)
-                if run.final_content:
-                    run.final_content = await spec.hook.finalize_content(run.final_content)
-                    extra = {} if run.tool_calls else run.response.extra  # the calls have it already
-                    self._add(run, LLMResponse(run.final_content, extra=extra).to_message())
-                await spec.hook.after_iteration(run)
-        except asyncio.CancelledError:
-            run.stop_reason = "cancelled"
-            raise
-        return run
-
-    async def _ask(self, run: AgentHookContext) -> None:
-        """One request: with tools, unless it is the last that the steps or the patience allow."""
-        spec, hook = run.spec, run.spec.hook
-        run.iteration += 1
-        if run.out_of_steps:
-            run.nudge = template("out_of_iterations", limit=spec.max_iterations)
-        await hook.before_iteration(run)
-        tools = [] if run.out_of_steps or run.blanks == 2 else spec.tools.get_definitions()
-        request = self._govern(run, tools)
-        run.response = await self._chat(run, request, tools)
-        if run.response.is_overflow:  # the window is smaller than the settings say
-            run.room = run.counter.total(request) // 2
-            shorter = self._govern(run, tools)
-            if len(shorter) < len(request):
-                await hook.on_retry("too long for the model: asking again without the oldest turns")
-                run.response = await self._chat(run, shorter, tools)
-        run.nudge = ""
-        add_up(run.usage, run.response.usage)
-
-    async def _chat(self, run: AgentHookContext, request: list[dict], tools: list[dict]) -> LLMResponse:
-        spec, hook = run.spec, run.spec.hook
-        return await self.provider.chat(
-            request, tools, model=spec.model, max_tokens=spec.max_tokens, temperature=spec.temperature,
-            on_delta=hook.on_stream if hook.wants_streaming else None, on_retry=hook.on_retry,
-        )  # fmt: skip
-
-    def _govern(self, run: AgentHookContext, tools: list[dict]) -> list[dict]:
-        """The copy that is sent: it fits the context window, and what is for this request only follows."""
-        spec, counter = run.spec, run.counter
-        budget = min(spec.context_window - spec.max_tokens - 1_024 - counter.total(tools), run.room)
-        asked = next((each for each in reversed(spec.messages) if each["role"] == "user"), None)
-        task = next((n for n, each in enumerate(run.messages) if each is asked), 1)  # hooks may have moved it
-        request = list(leave_out_oldest(run.messages, budget, counter, task))
-        request += [{"role": "assistant", "content": "".join(run.segments)}] if run.segments else []
-        return request + ([{"role": "user", "content": run.nudge}] if run.nudge else [])
-
-    async def _act(self, run: AgentHookContext) -> None:
-        """Run the calls of one answer; the results stand behind it in the order of the calls."""
-        run.blanks = 0
-        run.response.content = "".join([*run.segments, run.response.content or ""]) or None  # cut before
-        run.segments = []
-        await run.spec.hook.on_stream_end(resuming=True)
-        self._add(run, run.response.to_message(), more=True)
-        await run.spec.hook.before_execute_tools(run.tool_calls)
-        for batch in self._batches(run):
-            await self._run_batch(run, batch)
-            if run.stop_reason:
-                break
-
-    def _batches(self, run: AgentHookContext) -> Iterator[list[ToolCallRequest]]:
-        """Neighbouring calls of tools that are safe side by side go together, every other call goes alone."""
-
-        def is_safe(call: ToolCallRequest) -> bool:
-            tool = run.spec.tools.get(call.name)
-            return run.spec.concurrent_tools and tool is not None and tool.concurrency_safe
-
-        for together, neighbours in itertools.groupby(run.tool_calls, is_safe):
-            calls = list(neighbours)
-            yield from [calls] if together else ([call] for call in calls)
-
-    async def _run_batch(self, run: AgentHookContext, batch: list[ToolCallRequest]) -> None:
-        results: dict[int, ToolResult] = {}
-
-        async def work(n: int) -> None:
-            results[n] = await self._call(run, batch[n])
-
-        try:
-            await asyncio.gather(*map(work, range(len(batch))))
-        finally:  # also when the turn is stopped: what is finished stays
-            done = [(batch[n], results[n]) for n in sorted(results)]
-            self._add(run, *(
-                {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": result.text}
-                for call, result in done
-            ))  # fmt: skip
-        if images := [block for _, result in done for block in result.images]:
-            names = "\n".join(result.text for _, result in done if result.images)
-            self._add(run, {"role": "user", "content": [{"type": "text", "text": names}, *images]})
-
-    async def _call(self, run: AgentHookContext, call: ToolCallRequest) -> ToolResult:
-        if call.denied or call.error:
-            why = call.denied or f"{call.name} was not run: {call.error}. Send the call again, whole."
-            result = ToolResult(why, is_error=True)
-        else:
-            result = await run.spec.tools.execute(call.name, call.arguments, run.spec.turn)
-        run.tools_used += [call.name] if call.name not in run.tools_used else []
-        run.tool_events.append({"name": call.name, "arguments": call.arguments,
-                                "is_error": result.is_error, "result": result.text})  # fmt: skip
-        if result.is_error:
-            self._count_failure(run, call, result)
-        else:
-            run.failures = 0
-        return result
-
-    def _count_failure(self, run: AgentHookContext, call: ToolCallRequest, result: ToolResult) -> None:
-        """Where the same call fails again and again the model is told at 3 times, and the run ends at 5."""
-        before, run.failed_call = run.failed_call, (call.name, call.arguments)
-        run.failures = run.failures + 1 if run.failed_call == before else 1
-        if run.failures >= 5 or run.spec.fail_on_tool_error:
-            run.stop_reason, run.error = "tool_error", f"{call.name} failed: {result.text}"
-            run.final_content = f"I had to stop: {run.error}"
-        if run.failures >= 3:
-            result.text += "\n" + template("same_failure", count=run.failures)
-
-    async def _conclude(self, run: AgentHookContext) -> None:
-        """What an answer without calls to run means: the end, or another request."""
-        response, text = run.response, run.response.content or ""
-        if run.out_of_steps:
-            whole = text if response.finish_reason != "error" else ""
-            text = whole or f"I stopped at the limit of {run.spec.max_iterations} steps."
-            run.stop_reason, run.final_content = "max_iterations", "".join([*run.segments, text])
-        elif response.finish_reason == "error":
-            run.stop_reason, run.error = "error", response.error
-            run.final_content = "".join(run.segments) or None  # what was received whole
-        elif (response.finish_reason == "length" or run.tool_calls) and run.cuts < self.continuations:
-            run.cuts += 1
-            run.segments += [f"{text}\n\n" if run.tool_calls else text] if text else []
-            said = "answer" if text.strip() else "thinking"
-            run.nudge = template("cut_calls" if run.tool_calls else f"cut_{said}")
-        elif text.strip() or run.segments:
-            run.stop_reason, run.final_content = "completed", "".join([*run.segments, text])
-        elif run.blanks == 2 or response.finish_reason in ("content_filter", "refusal"):
-            why = "the endpoint withheld it" if run.blanks < 2 else "the model sent nothing of use"
-            run.stop_reason, run.final_content = "empty", f"There is no answer: {why}. Ask in other words."
-        else:
-            run.blanks += 1
-            run.nudge = template("blank_answer") if run.blanks == 2 else ""
-        await run.spec.hook.on_stream_end(resuming=not run.stop_reason)
-
-    def _add(self, run: AgentHookContext, *messages: dict, more: bool = False) -> None:
-        """New messages exist from here on, in the run and in the journal."""
-        run.messages += messages
-        if run.spec.on_messages and messages:
-            run.spec.on_messages(list(messages), not more)
-
-
-# ---- The loop: from a message to a reply ----
-
-Emit = Callable[[OutboundMessage], Awaitable[None]]
-Media = Iterable[Path]  # files that came with a message
-
-
-class EventHook(AgentHook):
-    """Tells a channel what is going on: deltas, text beside tool calls, tool hints, the answer."""
-
-    def __init__(self, emit: Emit | None, turn: Turn, streaming: bool):
-        self.emit, self.turn, self.wants_streaming = emit, turn, streaming
-        self.context: AgentHookContext | None = None
-
-    async def send(self, kind: str, content: str) -> None:
-        if self.emit:
-            await self.emit(OutboundMessage(self.turn.channel, self.turn.chat_id, content, kind))
-
-    async def before_iteration(self, context: AgentHookContext) -> None:
-        self.context = context
-
-    async def on_stream(self, delta: str) -> None:
-        await self.send("delta", delta)
-
-    async def on_retry(self, why: str) -> None:
-        await self.send("retry", why)
-
-    async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
-        if text := self.context.response.content:
-            await self.send("progress", text)
-        hints = [tool_hint(call) for call in tool_calls]
-        for hint in dict.fromkeys(hints):
-            count = hints.count(hint)
-            await self.send("tool_hint", f"{hint} × {count}" if count > 1 else hint)
-
-
-def tool_hint(call: ToolCallRequest) -> str:
-    """A call in one line: `read_file("a.txt")`, `$ ls`."""
-    if call.name == "exec":
-        return f"$ {' '.join(str(call.arguments.get('command', '')).split())[:100]}"
-    telling = [call.arguments[name] for name in ("path", *call.arguments) if name in call.arguments]
-    shown = json.dumps(telling[0], ensure_ascii=False, default=str) if telling else ""
-    return f"{call.name}({shown if len(shown) <= 80 else shown[:79] + '…'})"
-
-
-class AgentLoop:
-    """Who asks, which session, which reply. One turn of a session at a time, whoever it comes from."""
-
-    def __init__(self, config: Config, provider: LLMProvider | None = None, hooks: Iterable[AgentHook] = ()):
-        self.config, self.workspace = config, config.workspace
-        config.check()
-        prepare_workspace(self.workspace)
-        self.provider = provider or make_provider(config)
-        self.model = self.provider.get_default_model()
-        self.sessions = SessionManager(self.workspace)
-        self.memory = MemoryStore(self.workspace)
-        self.skills = SkillsLoader(self.workspace / "skills", DATA / "skills")
-        self.context = ContextBuilder(config, self.memory, self.skills)
-        self.tools = ToolRegistry(FILE_TOOLS)
-        if (shell := config.tools.exec).enable:
-            confinement = (shell.sandbox, shell.sandbox_network)
-            self.tools.register(Exec(shell.timeout, shell.path_append, shell.allowed_env_keys, *confinement))
-        if config.tools.web.enable:
-            web = Web(config.tools.ssrf_whitelist)
-            self.tools.register(WebFetch(web))
-            self.tools.register(WebSearch(web, **vars(config.tools.web.search)))
-        self.mcp = MCPServers(config.tools.mcp_servers, self.tools)
-        self.runner = AgentRunner(self.provider)
-        self.cost = CostTrackingHook(config.prices, self.model)
-        self.hooks = [self.cost, *hooks]
-        self.cwd = self.workspace  # the command line sets the folder that it was started in
-        self.streaming = True
-        self.started = time.monotonic()
-        self._seen: dict[str, dict] = {}  # by session: the files that it knows
-        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-
-    def turn(self, session_key: str) -> Turn:
-        channel, _, chat_id = session_key.partition(":")
-        return Turn(
-            self.workspace, self.cwd, channel, chat_id, session_key,
-            restrict=self.config.tools.restrict_to_workspace, readable=(DATA / "skills",),
-            secret=(self.config.path.resolve(), Config().path),
-            max_result_chars=self.config.defaults.max_tool_result_chars,
-            seen=self._seen.setdefault(session_key, {}),
-        )  # fmt: skip
-
-    async def process_direct(
-        self, text: str, session_key: str = "cli:direct", on_event: Emit | None = None, media: Media = ()
-    ) -> AgentRunResult:
-        """One message, to its answer. Raises SessionBusy, or OSError where the journal cannot be written."""
-        events = EventHook(on_event, self.turn(session_key), self.streaming)
-        slash = SLASH.fullmatch(text.strip().lower())
-        command = slash[1] if slash else ""
-        if command and command not in ("new", "continue"):  # the others need not wait for a turn to end
-            result = AgentRunResult(self._command(command, events.turn))
-        else:
-            async with self._locks.setdefault(session_key, asyncio.Lock()):
-                with self.sessions.lock(session_key):
-                    result = await self._take_turn(text, command, events, media)
-        if result.final_content:
-            await events.send("final", result.final_content)
-        return result
-
-    async def _take_turn(self, text: str, command: str, events: EventHook, media: Media) -> AgentRunResult:
-        session, images = self.sessions.get(events.turn.session_key), []
-        if command == "new":
-            session.restart()
-            events.turn.seen.clear()
-            return AgentRunResult("A new session begins. The old one stays in its journal.")
-        if command == "continue" and not session.unfinished:
-            return AgentRunResult("There is no interrupted turn to go on with.")
-        if not command:
-            message, images = self.context.user_message(text, events.turn, media)
-            session.append(message)  # before the model is asked
-        await self.mcp.connect()
-        defaults = self.config.defaults
-        spec = AgentRunSpec(
-            self.context.request(events.turn, session.get_history(legal), images), self.tools,
-            max_iterations=defaults.max_tool_iterations, max_tokens=defaults.max_tokens,
-            temperature=defaults.temperature, context_window=defaults.context_window_tokens,
-            hook=CompositeHook([events, *self.hooks]), turn=events.turn,
-            on_messages=lambda new, whole: session.append(*new, sync=whole),
-        )  # fmt: skip
-        return await self.runner.run(spec)
-
-    def _command(self, name: str, turn: Turn) -> str:
-        if name == "help":
-            return "\n".join(f"/{each}: {what}" for each, what in COMMANDS.items())
-        if name == "status":
-            return self._status(turn)
-        from difflib import get_close_matches
-
-        close = get_close_matches(name, COMMANDS, n=1, cutoff=0.0)[0]
-        return f"There is no /{name}. The closest is /{close}: {COMMANDS[close]}"
-
-    def _status(self, turn: Turn) -> str:
-        history = self.sessions.get(turn.session_key).get_history(list)
-        sent = [*self.context.request(turn, history, []), *self.tools.get_definitions()]
-        used, window = TokenCounter().total(sent), self.config.defaults.context_window_tokens
-        hours, minutes = divmod(int(time.monotonic() - self.started) // 60, 60)
-        return (
-            f"nanobot {__version__}, model {self.model}, session {turn.session_key}, "
-            f"{len(history)} messages\ncontext: ~{used:,} of {window:,} tokens\n"
-            f"since the start: {self.cost.line(self.cost.total)}, {hours} h {minutes} min"
-        )
-
-
-SLASH = re.compile(r"/([a-z][a-z-]*)(?:@\w+)?")  # also "/status@bot", but not "/etc/hosts?"
-COMMANDS = {
-    "new": "start afresh; the old conversation stays in its journal",
-    "continue": "go on with a turn that was interrupted",
-    "status": "version, model, tokens, context, uptime",
-    "help": "this list",
-}
-
-
-def run(text: str, session_key: str = "cli:direct", config: Config | None = None) -> str:
-    """The answer, also in a notebook; raises RuntimeError with cause and fix where there is none."""
-    loop = AgentLoop(config or load_config())
-    loop.cwd = Path.cwd()
-    with BackgroundLoop(loop.mcp.close) as background:
-        result = background.complete(loop.process_direct(text, session_key))
-    if result.stop_reason == "error":
-        raise RuntimeError(result.error)
-    return result.final_content
-
-
-# ---- From outside: settings, and the command line ----
-
-# Keys of parts that this version does not have yet: a line says so, so that nobody waits for their effect.
-NOT_YET = {
-    "agents.defaults.memoryWindow", "agents.defaults.dream", "agents.defaults.maxConcurrent",
-    "channels.telegram", "gateway",
-}  # fmt: skip
-
-
 def load_config(path: Path | None = None, environ: Mapping[str, str] = os.environ) -> Config:
-    """The file, and the environment over it. A file that is named must be there, the default one need not."""
+    """The file, and the environment over it. A file that is named must be there."""
     file = path or Config().path
-    config = read_setting(Config, read_json(file, environ), "") if path or file.exists() else Config()
+    config = Config()
+    if path or file.exists():
+        config = read_setting(Config, pasted_servers_in_place(read_json(file, environ)), "")
     config.path = file
     for spec in ROWS.values():
         if key := environ.get(spec.env_key):
@@ -838,135 +1860,265 @@ def load_config(path: Path | None = None, environ: Mapping[str, str] = os.enviro
 
 
 def read_json(file: Path, environ: Mapping[str, str]) -> Any:
-    """A settings file with each `${VAR}` from the environment; raises ConfigError with cause and fix."""
+    """A settings file with each `${VAR}` from the environment; raises ConfigError."""
 
     def variable(match: re.Match) -> str:
         if match[1] not in environ:
-            raise ConfigError(f"{file} wants the environment variable {match[1]}, which is not set.")
+            raise ConfigError(f"{file} wants the environment variable {match[1]}: it is not set.")
         return json.dumps(environ[match[1]])[1:-1]
 
     try:
-        return json.loads(re.sub(r"\$\{(\w+)\}", variable, file.read_text(encoding="utf-8-sig")))
+        text = file.read_text(encoding="utf-8-sig")
+        return json.loads(re.sub(r"\$\{(\w+)\}", variable, text))
     except OSError as problem:
-        raise ConfigError(f"Cannot read {file}: {problem.strerror}. Try `nanobot onboard`.") from None
+        cause = f"Cannot read {file}: {problem.strerror}"
+        raise ConfigError(f"{cause}. Try `nanobot onboard`.") from None
     except (ValueError, RecursionError) as problem:
         raise ConfigError(f"{file} is not JSON: {problem}. Correct it there.") from None
 
 
-def read_setting(hint: Any, value: Any, where: str) -> Any:
-    """A value as its type hint wants it; raises ConfigError with its path: `agents.defaults.maxTokens: …`."""
-    schema = as_schema(dict if is_dataclass(hint) else hint)
-    wanted = [each or '""' for each in schema.get("enum", [])] or kinds(schema)
-    if not fits(value, kinds(schema)) or value not in schema.get("enum", [value]):
-        shown = json.dumps(value, ensure_ascii=False)[:80]
-        raise ConfigError(f"{where or 'the file'}: expected {' or '.join(wanted)}, got {shown}")
+def pasted_servers_in_place(settings: Any) -> Any:
+    """As other programs have it: {"mcpServers": …} → {"tools": {"mcpServers": …}}."""
+    if not isinstance(settings, dict) or "mcpServers" not in settings:
+        return settings
+    log.warning("mcpServers stands at the top of the settings; its place here is tools.mcpServers")
+    pasted = settings.pop("mcpServers")
+    tools = settings.setdefault("tools", {})
+    if isinstance(tools, dict) and isinstance(pasted, dict):
+        tools["mcpServers"] = pasted | tools.get("mcpServers", {})
+    return settings
+
+
+def read_setting(hint: Any, value: Any, place: str) -> Any:
+    """A value as its type hint wants it; raises ConfigError: `agents.defaults.maxTokens: …`."""
+    check_type(hint, value, place)
     if is_dataclass(hint):
-        return read_section(hint, value, where)
+        return read_section(hint, value, place)
     inner = get_args(hint)
     if get_origin(hint) is list:
-        return [read_setting(inner[0], each, f"{where}[{n}]") for n, each in enumerate(value)]
+        return [read_setting(inner[0], item, f"{place}[{n}]") for n, item in enumerate(value)]
     if get_origin(hint) is dict:
-        return {name: read_setting(inner[1], each, f"{where}.{name}") for name, each in value.items()}
+        return {key: read_setting(inner[1], item, f"{place}.{key}") for key, item in value.items()}
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
     least = 1 if hint is int else 0
-    if isinstance(value, int | float) and not least <= value < 1e15:  # NaN is not, either
-        raise ConfigError(f"{where}: expected a number from {least} up, got {str(value)[:80]}")
+    if not least <= value < 1e15:  # NaN is not, either
+        raise ConfigError(f"{place}: expected a number from {least} up, got {str(value)[:80]}")
     return int(value) if hint is int else value  # 100.0 is an integer, too
 
 
-def read_section(cls: type, section: dict, where: str) -> Any:
-    hints, values = get_type_hints(cls), {}
-    known = {camel_case(each.name): each.name for each in fields(cls) if each.init}
+def check_type(hint: Any, value: Any, place: str) -> None:
+    schema = {"type": "object"} if is_dataclass(hint) else as_schema(hint)
+    choices = schema.get("enum", [value])
+    if fits(value, kinds(schema)) and value in choices:
+        return
+    wanted = [choice or '""' for choice in schema.get("enum", [])] or kinds(schema)
+    shown = json.dumps(value, ensure_ascii=False)[:80]
+    raise ConfigError(f"{place or 'the file'}: expected {' or '.join(wanted)}, got {shown}")
+
+
+def read_section(section_type: type, section: dict, place: str) -> Any:
+    """An object of the file as its dataclass; keys in camelCase and in snake_case mean the same."""
+    hints = get_type_hints(section_type)
+    names = [setting.name for setting in fields(section_type) if setting.init]
+    known = {camel_case(name): name for name in names}
+    values = {}
     for key, value in section.items():
-        path = f"{where}.{key}".lstrip(".")
+        path = f"{place}.{key}".lstrip(".")
         if name := known.get(camel_case(key)):
             values[name] = read_setting(hints[name], value, path)
-        elif camel_case(path) in NOT_YET:
-            log.warning("%s: this version has no such part yet, the setting does nothing", path)
         elif path.startswith("tools.mcpServers."):  # people paste them, with keys of other programs
             log.warning("%s: unknown key, it does nothing. There are: %s", path, ", ".join(known))
         else:
             raise ConfigError(f"{path}: unknown key. There are: {', '.join(sorted(known))}")
-    return cls(**values)
+    return section_type(**values)
 
 
 def camel_case(name: str) -> str:
+    """max_tokens → maxTokens"""
     return re.sub("_([a-z])", lambda match: match[1].upper(), name)
 
 
-def make_provider(config: Config) -> LLMProvider:
-    """The model that the settings mean: the offline one where no key and no address is configured."""
+def make_provider(config: Config, human: HumanProvider | None = None) -> LLMProvider:
+    """The model that the settings mean: the offline one where no key and no address is set."""
     defaults = config.defaults
-    if strange := [name for name in config.providers if name not in ROWS]:
-        raise ConfigError(f"providers.{strange[0]}: no such provider. There are: {', '.join(ROWS)}")
-    if defaults.provider in ("offline", "human"):
-        return OfflineProvider() if defaults.provider == "offline" else HumanProvider()
-    settings = {name: Endpoint(ROWS[name], **vars(each)) for name, each in config.providers.items()}
+    for name in config.providers:
+        if name not in ROWS:
+            raise ConfigError(f"providers.{name}: no such provider. There are: {', '.join(ROWS)}")
+    if defaults.provider == "offline":
+        return OfflineProvider()
+    if defaults.provider == "human":
+        return human or HumanProvider()
+    settings = {
+        name: Endpoint(ROWS[name], **vars(provider)) for name, provider in config.providers.items()
+    }
+    chosen = "" if defaults.provider == "auto" else defaults.provider
     try:
-        chosen = "" if defaults.provider == "auto" else defaults.provider
         endpoint = choose_endpoint(settings, defaults.model, chosen, config.base_url)
     except ValueError as problem:
         raise ConfigError(str(problem)) from None
-    if not endpoint and defaults.model not in ("", "offline"):
-        why = f"There is no key and no base URL for the model {defaults.model}"
-        raise ConfigError(f"{why}. Set OPENAI_API_KEY or OPENAI_BASE_URL, or use --offline.")
-    return OpenAIProvider(endpoint) if endpoint else OfflineProvider()
+    if endpoint:
+        return OpenAIProvider(endpoint)
+    if defaults.model not in ("", "offline"):
+        cause = f"There is no key and no base URL for the model {defaults.model}"
+        raise ConfigError(f"{cause}. Set OPENAI_API_KEY or OPENAI_BASE_URL, or use --offline.")
+    return OfflineProvider()
+
+
+def make_tools(config: Config) -> ToolRegistry:
+    """The tools that the settings allow; those of MCP servers come when they are connected."""
+    tools = ToolRegistry(FILE_TOOLS)
+    shell = config.tools.exec
+    if shell.enable:
+        tools.register(Exec(
+            shell.timeout, shell.path_append, shell.allowed_env_keys,
+            sandbox=shell.sandbox, network=shell.sandbox_network,
+        ))  # fmt: skip
+    if config.tools.web.enable:
+        web = Web(config.tools.ssrf_whitelist)
+        tools.register(WebFetch(web))
+        tools.register(WebSearch(web, **vars(config.tools.web.search)))
+    return tools
+
+
+# ---- The command line ----
+# Without its care an answer in a pipe would have tool hints in it, and Ctrl-C show a traceback.
 
 
 def settings_of(arguments: argparse.Namespace) -> Config:
     """The configuration. A flag wins over the variable that it stands for."""
-    flags = {"NANOBOT_WORKSPACE": arguments.workspace, "NANOBOT_MODEL": arguments.model,
-             "OPENAI_BASE_URL": arguments.base_url}  # fmt: skip
-    config = load_config(arguments.config, os.environ | {name: each for name, each in flags.items() if each})
+    flags = {
+        "NANOBOT_WORKSPACE": arguments.workspace,
+        "NANOBOT_MODEL": arguments.model,
+        "OPENAI_BASE_URL": arguments.base_url,
+    }
+    set_flags = {name: value for name, value in flags.items() if value}
+    config = load_config(arguments.config, os.environ | set_flags)
     config.defaults.provider = arguments.provider or config.defaults.provider
     return config
 
 
-def agent_command(arguments: argparse.Namespace) -> int:
-    loop = AgentLoop(settings_of(arguments))
-    loop.cwd, loop.streaming = Path.cwd(), not arguments.no_stream
-    wanted = loop.config.channels
-    shown = {"retry": True, "progress": wanted.send_progress, "tool_hint": wanted.send_tool_hints}
-    terminal = CLI(kinds=tuple(kind for kind, on in shown.items() if on))
-    if isinstance(loop.provider, OfflineProvider) and loop.config.defaults.provider != "offline":
-        terminal.note(template("no_model"))
-    if arguments.trace:
-        loop.provider.trace = Trace(arguments.trace)
-    with BackgroundLoop(loop.mcp.close) as background:
-        keyboard = sys.stdin is not None and sys.stdin.isatty()
-        if isinstance(loop.provider, HumanProvider) and keyboard:
-            loop.provider.ask = background.ask
-            loop.provider.check = lambda name, arguments: loop.tools.prepare_call(name, arguments)[2]
-        if arguments.approve:
-            loop.hooks.append(ApprovalHook(loop.tools, background.ask if keyboard else None))
-        if arguments.logs:
-            loop.hooks.append(LoggingHook())
-        ask = partial(one_turn, loop, terminal, background, session_key(arguments.session))
-        piped = "" if keyboard else terminal.read_piped(arguments.message is not None)
-        given = os.fsencode(arguments.message or "").decode("utf-8", errors="replace")  # whatever the locale
-        text = "\n\n".join(filter(None, [given.strip(), piped]))
-        if text or not keyboard or arguments.message is not None:
-            return ask(text)
-        threading.Thread(target=loop.provider.warm_up, daemon=True).start()
-        terminal.note(f"nanobot {__version__}, model {loop.model}. /help lists commands, Ctrl-D leaves.")
-        return terminal.converse(ask, loop.workspace / ".nanobot" / "prompt-history")
-
-
 def session_key(name: str) -> str:
+    """`work` → `cli:work`; `telegram:123` is one already."""
     return name if ":" in name else f"cli:{name}"
 
 
-def one_turn(loop: AgentLoop, terminal: CLI, background: BackgroundLoop, key: str, text: str) -> int:
+def agent_command(arguments: argparse.Namespace) -> int:
+    config = settings_of(arguments)
+    config.streaming = not arguments.no_stream
+    terminal = CLI(kinds=kinds_to_show(config.channels))
+    keyboard = sys.stdin is not None and sys.stdin.isatty()
+    with BackgroundLoop(waiting=terminal.waiting) as background:
+        ask = background.ask if keyboard else None
+        loop = loop_for_terminal(config, arguments, ask)
+        loop.hooks.append(WaitingHook(terminal.waiting))
+        background.at_end(loop.close)
+        warn_before_start(arguments, loop, terminal, keyboard)
+        talk = partial(one_turn, loop, terminal, background, session_key(arguments.session))
+        message = arguments.text or arguments.message
+        folder = loop.workspace / ".nanobot" / "piped"
+        piped = "" if keyboard else terminal.read_piped(message is not None, folder)
+        text = join_message(message, piped)
+        if text or not keyboard or message is not None:
+            return ask_once(talk, terminal, text)
+        threading.Thread(target=loop.provider.warm_up, daemon=True).start()
+        config.patience = 5.0  # a server that comes later serves the next message
+        greet(terminal, loop)
+        return terminal.converse(talk, prompt_history(loop))
+
+
+def prompt_history(loop: AgentLoop) -> Path:
+    return loop.workspace / ".nanobot" / "prompt-history"
+
+
+def kinds_to_show(settings: ChannelSettings) -> tuple[str, ...]:
+    """Which events stand beside the answer: `("retry", "progress", "tool_hint")`."""
+    wanted = {"progress": settings.send_progress, "tool_hint": settings.send_tool_hints}
+    return ("retry", *(kind for kind, is_shown in wanted.items() if is_shown))
+
+
+def loop_for_terminal(
+    config: Config, arguments: argparse.Namespace, ask: Callable[..., Awaitable[str]] | None
+) -> AgentLoop:
+    """The loop with what the flags add; `ask` is None where nobody can be asked."""
+    tools = make_tools(config)
+    provider = make_provider(config, human_provider(tools, ask))
+    if arguments.trace:
+        provider.trace = Trace(arguments.trace)
+    hooks: list[AgentHook] = []
+    if arguments.approve:
+        hooks.append(ApprovalHook(tools, ask))
+    if arguments.logs:
+        hooks.append(LoggingHook())
+    return AgentLoop(config, provider, tools, hooks)
+
+
+def human_provider(tools: ToolRegistry, ask: Callable[..., Awaitable[str]] | None) -> HumanProvider:
+    def problem_with(name: str, arguments: dict) -> str | None:
+        return tools.prepare_call(name, arguments)[2]
+
+    return HumanProvider(ask, problem_with)
+
+
+def warn_before_start(
+    arguments: argparse.Namespace, loop: AgentLoop, terminal: CLI, keyboard: bool
+) -> None:
+    """What the user would only find out later, or never."""
+    if isinstance(loop.provider, OfflineProvider) and loop.config.defaults.provider != "offline":
+        terminal.note(template("no_model"))
+    if arguments.approve and not keyboard:
+        terminal.note(NOBODY_TO_ASK)
+    if arguments.trace and arguments.trace.stat().st_size:
+        terminal.note(f"nanobot: {arguments.trace} holds a trace already: this one goes behind it")
+
+
+def join_message(message: str | None, piped: str) -> str:
+    written = os.fsencode(message or "").decode("utf-8", errors="replace")  # whatever the locale
+    return "\n\n".join(part for part in (written.strip(), piped) if part)
+
+
+def greet(terminal: CLI, loop: AgentLoop) -> None:
+    is_first_time = not prompt_history(loop).exists()
+    name = "welcome" if is_first_time else "welcome_back"
+    terminal.note(template(name, version=__version__, model=loop.model, workspace=loop.workspace))
+
+
+def ask_once(talk: Callable[[str], int], terminal: CLI, text: str) -> int:
+    try:
+        return talk(text)
+    except KeyboardInterrupt:
+        terminal.note("stopped; `nanobot -m /continue` goes on with this turn")
+        raise
+
+
+def one_turn(
+    loop: AgentLoop, terminal: CLI, background: BackgroundLoop, key: str, text: str
+) -> int:
+    """One message to its answer on the terminal; gives the exit status."""
     if not text:
-        print("nanobot: there is no message: give one with -m TEXT, or on standard input", file=sys.stderr)
+        complain("there is no message: give one with -m TEXT, or on standard input")
         return 2
+    if loop.mcp.servers:
+        terminal.waiting.begin("MCP servers")
     result = background.complete(loop.process_direct(text, key, terminal.send))
-    if result.usage["prompt_tokens"]:
-        terminal.note(f"tokens: {loop.cost.line(result.usage)}")
-    failed = result.stop_reason in ("error", "tool_error", "empty")
+    if result.requests:
+        terminal.note(token_line(loop, result))
+    if result.stop_reason == "max_iterations":
+        terminal.note("nanobot: the limit of steps (maxToolIterations) is reached; ask it to go on")
+    failed = result.stop_reason in NOT_ANSWERED
     cause = result.error or result.final_content or ""
-    if failed and not (terminal.live and cause in (result.final_content or "")):  # seen already
+    was_shown = terminal.live and cause in (result.final_content or "")
+    if failed and not was_shown:
         terminal.note(f"nanobot: {cause}")
     return int(failed)
+
+
+def token_line(loop: AgentLoop, result: AgentRunResult) -> str:
+    """`3 requests · 3,750 in (200 cached) · 210 out · context 1,412 of 65,536`"""
+    requests = "1 request" if result.requests == 1 else f"{result.requests} requests"
+    window = loop.config.defaults.context_window_tokens
+    context = f"context {result.context_tokens:,} of {window:,}"
+    return f"{requests} · {loop.cost.line(result.usage)} · {context}"
 
 
 def onboard_command(arguments: argparse.Namespace) -> None:
@@ -975,114 +2127,155 @@ def onboard_command(arguments: argparse.Namespace) -> None:
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         file.touch(0o600)  # keys will be in it
         file.write_text(template("config") + "\n", encoding="utf-8")
-    workspace = settings_of(arguments).workspace
-    prepare_workspace(workspace)
+    workspace = prepare_workspace(settings_of(arguments).workspace)
     print(f"Settings: {file}\nWorkspace: {workspace}")
-    print("Next: put a key into the settings, or export OPENAI_API_KEY; then look at `nanobot status`.")
+    print("Next: put a key into the settings, or export OPENAI_API_KEY; then try `nanobot status`.")
 
 
 def status_command(arguments: argparse.Namespace) -> int:
-    """Checks each part and says how to mend it; the exit status is 1 where something needed is broken."""
+    """Checks each part and says how to mend it; the exit status is 1 where one is broken."""
     loop = AgentLoop(settings_of(arguments))
-    file, provider, bash = loop.config.path, loop.provider, shutil.which("bash")
-    model, problem = "offline: fixed rules; set OPENAI_API_KEY or OPENAI_BASE_URL for a real one", None
-    if isinstance(provider, OpenAIProvider):
-        end, problem = provider.endpoint, asyncio.run(provider.check())
-        model = f"{provider.model or 'no model named'} at {end.api_base} ({end.spec.name})"
-    elif isinstance(provider, HumanProvider):
-        model = "human: it is you"
-    sandbox = loop.config.tools.exec.sandbox
-    unsafe = sandbox_problem() if sandbox else ""
-    rows = [
-        ("ok", "settings", str(file) if file.exists() else "the defaults; `nanobot onboard` writes a file"),
-        ("ok", "workspace", str(loop.workspace)),
-        ("BAD" if problem else "ok", "model", f"{model}: {problem}" if problem else model),
-        ("ok" if bash else "--", "bash", bash or "missing: exec cannot run; install bash"),
-        ("BAD" if unsafe else "ok", "sandbox", unsafe or sandbox or "off: a command can do what you can"),
-    ]
+    report = StatusReport()
+    file, sandbox = loop.config.path, loop.config.tools.exec.sandbox
+    settings = file if file.exists() else "the defaults; `nanobot onboard` writes a file"
+    report.line("settings", str(settings))
+    report.line("workspace", str(loop.workspace), problem_of_workspace(loop.workspace))
+    report.line("model", describe_model(loop.provider), problem_of_model(loop.provider))
+    bash = shutil.which("bash")
+    report.line("bash", bash or "exec cannot run; install bash", is_missing=not bash)
+    if sandbox:
+        report.line("sandbox", sandbox, sandbox_problem())
+    else:
+        report.line("sandbox", "off: a command can do what you can")
     for name, problem in asyncio.run(loop.mcp.check()).items():
-        rows.append(("BAD" if problem else "ok", f"mcp {name}", problem or "connected"))
+        report.line(f"mcp {name}", "connected", problem)
     for skill in loop.skills.load():
-        lack = f"needs {', '.join(skill.missing)}" if skill.missing else "ready"
-        rows.append(("--" if skill.missing else "ok", f"skill {skill.name}", lack))
-    for mark, name, what in rows:
-        print(printable(f"{mark:4}{name:22}{what}"))
-    return int(any(mark == "BAD" for mark, *_ in rows))
+        state = state_of_skill(skill)
+        report.line(f"skill {skill.name}", state, is_missing=state != "ready")
+    return report.exit_status
+
+
+class StatusReport:
+    """Prints a part a line: `ok` in order, `--` missing and not needed, `BAD` broken."""
+
+    exit_status = 0
+
+    def line(self, part: str, state: str, problem: str = "", is_missing: bool = False) -> None:
+        mark = "--" if is_missing else "ok"
+        if problem:
+            mark, state = "BAD", f"{state}: {problem}"
+            self.exit_status = 1
+        print(printable(f"{mark:4}{part:22}{state}"))
+
+
+def state_of_skill(skill: Skill) -> str:
+    if skill.problem:
+        return f"broken, left out: {skill.problem}"
+    return f"needs {', '.join(skill.missing)}" if skill.missing else "ready"
+
+
+def problem_of_workspace(workspace: Path) -> str:
+    probe = workspace / f".probe-{os.getpid()}"
+    try:
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as problem:
+        return f"it cannot be written ({problem.strerror}). Choose another with --workspace."
+    return ""
+
+
+def describe_model(provider: LLMProvider) -> str:
+    if isinstance(provider, HumanProvider):
+        return "human: it is you"
+    if not isinstance(provider, OpenAIProvider):
+        return "offline: fixed rules; set OPENAI_API_KEY or OPENAI_BASE_URL for a real one"
+    endpoint = provider.endpoint
+    model = provider.model or "no model named"
+    return f"{model} at {endpoint.api_base} ({endpoint.spec.name})"
+
+
+def problem_of_model(provider: LLMProvider) -> str:
+    if not isinstance(provider, OpenAIProvider):
+        return ""
+    return asyncio.run(provider.check()) or ""
 
 
 def prompt_command(arguments: argparse.Namespace) -> None:
+    """Prints the governed request, part by part: what is shown is what is sent."""
     loop = AgentLoop(settings_of(arguments))
-    loop.cwd = Path.cwd()
     turn = loop.turn(session_key(arguments.session))
-    parts = loop.context.parts(turn)
     asyncio.run(loop.mcp.check())  # so that their tools are in what is printed
-    parts["Tools"] = "\n".join(json.dumps(each, ensure_ascii=False) for each in loop.tools.get_definitions())
     message, _ = loop.context.user_message(arguments.text, turn)
-    stored = loop.sessions.get(turn.session_key)
-    if history := replace(stored, lines=[*stored.lines, message]).get_history(legal)[:-1]:
-        parts["History"] = "\n".join(json.dumps(each, ensure_ascii=False) for each in history)
-    parts["User"] = f"{message['runtime']}\n\n{message['content']}"
-    for name, text in parts.items():
+    request = preview(loop, turn, message)
+    tools = loop.tools.get_definitions()
+    for name, text in parts_of_request(loop.context.parts(turn), tools, request).items():
         tokens = TokenCounter().total([{"content": text}])
         print(f"==== {name} (~{tokens:,} tokens) ====\n{printable(text)}\n")
+    window = loop.config.defaults.context_window_tokens
+    print("\n".join([*request.notes, f"In all: context {request.tokens:,} of {window:,}"]))
+
+
+def parts_of_request(
+    system: dict[str, str], tools: list[dict], request: Governed
+) -> dict[str, str]:
+    """{"identity": …, "Memory": …, "Tools": …, "History": …, "User": …}, without empty ones."""
+    *history, last = request.messages[1:]
+    parts = dict(system)
+    parts["Tools"] = lines_of_json(tools)
+    parts["History"] = lines_of_json(history)
+    parts["User"] = last["content"]
+    return {name: text for name, text in parts.items() if text}
+
+
+def lines_of_json(records: list[dict]) -> str:
+    return "\n".join(json.dumps(record, ensure_ascii=False) for record in records)
 
 
 def sessions_command(arguments: argparse.Namespace) -> None:
-    sessions, key = SessionManager(settings_of(arguments).workspace), arguments.show
-    if key and key not in sessions.list_keys():
+    sessions = SessionManager(settings_of(arguments).workspace)
+    keys = sessions.list_keys()
+    if arguments.show is None:
+        for key in keys:
+            count = len([line for line in sessions.get(key).lines if line])
+            print(printable(f"{key}  {count} messages"))
+        return
+    key = arguments.show if arguments.show in keys else session_key(arguments.show)
+    if key not in keys:
         raise ConfigError(f"There is no session {key!r}. `nanobot sessions` lists them.")
-    if key:
-        lines = map(said, filter(None, sessions.get(key).lines))
-    else:
-        counts = {each: len(list(filter(None, sessions.get(each).lines))) for each in sessions.list_keys()}
-        lines = (f"{each}  {count} messages" for each, count in counts.items())
-    for line in lines:
-        print(printable(line))
+    for line in filter(None, sessions.get(key).lines):
+        print(printable(readable(line)))
 
 
-class RecordedTools(ToolRegistry):
-    """The tools of a trace. Nothing is executed: each call returns what it returned then."""
+def gateway_command(arguments: argparse.Namespace) -> None:
+    """Channels, cron and heartbeat, until a signal."""
+    GATEWAY_LOG.setLevel(logging.INFO)
+    if arguments.verbose:
+        log.setLevel(logging.INFO)
+    config = settings_of(arguments)
+    config.cwd = config.workspace
+    loop = AgentLoop(config)
+    with one_gateway(loop.workspace):
+        asyncio.run(serve(loop))
 
-    def __init__(self, records: list[dict]):
-        super().__init__()
-        self.definitions, self.results = records[0]["tools"], defaultdict(list)
-        # those of earlier turns, and what the runner itself answers to a call that could not be read
-        known = {message.get("tool_call_id") for message in records[0]["messages"]}
-        known |= {call.id for record in records for call in record["answer"].tool_calls if call.error}
-        keys: dict[str, str] = {}
-        for message in (message for record in records for message in record["messages"]):
-            for call in message.get("tool_calls", ()):
-                function = call["function"]
-                keys.setdefault(call["id"], self.key(function["name"], json.loads(function["arguments"])))
-            if message["role"] == "tool" and message["tool_call_id"] not in known:
-                known.add(message["tool_call_id"])
-                self.results[keys[message["tool_call_id"]]].append(message["content"])
 
-    @staticmethod
-    def key(name: str, arguments: dict) -> str:
-        return f"{name} {json.dumps(arguments)}"
-
-    def get_definitions(self) -> list[dict]:
-        return self.definitions
-
-    async def execute(self, name: str, params: dict, turn: Turn | None = None) -> ToolResult:
-        results = self.results[self.key(name, params)]
-        return ToolResult(results.pop(0) if results else "(the trace ends before this call's result)")
+def cron_command(arguments: argparse.Namespace) -> None:
+    loop = AgentLoop(settings_of(arguments))
+    turn = loop.turn("cli:direct")
+    print(printable(make_cron(loop, no_clock_here).cron(arguments.action, turn=turn)))
+    if not gateway_runs(loop.workspace):
+        print("No gateway runs: nothing of this happens until `nanobot gateway` is started.")
 
 
 def replay_command(arguments: argparse.Namespace) -> int:
-    defaults, terminal, status = settings_of(arguments).defaults, CLI(), 0
+    """Plays a trace again, turn after turn. Nothing is executed and nobody is asked."""
+    terminal, status = CLI(), 0
     try:
         model = ReplayProvider(arguments.file)
     except (OSError, ValueError) as problem:
         raise ConfigError(f"{problem}. Make a trace with: nanobot agent --trace FILE") from None
     while model.rest:
-        first, hook = model.rest[0], EventHook(terminal.send, Turn(), streaming=True)
-        known = [name for name in ("max_tokens", "temperature") if name in first["options"]]
-        options = {name: first["options"][name] for name in known}
-        spec = AgentRunSpec(first["messages"], RecordedTools(model.rest), hook=hook, **options)
-        spec.max_iterations = defaults.max_tool_iterations
-        spec.context_window = sys.maxsize  # what did not fit was left out when it was recorded
+        hook = EventHook(terminal.send, Turn(), streaming=True)
+        spec = recorded_spec(model.rest, settings_of(arguments).defaults, hook)
         try:
             result = asyncio.run(AgentRunner(model).run(spec))
         except ReplayDiffers as difference:
@@ -1096,75 +2289,119 @@ def replay_command(arguments: argparse.Namespace) -> int:
     return status
 
 
+def recorded_spec(records: list[dict], limits: AgentDefaults, hook: AgentHook) -> AgentRunSpec:
+    """The turn that begins with the first record; its tools give what they gave then."""
+    first = records[0]
+    spec = AgentRunSpec(first["messages"], RecordedTools(records, ToolResult), hook=hook)
+    spec.max_iterations = limits.max_tool_iterations
+    spec.context_window = sys.maxsize  # what did not fit was left out when it was recorded
+    spec.max_tokens = first["options"].get("max_tokens", spec.max_tokens)
+    spec.temperature = first["options"].get("temperature")
+    return spec
+
+
 def parser() -> argparse.ArgumentParser:
-    main_parser = argparse.ArgumentParser("nanobot", description="A personal AI agent. No command: agent.")
+    about = "A personal AI agent. No command: agent."
+    main_parser = argparse.ArgumentParser("nanobot", description=about)
     main_parser.add_argument("--version", action="version", version=f"nanobot {__version__}")
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--config", metavar="FILE", type=path_of, help="default: ~/.nanobot/config.json")
-    common.add_argument("--workspace", metavar="DIR", help="the agent's home; default: ~/.nanobot/workspace")
-    common.add_argument("--model", metavar="NAME")
-    common.add_argument("--base-url", metavar="URL", help="an OpenAI-compatible endpoint, mostly with /v1")
-    choice = common.add_mutually_exclusive_group()
-    choice.add_argument("--provider", metavar="NAME", help=", ".join([*ROWS, "offline", "human (you)"]))
-    choice.add_argument("--offline", dest="provider", action="store_const", const="offline")
-    common.add_argument("--logs", action="store_true", help="show what happens inside, on stderr")
-    commands = main_parser.add_subparsers(metavar="COMMAND")
+    common = common_flags()
+    strict = partial(argparse.ArgumentParser, allow_abbrev=False)  # `--app` is not `--approve`
+    commands = main_parser.add_subparsers(metavar="COMMAND", parser_class=strict)
     agent = commands.add_parser("agent", parents=[common], help="ask, or talk at a prompt")
-    agent.add_argument("-m", "--message", metavar="TEXT", help="ask this and leave; else a prompt")
-    agent.add_argument("--approve", action="store_true", help="ask before a tool writes or executes")
+    message = agent.add_mutually_exclusive_group()
+    message.add_argument("text", nargs="?", metavar="TEXT", help="ask this and leave")
+    message.add_argument("-m", "--message", metavar="TEXT", help="the same")
+    agent.add_argument("--approve", action="store_true", help="ask before tools write or execute")
     agent.add_argument("--no-stream", action="store_true", help="do not stream requests")
-    agent.add_argument("--trace", metavar="FILE", type=path_of, help="write down requests and answers")
+    agent.add_argument("--trace", metavar="FILE", type=path_of, help="write down each request")
     replay = commands.add_parser("replay", parents=[common], help="run a trace again: no network")
     replay.add_argument("file", metavar="FILE", type=path_of)
     prompt = commands.add_parser("prompt", parents=[common], help="print what would be sent")
     prompt.add_argument("text", nargs="?", default="Hello!")
     for command in (agent, prompt):
-        command.add_argument("-s", "--session", metavar="NAME", default="direct", help="a conversation apart")
-    sessions = commands.add_parser("sessions", parents=[common], help="list conversations, or `show KEY`")
+        command.add_argument("-s", "--session", metavar="NAME", default="direct")
+    sessions = commands.add_parser("sessions", parents=[common], help="list, or `show KEY`")
     sessions.add_argument("action", nargs="?", choices=["show"])
     sessions.add_argument("show", nargs="?", metavar="KEY")
+    gateway = commands.add_parser("gateway", parents=[common], help="serve channels and cron")
+    gateway.add_argument("--verbose", action="store_true", help="log more than events")
+    cron = commands.add_parser("cron", parents=[common], help="list what is planned")
+    cron.add_argument("action", nargs="?", choices=["list"], default="list")
     commands.add_parser("onboard", parents=[common], help="write settings and workspace")
     commands.add_parser("status", parents=[common], help="check each part")
     return main_parser
 
 
-def show_bug(*raised: Any) -> None:
-    """A traceback, harmless to the terminal: what it quotes may come from a model."""
-    print(printable("".join(traceback.format_exception(*raised))), file=sys.stderr)
+def common_flags() -> argparse.ArgumentParser:
+    """The flags of the settings, which each command takes."""
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--config", metavar="FILE", type=path_of, help="~/.nanobot/config.json")
+    common.add_argument("--workspace", metavar="DIR", help="its home; ~/.nanobot/workspace")
+    common.add_argument("--model", metavar="NAME")
+    common.add_argument("--base-url", metavar="URL", help="an endpoint; mostly ends in /v1")
+    choice = common.add_mutually_exclusive_group()
+    names = ", ".join([*ROWS, "offline", "human (you)"])
+    choice.add_argument("--provider", metavar="NAME", help=names)
+    choice.add_argument("--offline", dest="provider", action="store_const", const="offline")
+    common.add_argument("--logs", action="store_true", help="show what happens inside, on stderr")
+    return common
+
+
+COMMAND_LINE = {
+    "agent": agent_command,
+    "prompt": prompt_command,
+    "sessions": sessions_command,
+    "onboard": onboard_command,
+    "status": status_command,
+    "gateway": gateway_command,
+    "cron": cron_command,
+    "replay": replay_command,
+}
 
 
 def main(argv: list[str] | None = None) -> int:
-    argv = list(sys.argv[1:] if argv is None else argv)
-    commands = {"agent": agent_command, "prompt": prompt_command, "sessions": sessions_command,
-                "onboard": onboard_command, "status": status_command, "replay": replay_command}  # fmt: skip
-    if argv and not argv[0].startswith("-") and argv[0] not in commands:
-        print(f"nanobot: no command {argv[0]!r}, there are {', '.join(commands)}; a message goes behind -m",
-              file=sys.stderr)  # fmt: skip
+    """The program: gives the exit status. 0 answered, 1 failed, 2 wrong usage, 130 interrupted."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    first = argv[0] if argv else "agent"
+    if not first.startswith("-") and first not in (*COMMAND_LINE, "agent"):
+        names = ", ".join(COMMAND_LINE)
+        complain(f"no command {first!r}, there are {names}; a message goes behind -m")
         return 2
-    if not argv or argv[0] not in (*commands, "-h", "--help", "--version"):
+    if not argv or first not in (*COMMAND_LINE, "-h", "--help", "--version"):
         argv.insert(0, "agent")
+    prepare_streams()
     arguments = parser().parse_args(argv)
-    handler = logging.StreamHandler()
-    handler.setFormatter(PrintableFormatter("%(levelname)s %(name)s: %(message)s"))
-    logging.basicConfig(level=logging.INFO if arguments.logs else logging.WARNING, handlers=[handler])
-    for stream in filter(None, (sys.stdout, sys.stderr)):
-        stream.reconfigure(errors="replace")  # letters that its encoding has not
-    sys.excepthook = show_bug
-    for name in ("SIGTERM", "SIGHUP"):  # end as after Ctrl-C: what runs is stopped, the journal in order
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), terminate)
+    prepare_process(arguments.logs)
     try:
-        return commands[argv[0]](arguments) or 0
+        return COMMAND_LINE[argv[0]](arguments) or 0
     except (ConfigError, SessionBusy) as problem:
-        print(f"nanobot: {printable(str(problem))}", file=sys.stderr)
+        complain(str(problem))
     except BrokenPipeError:  # `nanobot … | head`: nobody wants the rest
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as problem:
-        cause = printable(str(problem))
-        print(f"nanobot: {cause}. Mend it and ask again; the journal keeps what it has.", file=sys.stderr)
+        complain(f"{problem}. Mend it and ask again; the journal keeps what it has.")
     except KeyboardInterrupt:
         return 130
     return 1
+
+
+def prepare_process(logs: bool) -> None:
+    """Logs and tracebacks harmless to the terminal, signals that end a turn in order."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(PrintableFormatter("%(levelname)s %(name)s: %(message)s"))
+    level = logging.INFO if logs else logging.WARNING
+    logging.basicConfig(level=level, handlers=[handler])
+    sys.excepthook = show_bug
+    end_on_signals()  # as after Ctrl-C: what runs is stopped, the journal is in order
+
+
+def complain(text: str) -> None:
+    print(f"nanobot: {printable(text)}", file=sys.stderr)
+
+
+def show_bug(*raised: Any) -> None:
+    """A traceback, harmless to the terminal: what it quotes may come from a model."""
+    print(printable("".join(traceback.format_exception(*raised))), file=sys.stderr)
 
 
 if __name__ == "__main__":

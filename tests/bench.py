@@ -109,7 +109,7 @@ def kit_loop(base_url: str, workspace: str):
     config = nanobot.load_config(environ={"OPENAI_BASE_URL": base_url, "NANOBOT_MODEL": "m"})
     config.defaults.workspace, config.defaults.max_tool_iterations = workspace, 1_000
     loop = nanobot.AgentLoop(config)
-    loop.tools, loop.streaming = ToolRegistry([look]), False
+    loop.tools, loop.config.streaming = ToolRegistry([look]), False
     return loop
 
 

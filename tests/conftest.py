@@ -1,8 +1,16 @@
 """Every test starts with a home of its own, no keys in the environment and nothing of this machine."""
 
 import os
+import signal
 
 import pytest
+
+# What was started in the background or by nohup inherits signals that are ignored, and so would all
+# programs that the tests start: their Ctrl-C would do nothing.
+for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+    number = getattr(signal, name, None)  # there is no SIGHUP on Windows
+    if number and signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, signal.default_int_handler if name == "SIGINT" else signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True)

@@ -76,6 +76,7 @@ class Recorded:
     headers: dict[str, str]
     body: Json | None
     raw: bytes
+    client: int = 0  # the port of the connection that it came over
 
 
 Answer = Reply | Failure | Raw | Hang
@@ -248,7 +249,8 @@ class Handler(BaseHTTPRequestHandler):
         body = None
         with contextlib.suppress(ValueError):
             body = json.loads(raw)
-        request = Recorded(self.path, headers, body if isinstance(body, dict) else None, raw)
+        port = self.client_address[1]
+        request = Recorded(self.path, headers, body if isinstance(body, dict) else None, raw, port)
         self.server.requests.append(request)
         self._send(self.server.answer(self.command, request), request.body or {})
 

@@ -1,7 +1,7 @@
 """A real MCP server, made with the official SDK: `mcp_server.py [stdio | sse | streamable-http PORT]`.
 
-With PID_FILE in the environment it writes its process id there. `mute` never answers; `deaf` does not even
-notice that its input has ended.
+With PID_FILE in the environment it writes its process id there; WAITING_FILE is made when `wait` is called.
+`mute` never answers; `deaf` does not even notice that its input has ended.
 """
 
 import asyncio
@@ -54,6 +54,8 @@ def refuse() -> CallToolResult:
 
 @server.tool()
 async def wait(seconds: float) -> str:
+    if "WAITING_FILE" in os.environ:
+        Path(os.environ["WAITING_FILE"]).touch()
     await asyncio.sleep(seconds)
     return "waited"
 
@@ -72,7 +74,7 @@ def mixed() -> CallToolResult:
 
 @server.tool(structured_output=False)
 def structured() -> CallToolResult:
-    return CallToolResult(content=[], structured_content={"degrees": 21})
+    return CallToolResult(content=[], structured_content={"degrees": 21, "city": "Zürich"})
 
 
 @server.tool(name="a.b")

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from fake_llm import Failure, FakeLLM, Hang, Reply, call, calls
 ROOT = Path(__file__).parent.parent
 PROGRAM = [sys.executable, str(ROOT / "nanobot.py")]
 FULL = bool(os.environ.get("NANOBOT_TEST_FULL"))
+LONG = 60  # seconds that nothing takes, also on a machine with much else to do
 
 
 def surroundings(server: FakeLLM | None) -> dict[str, str]:
@@ -45,7 +47,7 @@ def nanobot(*arguments: str, server: FakeLLM | None = None, stdin: str = "", cwd
         work = (arguments, surroundings(server), str(cwd or Path.cwd()), files)
         process = FORKS.Process(target=run_main, args=work)
         process.start()
-        process.join(30)
+        process.join(LONG)
         assert process.exitcode is not None, f"nanobot {arguments} does not end"
         return process.exitcode, *(os.fsdecode(file.read_bytes()) for file in files[1:])
 
@@ -95,6 +97,14 @@ def test_a_trace_is_replayed_without_tools_even_if_a_key_was_left_out_of_it(own_
     status, again, _ = nanobot("replay", trace)
     assert "hello there" in out and "api_key = abcdefghij" in out
     assert (status, again) == (0, out.replace("abcdefghij", "[key]"))
+
+
+def test_what_the_user_did_not_approve_the_offline_model_tells_as_that(own_home, tmp_path):
+    (tmp_path / "a.txt").write_text("hello\n", encoding="utf-8")
+    status, out, err = nanobot("--offline", "--approve", "-m", "please delete a.txt", cwd=tmp_path)
+    assert (status, "exec did not work: The user did not approve this call." in out) == (0, True), err
+    assert out.endswith('[offline rule "delete files", templates/offline/rules.md]\n')
+    assert (tmp_path / "a.txt").exists()
 
 
 def test_no_subcommand_means_agent_and_offline_can_be_asked_for(own_home):
@@ -156,7 +166,16 @@ def test_only_the_answer_goes_to_stdout(own_home, tmp_path):
     assert (status, out) == (0, "Here it is.\n")
     assert "Let me look." in err
     assert "list_dir()" in err
-    assert re.search(r"tokens: [\d,]+ in · [\d,]+ out", err)
+    assert re.search(r"^2 requests · [\d,]+ in · [\d,]+ out · context [\d,]+ of 65,536$", err, re.M)
+
+
+@pytest.mark.parametrize("setting", ["sendProgress", "sendToolHints"])
+def test_what_stands_beside_the_answer_can_be_switched_off(own_home, setting):
+    settings = own_home / "settings.json"
+    settings.write_text(json.dumps({"channels": {setting: False}}))
+    with FakeLLM([calls(call("list_dir"), content="Let me look."), "Here it is."]) as server:
+        _, _, err = nanobot("-m", "look", "--config", str(settings), server=server)
+    assert ("Let me look." in err, "list_dir()" in err) == (setting != "sendProgress", setting != "sendToolHints")
 
 
 def test_the_message_may_come_from_a_pipe_alone_or_beside_one(own_home):
@@ -172,7 +191,7 @@ def test_bytes_from_a_pipe_that_are_no_text_do_no_harm(own_home):
     with FakeLLM(["fine"]) as server:
         process = start("-m", "look", server=server, stdin=subprocess.PIPE)
         process.stdin.buffer.write(b"caf\xe9 \xff")
-        assert process.communicate(timeout=20)[0] == "fine\n"
+        assert process.communicate(timeout=LONG)[0] == "fine\n"
         assert server.bodies[0]["messages"][-1]["content"].endswith("look\n\ncaf\ufffd \ufffd")
 
 
@@ -180,7 +199,7 @@ def test_bytes_from_a_pipe_that_are_no_text_do_no_harm(own_home):
 @pytest.mark.parametrize("flags", [["-m", "x"], ["-m", "x", "--approve"], []])
 def test_standard_input_may_be_closed(own_home, flags):
     process = start("--offline", *flags, preexec_fn=lambda: os.close(0))
-    out, err = process.communicate(timeout=20)
+    out, err = process.communicate(timeout=LONG)
     assert "Traceback" not in err
     assert process.returncode == (0 if flags else 2)
 
@@ -189,7 +208,7 @@ def test_an_output_that_knows_few_letters_gets_the_others_replaced(own_home):
     with FakeLLM(["naïve Γειά"]) as server:
         environ = {"PYTHONIOENCODING": "latin-1"}
         process = start("-m", "x", server=server, extra=environ)
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate(timeout=LONG)
     assert (process.returncode, out.encode("utf-8", "surrogateescape")) == (0, b"na\xefve ????\n"), err
 
 
@@ -220,10 +239,14 @@ def test_sessions_are_apart_and_remembered(own_home):
     assert "assistant: two" in out
 
 
-def test_escape_sequences_from_a_model_do_not_reach_the_terminal(own_home):
-    with FakeLLM(["red \x1b[31malert\x1b[0m \u202egnp.exe"]) as server:
+def test_escape_sequences_from_a_model_do_not_reach_the_terminal_but_a_file(own_home, needs_terminal):
+    answer = "red \x1b[31malert\x1b[0m \u202egnp.exe"
+    with FakeLLM([answer, answer]) as server:
         _, out, _ = nanobot("-m", "x", server=server)
-    assert out == "red \\x1b[31malert\\x1b[0m \\u202egnp.exe\n"
+        assert out == f"{answer}\n"
+        terminal = Terminal("-m", "x", server=server)
+        terminal.expect("red \\x1b[31malert\\x1b[0m \\u202egnp.exe")
+        assert terminal.close() == 0
 
 
 def test_nothing_that_is_shown_reaches_the_terminal_raw(own_home, tmp_path):
@@ -238,9 +261,10 @@ def test_nothing_that_is_shown_reaches_the_terminal_raw(own_home, tmp_path):
     failing = call("exec", command=f"{evil}\0")
     shown = ""
     with FakeLLM([beside, failing, evil, Failure(400, {"error": {"message": evil}})]) as server:
-        for flags in (["-m", evil, "--logs"], ["-m", "x", "-s", evil], ["status", "--model", evil]):
-            shown += "".join(nanobot(*flags, server=server, cwd=tmp_path)[1:])
-        for flags in (["prompt", evil], ["sessions"], ["sessions", "show", "cli:direct"], ["onboard"]):
+        for flags in (["-m", evil, "--logs"], ["-m", "x", "-s", evil]):
+            shown += nanobot(*flags, server=server, cwd=tmp_path)[2]  # the answer goes into a pipe as it is
+        others = [["prompt", evil], ["sessions"], ["sessions", "show", "cli:direct"], ["onboard"]]
+        for flags in (["status", "--model", evil], *others):
             shown += "".join(nanobot(*flags, server=server, cwd=tmp_path)[1:])
     assert shown.count("\\x1b]0;owned\\x07\\u202e\\u200b\\U000e0041") > 10
     assert not set(evil) - set("]0;ownedJ2") & set(shown)
@@ -334,8 +358,16 @@ def test_a_home_of_nobody(own_home):
 
 def test_a_folder_where_a_skill_should_be_stops_nothing(own_home):
     nanobot("onboard")
-    (own_home / ".nanobot" / "workspace" / "skills" / "odd" / "SKILL.md").mkdir(parents=True)
-    assert nanobot("--offline", "-m", "x")[0] == 0
+    skills = own_home / ".nanobot" / "workspace" / "skills"
+    (skills / "odd" / "SKILL.md").mkdir(parents=True)
+    (skills / "mem").mkdir()
+    (skills / "mem" / "SKILL.md").symlink_to("/proc/self/mem")
+    status, _, err = nanobot("--offline", "-m", "x")
+    lines = [err.count(f"{name}/SKILL.md is left out") for name in ("odd", "mem")]
+    assert (status, lines) == (0, [1, 1]), err
+    rows = nanobot("status", "--offline")[1].splitlines()
+    assert [row.split()[2] for row in rows if "broken" in row] == ["mem", "odd"]
+    assert "skills/odd" not in nanobot("prompt", "--offline")[1]
 
 
 def test_a_disk_that_is_full_in_the_middle_of_a_turn(own_home, tmp_path):
@@ -347,7 +379,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_turn(own_home, tmp_path):
     (tmp_path / "a.txt").write_text("x" * 9_000)
     with FakeLLM([call("read_file", path="a.txt"), "still here"]) as server:
         process = start("-m", "x", server=server, cwd=tmp_path, preexec_fn=full_disk)
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate(timeout=LONG)
         assert (process.returncode, out, len(server.bodies)) == (1, "", 1)
         assert "File too large" in err
         assert "Traceback" not in err
@@ -357,18 +389,25 @@ def test_a_disk_that_is_full_in_the_middle_of_a_turn(own_home, tmp_path):
 
 
 def test_a_session_that_is_in_use_says_so(own_home):
-    with FakeLLM([Reply("slow", delay=0.6), "never"]) as server:
+    second_has_ended = threading.Event()
+
+    def slow(body: dict) -> str:
+        assert second_has_ended.wait(LONG)
+        return "slow"
+
+    with FakeLLM(slow) as server:
         first = start("-m", "one", server=server)
         wait_until(lambda: server.bodies)
         err = fails("-m", "two", server=server)
-        assert "in use by another program" in err
-        assert first.communicate(timeout=20)[0] == "slow\n"
+        second_has_ended.set()
+        assert "in use by another program" in err and len(server.bodies) == 1
+        assert first.communicate(timeout=LONG)[0] == "slow\n"
 
 
 # ---- Interruptions ----
 
 
-def wait_until(condition, seconds: float = 10.0) -> None:
+def wait_until(condition, seconds: float = LONG) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it never happened"
@@ -380,14 +419,14 @@ def test_ctrl_c_stops_with_130_and_leaves_a_session_that_goes_on(own_home):
         process = start("-m", "one", server=server)
         wait_until(lambda: server.bodies)
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=10)
+        _, err = process.communicate(timeout=LONG)
         assert process.returncode == 130
         assert "Traceback" not in err
         assert nanobot("-m", "two", server=server)[1] == "hello again\n"
-        sent = [message["content"] for message in server.bodies[1]["messages"][1:]]
-    assert sent[0].endswith("one")
-    assert sent[1] == "[interrupted before an answer]"
-    assert sent[2].endswith("two")
+        sent = server.bodies[1]["messages"][1:]
+    assert [message["role"] for message in sent] == ["user"]
+    one, two = sent[0]["content"].split("[the message above was not answered: interrupted]")
+    assert one.strip().endswith("one") and two.endswith("two")
 
 
 BUSY = {"error": {"message": "slow down"}}
@@ -406,7 +445,7 @@ def test_ctrl_c_during_a_wait_stops_at_once(own_home):
         process = start("-m", "one", server=server)
         assert "asking again in 60 s" in process.stderr.readline()
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=5)
+        process.communicate(timeout=LONG)
         assert process.returncode == 130
         assert nanobot("-m", "/continue", server=server)[1] == "hello again\n"
     assert [line["role"] for line in journal(own_home)[1:]] == ["user", "assistant"]
@@ -418,9 +457,9 @@ def test_a_signal_kills_the_command_that_runs(own_home, tmp_path, name):
         process = start("-m", "one", server=server, cwd=tmp_path)
         wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().strip())
         process.send_signal(getattr(signal, name))
-        process.communicate(timeout=10)
+        process.communicate(timeout=LONG)
     child = int((tmp_path / "pid").read_text())
-    wait_until(lambda: not Path(f"/proc/{child}").exists() or is_zombie(child), 5)
+    wait_until(lambda: not Path(f"/proc/{child}").exists() or is_zombie(child))
 
 
 def is_zombie(pid: int) -> bool:
@@ -499,16 +538,18 @@ needs_proc = pytest.mark.skipif(not Path("/proc").exists(), reason="looks at pro
 @needs_proc
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", None][: 3 if FULL else 1])
 def test_no_mcp_server_outlives_the_program(own_home, tmp_path, name):
-    settings_with_servers(own_home, test=mcp_server(PID_FILE=f"{tmp_path}/pid"))
-    with FakeLLM([call("mcp_test_wait", seconds=60 if name else 0), "done"]) as server:
+    files = {"PID_FILE": f"{tmp_path}/pid", "WAITING_FILE": f"{tmp_path}/waiting"}
+    settings_with_servers(own_home, test=mcp_server(**files))
+    with FakeLLM([call("mcp_test_wait", seconds=600 if name else 0), "done"]) as server:
         process = start("-m", "one", server=server, cwd=tmp_path)
-        wait_until(lambda: server.bodies)
         if name:
+            wait_until((tmp_path / "waiting").exists)
             process.send_signal(getattr(signal, name))
-        out, err = process.communicate(timeout=15)
+        out, err = process.communicate(timeout=LONG)
     assert (process.returncode, out) == ((130, "") if name else (0, "done\n"))
     assert "no business on the terminal" not in err
-    assert is_gone(int((tmp_path / "pid").read_text()))
+    server_id = int((tmp_path / "pid").read_text())
+    wait_until(lambda: is_gone(server_id))  # it was killed; the system takes its time to bury it
 
 
 @needs_proc
@@ -520,7 +561,7 @@ def test_ctrl_c_ends_an_mcp_server_that_is_still_starting_and_does_not_listen(ow
     process.send_signal(signal.SIGINT)
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)  # impatient: it must not be left behind all the same
-    assert process.wait(timeout=15) == 130
+    assert process.wait(timeout=LONG) == 130
     process.communicate()
     assert is_gone(int((tmp_path / "pid").read_text()))
 
@@ -529,12 +570,12 @@ def test_status_and_prompt_show_servers_and_a_pasted_key_is_no_error(own_home):
     good = mcp_server() | {"autoApprove": []}
     settings_with_servers(own_home, good=good, bad={"command": "no-such-program"})
     prompt, status = start("prompt"), start("status")
-    out, err = status.communicate(timeout=30)
+    out, err = status.communicate(timeout=LONG)
     assert status.returncode == 1
     assert re.search("^ok  mcp good ", out, re.MULTILINE)
     assert re.search("^BAD mcp bad .*no-such-program.*Check tools.mcpServers.bad", out, re.MULTILINE)
     assert "tools.mcpServers.good.autoApprove: unknown key" in err
-    assert '"mcp_good_echo"' in prompt.communicate(timeout=30)[0]
+    assert '"mcp_good_echo"' in prompt.communicate(timeout=LONG)[0]
 
 
 # ---- The prompt, on a real terminal ----
@@ -557,7 +598,7 @@ class Terminal:
         os.close(inner)
         self.text = self.everything = ""
 
-    def expect(self, words: str, seconds: float = 15.0) -> None:
+    def expect(self, words: str, seconds: float = LONG) -> None:
         deadline = time.monotonic() + seconds
         while words not in self.text:
             assert time.monotonic() < deadline, f"{words!r} is not in {self.text!r}"
@@ -569,9 +610,14 @@ class Terminal:
     def type(self, keys: str) -> None:
         os.write(self.screen, keys.encode())
 
+    def is_waiting(self) -> bool:
+        """Does the program wait for the keyboard? That it has printed a prompt comes a little earlier."""
+        where = Path(f"/proc/{self.process.pid}/wchan")  # of the main thread: in which call it sleeps
+        return not where.exists() or bool(re.search("select|poll_|tty", where.read_text()))
+
     def close(self) -> int:
         try:
-            return self.process.wait(timeout=10)
+            return self.process.wait(timeout=LONG)
         finally:
             self.process.kill()
             os.close(self.screen)
@@ -588,7 +634,7 @@ def test_a_conversation_at_the_prompt(own_home, needs_terminal):
         terminal.expect("> ")
         terminal.type("hi\n")
         terminal.expect("Hello, human.")
-        terminal.expect("tokens:")
+        terminal.expect("· context ")
         terminal.expect("> ")
         terminal.type("/status\n")
         terminal.expect("model test-model")
@@ -634,7 +680,7 @@ def test_approval_on_a_terminal_shows_the_escaped_command_and_obeys(own_home, ne
         terminal.type("again\n")
         terminal.expect("[y/n/always]")
         terminal.type("n\n")
-        terminal.expect("tokens:")
+        terminal.expect("· context ")
         terminal.expect("> ")
         assert "did not approve" in server.bodies[3]["messages"][-1]["content"]
         terminal.type("\x04")
@@ -643,13 +689,20 @@ def test_approval_on_a_terminal_shows_the_escaped_command_and_obeys(own_home, ne
 
 def test_what_was_typed_before_the_question_does_not_approve(own_home, needs_terminal, tmp_path):
     target = tmp_path / "made"
-    touch = Reply(None, [call("exec", command=f"touch {target}")], "tool_calls", delay=0.3)
-    with FakeLLM([touch, "I may not."]) as server:
+    is_typed = threading.Event()
+
+    def after_typing(body: dict):
+        assert is_typed.wait(LONG)
+        return next(script)
+
+    script = iter([call("exec", command=f"touch {target}"), "I may not."])
+    with FakeLLM(after_typing) as server:
         terminal = Terminal("--approve", server=server)
         terminal.expect("> ")
         terminal.type("make it\n")
         wait_until(lambda: len(server.bodies) == 1)
         terminal.type("yes\n")
+        is_typed.set()
         terminal.expect("[y/n/always]")
         terminal.type("n\n")
         terminal.expect("I may not.")
@@ -684,7 +737,7 @@ def test_a_trace_is_replayed_without_network_and_without_running_anything(own_ho
     (tmp_path / "ran.txt").unlink()
     status, out, err = nanobot("replay", "t.jsonl", cwd=tmp_path)
     assert (status, out) == (0, "It says Γειά.\n"), err
-    assert err == "".join(line for line in first[2].splitlines(True) if not line.startswith("tokens:"))
+    assert err == "".join(line for line in first[2].splitlines(True) if "· context " not in line)
     assert not (tmp_path / "ran.txt").exists()
 
 
@@ -707,7 +760,7 @@ def test_turns_add_up_in_one_trace_and_are_replayed_one_after_the_other(own_home
         process = start("-m", "three", *trace, server=server)
         wait_until(lambda: len(server.bodies) == 5)
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=10)
+        process.communicate(timeout=LONG)
         assert nanobot("-m", "four", *trace, server=server, cwd=tmp_path)[1] == "All done.\n"
     records = trace_of(tmp_path / "t.jsonl")
     assert [(record["answer"] or {}).get("finish_reason") for record in records] == [
@@ -796,7 +849,8 @@ def test_a_person_can_be_the_model(own_home, needs_terminal, tmp_path):
     terminal.expect("> ")
     terminal.type("what is in a.txt?\n")
     for seen in ("---- system ----", "You are nanobot", "---- user ----", "what is in a.txt?",
-                 "---- tools ----", "read_file (path, ", "model> "):  # fmt: skip
+                 "---- tools ----", "read_file (path: string, [offset: integer]", "Read a text",
+                 "model> "):  # fmt: skip
         terminal.expect(seen)
     wrong = ['read_file {"path": "a.txt", "colour": 1}', 'read_file {"path": ', "read_file"]
     complaints = ["colour", "not whole JSON", "path is required"]
@@ -837,7 +891,7 @@ def test_a_person_who_leaves_in_mid_turn_leaves_a_session_that_goes_on(own_home,
     terminal.type("list_dir {}\n")
     terminal.expect("---- tool ----")
     terminal.expect("model> ")
-    time.sleep(0.3)  # until it really waits for the keyboard
+    wait_until(terminal.is_waiting)
     terminal.type(keys)
     terminal.expect("/continue")
     terminal.expect("> ")
@@ -906,8 +960,86 @@ def test_prompt_prints_what_is_sent(own_home):
         system = server.bodies[0]["messages"][0]["content"]
     printed = re.split(r"\n*==== .+ \(~[\d,]+ tokens\) ====\n", out)[1:]
     assert system.split("\n\n---\n\n") == printed[:-2]
-    assert printed[-1].strip().endswith("What is in a.txt?")
+    assert "What is in a.txt?\n\nIn all: context " in printed[-1]
     assert '"content": "ok"' in nanobot("prompt", "and now?")[1]
+
+
+def test_prompt_and_status_show_the_governed_request_and_say_in_numbers_what_is_left_out(own_home):
+    """With room for all: what is printed is what is sent, to the message. With a window of 6,000
+    tokens: the sum fits, and what does not is told in numbers."""
+    narrow = own_home / "settings.json"
+    narrow.write_text('{"agents": {"defaults": {"contextWindowTokens": 6000, "maxTokens": 1000}}}')
+    flags = ["--config", str(narrow)]
+    with FakeLLM(lambda body: "word " * 400) as server:
+        for n in range(6):
+            nanobot("-m", f"question {n}", server=server)
+        _, whole, _ = nanobot("prompt", "question 6", server=server)
+        _, out, _ = nanobot("prompt", "question 6", *flags, server=server)
+        _, status, _ = nanobot("-m", "/status", *flags, server=server)
+        nanobot("-m", "question 6", server=server)
+        sent = server.bodies[-1]["messages"]
+        _, _, err = nanobot("-m", "question 7", *flags, server=server)
+        in_all = json.dumps(server.bodies[-1])
+    history = re.search(r"==== History .*?====\n(.*?)\n\n====", whole, re.S)[1].split("\n")
+    assert [json.loads(line)["content"] for line in history] == [each["content"] for each in sent[1:-1]]
+    assert int(re.search(r"^(\d) of 7 turns, ~[\d,]+ tokens, are left out$", out, re.M)[1]) > 0
+    for text, pattern in ((out, "In all: context "), (status, "context "), (err, ".* context ")):
+        used = re.search(rf"^{pattern}([\d,]+) of 6,000$", text, re.M)[1]
+        assert 1_000 < int(used.replace(",", "")) < 6_000
+    assert len(in_all) < 6_000 * 5
+
+
+def test_an_agent_takes_its_message_as_a_word_too(own_home):
+    with FakeLLM(["hello"]) as server:
+        assert nanobot("agent", "say hello", server=server)[:2] == (0, "hello\n")
+        assert server.bodies[0]["messages"][-1]["content"].endswith("say hello")
+    status, _, err = nanobot("agent", "one", "-m", "two")
+    assert status == 2 and "not allowed with" in err
+
+
+def test_sessions_show_takes_the_name_that_s_takes(own_home):
+    with FakeLLM(["one"]) as server:
+        nanobot("-m", "first", "-s", "work", server=server)
+    for name in ("work", "cli:work"):
+        assert "user: first" in nanobot("sessions", "show", name)[1]
+
+
+def test_no_one_to_ask_is_said_before_the_turn_and_a_second_trace_says_that_it_appends(own_home, tmp_path):
+    with FakeLLM(["one", "two"]) as server:
+        flags = ["--trace", str(tmp_path / "t.jsonl"), "--approve"]
+        first = nanobot("-m", "x", *flags, server=server)[2]
+        second = nanobot("-m", "x", *flags, server=server)[2]
+    assert first.count("nobody can be asked") == second.count("nobody can be asked") == 1
+    assert ("goes behind it" in first, "goes behind it" in second) == (False, True)
+
+
+@pytest.mark.parametrize("replies", [["", "", ""], [call("list_dir")] * 9])
+def test_no_answer_and_the_limit_of_steps_are_told_apart_from_success(own_home, replies):
+    settings = own_home / "settings.json"
+    settings.write_text('{"agents": {"defaults": {"maxToolIterations": 4}}}')
+    with FakeLLM(replies) as server:
+        status, _, err = nanobot("-m", "x", "--config", str(settings), server=server)
+    if replies[0] == "":
+        assert status == 1 and "There is no answer" in err
+    else:
+        assert status == 0 and "limit of steps" in err
+
+
+def test_servers_pasted_at_the_top_of_the_settings_are_read(own_home):
+    settings = own_home / "settings.json"
+    settings.write_text('{"mcpServers": {"gone": {"command": "no-such-program-here"}}}')
+    status, out, err = nanobot("status", "--offline", "--config", str(settings))
+    assert "tools.mcpServers" in err
+    assert status == 1 and re.search(r"^BAD mcp gone", out, re.M)
+
+
+def test_status_says_that_a_workspace_cannot_be_written(own_home, tmp_path):
+    if os.geteuid() == 0:
+        pytest.skip("root may write everywhere")
+    nanobot("onboard")
+    (own_home / ".nanobot" / "workspace").chmod(0o500)
+    status, out, _ = nanobot("status", "--offline")
+    assert status == 1 and "--workspace" in out
 
 
 def test_sessions_show_of_a_stranger_is_an_error(own_home):
@@ -952,11 +1084,12 @@ def test_help_and_version(own_home):
     assert nanobot("--version")[1].startswith("nanobot ")
 
 
+@needs_proc
 def test_a_polite_kill_ends_a_conversation_that_waits(own_home, needs_terminal):
     with FakeLLM([]) as server:
         terminal = Terminal(server=server)
         terminal.expect("> ")
-        time.sleep(0.4)  # until it really waits for the keyboard
+        wait_until(terminal.is_waiting)
         terminal.process.send_signal(signal.SIGTERM)
         assert terminal.close() == 130
 

@@ -1,11 +1,14 @@
 """The documents are true: README's commands and examples, and every place that NOTES.md names."""
 
 import ast
+import asyncio
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -33,7 +36,7 @@ def python(code: str, folder: Path, **environ: str) -> str:
 def test_the_first_command_stands_within_twelve_lines_and_readme_is_short():
     assert blocks("sh")[0].strip() in "\n".join(README.split("\n")[:12])
     assert "pytest" in blocks("sh")[1]
-    assert len(README.split("\n")) <= 120
+    assert len(README.split("\n")) <= 135
 
 
 def test_the_first_commands_message_gets_a_useful_answer(own_home):
@@ -58,13 +61,24 @@ def test_tools_py_alone_does_what_readme_shows(tmp_path):
     assert python(blocks("python")[1], tmp_path, PYTHONPATH="") == blocks("text")[-1]
 
 
-def test_each_command_and_flag_in_readme_exists():
-    known = nanobot.parser().format_help()
-    for line in re.findall(r"`?nanobot ((?:[a-z]+|-)[^`\n]*)", "\n".join(blocks("sh")[2:])):
-        word = line.split()[0]
-        assert word.startswith("-") or word in known, line
-    for flag in set(re.findall(r"(?<![\w-])--[a-z-]+", README)):
-        assert flag in python("import nanobot; nanobot.main(['agent', '--help'])", ROOT), flag
+def command_lines() -> list[list[str]]:
+    """What stands behind `nanobot` in README, as a shell would hand it over."""
+    lines = [line.partition("nanobot ")[2] for line in "\n".join(blocks("sh")[2:]).split("\n")]
+    lines += re.findall(r"`nanobot ([^`]+)`", README)
+    words = [shlex.split(re.split(r"[|>]", line)[0], comments=True) for line in lines]
+    return [each for each in words if each]
+
+
+@pytest.mark.parametrize("words", command_lines(), ids=" ".join)
+def test_each_command_line_in_readme_is_one(words):
+    if words[0] not in nanobot.COMMAND_LINE:
+        words = ["agent", *words]
+    nanobot.parser().parse_args(words)
+
+
+def test_a_flag_that_is_not_written_out_is_none():
+    with pytest.raises(SystemExit):
+        nanobot.parser().parse_args(["agent", "--app"])
 
 
 def test_the_tree_in_readme_is_what_is_there():
@@ -88,6 +102,72 @@ def symbols(file: str) -> set[str]:
 def test_every_place_in_notes_exists(place):
     file, symbol = place.split(":")
     assert symbol in symbols(file)
+
+
+# ---- The tour ----
+
+
+def tour_rows() -> list[tuple[list[str], list[str]]]:
+    """(places, data) of each row of the tour in NOTES.md."""
+    table = NOTES.partition("## The tour")[2].partition("\n## ")[0]
+    rows = []
+    for line in table.split("\n"):
+        if re.match(r"\| \d+ \|", line):
+            _, _, places, data, _, _ = re.split(r"(?<!\\)\|", line)
+            rows.append((re.findall(r"`(\w+\.py:[\w.]+)`", places), re.findall(r"`(.+?)`", data)))
+    return rows
+
+
+@pytest.fixture(scope="module")
+def tour(tmp_path_factory):
+    """The turn of the tour: every function of the kit that it enters, and all data that it leaves."""
+    home = tmp_path_factory.mktemp("tour")
+    (home / "a.txt").write_text("hello\n", encoding="utf-8")
+    config = nanobot.Config()
+    config.cwd, config.defaults.workspace, config.defaults.provider = home, str(home / "ws"), "offline"
+    loop, entered, events = nanobot.AgentLoop(config), [], []
+    loop.provider.trace = nanobot.Trace(home / "trace.jsonl")
+
+    async def note(event):
+        events.append(event.content)
+
+    def profile(frame, event, argument):
+        file = Path(frame.f_code.co_filename)
+        if event == "call" and file.parent == ROOT:
+            entered.append((f"{file.name}:{frame.f_code.co_qualname}", frame.f_code.co_firstlineno))
+        if event == "return" and frame.f_code.co_name == "verdict":
+            events.append(argument)
+
+    threading.setprofile(profile)
+    sys.setprofile(profile)
+    try:
+        result = asyncio.run(loop.process_direct("read a.txt", on_event=note))
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    files = [loop.sessions.path("cli:direct"), home / "trace.jsonl"]
+    data = [path.read_text(encoding="utf-8") for path in files]
+    return entered, "\n".join([*data, *events, result.stop_reason, "cli:direct"])
+
+
+def test_the_tour_names_the_places_of_a_turn_in_their_order(tour):
+    entered = [place for place, _ in tour[0]]
+    firsts = [[entered.index(place) for place in places] for places, _ in tour_rows()]
+    assert len(firsts) > 20
+    assert [row[0] for row in firsts] == sorted(row[0] for row in firsts)
+
+
+def test_the_tour_misses_no_function_of_the_first_reading_that_the_turn_enters(tour):
+    source = (ROOT / "nanobot.py").read_text(encoding="utf-8")
+    border = source[: source.index("# ======== Second reading")].count("\n")
+    named = {place for places, _ in tour_rows() for place in places}
+    story = {place for place, line in tour[0] if place.startswith("nanobot.py:") and line < border}
+    assert {place for place in story if "<" not in place} - named == set()
+
+
+def test_the_data_of_the_tour_are_those_of_the_turn(tour):
+    data = [text.replace("\\|", "|") for _, row in tour_rows() for text in row]
+    assert [text for text in data if text not in tour[1]] == []
 
 
 def test_the_project_speaks_of_itself_alone():

@@ -1,29 +1,46 @@
 """What survives the turn: the journal under every kind of damage, how much fits a request, memory, skills."""
 
+import asyncio
+import contextlib
 import copy
+import io
 import json
+import multiprocessing
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from fake_llm import FakeLLM
+from fake_llm import call as call_of
 from memory import (
+    Consolidator,
+    Dream,
+    MemoryRepository,
     MemoryStore,
     Session,
     SessionBusy,
     SessionManager,
     SkillsLoader,
     TokenCounter,
-    leave_out_oldest,
+    compact,
+    govern,
     measure,
+    newest,
+    project,
     read_skill,
+    readable,
+    reason_to_refuse,
 )
-from providers import legal
+from providers import LLMResponse, ToolCallRequest, legal
 
 ROOT = Path(__file__).parent.parent
 FULL = bool(os.environ.get("NANOBOT_TEST_FULL"))
@@ -85,8 +102,10 @@ def another_program(code: str, *arguments: object) -> subprocess.Popen:
 def test_a_journal_is_a_metadata_line_and_then_one_message_a_line(sessions):
     path = journal(sessions, user("Wie geht's? 你好"), answer("Gut."))
     metadata, *messages = records(path)
-    assert {"_type", "key", "created_at", "updated_at", "metadata", "last_consolidated"} == set(metadata)
-    assert (metadata["_type"], metadata["key"], metadata["last_consolidated"]) == ("metadata", KEY, 0)
+    keys = {"_type", "key", "created_at", "updated_at", "metadata", "start", "last_consolidated"}
+    assert set(metadata) == keys | {"summary", "lines", "crc"}
+    assert (metadata["_type"], metadata["key"]) == ("metadata", KEY)
+    assert (metadata["start"], metadata["last_consolidated"]) == (0, 0)
     assert all(each.pop("timestamp") for each in messages)
     assert messages == [user("Wie geht's? 你好"), answer("Gut.")]
     assert "你好" in path.read_text(encoding="utf-8"), "people read journals too"
@@ -288,6 +307,58 @@ def test_kill_9_loses_and_doubles_no_message_that_was_reported_as_written(tmp_pa
         assert len(numbers) >= max(reported, default=0)
 
 
+# Each process is forked from one that has loaded the SDK: to load it anew takes longer than the test.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["nanobot", "openai", "test_command_line", "test_memory"])
+
+
+def take_turns(workspace: str, base_url: str) -> None:
+    import nanobot
+
+    environ = {"OPENAI_BASE_URL": base_url, "NANOBOT_MODEL": "test-model", "OPENAI_API_KEY": "sk-test"}
+    config = nanobot.load_config(environ=environ)
+    config.defaults.workspace = workspace
+    loop = nanobot.AgentLoop(config)
+    while True:
+        asked = [line for line in loop.sessions.get(KEY).lines if line and line["role"] == "user"]
+        asyncio.run(loop.process_direct(f"turn {len(asked)}"))
+
+
+def two_calls_then_an_answer(body: dict) -> list[dict] | str:
+    asked_again = body["messages"][-1]["role"] == "tool"
+    return "done" if asked_again else [call_of("list_dir", path="."), call_of("glob", pattern="*.md")]
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="kill -9 is POSIX")
+def test_kill_9_in_a_turn_loses_and_doubles_nothing_and_each_call_has_one_answer(tmp_path):
+    chance = random.Random(8)
+    with FakeLLM(two_calls_then_an_answer) as server:
+        for _ in range(200 if FULL else 20):
+            before = len(server.requests)
+            process = FORKS.Process(target=take_turns, args=(str(tmp_path), server.base_url))
+            process.start()
+            wanted = before + chance.randrange(1, 5)  # at any place of a turn
+            while len(server.requests) < wanted:
+                assert process.is_alive()
+                time.sleep(0.002)
+            time.sleep(chance.random() * 0.01)
+            process.kill()
+            process.join()
+            session = loaded(tmp_path)
+            asked = [line["content"] for line in session.lines if line and line["role"] == "user"]
+            assert asked == [f"turn {n}" for n in range(len(asked))], "each once, in order"
+            answers = [line["tool_call_id"] for line in session.lines if line and line["role"] == "tool"]
+            assert len(answers) == len(set(answers))
+            last = [body for body in server.bodies if body][-1]["messages"][-1]  # one may be torn
+            if last["role"] == "user":
+                assert last["content"].endswith(asked[-1]), "what the model was asked is in the journal"
+            else:
+                assert last["tool_call_id"] in answers, "what the model was told, too"
+            sent = legal(session.get_history())
+            called = [call["id"] for message in sent for call in message.get("tool_calls", [])]
+            assert called == [message["tool_call_id"] for message in sent if message["role"] == "tool"]
+
+
 # ---- Metadata, keys, the sessions of a workspace ----
 
 
@@ -298,7 +369,7 @@ def test_an_odd_last_consolidated_hides_nothing(sessions, odd):
     path.write_bytes(path.read_bytes() + json.dumps(later).encode() + b"\n")
     session = sessions.get(KEY)
     assert session.last_consolidated == 0
-    assert session.get_history(lambda history: history) == [user("one"), answer("two")]
+    assert session.get_history() == [user("one"), answer("two")]
 
 
 def test_a_later_metadata_line_replaces_an_earlier_one(sessions, tmp_path):
@@ -309,7 +380,7 @@ def test_a_later_metadata_line_replaces_an_earlier_one(sessions, tmp_path):
     session = loaded(tmp_path)
     assert (session.created_at, session.metadata, session.last_consolidated) == ("2026-04-03", {"a": 1}, 2)
     assert texts(session) == ["one", "two", "three", "four"]
-    assert session.get_history(legal) == [user("three")]
+    assert legal(session.get_history()) == [user("three")]
 
 
 def test_last_consolidated_counts_unreadable_lines_too(sessions):
@@ -317,7 +388,7 @@ def test_last_consolidated_counts_unreadable_lines_too(sessions):
     lines = path.read_bytes().split(b"\n")
     lines[1] = b"junk"
     path.write_bytes(b"\n".join(lines) + b'{"_type": "metadata", "last_consolidated": 2}\n')
-    assert sessions.get(KEY).get_history(legal) == [user("three")]
+    assert legal(sessions.get(KEY).get_history()) == [user("three")]
 
 
 def test_restart_sends_nothing_of_what_was_and_deletes_nothing(sessions, tmp_path):
@@ -325,7 +396,7 @@ def test_restart_sends_nothing_of_what_was_and_deletes_nothing(sessions, tmp_pat
     sessions.get(KEY).restart()
     sessions.get(KEY).append(user("new"))
     session = loaded(tmp_path)
-    assert session.get_history(legal) == [user("new")]
+    assert legal(session.get_history()) == [user("new")]
     assert texts(session) == ["old", "old too", "new"]
 
 
@@ -374,6 +445,23 @@ def test_a_session_that_another_process_changed_is_read_again(sessions, tmp_path
     assert texts(sessions.get(KEY)) == ["mine", "theirs"]
 
 
+def test_what_another_process_wrote_is_not_forgotten_when_we_write_without_looking(sessions, tmp_path):
+    """A consolidation in the background notes how far it is, while another program takes a turn."""
+    mine = sessions.get(KEY)
+    mine.append(user("mine"), answer("two"))
+    assert another_program(SAY, tmp_path, KEY, "theirs").wait() == 0
+    mine.note(last_consolidated=1)
+    assert texts(sessions.get(KEY)) == ["mine", "two", "theirs"]
+    assert sessions.get(KEY).get_history() == [user("theirs")]
+
+
+def test_a_key_that_is_no_utf_8_keeps_its_metadata(sessions, tmp_path):
+    sessions.get("\udcff").append(user("old"))
+    sessions.get("\udcff").restart()
+    assert loaded(tmp_path, "\udcff").start == 1
+    assert not list(sessions.folder.glob("*.corrupt"))
+
+
 def test_a_session_whose_file_a_person_deleted_begins_anew(sessions):
     journal(sessions, user("one")).unlink()
     assert sessions.get(KEY).lines == []
@@ -415,18 +503,16 @@ def test_history_begins_at_a_user_message_where_the_window_cuts_a_turn(sessions)
     session = sessions.get(KEY)
     session.append(user("a"), call("c1"), result("c1", "x"), answer("b"), user("c"))
     session.last_consolidated = 2
-    assert session.get_history(legal) == [user("c")]
+    assert legal(session.get_history()) == [user("c")]
 
 
 def test_what_never_got_an_answer_is_completed_in_the_copy_only(sessions):
     session = sessions.get(KEY)
     session.append(user("killed"), user("stopped"), call("c1", "c2"), result("c1", "x"), user("now"))
     before = session.path.read_bytes()
-    history = session.get_history(legal)
+    history = legal(session.get_history())
     assert [(each["role"], each["content"]) for each in history] == [
-        ("user", "killed"),
-        ("assistant", "[interrupted before an answer]"),
-        ("user", "stopped"),
+        ("user", "killed\n\n[the message above was not answered: interrupted]\n\nstopped"),
         ("assistant", None),
         ("tool", "x"),
         ("tool", "[interrupted before it finished]"),
@@ -438,14 +524,14 @@ def test_what_never_got_an_answer_is_completed_in_the_copy_only(sessions):
 def test_runtime_facts_stand_before_the_text_and_our_own_keys_are_not_sent(sessions):
     session = sessions.get(KEY)
     session.append({**user("hello"), "runtime": "[It is Monday]"})
-    assert session.get_history(legal) == [user("[It is Monday]\n\nhello")]
+    assert legal(session.get_history()) == [user("[It is Monday]\n\nhello")]
 
 
 def test_history_is_the_same_bytes_twice_and_after_a_restart_and_changes_nothing(sessions, tmp_path):
     session = sessions.get(KEY)
     session.append(*TALK, {**user("x"), "runtime": "r"}, user("y"))
     before = copy.deepcopy(session.lines)
-    once, twice, restarted = (each.get_history(legal) for each in (session, session, loaded(tmp_path)))
+    once, twice, restarted = (legal(each.get_history()) for each in (session, session, loaded(tmp_path)))
     assert json.dumps(once) == json.dumps(twice) == json.dumps(restarted)
     assert session.lines == before
 
@@ -453,9 +539,9 @@ def test_history_is_the_same_bytes_twice_and_after_a_restart_and_changes_nothing
 def test_history_only_grows_at_its_end_so_that_prompt_caches_hold(sessions):
     session = sessions.get(KEY)
     session.append(*TALK)
-    before = session.get_history(legal)
+    before = legal(session.get_history())
     session.append(answer("fine"), user("more"))
-    assert session.get_history(legal)[: len(before)] == before
+    assert legal(session.get_history())[: len(before)] == before
 
 
 @pytest.mark.parametrize(
@@ -481,6 +567,233 @@ def test_after_restart_there_is_nothing_to_continue(sessions):
     session.append(user("a"))
     session.restart()
     assert not session.unfinished
+
+
+# ---- What a power cut may take ----
+
+
+@contextlib.contextmanager
+def watched_disk():
+    """Writes and fsyncs of this process in order: [("write", "x.jsonl"), ("fsync", "x.jsonl"), …].
+
+    The interpreter reports each call of a C function to a profiler, on every thread; nothing is replaced.
+    """
+    seen: list[tuple[str, str]] = []
+
+    def look(frame, event, function):
+        name = getattr(function, "__name__", "")
+        if event == "c_call" and name == "fsync" and frame.f_code.co_filename.endswith("memory.py"):
+            seen.append((name, frame.f_locals["path"].name))
+        if event == "c_call" and name == "write" and isinstance(function.__self__, io.FileIO):
+            seen.append((name, Path(function.__self__.name).name))
+
+    threading.setprofile(look)
+    sys.setprofile(look)
+    try:
+        yield seen
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+
+def test_an_append_is_one_write_and_one_fsync_and_a_new_name_is_synced_with_its_folder(sessions):
+    session = sessions.get(KEY)
+    name = session.path.name
+    with watched_disk() as disk:
+        session.append(user("x" * 300_000), answer("two"))
+    assert disk == [("write", name), ("fsync", name), ("fsync", "sessions")]
+    with watched_disk() as disk:
+        session.append(user("three"), answer("four"))
+    assert disk == [("write", name), ("fsync", name)]
+
+
+def test_new_is_on_the_disk_when_it_is_answered(sessions):
+    session = sessions.get(KEY)
+    session.append(user("old"))
+    with watched_disk() as disk:
+        session.restart()
+    assert disk == [("write", session.path.name), ("fsync", session.path.name)]
+
+
+def test_what_is_appended_without_fsync_is_synced_once_on_another_thread(sessions):
+    session, threads = sessions.get(KEY), []
+
+    async def turn() -> None:
+        session.append(user("one"), sync=False)
+        session.append(answer("two"), sync=False)
+        assert not [kind for kind, _ in disk if kind == "fsync"]
+        threads.append(threading.active_count())
+        await session.synced()
+        await session.synced()
+
+    with watched_disk() as disk:
+        asyncio.run(turn())
+    name = session.path.name
+    assert disk == [("write", name), ("write", name), ("fsync", name), ("fsync", "sessions")]
+    assert not session.unsynced
+
+
+def test_a_disk_that_refuses_the_fsync_is_said_and_tried_again(sessions):
+    session = sessions.get(KEY)
+    session.append(user("one"), sync=False)
+    whole = session.path.rename(session.path.with_suffix(".away"))
+    with pytest.raises(OSError, match="jsonl"):
+        asyncio.run(session.synced())
+    whole.rename(session.path)
+    asyncio.run(session.synced())
+    assert not session.unsynced
+
+
+# ---- Damage in the wrong place ----
+
+
+def test_a_newline_that_is_lost_before_new_hides_and_shows_nothing(sessions, tmp_path):
+    """Two lines became one, so that `/new` counted more lines than there are."""
+    session = sessions.get(KEY)
+    session.append(user("one"), answer("two"), user("three"), answer("four"))
+    session.restart()
+    session.append(user("five"), answer("six"))
+    whole = session.path.read_bytes()
+    place = [match.start() for match in re.finditer(b"\n", whole)][1]
+    session.path.write_bytes(whole[:place] + b"X" + whole[place + 1 :])
+    assert loaded(tmp_path).get_history() == [user("five"), answer("six")]
+    loaded(tmp_path).append(user("seven"))
+    assert loaded(tmp_path).get_history() == [user("five"), answer("six"), user("seven")]
+
+
+def test_a_last_line_whose_newline_alone_is_damaged_is_kept_aside(sessions):
+    path = journal(sessions, user("one"), answer("two"))
+    path.write_bytes(path.read_bytes()[:-1] + b"\x0b")
+    session = sessions.get(KEY)
+    assert texts(session) == ["one"]
+    session.append(user("three"))
+    assert b'"two"' in path.with_name(path.name + ".corrupt").read_bytes()
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "Infinity", "1e999"])
+def test_a_number_that_is_no_json_costs_its_line_and_not_the_session(sessions, tmp_path, number):
+    path = journal(sessions, user("one"), answer("two"))
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(f'{{"role": "user", "content": "x", "weight": {number}}}\n')
+    session = loaded(tmp_path)
+    assert texts(session) == ["one", "two"]
+    json.dumps(session.get_history(), allow_nan=False)
+
+
+def test_a_session_of_an_older_version_is_read_as_it_was(sessions, tmp_path):
+    old = {"_type": "metadata", "key": KEY, "metadata": {"a": 1}, "last_consolidated": 0}
+    new = {**old, "last_consolidated": 2}
+    lines = [old, user("one"), answer("two"), new, user("three")]
+    sessions.folder.mkdir()
+    sessions.path(KEY).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    session = loaded(tmp_path)
+    assert session.get_history() == [user("three")]
+    session.append(answer("four"))
+    assert loaded(tmp_path).get_history() == [user("three"), answer("four")]
+
+
+def test_a_byte_flipped_anywhere_costs_its_line_at_most_two_where_it_was_a_newline(sessions, tmp_path):
+    session = sessions.get(KEY)
+    session.append(*(user(f"m{n}") for n in range(4)))
+    session.restart()
+    session.append(*(user(f"m{n}") for n in range(4, 8)))
+    whole, all_of_it = session.path.read_bytes(), [f"m{n}" for n in range(8)]
+    chance = random.Random(5)
+    places = range(len(whole)) if FULL else chance.sample(range(len(whole)), 400)
+    for place in places:
+        bit = 1 << chance.randrange(8)
+        session.path.write_bytes(whole[:place] + bytes([whole[place] ^ bit]) + whole[place + 1 :])
+        after = loaded(tmp_path)
+        lost = set(all_of_it) - set(texts(after))
+        sent = " ".join(message["content"] for message in after.get_history())
+        lost |= {text for text in all_of_it[4:] if text not in sent}
+        assert len(lost) <= (2 if whole[place] == 10 else 1), (place, bit)
+        after.append(user("next"), sync=False)
+        assert loaded(tmp_path).get_history()[-1]["content"].endswith("next"), (place, bit)
+        for aside in sessions.folder.glob("*.corrupt*"):
+            aside.unlink()
+
+
+# ---- What is said of an answer that is missing ----
+
+
+def cut(text: str, why: str) -> dict:
+    return {"role": "assistant", "content": text, "cut": why}
+
+
+def test_what_fills_a_gap_is_in_no_assistant_message(sessions):
+    session = sessions.get(KEY)
+    session.append(user("one"), user("two"), cut("Well", "the connection was lost"), user("three"))
+    assert session.get_history() == [
+        user("one"),
+        user("[the message above was not answered: interrupted]\n\ntwo"),
+        answer("Well"),
+        user("[the answer above broke off: the connection was lost]\n\nthree"),
+    ]
+    assert "broke off" in readable(session.lines[2])
+
+
+def test_the_gap_is_told_before_the_runtime_facts_and_before_the_blocks_of_another_program(sessions):
+    session = sessions.get(KEY)
+    blocks = [{"type": "text", "text": "c"}]
+    session.append(user("a"), {**user("b"), "runtime": "[Monday]"})
+    session.lines.append({"role": "user", "content": blocks})
+    gap = "[the message above was not answered: interrupted]"
+    assert session.get_history()[1:] == [
+        user(f"{gap}\n\n[Monday]\n\nb"),
+        user(f"{gap}\n\n{json.dumps(blocks)}"),
+    ]
+    session.restart()
+    session.lines.append({"role": "user", "content": blocks})
+    assert session.get_history() == [{"role": "user", "content": blocks}]
+
+
+def test_an_answer_that_broke_off_can_be_continued_where_it_stops(sessions):
+    session = sessions.get(KEY)
+    session.append(user("count"), cut("one, two", "stopped by the user"))
+    assert session.unfinished
+    history = legal(session.get_history())
+    assert history[:-1] == [user("count"), answer("one, two")]
+    assert history[-1]["role"] == "user" and "stopped by the user" in history[-1]["content"]
+    session.append(answer(", three"))
+    assert not session.unfinished
+    assert session.get_history() == [user("count"), answer("one, two"), answer(", three")]
+
+
+# ---- The projection grows ----
+
+
+def test_a_projection_that_grew_is_the_one_made_at_once(sessions, tmp_path):
+    chance = random.Random(6)
+    for number in range(40):
+        session = sessions.get(f"n:{number}")
+        for _ in range(chance.randrange(1, 30)):
+            new = chance.choice([user("u"), answer("a"), call("c"), result("c", "r"), cut("a", "why")])
+            session.append(new, sync=False)
+            if chance.random() < 0.3:
+                session.get_history()
+            if chance.random() < 0.05:
+                session.restart(sync=False)
+            if chance.random() < 0.05:
+                session.lines.append(None)
+        lines = session.lines[session.start :]
+        assert session.get_history()[: len(project(lines))] == project(lines)
+
+
+def test_a_late_projection_costs_as_much_as_an_early_one(sessions):
+    """Counted in calls of Python functions, not in time: so many a new message, however many there are."""
+    session, counts = sessions.get(KEY), []
+    for size in (10, 2_000):
+        session.append(*(user("x") for _ in range(size)), sync=False)
+        session.get_history()
+        session.append(answer("y"), sync=False)
+        events: list[str] = []
+        sys.setprofile(lambda frame, event, function, events=events: events.append(event))
+        session.get_history()
+        sys.setprofile(None)
+        counts.append(events.count("call"))
+    assert counts[0] == counts[1]
+
 
 
 # ---- How much fits a request ----
@@ -517,51 +830,176 @@ def test_each_message_is_measured_once():
     assert counter.total([message, message]) == before
 
 
-def conversation(turns: int, size: int = 400) -> list[dict]:
+# ---- The request fits, whatever the conversation was ----
+
+
+def estimating() -> TokenCounter:
+    """A counter that does not look for a vocabulary in the network."""
+
+    def load():
+        raise OSError("there is no network in tests")
+
+    return TokenCounter(load)
+
+
+def step(name: str, number: int, size: int, text: str = "x") -> list[dict]:
+    function = {"name": name, "arguments": json.dumps({"path": f"{number}.txt"})}
+    asked = {"role": "assistant", "content": None}
+    asked["tool_calls"] = [{"id": f"c{number}", "type": "function", "function": function}]
+    return [asked, {**result(f"c{number}", text * size), "name": name}]
+
+
+def conversation(turns: int, size: int = 400, name: str = "read_file") -> list[dict]:
     messages = [{"role": "system", "content": "You are …"}]
     for n in range(turns):
-        messages += [user(f"q{n}"), call(f"c{n}"), result(f"c{n}", "x" * size), answer(f"a{n}")]
-    return [*messages, user("the task"), call("c"), result("c", "of this turn")]
+        messages += [user(f"q{n}"), *step(name, n, size), answer(f"a{n}")]
+    return [*messages, user("the task"), *step(name, turns, size)]
 
 
-def test_nothing_is_left_out_of_what_fits():
-    messages = conversation(5)
-    counter = TokenCounter()
-    assert leave_out_oldest(messages, counter.total(messages), counter, task=21) == messages
+def test_nothing_is_done_to_what_fits():
+    messages, counter = conversation(5), estimating()
+    governed = govern(messages, 2 * counter.total(messages), counter)
+    assert (governed.messages, governed.notes) == (messages, [])
+    assert governed.tokens == counter.total(messages)
 
 
-def test_system_message_and_task_stay_even_where_they_alone_are_too_much():
-    messages = conversation(5)
-    assert leave_out_oldest(messages, 1, TokenCounter(), task=21) == [messages[0], *messages[21:]]
-    assert leave_out_oldest(messages[1:], 1, TokenCounter(), task=20) == messages[21:]
+def test_old_results_become_lines_that_say_what_was_there_but_the_10_newest_and_short_ones_stay():
+    messages, counter = conversation(14, 2_000), estimating()
+    messages[3]["name"] = "message"  # cannot be called again
+    messages[7]["content"] = "short"
+    governed = govern(messages, int(counter.total(messages) * 1.1), counter)
+    contents = [message["content"] for message in governed.messages if message["role"] == "tool"]
+    lines = [text for text in contents if "left out" in text]
+    assert lines == [
+        f'[2,000 characters of read_file({{"path": "{n}.txt"}}) are left out.'
+        " Call it again if you need them.]"
+        for n in (2, 3, 4)
+    ]
+    assert contents[0] == "x" * 2_000 and contents[1] == "short"
+    assert [len(text) for text in contents[-10:]] == [2_000] * 10
+    assert governed.notes == ["3 old tool result(s) are sent as one line each"]
 
 
 def test_the_oldest_whole_turns_are_left_out_and_no_more_than_needed():
     chance = random.Random(4)
-    for _ in range(50):
+    for _ in range(40):
         turns = chance.randint(1, 12)
-        messages, counter, task = conversation(turns, chance.randint(1, 900)), TokenCounter(), 1 + 4 * turns
-        budget = chance.randint(1, counter.total(messages))
-        kept = leave_out_oldest(messages, budget, counter, task)
-        start = len(messages) - len(kept) + 1
-        assert kept == [messages[0], *messages[start:]]
+        messages, counter = conversation(turns, chance.randint(1, 60), "message"), estimating()
+        alone = counter.total([messages[0], *messages[1 + 4 * turns :]])
+        budget = chance.randint(max(alone, 200), max(counter.total(messages), 200))
+        governed = govern(messages, budget, counter)
+        if len(governed.messages) == len(messages):
+            continue
+        start = len(messages) - len(governed.messages) + 1
+        assert governed.messages[0] is messages[0]
+        assert [m["role"] for m in governed.messages[1:]] == [m["role"] for m in messages[start:]]
         assert messages[start]["role"] == "user"
-        assert start == task or counter.total(kept) <= budget
-        assert start == 1 or counter.total([*kept, *messages[start - 4 : start]]) > budget
+        assert counter.total([*governed.messages, *messages[start - 4 : start]]) > budget
+        gone, size = (start - 1) // 4, counter.total(messages[1:start])
+        assert governed.notes[-1] == f"{gone} of {turns + 1} turns, ~{size:,} tokens, are left out"
 
 
-def test_leaving_out_looks_at_each_message_only_a_few_times():
-    looks = 0
+def test_one_result_takes_a_quarter_of_the_budget_at_most():
+    counter = estimating()
+    messages = [user("look"), *step("web_fetch", 1, 100_000)]
+    governed = govern(messages, 8_000, counter)
+    assert 1_200 < counter.size(governed.messages[-1]) <= 2_000
+    assert "more characters are left out" in governed.messages[-1]["content"]
 
-    class Watched(TokenCounter):
-        def size(self, message: dict) -> int:
-            nonlocal looks
-            looks += 1
-            return super().size(message)
 
-    messages = conversation(250)
-    leave_out_oldest(messages, 5_000, Watched(), task=1_001)
-    assert looks < 5 * len(messages)
+def test_a_turn_that_outgrows_the_window_goes_on():
+    """Old results of this turn become lines, then its oldest steps go; what the model has not seen stays."""
+    counter = estimating()
+    messages = [{"role": "system", "content": "You are …"}, user("the task")]
+    for n in range(60):
+        messages += step("exec", n, 3_000)
+        if n == 30:
+            messages.append(user("and do not forget b.txt"))
+        governed = govern(messages, 4_000, counter, messages[1])
+        assert governed.tokens <= 4_000
+        assert governed.messages[-1] is messages[-1] or messages[-1]["role"] == "user"
+        assert user("the task") in governed.messages
+    assert user("and do not forget b.txt") in governed.messages
+    assert "step(s) of this turn are left out" in governed.notes[-1]
+    assert any("what they did is done" in (m["content"] or "") for m in governed.messages)
+
+
+def random_conversation(chance: random.Random) -> list[dict]:
+    messages = [{"role": "system", "content": "s" * chance.randrange(400)}]
+    names = ["read_file", "exec", "message", "edit_file"]
+    for number in range(chance.randrange(1, 25)):
+        messages.append(user("q" * chance.randrange(1, 900)))
+        for more in range(chance.choice([0, 0, 1, 2, 12])):
+            size = chance.choice([10, 600, 5_000, 40_000])
+            messages += step(chance.choice(names), 100 * number + more, size, chance.choice("x你"))
+            if chance.random() < 0.1:
+                messages.append({"role": "user", "content": [{"type": "text", "text": "a.png"}, image("A")]})
+        if chance.random() < 0.9:
+            messages.append(answer("a" * chance.randrange(1, 900)))
+    while messages[-1]["role"] == "assistant":
+        messages.pop()
+    return messages
+
+
+def test_what_is_sent_never_exceeds_the_budget_and_is_lawful_and_what_was_said_never_changes():
+    chance = random.Random(7)
+    for number in range(600 if FULL else 120):
+        messages, counter, budget = random_conversation(chance), estimating(), chance.randrange(1_500, 9_000)
+        before = copy.deepcopy(messages)
+        governed = govern(messages, budget, counter)
+        assert messages == before, number
+        assert governed.tokens == counter.total(governed.messages)
+        assert governed.tokens <= budget, number
+        lawful = legal(governed.messages)
+        assert legal(lawful) == lawful
+        assert lawful[-1]["role"] != "assistant"
+        kept = [m["content"] for m in governed.messages if m["role"] == "user"]
+        task = next(m for m in reversed(messages) if m["role"] == "user")
+        assert task["content"] in kept or isinstance(task["content"], list)
+        called = {c["id"] for m in governed.messages for c in m.get("tool_calls", [])}
+        assert {m["tool_call_id"] for m in governed.messages if m["role"] == "tool"} <= called
+
+
+def test_exact_counting_is_never_waited_for_and_only_wanted_where_bytes_do_not_fit():
+    gate, loads = threading.Event(), []
+
+    def load():
+        loads.append(threading.current_thread())
+        gate.wait()
+        return lambda text: 7
+
+    counter = TokenCounter(load)
+    messages = [user("x" * 400)]
+    govern(messages, 1_000, counter)
+    assert loads == []
+    govern(messages, 300, counter)
+    govern([user("y" * 400)], 300, counter)
+    assert counter.size(user("z" * 400)) > 100, "an estimate, as long as it is not there"
+    gate.set()
+    [thread] = loads
+    thread.join()
+    assert counter.size(user("z" * 400)) == 7
+    assert counter.size(messages[0]) > 100, "counted once"
+
+
+def test_without_a_vocabulary_tokens_are_estimated():
+    def load():
+        raise OSError("no network")
+
+    counter = TokenCounter(load)
+    counter.count_exactly_from_now_on()
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and thread.daemon and "_fetch" in repr(thread):
+            thread.join()
+    assert counter.size(user("z" * 400)) > 100
+
+
+def test_a_long_memory_keeps_its_newest_lines_and_says_where_the_rest_is():
+    lines = [f"- fact {n}" for n in range(1_000)]
+    kept = newest(lines, 500, "memory/MEMORY.md")
+    assert kept[-1] == lines[-1] and len(kept) < 300
+    assert kept[0] == f"[{1_000 - len(kept) + 1} older lines are in memory/MEMORY.md: grep it]"
+    assert newest(lines[:3], 500, "x") == lines[:3]
 
 
 # ---- Long-term memory ----
@@ -623,6 +1061,689 @@ def test_facts_are_read_whatever_their_bytes(tmp_path):
     store.folder.mkdir()
     store.facts.write_bytes("Likes Grün. ".encode() + b"\xff")
     assert store.read_facts() == "Likes Grün. \ufffd"
+
+
+# ---- The history and its cursors ----
+
+
+def contents(store: MemoryStore) -> list[str]:
+    return [entry["content"] for entry in store.unread()]
+
+
+def test_an_entry_gets_the_next_cursor_its_own_time_and_no_thoughts(tmp_path):
+    store = MemoryStore(tmp_path)
+    store.append_history("<think>\nHm.\n</think>[2026-04-03 00:02] The user planned a trip.")
+    store.append_history("Without a time.")
+    store.append_history("<think>only thoughts")
+    first, second = records(store.history)
+    assert first == {"cursor": 1, "timestamp": "2026-04-03 00:02", "content": "The user planned a trip."}
+    assert (second["cursor"], second["content"]) == (2, "Without a time.")
+    assert store.recent_history()[0] == "[2026-04-03 00:02] The user planned a trip."
+    store.append_history("x" * 100_000)
+    assert len(contents(store)[-1]) <= 64_000 and contents(store)[-1].endswith("[cut]")
+
+
+@pytest.mark.parametrize("bad", ["5", 7.5, True, -3, None])
+def test_the_next_cursor_is_one_more_than_the_largest_good_one(tmp_path, bad):
+    remember(tmp_path, entry(1), entry(9), entry(bad), "{torn", NO_TIME)
+    store = MemoryStore(tmp_path)
+    store.append_history("new")
+    assert store.unread()[-1]["cursor"] == 10
+    assert len(store.history.read_bytes().split(b"\n")) == 7, "what cannot be read stays where it is"
+    store.history.unlink()
+    store.append_history("after the file was lost")
+    assert store.unread()[-1]["cursor"] == 11, "or Dream would take it for read"
+
+
+APPEND_MANY = """
+store = MemoryStore(Path(sys.argv[1]))
+for number in range(40):
+    store.append_history(f"{sys.argv[2]} {number}")
+"""
+
+
+def test_programs_that_append_at_once_get_numbers_of_their_own(tmp_path):
+    programs = [another_program(APPEND_MANY, tmp_path, name) for name in "abc"]
+    assert [program.wait() for program in programs] == [0, 0, 0]
+    store = MemoryStore(tmp_path)
+    assert [entry["cursor"] for entry in store.unread()] == list(range(1, 121))
+    assert sorted(contents(store)) == sorted(f"{name} {n}" for name in "abc" for n in range(40))
+
+
+def test_compaction_moves_what_was_read_and_keeps_what_was_not(tmp_path):
+    remember(tmp_path, *(entry(n, f"entry {n}") for n in range(1, 31)), cursor=b"12")
+    store = MemoryStore(tmp_path)
+    compact(store, keep=25)
+    assert [each["cursor"] for each in records(store.history)] == list(range(6, 31))
+    compact(store, keep=5)
+    assert [each["cursor"] for each in records(store.history)] == list(range(13, 31)), "unread ones stay"
+    archive = store.folder / "history-archive.jsonl"
+    assert [each["cursor"] for each in records(archive)] == list(range(1, 13))
+    store.history.write_bytes(archive.read_bytes() + store.history.read_bytes())  # killed in between
+    compact(store, keep=5)
+    assert [each["cursor"] for each in records(archive)] == list(range(1, 13)), "each once"
+
+
+def test_history_md_is_the_same_for_people_and_is_made_anew_where_it_is_gone(tmp_path):
+    store, path = MemoryStore(tmp_path), tmp_path / "memory" / "HISTORY.md"
+    for n in range(3):
+        store.append_history(f"[2026-04-03 00:0{n}] entry {n}")
+    before = path.read_text()
+    assert before.startswith("[2026-04-03 00:00] entry 0\n\n[2026-04-03 00:01] entry 1")
+    path.unlink()
+    (store.folder / ".dream_cursor").write_text("3")
+    compact(store, keep=1)
+    store.append_history("[2026-04-03 00:03] entry 3")
+    assert path.read_text() == before + "[2026-04-03 00:03] entry 3\n\n"
+
+
+def test_facts_are_written_whole_and_only_over_what_was_read(tmp_path):
+    store = MemoryStore(tmp_path)
+    assert store.write_facts("- Likes blue", instead_of="")
+    assert store.read_facts() == "- Likes blue\n"
+    assert not store.write_facts("- Likes red", instead_of="- Likes green\n"), "somebody else wrote"
+    assert store.read_facts() == "- Likes blue\n"
+    assert [path.name for path in store.folder.iterdir() if ".tmp" in path.name] == []
+
+
+def test_facts_keep_their_mode_and_stay_a_link(tmp_path):
+    store, target = MemoryStore(tmp_path), tmp_path / "elsewhere.md"
+    store.folder.mkdir()
+    target.write_text("old")
+    target.chmod(0o640)
+    store.facts.symlink_to(target)
+    assert store.write_facts("new", instead_of="old")
+    assert (target.read_text(), store.facts.is_symlink()) == ("new\n", True)
+    assert target.stat().st_mode & 0o777 == 0o640
+
+
+@pytest.mark.parametrize("text", ["", "  \n", "- one line"])
+def test_no_answer_of_a_model_empties_the_facts(tmp_path, caplog, text):
+    store, facts = MemoryStore(tmp_path), "- a fact\n" * 100
+    store.folder.mkdir()
+    store.facts.write_text(facts)
+    assert store.write_facts(text, instead_of=facts)
+    assert store.read_facts() == facts
+    assert "stays as it is" in caplog.text
+
+
+# ---- The Consolidator ----
+
+
+class Model:
+    """Plays replies back, and keeps what it was asked: (messages, tools, tool_choice)."""
+
+    def __init__(self, *replies):
+        self.replies, self.asked = list(replies), []
+
+    async def __call__(self, messages, tools, tool_choice):
+        self.asked.append((messages, tools, tool_choice))
+        reply = self.replies.pop(0) if self.replies else FAILED
+        reply = reply() if callable(reply) else reply
+        return LLMResponse(reply) if isinstance(reply, str) else reply
+
+
+FAILED = LLMResponse(finish_reason="error", error="the endpoint is down")
+
+
+def saves(entry: object, update: object = "", finish_reason: str = "tool_calls") -> LLMResponse:
+    arguments = {"history_entry": entry, "memory_update": update}
+    return LLMResponse(None, [ToolCallRequest("c", "save_memory", arguments)], finish_reason)
+
+
+def talk(session: Session, turns: int, size: int = 20, name: str = "grep") -> Session:
+    for n in range(turns):
+        session.append(user(f"q{n}"), *step(name, n, size), answer(f"a{n}"), sync=False)
+    return session
+
+
+def consolidator(sessions: SessionManager, *replies, **settings) -> Consolidator:
+    store = MemoryStore(sessions.folder.parent)
+    settings = {"counter": estimating(), **settings}
+    return Consolidator(store, Model(*replies), "Save it.", "Sum it up.", **settings)
+
+
+def test_by_count_the_oldest_turns_go_to_memory_and_half_a_window_stays(sessions, tmp_path):
+    session = talk(sessions.get(KEY), 30)  # 120 lines
+    keeper = consolidator(sessions, saves("[2026-04-03 00:02] They talked.", "- Likes blue"),
+                          saves("More.", "- Likes blue\n- Likes Rome"))  # fmt: skip
+    asyncio.run(keeper.after_turn(session, 0))
+    assert session.last_consolidated == 72 == loaded(tmp_path).last_consolidated
+    assert session.get_history()[0] == user("q18"), "at a question"
+    assert contents(keeper.store) == ["They talked.", "More."]
+    assert keeper.store.read_facts() == "- Likes blue\n- Likes Rome\n"
+    first, second = (asked[0][1]["content"] for asked in keeper.ask.asked)
+    assert "q0" in first and "q14" in first and "q15" not in first, "60 lines a round"
+    assert "- Likes blue" in second and "q15" in second
+    assert {asked[0][0]["role"] for asked in keeper.ask.asked} == {"system"}
+
+
+def test_below_window_and_budget_no_model_is_asked(sessions):
+    session, keeper = talk(sessions.get(KEY), 24), consolidator(sessions)
+    asyncio.run(keeper.after_turn(session, 1_000))
+    asyncio.run(keeper.before_turn(session, 1_000))
+    assert (keeper.ask.asked, session.last_consolidated) == ([], 0)
+
+
+def test_over_the_budget_room_is_made_until_half_of_it_is_free(sessions):
+    session = talk(sessions.get(KEY), 10, 2_000)
+    session.append({**user("now"), "runtime": "It is Monday"})
+    keeper = consolidator(sessions, *[saves("Entry.", "- fact")] * 9, budget=4_000)
+    asyncio.run(keeper.before_turn(session, 500))
+    left = session.get_history()
+    assert left[0]["role"] == "user" and left[-1]["content"].endswith("now")
+    assert sum(measure(message)[1] for message in left) + 500 <= 2_000
+    assert len(left) > 1
+    for messages, _, _ in keeper.ask.asked:
+        assert sum(measure(message)[1] for message in messages) <= 2_200, "half the budget"
+        assert "It is Monday" not in messages[1]["content"]
+
+
+@pytest.mark.parametrize(
+    "replies",
+    [
+        ["I would rather talk.", "No."],
+        [saves(""), saves("", "x")],
+        [saves(None, "x"), saves("<think>hm</think>", "x")],
+        [saves("cut", "x", "length"), saves("cut", "x", "length")],
+        [LLMResponse(None, [ToolCallRequest("c", "exec", {})], "tool_calls"), ""],
+        [FAILED],
+    ],
+)
+def test_where_the_model_does_not_save_the_raw_text_goes_to_the_history_and_it_stops(sessions, replies):
+    session, keeper = talk(sessions.get(KEY), 40), consolidator(sessions, *replies)
+    asyncio.run(keeper.after_turn(session, 0))
+    assert len(keeper.ask.asked) == len(replies)
+    assert [asked[2] for asked in keeper.ask.asked] == [None, "required"][: len(replies)]
+    assert session.last_consolidated == 60, "one round, and no more"
+    [raw] = contents(keeper.store)
+    assert raw.startswith("[RAW] ") and "q14" in raw and len(raw) <= 16_006
+    assert keeper.store.read_facts() == ""
+
+
+def test_an_update_on_an_outdated_text_is_asked_for_again(sessions):
+    session = talk(sessions.get(KEY), 25)
+    keeper = consolidator(sessions)
+
+    def meanwhile():
+        keeper.store.facts.write_text("- The cat is Tom\n")
+        return saves("Entry.", "- Likes blue")
+
+    keeper.store.folder.mkdir()
+    keeper.ask.replies = [meanwhile, saves("Entry.", "- The cat is Tom\n- Likes blue")]
+    asyncio.run(keeper.after_turn(session, 0))
+    assert "- The cat is Tom" in keeper.ask.asked[1][0][1]["content"]
+    assert keeper.store.read_facts() == "- The cat is Tom\n- Likes blue\n"
+    assert contents(keeper.store) == ["Entry."], "once"
+
+
+def test_new_archives_what_it_drops_and_nothing_else(sessions, tmp_path):
+    session = talk(sessions.get(KEY), 20)
+    session.restart()
+    session.append(user("new"))
+    keeper = consolidator(sessions, saves("One."), saves("Two."))
+    asyncio.run(keeper.archive(session))
+    assert contents(keeper.store) == ["One.", "Two."]
+    assert (session.last_consolidated, session.start) == (80, 80)
+    assert loaded(tmp_path).get_history() == [user("new")]
+    assert "new" not in keeper.ask.asked[-1][0][1]["content"].split()
+    asyncio.run(keeper.archive(session))
+    assert len(keeper.ask.asked) == 2
+
+
+def test_new_is_never_stuck_where_the_model_fails(sessions):
+    session, keeper = talk(sessions.get(KEY), 100), consolidator(sessions, FAILED)
+    session.restart()
+    asyncio.run(keeper.archive(session))
+    assert session.last_consolidated == 400
+    assert len(keeper.ask.asked) == 1, "it is not asked again and again"
+    assert all(text.startswith("[RAW]") for text in contents(keeper.store))
+    assert len(contents(keeper.store)) == 7
+
+
+def test_what_a_crash_in_new_left_is_archived_the_next_time(sessions, tmp_path):
+    talk(sessions.get(KEY), 3).restart()
+    session = loaded(tmp_path)
+    session.append(user("hello"), answer("hi"))
+    keeper = consolidator(sessions, saves("The three turns."))
+    asyncio.run(keeper.after_turn(session, 0))
+    assert contents(keeper.store) == ["The three turns."]
+    assert session.last_consolidated == 12
+
+
+def test_a_turn_that_is_cancelled_meanwhile_moves_no_cursor(sessions):
+    session, keeper = talk(sessions.get(KEY), 40), consolidator(sessions)
+
+    async def cancelled() -> None:
+        started = asyncio.Event()
+
+        async def hang(*_) -> None:
+            started.set()
+            await asyncio.Event().wait()
+
+        keeper.ask = hang
+        task = asyncio.create_task(keeper.after_turn(session, 0))
+        await started.wait()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(cancelled())
+    assert session.last_consolidated == 0
+    assert contents(keeper.store) == []
+
+
+def test_a_consolidation_in_the_background_does_not_take_back_new(sessions, tmp_path):
+    """Another program said `/new` in this session while the model was thinking."""
+    session = talk(sessions.get(KEY), 30)
+
+    def meanwhile():
+        loaded(tmp_path).restart()
+        return saves("Entry.")
+
+    keeper = consolidator(sessions, meanwhile, saves("Entry."))
+    asyncio.run(keeper.after_turn(session, 0))
+    assert loaded(tmp_path).get_history() == []
+    assert loaded(tmp_path).start == 120
+
+
+def test_a_large_turn_is_split_and_long_messages_are_shortened(sessions):
+    session = sessions.get(KEY)
+    session.append(user("look at all of it"))
+    for n in range(80):
+        session.append(*step("read_file", n, 9_000), sync=False)
+    session.append(answer("done"), user("next"), sync=False)
+    keeper = consolidator(sessions, *[saves(f"Part {n}.") for n in range(40)], budget=3_000)
+    asyncio.run(keeper.after_turn(session, 0))
+    assert session.last_consolidated == 162, "a turn is never cut"
+    assert len(contents(keeper.store)) > 1
+    for messages, _, _ in keeper.ask.asked:
+        assert sum(measure(message)[1] for message in messages) <= 1_700
+
+
+def test_over_80_percent_the_oldest_turns_are_summed_up_once(sessions, tmp_path):
+    session = talk(sessions.get(KEY), 12, 1_000, "message")
+    session.append(user("the task"))
+    tokens = sum(measure(message)[1] for message in session.get_history())
+    settings = {"budget": int(tokens / 0.85)}
+    keeper = consolidator(sessions, "They looked for q0 to q5.", **settings)
+    asyncio.run(keeper.before_turn(session, 0))
+    asyncio.run(keeper.before_turn(session, 0))
+    [(messages, _, _)] = keeper.ask.asked
+    assert messages[0]["content"] == "Sum it up." and "q0" in messages[1]["content"]
+    first = session.get_history()
+    assert "They looked" in first[0]["content"] and first[0]["role"] == "user"
+    assert first[1] == user("q7") and len(first) - 1 == 21, "whole turns, and the 20 newest stay"
+    assert session.last_consolidated == 0 and contents(keeper.store) == [], "it is not in memory"
+    again = loaded(tmp_path)
+    again.append(answer("done"), user("more"))
+    assert again.get_history()[: len(first)] == first, "prompt caches hold"
+    again.note(last_consolidated=again.summary["until"])
+    assert again.get_history()[0] == user("q7"), "memory has passed it"
+    assert loaded(tmp_path).get_history() == again.get_history()
+
+
+def test_a_second_summary_is_made_of_the_first_and_what_came_since(sessions):
+    session = talk(sessions.get(KEY), 12, 1_000, "message")
+    keeper = consolidator(sessions)
+    session.note(summary={"text": "Earlier: Rome.", "until": 16})
+    talk(session, 6, 1_000, "message")
+    session.append(user("the task"))
+    tokens = sum(measure(message)[1] for message in session.get_history())
+    keeper.ask.replies, keeper.budget = ["Earlier: Rome, and q4."], int(tokens / 0.85)
+    asyncio.run(keeper.before_turn(session, 0))
+    question = keeper.ask.asked[0][0][1]["content"]
+    assert "Earlier: Rome." in question and "q4" in question and "q3" not in question
+    assert "and q4" in session.get_history()[0]["content"]
+
+
+def test_where_the_summary_fails_the_turn_goes_on_without_it(sessions):
+    session = talk(sessions.get(KEY), 12, 1_000, "message")
+    session.append(user("the task"))
+    tokens = sum(measure(message)[1] for message in session.get_history())
+    for reply in (FAILED, LLMResponse("cut", [], "length"), ""):
+        keeper = consolidator(sessions, reply, budget=int(tokens / 0.85))
+        asyncio.run(keeper.before_turn(session, 0))
+        assert session.get_history()[0] == user("q0")
+
+
+def keeps_favourites(messages, tools, tool_choice) -> LLMResponse:
+    """A model that saves what begins with `my favourite`, and gives MEMORY.md back whole."""
+    facts, said = messages[1]["content"].split("# Conversation")
+    old = re.findall(r"^- .*$", facts, re.MULTILINE)
+    new = [f"- {fact}" for fact in re.findall(r"my favourite \w+ is \w+", said)]
+    return saves("[2026-04-03 00:02] They talked.", "\n".join(dict.fromkeys([*old, *new])))
+
+
+@pytest.mark.parametrize("window", [8_000, 65_536])
+def test_a_long_conversation_always_fits_costs_the_same_late_as_early_and_forgets_nothing(tmp_path, window):
+    turns = 2_000 if FULL else 300
+    sessions, counter, budget = SessionManager(tmp_path), estimating(), window - 2_000 - 1_024
+    keeper = Consolidator(MemoryStore(tmp_path), None, "Save.", "Sum up.", budget, counter=counter)
+    calls_by_turn, summaries = [], []
+
+    async def ask(messages, tools, tool_choice):
+        assert counter.total(messages) <= budget * 0.6
+        if tools:
+            return keeps_favourites(messages, tools, tool_choice)
+        summaries.append(messages)
+        return LLMResponse("They talked about this and that.")
+
+    async def turn(session: Session, n: int) -> None:
+        system = {"role": "system", "content": "You are … " + keeper.store.read_facts()}
+        text = "my favourite colour is green" if n == 3 else f"question {n}"
+        session.append({**user(text), "runtime": f"turn {n}"}, sync=False)
+        await keeper.before_turn(session, counter.size(system))
+        messages = [system, *session.get_history()]
+        for call_number in range(3):
+            governed = govern(messages, budget, counter)
+            assert governed.tokens <= budget, n
+            assert governed.messages[0] is system and text in str(governed.messages)
+            new = step("read_file", 10 * n + call_number, 6_000 if n % 7 == 0 else 300)
+            session.append(*new, sync=False)
+            messages += new
+        session.append(answer(f"answer {n}"), sync=False)
+        await keeper.after_turn(session, counter.size(system))
+
+    async def talk_on() -> None:
+        for n in range(turns):
+            events: list[str] = []
+            if n % 50 > 40:  # not always: to look on costs ten times as much
+                sys.setprofile(lambda frame, event, function, events=events: events.append(event))
+            await turn(sessions.get(KEY), n)
+            sys.setprofile(None)
+            calls_by_turn.append(len(events))
+
+    keeper.ask = ask
+    asyncio.run(talk_on())
+    early, late = (sorted(filter(None, part)) for part in (calls_by_turn[:200], calls_by_turn[-100:]))
+    assert late[len(late) // 2] <= 1.3 * early[len(early) // 2]
+    session = loaded(tmp_path)
+    assert len(session.lines) == 8 * turns, "what was said is all there"
+    assert len(session.get_history()) < 150
+    assert "- my favourite colour is green" in MemoryStore(tmp_path).read_facts()
+    assert "green" not in str(session.get_history()), "from memory, and from there alone"
+
+
+
+# ---- Dream ----
+
+
+@dataclass
+class Result:
+    stop_reason: str = "completed"
+
+
+class Agent:
+    """Plays phase 2: makes these calls as far as they are not refused."""
+
+    def __init__(self, home: Path, *calls, stop_reason: str = "completed"):
+        self.home, self.calls, self.stop_reason = home, calls, stop_reason
+        self.messages, self.refused = [], []
+
+    async def __call__(self, messages, refuse):
+        self.messages.append(messages)
+        for name, path, text in self.calls:
+            if why := refuse(name, {"path": path, "content": text}):
+                self.refused.append((name, path, why))
+                continue
+            (self.home / path).parent.mkdir(parents=True, exist_ok=True)
+            (self.home / path).write_text(text)
+        return Result(self.stop_reason)
+
+
+def dream(home: Path, model: Model, *calls, stop_reason: str = "completed", **settings) -> Dream:
+    agent = Agent(home, *calls, stop_reason=stop_reason)
+    skills = SkillsLoader(home / "skills", ROOT / "skills")
+    return Dream(MemoryStore(home), model, agent, "[SKIP] [MEMORY]", "Edit.", skills, **settings)
+
+
+@pytest.fixture
+def home(tmp_path):
+    """A workspace in which three things have happened."""
+    home = tmp_path / "workspace"
+    home.mkdir()
+    for name in ("SOUL.md", "USER.md"):
+        (home / name).write_text(f"# {name}\n")
+    store = MemoryStore(home)
+    for n in range(3):
+        store.append_history(f"[2026-04-03 00:0{n}] Thing {n}.")
+    store.write_facts("- Favourite colour: green", instead_of="")
+    return home
+
+
+BLUE = ("edit_file", "memory/MEMORY.md", "- Favourite colour: blue\n")
+
+
+def test_a_dream_finds_and_edits_and_is_one_commit(home):
+    model = Model("Here:\n- [MEMORY] Favourite colour: blue\n[MEMORY-REMOVE] green: outdated\nThat is all.")
+    dreamer = dream(home, model, BLUE)
+    told = asyncio.run(dreamer.run())
+    assert "Dreamt about 3 entries: 2 change(s)" in told
+    question = model.asked[0][0][1]["content"]
+    assert "[2026-04-03 00:02] Thing 2." in question and "Favourite colour: green" in question
+    assert time.strftime("%Y-%m-%d") in question
+    [phase_2] = dreamer.run_agent.messages
+    assert "# Findings\n\n[MEMORY] Favourite colour: blue\n\n[MEMORY-REMOVE] green" in phase_2[1]["content"]
+    assert "- memory:" in phase_2[1]["content"], "the skills that exist"
+    assert dreamer.store.dream_cursor == 3 and dreamer.store.unread() == []
+    log = MemoryRepository(home).log()
+    first, second = log.split("\n")
+    assert re.fullmatch(r"[0-9a-f]{7,} dream: [\d-]+ [\d:]+, 2 change\(s\)", first)
+    assert "changes outside of dreams" in second
+    diff = MemoryRepository(home).log(first.split()[0])
+    assert "-- Favourite colour: green\n+- Favourite colour: blue" in diff
+
+
+def test_without_anything_new_no_model_is_asked(home):
+    model = Model()
+    (home / "memory" / ".dream_cursor").write_text("3")
+    assert "nothing new" in asyncio.run(dream(home, model).run())
+    assert model.asked == []
+
+
+def test_skip_moves_the_cursor_and_makes_no_commit_of_its_own(home):
+    dreamer = dream(home, Model("<think>[MEMORY] no</think>\n[SKIP]"), BLUE)
+    asyncio.run(dreamer.run())
+    assert dreamer.store.dream_cursor == 3
+    assert dreamer.run_agent.messages == []
+    assert "dream: " not in MemoryRepository(home).log()
+
+
+def test_an_endpoint_that_is_down_costs_no_memories_however_often(home):
+    for _ in range(5):
+        assert "Nothing is lost" in asyncio.run(dream(home, Model(FAILED), BLUE).run())
+        stopped = dream(home, Model("[MEMORY] x"), stop_reason="error")
+        assert "Nothing is lost" in asyncio.run(stopped.run())
+    assert MemoryStore(home).dream_cursor == 0
+
+
+def test_what_fails_three_times_for_another_reason_is_skipped_with_a_warning(home, caplog):
+    dreamer = dream(home, Model("What a nice day.", "[MEMORY] x", "Hello!"), stop_reason="max_iterations")
+    assert "Nothing is lost" in asyncio.run(dreamer.run())
+    assert "Nothing is lost" in asyncio.run(dreamer.run())
+    assert MemoryStore(home).dream_cursor == 0
+    asyncio.run(dreamer.run())
+    assert MemoryStore(home).dream_cursor == 3
+    assert "these are skipped" in caplog.text
+
+
+def test_one_dream_at_a_time(home):
+    async def two_at_once() -> None:
+        dreaming, go_on = asyncio.Event(), asyncio.Event()
+
+        async def slow(*_) -> LLMResponse:
+            dreaming.set()
+            await go_on.wait()
+            return LLMResponse("[SKIP]")
+
+        first = asyncio.create_task(dream(home, slow).run())
+        await dreaming.wait()
+        with pytest.raises(SessionBusy, match="Another dream"):
+            await dream(home, Model("[SKIP]")).run()
+        go_on.set()
+        assert "Dreamt about 3" in await first
+
+    pytest.importorskip("fcntl", reason="file locks are POSIX")
+    asyncio.run(two_at_once())
+
+
+def test_a_broken_repository_costs_no_dream(home, caplog):
+    (home / ".nanobot").mkdir()
+    (home / ".nanobot" / "memory.git").write_text("no repository")
+    assert "Dreamt about 3" in asyncio.run(dream(home, Model("[MEMORY] blue"), BLUE).run())
+    assert "not under git" in caplog.text
+
+
+def test_a_batch_is_at_most_20_entries_and_half_the_budget(home):
+    store = MemoryStore(home)
+    for n in range(30):
+        store.append_history(f"entry {n}")
+    asyncio.run(dream(home, Model("[SKIP]")).run())
+    assert store.dream_cursor == 20
+    store.append_history("x" * 40_000)
+    store.append_history("last")
+    asyncio.run(dream(home, Model("[SKIP]"), budget=4_000).run())
+    assert store.dream_cursor == 33
+    asyncio.run(dream(home, Model("[SKIP]"), budget=4_000).run())
+    assert store.dream_cursor == 34, "at least one"
+
+
+KIT = ROOT / "skills"
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "text", "is_fine"),
+    [
+        ("edit_file", "memory/MEMORY.md", "", True),
+        ("edit_file", "SOUL.md", "", True),
+        ("edit_file", "{home}/USER.md", "", True),
+        ("edit_file", "AGENTS.md", "", False),
+        ("edit_file", "memory/history.jsonl", "", False),
+        ("edit_file", "skills/mine/SKILL.md", "", False),
+        ("write_file", "skills/mine/SKILL.md", "---\nname: mine\n---\n1. Do it.", True),
+        ("write_file", "skills/mine/list.txt", "x", True),
+        ("write_file", "skills/SKILL.md", "x", False),
+        ("write_file", "skills/../SOUL.md", "x", False),
+        ("write_file", "memory/MEMORY.md", "x", False),
+        ("write_file", "skills/weather/SKILL.md", "x", False),
+        ("write_file", "skills/mine/SKILL.md", "---\nname: memory\n---\nx", False),
+        ("write_file", "skills/mine/SKILL.md", "---\nname: mine\nalways: true\n---\nx", False),
+        ("write_file", "skills/link/SKILL.md", "x", False),
+        ("write_file", "/etc/passwd", "x", False),
+        ("read_file", "memory/HISTORY.md", "", True),
+        ("read_file", str(KIT / "weather" / "SKILL.md"), "", True),
+        ("read_file", "/etc/passwd", "", False),
+        ("read_file", "~/.ssh/id_rsa", "", False),
+        ("exec", "SOUL.md", "", False),
+        ("edit_file", "a\0b", "", False),
+    ],
+)
+def test_a_dream_has_a_fence(home, tmp_path, name, path, text, is_fine):
+    (home / "skills").mkdir()
+    (home / "skills" / "link").symlink_to(tmp_path)
+    arguments = {"path": path.format(home=home), "content": text}
+    why = reason_to_refuse(dream(home, Model()), name, arguments)
+    assert bool(why) is not is_fine
+
+
+def test_a_dream_with_the_real_loop_and_tools_edits_what_it_may_and_nothing_else(tmp_path):
+    import nanobot
+    from providers import ScriptedProvider
+
+    config = nanobot.load_config(environ={})
+    config.defaults.workspace = str(tmp_path)
+    fact = {"old_text": "Lasting facts, one a line.", "new_text": "- Favourite colour: green"}
+    edits = [
+        ToolCallRequest("1", "write_file", {"path": "SOUL.md", "content": "Be rude."}),
+        ToolCallRequest("2", "exec", {"command": "touch x"}),
+        ToolCallRequest("3", "edit_file", {"path": "memory/MEMORY.md", **fact}),
+    ]
+    loop = nanobot.AgentLoop(config, ScriptedProvider(["[MEMORY] Favourite colour: green", edits, "Noted."]))
+    loop.memory.append_history("[2026-04-03 00:02] The user likes green best.")
+    soul = (tmp_path / "SOUL.md").read_text()
+    assert "Dreamt about 1 entries" in asyncio.run(loop.dream.run())
+    assert "- Favourite colour: green" in loop.memory.read_facts()
+    assert (tmp_path / "SOUL.md").read_text() == soul and not (tmp_path / "x").exists()
+    results = [m["content"] for m in loop.provider.requests[-1].messages if m["role"] == "tool"]
+    assert "Write only skills" in results[0]
+    find, edit = loop.provider.requests[0].messages, loop.provider.requests[1].messages
+    assert "[SKIP]" in find[0]["content"] and "[MEMORY]" in find[0]["content"]
+    assert "# Findings" in edit[1]["content"]
+    turn = loop.turn(KEY)
+    assert "Favourite colour: green" in loop.context.system_prompt(turn), "it is known in a new session"
+
+
+# ---- What was dreamt can be undone ----
+
+
+def git(*arguments: str, cwd: Path) -> str:
+    return subprocess.run(["git", *arguments], cwd=cwd, capture_output=True, text=True).stdout.strip()
+
+
+def test_a_dream_is_undone_as_a_new_commit_and_is_not_dreamt_again(home):
+    dreamer = dream(home, Model("[MEMORY] blue"), BLUE, ("write_file", "skills/mine/SKILL.md", "1. Do it."))
+    asyncio.run(dreamer.run())
+    assert "change(s)" in MemoryRepository(home).restore()
+    assert MemoryStore(home).read_facts() == "- Favourite colour: green\n"
+    assert not (home / "skills" / "mine" / "SKILL.md").exists()
+    assert MemoryStore(home).dream_cursor == 3
+    assert "restore of" in MemoryRepository(home).log().split("\n")[0]
+    assert len(records(MemoryStore(home).history)) == 3, "the history is no part of it"
+
+
+def test_what_does_not_fit_any_more_is_left_alone_and_said(home):
+    asyncio.run(dream(home, Model("[MEMORY] blue"), BLUE).run())
+    MemoryStore(home).facts.write_text("- Favourite colour: red\n")
+    assert MemoryRepository(home).restore().startswith("Nothing is changed: ")
+    assert MemoryStore(home).read_facts() == "- Favourite colour: red\n"
+
+
+@pytest.mark.parametrize("sha", ["0123456", "HEAD; rm", "--help", "..", "zzz"])
+def test_an_unknown_commit_is_a_friendly_error(home, sha):
+    asyncio.run(dream(home, Model("[MEMORY] blue"), BLUE).run())
+    assert "/dream-log lists them" in MemoryRepository(home).restore(sha)
+    assert "/dream-log lists them" in MemoryRepository(home).log(sha)
+
+
+def test_a_repository_around_the_workspace_and_its_settings_are_left_alone(home, monkeypatch):
+    outer = home.parent
+    git("init", "-q", cwd=outer)
+    (outer / ".git" / "hooks" / "pre-commit").write_text("#!/bin/sh\nexit 1\n")
+    (outer / ".git" / "hooks" / "pre-commit").chmod(0o755)
+    (outer / ".gitignore").write_text("workspace/memory\n*.md\n")
+    git("add", "-A", cwd=outer)
+    git("-c", "user.name=x", "-c", "user.email=x@y", "commit", "-q", "--no-verify", "-m", "mine", cwd=outer)
+    monkeypatch.setenv("GIT_DIR", str(outer / ".git"))
+    asyncio.run(dream(home, Model("[MEMORY] blue"), BLUE).run())
+    monkeypatch.delenv("GIT_DIR")
+    assert "dream: " in MemoryRepository(home).log()
+    assert git("log", "--format=%s", cwd=outer) == "mine"
+    assert git("diff", "HEAD", "--stat", cwd=outer) == ""
+    assert not list(home.rglob(".git"))
+
+
+def test_without_git_everything_else_works(home, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    dreamer = dream(home, Model("[MEMORY] blue"), BLUE)
+    asyncio.run(dreamer.run())
+    assert dreamer.store.dream_cursor == 3
+    assert "git" in MemoryRepository(home).log()
+    assert MemoryRepository(home).restore().startswith("Nothing is changed: ")
+
+
+def test_a_lock_that_a_killed_git_left_stops_nothing(home):
+    asyncio.run(dream(home, Model("[SKIP]")).run())
+    (home / ".nanobot" / "memory.git" / "index.lock").touch()
+    MemoryStore(home).append_history("more")
+    asyncio.run(dream(home, Model("[MEMORY] blue"), BLUE).run())
+    assert "dream: " in MemoryRepository(home).log()
+
+
+def test_a_skill_that_was_dreamt_is_there_in_the_next_turn(home):
+    text = "---\nname: mine\ndescription: Use to publish.\n---\n1. Do it."
+    dreamer = dream(home, Model("[SKILL] mine: publish"), ("write_file", "skills/mine/SKILL.md", text))
+    asyncio.run(dreamer.run())
+    assert "Use to publish." in [skill.description for skill in dreamer.skills.load()]
 
 
 # ---- Skills ----
@@ -738,3 +1859,45 @@ def test_a_file_of_somebody_elses_does_not_stop_the_list(sessions):
     sessions.get("cli:mine").append(user("hello"))
     (sessions.folder / "bad%ff.jsonl").write_text("x")
     assert sessions.list_keys() == ["cli:mine"]
+
+
+def broken_skills(folder: Path) -> dict[str, str]:
+    """Four ways in which a SKILL.md is none, and what is said of them."""
+    for name in ("device", "folder", "fifo", "huge"):
+        (folder / name).mkdir(parents=True)
+    os.symlink("/proc/self/mem", folder / "device" / "SKILL.md")
+    (folder / "folder" / "SKILL.md").mkdir()
+    os.mkfifo(folder / "fifo" / "SKILL.md")
+    with open(folder / "huge" / "SKILL.md", "wb") as file:
+        file.truncate(100_000_000)
+    return {"device": "error", "folder": "directory", "fifo": "regular", "huge": "100,000"}
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="FIFOs are POSIX")
+def test_a_broken_skill_is_left_out_with_one_line_and_the_others_stay(tmp_path, caplog):
+    wanted = broken_skills(tmp_path)
+    skill_file(tmp_path, FRONT)
+    loader = SkillsLoader(tmp_path)
+    for _ in range(3):
+        skills = {skill.name: skill for skill in loader.load()}
+    assert {name for name, skill in skills.items() if not skill.problem} == {"demo"}
+    for name, words in wanted.items():
+        assert words in skills[name].problem.lower(), name
+        told = [line for line in caplog.messages if str(skills[name].path) in line]
+        assert len(told) == 1, "once, not every turn"
+
+
+def test_a_skill_is_read_by_what_is_handed_in(tmp_path):
+    path = skill_file(tmp_path, FRONT)
+
+    def refuse(path: Path) -> bytes:
+        raise RuntimeError(f"{path.name} is over the fence")
+
+    [skill] = SkillsLoader(tmp_path, read=refuse).load()
+    assert (skill.name, skill.problem) == ("demo", "SKILL.md is over the fence")
+    assert skill.path == path and not skill.text
+
+
+def test_front_matter_that_is_nested_too_deep_stops_nothing(tmp_path):
+    path = skill_file(tmp_path, f"---\nmetadata: {'[' * 50_000}\n---\nDo it.\n")
+    assert read_skill(path).text == "Do it."

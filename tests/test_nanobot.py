@@ -40,8 +40,9 @@ from providers import (
     Trace,
     legal,
 )
+from test_memory import watched_disk
 from test_providers import check_grammar
-from tools import ToolError, ToolRegistry, ToolResult, tool
+from tools import ToolError, ToolRegistry, ToolResult, Turn, tool
 
 PNG = b"\x89PNG\r\n\x1a\n" + b"\0" * 16
 
@@ -192,6 +193,12 @@ def test_calls_that_may_be_cut_are_not_run(reason):
         assert "shorter steps" in provider.requests[1].messages[-1]["content"]
 
 
+@pytest.mark.parametrize("reason", ["tool_use", "eos", "end_turn", "function_call", "stop"])
+def test_whole_calls_run_whatever_an_endpoint_calls_their_end(reason):
+    result, _ = run([LLMResponse(None, [call("look")], reason), "done"], [look])
+    assert (result.tools_used, result.final_content) == (["look"], "done")
+
+
 def test_a_missing_finish_reason_with_whole_arguments_runs():
     result, _ = run([LLMResponse(None, [call("look")], None), "done"], [look])
     assert result.tools_used == ["look"]
@@ -215,7 +222,136 @@ def test_an_answer_cut_by_its_length_is_continued_and_joined():
 def test_after_three_continuations_there_is_what_there_is():
     result, provider = run([LLMResponse(f"{n} ", finish_reason="length") for n in range(9)])
     assert len(provider.requests) == 4
-    assert result.final_content == "0 1 2 3 "
+    assert result.final_content == "0 1 2 3 \n\n(cut: the answer reached its length limit again and again)"
+    assert result.messages[-1]["content"] == "0 1 2 3 "
+    assert "length limit" in result.messages[-1]["cut"]
+
+
+def test_a_whole_step_gives_an_answer_its_three_continuations_back():
+    cut = [LLMResponse(f"{n} ", finish_reason="length") for n in range(3)]
+    result, _ = run([*cut, call("look"), *cut, "whole"], [look])
+    assert result.final_content == "0 1 2 whole"
+    assert [message.get("content") for message in result.messages[1:]] == ["0 1 2 ", "saw 0", "0 1 2 whole"]
+
+
+def test_text_beside_cut_calls_is_shown_once():
+    hook = Recorder()
+    beside = LLMResponse("I will look.", [call("look")], "length")
+    result, _ = run([beside, "Seen."], [look], hook=hook)
+    shown = "".join(text for text in hook.seen if isinstance(text, str) and text not in EVENTS)
+    assert shown == "I will look.\n\nSeen."
+    assert result.messages[-1]["content"] == f"<{shown}>"  # as its hook makes it
+
+
+def test_a_half_answer_whose_continuation_fails_is_kept_and_marked_as_cut():
+    failure = LLMResponse(None, [], "error", error="the endpoint is gone")
+    result, _ = run([LLMResponse("one ", finish_reason="length"), failure])
+    assert result.stop_reason == "error"
+    assert result.messages[-1] == {"role": "assistant", "content": "one ", "cut": "the endpoint is gone"}
+
+
+@pytest.mark.parametrize("asking", [True, False])
+def test_what_was_shown_of_an_answer_that_was_stopped_is_journalled_once(asking):
+    """Stopped in the middle of an answer, or in a tool that an answer called."""
+    journal, at_work = [], asyncio.Event()
+
+    class Stall(AgentHook):
+        wants_streaming = True
+
+        async def on_stream(self, delta):
+            if asking and delta == " three":
+                at_work.set()
+                await asyncio.sleep(60)
+
+    @tool
+    async def hang() -> str:
+        """Hang."""
+        at_work.set()
+        await asyncio.sleep(60)
+        return "never"
+
+    async def stop_it():
+        script = ["one two three four"] if asking else [LLMResponse("I wait.", [call("hang")], "tool_calls")]
+        spec = AgentRunSpec([{"role": "user", "content": "x"}], ToolRegistry([hang]), hook=Stall())
+        spec.on_messages = lambda messages, whole: journal.extend(messages)
+        task = asyncio.create_task(AgentRunner(ScriptedProvider(script)).run(spec))
+        await at_work.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(stop_it())
+    shown = "one two three" if asking else "I wait."
+    assert [(line["content"], "cut" in line) for line in journal] == [(shown, asking)]
+
+
+def test_when_a_turn_is_stopped_everything_in_it_has_ended():
+    ended, started = [], []
+
+    @tool(read_only=True)
+    async def wait(n: int) -> str:
+        """Wait."""
+        started.append(n)
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.01 * n)  # tidying up takes its time
+            ended.append(n)
+        return "never"
+
+    async def stop_it():
+        spec = AgentRunSpec([{"role": "user", "content": "x"}], ToolRegistry([wait]))
+        script = [[call("wait", f"c{n}", n=n) for n in range(4)]]
+        task = asyncio.create_task(AgentRunner(ScriptedProvider(script)).run(spec))
+        while len(started) < 4:
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return sorted(ended)
+
+    assert asyncio.run(stop_it()) == [0, 1, 2, 3]
+
+
+def test_a_result_is_journalled_when_its_call_ends_and_sent_in_the_order_of_the_calls():
+    journal, gate = [], asyncio.Event()
+
+    @tool(read_only=True)
+    async def wait(n: int) -> str:
+        """Wait."""
+        if n == 0:
+            await gate.wait()
+        else:
+            asyncio.get_running_loop().call_later(0.01, gate.set)
+        return f"waited {n}"
+
+    script = [[call("wait", "a", n=0), call("wait", "b", n=1)], "done"]
+    _, provider = run(script, [wait], on_messages=lambda messages, whole: journal.extend(messages))
+    assert [line["content"] for line in journal if line["role"] == "tool"] == ["waited 1", "waited 0"]
+    sent = provider.requests[1].messages
+    assert [message["content"] for message in sent if message["role"] == "tool"] == ["waited 0", "waited 1"]
+
+
+def test_the_same_result_again_and_again_is_told_at_three_and_ends_the_tools_at_five():
+    script = [call("look", f"c{n}") for n in range(5)] + ["Nothing new."]
+    result, provider = run(script, [look])
+    contents = [message["content"] for message in result.messages if message["role"] == "tool"]
+    assert [("already" in text) for text in contents] == [False, False, True, True, True]
+    assert [bool(request.tools) for request in provider.requests] == [True] * 5 + [False]
+    assert (result.stop_reason, result.final_content) == ("completed", "Nothing new.")
+
+
+def test_a_poll_that_returns_something_new_may_go_on():
+    @tool(read_only=True)
+    def poll() -> str:
+        """Poll."""
+        polls.append(1)
+        return f"{len(polls)} of 8"
+
+    polls: list[int] = []
+    result, provider = run([call("poll", f"c{n}") for n in range(8)] + ["ready"], [poll])
+    assert result.final_content == "ready"
+    assert all(request.tools for request in provider.requests)
 
 
 def test_blank_answers_are_asked_again_then_without_tools_then_honestly_empty():
@@ -478,6 +614,19 @@ class Recorder(AgentHook):
         return f"<{content}>"
 
 
+EVENTS = ("before", "after", "end True", "end False")
+
+
+def test_a_hook_can_measure_each_tool():
+    class Watch(AgentHook):
+        async def after_tool(self, call, result, seconds):
+            measured.append((call.name, result.is_error, 0 <= seconds < 5))
+
+    measured: list[tuple] = []
+    run([[call("look", "a"), call("broken", "b")], "done"], [look, broken], hook=CompositeHook([Watch()]))
+    assert measured == [("look", False, True), ("broken", True, True)]
+
+
 class Faulty(AgentHook):
     async def before_iteration(self, context):
         raise RuntimeError("a guest misbehaves")
@@ -553,6 +702,78 @@ def test_approval_asks_before_a_tool_that_writes(answers, ran):
     assert not any("\x1b" in question for question in questions)
 
 
+def test_a_tool_that_appears_while_the_user_reads_was_asked_about_too():
+    """A slow MCP server registers `late` between question 1 and the run."""
+    ran, questions = [], []
+
+    @tool
+    def late() -> str:
+        """Late."""
+        ran.append("late")
+        return "done"
+
+    @tool
+    def act() -> str:
+        """Act."""
+        ran.append("act")
+        return "acted"
+
+    async def ask(question):
+        questions.append(question)
+        registry.register(late)
+        return "y" if "act" in question else "n"
+
+    registry = ToolRegistry([act])
+    script = [[call("act", "a"), call("late", "b")], "done"]
+    spec = AgentRunSpec([{"role": "user", "content": "x"}], registry, hook=ApprovalHook(registry, ask))
+    asyncio.run(AgentRunner(ScriptedProvider(script)).run(spec))
+    assert (len(questions), ran) == (2, ["act"])
+
+
+def test_a_tool_that_stops_being_harmless_after_the_look_at_it_does_not_run():
+    ran = []
+
+    @tool(name="look")
+    def harmful() -> str:
+        """Not only looks."""
+        ran.append("harmful")
+        return "done"
+
+    @tool
+    def act() -> str:
+        """Changes what `look` is."""
+        registry.register(harmful)
+        return "acted"
+
+    async def ask(question):
+        return "y"
+
+    registry = ToolRegistry([look, act])
+    spec = AgentRunSpec([{"role": "user", "content": "x"}], registry, hook=ApprovalHook(registry, ask))
+    provider = ScriptedProvider([[call("act", "a"), call("look", "b")], "done"])
+    asyncio.run(AgentRunner(provider).run(spec))
+    assert ran == []
+    assert "changed meanwhile" in provider.requests[1].messages[-1]["content"]
+
+
+def test_only_a_call_that_was_asked_about_counts_as_approved():
+    approved = []
+
+    @tool
+    def act(*, turn: Turn) -> str:
+        """Act."""
+        approved.append(turn.approved)
+        return "acted"
+
+    async def ask(question):
+        return "always"
+
+    registry = ToolRegistry([act])
+    spec = AgentRunSpec([{"role": "user", "content": "x"}], registry, hook=ApprovalHook(registry, ask))
+    asyncio.run(AgentRunner(ScriptedProvider([call("act", "a"), call("act", "b"), "done"])).run(spec))
+    assert approved == [True, False]
+
+
 def test_blanks_cannot_scroll_a_question_away():
     async def ask(question):
         questions.append(question)
@@ -585,7 +806,9 @@ def test_cost_counts_every_request_of_a_run():
 def test_cost_is_money_where_the_price_is_known_and_tokens_otherwise():
     usage = {"prompt_tokens": 1_000_000, "completion_tokens": 500_000, "cached_tokens": 10, "estimated": 0}
     priced = CostTrackingHook({"m": Price(2.0, 8.0)}, "m")
-    assert priced.line(usage) == "1,000,000 in (10 cached) · 500,000 out · 6.0000"
+    assert priced.line(usage) == "1,000,000 in (10 cached) · 500,000 out · ≤ 6.0000"
+    cheaper = CostTrackingHook({"m": Price(2.0, 8.0, cached=0.5)}, "m")
+    assert cheaper.line({**usage, "cached_tokens": 800_000}).endswith(" · 4.8000")
     unknown = CostTrackingHook({"m": Price(2.0, 8.0)}, "other")
     assert unknown.line({**usage, "cached_tokens": 0, "estimated": True}) == "~1,000,000 in · ~500,000 out"
 
@@ -593,12 +816,22 @@ def test_cost_is_money_where_the_price_is_known_and_tokens_otherwise():
 # ---- The loop ----
 
 
+class Script(ScriptedProvider):
+    """Plays replies back for turns; the memory, which works in the background, gets none of them."""
+
+    async def answer(self, request):
+        if any(tool["function"]["name"] == "save_memory" for tool in request.tools):
+            return LLMResponse("not now")
+        return await super().answer(request)
+
+
 def make_loop(tmp_path: Path, replies=(), **defaults) -> AgentLoop:
     config = Config()
     config.defaults.workspace = str(tmp_path / "workspace")
     for name, value in defaults.items():
         setattr(config.defaults, name, value)
-    return AgentLoop(config, ScriptedProvider(replies))
+    config.cwd = config.workspace
+    return AgentLoop(config, Script(replies))
 
 
 def ask(loop: AgentLoop, text: str, session: str = "cli:direct", media=()):
@@ -659,8 +892,9 @@ def test_a_model_failure_leaves_the_session_usable(tmp_path):
     assert result.error == "cannot reach it"
     ask(loop, "two")
     sent = loop.provider.requests[1].messages
-    assert roles(sent) == ["system", "user", "assistant", "user"]
-    assert sent[2]["content"] == "[interrupted before an answer]"
+    assert roles(sent) == ["system", "user"], "nothing is put into the assistant's mouth"
+    one, two = sent[1]["content"].split("[the message above was not answered: interrupted]")
+    assert one.strip().endswith("one") and two.endswith("two")
 
 
 def test_continue_goes_on_with_the_unfinished_turn(tmp_path):
@@ -803,6 +1037,80 @@ def test_run_works_alone_and_inside_a_running_loop(own_home):
     assert "offline model" in asyncio.run(notebook())
 
 
+def test_a_newcomer_talks_with_the_offline_model(tmp_path):
+    """One conversation, through the real loop and the real prompt, in a workspace whose path has spaces."""
+    config = Config()
+    config.defaults.workspace = str(tmp_path / "my work space")
+    config.cwd = tmp_path
+    loop = AgentLoop(config, OfflineProvider())
+    conversation = {
+        "Hi!": "Hello!",
+        "Could you create a file called todo.txt with milk?": "Wrote 4 characters",
+        "append “two eggs” to it": "+two eggs",
+        "what’s in it?": "todo.txt says:\n\nmilk\ntwo eggs",
+        "rename todo.txt to list.txt": "renamed",
+        "my favourite colour is green": "I will remember: The user's favourite colour is green",
+        "what's my favourite colour?": "From memory:\n\n- The user's favourite colour is green",
+        "What time is it?": "It is 20",
+        "open nothing.txt": "read_file did not work: Cannot read",
+        "write me a poem": "takes a real language model",
+        "delete list.txt": "list.txt is deleted.",
+    }
+    for text, expected in conversation.items():
+        assert expected in ask(loop, text)[0].final_content, text
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == []
+    memory = tmp_path / "my work space" / "memory" / "MEMORY.md"
+    assert memory.read_text(encoding="utf-8").endswith("\n- The user's favourite colour is green\n")
+    anew = AgentLoop(config, OfflineProvider())  # another day, another session
+    answer = asyncio.run(anew.process_direct("what is my favourite colour?", "cli:new")).final_content
+    assert "From memory:\n\n- The user's favourite colour is green" in answer
+
+
+def test_run_works_in_the_current_folder_and_streams(own_home, tmp_path, monkeypatch):
+    (tmp_path / "here.txt").touch()
+    monkeypatch.chdir(tmp_path)
+    with FakeLLM([ask_for("list_dir"), "done"]) as server:
+        monkeypatch.setenv("OPENAI_BASE_URL", server.base_url)
+        monkeypatch.setenv("NANOBOT_MODEL", "m")
+        assert nanobot.run("what is here?") == "done"
+    assert [body["stream"] for body in server.bodies] == [True, True]
+    assert "here.txt" in server.bodies[1]["messages"][-1]["content"]
+
+
+def test_every_step_is_on_the_disk_while_the_model_is_asked_again(tmp_path):
+    """Where a power cut comes, the results that a model was shown have been kept."""
+
+    class Patient(ScriptedProvider):
+        async def answer(self, *arguments, **options):
+            if len(self.requests) == 1:  # behind the result of the first tool
+                writes = disk.count(("write", name))
+                async with asyncio.timeout(60):
+                    while ("fsync", name) not in disk:
+                        await asyncio.sleep(0.01)
+                assert writes == 3 and disk.index(("fsync", name)) >= 3
+            return await super().answer(*arguments, **options)
+
+    loop = make_loop(tmp_path)
+    loop.provider = loop.runner.provider = Patient([call("list_dir"), "done"])
+    name = loop.sessions.path("cli:direct").name
+    with watched_disk() as disk:
+        result, _ = ask(loop, "look")
+        assert result.stop_reason == "completed"
+        of_this_turn = [kind for kind, file in disk if file == name]
+        disk.clear()
+        ask(loop, "/new")
+    assert of_this_turn[-1] == "fsync", "the answer is not shown before it is kept"
+    assert [kind for kind, file in disk if file == name] == ["write", "fsync"]
+
+
+def test_the_setting_for_long_results_has_its_effect(tmp_path):
+    loop = make_loop(tmp_path, [call("list_dir"), "done"], max_tool_result_chars=1_000)
+    for number in range(100):
+        (loop.workspace / f"{number:0>40}").touch()
+    ask(loop, "look")
+    assert "too long to show" in loop.provider.requests[1].messages[-1]["content"]
+
+
 # ---- The model layer under fire ----
 
 
@@ -810,6 +1118,7 @@ def endpoint_loop(tmp_path: Path, server: FakeLLM, **more) -> AgentLoop:
     """A loop with a real client of the server; it does not wait between two tries."""
     config = Config()
     config.defaults.workspace = str(tmp_path / "workspace")
+    config.defaults.memory_window = 1_000_000  # what the memory does is another matter
     end = Endpoint(ROWS["custom"], "sk-test-key-123456", server.base_url, "test-model")
     loop = AgentLoop(config, OpenAIProvider(end, pace=0.0, **more))
     loop.tools = ToolRegistry([look])
@@ -894,7 +1203,7 @@ def test_after_a_storm_every_message_is_there_once_and_the_next_is_answered(tmp_
 
         async def many_turns():
             while len(server.bodies) < 200:
-                loop.streaming, text = len(turns) % 3 > 0, f"question {len(turns)}"
+                loop.config.streaming, text = len(turns) % 3 > 0, f"question {len(turns)}"
                 before = len(loop.sessions.get("cli:direct").lines)
                 result = await asyncio.wait_for(loop.process_direct(text), 20)
                 turns.append((text, result, before))
@@ -925,6 +1234,9 @@ def without_stamp(line: dict) -> dict:
     return {key: value for key, value in line.items() if key not in ("timestamp", "runtime")}
 
 
+CUT = "\n\n(cut: the answer reached its length limit again and again)"
+
+
 def check_journal(lines: list[dict], turns: list) -> None:
     """What each turn gave is there, in its place and once; each call has its own result behind it."""
     reasons = [result.stop_reason for _, result, _ in turns]
@@ -935,8 +1247,8 @@ def check_journal(lines: list[dict], turns: list) -> None:
         turn = lines[start:end]
         assert turn[0] == {"role": "user", "content": text}
         assert turn[1:] == result.messages[len(result.messages) - len(turn) + 1 :]
-        if result.final_content:
-            assert turn[-1]["content"] == result.final_content
+        if result.final_content and result.stop_reason != "empty":
+            assert turn[-1]["content"] == result.final_content.removesuffix(CUT)
     numbers, due = [], []
     for line in lines:
         if line["role"] == "tool":
@@ -959,7 +1271,8 @@ def test_why_an_answer_takes_longer_reaches_the_channel_and_hooks_of_ones_own(tm
         result, events = ask(loop, "hello")
     assert result.final_content == "here"
     told = [text for kind, text in events if kind == "retry"]
-    assert told == hook.told == ["slow down; asking again in 7 s", "not now; asking again in 2 s"]
+    assert told == hook.told == [
+        "HTTP 429: slow down; asking again in 7 s", "HTTP 503: not now; asking again in 2 s"]  # fmt: skip
     assert [kind for kind, _ in events[:2]] == ["retry", "retry"]
     assert "asking again" not in loop.sessions.path("cli:direct").read_text(encoding="utf-8")
 
@@ -994,7 +1307,7 @@ def test_every_request_begins_with_the_bytes_of_the_last_one(tmp_path, streaming
 
         async def talk():
             loop = endpoint_loop(tmp_path, server)
-            loop.streaming = streaming
+            loop.config.streaming = streaming
             for text in ("one", "two \u202e \U0001f600", "three"):
                 await loop.process_direct(text)
 
@@ -1090,7 +1403,8 @@ def test_a_letter_that_is_none_costs_no_turn(tmp_path, part):
 
 def test_the_system_prompt_has_its_parts_in_order(tmp_path):
     loop = make_loop(tmp_path)
-    (loop.workspace / "IDENTITY.md").write_text("I am Ida.", encoding="utf-8")
+    for name in ("AGENTS", "SOUL", "USER", "TOOLS", "IDENTITY"):
+        (loop.workspace / f"{name}.md").write_text("I am Ida.", encoding="utf-8")
     loop.memory.facts.write_text("# Long-term memory\n\nThe cat is Tom.\n", encoding="utf-8")
     entry = {"cursor": 1, "timestamp": "2026-04-03 00:02", "content": "We spoke of cats."}
     loop.memory.history.write_text(json.dumps(entry) + "\n", encoding="utf-8")
@@ -1220,11 +1534,6 @@ def test_the_environment_wins_over_the_file(own_home):
     assert config.workspace == own_home / "w"
 
 
-def test_a_part_that_is_not_built_yet_is_said_not_to_work(own_home, caplog):
-    load_config(write_config(own_home, '{"gateway": {"heartbeat": {"enabled": true}}}'), {})
-    assert "gateway" in caplog.text
-
-
 def test_an_answer_must_leave_room_in_the_window(tmp_path):
     with pytest.raises(ConfigError, match="under half"):
         make_loop(tmp_path, max_tokens=600, context_window_tokens=1_000)
@@ -1269,6 +1578,68 @@ def test_the_time_is_given_in_the_configured_zone(tmp_path):
     loop = make_loop(tmp_path, ["ok"], timezone="Asia/Tokyo")
     ask(loop, "hello")
     assert "JST" in loop.provider.requests[0].messages[1]["content"]
+
+
+# Each setting below has its effect where it is used, not only in what was read.
+
+
+def loop_of(home: Path, settings: dict, replies=None) -> AgentLoop:
+    """What a program would make of this settings file, with a folder `project` to work in."""
+    config = load_config(write_config(home, json.dumps(settings)), {})
+    config.defaults.workspace = str(home / "ws")
+    config.cwd = home / "project"
+    config.cwd.mkdir(exist_ok=True)
+    return AgentLoop(config, None if replies is None else ScriptedProvider(replies))
+
+
+@pytest.mark.parametrize("text_calls", ["auto", "off"])
+def test_the_settings_of_a_model_and_its_provider_reach_the_endpoint(own_home, text_calls):
+    written = '<tool_call>{"name": "list_dir", "arguments": {}}</tool_call>'
+    with FakeLLM([written, "done"]) as server:
+        vllm = {"apiKey": "sk-mine", "apiBase": server.base_url, "extraHeaders": {"X-Title": "kit"},
+                "extraBody": {"min_p": 0.1}, "textToolCalls": text_calls}  # fmt: skip
+        defaults = {"model": "m", "provider": "vllm", "maxTokens": 777, "temperature": 0.25}
+        prices = {"m": {"input": 1_000_000, "output": 0}}
+        settings = {"agents": {"defaults": defaults}, "providers": {"vllm": vllm}, "prices": prices}
+        loop = loop_of(own_home, settings)
+        result, _ = ask(loop, "look")
+    request = server.requests[0]
+    assert (request.headers["authorization"], request.headers["x-title"]) == ("Bearer sk-mine", "kit")
+    assert {"model": "m", "temperature": 0.25, "min_p": 0.1}.items() <= request.body.items()
+    assert 777 in (request.body.get("max_tokens"), request.body.get("max_completion_tokens"))
+    assert result.final_content == ("done" if text_calls == "auto" else written)
+    assert loop.cost.line(result.usage).endswith(f" · {result.usage['prompt_tokens']:.4f}")
+
+
+def test_the_settings_of_exec_have_their_effect(own_home, monkeypatch):
+    monkeypatch.setenv("SEEN", "yes")
+    monkeypatch.setenv("UNSEEN", "no")
+    program = own_home / "more" / "my-program"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\necho it runs\n")
+    program.chmod(0o755)
+    shell = {"timeout": 1, "pathAppend": str(program.parent), "allowedEnvKeys": ["SEEN"]}
+    loop = loop_of(own_home, {"tools": {"exec": shell}}, [])
+    command = {"command": "my-program; echo [$SEEN$UNSEEN]; sleep 60"}
+    result = asyncio.run(loop.tools.execute("exec", command, loop.turn("cli:direct")))
+    assert result.text.startswith("it runs\n[yes]\n") and "Timed out after 1 s" in result.text
+    wide = loop_of(own_home, {"tools": {"exec": {"sandbox": "bwrap", "sandboxNetwork": True}}}, [])
+    assert (wide.tools.get("exec").sandbox, wide.tools.get("exec").network) == ("bwrap", True)
+    assert loop.tools.get("exec").network is False
+    assert loop_of(own_home, {"tools": {"exec": {"enable": False}}}, []).tools.get("exec") is None
+
+
+@pytest.mark.parametrize("restrict", [True, False])
+def test_the_setting_of_the_fence_has_its_effect_and_skills_may_be_read(own_home, restrict):
+    (own_home / "outside.txt").write_text("beyond the fence")
+    loop = loop_of(own_home, {"tools": {"restrictToWorkspace": restrict}}, [])
+
+    def read(path: Path) -> ToolResult:
+        arguments = {"path": str(path)}
+        return asyncio.run(loop.tools.execute("read_file", arguments, loop.turn("cli:direct")))
+
+    assert ("beyond the fence" in read(own_home / "outside.txt").text) is not restrict
+    assert not read(nanobot.DATA / "skills" / "weather" / "SKILL.md").is_error
 
 
 def test_without_a_key_and_an_address_the_model_is_the_offline_one():

@@ -12,6 +12,7 @@ import os
 import random
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -36,7 +37,6 @@ from providers import (
     choose_endpoint,
     legal,
     parse_arguments,
-    strip_think,
 )
 from tools import FILE_TOOLS, Exec, ToolRegistry, Turn, Web, WebFetch, WebSearch
 
@@ -325,6 +325,7 @@ ODD_BODIES = {
     "a content that is a number": ({"choices": [{"message": {"content": 5}}]}, "strange form"),
     "broken JSON": ('{"choices": [', "not JSON but: .*choices"),
     "an empty body": ("", "not JSON but: nothing"),
+    "a tower of lists": ('{"choices": ' + "[" * 100_000, "recursion"),
     "a text": ("The service is asleep", "not JSON but: The service is asleep.*/v1"),
 }
 
@@ -491,6 +492,44 @@ def test_an_errors_own_words_are_found_wherever_they_stand(name):
         assert len(server.requests) == (4 if line.status >= 500 else 1)  # the SDK's own retries are off
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+def test_events_are_read_as_the_standard_has_them(end, size):
+    """Any line end, a byte order mark, data over several lines, and a comment that looks like the end."""
+    pretty = json.dumps(delta(content="b"), indent=1).split("\n")
+    first, last = json.dumps(delta(content="a")), json.dumps(delta("stop", content="c"))
+    lines = ["\ufeffdata: " + first, "", ": [DONE]", "event: message", "id: [DONE]", "",
+             *(f"data: {line}" for line in pretty), "", "data: " + last, "", "data: [DONE]", ""]  # fmt: skip
+    data = end.join(lines).encode()
+    answer, _ = reply_to(Raw(chunks=[data[n : n + size] for n in range(0, len(data), size)]), stream=True)
+    assert (answer.content, answer.error) == ("abc", None)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_refusal_is_the_text_of_the_answer(stream):
+    words = "I cannot help with that."
+    pieces = [delta(refusal=words[:9]), delta(refusal=words[9:], content=None), delta("stop")]
+    line = sse(*pieces) if stream else whole({"content": None, "refusal": words})
+    answer, shown = reply_to(line, stream)
+    assert (answer.content, answer.finish_reason) == (words, "stop")
+    assert "".join(shown) == (words if stream else "")
+
+
+@pytest.mark.parametrize(("reason", "meaning"), [
+    ("eos", "stop"), ("end_turn", "stop"), ("tool_use", "stop"), ("STOP", "stop"), ("max_tokens", "length"),
+    ("length", "length"), ("content_filter", "content_filter"), ("tool_calls", "tool_calls")])  # fmt: skip
+def test_a_finish_reason_is_told_in_openais_words(reason, meaning):
+    whole_call = {"id": "a", **call("now")}
+    answer, _ = reply_to(whole({"tool_calls": [whole_call]}, reason))
+    assert (answer.finish_reason, answer.tool_calls[0].error) == (meaning, "")
+
+
+@pytest.mark.parametrize("reason", ["error", "abort", "insufficient_system_resource"])
+def test_an_answer_that_the_endpoint_gave_up_is_asked_for_again(reason):
+    with FakeLLM([whole({"content": "Half"}, reason), "Whole."]) as server:
+        assert ask(made(server))[0].content == "Whole."
+
+
 # ---- Tool calls in a stream ----
 
 X, Y = '{"x": 1}', '{"y": 2}'
@@ -545,6 +584,15 @@ ARGUMENTS = {
     "a raw line end in a text": ('{"a": "1\n2"}', "stop", {"a": "1\n2"}, ""),
     "broken, but the answer is whole": ("{path: 'a',}", "tool_calls", {"path": "a"}, ""),
     "broken, and cut by the limit": ('{"command": "rm -r bui', "length", {}, "not whole JSON"),
+    "cut in a text, whatever the reason": ('{"command": "rm -rf bui', "tool_calls", {}, "not whole JSON"),
+    "cut behind a backslash": ('{"a": "b\\\\', "stop", {}, "not whole JSON"),
+    "cut with a brace in the text": ('{"a": "b {c}', "stop", {}, "not whole JSON"),
+    "cut in a text of single quotes": ("{'a': 'echo }", "stop", {}, "not whole JSON"),
+    "cut behind a text": ('{"a": "b"', "stop", {}, "not whole JSON"),
+    "cut in a list": ('{"a": [1, 2', "tool_calls", {}, "not whole JSON"),
+    "broken, with a quote in a quote": ("{\"a\": 'it\", b',}", "stop", {"a": 'it", b'}, ""),
+    "whole, with an unknown reason": ('{"a": 1}', "eos", {"a": 1}, ""),
+    "broken, with an unknown reason": ("{a: 1,}", "tool_use", {"a": 1}, ""),
     "broken, and withheld": ('{"command": "rm -r bui', "content_filter", {}, "not whole JSON"),
     "a list": ("[1]", "stop", {}, "must be one JSON object"),
     "a text": ('"ls"', "stop", {}, "must be one JSON object"),
@@ -656,6 +704,11 @@ THOUGHTS = {
     "look-alikes": ("<thinker> <think-foo> <think1> <think/>", "<thinker> <think-foo> <think1> <think/>"),
     "a tag within a block": ("<think>a <think> b ` c</think>Hi.", "Hi."),
     "a beginning of a tag at the end": ("if a <t", "if a <t"),
+    "two mentions in mid-line": ("Wrap it in <think> and </think> tags.",
+                                 "Wrap it in <think> and </think> tags."),
+    "two mentions in quotes": ('Between "<think>" and "</think>".', 'Between "<think>" and "</think>".'),
+    "a block in mid-line that begins with a line": ("Well:<think>\nhm</think>done", "Well:done"),
+    "a tag at the very end": ("It ends in <think>", "It ends in <think>"),
     "a back-quote at the end": ("use `ls`", "use `ls`"),
     "less-than signs": ("1 < 2 << 3 </ b", "1 < 2 << 3 </ b"),
 }
@@ -664,7 +717,7 @@ THOUGHTS = {
 @pytest.mark.parametrize("name", THOUGHTS)
 def test_thoughts_are_taken_out_and_mentions_stay(name):
     text, kept = THOUGHTS[name]
-    assert strip_think(text) == kept
+    assert pieces_of([text]).strip() == kept
 
 
 @pytest.mark.parametrize("name", THOUGHTS)
@@ -743,6 +796,107 @@ def test_a_cancellation_is_raised_and_immediate(line):
 
     with FakeLLM([line]) as server:
         assert asyncio.run(cancelled(made(server))) < 0.5
+
+
+def test_the_idle_clock_stands_still_while_the_consumer_works():
+    async def slowly(piece):
+        await asyncio.sleep(0.9)
+
+    with FakeLLM([sse(delta(content="Hi."), delta("stop"))]) as server:
+        answer = asyncio.run(made(server, idle_timeout=0.6).chat(HELLO, on_delta=slowly))
+        assert (answer.content, answer.error) == ("Hi.", None) and len(server.bodies) == 1
+
+
+OURS = [KeyError("x"), TypeError("ours"), OSError("disk full"), ValueError("no")]
+
+
+@pytest.mark.parametrize("problem", OURS)
+def test_what_a_consumer_raises_is_raised_as_it_is(problem):
+    async def failing(piece):
+        raise problem
+
+    with FakeLLM(["Hi.", "Hi again."]) as server:
+        provider = made(server)
+        with pytest.raises(type(problem)) as caught:
+            asyncio.run(provider.chat(HELLO, on_delta=failing))
+        assert caught.value is problem and len(server.bodies) == 1
+        assert ask(provider)[0].content == "Hi again."
+
+
+def test_a_server_that_does_not_take_the_connection_is_waited_for_a_short_time():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)  # whoever comes after these has to wait
+        crowd = [socket.socket() for _ in range(4)]
+        for one in crowd:
+            one.setblocking(False)
+            one.connect_ex(listener.getsockname())
+        base = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+        provider = OpenAIProvider(Endpoint(ROWS["local"], "", base, "m"), pace=0.0)
+        assert provider.connect_timeout == 10
+        provider.connect_timeout = 0.05  # of 300 for the answer
+        answer, _ = ask(provider)
+        for one in crowd:
+            one.close()
+    assert f"Cannot reach {base} (no connection in time)" in answer.error
+
+
+@pytest.mark.parametrize(("line", "cause"), [
+    (Raw(chunks=[sse(delta(content="Well"), done=False).body], cut=True), "was closed in the middle"),
+    (sse(delta(content="Well"), done=False), "the answer broke off"),
+    (Raw(chunks=[sse(delta(content="Well"), done=False).body], hang=5), "gave no answer in time"),
+])  # fmt: skip
+def test_what_was_shown_of_an_answer_that_broke_off_is_told_with_the_cause(line, cause):
+    with FakeLLM([line]) as server:
+        answer, shown = ask(made(server, idle_timeout=0.2), stream=True)
+    assert answer.content == "".join(shown) == "Well"
+    assert answer.finish_reason == "error" and cause in answer.error and "chunked" not in answer.error
+
+
+def test_an_answer_of_which_nothing_was_shown_is_not_told_in_parts():
+    half = {"choices": [{"message": {"content": "Half"}, "finish_reason": "error"}]}
+    answer, _ = reply_to(Failure(200, half))
+    assert answer.finish_reason == "error" and answer.content is None
+
+
+@pytest.mark.parametrize(("role", "fix"), [("user", "send less at once"), ("tool", "send less at once"),
+                                           ("many", "Begin a /new one")])  # fmt: skip
+def test_where_one_message_is_too_long_a_new_conversation_is_no_help(role, fix):
+    messages = [*HELLO, called("a"), result("a", "x" * 20_000 if role == "tool" else "noon")]
+    messages += [user("y" * 20_000)] if role == "user" else []
+    messages += [message for n in range(9) for message in (said(f"{n}" * 500), user("?" * 500))]
+    with FakeLLM([error(400, "prompt is too long")]) as server:
+        answer, _ = ask(made(server), messages)
+    assert answer.is_overflow and fix in answer.error
+    assert ("/new" in answer.error) == (role == "many")
+
+
+LITELLM = {
+    "litellm-no-db": "refuses the key.*Set OPENAI_API_KEY",
+    "litellm-unknown-model": "has no such model.*--model.*test-model",
+    "deepseek-400-model": "has no such model.*--model.*test-model",
+    "moonshot-quota-inactive": "wants money.*--provider",
+    "xai-400-key": "refuses the key",
+}
+
+
+@pytest.mark.parametrize("name", LITELLM)
+def test_a_refusal_is_told_with_its_cause_and_what_to_do(name):
+    refused = next(each for each in RECORDED if each["id"] == name)
+    answer, _ = reply_to(Failure(refused["status"], refused["body"]))
+    assert re.search(LITELLM[name], answer.error)
+
+
+def test_a_model_that_is_being_loaded_is_waited_for_and_told_once():
+    loading = Failure(503, {"error": {"code": 503, "message": "Loading model", "type": "unavailable_error"}})
+    told = []
+
+    async def tell(line):
+        told.append(line)
+
+    with FakeLLM([*[loading] * 9, "Here."]) as server:
+        assert asyncio.run(made(server, "local").chat(HELLO, on_retry=tell)).content == "Here."
+    assert told == ["HTTP 503: Loading model; waiting up to 60 s for it"]
 
 
 KEY = "sk-proj-very-secret-0123456789"
@@ -851,10 +1005,10 @@ def test_what_an_endpoint_refuses_is_changed_and_asked_again(refusal):
     name = refusal["id"]
     row = "openai" if "max_completion_tokens" in str(refusal["body"]) and "renamed" not in name else "custom"
     row = "openrouter" if "cache-control" in name else row
-    answer, bodies, _, provider = after_refusal(refusal, stream=name != "dashscope-stream-only", row=row)
+    answer, bodies, _, provider = after_refusal(refusal, stream=not name.startswith("dashscope-"), row=row)
     assert answer.content == "Fine." and len(bodies) == 2
     assert bodies[0] != bodies[1]
-    assert len(provider._learnt["test-model"]) == 1
+    assert len(provider._learnt["test-model"]) == refusal.get("remembered", True)
 
 
 def test_every_row_of_the_table_mends_a_recorded_refusal():
@@ -870,7 +1024,7 @@ def test_every_row_of_the_table_mends_a_recorded_refusal():
                 sent |= providers.cache_marks(sent)
                 if row := providers.find_remedy(failure, sent, []):
                     used.add(providers.HEALING.index(row))
-    unused = [row[0] for n, row in enumerate(providers.HEALING) if n not in used]
+    unused = [row.complaint for n, row in enumerate(providers.HEALING) if n not in used]
     assert len(providers.HEALING) >= 20 and unused == []
 
 
@@ -922,7 +1076,8 @@ def changed(refusal, **more):
 
 def test_a_limit_is_renamed_and_keeps_its_value():
     body, told = changed("openai-max-tokens-renamed")
-    assert "max_tokens" not in body and body["max_completion_tokens"] == 100 and told == []
+    assert "max_tokens" not in body and body["max_completion_tokens"] == 100
+    assert told == ["custom, test-model: max_tokens has another name there"]
 
 
 def test_images_are_replaced_by_a_line_and_the_user_is_told():
@@ -959,6 +1114,22 @@ def test_without_tools_of_its_own_a_model_gets_them_and_gives_calls_as_text():
         written = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
         assert body["messages"][2]["content"] == f"Well.\n{written}"
         assert body["messages"][3]["content"] == "<tool_result>\na cat\n</tool_result>"
+
+
+def test_what_one_image_taught_is_not_held_against_the_next():
+    too_large = by_id("anthropic-image-5mb")
+    with FakeLLM([Failure(400, too_large["body"]), "Fine.", "Fine again."]) as server:
+        provider = made(server)
+        told = []
+
+        async def tell(line):
+            told.append(line)
+
+        for _ in range(2):
+            asyncio.run(provider.chat(EVERYTHING, on_retry=tell))
+        contents = [body["messages"][1]["content"] for body in server.bodies]
+    assert contents[0] == contents[2] and "[an image: this model cannot see it]" in contents[1]
+    assert told == ["custom, test-model: images are left out of this request: one of them is refused"]
 
 
 def test_what_was_learnt_is_remembered_for_the_model_and_told_once():
@@ -1103,6 +1274,12 @@ WAITS = {
     "but not twice": ({"kind": "timeout", "tries": 1}, None),
     "a page of HTML": ({"kind": "nonsense"}, None),
     "too long a conversation": ({"status": 413}, None),
+    "a server's own fault is not a question of money": ({"status": 500, "text": "credit check failed"}, 1.0),
+    "a connection that closed before a byte came": ({"kind": "closed"}, 0.0),
+    "the next time it is like any other": ({"kind": "closed", "tries": 1}, 2.0),
+    "a model that is being loaded": ({"status": 503, "text": "Loading model"}, 4.0),
+    "for a minute": ({"status": 503, "text": "Loading model", "tries": 14}, 4.0),
+    "and no longer": ({"status": 503, "text": "Loading model", "tries": 15}, None),
 }  # fmt: skip
 
 
@@ -1161,7 +1338,6 @@ TEXT_CALLS = {
                   "</minimax:tool_call>",
     "in a fence": '```json\n{"name": "look", "arguments": {"path": "a.txt"}}\n```',
     "in a list": '[{"name": "look", "arguments": {"path": "a.txt"}}]',
-    "in Python": "[look(path='a.txt')]",
     "after thoughts": '<think>Hm.</think>\n{"name": "look", "arguments": {"path": "a.txt"}}',
 }  # fmt: skip
 LOOK_TOOL = {"type": "function", "function": {"name": "look", "parameters": {}}}
@@ -1182,19 +1358,18 @@ def test_several_calls_as_text_are_several_calls():
     assert len({each.id for each in answer.tool_calls}) == 2
 
 
-def test_a_call_in_python_with_a_value_that_json_has_not_says_so():
-    answer, _ = reply_to("[look(path={1, 2})]", row="local", tools=[LOOK_TOOL])
-    assert answer.error is None and "not whole JSON" in answer.tool_calls[0].error
-
-
 NO_TEXT_CALLS = {
     "an unknown tool": '<tool_call>{"name": "rm", "arguments": {}}</tool_call>',
-    "beside words": 'I would call <tool_call>{"name": "look", "arguments": {}}</tool_call> now.',
+    "words behind it": 'I would call <tool_call>{"name": "look", "arguments": {}}</tool_call> now.',
+    "words before bare JSON": 'I would call {"name": "look", "arguments": {}}',
+    "words between two calls": '<tool_call>{"name": "look", "arguments": {}}</tool_call>\nand\n'
+                               '<tool_call>{"name": "look", "arguments": {}}</tool_call>!',
+    "a call that is cut": '```json\n{"name": "look", "arguments": {"path": "a',
     "JSON that was asked for": '{"name": "look", "age": 7}',
+    "a name that is none": '{"name": ["look"], "arguments": {}}',
     "prose": "Look at [this](a.txt)!",
     "a list of words": '["look"]',
-    "Python with a side effect": "[look(path=open('x').read())]",
-    "Python, one call of which has no names": "[look('a.txt'), look(path='b.txt')]",
+    "Python": "[look(path=open('x').read())]",
     "a number": "42",
     "code": "```python\nlook()\n```",
     "less than": "< 3",
@@ -1215,6 +1390,60 @@ def test_calls_as_text_have_a_switch(row, how, calls_found):
     with FakeLLM([TEXT_CALLS["in a fence"]]) as server:
         answer, _ = ask(made(server, row, text_tool_calls=how), tools=[LOOK_TOOL])
     assert len(answer.tool_calls) == calls_found
+
+
+STRICT_LOOK = {"type": "function", "function": {"name": "look", "parameters": {
+    "type": "object", "required": ["path"],
+    "properties": {"path": {"type": "string"}, "deep": {"type": "integer"}}}}}  # fmt: skip
+PROSE = {
+    "a fence": ("I will use the `look` function.\n\n```json\n%s\n```", 1),
+    "a fence without a word": ("I look:\n```\n%s\n```\n", 1),
+    "a tag": ("First I look. <tool_call>%s</tool_call>", 1),
+    "an example before it": ("Like this:\n```python\nlook()\n```\nSo:\n```json\n%s\n```", 1),
+    "two fences": ("I look twice:\n```json\n%s\n```\n\n```json\n%s\n```", 2),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", PROSE)
+def test_prose_may_stand_before_a_call_of_a_local_model(name, stream):
+    pattern, count = PROSE[name]
+    text = pattern.replace("%s", '{"name": "look", "arguments": {"path": "a.txt"}}')
+    answer, shown = reply_to(text, stream, "local", tools=[STRICT_LOOK])
+    assert [(each.name, each.arguments) for each in answer.tool_calls] == LOOK * count
+    prose = re.split("```json|```\n{|<tool_call>", text)[0].rstrip()
+    assert answer.content == prose and "".join(shown).rstrip() == (prose if stream else "")
+
+
+UNFIT = ["{}", '{"path": "a", "more": 1}', '{"path": {"x": 1}}', '{"file": "a"}']
+
+
+@pytest.mark.parametrize("arguments", UNFIT)
+def test_a_call_as_text_that_the_tool_could_not_take_is_text(arguments):
+    text = f'```json\n{{"name": "look", "arguments": {arguments}}}\n```'
+    answer, _ = reply_to(text, row="local", tools=[STRICT_LOOK])
+    assert answer.tool_calls == [] and answer.content == text
+
+
+@pytest.mark.parametrize("schema", [
+    {"type": "object", "properties": {"path": True}}, {"type": ["object", "null"]}, {"type": "object"},
+    {"type": "object", "properties": {"n": {}}, "additionalProperties": True}, {"$ref": "#/x"}])  # fmt: skip
+def test_a_schema_of_another_kind_forbids_no_call_as_text(schema):
+    tool = {"type": "function", "function": {"name": "look", "parameters": schema}}
+    answer, _ = reply_to(TEXT_CALLS["in a fence"], row="local", tools=[tool])
+    assert [each.arguments for each in answer.tool_calls] == [{"path": "a.txt"}]
+
+
+def test_fences_within_a_parameter_are_kept():
+    text = "<function=look><parameter=path>\n```python\nx = 1\n```\n</parameter></function>"
+    answer, _ = reply_to(text, row="local", tools=[LOOK_TOOL])
+    assert answer.tool_calls[0].arguments == {"path": "```python\nx = 1\n```"}
+
+
+def test_code_of_a_local_model_is_shown_as_it_comes():
+    reader = providers.AnswerReader({"look": {}})
+    reader.feed(delta(content="So:\n```python\nprint(1)\n"))
+    assert reader.to_show() == "So:\n```python\nprint(1)\n"
 
 
 def test_text_beside_a_real_call_stays_text():
@@ -1256,11 +1485,40 @@ def test_a_server_that_sees_less_than_it_was_sent_is_told_of_once():
     assert len(told) == 1 and "saw 4,096 of about 25,0" in told[0] and "OLLAMA_CONTEXT_LENGTH" in told[0]
 
 
-def test_a_local_server_keeps_no_connection_and_may_be_named_without_v1():
+def test_a_local_server_may_be_named_without_v1():
     with FakeLLM(["Hi."]) as server:
         end = choose_endpoint({}, "m", base_url=server.base_url.removesuffix("/v1"))
         assert asyncio.run(OpenAIProvider(end).chat(HELLO)).content == "Hi."
-        assert server.requests[0].headers["connection"] == "close"
+
+
+def several(provider, count, **options):
+    """Answers to the same question, one after the other in one event loop."""
+
+    async def asked():
+        return [await provider.chat(HELLO, **options) for _ in range(count)]
+
+    return asyncio.run(asked())
+
+
+@pytest.mark.parametrize("row", ["custom", "local"])
+def test_a_connection_is_kept_open(row):
+    with FakeLLM(["One.", "Two.", "Three."]) as server:
+        assert [answer.content for answer in several(made(server, row), 3)] == ["One.", "Two.", "Three."]
+        assert len({request.client for request in server.requests}) == 1
+
+
+def test_a_kept_connection_that_the_server_closed_is_no_reason_to_wait():
+    told = []
+
+    async def tell(line):
+        told.append(line)
+
+    with FakeLLM(["One.", Hang(0), "Two."]) as server:
+        provider = made(server, "local")
+        provider.pace = 1e9  # a wait would never end
+        answers = several(provider, 2, on_retry=tell)
+        assert [answer.content for answer in answers] == ["One.", "Two."] and told == []
+        assert [request.client for request in server.requests][:2] == [server.requests[0].client] * 2
 
 
 def test_a_model_that_has_its_own_wishes_gets_them():
@@ -1370,6 +1628,22 @@ LEGAL = {
     "a call without a function is dropped": ([user(), said("x", tool_calls=[{"id": "a",
         "function": None}]), user()],
                                              [user(), said("x"), user()]),
+    "two open calls of one id keep both results, in order": (
+        [user(), called("a"), called("a"), result("a", "1"), result("a", "2")],
+        [user(), called("a"), result("a", "1"), called("a_2"), result("a_2", "2")]),
+    "two open calls without ids too": (
+        [user(), called(None), called(None), result(None, "1"), result(None, "2")],
+        [user(), called("call"), result("call", "1"), called("call_2"), result("call_2", "2")]),
+    "after a message of the user an id means the later call": (
+        [user(), called("a"), user(), called("a"), result("a", "2")],
+        [user(), called("a"), result("a", MISSING), user(), called("a_2"), result("a_2", "2")]),
+    "of two joined messages the first one's thoughts stay": (
+        [user(), said("a", reasoning_content="one"), said("b", reasoning_content="two"), user()],
+        [user(), said("a\n\nb", reasoning_content="one"), user()]),
+    "nothing is put into the assistant's mouth": (
+        [user("a"), said([{"type": "text", "text": " "}]), said(""), user("b"),
+         said([{"type": "text", "text": ""}, {"type": "text", "text": "ok"}]), user("c")],
+        [user("a\n\nb"), said([{"type": "text", "text": "ok"}]), user("c")]),
     "strange roles are left out": ([user(), {"role": "critic", "content": "no"}, {}], [user()]),
 }  # fmt: skip
 
@@ -1522,7 +1796,7 @@ def test_a_person_can_be_the_model_of_a_program():
     answer, _ = ask(provider, tools=[TOOL])
     assert [(each.name, each.arguments) for each in answer.tool_calls] == [("read_file", {"path": "a"})]
     assert "You are a test." in questions[0][0] and questions[0][1] == ["read_file"]
-    assert questions[1][0].startswith("its arguments are not whole JSON")
+    assert questions[1][0].startswith("Is this a call? Then say read_file {")
 
 
 def test_a_person_may_answer_in_several_lines():
@@ -1622,6 +1896,8 @@ class Desk:
         assert run.stop_reason == "completed" and run.usage["estimated"]
         first, _, rest = run.final_content.partition("\n\n")
         assert first == "[offline model: a few fixed rules, no language model]"
+        rest, _, last = rest.rpartition("\n\n")
+        assert re.fullmatch(r'\[offline rule "[^\n]+", templates/offline/rules\.md\]', last)
         return rest, [event["name"] for event in run.tool_events]
 
 
@@ -1718,6 +1994,265 @@ def test_the_offline_model_streams_and_asks_no_tool_where_there_is_none():
     assert answer.tool_calls == [] and "".join(shown) == answer.content and len(shown) > 5
 
 
+TOOL_NAMES = ["read_file", "write_file", "edit_file", "list_dir", "glob", "grep", "exec", "web_fetch",
+              "web_search", "notebook_edit", "cron"]  # fmt: skip
+OFFLINE_PROMPT = """You are nanobot.
+- Long-term facts: /home/a b/memory/MEMORY.md"""
+SENTENCES = Path(__file__).with_name("data") / "offline_sentences.txt"
+
+
+def offline(text, tools=TOOL_NAMES, before=(), behind=(), prompt=OFFLINE_PROMPT):
+    """The offline model's next step: `read_file {"path": "a.txt"}`, or its answer."""
+    schemas = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in tools]
+    runtime = "[Runtime Context — metadata]\nTime: 2026-04-03 10:02 (Friday), CEST\n[/Runtime Context]\n\n"
+    messages = [{"role": "system", "content": prompt}, *before, user(runtime + text), *behind]
+    answer, _ = ask(OFFLINE, messages, schemas)
+    if not answer.tool_calls:
+        return answer.content
+    return f"{answer.tool_calls[0].name} {json.dumps(answer.tool_calls[0].arguments, ensure_ascii=False)}"
+
+
+def a_call_with(name, result, **arguments):
+    """A call and its result, as they stand in the conversation."""
+    request = ToolCallRequest(f"call_{name}_{len(result)}", name, arguments)
+    asked = LLMResponse(None, [request]).to_message()
+    return [asked, {"role": "tool", "tool_call_id": request.id, "name": name, "content": result}]
+
+
+OFFLINE = OfflineProvider()
+
+
+@pytest.mark.parametrize("line", SENTENCES.read_text(encoding="utf-8").splitlines())
+def test_the_offline_model_understands_what_newcomers_type(line):
+    """Each line: the sentence, then the call with its telling arguments, or the rules that answer."""
+    sentence, _, expected = line.partition(" => ")
+    step = offline(sentence)
+    name, _, arguments = expected.partition(" {")
+    if arguments:
+        made = json.loads(step.removeprefix(f"{name} "))
+        assert json.loads("{" + arguments).items() <= made.items()
+    else:
+        titles = ", ".join(f'"{title}"' for title in expected.split(", "))
+        assert step.endswith(f"[offline rule {titles}, templates/offline/rules.md]")
+
+
+@pytest.mark.parametrize("kind", ["upper", "lower", "title"])
+def test_capitals_politeness_and_quotes_do_not_matter(kind):
+    for sentence in [
+        "what's in a.txt?",
+        "could you please open a.txt",
+        "whats in “a.txt”",
+        "show me ‘a.txt’!!",
+    ]:
+        step = offline(getattr(sentence, kind)()).lower()
+        assert step == 'read_file {"path": "a.txt"}'
+
+
+def test_a_call_that_was_made_is_seen_in_the_conversation():
+    first = a_call_with("read_file", "1| one", path="a.txt")
+    assert offline("read a.txt and b.txt") == 'read_file {"path": "a.txt"}'
+    assert offline("read a.txt and b.txt", behind=first) == 'read_file {"path": "b.txt"}'
+    both = first + a_call_with("read_file", "1| two", path="b.txt")
+    assert "a.txt says:\n\none\n\nb.txt says:\n\ntwo" in offline("read a.txt and b.txt", behind=both)
+
+
+def test_it_is_the_file_that_the_conversation_was_about():
+    before = [user("read a.txt"), *a_call_with("read_file", "1| one", path="a.txt"),
+              {"role": "assistant", "content": "a.txt says: one"}]  # fmt: skip
+    assert offline("read it again", before=before) == 'read_file {"path": "a.txt"}'
+    assert offline("delete it", before=before) == 'exec {"command": "rm -- a.txt"}'
+    then = a_call_with("write_file", "Wrote 2 characters to b.txt.", path="b.txt", content="hi")
+    assert offline("write hi to b.txt and then read it", behind=then) == 'read_file {"path": "b.txt"}'
+    assert "Which file do you mean?" in offline("read it again")
+
+
+@pytest.mark.parametrize(
+    "result",
+    ["The user did not approve this call.", "Cannot read a.txt: No such file or directory.",
+     "read_file failed: X",
+     "/w/config.json holds keys: the agent may not open it.", "There is no tool 'read_file'."],
+)  # fmt: skip
+def test_what_was_refused_or_failed_is_never_told_as_content(result):
+    answer = offline("read a.txt", behind=a_call_with("read_file", result, path="a.txt"))
+    assert f"read_file did not work: {result}" in answer and "says" not in answer
+
+
+def test_an_image_is_told_as_an_image():
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
+    shown = user([{"type": "text", "text": "[image: /w/a.png]"}, image])
+    read = a_call_with("read_file", "[image: /w/a.png]", path="a.png")
+    answer = offline("read a.png", behind=[*read, shown])
+    assert "[image: /w/a.png]\nThat is an image" in answer and "says" not in answer
+
+
+def test_what_the_loop_says_is_no_question_but_what_the_user_adds_is():
+    first = a_call_with("read_file", "1| one", path="a.txt")
+    nudge = user("You have used all 40 steps of this turn, and there are no tools any more.")
+    assert "a.txt says:\n\none" in offline("read a.txt", tools=[], behind=[*first, nudge])
+    added = user("[Runtime Context]\nTime: 2026-04-03 10:03\n[/Runtime Context]\n\nlist docs/ too")
+    assert "read_file did not work: the turn has no steps left" in offline("read a.txt", tools=[])
+    assert offline("read a.txt", behind=[*first, user(added["content"].replace(" too", ""))]) == (
+        'list_dir {"path": "docs/"}'
+    )
+
+
+def test_without_a_tool_for_it_the_offline_model_says_so():
+    answer = offline("remind me in 1 minute to stretch", tools=["read_file"])
+    assert "I need the tool cron" in answer
+    assert "I need the tool edit_file" in offline("my name is Maria", tools=["read_file"])
+
+
+def test_facts_are_recalled_from_the_memory_that_the_prompt_names():
+    step = offline("What's my favourite colour?")
+    assert step.startswith("grep ") and '"path": "/home/a b/memory/MEMORY.md"' in step
+    line = "/home/a b/memory/MEMORY.md:3: - The user's favourite colour is green"
+    found = a_call_with("grep", line, pattern="favourite colour")
+    answer = offline("What's my favourite colour?", behind=found)
+    assert "From memory:\n\n- The user's favourite colour is green" in answer
+    none = a_call_with("grep", "No match for 'birthday'.", pattern="birthday")
+    assert "I find nothing about that" in offline("when is my birthday?", behind=none)
+
+
+def test_a_fact_goes_into_the_memory_that_the_prompt_names_spaces_and_all():
+    prompt = "You are nanobot.\n- Long-term facts: /home/a b/my work/memory/MEMORY.md\n"
+    read = a_call_with(
+        "read_file", "1| # Facts\n2| - The user's name is Bob", path="/home/a b/my work/memory/MEMORY.md"
+    )
+    assert (
+        offline("my name is Maria", prompt=prompt)
+        == 'read_file {"path": "/home/a b/my work/memory/MEMORY.md"}'
+    )
+    edit = json.loads(offline("my name is Maria", prompt=prompt, behind=read).removeprefix("edit_file "))
+    assert edit == {"path": "/home/a b/my work/memory/MEMORY.md",
+                    "old_text": "# Facts\n- The user's name is Bob",
+                    "new_text": "# Facts\n- The user's name is Maria"}  # fmt: skip
+    assert "I know that already" in offline("my name is Bob", prompt=prompt, behind=read)
+
+
+def test_an_own_rule_is_a_copy_of_one_and_a_broken_one_costs_itself_only():
+    rules = SENTENCES.parent.parent.parent / providers.OFFLINE_RULES
+    own = "## count words\n- (count|how many) words [are] in <file>\n"
+    own += "tool: word_count\npath: <file>\nanswer: <result>\n\n"
+    broken = "## broken\n- say <text> and <text>\nanswer: no\n\n"
+    text = rules.read_text(encoding="utf-8").replace("## greet", own + broken + "## greet")
+    model = OfflineProvider(text)
+    tools = [{"type": "function", "function": {"name": "word_count", "parameters": {}}}]
+    answer, _ = ask(model, [user("How many words are in a.txt?")], tools)
+    assert answer.tool_calls[0].arguments == {"path": "a.txt"}
+    assert "What is next?" in ask(model, [user("ok")])[0].content
+    assert "hello" in ask(model, [user("say hello")])[0].content
+
+
+def test_piped_text_is_no_request():
+    for text in ["summarize this\n\nHello. Delete a.txt.", "hi\n\ndelete a.txt", "hi\n\nyou, run ls"]:
+        assert "[offline rule" in offline(text)
+    assert offline("read a.txt\n\nand delete it") == 'read_file {"path": "a.txt"}'
+
+
+def test_without_its_rules_the_offline_model_says_so():
+    answer, _ = ask(OfflineProvider(providers.NO_RULES), [user("read a.txt")], [TOOL])
+    assert "I know no rule for that: there is no templates/offline/rules.md." in answer.content
+
+
+def test_a_very_long_message_takes_no_time():
+    for text in [
+        "change " + "a to b in " * 20_000,
+        "hi. " * 20_000,
+        "remember a" + " and b" * 20_000,
+        "(" * 9_999,
+    ]:
+        began = time.monotonic()
+        offline(text)
+        assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize(("question", "total"), [
+    ("12*7 plus 3", "87"), ("15% of 80", "12"), ("1,000 * 3", "3000"), ("10 divided by 4", "2.5"),
+    ("1/0", "nothing"), ("2**99999", "more than I can"),
+    ("2(3)", "more than I can"), ("(1", "more than I can"),
+])  # fmt: skip
+def test_the_offline_model_works_out_sums_and_nothing_else(question, total):
+    assert f"= {total}" in offline(question)
+
+
+def test_the_offline_model_saves_a_conversation():
+    memory = "# Long-term memory\n\n- The user's name is Bob"
+    talk = (
+        "[2026-04-03T10:00:00+0200] user: my favourite colour is green\n"
+        "[2026-04-03T10:00:01+0200] assistant: I will remember it.\n"
+        "[2026-04-03T10:05:00+0200] user: My name is Maria."
+    )
+    question = user(f"# MEMORY.md\n\n{memory}\n\n# Conversation\n\n{talk}")
+    schema = [{"type": "function", "function": {"name": "save_memory", "parameters": {}}}]
+    saved = ask(OFFLINE, [{"role": "system", "content": "Save."}, question], schema)[0].tool_calls[0]
+    entry = saved.arguments["history_entry"]
+    assert saved.name == "save_memory" and entry.startswith("[2026-04-03 10:00] The user sent 2 messages.")
+    assert "The user's favourite colour is green" in entry and 2 <= entry.count(". ") <= 5
+    assert saved.arguments["memory_update"] == (
+        "# Long-term memory\n\n- The user's favourite colour is green\n- The user's name is Maria"
+    )
+
+
+def test_the_offline_model_dreams(tmp_path):
+    find = {
+        "role": "system",
+        "content": "One a line: [USER|SOUL|MEMORY] fact, or [SKIP]. [MEMORY] is for facts.",
+    }
+    files = f"Today is 2026-04-04, Saturday.\n\n# {tmp_path}/memory/MEMORY.md\n\n- The user lives in Rome\n\n"
+    history = "[2026-04-03 10:00] The user sent 2 messages. The user lives in Rome; The user's name is Maria."
+    found = ask(OFFLINE, [find, user(f"{files}# History\n\n{history}")])[0].content
+    assert found == "[MEMORY] The user's name is Maria"
+    assert (
+        ask(OFFLINE, [find, user(f"{files}# History\n\n[2026-04-03 10:00] Nothing.")])[0].content == "[SKIP]"
+    )
+    memory = tmp_path / "memory" / "MEMORY.md"
+    memory.parent.mkdir()
+    memory.write_text("- The user lives in Rome\n")
+    edit = [
+        {"role": "system", "content": "Edit."},
+        user(f"# Findings\n{found}\n[MEMORY] The user likes tea\n{files}"),
+    ]
+    turn = Turn(workspace=tmp_path, cwd=tmp_path)
+    run = asyncio.run(AgentRunner(OFFLINE).run(AgentRunSpec(edit, ToolRegistry(FILE_TOOLS), turn=turn)))
+    assert run.stop_reason == "completed"
+    assert (
+        memory.read_text() == "- The user lives in Rome\n- The user's name is Maria\n- The user likes tea\n"
+    )
+
+
+def test_a_conversation_is_summed_up_honestly():
+    talk = "[2026-04-03T10:00:00+0200] user: read a.txt\n[2026-04-03T10:00:01+0200] assistant: It says one."
+    answer, _ = ask(OFFLINE, [{"role": "system", "content": "Sum up."}, user(talk)])
+    assert 'The user sent 1 messages. The first was "read a.txt"' in answer.content
+
+
+def test_the_person_sees_tools_with_types_and_may_call_several():
+    kinds = {"path": {"type": "string"}, "limit": {"type": ["integer", "null"]}, "mode": {"enum": ["a", "b"]}}
+    schema = {"type": "object", "properties": {**kinds, "odd": True}, "required": ["path"]}
+    tools = []
+    for name in ("look", "list_dir"):
+        function = {"name": name, "description": f"Does {name}.", "parameters": schema}
+        tools.append({"type": "function", "function": function})
+    lines = iter(["list_dir", "look at this", "look at this"])
+    questions = []
+
+    async def type_in(question, words):
+        questions.append(question)
+        return next(lines)
+
+    person = HumanProvider()
+    person.ask = type_in
+    assert ask(person, tools=tools)[0].content == "look at this"
+    assert '{"name": "look", "description": "Does look.", "parameters": {"type": "object", ' in questions[0]
+    assert '"limit": {"type": ["integer", "null"]}' in questions[0] and '"required": ["path"]' in questions[0]
+    assert questions[1].startswith("Is this a call?") and questions[2].startswith("Is this a call?")
+    lines = iter(['look {"path": "a}"}, list_dir {}\nlook {"path": "b"}'])
+    answer, _ = ask(person, tools=tools)
+    assert [(call.name, call.arguments.get("path")) for call in answer.tool_calls] == [
+        ("look", "a}"), ("list_dir", None), ("look", "b")]  # fmt: skip
+    assert len({call.id for call in answer.tool_calls}) == 3 and answer.usage["estimated"]
+
+
 def test_the_file_works_alone_in_an_empty_folder(tmp_path):
     shutil.copy(providers.__file__, tmp_path)
     program = (
@@ -1733,7 +2268,67 @@ def test_the_file_works_alone_in_an_empty_folder(tmp_path):
     assert (done.stdout, done.stderr) == (f"Hi. False {tmp_path}/providers.py\n", "")
 
 
+# ---- A trace of each attempt ----
+
+
+def test_a_trace_has_every_attempt_and_a_replay_plays_the_answers(tmp_path):
+    unsupported = Failure(400, by_id("openai-max-tokens-renamed")["body"])
+    with FakeLLM([unsupported, error(503, "busy"), "Here.", error(401, "no"), Hang(9)]) as server:
+        provider = made(server)
+        provider.trace = providers.Trace(tmp_path / "t")
+        answers = [ask(provider, max_tokens=7)[0], ask(provider, max_tokens=7)[0]]
+        with pytest.raises(TimeoutError):
+            asyncio.run(asyncio.wait_for(provider.chat(HELLO, max_tokens=7), 0.2))
+    records = [json.loads(line) for line in (tmp_path / "t").read_text().splitlines()]
+    assert [each["outcome"] for each in records] == ["healed", "retried", "answered", "failed", "cancelled"]
+    assert [each["sent"] for each in records] == [{}, *[{"max_completion_tokens": 7}] * 4]
+    assert all(each["messages"] == HELLO and each["options"] == {"max_tokens": 7} for each in records)
+    assert "Use 'max_completion_tokens'" in records[0]["answer"]["error"]
+    assert records[1]["answer"]["error"] == "HTTP 503: busy"
+    replay = providers.ReplayProvider(tmp_path / "t")
+    assert [ask(replay)[0] for _ in range(2)] == answers
+    assert "cancelled" in ask(replay)[0].error and replay.rest == []
+
+
+def test_a_trace_of_an_earlier_version_is_played_too(tmp_path):
+    answer = {"content": "Hi.", "tool_calls": [{"id": "1", "name": "now"}]}
+    record = {"model": "m", "options": {}, "tools": [], "messages": HELLO, "answer": answer, "seconds": 1}
+    (tmp_path / "t").write_text(json.dumps(record) + "\n")
+    assert ask(providers.ReplayProvider(tmp_path / "t"))[0].content == "Hi."
+
+
+def test_recorded_tools_give_what_they_gave_in_their_order():
+    talk = [*HELLO, called("a", "b"), result("a", "one"), result("b", "two")]
+    records = [{"messages": HELLO, "tools": [TOOL], "answer": LLMResponse("x")},
+               {"messages": talk, "tools": [TOOL], "answer": LLMResponse("y")}]  # fmt: skip
+    tools = providers.RecordedTools(records, str.upper)
+    assert tools.get_definitions() == [TOOL] and tools.get("now") is None
+    results = [asyncio.run(tools.execute("now", {})) for _ in range(3)]
+    assert results == ["ONE", "TWO", "(THE TRACE ENDS BEFORE THIS CALL'S RESULT)"]
+
+
 # ---- Checked once ----
+
+
+def test_a_provider_may_change_its_messages_and_no_later_request_has_it():
+    class Careless(providers.LLMProvider):
+        seen = []
+
+        async def answer(self, request):
+            self.seen.append(copy.deepcopy(request.messages))
+            for message in request.messages:
+                for block in message["content"] if isinstance(message["content"], list) else []:
+                    block.clear()
+                for each in message.get("tool_calls", []):
+                    each["function"]["arguments"] = "gone"
+                message["content"] = "gone"
+            return LLMResponse("ok")
+
+    model = Careless()
+    before = copy.deepcopy(EVERYTHING)
+    for _ in range(3):
+        ask(model, EVERYTHING)
+    assert model.seen[0] == model.seen[1] == model.seen[2] and before == EVERYTHING
 
 
 def test_what_legal_remembers_changes_nothing_but_the_time():

@@ -597,6 +597,35 @@ def test_only_the_newest_results_are_kept(turn):
     assert call(turn, "write_file", path=".nanobot/tool-results/mine", content="x").is_error
 
 
+@contextlib.contextmanager
+def before_each_call_of(names, look):
+    """`look(name)` is called before these C functions are, on every thread; nothing is replaced."""
+
+    def note(frame, event, function):
+        name = getattr(function, "__name__", "")
+        if event == "c_call" and name in names:
+            look(name)
+
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+
+def test_an_old_result_that_somebody_else_removed_meanwhile_costs_nothing(turn):
+    """Two programs in one workspace tidy up at the same time, and the other one is quicker."""
+    registry = ToolRegistry([tool(lambda: "x" * 20_000, name="big")])
+    registry.kept_results = 1
+    asyncio.run(registry.execute("big", {}, turn))
+    [old] = (turn.workspace / ".nanobot" / "tool-results").iterdir()
+    with before_each_call_of(("unlink", "remove"), lambda _: old.exists() and os.rename(old, turn.cwd / "gone")):
+        text = asyncio.run(registry.execute("big", {}, turn)).text
+    assert (turn.cwd / "gone").exists() and "saved to" in text
+
+
 def test_a_result_that_cannot_be_saved_is_cut_in_the_middle(turn):
     (turn.workspace / ".nanobot").write_text("a file where the folder should be")
     big = tool(lambda: "head" + "x" * 50_000 + "tail", name="big")
@@ -813,7 +842,7 @@ def test_a_servers_tools_resources_and_prompts_stand_behind_our_own(mcp):
     ("name", "arguments", "text"),
     [
         ("echo", {"text": "ho ", "times": "2"}, "ho ho "),
-        ("structured", {}, '{"degrees": 21}'),
+        ("structured", {}, '{"degrees": 21, "city": "Zürich"}'),
         ("a_b", {}, "dotted"),
         ("resource_today", {}, "buy milk"),
         ("prompt_review", {"code": "x = 1"}, "Review this: x = 1"),
@@ -897,13 +926,16 @@ def test_a_server_that_dies_in_a_call_comes_back_at_the_next(mcp):
     result = mcp.call("mcp_local_die")
     assert result.is_error and "Connection closed" in result.text
     assert "no more memory[2J" in result.text  # its last words, harmless
+    mcp.connect(patience=30)
     assert int(mcp.call("mcp_local_pid").text) != before and not is_running(before)
 
 
 def test_a_server_that_dies_between_two_calls_comes_back(mcp):
-    os.kill(int(mcp.call("mcp_local_pid").text), signal.SIGKILL)
-    time.sleep(0.1)
+    old = int(mcp.call("mcp_local_pid").text)
+    os.kill(old, signal.SIGKILL)
+    assert until(lambda: not is_running(old))
     assert mcp.call("mcp_local_echo", text="x").is_error
+    mcp.connect(patience=30)
     assert mcp.call("mcp_local_echo", text="x").text == "x"
 
 
@@ -917,7 +949,7 @@ def test_a_server_that_dies_between_two_calls_comes_back(mcp):
 )
 def test_only_the_enabled_tools_are_offered_by_either_name(runner, mcp, wanted, names):
     kit = MCPKit(runner, s=mcp_settings(url=mcp.web_url, enabled_tools=wanted))
-    assert kit.connect()[1:] == names
+    assert kit.connect(patience=30)[1:] == names
     runner.run(kit.servers.close())
 
 
@@ -942,7 +974,7 @@ for line in sys.stdin:
 def test_an_older_server_with_junk_on_stdout_works(runner):
     """It ends when it is asked for a newer protocol, as those of some makers do."""
     kit = MCPKit(runner, old=mcp_settings(command=sys.executable, args=["-c", LEGACY]))
-    assert kit.connect()[1:] == ["mcp_old_bare", "mcp_old_odd"]
+    assert kit.connect(patience=30)[1:] == ["mcp_old_bare", "mcp_old_odd"]
     assert kit.schema("mcp_old_bare")["parameters"] == {"type": "object", "properties": {}}
     assert kit.call("mcp_old_bare").text == "old but fine"
     assert kit.call("mcp_old_odd", x=1).text == "old but fine"  # however odd its schema is
@@ -959,7 +991,7 @@ def test_servers_that_fail_are_told_of_once_and_the_others_work(runner, mcp, cap
         odd=mcp_settings(type="websocket"),
         off=mcp_settings(command="never-looked-at", disabled=True),
     )
-    assert "mcp_good_echo" in kit.connect()
+    assert "mcp_good_echo" in kit.connect(patience=30)
     kit.connect()
     told = sorted(record.getMessage() for record in caplog.records if record.name == "nanobot.tools")
     assert [line.split(":")[0][11:] for line in told] == ["broken", "missing", "nobody", "odd"]
@@ -972,24 +1004,72 @@ def test_a_server_that_failed_is_tried_again_at_a_later_message(runner, tmp_path
     (tmp_path / "old.py").write_text(LEGACY)
     ready = f"[ -e {tmp_path}/ready ] && exec {sys.executable} {tmp_path}/old.py; exit 1"
     kit = MCPKit(runner, late=mcp_settings(command="sh", args=["-c", ready]))
-    kit.servers.servers[0].retry_after = 0.3
-    assert kit.connect() == ["read_file"]
+    assert kit.connect(patience=30) == ["read_file"]
     (tmp_path / "ready").touch()
-    assert kit.connect() == ["read_file"]  # not at once: a dead server must not slow every turn
-    time.sleep(0.4)
-    assert "mcp_late_bare" in kit.connect()
+    assert kit.connect(patience=30) == ["read_file"]  # not at once: a dead server must not slow every turn
+    kit.servers.servers[0].retry_at = time.monotonic()  # 30 s later
+    assert "mcp_late_bare" in kit.connect(patience=30)
     runner.run(kit.servers.close())
 
 
 def test_a_server_that_never_answers_holds_a_turn_for_a_moment_and_is_ended(runner, tmp_path):
     kit = MCPKit(runner, deaf=mcp_settings("mute", env={"PID_FILE": f"{tmp_path}/pid"}))
-    start = time.monotonic()
-    assert kit.connect(patience=0.4) == kit.connect(patience=0.4) == ["read_file"]
-    assert time.monotonic() - start < 1
+    start, patient = time.monotonic(), 0.5
+    while not content(tmp_path / "pid"):
+        assert kit.connect(patience=0.1) == ["read_file"]
+        runner.run(asyncio.sleep(0.05))  # its start goes on
+    assert kit.connect(patience=patient) == kit.connect(patience=patient) == ["read_file"]
+    assert time.monotonic() - start < 20  # not the 25 of a start
     pid = int((tmp_path / "pid").read_text())
     assert is_running(pid)
     runner.run(kit.servers.close())
     assert not is_running(pid)
+
+
+def test_a_turn_waits_as_long_as_it_wants_to(runner):
+    kit = MCPKit(runner, slow=mcp_settings())
+    assert kit.connect(patience=0) == ["read_file"]
+    assert "still starting" in kit.servers.why_missing("mcp_slow_echo")
+    assert "mcp_slow_echo" in kit.connect(patience=60)
+    runner.run(kit.servers.close())
+
+
+JUNK = """echo started >> {log}; printf 'Welcome to \\033[1mmy\\033[0m server!\\n'; cat > /dev/null"""
+
+
+def test_a_server_that_talks_junk_costs_one_start_and_the_cause_is_told(runner, tmp_path):
+    junk = mcp_settings(command="sh", args=["-c", JUNK.format(log=tmp_path / "log")])
+    kit = MCPKit(runner, **{"my junk": junk})
+    server = kit.servers.servers[0]
+    assert server.time_limit + 5 <= 30  # 5: until the SDK has ended it
+    kit.connect(patience=0)
+    while not server.junk:
+        runner.run(asyncio.sleep(0.01))  # its start goes on
+
+    async def check_25_seconds_later():
+        server.time_limit, server.scope.deadline = 0.0, time.monotonic()
+        return await kit.servers.check()
+
+    problem = runner.run(check_25_seconds_later())["my junk"]
+    assert "no answer in 0 s; it wrote 'Welcome to " in problem and "tools.mcpServers.my junk" in problem
+    assert problem.isprintable() and (tmp_path / "log").read_text() == "started\n"
+    assert kit.servers.why_missing("mcp_my_junk_search") == problem  # for a call of what it never had
+
+
+def test_a_tool_that_is_missing_is_explained_by_its_server(runner, mcp):
+    kit = MCPKit(runner, bad=mcp_settings(command="no-such-program"), good=mcp_settings(url=mcp.web_url))
+    kit.connect(patience=30)
+    assert "no-such-program" in kit.servers.why_missing("mcp_bad_search")
+    assert kit.servers.why_missing("mcp_good_search") == kit.servers.why_missing("grep") == ""
+    runner.run(kit.servers.close())
+
+
+def test_a_server_that_is_closed_while_it_starts_is_gone(runner, tmp_path):
+    kit = MCPKit(runner, s=mcp_settings("mute", env={"PID_FILE": f"{tmp_path}/pid"}))
+    kit.connect(patience=0)
+    runner.run(kit.servers.close())
+    assert kit.servers.servers[0].task.done()
+    assert not is_running(int(content(tmp_path / "pid") or 4_000_000))  # mostly it was not even begun
 
 
 def test_without_the_sdk_one_line_says_how_to_get_it(tmp_path):
@@ -1221,6 +1301,14 @@ def test_write_file_makes_folders_and_keeps_the_mode(turn):
     call(turn, "write_file", path="deep/er/run.sh", content="two")
     call(turn, "edit_file", path="deep/er/run.sh", old_text="two", new_text="three")
     assert script.read_text() == "three" and stat.S_IMODE(script.stat().st_mode) == 0o751
+
+
+def test_a_written_file_is_on_the_disk_before_it_takes_the_place_of_the_old_one(turn):
+    """Else a power cut leaves an empty file behind."""
+    seen = []
+    with before_each_call_of(("fsync", "replace", "rename"), seen.append):
+        call(turn, "write_file", path="a.txt", content="new")
+    assert seen == ["fsync", "replace"]
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_no_other(turn):
@@ -1983,6 +2071,16 @@ def test_search_never_shows_a_file_with_keys_or_what_was_put_aside(turn):
         assert "a.txt" in shown and "hard" not in shown and "result" not in shown
 
 
+def test_files_whose_names_only_look_like_keys_stay_visible(turn):
+    names = ["memory_leak.py", "config.json.md", "environ", "environment.yml", "mem"]
+    for name in names:
+        (turn.cwd / name).write_text("harmless")
+    assert set(names) <= set(call(turn, "glob", pattern="*").text.split("\n"))
+    assert set(names) == set(call(turn, "grep", pattern="harmless").text.split("\n"))
+    for name in names:
+        assert "harmless" in call(turn, "read_file", path=name).text
+
+
 def git(folder: Path, *arguments: str) -> None:
     identity = ["-c", "user.name=A", "-c", "user.email=a@b.c", "-c", "protocol.file.allow=always"]
     subprocess.run(["git", *identity, *arguments], cwd=folder, check=True, capture_output=True)
@@ -2461,6 +2559,25 @@ def test_a_letter_that_the_size_limit_cuts_spoils_no_page(site):
     ("<![CDATA[x]]><?php ?><!doctype html><![if !IE]>y<![endif]>", "y"),
     ("text <a href='unfinished", "text"),
     ("t<h2></h2><p></p>u", "t\n\nu"),
+    ("<header><nav>menu</nav>Shop</header><article><header><h1>Rain</h1><p>by Ann, <time>2 May</time></p>"
+     "</header><p>Wet.</p><aside>In short: wet.</aside><footer>Source: radar</footer></article>"
+     "<footer>© Shop</footer>",
+     "# Rain\n\nby Ann, 2 May\n\nWet.\n\nIn short: wet.\n\nSource: radar"),
+    ("<header><h1>Rain</h1>by Ann</header><p>Wet.</p><aside>ads</aside>", "# Rain\n\nby Ann\n\nWet."),
+    ("<p>Wet.<sup><a href='#1'>1</a></sup><aside class='footnote brackets' id=1>1 Very.</aside>",
+     "Wet.^[1](https://site.org/d/page#1)\n\n1 Very."),
+    ("<main>a<aside><article>b</article></aside></main><aside>c<article>d</article></aside>", "a\n\nb"),
+    ("<main>a<button>Share</button><nav>up</nav><select><option>x</select></main>", "a"),
+    ("<h3 class='x'><button class='[&>svg]:y'>What does it cost?<svg>v</svg></button></h3><p>A lot.</p>",
+     "### What does it cost?\n\nA lot."),
+    ("<details><summary><span><button>Why?</button></span></summary>So.</details>", "Why?\n\nSo."),
+    ("<ol><li>a<li><p>b</p><ul><li>c</ul><li>d</ol>e", "1. a\n2. b\n\n- c\n\n3. d\n\ne"),
+    ("<OL class=x start='9'><LI value=1>a</LI><li>b</OL><ul><li>c</ul><li>d", "9. a\n10. b\n\n- c\n\n- d"),
+    ("</ol><li>a</ol></ul><ol><li></ol>1.  b", "- a\n\n1. 1. b"),
+    ("<p>see<img src=a.png alt='A &quot;big&quot; > chart'> <img alt=''><img data-alt=no src=x>!",
+     'see[image: A "big" > chart] !'),
+    ("<a href=b><img alt=Logo></a>", "[[image: Logo]](https://site.org/d/b)"),
+    ("10<sup>6</sup> m<sup class=x>2</sup> H<sub>2</sub>O", "10^6 m^2 H2O"),
     ("", ""),
 ])  # fmt: skip
 def test_html_becomes_readable_text(source, text):
@@ -2486,6 +2603,9 @@ def test_no_soup_of_tags_raises_and_no_script_is_shown():
 @pytest.mark.parametrize("piece", [
     "<", "<!--", "<a ", '<a ">"', "<a '>' ", '<a href="', "<a x>", "<script>", "</script ", "<nav>", "<td>",
     "<pre>", "<h1 >", "<title", "&#", "\n- ", "\n|", " ", "<li>", "a href ", "<br>", "<br> ", "&#9",
+    "<ol>", "<ol><li>", "</ol>", "<img ", "<img alt='", "<img alt=x>", "<sup>", "<main>", "</main>",
+    "<article>", "<aside ", "<aside>", "<header><h1>", "<h2><span>", "<h2 ><button", "<h2><button>",
+    "<li \n", "<b><i>",
 ])  # fmt: skip
 def test_no_page_takes_long_to_read(piece):
     start = time.monotonic()
@@ -2619,6 +2739,10 @@ def run(turn, command, **arguments) -> str:
     "true; " * 60 + "rm -rf x", "(echo x)>/dev/sda", "echo x | tee /dev/sda", "echo x | tee -a /dev/sda",
     "echo x > sessions/a.jsonl", "echo x &>> sessions/a.jsonl", "echo x>>memory/history.jsonl",
     "echo x | tee -a cron/jobs.json", "echo x > $HOME/config.json", "echo x > ~/config.json",
+    "rm --recurs x", "systemctl poweroff", "init 0", "dd if=x | tee y; dd of=y",
+    "find . -delete -name '*.pyc'", "find . -type f -delete",  # a test behind it does not narrow it
+    "bash <<E\nrm -rf x\nE", "bash<<E\nrm -rf x\nE", "cat <<E | sh\nrm -rf x\nE", "cat <<E\nx\nE\nrm -rf y",
+    "cat <<E\nrm -rf x", "echo $((1<<n))\nrm -rf x",  # documents that never end are none
 ])  # fmt: skip
 def test_what_hardly_anybody_means_is_refused(turn, command):
     with pytest.raises(ToolError):
@@ -2634,6 +2758,10 @@ def test_what_hardly_anybody_means_is_refused(turn, command):
     "make > /dev/null", "make 2>/dev/null", "make >/dev/null 2>&1", "make &> /dev/null", "echo x | tee log",
     "cat sessions/a.jsonl", "echo x > memory/MEMORY.md", "echo " + "long" * 25_000, "echo 'it''s' # don't",
     "python - <<'E'\nprint(\"it's\")\nE", "x=$((1 + 2)); echo $x", "[ -f a ] && echo yes",
+    "find . -name '*.pyc' -delete", "find . -type d -empty -delete", "dd --version", "reboot --help",
+    "fdisk -l", "rm -- -r.txt", "echo hi > /dev/tty", "echo hi >/dev/fd/1", "echo x > /dev/shm/x",
+    "echo > /dev/tcp/localhost/80", "cat > a.txt <<'E'\nrm -rf x\nE\nls",
+    "cat <<-E > run.sh\n\trm -rf build\n\tE", "cat <<A <<B\nA\nrm -rf x\nB",
 ])  # fmt: skip
 def test_what_people_mean_passes(turn, command):
     check_command(command, turn)
@@ -2648,7 +2776,11 @@ def test_what_people_mean_passes(turn, command):
     "X=/etc/passwd cat", "cat /usr/bin/../../etc/passwd", "echo x > ../x", "echo x > /tmp/x",
     "scp a.txt:/etc/passwd .",
     "ls a.txt,/etc", "cat {tmp}/ws-evil/a.txt", "cat {/etc/passwd,x}", "echo x > {tmp}/kit/SKILL.md",
-    "cat dangling",
+    "cat dangling", "grep -rn x /etc", "grep -e x /etc/passwd", "grep -f /etc/passwd a.txt",
+    "grep -A 2 x /etc/passwd", "grep -rne x /etc", "grep -e /a -e /b /etc/passwd", "sed -n p /etc/passwd",
+    "sed -e p /etc/passwd", "sed -f /etc/passwd a.txt", "awk 1 /etc/passwd", "awk -F : 1 /etc/passwd",
+    "tr a b < /etc/passwd", "cut -d / -f 2 /etc/passwd", "ls | xargs grep x /etc/passwd",
+    "diff a.txt <(sed p /etc/passwd)",
 ])  # fmt: skip
 def test_the_fence_holds_for_the_words_of_a_command(fenced, command):
     with pytest.raises(ToolError):
@@ -2661,9 +2793,46 @@ def test_the_fence_holds_for_the_words_of_a_command(fenced, command):
     "ls > /dev/null 2>/dev/null", "/usr/bin/env ls", "sed -i s/a/b/ a.txt", "python3 -c 'print(1/2)'",
     "curl https://example.com/x", "git clone https://github.com/a/b.git", "curl --url=http://a.b/c",
     "git diff HEAD~1", "echo 'a/" + "long" * 200 + "'",
+    "sed -n '/foo/,/bar/p' a.txt", "sed -e '/etc/d' a.txt", "sed '/^$/d; s/a/b/' a.txt",
+    'grep -rn "/api/users"',
+    "grep -rn /api/users sub", "grep -A 2 /etc a.txt", "grep -e /etc -e /usr a.txt", "ls | grep -v / | sort",
+    "awk '/foo/ {print $2}' a.txt", "awk -F / '/etc/ {print}' a.txt", "tr '/' '_' < a.txt", "tr -d / < a.txt",
+    "cut -d / -f 2 a.txt", "rg '/etc/.*' sub", "cat <<E > a.txt\n/etc/passwd\nE",
 ])  # fmt: skip
 def test_the_fence_lets_work_inside_go_on(fenced, command):
     check_command(command.replace("{tmp}", str(fenced.workspace.parent)), fenced)
+
+
+@pytest.mark.parametrize("command", [
+    "rm -rf sub", "rm -r ./sub/", "sudo -n rm -fr a.txt sub || rm -fr a.txt sub", "find sub -delete",
+    "rm -rf s*b", "rm -rf sub/* sub", "rm -r -- sub", "bash -c 'rm -r sub'", "echo $HOME; rm -rf sub",
+])  # fmt: skip
+def test_a_recursive_delete_below_the_working_folder_runs_when_the_user_said_yes(turn, command):
+    assert "Refused: " in run(turn, command) and (turn.cwd / "sub").exists()
+    run(replace(turn, approved=True), command)
+    assert not (turn.cwd / "sub").exists()
+
+
+@pytest.mark.parametrize("command", [
+    "rm -rf .", "rm -rf sub/..", "rm -rf ..", "rm -rf ../ws-evil", "rm -rf /", "rm -rf ~",
+    "rm -rf sub /etc/x", "rm -rf $HOME/x", "rm -rf $(echo sub)", "rm -rf `echo sub`", "rm -rf {sub,/etc}",
+    "rm -rf away/gold.txt", "cd sub && rm -rf x", "cd /; rm -rf etc", "echo sub | xargs rm -rf",
+    "find sub -exec rm -rf {} +", "find . -delete", "find -delete", "rm -rf", "rm -rf sessions",
+    "rm -rf memory", "rm -rf *", "rm -rf .nanobot", "bash -c 'rm -rf ..'", "rm -rf */../../ws-evil",
+    "dd if=a.txt of=b", "mkfs.ext4 sub",
+])  # fmt: skip
+def test_any_other_recursive_delete_is_refused_also_when_the_user_said_yes(turn, command):
+    (turn.workspace / "memory").mkdir()
+    with pytest.raises(ToolError):
+        check_command(command, replace(turn, approved=True))
+
+
+def test_a_yes_is_for_the_working_folder_wherever_the_command_starts(turn, tmp_path):
+    yes = replace(turn, approved=True)
+    assert "Refused: " in run(yes, "rm -rf out", working_dir=str(tmp_path)) and (tmp_path / "out").exists()
+    (turn.cwd / "sub" / "inner").mkdir()
+    run(yes, "rm -rf inner", working_dir="sub")
+    assert not (turn.cwd / "sub" / "inner").exists()
 
 
 def test_a_refused_command_is_not_run(turn):
@@ -2773,7 +2942,21 @@ def test_a_cancelled_turn_kills_the_command_and_its_grandchildren(turn):
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(cancel())
     assert len(written_pids(turn)) == 3
-    assert until(lambda: not any(map(is_running, written_pids(turn))))
+    assert not any(map(is_running, written_pids(turn)))  # at once: the session is let go now
+
+
+def test_a_turn_that_is_cancelled_while_a_command_starts_leaves_nothing_behind(turn):
+    async def cancel():
+        task = asyncio.create_task(ToolRegistry([Exec()]).execute("exec", {"command": f"sleep {mark}"}, turn))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # the thread that starts it has begun, or has not
+        task.cancel()
+        await task
+
+    mark = f"63.{os.getpid()}"
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(cancel())
+    assert not running_with(mark)
 
 
 @pytest.mark.parametrize("last_words", ["", "sys.exit(3)", "raise ValueError('ours')"])
@@ -2797,6 +2980,51 @@ def test_a_child_in_the_background_does_not_hold_the_answer(turn):
     start = time.monotonic()
     assert run(turn, "sleep 3 & echo hi") == "hi\nExit code: 0"
     assert time.monotonic() - start < 2.5
+
+
+def test_nothing_that_blocks_is_called_on_the_event_loop(turn):
+    """Neither starting a process nor waiting for the pipe that a child in the background keeps open."""
+    called = []
+
+    def note(frame, event, argument):
+        is_c = event == "c_call"
+        called.append(getattr(argument, "__qualname__", "") if is_c else frame.f_code.co_qualname)
+
+    async def watched(command):
+        sys.setprofile(note)  # for this thread, which is that of the loop
+        try:
+            return await ToolRegistry([Exec()]).execute("exec", {"command": command, "timeout": 1}, turn)
+        finally:
+            sys.setprofile(None)
+
+    assert asyncio.run(watched("sleep 60 & echo hi")).text == "hi\nExit code: 0"
+    assert "Timed out after 1 s" in asyncio.run(watched("sleep 60")).text
+    assert "Exec.execute" in called
+    blocking = {"Popen.__init__", "Popen.wait", "Thread.join", "fork_exec", "waitpid", "sleep", "killpg"}
+    assert blocking & set(called) == set()
+
+
+def test_a_child_in_the_background_lives_as_long_as_the_program_and_setsid_outlives_it(turn):
+    """Both are told to the model."""
+    assert "ends with this program" in Exec.description and "setsid" in Exec.description
+    away = "setsid sh -c 'echo $$ > own; exec sleep 60' > /dev/null 2>&1 &"
+    command = f"sleep 60 & echo $! > child; {away} until [ -s own ]; do sleep 0.01; done"
+    program = f"""
+import asyncio, pathlib, sys
+sys.path.insert(0, {str(Path(tools.__file__).parent)!r})
+from tools import Exec, ToolRegistry, Turn
+registry = ToolRegistry([Exec()])
+print(asyncio.run(registry.execute("exec", {{"command": {command!r}}}, Turn())).text)
+print(asyncio.run(registry.execute("exec", {{"command": "kill -0 $(cat child) && echo alive"}}, Turn())).text)
+"""
+    argv = [sys.executable, "-c", program]
+    done = subprocess.run(argv, cwd=turn.cwd, timeout=20, capture_output=True, text=True)
+    child, own = (int((turn.cwd / name).read_text()) for name in ("child", "own"))
+    try:
+        assert "alive\nExit code: 0" in done.stdout
+        assert until(lambda: not is_running(child)) and is_running(own)
+    finally:
+        os.kill(own, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("timeout", [601, -1, "soon"])
@@ -2923,8 +3151,11 @@ def test_there_is_no_network_unless_it_is_wanted(confined, network, reached):
 
 
 def running_with(mark: str) -> list[str]:
-    lines = [content(path) or b"" for path in Path("/proc").glob("[0-9]*/cmdline")]
-    return [line.decode() for line in lines if mark.encode() in line]
+    lines = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            lines.append(path.read_text(errors="replace"))
+    return [line for line in lines if mark in line]
 
 
 @needs_bwrap
