@@ -36,6 +36,7 @@ from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
+from weakref import WeakValueDictionary
 
 log = logging.getLogger("nanobot.memory")
 Ask = Callable[[list[dict], list[dict], str | None], Awaitable[Any]]
@@ -70,9 +71,9 @@ class Session:
         if sync:
             sync_session(self)
 
-    def restart(self, sync: bool = True) -> None:
-        """Start afresh: the journal keeps every line, none of them is sent any more."""
-        self.note(start=len(self.lines))
+    def restart(self, sync: bool = True, waiting: int = 0) -> None:
+        """Start afresh: the journal keeps every line, none but those that wait is sent any more."""
+        self.note(start=place_of_last(self.lines, waiting))
         if sync:
             sync_session(self)
 
@@ -93,8 +94,8 @@ class Session:
         if sent_from > begin:
             history.insert(0, summary_message(self.summary["text"]))
         last = last_line(self)
-        if last.get("cut"):  # nobody has said anything since
-            note = f"{gap_after(last)} Go on where it stops."
+        if last.get("cut") and not last.get("unseen"):  # nobody has said anything since
+            note = f"{gap_between(last, {})} Go on where it stops."
             history.append({"role": "user", "content": note})
         return history
 
@@ -122,12 +123,11 @@ def project(lines: Iterable[dict | None], before: dict | None = None) -> list[di
     user "b"                                 user "[the answer above broke off: no network]\\n\\nb"
     """
     history = []
-    for line in filter(None, lines):
+    for line in as_met(lines):
         if before is None and line["role"] != "user":
             continue
-        late = came_too_late_for(line)
-        history.insert(max(len(history) - late, 0), as_sent(line, before))
-        before = before if late else line
+        history.append(as_sent(line, before))
+        before = line
     return history
 
 
@@ -136,24 +136,19 @@ OWN_KEYS = ("timestamp", "runtime", "cut", "id", "beside", "unseen")
 
 def as_sent(line: dict, before: dict | None) -> dict:
     message = {key: value for key, value in line.items() if key not in OWN_KEYS}
-    gap = "" if line.get("beside") else gap_after(before)  # it came while a turn was running
-    notes = [note for note in (gap, line.get("runtime")) if note]
+    notes = [note for note in (gap_between(before, line), line.get("runtime")) if note]
     if notes and line["role"] == "user":
         message["content"] = "\n\n".join([*notes, as_text(line.get("content"))])
     return message
 
 
-def came_too_late_for(line: dict) -> int:
-    """How many messages before an answer the model had not seen: they stand behind it."""
-    count = line.get("unseen")
-    return count if isinstance(count, int) else 0
-
-
-def gap_after(line: dict | None) -> str:
+def gap_between(before: dict | None, line: dict) -> str:
     """What the next question says of a missing answer: models repeat what their own mouth says."""
-    if line and line.get("cut"):
-        return f"[the answer above broke off: {line['cut']}]"
-    if line and line["role"] == "user":
+    if before and before.get("cut"):
+        return f"[the answer above broke off: {before['cut']}]"
+    if line.get("beside"):  # it came while a turn was due: one answer is for both
+        return ""
+    if before and before["role"] == "user":
         return "[the message above was not answered: interrupted]"
     return ""
 
@@ -662,17 +657,76 @@ class Projection:
     last: dict | None = None  # the last line that was sent
 
     def of(self, lines: list[dict | None], begin: int) -> list[dict]:
-        news = lines[self.end :]
-        is_out_of_order = any(line and line.get("unseen") for line in news)
-        if begin != self.begin or self.end > len(lines) or is_out_of_order:
+        if begin != self.begin or self.end > len(lines):
             self.begin = self.end = begin
             self.messages, self.last = [], None
-        new = project(lines[max(self.end, begin) :], self.last)
-        if new:
+        end = settled(lines, self.end)
+        if new := project(lines[self.end : end], self.last):
             self.messages += new
-            self.last = next(filter(None, reversed(lines)))
-        self.end = len(lines)
-        return list(self.messages)
+            self.last = next(filter(None, reversed(lines[self.end : end])))
+        self.end = end
+        return self.messages + project(lines[end:], self.last)
+
+
+# ---- Messages that came while the model worked ----
+# Without this a message that is journalled during a turn stands before an answer that does not know
+# it, seems answered, and never is: user "a", user "b", assistant "This is for a".
+
+
+def as_met(lines: Iterable[dict | None]) -> Iterator[dict]:
+    """Lines in the order in which the model met them; `unseen` says how many it had not yet.
+
+    user "a"                               user "a"
+    assistant: call 1                      assistant: call 1
+    user "b"                           →   tool 1
+    tool 1, unseen 1                       assistant "This is for a"
+    assistant "This is for a", unseen 1    user "b"
+    """
+    waiting: list[dict] = []
+    for line in filter(None, lines):
+        if waits(line):
+            waiting.append(line)
+            continue
+        met = max(len(waiting) - unseen_by(line), 0)
+        yield from waiting[:met]
+        yield line
+        del waiting[:met]
+    yield from waiting
+
+
+def waits(line: dict) -> bool:
+    """Is it the user's? Pictures that a tool gave are a user message of the turn itself."""
+    return line["role"] == "user" and not unseen_by(line)
+
+
+def unseen_by(line: dict) -> int:
+    count = line.get("unseen")
+    return count if type(count) is int else 0
+
+
+def settled(lines: list[dict | None], begin: int) -> int:
+    """The place, from `begin` on, before which no line can move any more."""
+    place = begin
+    for number, line in enumerate(lines[begin:], begin + 1):
+        if line and not waits(line) and not unseen_by(line):
+            place = number
+    return place
+
+
+def place_of_last(lines: list[dict | None], count: int) -> int:
+    """Where so many waiting messages begin: [user, assistant, user, user], 2 → 2"""
+    places = [n for n, line in enumerate(lines) if line and waits(line)]
+    return places[-count] if count else len(lines)
+
+
+def count_waiting(lines: list[dict | None]) -> int:
+    """How many messages at the end nobody has answered; a line that is put behind them says so."""
+    count = 0
+    for line in filter(None, reversed(lines)):
+        if not waits(line):
+            return count + unseen_by(line)
+        count += 1
+    return count
 
 
 # ---- The sessions of a workspace ----
@@ -686,6 +740,7 @@ class SessionManager:
     def __init__(self, workspace: Path):
         self.folder = workspace / "sessions"
         self._cache: dict[str, Session] = {}  # the one used last stands last
+        self._in_use: WeakValueDictionary[str, Session] = WeakValueDictionary()  # by turns, too
 
     def path(self, key: str) -> Path:
         """A file name that decodes to the key: `telegram:a_b` → `telegram%3Aa_b.jsonl`."""
@@ -695,10 +750,10 @@ class SessionManager:
     def get(self, key: str) -> Session:
         """The session, read again where another process wrote to it. Raises OSError."""
         path = self.path(key)
-        session = self._cache.pop(key, None)
+        session = self._cache.pop(key, None) or self._in_use.get(key)
         if session is None or session.stamp != file_stamp(path):
             session = load_session(key, path) if path.exists() else Session(key, path)
-        self._cache[key] = session
+        self._cache[key] = self._in_use[key] = session
         if len(self._cache) > 64:
             self._cache.pop(next(iter(self._cache)))
         return session
@@ -1078,6 +1133,15 @@ def is_question(line: dict | None) -> bool:
     return line is not None and line["role"] == "user" and isinstance(line.get("content"), str)
 
 
+def begins_turn(lines: list[dict | None], number: int) -> bool:
+    """A question that came between the calls of a turn and their results begins none."""
+    if not is_question(lines[number]):
+        return False
+    behind = (lines[n] for n in range(number + 1, len(lines)))
+    answer = next((line for line in behind if line and not waits(line)), {})
+    return not unseen_by(answer)
+
+
 def over_budget(consolidator: Consolidator, session: Session, others: int) -> int:
     """Up to where lines must go so that half the budget is left; 0 where all fits."""
     if others + size_as_sent(consolidator, session) <= consolidator.budget:
@@ -1100,7 +1164,7 @@ def over_window(consolidator: Consolidator, session: Session) -> int:
 def boundary(session: Session, most: int) -> int:
     """The first question from which on there are at most so many lines; else the last question."""
     begin = max(session.start, session.last_consolidated)
-    questions = [n for n in range(begin, len(session.lines)) if is_question(session.lines[n])]
+    questions = [n for n in range(begin, len(session.lines)) if begins_turn(session.lines, n)]
     enough = [n for n in questions if len(session.lines) - n <= most]
     return [begin, *questions[-1:], *enough[:1]][-1]
 
@@ -1108,7 +1172,7 @@ def boundary(session: Session, most: int) -> int:
 def end_of_round(session: Session, until: int) -> int:
     """About 60 lines, but at least one whole turn."""
     begin = session.last_consolidated
-    places = [n for n in range(begin + 1, until) if is_question(session.lines[n])] + [until]
+    places = [n for n in range(begin + 1, until) if begins_turn(session.lines, n)] + [until]
     places = sorted({*places, session.start} & set(range(begin + 1, until + 1)))
     near = [n for n in places if n <= begin + 60]
     return near[-1] if near else places[0]
@@ -1208,7 +1272,7 @@ async def sum_up(consolidator: Consolidator, session: Session, others: int) -> N
     begin = max(session.start, session.last_consolidated, session.summary.get("until", 0))
     text = session.summary.get("text", "") if begin == session.summary.get("until") else ""
     last = len(session.lines) - 20
-    until = max([n for n in range(begin, last + 1) if is_question(session.lines[n])], default=begin)
+    until = max([n for n in range(begin, last + 1) if begins_turn(session.lines, n)], default=begin)
     for part in transcripts(session.lines[begin:until], room_of(consolidator)):
         question = request(consolidator.summary_prompt, f"{text}\n\n{part}".strip())
         response = await consolidator.ask(question, [], None)

@@ -44,6 +44,7 @@ from collections.abc import (
     AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping,
 )  # fmt: skip
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -56,9 +57,10 @@ from channels import (
 )  # fmt: skip
 from memory import (
     Consolidator, Dream, Governed, MemoryRepository, MemoryStore, Session, SessionBusy,
-    SessionManager, Skill, SkillsLoader, TokenCounter, as_sent, govern, last_line,
-    locked, newest, readable, tokens_of,
+    SessionManager, Skill, SkillsLoader, TokenCounter, as_sent,
+    count_waiting, locked, newest, readable, tokens_of,
 )  # fmt: skip
+from memory import govern as fit_to_window
 from providers import (
     ROWS, Endpoint, HumanProvider, LLMProvider, LLMResponse, OfflineProvider, OpenAIProvider,
     RecordedTools, ReplayDiffers, ReplayProvider, ToolCallRequest, Trace, choose_endpoint,
@@ -162,6 +164,40 @@ class AgentHook:
 # ---- The runner: govern, ask, act, again ----
 
 
+@dataclass
+class RunState:
+    """The runner's scratch paper for one run."""
+
+    spec: AgentRunSpec
+    context: AgentHookContext
+    result: AgentRunResult = field(default_factory=lambda: AgentRunResult(stop_reason=""))
+    tools: list[dict] = field(default_factory=list)  # that the model is offered in this request
+    tools_end: str = ""  # why it gets no more of them: the name of the template that tells it
+    nudge: str = ""  # another note to the model, for the next request only
+    streamed: str = ""  # of the answer that is coming in
+    segments: list[str] = field(default_factory=list)  # of an answer that its length limit cut
+    cuts: int = 0  # of that answer
+    blanks: int = 0  # answers with nothing in them, in a row
+    last_call: tuple = ()  # (name, arguments, outcome), and
+    repetitions: int = 0  # how often in a row it was made
+    room: float = math.inf  # tokens: what an overflow has shown of the model's window
+    is_told: bool = False  # does the user know that something is left out?
+
+    def add(self, *messages: dict, whole: bool = True) -> None:
+        """New messages exist from here on, in the run and in the journal."""
+        self.context.messages += messages
+        self.spec.on_messages(list(messages), whole)
+
+    def join_segments(self, text: str | None) -> str:
+        return "".join([*self.segments, text or ""])
+
+    def begin_anew(self) -> None:
+        """What was said so far is a message now."""
+        self.streamed = ""
+        self.segments = []
+        self.blanks = self.cuts = 0
+
+
 class AgentRunner:
     """The engine. It knows no channel, no session and no file: whatever asks a model can use it."""
 
@@ -172,7 +208,7 @@ class AgentRunner:
         """Ask the model until it answers. Raises what is not its fault, and cancellation."""
         state = RunState(spec, AgentHookContext(list(spec.messages)))
         try:
-            while not state.stop_reason:
+            while not state.result.stop_reason:
                 await spec.hook.before_iteration(state.context)
                 request = self.govern(state)
                 response = await self._ask(state, request)
@@ -185,7 +221,10 @@ class AgentRunner:
         except asyncio.CancelledError:
             self._keep_half_answer(state, "it was stopped")
             raise
-        return state.result()
+        state.result.messages = state.context.messages
+        state.result.usage = state.context.usage
+        state.result.requests = state.context.iteration
+        return state.result
 
     def govern(self, state: RunState) -> Governed:
         """The copy that is sent: it fits the window; what is for this request only stands last.
@@ -198,7 +237,7 @@ class AgentRunner:
         state.tools = [] if state.tools_end else spec.tools.get_definitions()
         tools_tokens = spec.counter.total(state.tools)
         budget = min(spec.context_window - spec.max_tokens - 1_024, state.room) - tools_tokens
-        request = govern(state.context.messages, budget, spec.counter, task_of(spec))
+        request = fit_to_window(state.context.messages, budget, spec.counter, task_of(spec))
         request.tokens += tools_tokens
         if state.segments:  # an answer that its length limit cut
             request.messages.append({"role": "assistant", "content": state.join_segments("")})
@@ -210,13 +249,13 @@ class AgentRunner:
         """One request; if it is too long for the model, one more without the oldest turns."""
         state.context.iteration += 1
         if request.notes and not state.is_told:
-            await state.tell("; ".join(request.notes))
+            await tell_what_is_left_out(state, "; ".join(request.notes))
         response = await self._chat(state, request)
         if response.is_overflow:
             state.room = request.tokens // 2  # for the rest of the run
             shorter = self.govern(state)
-            if len(shorter.messages) < len(request.messages):
-                await state.tell(f"{TOO_LONG} ({'; '.join(shorter.notes)})")
+            if shorter.tokens < request.tokens:
+                await tell_what_is_left_out(state, f"{TOO_LONG} ({'; '.join(shorter.notes)})")
                 response = await self._chat(state, shorter)
         state.nudge = ""
         return response
@@ -226,10 +265,10 @@ class AgentRunner:
         state.streamed = ""
         response = await self.provider.chat(
             request.messages, state.tools, model=spec.model, max_tokens=spec.max_tokens,
-            temperature=spec.temperature, on_delta=state.on_delta(), on_retry=spec.hook.on_retry,
+            temperature=spec.temperature, on_delta=on_delta(state), on_retry=spec.hook.on_retry,
         )  # fmt: skip
         add_up(state.context.usage, response.usage)
-        state.context_tokens = size_of_request(request, response)
+        state.result.context_tokens = size_of_request(request, response)
         state.context.response = response
         return response
 
@@ -242,27 +281,29 @@ class AgentRunner:
         await state.spec.hook.before_execute_tools(response.tool_calls)
         for batch in batches(response.tool_calls, state.spec):
             await self._run_batch(state, batch)
-            if state.error:
-                await self._finish(state, "tool_error", f"I had to stop: {state.error}")
+            if state.result.error:
+                await self._finish(state, "tool_error", f"I had to stop: {state.result.error}")
                 return
-        state.context.messages += state.spec.arrivals()
+        state.context.messages += state.spec.arrivals()  # these are journalled already
 
     async def _run_batch(self, state: RunState, batch: list[ToolCallRequest]) -> None:
-        """Calls side by side. Whatever happens, none of them goes on when this returns."""
+        """Calls side by side. Whatever happens, none of them goes on when this returns.
+
+        The journal has their results in the order in which they came, the model gets them in the
+        order of the calls.
+        """
         tasks = [asyncio.create_task(self._call(state, call)) for call in batch]
         try:
             await asyncio.gather(*tasks)
         finally:  # also when the turn is stopped: what is finished stays
             await end_all(tasks)
             finished = [task.result() for task in tasks if is_finished(task)]
-            state.context.messages += [result_message(call, result) for call, result in finished]
+            state.context.messages += [message for message, _ in finished]
             state.spec.on_messages([], True)
         if images := images_message([result for _, result in finished]):
             state.add(images)
 
-    async def _call(
-        self, state: RunState, call: ToolCallRequest
-    ) -> tuple[ToolCallRequest, ToolResult]:
+    async def _call(self, state: RunState, call: ToolCallRequest) -> tuple[dict, ToolResult]:
         """One call, to a result that is journalled at once; others of its batch may still run."""
         began = time.monotonic()
         if problem := reason_not_to_run(call, state.spec.tools):
@@ -272,9 +313,11 @@ class AgentRunner:
             result = await state.spec.tools.execute(call.name, call.arguments, turn)
         result = watch_repetition(state, call, result)
         note_call(state, call, result)
-        state.spec.on_messages([result_message(call, result)], False)
+        message = {"role": "tool", "tool_call_id": call.id, "name": call.name}
+        message["content"] = result.text
+        state.spec.on_messages([message], False)
         await state.spec.hook.after_tool(call, result, time.monotonic() - began)
-        return call, result
+        return message, result
 
     async def _conclude(self, state: RunState, response: LLMResponse, outcome: str) -> None:
         """What an answer without calls to run leads to: the end, or another request."""
@@ -296,10 +339,10 @@ class AgentRunner:
             case "silent":
                 end_without_answer(state, "the model sent nothing of use")
             case "failed":
-                state.stop_reason = "error"
-                state.error = response.error
-                state.final_content = self._keep_half_answer(state, response.error)
-        await state.spec.hook.on_stream_end(resuming=not state.stop_reason)
+                state.result.stop_reason = "error"
+                state.result.error = response.error
+                state.result.final_content = self._keep_half_answer(state, response.error)
+        await state.spec.hook.on_stream_end(resuming=not state.result.stop_reason)
 
     async def _finish(self, state: RunState, reason: str, text: str | None, cut: str = "") -> None:
         """The run ends with a text. `cut` says why it is not whole; journal and user are told."""
@@ -311,8 +354,8 @@ class AgentRunner:
             message["cut"] = cut
         state.add(message)
         state.begin_anew()
-        state.stop_reason = reason
-        state.final_content = f"{whole}\n\n({cut})" if cut else whole
+        state.result.stop_reason = reason
+        state.result.final_content = f"{whole}\n\n({cut})" if cut else whole
 
     def _keep_half_answer(self, state: RunState, why: str) -> str | None:
         """What was shown of an answer is journalled: user and model know the same."""
@@ -325,16 +368,18 @@ class AgentRunner:
 
 
 def verdict(state: RunState, response: LLMResponse) -> str:
-    """What an answer means:
+    """What an answer means; the first line that fits, counts:
 
-    calls      it wants tools, whole and allowed         → they run, and the model is asked again
-    failed     the endpoint gave an error                → the run ends; what was shown is kept
-    limit      the steps are used up                     → the run ends with a summary
-    cut        its length limit ended it                 → it is asked to go on, three times
-    answered   there is a text                           → the run ends
-    withheld   a content filter took it                  → the run ends and says so
-    silent     no text, although it was asked for one    → the run ends and says so
-    blank      no text and no calls                      → it is asked again, then without tools
+    limit      it was the last request that the steps allow → the run ends with a summary
+    failed     the endpoint gave an error                   → the run ends; what was shown is kept
+    cut        its length limit ended it                    → it is asked to go on, three times
+    calls      it wants tools                               → they run, and the model is asked again
+    answered   there is a text                              → the run ends
+    withheld   a content filter took it                     → the run ends and says so
+    silent     nothing, though it was asked once more       → the run ends and says so
+    blank      nothing                                      → it is asked again, then without tools
+
+    Calls beside a withheld text count as cut: their arguments may end anywhere.
     """
     reason = response.finish_reason
     is_withheld = reason in ("content_filter", "refusal")
@@ -367,6 +412,7 @@ class ContextBuilder:
         self.memory = memory
         self.skills = skills
         self.zone = time_zone(config.defaults.timezone)
+        self.now = partial(now_in, config, self.zone)
         self.most = config.defaults.budget // 4  # tokens of facts and history together
 
     def request(self, turn: Turn, history: list[dict], images: list[dict]) -> list[dict]:
@@ -405,7 +451,7 @@ class ContextBuilder:
         files = [attachment(Path(path)) for path in media]
         lines = [line for line, _ in files]
         images = [image for _, image in files if image]
-        moment = f"{now_in(self.zone):%Y-%m-%d %H:%M (%A), %Z}"
+        moment = f"{self.now():%Y-%m-%d %H:%M (%A), %Z}"
         runtime = template("runtime", time=moment, channel=turn.channel, chat_id=turn.chat_id)
         return {"role": "user", "content": "\n".join([*lines, text]), "runtime": runtime}, images
 
@@ -445,7 +491,7 @@ class AgentLoop:
         self.tools.register(tool(self.subagents.spawn))
         self.tools.register(cron_tool(self))
         self.started = time.monotonic()
-        self._turns: dict[str, asyncio.Task] = {}  # that run now, by session
+        self._running: dict[str, asyncio.Task] = {}  # that run now, by session
         self._background: set[asyncio.Task] = set()
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
@@ -457,7 +503,7 @@ class AgentLoop:
         events = EventHook(on_event, self.turn(session_key), self.config.streaming)
         command, argument = slash_command(text)
         if command in ("", "new", "continue"):
-            async with self.turn_of(session_key) as session:
+            async with self.hold_session(session_key) as session:
                 result = await self._take_turn(session, text, command, events, media)
         else:  # the others need not wait for a turn to end
             result = await answer_command(self, command, argument, events.turn)
@@ -505,21 +551,21 @@ class AgentLoop:
             await service.end()
 
     @contextlib.asynccontextmanager
-    async def turn_of(self, session_key: str) -> AsyncIterator[Session]:
+    async def hold_session(self, session_key: str) -> AsyncIterator[Session]:
         """A session for one turn, against other tasks and other processes; `stop` ends it."""
         async with self._locks.setdefault(session_key, asyncio.Lock()):
             with self.sessions.lock(session_key):
-                self._turns[session_key] = asyncio.current_task()
+                self._running[session_key] = asyncio.current_task()
                 try:
                     yield self.sessions.get(session_key)
                 finally:
-                    del self._turns[session_key]
+                    del self._running[session_key]
 
     def stop(self, session_key: str) -> bool:
         """End what runs in a session, its subagents too; False where nothing runs."""
         running = self.subagents.of(session_key)
-        if session_key in self._turns:
-            running.append(self._turns[session_key])
+        if session_key in self._running:
+            running.append(self._running[session_key])
         for task in running:
             task.cancel()
         return bool(running)
@@ -581,63 +627,6 @@ def run(text: str, session_key: str = "cli:direct", config: Config | None = None
 # Without this one model that calls `list_dir(".")` forty times uses up a turn, and a stopped turn
 # leaves a command running that nobody waits for.
 
-@dataclass
-class RunState:
-    """The runner's scratch paper for one run."""
-
-    spec: AgentRunSpec
-    context: AgentHookContext
-    stop_reason: str = ""
-    final_content: str | None = None
-    error: str | None = None
-    tools_used: list[str] = field(default_factory=list)
-    tool_events: list[dict] = field(default_factory=list)
-    streamed: str = ""  # of the answer that is coming in
-    segments: list[str] = field(default_factory=list)  # of an answer that its length limit cut
-    nudge: str = ""  # a note to the model, for the next request only
-    tools_end: str = ""  # why it gets no more tools: the name of the template that tells it
-    blanks: int = 0  # in a row
-    cuts: int = 0  # in a row
-    last_call: tuple = ()  # (name, arguments, outcome)
-    repetitions: int = 0  # of the last call
-    tools: list[dict] = field(default_factory=list)  # that the model is offered now
-    room: float = math.inf  # tokens that the model has shown to take
-    context_tokens: int = 0  # of the last request
-    is_told: bool = False  # does the user know that something is left out?
-
-    def add(self, *messages: dict, whole: bool = True) -> None:
-        """New messages exist from here on, in the run and in the journal."""
-        self.context.messages += messages
-        self.spec.on_messages(list(messages), whole)
-
-    async def stream(self, piece: str) -> None:
-        self.streamed += piece
-        await self.spec.hook.on_stream(piece)
-
-    async def tell(self, note: str) -> None:
-        self.is_told = True
-        await self.spec.hook.on_retry(note)
-
-    def on_delta(self) -> Callable[[str], Awaitable[None]] | None:
-        return self.stream if self.spec.hook.wants_streaming else None
-
-    def join_segments(self, text: str | None) -> str:
-        return "".join([*self.segments, text or ""])
-
-    def begin_anew(self) -> None:
-        """What was said so far is a message now."""
-        self.streamed = ""
-        self.segments = []
-        self.blanks = self.cuts = 0
-
-    def result(self) -> AgentRunResult:
-        return AgentRunResult(
-            self.final_content, self.context.messages, self.tools_used, self.context.usage,
-            self.stop_reason, self.tool_events, self.error, self.context.iteration,
-            self.context_tokens,
-        )  # fmt: skip
-
-
 TOO_LONG = "too long for the model: asking again without the oldest turns"  # a 400, a 413
 NOT_ANSWERED = ("error", "tool_error", "empty")  # stop reasons of a run without an answer
 
@@ -646,6 +635,21 @@ def task_of(spec: AgentRunSpec) -> dict | None:
     """The question that this run is about: it is never left out."""
     users = [message for message in spec.messages if message["role"] == "user"]
     return users[-1] if users else None
+
+
+def on_delta(state: RunState) -> Callable[[str], Awaitable[None]] | None:
+    """What a piece of the answer goes to, where anybody wants pieces."""
+
+    async def stream(piece: str) -> None:
+        state.streamed += piece
+        await state.spec.hook.on_stream(piece)
+
+    return stream if state.spec.hook.wants_streaming else None
+
+
+async def tell_what_is_left_out(state: RunState, note: str) -> None:
+    state.is_told = True
+    await state.spec.hook.on_retry(note)
 
 
 def note_to_model(state: RunState) -> str:
@@ -701,10 +705,6 @@ def is_read_only(call: ToolCallRequest, tools: ToolRegistry) -> bool:
     return tool is not None and tool.read_only
 
 
-def result_message(call: ToolCallRequest, result: ToolResult) -> dict:
-    return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": result.text}
-
-
 async def logged(work: Coroutine) -> None:
     """For work that nobody awaits: what goes wrong in it is told in the log."""
     try:
@@ -737,7 +737,7 @@ def watch_repetition(state: RunState, call: ToolCallRequest, result: ToolResult)
     state.last_call = this_call
     is_fatal = state.spec.fail_on_tool_error or state.repetitions >= 5
     if result.is_error and is_fatal:
-        state.error = f"{call.name} failed: {result.text}"
+        state.result.error = f"{call.name} failed: {result.text}"
     elif state.repetitions >= 5:
         state.tools_end = "same_result_end"
     if state.repetitions < 3:
@@ -747,10 +747,10 @@ def watch_repetition(state: RunState, call: ToolCallRequest, result: ToolResult)
 
 
 def note_call(state: RunState, call: ToolCallRequest, result: ToolResult) -> None:
-    if call.name not in state.tools_used:
-        state.tools_used.append(call.name)
+    if call.name not in state.result.tools_used:
+        state.result.tools_used.append(call.name)
     event = {"name": call.name, "arguments": call.arguments}
-    state.tool_events.append(event | {"is_error": result.is_error, "result": result.text})
+    state.result.tool_events.append(event | {"is_error": result.is_error, "result": result.text})
 
 
 def images_message(results: list[ToolResult]) -> dict | None:
@@ -773,7 +773,7 @@ async def keep_segment(state: RunState, response: LLMResponse) -> None:
     state.segments.append(response.content)
     if response.has_tool_calls:  # what follows is no continuation of this sentence
         state.segments.append("\n\n")
-        if state.on_delta():
+        if state.spec.hook.wants_streaming:
             await state.spec.hook.on_stream("\n\n")
 
 
@@ -794,8 +794,8 @@ def reason_of_cut(response: LLMResponse) -> str:
 
 def end_without_answer(state: RunState, why: str) -> None:
     """The user is told; the model is not: small models repeat what stands in their own mouth."""
-    state.stop_reason = "empty"
-    state.final_content = f"There is no answer: {why}. Ask in other words."
+    state.result.stop_reason = "empty"
+    state.result.final_content = f"There is no answer: {why}. Ask in other words."
 
 
 def nudge_for_cut(response: LLMResponse) -> str:
@@ -813,12 +813,10 @@ def journal(
     """Write at once; what a power cut could take reaches the disk while the model is asked again.
 
     An fsync takes 1 to 2 ms, on a slow disk 30: for each step of a turn nobody should wait for it.
-    An answer says how many messages before it the model has not seen: they came too late for it.
+    Each line says how many messages before it the model has not seen: they came too late for it.
     """
-    for message in messages:
-        is_late = message["role"] == "assistant" and conversation.waiting
-        unseen = {"unseen": len(conversation.waiting)} if is_late else {}
-        session.append(message | unseen, sync=False)
+    unseen = {"unseen": conversation.unseen} if conversation.unseen else {}
+    session.append(*[message | unseen for message in messages], sync=False)
     if whole:
         asyncio.ensure_future(session.synced())
 
@@ -933,10 +931,8 @@ def time_zone(name: str) -> Any:
         raise ConfigError(f"agents.defaults.timezone: there is no zone {name!r}.") from None
 
 
-def now_in(zone: Any) -> Any:
-    from datetime import datetime
-
-    return datetime.now().astimezone(zone)
+def now_in(config: Config, zone: Any) -> datetime:
+    return config.now().astimezone(zone)
 
 
 # ---- Hooks that come with it ----
@@ -1141,28 +1137,50 @@ def tool_hint(call: ToolCallRequest) -> str:
 
 
 @dataclass
+class Arrival:
+    """A message that is journalled and waits for the model, or a command that waits for its turn."""
+
+    line: dict = field(default_factory=dict)  # of the journal
+    images: list[dict] = field(default_factory=list)
+    command: str = ""  # new, continue: what came before it is answered first
+
+    def as_sent(self) -> dict:
+        message = as_sent(self.line, None)
+        if not self.images:
+            return message
+        return message | {"content": [*self.images, {"type": "text", "text": message["content"]}]}
+
+
+@dataclass
 class Conversation:
-    """What waits in one session, journalled but not yet seen by the model, and who answers it."""
+    """What waits in one session, and who answers it."""
 
     key: str
-    waiting: list[tuple[dict, list[dict]]] = field(default_factory=list)  # journal line, images
+    waiting: list[Arrival] = field(default_factory=list)
     is_due: bool = False  # the journal ends with something to answer
-    reply_to: str = ""
+    reply_to: str = ""  # the message that is answered
     task: asyncio.Task | None = None
 
-    def enter(self, most: int) -> list[dict]:
-        """The oldest waiting messages, as the model sees them from now on."""
-        entering, self.waiting = self.waiting[:most], self.waiting[most:]
-        return [with_images(as_sent(line, None), images) for line, images in entering]
+    @property
+    def unseen(self) -> int:
+        return len([arrival for arrival in self.waiting if not arrival.command])
+
+    def enter(self, most: int) -> list[Arrival]:
+        """The oldest messages, up to a command: from now on the model sees them."""
+        oldest = self.waiting[:most]
+        entering = list(itertools.takewhile(lambda arrival: not arrival.command, oldest))
+        del self.waiting[: len(entering)]
+        if entering:
+            self.reply_to = entering[-1].line.get("id", "")
+        return entering
 
     def arrivals(self) -> list[dict]:
-        return self.enter(3)
+        """For a turn that runs, behind its last batch of calls: three at a time."""
+        return [arrival.as_sent() for arrival in self.enter(3)]
 
-
-def with_images(message: dict, images: list[dict]) -> dict:
-    if not images:
-        return message
-    return message | {"content": [*images, {"type": "text", "text": message["content"]}]}
+    def take_command(self) -> str:
+        is_next = bool(self.waiting) and bool(self.waiting[0].command)
+        return self.waiting.pop(0).command if is_next else ""
 
 
 class BusService:
@@ -1172,149 +1190,221 @@ class BusService:
         self.loop = loop
         self.bus = bus
         self.conversations: dict[str, Conversation] = {}
-        self.background: set[asyncio.Task] = {asyncio.create_task(self._hear_subagents())}
         self.slots = asyncio.Semaphore(loop.config.defaults.max_concurrent or sys.maxsize)
+        self.is_ending = False
+        self.tasks: set[asyncio.Task] = set()
+        self._begin(self._hear_helpers())
+
+    def _begin(self, work: Coroutine) -> asyncio.Task:
+        task = asyncio.create_task(logged(work))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        return task
 
     async def receive(self, message: InboundMessage) -> None:
-        """Journal a message, confirm it, see to it that it is answered. Commands wait for nobody."""
+        """Journal a message, confirm it, see to it that it is answered. Commands wait for nobody,
+        but /new and /continue for what came before them."""
         key = message.chat_id if message.channel == "system" else message.session_key
         command, _ = slash_command(message.content)
-        if command:
+        if command not in ("", "new", "continue"):
+            self._begin(self._command(key, message.content))
             message.confirm()
-            self._keep(asyncio.create_task(self._command(key, message.content)))
             return
-        conversation = self.conversations.setdefault(key, Conversation(key))
+        conversation = self.conversations.get(key) or Conversation(key)
         try:
-            await self._take_in(conversation, message)
+            session = self.loop.sessions.get(key)
+            if command:
+                conversation.waiting.append(Arrival(command=command))
+            else:
+                self._take_in(session, conversation, message)
         except OSError as problem:  # the channel has it still, and tries again
             message.confirm(problem)
             return
-        message.confirm()
         self._see_to(conversation)
+        self._begin(self._confirm(session, message))
 
-    async def _take_in(self, conversation: Conversation, message: InboundMessage) -> None:
-        session = self.loop.sessions.get(conversation.key)
+    def _take_in(
+        self, session: Session, conversation: Conversation, message: InboundMessage
+    ) -> None:
+        """Into the journal and to what waits, in one step: a turn may look at both any time."""
         if message.message_id and session.knows(message.message_id):
             return
-        turn = self.loop.turn(conversation.key)
+        turn = self.loop.turn(session.key)
         line, images = self.loop.context.user_message(message.content, turn, message.media)
         if message.message_id:
             line["id"] = message.message_id
-        if conversation.task:  # a turn runs, or another message waits
+        if conversation.task:  # a turn runs, or another message waits for one
             line["beside"] = True
         session.append(line, sync=False)
-        await session.synced()
-        conversation.waiting.append((line, images))
-        conversation.reply_to = message.message_id
-        GATEWAY_LOG.info("%s: %d characters came in", conversation.key, len(message.content))
+        conversation.waiting.append(Arrival(line, images))
+        GATEWAY_LOG.info("%s: %d characters came in", session.key, len(message.content))
+
+    async def _confirm(self, session: Session, message: InboundMessage) -> None:
+        try:
+            await session.synced()
+        except OSError as problem:
+            message.confirm(problem)
+        message.confirm()
 
     def _see_to(self, conversation: Conversation) -> None:
-        if conversation.task is None:
-            conversation.task = asyncio.create_task(self._converse(conversation))
-            self._keep(conversation.task)
-
-    def _keep(self, task: asyncio.Task) -> None:
-        self.background.add(task)
-        task.add_done_callback(self.background.discard)
+        is_wanted = conversation.is_due or bool(conversation.waiting)
+        if is_wanted and conversation.task is None:
+            self.conversations[conversation.key] = conversation
+            conversation.task = self._begin(self._converse(conversation))
 
     async def _converse(self, conversation: Conversation) -> None:
-        """Turn after turn, while something waits. A turn that was stopped ends only itself."""
-        while conversation.waiting or conversation.is_due:
+        """Turn after turn, while something waits. A turn that is stopped ends only itself."""
+        while conversation.is_due or conversation.waiting:
             async with self.slots:
                 turn = asyncio.create_task(self._turn(conversation))
-                await asyncio.wait([turn])
-        conversation.task = None
-        self.conversations.pop(conversation.key, None)
+                try:
+                    await asyncio.wait([turn])
+                finally:
+                    await end_all([turn])
+            if is_finished(turn):
+                await asyncio.sleep(turn.result())
+        del self.conversations[conversation.key]
 
-    async def _turn(self, conversation: Conversation) -> None:
-        events = EventHook(self._emit, self.loop.turn(conversation.key), self.loop.config.streaming)
+    async def _turn(self, conversation: Conversation) -> float:
+        """One turn. Gives the seconds until the next try where the session is not to be had."""
         try:
-            async with self.loop.turn_of(conversation.key) as session:
-                conversation.is_due = False
-                images = latest_images(conversation)
-                result = await self.loop.answer(session, events, images, conversation)
+            async with self.loop.hold_session(conversation.key) as session:
+                result = await self._answer(session, conversation)
                 self._deliver(session, conversation, result)
-        except SessionBusy:  # of another process; the messages wait here
-            await asyncio.sleep(1.0)
+        except (SessionBusy, OSError) as problem:
+            GATEWAY_LOG.warning("%s: %s", conversation.key, problem)
+            return 1.0
+        return 0.0
+
+    async def _answer(self, session: Session, conversation: Conversation) -> AgentRunResult:
+        """What waits, to its answer. A failure is told like one: the chat learns of it."""
+        turn = self.loop.turn(session.key)
+        conversation.is_due = False
+        try:
+            command = conversation.take_command()
+            if command == "new":
+                return await start_afresh(self.loop, session, turn, conversation.unseen)
+            if command == "continue" and not session.unfinished:
+                return nothing_to_go_on_with()
+            arrivals = [] if command else conversation.enter(sys.maxsize)
+            images = list(itertools.chain.from_iterable(arrival.images for arrival in arrivals))
+            events = EventHook(self._emit, turn, self.loop.config.streaming)
+            return await self.loop.answer(session, events, images, conversation)
+        except asyncio.CancelledError:
+            if not self.is_ending:
+                self._settle(session, conversation)
+            raise
         except Exception as problem:
-            log.exception("the turn of %s failed", conversation.key)
-            await events.send("final", f"Sorry, that failed: {problem}")
+            log.exception("the turn of %s failed", session.key)
+            return AgentRunResult(stop_reason="error", error=f"{type(problem).__name__}: {problem}")
+
+    def _deliver(
+        self, session: Session, conversation: Conversation, result: AgentRunResult
+    ) -> None:
+        GATEWAY_LOG.info("%s: %s, %d requests", session.key, result.stop_reason, result.requests)
+        text = text_for_chat(result)
+        count = len(session.lines)
+        if wrote_to_chat(result, session.key) or not text:
+            note_delivered(self.loop, session.key, count)
+        else:
+            send_final(self.loop, self.bus, session.key, text, count, conversation.reply_to)
+        self._settle(session, conversation)
+
+    def _settle(self, session: Session, conversation: Conversation) -> None:
+        """A turn that was stopped, or failed, is not begun again by the next start."""
+        if session.unfinished and not conversation.waiting:
+            session.note(metadata=session.metadata | {"settled": len(session.lines)})
 
     async def _emit(self, event: OutboundMessage) -> None:
-        if event.kind == "final" or event.kind in kinds_to_show(self.loop.config.channels):
+        if event.kind in ("final", "delta", *kinds_to_show(self.loop.config.channels)):
             self.bus.send(event)
-
-    def _deliver(self, session: Session, conversation: Conversation, result: AgentRunResult) -> None:
-        GATEWAY_LOG.info("%s: %s, %d requests", session.key, result.stop_reason, result.requests)
-        text = result.final_content or ""
-        if result.stop_reason in ("error", "tool_error") and result.error not in text:
-            text = f"{text}\n\nSorry, that failed: {result.error}".strip()
-        if text and not wrote_to_chat(result, conversation.key):
-            send_final(self.bus, session, text, conversation.reply_to)
 
     async def _command(self, key: str, text: str) -> None:
         try:
             await self.loop.process_direct(text, key, self._emit)
-        except (SessionBusy, OSError) as problem:
-            turn = self.loop.turn(key)
-            await EventHook(self._emit, turn, False).send("final", f"Sorry, that failed: {problem}")
+        except Exception as problem:
+            events = EventHook(self._emit, self.loop.turn(key), streaming=False)
+            await events.send("final", f"Sorry, that failed: {problem}")
 
-    async def _hear_subagents(self) -> None:
+    async def _hear_helpers(self) -> None:
         while True:
-            await self.bus.publish(await self.loop.subagents.results.get())
+            message = await self.loop.subagents.results.get()
+            try:
+                await self.bus.publish(message)
+            except OSError as problem:
+                log.warning("what a helper found cannot be journalled yet: %s", problem)
+                self.loop.subagents.results.put_nowait(message)
+                await asyncio.sleep(1.0)
 
     async def go_on_after_restart(self) -> None:
-        """What was not answered is answered now, what was not delivered is sent again."""
+        """What was not delivered is sent again, what was not answered is answered now."""
         for key in self.loop.sessions.list_keys():
             channel, _, _ = key.partition(":")
-            if channel not in self.bus.channels:
-                continue
-            session = self.loop.sessions.get(key)
-            if session.unfinished:
-                conversation = self.conversations.setdefault(key, Conversation(key, is_due=True))
-                self._see_to(conversation)
-            elif session.metadata.get("delivered", 0) < len(session.lines):
-                send_final(self.bus, session, last_line(session).get("content") or "")
+            if channel in self.bus.channels:
+                try:
+                    self._go_on(self.loop.sessions.get(key))
+                except OSError as problem:
+                    log.warning("%s cannot be gone on with: %s", key, problem)
+
+    def _go_on(self, session: Session) -> None:
+        delivered = session.metadata.get("delivered", 0)
+        for count, line in enumerate(session.lines, 1):
+            if count > delivered and is_answer(line):
+                send_final(self.loop, self.bus, session.key, line["content"], count)
+        is_settled = session.metadata.get("settled", 0) >= len(session.lines)
+        if session.unfinished and not is_settled:
+            self._see_to(Conversation(session.key, is_due=True))
 
     async def end(self) -> None:
         """Stop what runs: each turn is journalled as far as it came."""
-        for key in [*self.conversations]:
-            self.loop.stop(key)
-        for task in self.background:
+        self.is_ending = True
+        tasks = [*self.tasks, *self.loop.subagents.running]
+        for task in tasks:
             task.cancel()
-        if self.background:
-            await asyncio.wait(self.background, timeout=10.0)
+        await asyncio.wait(tasks, timeout=5.0)
 
 
-def latest_images(conversation: Conversation) -> list[dict]:
-    """All that waits enters with the turn; its text is in the journal, its images are only here."""
-    entering, conversation.waiting = conversation.waiting, []
-    return [image for _, images in entering for image in images]
+def text_for_chat(result: AgentRunResult) -> str:
+    text = result.final_content or ""
+    failed = result.stop_reason in ("error", "tool_error")
+    if failed and result.error not in text:
+        text = f"{text}\n\nSorry, that failed: {result.error}"
+    return text.strip()
 
 
-def send_final(bus: MessageBus, session: Session, text: str, reply_to: str = "") -> None:
-    """An answer goes out; the journal notes when it has arrived, else it goes out again."""
-    channel, _, chat_id = session.key.partition(":")
-    noted = partial(note_delivered, session, len(session.lines))
+def is_answer(line: dict | None) -> bool:
+    """Something for the user: no step on the way, no half sentence."""
+    if not line or line["role"] != "assistant":
+        return False
+    return bool(line.get("content")) and "tool_calls" not in line and "cut" not in line
+
+
+def send_final(
+    loop: AgentLoop, bus: MessageBus, key: str, text: str, count: int, reply_to: str = ""
+) -> None:
+    """An answer, the last of so many lines. It goes out again unless its arrival is noted."""
+    channel, _, chat_id = key.partition(":")
+    noted = partial(note_delivered, loop, key, count)
     bus.send(OutboundMessage(channel, chat_id, text, reply_to=reply_to, on_delivered=noted))
 
 
-def note_delivered(session: Session, count: int) -> None:
-    delivered = max(count, session.metadata.get("delivered", 0))
-    session.note(metadata=session.metadata | {"delivered": delivered})
+def note_delivered(loop: AgentLoop, key: str, count: int) -> None:
+    session = loop.sessions.get(key)
+    if count > session.metadata.get("delivered", 0):
+        session.note(metadata=session.metadata | {"delivered": count})
 
 
 def wrote_to_chat(result: AgentRunResult, key: str) -> bool:
     """Has the `message` tool said it in this same chat already?"""
-    for event in result.tool_events:
-        if event["name"] == "message" and not event["is_error"]:
-            target = event["arguments"]
-            channel, _, chat_id = key.partition(":")
-            same_channel = target.get("channel") in (None, "", channel)
-            same_chat = str(target.get("chat_id") or chat_id) == chat_id
-            if same_channel and same_chat:
-                return True
-    return False
+    messages = [event for event in result.tool_events if event["name"] == "message"]
+    targets = [target_of(event["arguments"], key) for event in messages if not event["is_error"]]
+    return key in targets
+
+
+def target_of(arguments: dict, key: str) -> str:
+    """The chat that a call of `message` means; where it names none, the one of the turn."""
+    channel, _, chat_id = key.partition(":")
+    return f"{arguments.get('channel') or channel}:{arguments.get('chat_id') or chat_id}"
 
 
 # ---- The gateway: channels, and the clock as one more ----
@@ -1326,7 +1416,8 @@ GATEWAY_LOG = logging.getLogger("nanobot.gateway")  # one line an event
 @contextlib.contextmanager
 def one_gateway(workspace: Path) -> Iterator[None]:
     """Raises SessionBusy where another gateway serves this workspace."""
-    with locked(workspace / ".nanobot" / "gateway.lock", "A gateway serves this workspace already."):
+    busy = f"A gateway serves {workspace} already. End it first, or name another --workspace."
+    with locked(workspace / ".nanobot" / "gateway.lock", busy):
         yield
 
 
@@ -1349,21 +1440,34 @@ async def serve(loop: AgentLoop) -> None:
     loop.tools.register(tool(Messenger(loop, bus).message))
     clock = make_cron(loop, partial(run_job, loop, bus))
     await in_thread(add_system_jobs, loop, clock)
-    work = [asyncio.create_task(loop.run(bus)), asyncio.create_task(clock.run())]
+    work = [asyncio.create_task(part) for part in (loop.run(bus), clock.run(), stop.wait())]
     GATEWAY_LOG.info("serving %s", ", ".join([*bus.channels, "cron"]))
     try:
-        await asyncio.wait([*work, asyncio.create_task(stop.wait())], return_when="FIRST_COMPLETED")
+        ended, _ = await asyncio.wait(work, return_when="FIRST_COMPLETED")
+        for task in ended:
+            task.result()  # raises what a part of it failed with
     finally:
-        await end_all(work)
-        await bus.close()
-        await loop.close(5.0)
+        await end_serving(work, bus, loop)
     GATEWAY_LOG.info("ended")
+
+
+async def end_serving(work: list[asyncio.Task], bus: MessageBus, loop: AgentLoop) -> None:
+    try:
+        async with asyncio.timeout(8.0):
+            await end_all(work)
+            await bus.close(2.0)
+            await loop.close(1.0)
+    except TimeoutError:
+        log.warning("not everything ended within 8 s; the journal keeps what it has")
 
 
 def make_channels(loop: AgentLoop) -> list[Channel]:
     telegram = loop.config.channels.telegram
     if not telegram.token:
+        log.warning("No channel is set up: put a bot's token into channels.telegram.token.")
         return []
+    if not telegram.allow_from:
+        log.warning("Nobody may write: put user ids into channels.telegram.allowFrom.")
     folder = loop.workspace / ".nanobot" / "media"
     return [Telegram(
         telegram.token, telegram.allow_from, api_base=telegram.api_base,
@@ -1374,7 +1478,8 @@ def make_channels(loop: AgentLoop) -> list[Channel]:
 def make_cron(loop: AgentLoop, fire: Callable[[CronJob], Awaitable]) -> CronService:
     path = loop.workspace / "cron" / "jobs.json"
     zone = loop.context.zone or machine_zone()
-    return CronService(path, fire, now=partial(now_in, zone), zone=zone)
+    now = partial(now_in, loop.config, zone)
+    return CronService(path, fire, now=now, zone=zone, sleep=loop.config.sleep)
 
 
 def add_system_jobs(loop: AgentLoop, clock: CronService) -> None:
@@ -1388,18 +1493,39 @@ def add_system_jobs(loop: AgentLoop, clock: CronService) -> None:
 
 async def do_tasks(loop: AgentLoop, tasks: str) -> None:
     """A turn for what stands in HEARTBEAT.md; it tells people with the `message` tool."""
-    await loop.process_direct(template("heartbeat", tasks=tasks), "cron:heartbeat")
+    GATEWAY_LOG.info("heartbeat")
+    result = await loop.process_direct(template("heartbeat", tasks=tasks), "cron:heartbeat")
+    if result.stop_reason in NOT_ANSWERED:
+        raise RuntimeError(text_for_chat(result))
 
 
 async def run_job(loop: AgentLoop, bus: MessageBus, job: CronJob) -> None:
-    """A job is a turn in a session of its own; its answer goes to its chat, and into its journal."""
+    """A job is a turn in a session of its own; its answer goes to its chat, a failure too."""
     GATEWAY_LOG.info("cron %s: %s", job.id, job.message[:80])
     result = await loop.process_direct(job.message, f"cron:{job.id}")
-    if result.stop_reason in NOT_ANSWERED:
-        raise RuntimeError(result.error or result.final_content)
-    async with loop.turn_of(f"{job.channel}:{job.chat_id}") as session:
-        session.append({"role": "assistant", "content": result.final_content})
-        send_final(bus, session, result.final_content)
+    failed = result.stop_reason in NOT_ANSWERED
+    text = text_for_chat(result)
+    told = f"The job {job.id} ({job.message[:80]}) failed. {text}" if failed else text
+    await write_to_chat(loop, bus, f"{job.channel}:{job.chat_id}", told)
+    if failed:
+        raise RuntimeError(text)
+
+
+async def write_to_chat(
+    loop: AgentLoop, bus: MessageBus, key: str, text: str, media: Iterable[Path] = ()
+) -> None:
+    """What nobody there has asked for stands in the journal, too: the user may answer it."""
+    try:
+        async with loop.hold_session(key) as session:
+            settled = session.metadata.get("settled", 0)
+            waiting = count_waiting(session.lines[settled:])
+            unseen = {"unseen": waiting} if waiting else {}
+            session.append({"role": "assistant", "content": text} | unseen, sync=False)
+            await session.synced()
+            send_final(loop, bus, key, text, len(session.lines))
+    except SessionBusy:  # of another program
+        await asyncio.sleep(1.0)
+        await write_to_chat(loop, bus, key, text, media)
 
 
 async def no_clock_here(job: CronJob) -> None:
@@ -1434,15 +1560,24 @@ class Messenger:
         media: Annotated[list[str], "Paths of files to send along"] = (), *, turn: Turn,
     ) -> str:  # fmt: skip
         """Write to a chat, this one if you name none. The only way to send files."""
-        target = (channel or turn.channel, str(chat_id or turn.chat_id))
-        if ":".join(target) not in self.loop.sessions.list_keys():
-            raise ToolError(f"There is no chat {':'.join(target)} that you have talked with.")
+        key = target_of({"channel": channel, "chat_id": chat_id}, turn.session_key)
+        chats = [chat for chat in self.loop.sessions.list_keys() if self._is_open(chat)]
+        if key not in chats:
+            known = ", ".join(chats[:20]) or "none"
+            raise ToolError(f"There is no chat {key} that you have talked with. There are: {known}")
         files = [turn.path(path) for path in media]
         missing = [str(path) for path in files if not path.is_file()]
         if missing:
             raise ToolError(f"There is no file {', '.join(missing)}.")
-        self.bus.send(OutboundMessage(*target, content, media=files))
-        return f"Sent to {':'.join(target)}."
+        if key != turn.session_key and content:
+            self.loop.in_background(write_to_chat(self.loop, self.bus, key, content))
+            content = ""
+        if content or files:
+            self.bus.send(OutboundMessage(*key.split(":", 1), content, media=files))
+        return f"Sent to {key}."
+
+    def _is_open(self, key: str) -> bool:
+        return key.partition(":")[0] in self.bus.channels
 
 
 # ---- Memory: what the loop hands in ----
@@ -1511,6 +1646,7 @@ class SubagentManager:
     """Helpers with one task each: a fresh run with fewer tools; the result comes as a message."""
 
     most = 4
+    steps = 15
     kept_from_them = ("spawn", "message", "cron")
 
     def __init__(self, loop: AgentLoop):
@@ -1530,33 +1666,56 @@ class SubagentManager:
         work = asyncio.create_task(self._work(task, turn))
         self.running[work] = turn.session_key
         work.add_done_callback(self.running.pop)
-        if wait:
+        if wait or turn.channel == "cron":  # when a job has ended, nobody hears what comes later
             return await work
         work.add_done_callback(partial(self._announce, name, turn.session_key))
         return f"Helper {name!r} is at work. Its result comes as a message: go on, or end here."
 
     async def _work(self, task: str, turn: Turn) -> str:
+        """The helper's answer. Raises ToolError where it has none."""
         names = [tool["function"]["name"] for tool in self.loop.tools.get_definitions()]
         tools = [self.loop.tools.get(name) for name in names if name not in self.kept_from_them]
         prompt = template("subagent", cwd=turn.cwd, workspace=turn.workspace)
         messages = [{"role": "system", "content": prompt}, {"role": "user", "content": task}]
         limits = self.loop.config.defaults
         spec = AgentRunSpec(
-            messages, ToolRegistry(tools), max_iterations=15, max_tokens=limits.max_tokens,
-            context_window=limits.context_window_tokens, hook=CompositeHook(self.loop.hooks),
+            messages, ToolRegistry(tools), max_iterations=self.steps, max_tokens=limits.max_tokens,
+            temperature=limits.temperature, context_window=limits.context_window_tokens,
+            hook=CompositeHook(self.loop.hooks), counter=self.loop.counter,
             turn=replace(turn, depth=turn.depth + 1, seen={}),
         )  # fmt: skip
         result = await self.loop.runner.run(spec)
         if result.stop_reason == "completed":
             return result.final_content
-        return f"It did not finish ({result.stop_reason}): {result.error or result.final_content}"
+        cause = result.error or result.final_content
+        raise ToolError(f"The helper did not finish ({result.stop_reason}): {cause}")
 
     def _announce(self, name: str, session_key: str, work: asyncio.Task) -> None:
         if work.cancelled():
             return
-        outcome = f"It failed: {work.exception()}" if work.exception() else work.result()
+        outcome = str(work.exception()) if work.exception() else work.result()
         text = template("subagent_result", name=name, result=outcome)
         self.results.put_nowait(InboundMessage("system", "subagent", session_key, text))
+
+    async def next_result(self, session_key: str) -> str:
+        """Waits for what a helper of the session finds; "" where none is at work any more."""
+        while self.results.empty() and self.of(session_key):
+            await asyncio.wait(self.of(session_key), return_when="FIRST_COMPLETED")
+        return "" if self.results.empty() else self.results.get_nowait().content
+
+
+async def answer_with_helpers(
+    loop: AgentLoop, text: str, session_key: str, on_event: Emit
+) -> AgentRunResult:
+    """A message, its answer, and what the helpers found, told: on a terminal nothing comes later."""
+    try:
+        result = await loop.process_direct(text, session_key, on_event)
+        while report := await loop.subagents.next_result(session_key):
+            result = await loop.process_direct(report, session_key, on_event)
+    except asyncio.CancelledError:
+        loop.stop(session_key)
+        raise
+    return result
 
 
 # ---- Slash commands ----
@@ -1648,9 +1807,12 @@ def session_status(loop: AgentLoop, turn: Turn) -> list[str]:
     ]
 
 
-async def start_afresh(loop: AgentLoop, session: Session, turn: Turn) -> AgentRunResult:
-    """What was said goes into memory, but nobody has to wait for it."""
-    session.restart(sync=False)
+async def start_afresh(
+    loop: AgentLoop, session: Session, turn: Turn, waiting: int = 0
+) -> AgentRunResult:
+    """What was said goes into memory, but nobody has to wait for it. So many messages came later:
+    the new conversation begins with them."""
+    session.restart(sync=False, waiting=waiting)
     await session.synced()
     turn.seen.clear()
     loop.in_background(loop.consolidator.archive(session))
@@ -1814,6 +1976,8 @@ class Config:
     cwd: Path = field(default_factory=Path.cwd, init=False)  # where relative paths and exec start
     streaming: bool = field(default=True, init=False)
     patience: float = field(default=15.0, init=False)  # seconds, for MCP servers that are starting
+    now: Callable[[], datetime] = field(default=datetime.now, init=False)
+    sleep: Callable[[float], Awaitable] = field(default_factory=lambda: asyncio.sleep, init=False)
 
     @property
     def defaults(self) -> AgentDefaults:
@@ -2100,7 +2264,7 @@ def one_turn(
         return 2
     if loop.mcp.servers:
         terminal.waiting.begin("MCP servers")
-    result = background.complete(loop.process_direct(text, key, terminal.send))
+    result = background.complete(answer_with_helpers(loop, text, key, terminal.send))
     if result.requests:
         terminal.note(token_line(loop, result))
     if result.stop_reason == "max_iterations":
@@ -2253,7 +2417,7 @@ def gateway_command(arguments: argparse.Namespace) -> None:
         log.setLevel(logging.INFO)
     config = settings_of(arguments)
     config.cwd = config.workspace
-    loop = AgentLoop(config)
+    loop = AgentLoop(config, hooks=[LoggingHook()] if arguments.verbose else [])
     with one_gateway(loop.workspace):
         asyncio.run(serve(loop))
 

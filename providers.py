@@ -244,7 +244,12 @@ class OpenAIProvider(LLMProvider):
         self._is_warned = False
 
     async def answer(self, request: LLMRequest) -> LLMResponse:
-        """Ask; heal what is refused, wait where it is busy, until there is an answer or no hope."""
+        """Ask; heal what is refused, wait where it is busy, until there is an answer or no hope.
+
+        400 "'max_tokens' is not supported, use …"  → changed (`heal`), asked again at once
+        429 "try again in 20s", 503 "overloaded"    → asked again in 20 s; in 1, 2 and 4 s
+        401 "invalid key", or half an answer shown  → an answer with `error`: cause and fix
+        """
         healed = list(self._learnt.get(request.model, []))
         body = request_body(self.endpoint, request, healed)
         tries = 0
@@ -289,7 +294,7 @@ class OpenAIProvider(LLMProvider):
         request.sent, request.began = body, time.monotonic()
         reader = AnswerReader(tools_in_text(self.endpoint, request, body))
         try:
-            async with contextlib.aclosing(self._pieces(request, body, reader)) as pieces:
+            async with contextlib.aclosing(pieces_of(self, request, body, reader)) as pieces:
                 async for text in pieces:
                     await request.show(text)
             return reader.response(request)
@@ -306,28 +311,6 @@ class OpenAIProvider(LLMProvider):
         key = self.endpoint.api_key
         return text.replace(key, "[key]") if len(key) > 7 else text  # "ollama" is no secret
 
-    async def _pieces(
-        self, request: LLMRequest, body: dict, reader: AnswerReader
-    ) -> AsyncIterator[str]:
-        """What there is to show, as it comes; the clock stands still while the caller shows it."""
-        now = asyncio.get_running_loop().time
-        try:
-            if not request.model:
-                raise Failure("no model is named")
-            async with (
-                asyncio.timeout(self.request_timeout) as clock,
-                post(self._client_here(), request.model, body) as response,
-            ):
-                async for data in answer_data(response):
-                    reader.feed(data)
-                    clock.reschedule(None)
-                    yield reader.to_show()
-                    clock.reschedule(now() + self.idle_timeout)
-            reader.close()
-        except Exception as problem:  # cancellation is no Exception and goes on
-            raise as_failure(problem) from problem
-        yield reader.to_show()
-
     def warm_up(self) -> None:
         if self._client is None:
             self._client = make_client(self.endpoint, self.request_timeout, self.connect_timeout)
@@ -343,20 +326,11 @@ class OpenAIProvider(LLMProvider):
 
     async def _explain(self, failure: Failure, messages: list[dict]) -> str:
         text = explanation(failure, self.endpoint, messages)
-        return text + await self._offer() if text.endswith(OFFER) else text
-
-    async def _offer(self) -> str:
-        try:
-            return ", ".join((await self.list_models())[:20]) or "no models"
-        except Exception as problem:  # an error message in the making: nothing may break it
-            return f"an error instead of a list ({type(problem).__name__})"
+        return text + await offer_of(self) if text.endswith(OFFER) else text
 
     async def list_models(self) -> list[str]:
         """What the endpoint offers; raises what the SDK raises."""
-        models = self._client_here().models.with_raw_response
-        response = await models.list(timeout=min(self.request_timeout, 10.0))
-        rows = parse_answer(response.content).get("data") or []
-        return [str(row.get("id")).removeprefix("models/") for row in rows]  # Gemini has the prefix
+        return await models_of(self._client_here(), self.request_timeout)
 
     async def check(self) -> str | None:
         """What is wrong with the address, the key or the model; None where all is well."""
@@ -1247,6 +1221,43 @@ def cache_marks(body: dict) -> dict:
     if "tools" in body:
         marked["tools"] = [*body["tools"][:-1], {**body["tools"][-1], **mark}]
     return marked
+
+
+async def pieces_of(
+    provider: OpenAIProvider, request: LLMRequest, body: dict, reader: AnswerReader
+) -> AsyncIterator[str]:
+    """What there is to show, as it comes. For the first piece there is the request's time limit,
+    between two the idle limit; while the caller shows one (at the `yield`), no clock runs."""
+    now = asyncio.get_running_loop().time
+    try:
+        if not request.model:
+            raise Failure("no model is named")
+        async with (
+            asyncio.timeout(provider.request_timeout) as clock,
+            post(provider._client_here(), request.model, body) as response,
+        ):
+            async for data in answer_data(response):
+                reader.feed(data)
+                clock.reschedule(None)
+                yield reader.to_show()
+                clock.reschedule(now() + provider.idle_timeout)
+        reader.close()
+    except Exception as problem:  # cancellation is no Exception and goes on
+        raise as_failure(problem) from problem
+    yield reader.to_show()
+
+
+async def models_of(client: Any, seconds: float) -> list[str]:
+    response = await client.models.with_raw_response.list(timeout=min(seconds, 10.0))
+    rows = parse_answer(response.content).get("data") or []
+    return [str(row.get("id")).removeprefix("models/") for row in rows]  # Gemini has the prefix
+
+
+async def offer_of(provider: OpenAIProvider) -> str:
+    try:
+        return ", ".join((await provider.list_models())[:20]) or "no models"
+    except Exception as problem:  # an error message in the making: nothing may break it
+        return f"an error instead of a list ({type(problem).__name__})"
 
 
 def make_client(endpoint: Endpoint, request_timeout: float, connect_timeout: float) -> Any:

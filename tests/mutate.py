@@ -56,32 +56,26 @@ def mutations_of(file: str) -> list[Mutation]:
     untouched = set(map(id, words_for_people(tree)))
     found = []
     for node in ast.walk(tree):
-        if id(node) in untouched or not hasattr(node, "lineno"):
-            continue
         for first, begin, last, end, text in changes(node, lines):
-            if first == last:
+            if first == last and id(node) not in untouched:
                 before = lines[first - 1]
                 found.append(Mutation(file, first, before, before[:begin] + text + before[end:]))
     return [mutation for mutation in found if mutation.before != mutation.after]
 
 
 def words_for_people(tree: ast.Module) -> Iterator[ast.AST]:
-    """Nodes that no program sees: docstrings and hints; and parts of f-strings, whose place is not known."""
+    """Nodes that no program sees (docstrings, hints), and parts of f-strings, whose place is not known."""
     for node in ast.walk(tree):
-        match node:
-            case ast.Expr(value=ast.Constant()):
-                yield node.value
-            case ast.JoinedStr():
-                yield from ast.walk(node)
-            case ast.arg(annotation=ast.AST() as hint) | ast.AnnAssign(annotation=hint):
-                yield from ast.walk(hint)
-            case ast.FunctionDef(returns=ast.AST() as hint) | ast.AsyncFunctionDef(returns=ast.AST() as hint):
-                yield from ast.walk(hint)
+        hint = getattr(node, "annotation", None) or getattr(node, "returns", None)
+        if hint or isinstance(node, ast.JoinedStr):
+            yield from ast.walk(hint or node)
+        elif isinstance(node, ast.Expr):
+            yield node.value
 
 
 def changes(node: ast.AST, lines: list[bytes]) -> Iterator[tuple[int, int, int, int, bytes]]:
     """(line, column, line, column, what stands there instead)"""
-    place = (node.lineno, node.col_offset, node.end_lineno, node.end_col_offset)
+    place = [getattr(node, name, 0) for name in ("lineno", "col_offset", "end_lineno", "end_col_offset")]
     match node:
         case ast.Compare():
             for left, right in zip([node.left, *node.comparators], node.comparators, strict=False):
@@ -98,8 +92,7 @@ def changes(node: ast.AST, lines: list[bytes]) -> Iterator[tuple[int, int, int, 
         case ast.Constant(value=str() | bytes()) if node.value:
             yield (*place, repr(type(node.value)()).encode())
         case ast.UnaryOp(op=ast.Not()):
-            operand = node.operand
-            yield (node.lineno, node.col_offset, operand.lineno, operand.col_offset, b"")
+            yield (*place[:2], node.operand.lineno, node.operand.col_offset, b"")
         case ast.Return(value=ast.AST()):
             yield (*place, b"return None")
         case ast.Expr(value=ast.Call() | ast.Await()):
@@ -229,7 +222,7 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, help="a folder that keeps the map of lines for the next sample")
     arguments = parser.parse_args()
     if not shutil.which("bwrap"):
-        sys.exit("It needs bubblewrap: without it a broken guard could delete real files (apt install bubblewrap).")
+        sys.exit("apt install bubblewrap: without a sandbox a broken guard could delete real files.")
     places = defaultdict(list)
     for file in arguments.files:
         for mutation in mutations_of(file):

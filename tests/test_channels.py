@@ -626,6 +626,20 @@ def test_questions_are_answered_at_the_keyboard_in_their_order_and_kept_out_of_t
     assert done.stderr == "one? two? three? more? "
 
 
+ONE_QUESTION = """
+from channels import BackgroundLoop
+background = BackgroundLoop()
+print(repr(background.complete(background.ask("Run it? "))))
+"""
+
+
+def test_an_answer_that_is_no_text_is_no_yes():
+    environ = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
+    command = [sys.executable, "-c", ONE_QUESTION]
+    done = subprocess.run(command, cwd=ROOT, env=environ, input=b"y\xff\n", capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, b"''\n"), done.stderr
+
+
 INTERRUPTED = """
 import asyncio, signal, sys, threading
 from channels import BackgroundLoop

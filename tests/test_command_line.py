@@ -175,7 +175,8 @@ def test_what_stands_beside_the_answer_can_be_switched_off(own_home, setting):
     settings.write_text(json.dumps({"channels": {setting: False}}))
     with FakeLLM([calls(call("list_dir"), content="Let me look."), "Here it is."]) as server:
         _, _, err = nanobot("-m", "look", "--config", str(settings), server=server)
-    assert ("Let me look." in err, "list_dir()" in err) == (setting != "sendProgress", setting != "sendToolHints")
+    assert ("Let me look." in err) is (setting != "sendProgress")
+    assert ("list_dir()" in err) is (setting != "sendToolHints")
 
 
 def test_the_message_may_come_from_a_pipe_alone_or_beside_one(own_home):
@@ -266,6 +267,7 @@ def test_nothing_that_is_shown_reaches_the_terminal_raw(own_home, tmp_path):
         others = [["prompt", evil], ["sessions"], ["sessions", "show", "cli:direct"], ["onboard"]]
         for flags in (["status", "--model", evil], *others):
             shown += "".join(nanobot(*flags, server=server, cwd=tmp_path)[1:])
+    assert "iteration 1: tool_calls" in shown  # --logs
     assert shown.count("\\x1b]0;owned\\x07\\u202e\\u200b\\U000e0041") > 10
     assert not set(evil) - set("]0;ownedJ2") & set(shown)
 
@@ -422,6 +424,7 @@ def test_ctrl_c_stops_with_130_and_leaves_a_session_that_goes_on(own_home):
         _, err = process.communicate(timeout=LONG)
         assert process.returncode == 130
         assert "Traceback" not in err
+        assert "/continue" in err
         assert nanobot("-m", "two", server=server)[1] == "hello again\n"
         sent = server.bodies[1]["messages"][1:]
     assert [message["role"] for message in sent] == ["user"]
@@ -849,7 +852,7 @@ def test_a_person_can_be_the_model(own_home, needs_terminal, tmp_path):
     terminal.expect("> ")
     terminal.type("what is in a.txt?\n")
     for seen in ("---- system ----", "You are nanobot", "---- user ----", "what is in a.txt?",
-                 "---- tools ----", "read_file (path: string, [offset: integer]", "Read a text",
+                 "---- tools ----", '{"name": "read_file"', "Read a text",
                  "model> "):  # fmt: skip
         terminal.expect(seen)
     wrong = ['read_file {"path": "a.txt", "colour": 1}', 'read_file {"path": ', "read_file"]

@@ -207,6 +207,21 @@ def test_headers_and_body_of_the_settings_come_along():
     assert (end.extra_headers, end.extra_body) == ({"X-Title": "kit"}, {"top_k": 1})
 
 
+def test_each_row_has_an_address_and_the_variable_that_its_provider_documents():
+    """A row whose variable is misspelt is never found, and its user meets the offline model."""
+    unlike_their_name = {"zhipu": "ZAI", "volcengine": "ARK", "azure": "AZURE_OPENAI"}
+    for row in ROWS.values():
+        maker = unlike_their_name.get(row.name, row.name.upper())
+        assert row.env_key == ("" if row.is_local or row.name == "custom" else f"{maker}_API_KEY")
+        needs_an_address = row.name in ("azure", "custom")  # only the user knows it
+        assert bool(row.default_api_base) is not needs_an_address
+
+
+def test_a_gateway_that_knows_models_without_their_maker_gets_them_so():
+    end = choose_endpoint(settings(aihubmix="sk-1"), "openai/gpt-4o", "aihubmix")
+    assert end.model == "gpt-4o"
+
+
 # ---- What the server receives ----
 
 
@@ -236,6 +251,13 @@ def test_the_limit_of_the_answer_has_the_rows_name(row, name):
         assert server.bodies[0] == {"model": "test-model", "messages": HELLO[1:], name: 100}
 
 
+def test_without_tools_nothing_is_said_about_their_choice():
+    """400 "tool_choice is only allowed when tools are specified": the last request of a turn has none."""
+    with FakeLLM(["Hi."]) as server:
+        ask(made(server), tool_choice="auto")
+        assert server.bodies[0] == {"model": "test-model", "messages": HELLO}
+
+
 def test_options_tools_headers_and_extra_body_arrive_as_given():
     with FakeLLM(["Hi."]) as server:
         provider = made(server, extra_headers={"X-Title": "kit"}, extra_body={"thinking": {"type": "off"}})
@@ -253,6 +275,13 @@ def test_what_is_sent_is_lawful_and_the_callers_messages_stay_as_they_are():
         assert ask(made(server), messages)[0].content == "Hi."
         assert server.bodies[0]["messages"] == [{"role": "user", "content": "a\n\nb?c"}]
     assert messages == before
+
+
+def test_what_is_kept_to_be_quick_is_that_of_the_last_conversation_only():
+    known = {}
+    for text in ("one", "two", "three"):
+        legal([{"role": "user", "content": text}], known=known)
+    assert len(known) == 1
 
 
 def test_keys_and_addresses_of_the_environment_are_not_used_by_a_row_without_a_key(monkeypatch):
@@ -1382,6 +1411,14 @@ def test_other_text_is_no_call_and_is_shown_whole(name, stream):
     answer, shown = reply_to(NO_TEXT_CALLS[name], stream, "local", tools=[LOOK_TOOL])
     assert answer.tool_calls == [] and answer.content == NO_TEXT_CALLS[name]
     assert "".join(shown) == (NO_TEXT_CALLS[name] if stream else "")
+
+
+def test_beside_a_real_call_a_text_that_looks_like_one_stays_text():
+    text = 'I call it like this: <tool_call>{"name": "look", "arguments": {}}</tool_call>'
+    reply = calls(call("look", path="a.txt"), content=text)
+    answer, shown = reply_to(reply, True, "local", tools=[LOOK_TOOL])
+    assert [each.arguments for each in answer.tool_calls] == [{"path": "a.txt"}]
+    assert answer.content == "".join(shown) == text
 
 
 @pytest.mark.parametrize(("row", "how", "calls_found"), [

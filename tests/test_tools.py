@@ -621,7 +621,12 @@ def test_an_old_result_that_somebody_else_removed_meanwhile_costs_nothing(turn):
     registry.kept_results = 1
     asyncio.run(registry.execute("big", {}, turn))
     [old] = (turn.workspace / ".nanobot" / "tool-results").iterdir()
-    with before_each_call_of(("unlink", "remove"), lambda _: old.exists() and os.rename(old, turn.cwd / "gone")):
+
+    def be_quicker(_) -> None:
+        if old.exists():
+            os.rename(old, turn.cwd / "gone")
+
+    with before_each_call_of(("unlink", "remove"), be_quicker):
         text = asyncio.run(registry.execute("big", {}, turn)).text
     assert (turn.cwd / "gone").exists() and "saved to" in text
 
