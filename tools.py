@@ -10,7 +10,7 @@ arguments as text; the registry casts and checks them, runs the function and ret
 A tool is a plain function under `@tool` (its signature is the schema, its docstring the
 description) or a subclass of `Tool`. What the model did wrong goes back to it as text that says
 what to do next. This file works alone: copy it and use `@tool` and `ToolRegistry`. Read after
-memory.py, before channels.py. What is checked here are guard-rails; the boundary is the sandbox of exec.
+memory.py, before channels.py. What is checked here are guard-rails; the boundary is exec's sandbox.
 Not covered: who may call what (the hooks in nanobot.py).
 """
 
@@ -54,7 +54,7 @@ from typing import Annotated, Any, Literal
 log = logging.getLogger("nanobot.tools")
 
 
-# ---- Who asks, and what comes back ----
+# ---- What the model is told ----
 
 
 @dataclass
@@ -70,34 +70,13 @@ class ToolError(Exception):
     """The model's mistake, in words for the model: the cause, then what to do."""
 
 
-@dataclass(frozen=True)
-class Turn:
-    """The circumstances of one turn, handed to each tool that has a parameter named `turn`."""
-
-    workspace: Path = Path(".")  # the agent's home
-    cwd: Path = Path(".")  # where relative paths and exec start
-    channel: str = "cli"
-    chat_id: str = "direct"
-    session_key: str = "cli:direct"
-    depth: int = 0  # 0 is the main agent, 1 a subagent of it
-    approved: bool = False  # the user said yes to this very call
-    restrict: bool = False  # the fence: only workspace, cwd and, for reading, `readable`
-    readable: tuple[Path, ...] = ()
-    secret: tuple[Path, ...] = ()  # files that hold keys: never opened
-    max_result_chars: int = 16_000
-    seen: dict[Path, tuple] = field(default_factory=dict, compare=False)  # files the session knows
-
-    def path(self, text: str, write: bool = False) -> Path:
-        """Where "~/a.txt", "../b" or a link leads; raises ToolError where it may not go."""
-        return allowed_path(self, text, write)
-
-    def saw(self, path: Path) -> bool:
-        """Note a file's time and size; was this version of it known to the session before?"""
-        info = path.stat()
-        version = (info.st_mtime_ns, info.st_size)
-        is_known = self.seen.get(path) == version
-        self.seen[path] = version
-        return is_known
+def as_result(value: Any) -> ToolResult:
+    """None, "text", {"degrees": 21} or a ToolResult: whatever a tool returned, as a ToolResult."""
+    if isinstance(value, ToolResult):
+        return value
+    if isinstance(value, str | None):
+        return ToolResult(value or "")
+    return ToolResult(json.dumps(value, ensure_ascii=False, default=str))
 
 
 # ---- A tool is a function with a schema ----
@@ -116,18 +95,18 @@ class Tool:
         return await in_thread(self.run, **arguments)
 
     @property
-    def function(self) -> Callable:
+    def body(self) -> Callable:
         is_blocking = type(self).execute is Tool.execute
         return self.run if is_blocking else self.execute
 
     @functools.cached_property
     def parameters(self) -> dict:
         """JSON Schema of the arguments: the signature's, where a subclass does not write it out."""
-        return signature_schema(self.function)
+        return signature_schema(self.body)
 
     @functools.cached_property
     def wants_turn(self) -> bool:
-        return "turn" in inspect.signature(self.function).parameters
+        return "turn" in inspect.signature(self.body).parameters
 
     @property
     def concurrency_safe(self) -> bool:
@@ -211,7 +190,7 @@ class ToolRegistry:
         problem = f"{name} was not run: {errors}. Correct the call." if errors else None
         return tool, params, problem
 
-    async def execute(self, name: str, params: Any, turn: Turn | None = None) -> ToolResult:
+    async def execute(self, name: str, params: Any, turn: "Turn | None" = None) -> ToolResult:
         """Run one call. Whatever goes wrong in it becomes an error result: the turn goes on."""
         turn = turn or Turn()
         try:
@@ -230,7 +209,7 @@ class ToolRegistry:
             result.text = self._put_aside(name, result.text, turn)
         return result
 
-    async def _run(self, name: str, params: Any, turn: Turn) -> Any:
+    async def _run(self, name: str, params: Any, turn: "Turn") -> Any:
         tool, arguments, problem = self.prepare_call(name, params)
         if problem:
             raise ToolError(problem)
@@ -238,7 +217,7 @@ class ToolRegistry:
             arguments = {**arguments, "turn": turn}
         return await tool.execute(**arguments)
 
-    def _put_aside(self, name: str, text: str, turn: Turn) -> str:
+    def _put_aside(self, name: str, text: str, turn: "Turn") -> str:
         """What the model is told in place of a text that is too long, which is in a file then."""
         try:
             path = save_result(turn.workspace, name, text, self.kept_results)
@@ -252,16 +231,37 @@ class ToolRegistry:
         )
 
 
-def as_result(value: Any) -> ToolResult:
-    """Whatever a tool returned: None, "text", {"degrees": 21}, or a ToolResult."""
-    if isinstance(value, ToolResult):
-        return value
-    if isinstance(value, str | None):
-        return ToolResult(value or "")
-    return ToolResult(json.dumps(value, ensure_ascii=False, default=str))
+# ---- Two tools, and the turn that they run in ----
 
 
-# ---- Two tools ----
+@dataclass(frozen=True)
+class Turn:
+    """The circumstances of one turn, handed to each tool that has a parameter named `turn`."""
+
+    workspace: Path = Path(".")  # the agent's home
+    cwd: Path = Path(".")  # where relative paths and exec start
+    channel: str = "cli"
+    chat_id: str = "direct"
+    session_key: str = "cli:direct"
+    depth: int = 0  # 0 is the main agent, 1 a subagent of it
+    approved: bool = False  # the user said yes to this very call
+    restrict: bool = False  # the fence: only workspace, cwd and, for reading, `readable`
+    readable: tuple[Path, ...] = ()
+    secret: tuple[Path, ...] = ()  # files that hold keys: never opened
+    max_result_chars: int = 16_000
+    seen: dict[Path, tuple] = field(default_factory=dict, compare=False)  # files the session knows
+
+    def path(self, text: str, write: bool = False) -> Path:
+        """Where "~/a.txt", "../b" or a link leads; raises ToolError where it may not go."""
+        return allowed_path(self, text, write)
+
+    def saw(self, path: Path) -> bool:
+        """Note a file's time and size; was this version of it known to the session before?"""
+        info = path.stat()
+        version = (info.st_mtime_ns, info.st_size)
+        is_known = self.seen.get(path) == version
+        self.seen[path] = version
+        return is_known
 
 
 @tool(read_only=True)
@@ -461,7 +461,7 @@ def cast(value: Any, schema: Any) -> Any:
 def cast_scalar(value: Any, wanted: list[str]) -> Any:
     with contextlib.suppress(ValueError, RecursionError):
         if isinstance(value, str):
-            text = value.lower() if value in ("True", "False", "TRUE", "FALSE") else value
+            text = value.lower() if value.lower() in ("true", "false") else value
             read = json.loads(text)
             return read if fits(read, wanted) else value
         if "string" in wanted and fits(value, ["number"]):
@@ -920,7 +920,7 @@ def exact_places(edit: Edit, text: str, old: str) -> list[Place]:
     while start >= 0:
         end = start + len(old)
         _, new = with_quotes_of(edit.text[start:end], edit)
-        before = text[text.rfind("\n", 0, start) + 1 : start]  # on its line
+        before = text[max(start - 1_000, 0) : start].rpartition("\n")[2]  # on its line
         if not is_clear(before, old, new):
             return []
         ends_line = text.startswith("\n", end) and not old.endswith("\n")

@@ -1898,16 +1898,15 @@ def test_harmless_files_with_names_like_those_that_hold_keys_stay_visible(turn):
     assert call(turn, "grep", pattern="needle", path="sub").text.split("\n") == sorted(names)
 
 
-ATOMS = [
-    *r"a s foo Bar . \. \w \s \S \W \D \d \b \B ^ $ [ab] [^a] []b] [^]a] [^-a] [\s,] [^\S] [\w-] é".split(),
-    *r"(foo) (?:a|b) | (?=b) (?!a) (?!\s) (?<=a) (?<!\s) (?<!^) \( x{ x{2} ſ K \A \Z [*] \x41".split(),
-    *r"\x0a \n [\x00-\x20] \u200b A\x42C \101 (a)\1 (?P<n>a)(?P=n) (?s:a.b)".split(),
-    *r"(?i:foo) (?>a+) a*+ \t [|] \| (?#x) (a)?(?(1)b|f) \N{BULLET}".split(), " ", "#", "\n", "\ufffd", "\r",
-]  # fmt: skip
+PARTS = r"""
+a s foo Bar . \. \w \s \S \W \D \d \b \B ^ $ [ab] [^a] []b] [^]a] [^-a] [\s,] [^\S] [\w-] é (foo) (?:a|b) |
+(?=b) (?!a) (?!\s) (?<=a) (?<!\s) (?<!^) \( x{ x{2} ſ K \A \Z [*] \x41 \x0a \n [\x00-\x20] \u200b A\x42C \101
+(a)\1 (?P<n>a)(?P=n) (?s:a.b) (?i:foo) (?>a+) a*+ \t [|] \| (?#x) (a)?(?(1)b|f) \N{BULLET}"""
+ATOMS = [*PARTS.split(), " ", "#", "\n", "\ufffd", "\r"]
 REPEATS = ["", "", "", "", "?", "*", "+", "{2}", "{0,1}", "*?", "++"]
-PIECES = [piece.encode() for piece in (
-    *"a b foo Bar FOO é É . ( x{ xx S ſ K k ] * ABC A | • \u200b \x1b".split(), "\t", "\r", " ", "\n", "\r\n",
-    "\n\n")] + [b"\xff", b"\xef\xbb\xbf"]  # fmt: skip
+WORDS = "a b foo Bar FOO é É . ( x{ xx S ſ K k ] * ABC A | • \u200b \x1b"
+PIECES = [piece.encode() for piece in (*WORDS.split(), "\t", "\r", " ", "\n", "\r\n", "\n\n")]
+PIECES += [b"\xff", b"\xef\xbb\xbf"]
 
 
 def random_pattern(chance: random.Random) -> str:
