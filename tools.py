@@ -161,6 +161,7 @@ class ToolRegistry:
 
     def __init__(self, tools: Iterable[Tool] = ()):
         self._tools: dict[str, Tool] = {tool.name: tool for tool in tools}
+        self.why_missing: list[Callable[[str], str]] = []  # each may know why a tool is not there
 
     def register(self, tool: Tool) -> None:
         self._tools[tool.name] = tool
@@ -180,7 +181,8 @@ class ToolRegistry:
         """The tool, its arguments after casting, and what is wrong with them (None: nothing)."""
         tool = self._tools.get(name)
         if not tool:
-            return None, {}, no_such_tool(name, self._tools)
+            reasons = [why(name) for why in self.why_missing]
+            return None, {}, next(filter(None, reasons), no_such_tool(name, self._tools))
         params = unwrapped(params, tool.parameters)
         if not isinstance(params, dict):
             problem = f'The arguments of {name} must be one JSON object, like {{"name": "value"}}.'
@@ -2757,6 +2759,7 @@ class MCPServers:
         enabled = {name: server for name, server in settings.items() if not server.disabled}
         self.servers = [MCPServer(name, server, registry) for name, server in enabled.items()]
         self.told_problems: set[str] = set()
+        registry.why_missing.append(self.why_missing)
 
     async def connect(self, patience: float = 5.0) -> None:
         """Before a turn: connect to what is not connected. Waits `patience` seconds at most."""

@@ -1065,6 +1065,8 @@ def test_a_tool_that_is_missing_is_explained_by_its_server(runner, mcp):
     kit = MCPKit(runner, bad=mcp_settings(command="no-such-program"), good=mcp_settings(url=mcp.web_url))
     kit.connect(patience=30)
     assert "no-such-program" in kit.servers.why_missing("mcp_bad_search")
+    assert "no-such-program" in kit.registry.prepare_call("mcp_bad_search", {})[2]
+    assert kit.registry.prepare_call("mcp_good_search", {})[2].startswith("There is no tool")
     assert kit.servers.why_missing("mcp_good_search") == kit.servers.why_missing("grep") == ""
     runner.run(kit.servers.close())
 
