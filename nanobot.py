@@ -491,9 +491,8 @@ class AgentLoop:
         self.tools.register(tool(self.subagents.spawn))
         self.tools.register(cron_tool(self))
         self.started = time.monotonic()
-        self._running: dict[str, asyncio.Task] = {}  # that run now, by session
-        self._background: set[asyncio.Task] = set()
-        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self.turns = RunningTurns(self.sessions)
+        self.background = Background()
 
     async def process_direct(
         self, text: str, session_key: str = "cli:direct", on_event: Emit | None = None,
@@ -503,7 +502,7 @@ class AgentLoop:
         events = EventHook(on_event, self.turn(session_key), self.config.streaming)
         command, argument = slash_command(text)
         if command in ("", "new", "continue"):
-            async with self.hold_session(session_key) as session:
+            async with self.turns.hold(session_key) as session:
                 result = await self._take_turn(session, text, command, events, media)
         else:  # the others need not wait for a turn to end
             result = await answer_command(self, command, argument, events.turn)
@@ -539,7 +538,7 @@ class AgentLoop:
             return await self.runner.run(spec)
         finally:
             await session.synced()  # before the user sees the answer
-            self.in_background(self.consolidator.after_turn(session, others))
+            self.background.start(self.consolidator.after_turn(session, others))
 
     async def run(self, bus: MessageBus) -> None:
         """Serve the bus until cancelled: messages are journalled at once, answered in order."""
@@ -551,43 +550,13 @@ class AgentLoop:
         finally:
             await service.end()
 
-    @contextlib.asynccontextmanager
-    async def hold_session(self, session_key: str) -> AsyncIterator[Session]:
-        """A session for one turn, against other tasks and other processes; `stop` ends it."""
-        async with self._locks.setdefault(session_key, asyncio.Lock()):
-            with self.sessions.lock(session_key):
-                self._running[session_key] = asyncio.current_task()
-                try:
-                    yield self.sessions.get(session_key)
-                finally:
-                    del self._running[session_key]
-
     def stop(self, session_key: str) -> bool:
         """End what runs in a session, its subagents too; False where nothing runs."""
-        running = self.subagents.of(session_key)
-        if session_key in self._running:
-            running.append(self._running[session_key])
-        for task in running:
-            task.cancel()
-        return bool(running)
-
-    def in_background(self, work: Coroutine) -> None:
-        """Goes on beside the turns; `settled` waits for it."""
-        task = asyncio.create_task(logged(work))
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-
-    async def settled(self, seconds: float = 60.0) -> None:
-        """What was begun for the memory gets these seconds. The next turn goes on with the rest."""
-        try:
-            if self._background:
-                await asyncio.wait(self._background, timeout=seconds)
-        finally:  # also when it is stopped
-            await end_all(list(self._background))
+        return self.turns.stop(session_key, self.subagents.of(session_key))
 
     async def close(self, seconds: float = 0.0) -> None:
         """After `seconds` for what was begun for the memory, the servers are let go."""
-        await self.settled(seconds)
+        await self.background.settled(seconds)
         await self.mcp.close()
 
     def turn(self, session_key: str) -> Turn:
@@ -626,7 +595,7 @@ def run(text: str, session_key: str = "cli:direct", config: Config | None = None
     loop = AgentLoop(config or load_config())
     with BackgroundLoop(loop.close) as background:
         result = background.complete(loop.process_direct(text, session_key))
-        background.complete(loop.settled())
+        background.complete(loop.background.settled())
     if result.stop_reason in NOT_ANSWERED:
         raise RuntimeError(result.error or result.final_content)
     return result.final_content
@@ -712,6 +681,52 @@ def is_read_only(call: ToolCallRequest, tools: ToolRegistry) -> bool:
     """Is it, at this moment, a known tool that only reads? An unknown one may come any second."""
     tool = tools.get(call.name)
     return tool is not None and tool.read_only
+
+
+class RunningTurns:
+    """One turn of a session at a time: against other tasks and other processes."""
+
+    def __init__(self, sessions: SessionManager):
+        self.sessions = sessions
+        self.tasks: dict[str, asyncio.Task] = {}  # by session
+        self.locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    @contextlib.asynccontextmanager
+    async def hold(self, session_key: str) -> AsyncIterator[Session]:
+        """The session for one turn, which `stop` can end. Raises SessionBusy."""
+        async with self.locks.setdefault(session_key, asyncio.Lock()):
+            with self.sessions.lock(session_key):
+                self.tasks[session_key] = asyncio.current_task()
+                try:
+                    yield self.sessions.get(session_key)
+                finally:
+                    del self.tasks[session_key]
+
+    def stop(self, session_key: str, helpers: list[asyncio.Task]) -> bool:
+        running = [task for key, task in self.tasks.items() if key == session_key]
+        for task in running + helpers:
+            task.cancel()
+        return bool(running + helpers)
+
+
+class Background:
+    """Work that goes on beside the turns."""
+
+    def __init__(self) -> None:
+        self.tasks: set[asyncio.Task] = set()
+
+    def start(self, work: Coroutine) -> None:
+        task = asyncio.create_task(logged(work))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def settled(self, seconds: float = 60.0) -> None:
+        """It gets these seconds; what is not done then is taken up by a later turn."""
+        try:
+            if self.tasks:
+                await asyncio.wait(self.tasks, timeout=seconds)
+        finally:  # also when it is stopped
+            await end_all(list(self.tasks))
 
 
 async def logged(work: Coroutine) -> None:
@@ -1278,7 +1293,7 @@ class BusService:
     async def _turn(self, conversation: Conversation) -> float:
         """One turn. Gives the seconds until the next try where the session is not to be had."""
         try:
-            async with self.loop.hold_session(conversation.key) as session:
+            async with self.loop.turns.hold(conversation.key) as session:
                 result = await self._answer(session, conversation)
                 self._deliver(session, conversation, result)
         except (SessionBusy, OSError) as problem:
@@ -1526,7 +1541,7 @@ async def write_to_chat(
 ) -> None:
     """What nobody there has asked for stands in the journal, too: the user may answer it."""
     try:
-        async with loop.hold_session(key) as session:
+        async with loop.turns.hold(key) as session:
             settled = session.metadata.get("settled", 0)
             waiting = count_waiting(session.lines[settled:])
             unseen = {"unseen": waiting} if waiting else {}
@@ -1580,7 +1595,7 @@ class Messenger:
         if missing:
             raise ToolError(f"There is no file {', '.join(missing)}.")
         if key != turn.session_key and content:
-            self.loop.in_background(write_to_chat(self.loop, self.bus, key, content))
+            self.loop.background.start(write_to_chat(self.loop, self.bus, key, content))
             content = ""
         if content or files:
             self.bus.send(OutboundMessage(*key.split(":", 1), content, media=files))
@@ -1834,7 +1849,7 @@ async def start_afresh(
     session.restart(sync=False, waiting=waiting)
     await session.synced()
     turn.seen.clear()
-    loop.in_background(loop.consolidator.archive(session))
+    loop.background.start(loop.consolidator.archive(session))
     return AgentRunResult("A new session begins. The old one stays in its journal.")
 
 
@@ -2282,7 +2297,7 @@ def keep_what_was_said(loop: AgentLoop, terminal: CLI, background: BackgroundLoo
     """The answer is there; what goes into the memory gets its time, until Ctrl-C."""
     terminal.waiting.begin("the memory")
     with contextlib.suppress(KeyboardInterrupt):  # the next turn in this session does it
-        background.complete(loop.settled())
+        background.complete(loop.background.settled())
 
 
 def one_turn(
