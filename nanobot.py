@@ -542,7 +542,9 @@ class AgentLoop:
         await self.mcp.connect(self.config.patience)
         others = size_of_prompt(self, events.turn)
         await self.consolidator.before_turn(session, others)
-        spec = self.run_spec(session.get_history(), images, events)
+        history = session.get_history()
+        del history[len(history) - conversation.unseen :]  # they wait behind a command
+        spec = self.run_spec(history, images, events)
         spec.on_messages = partial(journal, session, conversation)
         spec.arrivals = conversation.arrivals
         try:
@@ -1288,7 +1290,7 @@ class BusService:
             return await self.loop.answer(session, events, images, conversation)
         except asyncio.CancelledError:
             if not self.is_ending:
-                self._settle(session, conversation)
+                self._note_stop(session, conversation)
             raise
         except Exception as problem:
             log.exception("the turn of %s failed", session.key)
@@ -1304,6 +1306,14 @@ class BusService:
             note_delivered(self.loop, session.key, count)
         else:
             send_final(self.loop, self.bus, session.key, text, count, conversation.reply_to)
+        self._settle(session, conversation)
+
+    def _note_stop(self, session: Session, conversation: Conversation) -> None:
+        """Else the answer to what waits would do what was stopped, too."""
+        unseen = conversation.unseen
+        if count_waiting(session.lines) > unseen:  # it was stopped before its first word
+            stop = {"role": "assistant", "content": "", "cut": "it was stopped"}
+            journal(session, conversation, [stop], whole=True)
         self._settle(session, conversation)
 
     def _settle(self, session: Session, conversation: Conversation) -> None:
