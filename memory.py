@@ -101,7 +101,8 @@ class Session:
         if sent_from > begin:
             history.insert(0, summary_message(self.summary["text"]))
         last = last_line(self)
-        if last.get("cut") and not last.get("unseen"):  # nobody has said anything since
+        is_last_met = not last.get("unseen")  # nobody has said anything since
+        if last.get("cut") and is_last_met and not is_silent(last):
             note = f"{gap_between(last, {})} Go on where it stops."
             history.append({"role": "user", "content": note})
         return history
@@ -133,7 +134,8 @@ def project(lines: Iterable[dict | None], before: dict | None = None) -> list[di
     for line in as_met(lines):
         if before is None and line["role"] != "user":
             continue
-        history.append(as_sent(line, before))
+        if not is_silent(line):
+            history.append(as_sent(line, before))
         before = line
     return history
 
@@ -151,13 +153,19 @@ def as_sent(line: dict, before: dict | None) -> dict:
 
 def gap_between(before: dict | None, line: dict) -> str:
     """What the next question says of a missing answer: models repeat what their own mouth says."""
-    if before and before.get("cut"):
+    if before and before.get("cut") and not is_silent(before):
         return f"[the answer above broke off: {before['cut']}]"
-    if line.get("beside"):  # it came while a turn was due: one answer is for both
+    is_joined = line.get("beside") and not is_silent(before or {})
+    if is_joined:  # it came while a turn was due: one answer is for both
         return ""
-    if before and before["role"] == "user":
+    if before and (before["role"] == "user" or is_silent(before)):
         return "[the message above was not answered: interrupted]"
     return ""
+
+
+def is_silent(line: dict) -> bool:
+    """A turn was stopped before a word of its answer: {"content": "", "cut": "it was stopped"}"""
+    return bool(line.get("cut")) and not line.get("content")
 
 
 # ---- What fits the context window ----

@@ -528,10 +528,10 @@ class AgentLoop:
     ) -> AgentRunResult:
         """What the journal ends with, to its answer; what comes meanwhile is in `conversation`."""
         await self.mcp.connect(self.config.patience)
-        spec = self.run_spec(session.get_history(), images, events)
+        spec = self.run_spec(seen_history(session, conversation), images, events)
         others = size_beside_history(spec)
         if await make_room(self, session, others):  # less is sent, and more is in the memory
-            spec = self.run_spec(session.get_history(), images, events)
+            spec = self.run_spec(seen_history(session, conversation), images, events)
         spec.on_messages = partial(journal, session, conversation)
         spec.arrivals = conversation.arrivals
         try:
@@ -829,6 +829,12 @@ def nudge_for_cut(response: LLMResponse) -> str:
     if (response.content or "").strip():
         return template("cut_answer")
     return template("cut_thinking")
+
+
+def seen_history(session: Session, conversation: Conversation) -> list[dict]:
+    """The history without the messages that wait behind a command."""
+    history = session.get_history()
+    return history[: len(history) - conversation.unseen]
 
 
 def journal(
@@ -1317,7 +1323,7 @@ class BusService:
             return await self.loop.answer(session, events, images, conversation)
         except asyncio.CancelledError:
             if not self.is_ending:
-                self._settle(session, conversation)
+                self._note_stop(session, conversation)
             raise
         except Exception as problem:
             log.exception("the turn of %s failed", session.key)
@@ -1333,6 +1339,14 @@ class BusService:
             note_delivered(self.loop, session.key, count)
         else:
             send_final(self.loop, self.bus, session.key, text, count, conversation.reply_to)
+        self._settle(session, conversation)
+
+    def _note_stop(self, session: Session, conversation: Conversation) -> None:
+        """Else the answer to what waits would do what was stopped, too."""
+        unseen = conversation.unseen
+        if count_waiting(session.lines) > unseen:  # it was stopped before its first word
+            stop = {"role": "assistant", "content": "", "cut": "it was stopped"}
+            journal(session, conversation, [stop], whole=True)
         self._settle(session, conversation)
 
     def _settle(self, session: Session, conversation: Conversation) -> None:

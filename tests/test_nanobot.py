@@ -30,6 +30,7 @@ from nanobot import (
     load_config,
     make_provider,
 )
+from memory import SessionManager
 from providers import (
     ROWS,
     Endpoint,
@@ -42,6 +43,7 @@ from providers import (
     ScriptedProvider,
     ToolCallRequest,
     Trace,
+    failed,
     legal,
 )
 from test_memory import watched_disk
@@ -1761,6 +1763,9 @@ def test_run_raises_where_the_model_fails_although_a_part_was_received(own_home)
 # ---- Many chats ----
 
 
+MESSAGE_IDS = itertools.count()
+
+
 class Desk(Channel):
     """A channel of the test: what was delivered is kept; while it is shut nothing arrives."""
 
@@ -1803,7 +1808,7 @@ class Chats:
         self.loop.provider = self.loop.runner.provider = Talker(script)
         for each in tools:
             self.loop.tools.register(each)
-        self.desk, self.number = Desk(), 0
+        self.desk = Desk()
 
     async def __aenter__(self):
         self.bus = MessageBus()
@@ -1818,8 +1823,7 @@ class Chats:
         await self.bus.close(1.0)
 
     async def say(self, text, chat="1", id_=None, media=()):
-        self.number += 1
-        name = f"m{self.number}" if id_ is None else id_
+        name = f"m{next(MESSAGE_IDS)}" if id_ is None else id_
         await self.bus.publish(InboundMessage("desk", "7", chat, text, media, message_id=name))
 
     def finals(self, chat="1"):
@@ -1827,7 +1831,7 @@ class Chats:
 
     async def until(self, condition):
         """Waits until the condition holds; looked at whenever something was delivered."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(10):
             while not condition():
                 self.desk.changed.clear()
                 await self.desk.changed.wait()
@@ -1912,7 +1916,7 @@ def test_a_message_that_comes_while_tools_run_joins_the_turn_behind_them(tmp_pat
     async def work(chats):
         await chats.say("first")
         await gate.reached.wait()
-        await chats.say("second")
+        await chats.say("second", id_="2")
         gate.open.set()
         await chats.answered()
         one, two = chats.loop.provider.requests
@@ -1920,7 +1924,7 @@ def test_a_message_that_comes_while_tools_run_joins_the_turn_behind_them(tmp_pat
         assert roles(two.messages)[-4:] == ["user", "assistant", "tool", "user"]
         assert users_of(two) == ["first", "second"]
         assert chats.finals() == ["both"]
-        assert [message.reply_to for message in chats.desk.sent if message.kind == "final"] == ["m2"]
+        assert [message.reply_to for message in chats.desk.sent if message.kind == "final"] == ["2"]
         await chats.say("third")
         await chats.answered(2)
         three = chats.loop.provider.requests[2]
@@ -1999,7 +2003,7 @@ def test_whenever_messages_come_each_is_answered_in_one_turn_and_the_journal_is_
         for chat in "abcd":
             await chats.until(lambda chat=chat: len(" ".join(chats.finals(chat)).split()) == 10)
             assert sorted(" ".join(chats.finals(chat)).split()) == [f"<{chat}.{n}>" for n in range(10)]
-            requests = [each for each in chats.loop.provider.requests if f"Chat: {chat}\n" in str(each.messages)]
+            requests = [each for each in chats.loop.provider.requests if f"<{chat}." in str(each.messages)]
             for earlier, later in itertools.pairwise(requests):
                 assert without_images(later.messages)[: len(earlier.messages)] == without_images(earlier.messages)
             for request in requests:
@@ -2029,3 +2033,286 @@ def as_journalled_message(message):
         return message
     texts = [block["text"] for block in message["content"] if block["type"] == "text"]
     return message | {"content": "\n\n".join(texts)}
+
+
+def test_the_same_message_is_taken_once_and_a_disk_that_refuses_is_told_to_the_channel(tmp_path):
+    async def script(request):
+        return "yes"
+
+    async def work(chats):
+        await chats.say("one", id_="5")
+        await chats.say("one", id_="5")
+        await chats.answered()
+        await chats.say("one", id_="5")
+        assert [line["role"] for line in chats.session().lines] == ["user", "assistant"]
+        chats.loop.sessions.path("desk:2").mkdir(parents=True)
+        with pytest.raises(OSError):
+            await chats.say("lost?", "2")
+        chats.loop.sessions.path("desk:2").rmdir()
+        await chats.say("lost?", "2")
+        await chats.answered(1, "2")
+        assert chats.finals() == ["yes"]
+
+    serve_chats(work, tmp_path, script)
+
+
+def test_pictures_of_messages_that_wait_are_shown_with_their_text(tmp_path):
+    gate, names = Gate(), ("a.png", "b.png")
+    for name in names:
+        (tmp_path / name).write_bytes(PNG)
+
+    @tool
+    async def slow() -> str:
+        """Slow."""
+        await gate.pass_()
+        return "done"
+
+    async def script(request):
+        return call("slow") if len(users_of(request)) == 1 else "both"
+
+    async def work(chats):
+        await chats.say("one")
+        await gate.reached.wait()
+        for name in names:
+            await chats.say(f"look at {name}", media=[tmp_path / name])
+        gate.open.set()
+        await chats.answered()
+        content = chats.loop.provider.requests[1].messages[-1]["content"]
+        assert [block["type"] for block in content if block["type"] == "image_url"] == ["image_url"] * 2
+        assert not any("base64" in str(line) for line in journal(chats.loop, "desk:1"))
+        await chats.say("again", "2", media=[tmp_path / "a.png"])
+        await chats.until(lambda: len(chats.loop.provider.requests) == 3)
+        assert "image_url" in str(chats.loop.provider.requests[2].messages[-1]["content"])
+
+    serve_chats(work, tmp_path, script, [slow])
+
+
+@pytest.mark.parametrize("moment", ["before a word", "in a tool"])
+def test_stop_at_any_moment_leaves_a_lawful_session_and_answers_what_waits(tmp_path, moment):
+    gate = Gate()
+
+    @tool
+    async def slow() -> str:
+        """Slow."""
+        await gate.pass_()
+        return "done"
+
+    async def script(request):
+        check_grammar(request.messages)
+        if users_of(request) == ["first"]:
+            if moment == "in a tool":
+                return call("slow")
+            await gate.pass_()
+        return f"to {users_of(request)[-1]}"
+
+    async def work(chats):
+        await chats.say("/stop")
+        await chats.say("first")
+        await gate.reached.wait()
+        await chats.say("second")
+        await chats.say("/help")
+        await chats.say("/status")
+        await chats.answered(3)
+        await chats.say("/stop")
+        await chats.answered(5)
+        nothing, help_, status, stopped, answer = chats.finals()
+        assert nothing == "Nothing runs here." and help_.startswith("/new:") and "context" in status
+        assert stopped.startswith("Stopped") and answer.endswith("to first\n\n[the message above was not answered: interrupted]\n\nsecond") or (
+            moment == "in a tool" and answer.endswith("to second"))
+        assert not chats.session().unfinished
+
+    serve_chats(work, tmp_path, script, [slow])
+
+
+@pytest.mark.parametrize("seed", range(100 if FULL else 6))
+def test_stop_at_a_random_moment_loses_no_later_message(tmp_path, seed):
+    dice = random.Random(seed)
+
+    @tool
+    async def nap() -> str:
+        """Nap."""
+        for _ in range(dice.randint(0, 20)):
+            await asyncio.sleep(0)
+        return "slept"
+
+    async def script(request):
+        check_grammar(request.messages)
+        for _ in range(dice.randint(0, 20)):
+            await asyncio.sleep(0)
+        return call("nap", f"c{dice.random()}") if dice.random() < 0.5 else f"to {users_of(request)[-1]}"
+
+    async def work(chats):
+        for number in range(8):
+            await chats.say(f"question {number}")
+            for _ in range(dice.randint(0, 80)):
+                await asyncio.sleep(0)
+            await chats.say("/stop")
+        await chats.say("the last")
+        await chats.until(lambda: any(text.endswith("to the last") for text in chats.finals()))
+        texts = texts_of(chats)
+        assert [texts.count(f"question {n}") for n in range(8)] == [1] * 8
+        assert not chats.session().unfinished
+
+    serve_chats(work, tmp_path, script, [nap], max_tool_iterations=1_000)
+
+
+def test_new_in_a_turn_waits_for_it_and_the_message_behind_it_begins_the_new_conversation(tmp_path):
+    gate = Gate()
+
+    async def script(request):
+        if users_of(request) == ["first"]:
+            await gate.pass_()
+        return f"to {' '.join(users_of(request))}"
+
+    async def work(chats):
+        await chats.say("first")
+        await gate.reached.wait()
+        await chats.say("second")
+        await chats.say("/new")
+        await chats.say("third")
+        gate.open.set()
+        await chats.answered(4)
+        assert [text[:19] for text in chats.finals()] == [
+            "to first", "to first second", "A new session begin", "to third"]  # fmt: skip
+        await chats.say("fourth")
+        await chats.answered(5)
+        assert chats.finals()[-1] == "to third fourth"
+
+    serve_chats(work, tmp_path, script)
+
+
+def test_no_more_turns_run_at_once_than_are_allowed(tmp_path):
+    running, most = 0, 0
+
+    async def script(request):
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await three.wait()
+        running -= 1
+        return "done"
+
+    async def work(chats):
+        nonlocal three
+        three = asyncio.Barrier(3)
+        for chat in range(12):
+            await chats.say("hello", str(chat))
+        for chat in range(12):
+            await chats.answered(1, str(chat))
+
+    three = None
+    serve_chats(work, tmp_path, script, max_concurrent=3)
+    assert most == 3
+
+
+def test_a_turn_that_fails_is_told_in_its_chat_and_the_others_go_on(tmp_path):
+    async def script(request):
+        if users_of(request)[-1] == "break":
+            raise asyncio.InvalidStateError("a fault of ours")
+        return "fine"
+
+    async def work(chats):
+        chats.loop.context.user_message("warm", chats.loop.turn("desk:1"))
+        await chats.say("break", "1")
+        await chats.say("hello", "2")
+        await chats.answered(1, "1")
+        await chats.answered(1, "2")
+        assert "Sorry, that failed" in chats.finals("1")[0] and "a fault of ours" in chats.finals("1")[0]
+        assert chats.finals("2") == ["fine"]
+        await chats.say("again", "1")
+        await chats.answered(2, "1")
+        assert chats.finals("1")[1] == "fine"
+
+    serve_chats(work, tmp_path, script)
+
+
+def test_a_session_that_another_program_holds_is_answered_when_it_lets_go(tmp_path):
+    async def script(request):
+        return f"to {users_of(request)[-1]}"
+
+    async def work(chats):
+        other = SessionManager(chats.loop.workspace)
+        with other.lock("desk:1"):
+            await chats.say("hello")
+            await chats.say("hello", "2")
+            await chats.answered(1, "2")
+            assert texts_of(chats) == ["hello"]
+        await chats.answered()
+        assert chats.finals() == ["to hello"]
+
+    serve_chats(work, tmp_path, script, max_concurrent=1)
+
+
+# ---- Many chats: the next start ----
+
+
+def restarted(tmp_path, script, work, tools=()):
+    return serve_chats(work, tmp_path, script, tools)
+
+
+def test_after_a_restart_what_was_not_answered_is_and_what_was_stopped_or_failed_is_not(tmp_path):
+    gate = Gate()
+
+    async def hangs(request):
+        if users_of(request)[-1] == "bad":
+            return failed("no such luck")
+        await gate.pass_()
+
+    async def first(chats):
+        await chats.say("stopped", "1")
+        await gate.reached.wait()
+        await chats.say("/stop", "1")
+        await chats.answered(1, "1")
+        await chats.say("bad", "2")
+        await chats.answered(1, "2")
+        gate.reached.clear()
+        await chats.say("open", "3")
+        await gate.reached.wait()
+        await chats.say("waits", "3")
+
+    async def answers(request):
+        return " and ".join(users_of(request))
+
+    async def second(chats):
+        await chats.answered(1, "3")
+        assert chats.finals("3") == ["open and waits"] or chats.finals("3") == ["open\n\nwaits"]
+        await chats.say("go on", "1")
+        await chats.answered(1, "1")
+        assert "[the message above was not answered: interrupted]" in chats.finals("1")[0]
+        assert chats.finals("2") == []
+
+    async def third(chats):
+        await chats.say("hello", "4")
+        await chats.answered(1, "4")
+        assert [m.chat_id for m in chats.desk.sent if m.kind == "final"] == ["4"]
+
+    restarted(tmp_path, hangs, first)
+    restarted(tmp_path, answers, second)
+    restarted(tmp_path, answers, third)
+
+
+def test_after_a_restart_what_was_not_delivered_is_sent_and_what_was_is_not(tmp_path):
+    async def script(request):
+        return f"to {users_of(request)[-1]}"
+
+    async def first(chats):
+        await chats.say("one")
+        await chats.answered()
+        chats.desk.is_shut = True
+        await chats.say("two")
+        async with asyncio.timeout(10):
+            while chats.session().unfinished:
+                await asyncio.sleep(0.001)
+
+    async def second(chats):
+        await chats.answered()
+        assert chats.finals() == ["to two"]
+
+    async def third(chats):
+        await chats.say("three")
+        await chats.answered()
+        assert chats.finals() == ["to three"]
+
+    restarted(tmp_path, script, first)
+    restarted(tmp_path, script, second)
+    restarted(tmp_path, script, third)
