@@ -542,7 +542,7 @@ class AgentLoop:
         others = size_beside_history(spec)
         if await make_room(self, session, others):  # less is sent, and more is in the memory
             spec = self.run_spec(session.get_history(), images, events)
-        spec.on_messages = partial(journal, session, conversation)
+        spec.on_messages = partial(journal, self.sessions, session, conversation)
         spec.arrivals = conversation.arrivals
         try:
             return await self.runner.run(spec)
@@ -811,8 +811,9 @@ def nudge_for_cut(response: LLMResponse) -> str:
 
 
 def journal(
-    session: Session, conversation: Conversation, messages: list[dict], whole: bool
-) -> None:
+    sessions: SessionManager, session: Session, conversation: Conversation,
+    messages: list[dict], whole: bool,
+) -> None:  # fmt: skip
     """Write at once; what a power cut could take reaches the disk while the model is asked again.
 
     An fsync takes 1 to 2 ms, on a slow disk 30: for each step of a turn nobody should wait for it.
@@ -823,7 +824,7 @@ def journal(
     if lines:
         session.append(*lines, sync=False)
     if whole:
-        session.sync_soon()
+        sessions.syncer.sync_soon(session)
 
 
 def is_assistants(message: dict) -> bool:
