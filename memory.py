@@ -270,15 +270,17 @@ class Consolidator:
     counter: "TokenCounter" = field(default_factory=lambda: TokenCounter())
     one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    async def before_turn(self, session: Session, others: int) -> bool:
+    async def before_turn(self, session: Session, others: int) -> str:
         """Make room beside `others`, the tokens of all else in the prompt: a turn waits for it.
 
-        True where something moved: then memory says more, and less is to be sent.
+        Gives a line for the user where something moved; then memory says more than before.
         """
-        before = (session.last_consolidated, session.summary)
+        before, summary = session.last_consolidated, session.summary
         await self._move(session, over_budget(self, session, others))
         await sum_up(self, session, others)
-        return before != (session.last_consolidated, session.summary)
+        if session.summary != summary:
+            return "the older part of this conversation is summed up"
+        return "" if session.last_consolidated == before else "older messages went into the memory"
 
     async def after_turn(self, session: Session, others: int) -> None:
         """In the background: what `/new` dropped, what is over the budget or over the window."""
@@ -1493,6 +1495,7 @@ class MemoryRepository:
     def log(self, sha: str = "") -> str:
         """All commits, one a line, or what one of them changed."""
         try:
+            self._check()
             if not sha:
                 return self.git("log", "--format=%h %s").strip()
             commit = self._known(sha)
@@ -1503,6 +1506,7 @@ class MemoryRepository:
     def restore(self, sha: str = "") -> str:
         """Undo one commit (default: the last dream) as a new one, or change nothing."""
         try:
+            self._check()
             commit = self._known(sha or self._last_dream())
             self._known(f"{commit}^")
             self._commit("changes outside of dreams")
@@ -1512,6 +1516,10 @@ class MemoryRepository:
             return f"Undone: {self._commit(f'restore of {commit[:7]}')} change(s)."
         except OSError as problem:
             return f"Nothing is changed: {problem}"
+
+    def _check(self) -> None:
+        if not (self.folder / "HEAD").exists():
+            raise OSError("there has been no dream yet, or git is not installed.")
 
     def _last_dream(self) -> str:
         sha = self.git("log", "-1", "--grep=^dream:", "--format=%h").strip()

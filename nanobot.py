@@ -540,7 +540,8 @@ class AgentLoop:
         await self.mcp.connect(self.config.patience)
         spec = self.run_spec(session.get_history(), images, events)
         others = size_beside_history(spec)
-        if await make_room(self, session, others):  # less is sent, and more is in the memory
+        if note := await make_room(self, session, others):  # less is sent, memory says more
+            await events.on_retry(note)
             spec = self.run_spec(session.get_history(), images, events)
         spec.on_messages = partial(journal, self.sessions, session, conversation)
         spec.arrivals = conversation.arrivals
@@ -1473,13 +1474,12 @@ def make_dream(loop: AgentLoop) -> Dream:
     )  # fmt: skip
 
 
-async def make_room(loop: AgentLoop, session: Session, others: int) -> bool:
-    """False also where the memory cannot be written: a turn does not end for that."""
+async def make_room(loop: AgentLoop, session: Session, others: int) -> str:
+    """What the user is told of it. Where the memory cannot be written the turn goes on without."""
     try:
         return await loop.consolidator.before_turn(session, others)
     except OSError as problem:
-        log.warning("nothing is moved into the memory: %s", problem)
-        return False
+        return f"nothing went into the memory: {problem}"
 
 
 def size_beside_history(spec: AgentRunSpec) -> int:
