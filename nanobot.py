@@ -530,9 +530,10 @@ class AgentLoop:
         await self.mcp.connect(self.config.patience)
         spec = self.run_spec(seen_history(session, conversation), images, events)
         others = size_beside_history(spec)
-        if await make_room(self, session, others):  # less is sent, and more is in the memory
+        if note := await make_room(self, session, others):  # less is sent, memory says more
+            await events.on_retry(note)
             spec = self.run_spec(seen_history(session, conversation), images, events)
-        spec.on_messages = partial(journal, session, conversation)
+        spec.on_messages = partial(journal, self.sessions, session, conversation)
         spec.arrivals = conversation.arrivals
         try:
             return await self.runner.run(spec)
@@ -838,8 +839,9 @@ def seen_history(session: Session, conversation: Conversation) -> list[dict]:
 
 
 def journal(
-    session: Session, conversation: Conversation, messages: list[dict], whole: bool
-) -> None:
+    sessions: SessionManager, session: Session, conversation: Conversation,
+    messages: list[dict], whole: bool,
+) -> None:  # fmt: skip
     """Write at once; what a power cut could take reaches the disk while the model is asked again.
 
     An fsync takes 1 to 2 ms, on a slow disk 30: for each step of a turn nobody should wait for it.
@@ -849,7 +851,7 @@ def journal(
     if messages:
         session.append(*[message | unseen for message in messages], sync=False)
     if whole:
-        session.sync_soon()
+        sessions.syncer.sync_soon(session)
 
 
 # ---- Prompts are files ----
@@ -1346,7 +1348,7 @@ class BusService:
         unseen = conversation.unseen
         if count_waiting(session.lines) > unseen:  # it was stopped before its first word
             stop = {"role": "assistant", "content": "", "cut": "it was stopped"}
-            journal(session, conversation, [stop], whole=True)
+            journal(self.loop.sessions, session, conversation, [stop], whole=True)
         self._settle(session, conversation)
 
     def _settle(self, session: Session, conversation: Conversation) -> None:
@@ -1639,13 +1641,12 @@ def make_dream(loop: AgentLoop) -> Dream:
     )  # fmt: skip
 
 
-async def make_room(loop: AgentLoop, session: Session, others: int) -> bool:
-    """False also where the memory cannot be written: a turn does not end for that."""
+async def make_room(loop: AgentLoop, session: Session, others: int) -> str:
+    """What the user is told of it. Where the memory cannot be written the turn goes on without."""
     try:
         return await loop.consolidator.before_turn(session, others)
     except OSError as problem:
-        log.warning("nothing is moved into the memory: %s", problem)
-        return False
+        return f"nothing went into the memory: {problem}"
 
 
 def size_beside_history(spec: AgentRunSpec) -> int:

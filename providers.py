@@ -2035,9 +2035,10 @@ class OfflineProvider(LLMProvider):
             return calling("save_memory", {"history_entry": entry, "memory_update": update})
         if "[SKIP]" in talk.prompt and "[MEMORY]" in talk.prompt:
             files, _, history = talk.text.rpartition("# History\n")
+            about_user = files.rpartition("USER.md\n")[2]
             facts += OWN_FACT.findall(history)
-            findings = [f"[MEMORY] {fact}" for fact in dict.fromkeys(facts) if fact not in files]
-            return LLMResponse("\n".join(findings) or "[SKIP]")
+            new_facts = [f"[USER] {fact}" for fact in dict.fromkeys(facts) if fact not in about_user]
+            return LLMResponse("\n".join(new_facts) or "[SKIP]")
         is_transcript = spoken and not talk.tools and RUNTIME_END not in talk.text
         return LLMResponse(history_entry(spoken, facts)) if is_transcript else None
 

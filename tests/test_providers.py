@@ -2235,25 +2235,24 @@ def test_the_offline_model_dreams(tmp_path):
         "role": "system",
         "content": "One a line: [USER|SOUL|MEMORY] fact, or [SKIP]. [MEMORY] is for facts.",
     }
-    files = f"Today is 2026-04-04, Saturday.\n\n# {tmp_path}/memory/MEMORY.md\n\n- The user lives in Rome\n\n"
+    files = f"Today is 2026-04-04, Saturday.\n\n# {tmp_path}/USER.md\n\n- The user lives in Rome\n\n"
     history = "[2026-04-03 10:00] The user sent 2 messages. The user lives in Rome; The user's name is Maria."
     found = ask(OFFLINE, [find, user(f"{files}# History\n\n{history}")])[0].content
-    assert found == "[MEMORY] The user's name is Maria"
+    assert found == "[USER] The user's name is Maria"
     assert (
         ask(OFFLINE, [find, user(f"{files}# History\n\n[2026-04-03 10:00] Nothing.")])[0].content == "[SKIP]"
     )
-    memory = tmp_path / "memory" / "MEMORY.md"
-    memory.parent.mkdir()
-    memory.write_text("- The user lives in Rome\n")
+    about_user = tmp_path / "USER.md"
+    about_user.write_text("- The user lives in Rome\n")
     edit = [
         {"role": "system", "content": "Edit."},
-        user(f"# Findings\n{found}\n[MEMORY] The user likes tea\n{files}"),
+        user(f"# Findings\n{found}\n[USER] The user likes tea\n{files}"),
     ]
     turn = Turn(workspace=tmp_path, cwd=tmp_path)
     run = asyncio.run(AgentRunner(OFFLINE).run(AgentRunSpec(edit, ToolRegistry(FILE_TOOLS), turn=turn)))
     assert run.stop_reason == "completed"
     assert (
-        memory.read_text() == "- The user lives in Rome\n- The user's name is Maria\n- The user likes tea\n"
+        about_user.read_text() == "- The user lives in Rome\n- The user's name is Maria\n- The user likes tea\n"
     )
 
 
