@@ -96,16 +96,7 @@ class Session:
         history = self.projection.of(self.lines, sent_from)
         if sent_from > begin:
             history.insert(0, summary_message(self.summary["text"]))
-        last = last_line(self)
-        is_last_met = not last.get("unseen")  # nobody has said anything since
-        if last.get("cut") and is_last_met and not is_silent(last):
-            note = f"{gap_between(last, {})} Go on where it stops."
-            history.append({"role": "user", "content": note})
-        return history
-
-    def knows(self, message_id: str) -> bool:
-        """Is a message with this id of its channel in the journal already?"""
-        return any(line and line.get("id") == message_id for line in self.lines[-1_000:])
+        return history + go_on_where_it_broke_off(self)
 
     @property
     def unfinished(self) -> bool:
@@ -136,17 +127,6 @@ def project(lines: Iterable[dict | None], before: dict | None = None) -> list[di
     return history
 
 
-OWN_KEYS = ("timestamp", "runtime", "cut", "id", "beside", "unseen")
-
-
-def as_sent(line: dict, before: dict | None) -> dict:
-    message = {key: value for key, value in line.items() if key not in OWN_KEYS}
-    notes = [note for note in (gap_between(before, line), line.get("runtime")) if note]
-    if notes and line["role"] == "user":
-        message["content"] = "\n\n".join([*notes, as_text(line.get("content"))])
-    return message
-
-
 def gap_between(before: dict | None, line: dict) -> str:
     """What the next question says of a missing answer: models repeat what their own mouth says."""
     if before and before.get("cut") and not is_silent(before):
@@ -157,11 +137,6 @@ def gap_between(before: dict | None, line: dict) -> str:
     if before and (before["role"] == "user" or is_silent(before)):
         return "[the message above was not answered: interrupted]"
     return ""
-
-
-def is_silent(line: dict) -> bool:
-    """A turn was stopped before a word of its answer: {"content": "", "cut": "it was stopped"}"""
-    return bool(line.get("cut")) and not line.get("content")
 
 
 # ---- What fits the context window ----
@@ -219,21 +194,12 @@ class MemoryStore:
     def write_facts(self, text: str, instead_of: str) -> bool:
         """False where somebody else changed the file meanwhile: then it stays as it is."""
         with locked(self.folder / ".lock"):
-            if self.read_facts() != instead_of:
-                return False
-            if text.strip() != instead_of.strip() and keeps_enough(text, instead_of):
-                write_atomically(self.facts, text.strip() + "\n")
-            return True
+            return replace_facts(self, text, instead_of)
 
     def append_history(self, text: str, **origin: Any) -> None:
         """An entry with the next cursor. It may begin with its time: `[2026-04-03 00:02] …`"""
         with locked(self.folder / ".lock"):
-            known = self.known.entries()
-            entry = next_entry(self, text) | origin
-            if entry["content"]:
-                append_lines(self.history, [entry])
-                write_atomically(self.folder / ".cursor", str(entry["cursor"]))
-                add_for_people(self, known[-1:], entry)
+            add_entry(self, next_entry(self, text) | origin)
 
     @property
     def dream_cursor(self) -> int:
@@ -278,10 +244,9 @@ class Consolidator:
 
         Gives a line for the user where something moved; then memory says more than before.
         """
-        before, summary = session.last_consolidated, session.summary
+        before = session.last_consolidated
         await self._move(session, over_budget(self, session, others))
-        await sum_up(self, session, others)
-        if session.summary != summary:
+        if await sum_up(self, session, others):
             return "the older part of this conversation is summed up"
         return "" if session.last_consolidated == before else "older messages went into the memory"
 
@@ -741,6 +706,37 @@ class Projection:
 # it, seems answered, and never is: user "a", user "b", assistant "This is for a".
 
 
+def is_known(session: Session, message_id: str) -> bool:
+    """Is a message with this id of its channel in the journal already?"""
+    return any(line and line.get("id") == message_id for line in session.lines[-1_000:])
+
+
+OWN_KEYS = ("timestamp", "runtime", "cut", "id", "beside", "unseen")
+
+
+def as_sent(line: dict, before: dict | None) -> dict:
+    message = {key: value for key, value in line.items() if key not in OWN_KEYS}
+    notes = [note for note in (gap_between(before, line), line.get("runtime")) if note]
+    if notes and line["role"] == "user":
+        message["content"] = "\n\n".join([*notes, as_text(line.get("content"))])
+    return message
+
+
+def go_on_where_it_broke_off(session: Session) -> list[dict]:
+    """A word to the model where its own half answer stands last: it is asked by `/continue`."""
+    last = last_line(session)
+    is_last_met = not last.get("unseen")  # nobody has said anything since
+    if last.get("cut") and is_last_met and not is_silent(last):
+        note = f"{gap_between(last, {})} Go on where it stops."
+        return [{"role": "user", "content": note}]
+    return []
+
+
+def is_silent(line: dict) -> bool:
+    """A turn was stopped before a word of its answer: {"content": "", "cut": "it was stopped"}"""
+    return bool(line.get("cut")) and not line.get("content")
+
+
 def as_met(lines: Iterable[dict | None]) -> Iterator[dict]:
     """Lines in the order in which the model met them; `unseen` says how many it had not yet.
 
@@ -1159,6 +1155,22 @@ THOUGHTS = re.compile(r"\s*<think>.*?(</think>|\Z)", re.DOTALL)
 STAMP = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d)\]\s*")
 
 
+def replace_facts(store: MemoryStore, text: str, instead_of: str) -> bool:
+    if store.read_facts() != instead_of:
+        return False
+    if text.strip() != instead_of.strip() and keeps_enough(text, instead_of):
+        write_atomically(store.facts, text.strip() + "\n")
+    return True
+
+
+def add_entry(store: MemoryStore, entry: dict) -> None:
+    known = store.known.entries()
+    if entry["content"]:
+        append_lines(store.history, [entry])
+        write_atomically(store.folder / ".cursor", str(entry["cursor"]))
+        add_for_people(store, known[-1:], entry)
+
+
 def next_entry(store: MemoryStore, text: str) -> dict:
     """`[2026-04-03 00:02] The user …` → its number, its time, at most 64,000 letters of text."""
     known = [entry["cursor"] for entry in store.known.entries()]
@@ -1406,10 +1418,10 @@ async def ask_to_save(consolidator: Consolidator, messages: list[dict]) -> dict 
     return None
 
 
-async def sum_up(consolidator: Consolidator, session: Session, others: int) -> None:
+async def sum_up(consolidator: Consolidator, session: Session, others: int) -> bool:
     """A summary in place of all but the 20 newest, kept with the session: none is made twice."""
     if others + size_as_sent(consolidator, session) <= 0.8 * consolidator.budget:
-        return
+        return False
     begin = max(session.start, session.last_consolidated, session.summary.get("until", 0))
     text = session.summary.get("text", "") if begin == session.summary.get("until") else ""
     last = len(session.lines) - 20
@@ -1418,10 +1430,11 @@ async def sum_up(consolidator: Consolidator, session: Session, others: int) -> N
         question = request(consolidator.summary_prompt, f"{text}\n\n{part.text}".strip())
         response = await consolidator.ask(question, [], None)
         if response.finish_reason in ("error", "length") or not response.content:
-            return  # the oldest turns are left out
+            return False  # the oldest turns are left out
         text = middle_out(response.content, consolidator.budget // 4)
     if until > begin:
         session.note(summary={"text": text, "until": until})
+    return until > begin
 
 
 def summary_message(text: str) -> dict:

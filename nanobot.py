@@ -57,7 +57,7 @@ from channels import (
 )  # fmt: skip
 from memory import (
     Consolidator, Dream, Governed, MemoryRepository, MemoryStore, Session, SessionBusy,
-    SessionManager, Skill, SkillsLoader, TokenCounter, as_sent,
+    SessionManager, Skill, SkillsLoader, TokenCounter, as_sent, is_known,
     count_waiting, locked, newest, readable, tokens_of,
 )  # fmt: skip
 from memory import govern as fit_to_window
@@ -1260,7 +1260,7 @@ class BusService:
         self, session: Session, conversation: Conversation, message: InboundMessage
     ) -> None:
         """Into the journal and to what waits, in one step: a turn may look at both any time."""
-        if message.message_id and session.knows(message.message_id):
+        if message.message_id and is_known(session, message.message_id):
             return
         turn = self.loop.turn(session.key)
         line, images = self.loop.context.user_message(message.content, turn, message.media)

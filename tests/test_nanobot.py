@@ -2081,7 +2081,7 @@ def test_pictures_of_messages_that_wait_are_shown_with_their_text(tmp_path):
         assert [block["type"] for block in content if block["type"] == "image_url"] == ["image_url"] * 2
         assert not any("base64" in str(line) for line in journal(chats.loop, "desk:1"))
         await chats.say("again", "2", media=[tmp_path / "a.png"])
-        await chats.until(lambda: len(chats.loop.provider.requests) == 3)
+        await chats.until(lambda: len(chats.loop.provider.requests) >= 3)
         assert "image_url" in str(chats.loop.provider.requests[2].messages[-1]["content"])
 
     serve_chats(work, tmp_path, script, [slow])
