@@ -29,6 +29,19 @@ ROUNDS = 5
 # ---- The stub endpoint ----
 
 
+def streamed_answer() -> bytes:
+    """A text in three events."""
+    deltas = [{"role": "assistant", "content": "do"}, {"content": "ne"}, {}]
+    events = b""
+    for delta in deltas:
+        choice = {"index": 0, "delta": delta, "finish_reason": None if delta else "stop"}
+        chunk = {"id": "x", "object": "chat.completion.chunk", "created": 1, "model": "m"}
+        events += b"data: " + json.dumps(chunk | {"choices": [choice]}).encode() + b"\n\n"
+    events += b"data: [DONE]\n\n"
+    head = f"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: {len(events)}\r\n\r\n"
+    return head.encode() + events
+
+
 def answer(calls_wanted: int, served: int) -> bytes:
     """A tool call while there are fewer results than wanted, then a text; as a whole HTTP response."""
     function = {"name": "look", "arguments": json.dumps({"n": served})}
@@ -54,7 +67,9 @@ async def serve() -> None:
                 length = int(re.search(rb"(?i)content-length: (\d+)", head)[1])
                 body = await reader.readexactly(length)
                 wanted = int(head.split(b"/", 2)[1])
-                writer.write(answer(wanted, body.count(b'"tool_call_id"')))
+                is_streamed = re.search(rb'"stream": ?true', body)
+                whole = answer(wanted, body.count(b'"tool_call_id"'))
+                writer.write(streamed_answer() if is_streamed else whole)
         except (asyncio.IncompleteReadError, ConnectionError):
             writer.close()
 
@@ -96,7 +111,7 @@ def bare(base_url: str, history: int = 0) -> None:
     report(ms=(time.perf_counter() - start) * 1e3)
 
 
-def kit_loop(base_url: str, workspace: str):
+def kit_loop(base_url: str, workspace: str, history: int = 0):
     """The kit as a program would use it, with one tool: journal, hooks and all."""
     import nanobot
     from tools import ToolRegistry, tool
@@ -108,6 +123,8 @@ def kit_loop(base_url: str, workspace: str):
 
     config = nanobot.load_config(environ={"OPENAI_BASE_URL": base_url, "NANOBOT_MODEL": "m"})
     config.defaults.workspace, config.defaults.max_tool_iterations = workspace, 1_000
+    if history:  # all of it is to be sent
+        config.defaults.context_window_tokens = config.defaults.memory_window = 10_000_000
     loop = nanobot.AgentLoop(config)
     loop.tools, loop.config.streaming = ToolRegistry([look]), False
     return loop
@@ -120,8 +137,7 @@ def kit(base_url: str, history: int = 0) -> None:
     loop = kit_loop(base_url, workspace)
     if history:
         loop.sessions.get("cli:direct").append(*filler(history))
-        loop = kit_loop(base_url, workspace)
-        loop.config.defaults.context_window_tokens = 10_000_000
+        loop = kit_loop(base_url, workspace, history)
     loop.provider.warm_up()
     marks = []
 
@@ -218,6 +234,74 @@ def kit_side_by_side(base_url: str) -> None:
     report(ms=asyncio.run(everyone()))
 
 
+def long_session(turns: int) -> None:
+    """CPU time of turns 100 to 200 and of the last 100, of a session with a call in each turn.
+
+    The model is in this process and has its answers ready; it keeps memory, too.
+    """
+    import nanobot
+    from providers import LLMProvider, LLMResponse, ToolCallRequest
+    from tools import ToolRegistry, tool
+
+    @tool(read_only=True)
+    def look(n: int) -> str:
+        """Look."""
+        return f"saw {n} " + "and more " * (500 if n % 7 == 0 else 30)
+
+    class Model(LLMProvider):
+        model = "m"
+
+        async def answer(self, request) -> LLMResponse:
+            names = [tool["function"]["name"] for tool in request.tools]
+            if "save_memory" in names:
+                update = request.messages[1]["content"].partition("# Conversation")[0]
+                saved = {"history_entry": "They looked around.", "memory_update": update[13:].strip()}
+                return LLMResponse(None, [ToolCallRequest("c", "save_memory", saved)], "tool_calls")
+            if request.messages[-1]["role"] == "tool" or not names:
+                return LLMResponse("There is nothing.")
+            call = ToolCallRequest(f"c{len(times)}", "look", {"n": len(times)})
+            return LLMResponse(None, [call], "tool_calls")
+
+    config = nanobot.load_config(environ={})
+    config.defaults.workspace = tempfile.mkdtemp()
+    loop = nanobot.AgentLoop(config, Model())
+    loop.tools, loop.config.streaming, times = ToolRegistry([look]), False, []
+
+    async def talk() -> None:
+        for n in range(turns):
+            start = time.process_time()
+            await loop.process_direct(f"Look at number {n}.")
+            times.append((time.process_time() - start) * 1e3)
+
+    asyncio.run(talk())
+    early, late = sum(times[100:200]) / 100, sum(times[-100:]) / 100
+    report(ms=late, early=early)
+
+
+def make_long_journal(workspace: str, turns: int) -> None:
+    from memory import SessionManager
+
+    session = SessionManager(Path(workspace)).get("cli:direct")
+    for n in range(turns):
+        function = {"name": "look", "arguments": json.dumps({"n": n})}
+        calls = [{"id": f"c{n}", "type": "function", "function": function}]
+        session.append(
+            {"role": "user", "content": f"Look at number {n}."},
+            {"role": "assistant", "content": None, "tool_calls": calls},
+            {"role": "tool", "tool_call_id": f"c{n}", "name": "look", "content": "saw it " * 40},
+            {"role": "assistant", "content": "There is nothing. " * 5},
+            sync=False,
+        )
+
+
+def reopening(workspace: str) -> None:
+    from memory import SessionManager
+
+    start = time.perf_counter()
+    SessionManager(Path(workspace)).get("cli:direct").get_history()
+    report(ms=(time.perf_counter() - start) * 1e3)
+
+
 def ten_blocking_tools() -> None:
     from nanobot import AgentRunner, AgentRunSpec
     from providers import ScriptedProvider, ToolCallRequest
@@ -283,6 +367,16 @@ class Race:
         subprocess.run(command, capture_output=True, check=True, stdin=subprocess.DEVNULL, env=environment())
         return (time.perf_counter() - start) * 1e3
 
+    def first_character(self, *command: str) -> float:
+        """Wall milliseconds until a process prints something."""
+        start = time.perf_counter()
+        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        with subprocess.Popen(command, env=environment(), **streams) as process:
+            process.stdout.read(1)
+            took = (time.perf_counter() - start) * 1e3
+            process.communicate()
+        return took
+
     def show(self, name: str, ours: list[float], theirs: list[float], goal: float) -> None:
         mine, other = statistics.median(ours), statistics.median(theirs)
         print(f"{name:40}{mine:9.1f} ms {other:9.1f} ms   {mine / other:5.2f}x  (aim: {goal}x)", flush=True)
@@ -324,8 +418,23 @@ def race_cold_start(race: Race) -> None:
     race.show("cold start to the first answer", *zip(*pairs, strict=True), 0.85)
 
 
+def race_first_character(race: Race) -> None:
+    plain = (
+        "import sys; from openai import OpenAI; client = OpenAI(api_key='none', base_url=sys.argv[1])\n"
+        "for chunk in client.chat.completions.create(model='m', stream=True, "
+        "messages=[{'role': 'user', 'content': 'hi'}]):\n"
+        "    print(chunk.choices[0].delta.content or '', end='', flush=True)"
+    )
+    pairs = [
+        (race.first_character(*NANOBOT, "agent", "-m", "hi", "--model", "m", "--base-url", race.url(0)),
+         race.first_character(sys.executable, "-c", plain, race.url(0)))
+        for _ in range(2 * ROUNDS)
+    ]  # fmt: skip
+    race.show("first character of a cold answer", *zip(*pairs, strict=True), 0.95)
+
+
 def race_calls(race: Race) -> None:
-    for calls, goal in ((50, 0.6), (200, 0.15)):
+    for calls, goal in ((50, 0.42), (200, 0.12)):
         pairs = [
             (race.inside("kit", race.url(calls)), race.inside("bare", race.url(calls))) for _ in range(ROUNDS)
         ]
@@ -348,7 +457,20 @@ def race_requests(race: Race) -> None:
 def race_history(race: Race) -> None:
     url = race.url(0)
     pairs = [(race.inside("kit", url, 5_000), race.inside("bare", url, 5_000)) for _ in range(ROUNDS)]
-    race.show("a turn on 5,000 messages", *medians(pairs), 0.4)
+    race.show("a turn on 5,000 messages", *medians(pairs), 0.25)
+
+
+def race_long_session(race: Race) -> None:
+    rounds = [race.inside("long_session", 2_000) for _ in range(3)]
+    late, early = ([figures[name] for figures in rounds] for name in ("ms", "early"))
+    race.show("CPU of turns 1,900-2,000 / 100-200", late, early, 1.3)
+
+
+def race_reopening(race: Race) -> None:
+    with tempfile.TemporaryDirectory() as workspace:
+        make_long_journal(workspace, 2_000)
+        times = [race.inside("reopening", workspace)["ms"] for _ in range(ROUNDS)]
+    print(f"{'reopening a session of 2,000 turns':40}{statistics.median(times):9.1f} ms  (aim: 60 ms)")
 
 
 def race_sessions(race: Race) -> None:
