@@ -129,14 +129,14 @@ def project(lines: Iterable[dict | None], before: dict | None = None) -> list[di
 
 def gap_between(before: dict | None, line: dict) -> str:
     """What the next question says of a missing answer: models repeat what their own mouth says."""
-    if before and before.get("cut") and not is_silent(before):
-        return f"[the answer above broke off: {before['cut']}]"
-    is_joined = line.get("beside") and not is_silent(before or {})
-    if is_joined:  # it came while a turn was due: one answer is for both
+    if before is None:
         return ""
-    if before and (before["role"] == "user" or is_silent(before)):
-        return "[the message above was not answered: interrupted]"
-    return ""
+    if before.get("cut") and not is_silent(before):
+        return f"[the answer above broke off: {before['cut']}]"
+    if line.get("beside") and not is_silent(before):  # one answer is for both
+        return ""
+    was_not_answered = before["role"] == "user" or is_silent(before)
+    return "[the message above was not answered: interrupted]" if was_not_answered else ""
 
 
 # ---- What fits the context window ----
@@ -212,10 +212,7 @@ class MemoryStore:
 
     def recent_history(self) -> list[str]:
         """`[2026-04-03 00:02] text` of what is unread: the last 50, ≤ 32,000 characters."""
-        lines = [f"[{entry['timestamp']}] {entry['content']}" for entry in self.unread()[-50:]]
-        while len("\n".join(lines)) > 32_000:
-            lines.pop(0)
-        return lines
+        return latest_lines(self.unread()[-50:], 32_000)
 
 
 # ---- The Consolidator: from the journal into the history ----
@@ -245,7 +242,7 @@ class Consolidator:
         Gives a line for the user where something moved; then memory says more than before.
         """
         before = session.last_consolidated
-        await self._move(session, over_budget(self, session, others))
+        await move(self, session, over_budget(self, session, others))
         if await sum_up(self, session, others):
             return "the older part of this conversation is summed up"
         return "" if session.last_consolidated == before else "older messages went into the memory"
@@ -253,30 +250,14 @@ class Consolidator:
     async def after_turn(self, session: Session, others: int) -> None:
         """In the background: what `/new` dropped, what is over the budget or over the window."""
         await self.archive(session)
-        await self._move(session, over_budget(self, session, others))
-        await self._move(session, over_window(self, session))
+        await move(self, session, over_budget(self, session, others))
+        await move(self, session, over_window(self, session))
 
     async def archive(self, session: Session) -> None:
         """All that `/new` dropped; without the model from the first round on that failed."""
-        await self._move(session, session.start, to_the_end=True)
+        await move(self, session, session.start, to_the_end=True)
 
-    async def _move(self, session: Session, until: int, to_the_end: bool = False) -> None:
-        if session.last_consolidated >= until:  # a turn that fits waits for nobody
-            return
-        async with self.one_at_a_time:
-            with contextlib.suppress(SessionBusy), consolidating(session):
-                await self._rounds(session, until, to_the_end)
-
-    async def _rounds(self, session: Session, until: int, to_the_end: bool) -> None:
-        helpful, rounds = True, 0
-        while session.last_consolidated < until and not is_outdated(session):
-            helpful = await self._round(session, until, helpful)
-            rounds += 1
-            enough = rounds == 5 or not helpful
-            if enough and not to_the_end:
-                break
-
-    async def _round(self, session: Session, until: int, helpful: bool) -> bool:
+    async def round(self, session: Session, until: int, helpful: bool) -> bool:
         """One round. The cursor moves when the lines are in memory, and only then."""
         end = end_of_round(session, until)
         begin = in_history_until(self.store, session, end)
@@ -1155,6 +1136,13 @@ THOUGHTS = re.compile(r"\s*<think>.*?(</think>|\Z)", re.DOTALL)
 STAMP = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d)\]\s*")
 
 
+def latest_lines(entries: list[dict], most: int) -> list[str]:
+    lines = [f"[{entry['timestamp']}] {entry['content']}" for entry in entries]
+    while len("\n".join(lines)) > most:
+        lines.pop(0)
+    return lines
+
+
 def replace_facts(store: MemoryStore, text: str, instead_of: str) -> bool:
     if store.read_facts() != instead_of:
         return False
@@ -1373,6 +1361,29 @@ def save_raw(store: MemoryStore, session: Session, begin: int, end: int) -> None
     for part in transcripts(session, begin, end, 4_000):
         text = f"[RAW] {part.text[:16_000]}"
         store.append_history(text, until=part.until, **origin_of(session))
+
+
+async def move(
+    consolidator: Consolidator, session: Session, until: int, to_the_end: bool = False
+) -> None:
+    if session.last_consolidated >= until:  # a turn that fits waits for nobody
+        return
+    async with consolidator.one_at_a_time:
+        with contextlib.suppress(SessionBusy), consolidating(session):
+            await rounds(consolidator, session, until, to_the_end)
+
+
+async def rounds(
+    consolidator: Consolidator, session: Session, until: int, to_the_end: bool
+) -> None:
+    """Until the cursor is there, five are done, or the model is of no help."""
+    helpful, count = True, 0
+    while session.last_consolidated < until and not is_outdated(session):
+        helpful = await consolidator.round(session, until, helpful)
+        count += 1
+        enough = count == 5 or not helpful
+        if enough and not to_the_end:
+            break
 
 
 def consolidating(session: Session) -> contextlib.AbstractContextManager:

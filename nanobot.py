@@ -57,8 +57,8 @@ from channels import (
 )  # fmt: skip
 from memory import (
     Consolidator, Dream, Governed, MemoryRepository, MemoryStore, Session, SessionBusy,
-    SessionManager, Skill, SkillsLoader, TokenCounter, as_sent, is_known,
-    count_waiting, locked, newest, readable, tokens_of,
+    SessionManager, Skill, SkillsLoader, TokenCounter, as_sent, count_waiting, is_known, locked,
+    newest, readable, tokens_of,
 )  # fmt: skip
 from memory import govern as fit_to_window
 from providers import (
@@ -101,9 +101,6 @@ class AgentRunSpec:
     counter: TokenCounter = field(default_factory=TokenCounter)  # knows what it has measured
     on_messages: Callable[[list[dict], bool], None] = lambda messages, whole: None
     arrivals: Callable[[], list[dict]] = list  # what the user said meanwhile; it is journalled
-
-
-NO_USAGE = {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0, "estimated": False}
 
 
 @dataclass
@@ -458,10 +455,6 @@ class ContextBuilder:
 
 # ---- From a message to a reply ----
 
-Emit = Callable[[OutboundMessage], Awaitable[None]]
-Media = Iterable[Path]  # files that came with a message
-
-
 class AgentLoop:
     """Who asks, which session, which reply. One turn of a session at a time, whoever asks."""
 
@@ -477,7 +470,7 @@ class AgentLoop:
         self.tools = make_tools(config) if tools is None else tools
         self.mcp = MCPServers(config.tools.mcp_servers, self.tools)
         self.sessions = SessionManager(self.workspace)
-        self._files_seen: dict[str, dict] = {}  # by session
+        self.files_seen: dict[str, dict] = {}  # by session
         self.memory = MemoryStore(self.workspace)
         self.skills = make_skills(self.turn("cli:direct"))
         self.context = ContextBuilder(config, self.memory, self.skills)
@@ -528,11 +521,11 @@ class AgentLoop:
     ) -> AgentRunResult:
         """What the journal ends with, to its answer; what comes meanwhile is in `conversation`."""
         await self.mcp.connect(self.config.patience)
-        spec = self.run_spec(seen_history(session, conversation), images, events)
+        spec = run_spec(self, seen_history(session, conversation), images, events)
         others = size_beside_history(spec)
         if note := await make_room(self, session, others):  # less is sent, memory says more
             await events.on_retry(note)
-            spec = self.run_spec(seen_history(session, conversation), images, events)
+            spec = run_spec(self, seen_history(session, conversation), images, events)
         spec.on_messages = partial(journal, self.sessions, session, conversation)
         spec.arrivals = conversation.arrivals
         try:
@@ -561,25 +554,7 @@ class AgentLoop:
         await self.mcp.close()
 
     def turn(self, session_key: str) -> Turn:
-        """The circumstances of a turn: who asks, where it works, what it may touch."""
-        channel, _, chat_id = session_key.partition(":")
-        return Turn(
-            self.workspace, self.config.cwd, channel, chat_id, session_key,
-            restrict=self.config.tools.restrict_to_workspace, readable=(DATA / "skills",),
-            secret=(self.config.path.resolve(), Config().path),
-            max_result_chars=self.config.defaults.max_tool_result_chars,
-            seen=self._files_seen.setdefault(session_key, {}),
-        )  # fmt: skip
-
-    def run_spec(self, history: list[dict], images: list[dict], events: EventHook) -> AgentRunSpec:
-        """What the runner gets: the journal's projection, the tools, the limits of the settings."""
-        limits = self.config.defaults
-        return AgentRunSpec(
-            self.context.request(events.turn, history, images), self.tools,
-            max_iterations=limits.max_tool_iterations, max_tokens=limits.max_tokens,
-            temperature=limits.temperature, context_window=limits.context_window_tokens,
-            hook=CompositeHook([events, *self.hooks]), turn=events.turn, counter=self.counter,
-        )  # fmt: skip
+        return turn_of(self, session_key)
 
 
 # ======== Second reading: hooks, prompts, commands, settings and the command line ========
@@ -602,10 +577,42 @@ def run(text: str, session_key: str = "cli:direct", config: Config | None = None
     return result.final_content
 
 
+# ---- What a turn is made of ----
+# Without one place for it `prompt` and `/status` would show another request than what is sent.
+
+
+def run_spec(
+    loop: AgentLoop, history: list[dict], images: list[dict], events: EventHook
+) -> AgentRunSpec:
+    """What the runner gets: the journal's projection, the tools, the limits of the settings."""
+    limits = loop.config.defaults
+    return AgentRunSpec(
+        loop.context.request(events.turn, history, images), loop.tools,
+        max_iterations=limits.max_tool_iterations, max_tokens=limits.max_tokens,
+        temperature=limits.temperature, context_window=limits.context_window_tokens,
+        hook=CompositeHook([events, *loop.hooks]), turn=events.turn, counter=loop.counter,
+    )  # fmt: skip
+
+
+def turn_of(loop: AgentLoop, session_key: str) -> Turn:
+    """The circumstances of a turn: who asks, where it works, what it may touch."""
+    channel, _, chat_id = session_key.partition(":")
+    return Turn(
+        loop.workspace, loop.config.cwd, channel, chat_id, session_key,
+        restrict=loop.config.tools.restrict_to_workspace, readable=(DATA / "skills",),
+        secret=(loop.config.path.resolve(), Config().path),
+        max_result_chars=loop.config.defaults.max_tool_result_chars,
+        seen=loop.files_seen.setdefault(session_key, {}),
+    )  # fmt: skip
+
+
 # ---- What the runner leaves to others ----
 # Without this one model that calls `list_dir(".")` forty times uses up a turn, and a stopped turn
 # leaves a command running that nobody waits for.
 
+Emit = Callable[[OutboundMessage], Awaitable[None]]
+Media = Iterable[Path]  # files that came with a message
+NO_USAGE = {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0, "estimated": False}
 TOO_LONG = "too long for the model: asking again without the oldest turns"  # a 400, a 413
 NOT_ANSWERED = ("error", "tool_error", "empty")  # stop reasons of a run without an answer
 
@@ -1171,7 +1178,7 @@ def tool_hint(call: ToolCallRequest) -> str:
 
 @dataclass
 class Arrival:
-    """A message that is journalled and waits for the model, or a command that waits for its turn."""
+    """A message that is journalled and waits for the model, or a command that waits too."""
 
     line: dict = field(default_factory=dict)  # of the journal
     images: list[dict] = field(default_factory=list)
@@ -1546,8 +1553,8 @@ async def run_job(loop: AgentLoop, bus: MessageBus, job: CronJob) -> None:
     result = await loop.process_direct(job.message, f"cron:{job.id}")
     failed = result.stop_reason in NOT_ANSWERED
     text = text_for_chat(result)
-    told = f"The job {job.id} ({job.message[:80]}) failed. {text}" if failed else text
-    await write_to_chat(loop, bus, f"{job.channel}:{job.chat_id}", told)
+    report = f"The job {job.id} ({job.message[:80]}) failed. {text}" if failed else text
+    await write_to_chat(loop, bus, f"{job.channel}:{job.chat_id}", report)
     if failed:
         raise RuntimeError(text)
 
@@ -1583,7 +1590,7 @@ def cron_tool(loop: AgentLoop) -> Tool:
         except CronError as mistake:
             raise ToolError(str(mistake)) from None
         if action == "add" and not gateway_runs(loop.workspace):
-            text += "\n(No gateway runs: it happens only while `nanobot gateway` does. Tell the user.)"
+            text += "\n(No gateway runs: it happens only while one does. Tell the user.)"
         return text
 
     return tool(cron)
@@ -1762,7 +1769,7 @@ class SubagentManager:
 async def answer_with_helpers(
     loop: AgentLoop, text: str, session_key: str, on_event: Emit
 ) -> AgentRunResult:
-    """A message, its answer, and what the helpers found, told: on a terminal nothing comes later."""
+    """A message, its answer, and what the helpers found: on a terminal nothing comes later."""
     try:
         result = await loop.process_direct(text, session_key, on_event)
         while report := await loop.subagents.next_result(session_key):
@@ -1839,7 +1846,7 @@ def preview(loop: AgentLoop, turn: Turn, message: dict | None = None) -> Governe
     session = loop.sessions.get(turn.session_key)
     lines = [*session.lines, message] if message else session.lines
     history = replace(session, lines=lines).get_history()
-    spec = loop.run_spec(history, [], EventHook(None, turn, loop.config.streaming))
+    spec = run_spec(loop, history, [], EventHook(None, turn, loop.config.streaming))
     return loop.runner.govern(RunState(spec, AgentHookContext(spec.messages)))
 
 
@@ -2477,7 +2484,8 @@ def gateway_command(arguments: argparse.Namespace) -> None:
         log.setLevel(logging.INFO)
     config = settings_of(arguments)
     config.cwd = config.workspace
-    loop = AgentLoop(config, hooks=[LoggingHook()] if arguments.verbose else [])
+    hooks = [LoggingHook()] if arguments.verbose else []
+    loop = AgentLoop(config, hooks=hooks)
     with one_gateway(loop.workspace):
         asyncio.run(serve(loop))
 

@@ -334,13 +334,7 @@ class OpenAIProvider(LLMProvider):
 
     async def check(self) -> str | None:
         """What is wrong with the address, the key or the model; None where all is well."""
-        try:
-            offered = await self.list_models()
-        except Exception as problem:  # what goes wrong is the answer here
-            failure = as_failure(problem)
-            return await self._explain(replace(failure, cause=self._safe(failure.cause)), [])
-        is_known = not offered or self.model in offered
-        return None if is_known else f"no such model. {OFFER}{', '.join(offered[:20])}"
+        return await problem_of(self)
 
 
 # ======== Second reading: what real histories, endpoints and answers are like ========
@@ -1253,6 +1247,17 @@ async def models_of(client: Any, seconds: float) -> list[str]:
     return [str(row.get("id")).removeprefix("models/") for row in rows]  # Gemini has the prefix
 
 
+async def problem_of(provider: OpenAIProvider) -> str | None:
+    try:
+        offered = await provider.list_models()
+    except Exception as problem:  # what goes wrong is the answer here
+        failure = as_failure(problem)
+        safe = replace(failure, cause=provider._safe(failure.cause))
+        return await provider._explain(safe, [])
+    is_known = not offered or provider.model in offered
+    return None if is_known else f"no such model. {OFFER}{', '.join(offered[:20])}"
+
+
 async def offer_of(provider: OpenAIProvider) -> str:
     try:
         return ", ".join((await provider.list_models())[:20]) or "no models"
@@ -2037,8 +2042,8 @@ class OfflineProvider(LLMProvider):
             files, _, history = talk.text.rpartition("# History\n")
             about_user = files.rpartition("USER.md\n")[2]
             facts += OWN_FACT.findall(history)
-            new_facts = [f"[USER] {fact}" for fact in dict.fromkeys(facts) if fact not in about_user]
-            return LLMResponse("\n".join(new_facts) or "[SKIP]")
+            new = [f"[USER] {fact}" for fact in dict.fromkeys(facts) if fact not in about_user]
+            return LLMResponse("\n".join(new) or "[SKIP]")
         is_transcript = spoken and not talk.tools and RUNTIME_END not in talk.text
         return LLMResponse(history_entry(spoken, facts)) if is_transcript else None
 

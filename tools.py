@@ -259,8 +259,7 @@ class Turn:
 
     def saw(self, path: Path) -> bool:
         """Note a file's time and size; was this version of it known to the session before?"""
-        info = path.stat()
-        version = (info.st_mtime_ns, info.st_size)
+        version = version_of(path)
         is_known = self.seen.get(path) == version
         self.seen[path] = version
         return is_known
@@ -664,6 +663,11 @@ def allowed_path(turn: Turn, text: str, write: bool) -> Path:
     if turn.restrict and not is_inside:
         raise ToolError(f"{real} is outside of {home} and {here}. Use a path inside.")
     return real
+
+
+def version_of(path: Path) -> tuple[int, int]:
+    info = path.stat()
+    return info.st_mtime_ns, info.st_size
 
 
 def is_secret(real: Path, turn: Turn) -> bool:
