@@ -59,8 +59,6 @@ class InboundMessage:
 
 
 class MessageBus:
-    """All that is opened on it lives on one event loop."""
-
     def __init__(self, sleep: Callable[[float], Awaitable] = asyncio.sleep):
         self._inbound: asyncio.Queue[InboundMessage] = asyncio.Queue()
         self._open: dict[str, Connection] = {}

@@ -175,8 +175,8 @@ class RunState:
     segments: list[str] = field(default_factory=list)  # of an answer that its length limit cut
     cuts: int = 0  # of that answer
     blanks: int = 0  # answers with nothing in them, in a row
-    last_call: tuple = ()  # (name, arguments, outcome), and
-    repetitions: int = 0  # how often in a row it was made
+    last_call: tuple = ()  # (name, arguments, outcome)
+    repetitions: int = 0  # of the last call, in a row
     room: float = math.inf  # tokens: what an overflow has shown of the model's window
     is_told: bool = False  # does the user know that something is left out?
 
@@ -425,16 +425,12 @@ class ContextBuilder:
 
     def parts(self, turn: Turn) -> dict[str, str]:
         """The system prompt by part, in order; parts with nothing in them are left out."""
-        skills = [skill for skill in self.skills.load() if not skill.problem]
-        always = [titled(f"## {skill.name}", skill.text) for skill in skills if is_active(skill)]
-        listed = [line_of_skill(skill) for skill in skills if not skill.always]
         parts = {"identity": identity(turn)}
         for name in self.own_files:
             parts[name] = titled(f"## {name}", own_text(turn, turn.workspace / name))
         facts, recent = remembered(self.memory, own_text(turn, self.memory.facts), self.most)
         parts["Memory"] = titled("# Memory", facts)
-        parts["Active Skills"] = titled("# Active Skills", "\n\n".join(always))
-        parts["Skills"] = template("skills", skills="\n".join(listed)) if listed else ""
+        parts |= skill_parts(self.skills.load())
         parts["Recent History"] = titled("# Recent History", recent)
         return {name: text for name, text in parts.items() if text}
 
@@ -454,6 +450,7 @@ class ContextBuilder:
 
 
 # ---- From a message to a reply ----
+
 
 class AgentLoop:
     """Who asks, which session, which reply. One turn of a session at a time, whoever asks."""
@@ -935,6 +932,17 @@ def remembered(memory: MemoryStore, facts: str, most: int) -> tuple[str, str]:
 
 def titled(title: str, text: str) -> str:
     return f"{title}\n\n{text}" if text else ""
+
+
+def skill_parts(skills: list[Skill]) -> dict[str, str]:
+    """Those that are `always` there in full, a line for each of the others."""
+    sound = [skill for skill in skills if not skill.problem]
+    active = [titled(f"## {skill.name}", skill.text) for skill in sound if is_active(skill)]
+    listed = [line_of_skill(skill) for skill in sound if not skill.always]
+    return {
+        "Active Skills": titled("# Active Skills", "\n\n".join(active)),
+        "Skills": listed and template("skills", skills="\n".join(listed)),
+    }
 
 
 def is_active(skill: Skill) -> bool:

@@ -241,7 +241,7 @@ class OpenAIProvider(LLMProvider):
         self._client: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._learnt: dict[str, list[Healed]] = {}  # by model: what it takes to be understood
-        self._is_warned = False
+        self.is_warned = False  # of a window that is too small
 
     async def answer(self, request: LLMRequest) -> LLMResponse:
         """Ask; heal what is refused, wait where it is busy, until there is an answer or no hope.
@@ -275,19 +275,13 @@ class OpenAIProvider(LLMProvider):
                 why = await self._explain(failure, request.messages)
                 return failed(why, content=failure.shown or None, is_overflow=failure.is_overflow)
         self._learnt[request.model] = [entry for entry in healed if entry[0].is_remembered]
-        await self._warn_of_window(request, response)
+        await warn_of_window(self, request, response)
         return response
 
     def _note(self, request: LLMRequest, failure: Failure, outcome: str) -> None:
         """A trace has each HTTP attempt, also one that another attempt follows."""
         if self.trace:
             self.trace(request, failed(failure.with_status, content=failure.shown or None), outcome)
-
-    async def _warn_of_window(self, request: LLMRequest, response: LLMResponse) -> None:
-        line = "" if self._is_warned else window_warning(self.endpoint, request, response)
-        if line:
-            self._is_warned = True
-            await request.tell(line)
 
     async def _ask(self, request: LLMRequest, body: dict) -> LLMResponse:
         """One HTTP attempt. What the endpoint does wrong is a Failure, what `on_delta` does not."""
@@ -304,12 +298,8 @@ class OpenAIProvider(LLMProvider):
                 usage = estimate_usage(request, LLMResponse())
                 return LLMResponse(None, calls, "tool_calls", usage)
             shown = reader.content[: reader.shown] if request.on_delta else ""
-            raise replace(failure, cause=self._safe(failure.cause), shown=shown) from failure
-
-    def _safe(self, text: str) -> str:
-        """Some servers repeat the key in what they say of it."""
-        key = self.endpoint.api_key
-        return text.replace(key, "[key]") if len(key) > 7 else text  # "ollama" is no secret
+            cause = safe_text(self.endpoint, failure.cause)
+            raise replace(failure, cause=cause, shown=shown) from failure
 
     def warm_up(self) -> None:
         if self._client is None:
@@ -1241,6 +1231,12 @@ async def pieces_of(
     yield reader.to_show()
 
 
+def safe_text(endpoint: Endpoint, text: str) -> str:
+    """Some servers repeat the key in what they say of it."""
+    key = endpoint.api_key
+    return text.replace(key, "[key]") if len(key) > 7 else text  # "ollama" is no secret
+
+
 async def models_of(client: Any, seconds: float) -> list[str]:
     response = await client.models.with_raw_response.list(timeout=min(seconds, 10.0))
     rows = parse_answer(response.content).get("data") or []
@@ -1252,7 +1248,7 @@ async def problem_of(provider: OpenAIProvider) -> str | None:
         offered = await provider.list_models()
     except Exception as problem:  # what goes wrong is the answer here
         failure = as_failure(problem)
-        safe = replace(failure, cause=provider._safe(failure.cause))
+        safe = replace(failure, cause=safe_text(provider.endpoint, failure.cause))
         return await provider._explain(safe, [])
     is_known = not offered or provider.model in offered
     return None if is_known else f"no such model. {OFFER}{', '.join(offered[:20])}"
@@ -1315,6 +1311,15 @@ def parse_answer(data: bytes) -> dict:
     is_half = not start or data.lstrip().startswith(b"{")
     kind = "cut" if is_half else "nonsense"
     raise Failure(f"not JSON but: {start[:120] or 'nothing'}", kind=kind)
+
+
+async def warn_of_window(
+    provider: OpenAIProvider, request: LLMRequest, response: LLMResponse
+) -> None:
+    line = "" if provider.is_warned else window_warning(provider.endpoint, request, response)
+    if line:
+        provider.is_warned = True
+        await request.tell(line)
 
 
 def window_warning(endpoint: Endpoint, request: LLMRequest, answer: LLMResponse) -> str:
