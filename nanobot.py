@@ -1326,7 +1326,7 @@ class BusService:
 
     async def _answer(self, session: Session, conversation: Conversation) -> AgentRunResult:
         """What waits, to its answer. A failure is told like one: the chat learns of it."""
-        turn = self.loop.turn(session.key)
+        turn, begin = self.loop.turn(session.key), len(session.lines)
         conversation.is_due = False
         try:
             command = conversation.take_command()
@@ -1340,7 +1340,7 @@ class BusService:
             return await self.loop.answer(session, events, images, conversation)
         except asyncio.CancelledError:
             if not self.is_ending:
-                self._note_stop(session, conversation)
+                self._note_stop(session, conversation, begin)
             raise
         except Exception as problem:
             log.exception("the turn of %s failed", session.key)
@@ -1358,8 +1358,9 @@ class BusService:
             send_final(self.loop, self.bus, session.key, text, count, conversation.reply_to)
         self._settle(session, conversation)
 
-    def _note_stop(self, session: Session, conversation: Conversation) -> None:
+    def _note_stop(self, session: Session, conversation: Conversation, begin: int) -> None:
         """Else the answer to what waits would do what was stopped, too."""
+        self._send_answers(session, begin)  # it was whole already
         unseen = conversation.unseen
         if count_waiting(session.lines) > unseen:  # it was stopped before its first word
             stop = {"role": "assistant", "content": "", "cut": "it was stopped"}
@@ -1403,13 +1404,15 @@ class BusService:
                     log.warning("%s cannot be gone on with: %s", key, problem)
 
     def _go_on(self, session: Session) -> None:
-        delivered = session.metadata.get("delivered", 0)
-        for count, line in enumerate(session.lines, 1):
-            if count > delivered and is_answer(line):
-                send_final(self.loop, self.bus, session.key, line["content"], count)
+        self._send_answers(session, session.metadata.get("delivered", 0))
         is_settled = session.metadata.get("settled", 0) >= len(session.lines)
         if session.unfinished and not is_settled:
             self._see_to(Conversation(session.key, is_due=True))
+
+    def _send_answers(self, session: Session, begin: int) -> None:
+        for count, line in enumerate(session.lines[begin:], begin + 1):
+            if is_answer(line):
+                send_final(self.loop, self.bus, session.key, line["content"], count)
 
     async def end(self) -> None:
         """Stop what runs: each turn is journalled as far as it came."""
@@ -1764,7 +1767,7 @@ class SubagentManager:
         if work.cancelled():
             return
         outcome = str(work.exception()) if work.exception() else work.result()
-        text = template("subagent_result", name=name, result=outcome)
+        text = template("subagent_result", helper=name, result=outcome)
         self.results.put_nowait(InboundMessage("system", "subagent", session_key, text))
 
     async def next_result(self, session_key: str) -> str:

@@ -6,7 +6,9 @@ import json
 import os
 import re
 import random
+import signal
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,8 @@ import pytest
 import nanobot
 from fake_llm import Failure, FakeLLM, Hang, Raw, Reply, error
 from fake_llm import call as ask_for
-from channels import Channel, InboundMessage, MessageBus
+from fake_telegram import FakeTelegram
+from channels import Channel, CronJob, InboundMessage, MessageBus
 from nanobot import (
     AgentHook,
     AgentLoop,
@@ -29,6 +32,7 @@ from nanobot import (
     Price,
     load_config,
     make_provider,
+    run_job,
 )
 from memory import SessionManager
 from providers import (
@@ -1773,13 +1777,12 @@ class Desk(Channel):
 
     def __init__(self):
         super().__init__(["*"])
-        self.sent, self.is_shut, self.changed = [], False, asyncio.Event()
+        self.sent, self.is_shut = [], False
 
     async def send(self, message):
         if self.is_shut:
             raise ConnectionError("shut")
         self.sent.append(message)
-        self.changed.set()
 
 
 class Talker(LLMProvider):
@@ -1830,11 +1833,10 @@ class Chats:
         return [m.content for m in self.desk.sent if m.kind == "final" and m.chat_id == chat]
 
     async def until(self, condition):
-        """Waits until the condition holds; looked at whenever something was delivered."""
-        async with asyncio.timeout(10):
+        """Waits until the condition holds."""
+        async with asyncio.timeout(30):
             while not condition():
-                self.desk.changed.clear()
-                await self.desk.changed.wait()
+                await asyncio.sleep(0.001)
 
     async def answered(self, count=1, chat="1"):
         await self.until(lambda: len(self.finals(chat)) >= count)
@@ -2148,9 +2150,11 @@ def test_stop_at_a_random_moment_loses_no_later_message(tmp_path, seed):
                 await asyncio.sleep(0)
             await chats.say("/stop")
         await chats.say("the last")
-        await chats.until(lambda: any(text.endswith("to the last") for text in chats.finals()))
+        await chats.until(lambda: any(text.endswith("the last") for text in chats.finals()))
         texts = texts_of(chats)
         assert [texts.count(f"question {n}") for n in range(8)] == [1] * 8
+        answers = [line["content"] for line in chats.session().lines if nanobot.is_answer(line)]
+        assert [text for text in chats.finals() if text in answers] == answers
         assert not chats.session().unfinished
 
     serve_chats(work, tmp_path, script, [nap], max_tool_iterations=1_000)
@@ -2300,9 +2304,7 @@ def test_after_a_restart_what_was_not_delivered_is_sent_and_what_was_is_not(tmp_
         await chats.answered()
         chats.desk.is_shut = True
         await chats.say("two")
-        async with asyncio.timeout(10):
-            while chats.session().unfinished:
-                await asyncio.sleep(0.001)
+        await chats.until(lambda: not chats.session().unfinished)
 
     async def second(chats):
         await chats.answered()
@@ -2316,3 +2318,233 @@ def test_after_a_restart_what_was_not_delivered_is_sent_and_what_was_is_not(tmp_
     restarted(tmp_path, script, first)
     restarted(tmp_path, script, second)
     restarted(tmp_path, script, third)
+
+
+# ---- Many chats: helpers, messages, time ----
+
+
+def test_a_helper_in_the_background_is_told_of_in_the_right_chat_in_the_agents_words(tmp_path):
+    gate = Gate()
+
+    async def script(request):
+        text = users_of(request)[-1]
+        if text == "dig":
+            assert not {"spawn", "message", "cron"} & {each["function"]["name"] for each in request.tools}
+            await gate.pass_()
+            return "gold"
+        if "gold" in text:
+            return "It found gold for you."
+        return call("spawn", task="dig", label="digger") if text == "go" and roles(request.messages)[-1] == "user" else "begun"
+
+    async def work(chats):
+        await chats.say("go", "1")
+        await chats.answered()
+        await chats.say("hello", "2")
+        await chats.answered(1, "2")
+        gate.open.set()
+        await chats.answered(2)
+        assert chats.finals() == ["begun", "It found gold for you."]
+        assert chats.finals("2") == ["begun"]
+        assert len([text for text in texts_of(chats) if "gold" in str(text)]) == 2
+
+    serve_chats(work, tmp_path, script)
+
+
+@pytest.mark.parametrize("end", ["fails", "goes on for ever"])
+def test_a_helper_that_fails_or_has_no_steps_left_is_a_failure_for_the_one_who_waits(tmp_path, end):
+    async def script(request):
+        if users_of(request) == ["dig"]:
+            return failed("no such model") if end == "fails" else call("list_dir", path=f"/{len(request.messages)}")
+        return call("spawn", task="dig", wait=True) if roles(request.messages)[-1] == "user" else "so it is"
+
+    async def work(chats):
+        result = await chats.loop.process_direct("go", "cli:direct")
+        (event,) = result.tool_events
+        assert event["is_error"] and "did not finish" in event["result"]
+        assert ("no such model" if end == "fails" else "max_iterations") in event["result"]
+
+    serve_chats(work, tmp_path, script)
+
+
+def test_at_most_four_helpers_work_at_once_and_stop_ends_those_of_its_chat(tmp_path):
+    gate = Gate()
+
+    async def script(request):
+        if users_of(request) == ["dig"]:
+            await gate.pass_()
+            return "gold"
+        if roles(request.messages)[-1] == "user":
+            return LLMResponse(None, [call("spawn", f"c{n}", task="dig") for n in range(5)], "tool_calls")
+        return "begun"
+
+    async def work(chats):
+        await chats.say("go")
+        await chats.answered()
+        results = [line["content"] for line in chats.session().lines if line["role"] == "tool"]
+        assert ["at work. Its" in text for text in results] == [True] * 4 + [False]
+        assert "4 helpers are at work" in results[4]
+        await chats.say("/stop", "2")
+        await chats.answered(1, "2")
+        assert len(chats.loop.subagents.running) == 4
+        await chats.say("/stop")
+        await chats.answered(2)
+        await asyncio.sleep(0)
+        assert not chats.loop.subagents.running and chats.loop.subagents.results.empty()
+
+    serve_chats(work, tmp_path, script)
+
+
+def test_what_needs_approval_needs_it_in_a_helper_too(tmp_path):
+    questions = []
+
+    async def ask_user(question):
+        questions.append(question)
+        return "y" if "spawn" in question else "n"
+
+    async def script(request):
+        if users_of(request) == ["dig"]:
+            is_first = roles(request.messages)[-1] == "user"
+            return call("exec", command="touch hole") if is_first else request.messages[-1]["content"]
+        return call("spawn", task="dig", wait=True) if roles(request.messages)[-1] == "user" else "so it is"
+
+    async def work(chats):
+        chats.loop.hooks.append(ApprovalHook(chats.loop.tools, ask_user))
+        result = await chats.loop.process_direct("go", "cli:direct")
+        assert [question.split()[0] for question in questions] == ["spawn", "exec"]
+        assert "did not approve" in result.tool_events[0]["result"]
+        assert not (chats.loop.workspace / "hole").exists()
+
+    serve_chats(work, tmp_path, script)
+
+
+def test_the_message_tool_reaches_known_chats_and_its_text_is_not_said_twice(tmp_path):
+    (tmp_path / "outside.txt").write_text("secret")
+    calls = {
+        "same": call("message", content="from the tool"),
+        "other": call("message", content="for you", chat_id="2"),
+        "stranger": call("message", content="psst", chat_id="99"),
+        "nowhere": call("message", content="psst", channel="cron", chat_id="heartbeat"),
+        "file": call("message", content="here", media=["a.txt"]),
+        "outside": call("message", content="here", media=[str(tmp_path / "outside.txt")]),
+    }
+
+    async def script(request):
+        text = users_of(request)[-1]
+        if roles(request.messages)[-1] == "user" and text in calls:
+            return calls[text]
+        return f"final of {text}"
+
+    async def work(chats):
+        chats.loop.config.tools.restrict_to_workspace = True
+        chats.loop.sessions.get("cron:heartbeat").append({"role": "user", "content": "x"})
+        (chats.loop.workspace / "a.txt").write_text("mine")
+        await chats.say("hello", "2")
+        await chats.answered(1, "2")
+        for text, finals in [("same", 1), ("other", 1), ("stranger", 1), ("nowhere", 1), ("file", 1), ("outside", 1)]:
+            before = len(chats.finals())
+            await chats.say(text)
+            await chats.until(lambda: not chats.session().unfinished and len(chats.finals()) == before + finals)
+        await chats.answered(2, "2")
+        assert chats.finals() == [
+            "from the tool", "final of other", "final of stranger", "final of nowhere", "here", "final of outside",
+        ]  # fmt: skip
+        assert chats.finals("2") == ["final of hello", "for you"]
+        (with_file,) = [message for message in chats.desk.sent if message.media]
+        assert [path.name for path in with_file.media] == ["a.txt"]
+        await chats.say("yes", "2")
+        await chats.answered(3, "2")
+        assert "for you" in str(chats.loop.provider.requests[-1].messages)
+
+    serve_chats(work, tmp_path, script)
+
+
+def test_what_a_job_tells_stands_before_a_message_that_waits_and_is_delivered_after_a_restart(tmp_path):
+    gate = Gate()
+
+    async def script(request):
+        if users_of(request)[-1] == "first":
+            await gate.pass_()
+        return f"to {users_of(request)[-1]}"
+
+    async def work(chats):
+        job = CronJob("j1", "stretch", channel="desk", chat_id="1")
+        await chats.say("first")
+        await gate.reached.wait()
+        told = asyncio.create_task(run_job(chats.loop, chats.bus, job))
+        own = chats.loop.sessions.get("cron:j1")
+        await chats.until(lambda: own.lines and not own.unfinished)
+        await chats.say("second")
+        chats.desk.is_shut = True
+        gate.open.set()
+        await told
+        await chats.until(lambda: not chats.session().unfinished)
+        sent = chats.loop.provider.requests[-1].messages
+        assert [m["content"].split()[-1] for m in sent[1:]] == ["first", "stretch", "second"], sent
+
+    async def second(chats):
+        await chats.answered(3)
+        assert chats.finals() == ["to first", "to stretch", "to second"]
+
+    serve_chats(work, tmp_path, script)
+    serve_chats(second, tmp_path, script)
+
+
+class Clock:
+    """Time that the test moves: `sleep` waits until `now` has come so far."""
+
+    def __init__(self):
+        self.time, self.moved = datetime(2026, 11, 21, 12, 0, 30, tzinfo=UTC), asyncio.Event()
+
+    def now(self):
+        return self.time
+
+    async def sleep(self, seconds):
+        until = self.time + timedelta(seconds=seconds)
+        while self.time < until:
+            await self.moved.wait()
+
+    def move(self, seconds):
+        self.time += timedelta(seconds=seconds)
+        moved, self.moved = self.moved, asyncio.Event()
+        moved.set()
+
+
+def test_from_a_message_over_its_answer_to_the_reminder(tmp_path, caplog):
+    """The gateway, the offline model and Telegram; only the clock is the test's."""
+    caplog.set_level("INFO")
+
+    async def whole(server):
+        config = Config()
+        config.defaults.workspace, config.defaults.timezone = str(tmp_path / "workspace"), "UTC"
+        config.cwd, config.channels.send_tool_hints = config.workspace, False
+        telegram = config.channels.telegram
+        telegram.token, telegram.api_base, telegram.allow_from = server.token, server.base_url, [7]
+        clock = Clock()
+        config.now, config.sleep = clock.now, clock.sleep
+        serving = asyncio.create_task(nanobot.serve(AgentLoop(config)))
+
+        async def until(condition):
+            await asyncio.to_thread(server.wait_until, condition)
+
+        server.say("remind me in 1 minute to stretch")
+        await until(lambda: len(server.texts()) == 1)
+        assert "12:01" in server.texts()[0]
+        clock.move(90)
+        await until(lambda: len(server.texts()) == 2)
+        assert "stretch" in server.texts()[1]
+        server.say("thanks")
+        await until(lambda: len(server.texts()) == 3)
+        lines = [json.loads(line) for line in
+                 (config.workspace / "sessions" / "telegram%3A7.jsonl").read_text().splitlines()]  # fmt: skip
+        assert len([line for line in lines if "stretch" in str(line.get("content"))]) >= 2
+        serving.cancel()
+        await asyncio.wait([serving])
+
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGHUP)
+    try:
+        with FakeTelegram() as server:
+            asyncio.run(whole(server))
+            assert server.token not in caplog.text
+    finally:
+        signal.signal(signal.SIGTERM, before[0])
+        signal.signal(signal.SIGHUP, before[1])
