@@ -179,6 +179,37 @@ def test_a_turn_that_fits_and_new_wait_for_no_memory(tmp_path):
     assert saved and set(saved) == {"Entry."}
 
 
+def test_two_programs_in_one_session_keep_it_once(tmp_path):
+    """The first one has answered and still keeps memory when the second one takes a turn."""
+
+    async def talk() -> list[int]:
+        released, begun = asyncio.Event(), asyncio.Event()
+
+        async def slow(request):
+            begun.set()
+            await released.wait()
+            return saving("Entry.", "- fact")
+
+        models = [Model(save=slow), Model(save=slow)]
+        first, second = (make_loop(tmp_path, model, memory_window=4) for model in models)
+        for n in range(2):
+            await first.process_direct(f"question {n}", KEY)
+        await asyncio.wait_for(begun.wait(), 20)
+        await second.process_direct("question 2", KEY)
+        await second.settled()
+        assert models[1].saves == []
+        released.set()
+        await first.settled()
+        await second.process_direct("question 3", KEY)
+        await second.settled()
+        return [len(model.saves) for model in models]
+
+    assert asyncio.run(talk()) == [1, 1]
+    session = SessionManager(tmp_path / "workspace").get(KEY)
+    assert session.last_consolidated == 6
+    assert history(tmp_path / "workspace") == ["Entry.", "Entry."], "lines 0-2, then 2-6"
+
+
 async def down(request) -> LLMResponse:
     return LLMResponse(finish_reason="error", error="the endpoint is down")
 

@@ -636,6 +636,31 @@ def test_what_is_appended_without_fsync_is_synced_once_on_another_thread(session
     assert not session.unsynced
 
 
+def test_synced_waits_for_what_another_thread_is_syncing(sessions):
+    session = sessions.get(KEY)
+    session.append(user("hello"))
+
+    async def wait_for_it() -> None:
+        with session.syncing:
+            waits = asyncio.create_task(session.synced())
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert not waits.done()
+        await asyncio.wait_for(waits, 20)
+
+    asyncio.run(wait_for_it())
+
+
+def test_what_nobody_waits_for_is_synced_soon(sessions):
+    session = sessions.get(KEY)
+    session.append(user("hello"), sync=False)
+    sessions.syncer.sync_soon(session)
+    deadline = time.monotonic() + 20
+    while session.unsynced and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not session.unsynced
+
+
 def test_a_disk_that_refuses_the_fsync_is_said_and_tried_again(sessions):
     session = sessions.get(KEY)
     session.append(user("one"), sync=False)
