@@ -375,12 +375,10 @@ def verdict(state: RunState, response: LLMResponse) -> str:
     withheld   a content filter took it                     → the run ends and says so
     silent     nothing, though it was asked once more       → the run ends and says so
     blank      nothing                                      → it is asked again, then without tools
-
-    Calls beside a withheld text count as cut: their arguments may end anywhere.
     """
     reason = response.finish_reason
     is_withheld = reason in ("content_filter", "refusal")
-    calls_may_be_cut = is_withheld and response.has_tool_calls
+    calls_may_be_cut = is_withheld and response.has_tool_calls  # their arguments end anywhere
     is_cut = reason == "length" or calls_may_be_cut
     if state.tools_end == "out_of_iterations":
         return "limit"

@@ -246,9 +246,9 @@ class OpenAIProvider(LLMProvider):
     async def answer(self, request: LLMRequest) -> LLMResponse:
         """Ask; heal what is refused, wait where it is busy, until there is an answer or no hope.
 
-        400 "'max_tokens' is not supported, use …"  → changed (`heal`), asked again at once
-        429 "try again in 20s", 503 "overloaded"    → asked again in 20 s; in 1, 2 and 4 s
-        401 "invalid key", or half an answer shown  → an answer with `error`: cause and fix
+        400 "'max_tokens' is not supported"  → changed (`heal`), asked again at once
+        429 "try again in 20s", 503          → asked again in 20 s; in 1, 2 and 4 s
+        401, or half an answer was shown     → an answer with `error`: cause and fix
         """
         healed = list(self._learnt.get(request.model, []))
         body = request_body(self.endpoint, request, healed)
@@ -272,8 +272,7 @@ class OpenAIProvider(LLMProvider):
                 jitter = os.urandom(1)[0] / 1280  # or all who wait would come back at once
                 await asyncio.sleep(seconds * self.pace * (1 + jitter))
             else:
-                why = await self._explain(failure, request.messages)
-                return failed(why, content=failure.shown or None, is_overflow=failure.is_overflow)
+                return await self._give_up(failure, request)
         self._learnt[request.model] = [entry for entry in healed if entry[0].is_remembered]
         await warn_of_window(self, request, response)
         return response
@@ -313,6 +312,10 @@ class OpenAIProvider(LLMProvider):
         self._loop = here
         self.warm_up()
         return self._client
+
+    async def _give_up(self, failure: Failure, request: LLMRequest) -> LLMResponse:
+        why = await self._explain(failure, request.messages)
+        return failed(why, content=failure.shown or None, is_overflow=failure.is_overflow)
 
     async def _explain(self, failure: Failure, messages: list[dict]) -> str:
         text = explanation(failure, self.endpoint, messages)
@@ -1892,7 +1895,7 @@ class HumanProvider(LLMProvider):
                 value, end = JSON.raw_decode(written)
             except (ValueError, RecursionError) as problem:
                 example = f'Is this a call? Then say {name} {{"argument": "value"}}'
-                raise ValueError(f"{example} ({problem}).") from None
+                raise ValueError(f"{example} (this is not whole JSON: {problem}).") from None
             arguments, complaint = parse_arguments(value, repair=False)
             if self.check and not complaint:
                 complaint = self.check(name, arguments)

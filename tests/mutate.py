@@ -108,7 +108,7 @@ def between(left: ast.AST, right: ast.AST, lines: list[bytes], other) -> tuple[i
 
 # ---- Which test executes which line ----
 
-TRACER = '''
+TRACER = """
 import os, sys, threading
 seen = {}
 def trace(frame, event, argument):
@@ -129,7 +129,7 @@ def trace(frame, event, argument):
     return note(frame, event, argument)
 threading.settrace(trace)
 sys.settrace(trace)
-'''
+"""
 
 
 def map_of_lines(box: "Sandbox") -> dict[tuple[str, int], set[str]]:

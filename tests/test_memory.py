@@ -823,7 +823,6 @@ def test_a_late_projection_costs_as_much_as_an_early_one(sessions):
     assert counts[0] == counts[1]
 
 
-
 # ---- How much fits a request ----
 
 
@@ -1490,7 +1489,6 @@ def test_a_long_conversation_always_fits_costs_the_same_late_as_early_and_forget
     assert len(session.get_history()) < 150
     assert "- my favourite colour is green" in MemoryStore(tmp_path).read_facts()
     assert "green" not in str(session.get_history()), "from memory, and from there alone"
-
 
 
 # ---- Dream ----

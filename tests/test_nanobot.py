@@ -1495,7 +1495,7 @@ def test_both_spellings_are_read(own_home):
     ("text", "said"),
     [
         ('{"agents": {"defaults": {"maxTokens": "many"}}}', 'maxTokens: expected integer, got "many"'),
-        ('{"providers": {"vllm": {"textToolCalls": "yes"}}}', 'textToolCalls: expected auto or on or off'),
+        ('{"providers": {"vllm": {"textToolCalls": "yes"}}}', "textToolCalls: expected auto or on or off"),
         ('{"agents": {"defaults": {"maxTokens": true}}}', "defaults.maxTokens: expected integer, got true"),
         ('{"agents": {"defualts": {}}}', "agents.defualts: unknown key"),
         ('{"tools": {"exec": {"allowedEnvKeys": [1]}}}', "exec.allowedEnvKeys[0]: expected string, got 1"),
@@ -1859,7 +1859,9 @@ class Gate:
 def users_of(request):
     """The texts of the user in a request, without what is said of time and place."""
     texts = [message["content"] for message in request.messages if message["role"] == "user"]
-    return [re.sub(r"\[Runtime Context.*?\[/Runtime Context\]\n\n", "", str(text), flags=re.S) for text in texts]
+    return [
+        re.sub(r"\[Runtime Context.*?\[/Runtime Context\]\n\n", "", str(text), flags=re.S) for text in texts
+    ]
 
 
 def texts_of(chats, chat="1"):
@@ -2007,7 +2009,9 @@ def test_whenever_messages_come_each_is_answered_in_one_turn_and_the_journal_is_
             assert sorted(" ".join(chats.finals(chat)).split()) == [f"<{chat}.{n}>" for n in range(10)]
             requests = [each for each in chats.loop.provider.requests if f"<{chat}." in str(each.messages)]
             for earlier, later in itertools.pairwise(requests):
-                assert without_images(later.messages)[: len(earlier.messages)] == without_images(earlier.messages)
+                assert without_images(later.messages)[: len(earlier.messages)] == without_images(
+                    earlier.messages
+                )
             for request in requests:
                 check_grammar(request.messages)
             session = chats.session(chat)
@@ -2119,8 +2123,11 @@ def test_stop_at_any_moment_leaves_a_lawful_session_and_answers_what_waits(tmp_p
         await chats.answered(5)
         nothing, help_, status, stopped, answer = chats.finals()
         assert nothing == "Nothing runs here." and help_.startswith("/new:") and "context" in status
-        assert stopped.startswith("Stopped") and answer.endswith("to first\n\n[the message above was not answered: interrupted]\n\nsecond") or (
-            moment == "in a tool" and answer.endswith("to second"))
+        assert (
+            stopped.startswith("Stopped")
+            and answer.endswith("to first\n\n[the message above was not answered: interrupted]\n\nsecond")
+            or (moment == "in a tool" and answer.endswith("to second"))
+        )
         assert not chats.session().unfinished
 
     serve_chats(work, tmp_path, script, [slow])
@@ -2334,7 +2341,11 @@ def test_a_helper_in_the_background_is_told_of_in_the_right_chat_in_the_agents_w
             return "gold"
         if "gold" in text:
             return "It found gold for you."
-        return call("spawn", task="dig", label="digger") if text == "go" and roles(request.messages)[-1] == "user" else "begun"
+        return (
+            call("spawn", task="dig", label="digger")
+            if text == "go" and roles(request.messages)[-1] == "user"
+            else "begun"
+        )
 
     async def work(chats):
         await chats.say("go", "1")
@@ -2354,7 +2365,11 @@ def test_a_helper_in_the_background_is_told_of_in_the_right_chat_in_the_agents_w
 def test_a_helper_that_fails_or_has_no_steps_left_is_a_failure_for_the_one_who_waits(tmp_path, end):
     async def script(request):
         if users_of(request) == ["dig"]:
-            return failed("no such model") if end == "fails" else call("list_dir", path=f"/{len(request.messages)}")
+            return (
+                failed("no such model")
+                if end == "fails"
+                else call("list_dir", path=f"/{len(request.messages)}")
+            )
         return call("spawn", task="dig", wait=True) if roles(request.messages)[-1] == "user" else "so it is"
 
     async def work(chats):
@@ -2440,13 +2455,24 @@ def test_the_message_tool_reaches_known_chats_and_its_text_is_not_said_twice(tmp
         (chats.loop.workspace / "a.txt").write_text("mine")
         await chats.say("hello", "2")
         await chats.answered(1, "2")
-        for text, finals in [("same", 1), ("other", 1), ("stranger", 1), ("nowhere", 1), ("file", 1), ("outside", 1)]:
+        for text, finals in [
+            ("same", 1),
+            ("other", 1),
+            ("stranger", 1),
+            ("nowhere", 1),
+            ("file", 1),
+            ("outside", 1),
+        ]:
             before = len(chats.finals())
             await chats.say(text)
-            await chats.until(lambda: not chats.session().unfinished and len(chats.finals()) == before + finals)
+            wanted = before + finals
+            await chats.until(
+                lambda wanted=wanted: not chats.session().unfinished and len(chats.finals()) == wanted
+            )
         await chats.answered(2, "2")
         assert chats.finals() == [
-            "from the tool", "final of other", "final of stranger", "final of nowhere", "here", "final of outside",
+            "from the tool", "final of other", "final of stranger", "final of nowhere", "here",
+            "final of outside",
         ]  # fmt: skip
         assert chats.finals("2") == ["final of hello", "for you"]
         (with_file,) = [message for message in chats.desk.sent if message.media]

@@ -619,7 +619,7 @@ ARGUMENTS = {
     "cut in a text of single quotes": ("{'a': 'echo }", "stop", {}, "not whole JSON"),
     "cut behind a text": ('{"a": "b"', "stop", {}, "not whole JSON"),
     "cut in a list": ('{"a": [1, 2', "tool_calls", {}, "not whole JSON"),
-    "broken, with a quote in a quote": ("{\"a\": 'it\", b',}", "stop", {"a": 'it", b'}, ""),
+    "broken, with a quote in a quote": ('{"a": \'it", b\',}', "stop", {"a": 'it", b'}, ""),
     "whole, with an unknown reason": ('{"a": 1}', "eos", {"a": 1}, ""),
     "broken, with an unknown reason": ("{a: 1,}", "tool_use", {"a": 1}, ""),
     "broken, and withheld": ('{"command": "rm -r bui', "content_filter", {}, "not whole JSON"),
@@ -733,8 +733,10 @@ THOUGHTS = {
     "look-alikes": ("<thinker> <think-foo> <think1> <think/>", "<thinker> <think-foo> <think1> <think/>"),
     "a tag within a block": ("<think>a <think> b ` c</think>Hi.", "Hi."),
     "a beginning of a tag at the end": ("if a <t", "if a <t"),
-    "two mentions in mid-line": ("Wrap it in <think> and </think> tags.",
-                                 "Wrap it in <think> and </think> tags."),
+    "two mentions in mid-line": (
+        "Wrap it in <think> and </think> tags.",
+        "Wrap it in <think> and </think> tags.",
+    ),
     "two mentions in quotes": ('Between "<think>" and "</think>".', 'Between "<think>" and "</think>".'),
     "a block in mid-line that begins with a line": ("Well:<think>\nhm</think>done", "Well:done"),
     "a tag at the very end": ("It ends in <think>", "It ends in <think>"),
@@ -1128,8 +1130,11 @@ def test_schema_words_are_taken_out_and_parameters_of_such_a_name_stay():
 
 
 def test_without_tools_of_its_own_a_model_gets_them_and_gives_calls_as_text():
-    answers = [Failure(400, by_id("ollama-no-tools")["body"]),
-               '<tool_call>{"name": "look", "arguments": {"const": "b"}}</tool_call>', "A cat."]
+    answers = [
+        Failure(400, by_id("ollama-no-tools")["body"]),
+        '<tool_call>{"name": "look", "arguments": {"const": "b"}}</tool_call>',
+        "A cat.",
+    ]
     with FakeLLM(answers) as server:
         provider = made(server)
         answer, shown = ask(provider, EVERYTHING, [STRICT], stream=True)
@@ -1392,7 +1397,7 @@ NO_TEXT_CALLS = {
     "words behind it": 'I would call <tool_call>{"name": "look", "arguments": {}}</tool_call> now.',
     "words before bare JSON": 'I would call {"name": "look", "arguments": {}}',
     "words between two calls": '<tool_call>{"name": "look", "arguments": {}}</tool_call>\nand\n'
-                               '<tool_call>{"name": "look", "arguments": {}}</tool_call>!',
+    '<tool_call>{"name": "look", "arguments": {}}</tool_call>!',
     "a call that is cut": '```json\n{"name": "look", "arguments": {"path": "a',
     "JSON that was asked for": '{"name": "look", "age": 7}',
     "a name that is none": '{"name": ["look"], "arguments": {}}',
@@ -1989,9 +1994,7 @@ def test_the_offline_model_remembers_and_says_what(desk):
             "edit_file"],
     )  # fmt: skip
     assert (desk.folder / "memory/MEMORY.md").read_text() == "# Facts\n\n- old\n- my cat is {Tom}\n"
-    assert (
-        desk.ask("what do you remember about my cat?")[0] == "I remember:\n\n- my cat is {Tom}"
-    )
+    assert desk.ask("what do you remember about my cat?")[0] == "I remember:\n\n- my cat is {Tom}"
 
 
 def test_the_offline_model_remembers_though_there_is_no_memory_yet(desk):
@@ -2252,7 +2255,8 @@ def test_the_offline_model_dreams(tmp_path):
     run = asyncio.run(AgentRunner(OFFLINE).run(AgentRunSpec(edit, ToolRegistry(FILE_TOOLS), turn=turn)))
     assert run.stop_reason == "completed"
     assert (
-        about_user.read_text() == "- The user lives in Rome\n- The user's name is Maria\n- The user likes tea\n"
+        about_user.read_text()
+        == "- The user lives in Rome\n- The user's name is Maria\n- The user likes tea\n"
     )
 
 
