@@ -240,7 +240,7 @@ class OpenAIProvider(LLMProvider):
         self.pace = pace
         self._client: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._learnt: dict[str, list[Healed]] = {}  # by model: what it takes to be understood
+        self.learnt: dict[str, list[Healed]] = {}  # by model: what it takes to be understood
         self.is_warned = False  # of a window that is too small
 
     async def answer(self, request: LLMRequest) -> LLMResponse:
@@ -250,13 +250,14 @@ class OpenAIProvider(LLMProvider):
         429 "try again in 20s", 503          → asked again in 20 s; in 1, 2 and 4 s
         401, or half an answer was shown     → an answer with `error`: cause and fix
         """
-        healed = list(self._learnt.get(request.model, []))
+        healed = list(self.learnt.get(request.model, []))
         body = request_body(self.endpoint, request, healed)
         tries = 0
         while True:
             try:
                 response = await self._ask(request, body)
-                break
+                await keep_what_was_learnt(self, request, response, healed)
+                return response
             except Failure as problem:
                 failure = replace(problem, tries=tries)
             if remedy := find_remedy(failure, body, healed):
@@ -267,15 +268,11 @@ class OpenAIProvider(LLMProvider):
             elif (seconds := retry_after(failure)) is not None:
                 tries += 1
                 self._note(request, failure, "retried")
-                if line := wait_line(failure, seconds):
-                    await request.tell(line)
+                await tell_wait(request, failure, seconds)
                 jitter = os.urandom(1)[0] / 1280  # or all who wait would come back at once
                 await asyncio.sleep(seconds * self.pace * (1 + jitter))
             else:
                 return await self._give_up(failure, request)
-        self._learnt[request.model] = [entry for entry in healed if entry[0].is_remembered]
-        await warn_of_window(self, request, response)
-        return response
 
     def _note(self, request: LLMRequest, failure: Failure, outcome: str) -> None:
         """A trace has each HTTP attempt, also one that another attempt follows."""
@@ -932,6 +929,11 @@ def is_passing(failure: Failure) -> bool:
     return status in (408, 409, 429) or status >= 500 or bool(BUSY.search(failure.text))
 
 
+async def tell_wait(request: LLMRequest, failure: Failure, seconds: float) -> None:
+    if line := wait_line(failure, seconds):
+        await request.tell(line)
+
+
 def wait_line(failure: Failure, seconds: float) -> str:
     """What the user is told: nothing of a second try at once, of a loading model only once."""
     if failure.is_loading:
@@ -1238,6 +1240,13 @@ def safe_text(endpoint: Endpoint, text: str) -> str:
     """Some servers repeat the key in what they say of it."""
     key = endpoint.api_key
     return text.replace(key, "[key]") if len(key) > 7 else text  # "ollama" is no secret
+
+
+async def keep_what_was_learnt(
+    provider: OpenAIProvider, request: LLMRequest, response: LLMResponse, healed: list[Healed]
+) -> None:
+    provider.learnt[request.model] = [entry for entry in healed if entry[0].is_remembered]
+    await warn_of_window(provider, request, response)
 
 
 async def models_of(client: Any, seconds: float) -> list[str]:

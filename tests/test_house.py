@@ -80,7 +80,7 @@ def test_the_first_readings_are_an_afternoon():
     counts = {name: lines_without_imports(name, BORDERS[name] - 1) for name in ROOMS}
     assert sum(counts.values()) <= sum(FIRST_READING.values()) == 1_500, counts
     for name, count in counts.items():
-        assert count <= FIRST_READING[name] * 1.15, (name, count)  # a guide; the sum is the law
+        assert count <= FIRST_READING[name] * 1.2, (name, count)  # a guide; the sum is the law
 
 
 @pytest.mark.budget

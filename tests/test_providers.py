@@ -1039,7 +1039,7 @@ def test_what_an_endpoint_refuses_is_changed_and_asked_again(refusal):
     answer, bodies, _, provider = after_refusal(refusal, stream=not name.startswith("dashscope-"), row=row)
     assert answer.content == "Fine." and len(bodies) == 2
     assert bodies[0] != bodies[1]
-    assert len(provider._learnt["test-model"]) == refusal.get("remembered", True)
+    assert len(provider.learnt["test-model"]) == refusal.get("remembered", True)
 
 
 def test_every_row_of_the_table_mends_a_recorded_refusal():
@@ -1092,7 +1092,7 @@ def test_what_passes_is_asked_again_and_the_user_sees_the_wait(refusal):
     answer, bodies, told, provider = after_refusal(refusal, more={})
     assert answer.content == "Fine." and bodies[0] == bodies[1]
     assert len(told) == 1 and re.search(r"asking again in \d+ s$", told[0])
-    assert provider._learnt["test-model"] == []
+    assert provider.learnt["test-model"] == []
 
 
 def by_id(name):
@@ -1186,7 +1186,7 @@ def test_a_change_that_does_not_help_is_tried_once_and_not_remembered():
     refusal = by_id("openai-temperature-only-default")
     answer, bodies, _, provider = after_refusal(refusal, retries=9)
     assert answer.finish_reason == "error" and "temperature" in answer.error
-    assert len(bodies) < 5 and provider._learnt == {}
+    assert len(bodies) < 5 and provider.learnt == {}
 
 
 def test_several_refusals_in_a_row_are_all_mended():
