@@ -1559,7 +1559,8 @@ async def do_tasks(loop: AgentLoop, tasks: str) -> None:
 async def run_job(loop: AgentLoop, bus: MessageBus, job: CronJob) -> None:
     """A job is a turn in a session of its own; its answer goes to its chat, a failure too."""
     GATEWAY_LOG.info("cron %s: %s", job.id, job.message[:80])
-    result = await loop.process_direct(job.message, f"cron:{job.id}")
+    message = template("job", message=job.message)
+    result = await loop.process_direct(message, f"cron:{job.id}")
     failed = result.stop_reason in NOT_ANSWERED
     text = text_for_chat(result)
     report = f"The job {job.id} ({job.message[:80]}) failed. {text}" if failed else text
@@ -2488,6 +2489,8 @@ def sessions_command(arguments: argparse.Namespace) -> None:
 
 def gateway_command(arguments: argparse.Namespace) -> None:
     """Channels, cron and heartbeat, until a signal."""
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     GATEWAY_LOG.setLevel(logging.INFO)
     if arguments.verbose:
         log.setLevel(logging.INFO)

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import random
 import re
 import select
 import signal
@@ -17,6 +18,8 @@ import pytest
 
 import nanobot as program
 from fake_llm import Failure, FakeLLM, Hang, Reply, call, calls
+from fake_telegram import FakeTelegram
+from test_providers import check_grammar as is_lawful
 
 ROOT = Path(__file__).parent.parent
 PROGRAM = [sys.executable, str(ROOT / "nanobot.py")]
@@ -494,8 +497,8 @@ def test_kill_9_loses_no_message_and_the_next_start_is_lawful(own_home, tmp_path
         check_grammar(server.bodies[0]["messages"])
 
 
-def journal_whatever(home: Path) -> list[dict]:
-    path = next((home / ".nanobot" / "workspace" / "sessions").glob("*.jsonl"))
+def journal_whatever(home: Path, key: str = "cli%3Adirect") -> list[dict]:
+    path = home / ".nanobot" / "workspace" / "sessions" / f"{key}.jsonl"
     lines = []
     for line in path.read_text(encoding="utf-8").split("\n")[:-1]:  # the last may be torn
         lines.append(json.loads(line))
@@ -1104,3 +1107,108 @@ def test_a_terminal_shows_why_an_answer_stops_half_way(own_home, needs_terminal)
         terminal.expect("half of it")
         terminal.expect("boom")
         assert terminal.close() == 1
+
+
+# ---- The gateway ----
+
+
+class Gateway:
+    """`nanobot gateway` as a process of its own; its log is in a file."""
+
+    def __init__(self, home: Path, telegram: FakeTelegram, server: FakeLLM, *flags: str, **settings):
+        config = {"channels": {"telegram": {"token": telegram.token, "allowFrom": [7, *range(100, 120)],
+                                            "apiBase": telegram.base_url} | settings}}  # fmt: skip
+        (home / ".nanobot").mkdir(exist_ok=True)
+        (home / ".nanobot" / "config.json").write_text(json.dumps(config))
+        self.log = home / "gateway.log"
+        with open(self.log, "a") as log:
+            self.process = start("gateway", *flags, server=server, stderr=log,
+                                 preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))  # fmt: skip
+
+    def wait_for(self, text: str) -> None:
+        wait_until(lambda: text in self.log.read_text() or self.process.poll() is not None, 30)
+        assert text in self.log.read_text()
+
+    def end(self) -> float:
+        before = time.monotonic()
+        self.process.terminate()
+        self.process.wait(20)
+        return time.monotonic() - before
+
+
+def test_a_gateway_answers_lets_others_look_survives_its_terminal_and_ends_in_order(own_home):
+    def script(body):
+        text = str(body["messages"][-1]["content"])
+        return Hang(60) if text.endswith("wait") else f"to {text.split()[-1]}"
+
+    with FakeTelegram() as telegram, FakeLLM(script) as server:
+        gateway = Gateway(own_home, telegram, server)
+        telegram.say("hello")
+        telegram.wait_until(lambda: telegram.texts() == ["to hello"])
+        gateway.process.send_signal(signal.SIGHUP)
+        status, _, err = nanobot("gateway", server=server)
+        assert status == 1 and "A gateway serves" in err
+        status, out, _ = nanobot("cron", server=server)
+        assert (status, "dream" in out, "No gateway runs" in out) == (0, True, False)
+        assert nanobot("status", server=server)[0] == 0
+        telegram.say("wait")
+        wait_until(lambda: str(server.bodies[-1]["messages"][-1]["content"]).endswith("wait"), 30)
+        assert gateway.end() < 10
+        assert [line["content"] for line in journal(own_home, "telegram%3A7") if "role" in line] == [
+            "hello", "to hello", "wait"]  # fmt: skip
+        assert gateway.process.returncode == 0
+        log = gateway.log.read_text()
+        assert telegram.token not in log and "Traceback" not in log
+        events = [line for line in log.splitlines() if "telegram:7" in line]
+        assert len(events) == 3, "one line an event: two came in, one was answered"
+    with FakeTelegram() as telegram, FakeLLM(["at last"]) as server:
+        gateway = Gateway(own_home, telegram, server, "--verbose")
+        telegram.wait_until(lambda: telegram.texts() == ["at last"])
+        gateway.wait_for("iteration 1")
+        gateway.end()
+
+
+def test_a_wrong_token_is_said_plainly_and_cron_goes_on(own_home):
+    with FakeTelegram() as telegram, FakeLLM([]) as server:
+        gateway = Gateway(own_home, telegram, server, token="1:wrong")
+        gateway.wait_for("Telegram does not know this bot token")
+        assert gateway.process.poll() is None and "1:wrong" not in gateway.log.read_text()
+        gateway.end()
+
+
+def test_kill_9_of_a_gateway_under_load_loses_nothing_and_doubles_nothing(own_home):
+    """Killed at random moments; each chat gets an answer for each message, at least once."""
+    dice, chats, rounds = random.Random(5), range(100, 106), 20 if FULL else 2
+
+    def script(body):
+        last = str(body["messages"][-1]["content"])
+        is_task = body["messages"][-1]["role"] == "user" and dice.random() < 0.5
+        tokens = re.findall(r"<\d+\.\d+>", str([m["content"] for m in body["messages"] if m["role"] == "user"]))
+        return Reply(None, [call("list_dir", path=".")], "tool_calls", delay=0.02) if is_task and last else Reply(
+            " ".join(tokens), delay=0.02)
+
+    with FakeTelegram() as telegram, FakeLLM(script) as server:
+        for number in range(rounds):
+            gateway = Gateway(own_home, telegram, server)
+            for chat in chats:
+                for count in range(3):
+                    telegram.say(f"<{chat}.{3 * number + count}>", sender=chat)
+            served = len(server.bodies) + dice.randint(0, 15)
+            wait_until(lambda served=served: len(server.bodies) > served, 30)
+            gateway.process.kill()
+            gateway.process.wait()
+        gateway = Gateway(own_home, telegram, server)
+
+        def is_answered(chat, number):
+            texts = [each["text"] for each in telegram.calls("sendMessage") if each["chat_id"] == str(chat)]
+            return f"{chat}.{number}&" in " ".join(texts)
+
+        expected = [(chat, number) for chat in chats for number in range(3 * rounds)]
+        telegram.wait_until(lambda: all(is_answered(*each) for each in expected))
+        gateway.end()
+        for body in filter(None, server.bodies):
+            is_lawful(body["messages"])
+    for chat in chats:
+        lines = [line for line in journal_whatever(own_home, f"telegram%3A{chat}") if line.get("role")]
+        asked = [line["content"] for line in lines if line["role"] == "user"]
+        assert sorted(asked) == sorted(f"<{chat}.{number}>" for number in range(3 * rounds))
