@@ -620,8 +620,8 @@ class Syncer:
     def sync_soon(self, session: Session) -> None:
         """Nobody waits for it: of a step, whose result only the model has seen."""
         with self._lock:
+            is_first = not self._due
             self._due[id(session)] = session
-            is_first = len(self._due) == 1
         if is_first:
             threading.Thread(target=self._work, daemon=True).start()
 

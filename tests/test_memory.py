@@ -654,7 +654,10 @@ def test_synced_waits_for_what_another_thread_is_syncing(sessions):
 def test_what_nobody_waits_for_is_synced_soon(sessions):
     session = sessions.get(KEY)
     session.append(user("hello"), sync=False)
-    sessions.syncer.sync_soon(session)
+    threads = threading.active_count()
+    for _ in range(100):
+        sessions.syncer.sync_soon(session)
+    assert threading.active_count() <= threads + 5, "one thread for all of them"
     deadline = time.monotonic() + 20
     while session.unsynced and time.monotonic() < deadline:
         time.sleep(0.01)
