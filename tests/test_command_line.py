@@ -859,7 +859,7 @@ def test_a_person_can_be_the_model(own_home, needs_terminal, tmp_path):
                  "model> "):  # fmt: skip
         terminal.expect(seen)
     wrong = ['read_file {"path": "a.txt", "colour": 1}', 'read_file {"path": ', "read_file"]
-    complaints = ["colour", "not whole JSON", "path is required"]
+    complaints = ["colour", "not whole JSON", "Is this a call?"]
     for line, complaint in zip(wrong, complaints, strict=True):
         terminal.type(f"{line}\n")
         terminal.expect(complaint)
@@ -1183,9 +1183,10 @@ def test_kill_9_of_a_gateway_under_load_loses_nothing_and_doubles_nothing(own_ho
     def script(body):
         last = str(body["messages"][-1]["content"])
         is_task = body["messages"][-1]["role"] == "user" and dice.random() < 0.5
-        tokens = re.findall(r"<\d+\.\d+>", str([m["content"] for m in body["messages"] if m["role"] == "user"]))
-        return Reply(None, [call("list_dir", path=".")], "tool_calls", delay=0.02) if is_task and last else Reply(
-            " ".join(tokens), delay=0.02)
+        users = [each["content"] for each in body["messages"] if each["role"] == "user"]
+        if is_task and last:
+            return Reply(None, [call("list_dir", path=".")], "tool_calls", delay=0.02)
+        return Reply(" ".join(re.findall(r"<\d+\.\d+>", str(users))), delay=0.02)
 
     with FakeTelegram() as telegram, FakeLLM(script) as server:
         for number in range(rounds):
