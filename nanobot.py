@@ -1252,8 +1252,11 @@ class BusService:
         but /new and /continue for what came before them."""
         key = message.chat_id if message.channel == "system" else message.session_key
         command, _ = slash_command(message.content)
-        if command not in ("", "new", "continue"):
+        if command == "stop":  # at once: what comes next is not meant
+            self._begin(self._say(key, stop_report(self.loop.stop(key))))
+        elif command not in ("", "new", "continue"):
             self._begin(self._command(key, message.content))
+        if command not in ("", "new", "continue"):
             message.confirm()
             return
         conversation = self.conversations.get(key) or Conversation(key)
@@ -1373,6 +1376,9 @@ class BusService:
     async def _emit(self, event: OutboundMessage) -> None:
         if event.kind in ("final", "delta", *kinds_to_show(self.loop.config.channels)):
             self.bus.send(event)
+
+    async def _say(self, key: str, text: str) -> None:
+        await EventHook(self._emit, self.loop.turn(key), False).send("final", text)
 
     async def _command(self, key: str, text: str) -> None:
         try:
@@ -1832,9 +1838,7 @@ async def answer_command(
         case "dream-restore":
             lines = [await in_thread(repository.restore, argument)]
         case "stop":
-            lines = ["Nothing runs here."]
-            if loop.stop(turn.session_key):
-                lines = ["Stopped; /continue goes on."]
+            lines = [stop_report(loop.stop(turn.session_key))]
         case "help":
             lines = [f"/{name}: {meaning}" for name, meaning in COMMANDS.items()]
         case "status":
@@ -1842,6 +1846,10 @@ async def answer_command(
         case _:
             lines = [closest_command(command)]
     return AgentRunResult("\n".join(lines))
+
+
+def stop_report(has_stopped: bool) -> str:
+    return "Stopped; /continue goes on." if has_stopped else "Nothing runs here."
 
 
 def closest_command(command: str) -> str:

@@ -82,7 +82,7 @@ def test_what_was_said_is_known_in_a_new_session_and_a_dream_is_seen_and_undone(
     workspace = own_home / ".nanobot" / "workspace"
     assert "favourite colour is green" in history(workspace)[0], "the program ended when it was there"
     _, out, _ = nanobot("--offline", "-s", "other", "-m", "what is my favourite colour?")
-    assert "From memory: The user's favourite colour is green" in out
+    assert "The user's favourite colour is green" in out
     about_user = workspace / "USER.md"
     before = about_user.read_text()
     assert "1 change(s)" in nanobot("--offline", "-m", "/dream")[1]
@@ -103,10 +103,10 @@ def test_forty_turns_later_it_is_answered_from_memory(tmp_path):
         await loop.process_direct("my favourite colour is green", KEY)
         for n in range(40):
             await loop.process_direct(f"what is {n}+{n}?", KEY)
-        await loop.settled()
+        await loop.background.settled()
         return (await loop.process_direct("what is my favourite colour?", "cli:other")).final_content
 
-    assert "From memory: The user's favourite colour is green" in asyncio.run(talk())
+    assert "The user's favourite colour is green" in asyncio.run(talk())
     session = loop.sessions.get(KEY)
     assert session.last_consolidated > 0 and "green" not in str(session.get_history())
 
@@ -170,7 +170,7 @@ def test_a_turn_that_fits_and_new_wait_for_no_memory(tmp_path):
         result = await asyncio.wait_for(loop.process_direct("hello", "cli:other"), 20)
         assert result.stop_reason == "completed" and not released.is_set()
         released.set()
-        await loop.settled()
+        await loop.background.settled()
         session = loop.sessions.get(KEY)
         assert session.last_consolidated == session.start == 6
 
@@ -196,12 +196,12 @@ def test_two_programs_in_one_session_keep_it_once(tmp_path):
             await first.process_direct(f"question {n}", KEY)
         await asyncio.wait_for(begun.wait(), 20)
         await second.process_direct("question 2", KEY)
-        await second.settled()
+        await second.background.settled()
         assert models[1].saves == []
         released.set()
-        await first.settled()
+        await first.background.settled()
         await second.process_direct("question 3", KEY)
-        await second.settled()
+        await second.background.settled()
         return [len(model.saves) for model in models]
 
     assert asyncio.run(talk()) == [1, 1]
@@ -230,7 +230,7 @@ def test_whatever_the_model_does_new_is_done_and_nothing_is_lost(tmp_path, save)
         for n in range(2):
             await loop.process_direct(f"marker-{n}", KEY)
         assert "A new session" in (await loop.process_direct("/new", KEY)).final_content
-        await loop.settled()
+        await loop.background.settled()
         session = loop.sessions.get(KEY)
         assert session.last_consolidated == session.start == 4
         assert loop.memory.read_facts() == "- The cat is Tom\n"
@@ -249,7 +249,7 @@ def test_raw_history_holds_every_message_however_long_the_conversation(tmp_path)
             session.append({"role": "user", "content": f"marker-{n}, " + "x" * 1_500}, sync=False)
             session.append({"role": "assistant", "content": f"reply-{n}"}, sync=False)
         await loop.process_direct("/new", KEY)
-        await loop.settled()
+        await loop.background.settled()
 
     asyncio.run(talk())
     text = "\n".join(history(tmp_path / "workspace"))
@@ -305,7 +305,7 @@ def test_a_single_turn_that_outgrows_the_window_goes_on_and_says_so_once(tmp_pat
     async def talk() -> None:
         result = await loop.process_direct("read it all", KEY, note)
         assert (result.stop_reason, result.requests) == ("completed", 31)
-        await loop.settled()
+        await loop.background.settled()
         status = (await loop.process_direct("/status", KEY)).final_content
         assert "sent as one line" in status or "left out" in status or "cut to" in status
 
@@ -354,11 +354,11 @@ def test_a_conversation_of_2000_turns_fits_and_is_remembered_in_a_new_session(tm
             text = "my favourite colour is green" if n == 3 else f"question {n}"
             result = await loop.process_direct(text, KEY)
             assert result.final_content == "It says something."
-        await loop.settled()
+        await loop.background.settled()
         offline = make_loop(tmp_path, OfflineProvider(), window, max_tokens=2_000)
         return (await offline.process_direct("what is my favourite colour?", "cli:other")).final_content
 
-    assert "From memory: The user's favourite colour is green" in asyncio.run(talk())
+    assert "The user's favourite colour is green" in asyncio.run(talk())
     session = SessionManager(loop.workspace).get(KEY)
     assert len(session.lines) == 4 * turns
     assert len(session.get_history()) <= 120 and "green" not in str(session.get_history())
