@@ -341,9 +341,9 @@ def reads_now_and_then(request) -> LLMResponse:
     return LLMResponse(None, [ToolCallRequest("c", "read_file", {"path": path})], "tool_calls")
 
 
-@pytest.mark.parametrize("window", [8_000, 65_536])
-def test_a_conversation_of_2000_turns_fits_and_is_remembered_in_a_new_session(tmp_path, window):
-    turns = 2_000 if FULL else 300
+@pytest.mark.parametrize(("window", "turns"), [(8_000, 300), (65_536, 150)])
+def test_a_conversation_of_2000_turns_fits_and_is_remembered_in_a_new_session(tmp_path, window, turns):
+    turns = 2_000 if FULL else turns
     model = Model(reads_now_and_then, keep_favourites, window)
     loop = make_loop(tmp_path, model, window, max_tokens=2_000)
     (loop.workspace / "small.txt").write_text("a line\n" * 30)
