@@ -895,7 +895,18 @@ MAX_PROMPT_FILE = 100_000  # bytes
 
 def read_own(turn: Turn, path: Path) -> bytes:
     """A file that goes into the prompt. It may be a link, but not to keys or over the fence."""
-    return read_bytes(turn.path(str(path)), MAX_PROMPT_FILE)
+    link, file = path.lstat(), path.stat()
+    stamps = (link.st_ino, link.st_ctime_ns, file.st_ino, file.st_ctime_ns, file.st_size)
+    fence = (turn.workspace, turn.cwd, turn.restrict, turn.readable, turn.secret)
+    return read_unchanged(str(path), stamps, fence)
+
+
+@functools.lru_cache(maxsize=64)
+def read_unchanged(path: str, stamps: tuple, fence: tuple) -> bytes:
+    """Neither checked nor read again while it is the same file: 12 files, twice a turn, are 6 ms."""
+    workspace, cwd, restrict, readable, secret = fence
+    turn = Turn(workspace, cwd, restrict=restrict, readable=readable, secret=secret)
+    return read_bytes(turn.path(path), MAX_PROMPT_FILE)
 
 
 def make_skills(turn: Turn) -> SkillsLoader:

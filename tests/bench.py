@@ -302,6 +302,56 @@ def reopening(workspace: str) -> None:
     report(ms=(time.perf_counter() - start) * 1e3)
 
 
+def many_chats() -> None:
+    """200 chats of 10 messages each, the next one when the last is answered: one loop, 50 ms a request."""
+    import resource
+
+    import channels
+    import nanobot
+    from providers import LLMProvider, LLMResponse
+
+    class Slow(LLMProvider):
+        async def answer(self, request):
+            await asyncio.sleep(0.05)
+            return LLMResponse(f"to {request.messages[-1]['content'].split()[-1]}")
+
+    class Phone(channels.Channel):
+        name = "phone"
+
+        def __init__(self):
+            super().__init__(["*"])
+            self.answers = {}
+
+        async def send(self, message):
+            if message.kind == "final":
+                self.answers[message.chat_id].put_nowait(message.content)
+
+    async def talk(bus, phone, chat):
+        answers = phone.answers[chat] = asyncio.Queue()
+        for number in range(10):
+            await bus.publish(
+                channels.InboundMessage("phone", "7", chat, f"m{number}", message_id=f"{number}")
+            )
+            assert await answers.get() == f"to m{number}"
+            done.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+
+    async def everyone():
+        config = nanobot.Config()
+        config.defaults.workspace = tempfile.mkdtemp()
+        loop, bus, phone = nanobot.AgentLoop(config, Slow()), channels.MessageBus(), Phone()
+        bus.open(phone)
+        serving = asyncio.create_task(loop.run(bus))
+        start = time.perf_counter()
+        await asyncio.gather(*(talk(bus, phone, str(chat)) for chat in range(200)))
+        wall = (time.perf_counter() - start) * 1e3
+        serving.cancel()
+        return wall
+
+    done = []
+    ms = asyncio.run(everyone())
+    report(ms=ms, first=done[999] / 1024, last=done[-1] / 1024)
+
+
 def ten_blocking_tools() -> None:
     from nanobot import AgentRunner, AgentRunSpec
     from providers import ScriptedProvider, ToolCallRequest
@@ -479,6 +529,14 @@ def race_sessions(race: Race) -> None:
         (race.inside("kit_side_by_side", url), race.inside("bare_side_by_side", url)) for _ in range(ROUNDS)
     ]
     race.show("50 sessions of 10 calls", *medians(pairs), 0.7)
+
+
+def race_chats(race: Race) -> None:
+    figures = race.inside("many_chats")
+    race.show("200 chats of 10 messages", [figures["ms"]], [2_000 * 50 / 8], 1.5)
+    print(
+        f"{'':34}peak memory {figures['first']:.1f} MB, at the end {figures['last']:.1f} MB (aim: the same)"
+    )
 
 
 def race_parallel_tools(race: Race) -> None:

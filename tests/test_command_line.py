@@ -1213,3 +1213,30 @@ def test_kill_9_of_a_gateway_under_load_loses_nothing_and_doubles_nothing(own_ho
         lines = [line for line in journal_whatever(own_home, f"telegram%3A{chat}") if line.get("role")]
         asked = [line["content"] for line in lines if line["role"] == "user"]
         assert sorted(asked) == sorted(f"<{chat}.{number}>" for number in range(3 * rounds))
+
+
+def test_a_one_shot_waits_for_its_helpers_and_tells_what_they_found(own_home):
+    def script(body):
+        *_, last = body["messages"]
+        if body["messages"][0]["content"].startswith("You are a helper"):
+            return Reply("gold", delay=0.1)
+        if "gold" in str(last["content"]):
+            return "It found gold."
+        return call("spawn", task="dig") if last["role"] == "user" else "A helper digs."
+
+    with FakeLLM(script) as server:
+        assert nanobot("-m", "dig", server=server)[:2] == (0, "A helper digs.\nIt found gold.\n")
+
+
+def test_ctrl_c_ends_the_helpers_of_a_one_shot_too(own_home):
+    def script(body):
+        if body["messages"][0]["content"].startswith("You are a helper"):
+            return Hang(60)
+        return call("spawn", task="dig") if body["messages"][-1]["role"] == "user" else "A helper digs."
+
+    with FakeLLM(script) as server:
+        process = start("-m", "dig", server=server)
+        wait_until(lambda: len(server.bodies) == 3)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=10)
+        assert process.returncode == 130

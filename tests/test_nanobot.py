@@ -1834,9 +1834,11 @@ class Chats:
 
     async def until(self, condition):
         """Waits until the condition holds."""
-        async with asyncio.timeout(30):
-            while not condition():
-                await asyncio.sleep(0.001)
+        patience = asyncio.get_running_loop().time() + 20
+        while not condition():
+            await asyncio.sleep(0.001)
+            if asyncio.get_running_loop().time() > patience:
+                pytest.fail(f"sent: {[m.content for m in self.desk.sent][-5:]}, chat 1: {texts_of(self)[-5:]}")
 
     async def answered(self, count=1, chat="1"):
         await self.until(lambda: len(self.finals(chat)) >= count)
@@ -2138,17 +2140,18 @@ def test_stop_at_a_random_moment_loses_no_later_message(tmp_path, seed):
     dice = random.Random(seed)
 
     @tool
-    async def nap() -> str:
+    async def nap(n: float) -> str:
         """Nap."""
         for _ in range(dice.randint(0, 20)):
             await asyncio.sleep(0)
-        return "slept"
+        return f"slept {n}"
 
     async def script(request):
         check_grammar(request.messages)
         for _ in range(dice.randint(0, 20)):
             await asyncio.sleep(0)
-        return call("nap", f"c{dice.random()}") if dice.random() < 0.5 else f"to {users_of(request)[-1]}"
+        number = dice.random()
+        return call("nap", f"c{number}", n=number) if dice.random() < 0.5 else f"to {users_of(request)[-1]}"
 
     async def work(chats):
         for number in range(8):
