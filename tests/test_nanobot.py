@@ -1838,7 +1838,9 @@ class Chats:
         while not condition():
             await asyncio.sleep(0.001)
             if asyncio.get_running_loop().time() > patience:
-                pytest.fail(f"sent: {[m.content for m in self.desk.sent][-5:]}, chat 1: {texts_of(self)[-5:]}")
+                pytest.fail(
+                    f"sent: {[m.content for m in self.desk.sent][-5:]}, chat 1: {texts_of(self)[-5:]}"
+                )
 
     async def answered(self, count=1, chat="1"):
         await self.until(lambda: len(self.finals(chat)) >= count)
