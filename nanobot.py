@@ -903,7 +903,7 @@ def read_own(turn: Turn, path: Path) -> bytes:
 
 @functools.lru_cache(maxsize=64)
 def read_unchanged(path: str, stamps: tuple, fence: tuple) -> bytes:
-    """Neither checked nor read again while it is the same file: 12 files, twice a turn, are 6 ms."""
+    """Not checked and read again while it is the same file: 12 files, twice a turn, are 6 ms."""
     workspace, cwd, restrict, readable, secret = fence
     turn = Turn(workspace, cwd, restrict=restrict, readable=readable, secret=secret)
     return read_bytes(turn.path(path), MAX_PROMPT_FILE)
