@@ -592,6 +592,8 @@ def run_spec(
 def turn_of(loop: AgentLoop, session_key: str) -> Turn:
     """The circumstances of a turn: who asks, where it works, what it may touch."""
     channel, _, chat_id = session_key.partition(":")
+    if len(loop.files_seen) > 1_000:  # a gateway runs for months
+        del loop.files_seen[next(iter(loop.files_seen))]
     return Turn(
         loop.workspace, loop.config.cwd, channel, chat_id, session_key,
         restrict=loop.config.tools.restrict_to_workspace, readable=(DATA / "skills",),
@@ -1586,9 +1588,7 @@ async def run_job(loop: AgentLoop, bus: MessageBus, job: CronJob) -> None:
         raise RuntimeError(text)
 
 
-async def write_to_chat(
-    loop: AgentLoop, bus: MessageBus, key: str, text: str, media: Iterable[Path] = ()
-) -> None:
+async def write_to_chat(loop: AgentLoop, bus: MessageBus, key: str, text: str) -> None:
     """What nobody there has asked for stands in the journal, too: the user may answer it."""
     try:
         async with loop.turns.hold(key) as session:
@@ -1600,7 +1600,7 @@ async def write_to_chat(
             send_final(loop, bus, key, text, len(session.lines))
     except SessionBusy:  # of another program
         await asyncio.sleep(1.0)
-        await write_to_chat(loop, bus, key, text, media)
+        await write_to_chat(loop, bus, key, text)
 
 
 async def no_clock_here(job: CronJob) -> None:

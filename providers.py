@@ -154,7 +154,8 @@ class LLMProvider:
         return response
 
     async def answer(self, request: LLMRequest) -> LLMResponse:
-        """The messages are the provider's own: it may change them."""
+        """The messages are the provider's own. A model keeps no state, the offline one neither:
+        what was called already, and what came of it, it reads there: in the `tool` messages."""
         raise NotImplementedError
 
     def get_default_model(self) -> str:
