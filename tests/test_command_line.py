@@ -476,7 +476,7 @@ def test_kill_9_loses_no_message_and_the_next_start_is_lawful(own_home, tmp_path
     """Killed after some requests or others: what the endpoint was sent must be in the journal, once."""
     rounds = 25 if FULL else 2
     (tmp_path / "a.txt").write_text("hello\n", encoding="utf-8")
-    with FakeLLM(lambda body: call("read_file", path="a.txt")) as server:
+    with FakeLLM(lambda body: call("read_file", path="a.txt", limit=len(body["messages"]))) as server:
         for number in range(rounds):
             before = len(server.bodies)
             process = start("-m", f"message {number}", server=server, cwd=tmp_path)
