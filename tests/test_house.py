@@ -15,7 +15,7 @@ ROOMS = ["nanobot", "providers", "memory", "tools", "channels"]
 # Lines without imports: of the first reading, and of the whole file. The sums are the law; why the
 # second one is what it is stands in NOTES.md under "Line budgets".
 FIRST_READING = {"nanobot": 500, "providers": 350, "memory": 280, "tools": 270, "channels": 100}
-WHOLE_FILE = {"nanobot": 2600, "providers": 2350, "memory": 1750, "tools": 2750, "channels": 1650}
+WHOLE_FILE = {"nanobot": 2630, "providers": 2350, "memory": 1750, "tools": 2750, "channels": 1650}
 LEAVES = [name for name in ROOMS if name != "nanobot"]
 SOURCES = {name: (ROOT / f"{name}.py").read_text(encoding="utf-8") for name in ROOMS}
 TREES = {name: ast.parse(source) for name, source in SOURCES.items()}
@@ -86,7 +86,7 @@ def test_the_first_readings_are_an_afternoon():
 @pytest.mark.budget
 def test_the_whole_kit_keeps_to_its_budget():
     counts = {name: lines_without_imports(name) for name in ROOMS}
-    assert sum(counts.values()) <= sum(WHOLE_FILE.values()) == 11_100, counts
+    assert sum(counts.values()) <= sum(WHOLE_FILE.values()) == 11_130, counts
     for name, count in counts.items():
         assert count <= WHOLE_FILE[name] * 1.1, (name, count)
 

@@ -324,6 +324,32 @@ def test_when_a_turn_is_stopped_everything_in_it_has_ended():
     assert asyncio.run(stop_it()) == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_tool_that_catches_its_cancellation_does_not_hold_the_turn(count):
+    started = asyncio.Event()
+
+    @tool(read_only=True)
+    async def stubborn() -> str:
+        """Stay."""
+        started.set()
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            return "stopped, said the tool"
+
+    async def stop_it():
+        spec = AgentRunSpec([{"role": "user", "content": "x"}], ToolRegistry([stubborn]))
+        provider = ScriptedProvider([[call("stubborn", f"c{n}") for n in range(count)], "and on it went"])
+        task = asyncio.create_task(AgentRunner(provider).run(spec))
+        await started.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return len(provider.requests)
+
+    assert asyncio.run(stop_it()) == 1
+
+
 def test_a_result_is_journalled_when_its_call_ends_and_sent_in_the_order_of_the_calls():
     journal, gate = [], asyncio.Event()
 

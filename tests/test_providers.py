@@ -2385,6 +2385,39 @@ def test_what_legal_remembers_changes_nothing_but_the_time():
     assert len(known) == 3
 
 
+def test_conversations_in_turn_do_not_forget_each_others_checks():
+    provider = ScriptedProvider(["Yes?"] * 40)
+    talks = [[{"role": "user", "content": f"{name}, {n}"} for n in range(8)] for name in "abcd"]
+    checked = []
+
+    def profile(frame, event, argument):
+        if event == "call" and frame.f_code is providers.clean_message.__code__:
+            checked.append(frame.f_locals["message"]["content"])
+
+    async def everyone():
+        for n in range(10):
+            for talk in talks:
+                talk.append({"role": "user", "content": f"more {n}"})
+                await provider.chat(talk)
+
+    sys.setprofile(profile)
+    try:
+        asyncio.run(everyone())
+    finally:
+        sys.setprofile(None)
+    assert len(checked) == 4 * (8 + 10)
+
+
+def test_what_is_kept_of_checked_messages_has_an_end():
+    known = {}
+    for n in range(5):
+        legal([{"role": "user", "content": f"{n}, {m}"} for m in range(4_000)], known=known)
+    assert len(known) == providers.MOST_CHECKED
+    long = [{"role": "user", "content": f"{m}"} for m in range(12_000)]
+    legal(long, known=known)
+    assert set(known) == set(map(id, long)), "all of one request is kept, however long"
+
+
 def test_a_usage_that_is_no_number_does_not_cost_the_answer():
     odd = {"prompt_tokens": "many", "prompt_tokens_details": [1]}
     reply = whole({"role": "assistant", "content": "hello"}, usage=odd)
