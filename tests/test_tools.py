@@ -155,11 +155,26 @@ def test_casting_and_checking_go_into_lists_and_objects():
     (ArraySchema(StringSchema(), max_items=1), ["a"], ["a", "b"], "size: its length must be <= 1"),
     (ArraySchema(StringSchema()), ["a"], [[]], "size[0] must be string, not []"),
     (BooleanSchema(nullable=True), None, 3, "size must be boolean or null, not 3"),
+    (NumberSchema(maximum=1.5), 1.5, 1.75, "size must be <= 1.5"),
+    (IntegerSchema(minimum=-1), -1, -2, "size must be >= -1"),
+    (StringSchema(max_length=2), "ab", "abc", "size: its length must be <= 2"),
+    (ArraySchema(StringSchema(), min_items=1), ["a"], [], "size: its length must be >= 1"),
+    (ObjectSchema(required=["a"], a=NumberSchema()), {"a": 2.5}, {}, "size.a is required"),
+    (ObjectSchema(a=ObjectSchema(b=BooleanSchema())), {"a": {}}, {"a": {"b": 1}},
+     "size.a.b must be boolean, not 1"),
+    (IntegerSchema(), 5.0, 5.5, "size must be integer, not 5.5"),
+    (StringSchema(enum=["ä"]), "ä", "", 'size must be one of ["ä"]'),
     (ObjectSchema(a=NumberSchema()), {"a": 1}, {"a": float("inf")}, "size.a must be a finite number"),
 ])  # fmt: skip
 def test_a_schema_says_what_is_wrong_and_where(schema, good, bad, error):
     assert schema.validate_value(good, "size") == []
     assert schema.validate_value(bad, "size") == [error]
+
+
+def test_a_value_without_a_name_is_called_value_and_a_long_one_is_not_told_whole():
+    assert IntegerSchema(maximum=5).validate_value(6) == ["value must be <= 5"]
+    (error,) = IntegerSchema().validate_value("x" * 10_000)
+    assert error.startswith('value must be integer, not "xxxxx') and len(error) < 150
 
 
 OPTIONAL = {"anyOf": [{"type": "integer"}, {"type": "null"}]}  # how pydantic, and so most servers, write it
@@ -222,6 +237,14 @@ def test_a_choice_of_very_many_is_not_told_whole():
 def test_pythonic_names_become_the_keywords_of_json_schema():
     schema = StringSchema("A path", min_length=1, nullable=True).to_json_schema()
     assert schema == {"type": ["string", "null"], "description": "A path", "minLength": 1}
+    assert IntegerSchema(exclusive_minimum=2) == {"type": "integer", "exclusiveMinimum": 2}
+    assert (NumberSchema(), BooleanSchema()) == ({"type": "number"}, {"type": "boolean"})
+    names = ArraySchema(str, "Names", max_items=3)
+    assert names == {"type": "array", "description": "Names", "items": {"type": "string"}, "maxItems": 3}
+    described = ObjectSchema("A place", required=("x",), x=int, y=names)
+    assert described == {"type": "object", "description": "A place", "required": ["x"],
+                         "properties": {"x": {"type": "integer"}, "y": names}}  # fmt: skip
+    assert tool_parameters_schema() == {"type": "object", "properties": {}}
 
 
 # ---- Tools ----
@@ -332,6 +355,85 @@ def test_flags_decide_what_may_run_side_by_side():
     assert alone.name == "stare"
 
 
+def test_what_only_looks_needs_no_approval_and_what_changes_files_does():
+    harmless = {each.name: each.read_only for each in FILE_TOOLS}
+    assert harmless == {
+        "read_file": True, "list_dir": True, "glob": True, "grep": True,
+        "write_file": False, "edit_file": False, "notebook_edit": False,
+    }  # fmt: skip
+    assert not any(each.exclusive for each in FILE_TOOLS)
+
+
+SOME_TEXT, NUMBER, YES_NO = ({"type": kind} for kind in ("string", "integer", "boolean"))
+FROM_0, FROM_1 = ({"type": "integer", "minimum": least} for least in (0, 1))
+PARAMETERS = {  # of each tool for files: what a model must say, and what it may
+    "read_file": (["path"], {"path": SOME_TEXT, "offset": NUMBER, "limit": NUMBER}),
+    "write_file": (["path", "content"], {"path": SOME_TEXT, "content": SOME_TEXT}),
+    "edit_file": (["path", "old_text", "new_text"], {
+        "path": SOME_TEXT, "old_text": SOME_TEXT, "new_text": SOME_TEXT, "replace_all": YES_NO,
+    }),
+    "notebook_edit": (["path", "cell", "source"], {
+        "path": SOME_TEXT, "cell": FROM_0, "source": SOME_TEXT,
+        "cell_type": SOME_TEXT | {"enum": ["code", "markdown", "raw", ""]},
+        "mode": SOME_TEXT | {"enum": ["replace", "insert", "delete"]},
+    }),
+    "list_dir": ([], {"path": SOME_TEXT}),
+    "glob": (["pattern"], {"pattern": SOME_TEXT, "path": SOME_TEXT, "head_limit": FROM_1, "offset": FROM_0}),
+    "grep": (["pattern"], {
+        "pattern": SOME_TEXT, "path": SOME_TEXT, "glob": SOME_TEXT, "type": SOME_TEXT,
+        "case_insensitive": YES_NO, "fixed_strings": YES_NO,
+        "output_mode": SOME_TEXT | {"enum": ["files_with_matches", "content", "count"]},
+        "context_before": FROM_0, "context_after": FROM_0, "head_limit": FROM_1, "offset": FROM_0,
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("made", FILE_TOOLS, ids=lambda made: made.name)
+def test_the_model_is_told_what_each_tool_for_files_takes(made):
+    schema = made.to_schema()
+    function = schema["function"]
+    assert schema["type"] == "function" and function["name"] == made.name and function["description"]
+    bare = {
+        name: {key: value for key, value in about.items() if key != "description"}
+        for name, about in function["parameters"]["properties"].items()
+    }
+    assert (function["parameters"].get("required", []), bare) == PARAMETERS[made.name]
+
+
+def test_the_models_hints_say_from_where_is_counted_and_what_a_filter_looks_like():
+    hints = {
+        (made.name, name): about["description"]
+        for made in FILE_TOOLS for name, about in made.parameters["properties"].items()
+        if "description" in about
+    }  # fmt: skip
+    assert hints["read_file", "offset"] == "First line, from 1"
+    assert hints["notebook_edit", "cell"] == "From 0"
+    assert "*.py" in hints["grep", "glob"] and "py, js, rust" in hints["grep", "type"]
+
+
+def test_a_description_loses_its_indentation_and_may_be_missing():
+    @tool
+    def plan() -> str:
+        """Make a plan.
+
+        Then keep to it.
+        """
+
+    assert plan.to_schema()["function"]["description"] == "Make a plan.\n\nThen keep to it."
+    assert named("bare").to_schema()["function"]["description"] == ""
+
+
+def test_a_turn_that_says_nothing_is_the_terminals_unfenced_and_not_approved():
+    turn = Turn()
+    assert (turn.workspace, turn.cwd) == (Path("."), Path("."))
+    assert (turn.channel, turn.chat_id, turn.session_key) == ("cli", "direct", "cli:direct")
+    assert (turn.depth, turn.approved, turn.restrict) == (0, False, False)
+    assert (turn.readable, turn.secret, turn.max_result_chars, turn.seen) == ((), (), 16_000, {})
+    assert turn == replace(turn, seen={"a": ()}) and Turn().seen is not turn.seen
+    with pytest.raises(AttributeError):
+        turn.approved = True
+
+
 def test_a_subclass_needs_only_a_name_a_description_and_execute():
     class Greet(Tool):
         name = "greet"
@@ -429,6 +531,18 @@ def test_an_unknown_tool_is_answered_with_the_closest_name_first():
     assert found is None and "closest first: read_file, write_file" in problem and "exec" in problem
 
 
+def test_an_agent_without_tools_says_so_and_a_long_name_is_not_repeated_whole():
+    result = asyncio.run(ToolRegistry().execute("look", {}))
+    assert result.is_error and result.text.startswith("There is no tool 'look'.")
+    assert len(asyncio.run(ToolRegistry([echo]).execute("x" * 900, {})).text) < 200
+
+
+def test_who_knows_why_a_tool_is_missing_is_asked_first():
+    registry = ToolRegistry([echo])
+    registry.why_missing += [lambda name: "", lambda name: f"{name} is asleep.", lambda name: "never asked"]
+    assert asyncio.run(registry.execute("db", {})) == ToolResult("db is asleep.", is_error=True)
+
+
 @tool
 def echo(text: str = "", count: int = 1) -> str:
     """Its description speaks of arguments."""
@@ -454,6 +568,8 @@ def test_arguments_are_taken_in_every_form_that_models_send(params, text):
     ("not json", "one JSON object"),
     ({"txt": "a"}, "unexpected parameter txt (there are text, count)"),
     ({"count": "many"}, 'count must be integer, not "many"'),
+    ({"count": "many", "x": 1}, 'echo was not run: count must be integer, not "many"; unexpected parameter x'),
+    ({"x": 1}, "echo was not run: unexpected parameter x (there are text, count). Correct the call."),
 ])  # fmt: skip
 def test_wrong_arguments_are_named_and_the_tool_is_not_run(params, told):
     result = asyncio.run(ToolRegistry([echo]).execute("echo", params))
@@ -492,7 +608,7 @@ def test_arguments_that_are_a_parameter_are_not_unwrapped():
     assert answer(run_script, arguments={"a": 1}).text == '{"a": 1}'
 
 
-def test_an_exception_in_a_tool_is_an_error_result():
+def test_an_exception_in_a_tool_is_an_error_result(caplog):
     @tool
     def broken() -> str:
         raise KeyError("colour")
@@ -503,7 +619,9 @@ def test_an_exception_in_a_tool_is_an_error_result():
 
     result = answer(broken)
     assert result.is_error and "broken failed: KeyError: 'colour'" in result.text
+    assert "tool broken failed" in caplog.text and "Traceback" in caplog.text
     assert answer(refuses) == ToolResult("Say which colour.", is_error=True)
+    assert "refuses" not in caplog.text  # the model's mistake is nothing for the log
 
 
 @pytest.mark.parametrize("raised", [SystemExit, KeyboardInterrupt, asyncio.CancelledError, RecursionError])
