@@ -2,6 +2,7 @@
 
 import ast
 import asyncio
+import base64
 import contextlib
 import fnmatch
 import gzip
@@ -568,7 +569,7 @@ def test_arguments_are_taken_in_every_form_that_models_send(params, text):
     ("not json", "one JSON object"),
     ({"txt": "a"}, "unexpected parameter txt (there are text, count)"),
     ({"count": "many"}, 'count must be integer, not "many"'),
-    ({"count": "many", "x": 1}, 'echo was not run: count must be integer, not "many"; unexpected parameter x'),
+    ({"count": "2.5", "x": 1}, 'echo was not run: count must be integer, not "2.5"; unexpected parameter x'),
     ({"x": 1}, "echo was not run: unexpected parameter x (there are text, count). Correct the call."),
 ])  # fmt: skip
 def test_wrong_arguments_are_named_and_the_tool_is_not_run(params, told):
@@ -672,7 +673,9 @@ def test_a_cancelled_tool_is_cancelled_not_an_error_result():
     (None, "(echo completed with no output)"),
     (" \n", "(echo completed with no output)"),
     (0, "0"),
+    ("", "(echo completed with no output)"),
     ({"größe": 1}, '{"größe": 1}'),
+    ([Path("/etc/x")], '["/etc/x"]'),
     (ToolResult("kept", is_error=True), "kept"),
 ])  # fmt: skip
 def test_whatever_a_tool_returns_the_model_gets_text(value, text):
@@ -688,6 +691,39 @@ def test_a_result_over_the_limit_goes_into_a_file_that_read_file_can_page(turn):
     assert Path(path).read_text() == text.replace("\ud800", "?")
     assert "5000| row 4999" in call(turn, "read_file", path=path, offset=4_990).text
     assert call(turn, "grep", pattern="row 4999", path=path).text.endswith(".txt")
+
+
+def test_of_a_result_that_is_put_aside_the_first_1200_characters_are_shown(turn):
+    long = tool(lambda: "a" * 1_200 + "b" * 30_000, name="mcp_x.y/long")
+    text = asyncio.run(ToolRegistry([long]).execute("mcp_x.y/long", {}, turn)).text
+    assert text.startswith("[31,200 characters, too long to show: saved to ")
+    assert text.split("\n")[1:] == ["a" * 1_200] and "Read it with read_file or search it with grep" in text
+    path = Path(re.search(r"saved to (\S+\.txt)", text)[1])
+    assert path.parent == turn.workspace / ".nanobot" / "tool-results"
+    assert re.fullmatch(r"\d{19}-mcp_xylong\.txt", path.name)  # when, and of which tool
+
+
+def test_two_hundred_results_are_kept_and_files_of_other_names_left_alone(turn):
+    folder = turn.workspace / ".nanobot" / "tool-results"
+    folder.mkdir(parents=True)
+    for number in range(205):
+        (folder / f"{number:04}-old.txt").touch()
+    for name in ("notes.txt", "000-old.md"):
+        (folder / name).touch()
+    asyncio.run(ToolRegistry([tool(lambda: "x" * 20_000, name="big")]).execute("big", {}, turn))
+    first, *others = sorted(path.name for path in folder.glob("*-*.txt"))
+    assert first == "0006-old.txt" and len(others) == 199 and others[-1].endswith("-big.txt")
+    assert (folder / "notes.txt").exists() and (folder / "000-old.md").exists()
+
+
+@pytest.mark.parametrize("text, limit, missing, shown", [
+    ("abcdef", 6, 0, "abcdef"),
+    ("abcdefg", 6, 0, "abc\n… 1 characters left out …\nefg"),
+    ("abcdef", 6, 1, "abc\n… 1 characters left out …\ndef"),
+    ("abcdefghi", 5, 2_000, "ab\n… 2,005 characters left out …\nhi"),
+])  # fmt: skip
+def test_what_is_too_long_keeps_head_and_tail_and_says_how_much_is_missing(text, limit, missing, shown):
+    assert tools.shorten(text, limit, missing) == shown
 
 
 def test_a_huge_result_keeps_its_image_and_leaves_the_text_to_a_file(turn):
@@ -749,12 +785,13 @@ def test_an_old_result_that_somebody_else_removed_meanwhile_costs_nothing(turn):
     assert (turn.cwd / "gone").exists() and "saved to" in text
 
 
-def test_a_result_that_cannot_be_saved_is_cut_in_the_middle(turn):
+def test_a_result_that_cannot_be_saved_is_cut_in_the_middle(turn, caplog):
     (turn.workspace / ".nanobot").write_text("a file where the folder should be")
     big = tool(lambda: "head" + "x" * 50_000 + "tail", name="big")
     text = asyncio.run(ToolRegistry([big]).execute("big", {}, turn)).text
     assert text.startswith("head") and text.endswith("tail") and "left out" in text
-    assert len(text) <= turn.max_result_chars
+    assert turn.max_result_chars - 120 < len(text) <= turn.max_result_chars
+    assert "could not keep the result of big in a file" in caplog.text and "directory" in caplog.text
 
 
 def test_results_that_two_programs_put_aside_at_once_are_all_kept_for_the_moment(turn, caplog):
@@ -847,6 +884,39 @@ def test_a_thread_whose_waiter_is_gone_is_told_and_its_result_thrown_away():
         await in_thread(ended.wait)
 
     asyncio.run(stop())
+
+
+def test_who_wants_to_be_told_of_the_end_after_it_is_told_at_once():
+    begun, go_on, told = threading.Event(), threading.Event(), []
+
+    def work() -> None:
+        begun.set()
+        go_on.wait()
+        with contextlib.suppress(ToolError):
+            tools.stop_if_unwanted()
+            told.append("nobody stopped it")
+        tools.when_stopped(lambda: told.append("at once"))
+        begun.set()
+
+    async def stop():
+        task = asyncio.create_task(in_thread(work))
+        await in_thread(begun.wait)
+        begun.clear()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        go_on.set()
+        await in_thread(begun.wait)
+
+    asyncio.run(stop())
+    assert told == ["at once"]
+
+
+def test_what_runs_on_no_thread_of_a_tool_is_never_unwanted():
+    told = []
+    tools.when_stopped(lambda: told.append("never"))
+    tools.stop_if_unwanted()
+    assert told == []
 
 
 def test_the_file_works_alone_in_an_empty_folder(tmp_path):
@@ -1294,7 +1364,8 @@ def test_home_is_expanded(turn, own_home):
 
 @pytest.mark.parametrize("path", [
     "sessions/cli%3Adirect.jsonl", "cron/jobs.json", "memory/history.jsonl", "memory/.dream_cursor",
-    "memory/.git/HEAD", "sub/../sessions/new.jsonl", "record/x.jsonl",
+    "memory/.git/HEAD", "sub/../sessions/new.jsonl", "record/x.jsonl", "memory/HISTORY.md", "memory/.cursor",
+    "memory/history-archive.jsonl", "memory/.lock", ".nanobot/pid",
 ])  # fmt: skip
 def test_the_agents_own_records_can_be_read_but_not_written(turn, path):
     (turn.workspace / "sessions").mkdir()
@@ -1324,9 +1395,18 @@ def test_a_file_with_keys_is_never_opened_by_any_name(turn):
     assert config.read_text() == "text of home/config.json\n"
 
 
+def test_what_only_has_the_name_of_a_file_with_keys_can_be_opened_and_one_that_is_missing_hides_nothing(turn):
+    (turn.cwd / "config.json").write_text("mine")
+    absent = replace(turn, secret=(*turn.secret, turn.cwd / "absent.json"))
+    assert call(absent, "read_file", path="config.json").text == "1| mine"
+    assert call(absent, "grep", pattern="mine").text == "config.json"
+    assert "holds keys" in call(absent, "write_file", path="absent.json", content="x").text
+
+
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="this system has no /proc")
 def test_the_environment_cannot_be_read_as_a_file(turn):
-    for path in ("/proc/self/environ", f"/proc/{os.getpid()}/environ", "/proc/self/task/../environ"):
+    names = ["self/environ", f"{os.getpid()}/environ", "self/task/../environ", "self/mem"]
+    for path in (f"/proc/{name}" for name in names):
         assert "holds keys" in call(turn, "read_file", path=path).text
 
 
@@ -1387,13 +1467,58 @@ def test_read_file_pages_put_together_are_the_file(turn):
     (b"\n", {}, "1| "),
     (b"a\nb", {"offset": 0}, "1| a\n2| b"),
     (b"a\nb", {"offset": 3}, "has 2 lines"),
+    (b"a\nb", {"offset": -5, "limit": -1}, "1| a\n(lines 1-1 of 2; go on with offset=2)"),
+    (b"\n" * 2_001, {}, "\n2000| \n(lines 1-2000 of 2001; go on with offset=2001)"),
     (b"x" * 50_000, {}, "(line cut)"),
-    (b"\x7fELF\0\0", {}, "is a binary file"),
+    (b"\x7fELF\0\0", {}, "is a binary file of 6 bytes. Look at it with exec"),
+    (b"a" * 8_191 + b"\0", {}, "is a binary file"),
+    (b"a" * 8_192 + b"\0", {}, "1| aaa"),
 ])  # fmt: skip
 def test_read_file_at_the_edges(turn, data, arguments, told):
     (turn.cwd / "x").write_bytes(data)
     text = call(turn, "read_file", path="x", **arguments).text
     assert told in text and "tool-results" not in text
+
+
+@pytest.mark.parametrize("lines, first, most, room, page", [
+    (["a", "b", "c"], 2, 1, 99, "2| b\n(lines 2-2 of 3; go on with offset=3)"),
+    (["abc"], 1, 9, 7, "1| abc"),
+    (["abc", "d"], 1, 9, 7, "1| abc\n(lines 1-1 of 2; go on with offset=2)"),
+    (["abc", "d"], 1, 9, 12, "1| abc\n2| d"),
+    (["abc", "d"], 1, 9, 11, "1| abc\n(lines 1-1 of 2; go on with offset=2)"),
+    (["abc"], 1, 9, 6, "1| ab… (line cut)"),
+    (["abcdef", "g"], 1, 9, 7, "1| abc… (line cut)\n(lines 1-1 of 2; go on with offset=2)"),
+])  # fmt: skip
+def test_a_page_ends_where_its_room_ends(lines, first, most, room, page):
+    assert tools.numbered_page(lines, first, most, room) == page
+
+
+def test_a_file_of_50_mb_is_read_and_a_larger_one_only_in_part(turn):
+    for size, told in ((50_000_000, "binary file of 50,000,000 b"), (50_000_001, "has 50,000,001 b")):
+        with (turn.cwd / "x").open("wb") as file:
+            file.truncate(size)
+        assert told in call(turn, "read_file", path="x").text
+    assert "take a part of it with exec" in call(turn, "edit_file", path="x", old_text="a", new_text="b").text
+
+
+def test_a_file_whose_size_is_not_known_before_is_read_to_its_end(turn):
+    version = Path("/proc/version")
+    if not version.exists():
+        pytest.skip("this system has no /proc")
+    assert version.stat().st_size == 0
+    assert call(turn, "read_file", path=str(version)).text == f"1| {version.read_text().strip()}"
+
+
+def test_a_link_that_is_put_there_after_the_check_is_not_followed(turn):
+    with pytest.raises(ToolError, match="Cannot read .*leaf: Too many levels of symbolic links"):
+        tools.read_bytes(turn.cwd / "leaf")
+    assert tools.read_bytes(turn.cwd / "a.txt") == b"text of ws/a.txt\n"
+
+
+def test_a_folder_that_is_missing_has_no_names_to_offer(turn):
+    for name in ("read_file", "list_dir"):
+        text = call(turn, name, path="gone/a.txt").text
+        assert "No such file or directory. Look around with list_dir or glob." in text
 
 
 def test_read_file_refuses_by_name_what_is_no_regular_file(turn):
@@ -1408,7 +1533,9 @@ def test_read_file_refuses_by_name_what_is_no_regular_file(turn):
 
 
 def test_a_missing_file_is_answered_with_names_like_it(turn):
-    assert "There is: a.txt" in call(turn, "read_file", path="A.txt").text
+    result = call(turn, "read_file", path="A.txt")
+    assert result.text == f"Cannot read {turn.cwd}/A.txt: No such file or directory. There is: a.txt."
+    assert result.is_error
 
 
 def test_read_file_looks_at_an_image(turn):
@@ -1418,9 +1545,23 @@ def test_read_file_looks_at_an_image(turn):
     assert result.text == f"[image: {turn.cwd}/x.png]"
 
 
+@pytest.mark.parametrize("kind, data", [
+    ("png", b"\x89PNG\r\n\x1a\n\0"), ("jpeg", b"\xff\xd8\xff\xe0"), ("gif", b"GIF87a.."), ("gif", b"GIF89a.."),
+    ("webp", b"RIFF\n\0\0\nWEBPVP8 "),
+    ("", b" \x89PNG\r\n\x1a\n\0"), ("", b"GIF88a\0"), ("", b"RIFF....WAVE\0"), ("", b"\xff\xd8\0"),
+])  # fmt: skip
+def test_an_image_is_known_by_its_first_bytes(turn, kind, data):
+    (turn.cwd / "x").write_bytes(data)
+    result = call(turn, "read_file", path="x")
+    encoded = base64.b64encode(data).decode()
+    block = {"type": "image_url", "image_url": {"url": f"data:image/{kind};base64,{encoded}"}}
+    assert result.images == ([block] if kind else [])
+
+
 def test_write_file_makes_folders_and_keeps_the_mode(turn):
     script = turn.cwd / "deep" / "er" / "run.sh"
-    assert not call(turn, "write_file", path="deep/er/run.sh", content="one\r\nzwei ü").is_error
+    result = call(turn, "write_file", path="deep/er/run.sh", content="one\r\nzwei ü")
+    assert result == ToolResult(f"Wrote 11 characters to {script}.")
     assert script.read_bytes() == "one\r\nzwei ü".encode()
     script.chmod(0o751)
     call(turn, "write_file", path="deep/er/run.sh", content="two")
@@ -1443,7 +1584,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(turn):
         result = call(turn, "write_file", path="a.txt", content="x" * 100_000)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
-    assert result.is_error and "Nothing was changed" in result.text
+    assert result.is_error and "File too large. Nothing was changed" in result.text
     assert (turn.cwd / "a.txt").read_text() == "text of ws/a.txt\n" and sorted(os.listdir(turn.cwd)) == before
 
 
@@ -1458,6 +1599,23 @@ def test_write_file_warns_where_it_takes_the_place_of_what_the_session_does_not_
     assert not warned(call(turn, "write_file", path="sub/b.txt", content="x"))
 
 
+@pytest.mark.parametrize("later, text", [(0, "longer than before"), (1, "as long")])
+def test_a_file_has_changed_when_its_time_or_its_size_has(turn, later, text):
+    file = turn.cwd / "x"
+    file.write_text("so long")
+    call(turn, "read_file", path="x")
+    told = file.stat()
+    file.write_text(text)
+    os.utime(file, ns=(told.st_atime_ns, told.st_mtime_ns + later))
+    assert warned(call(turn, "write_file", path="x", content="mine"))
+
+
+def test_a_file_with_the_longest_name_can_be_written(turn):
+    name = "n" * 255
+    assert not call(turn, "write_file", path=name, content="x").is_error
+    assert (turn.cwd / name).read_text() == "x"
+
+
 def test_a_file_in_utf_16_is_read_but_not_edited_as_something_else(turn):
     data = "größe = 1\r\nzwei\r\n".encode("utf-16")
     (turn.cwd / "x").write_bytes(data)
@@ -1470,6 +1628,7 @@ def test_a_file_in_utf_16_is_read_but_not_edited_as_something_else(turn):
 def test_write_file_where_no_file_can_be_is_an_error_result(turn, path):
     result = call(turn, "write_file", path=path, content="x")
     assert result.is_error and " failed: " not in result.text
+    assert ("not a regular file: nothing was" if path == "sub" else "Nothing was changed") in result.text
 
 
 @pytest.mark.parametrize("before, old, new, after", [
@@ -1482,6 +1641,12 @@ def test_write_file_where_no_file_can_be_is_an_error_result(turn, path):
     (b"a\nb\nc\n", "b", "", b"a\nc\n"),  # a deleted line takes its line end with it
     (b"a\nb\n\nc\n", "b\n", "", b"a\n\nc\n"),  # but no more than that
     (b"one two\n", "one ", "", b"two\n"),
+    (b"one two\nthree\n", " two", "", b"one\nthree\n"),  # the rest of the line stays a line
+    (b"a\n  b\n  c\nd\n", "b\nc", "", b"a\nd\n"),
+    (b"a\n  b\n  c", "b\nc", "", b"a\n"),
+    (b"a\nb\n", "a\r\nb", "c\r\nd", b"c\nd\n"),
+    (b"", "", "a\n", b"a\n"),
+    (b"  a: 1\n", "a: 1", "a: 1\n  b:", b"  a: 1\n  b:\n"),
     (b"a\nb", "b", "c", b"a\nc"),
     (b"a  \nb\n", "b", "c", b"a  \nc\n"),  # two spaces at the end mean something in Markdown
     (b"if 1:\n    if 2:\n        go()\n", "if 2:\n    go()", "if 3:\n    stop()\n\n    go()",
@@ -1528,6 +1693,19 @@ def test_replace_all_gives_each_match_its_own_indentation(turn):
     assert (turn.cwd / "x").read_text() == " c\n d\n--\n\tc\n\td\n"
 
 
+def test_replace_all_takes_no_line_twice(turn):
+    (turn.cwd / "x").write_text("\ta\n" * 7)
+    call(turn, "edit_file", path="x", old_text="  a\n  a", new_text="  b", replace_all=True)
+    assert (turn.cwd / "x").read_text() == "\tb\n\tb\n\tb\n\ta\n"
+
+
+def test_a_passage_that_stands_in_very_many_lines_is_told_of_the_first_twenty(turn):
+    (turn.cwd / "x").write_text("go\n" * 30 + "\n")
+    text = call(turn, "edit_file", path="x", old_text="go", new_text="went").text
+    numbers = "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20"
+    assert text == f"old_text stands at lines {numbers}. Add lines around the one, or set replace_all."
+
+
 METHOD = "class A:\n    def f(self):\n        if a:\n            b()\n        return 1\n"
 TABS = METHOD.replace("    ", "\t")
 TWO_LINES = METHOD.replace("        return 1", "        c = 1\n        return c")
@@ -1556,6 +1734,9 @@ def test_a_passage_that_is_indented_otherwise_is_changed_by_one_move(turn, befor
     (METHOD, "    return 1", "    if c:\n        d()\n    return 1"),  # how deep is d?
     (METHOD, "    return 1", "    return 1\ne = 2"),  # in the method, the class, or behind it?
     (METHOD, "return 1", "if c:\n    d()\nreturn 1"),
+    (METHOD, "return 1", "if c:\n        d()\n        return 1"),  # the if would have no body
+    (METHOD, "    return 1", "return 1\n    c()"),
+    ("a\n\nb\n", " ", "x"),  # no line is meant by space alone
     ("a:\n  - x\n    - x\n", "a:\n- x\n- x", "a:\n- y\n- x"),  # equal lines at unequal depths
     ("aba-aba-aba", "aba-aba", "x"),  # overlapping: which?
 ])  # fmt: skip
@@ -1661,8 +1842,10 @@ def test_edit_file_without_a_match_shows_the_closest_passage(turn):
     (turn.cwd / "x").write_text("import os\n\ndef start(now):\n    return now\n")
     result = call(turn, "edit_file", path="x", old_text="def start(then):\n    return now", new_text="pass")
     assert result.is_error and "at line 3" in result.text
-    assert "-def start(then):\n+def start(now):" in result.text
+    assert "-def start(then):\n+def start(now):" in result.text and "import os" not in result.text
+    assert result.text.startswith("old_text is not in the file. The closest passage, at line 3, differs so:")
     assert "read the file again" in call(turn, "edit_file", path="x", old_text="}{", new_text="").text
+    assert "read the file again" in call(turn, "edit_file", path="x", old_text="defend(x)", new_text="").text
 
 
 def test_edit_file_with_nothing_to_find_creates_a_file_but_overwrites_none(turn):
@@ -1672,8 +1855,15 @@ def test_edit_file_with_nothing_to_find_creates_a_file_but_overwrites_none(turn)
 
 
 def test_edit_file_shows_what_it_changed(turn):
-    text = call(turn, "edit_file", path="a.txt", old_text="of", new_text="from").text
-    assert "-text of ws/a.txt" in text and "+text from ws/a.txt" in text
+    (turn.cwd / "x").write_text("1\n2\n3\n4\n5\n6\n7\n8\n9\n")
+    call(turn, "read_file", path="x")
+    assert call(turn, "edit_file", path="x", old_text="5", new_text="five").text == (
+        "--- a/x\n+++ b/x\n@@ -3,5 +3,5 @@\n 3\n 4\n-5\n+five\n 6\n 7"
+    )
+    unchanged = call(turn, "edit_file", path="x", old_text="five", new_text="five")
+    assert unchanged.text == "(the text is the same)"
+    text = call(turn, "edit_file", path="x", old_text="1", new_text="line\n" * 5_000).text
+    assert "characters left out" in text and 3_900 < len(text) < 4_100
 
 
 def warned(result: ToolResult) -> bool:
@@ -1763,6 +1953,9 @@ TEXT = {"cell_type": "markdown", "metadata": {}, "source": ["x\n", "y"]}
     (5, {"cell": 3, "mode": "insert"}, 4, CODE | {"id": "new"}),
     (4, {"cell": 0, "mode": "insert"}, 4, CODE),  # before 4.5 a cell has no id
     (4, {"cell": 1, "mode": "insert", "cell_type": "markdown"}, 4, TEXT),
+    (None, {"cell": 1, "mode": "insert"}, 4, CODE),
+    (5, {"cell": 2, "cell_type": "raw"}, 3,
+     TEXT | {"cell_type": "raw", "id": "id-raw", "metadata": {"tags": ["raw"]}}),
 ])  # fmt: skip
 def test_a_cell_is_what_nbformat_wants(turn, minor, arguments, cells, made):
     result, data = edit_cell(turn, notebook(minor), source="x\ny", **arguments)
