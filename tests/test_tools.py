@@ -1546,8 +1546,8 @@ def test_read_file_looks_at_an_image(turn):
 
 
 @pytest.mark.parametrize("kind, data", [
-    ("png", b"\x89PNG\r\n\x1a\n\0"), ("jpeg", b"\xff\xd8\xff\xe0"), ("gif", b"GIF87a.."), ("gif", b"GIF89a.."),
-    ("webp", b"RIFF\n\0\0\nWEBPVP8 "),
+    ("png", b"\x89PNG\r\n\x1a\n\0"), ("jpeg", b"\xff\xd8\xff\xe0"), ("webp", b"RIFF\n\0\0\nWEBPVP8 "),
+    ("gif", b"GIF87a.."), ("gif", b"GIF89a.."),
     ("", b" \x89PNG\r\n\x1a\n\0"), ("", b"GIF88a\0"), ("", b"RIFF....WAVE\0"), ("", b"\xff\xd8\0"),
 ])  # fmt: skip
 def test_an_image_is_known_by_its_first_bytes(turn, kind, data):
@@ -1647,6 +1647,11 @@ def test_write_file_where_no_file_can_be_is_an_error_result(turn, path):
     (b"a\nb\n", "a\r\nb", "c\r\nd", b"c\nd\n"),
     (b"", "", "a\n", b"a\n"),
     (b"  a: 1\n", "a: 1", "a: 1\n  b:", b"  a: 1\n  b:\n"),
+    # empty lines around the passage go where both sides have them, else they are meant
+    (b"a\n  b\n  c\nd\n", "\nb\nc\n", "\nB\nC\n", b"a\n  B\n  C\nd\n"),
+    (b"a\n  b\n  c\nd\n", "\nb\nc", "B\nc", b"a\n  B\n  c\nd\n"),
+    (b"a\n  b\n  c\nd\n", "b\nc\n", "B\nc", b"a\n  B\n  c\nd\n"),
+    (b"a\n  b\n  c\nd\n", "b\nc", "\nB\nc\n", b"a\n\n  B\n  c\n\nd\n"),
     (b"a\nb", "b", "c", b"a\nc"),
     (b"a  \nb\n", "b", "c", b"a  \nc\n"),  # two spaces at the end mean something in Markdown
     (b"if 1:\n    if 2:\n        go()\n", "if 2:\n    go()", "if 3:\n    stop()\n\n    go()",
@@ -2061,6 +2066,28 @@ def test_a_glob_that_names_what_is_not_wanted_is_refused_with_what_to_do(tree):
     assert call(tree, "glob", pattern=r"\!*.py").text == "!x.py"
 
 
+@pytest.mark.parametrize("pattern, name, is_meant", [
+    ("{x,y},z", "x,z", True), ("{x,y},z", "z", False), ("{x,y},z", "x", False), ("a,b", "a,b", True),
+    ("{a,{b,c}d}e", "cde", True), ("{a,{b,c}d}e", "ce", False), ("a?c", "abc", True), ("a?c", "a/c", False),
+    ("src/**", "src/a/b", True), ("src/**", "srca", False), ("src/**/b", "src/b", True),
+    ("**/b", "a/b", True), ("**b", "a/b", True), ("*b", "deep/a/b", True), ("a/*b", "a/x/b", False),
+    ("./a", "a", True), ("./a", "x/a", False), (r"\*", "*", True), (r"\*", "a", False),
+    (r"a\{b", "a{b", True), (r"\\a", r"\a", True), ("[a-c]", "b", True), ("[!a-c]", "b", False),
+    ("[^a-c]", "d", True), ("[]a]", "]", True), ("[a&&b]", "&", True), ("[.]", ".", True),
+    (r"[\]", "\\", True), ("a.b", "axb", False), ("a", "ab", False), ("a", "ba", False), ("a", "a\n", False),
+    ("*", "a\nb", True), ("[!a]", "/", False), ("x/[!a]", "x//", False), ("*a*a*a*a", "aaaa", True),
+    ("a/**/**/**/**/b", "a/b", True),
+])  # fmt: skip
+def test_a_glob_means_names(pattern, name, is_meant):
+    assert bool(tools.glob_pattern(pattern).match(name)) == is_meant
+
+
+@pytest.mark.parametrize("pattern", ["*a*a*a*a*", "x/*a*a*a*a*/y", "a/**/**/**/**/**/b"])
+def test_a_glob_that_would_take_for_ever_is_refused(turn, pattern):
+    result = call(turn, "glob", pattern=pattern)
+    assert result.is_error and f"{pattern} has too many stars: use at most four" in result.text
+
+
 def test_globs_of_names_mean_what_fnmatch_says(turn, monkeypatch):
     monkeypatch.setenv("PATH", "")  # a git for each search would take most of the time
     chance = random.Random(20_260_406)
@@ -2105,6 +2132,24 @@ def test_a_page_that_cannot_be_is_not_answered_with_nothing_found(tree, name):
     assert "behind the end" in call(tree, name, pattern="a*", offset=900).text
     assert "head_limit must be >= 1" in call(tree, name, pattern="a*", head_limit=0).text
     assert "offset must be >= 0" in call(tree, name, pattern="a*", offset=-1).text
+
+
+def test_a_search_shows_250_results_where_nothing_else_is_asked_for(turn, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    for number in range(251):
+        (turn.cwd / "sub" / f"{number:03}").write_text("needle")
+    for name, pattern in {"glob": "*", "grep": "needle"}.items():
+        *page, last = call(turn, name, pattern=pattern, path="sub").text.split("\n")
+        assert len(page) == 250 and last == "(there are more; go on with offset=250)", name
+
+
+@pytest.mark.parametrize("offset, limit, shown", [
+    (0, 3, "a\nb\nc"), (1, 1, "b\n(there are more; go on with offset=2)"), (2, 9, "c"), (1, 2, "b\nc"),
+    (3, 1, "(offset 3 is behind the end: there are 3)"),
+])  # fmt: skip
+def test_a_page_of_results_says_whether_there_are_more(offset, limit, shown):
+    assert tools.result_page(["a", "b", "c"], offset, limit) == shown
+    assert tools.result_page([], offset, limit) == ""
 
 
 @pytest.mark.parametrize("arguments, text", [
@@ -2175,9 +2220,34 @@ def test_the_usual_types_name_their_files(turn, kind):
     assert call(turn, "grep", pattern="needle", type=kind, path="sub").text == OF_TYPES[kind]
 
 
+FILES_OF_TYPES = """
+py a.py a.pyi;js a.cjs a.js a.jsx a.mjs;ts a.cts a.mts a.ts a.tsx;md a.markdown a.md;rust a.rs;c a.c a.h
+cpp a.cc a.cpp a.cxx a.h a.hh a.hpp;cs a.cs;css a.css a.less a.sass a.scss;csv a.csv;dart a.dart
+docker Dockerfile Dockerfile.dev a.dockerfile;elixir a.ex a.exs;erlang a.erl a.hrl;go a.go;haskell a.hs a.lhs
+html a.htm a.html;java a.java;json a.json a.jsonl;julia a.jl;jupyter a.ipynb;kotlin a.kt a.kts;lua a.lua
+make GNUmakefile Makefile a.mak a.mk makefile;ocaml a.ml a.mli;perl a.pl a.pm a.t;php a.php
+r a.R a.Rmd a.r a.rnw
+ruby Gemfile Rakefile a.gemspec a.rake a.rb;scala a.scala;sh a.bash a.sh a.zsh;sql a.sql;svelte a.svelte
+swift a.swift;tex a.bib a.cls a.sty a.tex;toml a.toml;txt a.txt;vue a.vue;xml a.svg a.xml a.xsd a.xsl
+yaml a.yaml a.yml;zig a.zig"""
+
+
+def test_each_type_names_its_files_and_no_others(turn, monkeypatch):
+    monkeypatch.setenv("PATH", "")  # a git for each search would take most of the time
+    kinds = {kind: names for kind, *names in map(str.split, re.split("[;\n]", FILES_OF_TYPES.strip()))}
+    folder = turn.cwd / "many"
+    folder.mkdir()
+    for name in {name for names in kinds.values() for name in names} | {"a", "a.other", "b.pyc"}:
+        (folder / name).touch()
+    for kind, names in kinds.items():
+        found = [name for name, _ in tools.find_files(turn, folder, tools.type_glob(kind))]
+        assert found == names, kind
+
+
 def test_a_type_that_is_not_known_is_an_error_that_lists_them(tree):
     result = call(tree, "grep", pattern="TODO", type="klingon")
     assert result.is_error and "no type 'klingon'" in result.text and "kotlin, lua, make" in result.text
+    assert "Or use glob, like *.klingon." in result.text
 
 
 @pytest.mark.parametrize("pattern, told", [
@@ -2467,6 +2537,26 @@ def test_without_git_the_folders_that_nobody_means_are_skipped(repository, monke
     names = found(repository)
     assert {"build/made.py", "src/d.log", "inner/f.tmp"} <= set(names)
     assert not [name for name in names if name.startswith(("node_modules", ".git/", ".nanobot"))]
+
+
+def test_folders_that_nobody_means_are_skipped_at_any_depth(turn):
+    skipped = [".git", "node_modules", "__pycache__", ".venv", ".tox", ".mypy_cache", ".pytest_cache",
+               ".ruff_cache", ".nanobot"]  # fmt: skip
+    for folder in (*skipped, "deep/node_modules", "build", ".github", "deep/.config"):
+        (turn.cwd / "sub" / folder).mkdir(parents=True)
+        (turn.cwd / "sub" / folder / "x.py").write_text("needle\n")
+    seen = [".github/x.py", "build/x.py", "deep/.config/x.py"]
+    assert call(turn, "grep", pattern="needle", path="sub").text.split("\n") == seen
+    assert sorted(call(turn, "glob", pattern="x.py", path="sub").text.split("\n")) == seen
+    assert call(turn, "grep", pattern="needle", path="sub/.venv").text == "x.py"  # what is named is searched
+
+
+def test_what_the_user_ignores_in_every_repository_is_ignored(repository, own_home):
+    (own_home / ".config" / "git").mkdir(parents=True)
+    (own_home / ".config" / "git" / "ignore").write_text("*.html\n")
+    for name in ("x.html", "x.htm"):
+        (repository.cwd / name).write_text("needle")
+    assert "x.htm" in found(repository) and "x.html" not in found(repository)
 
 
 def test_the_settings_of_a_strangers_repository_start_no_program(repository):
