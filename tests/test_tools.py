@@ -132,7 +132,7 @@ def test_a_value_is_cast_where_nothing_is_lost(value, kind, wanted):
     ("abc", "integer"), ("1.5", "integer"), (1.5, "integer"), (True, "integer"), ("true", "integer"),
     ("maybe", "boolean"), ("1", "boolean"), (1, "boolean"), (True, "string"), (None, "string"),
     ("a", "array"), (1, "array"), ({}, "array"), ([], "object"), (float("nan"), "number"),
-    ("1e400", "number"),
+    ("1e400", "number"), ("many", "number"), ([], "null"), ("", ["number", "null"]),
 ])  # fmt: skip
 def test_what_cannot_be_cast_is_left_for_the_check_to_name(value, kind):
     errors = validate(cast(value, {"type": kind}), {"type": kind}, "size")
@@ -590,7 +590,8 @@ def test_arguments_and_schemas_of_any_depth_end_no_turn(depth):
 
 @pytest.mark.parametrize("opening", [
     {"additionalProperties": True}, {"additionalProperties": {}}, {"patternProperties": {"^x": {}}},
-    {"allOf": [{"properties": {"b": {}}}]}, {"$ref": "#/$defs/x"},
+    {"allOf": [{"properties": {"b": {}}}]}, {"$ref": "#/$defs/x"}, {"anyOf": [{"required": ["b"]}, {}]},
+    {"oneOf": [{"required": ["b"]}]}, {"if": {"required": ["a"]}, "then": {}},
 ])  # fmt: skip
 def test_a_key_that_another_keyword_may_allow_is_not_refused(opening):
     given = tool(lambda **keys: list(keys), name="given")
@@ -621,6 +622,7 @@ def test_an_exception_in_a_tool_is_an_error_result(caplog):
     result = answer(broken)
     assert result.is_error and "broken failed: KeyError: 'colour'" in result.text
     assert "tool broken failed" in caplog.text and "Traceback" in caplog.text
+    assert caplog.records[0].name == "nanobot.tools" and caplog.records[0].levelname == "WARNING"
     assert answer(refuses) == ToolResult("Say which colour.", is_error=True)
     assert "refuses" not in caplog.text  # the model's mistake is nothing for the log
 
@@ -724,6 +726,7 @@ def test_two_hundred_results_are_kept_and_files_of_other_names_left_alone(turn):
 ])  # fmt: skip
 def test_what_is_too_long_keeps_head_and_tail_and_says_how_much_is_missing(text, limit, missing, shown):
     assert tools.shorten(text, limit, missing) == shown
+    assert missing or tools.shorten(text, limit) == shown
 
 
 def test_a_huge_result_keeps_its_image_and_leaves_the_text_to_a_file(turn):
@@ -1982,6 +1985,7 @@ def test_a_deleted_cell_is_gone_and_the_diff_shows_it(turn):
 @pytest.mark.parametrize("data, cell, told", [
     (notebook(), 3, "There is no cell 3 to replace: there are 3"),
     (b'{"nbformat": 4, "cells": []}', 0, "There is no cell 0"),
+    (b'{"nbformat": 4, "cells": null}', 0, "no notebook of nbformat 4: TypeError"),
     (b"{", 0, "no notebook of nbformat 4: JSONDecodeError"),
     (b"", 0, "no notebook"),
     (b"[]", 0, "no notebook"),
@@ -1995,6 +1999,20 @@ def test_a_deleted_cell_is_gone_and_the_diff_shows_it(turn):
 def test_what_is_no_notebook_or_no_cell_is_said_and_left_alone(turn, data, cell, told):
     result, after = edit_cell(turn, data, cell, "x")
     assert result.is_error and told in result.text and after == data
+
+
+@pytest.mark.parametrize("cell, mode", [(3, "delete"), (4, "insert"), (9, "replace")])
+def test_a_cell_that_is_not_there_is_refused_with_how_many_there_are(turn, cell, mode):
+    result, after = edit_cell(turn, notebook(), cell, "x", mode=mode)
+    assert result.is_error and after == notebook()
+    assert result.text == f"There is no cell {cell} to {mode}: there are 3, counted from 0."
+
+
+def test_a_cell_that_does_not_say_what_it_is_becomes_code_without_an_id(turn):
+    _, after = edit_cell(turn, b'{"cells": [{"id": "x"}], "nbformat": 4}', 0, "a\n")
+    code = {"cell_type": "code", "execution_count": None, "outputs": [], "source": ["a\n"]}
+    assert json.loads(after) == {"cells": [code], "nbformat": 4}
+    assert list(json.loads(after)["cells"][0]) == ["cell_type", "execution_count", "outputs", "source"]
 
 
 def test_list_dir_shows_folders_sizes_and_where_links_lead(turn):
@@ -2427,6 +2445,13 @@ def test_grep_says_how_many_files_it_left_out(tree):
     text = call(tree, "grep", pattern="TODO").text
     assert text.endswith("\n(2 files skipped: binary, over 2 MB or not readable)")
     assert "latin" in text and "binary\n" not in text and "huge" not in text and "node_modules" not in text
+
+
+def test_a_file_of_2_mb_is_searched_and_a_larger_one_is_skipped(turn):
+    for size in (2_000_000, 2_000_001):
+        (turn.cwd / "sub" / f"{size}").write_bytes(b"needle".ljust(size))
+    text = call(turn, "grep", pattern="needle", path="sub").text
+    assert text == "2000000\n(1 files skipped: binary, over 2 MB or not readable)"
 
 
 def test_grep_does_not_wait_for_what_is_no_file_and_counts_what_it_may_not_read(tree):
