@@ -1654,7 +1654,7 @@ def test_write_file_where_no_file_can_be_is_an_error_result(turn, path):
     (b"a\n  b\n  c\nd\n", "\nb\nc\n", "\nB\nC\n", b"a\n  B\n  C\nd\n"),
     (b"a\n  b\n  c\nd\n", "\nb\nc", "B\nc", b"a\n  B\n  c\nd\n"),
     (b"a\n  b\n  c\nd\n", "b\nc\n", "B\nc", b"a\n  B\n  c\nd\n"),
-    (b"a\n  b\n  c\nd\n", "b\nc", "\nB\nc\n", b"a\n\n  B\n  c\n\nd\n"),
+    (b"a\n  b\n  c\nd\n", " b\n c\n", "\n B\n c\n", b"a\n\n  B\n  c\nd\n"),
     (b"a\nb", "b", "c", b"a\nc"),
     (b"a  \nb\n", "b", "c", b"a  \nc\n"),  # two spaces at the end mean something in Markdown
     (b"if 1:\n    if 2:\n        go()\n", "if 2:\n    go()", "if 3:\n    stop()\n\n    go()",
@@ -1961,7 +1961,6 @@ TEXT = {"cell_type": "markdown", "metadata": {}, "source": ["x\n", "y"]}
     (5, {"cell": 3, "mode": "insert"}, 4, CODE | {"id": "new"}),
     (4, {"cell": 0, "mode": "insert"}, 4, CODE),  # before 4.5 a cell has no id
     (4, {"cell": 1, "mode": "insert", "cell_type": "markdown"}, 4, TEXT),
-    (None, {"cell": 1, "mode": "insert"}, 4, CODE),
     (5, {"cell": 2, "cell_type": "raw"}, 3,
      TEXT | {"cell_type": "raw", "id": "id-raw", "metadata": {"tags": ["raw"]}}),
 ])  # fmt: skip
