@@ -196,6 +196,9 @@ OPTIONAL = {"anyOf": [{"type": "integer"}, {"type": "null"}]}  # how pydantic, a
     ({"type": "string", "pattern": "(", "format": "date"}, "x", "x"),
     ({"type": "array", "prefixItems": [{"type": "integer"}], "items": False}, ["1"], ["1"]),
     ({"type": "array", "items": {"type": "array", "items": {"type": "integer"}}}, [["1"], []], [[1], []]),
+    ({"type": ["string", "array"], "items": {"type": "integer"}}, "12", "12"),
+    ({"type": ["string", "object"], "properties": {"a": {"type": "integer"}}}, "a", "a"),
+    ({"type": "array"}, ["1"], ["1"]),
     ({"properties": {"a": {"type": "integer"}}}, {"a": "1"}, {"a": 1}),
     ({"type": ["boolean", "object"]}, '{"A": "B"}', {"A": "B"}),
     ({"type": "integer"}, 1e22, 10**22),
@@ -889,15 +892,14 @@ def test_a_thread_whose_waiter_is_gone_is_told_and_its_result_thrown_away():
     asyncio.run(stop())
 
 
-def test_who_wants_to_be_told_of_the_end_after_it_is_told_at_once():
+def test_after_the_end_no_folder_is_walked_and_who_wants_to_be_told_of_it_is_told_at_once(turn):
     begun, go_on, told = threading.Event(), threading.Event(), []
 
     def work() -> None:
         begun.set()
         go_on.wait()
-        with contextlib.suppress(ToolError):
-            tools.stop_if_unwanted()
-            told.append("nobody stopped it")
+        with pytest.raises(ToolError, match="It was stopped"):
+            told.extend(tools.walk(str(turn.cwd)))
         tools.when_stopped(lambda: told.append("at once"))
         begun.set()
 
@@ -909,10 +911,10 @@ def test_who_wants_to_be_told_of_the_end_after_it_is_told_at_once():
         with pytest.raises(asyncio.CancelledError):
             await task
         go_on.set()
-        await in_thread(begun.wait)
+        await in_thread(begun.wait, 5)
 
     asyncio.run(stop())
-    assert told == ["at once"]
+    assert begun.is_set() and told == ["at once"]
 
 
 def test_what_runs_on_no_thread_of_a_tool_is_never_unwanted():
@@ -1654,6 +1656,7 @@ def test_write_file_where_no_file_can_be_is_an_error_result(turn, path):
     (b"a\n  b\n  c\nd\n", "\nb\nc\n", "\nB\nC\n", b"a\n  B\n  C\nd\n"),
     (b"a\n  b\n  c\nd\n", "\nb\nc", "B\nc", b"a\n  B\n  c\nd\n"),
     (b"a\n  b\n  c\nd\n", "b\nc\n", "B\nc", b"a\n  B\n  c\nd\n"),
+    (b"a\n  b\n  c\nd\n", " b\n c", " B\n c\n", b"a\n  B\n  c\n\nd\n"),
     (b"a\n  b\n  c\nd\n", " b\n c\n", "\n B\n c\n", b"a\n\n  B\n  c\nd\n"),
     (b"a\nb", "b", "c", b"a\nc"),
     (b"a  \nb\n", "b", "c", b"a  \nc\n"),  # two spaces at the end mean something in Markdown
@@ -2020,8 +2023,13 @@ def test_list_dir_shows_folders_sizes_and_where_links_lead(turn):
         f"{turn.cwd}: 6 entries", "a.txt  17 bytes", f"away -> {out}", f"dangling -> {out}/new.txt",
         f"leaf -> {out}/gold.txt", "loop -> loop", "sub/",
     ]  # fmt: skip
-    assert "There is: a.txt" in call(turn, "list_dir", path="a.tx").text
-    assert "Not a directory" in call(turn, "list_dir", path="a.txt").text
+    near = call(turn, "list_dir", path="a.tx")
+    assert near.text == f"Cannot list {turn.cwd}/a.tx: No such file or directory. There is: a.txt."
+    assert near.is_error and "Not a directory" in call(turn, "list_dir", path="a.txt").text
+    (turn.cwd / "sub" / "big").write_bytes(b"x" * 1_234)
+    os.mkfifo(turn.cwd / "sub" / "pipe")
+    shown = call(turn, "list_dir", path="sub").text.split("\n")
+    assert shown[1:] == ["b.txt  21 bytes", "big  1,234 bytes", "pipe"]
 
 
 def test_list_dir_of_a_huge_folder_is_put_aside(turn):
@@ -2125,7 +2133,9 @@ def test_glob_of_nothing_and_of_nonsense_says_so(tree):
     for nonsense in ("{a", "}{", "[z-a]"):
         assert "not a usable glob" in call(tree, "glob", pattern=nonsense).text
     assert "No file below" in call(tree, "glob", pattern="{a,b}" * 50).text
-    assert "There is no" in call(tree, "glob", pattern="*", path="gone").text
+    for name in ("glob", "grep"):
+        result = call(tree, name, pattern="*", path="sr")
+        assert result == ToolResult(f"There is no folder {tree.cwd}/sr. There is: src.", is_error=True)
 
 
 @pytest.mark.parametrize("name, arguments", [
@@ -2340,6 +2350,19 @@ def test_grep_finds_what_a_loop_over_the_lines_would_find(turn, monkeypatch):
         hits += bool(wanted)
         assert shown == "\n".join(wanted) or (not wanted and shown.startswith("No match for")), pattern
     assert hits > 40
+
+
+@pytest.mark.parametrize("source, needles", [
+    ("plain text", ["plain text"]), (r"a\.b\(c", ["a.b(c"]), (r"def \w+\(self, x", ["(self, x"]), ("", [""]),
+    (r"\bone\b|two", ["one", "two"]), ("(a|b)c", [""]), ("[|]c", [""]), (r"a\|b", [""]), ("^foo$", ["foo"]),
+    ("colou?r", ["colo"]), ("ab*cde", ["cde"]), ("abc{2}de", ["ab"]), ("foo+ba", ["foo"]), ("a.bcd", ["bcd"]),
+    ("[ab]cde", ["cde"]), ("[^]x]abc", ["abc"]), (r"fo\dbar\Dx", ["bar"]), (r"a\wbc\Wd", ["bc"]),
+    (r"a\sbc\Sd", ["bc"]), (r"a\bbc\Bd", ["bc"]), ("ab(c)defg", ["ab"]), (r"ab\x41cdef", ["ab"]),
+    (r"ab\nabc", ["ab"]),
+])  # fmt: skip
+def test_what_every_match_holds_is_looked_for_first(source, needles):
+    """A file without it needs no closer look."""
+    assert tools.needles_of(source) == needles
 
 
 ENDLESS = r"class(.|\s)*yield"
