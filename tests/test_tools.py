@@ -1580,6 +1580,14 @@ def test_a_written_file_is_on_the_disk_before_it_takes_the_place_of_the_old_one(
     with before_each_call_of(("fsync", "replace", "rename"), seen.append):
         call(turn, "write_file", path="a.txt", content="new")
     assert seen == ["fsync", "replace"]
+    sizes = []
+
+    def look(_) -> None:
+        sizes.extend(path.stat().st_size for path in turn.cwd.glob(".a.txt.*.tmp"))
+
+    with before_each_call_of(("fsync",), look):
+        call(turn, "write_file", path="a.txt", content="all of it")
+    assert sizes == [9]
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_no_other(turn):
