@@ -2277,6 +2277,10 @@ def test_each_type_names_its_files_and_no_others(turn, monkeypatch):
     for kind, names in kinds.items():
         found = [name for name, _ in tools.find_files(turn, folder, tools.type_glob(kind))]
         assert found == names, kind
+    with pytest.raises(ToolError) as told:
+        tools.type_glob("klingon")
+    listed = re.search(r"There are: (.*?)\. Or", str(told.value))[1]
+    assert sorted(listed.split(", ")) == sorted(kinds)
 
 
 def test_a_type_that_is_not_known_is_an_error_that_lists_them(tree):
