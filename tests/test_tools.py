@@ -392,16 +392,16 @@ PARAMETERS = {  # of each tool for files: what a model must say, and what it may
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("made", FILE_TOOLS, ids=lambda made: made.name)
-def test_the_model_is_told_what_each_tool_for_files_takes(made):
-    schema = made.to_schema()
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_the_model_is_told_what_each_tool_for_files_takes(name):
+    schema = ToolRegistry(FILE_TOOLS).get(name).to_schema()
     function = schema["function"]
-    assert schema["type"] == "function" and function["name"] == made.name and function["description"]
+    assert schema["type"] == "function" and function["name"] == name and function["description"]
     bare = {
         name: {key: value for key, value in about.items() if key != "description"}
         for name, about in function["parameters"]["properties"].items()
     }
-    assert (function["parameters"].get("required", []), bare) == PARAMETERS[made.name]
+    assert (function["parameters"].get("required", []), bare) == PARAMETERS[name]
 
 
 def test_the_models_hints_say_from_where_is_counted_and_what_a_filter_looks_like():
