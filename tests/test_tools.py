@@ -2213,6 +2213,13 @@ def test_grep_patterns_mean_characters_and_lines(turn, pattern, line):
     assert re.fullmatch(rf"x:\d: {line}", shown)
 
 
+def test_grep_finds_the_sign_for_bytes_that_are_no_text(turn):
+    (turn.cwd / "x").write_bytes(b"tw\xff\n")
+    for pattern in ("tw\ufffd", "t.\ufffd"):
+        assert call(turn, "grep", pattern=pattern, path="x", output_mode="content").text == "x:1: tw\ufffd"
+    assert call(turn, "grep", pattern="tw\udcff", path="x").text.startswith("No match for 'tw\\udcff'")
+
+
 def test_grep_ignores_case_in_every_alphabet(turn):
     (turn.cwd / "x").write_text("ÄRGER\n")
     assert call(turn, "grep", pattern="ärger", path="x", case_insensitive=True).text == "x"
