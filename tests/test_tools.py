@@ -1520,6 +1520,17 @@ def test_a_link_that_is_put_there_after_the_check_is_not_followed(turn):
     assert tools.read_bytes(turn.cwd / "a.txt") == b"text of ws/a.txt\n"
 
 
+def test_what_was_read_or_refused_is_closed_again(turn):
+    def read() -> list[str]:
+        (turn.cwd / "empty").touch()
+        for name in ("a.txt", "empty", "sub"):
+            with contextlib.suppress(ToolError):
+                tools.read_bytes(turn.cwd / name)
+        return os.listdir("/dev/fd")
+
+    assert len(read()) == len(read())
+
+
 def test_a_folder_that_is_missing_has_no_names_to_offer(turn):
     for name in ("read_file", "list_dir"):
         text = call(turn, name, path="gone/a.txt").text
@@ -1861,7 +1872,8 @@ def test_edit_file_without_a_match_shows_the_closest_passage(turn):
     (turn.cwd / "x").write_text("import os\n\ndef start(now):\n    return now\n")
     result = call(turn, "edit_file", path="x", old_text="def start(then):\n    return now", new_text="pass")
     assert result.is_error and "at line 3" in result.text
-    assert "-def start(then):\n+def start(now):" in result.text and "import os" not in result.text
+    assert "--- a/old_text" in result.text and "import os" not in result.text
+    assert "-def start(then):\n+def start(now):" in result.text
     assert result.text.startswith("old_text is not in the file. The closest passage, at line 3, differs so:")
     assert "read the file again" in call(turn, "edit_file", path="x", old_text="}{", new_text="").text
     assert "read the file again" in call(turn, "edit_file", path="x", old_text="defend(x)", new_text="").text
