@@ -312,6 +312,18 @@ def test_hints_with_choices_and_null_take_what_they_promise(arguments, result):
     assert json.loads(answer(choose, **arguments).text) == result
 
 
+@pytest.mark.parametrize("hint, schema", [
+    (list[str], {"type": "array", "items": {"type": "string"}}), (int | None, {"type": ["integer", "null"]}),
+    (Literal["only"], {"type": "string", "enum": ["only"]}), (float, {"type": "number"}), (object, {}),
+    (Annotated[int, "Seconds"], {"type": "integer", "description": "Seconds"}), (dict, {"type": "object"}),
+    (dict[str, int], {"type": "object"}), (list, {"type": "array", "items": {}}), (bool, {"type": "boolean"}),
+    (int | str | None, {"type": ["integer", "string", "null"]}), (None, {}), (Path, {}),
+    (Annotated[str, {"minLength": 2}], {"type": "string", "minLength": 2}),
+])  # fmt: skip
+def test_a_hint_becomes_a_schema(hint, schema):
+    assert tools.as_schema(hint) == schema
+
+
 @pytest.mark.parametrize("arguments", [{"level": 3}, {"mode": "c"}, {"rows": ["x"]}])
 def test_hints_with_choices_refuse_the_rest(arguments):
     assert answer(choose, **arguments).is_error
@@ -1749,6 +1761,8 @@ TWO_LINES = METHOD.replace("        return 1", "        c = 1\n        return c"
      TABS.replace("\t\treturn", "\t\tif c:\n\t\t\tif d:\n\t\t\t\te()\n\t\treturn")),
     (METHOD, "    return 1", "    c = 1\n    return c", TWO_LINES),  # in a line, and yet not the line
     (METHOD, "return 1", "c = 1\n        return c", TWO_LINES),
+    (METHOD, "return 1", "if c:\n            d()\n        return 1",
+     METHOD.replace("return 1", "if c:\n            d()\n        return 1")),
 ])  # fmt: skip
 def test_a_passage_that_is_indented_otherwise_is_changed_by_one_move(turn, before, old, new, after):
     (turn.cwd / "x.py").write_text(before)
@@ -1764,6 +1778,7 @@ def test_a_passage_that_is_indented_otherwise_is_changed_by_one_move(turn, befor
     (METHOD, "    return 1", "    return 1\ne = 2"),  # in the method, the class, or behind it?
     (METHOD, "return 1", "if c:\n    d()\nreturn 1"),
     (METHOD, "return 1", "if c:\n        d()\n        return 1"),  # the if would have no body
+    (METHOD, "return 1", "if c:\n        d()\n            e()"),
     (METHOD, "    return 1", "return 1\n    c()"),
     ("a\n\nb\n", " ", "x"),  # no line is meant by space alone
     ("a:\n  - x\n    - x\n", "a:\n- x\n- x", "a:\n- y\n- x"),  # equal lines at unequal depths
@@ -2393,6 +2408,15 @@ def test_grep_finds_what_a_loop_over_the_lines_would_find(turn, monkeypatch):
 def test_what_every_match_holds_is_looked_for_first(source, needles):
     """A file without it needs no closer look."""
     assert tools.needles_of(source) == needles
+
+
+@pytest.mark.parametrize("text, ignore_case, data", [
+    ("Ab1", False, b"Ab1"), ("Ab1", True, b"ab1"), ("Äb", False, "Äb".encode()), ("Äb", True, b""),
+    ("a\ufffd", False, b""),
+])  # fmt: skip
+def test_what_is_looked_for_first_is_certain_to_be_there(text, ignore_case, data):
+    """A letter may have a third form, and the sign for no text may stand for any byte."""
+    assert tools.needle_bytes(text, ignore_case) == data
 
 
 ENDLESS = r"class(.|\s)*yield"
