@@ -1489,6 +1489,7 @@ def test_read_file_pages_put_together_are_the_file(turn):
     (b"x" * 50_000, {}, "(line cut)"),
     (b"\x7fELF\0\0", {}, "is a binary file of 6 bytes. Look at it with exec"),
     (b"a" * 8_191 + b"\0", {}, "is a binary file"),
+    ("a\ufeff".encode("utf-16") + b"b", {}, "1| a\ufeff\ufffd"),
     (b"a" * 8_192 + b"\0", {}, "1| aaa"),
 ])  # fmt: skip
 def test_read_file_at_the_edges(turn, data, arguments, told):
