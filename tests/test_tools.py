@@ -113,6 +113,7 @@ def content(path: Path) -> bytes | None:
     ("1.5", "number", 1.5),
     ("True", "boolean", True),
     ("false", "boolean", False),
+    ("False", "boolean", False),
     (7, "string", "7"),
     (7, ["string", "null"], "7"),
     (7, ["string", "integer"], 7),
@@ -206,6 +207,7 @@ OPTIONAL = {"anyOf": [{"type": "integer"}, {"type": "null"}]}  # how pydantic, a
     ({"minimum": 5, "minLength": 5, "minItems": 5}, True, True),
     ({"enum": [1, "a", None, {"b": []}]}, {"b": []}, {"b": []}),
     ({"type": "any"}, True, True),
+    ({"type": "any"}, 5.0, 5.0),
     ({"type": ["string", {"type": "integer"}]}, 5, 5),
 ])  # fmt: skip
 def test_a_legal_value_passes_whatever_keywords_a_server_uses(schema, value, wanted):
@@ -1591,6 +1593,8 @@ def test_write_file_makes_folders_and_keeps_the_mode(turn):
     result = call(turn, "write_file", path="deep/er/run.sh", content="one\r\nzwei ü")
     assert result == ToolResult(f"Wrote 11 characters to {script}.")
     assert script.read_bytes() == "one\r\nzwei ü".encode()
+    assert not call(turn, "write_file", path="half", content="a\ud800b").is_error
+    assert (turn.cwd / "half").read_bytes() == b"a?b"  # half of a pair is no text
     script.chmod(0o751)
     call(turn, "write_file", path="deep/er/run.sh", content="two")
     call(turn, "edit_file", path="deep/er/run.sh", old_text="two", new_text="three")
@@ -1688,6 +1692,8 @@ def test_write_file_where_no_file_can_be_is_an_error_result(turn, path):
     (b"a\n  b\n  c\nd\n", "\nb\nc", "B\nc", b"a\n  B\n  c\nd\n"),
     (b"a\n  b\n  c\nd\n", "b\nc\n", "B\nc", b"a\n  B\n  c\nd\n"),
     (b"a\n  b\n  c\nd\n", " b\n c", " B\n c\n", b"a\n  B\n  c\n\nd\n"),
+    (b"a\n  b\n  c\nd\n", "\n b\n c", "\n\n b\n C", b"a\n\n  b\n  C\nd\n"),
+    (b"a\n  b\n  c\nd\n", " b\n c\n", " b\n C\n\n", b"a\n  b\n  C\n\nd\n"),
     (b"a\n  b\n  c\nd\n", " b\n c\n", "\n B\n c\n", b"a\n\n  B\n  c\nd\n"),
     (b"a\nb", "b", "c", b"a\nc"),
     (b"a  \nb\n", "b", "c", b"a  \nc\n"),  # two spaces at the end mean something in Markdown
@@ -1746,6 +1752,8 @@ def test_a_passage_that_stands_in_very_many_lines_is_told_of_the_first_twenty(tu
     text = call(turn, "edit_file", path="x", old_text="go", new_text="went").text
     numbers = "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20"
     assert text == f"old_text stands at lines {numbers}. Add lines around the one, or set replace_all."
+    call(turn, "edit_file", path="x", old_text="go", new_text="went", replace_all=True)
+    assert (turn.cwd / "x").read_text() == "went\n" * 30 + "\n"
 
 
 METHOD = "class A:\n    def f(self):\n        if a:\n            b()\n        return 1\n"
@@ -1780,6 +1788,9 @@ def test_a_passage_that_is_indented_otherwise_is_changed_by_one_move(turn, befor
     (METHOD, "return 1", "if c:\n    d()\nreturn 1"),
     (METHOD, "return 1", "if c:\n        d()\n        return 1"),  # the if would have no body
     (METHOD, "return 1", "if c:\n        d()\n            e()"),
+    (METHOD, "return 1", "c()\nreturn 1"),  # the line that stays would leave the method
+    (METHOD, "return 1", "return 1\n            d()"),
+    (TABS, "return 1", "return 1\n\t\td()\n        e()"),
     (METHOD, "    return 1", "return 1\n    c()"),
     ("a\n\nb\n", " ", "x"),  # no line is meant by space alone
     ("a:\n  - x\n    - x\n", "a:\n- x\n- x", "a:\n- y\n- x"),  # equal lines at unequal depths
