@@ -1747,6 +1747,13 @@ def test_replace_all_takes_no_line_twice(turn):
     assert (turn.cwd / "x").read_text() == "\tb\n\tb\n\tb\n\ta\n"
 
 
+@pytest.mark.parametrize("before, old", [
+    ("\ta\n\tb\n" * 3 + "c\n", "a\nb"), ("\ta\n\tb\n" * 3 + "c\n", " a\n b"), ("a\nb\n" * 3 + "c\n", "a\nb"),
+])  # fmt: skip
+def test_replace_all_deletes_passages_side_by_side_with_their_line_ends(before, old):
+    assert tools.replace_passage(before, old, "", replace_all=True) == "c\n"
+
+
 def test_a_passage_that_stands_in_very_many_lines_is_told_of_the_first_twenty(turn):
     (turn.cwd / "x").write_text("go\n" * 30 + "\n")
     text = call(turn, "edit_file", path="x", old_text="go", new_text="went").text
@@ -2139,7 +2146,7 @@ def test_a_glob_that_names_what_is_not_wanted_is_refused_with_what_to_do(tree):
 
 @pytest.mark.parametrize("pattern, name, is_meant", [
     ("{x,y},z", "x,z", True), ("{x,y},z", "z", False), ("{x,y},z", "x", False), ("a,b", "a,b", True),
-    ("{a,{b,c}d}e", "cde", True), ("{a,{b,c}d}e", "ce", False), ("a?c", "abc", True), ("a?c", "a/c", False),
+    ("{a,b}{c,d}", "ad", True), ("{a,{b,c}d}e", "cde", True), ("{a,{b,c}d}e", "ce", False), ("a?c", "abc", True), ("a?c", "a/c", False),
     ("src/**", "src/a/b", True), ("src/**", "srca", False), ("src/**/b", "src/b", True),
     ("**/b", "a/b", True), ("**b", "a/b", True), ("*b", "deep/a/b", True), ("a/*b", "a/x/b", False),
     ("./a", "a", True), ("./a", "x/a", False), (r"\*", "*", True), (r"\*", "a", False),
