@@ -2146,7 +2146,8 @@ def test_a_glob_that_names_what_is_not_wanted_is_refused_with_what_to_do(tree):
 
 @pytest.mark.parametrize("pattern, name, is_meant", [
     ("{x,y},z", "x,z", True), ("{x,y},z", "z", False), ("{x,y},z", "x", False), ("a,b", "a,b", True),
-    ("{a,b}{c,d}", "ad", True), ("{a,{b,c}d}e", "cde", True), ("{a,{b,c}d}e", "ce", False), ("a?c", "abc", True), ("a?c", "a/c", False),
+    ("{a,b}{c,d}", "ad", True),
+    ("{a,{b,c}d}e", "cde", True), ("{a,{b,c}d}e", "ce", False), ("a?c", "abc", True), ("a?c", "a/c", False),
     ("src/**", "src/a/b", True), ("src/**", "srca", False), ("src/**/b", "src/b", True),
     ("**/b", "a/b", True), ("**b", "a/b", True), ("*b", "deep/a/b", True), ("a/*b", "a/x/b", False),
     ("./a", "a", True), ("./a", "x/a", False), (r"\*", "*", True), (r"\*", "a", False),
