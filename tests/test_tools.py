@@ -1674,6 +1674,7 @@ def test_write_file_where_no_file_can_be_is_an_error_result(turn, path):
 @pytest.mark.parametrize("before, old, new, after", [
     (b"a\r\nb\r\nc\r\n", "a\nb", "a\nB\nD", b"a\r\nB\r\nD\r\nc\r\n"),  # the file's line ends stay
     (b"a\r\nb\nc\n", "b", "B", b"a\r\nB\nc\n"),
+    (b"a\r\n", "a", "a\nb", b"a\r\nb\r\n"),
     (b"\xef\xbb\xbfx = 1\n", "x = 1", "x = 2", b"\xef\xbb\xbfx = 2\n"),
     (b"caf\xe9\x80 x\n", "x", "y", b"caf\xe9\x80 y\n"),
     (b"a\n", "a", r"\1 \g<0> $1 \n", rb"\1 \g<0> $1 \n" + b"\n"),
@@ -1728,6 +1729,8 @@ def test_edit_file_is_quick_on_endless_space(turn):
 
 
 def test_edit_file_replaces_all_only_when_asked(turn):
+    (turn.cwd / "x").write_text("\ngo\ngo\n")
+    assert "lines 2, 3" in call(turn, "edit_file", path="x", old_text="go", new_text="went").text
     (turn.cwd / "x").write_text("go\nstay\ngo\n")
     refused = call(turn, "edit_file", path="x", old_text="go", new_text="went")
     assert refused.is_error and "lines 1, 3" in refused.text
@@ -1777,6 +1780,7 @@ TWO_LINES = METHOD.replace("        return 1", "        c = 1\n        return c"
      TABS.replace("\t\treturn", "\t\tif c:\n\t\t\tif d:\n\t\t\t\te()\n\t\treturn")),
     (METHOD, "    return 1", "    c = 1\n    return c", TWO_LINES),  # in a line, and yet not the line
     (METHOD, "return 1", "c = 1\n        return c", TWO_LINES),
+    (METHOD, "b()\n        return 1", "c()\n        return 1", METHOD.replace("b()", "c()")),
     (METHOD, "return 1", "if c:\n            d()\n        return 1",
      METHOD.replace("return 1", "if c:\n            d()\n        return 1")),
 ])  # fmt: skip
@@ -2674,10 +2678,11 @@ def test_folders_that_nobody_means_are_skipped_at_any_depth(turn):
 
 def test_what_the_user_ignores_in_every_repository_is_ignored(repository, own_home):
     (own_home / ".config" / "git").mkdir(parents=True)
-    (own_home / ".config" / "git" / "ignore").write_text("*.html\n")
-    for name in ("x.html", "x.htm"):
+    (own_home / ".config" / "git" / "ignore").write_text("*.html\ndist/\n")
+    for name in ("x.html", "x.htm", "dist/deep/x.py", "src/dist/y.py"):
+        (repository.cwd / name).parent.mkdir(parents=True, exist_ok=True)
         (repository.cwd / name).write_text("needle")
-    assert "x.htm" in found(repository) and "x.html" not in found(repository)
+    assert [name for name in found(repository) if name not in SEEN_BY_GIT] == ["x.htm"]
 
 
 def test_the_settings_of_a_strangers_repository_start_no_program(repository):
