@@ -1490,7 +1490,8 @@ def test_read_file_pages_put_together_are_the_file(turn):
     (b"\n" * 2_001, {}, "\n2000| \n(lines 1-2000 of 2001; go on with offset=2001)"),
     (b"x" * 50_000, {}, "(line cut)"),
     (b"\x7fELF\0\0", {}, "is a binary file of 6 bytes. Look at it with exec"),
-    (b"a" * 8_191 + b"\0", {}, "is a binary file"),
+    (b"a" * 8_191 + b"\0b", {}, "is a binary file"),
+    (b"\0b", {}, "is a binary file of 2 bytes"),
     ("a\ufeff".encode("utf-16") + b"b", {}, "1| a\ufeff\ufffd"),
     (b"a" * 8_192 + b"\0", {}, "1| aaa"),
 ])  # fmt: skip
