@@ -1782,6 +1782,7 @@ TWO_LINES = METHOD.replace("        return 1", "        c = 1\n        return c"
     (METHOD, "    return 1", "    c = 1\n    return c", TWO_LINES),  # in a line, and yet not the line
     (METHOD, "return 1", "c = 1\n        return c", TWO_LINES),
     (METHOD, "b()\n        return 1", "c()\n        return 1", METHOD.replace("b()", "c()")),
+    ("x\n    a\n b\n", "   a\nb", "   a\nc", "x\n    a\n c\n"),
     (METHOD, "return 1", "if c:\n            d()\n        return 1",
      METHOD.replace("return 1", "if c:\n            d()\n        return 1")),
 ])  # fmt: skip
@@ -1913,6 +1914,8 @@ def test_edit_file_without_a_match_shows_the_closest_passage(turn):
     assert "--- a/old_text" in result.text and "import os" not in result.text
     assert "-def start(then):\n+def start(now):" in result.text
     assert result.text.startswith("old_text is not in the file. The closest passage, at line 3, differs so:")
+    with_lines_around = {"old_text": "\n\ndef start(then):\n    return now\n", "new_text": "pass"}
+    assert "-def start(then):\n+def start(now):" in call(turn, "edit_file", path="x", **with_lines_around).text
     assert "read the file again" in call(turn, "edit_file", path="x", old_text="}{", new_text="").text
     assert "read the file again" in call(turn, "edit_file", path="x", old_text="defend(x)", new_text="").text
 
