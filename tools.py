@@ -527,10 +527,11 @@ def wrong_keys(value: dict, schema: dict, prefix: str) -> list[str]:
 def unexpected_keys(params: dict, schema: dict) -> list[str]:
     known = keyword(schema, "properties", dict)
     is_open = not all(schema.get(word) in (None, False) for word in OPENING)
-    if is_open or not known:
+    if is_open or "properties" not in schema:
         return []
+    names = ", ".join(known) or "none"
     strange = [key for key in params if key not in known]
-    return [f"unexpected parameter {key} (there are {', '.join(known)})" for key in strange]
+    return [f"unexpected parameter {key} (there are {names})" for key in strange]
 
 
 class Schema(dict):
@@ -602,7 +603,8 @@ def as_schema(hint: Any) -> dict:
         note = {"description": inner[1]} if isinstance(inner[1], str) else inner[1]
         return {**as_schema(inner[0]), **note}
     if origin is Literal:
-        return {**as_schema(type(inner[0])), "enum": list(inner)}
+        either = typing.Union[tuple(map(type, inner))]  # noqa: UP007 – of all choices
+        return {**as_schema(either), "enum": list(inner)}
     if origin in (typing.Union, types.UnionType):
         return union_schema([as_schema(option) for option in inner])
     if origin is list:  # some endpoints refuse an array that does not say of what

@@ -130,6 +130,12 @@ def trace(frame, event, argument):
 threading.settrace(trace)
 sys.settrace(trace)
 """
+AGAIN = """
+import sys
+import sitecustomize
+def pytest_runtest_setup():
+    sys.settrace(sitecustomize.trace)  # a recursion without end in a test switches it off
+"""
 
 
 def map_of_lines(box: "Sandbox") -> dict[tuple[str, int], set[str]]:
@@ -139,7 +145,8 @@ def map_of_lines(box: "Sandbox") -> dict[tuple[str, int], set[str]]:
         tracer = box.folder / "tracer"
         tracer.mkdir()
         (tracer / "sitecustomize.py").write_text(f"FILES = {FILES}\nOUT = {str(out)!r}\n{TRACER}")
-        done = box.pytest(["-rf"], 3_600, PYTHONPATH=str(tracer))
+        (tracer / "trace_again.py").write_text(AGAIN)
+        done = box.pytest(["-rf", "-p", "trace_again"], 3_600, PYTHONPATH=str(tracer))
         failed = re.findall(r"^(?:FAILED|ERROR) (\S+?::\w+)", done.stdout, re.MULTILINE)
         (box.folder / "failed.txt").write_text("\n".join(failed))
     failed = (box.folder / "failed.txt").read_text().split()

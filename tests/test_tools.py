@@ -316,6 +316,7 @@ def test_hints_with_choices_and_null_take_what_they_promise(arguments, result):
 
 @pytest.mark.parametrize("hint, schema", [
     (list[str], {"type": "array", "items": {"type": "string"}}), (int | None, {"type": ["integer", "null"]}),
+    (Literal["a", None], {"type": ["string", "null"], "enum": ["a", None]}),
     (Literal["only"], {"type": "string", "enum": ["only"]}), (float, {"type": "number"}), (object, {}),
     (Annotated[int, "Seconds"], {"type": "integer", "description": "Seconds"}), (dict, {"type": "object"}),
     (dict[str, int], {"type": "object"}), (list, {"type": "array", "items": {}}), (bool, {"type": "boolean"}),
@@ -592,6 +593,16 @@ def test_arguments_are_taken_in_every_form_that_models_send(params, text):
 def test_wrong_arguments_are_named_and_the_tool_is_not_run(params, told):
     result = asyncio.run(ToolRegistry([echo]).execute("echo", params))
     assert result.is_error and told in result.text
+
+
+def test_a_tool_without_parameters_says_that_it_has_none():
+    @tool
+    def now() -> str:
+        """The time."""
+        return "noon"
+
+    assert "unexpected parameter zone (there are none)" in answer(now, zone="UTC").text
+    assert answer(now).text == "noon"
 
 
 @pytest.mark.parametrize("depth", [20, 5_000])
