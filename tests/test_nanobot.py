@@ -7,7 +7,7 @@ import os
 import re
 import random
 import signal
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -1615,6 +1615,253 @@ def test_the_time_is_given_in_the_configured_zone(tmp_path):
     loop = make_loop(tmp_path, ["ok"], timezone="Asia/Tokyo")
     ask(loop, "hello")
     assert "JST" in loop.provider.requests[0].messages[1]["content"]
+
+
+def test_what_nobody_has_set_is_this(own_home):
+    config = load_config(None, {})
+    written = {name: value for name, value in asdict(config).items() if name in json.loads(NOT_SET)}
+    assert written == json.loads(NOT_SET)
+    assert (config.path, config.base_url) == (own_home / ".nanobot" / "config.json", "")
+    assert (config.cwd, config.streaming, config.patience) == (Path.cwd(), True, 15.0)
+    assert config.now().date() in (datetime.now().date(), datetime.now().date() - timedelta(1))
+
+
+NOT_SET = """{
+  "agents": {"defaults": {
+    "workspace": "~/.nanobot/workspace", "model": "", "provider": "auto", "max_tokens": 8192,
+    "context_window_tokens": 65536, "temperature": null, "max_tool_iterations": 40,
+    "max_tool_result_chars": 16000, "timezone": "", "memory_window": 100, "max_concurrent": 8,
+    "dream": {"interval_h": 2, "max_batch_size": 20, "max_iterations": 10}}},
+  "providers": {},
+  "tools": {
+    "restrict_to_workspace": false, "ssrf_whitelist": [], "mcp_servers": {},
+    "exec": {"enable": true, "timeout": 60, "sandbox": "", "sandbox_network": false, "path_append": "",
+             "allowed_env_keys": []},
+    "web": {"enable": true,
+            "search": {"provider": "duckduckgo", "api_key": "", "base_url": "", "max_results": 5}}},
+  "prices": {},
+  "channels": {"send_progress": true, "send_tool_hints": true, "telegram": {
+    "token": "", "allow_from": [], "api_base": "https://api.telegram.org", "group_policy": "mention"}},
+  "gateway": {"heartbeat": {"enabled": true, "interval_s": 1800}}
+}"""
+
+
+def test_what_an_entry_of_a_provider_a_server_and_a_price_leaves_out_is_this(own_home):
+    text = '{"providers": {"vllm": {}}, "tools": {"mcpServers": {"a": {}}}, "prices": {"m": {}}}'
+    config = load_config(write_config(own_home, text), {})
+    assert asdict(config.providers["vllm"]) == {
+        "api_key": "", "api_base": "", "extra_headers": {}, "extra_body": {}, "text_tool_calls": "auto",
+    }  # fmt: skip
+    assert asdict(config.tools.mcp_servers["a"]) == {
+        "command": "", "args": [], "env": {}, "url": "", "headers": {}, "type": "", "tool_timeout": 30,
+        "enabled_tools": ["*"], "disabled": False,
+    }  # fmt: skip
+    assert asdict(config.prices["m"]) == {"input": 0.0, "output": 0.0, "cached": None}
+
+
+def test_the_numbers_that_a_request_may_have_leave_room_for_the_answer():
+    assert Config().defaults.budget == 65_536 - 8_192 - 1_024
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ('{"agents": {"defaults": {"temperature": 0}}}', 0),
+        ('{"agents": {"defaults": {"temperature": 0.5}}}', 0.5),
+        ('{"agents": {"defaults": {"maxTokens": 1}}}', 1),
+        ('{"agents": {"defaults": {"max_tokens": 999999999999999}}}', 999_999_999_999_999),
+        ('{"channels": {"telegram": {"allowFrom": [7, "8"]}}}', [7, "8"]),
+        ('{"channels": {"telegram": {"groupPolicy": "open"}}}', "open"),
+        ('{"tools": {"exec": {"sandbox": ""}}}', ""),
+        ('{"prices": {"m": {"cached": 0}}}', 0),
+        ('{"gateway": {"heartbeat": {"enabled": false}}}', False),
+    ],
+)
+def test_a_setting_at_the_edge_of_what_it_may_be_is_taken(own_home, text, value):
+    section = asdict(load_config(write_config(own_home, text), {}))
+    names = re.findall(r'"(\w+)": (?=.)', text)
+    for name in names:
+        section = section[re.sub("[A-Z]", lambda letter: f"_{letter[0].lower()}", name)]
+    assert section == value
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"agents": {"defaults": {"maxTokens": 0}}}', "maxTokens: expected a number from 1 up, got 0"),
+        ('{"agents": {"defaults": {"temperature": -0.1}}}', "expected a number from 0 up, got -0.1"),
+        ('{"agents": {"defaults": {"maxTokens": 1000000000000000}}}', "from 1 up, got 1000000000000000"),
+        ('{"agents": {"defaults": {"maxTokens": 1.5}}}', "maxTokens: expected integer, got 1.5"),
+        ('{"agents": {"defaults": {"model": 5}}}', "agents.defaults.model: expected string, got 5"),
+        ('{"agents": {"defaults": null}}', "agents.defaults: expected object, got null"),
+        ('{"channels": {"telegram": {"groupPolicy": "all"}}}', 'expected mention or open, got "all"'),
+        ('{"channels": {"telegram": {"allowFrom": [[]]}}}', "allowFrom[0]: expected string or integer, got"),
+        ('{"gateway": {"heartbeat": {"enabled": 1}}}', "heartbeat.enabled: expected boolean, got 1"),
+        ('{"providers": {"openai": "sk-1"}}', 'providers.openai: expected object, got "sk-1"'),
+        ('{"tools": {"mcpServers": {"a": {"args": "x"}}}}', "mcpServers.a.args: expected array, got"),
+        ('{"tools": {"mcpServers": {"a": {"env": {"K": 1}}}}}', "a.env.K: expected string, got 1"),
+        ('{"providers": {"openai": {"apiKeys": ""}}}', "apiKeys: unknown key. There are: apiBase, apiKey, "),
+        ('{"streaming": false}', "streaming: unknown key. There are: agents, channels, gateway, prices, "),
+        ("[]", "the file: expected object, got []"),
+        ("[" * 100_000, "is not JSON: "),
+        ("{", "Correct it there."),
+        ('{"providers": {"openai": {"apiKey": "${NO_SUCH_KEY}"}}}', "variable NO_SUCH_KEY: it is not set."),
+    ],
+)
+def test_a_setting_beyond_what_it_may_be_is_named_with_what_it_may_be(own_home, text, said):
+    with pytest.raises(ConfigError) as caught:
+        load_config(write_config(own_home, text), {})
+    assert said in str(caught.value)
+
+
+def test_the_settings_file_of_the_home_is_read_where_none_is_named(own_home):
+    (own_home / ".nanobot").mkdir()
+    write_config(own_home / ".nanobot", '{"agents": {"defaults": {"model": "mine"}}}')
+    config = load_config(None, {})
+    assert (config.defaults.model, config.path) == ("mine", own_home / ".nanobot" / "config.json")
+    named = write_config(own_home, '{"agents": {"defaults": {"model": "other"}}}')
+    assert (load_config(named, {}).defaults.model, load_config(named, {}).path) == ("other", named)
+
+
+def test_a_settings_file_that_cannot_be_read_is_said_with_what_to_do(own_home):
+    with pytest.raises(ConfigError) as caught:
+        load_config(own_home / "gone.json", {})
+    cause = f"Cannot read {own_home / 'gone.json'}: No such file or directory."
+    assert str(caught.value) == f"{cause} Try `nanobot onboard`."
+
+
+def test_a_variable_may_have_any_letters_in_it(own_home):
+    text = '{"providers": {"openai": {"apiKey": "a ${KEY} b"}}}'
+    config = load_config(write_config(own_home, text), {"KEY": 'q"u\\o\nte'})
+    assert config.providers["openai"].api_key == 'a q"u\\o\nte b'
+
+
+@pytest.mark.parametrize(
+    ("variable", "name"),
+    [("OPENAI_API_KEY", "openai"), ("ANTHROPIC_API_KEY", "anthropic"), ("ZAI_API_KEY", "zhipu")],
+)
+def test_a_key_in_the_environment_is_that_of_its_provider_and_leaves_its_other_settings(
+    own_home, variable, name
+):
+    text = f'{{"providers": {{"{name}": {{"apiKey": "file", "apiBase": "http://127.0.0.1:9/v1"}}}}}}'
+    found = load_config(write_config(own_home, text), {variable: "env"}).providers
+    assert {key: (each.api_key, each.api_base) for key, each in found.items()} == {
+        name: ("env", "http://127.0.0.1:9/v1")
+    }
+    alone = load_config(None, {variable: "env", "OPENAI_BASE_URL": "http://127.0.0.1:8/v1"})
+    assert {key: each.api_key for key, each in alone.providers.items()} == {name: "env"}
+    assert alone.base_url == "http://127.0.0.1:8/v1"
+
+
+def test_servers_that_stand_at_the_top_join_those_in_their_place_and_this_is_said(own_home, caplog):
+    inside = '"tools": {"mcpServers": {"a": {"command": "inside"}}}'
+    pasted = '"mcpServers": {"a": {"command": "top"}, "b": {"command": "top", "autoApprove": []}}'
+    servers = load_config(write_config(own_home, f"{{{pasted}, {inside}}}"), {}).tools.mcp_servers
+    assert {name: server.command for name, server in servers.items()} == {"a": "inside", "b": "top"}
+    assert "its place here is tools.mcpServers" in caplog.messages[0]
+    assert "tools.mcpServers.b.autoApprove: unknown key, it does nothing. There are: " in caplog.messages[1]
+    assert "enabledTools" in caplog.messages[1] and len(caplog.messages) == 2
+    alone = load_config(write_config(own_home, f"{{{pasted}}}"), {}).tools
+    assert sorted(alone.mcp_servers) == ["a", "b"] and alone.exec.timeout == 60
+    with pytest.raises(ConfigError, match="tools: expected object"):
+        load_config(write_config(own_home, f'{{{pasted}, "tools": []}}'), {})
+
+
+@pytest.mark.parametrize(
+    ("answer", "window", "said"),
+    [
+        (499, 1_000, ""),
+        (500, 1_000, "agents.defaults.maxTokens (500) must be under half of contextWindowTokens (1000): "),
+        (8_192, 16_384, "the answer needs room beside the conversation."),
+    ],
+)
+def test_an_answer_may_have_just_under_half_of_the_window(answer, window, said):
+    config = Config()
+    config.defaults.max_tokens, config.defaults.context_window_tokens = answer, window
+    if not said:
+        config.check()
+        return
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        config.check()
+
+
+@pytest.mark.parametrize("folder", ["", "  ", "a\0b"])
+def test_a_workspace_that_is_no_folder_is_said(folder):
+    config = Config()
+    config.defaults.workspace = folder
+    with pytest.raises(ConfigError, match="agents.defaults.workspace: expected a folder"):
+        config.check()
+
+
+def test_a_list_of_addresses_that_is_none_is_said_with_what_to_write():
+    config = Config()
+    config.tools.ssrf_whitelist = ["10.0.0.0/8", "here"]
+    with pytest.raises(ConfigError, match="tools.ssrfWhitelist: 'here' .*Write it like 10.0.0.0/8."):
+        config.check()
+
+
+@pytest.mark.parametrize("name", ["Mars/Olympus", "../etc/passwd", "Europe", "x" * 300])
+def test_whatever_is_no_time_zone_is_an_error_with_its_place(tmp_path, name):
+    said = re.escape(f"agents.defaults.timezone: there is no zone {name!r}.")
+    with pytest.raises(ConfigError, match=said):
+        make_loop(tmp_path, timezone=name)
+
+
+@pytest.mark.parametrize(
+    ("settings", "model"),
+    [
+        ({"provider": "offline"}, "offline"),
+        ({"provider": "human"}, "human"),
+        ({"model": "offline"}, "offline"),
+        ({"model": ""}, "offline"),
+        ({"provider": "ollama", "model": "llama"}, "llama"),
+    ],
+)
+def test_which_model_the_settings_mean(settings, model):
+    config = Config()
+    for name, value in settings.items():
+        setattr(config.defaults, name, value)
+    assert make_provider(config).get_default_model() == model
+
+
+def test_offline_is_offline_although_there_is_a_key(own_home):
+    config = load_config(None, {"OPENAI_API_KEY": "sk-1"})
+    assert isinstance(make_provider(config), OpenAIProvider)
+    config.defaults.provider = "offline"
+    assert isinstance(make_provider(config), OfflineProvider)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ('{"providers": {"opnai": {}}}', "providers.opnai: no such provider. There are: openai, "),
+        ('{"agents": {"defaults": {"provider": "opnai"}}}', "There is no provider 'opnai'. There are: "),
+        ('{"agents": {"defaults": {"model": "gpt"}}}', "There is no key and no base URL for the model gpt. "),
+        ('{"agents": {"defaults": {"model": "gpt"}}}', "Set OPENAI_API_KEY or OPENAI_BASE_URL, or use --off"),
+    ],
+)
+def test_a_model_that_cannot_be_had_is_said_with_what_to_do(own_home, settings, said):
+    with pytest.raises(ConfigError) as caught:
+        make_provider(load_config(write_config(own_home, settings), {}))
+    assert said in str(caught.value)
+
+
+ALL_TOOLS = "read_file write_file edit_file notebook_edit list_dir glob grep exec web_fetch web_search"
+
+
+@pytest.mark.parametrize(
+    ("off", "gone"), [("", ""), ("exec", "exec"), ("web", "web_fetch web_search")], ids=str
+)
+def test_the_tools_are_these_and_two_sorts_can_be_switched_off(own_home, off, gone):
+    text = f'{{"tools": {{"{off}": {{"enable": false}}}}}}' if off else "{}"
+    tools = nanobot.make_tools(load_config(write_config(own_home, text), {}))
+    names = [each["function"]["name"] for each in tools.get_definitions()]
+    assert sorted(names) == sorted(set(ALL_TOOLS.split()) - set(gone.split()))
+
+
+def test_a_loop_has_two_tools_more(tmp_path):
+    names = [each["function"]["name"] for each in make_loop(tmp_path).tools.get_definitions()]
+    assert sorted(names) == sorted([*ALL_TOOLS.split(), "spawn", "cron"])
 
 
 # Each setting below has its effect where it is used, not only in what was read.
