@@ -17,19 +17,22 @@ import nanobot
 from fake_llm import Failure, FakeLLM, Hang, Raw, Reply, error
 from fake_llm import call as ask_for
 from fake_telegram import FakeTelegram
-from channels import Channel, CronJob, InboundMessage, MessageBus
+from channels import Channel, CronJob, InboundMessage, MessageBus, Waiting
 from nanobot import (
     AgentHook,
     AgentLoop,
     AgentRunner,
+    AgentRunResult,
     AgentRunSpec,
     ApprovalHook,
     CompositeHook,
     Config,
     ConfigError,
     CostTrackingHook,
+    LoggingHook,
     Messenger,
     Price,
+    WaitingHook,
     load_config,
     make_provider,
     run_job,
@@ -519,6 +522,379 @@ def test_without_a_user_message_the_system_message_is_still_sent_once():
     assert provider.requests[0].messages[0] == system
 
 
+def test_a_run_of_which_nothing_is_said_has_these_limits():
+    """Forty requests with tools, then a last one; answers of 8,192 tokens; no temperature is sent."""
+    result, provider = run([call("look", f"c{n}", n=n) for n in range(60)], [look])
+    assert (result.stop_reason, result.requests) == ("max_iterations", 41)
+    assert [bool(request.tools) for request in provider.requests] == [True] * 40 + [False]
+    assert provider.requests[0].options == {"max_tokens": 8_192}
+    assert provider.requests[0].model == "scripted"
+    assert provider.requests[0].on_delta is None
+
+
+@pytest.mark.parametrize(("kilobytes", "kept"), [(225, 2), (226, 1)])
+def test_a_window_of_which_nothing_is_said_has_room_for_56_320_tokens(kilobytes, kept):
+    long = {"role": "user", "content": "abc " * 250 * kilobytes}  # a token is 4 bytes
+    messages = [long, {"role": "assistant", "content": "ok"}, {"role": "user", "content": "now"}]
+    _, provider = run(["ok"], messages=messages)
+    assert roles(provider.requests[0].messages).count("user") == kept
+
+
+def test_what_a_run_is_given_reaches_the_model():
+    _, provider = run(["ok"], model="big", max_tokens=77, temperature=0.5)
+    assert (provider.requests[0].model, provider.requests[0].options) == (
+        "big", {"max_tokens": 77, "temperature": 0.5})  # fmt: skip
+
+
+def test_a_run_that_is_new_is_complete_empty_and_free():
+    assert asdict(AgentRunResult()) == {
+        "final_content": None, "messages": [], "tools_used": [], "stop_reason": "completed",
+        "usage": {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0, "estimated": False},
+        "tool_events": [], "error": None, "requests": 0, "context_tokens": 0,
+    }  # fmt: skip
+
+
+def test_what_a_caller_learns_of_a_run():
+    script = [[call("look", "a", n=7), call("broken", "b")], call("look", "c"), "done"]
+    result, _ = run(script, [look, broken])
+    assert result.tool_events == [
+        {"name": "look", "arguments": {"n": 7}, "is_error": False, "result": "saw 7"},
+        {"name": "broken", "arguments": {}, "is_error": True, "result": "it is broken: mend it"},
+        {"name": "look", "arguments": {}, "is_error": False, "result": "saw 0"},
+    ]
+    assert (result.tools_used, result.requests, result.error) == (["look", "broken"], 3, None)
+    assert result.messages[2] == {"role": "tool", "tool_call_id": "a", "name": "look", "content": "saw 7"}
+
+
+@pytest.mark.parametrize(
+    ("usage", "counted"),
+    [({"prompt_tokens": 33}, True), ({"prompt_tokens": 33, "estimated": True}, False),
+     ({"prompt_tokens": 0}, False), ({}, False)],
+)  # fmt: skip
+def test_the_size_of_a_request_is_what_the_endpoint_counted_or_an_estimate(usage, counted):
+    result, _ = run([LLMResponse("ok", usage=usage)], messages=[{"role": "user", "content": "word " * 400}])
+    assert (result.context_tokens == 33) is counted
+    assert counted or 300 < result.context_tokens < 600
+
+
+def test_tools_count_as_a_part_of_a_request():
+    sizes = [run(["ok"], tools)[0].context_tokens for tools in ([], [look])]
+    assert sizes[0] + 10 < sizes[1] < sizes[0] + 100
+
+
+def test_who_journals_is_told_which_step_is_whole():
+    heard = []
+
+    @tool(read_only=True)
+    def picture() -> ToolResult:
+        """A picture."""
+        return ToolResult("[image: a.png]", images=[{"type": "image_url", "image_url": {"url": "data:x"}}])
+
+    def listen(messages, whole):
+        heard.append(([message["role"] for message in messages], whole))
+
+    run([[call("look", "a"), call("picture", "b")], "done"], [look, picture], on_messages=listen)
+    assert heard == [
+        (["assistant"], False), (["tool"], False), (["tool"], False), ([], True), (["user"], True),
+        (["assistant"], True),
+    ]  # fmt: skip
+
+
+def test_an_image_stands_behind_the_names_of_all_of_them():
+    def image(name):
+        return {"type": "image_url", "image_url": {"url": f"data:{name}"}}
+
+    @tool(read_only=True)
+    def picture(letter: str) -> ToolResult:
+        """A picture."""
+        return ToolResult(f"[image: {letter}]", images=[image(letter)])
+
+    calls = [call("picture", "a", letter="a"), call("look", "b"), call("picture", "c", letter="c")]
+    result, _ = run([calls, "nice"], [picture, look])
+    assert roles(result.messages) == ["user", "assistant", "tool", "tool", "tool", "user", "assistant"]
+    names = {"type": "text", "text": "[image: a]\n[image: c]"}
+    assert result.messages[5]["content"] == [names, image("a"), image("c")]
+
+
+NOTES = {
+    "a cut answer": ([LLMResponse("one ", [], "length")], "Go on exactly where it stops"),
+    "a cut call": ([LLMResponse("one ", [call("look")], "length")], "Take shorter steps"),
+    "a thought that was cut": ([LLMResponse(" \n", [], "length")], "Think less, and answer now."),
+    "nothing at all, cut": ([LLMResponse(None, [], "length")], "Think less, and answer now."),
+    "a withheld call": ([LLMResponse(None, [call("look")], "refusal")], "Take shorter steps"),
+    "one blank": ([""], ""),
+    "two blanks": (["", ""], "You sent nothing, twice."),
+    "the same call": ([call("look", f"c{n}") for n in range(5)], "there are no tools any more"),
+}
+
+
+@pytest.mark.parametrize("case", NOTES)
+def test_a_note_to_the_model_stands_last_in_the_next_request_and_nowhere_else(case):
+    replies, note = NOTES[case]
+    result, provider = run([*replies, call("look", n=1), "done"], [look])
+    asked = provider.requests[len(replies)].messages[-1]
+    assert asked["role"] == "user" or case == "the same call"
+    assert note in asked["content"] and asked["content"] != ""
+    if note:
+        assert note not in str(result.messages)
+    if asked["role"] == "user" and not note:
+        assert asked["content"] == "do it"
+    later = [str(request.messages) for request in provider.requests[len(replies) + 1 :]]
+    if provider.requests[len(replies)].tools:
+        assert len(later) == 1 and (not note or note not in later[0])
+
+
+@pytest.mark.parametrize(
+    ("reply", "reason", "said"),
+    [
+        (LLMResponse(None, [], "content_filter"), "empty", "There is no answer: the endpoint withheld it. "),
+        (LLMResponse(None, [], "refusal"), "empty", "There is no answer: the endpoint withheld it. Ask in o"),
+        (LLMResponse("I may not.", [], "refusal"), "completed", "I may not."),
+        (LLMResponse("I may not.", [], "content_filter"), "completed", "I may not."),
+        (LLMResponse(None, [], "error", error="boom"), "error", None),
+        (LLMResponse("half", [], "error", error="boom"), "error", None),
+        (LLMResponse("whole", [], "eos"), "completed", "whole"),
+    ],
+)
+def test_what_an_answer_leads_to(reply, reason, said):
+    result, provider = run([reply, "never"])
+    assert (result.stop_reason, len(provider.requests)) == (reason, 1)
+    assert result.final_content is None if said is None else result.final_content.startswith(said)
+    assert result.messages[1:] == ([{"role": "assistant", "content": said}] if reason == "completed" else [])
+
+
+def test_a_model_that_stays_silent_ends_the_run_with_a_line_for_the_user_only():
+    result, _ = run(["", "", ""])
+    said = "There is no answer: the model sent nothing of use. Ask in other words."
+    assert (result.stop_reason, result.final_content) == ("empty", said)
+    assert roles(result.messages) == ["user"]
+
+
+def test_a_tool_that_ends_the_run_is_named_to_the_user_and_in_the_journal():
+    result, provider = run([call("broken"), "never"], [broken], fail_on_tool_error=True)
+    assert result.error == "broken failed: it is broken: mend it"
+    assert result.final_content == f"I had to stop: {result.error}"
+    assert result.messages[-1] == {"role": "assistant", "content": result.final_content}
+    assert len(provider.requests) == 1
+
+
+def test_a_failure_that_comes_back_is_told_with_its_count():
+    result, provider = run([call("broken", f"c{n}") for n in range(9)], [broken])
+    contents = [message["content"] for message in result.messages if message["role"] == "tool"]
+    assert contents[2].startswith("it is broken: mend it\nThis same call has failed 3 times in a row.")
+    assert contents[3].startswith("it is broken: mend it\nThis same call has failed 4 times in a row.")
+    assert (len(provider.requests), result.stop_reason) == (5, "tool_error")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [([{}, {}, {}], [3]), ([{}, {"n": 1}, {}, {"n": 1}, {}], []), ([{}, {}, {"n": 1}, {}, {}, {}], [3])],
+)
+def test_only_the_same_call_counts_and_only_in_a_row(arguments, told):
+    script = [call("look", f"c{n}", **given) for n, given in enumerate(arguments)]
+    result, _ = run([*script, "done"], [look])
+    contents = [message["content"] for message in result.messages if message["role"] == "tool"]
+    found = [re.search(r"the same call has given it (\d) times", text) for text in contents]
+    assert [int(match[1]) for match in found if match] == told
+    assert result.final_content == "done"
+
+
+def test_the_same_words_with_another_picture_are_another_result():
+    shots = itertools.count()
+
+    @tool(read_only=True)
+    def shoot() -> ToolResult:
+        """Take a picture of the screen."""
+        return ToolResult("a picture", images=[{"type": "image_url", "image_url": {"url": f"{next(shots)}"}}])
+
+    result, provider = run([call("shoot", f"c{n}") for n in range(7)] + ["done"], [shoot])
+    assert result.final_content == "done" and all(request.tools for request in provider.requests)
+
+
+def test_calls_side_by_side_can_be_forbidden():
+    running, most = 0, 0
+
+    @tool(read_only=True)
+    async def wait(n: int) -> str:
+        """Wait."""
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0)
+        running -= 1
+        return "waited"
+
+    run([[call("wait", f"c{n}", n=n) for n in range(3)], "done"], [wait], concurrent_tools=False)
+    assert most == 1
+
+
+def test_neighbours_that_only_read_go_together_and_whatever_else_alone():
+    order = []
+
+    def step(name: str, read_only: bool):
+        @tool(name=name, read_only=read_only)
+        async def work() -> str:
+            """Work."""
+            order.append(f"+{name}")
+            await asyncio.sleep(0)
+            order.append(f"-{name}")
+            return "done"
+
+        return work
+
+    tools = [step("a", True), step("b", True), step("w", False), step("x", False)]
+    calls = [call(name, f"c{n}") for n, name in enumerate(["a", "b", "w", "x", "a", "unknown", "b"])]
+    run([calls, "done"], tools)
+    assert " ".join(order) == "+a +b -a -b +w -w +x -x +a -a +b -b"
+
+
+def test_a_journal_that_fails_in_one_call_ends_the_others_of_its_batch():
+    ended = []
+
+    @tool(read_only=True)
+    async def wait() -> str:
+        """Wait."""
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append("wait")
+        return "never"
+
+    def full_disk(messages, whole):
+        if any(message["role"] == "tool" for message in messages):
+            raise OSError("the disk is full")
+
+    async def go():
+        spec = AgentRunSpec([{"role": "user", "content": "x"}], ToolRegistry([look, wait]))
+        spec.on_messages = full_disk
+        with pytest.raises(OSError, match="the disk is full"):
+            await AgentRunner(ScriptedProvider([[call("wait", "a"), call("look", "b")]])).run(spec)
+        return list(ended)  # not only at the end of the program
+
+    assert asyncio.run(go()) == ["wait"]
+
+
+def test_reasoning_of_a_last_answer_is_kept_and_that_of_calls_goes_with_them_only():
+    thought = {"reasoning_content": "hm"}
+    result, _ = run([LLMResponse("done", extra=thought)])
+    assert result.messages[-1] == {"role": "assistant", "content": "done", "reasoning_content": "hm"}
+    last = LLMResponse("so far", [call("look")], "tool_calls", extra=thought)
+    result, _ = run([call("look", n=1), last], [look], max_iterations=1)
+    assert result.messages[-1] == {"role": "assistant", "content": "so far"}
+
+
+@pytest.mark.parametrize(
+    ("last", "said"),
+    [
+        (LLMResponse("this is done"), "this is done"),
+        (LLMResponse(""), "I stopped at the limit of 1 steps."),
+        (failed("boom"), "I stopped at the limit of 1 steps. boom"),
+        (LLMResponse("torn", [], "error", error="boom"), "I stopped at the limit of 1 steps. boom"),
+        (LLMResponse("all I co", [], "length"), "all I co"),
+    ],
+)
+def test_at_the_limit_of_steps_there_is_a_summary_or_the_reason_why_there_is_none(last, said):
+    result, provider = run([call("look"), last], [look], max_iterations=1)
+    assert (result.stop_reason, result.final_content) == ("max_iterations", said)
+    assert (len(provider.requests), result.messages[-1]["content"]) == (2, said)
+
+
+def test_only_who_wants_pieces_gets_them():
+    class Deaf(Recorder):
+        wants_streaming = False
+
+    for hook, streamed in ((Deaf(), []), (Recorder(), ["one", "\n\n", "two"])):
+        run([LLMResponse("one", [call("look")], "length"), "two"], [look], hook=hook)
+        assert [text for text in hook.seen if isinstance(text, str) and text not in EVENTS] == streamed
+
+
+def test_what_was_shown_of_a_stopped_answer_is_marked_with_the_reason():
+    journal, at_work = [], asyncio.Event()
+
+    class Stall(AgentHook):
+        wants_streaming = True
+
+        async def on_stream(self, delta):
+            at_work.set()
+            await asyncio.sleep(60)
+
+    async def stop_it():
+        spec = AgentRunSpec([{"role": "user", "content": "x"}], hook=Stall())
+        spec.on_messages = lambda messages, whole: journal.append((messages, whole))
+        task = asyncio.create_task(AgentRunner(ScriptedProvider(["one two"])).run(spec))
+        await at_work.wait()
+        task.cancel()
+        await asyncio.wait([task])
+
+    asyncio.run(stop_it())
+    assert journal == [([{"role": "assistant", "content": "one", "cut": "it was stopped"}], True)]
+
+
+def test_what_comes_meanwhile_stands_behind_the_results_and_is_not_journalled_again():
+    heard, came = [], [{"role": "user", "content": "and hurry"}]
+
+    def arrivals():
+        new, came[:] = list(came), []
+        return new
+
+    result, provider = run(
+        [call("look"), "done"], [look], arrivals=arrivals,
+        on_messages=lambda messages, whole: heard.extend(messages),
+    )  # fmt: skip
+    assert roles(provider.requests[1].messages) == ["user", "assistant", "tool", "user"]
+    assert provider.requests[1].messages[-1]["content"] == "and hurry"
+    assert [message["role"] for message in heard] == ["assistant", "tool", "assistant"]
+    assert roles(result.messages) == ["user", "assistant", "tool", "user", "assistant"]
+
+
+def test_arguments_that_are_not_whole_are_named_with_the_tool_and_what_to_do():
+    bad = ToolCallRequest("c1", "look", error="its arguments are not whole JSON")
+    _, provider = run([bad, "done"], [look])
+    said = "look was not run: its arguments are not whole JSON. Send the call again, whole."
+    assert provider.requests[1].messages[-1]["content"] == said
+
+
+def test_the_question_of_a_run_is_never_left_out_however_long_the_rest_has_become():
+    @tool(read_only=True)
+    def long(n: int) -> str:
+        """Long."""
+        return f"{n} " * 700
+
+    script = [call("long", f"c{n}", n=n) for n in range(6)]
+    old = [{"role": "user", "content": "before"}, {"role": "assistant", "content": "yes"}]
+    messages = [{"role": "system", "content": "be"}, *old, {"role": "user", "content": "the question"}]
+    _, provider = run([*script, "ok"], [long], messages=messages, context_window=2_600, max_tokens=100)
+    for request in provider.requests:
+        assert users(request)[-1].startswith("the question")
+    assert "before" in str(provider.requests[0].messages) and "before" not in str(
+        provider.requests[-1].messages)  # fmt: skip
+
+
+def test_what_is_left_out_is_told_once_in_a_run():
+    hook = Retries()
+    old = [{"role": "user", "content": "old " * 900}, {"role": "assistant", "content": "older " * 900}]
+    messages = [{"role": "system", "content": "be"}, *old, {"role": "user", "content": "now"}]
+    run([call("look"), "ok"], [look], messages=messages, context_window=2_000, max_tokens=100, hook=hook)
+    assert len(hook.told) == 1 and "1 of 2 turns" in hook.told[0]
+
+
+def test_a_hook_sees_the_live_record_of_a_run():
+    seen = []
+
+    class Watch(AgentHook):
+        async def before_iteration(self, context):
+            seen.append((context.iteration, len(context.messages), context.usage["prompt_tokens"]))
+
+        async def after_iteration(self, context):
+            names = [each.name for each in context.tool_calls]
+            seen.append((context.iteration, names, context.response.content, context.usage["prompt_tokens"]))
+
+    usage = {"prompt_tokens": 10}
+    run([LLMResponse(None, [call("look")], "tool_calls", usage), LLMResponse("done", usage=usage)], [look],
+        hook=Watch())  # fmt: skip
+    assert seen == [(0, 1, 0), (1, ["look"], None, 10), (1, 3, 10), (2, [], "done", 20)]
+
+
 # ---- Longer than the model's window ----
 
 TOO_LONG = LLMResponse(None, [], "error", error="the conversation is too long", is_overflow=True)
@@ -848,6 +1224,169 @@ def test_cost_is_money_where_the_price_is_known_and_tokens_otherwise():
     assert cheaper.line({**usage, "cached_tokens": 800_000}).endswith(" · 4.8000")
     unknown = CostTrackingHook({"m": Price(2.0, 8.0)}, "other")
     assert unknown.line({**usage, "cached_tokens": 0, "estimated": True}) == "~1,000,000 in · ~500,000 out"
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "hint"),
+    [
+        ("exec", {"command": "ls  -l\n\techo x"}, "$ ls -l echo x"),
+        ("exec", {"command": "x" * 200}, "$ " + "x" * 100),
+        ("exec", {}, "$ "),
+        ("list_dir", {}, "list_dir()"),
+        ("read_file", {"path": "a.txt", "limit": 3}, 'read_file("a.txt")'),
+        ("edit_file", {"old_text": "x", "path": "a.txt"}, 'edit_file("a.txt")'),
+        ("grep", {"pattern": "Größe", "glob": "*.py"}, 'grep("Größe")'),
+        ("add", {"n": 7}, "add(7)"),
+        ("add", {"n": {"a": [1, None]}}, 'add({"a": [1, null]})'),
+        ("say", {"text": "x" * 78}, f'say("{"x" * 78}")'),
+        ("say", {"text": "x" * 79}, f'say("{"x" * 78}…)'),
+    ],
+)
+def test_a_call_is_hinted_at_in_one_line(name, arguments, hint):
+    assert nanobot.tool_hint(call(name, **arguments)) == hint
+
+
+def test_each_step_is_logged_where_that_is_wanted(caplog):
+    caplog.set_level("INFO", logger="nanobot")
+    run([[call("look", "a", n=7), call("broken", "b")], "done"], [look, broken], hook=LoggingHook())
+    times = re.compile(r"\d\.\d{3} s")
+    assert [times.sub("0.0 s", text).split(" {")[0] for text in caplog.messages] == [
+        "iteration 1, 1 messages", "look(7): 5 characters in 0.0 s", "broken(): failed in 0.0 s",
+        "iteration 1: tool_calls", "iteration 2, 4 messages", "iteration 2: stop",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("level", ["WARNING", "INFO"])
+def test_a_faulty_hook_is_named_and_its_traceback_is_in_the_log_that_was_asked_for(caplog, level):
+    caplog.set_level(level, logger="nanobot")
+    run(["fine"], hook=CompositeHook([Faulty()]))
+    assert [text for text in caplog.messages if "failed" in text] == [
+        "Faulty.before_iteration failed: a guest misbehaves", "Faulty.finalize_content failed: again",
+    ]  # fmt: skip
+    assert ("Traceback" in caplog.text) is (level == "INFO")
+
+
+def test_a_composite_tells_each_hook_everything():
+    class All(Recorder):
+        async def on_retry(self, why):
+            self.seen.append(why.split(" (")[0])
+
+        async def after_tool(self, call, result, seconds):
+            self.seen.append((call.name, result.text))
+
+    hooks, history = [All(), All()], [*old_turns(6), {"role": "user", "content": "now"}]
+    result, _ = run([TOO_LONG, call("look"), "done"], [look], messages=history, hook=CompositeHook(hooks))
+    assert hooks[0].seen == hooks[1].seen == [
+        "before", "too long for the model: asking again without the oldest turns", "end True", ["look"],
+        ("look", "saw 0"), "after", "before", "done", "end False", "after",
+    ]  # fmt: skip
+    assert result.final_content == "<<done>>"
+
+
+def test_a_terminal_knows_what_is_waited_for_at_each_moment():
+    waiting, seen = Waiting(None), []
+
+    class Look(AgentHook):
+        wants_streaming = True
+
+        async def before_iteration(self, context):
+            seen.append(waiting.what)
+
+        async def on_stream(self, delta):
+            seen.append(waiting.what)
+
+        async def on_retry(self, why):
+            seen.append(waiting.what)
+
+        async def before_execute_tools(self, tool_calls):
+            seen.append(waiting.what)
+
+        async def after_iteration(self, context):
+            seen.append(waiting.what)
+
+    script = [TOO_LONG, [call("look", "a", n=1), call("look", "b", n=2)], "done"]
+    history = [*old_turns(6), {"role": "user", "content": "now"}]
+    run(script, [look], messages=history, hook=CompositeHook([WaitingHook(waiting), Look()]))
+    assert [text.split(" (")[0] if "too long" in text else text for text in seen] == [
+        "the model", "too long for the model: asking again without the oldest turns", "look(1), look(2)", "",
+        "the model", "", "",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("answer", "runs"),
+    [("y", 1), ("Y", 1), (" yes \n", 1), ("a", 2), ("A", 2), ("ALWAYS", 2), ("n", 0), ("ye", 0), ("yes!", 0),
+     ("al", 0)],
+)  # fmt: skip
+def test_which_words_approve(answer, runs):
+    asked, ran = [], []
+
+    @tool
+    def act(n: int) -> str:
+        """Act."""
+        ran.append(n)
+        return "acted"
+
+    async def ask(question):
+        asked.append(question)
+        return answer if len(asked) == 1 else "n"
+
+    hook = ApprovalHook(ToolRegistry([act]), ask)
+    _, provider = run([call("act", "a", n=1), call("act", "b", n=2), "done"], [act], hook=hook)
+    assert (len(ran), len(asked)) == (runs, 1 if runs == 2 else 2)
+    last = provider.requests[2].messages[-1]["content"]
+    assert last == ("acted" if runs == 2 else "The user did not approve this call.")
+
+
+def test_what_would_not_run_anyway_is_not_asked_about():
+    asked = []
+
+    class Deny(AgentHook):
+        async def before_execute_tools(self, tool_calls):
+            tool_calls[0].denied = "not on a Sunday"
+
+    async def ask(question):
+        asked.append(question)
+        return "y"
+
+    torn = ToolCallRequest("b", "broken", error="its arguments are not whole JSON")
+    hook = CompositeHook([Deny(), ApprovalHook(ToolRegistry([broken]), ask)])
+    result, _ = run([[call("broken", "a"), torn], "done"], [broken], hook=hook)
+    assert asked == []
+    assert [event["result"].split(":")[0] for event in result.tool_events] == [
+        "not on a Sunday", "broken was not run"]  # fmt: skip
+
+
+def test_a_rule_that_refuses_gives_its_reason_and_one_that_fails_lets_nothing_through():
+    rules = {"look": "", "broken": "not this one"}
+    calls = [call("look", "a"), call("broken", "b"), call("silent", "c")]
+    hook = CompositeHook([nanobot.Fence(lambda name, arguments: rules[name])])
+    result, _ = run([calls, "done"], [look, broken, silent], hook=hook)
+    assert [event["result"] for event in result.tool_events] == [
+        "saw 0", "not this one", "This call could not be checked."]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("price", "usage", "line"),
+    [
+        (Price(), (1_000, 0, 0), "1,000 in · 0 out · 0.0000"),
+        (Price(1.0), (1_000_000, 0, 1_000_000), "1,000,000 in · 1,000,000 out · 1.0000"),
+        (Price(0.0, 1.0), (0, 0, 2_500_000), "0 in · 2,500,000 out · 2.5000"),
+        (Price(2.0, 0.0, 0.0), (1_000_000, 500_000, 0), "1,000,000 in (500,000 cached) · 0 out · 1.0000"),
+        (Price(2.0, 0.0), (1_000_000, 0, 0), "1,000,000 in · 0 out · 2.0000"),
+        (Price(2.0, 0.0), (1_000_000, 1, 0), "1,000,000 in (1 cached) · 0 out · ≤ 2.0000"),
+        (None, (1, 1, 1), "1 in (1 cached) · 1 out"),
+    ],
+)
+def test_a_line_of_tokens_and_money(price, usage, line):
+    names = ("prompt_tokens", "cached_tokens", "completion_tokens")
+    cost = CostTrackingHook({"m": price} if price else {}, "m")
+    assert cost.line(dict(zip(names, usage, strict=True)) | {"estimated": False}) == line
+
+
+def test_an_estimate_is_marked_as_one_wherever_it_stands():
+    usage = {"prompt_tokens": 1_000, "cached_tokens": 0, "completion_tokens": 10, "estimated": True}
+    assert CostTrackingHook({"m": Price(1.0)}, "m").line(usage) == "~1,000 in · ~10 out · ~0.0010"
 
 
 # ---- The loop ----
