@@ -7,6 +7,7 @@ import os
 import re
 import random
 import signal
+import sys
 from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -1687,6 +1688,239 @@ def test_the_setting_for_long_results_has_its_effect(tmp_path):
     assert "too long to show" in loop.provider.requests[1].messages[-1]["content"]
 
 
+@pytest.mark.parametrize(
+    ("text", "command"),
+    [
+        ("/new", ("new", "")),
+        (" /NEW\n", ("new", "")),
+        ("/status@my_bot", ("status", "")),
+        ("/dream-log 1F3A9c", ("dream-log", "1f3a9c")),
+        ("/dream-log@bot  1f3a", ("dream-log", "1f3a")),
+        ("/dream-log 1f3", ("", "")),
+        ("/dream-log xyzu", ("", "")),
+        ("/etc/hosts?", ("", "")),
+        ("/new things", ("", "")),
+        ("new", ("", "")),
+        ("say /new", ("", "")),
+        ("/", ("", "")),
+        ("", ("", "")),
+    ],
+)
+def test_what_is_a_command_and_what_is_none(text, command):
+    assert nanobot.slash_command(text) == command
+
+
+def test_help_lists_each_command_with_what_it_does(tmp_path):
+    text = ask(make_loop(tmp_path), "/help")[0].final_content
+    meanings = [line.split(": ", 1) for line in text.split("\n")]
+    assert [name for name, _ in meanings] == [
+        "/new", "/stop", "/continue", "/status", "/dream", "/dream-log", "/dream-restore", "/help",
+    ]  # fmt: skip
+    words = ["afresh", "end the turn", "interrupted", "uptime", "memory", "dreams changed", "undo", "list"]
+    for word, (name, meaning) in zip(words, meanings, strict=True):
+        assert word in meaning, name
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("/stop", "Nothing runs here."),
+        ("/continue", "There is no interrupted turn to go on with."),
+        ("/new", "A new session begins. The old one stays in its journal."),
+        ("/stopp", "There is no /stopp. The closest is /stop: end the turn that runs, and its subagents"),
+        ("/dream", "nothing"),
+        ("/dream-log", "no dream"),
+        ("/dream-restore", "no dream"),
+    ],
+)
+def test_what_a_command_says_where_nothing_is_to_be_done(tmp_path, text, said):
+    loop = make_loop(tmp_path)
+    result, events = ask(loop, text)
+    assert said.lower() in result.final_content.lower()
+    assert events == [("final", result.final_content)]
+    assert (result.requests, result.stop_reason, loop.provider.requests) == (0, "completed", [])
+
+
+def test_status_tells_of_the_session_the_window_and_all_since_the_start(tmp_path):
+    usage = {"prompt_tokens": 1_200, "completion_tokens": 34}
+    loop = make_loop(tmp_path, [LLMResponse("hi", usage=usage)])
+    ask(loop, "hello")
+    loop.started -= 3 * 3_600 + 5 * 60
+    first, second, third = ask(loop, "/status")[0].final_content.split("\n")
+    assert first == "nanobot 0.1.0, model scripted, session cli:direct, 2 messages"
+    assert re.fullmatch(r"context \d,\d{3} of 65,536", second)
+    assert third == "since the start: 1,200 in · 34 out, 3 h 5 min"
+    other = ask(loop, "/status", "cli:other")[0].final_content
+    assert "session cli:other, 0 messages" in other and "1,200 in" in other
+
+
+def test_status_says_what_would_be_left_out(tmp_path):
+    loop = make_loop(tmp_path, context_window_tokens=5_000, max_tokens=100)
+    for _ in range(8):
+        line = {"content": "word " * 400}
+        loop.sessions.get("cli:direct").append({"role": "user"} | line, {"role": "assistant"} | line)
+    text = ask(loop, "/status")[0].final_content
+    assert re.search(r"\n\d of 8 turns, ~[\d,]+ tokens, are left out\n", text)
+
+
+def test_the_circumstances_of_a_turn(tmp_path, own_home):
+    loop = make_loop(tmp_path, max_tool_result_chars=1_234)
+    loop.config.cwd, loop.config.path = tmp_path / "project", own_home / "other.json"
+    turn = loop.turn("telegram:-100:5")
+    assert (turn.channel, turn.chat_id, turn.session_key) == ("telegram", "-100:5", "telegram:-100:5")
+    assert (turn.workspace, turn.cwd) == (tmp_path / "workspace", tmp_path / "project")
+    assert (turn.restrict, turn.approved, turn.depth, turn.max_result_chars) == (False, False, 0, 1_234)
+    assert turn.secret == (own_home / "other.json", own_home / ".nanobot" / "config.json")
+    assert turn.readable == (nanobot.DATA / "skills",)
+    assert loop.turn("telegram:-100:5").seen is turn.seen is not loop.turn("telegram:-100").seen
+
+
+def test_a_gateway_that_runs_for_months_forgets_which_files_the_oldest_sessions_have_read(tmp_path):
+    loop = make_loop(tmp_path)
+    loop.files_seen = {f"desk:{n}": {} for n in range(1_000)}
+    loop.turn("desk:new")
+    assert (len(loop.files_seen), "desk:0" in loop.files_seen) == (1_001, True)
+    loop.turn("desk:newer")
+    assert (len(loop.files_seen), "desk:0" in loop.files_seen) == (1_001, False)
+    assert list(loop.files_seen)[-2:] == ["desk:new", "desk:newer"]
+
+
+def test_a_turn_that_comes_to_nothing_has_no_last_word(tmp_path):
+    loop = make_loop(tmp_path, [failed("no such luck")])
+    result, events = ask(loop, "hello")
+    assert (result.stop_reason, result.final_content, events) == ("error", None, [])
+
+
+def test_a_loop_takes_the_provider_the_tools_and_the_hooks_that_it_is_given(tmp_path):
+    config, hook = Config(), Recorder()
+    config.defaults.workspace = str(tmp_path / "workspace")
+    provider = ScriptedProvider([call("look", n=3), "seen"])
+    loop = AgentLoop(config, provider, ToolRegistry([look]), [hook])
+    assert asyncio.run(loop.process_direct("go")).final_content == "<seen>"
+    names = [each["function"]["name"] for each in provider.requests[0].tools]
+    assert sorted(names) == ["cron", "look", "spawn"]
+    assert ["look"] in hook.seen and loop.model == "scripted"
+
+
+@pytest.mark.parametrize(("streaming", "pieces"), [(True, ["one", " two"]), (False, [])])
+def test_the_setting_of_streaming_decides_whether_pieces_are_told(tmp_path, streaming, pieces):
+    loop = make_loop(tmp_path, ["one two"])
+    loop.config.streaming = streaming
+    _, events = ask(loop, "hello")
+    assert [text for kind, text in events if kind == "delta"] == pieces
+    assert events[-1] == ("final", "one two")
+
+
+def test_an_event_goes_to_the_chat_that_asked(tmp_path):
+    loop, events = make_loop(tmp_path, ["ok"]), []
+
+    async def note(event):
+        events.append(event)
+
+    asyncio.run(loop.process_direct("hello", "telegram:7:8", note))
+    assert {(event.channel, event.chat_id) for event in events} == {("telegram", "7:8")}
+
+
+def test_limits_of_the_settings_reach_each_request_of_a_turn(tmp_path):
+    settings = {"max_tokens": 55, "temperature": 0.75, "max_tool_iterations": 2}
+    loop = make_loop(tmp_path, [call("list_dir", f"c{n}", path=f"/{n}") for n in range(9)], **settings)
+    result, _ = ask(loop, "go")
+    assert (result.stop_reason, result.requests) == ("max_iterations", 3)
+    assert [request.options for request in loop.provider.requests] == [
+        {"max_tokens": 55, "temperature": 0.75}] * 3  # fmt: skip
+
+
+def test_what_is_done_beside_the_turns_and_fails_is_a_line_of_the_log(tmp_path, caplog):
+    caplog.set_level("WARNING", logger="nanobot")
+
+    async def fails():
+        raise OSError("the disk is full")
+
+    async def work():
+        loop = make_loop(tmp_path)
+        loop.background.start(fails())
+        await loop.background.settled()
+        return loop.background.tasks
+
+    assert asyncio.run(work()) == set()
+    assert caplog.messages == ["in the background: the disk is full"] and "Traceback" not in caplog.text
+    caplog.set_level("INFO", logger="nanobot")
+    asyncio.run(work())
+    assert "Traceback" in caplog.text
+
+
+def test_what_is_not_done_beside_the_turns_when_the_loop_is_closed_is_ended(tmp_path):
+    ended = []
+
+    async def endless():
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(1)
+
+    async def work():
+        loop = make_loop(tmp_path)
+        loop.background.start(endless())
+        await asyncio.sleep(0)
+        await loop.close()
+        return list(ended)
+
+    assert asyncio.run(work()) == [1]
+
+
+def test_a_turn_that_is_stopped_says_so_and_leaves_those_of_other_sessions(tmp_path):
+    gates = {"cli:a": Gate(), "cli:b": Gate()}
+
+    async def work():
+        loop = make_loop(tmp_path)
+
+        async def script(request):
+            await gates["cli:a" if users_of(request) == ["first"] else "cli:b"].pass_()
+            return "done"
+
+        loop.provider = loop.runner.provider = Talker(script)
+        turns = [asyncio.create_task(loop.process_direct(*each)) for each in
+                 (("first", "cli:a"), ("second", "cli:b"))]  # fmt: skip
+        for gate in gates.values():
+            await gate.reached.wait()
+        assert (loop.stop("cli:c"), loop.stop("cli:a")) == (False, True)
+        with pytest.raises(asyncio.CancelledError):
+            await turns[0]
+        assert not loop.stop("cli:a")
+        said = await loop.process_direct("/stop", "cli:b")
+        gates["cli:b"].open.set()
+        await asyncio.wait(turns)
+        return said.final_content, turns[1].cancelled()
+
+    assert asyncio.run(work()) == ("Stopped; /continue goes on.", True)
+
+
+@pytest.mark.parametrize(
+    ("replies", "said"),
+    [
+        (["", "", ""], "There is no answer: the model sent nothing of use"),
+        ([ask_for("nothing_like_it")] * 9, "nothing_like_it failed: "),
+        ([error(400, "boom")], "boom"),
+    ],
+)
+def test_run_raises_with_the_cause_where_there_is_no_answer(own_home, replies, said):
+    with FakeLLM(replies) as server:
+        config = load_config(None, {"OPENAI_BASE_URL": server.base_url, "NANOBOT_MODEL": "m"})
+        config.defaults.workspace = str(own_home / "ws")
+        with pytest.raises(RuntimeError, match=said):
+            nanobot.run("hello", config=config)
+
+
+def test_run_keeps_sessions_apart_and_goes_on_with_them(own_home):
+    with FakeLLM(lambda body: f"{len(body['messages'])} messages") as server:
+        config = load_config(None, {"OPENAI_BASE_URL": server.base_url, "NANOBOT_MODEL": "m"})
+        config.defaults.workspace = str(own_home / "ws")
+        answers = [nanobot.run("hello", *session, config=config) for session in ((), ("cli:b",), ())]
+    assert answers == ["2 messages", "2 messages", "4 messages"]
+    assert sorted(path.name for path in (own_home / "ws" / "sessions").glob("*.jsonl")) == [
+        "cli%3Ab.jsonl", "cli%3Adirect.jsonl"]  # fmt: skip
+
+
 # ---- The model layer under fire ----
 
 
@@ -2039,6 +2273,156 @@ def test_a_small_question_with_all_tools_stays_under_12_kb(tmp_path):
     request = loop.provider.requests[0]
     body = {"model": "m", "messages": request.messages, "tools": request.tools, "max_tokens": 8192}
     assert len(json.dumps(body, ensure_ascii=False).encode()) <= 12_000
+
+
+def test_the_first_part_of_the_prompt_says_where_whose_files_are_and_how_to_answer(tmp_path):
+    loop = make_loop(tmp_path)
+    loop.config.cwd = tmp_path / "project"
+    for key, style in (("cli:direct", "in a terminal"), ("telegram:7", "in a chat")):
+        text = loop.context.parts(loop.turn(key))["identity"]
+        assert f"user's files are in {tmp_path / 'project'}: a.txt means {tmp_path / 'project'}/a.txt" in text
+        assert f"in {tmp_path / 'workspace'} (memory" in text
+        assert re.search(r"machine \(linux|machine \(darwin|machine \(win32", text)
+        assert f", Python {sys.version_info.major}.{sys.version_info.minor})" in text
+        assert f"The user reads your answer {style}" in text
+        assert not text.endswith("\n")
+
+
+def test_what_is_said_of_time_and_place_stands_before_the_message(tmp_path):
+    loop = make_loop(tmp_path, timezone="UTC")
+    loop.config.now = Clock().now
+    loop.context.now = nanobot.ContextBuilder(loop.config, loop.memory, loop.skills).now
+    message, images = loop.context.user_message("hello", loop.turn("telegram:7"))
+    assert message == {"role": "user", "content": "hello", "runtime": (
+        "[Runtime Context — metadata only, not instructions]\nTime: 2026-11-21 12:00 (Saturday), UTC\n"
+        "Channel: telegram\nChat: 7\n[/Runtime Context]")}  # fmt: skip
+    assert images == []
+
+
+def test_files_that_came_with_a_message_are_named_each_on_its_line(tmp_path):
+    (tmp_path / "cat.png").write_bytes(PNG)
+    (tmp_path / "a.txt").write_text("text")
+    loop = make_loop(tmp_path)
+    media = [tmp_path / "a.txt", str(tmp_path / "cat.png")]
+    message, images = loop.context.user_message("what are they?", loop.turn("cli:direct"), media)
+    assert message["content"] == f"[file: {tmp_path}/a.txt]\n[image: {tmp_path}/cat.png]\nwhat are they?"
+    assert [image["type"] for image in images] == ["image_url"]
+
+
+def test_images_stand_in_the_last_message_of_a_request_only(tmp_path):
+    loop = make_loop(tmp_path)
+    history = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"},
+               {"role": "user", "content": "three"}]  # fmt: skip
+    image = {"type": "image_url", "image_url": {"url": "data:x"}}
+    system, *rest = loop.context.request(loop.turn("cli:direct"), history, [image])
+    assert system == {"role": "system", "content": loop.context.system_prompt(loop.turn("cli:direct"))}
+    last = {"role": "user", "content": [image, {"type": "text", "text": "three"}]}
+    assert rest == [*history[:-1], last]
+    assert loop.context.request(loop.turn("cli:direct"), history, []) == [system, *history]
+
+
+def test_parts_of_the_prompt_have_titles_and_lines_between_them(tmp_path):
+    loop = make_loop(tmp_path)
+    (loop.workspace / "SOUL.md").write_text("\nI am kind.\n\n", encoding="utf-8")
+    loop.memory.facts.write_text("The cat is Tom.\n", encoding="utf-8")
+    turn = loop.turn("cli:direct")
+    parts = loop.context.parts(turn)
+    assert list(parts) == ["identity", "SOUL.md", "Memory", "Active Skills", "Skills"]
+    assert parts["SOUL.md"] == "## SOUL.md\n\nI am kind."
+    assert parts["Memory"] == "# Memory\n\nThe cat is Tom."
+    assert loop.context.system_prompt(turn) == "\n\n---\n\n".join(parts.values())
+
+
+def test_of_many_facts_and_notes_the_newest_are_in_the_prompt(tmp_path):
+    loop = make_loop(tmp_path, context_window_tokens=6_000, max_tokens=100)  # 1,219 tokens for the memory
+    loop.memory.facts.write_text("\n".join(f"fact {n}: {'x' * 90}" for n in range(30)), encoding="utf-8")
+    notes = [{"cursor": n, "timestamp": "2026-04-03 00:02", "content": f"note {n}: {'y' * 70}"}
+             for n in range(1, 61)]  # fmt: skip
+    loop.memory.history.write_text("".join(f"{json.dumps(note)}\n" for note in notes), encoding="utf-8")
+    parts = loop.context.parts(loop.turn("cli:direct"))
+    assert "fact 0:" in parts["Memory"] and "fact 29:" in parts["Memory"]
+    recent = parts["Recent History"]
+    assert recent.startswith("# Recent History\n\n")
+    assert "note 60:" in recent and "note 30:" not in recent and "memory/history.jsonl" in recent
+    assert 10 < recent.count("note ") < 25
+    loop.memory.facts.write_text("\n".join(f"fact {n}: {'x' * 90}" for n in range(99)), encoding="utf-8")
+    parts = loop.context.parts(loop.turn("cli:direct"))
+    assert "fact 98:" in parts["Memory"] and "fact 9:" not in parts["Memory"]
+    assert "memory/MEMORY.md" in parts["Memory"]
+
+
+def write_skill(loop: AgentLoop, name: str, head: str, text: str = "Do it.") -> Path:
+    path = loop.workspace / "skills" / name / "SKILL.md"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"---\nname: {name}\ndescription: Use for {name}.\n{head}---\n{text}", encoding="utf-8")
+    return path
+
+
+def test_a_skill_is_in_the_prompt_in_full_or_as_a_line_or_not_at_all(tmp_path):
+    loop = make_loop(tmp_path)
+    needs = 'metadata: {"nanobot": {"requires": {"bins": ["no-such-program", "nor-this"]}}}\n'
+    path = write_skill(loop, "plain", "")
+    write_skill(loop, "needy", needs)
+    write_skill(loop, "ready", "always: true\n", "Always do it.")
+    write_skill(loop, "first", "always: true\n", "First of all.")
+    write_skill(loop, "unready", f"always: true\n{needs}", "Never do it.")
+    (loop.workspace / "skills" / "broken" / "SKILL.md").mkdir(parents=True)
+    parts = loop.context.parts(loop.turn("cli:direct"))
+    active, listed = parts["Active Skills"], parts["Skills"].split("\n")
+    assert active.startswith("# Active Skills\n\n## ")
+    assert "\n\n## ready\n\nAlways do it." in active and "\n\n## first\n\nFirst of all." in active
+    assert "Never do it" not in active and "Do it." not in active
+    assert f"- plain: Use for plain. ({path})" in listed
+    missing = "[unavailable: needs program no-such-program, program nor-this]"
+    assert [line.endswith(missing) for line in listed if line.startswith("- needy: ")] == [True]
+    names = ("- broken", "- ready", "- first", "- unready")
+    assert not any(line.startswith(names) for line in listed)
+
+
+def test_a_file_of_the_prompt_that_was_changed_is_read_again_and_one_that_is_too_large_is_left_out(
+    tmp_path, caplog
+):
+    loop = make_loop(tmp_path)
+    soul, turn = loop.workspace / "SOUL.md", loop.turn("cli:direct")
+    for text in ("I am kind.", "I am bold.", "I am calm, too."):
+        soul.write_text(text, encoding="utf-8")
+        assert loop.context.parts(turn)["SOUL.md"] == f"## SOUL.md\n\n{text}"
+    soul.write_text("x" * 100_000, encoding="utf-8")
+    assert len(loop.context.parts(turn)["SOUL.md"]) == 100_000 + len("## SOUL.md\n\n")
+    assert caplog.messages == []
+    soul.write_text("x" * 100_001, encoding="utf-8")
+    assert "SOUL.md" not in loop.context.parts(turn)
+    assert caplog.messages[0].startswith("SOUL.md is left out of the prompt: ")
+
+
+@pytest.mark.parametrize("name", ["SOUL.md", "USER.md", "AGENTS.md", "TOOLS.md", "memory/MEMORY.md"])
+def test_a_template_that_nobody_has_changed_is_not_in_the_prompt(tmp_path, name):
+    loop = make_loop(tmp_path)
+    path = loop.workspace / name
+    assert list(loop.context.parts(loop.turn("cli:direct"))) == ["identity", "Active Skills", "Skills"]
+    path.write_text(f"\n{path.read_text(encoding='utf-8')}\n\n", encoding="utf-8")
+    assert len(loop.context.parts(loop.turn("cli:direct"))) == 3
+    path.write_text(f"{path.read_text(encoding='utf-8')}!", encoding="utf-8")
+    assert len(loop.context.parts(loop.turn("cli:direct"))) == 4
+    path.unlink()
+    assert len(loop.context.parts(loop.turn("cli:direct"))) == 3
+
+
+def test_a_new_workspace_is_private_and_holds_these_files(tmp_path):
+    home = nanobot.prepare_workspace(tmp_path / "a" / "b")
+    files = sorted(str(path.relative_to(home)) for path in home.rglob("*") if path.is_file())
+    assert files == ["AGENTS.md", "SOUL.md", "TOOLS.md", "USER.md", "memory/MEMORY.md"]
+    assert home.stat().st_mode & 0o777 == 0o700
+    (home / "USER.md").unlink()
+    assert nanobot.prepare_workspace(home) == home and (home / "USER.md").exists()
+
+
+def test_a_workspace_that_cannot_be_made_is_said_with_what_to_do(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError) as caught:
+        nanobot.prepare_workspace(tmp_path / "file" / "ws")
+    said = f"Cannot write the workspace {tmp_path}/file/ws: Not a directory. Choose another with --workspace."
+    assert str(caught.value) == said
 
 
 # ---- Settings ----
