@@ -1,13 +1,16 @@
 """The story: the runner, the hooks, the loop, the settings; all in this process, with scripted models."""
 
 import asyncio
+import contextlib
 import itertools
 import json
 import os
 import re
 import random
+import selectors
 import signal
 import sys
+import time
 from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -18,7 +21,7 @@ import nanobot
 from fake_llm import Failure, FakeLLM, Hang, Raw, Reply, error
 from fake_llm import call as ask_for
 from fake_telegram import FakeTelegram
-from channels import Channel, CronJob, InboundMessage, MessageBus, Waiting
+from channels import Channel, CronJob, InboundMessage, MessageBus, OutboundMessage, Waiting
 from nanobot import (
     AgentHook,
     AgentLoop,
@@ -38,7 +41,7 @@ from nanobot import (
     make_provider,
     run_job,
 )
-from memory import SessionManager
+from memory import SessionBusy, SessionManager
 from providers import (
     ROWS,
     Endpoint,
@@ -3030,10 +3033,10 @@ class Chats:
 
     async def until(self, condition):
         """Waits until the condition holds."""
-        patience = asyncio.get_running_loop().time() + 20
+        patience = time.monotonic() + 20
         while not condition():
             await asyncio.sleep(0.001)
-            if asyncio.get_running_loop().time() > patience:
+            if time.monotonic() > patience:
                 pytest.fail(
                     f"sent: {[m.content for m in self.desk.sent][-5:]}, chat 1: {texts_of(self)[-5:]}"
                 )
@@ -3068,7 +3071,27 @@ def texts_of(chats, chat="1"):
     return [line.get("content") for line in chats.session(chat).lines]
 
 
-def serve_chats(work, *arguments, **options):
+class HurriedSelector(selectors.DefaultSelector):
+    def select(self, timeout=None):
+        return super().select(timeout and timeout / 100)
+
+
+class HurriedLoop(asyncio.SelectorEventLoop):
+    """A hundred of its seconds pass in one: nobody waits for a pause of a second."""
+
+    def __init__(self):
+        super().__init__(HurriedSelector())
+
+    def time(self):
+        return super().time() * 100
+
+
+def in_a_hurry(work):
+    with asyncio.Runner(loop_factory=HurriedLoop) as runner:
+        return runner.run(work)
+
+
+def serve_chats(work, *arguments, in_hurry=False, **options):
     """Runs `work(chats)` while the bus is served."""
 
     async def whole():
@@ -3076,7 +3099,7 @@ def serve_chats(work, *arguments, **options):
             await work(chats)
             return chats
 
-    return asyncio.run(whole())
+    return in_a_hurry(whole()) if in_hurry else asyncio.run(whole())
 
 
 def test_messages_of_a_chat_are_answered_in_order_and_chats_side_by_side(tmp_path):
@@ -3438,7 +3461,7 @@ def test_a_turn_that_fails_is_told_in_its_chat_and_the_others_go_on(tmp_path):
     serve_chats(work, tmp_path, script)
 
 
-def test_a_session_that_another_program_holds_is_answered_when_it_lets_go(tmp_path):
+def test_a_session_that_another_program_holds_is_answered_when_it_lets_go(tmp_path, caplog):
     async def script(request):
         return f"to {users_of(request)[-1]}"
 
@@ -3452,7 +3475,8 @@ def test_a_session_that_another_program_holds_is_answered_when_it_lets_go(tmp_pa
         await chats.answered()
         assert chats.finals() == ["to hello"]
 
-    serve_chats(work, tmp_path, script, max_concurrent=1)
+    serve_chats(work, tmp_path, script, max_concurrent=1, in_hurry=True)
+    assert "desk:1: Session desk:1 is in use by another program." in caplog.messages[0]
 
 
 # ---- Many chats: the next start ----
@@ -3776,3 +3800,619 @@ def test_from_a_message_over_its_answer_to_the_reminder(tmp_path, caplog):
     finally:
         signal.signal(signal.SIGTERM, before[0])
         signal.signal(signal.SIGHUP, before[1])
+
+
+# ---- Many chats: what goes wrong, and what the log says ----
+
+
+async def echo(request):
+    return f"to {users_of(request)[-1]}"
+
+
+def test_each_message_and_each_answer_is_a_line_of_the_log(tmp_path, caplog):
+    caplog.set_level("INFO", logger="nanobot.gateway")
+
+    async def work(chats):
+        await chats.say("hello")
+        await chats.answered()
+
+    serve_chats(work, tmp_path, echo)
+    assert caplog.messages == ["desk:1: 5 characters came in", "desk:1: completed, 1 requests"]
+
+
+def test_a_line_of_the_journal_says_whether_a_turn_ran_and_what_an_answer_has_not_seen(tmp_path):
+    gate = Gate()
+
+    async def script(request):
+        if users_of(request) == ["first"]:
+            await gate.pass_()
+        return f"to {users_of(request)[-1]}"
+
+    async def work(chats):
+        await chats.say("first", id_="a")
+        await gate.reached.wait()
+        await chats.say("second", id_="b")
+        await chats.say("third", id_="")
+        gate.open.set()
+        await chats.answered(2)
+        names = ("content", "id", "beside", "unseen")
+        lines = [{name: line[name] for name in names if name in line} for line in chats.session().lines]
+        assert lines[:4] == [
+            {"content": "first", "id": "a"}, {"content": "second", "id": "b", "beside": True},
+            {"content": "third", "beside": True}, {"content": "to first", "unseen": 2},
+        ]  # fmt: skip
+        assert [set(line) - {"content"} for line in lines[4:]] == [set()]
+        assert chats.session().metadata["delivered"] == 5
+
+    serve_chats(work, tmp_path, script)
+
+
+def test_of_many_messages_that_wait_three_at_a_time_join_a_turn(tmp_path):
+    gates = [Gate(), Gate()]
+
+    @tool
+    async def slow(n: int) -> str:
+        """Slow."""
+        await gates[n].pass_()
+        return "done"
+
+    async def script(request):
+        steps = roles(request.messages).count("tool")
+        return call("slow", f"c{steps}", n=steps) if steps < 2 else "all of it"
+
+    async def work(chats):
+        await chats.say("0")
+        await gates[0].reached.wait()
+        for number in range(1, 6):
+            await chats.say(f"{number}", id_=f"id{number}")
+        for gate in gates:
+            gate.open.set()
+        await chats.answered()
+        said = [" ".join(users_of(request)).split() for request in chats.loop.provider.requests]
+        assert said == [["0"], ["0", "1", "2", "3"], ["0", "1", "2", "3", "4", "5"]]
+        assert chats.desk.sent[-1].reply_to == "id5"
+
+    serve_chats(work, tmp_path, script, [slow])
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_the_settings_decide_which_steps_a_chat_sees(tmp_path, shown):
+    async def script(request):
+        if roles(request.messages)[-1] == "user":
+            return LLMResponse("Let me look.", [call("list_dir")], "tool_calls")
+        return "Nothing there."
+
+    async def work(chats):
+        settings = chats.loop.config.channels
+        settings.send_progress, settings.send_tool_hints = shown, not shown
+        await chats.say("look")
+        await chats.answered()
+        kinds = {message.kind: message.content for message in chats.desk.sent}
+        assert kinds.pop("final") == "Nothing there."
+        kinds.pop("delta", None)
+        assert kinds == ({"progress": "Let me look."} if shown else {"tool_hint": "list_dir()"})
+
+    serve_chats(work, tmp_path, script)
+
+
+def test_continue_in_a_chat_goes_on_with_what_was_stopped_and_says_where_nothing_is(tmp_path):
+    gate = Gate()
+
+    async def script(request):
+        if not gate.open.is_set():
+            await gate.pass_()
+        return f"to {users_of(request)[-1]}"
+
+    async def work(chats):
+        await chats.say("/continue")
+        await chats.answered()
+        assert chats.finals() == ["There is no interrupted turn to go on with."]
+        await chats.say("first")
+        await gate.reached.wait()
+        await chats.say("/stop")
+        await chats.answered(2)
+        gate.open.set()
+        await chats.say("/continue")
+        await chats.answered(3)
+        assert chats.finals()[1:] == ["Stopped; /continue goes on.", "to first"]
+
+    serve_chats(work, tmp_path, script)
+
+
+def test_a_command_that_fails_is_told_in_its_chat(tmp_path):
+    async def work(chats):
+        chats.loop.sessions.path("desk:1").mkdir(parents=True)
+        await chats.say("/status")
+        await chats.answered()
+        assert chats.finals()[0].startswith("Sorry, that failed: ") and "Is a directory" in chats.finals()[0]
+
+    serve_chats(work, tmp_path, echo)
+
+
+def test_a_message_that_the_disk_does_not_keep_is_told_to_its_channel(tmp_path):
+    gate, aside = Gate(), tmp_path / "aside"
+
+    async def script(request):
+        await gate.pass_()
+        return "here"
+
+    async def work(chats):
+        session = chats.session()
+        with session.syncing:  # nothing is synced before the file is gone
+            told = asyncio.create_task(chats.say("one"))
+            await chats.until(lambda: "one" in texts_of(chats))
+            session.path.rename(aside)
+        with pytest.raises(FileNotFoundError):
+            await told
+        aside.rename(session.path)
+        gate.open.set()
+        await chats.answered()
+
+    serve_chats(work, tmp_path, script)
+
+
+def test_without_a_limit_all_turns_run_at_once(tmp_path):
+    gates = {str(chat): Gate() for chat in range(12)}
+
+    async def script(request):
+        await gates[users_of(request)[-1]].pass_()
+        return "done"
+
+    async def work(chats):
+        for chat in gates:
+            await chats.say(chat, chat)
+        for gate in gates.values():
+            await gate.reached.wait()
+            gate.open.set()
+
+    serve_chats(work, tmp_path, script, max_concurrent=0)
+
+
+def test_after_a_restart_a_journal_that_cannot_be_read_is_logged_and_the_others_go_on(tmp_path, caplog):
+    lines = [{"role": "user", "content": "hello"}]
+    loop = make_loop(tmp_path)
+    for key in ("cli:direct", "desk:2", "desk:3"):
+        loop.sessions.get(key).append(*lines)
+    path = loop.sessions.path("desk:2")
+    path.unlink()
+    path.mkdir()
+
+    async def work(chats):
+        await chats.answered(1, "3")
+        assert chats.finals("3") == ["to hello"]
+        assert len(chats.loop.sessions.get("cli:direct").lines) == 1, "there is no such channel here"
+
+    serve_chats(work, tmp_path, echo)
+    (said,) = [text for text in caplog.messages if "desk:2" in text]
+    assert said.startswith("desk:2 cannot be gone on with: ") and "Is a directory" in said
+
+
+def test_after_a_restart_only_whole_answers_that_are_not_noted_go_out(tmp_path):
+    loop = make_loop(tmp_path)
+    session = loop.sessions.get("desk:1")
+    calls = LLMResponse("I look.", [call("list_dir")], "tool_calls").to_message()
+    session.append(
+        {"role": "user", "content": "one"}, {"role": "assistant", "content": "first"},
+        {"role": "user", "content": "two"}, calls, {"role": "tool", "tool_call_id": "c1", "content": "a"},
+        {"role": "assistant", "content": "second"}, {"role": "user", "content": "three"},
+        {"role": "assistant", "content": "thi", "cut": "it was stopped"},
+    )  # fmt: skip
+    session.note(metadata={"delivered": 2, "settled": 8})
+
+    async def work(chats):
+        await chats.say("four")
+        await chats.answered(2)
+        assert chats.finals() == ["second", "to [the answer above broke off: it was stopped]\n\nfour"]
+        assert chats.session().metadata["delivered"] == 10
+
+    serve_chats(work, tmp_path, echo)
+
+
+@pytest.mark.parametrize(
+    ("result", "text"),
+    [
+        (AgentRunResult("done"), "done"),
+        (AgentRunResult(" done\n"), "done"),
+        (AgentRunResult(None, stop_reason="error", error="boom"), "Sorry, that failed: boom"),
+        (AgentRunResult("half", stop_reason="error", error="boom"), "half\n\nSorry, that failed: boom"),
+        (AgentRunResult("I stop: boom", stop_reason="tool_error", error="boom"), "I stop: boom"),
+        (AgentRunResult("half", stop_reason="tool_error", error="x!"), "half\n\nSorry, that failed: x!"),
+        (AgentRunResult("There is no answer", stop_reason="empty"), "There is no answer"),
+        (AgentRunResult("so far", stop_reason="max_iterations", error="boom"), "so far"),
+        (AgentRunResult(), ""),
+    ],
+)
+def test_what_a_chat_is_told_of_a_result(result, text):
+    assert nanobot.text_for_chat(result) == text
+
+
+def test_a_turn_that_breaks_is_told_with_the_kind_of_fault_and_logged_with_its_traceback(tmp_path, caplog):
+    async def script(request):
+        raise ValueError("a fault of ours")
+
+    async def work(chats):
+        await chats.say("hello")
+        await chats.answered()
+        assert chats.finals() == ["Sorry, that failed: ValueError: a fault of ours"]
+
+    serve_chats(work, tmp_path, script)
+    assert "the turn of desk:1 failed" in caplog.messages and "Traceback" in caplog.text
+
+
+def test_what_a_helper_found_is_journalled_as_soon_as_that_is_possible(tmp_path, caplog):
+    gate, aside = Gate(), tmp_path / "aside"
+
+    async def script(request):
+        text = users_of(request)[-1]
+        if text == "dig":
+            await gate.pass_()
+            return "gold"
+        if "gold" in text:
+            return "It found gold."
+        return call("spawn", task="dig") if roles(request.messages)[-1] == "user" else "begun"
+
+    async def work(chats):
+        await chats.say("go")
+        await chats.answered()
+        path = chats.session().path
+        path.rename(aside)
+        path.mkdir()
+        gate.open.set()
+        await chats.until(lambda: "what a helper found cannot be journalled yet" in caplog.text)
+        path.rmdir()
+        aside.rename(path)
+        await chats.answered(2)
+        assert chats.finals() == ["begun", "It found gold."]
+
+    serve_chats(work, tmp_path, script, in_hurry=True)
+
+
+def test_what_the_model_is_told_of_a_helper_has_its_name_its_task_and_its_result(tmp_path):
+    async def script(request):
+        if request.messages[0]["content"].startswith("You are a helper"):
+            return failed("no such luck") if users_of(request) == ["dive"] else "gold"
+        text = users_of(request)[-1]
+        if text == "go" and roles(request.messages)[-1] == "user":
+            dig, dive = {"task": "dig for gold " * 9}, {"task": "dive", "label": "diver"}
+            return LLMResponse(None, [call("spawn", "a", **dig), call("spawn", "b", **dive)], "tool_calls")
+        return "well"
+
+    async def work(chats):
+        await chats.say("go")
+        await chats.until(lambda: len([text for text in texts_of(chats) if "ended" in str(text)]) == 2)
+        first, second = sorted(text for text in texts_of(chats) if "[The helper" in str(text))
+        assert first.startswith('[The helper "dig for gold dig for gold dig for gold d" has ended.')
+        assert "\n\ngold\n\n" in first
+        assert second.startswith('[The helper "diver" has ended.')
+        assert "\n\nThe helper did not finish (error): no such luck\n\n" in second
+        begun = [event["content"] for event in chats.session().lines if event["role"] == "tool"]
+        assert "Helper 'diver' is at work. Its result comes as a message: go on, or end here." in begun
+
+    serve_chats(work, tmp_path, script)
+
+
+def test_a_helper_works_in_fifteen_steps_with_the_limits_of_the_settings(tmp_path):
+    async def script(request):
+        if request.messages[0]["content"].startswith("You are a helper"):
+            return call("list_dir", path=f"/{len(request.messages)}")
+        return call("spawn", task="dig", wait=True) if roles(request.messages)[-1] == "user" else "well"
+
+    async def work(chats):
+        result = await chats.loop.process_direct("go")
+        helper = [request for request in chats.loop.provider.requests if users_of(request)[0] == "dig"]
+        assert len(helper) == 16 and helper[-1].tools == []
+        assert {str(request.options) for request in helper} == {"{'max_tokens': 99, 'temperature': 0.5}"}
+        prompt = helper[0].messages[0]["content"]
+        assert str(chats.loop.workspace) in prompt and f"files are in {chats.loop.config.cwd}" in prompt
+        said = "The helper did not finish (max_iterations): I stopped at the limit of 15 steps."
+        assert [event["result"] for event in result.tool_events] == [said]
+
+    serve_chats(work, tmp_path, script, max_tokens=99, temperature=0.5)
+
+
+def test_a_helper_of_a_job_is_waited_for(tmp_path):
+    async def script(request):
+        if request.messages[0]["content"].startswith("You are a helper"):
+            return "gold"
+        return call("spawn", task="dig") if roles(request.messages)[-1] == "user" else "well"
+
+    async def work(chats):
+        result = await chats.loop.process_direct("go", "cron:j1")
+        assert [event["result"] for event in result.tool_events] == ["gold"]
+
+    serve_chats(work, tmp_path, script)
+
+
+# ---- The message tool ----
+
+
+def send(chats, turn="desk:1", **arguments):
+    return chats.loop.tools.execute("message", arguments, chats.loop.turn(turn))
+
+
+def test_what_the_message_tool_says_of_chats_and_files(tmp_path):
+    async def work(chats):
+        assert (await send(chats, content="x", chat_id="9")).text == (
+            "There is no chat desk:9 that you have talked with. There are: none")
+        for chat in ("1", "2"):
+            await chats.say("hello", chat)
+            await chats.answered(1, chat)
+        refused = await send(chats, content="x", channel="telegram")
+        said = "There is no chat telegram:1 that you have talked with. There are: desk:2, desk:1"
+        assert refused.is_error and refused.text == said
+        names = [str(chats.loop.workspace / name) for name in ("a.txt", "b.txt", "c.txt")]
+        Path(names[1]).write_text("b")
+        gone = await send(chats, content="x", media=names)
+        assert gone.is_error and gone.text == f"There is no file {names[0]}, {names[2]}."
+        assert len(chats.desk.sent) == len(chats.finals("1")) + len(chats.finals("2")) == 2
+        assert (await send(chats, content="for you", chat_id="2", media=names[1:2])).text == "Sent to desk:2."
+        await chats.answered(3, "2")
+        text, file = sorted(chats.desk.sent[-2:], key=lambda message: len(message.media))
+        assert (text.content, list(text.media), file.content) == ("for you", [], "")
+        assert file.media == [Path(names[1])]
+        assert texts_of(chats, "2")[-1] == "for you"
+        assert (await send(chats, content="here")).text == "Sent to desk:1."
+        await chats.answered(2)
+        assert texts_of(chats)[-1] == "to hello", "its own turn journals the call"
+        assert (await send(chats, content="and", turn="cli:direct", channel="desk", chat_id="1")).text
+        await chats.answered(3)
+        assert texts_of(chats)[-1] == "and"
+
+    serve_chats(work, tmp_path, echo)
+
+
+def test_a_message_that_was_refused_is_none_so_the_answer_is_sent(tmp_path):
+    async def script(request):
+        if roles(request.messages)[-1] == "user":
+            return call("message", content="look", media=["gone.txt"])
+        return "the answer"
+
+    async def work(chats):
+        await chats.say("go")
+        await chats.answered()
+        assert chats.finals() == ["the answer"]
+
+    serve_chats(work, tmp_path, script)
+
+
+# ---- The gateway ----
+
+
+def gateway_loop(tmp_path, script=echo, **telegram) -> AgentLoop:
+    loop = make_loop(tmp_path)
+    loop.provider = loop.runner.provider = Talker(script)
+    for name, value in telegram.items():
+        setattr(loop.config.channels.telegram, name, value)
+    return loop
+
+
+def test_a_gateway_without_a_bot_and_one_that_hears_nobody_say_what_is_missing(tmp_path, caplog):
+    assert nanobot.make_channels(gateway_loop(tmp_path)) == []
+    assert caplog.messages == ["No channel is set up: put a bot's token into channels.telegram.token."]
+    caplog.clear()
+    assert len(nanobot.make_channels(gateway_loop(tmp_path, token="1:a"))) == 1
+    assert caplog.messages == ["Nobody may write: put user ids into channels.telegram.allowFrom."]
+    caplog.clear()
+    settings = {"token": "1:a", "allow_from": [7], "api_base": "http://127.0.0.1:1", "group_policy": "open"}
+    (channel,) = nanobot.make_channels(gateway_loop(tmp_path, **settings))
+    assert caplog.messages == [] and channel.is_allowed(7) and not channel.is_allowed(8)
+    assert channel.group_policy == "open"
+    assert channel.media_folder == tmp_path / "workspace" / ".nanobot" / "media"
+
+
+def jobs_of(loop: AgentLoop, fire=None):
+    service = nanobot.make_cron(loop, fire or nanobot.no_clock_here)
+    nanobot.add_system_jobs(loop, service)
+    rows = json.loads((loop.workspace / "cron" / "jobs.json").read_text(encoding="utf-8"))
+    return service, {row["id"]: row["every_seconds"] for row in rows["jobs"]}
+
+
+def test_the_jobs_of_a_gateway_are_a_dream_and_a_heartbeat_as_often_as_is_set(tmp_path):
+    assert jobs_of(make_loop(tmp_path / "a"))[1] == {"dream": 7_200, "heartbeat": 1_800}
+    loop = make_loop(tmp_path / "b")
+    loop.config.defaults.dream.interval_h, loop.config.gateway.heartbeat.interval_s = 5, 60
+    assert jobs_of(loop)[1] == {"dream": 18_000, "heartbeat": 60}
+    loop = make_loop(tmp_path / "c")
+    loop.config.gateway.heartbeat.enabled = False
+    assert jobs_of(loop)[1] == {"dream": 7_200}
+
+
+def test_a_heartbeat_is_a_turn_for_what_stands_in_its_file_and_fails_as_a_job(tmp_path, caplog):
+    caplog.set_level("INFO", logger="nanobot.gateway")
+    replies = iter(["nothing is due", failed("no such luck")])
+
+    async def script(request):
+        return next(replies)
+
+    async def beat_twice():
+        loop, clock = gateway_loop(tmp_path, script), Clock()
+        loop.config.now = clock.now
+        service, _ = jobs_of(loop)
+        (loop.workspace / "HEARTBEAT.md").write_text("- [ ] water the plants\n", encoding="utf-8")
+        for _ in range(2):
+            clock.move(1_800)
+            await asyncio.gather(*await service.tick())
+        return loop
+
+    loop = asyncio.run(beat_twice())
+    first, second = journal(loop, "cron:heartbeat")[1]["content"], caplog.text
+    assert first.startswith("It is time for what stands in HEARTBEAT.md.")
+    assert first.endswith("\n\n- [ ] water the plants")
+    assert caplog.messages.count("heartbeat") == 2
+    assert "RuntimeError: Sorry, that failed: no such luck" in second
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_answer_of_a_job_goes_to_its_chat_and_its_failure_too(tmp_path, caplog, fails):
+    caplog.set_level("INFO", logger="nanobot.gateway")
+
+    async def script(request):
+        if users_of(request)[-1] == "hello":
+            return "yes"
+        return failed("no such luck") if fails else "Stretch!"
+
+    async def work(chats):
+        await chats.say("hello")
+        await chats.answered()
+        job = CronJob("j1", "stretch", channel="desk", chat_id="1")
+        try:
+            await run_job(chats.loop, chats.bus, job)
+            assert not fails
+        except RuntimeError as failure:
+            assert str(failure) == "Sorry, that failed: no such luck"
+        await chats.answered(2)
+        said = "The job j1 (stretch) failed. Sorry, that failed: no such luck" if fails else "Stretch!"
+        assert (chats.finals()[1], texts_of(chats)[-1]) == (said, said)
+        task = chats.loop.provider.requests[1].messages[-1]["content"]
+        assert task.endswith("do this now, or to tell the user if it is a reminder: stretch")
+        assert "Channel: cron\nChat: j1" in task
+
+    serve_chats(work, tmp_path, script)
+    assert "cron j1: stretch" in caplog.messages
+
+
+def test_what_a_job_tells_waits_while_another_program_holds_the_session(tmp_path, caplog):
+    async def work(chats):
+        await chats.say("hello")
+        await chats.answered()
+        other = SessionManager(chats.loop.workspace)
+        with other.lock("desk:1"):
+            job = CronJob("j1", "stretch", channel="desk", chat_id="1")
+            told = asyncio.create_task(run_job(chats.loop, chats.bus, job))
+            own = chats.loop.sessions.get("cron:j1")
+            await chats.until(lambda: own.lines and not own.unfinished)
+            await asyncio.sleep(3.0)
+            assert not told.done() and len(chats.finals()) == 1
+        await told
+        await chats.answered(2)
+        assert texts_of(chats).count(chats.finals()[1]) == 1
+
+    serve_chats(work, tmp_path, echo, in_hurry=True)
+
+
+def test_the_cron_tool_says_when_nothing_will_happen_and_what_is_wrong(tmp_path):
+    loop = make_loop(tmp_path)
+    note = "\n(No gateway runs: it happens only while one does. Tell the user.)"
+
+    def cron(**arguments):
+        return asyncio.run(loop.tools.execute("cron", arguments, loop.turn("desk:1")))
+
+    added = cron(action="add", message="stretch", every_seconds=60)
+    assert added.text.startswith("Added job ") and added.text.endswith(note)
+    listed = cron(action="list")
+    assert " · desk:1 · stretch" in listed.text and note not in listed.text
+    with nanobot.one_gateway(loop.workspace):
+        assert note not in cron(action="add", message="stretch", every_seconds=60).text
+    refused = cron(action="add", message="stretch")
+    assert refused.is_error and refused.text == "Give exactly one of every_seconds, cron_expr and at."
+
+
+def test_two_gateways_of_a_workspace_are_one_too_many(tmp_path):
+    assert not nanobot.gateway_runs(tmp_path)
+    with nanobot.one_gateway(tmp_path):
+        assert nanobot.gateway_runs(tmp_path)
+        said = f"A gateway serves {tmp_path} already. End it first, or name another --workspace."
+        with pytest.raises(SessionBusy, match=re.escape(said)), nanobot.one_gateway(tmp_path):
+            pass
+    assert not nanobot.gateway_runs(tmp_path)
+
+
+@contextlib.contextmanager
+def signals_as_before():
+    names = [name for name in ("SIGTERM", "SIGHUP", "SIGINT") if hasattr(signal, name)]
+    before = {getattr(signal, name): signal.getsignal(getattr(signal, name)) for name in names}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_a_gateway_writes_to_chats_with_a_tool_and_serves_until_a_signal(tmp_path, caplog):
+    caplog.set_level("INFO", logger="nanobot.gateway")
+
+    async def script(request):
+        is_first = roles(request.messages)[-1] == "user"
+        return call("message", content="from the tool") if is_first else "not said twice"
+
+    async def whole(server):
+        telegram = {"token": server.token, "api_base": server.base_url, "allow_from": [7]}
+        loop = gateway_loop(tmp_path, script, **telegram)
+        loop.config.channels.send_tool_hints = False
+        serving = asyncio.create_task(nanobot.serve(loop))
+        server.say("write")
+        await asyncio.to_thread(server.wait_until, lambda: server.texts() == ["from the tool"])
+        while not loop.sessions.get("telegram:7").metadata.get("delivered"):
+            await asyncio.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await serving
+
+    with signals_as_before(), FakeTelegram() as server:
+        asyncio.run(whole(server))
+        assert server.texts() == ["from the tool"]
+    assert caplog.messages[0] == "serving telegram, cron" and caplog.messages[-1] == "ended"
+
+
+def test_a_part_of_a_gateway_that_breaks_ends_it_with_its_fault(tmp_path):
+    loop = gateway_loop(tmp_path)
+
+    async def no_sleep(seconds):
+        raise RuntimeError("the clock stands still")
+
+    loop.config.sleep = no_sleep
+    with signals_as_before(), pytest.raises(RuntimeError, match="the clock stands still"):
+        asyncio.run(nanobot.serve(loop))
+
+
+def test_a_gateway_that_ends_delivers_what_it_has_and_lets_its_channels_and_helpers_go(tmp_path):
+    class Slow(Desk):
+        is_stopped = False
+
+        async def send(self, message):
+            await asyncio.sleep(0.01)
+            await super().send(message)
+
+        async def stop(self):
+            self.is_stopped = True
+
+    async def whole():
+        loop, bus, desk, ended = make_loop(tmp_path), MessageBus(), Slow(), []
+
+        async def for_the_memory():
+            await asyncio.sleep(0.05)
+            ended.append("memory")
+
+        async def part():
+            try:
+                await asyncio.sleep(3_600)
+            finally:
+                ended.append("part")
+
+        bus.open(desk)
+        bus.send(OutboundMessage("desk", "1", "one"))
+        bus.send(OutboundMessage("desk", "1", "two"))
+        loop.background.start(for_the_memory())
+        work = asyncio.create_task(part())
+        await asyncio.sleep(0)
+        await nanobot.end_serving([work], bus, loop)
+        return [message.content for message in desk.sent], desk.is_stopped, ended, loop.background.tasks
+
+    assert asyncio.run(whole()) == (["one", "two"], True, ["part", "memory"], set())
+
+
+def test_what_does_not_end_is_left_after_eight_seconds_with_a_line_in_the_log(tmp_path, caplog):
+    async def tidies_up_for_an_hour():
+        try:
+            await asyncio.sleep(3_600)
+        finally:
+            await asyncio.sleep(3_600)
+
+    async def whole():
+        task = asyncio.create_task(tidies_up_for_an_hour())
+        await asyncio.sleep(0)
+        before = asyncio.get_running_loop().time()
+        await nanobot.end_serving([task], MessageBus(), make_loop(tmp_path))
+        return asyncio.get_running_loop().time() - before
+
+    assert 7.9 <= in_a_hurry(whole()) < 1_000
+    assert caplog.messages == ["not everything ended within 8 s; the journal keeps what it has"]
