@@ -10,6 +10,7 @@ import random
 import selectors
 import signal
 import sys
+import threading
 import time
 from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
@@ -3466,12 +3467,14 @@ def test_a_session_that_another_program_holds_is_answered_when_it_lets_go(tmp_pa
         return f"to {users_of(request)[-1]}"
 
     async def work(chats):
-        other = SessionManager(chats.loop.workspace)
+        other, began = SessionManager(chats.loop.workspace), asyncio.get_running_loop().time()
         with other.lock("desk:1"):
             await chats.say("hello")
             await chats.say("hello", "2")
             await chats.answered(1, "2")
+            await asyncio.sleep(3.0)
             assert texts_of(chats) == ["hello"]
+            assert len(caplog.messages) < asyncio.get_running_loop().time() - began + 2, "once a second"
         await chats.answered()
         assert chats.finals() == ["to hello"]
 
@@ -4121,6 +4124,86 @@ def test_a_helper_of_a_job_is_waited_for(tmp_path):
         assert [event["result"] for event in result.tool_events] == ["gold"]
 
     serve_chats(work, tmp_path, script)
+
+
+def test_no_turn_and_no_message_waits_on_the_thread_of_the_loop_for_the_disk(tmp_path):
+    """What was written is synced on other threads: a slow disk would stop all chats."""
+    here, synced = threading.get_ident(), []
+
+    def look_for_fsync(frame, event, function):
+        if event == "c_call" and getattr(function, "__name__", "") == "fsync":
+            synced.append((frame.f_locals["path"].name, threading.get_ident() == here))
+
+    async def script(request):
+        return call("list_dir") if roles(request.messages)[-1] == "user" else "done"
+
+    async def work(chats):
+        await chats.say("hello")
+        await chats.answered()
+        await chats.loop.process_direct("hello")
+        await chats.say("/new")
+        await chats.answered(2)
+        await run_job(chats.loop, chats.bus, CronJob("j1", "stretch", channel="desk", chat_id="1"))
+        await chats.answered(3)
+
+    threading.setprofile(look_for_fsync)
+    sys.setprofile(look_for_fsync)
+    try:
+        serve_chats(work, tmp_path, script)
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    assert {name for name, _ in synced} >= {"desk%3A1.jsonl", "cli%3Adirect.jsonl"}
+    assert not [name for name, is_here in synced if is_here and name.endswith("jsonl")]
+
+
+def test_what_was_answered_is_not_marked_as_settled_nor_what_still_waits(tmp_path):
+    gate = Gate()
+
+    async def script(request):
+        if users_of(request) == ["first"]:
+            await gate.pass_()
+            return failed("no such luck")
+        return f"to {users_of(request)[-1][-6:]}"
+
+    async def work(chats):
+        await chats.say("hello", "2")
+        await chats.answered(1, "2")
+        await chats.say("first")
+        await gate.reached.wait()
+        await chats.say("second")
+        gate.open.set()
+        await chats.answered(2)
+        assert chats.finals() == ["Sorry, that failed: no such luck", "to second"]
+        for chat in "12":
+            assert list(chats.session(chat).metadata) == ["delivered"], chat
+
+    serve_chats(work, tmp_path, script)
+
+
+def test_what_stands_beside_the_history_is_the_prompt_and_the_tools():
+    messages = [{"role": "system", "content": "abc " * 400}, {"role": "user", "content": "abc " * 4_000}]
+    alone = nanobot.size_beside_history(AgentRunSpec(messages))
+    assert 400 <= alone < 420
+    both = nanobot.size_beside_history(AgentRunSpec(messages, ToolRegistry([look])))
+    assert alone + 10 < both < alone + 100
+
+
+def saves_when_asked(body):
+    """An endpoint that answers, and takes its time when it is asked for what is to be remembered."""
+    if any(each["function"]["name"] == "save_memory" for each in body.get("tools", [])):
+        kept = ask_for("save_memory", history_entry="[2026-04-03 00:02] We spoke of cats.", memory_update="")
+        return Reply(None, [kept], "tool_calls", delay=0.05)
+    return "yes"
+
+
+def test_run_returns_when_what_was_said_is_in_the_memory(own_home):
+    with FakeLLM(saves_when_asked) as server:
+        config = load_config(None, {"OPENAI_BASE_URL": server.base_url, "NANOBOT_MODEL": "m"})
+        config.defaults.workspace, config.defaults.memory_window = str(own_home / "ws"), 2
+        for number in range(2):
+            nanobot.run(f"cats {number}", config=config)
+    assert "We spoke of cats." in (own_home / "ws" / "memory" / "history.jsonl").read_text(encoding="utf-8")
 
 
 # ---- The message tool ----
