@@ -170,7 +170,7 @@ def test_only_the_answer_goes_to_stdout(own_home, tmp_path):
         status, out, err = nanobot("-m", "look", server=server, cwd=tmp_path)
     assert (status, out) == (0, "Here it is.\n")
     assert "Let me look." in err
-    assert "list_dir()" in err
+    assert "list_dir()" in err and "INFO" not in err
     assert re.search(r"^2 requests · [\d,]+ in · [\d,]+ out · context [\d,]+ of 65,536$", err, re.M)
 
 
@@ -272,7 +272,7 @@ def test_nothing_that_is_shown_reaches_the_terminal_raw(own_home, tmp_path):
         others = [["prompt", evil], ["sessions"], ["sessions", "show", "cli:direct"], ["onboard"]]
         for flags in (["status", "--model", evil], *others):
             shown += "".join(nanobot(*flags, server=server, cwd=tmp_path)[1:])
-    assert "iteration 1: tool_calls" in shown  # --logs
+    assert re.search("^INFO nanobot: iteration 1: tool_calls", shown, re.M)  # --logs
     assert shown.count("\\x1b]0;owned\\x07\\u202e\\u200b\\U000e0041") > 10
     assert not set(evil) - set("]0;ownedJ2") & set(shown)
 
@@ -580,7 +580,7 @@ def test_status_and_prompt_show_servers_and_a_pasted_key_is_no_error(own_home):
     prompt, status = start("prompt"), start("status")
     out, err = status.communicate(timeout=LONG)
     assert status.returncode == 1
-    assert re.search("^ok  mcp good ", out, re.MULTILINE)
+    assert re.search("^ok  mcp good +connected$", out, re.MULTILINE)
     assert re.search("^BAD mcp bad .*no-such-program.*Check tools.mcpServers.bad", out, re.MULTILINE)
     assert "tools.mcpServers.good.autoApprove: unknown key" in err
     assert '"mcp_good_echo"' in prompt.communicate(timeout=LONG)[0]
@@ -1038,7 +1038,8 @@ def test_servers_pasted_at_the_top_of_the_settings_are_read(own_home):
     settings = own_home / "settings.json"
     settings.write_text('{"mcpServers": {"gone": {"command": "no-such-program-here"}}}')
     status, out, err = nanobot("status", "--offline", "--config", str(settings))
-    assert "tools.mcpServers" in err
+    place = "its place here is tools.mcpServers"
+    assert re.search(f"^WARNING nanobot: mcpServers stands at the top of .*{place}$", err, re.M)
     assert status == 1 and re.search(r"^BAD mcp gone", out, re.M)
 
 

@@ -535,6 +535,8 @@ def test_a_run_of_which_nothing_is_said_has_these_limits():
     assert provider.requests[0].options == {"max_tokens": 8_192}
     assert provider.requests[0].model == "scripted"
     assert provider.requests[0].on_delta is None
+    spec = AgentRunSpec([])
+    assert (spec.context_window, spec.concurrent_tools, spec.fail_on_tool_error) == (65_536, True, False)
 
 
 @pytest.mark.parametrize(("kilobytes", "kept"), [(225, 2), (226, 1)])
@@ -1834,6 +1836,18 @@ def test_limits_of_the_settings_reach_each_request_of_a_turn(tmp_path):
         {"max_tokens": 55, "temperature": 0.75}] * 3  # fmt: skip
 
 
+def test_that_older_messages_went_into_the_memory_is_told_and_they_are_not_sent(tmp_path):
+    loop = make_loop(tmp_path, ["ok"], context_window_tokens=6_000, max_tokens=100)
+    for number in range(8):
+        lines = [{"role": role, "content": f"{number} " * 800} for role in ("user", "assistant")]
+        loop.sessions.get("cli:direct").append(*lines)
+    _, events = ask(loop, "hello")
+    told = [text for kind, text in events if kind == "retry"]
+    assert told and "older messages went into the memory" in told[0]
+    (request,) = loop.provider.requests
+    assert "0 0 0" not in str(request.messages[1:]) and request.messages[-1]["content"].endswith("hello")
+
+
 def test_what_is_done_beside_the_turns_and_fails_is_a_line_of_the_log(tmp_path, caplog):
     caplog.set_level("WARNING", logger="nanobot")
 
@@ -2199,6 +2213,16 @@ def test_options_that_were_not_given_are_not_needed(tmp_path, capsys):
     asyncio.run(provider.chat([{"role": "user", "content": "Hi"}]))
     assert nanobot.main(["replay", str(tmp_path / "t.jsonl")]) == 0
     assert capsys.readouterr().out == "hello\n"
+
+
+def test_a_replay_leaves_nothing_out_however_long_the_recorded_request_is(tmp_path, capsys):
+    provider = ScriptedProvider(["hello"])
+    provider.trace = Trace(tmp_path / "t.jsonl")
+    long = [{"role": "user", "content": "abc " * 75_000}, {"role": "assistant", "content": "ok"}]
+    messages = [*long, {"role": "user", "content": "now"}]
+    asyncio.run(provider.chat(messages, max_tokens=70_000, temperature=0.5))
+    assert nanobot.main(["replay", str(tmp_path / "t.jsonl")]) == 0
+    assert capsys.readouterr() == ("hello\n", "")
 
 
 @pytest.mark.parametrize("part", ["extra", "error", "id"])
@@ -4204,6 +4228,37 @@ def test_run_returns_when_what_was_said_is_in_the_memory(own_home):
         for number in range(2):
             nanobot.run(f"cats {number}", config=config)
     assert "We spoke of cats." in (own_home / "ws" / "memory" / "history.jsonl").read_text(encoding="utf-8")
+
+
+def test_a_dream_edits_with_three_tools_in_the_steps_that_are_set_and_is_paid_for(tmp_path):
+    usage = {"prompt_tokens": 10, "completion_tokens": 1}
+    steps = (LLMResponse(None, [call("read_file", f"c{n}", path=f"{n}.md")], "tool_calls", usage)
+             for n in range(99))  # fmt: skip
+    loop = make_loop(tmp_path, max_tokens=99)
+    loop.config.defaults.dream.max_iterations = 3
+    found = LLMResponse("[MEMORY] green", usage=usage)
+    loop.provider = loop.runner.provider = ScriptedProvider([found, *steps])
+    loop.memory.append_history("[2026-04-03 00:02] The user likes green best.")
+    asyncio.run(loop.dream.run())
+    first, *rest = loop.provider.requests
+    assert (len(rest), first.tools, rest[-1].tools) == (4, [], [])
+    for request in rest[:-1]:
+        names = [each["function"]["name"] for each in request.tools]
+        assert sorted(names) == ["edit_file", "read_file", "write_file"]
+    assert {request.options["max_tokens"] for request in loop.provider.requests} == {99}
+    assert (loop.cost.total["prompt_tokens"], loop.cost.total["completion_tokens"]) == (50, 5)
+    assert f"Cannot read {loop.workspace}/0.md" in rest[1].messages[-1]["content"], "it works in its home"
+
+
+def test_what_is_asked_for_the_memory_has_the_limits_of_the_settings_and_is_paid_for(tmp_path):
+    usage = {"prompt_tokens": 10, "completion_tokens": 1}
+    loop = make_loop(tmp_path, [LLMResponse("ok", usage=usage)], max_tokens=99)
+    messages, tools = [{"role": "user", "content": "x"}], [{"function": {"name": "keep"}}]
+    assert asyncio.run(nanobot.ask_model(loop, messages, tools, "keep")).content == "ok"
+    (request,) = loop.provider.requests
+    assert (request.options, request.tools) == ({"max_tokens": 99, "tool_choice": "keep"}, tools)
+    assert loop.cost.total == {
+        "prompt_tokens": 10, "completion_tokens": 1, "cached_tokens": 0, "estimated": False}  # fmt: skip
 
 
 # ---- The message tool ----
