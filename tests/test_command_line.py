@@ -1,5 +1,6 @@
 """The program as a user meets it: real processes, a real endpoint, real signals, a real terminal."""
 
+import asyncio
 import io
 import json
 import multiprocessing
@@ -572,6 +573,25 @@ def test_ctrl_c_ends_an_mcp_server_that_is_still_starting_and_does_not_listen(ow
     assert process.wait(timeout=LONG) == 130
     process.communicate()
     assert is_gone(int((tmp_path / "pid").read_text()))
+
+
+@needs_proc
+def test_a_loop_that_is_closed_leaves_no_server_behind(own_home, tmp_path):
+    pytest.importorskip("mcp", reason="the MCP SDK is missing: pip install 'mcp>=2'")
+    file = tmp_path / "pid"
+    mute = program.MCPSettings("sh", ["-c", f"echo $$ > {file}; exec cat > /dev/null"])
+    config = program.Config()
+    config.defaults.provider, config.tools.mcp_servers = "offline", {"mute": mute}
+
+    async def open_and_close():
+        loop = program.AgentLoop(config)
+        await loop.mcp.connect(0.01)  # it goes on without it
+        while not (file.exists() and file.read_text().strip()):
+            await asyncio.sleep(0.001)
+        await loop.close()
+        wait_until(lambda: is_gone(int(file.read_text())), 20)
+
+    asyncio.run(open_and_close())
 
 
 def test_status_and_prompt_show_servers_and_a_pasted_key_is_no_error(own_home):

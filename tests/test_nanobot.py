@@ -4538,6 +4538,28 @@ def test_a_gateway_that_ends_delivers_what_it_has_and_lets_its_channels_and_help
     assert asyncio.run(whole()) == (["one", "two"], True, ["part", "memory"], set())
 
 
+def test_a_gateway_keeps_nothing_of_what_is_done(tmp_path):
+    """It runs for months: tasks, turns and conversations that have ended are let go."""
+
+    async def serve_one():
+        loop, bus, desk = gateway_loop(tmp_path), MessageBus(), Desk()
+        bus.open(desk)
+        service = nanobot.BusService(loop, bus)
+        for text in ("hello", "/status", "/stop", "/new"):
+            await service.receive(InboundMessage("desk", "7", "1", text))
+        patience = time.monotonic() + 20
+        while len(desk.sent) < 4 or len(service.tasks) > 1:  # the one that hears helpers
+            assert time.monotonic() < patience, service.tasks
+            await asyncio.sleep(0.001)
+        left = service.conversations, loop.turns.tasks, loop.subagents.running
+        await service.end()
+        await asyncio.sleep(0)
+        await bus.close(1.0)
+        return left, service.tasks
+
+    assert asyncio.run(serve_one()) == (({}, {}, {}), set())
+
+
 def test_what_does_not_end_is_left_after_eight_seconds_with_a_line_in_the_log(tmp_path, caplog):
     async def tidies_up_for_an_hour():
         try:
