@@ -4484,6 +4484,7 @@ def test_a_gateway_writes_to_chats_with_a_tool_and_serves_until_a_signal(tmp_pat
             await asyncio.sleep(0.001)
         os.kill(os.getpid(), signal.SIGTERM)
         await serving
+        assert asyncio.all_tasks() == {asyncio.current_task()}, "nothing of it goes on"
 
     with signals_as_before(), FakeTelegram() as server:
         asyncio.run(whole(server))
