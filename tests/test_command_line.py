@@ -1322,7 +1322,7 @@ def test_onboard_says_where_everything_is_and_keys_are_private(run_here, own_hom
 
 
 def test_prompt_prints_each_part_with_its_size_and_the_sum(run_here, own_home):
-    run_here("--offline", "-m", "one")
+    run_here("--offline", "-m", "Größe?")
     status, out, _ = run_here("prompt", "--offline")
     titles = re.findall(r"^==== (.+) \(~([\d,]+) tokens\) ====$", out, re.M)
     assert status == 0
@@ -1331,7 +1331,7 @@ def test_prompt_prints_each_part_with_its_size_and_the_sum(run_here, own_home):
     assert all(1 < int(size.replace(",", "")) < 10_000 for _, size in titles)
     parts = dict(zip(names, re.split(r"^====.*====$", out, flags=re.M)[1:], strict=True))
     history = [json.loads(line) for line in parts["History"].split("\n") if line]
-    assert [line["role"] for line in history] == ["user", "assistant"]
+    assert [line["role"] for line in history] == ["user", "assistant"] and "Größe?" in parts["History"]
     tools = [json.loads(line)["function"]["name"] for line in parts["Tools"].split("\n") if line]
     assert "read_file" in tools and "cron" in tools
     assert "[/Runtime Context]\n\nHello!\n\nIn all: context " in parts["User"]
@@ -1380,6 +1380,34 @@ def test_one_message_to_its_answer(run_here, replies, status, shown, noted):
     assert noted in f"\n{outcome[2]}"
     line = r"^\d requests? · ~?[\d,]+ in · ~?[\d,]+ out · context [\d,]+ of 65,536$"
     assert re.search(line, outcome[2], re.M)
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("replies", "shown", "noted"),
+    [
+        (["", "", ""], "There is no answer: ", ""),
+        (["hello"], "hello", ""),
+        ([Failure(400, {"error": {"message": "boom"}})], "", "failed: HTTP 400: boom"),
+        ([Reply("half", finish_reason="length"), Failure(400, {"error": "boom"})], "half", "boom"),
+        ([call("nothing_like_it")] * 5, "I had to stop: nothing_like_it failed: ", ""),
+    ],
+)
+def test_why_there_is_no_answer_is_on_a_terminal_once(own_home, replies, shown, noted):
+    terminal = program.CLI(Screen(), io.StringIO())
+    with FakeLLM(replies) as server, program.BackgroundLoop() as background:
+        config = program.load_config(None, {"OPENAI_BASE_URL": server.base_url, "NANOBOT_MODEL": "m"})
+        loop = program.AgentLoop(config)
+        status = program.one_turn(loop, terminal, background, "cli:direct", "x")
+        background.complete(loop.close())
+    err = terminal.err.getvalue()
+    assert status == (replies != ["hello"])
+    assert terminal.out.getvalue().startswith(shown) and bool(shown) == bool(terminal.out.getvalue())
+    assert noted in err and ("nanobot: " in err) is bool(noted)
 
 
 def test_the_limit_of_steps_is_no_failure_and_is_said(run_here, own_home):
