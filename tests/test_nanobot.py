@@ -3764,7 +3764,7 @@ def test_what_a_job_tells_stands_before_a_message_that_waits_and_is_delivered_af
         await chats.answered(3)
         assert sorted(text.split()[-1] for text in chats.finals()) == ["first", "second", "stretch"]
 
-    serve_chats(work, tmp_path, script)
+    serve_chats(work, tmp_path, script, in_hurry=True)
     serve_chats(second, tmp_path, script)
 
 
