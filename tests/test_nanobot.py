@@ -4271,7 +4271,8 @@ def send(chats, turn="desk:1", **arguments):
 def test_what_the_message_tool_says_of_chats_and_files(tmp_path):
     async def work(chats):
         assert (await send(chats, content="x", chat_id="9")).text == (
-            "There is no chat desk:9 that you have talked with. There are: none")
+            "There is no chat desk:9 that you have talked with. There are: none"
+        )
         for chat in ("1", "2"):
             await chats.say("hello", chat)
             await chats.answered(1, chat)
