@@ -1,11 +1,14 @@
 """The program as a user meets it: real processes, a real endpoint, real signals, a real terminal."""
 
+import asyncio
+import io
 import json
 import multiprocessing
 import os
 import random
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -168,7 +171,7 @@ def test_only_the_answer_goes_to_stdout(own_home, tmp_path):
         status, out, err = nanobot("-m", "look", server=server, cwd=tmp_path)
     assert (status, out) == (0, "Here it is.\n")
     assert "Let me look." in err
-    assert "list_dir()" in err
+    assert "list_dir()" in err and "INFO" not in err
     assert re.search(r"^2 requests · [\d,]+ in · [\d,]+ out · context [\d,]+ of 65,536$", err, re.M)
 
 
@@ -270,7 +273,7 @@ def test_nothing_that_is_shown_reaches_the_terminal_raw(own_home, tmp_path):
         others = [["prompt", evil], ["sessions"], ["sessions", "show", "cli:direct"], ["onboard"]]
         for flags in (["status", "--model", evil], *others):
             shown += "".join(nanobot(*flags, server=server, cwd=tmp_path)[1:])
-    assert "iteration 1: tool_calls" in shown  # --logs
+    assert re.search("^INFO nanobot: iteration 1: tool_calls", shown, re.M)  # --logs
     assert shown.count("\\x1b]0;owned\\x07\\u202e\\u200b\\U000e0041") > 10
     assert not set(evil) - set("]0;ownedJ2") & set(shown)
 
@@ -572,13 +575,32 @@ def test_ctrl_c_ends_an_mcp_server_that_is_still_starting_and_does_not_listen(ow
     assert is_gone(int((tmp_path / "pid").read_text()))
 
 
+@needs_proc
+def test_a_loop_that_is_closed_leaves_no_server_behind(own_home, tmp_path):
+    pytest.importorskip("mcp", reason="the MCP SDK is missing: pip install 'mcp>=2'")
+    file = tmp_path / "pid"
+    mute = program.MCPSettings("sh", ["-c", f"echo $$ > {file}; exec cat > /dev/null"])
+    config = program.Config()
+    config.defaults.provider, config.tools.mcp_servers = "offline", {"mute": mute}
+
+    async def open_and_close():
+        loop = program.AgentLoop(config)
+        await loop.mcp.connect(0.01)  # it goes on without it
+        while not (file.exists() and file.read_text().strip()):
+            await asyncio.sleep(0.001)
+        await loop.close()
+        wait_until(lambda: is_gone(int(file.read_text())), 20)
+
+    asyncio.run(open_and_close())
+
+
 def test_status_and_prompt_show_servers_and_a_pasted_key_is_no_error(own_home):
     good = mcp_server() | {"autoApprove": []}
     settings_with_servers(own_home, good=good, bad={"command": "no-such-program"})
     prompt, status = start("prompt"), start("status")
     out, err = status.communicate(timeout=LONG)
     assert status.returncode == 1
-    assert re.search("^ok  mcp good ", out, re.MULTILINE)
+    assert re.search("^ok  mcp good +connected$", out, re.MULTILINE)
     assert re.search("^BAD mcp bad .*no-such-program.*Check tools.mcpServers.bad", out, re.MULTILINE)
     assert "tools.mcpServers.good.autoApprove: unknown key" in err
     assert '"mcp_good_echo"' in prompt.communicate(timeout=LONG)[0]
@@ -637,6 +659,7 @@ def needs_terminal():
 def test_a_conversation_at_the_prompt(own_home, needs_terminal):
     with FakeLLM(["Hello, human.", "Good-bye."]) as server:
         terminal = Terminal(server=server)
+        terminal.expect("It talks to the model test-model.")
         terminal.expect("> ")
         terminal.type("hi\n")
         terminal.expect("Hello, human.")
@@ -1035,7 +1058,8 @@ def test_servers_pasted_at_the_top_of_the_settings_are_read(own_home):
     settings = own_home / "settings.json"
     settings.write_text('{"mcpServers": {"gone": {"command": "no-such-program-here"}}}')
     status, out, err = nanobot("status", "--offline", "--config", str(settings))
-    assert "tools.mcpServers" in err
+    place = "its place here is tools.mcpServers"
+    assert re.search(f"^WARNING nanobot: mcpServers stands at the top of .*{place}$", err, re.M)
     assert status == 1 and re.search(r"^BAD mcp gone", out, re.M)
 
 
@@ -1109,6 +1133,353 @@ def test_a_terminal_shows_why_an_answer_stops_half_way(own_home, needs_terminal)
         assert terminal.close() == 1
 
 
+# ---- The other commands, in this process ----
+
+
+@pytest.fixture
+def run_here(capsys, monkeypatch):
+    """`run_here("status", "--offline")` gives exit status, stdout and stderr, without a new process."""
+    names = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    handlers = {number: signal.getsignal(number) for number in names}
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setenv("COLUMNS", "300")
+
+    def run(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
+        capsys.readouterr()
+        with tempfile.TemporaryFile("w+", encoding="utf-8") as typed:
+            typed.write(stdin)
+            typed.seek(0)
+            monkeypatch.setattr(sys, "stdin", typed)
+            try:
+                status = program.main(list(arguments))
+            except SystemExit as end:
+                status = end.code
+        return status, *capsys.readouterr()
+
+    yield run
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+OF_ALL = [
+    "--config FILE ", "~/.nanobot/config.json", "--workspace DIR ", "its home; ~/.nanobot/workspace",
+    "--model NAME", "--base-url URL ", "an endpoint; mostly ends in /v1", "--provider NAME | --offline",
+    "openai, openrouter, anthropic, ", ", custom, offline, human (you)", "--logs ",
+    "show what happens inside, on stderr", "-h, --help",
+]  # fmt: skip
+HELP = {
+    "agent": ["[TEXT]", "ask this and leave", "-m TEXT, --message TEXT", "the same", "--approve ",
+              "ask before tools write or execute", "--no-stream ", "do not stream requests", "--trace FILE ",
+              "write down each request", "-s NAME, --session NAME"],
+    "replay": ["[--logs] FILE"],
+    "prompt": ["[TEXT]|[text]", "-s NAME, --session NAME"],
+    "sessions": ["[{show}] [KEY]"],
+    "gateway": ["--verbose ", "log more than events"],
+    "cron": ["[{list}]"],
+    "onboard": [],
+    "status": [],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", HELP)
+def test_each_command_explains_its_flags(run_here, command):
+    status, out, _ = run_here(command, "--help")
+    assert (status, out.split()[:3]) == (0, ["usage:", "nanobot", command])
+    for words in [*OF_ALL, *HELP[command]]:
+        assert any(choice in out for choice in words.split("|") if choice) or words in out, words
+
+
+def test_the_program_explains_its_commands(run_here):
+    status, out, _ = run_here("--help")
+    assert status == 0 and "A personal AI agent. No command: agent." in out
+    explained = {
+        "agent": "ask, or talk at a prompt", "replay": "run a trace again: no network",
+        "prompt": "print what would be sent", "sessions": "list, or `show KEY`",
+        "gateway": "serve channels and cron", "cron": "list what is planned",
+        "onboard": "write settings and workspace", "status": "check each part",
+    }  # fmt: skip
+    lines = [line.split(maxsplit=1) for line in out.split("COMMAND", 2)[2].split("\n") if line.strip()]
+    assert {line[0]: line[1].strip() for line in lines if line[0] in explained} == explained
+    assert run_here("--version")[:2] == (0, "nanobot 0.1.0\n")
+    assert run_here("-h")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["hello"], "no command 'hello', there are agent, prompt, sessions, onboard, status, gateway, "),
+        (["hello"], "cron, replay; a message goes behind -m"),
+        ([], "there is no message: give one with -m TEXT, or on standard input"),
+        (["agent"], "nanobot: there is no message"),
+        (["--offline", "-m", " "], "there is no message"),
+        (["agent", "--app"], "unrecognized arguments: --app"),
+        (["cron", "add"], "invalid choice: 'add'"),
+        (["sessions", "hide"], "invalid choice: 'hide'"),
+        (["status", "--offline", "--provider", "human"], "not allowed with argument"),
+        (["agent", "one", "-m", "two"], "not allowed with argument"),
+        (["replay"], "the following arguments are required: FILE"),
+    ],
+)
+def test_wrong_usage_is_explained_with_status_2(run_here, arguments, said):
+    status, out, err = run_here(*arguments)
+    assert (status, out) == (2, "")
+    assert said in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["sessions", "show", "x"], "There is no session 'cli:x'. `nanobot sessions` lists them."),
+        (["status", "--config", "gone.json"], "gone.json: No such file or directory. Try `nanobot onboard`."),
+        (["status", "--provider", "opnai"], "There is no provider 'opnai'. There are: openai, "),
+        (["status", "--model", "gpt"], "There is no key and no base URL for the model gpt."),
+        (["replay", "gone.jsonl"], "Make a trace with: nanobot agent --trace FILE"),
+        (["--offline", "-m", "x", "--trace", "no/t.jsonl"], "Mend it and ask again; the journal keeps wh"),
+        (["status", "--workspace", "/dev/null/x"], "Choose another with --workspace."),
+        (["--provider", "human", "-m", "x"], "nanobot: To be the model you need a terminal."),
+    ],
+)
+def test_what_cannot_be_done_is_said_with_status_1(run_here, arguments, said):
+    status, out, err = run_here(*arguments)
+    assert (status, out, "Traceback" in err) == (1, "", False)
+    assert "nanobot: " in err and said in err
+
+
+def test_status_has_a_row_for_each_part(run_here, own_home):
+    status, out, _ = run_here("status")
+    assert status == 0
+    rows = out.splitlines()
+    assert rows[:5] == [
+        "ok  settings              the defaults; `nanobot onboard` writes a file",
+        f"ok  workspace             {own_home}/.nanobot/workspace",
+        "ok  model                 offline: "
+        "fixed rules; set OPENAI_API_KEY or OPENAI_BASE_URL for a real one",
+        f"ok  bash                  {shutil.which('bash')}",
+        "ok  sandbox               off: a command can do what you can",
+    ]
+    skills = {row[4:26].strip(): (row[:2], row[26:]) for row in rows[5:]}
+    has_curl = bool(shutil.which("curl"))
+    assert skills["skill weather"] == (("ok", "ready") if has_curl else ("--", "needs program curl"))
+    assert all(name.startswith("skill ") and mark in ("ok", "--") for name, (mark, _) in skills.items())
+    run_here("onboard")
+    assert run_here("status")[1].startswith(f"ok  settings              {own_home}/.nanobot/config.json\n")
+
+
+def test_status_says_what_is_missing_or_broken(run_here, own_home, monkeypatch):
+    workspace = own_home / ".nanobot" / "workspace"
+    run_here("onboard")
+    (workspace / f".probe-{os.getpid()}").mkdir()
+    (workspace / "skills" / "odd" / "SKILL.md").mkdir(parents=True)
+    monkeypatch.setenv("PATH", str(own_home))
+    status, out, _ = run_here("status", "--provider", "human")
+    assert status == 1
+    cannot = "it cannot be written (Is a directory). Choose another with --workspace."
+    assert f"BAD workspace             {workspace}: {cannot}\n" in out
+    assert "ok  model                 human: it is you\n" in out
+    assert "--  bash                  exec cannot run; install bash\n" in out
+    assert "--  skill odd             broken, left out: " in out
+    assert re.search(r"^--  skill github +needs program gh$", out, re.M)
+
+
+def test_status_names_the_model_and_where_it_is(run_here, monkeypatch):
+    monkeypatch.setenv("NANOBOT_MODEL", "other")
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
+    with FakeLLM([], known_models=["m"]) as server:
+        flags = ["--model", "m", "--base-url", server.base_url]
+        status, out, _ = run_here("status", *flags)
+        assert status == 0 and f"ok  model                 m at {server.base_url} (local)\n" in out
+        status, out, _ = run_here("status", "--base-url", server.base_url)
+        assert status == 1 and f"BAD model                 other at {server.base_url} (local): " in out
+        monkeypatch.delenv("NANOBOT_MODEL")
+        status, out, _ = run_here("status", "--base-url", server.base_url)
+        assert status == 1 and "BAD model                 no model named at " in out
+
+
+def test_a_flag_wins_over_a_variable_and_a_variable_over_the_file(run_here, own_home, monkeypatch):
+    named = own_home / "c.json"
+    named.write_text(json.dumps({"agents": {"defaults": {"workspace": str(own_home / "file")}}}))
+    flags = ["status", "--offline", "--config", str(named)]
+    assert f"workspace             {own_home}/file\n" in run_here(*flags)[1]
+    monkeypatch.setenv("NANOBOT_WORKSPACE", str(own_home / "variable"))
+    assert f"workspace             {own_home}/variable\n" in run_here(*flags)[1]
+    out = run_here(*flags, "--workspace", str(own_home / "flag"))[1]
+    assert f"workspace             {own_home}/flag\n" in out
+    named.write_text('{"agents": {"defaults": {"provider": "human"}}}')
+    assert "human: it is you" in run_here("status", "--config", str(named))[1]
+    assert "offline: fixed rules" in run_here(*flags)[1]
+
+
+def test_onboard_says_where_everything_is_and_keys_are_private(run_here, own_home):
+    status, out, _ = run_here("onboard")
+    file = own_home / ".nanobot" / "config.json"
+    assert (status, out.splitlines()) == (0, [
+        f"Settings: {file}", f"Workspace: {own_home}/.nanobot/workspace",
+        "Next: put a key into the settings, or export OPENAI_API_KEY; then try `nanobot status`.",
+    ])  # fmt: skip
+    assert (file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    assert json.loads(file.read_text())["agents"]["defaults"]["maxTokens"] == 8_192
+    assert file.read_text().endswith("}\n")
+
+
+def test_prompt_prints_each_part_with_its_size_and_the_sum(run_here, own_home):
+    run_here("--offline", "-m", "Größe?")
+    status, out, _ = run_here("prompt", "--offline")
+    titles = re.findall(r"^==== (.+) \(~([\d,]+) tokens\) ====$", out, re.M)
+    assert status == 0
+    names = ["identity", "Active Skills", "Skills", "Tools", "History", "User"]
+    assert [name for name, _ in titles] == names
+    assert all(1 < int(size.replace(",", "")) < 10_000 for _, size in titles)
+    parts = dict(zip(names, re.split(r"^====.*====$", out, flags=re.M)[1:], strict=True))
+    history = [json.loads(line) for line in parts["History"].split("\n") if line]
+    assert [line["role"] for line in history] == ["user", "assistant"] and "Größe?" in parts["History"]
+    tools = [json.loads(line)["function"]["name"] for line in parts["Tools"].split("\n") if line]
+    assert "read_file" in tools and "cron" in tools
+    assert "[/Runtime Context]\n\nHello!\n\nIn all: context " in parts["User"]
+    assert re.search(r"^In all: context [\d,]+ of 65,536$", out, re.M)
+    assert "==== History" not in run_here("prompt", "--offline", "hi", "-s", "work")[1]
+
+
+def test_sessions_are_listed_with_their_messages_and_shown_by_name(run_here, own_home):
+    assert run_here("sessions")[:2] == (0, "")
+    for name in ("work", "telegram:7"):
+        run_here("--offline", "-m", "tell me a joke", "-s", name)
+    path = own_home / ".nanobot" / "workspace" / "sessions" / "cli%3Awork.jsonl"
+    path.write_text(path.read_text() + "torn\n")
+    status, out, _ = run_here("sessions")
+    assert (status, sorted(out.splitlines())) == (0, ["cli:work  2 messages", "telegram:7  2 messages"])
+    for name in ("work", "cli:work", "telegram:7"):
+        status, out, _ = run_here("sessions", "show", name)
+        assert status == 0 and "user: tell me a joke\n" in out and len(out.splitlines()) >= 2
+    assert run_here("sessions", "show", "7")[0] == 1
+
+
+def test_what_is_planned_is_listed_and_that_no_gateway_runs(run_here, own_home):
+    status, out, _ = run_here("cron")
+    never = "No gateway runs: nothing of this happens until `nanobot gateway` is started.\n"
+    assert (status, out) == (0, f"There are no jobs.\n{never}")
+    with program.one_gateway(own_home / ".nanobot" / "workspace"):
+        assert run_here("cron", "list")[:2] == (0, "There are no jobs.\n")
+
+
+@pytest.mark.parametrize(
+    ("replies", "status", "shown", "noted"),
+    [
+        (["hello"], 0, "hello\n", "\n1 request · "),
+        ([call("list_dir"), "hello"], 0, "hello\n", "\n2 requests · "),
+        (["", "", ""], 1, "There is no answer: the model sent nothing of use. Ask in other words.\n",
+         "\nnanobot: There is no answer: the model sent nothing of use."),
+        ([Failure(400, {"error": {"message": "boom"}})], 1, "", "/v1 failed: HTTP 400: boom\n"),
+        ([call("nothing_like_it")] * 5, 1, None, "\nnanobot: nothing_like_it failed: "),
+    ],
+)  # fmt: skip
+def test_one_message_to_its_answer(run_here, replies, status, shown, noted):
+    with FakeLLM(replies) as server:
+        outcome = run_here("-m", "x", "--base-url", server.base_url, "--model", "m")
+    assert outcome[0] == status
+    assert outcome[1] == shown if shown is not None else outcome[1].startswith("I had to stop: ")
+    assert noted in f"\n{outcome[2]}"
+    line = r"^\d requests? · ~?[\d,]+ in · ~?[\d,]+ out · context [\d,]+ of 65,536$"
+    assert re.search(line, outcome[2], re.M)
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("replies", "shown", "noted"),
+    [
+        (["", "", ""], "There is no answer: ", ""),
+        (["hello"], "hello", ""),
+        ([Failure(400, {"error": {"message": "boom"}})], "", "failed: HTTP 400: boom"),
+        ([Reply("half", finish_reason="length"), Failure(400, {"error": "boom"})], "half", "boom"),
+        ([call("nothing_like_it")] * 5, "I had to stop: nothing_like_it failed: ", ""),
+    ],
+)
+def test_why_there_is_no_answer_is_on_a_terminal_once(own_home, replies, shown, noted):
+    terminal = program.CLI(Screen(), io.StringIO())
+    with FakeLLM(replies) as server, program.BackgroundLoop() as background:
+        config = program.load_config(None, {"OPENAI_BASE_URL": server.base_url, "NANOBOT_MODEL": "m"})
+        loop = program.AgentLoop(config)
+        status = program.one_turn(loop, terminal, background, "cli:direct", "x")
+        background.complete(loop.close())
+    err = terminal.err.getvalue()
+    assert status == (replies != ["hello"])
+    assert terminal.out.getvalue().startswith(shown) and bool(shown) == bool(terminal.out.getvalue())
+    assert noted in err and ("nanobot: " in err) is bool(noted)
+
+
+def test_the_limit_of_steps_is_no_failure_and_is_said(run_here, own_home):
+    (own_home / "c.json").write_text('{"agents": {"defaults": {"maxToolIterations": 1}}}')
+    flags = ["--config", str(own_home / "c.json"), "--model", "m"]
+    with FakeLLM([call("list_dir"), "so far"]) as server:
+        status, out, err = run_here("-m", "x", *flags, "--base-url", server.base_url)
+    assert (status, out) == (0, "so far\n")
+    assert "nanobot: the limit of steps (maxToolIterations) is reached; ask it to go on\n" in err
+
+
+def test_a_command_is_no_request(run_here):
+    status, out, err = run_here("--offline", "-m", "/stop")
+    assert (status, out, err) == (0, "Nothing runs here.\n", "")
+
+
+def test_who_has_no_model_is_told_how_to_get_one_but_not_who_wants_none(run_here):
+    said = "To connect a real one: export OPENAI_API_KEY=… (or OPENAI_BASE_URL="
+    assert said in run_here("-m", "tell me a joke")[2]
+    assert said not in run_here("-m", "tell me a joke", "--offline")[2]
+
+
+def test_a_large_text_from_a_pipe_is_put_into_a_file_that_only_its_owner_may_read(run_here, own_home):
+    status, _, _ = run_here("--offline", "-m", "read it", stdin="word " * 60_000)
+    (file,) = (own_home / ".nanobot" / "workspace" / ".nanobot" / "piped").iterdir()
+    assert status == 0 and file.read_text() == "word " * 60_000
+
+
+@pytest.mark.parametrize(
+    ("message", "piped", "text"),
+    [(None, "", ""), (" a\n", "", "a"), (None, "b", "b"), ("a", "b", "a\n\nb"), (" ", "b", "b"),
+     ("caf\udce9", "", "caf\ufffd")],
+)  # fmt: skip
+def test_a_message_and_what_was_piped_are_one_text(message, piped, text):
+    assert program.join_message(message, piped) == text
+
+
+def test_a_newcomer_is_welcomed_and_whoever_comes_back_more_briefly(own_home):
+    config = program.Config()
+    config.defaults.provider = "offline"
+    loop, terminal = program.AgentLoop(config), program.CLI(io.StringIO(), io.StringIO())
+    program.greet(terminal, loop)
+    first = terminal.err.getvalue()
+    assert "nanobot 0.1.0 is an agent: it answers, and " in first and f"Its home is {own_home}/" in first
+    assert "It talks to the model offline.\n" in first and "Try: list the files here." in first
+    program.prompt_history(loop).parent.mkdir()
+    program.prompt_history(loop).touch()
+    program.greet(terminal, loop)
+    again = terminal.err.getvalue().removeprefix(first)
+    assert again == "nanobot 0.1.0, model offline. /help lists commands, Ctrl-D leaves.\n"
+
+
+def test_a_fault_of_the_program_shows_its_traceback_harmless_to_the_terminal(run_here, capsys):
+    run_here("sessions")
+    assert sys.excepthook is program.show_bug
+    try:
+        raise RuntimeError("\x1b[2J of ours")
+    except RuntimeError as fault:
+        sys.excepthook(type(fault), fault, fault.__traceback__)
+    err = capsys.readouterr().err
+    assert err.startswith("Traceback (most recent call last):\n")
+    assert "RuntimeError: \\x1b[2J of ours\n" in err
+
+
+def test_a_reader_who_has_enough_is_no_fault(own_home):
+    reading, writing = os.pipe()
+    os.close(reading)
+    process = start("prompt", "--offline", stdout=writing)
+    os.close(writing)
+    assert process.communicate(timeout=LONG)[1] == "" and process.returncode == 1
+
+
 # ---- The gateway ----
 
 
@@ -1161,6 +1532,12 @@ def test_a_gateway_answers_lets_others_look_survives_its_terminal_and_ends_in_or
         assert telegram.token not in log and "Traceback" not in log
         events = [line for line in log.splitlines() if "telegram:7" in line]
         assert len(events) == 3, "one line an event: two came in, one was answered"
+        stamp = r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO nanobot.gateway: "
+        assert re.search(f"{stamp}serving telegram, cron$", log, re.M)
+        assert re.search(f"{stamp}telegram:7: completed, 1 requests$", log, re.M)
+        assert re.search(f"{stamp}ended$", log, re.M) and "iteration 1" not in log
+        home = f"{own_home}/.nanobot/workspace"
+        assert f"files are in {home}: a.txt means" in server.bodies[0]["messages"][0]["content"]
     with FakeTelegram() as telegram, FakeLLM(["at last"]) as server:
         gateway = Gateway(own_home, telegram, server, "--verbose")
         telegram.wait_until(lambda: telegram.texts() == ["at last"])

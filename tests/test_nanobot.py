@@ -1,13 +1,18 @@
 """The story: the runner, the hooks, the loop, the settings; all in this process, with scripted models."""
 
 import asyncio
+import contextlib
 import itertools
 import json
 import os
 import re
 import random
+import selectors
 import signal
-from dataclasses import replace
+import sys
+import threading
+import time
+from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -17,24 +22,27 @@ import nanobot
 from fake_llm import Failure, FakeLLM, Hang, Raw, Reply, error
 from fake_llm import call as ask_for
 from fake_telegram import FakeTelegram
-from channels import Channel, CronJob, InboundMessage, MessageBus
+from channels import Channel, CronJob, InboundMessage, MessageBus, OutboundMessage, Waiting
 from nanobot import (
     AgentHook,
     AgentLoop,
     AgentRunner,
+    AgentRunResult,
     AgentRunSpec,
     ApprovalHook,
     CompositeHook,
     Config,
     ConfigError,
     CostTrackingHook,
+    LoggingHook,
     Messenger,
     Price,
+    WaitingHook,
     load_config,
     make_provider,
     run_job,
 )
-from memory import SessionManager
+from memory import SessionBusy, SessionManager
 from providers import (
     ROWS,
     Endpoint,
@@ -519,6 +527,381 @@ def test_without_a_user_message_the_system_message_is_still_sent_once():
     assert provider.requests[0].messages[0] == system
 
 
+def test_a_run_of_which_nothing_is_said_has_these_limits():
+    """Forty requests with tools, then a last one; answers of 8,192 tokens; no temperature is sent."""
+    result, provider = run([call("look", f"c{n}", n=n) for n in range(60)], [look])
+    assert (result.stop_reason, result.requests) == ("max_iterations", 41)
+    assert [bool(request.tools) for request in provider.requests] == [True] * 40 + [False]
+    assert provider.requests[0].options == {"max_tokens": 8_192}
+    assert provider.requests[0].model == "scripted"
+    assert provider.requests[0].on_delta is None
+    spec = AgentRunSpec([])
+    assert (spec.context_window, spec.concurrent_tools, spec.fail_on_tool_error) == (65_536, True, False)
+
+
+@pytest.mark.parametrize(("kilobytes", "kept"), [(225, 2), (226, 1)])
+def test_a_window_of_which_nothing_is_said_has_room_for_56_320_tokens(kilobytes, kept):
+    long = {"role": "user", "content": "abc " * 250 * kilobytes}  # a token is 4 bytes
+    messages = [long, {"role": "assistant", "content": "ok"}, {"role": "user", "content": "now"}]
+    _, provider = run(["ok"], messages=messages)
+    assert roles(provider.requests[0].messages).count("user") == kept
+
+
+def test_what_a_run_is_given_reaches_the_model():
+    _, provider = run(["ok"], model="big", max_tokens=77, temperature=0.5)
+    assert (provider.requests[0].model, provider.requests[0].options) == (
+        "big", {"max_tokens": 77, "temperature": 0.5})  # fmt: skip
+
+
+def test_a_run_that_is_new_is_complete_empty_and_free():
+    assert asdict(AgentRunResult()) == {
+        "final_content": None, "messages": [], "tools_used": [], "stop_reason": "completed",
+        "usage": {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0, "estimated": False},
+        "tool_events": [], "error": None, "requests": 0, "context_tokens": 0,
+    }  # fmt: skip
+
+
+def test_what_a_caller_learns_of_a_run():
+    script = [[call("look", "a", n=7), call("broken", "b")], call("look", "c"), "done"]
+    result, _ = run(script, [look, broken])
+    assert result.tool_events == [
+        {"name": "look", "arguments": {"n": 7}, "is_error": False, "result": "saw 7"},
+        {"name": "broken", "arguments": {}, "is_error": True, "result": "it is broken: mend it"},
+        {"name": "look", "arguments": {}, "is_error": False, "result": "saw 0"},
+    ]
+    assert (result.tools_used, result.requests, result.error) == (["look", "broken"], 3, None)
+    assert result.messages[2] == {"role": "tool", "tool_call_id": "a", "name": "look", "content": "saw 7"}
+
+
+@pytest.mark.parametrize(
+    ("usage", "counted"),
+    [({"prompt_tokens": 33}, True), ({"prompt_tokens": 33, "estimated": True}, False),
+     ({"prompt_tokens": 0}, False), ({}, False)],
+)  # fmt: skip
+def test_the_size_of_a_request_is_what_the_endpoint_counted_or_an_estimate(usage, counted):
+    result, _ = run([LLMResponse("ok", usage=usage)], messages=[{"role": "user", "content": "word " * 400}])
+    assert (result.context_tokens == 33) is counted
+    assert counted or 300 < result.context_tokens < 600
+
+
+def test_tools_count_as_a_part_of_a_request():
+    sizes = [run(["ok"], tools)[0].context_tokens for tools in ([], [look])]
+    assert sizes[0] + 10 < sizes[1] < sizes[0] + 100
+
+
+def test_who_journals_is_told_which_step_is_whole():
+    heard = []
+
+    @tool(read_only=True)
+    def picture() -> ToolResult:
+        """A picture."""
+        return ToolResult("[image: a.png]", images=[{"type": "image_url", "image_url": {"url": "data:x"}}])
+
+    def listen(messages, whole):
+        heard.append(([message["role"] for message in messages], whole))
+
+    run([[call("look", "a"), call("picture", "b")], "done"], [look, picture], on_messages=listen)
+    assert heard == [
+        (["assistant"], False), (["tool"], False), (["tool"], False), ([], True), (["user"], True),
+        (["assistant"], True),
+    ]  # fmt: skip
+
+
+def test_an_image_stands_behind_the_names_of_all_of_them():
+    def image(name):
+        return {"type": "image_url", "image_url": {"url": f"data:{name}"}}
+
+    @tool(read_only=True)
+    def picture(letter: str) -> ToolResult:
+        """A picture."""
+        return ToolResult(f"[image: {letter}]", images=[image(letter)])
+
+    calls = [call("picture", "a", letter="a"), call("look", "b"), call("picture", "c", letter="c")]
+    result, _ = run([calls, "nice"], [picture, look])
+    assert roles(result.messages) == ["user", "assistant", "tool", "tool", "tool", "user", "assistant"]
+    names = {"type": "text", "text": "[image: a]\n[image: c]"}
+    assert result.messages[5]["content"] == [names, image("a"), image("c")]
+
+
+NOTES = {
+    "a cut answer": ([LLMResponse("one ", [], "length")], "Go on exactly where it stops"),
+    "a cut call": ([LLMResponse("one ", [call("look")], "length")], "Take shorter steps"),
+    "a thought that was cut": ([LLMResponse(" \n", [], "length")], "Think less, and answer now."),
+    "nothing at all, cut": ([LLMResponse(None, [], "length")], "Think less, and answer now."),
+    "a withheld call": ([LLMResponse(None, [call("look")], "refusal")], "Take shorter steps"),
+    "one blank": ([""], ""),
+    "two blanks": (["", ""], "You sent nothing, twice."),
+    "the same call": ([call("look", f"c{n}") for n in range(5)], "there are no tools any more"),
+}
+
+
+@pytest.mark.parametrize("case", NOTES)
+def test_a_note_to_the_model_stands_last_in_the_next_request_and_nowhere_else(case):
+    replies, note = NOTES[case]
+    result, provider = run([*replies, call("look", n=1), "done"], [look])
+    asked = provider.requests[len(replies)].messages[-1]
+    assert asked["role"] == "user" or case == "the same call"
+    assert note in asked["content"] and asked["content"] != ""
+    if note:
+        assert note not in str(result.messages)
+    if asked["role"] == "user" and not note:
+        assert asked["content"] == "do it"
+    later = [str(request.messages) for request in provider.requests[len(replies) + 1 :]]
+    if provider.requests[len(replies)].tools:
+        assert len(later) == 1 and (not note or note not in later[0])
+
+
+@pytest.mark.parametrize(
+    ("reply", "reason", "said"),
+    [
+        (LLMResponse(None, [], "content_filter"), "empty", "There is no answer: the endpoint withheld it. "),
+        (LLMResponse(None, [], "refusal"), "empty", "There is no answer: the endpoint withheld it. Ask in o"),
+        (LLMResponse("I may not.", [], "refusal"), "completed", "I may not."),
+        (LLMResponse("I may not.", [], "content_filter"), "completed", "I may not."),
+        (LLMResponse(None, [], "error", error="boom"), "error", None),
+        (LLMResponse("half", [], "error", error="boom"), "error", None),
+        (LLMResponse("whole", [], "eos"), "completed", "whole"),
+    ],
+)
+def test_what_an_answer_leads_to(reply, reason, said):
+    result, provider = run([reply, "never"])
+    assert (result.stop_reason, len(provider.requests)) == (reason, 1)
+    assert result.final_content is None if said is None else result.final_content.startswith(said)
+    assert result.messages[1:] == ([{"role": "assistant", "content": said}] if reason == "completed" else [])
+
+
+def test_a_model_that_stays_silent_ends_the_run_with_a_line_for_the_user_only():
+    result, _ = run(["", "", ""])
+    said = "There is no answer: the model sent nothing of use. Ask in other words."
+    assert (result.stop_reason, result.final_content) == ("empty", said)
+    assert roles(result.messages) == ["user"]
+
+
+def test_a_tool_that_ends_the_run_is_named_to_the_user_and_in_the_journal():
+    result, provider = run([call("broken"), "never"], [broken], fail_on_tool_error=True)
+    assert result.error == "broken failed: it is broken: mend it"
+    assert result.final_content == f"I had to stop: {result.error}"
+    assert result.messages[-1] == {"role": "assistant", "content": result.final_content}
+    assert len(provider.requests) == 1
+
+
+def test_a_failure_that_comes_back_is_told_with_its_count():
+    result, provider = run([call("broken", f"c{n}") for n in range(9)], [broken])
+    contents = [message["content"] for message in result.messages if message["role"] == "tool"]
+    assert contents[2].startswith("it is broken: mend it\nThis same call has failed 3 times in a row.")
+    assert contents[3].startswith("it is broken: mend it\nThis same call has failed 4 times in a row.")
+    assert (len(provider.requests), result.stop_reason) == (5, "tool_error")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [([{}, {}, {}], [3]), ([{}, {"n": 1}, {}, {"n": 1}, {}], []), ([{}, {}, {"n": 1}, {}, {}, {}], [3])],
+)
+def test_only_the_same_call_counts_and_only_in_a_row(arguments, told):
+    script = [call("look", f"c{n}", **given) for n, given in enumerate(arguments)]
+    result, _ = run([*script, "done"], [look])
+    contents = [message["content"] for message in result.messages if message["role"] == "tool"]
+    found = [re.search(r"the same call has given it (\d) times", text) for text in contents]
+    assert [int(match[1]) for match in found if match] == told
+    assert result.final_content == "done"
+
+
+def test_the_same_words_with_another_picture_are_another_result():
+    shots = itertools.count()
+
+    @tool(read_only=True)
+    def shoot() -> ToolResult:
+        """Take a picture of the screen."""
+        return ToolResult("a picture", images=[{"type": "image_url", "image_url": {"url": f"{next(shots)}"}}])
+
+    result, provider = run([call("shoot", f"c{n}") for n in range(7)] + ["done"], [shoot])
+    assert result.final_content == "done" and all(request.tools for request in provider.requests)
+
+
+def test_calls_side_by_side_can_be_forbidden():
+    running, most = 0, 0
+
+    @tool(read_only=True)
+    async def wait(n: int) -> str:
+        """Wait."""
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0)
+        running -= 1
+        return "waited"
+
+    run([[call("wait", f"c{n}", n=n) for n in range(3)], "done"], [wait], concurrent_tools=False)
+    assert most == 1
+
+
+def test_neighbours_that_only_read_go_together_and_whatever_else_alone():
+    order = []
+
+    def step(name: str, read_only: bool):
+        @tool(name=name, read_only=read_only)
+        async def work() -> str:
+            """Work."""
+            order.append(f"+{name}")
+            await asyncio.sleep(0)
+            order.append(f"-{name}")
+            return "done"
+
+        return work
+
+    tools = [step("a", True), step("b", True), step("w", False), step("x", False)]
+    calls = [call(name, f"c{n}") for n, name in enumerate(["a", "b", "w", "x", "a", "unknown", "b"])]
+    run([calls, "done"], tools)
+    assert " ".join(order) == "+a +b -a -b +w -w +x -x +a -a +b -b"
+
+
+def test_a_journal_that_fails_in_one_call_ends_the_others_of_its_batch():
+    ended = []
+
+    @tool(read_only=True)
+    async def wait() -> str:
+        """Wait."""
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append("wait")
+        return "never"
+
+    def full_disk(messages, whole):
+        if any(message["role"] == "tool" for message in messages):
+            raise OSError("the disk is full")
+
+    async def go():
+        spec = AgentRunSpec([{"role": "user", "content": "x"}], ToolRegistry([look, wait]))
+        spec.on_messages = full_disk
+        with pytest.raises(OSError, match="the disk is full"):
+            await AgentRunner(ScriptedProvider([[call("wait", "a"), call("look", "b")]])).run(spec)
+        return list(ended)  # not only at the end of the program
+
+    assert asyncio.run(go()) == ["wait"]
+
+
+def test_reasoning_of_a_last_answer_is_kept_and_that_of_calls_goes_with_them_only():
+    thought = {"reasoning_content": "hm"}
+    result, _ = run([LLMResponse("done", extra=thought)])
+    assert result.messages[-1] == {"role": "assistant", "content": "done", "reasoning_content": "hm"}
+    last = LLMResponse("so far", [call("look")], "tool_calls", extra=thought)
+    result, _ = run([call("look", n=1), last], [look], max_iterations=1)
+    assert result.messages[-1] == {"role": "assistant", "content": "so far"}
+
+
+@pytest.mark.parametrize(
+    ("last", "said"),
+    [
+        (LLMResponse("this is done"), "this is done"),
+        (LLMResponse(""), "I stopped at the limit of 1 steps."),
+        (failed("boom"), "I stopped at the limit of 1 steps. boom"),
+        (LLMResponse("torn", [], "error", error="boom"), "I stopped at the limit of 1 steps. boom"),
+        (LLMResponse("all I co", [], "length"), "all I co"),
+    ],
+)
+def test_at_the_limit_of_steps_there_is_a_summary_or_the_reason_why_there_is_none(last, said):
+    result, provider = run([call("look"), last], [look], max_iterations=1)
+    assert (result.stop_reason, result.final_content) == ("max_iterations", said)
+    assert (len(provider.requests), result.messages[-1]["content"]) == (2, said)
+
+
+def test_only_who_wants_pieces_gets_them():
+    class Deaf(Recorder):
+        wants_streaming = False
+
+    for hook, streamed in ((Deaf(), []), (Recorder(), ["one", "\n\n", "two"])):
+        run([LLMResponse("one", [call("look")], "length"), "two"], [look], hook=hook)
+        assert [text for text in hook.seen if isinstance(text, str) and text not in EVENTS] == streamed
+
+
+def test_what_was_shown_of_a_stopped_answer_is_marked_with_the_reason():
+    journal, at_work = [], asyncio.Event()
+
+    class Stall(AgentHook):
+        wants_streaming = True
+
+        async def on_stream(self, delta):
+            at_work.set()
+            await asyncio.sleep(60)
+
+    async def stop_it():
+        spec = AgentRunSpec([{"role": "user", "content": "x"}], hook=Stall())
+        spec.on_messages = lambda messages, whole: journal.append((messages, whole))
+        task = asyncio.create_task(AgentRunner(ScriptedProvider(["one two"])).run(spec))
+        await at_work.wait()
+        task.cancel()
+        await asyncio.wait([task])
+
+    asyncio.run(stop_it())
+    assert journal == [([{"role": "assistant", "content": "one", "cut": "it was stopped"}], True)]
+
+
+def test_what_comes_meanwhile_stands_behind_the_results_and_is_not_journalled_again():
+    heard, came = [], [{"role": "user", "content": "and hurry"}]
+
+    def arrivals():
+        new, came[:] = list(came), []
+        return new
+
+    result, provider = run(
+        [call("look"), "done"], [look], arrivals=arrivals,
+        on_messages=lambda messages, whole: heard.extend(messages),
+    )  # fmt: skip
+    assert roles(provider.requests[1].messages) == ["user", "assistant", "tool", "user"]
+    assert provider.requests[1].messages[-1]["content"] == "and hurry"
+    assert [message["role"] for message in heard] == ["assistant", "tool", "assistant"]
+    assert roles(result.messages) == ["user", "assistant", "tool", "user", "assistant"]
+
+
+def test_arguments_that_are_not_whole_are_named_with_the_tool_and_what_to_do():
+    bad = ToolCallRequest("c1", "look", error="its arguments are not whole JSON")
+    _, provider = run([bad, "done"], [look])
+    said = "look was not run: its arguments are not whole JSON. Send the call again, whole."
+    assert provider.requests[1].messages[-1]["content"] == said
+
+
+def test_the_question_of_a_run_is_never_left_out_however_long_the_rest_has_become():
+    @tool(read_only=True)
+    def long(n: int) -> str:
+        """Long."""
+        return f"{n} " * 700
+
+    script = [call("long", f"c{n}", n=n) for n in range(6)]
+    old = [{"role": "user", "content": "before"}, {"role": "assistant", "content": "yes"}]
+    messages = [{"role": "system", "content": "be"}, *old, {"role": "user", "content": "the question"}]
+    _, provider = run([*script, "ok"], [long], messages=messages, context_window=2_600, max_tokens=100)
+    for request in provider.requests:
+        assert users(request)[-1].startswith("the question")
+    assert "before" in str(provider.requests[0].messages) and "before" not in str(
+        provider.requests[-1].messages)  # fmt: skip
+
+
+def test_what_is_left_out_is_told_once_in_a_run():
+    hook = Retries()
+    old = [{"role": "user", "content": "old " * 900}, {"role": "assistant", "content": "older " * 900}]
+    messages = [{"role": "system", "content": "be"}, *old, {"role": "user", "content": "now"}]
+    run([call("look"), "ok"], [look], messages=messages, context_window=2_000, max_tokens=100, hook=hook)
+    assert len(hook.told) == 1 and "1 of 2 turns" in hook.told[0]
+
+
+def test_a_hook_sees_the_live_record_of_a_run():
+    seen = []
+
+    class Watch(AgentHook):
+        async def before_iteration(self, context):
+            seen.append((context.iteration, len(context.messages), context.usage["prompt_tokens"]))
+
+        async def after_iteration(self, context):
+            names = [each.name for each in context.tool_calls]
+            seen.append((context.iteration, names, context.response.content, context.usage["prompt_tokens"]))
+
+    usage = {"prompt_tokens": 10}
+    run([LLMResponse(None, [call("look")], "tool_calls", usage), LLMResponse("done", usage=usage)], [look],
+        hook=Watch())  # fmt: skip
+    assert seen == [(0, 1, 0), (1, ["look"], None, 10), (1, 3, 10), (2, [], "done", 20)]
+
+
 # ---- Longer than the model's window ----
 
 TOO_LONG = LLMResponse(None, [], "error", error="the conversation is too long", is_overflow=True)
@@ -850,6 +1233,169 @@ def test_cost_is_money_where_the_price_is_known_and_tokens_otherwise():
     assert unknown.line({**usage, "cached_tokens": 0, "estimated": True}) == "~1,000,000 in · ~500,000 out"
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments", "hint"),
+    [
+        ("exec", {"command": "ls  -l\n\techo x"}, "$ ls -l echo x"),
+        ("exec", {"command": "x" * 200}, "$ " + "x" * 100),
+        ("exec", {}, "$ "),
+        ("list_dir", {}, "list_dir()"),
+        ("read_file", {"path": "a.txt", "limit": 3}, 'read_file("a.txt")'),
+        ("edit_file", {"old_text": "x", "path": "a.txt"}, 'edit_file("a.txt")'),
+        ("grep", {"pattern": "Größe", "glob": "*.py"}, 'grep("Größe")'),
+        ("add", {"n": 7}, "add(7)"),
+        ("add", {"n": {"a": [1, None]}}, 'add({"a": [1, null]})'),
+        ("say", {"text": "x" * 78}, f'say("{"x" * 78}")'),
+        ("say", {"text": "x" * 79}, f'say("{"x" * 78}…)'),
+    ],
+)
+def test_a_call_is_hinted_at_in_one_line(name, arguments, hint):
+    assert nanobot.tool_hint(call(name, **arguments)) == hint
+
+
+def test_each_step_is_logged_where_that_is_wanted(caplog):
+    caplog.set_level("INFO", logger="nanobot")
+    run([[call("look", "a", n=7), call("broken", "b")], "done"], [look, broken], hook=LoggingHook())
+    times = re.compile(r"\d\.\d{3} s")
+    assert [times.sub("0.0 s", text).split(" {")[0] for text in caplog.messages] == [
+        "iteration 1, 1 messages", "look(7): 5 characters in 0.0 s", "broken(): failed in 0.0 s",
+        "iteration 1: tool_calls", "iteration 2, 4 messages", "iteration 2: stop",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("level", ["WARNING", "INFO"])
+def test_a_faulty_hook_is_named_and_its_traceback_is_in_the_log_that_was_asked_for(caplog, level):
+    caplog.set_level(level, logger="nanobot")
+    run(["fine"], hook=CompositeHook([Faulty()]))
+    assert [text for text in caplog.messages if "failed" in text] == [
+        "Faulty.before_iteration failed: a guest misbehaves", "Faulty.finalize_content failed: again",
+    ]  # fmt: skip
+    assert ("Traceback" in caplog.text) is (level == "INFO")
+
+
+def test_a_composite_tells_each_hook_everything():
+    class All(Recorder):
+        async def on_retry(self, why):
+            self.seen.append(why.split(" (")[0])
+
+        async def after_tool(self, call, result, seconds):
+            self.seen.append((call.name, result.text))
+
+    hooks, history = [All(), All()], [*old_turns(6), {"role": "user", "content": "now"}]
+    result, _ = run([TOO_LONG, call("look"), "done"], [look], messages=history, hook=CompositeHook(hooks))
+    assert hooks[0].seen == hooks[1].seen == [
+        "before", "too long for the model: asking again without the oldest turns", "end True", ["look"],
+        ("look", "saw 0"), "after", "before", "done", "end False", "after",
+    ]  # fmt: skip
+    assert result.final_content == "<<done>>"
+
+
+def test_a_terminal_knows_what_is_waited_for_at_each_moment():
+    waiting, seen = Waiting(None), []
+
+    class Look(AgentHook):
+        wants_streaming = True
+
+        async def before_iteration(self, context):
+            seen.append(waiting.what)
+
+        async def on_stream(self, delta):
+            seen.append(waiting.what)
+
+        async def on_retry(self, why):
+            seen.append(waiting.what)
+
+        async def before_execute_tools(self, tool_calls):
+            seen.append(waiting.what)
+
+        async def after_iteration(self, context):
+            seen.append(waiting.what)
+
+    script = [TOO_LONG, [call("look", "a", n=1), call("look", "b", n=2)], "done"]
+    history = [*old_turns(6), {"role": "user", "content": "now"}]
+    run(script, [look], messages=history, hook=CompositeHook([WaitingHook(waiting), Look()]))
+    assert [text.split(" (")[0] if "too long" in text else text for text in seen] == [
+        "the model", "too long for the model: asking again without the oldest turns", "look(1), look(2)", "",
+        "the model", "", "",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("answer", "runs"),
+    [("y", 1), ("Y", 1), (" yes \n", 1), ("a", 2), ("A", 2), ("ALWAYS", 2), ("n", 0), ("ye", 0), ("yes!", 0),
+     ("al", 0)],
+)  # fmt: skip
+def test_which_words_approve(answer, runs):
+    asked, ran = [], []
+
+    @tool
+    def act(n: int) -> str:
+        """Act."""
+        ran.append(n)
+        return "acted"
+
+    async def ask(question):
+        asked.append(question)
+        return answer if len(asked) == 1 else "n"
+
+    hook = ApprovalHook(ToolRegistry([act]), ask)
+    _, provider = run([call("act", "a", n=1), call("act", "b", n=2), "done"], [act], hook=hook)
+    assert (len(ran), len(asked)) == (runs, 1 if runs == 2 else 2)
+    last = provider.requests[2].messages[-1]["content"]
+    assert last == ("acted" if runs == 2 else "The user did not approve this call.")
+
+
+def test_what_would_not_run_anyway_is_not_asked_about():
+    asked = []
+
+    class Deny(AgentHook):
+        async def before_execute_tools(self, tool_calls):
+            tool_calls[0].denied = "not on a Sunday"
+
+    async def ask(question):
+        asked.append(question)
+        return "y"
+
+    torn = ToolCallRequest("b", "broken", error="its arguments are not whole JSON")
+    hook = CompositeHook([Deny(), ApprovalHook(ToolRegistry([broken]), ask)])
+    result, _ = run([[call("broken", "a"), torn], "done"], [broken], hook=hook)
+    assert asked == []
+    assert [event["result"].split(":")[0] for event in result.tool_events] == [
+        "not on a Sunday", "broken was not run"]  # fmt: skip
+
+
+def test_a_rule_that_refuses_gives_its_reason_and_one_that_fails_lets_nothing_through():
+    rules = {"look": "", "broken": "not this one"}
+    calls = [call("look", "a"), call("broken", "b"), call("silent", "c")]
+    hook = CompositeHook([nanobot.Fence(lambda name, arguments: rules[name])])
+    result, _ = run([calls, "done"], [look, broken, silent], hook=hook)
+    assert [event["result"] for event in result.tool_events] == [
+        "saw 0", "not this one", "This call could not be checked."]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("price", "usage", "line"),
+    [
+        (Price(), (1_000, 0, 0), "1,000 in · 0 out · 0.0000"),
+        (Price(1.0), (1_000_000, 0, 1_000_000), "1,000,000 in · 1,000,000 out · 1.0000"),
+        (Price(0.0, 1.0), (0, 0, 2_500_000), "0 in · 2,500,000 out · 2.5000"),
+        (Price(2.0, 0.0, 0.0), (1_000_000, 500_000, 0), "1,000,000 in (500,000 cached) · 0 out · 1.0000"),
+        (Price(2.0, 0.0), (1_000_000, 0, 0), "1,000,000 in · 0 out · 2.0000"),
+        (Price(2.0, 0.0), (1_000_000, 1, 0), "1,000,000 in (1 cached) · 0 out · ≤ 2.0000"),
+        (None, (1, 1, 1), "1 in (1 cached) · 1 out"),
+    ],
+)
+def test_a_line_of_tokens_and_money(price, usage, line):
+    names = ("prompt_tokens", "cached_tokens", "completion_tokens")
+    cost = CostTrackingHook({"m": price} if price else {}, "m")
+    assert cost.line(dict(zip(names, usage, strict=True)) | {"estimated": False}) == line
+
+
+def test_an_estimate_is_marked_as_one_wherever_it_stands():
+    usage = {"prompt_tokens": 1_000, "cached_tokens": 0, "completion_tokens": 10, "estimated": True}
+    assert CostTrackingHook({"m": Price(1.0)}, "m").line(usage) == "~1,000 in · ~10 out · ~0.0010"
+
+
 # ---- The loop ----
 
 
@@ -1148,6 +1694,251 @@ def test_the_setting_for_long_results_has_its_effect(tmp_path):
     assert "too long to show" in loop.provider.requests[1].messages[-1]["content"]
 
 
+@pytest.mark.parametrize(
+    ("text", "command"),
+    [
+        ("/new", ("new", "")),
+        (" /NEW\n", ("new", "")),
+        ("/status@my_bot", ("status", "")),
+        ("/dream-log 1F3A9c", ("dream-log", "1f3a9c")),
+        ("/dream-log@bot  1f3a", ("dream-log", "1f3a")),
+        ("/dream-log 1f3", ("", "")),
+        ("/dream-log xyzu", ("", "")),
+        ("/etc/hosts?", ("", "")),
+        ("/new things", ("", "")),
+        ("new", ("", "")),
+        ("say /new", ("", "")),
+        ("/", ("", "")),
+        ("", ("", "")),
+    ],
+)
+def test_what_is_a_command_and_what_is_none(text, command):
+    assert nanobot.slash_command(text) == command
+
+
+def test_help_lists_each_command_with_what_it_does(tmp_path):
+    text = ask(make_loop(tmp_path), "/help")[0].final_content
+    meanings = [line.split(": ", 1) for line in text.split("\n")]
+    assert [name for name, _ in meanings] == [
+        "/new", "/stop", "/continue", "/status", "/dream", "/dream-log", "/dream-restore", "/help",
+    ]  # fmt: skip
+    words = ["afresh", "end the turn", "interrupted", "uptime", "memory", "dreams changed", "undo", "list"]
+    for word, (name, meaning) in zip(words, meanings, strict=True):
+        assert word in meaning, name
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("/stop", "Nothing runs here."),
+        ("/continue", "There is no interrupted turn to go on with."),
+        ("/new", "A new session begins. The old one stays in its journal."),
+        ("/stopp", "There is no /stopp. The closest is /stop: end the turn that runs, and its subagents"),
+        ("/dream", "nothing"),
+        ("/dream-log", "no dream"),
+        ("/dream-restore", "no dream"),
+    ],
+)
+def test_what_a_command_says_where_nothing_is_to_be_done(tmp_path, text, said):
+    loop = make_loop(tmp_path)
+    result, events = ask(loop, text)
+    assert said.lower() in result.final_content.lower()
+    assert events == [("final", result.final_content)]
+    assert (result.requests, result.stop_reason, loop.provider.requests) == (0, "completed", [])
+
+
+def test_status_tells_of_the_session_the_window_and_all_since_the_start(tmp_path):
+    usage = {"prompt_tokens": 1_200, "completion_tokens": 34}
+    loop = make_loop(tmp_path, [LLMResponse("hi", usage=usage)])
+    ask(loop, "hello")
+    loop.started -= 3 * 3_600 + 5 * 60
+    first, second, third = ask(loop, "/status")[0].final_content.split("\n")
+    assert first == "nanobot 0.1.0, model scripted, session cli:direct, 2 messages"
+    assert re.fullmatch(r"context \d,\d{3} of 65,536", second)
+    assert third == "since the start: 1,200 in · 34 out, 3 h 5 min"
+    other = ask(loop, "/status", "cli:other")[0].final_content
+    assert "session cli:other, 0 messages" in other and "1,200 in" in other
+
+
+def test_status_says_what_would_be_left_out(tmp_path):
+    loop = make_loop(tmp_path, context_window_tokens=5_000, max_tokens=100)
+    for _ in range(8):
+        line = {"content": "word " * 400}
+        loop.sessions.get("cli:direct").append({"role": "user"} | line, {"role": "assistant"} | line)
+    text = ask(loop, "/status")[0].final_content
+    assert re.search(r"\n\d of 8 turns, ~[\d,]+ tokens, are left out\n", text)
+
+
+def test_the_circumstances_of_a_turn(tmp_path, own_home):
+    loop = make_loop(tmp_path, max_tool_result_chars=1_234)
+    loop.config.cwd, loop.config.path = tmp_path / "project", own_home / "other.json"
+    turn = loop.turn("telegram:-100:5")
+    assert (turn.channel, turn.chat_id, turn.session_key) == ("telegram", "-100:5", "telegram:-100:5")
+    assert (turn.workspace, turn.cwd) == (tmp_path / "workspace", tmp_path / "project")
+    assert (turn.restrict, turn.approved, turn.depth, turn.max_result_chars) == (False, False, 0, 1_234)
+    assert turn.secret == (own_home / "other.json", own_home / ".nanobot" / "config.json")
+    assert turn.readable == (nanobot.DATA / "skills",)
+    assert loop.turn("telegram:-100:5").seen is turn.seen is not loop.turn("telegram:-100").seen
+
+
+def test_a_gateway_that_runs_for_months_forgets_which_files_the_oldest_sessions_have_read(tmp_path):
+    loop = make_loop(tmp_path)
+    loop.files_seen = {f"desk:{n}": {} for n in range(1_000)}
+    loop.turn("desk:new")
+    assert (len(loop.files_seen), "desk:0" in loop.files_seen) == (1_001, True)
+    loop.turn("desk:newer")
+    assert (len(loop.files_seen), "desk:0" in loop.files_seen) == (1_001, False)
+    assert list(loop.files_seen)[-2:] == ["desk:new", "desk:newer"]
+
+
+def test_a_turn_that_comes_to_nothing_has_no_last_word(tmp_path):
+    loop = make_loop(tmp_path, [failed("no such luck")])
+    result, events = ask(loop, "hello")
+    assert (result.stop_reason, result.final_content, events) == ("error", None, [])
+
+
+def test_a_loop_takes_the_provider_the_tools_and_the_hooks_that_it_is_given(tmp_path):
+    config, hook = Config(), Recorder()
+    config.defaults.workspace = str(tmp_path / "workspace")
+    provider = ScriptedProvider([call("look", n=3), "seen"])
+    loop = AgentLoop(config, provider, ToolRegistry([look]), [hook])
+    assert asyncio.run(loop.process_direct("go")).final_content == "<seen>"
+    names = [each["function"]["name"] for each in provider.requests[0].tools]
+    assert sorted(names) == ["cron", "look", "spawn"]
+    assert ["look"] in hook.seen and loop.model == "scripted"
+
+
+@pytest.mark.parametrize(("streaming", "pieces"), [(True, ["one", " two"]), (False, [])])
+def test_the_setting_of_streaming_decides_whether_pieces_are_told(tmp_path, streaming, pieces):
+    loop = make_loop(tmp_path, ["one two"])
+    loop.config.streaming = streaming
+    _, events = ask(loop, "hello")
+    assert [text for kind, text in events if kind == "delta"] == pieces
+    assert events[-1] == ("final", "one two")
+
+
+def test_an_event_goes_to_the_chat_that_asked(tmp_path):
+    loop, events = make_loop(tmp_path, ["ok"]), []
+
+    async def note(event):
+        events.append(event)
+
+    asyncio.run(loop.process_direct("hello", "telegram:7:8", note))
+    assert {(event.channel, event.chat_id) for event in events} == {("telegram", "7:8")}
+
+
+def test_limits_of_the_settings_reach_each_request_of_a_turn(tmp_path):
+    settings = {"max_tokens": 55, "temperature": 0.75, "max_tool_iterations": 2}
+    loop = make_loop(tmp_path, [call("list_dir", f"c{n}", path=f"/{n}") for n in range(9)], **settings)
+    result, _ = ask(loop, "go")
+    assert (result.stop_reason, result.requests) == ("max_iterations", 3)
+    assert [request.options for request in loop.provider.requests] == [
+        {"max_tokens": 55, "temperature": 0.75}] * 3  # fmt: skip
+
+
+def test_that_older_messages_went_into_the_memory_is_told_and_they_are_not_sent(tmp_path):
+    loop = make_loop(tmp_path, ["ok"], context_window_tokens=6_000, max_tokens=100)
+    for number in range(8):
+        lines = [{"role": role, "content": f"{number} " * 800} for role in ("user", "assistant")]
+        loop.sessions.get("cli:direct").append(*lines)
+    _, events = ask(loop, "hello")
+    told = [text for kind, text in events if kind == "retry"]
+    assert told and "older messages went into the memory" in told[0]
+    (request,) = loop.provider.requests
+    assert "0 0 0" not in str(request.messages[1:]) and request.messages[-1]["content"].endswith("hello")
+
+
+def test_what_is_done_beside_the_turns_and_fails_is_a_line_of_the_log(tmp_path, caplog):
+    caplog.set_level("WARNING", logger="nanobot")
+
+    async def fails():
+        raise OSError("the disk is full")
+
+    async def work():
+        loop = make_loop(tmp_path)
+        loop.background.start(fails())
+        await loop.background.settled()
+        return loop.background.tasks
+
+    assert asyncio.run(work()) == set()
+    assert caplog.messages == ["in the background: the disk is full"] and "Traceback" not in caplog.text
+    caplog.set_level("INFO", logger="nanobot")
+    asyncio.run(work())
+    assert "Traceback" in caplog.text
+
+
+def test_what_is_not_done_beside_the_turns_when_the_loop_is_closed_is_ended(tmp_path):
+    ended = []
+
+    async def endless():
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(1)
+
+    async def work():
+        loop = make_loop(tmp_path)
+        loop.background.start(endless())
+        await asyncio.sleep(0)
+        await loop.close()
+        return list(ended)
+
+    assert asyncio.run(work()) == [1]
+
+
+def test_a_turn_that_is_stopped_says_so_and_leaves_those_of_other_sessions(tmp_path):
+    gates = {"cli:a": Gate(), "cli:b": Gate()}
+
+    async def work():
+        loop = make_loop(tmp_path)
+
+        async def script(request):
+            await gates["cli:a" if users_of(request) == ["first"] else "cli:b"].pass_()
+            return "done"
+
+        loop.provider = loop.runner.provider = Talker(script)
+        turns = [asyncio.create_task(loop.process_direct(*each)) for each in
+                 (("first", "cli:a"), ("second", "cli:b"))]  # fmt: skip
+        for gate in gates.values():
+            await gate.reached.wait()
+        assert (loop.stop("cli:c"), loop.stop("cli:a")) == (False, True)
+        with pytest.raises(asyncio.CancelledError):
+            await turns[0]
+        assert not loop.stop("cli:a")
+        said = await loop.process_direct("/stop", "cli:b")
+        gates["cli:b"].open.set()
+        await asyncio.wait(turns)
+        return said.final_content, turns[1].cancelled()
+
+    assert asyncio.run(work()) == ("Stopped; /continue goes on.", True)
+
+
+@pytest.mark.parametrize(
+    ("replies", "said"),
+    [
+        (["", "", ""], "There is no answer: the model sent nothing of use"),
+        ([ask_for("nothing_like_it")] * 9, "nothing_like_it failed: "),
+        ([error(400, "boom")], "boom"),
+    ],
+)
+def test_run_raises_with_the_cause_where_there_is_no_answer(own_home, replies, said):
+    with FakeLLM(replies) as server:
+        config = load_config(None, {"OPENAI_BASE_URL": server.base_url, "NANOBOT_MODEL": "m"})
+        config.defaults.workspace = str(own_home / "ws")
+        with pytest.raises(RuntimeError, match=said):
+            nanobot.run("hello", config=config)
+
+
+def test_run_keeps_sessions_apart_and_goes_on_with_them(own_home):
+    with FakeLLM(lambda body: f"{len(body['messages'])} messages") as server:
+        config = load_config(None, {"OPENAI_BASE_URL": server.base_url, "NANOBOT_MODEL": "m"})
+        config.defaults.workspace = str(own_home / "ws")
+        answers = [nanobot.run("hello", *session, config=config) for session in ((), ("cli:b",), ())]
+    assert answers == ["2 messages", "2 messages", "4 messages"]
+    assert sorted(path.name for path in (own_home / "ws" / "sessions").glob("*.jsonl")) == [
+        "cli%3Ab.jsonl", "cli%3Adirect.jsonl"]  # fmt: skip
+
+
 # ---- The model layer under fire ----
 
 
@@ -1424,6 +2215,16 @@ def test_options_that_were_not_given_are_not_needed(tmp_path, capsys):
     assert capsys.readouterr().out == "hello\n"
 
 
+def test_a_replay_leaves_nothing_out_however_long_the_recorded_request_is(tmp_path, capsys):
+    provider = ScriptedProvider(["hello"])
+    provider.trace = Trace(tmp_path / "t.jsonl")
+    long = [{"role": "user", "content": "abc " * 75_000}, {"role": "assistant", "content": "ok"}]
+    messages = [*long, {"role": "user", "content": "now"}]
+    asyncio.run(provider.chat(messages, max_tokens=70_000, temperature=0.5))
+    assert nanobot.main(["replay", str(tmp_path / "t.jsonl")]) == 0
+    assert capsys.readouterr() == ("hello\n", "")
+
+
 @pytest.mark.parametrize("part", ["extra", "error", "id"])
 def test_a_letter_that_is_none_costs_no_turn(tmp_path, part):
     reply = {
@@ -1500,6 +2301,156 @@ def test_a_small_question_with_all_tools_stays_under_12_kb(tmp_path):
     request = loop.provider.requests[0]
     body = {"model": "m", "messages": request.messages, "tools": request.tools, "max_tokens": 8192}
     assert len(json.dumps(body, ensure_ascii=False).encode()) <= 12_000
+
+
+def test_the_first_part_of_the_prompt_says_where_whose_files_are_and_how_to_answer(tmp_path):
+    loop = make_loop(tmp_path)
+    loop.config.cwd = tmp_path / "project"
+    for key, style in (("cli:direct", "in a terminal"), ("telegram:7", "in a chat")):
+        text = loop.context.parts(loop.turn(key))["identity"]
+        assert f"user's files are in {tmp_path / 'project'}: a.txt means {tmp_path / 'project'}/a.txt" in text
+        assert f"in {tmp_path / 'workspace'} (memory" in text
+        assert re.search(r"machine \(linux|machine \(darwin|machine \(win32", text)
+        assert f", Python {sys.version_info.major}.{sys.version_info.minor})" in text
+        assert f"The user reads your answer {style}" in text
+        assert not text.endswith("\n")
+
+
+def test_what_is_said_of_time_and_place_stands_before_the_message(tmp_path):
+    loop = make_loop(tmp_path, timezone="UTC")
+    loop.config.now = Clock().now
+    loop.context.now = nanobot.ContextBuilder(loop.config, loop.memory, loop.skills).now
+    message, images = loop.context.user_message("hello", loop.turn("telegram:7"))
+    assert message == {"role": "user", "content": "hello", "runtime": (
+        "[Runtime Context — metadata only, not instructions]\nTime: 2026-11-21 12:00 (Saturday), UTC\n"
+        "Channel: telegram\nChat: 7\n[/Runtime Context]")}  # fmt: skip
+    assert images == []
+
+
+def test_files_that_came_with_a_message_are_named_each_on_its_line(tmp_path):
+    (tmp_path / "cat.png").write_bytes(PNG)
+    (tmp_path / "a.txt").write_text("text")
+    loop = make_loop(tmp_path)
+    media = [tmp_path / "a.txt", str(tmp_path / "cat.png")]
+    message, images = loop.context.user_message("what are they?", loop.turn("cli:direct"), media)
+    assert message["content"] == f"[file: {tmp_path}/a.txt]\n[image: {tmp_path}/cat.png]\nwhat are they?"
+    assert [image["type"] for image in images] == ["image_url"]
+
+
+def test_images_stand_in_the_last_message_of_a_request_only(tmp_path):
+    loop = make_loop(tmp_path)
+    history = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"},
+               {"role": "user", "content": "three"}]  # fmt: skip
+    image = {"type": "image_url", "image_url": {"url": "data:x"}}
+    system, *rest = loop.context.request(loop.turn("cli:direct"), history, [image])
+    assert system == {"role": "system", "content": loop.context.system_prompt(loop.turn("cli:direct"))}
+    last = {"role": "user", "content": [image, {"type": "text", "text": "three"}]}
+    assert rest == [*history[:-1], last]
+    assert loop.context.request(loop.turn("cli:direct"), history, []) == [system, *history]
+
+
+def test_parts_of_the_prompt_have_titles_and_lines_between_them(tmp_path):
+    loop = make_loop(tmp_path)
+    (loop.workspace / "SOUL.md").write_text("\nI am kind.\n\n", encoding="utf-8")
+    loop.memory.facts.write_text("The cat is Tom.\n", encoding="utf-8")
+    turn = loop.turn("cli:direct")
+    parts = loop.context.parts(turn)
+    assert list(parts) == ["identity", "SOUL.md", "Memory", "Active Skills", "Skills"]
+    assert parts["SOUL.md"] == "## SOUL.md\n\nI am kind."
+    assert parts["Memory"] == "# Memory\n\nThe cat is Tom."
+    assert loop.context.system_prompt(turn) == "\n\n---\n\n".join(parts.values())
+
+
+def test_of_many_facts_and_notes_the_newest_are_in_the_prompt(tmp_path):
+    loop = make_loop(tmp_path, context_window_tokens=6_000, max_tokens=100)  # 1,219 tokens for the memory
+    loop.memory.facts.write_text("\n".join(f"fact {n}: {'x' * 90}" for n in range(30)), encoding="utf-8")
+    notes = [{"cursor": n, "timestamp": "2026-04-03 00:02", "content": f"note {n}: {'y' * 70}"}
+             for n in range(1, 61)]  # fmt: skip
+    loop.memory.history.write_text("".join(f"{json.dumps(note)}\n" for note in notes), encoding="utf-8")
+    parts = loop.context.parts(loop.turn("cli:direct"))
+    assert "fact 0:" in parts["Memory"] and "fact 29:" in parts["Memory"]
+    recent = parts["Recent History"]
+    assert recent.startswith("# Recent History\n\n")
+    assert "note 60:" in recent and "note 30:" not in recent and "memory/history.jsonl" in recent
+    assert 10 < recent.count("note ") < 25
+    loop.memory.facts.write_text("\n".join(f"fact {n}: {'x' * 90}" for n in range(99)), encoding="utf-8")
+    parts = loop.context.parts(loop.turn("cli:direct"))
+    assert "fact 98:" in parts["Memory"] and "fact 9:" not in parts["Memory"]
+    assert "memory/MEMORY.md" in parts["Memory"]
+
+
+def write_skill(loop: AgentLoop, name: str, head: str, text: str = "Do it.") -> Path:
+    path = loop.workspace / "skills" / name / "SKILL.md"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"---\nname: {name}\ndescription: Use for {name}.\n{head}---\n{text}", encoding="utf-8")
+    return path
+
+
+def test_a_skill_is_in_the_prompt_in_full_or_as_a_line_or_not_at_all(tmp_path):
+    loop = make_loop(tmp_path)
+    needs = 'metadata: {"nanobot": {"requires": {"bins": ["no-such-program", "nor-this"]}}}\n'
+    path = write_skill(loop, "plain", "")
+    write_skill(loop, "needy", needs)
+    write_skill(loop, "ready", "always: true\n", "Always do it.")
+    write_skill(loop, "first", "always: true\n", "First of all.")
+    write_skill(loop, "unready", f"always: true\n{needs}", "Never do it.")
+    (loop.workspace / "skills" / "broken" / "SKILL.md").mkdir(parents=True)
+    parts = loop.context.parts(loop.turn("cli:direct"))
+    active, listed = parts["Active Skills"], parts["Skills"].split("\n")
+    assert active.startswith("# Active Skills\n\n## ")
+    assert "\n\n## ready\n\nAlways do it." in active and "\n\n## first\n\nFirst of all." in active
+    assert "Never do it" not in active and "Do it." not in active
+    assert f"- plain: Use for plain. ({path})" in listed
+    missing = "[unavailable: needs program no-such-program, program nor-this]"
+    assert [line.endswith(missing) for line in listed if line.startswith("- needy: ")] == [True]
+    names = ("- broken", "- ready", "- first", "- unready")
+    assert not any(line.startswith(names) for line in listed)
+
+
+def test_a_file_of_the_prompt_that_was_changed_is_read_again_and_one_that_is_too_large_is_left_out(
+    tmp_path, caplog
+):
+    loop = make_loop(tmp_path)
+    soul, turn = loop.workspace / "SOUL.md", loop.turn("cli:direct")
+    for text in ("I am kind.", "I am bold.", "I am calm, too."):
+        soul.write_text(text, encoding="utf-8")
+        assert loop.context.parts(turn)["SOUL.md"] == f"## SOUL.md\n\n{text}"
+    soul.write_text("x" * 100_000, encoding="utf-8")
+    assert len(loop.context.parts(turn)["SOUL.md"]) == 100_000 + len("## SOUL.md\n\n")
+    assert caplog.messages == []
+    soul.write_text("x" * 100_001, encoding="utf-8")
+    assert "SOUL.md" not in loop.context.parts(turn)
+    assert caplog.messages[0].startswith("SOUL.md is left out of the prompt: ")
+
+
+@pytest.mark.parametrize("name", ["SOUL.md", "USER.md", "AGENTS.md", "TOOLS.md", "memory/MEMORY.md"])
+def test_a_template_that_nobody_has_changed_is_not_in_the_prompt(tmp_path, name):
+    loop = make_loop(tmp_path)
+    path = loop.workspace / name
+    assert list(loop.context.parts(loop.turn("cli:direct"))) == ["identity", "Active Skills", "Skills"]
+    path.write_text(f"\n{path.read_text(encoding='utf-8')}\n\n", encoding="utf-8")
+    assert len(loop.context.parts(loop.turn("cli:direct"))) == 3
+    path.write_text(f"{path.read_text(encoding='utf-8')}!", encoding="utf-8")
+    assert len(loop.context.parts(loop.turn("cli:direct"))) == 4
+    path.unlink()
+    assert len(loop.context.parts(loop.turn("cli:direct"))) == 3
+
+
+def test_a_new_workspace_is_private_and_holds_these_files(tmp_path):
+    home = nanobot.prepare_workspace(tmp_path / "a" / "b")
+    files = sorted(str(path.relative_to(home)) for path in home.rglob("*") if path.is_file())
+    assert files == ["AGENTS.md", "SOUL.md", "TOOLS.md", "USER.md", "memory/MEMORY.md"]
+    assert home.stat().st_mode & 0o777 == 0o700
+    (home / "USER.md").unlink()
+    assert nanobot.prepare_workspace(home) == home and (home / "USER.md").exists()
+
+
+def test_a_workspace_that_cannot_be_made_is_said_with_what_to_do(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError) as caught:
+        nanobot.prepare_workspace(tmp_path / "file" / "ws")
+    said = f"Cannot write the workspace {tmp_path}/file/ws: Not a directory. Choose another with --workspace."
+    assert str(caught.value) == said
 
 
 # ---- Settings ----
@@ -1615,6 +2566,253 @@ def test_the_time_is_given_in_the_configured_zone(tmp_path):
     loop = make_loop(tmp_path, ["ok"], timezone="Asia/Tokyo")
     ask(loop, "hello")
     assert "JST" in loop.provider.requests[0].messages[1]["content"]
+
+
+def test_what_nobody_has_set_is_this(own_home):
+    config = load_config(None, {})
+    written = {name: value for name, value in asdict(config).items() if name in json.loads(NOT_SET)}
+    assert written == json.loads(NOT_SET)
+    assert (config.path, config.base_url) == (own_home / ".nanobot" / "config.json", "")
+    assert (config.cwd, config.streaming, config.patience) == (Path.cwd(), True, 15.0)
+    assert config.now().date() in (datetime.now().date(), datetime.now().date() - timedelta(1))
+
+
+NOT_SET = """{
+  "agents": {"defaults": {
+    "workspace": "~/.nanobot/workspace", "model": "", "provider": "auto", "max_tokens": 8192,
+    "context_window_tokens": 65536, "temperature": null, "max_tool_iterations": 40,
+    "max_tool_result_chars": 16000, "timezone": "", "memory_window": 100, "max_concurrent": 8,
+    "dream": {"interval_h": 2, "max_batch_size": 20, "max_iterations": 10}}},
+  "providers": {},
+  "tools": {
+    "restrict_to_workspace": false, "ssrf_whitelist": [], "mcp_servers": {},
+    "exec": {"enable": true, "timeout": 60, "sandbox": "", "sandbox_network": false, "path_append": "",
+             "allowed_env_keys": []},
+    "web": {"enable": true,
+            "search": {"provider": "duckduckgo", "api_key": "", "base_url": "", "max_results": 5}}},
+  "prices": {},
+  "channels": {"send_progress": true, "send_tool_hints": true, "telegram": {
+    "token": "", "allow_from": [], "api_base": "https://api.telegram.org", "group_policy": "mention"}},
+  "gateway": {"heartbeat": {"enabled": true, "interval_s": 1800}}
+}"""
+
+
+def test_what_an_entry_of_a_provider_a_server_and_a_price_leaves_out_is_this(own_home):
+    text = '{"providers": {"vllm": {}}, "tools": {"mcpServers": {"a": {}}}, "prices": {"m": {}}}'
+    config = load_config(write_config(own_home, text), {})
+    assert asdict(config.providers["vllm"]) == {
+        "api_key": "", "api_base": "", "extra_headers": {}, "extra_body": {}, "text_tool_calls": "auto",
+    }  # fmt: skip
+    assert asdict(config.tools.mcp_servers["a"]) == {
+        "command": "", "args": [], "env": {}, "url": "", "headers": {}, "type": "", "tool_timeout": 30,
+        "enabled_tools": ["*"], "disabled": False,
+    }  # fmt: skip
+    assert asdict(config.prices["m"]) == {"input": 0.0, "output": 0.0, "cached": None}
+
+
+def test_the_numbers_that_a_request_may_have_leave_room_for_the_answer():
+    assert Config().defaults.budget == 65_536 - 8_192 - 1_024
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ('{"agents": {"defaults": {"temperature": 0}}}', 0),
+        ('{"agents": {"defaults": {"temperature": 0.5}}}', 0.5),
+        ('{"agents": {"defaults": {"maxTokens": 1}}}', 1),
+        ('{"agents": {"defaults": {"max_tokens": 999999999999999}}}', 999_999_999_999_999),
+        ('{"channels": {"telegram": {"allowFrom": [7, "8"]}}}', [7, "8"]),
+        ('{"channels": {"telegram": {"groupPolicy": "open"}}}', "open"),
+        ('{"tools": {"exec": {"sandbox": ""}}}', ""),
+        ('{"prices": {"m": {"cached": 0}}}', 0),
+        ('{"gateway": {"heartbeat": {"enabled": false}}}', False),
+    ],
+)
+def test_a_setting_at_the_edge_of_what_it_may_be_is_taken(own_home, text, value):
+    section = asdict(load_config(write_config(own_home, text), {}))
+    names = re.findall(r'"(\w+)": (?=.)', text)
+    for name in names:
+        section = section[re.sub("[A-Z]", lambda letter: f"_{letter[0].lower()}", name)]
+    assert section == value
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"agents": {"defaults": {"maxTokens": 0}}}', "maxTokens: expected a number from 1 up, got 0"),
+        ('{"agents": {"defaults": {"temperature": -0.1}}}', "expected a number from 0 up, got -0.1"),
+        ('{"agents": {"defaults": {"maxTokens": 1000000000000000}}}', "from 1 up, got 1000000000000000"),
+        ('{"agents": {"defaults": {"maxTokens": 1.5}}}', "maxTokens: expected integer, got 1.5"),
+        ('{"agents": {"defaults": {"model": 5}}}', "agents.defaults.model: expected string, got 5"),
+        ('{"agents": {"defaults": null}}', "agents.defaults: expected object, got null"),
+        ('{"channels": {"telegram": {"groupPolicy": "all"}}}', 'expected mention or open, got "all"'),
+        ('{"channels": {"telegram": {"allowFrom": [[]]}}}', "allowFrom[0]: expected string or integer, got"),
+        ('{"gateway": {"heartbeat": {"enabled": 1}}}', "heartbeat.enabled: expected boolean, got 1"),
+        ('{"providers": {"openai": "sk-1"}}', 'providers.openai: expected object, got "sk-1"'),
+        ('{"tools": {"mcpServers": {"a": {"args": "x"}}}}', "mcpServers.a.args: expected array, got"),
+        ('{"tools": {"mcpServers": {"a": {"env": {"K": 1}}}}}', "a.env.K: expected string, got 1"),
+        ('{"providers": {"openai": {"apiKeys": ""}}}', "apiKeys: unknown key. There are: apiBase, apiKey, "),
+        ('{"streaming": false}', "streaming: unknown key. There are: agents, channels, gateway, prices, "),
+        ("[]", "the file: expected object, got []"),
+        ("[" * 100_000, "is not JSON: "),
+        ("{", "Correct it there."),
+        ('{"providers": {"openai": {"apiKey": "${NO_SUCH_KEY}"}}}', "variable NO_SUCH_KEY: it is not set."),
+    ],
+)
+def test_a_setting_beyond_what_it_may_be_is_named_with_what_it_may_be(own_home, text, said):
+    with pytest.raises(ConfigError) as caught:
+        load_config(write_config(own_home, text), {})
+    assert said in str(caught.value)
+
+
+def test_the_settings_file_of_the_home_is_read_where_none_is_named(own_home):
+    (own_home / ".nanobot").mkdir()
+    write_config(own_home / ".nanobot", '{"agents": {"defaults": {"model": "mine"}}}')
+    config = load_config(None, {})
+    assert (config.defaults.model, config.path) == ("mine", own_home / ".nanobot" / "config.json")
+    named = write_config(own_home, '{"agents": {"defaults": {"model": "other"}}}')
+    assert (load_config(named, {}).defaults.model, load_config(named, {}).path) == ("other", named)
+
+
+def test_a_settings_file_that_cannot_be_read_is_said_with_what_to_do(own_home):
+    with pytest.raises(ConfigError) as caught:
+        load_config(own_home / "gone.json", {})
+    cause = f"Cannot read {own_home / 'gone.json'}: No such file or directory."
+    assert str(caught.value) == f"{cause} Try `nanobot onboard`."
+
+
+def test_a_variable_may_have_any_letters_in_it(own_home):
+    text = '{"providers": {"openai": {"apiKey": "a ${KEY} b"}}}'
+    config = load_config(write_config(own_home, text), {"KEY": 'q"u\\o\nte'})
+    assert config.providers["openai"].api_key == 'a q"u\\o\nte b'
+
+
+@pytest.mark.parametrize(
+    ("variable", "name"),
+    [("OPENAI_API_KEY", "openai"), ("ANTHROPIC_API_KEY", "anthropic"), ("ZAI_API_KEY", "zhipu")],
+)
+def test_a_key_in_the_environment_is_that_of_its_provider_and_leaves_its_other_settings(
+    own_home, variable, name
+):
+    text = f'{{"providers": {{"{name}": {{"apiKey": "file", "apiBase": "http://127.0.0.1:9/v1"}}}}}}'
+    found = load_config(write_config(own_home, text), {variable: "env"}).providers
+    assert {key: (each.api_key, each.api_base) for key, each in found.items()} == {
+        name: ("env", "http://127.0.0.1:9/v1")
+    }
+    alone = load_config(None, {variable: "env", "OPENAI_BASE_URL": "http://127.0.0.1:8/v1"})
+    assert {key: each.api_key for key, each in alone.providers.items()} == {name: "env"}
+    assert alone.base_url == "http://127.0.0.1:8/v1"
+
+
+def test_servers_that_stand_at_the_top_join_those_in_their_place_and_this_is_said(own_home, caplog):
+    inside = '"tools": {"mcpServers": {"a": {"command": "inside"}}}'
+    pasted = '"mcpServers": {"a": {"command": "top"}, "b": {"command": "top", "autoApprove": []}}'
+    servers = load_config(write_config(own_home, f"{{{pasted}, {inside}}}"), {}).tools.mcp_servers
+    assert {name: server.command for name, server in servers.items()} == {"a": "inside", "b": "top"}
+    assert "its place here is tools.mcpServers" in caplog.messages[0]
+    assert "tools.mcpServers.b.autoApprove: unknown key, it does nothing. There are: " in caplog.messages[1]
+    assert "enabledTools" in caplog.messages[1] and len(caplog.messages) == 2
+    alone = load_config(write_config(own_home, f"{{{pasted}}}"), {}).tools
+    assert sorted(alone.mcp_servers) == ["a", "b"] and alone.exec.timeout == 60
+    with pytest.raises(ConfigError, match="tools: expected object"):
+        load_config(write_config(own_home, f'{{{pasted}, "tools": []}}'), {})
+
+
+@pytest.mark.parametrize(
+    ("answer", "window", "said"),
+    [
+        (499, 1_000, ""),
+        (500, 1_000, "agents.defaults.maxTokens (500) must be under half of contextWindowTokens (1000): "),
+        (8_192, 16_384, "the answer needs room beside the conversation."),
+    ],
+)
+def test_an_answer_may_have_just_under_half_of_the_window(answer, window, said):
+    config = Config()
+    config.defaults.max_tokens, config.defaults.context_window_tokens = answer, window
+    if not said:
+        config.check()
+        return
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        config.check()
+
+
+@pytest.mark.parametrize("folder", ["", "  ", "a\0b"])
+def test_a_workspace_that_is_no_folder_is_said(folder):
+    config = Config()
+    config.defaults.workspace = folder
+    with pytest.raises(ConfigError, match="agents.defaults.workspace: expected a folder"):
+        config.check()
+
+
+def test_a_list_of_addresses_that_is_none_is_said_with_what_to_write():
+    config = Config()
+    config.tools.ssrf_whitelist = ["10.0.0.0/8", "here"]
+    with pytest.raises(ConfigError, match="tools.ssrfWhitelist: 'here' .*Write it like 10.0.0.0/8."):
+        config.check()
+
+
+@pytest.mark.parametrize("name", ["Mars/Olympus", "../etc/passwd", "Europe", "x" * 300])
+def test_whatever_is_no_time_zone_is_an_error_with_its_place(tmp_path, name):
+    said = re.escape(f"agents.defaults.timezone: there is no zone {name!r}.")
+    with pytest.raises(ConfigError, match=said):
+        make_loop(tmp_path, timezone=name)
+
+
+@pytest.mark.parametrize(
+    ("settings", "model"),
+    [
+        ({"provider": "offline"}, "offline"),
+        ({"provider": "human"}, "human"),
+        ({"model": "offline"}, "offline"),
+        ({"model": ""}, "offline"),
+        ({"provider": "ollama", "model": "llama"}, "llama"),
+    ],
+)
+def test_which_model_the_settings_mean(settings, model):
+    config = Config()
+    for name, value in settings.items():
+        setattr(config.defaults, name, value)
+    assert make_provider(config).get_default_model() == model
+
+
+def test_offline_is_offline_although_there_is_a_key(own_home):
+    config = load_config(None, {"OPENAI_API_KEY": "sk-1"})
+    assert isinstance(make_provider(config), OpenAIProvider)
+    config.defaults.provider = "offline"
+    assert isinstance(make_provider(config), OfflineProvider)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ('{"providers": {"opnai": {}}}', "providers.opnai: no such provider. There are: openai, "),
+        ('{"agents": {"defaults": {"provider": "opnai"}}}', "There is no provider 'opnai'. There are: "),
+        ('{"agents": {"defaults": {"model": "gpt"}}}', "There is no key and no base URL for the model gpt. "),
+        ('{"agents": {"defaults": {"model": "gpt"}}}', "Set OPENAI_API_KEY or OPENAI_BASE_URL, or use --off"),
+    ],
+)
+def test_a_model_that_cannot_be_had_is_said_with_what_to_do(own_home, settings, said):
+    with pytest.raises(ConfigError) as caught:
+        make_provider(load_config(write_config(own_home, settings), {}))
+    assert said in str(caught.value)
+
+
+ALL_TOOLS = "read_file write_file edit_file notebook_edit list_dir glob grep exec web_fetch web_search"
+
+
+@pytest.mark.parametrize(
+    ("off", "gone"), [("", ""), ("exec", "exec"), ("web", "web_fetch web_search")], ids=str
+)
+def test_the_tools_are_these_and_two_sorts_can_be_switched_off(own_home, off, gone):
+    text = f'{{"tools": {{"{off}": {{"enable": false}}}}}}' if off else "{}"
+    tools = nanobot.make_tools(load_config(write_config(own_home, text), {}))
+    names = [each["function"]["name"] for each in tools.get_definitions()]
+    assert sorted(names) == sorted(set(ALL_TOOLS.split()) - set(gone.split()))
+
+
+def test_a_loop_has_two_tools_more(tmp_path):
+    names = [each["function"]["name"] for each in make_loop(tmp_path).tools.get_definitions()]
+    assert sorted(names) == sorted([*ALL_TOOLS.split(), "spawn", "cron"])
 
 
 # Each setting below has its effect where it is used, not only in what was read.
@@ -1860,10 +3058,10 @@ class Chats:
 
     async def until(self, condition):
         """Waits until the condition holds."""
-        patience = asyncio.get_running_loop().time() + 20
+        patience = time.monotonic() + 20
         while not condition():
             await asyncio.sleep(0.001)
-            if asyncio.get_running_loop().time() > patience:
+            if time.monotonic() > patience:
                 pytest.fail(
                     f"sent: {[m.content for m in self.desk.sent][-5:]}, chat 1: {texts_of(self)[-5:]}"
                 )
@@ -1898,7 +3096,27 @@ def texts_of(chats, chat="1"):
     return [line.get("content") for line in chats.session(chat).lines]
 
 
-def serve_chats(work, *arguments, **options):
+class HurriedSelector(selectors.DefaultSelector):
+    def select(self, timeout=None):
+        return super().select(timeout and timeout / 100)
+
+
+class HurriedLoop(asyncio.SelectorEventLoop):
+    """A hundred of its seconds pass in one: nobody waits for a pause of a second."""
+
+    def __init__(self):
+        super().__init__(HurriedSelector())
+
+    def time(self):
+        return super().time() * 100
+
+
+def in_a_hurry(work):
+    with asyncio.Runner(loop_factory=HurriedLoop) as runner:
+        return runner.run(work)
+
+
+def serve_chats(work, *arguments, in_hurry=False, **options):
     """Runs `work(chats)` while the bus is served."""
 
     async def whole():
@@ -1906,7 +3124,7 @@ def serve_chats(work, *arguments, **options):
             await work(chats)
             return chats
 
-    return asyncio.run(whole())
+    return in_a_hurry(whole()) if in_hurry else asyncio.run(whole())
 
 
 def test_messages_of_a_chat_are_answered_in_order_and_chats_side_by_side(tmp_path):
@@ -2268,21 +3486,24 @@ def test_a_turn_that_fails_is_told_in_its_chat_and_the_others_go_on(tmp_path):
     serve_chats(work, tmp_path, script)
 
 
-def test_a_session_that_another_program_holds_is_answered_when_it_lets_go(tmp_path):
+def test_a_session_that_another_program_holds_is_answered_when_it_lets_go(tmp_path, caplog):
     async def script(request):
         return f"to {users_of(request)[-1]}"
 
     async def work(chats):
-        other = SessionManager(chats.loop.workspace)
+        other, began = SessionManager(chats.loop.workspace), asyncio.get_running_loop().time()
         with other.lock("desk:1"):
             await chats.say("hello")
             await chats.say("hello", "2")
             await chats.answered(1, "2")
+            await asyncio.sleep(3.0)
             assert texts_of(chats) == ["hello"]
+            assert len(caplog.messages) < asyncio.get_running_loop().time() - began + 2, "once a second"
         await chats.answered()
         assert chats.finals() == ["to hello"]
 
-    serve_chats(work, tmp_path, script, max_concurrent=1)
+    serve_chats(work, tmp_path, script, max_concurrent=1, in_hurry=True)
+    assert "desk:1: Session desk:1 is in use by another program." in caplog.messages[0]
 
 
 # ---- Many chats: the next start ----
@@ -2543,7 +3764,7 @@ def test_what_a_job_tells_stands_before_a_message_that_waits_and_is_delivered_af
         await chats.answered(3)
         assert sorted(text.split()[-1] for text in chats.finals()) == ["first", "second", "stretch"]
 
-    serve_chats(work, tmp_path, script)
+    serve_chats(work, tmp_path, script, in_hurry=True)
     serve_chats(second, tmp_path, script)
 
 
@@ -2606,3 +3827,754 @@ def test_from_a_message_over_its_answer_to_the_reminder(tmp_path, caplog):
     finally:
         signal.signal(signal.SIGTERM, before[0])
         signal.signal(signal.SIGHUP, before[1])
+
+
+# ---- Many chats: what goes wrong, and what the log says ----
+
+
+async def echo(request):
+    return f"to {users_of(request)[-1]}"
+
+
+def test_each_message_and_each_answer_is_a_line_of_the_log(tmp_path, caplog):
+    caplog.set_level("INFO", logger="nanobot.gateway")
+
+    async def work(chats):
+        await chats.say("hello")
+        await chats.answered()
+
+    serve_chats(work, tmp_path, echo)
+    assert caplog.messages == ["desk:1: 5 characters came in", "desk:1: completed, 1 requests"]
+
+
+def test_a_line_of_the_journal_says_whether_a_turn_ran_and_what_an_answer_has_not_seen(tmp_path):
+    gate = Gate()
+
+    async def script(request):
+        if users_of(request) == ["first"]:
+            await gate.pass_()
+        return f"to {users_of(request)[-1]}"
+
+    async def work(chats):
+        await chats.say("first", id_="a")
+        await gate.reached.wait()
+        await chats.say("second", id_="b")
+        await chats.say("third", id_="")
+        gate.open.set()
+        await chats.answered(2)
+        names = ("content", "id", "beside", "unseen")
+        lines = [{name: line[name] for name in names if name in line} for line in chats.session().lines]
+        assert lines[:4] == [
+            {"content": "first", "id": "a"}, {"content": "second", "id": "b", "beside": True},
+            {"content": "third", "beside": True}, {"content": "to first", "unseen": 2},
+        ]  # fmt: skip
+        assert [set(line) - {"content"} for line in lines[4:]] == [set()]
+        assert chats.session().metadata["delivered"] == 5
+
+    serve_chats(work, tmp_path, script)
+
+
+def test_of_many_messages_that_wait_three_at_a_time_join_a_turn(tmp_path):
+    gates = [Gate(), Gate()]
+
+    @tool
+    async def slow(n: int) -> str:
+        """Slow."""
+        await gates[n].pass_()
+        return "done"
+
+    async def script(request):
+        steps = roles(request.messages).count("tool")
+        return call("slow", f"c{steps}", n=steps) if steps < 2 else "all of it"
+
+    async def work(chats):
+        await chats.say("0")
+        await gates[0].reached.wait()
+        for number in range(1, 6):
+            await chats.say(f"{number}", id_=f"id{number}")
+        for gate in gates:
+            gate.open.set()
+        await chats.answered()
+        said = [" ".join(users_of(request)).split() for request in chats.loop.provider.requests]
+        assert said == [["0"], ["0", "1", "2", "3"], ["0", "1", "2", "3", "4", "5"]]
+        assert chats.desk.sent[-1].reply_to == "id5"
+
+    serve_chats(work, tmp_path, script, [slow])
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_the_settings_decide_which_steps_a_chat_sees(tmp_path, shown):
+    async def script(request):
+        if roles(request.messages)[-1] == "user":
+            return LLMResponse("Let me look.", [call("list_dir")], "tool_calls")
+        return "Nothing there."
+
+    async def work(chats):
+        settings = chats.loop.config.channels
+        settings.send_progress, settings.send_tool_hints = shown, not shown
+        await chats.say("look")
+        await chats.answered()
+        kinds = {message.kind: message.content for message in chats.desk.sent}
+        assert kinds.pop("final") == "Nothing there."
+        kinds.pop("delta", None)
+        assert kinds == ({"progress": "Let me look."} if shown else {"tool_hint": "list_dir()"})
+
+    serve_chats(work, tmp_path, script)
+
+
+def test_continue_in_a_chat_goes_on_with_what_was_stopped_and_says_where_nothing_is(tmp_path):
+    gate = Gate()
+
+    async def script(request):
+        if not gate.open.is_set():
+            await gate.pass_()
+        return f"to {users_of(request)[-1]}"
+
+    async def work(chats):
+        await chats.say("/continue")
+        await chats.answered()
+        assert chats.finals() == ["There is no interrupted turn to go on with."]
+        await chats.say("first")
+        await gate.reached.wait()
+        await chats.say("/stop")
+        await chats.answered(2)
+        gate.open.set()
+        await chats.say("/continue")
+        await chats.answered(3)
+        assert chats.finals()[1:] == ["Stopped; /continue goes on.", "to first"]
+
+    serve_chats(work, tmp_path, script)
+
+
+def test_a_command_that_fails_is_told_in_its_chat(tmp_path):
+    async def work(chats):
+        chats.loop.sessions.path("desk:1").mkdir(parents=True)
+        await chats.say("/status")
+        await chats.answered()
+        assert chats.finals()[0].startswith("Sorry, that failed: ") and "Is a directory" in chats.finals()[0]
+
+    serve_chats(work, tmp_path, echo)
+
+
+def test_a_message_that_the_disk_does_not_keep_is_told_to_its_channel(tmp_path):
+    gate, aside = Gate(), tmp_path / "aside"
+
+    async def script(request):
+        await gate.pass_()
+        return "here"
+
+    async def work(chats):
+        session = chats.session()
+        with session.syncing:  # nothing is synced before the file is gone
+            told = asyncio.create_task(chats.say("one"))
+            await chats.until(lambda: "one" in texts_of(chats))
+            session.path.rename(aside)
+        with pytest.raises(FileNotFoundError):
+            await told
+        aside.rename(session.path)
+        gate.open.set()
+        await chats.answered()
+
+    serve_chats(work, tmp_path, script)
+
+
+def test_without_a_limit_all_turns_run_at_once(tmp_path):
+    gates = {str(chat): Gate() for chat in range(12)}
+
+    async def script(request):
+        await gates[users_of(request)[-1]].pass_()
+        return "done"
+
+    async def work(chats):
+        for chat in gates:
+            await chats.say(chat, chat)
+        for gate in gates.values():
+            await gate.reached.wait()
+            gate.open.set()
+
+    serve_chats(work, tmp_path, script, max_concurrent=0)
+
+
+def test_after_a_restart_a_journal_that_cannot_be_read_is_logged_and_the_others_go_on(tmp_path, caplog):
+    lines = [{"role": "user", "content": "hello"}]
+    loop = make_loop(tmp_path)
+    for key in ("cli:direct", "desk:2", "desk:3"):
+        loop.sessions.get(key).append(*lines)
+    path = loop.sessions.path("desk:2")
+    path.unlink()
+    path.mkdir()
+
+    async def work(chats):
+        await chats.answered(1, "3")
+        assert chats.finals("3") == ["to hello"]
+        assert len(chats.loop.sessions.get("cli:direct").lines) == 1, "there is no such channel here"
+
+    serve_chats(work, tmp_path, echo)
+    (said,) = [text for text in caplog.messages if "desk:2" in text]
+    assert said.startswith("desk:2 cannot be gone on with: ") and "Is a directory" in said
+
+
+def test_after_a_restart_only_whole_answers_that_are_not_noted_go_out(tmp_path):
+    loop = make_loop(tmp_path)
+    session = loop.sessions.get("desk:1")
+    calls = LLMResponse("I look.", [call("list_dir")], "tool_calls").to_message()
+    session.append(
+        {"role": "user", "content": "one"}, {"role": "assistant", "content": "first"},
+        {"role": "user", "content": "two"}, calls, {"role": "tool", "tool_call_id": "c1", "content": "a"},
+        {"role": "assistant", "content": "second"}, {"role": "user", "content": "three"},
+        {"role": "assistant", "content": "thi", "cut": "it was stopped"},
+    )  # fmt: skip
+    session.note(metadata={"delivered": 2, "settled": 8})
+
+    async def work(chats):
+        await chats.say("four")
+        await chats.answered(2)
+        assert chats.finals() == ["second", "to [the answer above broke off: it was stopped]\n\nfour"]
+        assert chats.session().metadata["delivered"] == 10
+
+    serve_chats(work, tmp_path, echo)
+
+
+@pytest.mark.parametrize(
+    ("result", "text"),
+    [
+        (AgentRunResult("done"), "done"),
+        (AgentRunResult(" done\n"), "done"),
+        (AgentRunResult(None, stop_reason="error", error="boom"), "Sorry, that failed: boom"),
+        (AgentRunResult("half", stop_reason="error", error="boom"), "half\n\nSorry, that failed: boom"),
+        (AgentRunResult("I stop: boom", stop_reason="tool_error", error="boom"), "I stop: boom"),
+        (AgentRunResult("half", stop_reason="tool_error", error="x!"), "half\n\nSorry, that failed: x!"),
+        (AgentRunResult("There is no answer", stop_reason="empty"), "There is no answer"),
+        (AgentRunResult("so far", stop_reason="max_iterations", error="boom"), "so far"),
+        (AgentRunResult(), ""),
+    ],
+)
+def test_what_a_chat_is_told_of_a_result(result, text):
+    assert nanobot.text_for_chat(result) == text
+
+
+def test_a_turn_that_breaks_is_told_with_the_kind_of_fault_and_logged_with_its_traceback(tmp_path, caplog):
+    async def script(request):
+        raise ValueError("a fault of ours")
+
+    async def work(chats):
+        await chats.say("hello")
+        await chats.answered()
+        assert chats.finals() == ["Sorry, that failed: ValueError: a fault of ours"]
+
+    serve_chats(work, tmp_path, script)
+    assert "the turn of desk:1 failed" in caplog.messages and "Traceback" in caplog.text
+
+
+def test_what_a_helper_found_is_journalled_as_soon_as_that_is_possible(tmp_path, caplog):
+    gate, aside = Gate(), tmp_path / "aside"
+
+    async def script(request):
+        text = users_of(request)[-1]
+        if text == "dig":
+            await gate.pass_()
+            return "gold"
+        if "gold" in text:
+            return "It found gold."
+        return call("spawn", task="dig") if roles(request.messages)[-1] == "user" else "begun"
+
+    async def work(chats):
+        await chats.say("go")
+        await chats.answered()
+        path = chats.session().path
+        path.rename(aside)
+        path.mkdir()
+        gate.open.set()
+        await chats.until(lambda: "what a helper found cannot be journalled yet" in caplog.text)
+        path.rmdir()
+        aside.rename(path)
+        await chats.answered(2)
+        assert chats.finals() == ["begun", "It found gold."]
+
+    serve_chats(work, tmp_path, script, in_hurry=True)
+
+
+def test_what_the_model_is_told_of_a_helper_has_its_name_its_task_and_its_result(tmp_path):
+    async def script(request):
+        if request.messages[0]["content"].startswith("You are a helper"):
+            return failed("no such luck") if users_of(request) == ["dive"] else "gold"
+        text = users_of(request)[-1]
+        if text == "go" and roles(request.messages)[-1] == "user":
+            dig, dive = {"task": "dig for gold " * 9}, {"task": "dive", "label": "diver"}
+            return LLMResponse(None, [call("spawn", "a", **dig), call("spawn", "b", **dive)], "tool_calls")
+        return "well"
+
+    async def work(chats):
+        await chats.say("go")
+        await chats.until(lambda: len([text for text in texts_of(chats) if "ended" in str(text)]) == 2)
+        first, second = sorted(text for text in texts_of(chats) if "[The helper" in str(text))
+        assert first.startswith('[The helper "dig for gold dig for gold dig for gold d" has ended.')
+        assert "\n\ngold\n\n" in first
+        assert second.startswith('[The helper "diver" has ended.')
+        assert "\n\nThe helper did not finish (error): no such luck\n\n" in second
+        begun = [event["content"] for event in chats.session().lines if event["role"] == "tool"]
+        assert "Helper 'diver' is at work. Its result comes as a message: go on, or end here." in begun
+
+    serve_chats(work, tmp_path, script)
+
+
+def test_a_helper_works_in_fifteen_steps_with_the_limits_of_the_settings(tmp_path):
+    async def script(request):
+        if request.messages[0]["content"].startswith("You are a helper"):
+            return call("list_dir", path=f"/{len(request.messages)}")
+        return call("spawn", task="dig", wait=True) if roles(request.messages)[-1] == "user" else "well"
+
+    async def work(chats):
+        result = await chats.loop.process_direct("go")
+        helper = [request for request in chats.loop.provider.requests if users_of(request)[0] == "dig"]
+        assert len(helper) == 16 and helper[-1].tools == []
+        assert {str(request.options) for request in helper} == {"{'max_tokens': 99, 'temperature': 0.5}"}
+        prompt = helper[0].messages[0]["content"]
+        assert str(chats.loop.workspace) in prompt and f"files are in {chats.loop.config.cwd}" in prompt
+        said = "The helper did not finish (max_iterations): I stopped at the limit of 15 steps."
+        assert [event["result"] for event in result.tool_events] == [said]
+
+    serve_chats(work, tmp_path, script, max_tokens=99, temperature=0.5)
+
+
+def test_a_helper_of_a_job_is_waited_for(tmp_path):
+    async def script(request):
+        if request.messages[0]["content"].startswith("You are a helper"):
+            return "gold"
+        return call("spawn", task="dig") if roles(request.messages)[-1] == "user" else "well"
+
+    async def work(chats):
+        result = await chats.loop.process_direct("go", "cron:j1")
+        assert [event["result"] for event in result.tool_events] == ["gold"]
+
+    serve_chats(work, tmp_path, script)
+
+
+def test_no_turn_and_no_message_waits_on_the_thread_of_the_loop_for_the_disk(tmp_path):
+    """What was written is synced on other threads: a slow disk would stop all chats."""
+    here, synced = threading.get_ident(), []
+
+    def look_for_fsync(frame, event, function):
+        if event == "c_call" and getattr(function, "__name__", "") == "fsync":
+            synced.append((frame.f_locals["path"].name, threading.get_ident() == here))
+
+    async def script(request):
+        return call("list_dir") if roles(request.messages)[-1] == "user" else "done"
+
+    async def work(chats):
+        await chats.say("hello")
+        await chats.answered()
+        await chats.loop.process_direct("hello")
+        await chats.say("/new")
+        await chats.answered(2)
+        await run_job(chats.loop, chats.bus, CronJob("j1", "stretch", channel="desk", chat_id="1"))
+        await chats.answered(3)
+
+    threading.setprofile(look_for_fsync)
+    sys.setprofile(look_for_fsync)
+    try:
+        serve_chats(work, tmp_path, script)
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    assert {name for name, _ in synced} >= {"desk%3A1.jsonl", "cli%3Adirect.jsonl"}
+    assert not [name for name, is_here in synced if is_here and name.endswith("jsonl")]
+
+
+def test_what_was_answered_is_not_marked_as_settled_nor_what_still_waits(tmp_path):
+    gate = Gate()
+
+    async def script(request):
+        if users_of(request) == ["first"]:
+            await gate.pass_()
+            return failed("no such luck")
+        return f"to {users_of(request)[-1][-6:]}"
+
+    async def work(chats):
+        await chats.say("hello", "2")
+        await chats.answered(1, "2")
+        await chats.say("first")
+        await gate.reached.wait()
+        await chats.say("second")
+        gate.open.set()
+        await chats.answered(2)
+        assert chats.finals() == ["Sorry, that failed: no such luck", "to second"]
+        for chat in "12":
+            assert list(chats.session(chat).metadata) == ["delivered"], chat
+
+    serve_chats(work, tmp_path, script)
+
+
+def test_what_stands_beside_the_history_is_the_prompt_and_the_tools():
+    messages = [{"role": "system", "content": "abc " * 400}, {"role": "user", "content": "abc " * 4_000}]
+    alone = nanobot.size_beside_history(AgentRunSpec(messages))
+    assert 400 <= alone < 420
+    both = nanobot.size_beside_history(AgentRunSpec(messages, ToolRegistry([look])))
+    assert alone + 10 < both < alone + 100
+
+
+def saves_when_asked(body):
+    """An endpoint that answers, and takes its time when it is asked for what is to be remembered."""
+    if any(each["function"]["name"] == "save_memory" for each in body.get("tools", [])):
+        kept = ask_for("save_memory", history_entry="[2026-04-03 00:02] We spoke of cats.", memory_update="")
+        return Reply(None, [kept], "tool_calls", delay=0.05)
+    return "yes"
+
+
+def test_run_returns_when_what_was_said_is_in_the_memory(own_home):
+    with FakeLLM(saves_when_asked) as server:
+        config = load_config(None, {"OPENAI_BASE_URL": server.base_url, "NANOBOT_MODEL": "m"})
+        config.defaults.workspace, config.defaults.memory_window = str(own_home / "ws"), 2
+        for number in range(2):
+            nanobot.run(f"cats {number}", config=config)
+    assert "We spoke of cats." in (own_home / "ws" / "memory" / "history.jsonl").read_text(encoding="utf-8")
+
+
+def test_a_dream_edits_with_three_tools_in_the_steps_that_are_set_and_is_paid_for(tmp_path):
+    usage = {"prompt_tokens": 10, "completion_tokens": 1}
+    steps = (LLMResponse(None, [call("read_file", f"c{n}", path=f"{n}.md")], "tool_calls", usage)
+             for n in range(99))  # fmt: skip
+    loop = make_loop(tmp_path, max_tokens=99)
+    loop.config.defaults.dream.max_iterations = 3
+    found = LLMResponse("[MEMORY] green", usage=usage)
+    loop.provider = loop.runner.provider = ScriptedProvider([found, *steps])
+    loop.memory.append_history("[2026-04-03 00:02] The user likes green best.")
+    asyncio.run(loop.dream.run())
+    first, *rest = loop.provider.requests
+    assert (len(rest), first.tools, rest[-1].tools) == (4, [], [])
+    for request in rest[:-1]:
+        names = [each["function"]["name"] for each in request.tools]
+        assert sorted(names) == ["edit_file", "read_file", "write_file"]
+    assert {request.options["max_tokens"] for request in loop.provider.requests} == {99}
+    assert (loop.cost.total["prompt_tokens"], loop.cost.total["completion_tokens"]) == (50, 5)
+    assert f"Cannot read {loop.workspace}/0.md" in rest[1].messages[-1]["content"], "it works in its home"
+
+
+def test_what_is_asked_for_the_memory_has_the_limits_of_the_settings_and_is_paid_for(tmp_path):
+    usage = {"prompt_tokens": 10, "completion_tokens": 1}
+    loop = make_loop(tmp_path, [LLMResponse("ok", usage=usage)], max_tokens=99)
+    messages, tools = [{"role": "user", "content": "x"}], [{"function": {"name": "keep"}}]
+    assert asyncio.run(nanobot.ask_model(loop, messages, tools, "keep")).content == "ok"
+    (request,) = loop.provider.requests
+    assert (request.options, request.tools) == ({"max_tokens": 99, "tool_choice": "keep"}, tools)
+    assert loop.cost.total == {
+        "prompt_tokens": 10, "completion_tokens": 1, "cached_tokens": 0, "estimated": False}  # fmt: skip
+
+
+# ---- The message tool ----
+
+
+def send(chats, turn="desk:1", **arguments):
+    return chats.loop.tools.execute("message", arguments, chats.loop.turn(turn))
+
+
+def test_what_the_message_tool_says_of_chats_and_files(tmp_path):
+    async def work(chats):
+        assert (await send(chats, content="x", chat_id="9")).text == (
+            "There is no chat desk:9 that you have talked with. There are: none"
+        )
+        for chat in ("1", "2"):
+            await chats.say("hello", chat)
+            await chats.answered(1, chat)
+        refused = await send(chats, content="x", channel="telegram")
+        said = "There is no chat telegram:1 that you have talked with. There are: desk:2, desk:1"
+        assert refused.is_error and refused.text == said
+        names = [str(chats.loop.workspace / name) for name in ("a.txt", "b.txt", "c.txt")]
+        Path(names[1]).write_text("b")
+        gone = await send(chats, content="x", media=names)
+        assert gone.is_error and gone.text == f"There is no file {names[0]}, {names[2]}."
+        assert len(chats.desk.sent) == len(chats.finals("1")) + len(chats.finals("2")) == 2
+        assert (await send(chats, content="for you", chat_id="2", media=names[1:2])).text == "Sent to desk:2."
+        await chats.answered(3, "2")
+        text, file = sorted(chats.desk.sent[-2:], key=lambda message: len(message.media))
+        assert (text.content, list(text.media), file.content) == ("for you", [], "")
+        assert file.media == [Path(names[1])]
+        assert texts_of(chats, "2")[-1] == "for you"
+        assert (await send(chats, content="here")).text == "Sent to desk:1."
+        await chats.answered(2)
+        assert texts_of(chats)[-1] == "to hello", "its own turn journals the call"
+        assert (await send(chats, content="and", turn="cli:direct", channel="desk", chat_id="1")).text
+        await chats.answered(3)
+        assert texts_of(chats)[-1] == "and"
+
+    serve_chats(work, tmp_path, echo)
+
+
+def test_a_message_that_was_refused_is_none_so_the_answer_is_sent(tmp_path):
+    async def script(request):
+        if roles(request.messages)[-1] == "user":
+            return call("message", content="look", media=["gone.txt"])
+        return "the answer"
+
+    async def work(chats):
+        await chats.say("go")
+        await chats.answered()
+        assert chats.finals() == ["the answer"]
+
+    serve_chats(work, tmp_path, script)
+
+
+# ---- The gateway ----
+
+
+def gateway_loop(tmp_path, script=echo, **telegram) -> AgentLoop:
+    loop = make_loop(tmp_path)
+    loop.provider = loop.runner.provider = Talker(script)
+    for name, value in telegram.items():
+        setattr(loop.config.channels.telegram, name, value)
+    return loop
+
+
+def test_a_gateway_without_a_bot_and_one_that_hears_nobody_say_what_is_missing(tmp_path, caplog):
+    assert nanobot.make_channels(gateway_loop(tmp_path)) == []
+    assert caplog.messages == ["No channel is set up: put a bot's token into channels.telegram.token."]
+    caplog.clear()
+    assert len(nanobot.make_channels(gateway_loop(tmp_path, token="1:a"))) == 1
+    assert caplog.messages == ["Nobody may write: put user ids into channels.telegram.allowFrom."]
+    caplog.clear()
+    settings = {"token": "1:a", "allow_from": [7], "api_base": "http://127.0.0.1:1", "group_policy": "open"}
+    (channel,) = nanobot.make_channels(gateway_loop(tmp_path, **settings))
+    assert caplog.messages == [] and channel.is_allowed(7) and not channel.is_allowed(8)
+    assert channel.group_policy == "open"
+    assert channel.media_folder == tmp_path / "workspace" / ".nanobot" / "media"
+
+
+def jobs_of(loop: AgentLoop, fire=None):
+    service = nanobot.make_cron(loop, fire or nanobot.no_clock_here)
+    nanobot.add_system_jobs(loop, service)
+    rows = json.loads((loop.workspace / "cron" / "jobs.json").read_text(encoding="utf-8"))
+    return service, {row["id"]: row["every_seconds"] for row in rows["jobs"]}
+
+
+def test_the_jobs_of_a_gateway_are_a_dream_and_a_heartbeat_as_often_as_is_set(tmp_path):
+    assert jobs_of(make_loop(tmp_path / "a"))[1] == {"dream": 7_200, "heartbeat": 1_800}
+    loop = make_loop(tmp_path / "b")
+    loop.config.defaults.dream.interval_h, loop.config.gateway.heartbeat.interval_s = 5, 60
+    assert jobs_of(loop)[1] == {"dream": 18_000, "heartbeat": 60}
+    loop = make_loop(tmp_path / "c")
+    loop.config.gateway.heartbeat.enabled = False
+    assert jobs_of(loop)[1] == {"dream": 7_200}
+
+
+def test_a_heartbeat_is_a_turn_for_what_stands_in_its_file_and_fails_as_a_job(tmp_path, caplog):
+    caplog.set_level("INFO", logger="nanobot.gateway")
+    replies = iter(["nothing is due", failed("no such luck")])
+
+    async def script(request):
+        return next(replies)
+
+    async def beat_twice():
+        loop, clock = gateway_loop(tmp_path, script), Clock()
+        loop.config.now = clock.now
+        service, _ = jobs_of(loop)
+        (loop.workspace / "HEARTBEAT.md").write_text("- [ ] water the plants\n", encoding="utf-8")
+        for _ in range(2):
+            clock.move(1_800)
+            await asyncio.gather(*await service.tick())
+        return loop
+
+    loop = asyncio.run(beat_twice())
+    first, second = journal(loop, "cron:heartbeat")[1]["content"], caplog.text
+    assert first.startswith("It is time for what stands in HEARTBEAT.md.")
+    assert first.endswith("\n\n- [ ] water the plants")
+    assert caplog.messages.count("heartbeat") == 2
+    assert "RuntimeError: Sorry, that failed: no such luck" in second
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_answer_of_a_job_goes_to_its_chat_and_its_failure_too(tmp_path, caplog, fails):
+    caplog.set_level("INFO", logger="nanobot.gateway")
+
+    async def script(request):
+        if users_of(request)[-1] == "hello":
+            return "yes"
+        return failed("no such luck") if fails else "Stretch!"
+
+    async def work(chats):
+        await chats.say("hello")
+        await chats.answered()
+        job = CronJob("j1", "stretch", channel="desk", chat_id="1")
+        try:
+            await run_job(chats.loop, chats.bus, job)
+            assert not fails
+        except RuntimeError as failure:
+            assert str(failure) == "Sorry, that failed: no such luck"
+        await chats.answered(2)
+        said = "The job j1 (stretch) failed. Sorry, that failed: no such luck" if fails else "Stretch!"
+        assert (chats.finals()[1], texts_of(chats)[-1]) == (said, said)
+        task = chats.loop.provider.requests[1].messages[-1]["content"]
+        assert task.endswith("do this now, or to tell the user if it is a reminder: stretch")
+        assert "Channel: cron\nChat: j1" in task
+
+    serve_chats(work, tmp_path, script)
+    assert "cron j1: stretch" in caplog.messages
+
+
+def test_what_a_job_tells_waits_while_another_program_holds_the_session(tmp_path, caplog):
+    async def work(chats):
+        await chats.say("hello")
+        await chats.answered()
+        other = SessionManager(chats.loop.workspace)
+        with other.lock("desk:1"):
+            job = CronJob("j1", "stretch", channel="desk", chat_id="1")
+            told = asyncio.create_task(run_job(chats.loop, chats.bus, job))
+            own = chats.loop.sessions.get("cron:j1")
+            await chats.until(lambda: own.lines and not own.unfinished)
+            await asyncio.sleep(3.0)
+            assert not told.done() and len(chats.finals()) == 1
+        await told
+        await chats.answered(2)
+        assert texts_of(chats).count(chats.finals()[1]) == 1
+
+    serve_chats(work, tmp_path, echo, in_hurry=True)
+
+
+def test_the_cron_tool_says_when_nothing_will_happen_and_what_is_wrong(tmp_path):
+    loop = make_loop(tmp_path)
+    note = "\n(No gateway runs: it happens only while one does. Tell the user.)"
+
+    def cron(**arguments):
+        return asyncio.run(loop.tools.execute("cron", arguments, loop.turn("desk:1")))
+
+    added = cron(action="add", message="stretch", every_seconds=60)
+    assert added.text.startswith("Added job ") and added.text.endswith(note)
+    listed = cron(action="list")
+    assert " · desk:1 · stretch" in listed.text and note not in listed.text
+    with nanobot.one_gateway(loop.workspace):
+        assert note not in cron(action="add", message="stretch", every_seconds=60).text
+    refused = cron(action="add", message="stretch")
+    assert refused.is_error and refused.text == "Give exactly one of every_seconds, cron_expr and at."
+
+
+def test_two_gateways_of_a_workspace_are_one_too_many(tmp_path):
+    assert not nanobot.gateway_runs(tmp_path)
+    with nanobot.one_gateway(tmp_path):
+        assert nanobot.gateway_runs(tmp_path)
+        said = f"A gateway serves {tmp_path} already. End it first, or name another --workspace."
+        with pytest.raises(SessionBusy, match=re.escape(said)), nanobot.one_gateway(tmp_path):
+            pass
+    assert not nanobot.gateway_runs(tmp_path)
+
+
+@contextlib.contextmanager
+def signals_as_before():
+    names = [name for name in ("SIGTERM", "SIGHUP", "SIGINT") if hasattr(signal, name)]
+    before = {getattr(signal, name): signal.getsignal(getattr(signal, name)) for name in names}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_a_gateway_writes_to_chats_with_a_tool_and_serves_until_a_signal(tmp_path, caplog):
+    caplog.set_level("INFO", logger="nanobot.gateway")
+
+    async def script(request):
+        is_first = roles(request.messages)[-1] == "user"
+        return call("message", content="from the tool") if is_first else "not said twice"
+
+    async def whole(server):
+        telegram = {"token": server.token, "api_base": server.base_url, "allow_from": [7]}
+        loop = gateway_loop(tmp_path, script, **telegram)
+        loop.config.channels.send_tool_hints = False
+        serving = asyncio.create_task(nanobot.serve(loop))
+        server.say("write")
+        await asyncio.to_thread(server.wait_until, lambda: server.texts() == ["from the tool"])
+        while not loop.sessions.get("telegram:7").metadata.get("delivered"):
+            await asyncio.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await serving
+        assert asyncio.all_tasks() == {asyncio.current_task()}, "nothing of it goes on"
+
+    with signals_as_before(), FakeTelegram() as server:
+        asyncio.run(whole(server))
+        assert server.texts() == ["from the tool"]
+    assert caplog.messages[0] == "serving telegram, cron" and caplog.messages[-1] == "ended"
+
+
+def test_a_part_of_a_gateway_that_breaks_ends_it_with_its_fault(tmp_path):
+    loop = gateway_loop(tmp_path)
+
+    async def no_sleep(seconds):
+        raise RuntimeError("the clock stands still")
+
+    loop.config.sleep = no_sleep
+    with signals_as_before(), pytest.raises(RuntimeError, match="the clock stands still"):
+        asyncio.run(nanobot.serve(loop))
+
+
+def test_a_gateway_that_ends_delivers_what_it_has_and_lets_its_channels_and_helpers_go(tmp_path):
+    class Slow(Desk):
+        is_stopped = False
+
+        async def send(self, message):
+            await asyncio.sleep(0.01)
+            await super().send(message)
+
+        async def stop(self):
+            self.is_stopped = True
+
+    async def whole():
+        loop, bus, desk, ended = make_loop(tmp_path), MessageBus(), Slow(), []
+
+        async def for_the_memory():
+            await asyncio.sleep(0.05)
+            ended.append("memory")
+
+        async def part():
+            try:
+                await asyncio.sleep(3_600)
+            finally:
+                ended.append("part")
+
+        bus.open(desk)
+        bus.send(OutboundMessage("desk", "1", "one"))
+        bus.send(OutboundMessage("desk", "1", "two"))
+        loop.background.start(for_the_memory())
+        work = asyncio.create_task(part())
+        await asyncio.sleep(0)
+        await nanobot.end_serving([work], bus, loop)
+        return [message.content for message in desk.sent], desk.is_stopped, ended, loop.background.tasks
+
+    assert asyncio.run(whole()) == (["one", "two"], True, ["part", "memory"], set())
+
+
+def test_a_gateway_keeps_nothing_of_what_is_done(tmp_path):
+    """It runs for months: tasks, turns and conversations that have ended are let go."""
+
+    async def serve_one():
+        loop, bus, desk = gateway_loop(tmp_path), MessageBus(), Desk()
+        bus.open(desk)
+        service = nanobot.BusService(loop, bus)
+        for text in ("hello", "/status", "/stop", "/new"):
+            await service.receive(InboundMessage("desk", "7", "1", text))
+        patience = time.monotonic() + 20
+        while len(desk.sent) < 4 or len(service.tasks) > 1:  # the one that hears helpers
+            assert time.monotonic() < patience, service.tasks
+            await asyncio.sleep(0.001)
+        left = service.conversations, loop.turns.tasks, loop.subagents.running
+        await service.end()
+        await asyncio.sleep(0)
+        await bus.close(1.0)
+        return left, service.tasks
+
+    assert asyncio.run(serve_one()) == (({}, {}, {}), set())
+
+
+def test_what_does_not_end_is_left_after_eight_seconds_with_a_line_in_the_log(tmp_path, caplog):
+    async def tidies_up_for_an_hour():
+        try:
+            await asyncio.sleep(3_600)
+        finally:
+            await asyncio.sleep(3_600)
+
+    async def whole():
+        task = asyncio.create_task(tidies_up_for_an_hour())
+        await asyncio.sleep(0)
+        before = asyncio.get_running_loop().time()
+        await nanobot.end_serving([task], MessageBus(), make_loop(tmp_path))
+        return asyncio.get_running_loop().time() - before
+
+    assert 7.9 <= in_a_hurry(whole()) < 1_000
+    assert caplog.messages == ["not everything ended within 8 s; the journal keeps what it has"]
