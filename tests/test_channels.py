@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import queue
+import re
 import select
 import signal
 import subprocess
@@ -25,10 +26,10 @@ from zoneinfo import ZoneInfo
 import pytest
 
 from channels import (
-    CLI, HEAD_OF_PIPED, KEPT_PIPED, MOST_PIPED, BackgroundLoop, Channel, Connection, CronError, CronJob,
-    CronService, FileChannel, Heartbeat, InboundMessage, JobStore, MessageBus, NoSuchBot, NobodyToAsk,
-    OutboundMessage, PrintableFormatter, Telegram, TelegramError, Waiting, active_tasks, approval_question,
-    as_html, machine_zone, next_run, plain_text, printable, split_html, text_of_pipe, verdict,
+    CLI, BackgroundLoop, Channel, CronError, CronJob, CronService, FileChannel, Heartbeat, InboundMessage,
+    JobStore, MessageBus, NoSuchBot, NobodyToAsk, OutboundMessage, PrintableFormatter, Telegram,
+    TelegramError, Terminated, Waiting, active_tasks, approval_question, as_html, in_thread, machine_zone,
+    next_run, plain_text, prepare_streams, printable, read_answer, split_html, text_of_pipe, verdict,
 )  # fmt: skip
 from fake_telegram import CONFLICT, PATIENCE, FakeTelegram, Parser, Refusal, units
 
@@ -158,9 +159,9 @@ def test_a_slow_channel_slows_nobody_and_loses_no_answer():
     asyncio.run(talk())
     finals = [message.content for message in slow.arrived if message.kind == "final"]
     assert finals == [f"answer {number}" for number in range(300)]
-    assert len(slow.arrived) == 300 + Connection.most_waiting
+    assert len(slow.arrived) == 300 + 100
     assert slow.texts()[:3] == ["0 ", "a hint", "1 "]
-    assert slow.texts()[Connection.most_waiting - 1] == "a hint", "no piece of an answer joins a hint"
+    assert slow.texts()[99] == "a hint", "no piece of an answer joins a hint"
 
 
 def test_pieces_of_an_answer_that_find_no_room_join_those_of_their_chat():
@@ -173,7 +174,7 @@ def test_pieces_of_an_answer_that_find_no_room_join_those_of_their_chat():
         sent = [OutboundMessage("slow", str(n % 2), f"{n} ", "delta") for n in range(500)]
         for message in sent:
             bus.send(message)
-        assert sent[Connection.most_waiting - 1].content == f"{Connection.most_waiting - 1} ", "not ours"
+        assert sent[99].content == "99 ", "not ours"
         slow.is_open.set()
         await bus.close()
 
@@ -269,6 +270,137 @@ def test_a_channel_that_never_delivers_does_not_hold_the_end():
     assert channel.ended
 
 
+def test_what_channels_exist_is_known_and_an_event_for_another_one_is_no_news(caplog):
+    async def talk() -> None:
+        bus = MessageBus()
+        bus.open(Talk("a"))
+        bus.open(Talk("b"))
+        assert bus.channels == ["a", "b"]
+        bus.send(OutboundMessage("nowhere", "42", "Hel", "delta"))
+        await bus.close()
+
+    asyncio.run(talk())
+    assert caplog.text == ""
+
+
+def test_messages_that_say_the_same_are_equal_whoever_waits_for_them():
+    async def talk() -> None:
+        waited_for = InboundMessage("a", "7", "1", "one")
+        publishing = asyncio.create_task(MessageBus().publish(waited_for))
+        await settled(lambda: waited_for.journalled)
+        publishing.cancel()
+        assert waited_for == InboundMessage("a", "7", "1", "one", media=(), metadata={}, message_id="")
+        assert "Future" not in repr(waited_for)
+
+    asyncio.run(talk())
+    answer = OutboundMessage("a", "1", "one", on_delivered=print)
+    assert answer == OutboundMessage("a", "1", "one", kind="final", media=(), reply_to="")
+    assert "print" not in repr(answer)
+
+
+def test_the_lines_of_a_file_are_messages_and_only_answers_go_into_the_other(tmp_path):
+    async def gateway() -> None:
+        bus, page = MessageBus(), io.StringIO()
+        channel = FileChannel(io.StringIO("  hello \n"), page)
+        bus.open(channel)
+        message = await bus.next()
+        assert message == InboundMessage("file", "me", "direct", "hello")
+        assert channel.is_allowed("me")
+        bus.send(OutboundMessage("file", "direct", "looking", "progress"))
+        bus.send(OutboundMessage("file", "direct", "It says hello."))
+        await bus.close()
+        assert page.getvalue() == "It says hello.\n"
+
+    asyncio.run(gateway())
+
+
+def test_of_answers_that_nobody_could_get_the_newest_twenty_are_kept():
+    channel = Talk("phone", failures=3 * 25)
+
+    async def talk() -> None:
+        bus = MessageBus(lambda seconds: asyncio.sleep(0))
+        bus.open(channel)
+        for number in range(25):
+            bus.send(OutboundMessage("phone", "42", str(number)))
+        await settled(lambda: channel.tries == 3 * 25)
+        for text in ("through", "again"):
+            bus.send(OutboundMessage("phone", "42", text))
+        await settled(lambda: len(channel.arrived) == 22)
+        await bus.close()
+
+    asyncio.run(talk())
+    assert channel.texts() == ["through", "again", *map(str, range(5, 25))]
+
+
+def test_an_end_waits_for_what_is_on_its_way_and_for_whoever_puts_things_in_order():
+    class Unhurried(Talk):
+        async def start(self, bus: MessageBus) -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await self.pause()
+                self.ended = True
+
+        async def send(self, message: OutboundMessage) -> None:
+            await self.pause()
+            self.arrived.append(message)
+
+        async def pause(self) -> None:
+            for _ in range(50):
+                await asyncio.sleep(0)
+
+    channel = Unhurried("phone")
+
+    async def talk() -> None:
+        bus = MessageBus()
+        bus.open(channel)
+        await asyncio.sleep(0)
+        for text in ("one", "two"):
+            bus.send(OutboundMessage("phone", "42", text))
+        await bus.close()
+        assert (channel.texts(), channel.ended) == (["one", "two"], True)
+
+    asyncio.run(talk())
+
+
+def test_the_log_says_which_channel_has_which_trouble_and_how_bad_it_is(caplog):
+    class Broken(Talk):
+        async def start(self, bus: MessageBus) -> None:
+            raise LookupError("the token is wrong")
+
+        async def stop(self) -> None:
+            raise LookupError("it never began")
+
+    def full() -> None:
+        raise OSError("disk full")
+
+    async def talk() -> None:
+        bus = MessageBus(lambda seconds: asyncio.sleep(0))
+        channel = Broken("phone", failures=4)
+        bus.open(channel)
+        bus.send(OutboundMessage("phone", "42", "looking", "progress"))
+        bus.send(OutboundMessage("phone", "42", "one"))
+        bus.send(OutboundMessage("phone", "42", "two", on_delivered=full))
+        bus.send(OutboundMessage("nowhere", "42", "three"))
+        await settled(lambda: len(channel.arrived) == 2)
+        await bus.close()
+
+    asyncio.run(talk())
+    assert {record.name for record in caplog.records} == {"nanobot.channels"}
+    told = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert told == [
+        ("WARNING", "There is no channel 'nowhere': its answer is shown nowhere"),
+        ("ERROR", "phone: nobody listens there any more: the token is wrong"),
+        ("WARNING", "phone: cannot deliver (progress): no network"),
+        ("WARNING", "phone: cannot deliver (final): no network"),
+        ("WARNING", "phone: cannot deliver (final): no network"),
+        ("WARNING", "phone: cannot deliver (final): no network"),
+        ("ERROR", "phone: an answer for 42 is kept for later"),
+        ("ERROR", "phone: a delivery could not be noted: disk full"),
+        ("WARNING", "phone: did not stop as it should: LookupError('it never began')"),
+    ]
+
+
 @pytest.mark.parametrize(
     ("allow_from", "sender_id", "is_allowed"),
     [
@@ -336,6 +468,8 @@ def test_a_log_line_is_made_harmless_with_its_traceback():
         ({"command": "echo \x9b2J\u202e"}, 'exec {"command": "echo \\x9b2J\\u202e"}\nRun it? [y/n/always] '),
         ({"command": "r\u200dm\xad"}, 'exec {"command": "r\\u200dm\\xad"}\nRun it? [y/n/always] '),
         ({"command": f"a{' ' * 999};rm x"}, 'exec {"command": "a[999 blanks];rm x"}\nRun it? [y/n/always] '),
+        ({"command": "a   b    c"}, 'exec {"command": "a   b[4 blanks]c"}\nRun it? [y/n/always] '),
+        ({"command": "Grüße"}, 'exec {"command": "Grüße"}\nRun it? [y/n/always] '),
         ({}, "exec {}\nRun it? [y/n/always] "),
     ],
 )
@@ -347,6 +481,14 @@ def test_the_size_of_a_long_call_stands_where_it_is_seen():
     question = approval_question("write_file", {"content": "x" * 3_000})
     assert question.endswith("\nwrite_file, 3,026 characters. Run it? [y/n/always] ")
     assert question.count("x") == 3_000
+
+
+@pytest.mark.parametrize(
+    ("length", "prompt"), [(500, "Run it? "), (501, "write_file, 501 characters. Run it? ")]
+)
+def test_a_call_that_fills_no_screen_is_shown_without_its_size(length, prompt):
+    question = approval_question("write_file", {"a": "x" * (length - len('write_file {"a": ""}'))})
+    assert question.splitlines()[1] == f"{prompt}[y/n/always] "
 
 
 # ---- The answer and what stands beside it ----
@@ -1070,21 +1212,24 @@ def test_a_signal_that_was_ignored_at_the_start_stays_ignored(number, before, pr
 
 def test_what_is_piped_in_is_a_message_up_to_a_size(tmp_path):
     assert text_of_pipe(io.BytesIO(b" caf\xe9 \n"), tmp_path) == "caf\ufffd"
-    for text in ("你" * MOST_PIPED, "🙂" * MOST_PIPED, "x" * MOST_PIPED):
+    for text in ("你" * 100_000, "🙂" * 100_000, "x" * 100_000):
         assert text_of_pipe(io.BytesIO(text.encode()), tmp_path / "piped") == text
     assert not (tmp_path / "piped").exists()
 
 
 @pytest.mark.parametrize("letter", ["x", "🙂"])
 def test_more_than_that_goes_into_a_file_and_the_model_gets_its_beginning(tmp_path, letter):
-    folder, raw = tmp_path / "w" / "piped", (letter * (MOST_PIPED + 1)).encode() + b"\xff" * 1_000_000
+    folder, raw = tmp_path / "w" / "piped", (letter * 100_001).encode() + b"\xff" * 1_000_000
     text = text_of_pipe(io.BytesIO(raw), folder)
     [file] = folder.iterdir()
     assert file.read_bytes() == raw
-    assert text.count(letter * HEAD_OF_PIPED) == 1
-    assert len(text) < HEAD_OF_PIPED + 1_000
-    assert text.count(str(file)) == 2
-    assert f"{len(raw):,} bytes" in text
+    [first, beginning, last] = text.splitlines()
+    assert beginning == letter * 10_000
+    assert first.startswith("[standard input: ") and last.startswith("[standard input goes on: look into ")
+    assert str(file) in first and str(file) in last
+    assert f"{len(raw):,} bytes" in first
+    assert re.fullmatch(rf"\d{{8}}-\d{{6}}-{os.getpid()}\.txt", file.name)
+    assert folder.stat().st_mode & 0o777 == 0o700, "it may hold what is nobody else's business"
 
 
 def test_only_so_many_piped_files_are_kept(tmp_path):
@@ -1092,9 +1237,9 @@ def test_only_so_many_piped_files_are_kept(tmp_path):
     folder.mkdir()
     for number in range(30):
         (folder / f"20200101-0000{number:02}-1.txt").touch()
-    text = text_of_pipe(io.BytesIO(b"x" * (MOST_PIPED + 1)), folder)
+    text = text_of_pipe(io.BytesIO(b"x" * 100_001), folder)
     kept = sorted(folder.iterdir())
-    assert len(kept) == KEPT_PIPED
+    assert len(kept) == 20
     assert str(kept[-1]) in text
 
 
