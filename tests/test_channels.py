@@ -703,6 +703,92 @@ def test_with_output_into_a_pipe_the_prompt_goes_to_standard_error(tmp_path):
     assert (done.stdout, done.stderr) == ("", "> 'hello'\n")
 
 
+class Script:
+    """Stands for sys.stdin: a text is read as a line, an exception is raised; then comes the end."""
+
+    def __init__(self, *steps: str | BaseException):
+        self.steps = list(steps)
+
+    def fileno(self) -> int:
+        raise OSError("it is no file")
+
+    def readline(self) -> str:
+        step = self.steps.pop(0) if self.steps else ""
+        if isinstance(step, BaseException):
+            raise step
+        return step
+
+
+def converse(folder: Path, monkeypatch, lines: list, *failures: BaseException) -> tuple:
+    """What was asked, what `converse` returned, and standard error; `failures` are what turns raise."""
+    asked, err, failing = [], io.StringIO(), list(failures)
+
+    def ask(text: str) -> None:
+        asked.append(text)
+        if failing:
+            raise failing.pop(0)
+
+    monkeypatch.setattr(sys, "stdin", Script(*lines))
+    code = CLI(io.StringIO(), err).converse(ask, folder / "history")
+    return asked, code, err.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("lines", "asked", "err"),
+    [
+        (["hello\n", "  what?  \n"], ["hello", "what?"], "> > > \n"),
+        ([], [], "> \n"),
+        (["\n", "   \n"], [], "> > > \n"),
+        (["exit\n", "hello\n"], [], "> "),
+        (["quit\n", "hello\n"], [], "> "),
+        (["/exit\n", "hello\n"], [], "> "),
+        (["hello\n", " /quit \n"], ["hello"], "> > "),
+        (["exit now\n"], ["exit now"], "> > \n"),
+        ([KeyboardInterrupt(), "hello\n"], ["hello"], "> \n> > \n"),
+    ],
+)
+def test_a_conversation_goes_on_until_somebody_leaves(tmp_path, monkeypatch, lines, asked, err):
+    assert converse(tmp_path, monkeypatch, lines) == (asked, 0, err)
+
+
+@pytest.mark.parametrize(
+    ("failure", "told"),
+    [
+        (KeyboardInterrupt(), "\nstopped; /continue goes on with the turn\n"),
+        (LookupError("no model."), "Sorry, that failed: no model.\n"),
+        (LookupError("no model"), "Sorry, that failed: no model.\n"),
+    ],
+)
+def test_a_turn_that_is_stopped_or_fails_does_not_end_the_conversation(tmp_path, monkeypatch, failure, told):
+    outcome = converse(tmp_path, monkeypatch, ["one\n", "two\n"], failure)
+    assert outcome == (["one", "two"], 0, f"> {told}> > \n")
+
+
+def test_a_conversation_ends_with_its_program_and_with_its_terminal(tmp_path, monkeypatch):
+    with pytest.raises(Terminated):
+        converse(tmp_path, monkeypatch, [Terminated(), "hello\n"])
+    with pytest.raises(Terminated):
+        converse(tmp_path, monkeypatch, ["hello\n"], Terminated())
+    with pytest.raises(OSError, match="the terminal is gone"):
+        converse(tmp_path, monkeypatch, [OSError("the terminal is gone")])
+
+
+def test_a_turn_that_fails_leaves_its_traceback_in_a_log_that_wants_it(tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    converse(tmp_path, monkeypatch, ["hello\n"], LookupError("no model"))
+    [record] = caplog.records
+    assert (record.levelname, record.exc_info[0]) == ("INFO", LookupError)
+
+
+def test_a_question_of_several_lines_is_shown_whole_and_its_words_are_completed(monkeypatch, capsys):
+    readline = pytest.importorskip("readline", reason="no line editing on this system")
+    monkeypatch.setattr(sys, "stdin", Script("y\n"))
+    assert read_answer('exec {"command": "\x9b2J"}\nRun it? ', ["yes", "year", "no"]) == "y"
+    assert capsys.readouterr() == ("", 'exec {"command": "\\x9b2J"}\nRun it? ')
+    completed = [readline.get_completer()("ye", number) for number in range(3)]
+    assert completed == ["yes", "year", None]
+
+
 # ---- The loop behind the keyboard ----
 
 
@@ -733,11 +819,12 @@ def test_an_exception_comes_out_as_it_was_raised_and_the_loop_goes_on():
 
 def test_the_thread_of_a_loop_ends_with_its_block():
     before = set(threading.enumerate())
-    with BackgroundLoop():
+    with BackgroundLoop() as background:
         [thread] = set(threading.enumerate()) - before
         assert thread.daemon, "no thread may hold the exit"
     thread.join(5)
     assert not thread.is_alive()
+    assert background.loop.is_closed(), "its pipes and threads are let go of"
 
 
 QUESTIONS = """
@@ -1210,6 +1297,54 @@ def test_a_signal_that_was_ignored_at_the_start_stays_ignored(number, before, pr
         assert process.communicate("\n", timeout=30)[0] == printed
 
 
+def test_a_letter_that_an_encoding_does_not_have_is_replaced_going_in_and_out(monkeypatch):
+    page = io.BytesIO()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8"))
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(page, encoding="ascii"))
+    monkeypatch.setattr(sys, "stderr", io.StringIO())  # as a notebook has it
+    prepare_streams()
+    print("Grüße", file=sys.stdout, flush=True)
+    print("Grüße", file=sys.stderr)
+    assert (sys.stdin.read(), page.getvalue()) == ("caf\ufffd", b"Gr??e\n")
+    assert sys.stderr.getvalue() == "Grüße\n"
+
+
+def test_streams_that_are_closed_are_opened_to_nothing(monkeypatch):
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    prepare_streams()
+    streams = [sys.stdin, sys.stdout, sys.stderr]
+    monkeypatch.undo()
+    assert [stream.name for stream in streams] == [os.devnull] * 3
+    assert [stream.mode for stream in streams] == ["r", "w", "w"]
+    assert {(stream.encoding, stream.errors) for stream in streams} == {("utf-8", "replace")}
+    for stream in streams:
+        stream.close()
+
+
+def test_a_pipe_beside_a_message_is_read_if_it_begins_in_time(tmp_path, monkeypatch):
+    err, waited = io.StringIO(), []
+    cli = CLI(io.StringIO(), err)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b" a log \n")))
+    assert cli.read_piped(False, tmp_path) == "a log"  # alone it is waited for, however long it takes
+    reading, writing = os.pipe()
+    with open(reading) as pipe:
+        monkeypatch.setattr(sys, "stdin", pipe)
+        os.write(writing, b"a log\n")
+        os.close(writing)
+        assert (cli.read_piped(True, tmp_path), err.getvalue()) == ("a log", "")
+
+    def nothing_came(reads: list, writes: list, errors: list, seconds: float) -> tuple:
+        waited.append(seconds)
+        return [], [], []
+
+    monkeypatch.setattr(select, "select", nothing_came)
+    assert (cli.read_piped(True, tmp_path), waited) == ("", [3.0])
+    assert err.getvalue() == "nanobot: standard input is open but silent, going on without it\n"
+    monkeypatch.setattr(sys, "stdin", None)
+    assert cli.read_piped(False, tmp_path) == ""
+
+
 def test_what_is_piped_in_is_a_message_up_to_a_size(tmp_path):
     assert text_of_pipe(io.BytesIO(b" caf\xe9 \n"), tmp_path) == "caf\ufffd"
     for text in ("你" * 100_000, "🙂" * 100_000, "x" * 100_000):
@@ -1241,6 +1376,46 @@ def test_only_so_many_piped_files_are_kept(tmp_path):
     kept = sorted(folder.iterdir())
     assert len(kept) == 20
     assert str(kept[-1]) in text
+
+
+# ---- What blocks gets a thread ----
+
+
+def test_a_function_on_a_thread_gives_its_result_or_its_failure_and_holds_no_exit():
+    def fail() -> None:
+        raise SystemExit("it wants to leave")
+
+    async def test() -> None:
+        thread = await in_thread(threading.current_thread)
+        assert thread is not threading.main_thread()
+        assert thread.daemon
+        assert await in_thread(max, 1, 2) == 2
+        with pytest.raises(SystemExit, match="it wants to leave"):
+            await in_thread(fail)
+
+    with contextlib.suppress(SystemExit):
+        asyncio.run(test())
+
+
+def test_a_waiter_that_gives_up_lets_the_thread_finish_in_peace(monkeypatch):
+    goes_on, threads, complaints = threading.Event(), [], []
+    monkeypatch.setattr(threading, "excepthook", complaints.append)
+
+    def work() -> None:
+        threads.append(threading.current_thread())
+        goes_on.wait(PATIENCE)
+
+    async def test() -> None:
+        waiter = asyncio.create_task(in_thread(work))
+        await settled(lambda: threads)
+        waiter.cancel()
+        await asyncio.wait([waiter])
+        assert waiter.cancelled()
+
+    asyncio.run(test())
+    goes_on.set()
+    threads[0].join(PATIENCE)
+    assert complaints == []
 
 
 # ---- Telegram ----
