@@ -1156,6 +1156,63 @@ def test_what_is_waited_for_is_shown_after_a_second_and_is_gone_before_anything_
     assert shown_on(terminal) == '<waiting for read_file("a\\x1b[2J.txt"), 71 s>|'
 
 
+@pytest.mark.parametrize(
+    ("seconds", "what", "shown"),
+    [
+        (0.99, "the model", ""),
+        (1.0, "the model", "<waiting for the model, 1 s>"),
+        (59.9, "two\twords", "<waiting for two words, 59 s>"),
+        (2.0, "x" * 100, f"<waiting for {'x' * 60}, 2 s>"),
+        (2.0, "", ""),
+    ],
+)
+def test_how_a_wait_is_shown(terminal, seconds, what, shown):
+    clock = Clock()
+    waiting = Waiting(terminal.stream, clock)
+    waiting.begin(what)
+    clock.now += seconds
+    waiting.draw()
+    assert shown_on(terminal) == shown
+
+
+class Screen(io.TextIOWrapper):
+    """A terminal as a program sees it that keeps back what is not flushed."""
+
+    def __init__(self):
+        super().__init__(io.BufferedWriter(io.BytesIO()), encoding="utf-8")
+
+    def isatty(self) -> bool:
+        return True
+
+    def seen(self) -> str:
+        text = self.buffer.raw.getvalue().decode()
+        for escape, mark in (("\r\x1b[K\x1b[?7l", "<"), ("\x1b[?7h\r", ">"), ("\r\x1b[K", "|")):
+            text = text.replace(escape, mark)
+        return text.replace(DIM, "").replace(PLAIN, "")
+
+
+def test_all_that_is_shown_is_seen_at_once(tmp_path, monkeypatch):
+    clock, out, err = Clock(), Screen(), Screen()
+    cli = CLI(out, err)
+    cli.waiting = waiting = Waiting(err, clock)
+    send(cli, event("delta", "Hel"))
+    assert out.seen() == "Hel"
+    send(cli, event("final", "Hello."))
+    assert out.seen() == "Hello.\n"
+    cli.note("a note")
+    assert err.seen() == "a note\n"
+    waiting.begin("the model")
+    clock.now += 2
+    waiting.draw()
+    assert err.seen() == "a note\n<waiting for the model, 2 s>"
+    waiting.end()
+    assert err.seen() == "a note\n<waiting for the model, 2 s>|"
+    piped, seen = CLI(io.StringIO(), err), []
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(readline=lambda: seen.append(err.seen()) or "\n"))
+    piped.read_line("> ", tmp_path / "history")
+    assert seen[0].endswith("|> ")
+
+
 def test_into_a_pipe_and_on_a_dumb_terminal_no_waiting_is_shown(terminal, monkeypatch):
     clock, pipe = Clock(), io.StringIO()
     monkeypatch.setenv("TERM", "dumb")
