@@ -1491,7 +1491,7 @@ class Desk:
 
     async def sleep(self, seconds: float) -> None:
         self.naps.append(seconds)
-        if seconds == Telegram.typing_seconds:
+        if seconds == 4.0:
             await asyncio.Event().wait()  # one signal is enough here
         await asyncio.sleep(0)
 
@@ -1545,7 +1545,8 @@ def test_a_telegram_message_is_typed_at_answered_and_confirmed(tmp_path):
         assert answer == {"chat_id": "7", "text": "<b>Hello</b> &amp; bye.", "parse_mode": "HTML",
                           "reply_parameters": reply}  # fmt: skip
         assert server.calls("sendChatAction") == [{"chat_id": "7", "action": "typing"}]
-        assert [poll["allowed_updates"] for poll in server.calls("getUpdates")][0] == ["message"]
+        first = server.calls("getUpdates")[0]
+        assert first == {"offset": 0, "timeout": 50, "allowed_updates": ["message"]}
 
     in_telegram(test)
 
@@ -1651,6 +1652,7 @@ def test_allowed_people_are_heard(tmp_path, allow_from):
         (False, {"text": "hello all"}),
         (False, {"text": "@kit_bot2 hello"}),
         (False, {"text": "/stop"}),
+        (False, {"text": "no", "reply_to_message": {"message_id": 1}}),
     ],
 )
 def test_in_a_group_only_what_is_for_the_bot(tmp_path, is_heard, parts):
@@ -1677,7 +1679,7 @@ def test_a_group_may_be_open_but_only_to_allowed_people(tmp_path):
     in_telegram(test)
 
 
-def test_noise_is_confirmed_and_left_alone(tmp_path):
+def test_noise_is_confirmed_and_left_alone(tmp_path, caplog):
     async def test(server):
         async with Desk(server, tmp_path) as desk:
             sender, chat = {"id": 7, "is_bot": False}, {"id": 7, "type": "private"}
@@ -1699,6 +1701,9 @@ def test_noise_is_confirmed_and_left_alone(tmp_path):
             assert (await desk.take()).content == "a word"
             await desk.until(lambda: not server.updates)
         assert len(server.calls("sendChatAction")) <= 1
+        [record] = caplog.records
+        assert record.getMessage() == "Telegram: a message cannot be read, it is left out"
+        assert record.exc_info[0] is KeyError, "the one without a chat"
 
     in_telegram(test)
 
@@ -1713,7 +1718,7 @@ def test_an_album_that_comes_in_pieces_is_one_message(tmp_path):
             server.say(media_group_id="A1", photo=sizes, **parts)
 
         async def sleep(seconds: float) -> None:
-            if seconds == Telegram.album_seconds and len(server.updates) < 4:
+            if seconds == 1.0 and len(server.updates) < 4:
                 photo(2)
                 photo(3)
             await desk.sleep(seconds)
@@ -1729,6 +1734,8 @@ def test_an_album_that_comes_in_pieces_is_one_message(tmp_path):
             await desk.until(lambda: not server.updates)
             server.say("next")
             assert (await desk.take()).content == "next"
+        assert [nap for nap in desk.naps if nap != 4.0] == [1.0, 1.0]
+        assert [poll["timeout"] for poll in server.calls("getUpdates")][:4] == [50, 0, 0, 50]
 
     in_telegram(test)
 
@@ -1756,6 +1763,24 @@ def test_files_come_in_under_names_of_their_own(tmp_path):
     in_telegram(test)
 
 
+def test_whatever_a_message_holds_its_words_and_its_file_are_taken(tmp_path):
+    async def test(server):
+        async with Desk(server, tmp_path) as desk:
+            for number, kind in enumerate(("document", "voice", "audio", "video", "video_note")):
+                server.say(**{kind: server.file(f"files/{kind} {number}", b"x")})
+                server.files[f"quoted {number}"] = (f"files/{kind}%20{number}", kind.encode())
+            server.say(sticker={"file_id": "S", "emoji": "🙂"})
+            server.say(photo=[], caption="no photo")
+            server.say(sticker={"file_id": "S"})  # no word and no file
+            server.say("the end")
+            messages = [await desk.take() for _ in range(8)]
+        assert [message.content for message in messages] == [""] * 5 + ["🙂", "no photo", "the end"]
+        contents = [[path.read_text() for path in message.media] for message in messages]
+        assert contents == [["document"], ["voice"], ["audio"], ["video"], ["video_note"], [], [], []]
+
+    in_telegram(test)
+
+
 def test_a_file_that_cannot_be_fetched_is_told_and_holds_up_nothing(tmp_path):
     async def test(server):
         async with Desk(server, tmp_path) as desk:
@@ -1764,11 +1789,11 @@ def test_a_file_that_cannot_be_fetched_is_told_and_holds_up_nothing(tmp_path):
             message = await desk.take()
             assert (message.content.splitlines()[0], message.media) == ("this", [])
             assert "cannot be fetched: getFile: 400 Bad Request: file is too big" in message.content
-            lost = server.file("b.bin", b"x")
-            server.files[lost["file_id"]] = ("gone.bin", b"x")
-            server.say(document=lost | {"file_id": "ID1"})
-            server.files["ID1"] = ("gone.bin", b"x")
-            del server.files["ID0"]
+            server.say(document=server.file("a lost.bin", b"x"))  # its place has to be quoted
+            message = await desk.take()
+            problem = "the file cannot be fetched: HTTP 404"
+            assert message.content == f"[a file came with this, but it cannot be fetched: {problem}]"
+            server.say(document=server.file("b.bin", b"x"))
             assert (await desk.take()).media
 
     in_telegram(test)
@@ -1781,7 +1806,7 @@ def test_two_programs_for_one_bot_are_named_and_do_not_spin(tmp_path, caplog):
             server.say("hello")
             assert (await desk.take()).content == "hello"
             await desk.until(lambda: not server.updates)
-        waits = [nap for nap in desk.naps if nap != Telegram.typing_seconds]
+        waits = [nap for nap in desk.naps if nap != 4.0]
         assert len(waits) == 3
         assert min(waits) >= 5
         assert caplog.text.count("Another program asks for this bot's messages") == 1
@@ -1825,6 +1850,140 @@ def test_a_flood_wait_is_kept_to_the_second(tmp_path, caplog):
             await desk.take()
         assert [nap for nap in desk.naps if nap > 4] == [17, 17, 17]
         assert server.texts() == ["hello"] * 3
+        assert caplog.text.count("Telegram lets sendMessage wait 17 s (429).") == 2
+
+    in_telegram(test)
+
+
+@pytest.mark.parametrize(("parameters", "tries"), [({"retry_after": 7}, 5), ({}, 1)])
+def test_a_flood_that_does_not_end_is_an_error(tmp_path, parameters, tries):
+    async def test(server):
+        server.refuse("sendMessage", *[Refusal(429, "Too Many Requests", parameters)] * 6)
+        desk = Desk(server, tmp_path)
+        with pytest.raises(TelegramError, match="^sendMessage: 429 Too Many Requests$") as failure:
+            await desk.bot.send(OutboundMessage("telegram", "7", "hello"))
+        assert failure.value.status == 429
+        assert (desk.naps, len(server.texts())) == ([7] * (tries if parameters else 0), tries)
+
+    in_telegram(test)
+
+
+@pytest.mark.parametrize("page", [b"<html>bad gateway</html>", b"7", b'["no"]', b"", b"\xff"])
+def test_what_is_no_answer_of_telegrams_is_an_error_with_its_status(tmp_path, page):
+    async def test(server):
+        server.refuse("sendMessage", Refusal(502, body=page or b" "), Refusal(0))
+        bot = Desk(server, tmp_path).bot
+        for text, status in (("^sendMessage: 502 not the Bot API$", 502), ("RemoteDisconnected", 0)):
+            with pytest.raises(TelegramError, match=text) as failure:
+                await bot.send(OutboundMessage("telegram", "7", "hello"))
+            assert failure.value.status == status
+
+    in_telegram(test)
+
+
+def test_between_tries_it_waits_longer_and_longer_up_to_a_minute_and_then_begins_anew(tmp_path, caplog):
+    async def test(server):
+        trouble = Refusal(500, "Internal Server Error")
+        server.refuse("getUpdates", *[trouble] * 13)
+        async with Desk(server, tmp_path) as desk:
+            server.say("one")
+            await desk.take()
+            await desk.until(lambda: not server.updates)
+            server.refuse("getUpdates", trouble)
+            for text in ("two", "three"):
+                server.say(text)
+                await desk.take()
+            await desk.until(lambda: not server.updates)
+        waits = [nap for nap in desk.naps if nap != 4.0]
+        assert waits == [5, 10, 15, 20, 25, 30, 35, 40, 45, 50, 55, 60, 60, 5]
+        lines = [record.getMessage() for record in caplog.records]
+        told = "Telegram: getUpdates: 500 Internal Server Error. It is tried again."
+        assert lines == [told, "Telegram answers again."] * 2
+        assert {record.levelname for record in caplog.records} == {"WARNING"}
+
+    in_telegram(test)
+
+
+@pytest.mark.parametrize(("status", "ends"), [(401, True), (404, True), (403, False), (500, False)])
+def test_only_a_token_that_telegram_does_not_know_ends_the_channel(tmp_path, status, ends):
+    async def test(server):
+        server.refuse("getMe", Refusal(status, "no"))
+        async with contextlib.AsyncExitStack() as stack:
+            if ends:
+                desk = Desk(server, tmp_path)
+                with pytest.raises(NoSuchBot):
+                    await asyncio.wait_for(desk.bot.start(desk.bus), PATIENCE)
+            else:
+                await stack.enter_async_context(Desk(server, tmp_path))
+                await asyncio.to_thread(server.wait_until, lambda: server.calls("getUpdates"))
+        assert len(server.calls("getMe")) == (1 if ends else 2)
+
+    in_telegram(test)
+
+
+def test_a_token_and_an_address_may_have_a_blank_or_a_slash_too_many(tmp_path):
+    async def test(server):
+        desk = Desk(server, tmp_path, token=f" {server.token}\n", api_base=f"{server.base_url}/")
+        await desk.bot.send(OutboundMessage("telegram", "7", "hello", reply_to="no number"))
+        assert server.calls("sendMessage") == [{"chat_id": "7", "text": "hello", "parse_mode": "HTML"}]
+
+    in_telegram(test)
+    assert Telegram("110201543:AAH").api.base == "https://api.telegram.org"
+
+
+def test_typing_is_shown_for_five_minutes_at_most_and_its_trouble_is_no_trouble(tmp_path, caplog):
+    naps = []
+
+    async def sleep(seconds: float) -> None:
+        naps.append(seconds)
+
+    async def test(server):
+        async with Desk(server, tmp_path, sleep=sleep) as desk:
+            for signals in (75, 77):
+                server.say("hi")
+                await desk.take()
+                await desk.until(lambda n=signals - 1: len(server.calls("sendChatAction")) > n - 74)
+                others = asyncio.all_tasks() - {asyncio.current_task(), desk.listening}
+                done, _ = await asyncio.wait(others, timeout=PATIENCE)
+                assert [task.exception() for task in done] == [None]
+                assert len(server.calls("sendChatAction")) == signals
+                server.refuse("sendChatAction", None, Refusal(400, "chat not found"))
+        assert naps == [4.0] * 76
+
+    in_telegram(test)
+    assert caplog.records == []
+
+
+def test_typing_ends_with_the_answer_with_the_next_message_and_with_the_bot(tmp_path):
+    begun, ended = [], []
+
+    async def sleep(seconds: float) -> None:
+        begun.append(seconds)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(seconds)
+
+    async def test(server):
+        async with Desk(server, tmp_path, sleep=sleep) as desk:
+
+            async def typed_at(number: int) -> None:
+                server.say("hi")
+                await desk.take()
+                while len(begun) < number:
+                    await asyncio.sleep(0.001)
+
+            await typed_at(1)
+            await desk.bot.send(OutboundMessage("telegram", "7", "looking", "progress"))
+            await desk.bot.send(OutboundMessage("telegram", "8", "for somebody else"))
+            assert ended == []
+            await typed_at(2)
+            assert ended == [4.0]
+            await desk.bot.send(OutboundMessage("telegram", "7", "It says hello."))
+            assert ended == [4.0] * 2
+            await typed_at(3)
+            assert ended == [4.0] * 2
+        assert ended == [4.0] * 3
 
     in_telegram(test)
 
@@ -1837,7 +1996,7 @@ def test_network_trouble_is_told_once_and_waited_out(tmp_path, caplog):
             server.say("hi")
             assert (await desk.take()).content == "hi"
             await desk.until(lambda: not server.updates)
-        waits = [nap for nap in desk.naps if nap != Telegram.typing_seconds]
+        waits = [nap for nap in desk.naps if nap != 4.0]
         assert len(waits) == 4
         assert 5 <= waits[0] < waits[3] <= 24
         assert caplog.text.count("502") == 1
@@ -1932,8 +2091,31 @@ def test_photos_and_files_go_out(tmp_path):
         server.refuse("sendPhoto", Refusal(400, "Bad Request: PHOTO_INVALID_DIMENSIONS"))
         await desk.bot.send(OutboundMessage("telegram", "7", "", media=[photo]))
         assert [request.method for request in server.requests] == ["sendPhoto", "sendDocument"]
+        server.requests.clear()
+        server.refuse("sendPhoto", Refusal(500, "Internal Server Error"))
+        with pytest.raises(TelegramError):
+            await desk.bot.send(OutboundMessage("telegram", "7", "", media=[photo]))
+        assert [request.method for request in server.requests] == ["sendPhoto"], "it may have arrived"
         with pytest.raises(FileNotFoundError):
             await desk.bot.send(OutboundMessage("telegram", "7", "", media=[tmp_path / "gone"]))
+
+    in_telegram(test)
+
+
+def test_photos_are_told_from_other_files_by_their_names(tmp_path):
+    names = {"a.jpg": "photo", "b.JPEG": "photo", "c.png": "photo", "d.webp": "photo",
+             "e.gif": "document", "f.svg": "document", "jpg": "document", "a b\"c.txt": "document"}  # fmt: skip
+
+    async def test(server):
+        for name in names:
+            (tmp_path / name).write_text(name)
+        media = [tmp_path / name for name in names]
+        await Desk(server, tmp_path).bot.send(OutboundMessage("telegram", "7", "all", media=media))
+        sent = [(request.method, request.files) for request in server.requests[1:]]
+        assert sent == [
+            (f"send{kind.title()}", {kind: (name.replace(" ", "_").replace('"', "_"), name.encode())})
+            for name, kind in names.items()
+        ]
 
     in_telegram(test)
 
