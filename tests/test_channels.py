@@ -621,6 +621,14 @@ def test_on_a_terminal_the_final_answer_adds_only_what_was_not_streamed(terminal
     assert terminal.read() == screen
 
 
+def test_on_a_terminal_the_rest_of_a_text_beside_calls_is_shown_too(terminal):
+    cli = CLI(terminal.stream, terminal.stream)
+    send(cli, event("delta", "Let me"), event("progress", "Let me look."), event("tool_hint", "ls"))
+    assert terminal.read() == "Let me look.\nls\n"
+    send(cli, event("progress", "Text that was not streamed."))
+    assert terminal.read() == "Text that was not streamed.\n"
+
+
 def test_a_note_after_half_an_answer_begins_a_line_of_its_own(terminal):
     cli = CLI(terminal.stream, terminal.stream)
     send(cli, event("delta", "Half an ans"))
@@ -975,7 +983,7 @@ def test_a_question_between_two_turns_is_refused():
     with BackgroundLoop() as background:
         background.complete(asyncio.sleep(0))
         asked = asyncio.run_coroutine_threadsafe(background.ask("more? "), background.loop)
-        with pytest.raises(NobodyToAsk):
+        with pytest.raises(NobodyToAsk, match="no turn is waited for"):
             asked.result(timeout=10)
 
 
@@ -1026,6 +1034,7 @@ def test_a_question_from_beside_the_turn_is_answered_or_refused_and_a_given_up_o
             background.complete(never_answered())
         answered, refused = background.complete(outcomes())
     assert (answered, type(refused)) == ("one", NobodyToAsk)
+    assert str(refused) == "Nobody can be asked: the turn has ended."
     assert capsys.readouterr().err == "first? aside? turn? nobody answers? "
     assert caplog.records == []
 
@@ -1039,7 +1048,7 @@ def test_a_question_while_a_stopped_turn_tidies_up_is_refused(monkeypatch):
         try:
             await background.ask("one? ")
         finally:
-            with pytest.raises(NobodyToAsk):
+            with pytest.raises(NobodyToAsk, match="no turn is waited for"):
                 await background.ask("save it? ")
             refused.append("save it? ")
 
@@ -1928,7 +1937,8 @@ def test_a_token_and_an_address_may_have_a_blank_or_a_slash_too_many(tmp_path):
         assert server.calls("sendMessage") == [{"chat_id": "7", "text": "hello", "parse_mode": "HTML"}]
 
     in_telegram(test)
-    assert Telegram("110201543:AAH").api.base == "https://api.telegram.org"
+    bot = Telegram("110201543:AAH")
+    assert (bot.api.base, bot.media_folder) == ("https://api.telegram.org", Path("media"))
 
 
 def test_typing_is_shown_for_five_minutes_at_most_and_its_trouble_is_no_trouble(tmp_path, caplog):
@@ -2103,8 +2113,8 @@ def test_photos_and_files_go_out(tmp_path):
 
 
 def test_photos_are_told_from_other_files_by_their_names(tmp_path):
-    names = {"a.jpg": "photo", "b.JPEG": "photo", "c.png": "photo", "d.webp": "photo",
-             "e.gif": "document", "f.svg": "document", "jpg": "document", "a b\"c.txt": "document"}  # fmt: skip
+    names = dict.fromkeys(["a.jpg", "b.JPEG", "c.png", "d.webp"], "photo")
+    names |= dict.fromkeys(["e.gif", "f.svg", "jpg", 'a b"c.txt'], "document")
 
     async def test(server):
         for name in names:
@@ -2247,6 +2257,11 @@ def test_where_a_text_is_cut(text, limit, parts):
     assert split_html(text, limit) == parts
 
 
+def test_a_text_that_telegram_takes_whole_is_one_part():
+    assert split_html("a" * 4_096) == ["a" * 4_096]
+    assert split_html("a" * 4_097) == ["a" * 4_096, "a"]
+
+
 def test_long_code_is_closed_and_opened_again():
     text = as_html("Look:\n```python\n" + "x = 1 < 2\n" * 1_000 + "```\n**end**")
     parts = split_html(text)
@@ -2294,6 +2309,10 @@ def local(text: str, zone: str = "Europe/Berlin") -> datetime:
         ("0 9 */2 * mon", "2026-11-24T10:00", "2026-12-07T09:00"),
         ("0 9 13 * *", "2026-11-14T10:00", "2026-12-13T09:00"),
         ("0 0 29 2 */7", "2026-11-21T10:00", "2032-02-29T00:00"),
+        ("0 0 29 2 */7", "2088-03-01T10:00", "2128-02-29T00:00"),
+        # the edges of each field
+        ("59 23 31 12 *", "2026-11-21T10:00", "2026-12-31T23:59"),
+        ("0-59/59 0-23/23 1-31/30 1-12/11 0-7/7", "2027-01-01T10:00", "2027-01-01T23:00"),
         # never
         ("0 0 31 2 *", "2026-11-21T10:00", None),
         ("0 0 30 feb */2", "2026-11-21T10:00", None),
@@ -2303,6 +2322,14 @@ def test_when_an_expression_comes_next(expr, after, expected):
     moment = next_run(expr, local(after), BERLIN)
     assert moment == (local(expected) if expected else None)
     assert expected is None or moment.tzinfo is BERLIN
+
+
+def test_months_and_days_have_names():
+    names = ["jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec"]
+    for number, name in enumerate(names, 1):
+        assert next_run(f"0 0 1 {name} *", local("2026-01-01T00:00"), BERLIN).month == number
+    for number, name in enumerate(["mon", "tue", "wed", "thu", "fri", "sat", "sun"], 1):
+        assert next_run(f"0 0 * * {name}", local("2026-01-01T00:00"), BERLIN).isoweekday() == number
 
 
 @pytest.mark.parametrize(
@@ -2554,6 +2581,55 @@ def test_what_a_look_at_the_clock_means(job, due, expected):
     assert verdict(job, local(f"2026-11-21T{due}") if due else None, START) == expected
 
 
+@pytest.mark.parametrize(
+    ("due", "expected"),
+    [("2026-11-20T12:00", "fire"), ("2026-11-20T11:59:59", "missed"), ("2026-11-21T12:00", "fire")],
+)
+def test_a_reminder_is_of_use_for_a_day(due, expected):
+    assert verdict(CronJob("a", at=due), local(due), START) == expected
+
+
+def test_a_job_stands_in_the_file_with_all_that_is_known_of_it(tmp_path):
+    office = Office(tmp_path)
+    id = office.add("drink \ud800 Grüße", every_seconds=600)
+    [row] = office.rows()
+    assert row == {
+        "id": id, "message": "drink ? Grüße", "every_seconds": 600, "cron_expr": "", "tz": "", "at": "",
+        "channel": "telegram", "chat_id": "42", "created": "2026-11-21T12:00:00+01:00",
+        "since": "2026-11-21T12:00:00+01:00", "enabled": True, "system": False, "runs": [],
+    }  # fmt: skip
+    assert "Grüße" in office.path.read_text(encoding="utf-8"), "a person reads it, too"
+
+    async def slow(job: CronJob) -> None:
+        office.now += timedelta(seconds=2.34)
+
+    office.fire = slow
+    office.pass_time(600, step=600)
+    [done] = office.rows()
+    began = "2026-11-21T12:10:00+01:00"
+    assert done == {**row, "since": began, "runs": [{"began": began, "seconds": 2.3, "error": ""}]}
+
+
+def test_a_list_tells_of_the_last_run_only_and_cuts_what_is_long(tmp_path):
+    office, failures = Office(tmp_path), [LookupError("no model " * 30), None, LookupError("again")]
+    id = office.add("drink " * 20, cron_expr="*/10 * * * *", tz="Asia/Tokyo")
+
+    async def fire(job: CronJob) -> None:
+        if failure := failures.pop(0):
+            raise failure
+
+    office.fire, tails = fire, []
+    for _ in range(3):
+        office.pass_time(600, step=600)
+        line = office.service.cron("list", turn=CHAT)
+        schedule, _, tail = line.partition(" · telegram:42 · ")
+        tails.append(tail)
+    assert schedule == f"{id} · cron */10 * * * * Asia/Tokyo · next Sat 2026-11-21 20:40 JST"
+    message = ("drink " * 20)[:80]
+    error = f"LookupError: {'no model ' * 30}"[:200]
+    assert tails == [f"{message} · failed: {error}", message, f"{message} · failed: LookupError: again"]
+
+
 def test_a_missed_at_comes_once_and_one_of_long_ago_is_only_told(tmp_path):
     office = Office(tmp_path)
     office.add("call Ann", at="2026-11-21T13:00")
@@ -2650,6 +2726,47 @@ def test_a_job_may_be_added_while_one_runs(tmp_path):
     assert [message for message, _ in office.pass_time(120, step=60)] == ["first", "second"]
 
 
+def test_a_failure_is_in_the_log_with_its_traceback(tmp_path, caplog):
+    office = Office(tmp_path)
+    id = office.add("drink", every_seconds=60)
+
+    async def fail(job: CronJob) -> None:
+        raise LookupError("no model")
+
+    office.fire = fail
+    office.pass_time(60, step=60)
+    [record] = caplog.records
+    assert (record.levelname, record.getMessage()) == ("WARNING", f"cron: job {id} failed")
+    assert record.exc_info[0] is LookupError
+
+
+def test_a_system_job_goes_on_with_its_runs_at_the_pace_of_the_newest_start(tmp_path):
+    beats = []
+
+    async def beat() -> None:
+        beats.append(1)
+
+    def started(now: datetime, seconds: float) -> Office:
+        office = Office(tmp_path, now)
+        office.service.add_system("heartbeat", seconds, beat)
+        return office
+
+    office = started(START, 1_800)
+    office.add("drink", at="2026-11-21T23:00")
+    office.pass_time(1_800, step=600)
+    rows = office.rows()
+    heartbeat = next(row for row in rows if row["id"] == "heartbeat")
+    heartbeat["enabled"] = False  # by hand; the settings decide
+    office.path.write_text(json.dumps({"jobs": rows}))
+    office = started(office.now, 600)
+    heartbeat = next(row for row in office.rows() if row["id"] == "heartbeat")
+    assert (heartbeat["every_seconds"], heartbeat["enabled"], heartbeat["system"]) == (600, True, True)
+    assert len(heartbeat["runs"]) == 1
+    office.pass_time(600, step=600)
+    assert len(beats) == 2
+    assert [row["id"] == "heartbeat" for row in office.rows()] == [False, True]
+
+
 def test_system_jobs_are_listed_and_protected(tmp_path):
     beats = []
 
@@ -2680,7 +2797,7 @@ def test_system_jobs_are_listed_and_protected(tmp_path):
 def test_a_disk_that_refuses_makes_nothing_run_twice(tmp_path, caplog):
     office = Office(tmp_path)
     office.add("drink", every_seconds=60)
-    office.add("once", at="2026-11-21T12:01")
+    once = office.add("once", at="2026-11-21T12:01")
     assert len(office.pass_time(1)) == 0
     temporary = office.path.with_suffix(".tmp")
     temporary.mkdir()  # no file can be written there
@@ -2689,7 +2806,9 @@ def test_a_disk_that_refuses_makes_nothing_run_twice(tmp_path, caplog):
         ("once", "21 12:01:00"),
         ("drink", "21 12:02:00"),
     ]
-    assert "cannot be noted" in caplog.text
+    assert f"cron: the run of {once} cannot be noted: " in caplog.text
+    assert "Is a directory" in caplog.text
+    assert {record.levelname for record in caplog.records} == {"ERROR"}
     temporary.rmdir()
     assert office.pass_time(60) == [("drink", "21 12:03:00")]
     assert office.pass_time(60) == [("drink", "21 12:04:00")]
@@ -2708,18 +2827,38 @@ def test_a_damaged_file_is_set_aside_and_never_taken_for_no_jobs(tmp_path, caplo
     office.add("new", every_seconds=60)
     [aside] = office.path.parent.glob("jobs.json.corrupt-*")
     assert aside.read_bytes() == damage
-    assert str(aside) in caplog.text
+    assert f"it is now {aside}. Mend it." in caplog.text
+    assert ("it holds no list of jobs" in caplog.text) == (damage in (b"[]", b'{"jobs": {}}', b"null"))
     assert f"{aside} was damaged" in office.service.cron("list", turn=CHAT)
     assert [row["message"] for row in office.rows()] == ["new"]
 
 
-def test_a_file_that_is_damaged_meanwhile_is_made_new_from_what_is_known(tmp_path):
+def test_a_file_that_is_damaged_meanwhile_is_made_new_from_what_is_known(tmp_path, caplog):
     office = Office(tmp_path)
     office.add("drink", every_seconds=60)
     assert len(office.pass_time(60, step=60)) == 1
     office.path.write_bytes(office.path.read_bytes()[:40])  # somebody is just writing it
     assert len(office.pass_time(60, step=60)) == 1
     assert [row["message"] for row in office.rows()] == ["drink"]
+    told = caplog.records[0].getMessage()
+    assert told.startswith(f"{office.path}: ") and told.endswith(". The jobs known before go on.")
+
+
+def test_what_means_nothing_in_the_file_is_told_once(tmp_path, caplog):
+    office = Office(tmp_path)
+    strange = [{"id": "s1", "every_seconds": -1}, {"id": "s2", "cron_expr": "x"}, "s3" * 100]
+    strange += [{"id": "s4", "cron_expr": "1 1 * * *", "tz": "Mars/Olympus"}]
+    JobStore(office.path).change(lambda rows: strange)
+    office.pass_time(3)
+    told = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert told == [
+        ("WARNING", "cron: {'id': 's1', 'every_seconds': -1} is no job: it does not say when"),
+        ("WARNING", "cron: {'id': 's2', 'cron_expr': 'x'} is no job: 'x' has 1 fields instead of five: "
+         "minute, hour, day of month, month, day of week"),
+        ("WARNING", f"cron: {'s3' * 50} is no job: 'str' object has no attribute 'get'"),
+        ("WARNING", "cron: {'id': 's4', 'cron_expr': '1 1 * * *', 'tz': 'Mars/Olympus'} is no job: "
+         "there is no time zone 'Mars/Olympus'; write it like Europe/Berlin"),
+    ]  # fmt: skip
 
 
 def test_what_means_nothing_in_the_file_is_kept(tmp_path):
@@ -2827,6 +2966,7 @@ def test_two_programs_that_add_at_the_same_time_lose_nothing(tmp_path):
         ({"message": "x", "cron_expr": "0 25 * * *"}, "hour: '25' is not within 0-23"),
         ({"message": "x", "cron_expr": "0 0 31 2 *"}, "never comes. It is now Sat 2026-11-21 12:00 CET"),
         ({"message": "x", "at": "2026-11-21T11:59"}, "never comes. It is now Sat 2026-11-21 12:00 CET"),
+        ({"message": "x", "at": "2026-11-21T12:00"}, "never comes. It is now Sat 2026-11-21 12:00 CET"),
         ({"message": "x", "at": "tomorrow"}, "No job was made of 'at tomorrow'"),
     ],
 )
@@ -2849,8 +2989,26 @@ def test_a_wish_that_cannot_be_met_says_why(tmp_path, arguments, complaint):
     ],
 )
 def test_the_model_is_told_when_a_job_comes(tmp_path, schedule, answer):
-    added = Office(tmp_path).service.cron("add", "stretch", turn=CHAT, **schedule)
-    assert answer in added
+    office = Office(tmp_path)
+    added = office.service.cron("add", "stretch", turn=CHAT, **schedule)
+    job = CronJob(**office.rows()[0])
+    assert added == f"Added job {job.id}, {job.schedule()}: it runs next on {answer}."
+    assert re.fullmatch("[0-9a-f]{8}", job.id)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "shown"),
+    [
+        ({"every_seconds": 1}, "every 1 s"),
+        ({"at": "2026-11-21T17:00"}, "at 2026-11-21T17:00:00+01:00"),
+        ({"cron_expr": "0 9 * * *"}, "cron 0 9 * * *"),
+        ({"cron_expr": "0 9 * * *", "tz": "America/New_York"}, "cron 0 9 * * * America/New_York"),
+    ],
+)
+def test_a_schedule_is_shown_as_it_was_given(tmp_path, schedule, shown):
+    office = Office(tmp_path)
+    office.add("stretch", **schedule)
+    assert f" · {shown} · next " in office.service.cron("list", turn=CHAT)
 
 
 def test_the_tool_lists_and_removes_and_makes_no_job_in_a_job(tmp_path):
@@ -2867,6 +3025,8 @@ def test_the_tool_lists_and_removes_and_makes_no_job_in_a_job(tmp_path):
         office.service.cron("add", "more", every_seconds=60, turn=in_a_job)
     assert office.service.cron("remove", job_id=id, turn=in_a_job) == f"Removed job {id}."
     assert office.rows() == []
+    with pytest.raises(CronError, match=f"no job '{id}'. There are: none."):
+        office.service.cron("remove", job_id=id, turn=CHAT)
 
 
 def test_the_service_runs_until_it_is_cancelled_whatever_happens(tmp_path, caplog):
@@ -2905,7 +3065,8 @@ def test_the_service_runs_until_it_is_cancelled_whatever_happens(tmp_path, caplo
         assert cancelled == ["drink"]
 
     asyncio.run(test())
-    assert "the jobs cannot be looked at" in caplog.text
+    assert "cron: the jobs cannot be looked at: [Errno 21] Is a directory" in caplog.text
+    assert naps == [1] * 70
     assert office.rows()[0]["runs"] == []  # it was cut off: at the next start it runs again
 
 
