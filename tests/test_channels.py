@@ -550,6 +550,11 @@ def test_into_a_pipe_goes_the_final_answer_once_and_nothing_else():
     assert err.getvalue() == 'Let me look.\nread_file("a.txt")\nagain in 2 s\n'
 
 
+def test_whoever_sits_at_the_terminal_may_write():
+    cli = CLI(io.StringIO(), io.StringIO())
+    assert (cli.name, cli.is_allowed("me")) == ("cli", True)
+
+
 def test_only_the_kinds_that_are_wanted_are_shown_beside_the_answer():
     out, err = io.StringIO(), io.StringIO()
     send(CLI(out, err, kinds=("retry",)), *TURN)
@@ -1939,6 +1944,7 @@ def test_a_token_and_an_address_may_have_a_blank_or_a_slash_too_many(tmp_path):
     in_telegram(test)
     bot = Telegram("110201543:AAH")
     assert (bot.api.base, bot.media_folder) == ("https://api.telegram.org", Path("media"))
+    assert (bot.name, bot.group_policy, bot.allow_from) == ("telegram", "mention", [])
 
 
 def test_typing_is_shown_for_five_minutes_at_most_and_its_trouble_is_no_trouble(tmp_path, caplog):
@@ -1949,16 +1955,14 @@ def test_typing_is_shown_for_five_minutes_at_most_and_its_trouble_is_no_trouble(
 
     async def test(server):
         async with Desk(server, tmp_path, sleep=sleep) as desk:
-            for signals in (75, 77):
+            for before, signals in ((0, 75), (75, 76)):
                 server.say("hi")
                 await desk.take()
-                await desk.until(lambda n=signals - 1: len(server.calls("sendChatAction")) > n - 74)
-                others = asyncio.all_tasks() - {asyncio.current_task(), desk.listening}
-                done, _ = await asyncio.wait(others, timeout=PATIENCE)
-                assert [task.exception() for task in done] == [None]
+                await desk.until(lambda before=before: len(server.calls("sendChatAction")) > before)
+                await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task(), desk.listening})
                 assert len(server.calls("sendChatAction")) == signals
-                server.refuse("sendChatAction", None, Refusal(400, "chat not found"))
-        assert naps == [4.0] * 76
+                server.refuse("sendChatAction", Refusal(400, "chat not found"))
+        assert naps == [4.0] * 75
 
     in_telegram(test)
     assert caplog.records == []
@@ -2154,6 +2158,8 @@ def test_the_token_is_in_no_log_and_no_error(tmp_path, caplog, base):
             shown += repr(error)
         assert secret not in shown
         assert secret not in caplog.text
+        if base == "{}":
+            assert str(failure.value) == "sendMessage: 400 bad /bot<token>/sendMessage"
 
     in_telegram(test)
 
