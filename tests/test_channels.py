@@ -1501,7 +1501,7 @@ class Desk:
     def __init__(self, server: FakeTelegram, folder: Path, allow_from=(7,), **options):
         self.server, self.naps, self.journal = server, [], []
         self.bus, self.sent = MessageBus(), []
-        settings = {"api_base": server.base_url, "media_folder": folder / "media", "sleep": self.sleep}
+        settings = {"api_base": server.base_url, "media_folder": folder / "w" / "media", "sleep": self.sleep}
         self.bot = Telegram(options.pop("token", server.token), allow_from, **{**settings, **options})
 
     async def sleep(self, seconds: float) -> None:
@@ -1638,7 +1638,7 @@ def test_strangers_get_no_sign_of_life(tmp_path, allow_from):
         async with Desk(server, tmp_path, allow_from) as desk:
             number = server.say("hi", document=server.file("a.pdf", b"%PDF"))
             await desk.until_confirmed(number)
-            assert not (tmp_path / "media").exists()
+            assert not (tmp_path / "w").exists()
         methods = {request.method for request in server.requests}
         assert methods == {"getMe", "deleteWebhook", "getUpdates"}
 
@@ -1745,6 +1745,7 @@ def test_an_album_that_comes_in_pieces_is_one_message(tmp_path):
         async with desk:
             message = await desk.take()
             assert (message.content, len(message.media)) == ("Where is this?", 3)
+            assert (message.sender_id, message.chat_id, message.message_id) == ("7", "7", "2")
             assert [path.read_bytes() for path in message.media] == [b"large"] * 3
             await desk.until(lambda: not server.updates)
             server.say("next")
@@ -1765,15 +1766,15 @@ def test_files_come_in_under_names_of_their_own(tmp_path):
             server.say("", voice=server.file("voice/3.oga", b"three"))
             server.say("", document=server.file("documents/4", b"four", file_name="../../../evil"))
             server.say("", document=server.file("documents/5", b"", file_name="é" * 200 + ".txt"))
-            messages = [await desk.take() for _ in range(5)]
+            server.say("", document=server.file("documents/6", b"six", file_name=f"x.{'y' * 99}"))
+            messages = [await desk.take() for _ in range(6)]
         names = [message.media[0].name for message in messages]
         assert names[:4] == ["U1-a_b.pdf", "U2-a_b.pdf", "U3-3.oga", "U4-.._.._.._evil"]
-        assert names[4].endswith(".txt")
-        assert len(names[4]) <= 100
-        assert {path.parent for message in messages for path in message.media} == {tmp_path / "media"}
+        assert names[4:] == ["é" * 96 + ".txt", "y" * 99], "cut, and hidden from nobody"
+        assert {path.parent for message in messages for path in message.media} == {tmp_path / "w" / "media"}
         contents = [message.media[0].read_bytes() for message in messages]
-        assert contents == [b"one", b"two", b"three", b"four", b""]
-        assert [message.content for message in messages] == ["two", "", "", "", ""]
+        assert contents == [b"one", b"two", b"three", b"four", b"", b"six"]
+        assert [message.content for message in messages] == ["two", "", "", "", "", ""]
 
     in_telegram(test)
 
