@@ -2301,6 +2301,7 @@ def local(text: str, zone: str = "Europe/Berlin") -> datetime:
         ("0 9 * * 0", "2026-11-21T10:00", "2026-11-22T09:00"),
         ("0 9 * * 7", "2026-11-21T10:00", "2026-11-22T09:00"),
         ("0 9 * * sat-sun", "2026-11-21T10:00", "2026-11-22T09:00"),
+        ("0 9 * * sat-sun", "2026-11-22T10:00", "2026-11-28T09:00"),
         ("0 9 * * sun-tue", "2026-11-21T10:00", "2026-11-22T09:00"),
         ("0 0 1 1 *", "2026-11-21T10:00", "2027-01-01T00:00"),
         ("0 0 1 jan,jul *", "2027-01-01T10:00", "2027-07-01T00:00"),
@@ -2485,6 +2486,8 @@ def test_the_zone_of_this_machine_has_its_rules(tmp_path, monkeypatch):
     assert str(zone) == "Europe/Berlin"
     assert datetime(2026, 7, 1, tzinfo=zone).utcoffset() == timedelta(hours=2)
     assert machine_zone(tmp_path / "gone").utcoffset(None) is not None
+    if Path("/etc/localtime").exists():
+        assert isinstance(machine_zone(), ZoneInfo), "it is looked at where systems keep it"
     monkeypatch.setenv("TZ", ":Asia/Tokyo")
     assert str(machine_zone(link)) == "Asia/Tokyo"
 
@@ -2500,7 +2503,7 @@ class Office:
 
     def __init__(self, folder: Path, now: datetime = START):
         self.now, self.fired, self.fire = now, [], None
-        self.path = folder / "cron" / "jobs.json"
+        self.path = folder / "w" / "cron" / "jobs.json"
         self.service = CronService(self.path, self.on_fire, now=lambda: self.now, zone=BERLIN)
 
     async def on_fire(self, job: CronJob) -> None:
@@ -2606,6 +2609,7 @@ def test_a_job_stands_in_the_file_with_all_that_is_known_of_it(tmp_path):
         "since": "2026-11-21T12:00:00+01:00", "enabled": True, "system": False, "runs": [],
     }  # fmt: skip
     assert "Grüße" in office.path.read_text(encoding="utf-8"), "a person reads it, too"
+    assert sorted(path.name for path in office.path.parent.iterdir()) == ["jobs.json", "jobs.lock"]
 
     async def slow(job: CronJob) -> None:
         office.now += timedelta(seconds=2.34)
@@ -2854,7 +2858,7 @@ def test_a_file_that_is_damaged_meanwhile_is_made_new_from_what_is_known(tmp_pat
 def test_what_means_nothing_in_the_file_is_told_once(tmp_path, caplog):
     office = Office(tmp_path)
     strange = [{"id": "s1", "every_seconds": -1}, {"id": "s2", "cron_expr": "x"}, "s3" * 100]
-    strange += [{"id": "s4", "cron_expr": "1 1 * * *", "tz": "Mars/Olympus"}]
+    strange += [{"id": "s4", "cron_expr": "1 1 * * *", "tz": "Mars/Olympus"}, {"id": "s5"}]
     JobStore(office.path).change(lambda rows: strange)
     office.pass_time(3)
     told = [(record.levelname, record.getMessage()) for record in caplog.records]
@@ -2865,12 +2869,13 @@ def test_what_means_nothing_in_the_file_is_told_once(tmp_path, caplog):
         ("WARNING", f"cron: {'s3' * 50} is no job: 'str' object has no attribute 'get'"),
         ("WARNING", "cron: {'id': 's4', 'cron_expr': '1 1 * * *', 'tz': 'Mars/Olympus'} is no job: "
          "there is no time zone 'Mars/Olympus'; write it like Europe/Berlin"),
+        ("WARNING", "cron: {'id': 's5'} is no job: it does not say when"),
     ]  # fmt: skip
 
 
 def test_what_means_nothing_in_the_file_is_kept(tmp_path):
     office = Office(tmp_path)
-    office.path.parent.mkdir()
+    office.path.parent.mkdir(parents=True)
     by_hand = {"id": "hand", "message": "by hand", "cron_expr": "1 12 * * *", "tz": None, "colour": "red"}
     strange = ["text", 7, None, {}, {"id": "x"}, {"id": "y", "every_seconds": -1}]
     strange += [{"id": "z", "cron_expr": "x"}, {"id": "n", "every_seconds": "often"}]
@@ -2882,7 +2887,8 @@ def test_what_means_nothing_in_the_file_is_kept(tmp_path):
     assert rows[-1].pop("runs")
     assert rows[-1].pop("since")
     assert rows[-1] == {**by_hand, "enabled": True}
-    assert office.service.cron("list", turn=CHAT).count("\n") == 0
+    listed = office.service.cron("list", turn=CHAT)
+    assert listed == "hand · cron 1 12 * * * · next Sun 2026-11-22 12:01 CET · : · by hand"
 
 
 KILLED = """
