@@ -2940,6 +2940,19 @@ def test_a_write_that_stopped_at_any_byte_does_no_harm(tmp_path):
     assert len(office.rows()) == 2
 
 
+def test_the_new_file_is_on_the_disk_before_it_takes_the_place_of_the_old_one(tmp_path, monkeypatch):
+    office, synced = Office(tmp_path), []
+    office.add("drink", every_seconds=60)
+
+    def fsync(number: int) -> None:
+        synced.append((os.fstat(number).st_size, len(office.rows())))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    office.add("second", every_seconds=60)
+    assert synced == [(office.path.stat().st_size, 1)]
+    assert len(office.rows()) == 2
+
+
 ADDING = """
 import sys
 from pathlib import Path
@@ -3081,6 +3094,32 @@ def test_the_service_runs_until_it_is_cancelled_whatever_happens(tmp_path, caplo
     assert "cron: the jobs cannot be looked at: [Errno 21] Is a directory" in caplog.text
     assert naps == [1] * 70
     assert office.rows()[0]["runs"] == []  # it was cut off: at the next start it runs again
+
+
+def test_the_end_of_the_service_waits_for_every_job_that_puts_things_in_order(tmp_path):
+    office, tidied = Office(tmp_path), []
+
+    async def fire(job: CronJob) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            for _ in range(50 if job.message == "slow" else 1):
+                await asyncio.sleep(0)
+            tidied.append(job.message)
+
+    async def test() -> None:
+        office.fire, office.service.sleep = fire, lambda seconds: asyncio.Event().wait()
+        for name in ("slow", "quick"):
+            office.add(name, every_seconds=60)
+        office.now += timedelta(seconds=60)
+        task = asyncio.create_task(office.service.run())
+        await settled(lambda: len(office.fired) == 2)
+        task.cancel()
+        await asyncio.wait([task], timeout=PATIENCE)
+        assert task.cancelled()
+        assert tidied == ["quick", "slow"]
+
+    asyncio.run(test())
 
 
 # ---- Heartbeat ----
