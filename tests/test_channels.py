@@ -3049,6 +3049,12 @@ def test_the_tool_lists_and_removes_and_makes_no_job_in_a_job(tmp_path):
     in_a_job = SimpleNamespace(channel="cron", chat_id=id)
     with pytest.raises(CronError, match="A job that runs adds no others"):
         office.service.cron("add", "more", every_seconds=60, turn=in_a_job)
+    other = office.add("drink", every_seconds=60)
+    lines = office.service.cron("list", turn=CHAT).splitlines()
+    assert [line.partition(" ")[0] for line in lines] == [id, other]
+    with pytest.raises(CronError, match=f"no job 'x'. There are: {id}, {other}."):
+        office.service.cron("remove", job_id="x", turn=CHAT)
+    assert office.service.cron("remove", job_id=other, turn=CHAT) == f"Removed job {other}."
     assert office.service.cron("remove", job_id=id, turn=in_a_job) == f"Removed job {id}."
     assert office.rows() == []
     with pytest.raises(CronError, match=f"no job '{id}'. There are: none."):
@@ -3150,6 +3156,17 @@ def test_what_is_to_be_done_at_a_heartbeat(tmp_path, text, active):
     asyncio.run(Heartbeat(path, ask).beat())
     assert asked == ([active] if active else [])
     assert active_tasks(text.removeprefix("\ufeff")) == active
+
+
+def test_a_heartbeat_file_in_another_encoding_is_read_as_far_as_it_goes(tmp_path):
+    (tmp_path / "HEARTBEAT.md").write_bytes(b"Order caf\xe9.")
+    asked = []
+
+    async def ask(tasks: str) -> None:
+        asked.append(tasks)
+
+    asyncio.run(Heartbeat(tmp_path / "HEARTBEAT.md", ask).beat())
+    assert asked == ["Order caf\ufffd."]
 
 
 def test_no_heartbeat_file_is_no_task(tmp_path):
