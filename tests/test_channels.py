@@ -1940,6 +1940,7 @@ def test_only_a_token_that_telegram_does_not_know_ends_the_channel(tmp_path, sta
 def test_a_token_and_an_address_may_have_a_blank_or_a_slash_too_many(tmp_path):
     async def test(server):
         desk = Desk(server, tmp_path, token=f" {server.token}\n", api_base=f"{server.base_url}/")
+        assert desk.bot.api.base == server.base_url
         await desk.bot.send(OutboundMessage("telegram", "7", "hello", reply_to="no number"))
         assert server.calls("sendMessage") == [{"chat_id": "7", "text": "hello", "parse_mode": "HTML"}]
 
