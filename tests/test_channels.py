@@ -1450,6 +1450,18 @@ def test_only_so_many_piped_files_are_kept(tmp_path):
     assert str(kept[-1]) in text
 
 
+def test_another_program_may_have_removed_the_same_old_files(tmp_path):
+    class Shared(type(Path())):
+        """A folder that was listed just before the other program was there."""
+
+        def glob(self, pattern: str) -> list[Path]:
+            return [self / f"20200101-0000{number:02}-1.txt" for number in range(30)]
+
+    text = text_of_pipe(io.BytesIO(b"x" * 100_001), Shared(tmp_path / "piped"))
+    assert "100,001 bytes" in text
+    assert len(list((tmp_path / "piped").iterdir())) == 1
+
+
 # ---- What blocks gets a thread ----
 
 
