@@ -803,6 +803,24 @@ def test_a_question_of_several_lines_is_shown_whole_and_its_words_are_completed(
     assert completed == ["yes", "year", None]
 
 
+def test_what_was_typed_before_a_question_was_shown_is_no_answer(monkeypatch):
+    screen, keyboard = pty.openpty()
+
+    class Person(io.StringIO):
+        def write(self, text: str) -> int:
+            if text == "Run it? ":  # it is read only now
+                os.write(screen, b"n\n")
+            return len(text)
+
+    os.write(screen, b"y\n")
+    with open(keyboard) as stdin:
+        assert select.select([stdin], [], [], PATIENCE)[0]
+        monkeypatch.setattr(sys, "stdin", stdin)
+        monkeypatch.setattr(sys, "stderr", Person())
+        assert read_answer("Run it? ") == "n"
+    os.close(screen)
+
+
 # ---- The loop behind the keyboard ----
 
 
