@@ -1072,7 +1072,7 @@ def test_a_question_while_a_stopped_turn_tidies_up_is_refused(monkeypatch):
         try:
             await background.ask("one? ")
         finally:
-            with pytest.raises(NobodyToAsk, match="no turn is waited for"):
+            with pytest.raises(NobodyToAsk, match="Nobody can be asked"):
                 await background.ask("save it? ")
             refused.append("save it? ")
 
