@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import queue
+import re
 import select
 import signal
 import subprocess
@@ -25,10 +26,10 @@ from zoneinfo import ZoneInfo
 import pytest
 
 from channels import (
-    CLI, HEAD_OF_PIPED, KEPT_PIPED, MOST_PIPED, BackgroundLoop, Channel, Connection, CronError, CronJob,
-    CronService, FileChannel, Heartbeat, InboundMessage, JobStore, MessageBus, NoSuchBot, NobodyToAsk,
-    OutboundMessage, PrintableFormatter, Telegram, TelegramError, Waiting, active_tasks, approval_question,
-    as_html, machine_zone, next_run, plain_text, printable, split_html, text_of_pipe, verdict,
+    CLI, BackgroundLoop, Channel, CronError, CronJob, CronService, FileChannel, Heartbeat, InboundMessage,
+    JobStore, MessageBus, NoSuchBot, NobodyToAsk, OutboundMessage, PrintableFormatter, Telegram,
+    TelegramError, Terminated, Waiting, active_tasks, approval_question, as_html, in_thread, machine_zone,
+    next_run, plain_text, prepare_streams, printable, read_answer, split_html, text_of_pipe, verdict,
 )  # fmt: skip
 from fake_telegram import CONFLICT, PATIENCE, FakeTelegram, Parser, Refusal, units
 
@@ -158,9 +159,9 @@ def test_a_slow_channel_slows_nobody_and_loses_no_answer():
     asyncio.run(talk())
     finals = [message.content for message in slow.arrived if message.kind == "final"]
     assert finals == [f"answer {number}" for number in range(300)]
-    assert len(slow.arrived) == 300 + Connection.most_waiting
+    assert len(slow.arrived) == 300 + 100
     assert slow.texts()[:3] == ["0 ", "a hint", "1 "]
-    assert slow.texts()[Connection.most_waiting - 1] == "a hint", "no piece of an answer joins a hint"
+    assert slow.texts()[99] == "a hint", "no piece of an answer joins a hint"
 
 
 def test_pieces_of_an_answer_that_find_no_room_join_those_of_their_chat():
@@ -173,7 +174,7 @@ def test_pieces_of_an_answer_that_find_no_room_join_those_of_their_chat():
         sent = [OutboundMessage("slow", str(n % 2), f"{n} ", "delta") for n in range(500)]
         for message in sent:
             bus.send(message)
-        assert sent[Connection.most_waiting - 1].content == f"{Connection.most_waiting - 1} ", "not ours"
+        assert sent[99].content == "99 ", "not ours"
         slow.is_open.set()
         await bus.close()
 
@@ -269,6 +270,137 @@ def test_a_channel_that_never_delivers_does_not_hold_the_end():
     assert channel.ended
 
 
+def test_what_channels_exist_is_known_and_an_event_for_another_one_is_no_news(caplog):
+    async def talk() -> None:
+        bus = MessageBus()
+        bus.open(Talk("a"))
+        bus.open(Talk("b"))
+        assert bus.channels == ["a", "b"]
+        bus.send(OutboundMessage("nowhere", "42", "Hel", "delta"))
+        await bus.close()
+
+    asyncio.run(talk())
+    assert caplog.text == ""
+
+
+def test_messages_that_say_the_same_are_equal_whoever_waits_for_them():
+    async def talk() -> None:
+        waited_for = InboundMessage("a", "7", "1", "one")
+        publishing = asyncio.create_task(MessageBus().publish(waited_for))
+        await settled(lambda: waited_for.journalled)
+        publishing.cancel()
+        assert waited_for == InboundMessage("a", "7", "1", "one", media=(), metadata={}, message_id="")
+        assert "Future" not in repr(waited_for)
+
+    asyncio.run(talk())
+    answer = OutboundMessage("a", "1", "one", on_delivered=print)
+    assert answer == OutboundMessage("a", "1", "one", kind="final", media=(), reply_to="")
+    assert "print" not in repr(answer)
+
+
+def test_the_lines_of_a_file_are_messages_and_only_answers_go_into_the_other(tmp_path):
+    async def gateway() -> None:
+        bus, page = MessageBus(), io.StringIO()
+        channel = FileChannel(io.StringIO("  hello \n"), page)
+        bus.open(channel)
+        message = await bus.next()
+        assert message == InboundMessage("file", "me", "direct", "hello")
+        assert channel.is_allowed("me")
+        bus.send(OutboundMessage("file", "direct", "looking", "progress"))
+        bus.send(OutboundMessage("file", "direct", "It says hello."))
+        await bus.close()
+        assert page.getvalue() == "It says hello.\n"
+
+    asyncio.run(gateway())
+
+
+def test_of_answers_that_nobody_could_get_the_newest_twenty_are_kept():
+    channel = Talk("phone", failures=3 * 25)
+
+    async def talk() -> None:
+        bus = MessageBus(lambda seconds: asyncio.sleep(0))
+        bus.open(channel)
+        for number in range(25):
+            bus.send(OutboundMessage("phone", "42", str(number)))
+        await settled(lambda: channel.tries == 3 * 25)
+        for text in ("through", "again"):
+            bus.send(OutboundMessage("phone", "42", text))
+        await settled(lambda: len(channel.arrived) == 22)
+        await bus.close()
+
+    asyncio.run(talk())
+    assert channel.texts() == ["through", "again", *map(str, range(5, 25))]
+
+
+def test_an_end_waits_for_what_is_on_its_way_and_for_whoever_puts_things_in_order():
+    class Unhurried(Talk):
+        async def start(self, bus: MessageBus) -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await self.pause()
+                self.ended = True
+
+        async def send(self, message: OutboundMessage) -> None:
+            await self.pause()
+            self.arrived.append(message)
+
+        async def pause(self) -> None:
+            for _ in range(50):
+                await asyncio.sleep(0)
+
+    channel = Unhurried("phone")
+
+    async def talk() -> None:
+        bus = MessageBus()
+        bus.open(channel)
+        await asyncio.sleep(0)
+        for text in ("one", "two"):
+            bus.send(OutboundMessage("phone", "42", text))
+        await bus.close()
+        assert (channel.texts(), channel.ended) == (["one", "two"], True)
+
+    asyncio.run(talk())
+
+
+def test_the_log_says_which_channel_has_which_trouble_and_how_bad_it_is(caplog):
+    class Broken(Talk):
+        async def start(self, bus: MessageBus) -> None:
+            raise LookupError("the token is wrong")
+
+        async def stop(self) -> None:
+            raise LookupError("it never began")
+
+    def full() -> None:
+        raise OSError("disk full")
+
+    async def talk() -> None:
+        bus = MessageBus(lambda seconds: asyncio.sleep(0))
+        channel = Broken("phone", failures=4)
+        bus.open(channel)
+        bus.send(OutboundMessage("phone", "42", "looking", "progress"))
+        bus.send(OutboundMessage("phone", "42", "one"))
+        bus.send(OutboundMessage("phone", "42", "two", on_delivered=full))
+        bus.send(OutboundMessage("nowhere", "42", "three"))
+        await settled(lambda: len(channel.arrived) == 2)
+        await bus.close()
+
+    asyncio.run(talk())
+    assert {record.name for record in caplog.records} == {"nanobot.channels"}
+    told = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert told == [
+        ("WARNING", "There is no channel 'nowhere': its answer is shown nowhere"),
+        ("ERROR", "phone: nobody listens there any more: the token is wrong"),
+        ("WARNING", "phone: cannot deliver (progress): no network"),
+        ("WARNING", "phone: cannot deliver (final): no network"),
+        ("WARNING", "phone: cannot deliver (final): no network"),
+        ("WARNING", "phone: cannot deliver (final): no network"),
+        ("ERROR", "phone: an answer for 42 is kept for later"),
+        ("ERROR", "phone: a delivery could not be noted: disk full"),
+        ("WARNING", "phone: did not stop as it should: LookupError('it never began')"),
+    ]
+
+
 @pytest.mark.parametrize(
     ("allow_from", "sender_id", "is_allowed"),
     [
@@ -336,6 +468,8 @@ def test_a_log_line_is_made_harmless_with_its_traceback():
         ({"command": "echo \x9b2J\u202e"}, 'exec {"command": "echo \\x9b2J\\u202e"}\nRun it? [y/n/always] '),
         ({"command": "r\u200dm\xad"}, 'exec {"command": "r\\u200dm\\xad"}\nRun it? [y/n/always] '),
         ({"command": f"a{' ' * 999};rm x"}, 'exec {"command": "a[999 blanks];rm x"}\nRun it? [y/n/always] '),
+        ({"command": "a   b    c"}, 'exec {"command": "a   b[4 blanks]c"}\nRun it? [y/n/always] '),
+        ({"command": "Grüße"}, 'exec {"command": "Grüße"}\nRun it? [y/n/always] '),
         ({}, "exec {}\nRun it? [y/n/always] "),
     ],
 )
@@ -347,6 +481,14 @@ def test_the_size_of_a_long_call_stands_where_it_is_seen():
     question = approval_question("write_file", {"content": "x" * 3_000})
     assert question.endswith("\nwrite_file, 3,026 characters. Run it? [y/n/always] ")
     assert question.count("x") == 3_000
+
+
+@pytest.mark.parametrize(
+    ("length", "prompt"), [(500, "Run it? "), (501, "write_file, 501 characters. Run it? ")]
+)
+def test_a_call_that_fills_no_screen_is_shown_without_its_size(length, prompt):
+    question = approval_question("write_file", {"a": "x" * (length - len('write_file {"a": ""}'))})
+    assert question.splitlines()[1] == f"{prompt}[y/n/always] "
 
 
 # ---- The answer and what stands beside it ----
@@ -406,6 +548,11 @@ def test_into_a_pipe_goes_the_final_answer_once_and_nothing_else():
     send(CLI(out, err), *TURN)
     assert out.getvalue() == "It says hello.\n"
     assert err.getvalue() == 'Let me look.\nread_file("a.txt")\nagain in 2 s\n'
+
+
+def test_whoever_sits_at_the_terminal_may_write():
+    cli = CLI(io.StringIO(), io.StringIO())
+    assert (cli.name, cli.is_allowed("me")) == ("cli", True)
 
 
 def test_only_the_kinds_that_are_wanted_are_shown_beside_the_answer():
@@ -479,6 +626,14 @@ def test_on_a_terminal_the_final_answer_adds_only_what_was_not_streamed(terminal
     assert terminal.read() == screen
 
 
+def test_on_a_terminal_the_rest_of_a_text_beside_calls_is_shown_too(terminal):
+    cli = CLI(terminal.stream, terminal.stream)
+    send(cli, event("delta", "Let me"), event("progress", "Let me look."), event("tool_hint", "ls"))
+    assert terminal.read() == "Let me look.\nls\n"
+    send(cli, event("progress", "Text that was not streamed."))
+    assert terminal.read() == "Text that was not streamed.\n"
+
+
 def test_a_note_after_half_an_answer_begins_a_line_of_its_own(terminal):
     cli = CLI(terminal.stream, terminal.stream)
     send(cli, event("delta", "Half an ans"))
@@ -533,7 +688,7 @@ def typed(keys: bytes, history: Path, prompt: bytes = b"> ") -> str:
 
 def test_a_typed_line_is_read_and_another_program_recalls_it(tmp_path):
     pytest.importorskip("readline", reason="no line editing on this system")
-    history = tmp_path / ".nanobot" / "prompt-history"
+    history = tmp_path / "new" / ".nanobot" / "prompt-history"
     assert typed("Grüße 你\n".encode(), history) == "'Grüße 你'"
     assert typed(b"second\n", history) == "'second'"
     assert typed(b"\n", history) == "''"
@@ -559,6 +714,111 @@ def test_with_output_into_a_pipe_the_prompt_goes_to_standard_error(tmp_path):
     command = [sys.executable, "-c", READ_A_LINE, str(tmp_path / "history")]
     done = subprocess.run(command, cwd=ROOT, input="hello\n", capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("", "> 'hello'\n")
+
+
+class Script:
+    """Stands for sys.stdin: a text is read as a line, an exception is raised; then comes the end."""
+
+    def __init__(self, *steps: str | BaseException):
+        self.steps = list(steps)
+
+    def fileno(self) -> int:
+        raise OSError("it is no file")
+
+    def readline(self) -> str:
+        step = self.steps.pop(0) if self.steps else ""
+        if isinstance(step, BaseException):
+            raise step
+        return step
+
+
+def converse(folder: Path, monkeypatch, lines: list, *failures: BaseException) -> tuple:
+    """What was asked, what `converse` returned, and standard error; `failures` are what turns raise."""
+    asked, err, failing = [], io.StringIO(), list(failures)
+
+    def ask(text: str) -> None:
+        asked.append(text)
+        if failing:
+            raise failing.pop(0)
+
+    monkeypatch.setattr(sys, "stdin", Script(*lines))
+    code = CLI(io.StringIO(), err).converse(ask, folder / "history")
+    return asked, code, err.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("lines", "asked", "err"),
+    [
+        (["hello\n", "  what?  \n"], ["hello", "what?"], "> > > \n"),
+        ([], [], "> \n"),
+        (["\n", "   \n"], [], "> > > \n"),
+        (["exit\n", "hello\n"], [], "> "),
+        (["quit\n", "hello\n"], [], "> "),
+        (["/exit\n", "hello\n"], [], "> "),
+        (["hello\n", " /quit \n"], ["hello"], "> > "),
+        (["exit now\n"], ["exit now"], "> > \n"),
+        ([KeyboardInterrupt(), "hello\n"], ["hello"], "> \n> > \n"),
+    ],
+)
+def test_a_conversation_goes_on_until_somebody_leaves(tmp_path, monkeypatch, lines, asked, err):
+    assert converse(tmp_path, monkeypatch, lines) == (asked, 0, err)
+
+
+@pytest.mark.parametrize(
+    ("failure", "told"),
+    [
+        (KeyboardInterrupt(), "\nstopped; /continue goes on with the turn\n"),
+        (LookupError("no model."), "Sorry, that failed: no model.\n"),
+        (LookupError("no model"), "Sorry, that failed: no model.\n"),
+    ],
+)
+def test_a_turn_that_is_stopped_or_fails_does_not_end_the_conversation(tmp_path, monkeypatch, failure, told):
+    outcome = converse(tmp_path, monkeypatch, ["one\n", "two\n"], failure)
+    assert outcome == (["one", "two"], 0, f"> {told}> > \n")
+
+
+def test_a_conversation_ends_with_its_program_and_with_its_terminal(tmp_path, monkeypatch):
+    with pytest.raises(Terminated):
+        converse(tmp_path, monkeypatch, [Terminated(), "hello\n"])
+    with pytest.raises(Terminated):
+        converse(tmp_path, monkeypatch, ["hello\n"], Terminated())
+    with pytest.raises(OSError, match="the terminal is gone"):
+        converse(tmp_path, monkeypatch, [OSError("the terminal is gone")])
+
+
+def test_a_turn_that_fails_leaves_its_traceback_in_a_log_that_wants_it(tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    converse(tmp_path, monkeypatch, ["hello\n"], LookupError("no model"))
+    [record] = caplog.records
+    assert (record.levelname, record.getMessage()) == ("INFO", "the turn failed")
+    assert record.exc_info[0] is LookupError
+
+
+def test_a_question_of_several_lines_is_shown_whole_and_its_words_are_completed(monkeypatch, capsys):
+    readline = pytest.importorskip("readline", reason="no line editing on this system")
+    monkeypatch.setattr(sys, "stdin", Script("y\n"))
+    assert read_answer('exec {"command": "\x9b2J"}\nRun it? ', ["yes", "year", "no"]) == "y"
+    assert capsys.readouterr() == ("", 'exec {"command": "\\x9b2J"}\nRun it? ')
+    completed = [readline.get_completer()("ye", number) for number in range(3)]
+    assert completed == ["yes", "year", None]
+
+
+def test_what_was_typed_before_a_question_was_shown_is_no_answer(monkeypatch):
+    screen, keyboard = pty.openpty()
+
+    class Person(io.StringIO):
+        def write(self, text: str) -> int:
+            if text == "Run it? ":  # it is read only now
+                os.write(screen, b"n\n")
+            return len(text)
+
+    os.write(screen, b"y\n")
+    with open(keyboard) as stdin:
+        assert select.select([stdin], [], [], PATIENCE)[0]
+        monkeypatch.setattr(sys, "stdin", stdin)
+        monkeypatch.setattr(sys, "stderr", Person())
+        assert read_answer("Run it? ") == "n"
+    os.close(screen)
 
 
 # ---- The loop behind the keyboard ----
@@ -591,11 +851,12 @@ def test_an_exception_comes_out_as_it_was_raised_and_the_loop_goes_on():
 
 def test_the_thread_of_a_loop_ends_with_its_block():
     before = set(threading.enumerate())
-    with BackgroundLoop():
+    with BackgroundLoop() as background:
         [thread] = set(threading.enumerate()) - before
         assert thread.daemon, "no thread may hold the exit"
     thread.join(5)
     assert not thread.is_alive()
+    assert background.loop.is_closed(), "its pipes and threads are let go of"
 
 
 QUESTIONS = """
@@ -746,7 +1007,7 @@ def test_a_question_between_two_turns_is_refused():
     with BackgroundLoop() as background:
         background.complete(asyncio.sleep(0))
         asked = asyncio.run_coroutine_threadsafe(background.ask("more? "), background.loop)
-        with pytest.raises(NobodyToAsk):
+        with pytest.raises(NobodyToAsk, match="no turn is waited for"):
             asked.result(timeout=10)
 
 
@@ -797,6 +1058,7 @@ def test_a_question_from_beside_the_turn_is_answered_or_refused_and_a_given_up_o
             background.complete(never_answered())
         answered, refused = background.complete(outcomes())
     assert (answered, type(refused)) == ("one", NobodyToAsk)
+    assert str(refused) == "Nobody can be asked: the turn has ended."
     assert capsys.readouterr().err == "first? aside? turn? nobody answers? "
     assert caplog.records == []
 
@@ -810,7 +1072,7 @@ def test_a_question_while_a_stopped_turn_tidies_up_is_refused(monkeypatch):
         try:
             await background.ask("one? ")
         finally:
-            with pytest.raises(NobodyToAsk):
+            with pytest.raises(NobodyToAsk, match="Nobody can be asked"):
                 await background.ask("save it? ")
             refused.append("save it? ")
 
@@ -925,6 +1187,63 @@ def test_what_is_waited_for_is_shown_after_a_second_and_is_gone_before_anything_
     clock.now += 10
     waiting.draw()
     assert shown_on(terminal) == '<waiting for read_file("a\\x1b[2J.txt"), 71 s>|'
+
+
+@pytest.mark.parametrize(
+    ("seconds", "what", "shown"),
+    [
+        (0.99, "the model", ""),
+        (1.0, "the model", "<waiting for the model, 1 s>"),
+        (59.9, "two\twords", "<waiting for two words, 59 s>"),
+        (2.0, "x" * 100, f"<waiting for {'x' * 60}, 2 s>"),
+        (2.0, "", ""),
+    ],
+)
+def test_how_a_wait_is_shown(terminal, seconds, what, shown):
+    clock = Clock()
+    waiting = Waiting(terminal.stream, clock)
+    waiting.begin(what)
+    clock.now += seconds
+    waiting.draw()
+    assert shown_on(terminal) == shown
+
+
+class Screen(io.TextIOWrapper):
+    """A terminal as a program sees it that keeps back what is not flushed."""
+
+    def __init__(self):
+        super().__init__(io.BufferedWriter(io.BytesIO()), encoding="utf-8")
+
+    def isatty(self) -> bool:
+        return True
+
+    def seen(self) -> str:
+        text = self.buffer.raw.getvalue().decode()
+        for escape, mark in (("\r\x1b[K\x1b[?7l", "<"), ("\x1b[?7h\r", ">"), ("\r\x1b[K", "|")):
+            text = text.replace(escape, mark)
+        return text.replace(DIM, "").replace(PLAIN, "")
+
+
+def test_all_that_is_shown_is_seen_at_once(tmp_path, monkeypatch):
+    clock, out, err = Clock(), Screen(), Screen()
+    cli = CLI(out, err)
+    cli.waiting = waiting = Waiting(err, clock)
+    send(cli, event("delta", "Hel"))
+    assert out.seen() == "Hel"
+    send(cli, event("final", "Hello."))
+    assert out.seen() == "Hello.\n"
+    cli.note("a note")
+    assert err.seen() == "a note\n"
+    waiting.begin("the model")
+    clock.now += 2
+    waiting.draw()
+    assert err.seen() == "a note\n<waiting for the model, 2 s>"
+    waiting.end()
+    assert err.seen() == "a note\n<waiting for the model, 2 s>|"
+    piped, seen = CLI(io.StringIO(), err), []
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(readline=lambda: seen.append(err.seen()) or "\n"))
+    piped.read_line("> ", tmp_path / "history")
+    assert seen[0].endswith("|> ")
 
 
 def test_into_a_pipe_and_on_a_dumb_terminal_no_waiting_is_shown(terminal, monkeypatch):
@@ -1068,23 +1387,74 @@ def test_a_signal_that_was_ignored_at_the_start_stays_ignored(number, before, pr
         assert process.communicate("\n", timeout=30)[0] == printed
 
 
+def test_a_letter_that_an_encoding_does_not_have_is_replaced_going_in_and_out(monkeypatch):
+    page = io.BytesIO()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8"))
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(page, encoding="ascii"))
+    monkeypatch.setattr(sys, "stderr", io.StringIO())  # as a notebook has it
+    prepare_streams()
+    print("Grüße", file=sys.stdout, flush=True)
+    print("Grüße", file=sys.stderr)
+    assert (sys.stdin.read(), page.getvalue()) == ("caf\ufffd", b"Gr??e\n")
+    assert sys.stderr.getvalue() == "Grüße\n"
+
+
+def test_streams_that_are_closed_are_opened_to_nothing(monkeypatch):
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    prepare_streams()
+    streams = [sys.stdin, sys.stdout, sys.stderr]
+    monkeypatch.undo()
+    assert [stream.name for stream in streams] == [os.devnull] * 3
+    assert [stream.mode for stream in streams] == ["r", "w", "w"]
+    assert {(stream.encoding, stream.errors) for stream in streams} == {("utf-8", "replace")}
+    for stream in streams:
+        stream.close()
+
+
+def test_a_pipe_beside_a_message_is_read_if_it_begins_in_time(tmp_path, monkeypatch):
+    err, waited = io.StringIO(), []
+    cli = CLI(io.StringIO(), err)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b" a log \n")))
+    assert cli.read_piped(False, tmp_path) == "a log"  # alone it is waited for, however long it takes
+    reading, writing = os.pipe()
+    with open(reading) as pipe:
+        monkeypatch.setattr(sys, "stdin", pipe)
+        os.write(writing, b"a log\n")
+        os.close(writing)
+        assert (cli.read_piped(True, tmp_path), err.getvalue()) == ("a log", "")
+
+    def nothing_came(reads: list, writes: list, errors: list, seconds: float) -> tuple:
+        waited.append(seconds)
+        return [], [], []
+
+    monkeypatch.setattr(select, "select", nothing_came)
+    assert (cli.read_piped(True, tmp_path), waited) == ("", [3.0])
+    assert err.getvalue() == "nanobot: standard input is open but silent, going on without it\n"
+    monkeypatch.setattr(sys, "stdin", None)
+    assert cli.read_piped(False, tmp_path) == ""
+
+
 def test_what_is_piped_in_is_a_message_up_to_a_size(tmp_path):
     assert text_of_pipe(io.BytesIO(b" caf\xe9 \n"), tmp_path) == "caf\ufffd"
-    for text in ("你" * MOST_PIPED, "🙂" * MOST_PIPED, "x" * MOST_PIPED):
+    for text in ("你" * 100_000, "🙂" * 100_000, "x" * 100_000):
         assert text_of_pipe(io.BytesIO(text.encode()), tmp_path / "piped") == text
     assert not (tmp_path / "piped").exists()
 
 
 @pytest.mark.parametrize("letter", ["x", "🙂"])
 def test_more_than_that_goes_into_a_file_and_the_model_gets_its_beginning(tmp_path, letter):
-    folder, raw = tmp_path / "w" / "piped", (letter * (MOST_PIPED + 1)).encode() + b"\xff" * 1_000_000
+    folder, raw = tmp_path / "w" / "piped", (letter * 100_001).encode() + b"\xff" * 1_000_000
     text = text_of_pipe(io.BytesIO(raw), folder)
     [file] = folder.iterdir()
     assert file.read_bytes() == raw
-    assert text.count(letter * HEAD_OF_PIPED) == 1
-    assert len(text) < HEAD_OF_PIPED + 1_000
-    assert text.count(str(file)) == 2
-    assert f"{len(raw):,} bytes" in text
+    [first, beginning, last] = text.splitlines()
+    assert beginning == letter * 10_000
+    assert first.startswith("[standard input: ") and last.startswith("[standard input goes on: look into ")
+    assert str(file) in first and str(file) in last
+    assert f"{len(raw):,} bytes" in first
+    assert re.fullmatch(rf"\d{{8}}-\d{{6}}-{os.getpid()}\.txt", file.name)
+    assert folder.stat().st_mode & 0o777 == 0o700, "it may hold what is nobody else's business"
 
 
 def test_only_so_many_piped_files_are_kept(tmp_path):
@@ -1092,10 +1462,62 @@ def test_only_so_many_piped_files_are_kept(tmp_path):
     folder.mkdir()
     for number in range(30):
         (folder / f"20200101-0000{number:02}-1.txt").touch()
-    text = text_of_pipe(io.BytesIO(b"x" * (MOST_PIPED + 1)), folder)
+    text = text_of_pipe(io.BytesIO(b"x" * 100_001), folder)
     kept = sorted(folder.iterdir())
-    assert len(kept) == KEPT_PIPED
+    assert len(kept) == 20
     assert str(kept[-1]) in text
+
+
+def test_another_program_may_have_removed_the_same_old_files(tmp_path):
+    class Shared(type(Path())):
+        """A folder that was listed just before the other program was there."""
+
+        def glob(self, pattern: str) -> list[Path]:
+            return [self / f"20200101-0000{number:02}-1.txt" for number in range(30)]
+
+    text = text_of_pipe(io.BytesIO(b"x" * 100_001), Shared(tmp_path / "piped"))
+    assert "100,001 bytes" in text
+    assert len(list((tmp_path / "piped").iterdir())) == 1
+
+
+# ---- What blocks gets a thread ----
+
+
+def test_a_function_on_a_thread_gives_its_result_or_its_failure_and_holds_no_exit():
+    def fail() -> None:
+        raise SystemExit("it wants to leave")
+
+    async def test() -> None:
+        thread = await in_thread(threading.current_thread)
+        assert thread is not threading.main_thread()
+        assert thread.daemon
+        assert await in_thread(max, 1, 2) == 2
+        with pytest.raises(SystemExit, match="it wants to leave"):
+            await in_thread(fail)
+
+    with contextlib.suppress(SystemExit):
+        asyncio.run(test())
+
+
+def test_a_waiter_that_gives_up_lets_the_thread_finish_in_peace(monkeypatch):
+    goes_on, threads, complaints = threading.Event(), [], []
+    monkeypatch.setattr(threading, "excepthook", complaints.append)
+
+    def work() -> None:
+        threads.append(threading.current_thread())
+        goes_on.wait(PATIENCE)
+
+    async def test() -> None:
+        waiter = asyncio.create_task(in_thread(work))
+        await settled(lambda: threads)
+        waiter.cancel()
+        await asyncio.wait([waiter])
+        assert waiter.cancelled()
+
+    asyncio.run(test())
+    goes_on.set()
+    threads[0].join(PATIENCE)
+    assert complaints == []
 
 
 # ---- Telegram ----
@@ -1109,12 +1531,12 @@ class Desk:
     def __init__(self, server: FakeTelegram, folder: Path, allow_from=(7,), **options):
         self.server, self.naps, self.journal = server, [], []
         self.bus, self.sent = MessageBus(), []
-        settings = {"api_base": server.base_url, "media_folder": folder / "media", "sleep": self.sleep}
+        settings = {"api_base": server.base_url, "media_folder": folder / "w" / "media", "sleep": self.sleep}
         self.bot = Telegram(options.pop("token", server.token), allow_from, **{**settings, **options})
 
     async def sleep(self, seconds: float) -> None:
         self.naps.append(seconds)
-        if seconds == Telegram.typing_seconds:
+        if seconds == 4.0:
             await asyncio.Event().wait()  # one signal is enough here
         await asyncio.sleep(0)
 
@@ -1168,7 +1590,8 @@ def test_a_telegram_message_is_typed_at_answered_and_confirmed(tmp_path):
         assert answer == {"chat_id": "7", "text": "<b>Hello</b> &amp; bye.", "parse_mode": "HTML",
                           "reply_parameters": reply}  # fmt: skip
         assert server.calls("sendChatAction") == [{"chat_id": "7", "action": "typing"}]
-        assert [poll["allowed_updates"] for poll in server.calls("getUpdates")][0] == ["message"]
+        first = server.calls("getUpdates")[0]
+        assert first == {"offset": 0, "timeout": 50, "allowed_updates": ["message"]}
 
     in_telegram(test)
 
@@ -1245,7 +1668,7 @@ def test_strangers_get_no_sign_of_life(tmp_path, allow_from):
         async with Desk(server, tmp_path, allow_from) as desk:
             number = server.say("hi", document=server.file("a.pdf", b"%PDF"))
             await desk.until_confirmed(number)
-            assert not (tmp_path / "media").exists()
+            assert not (tmp_path / "w").exists()
         methods = {request.method for request in server.requests}
         assert methods == {"getMe", "deleteWebhook", "getUpdates"}
 
@@ -1274,6 +1697,7 @@ def test_allowed_people_are_heard(tmp_path, allow_from):
         (False, {"text": "hello all"}),
         (False, {"text": "@kit_bot2 hello"}),
         (False, {"text": "/stop"}),
+        (False, {"text": "no", "reply_to_message": {"message_id": 1}}),
     ],
 )
 def test_in_a_group_only_what_is_for_the_bot(tmp_path, is_heard, parts):
@@ -1300,7 +1724,7 @@ def test_a_group_may_be_open_but_only_to_allowed_people(tmp_path):
     in_telegram(test)
 
 
-def test_noise_is_confirmed_and_left_alone(tmp_path):
+def test_noise_is_confirmed_and_left_alone(tmp_path, caplog):
     async def test(server):
         async with Desk(server, tmp_path) as desk:
             sender, chat = {"id": 7, "is_bot": False}, {"id": 7, "type": "private"}
@@ -1322,6 +1746,9 @@ def test_noise_is_confirmed_and_left_alone(tmp_path):
             assert (await desk.take()).content == "a word"
             await desk.until(lambda: not server.updates)
         assert len(server.calls("sendChatAction")) <= 1
+        [record] = caplog.records
+        assert record.getMessage() == "Telegram: a message cannot be read, it is left out"
+        assert record.exc_info[0] is KeyError, "the one without a chat"
 
     in_telegram(test)
 
@@ -1336,7 +1763,7 @@ def test_an_album_that_comes_in_pieces_is_one_message(tmp_path):
             server.say(media_group_id="A1", photo=sizes, **parts)
 
         async def sleep(seconds: float) -> None:
-            if seconds == Telegram.album_seconds and len(server.updates) < 4:
+            if seconds == 1.0 and len(server.updates) < 4:
                 photo(2)
                 photo(3)
             await desk.sleep(seconds)
@@ -1348,10 +1775,13 @@ def test_an_album_that_comes_in_pieces_is_one_message(tmp_path):
         async with desk:
             message = await desk.take()
             assert (message.content, len(message.media)) == ("Where is this?", 3)
+            assert (message.sender_id, message.chat_id, message.message_id) == ("7", "7", "2")
             assert [path.read_bytes() for path in message.media] == [b"large"] * 3
             await desk.until(lambda: not server.updates)
             server.say("next")
             assert (await desk.take()).content == "next"
+        assert [nap for nap in desk.naps if nap != 4.0] == [1.0, 1.0]
+        assert [poll["timeout"] for poll in server.calls("getUpdates")][:4] == [50, 0, 0, 50]
 
     in_telegram(test)
 
@@ -1366,15 +1796,33 @@ def test_files_come_in_under_names_of_their_own(tmp_path):
             server.say("", voice=server.file("voice/3.oga", b"three"))
             server.say("", document=server.file("documents/4", b"four", file_name="../../../evil"))
             server.say("", document=server.file("documents/5", b"", file_name="é" * 200 + ".txt"))
-            messages = [await desk.take() for _ in range(5)]
+            server.say("", document=server.file("documents/6", b"six", file_name=f"x.{'y' * 99}"))
+            messages = [await desk.take() for _ in range(6)]
         names = [message.media[0].name for message in messages]
         assert names[:4] == ["U1-a_b.pdf", "U2-a_b.pdf", "U3-3.oga", "U4-.._.._.._evil"]
-        assert names[4].endswith(".txt")
-        assert len(names[4]) <= 100
-        assert {path.parent for message in messages for path in message.media} == {tmp_path / "media"}
+        assert names[4:] == ["é" * 96 + ".txt", "y" * 99], "cut, and hidden from nobody"
+        assert {path.parent for message in messages for path in message.media} == {tmp_path / "w" / "media"}
         contents = [message.media[0].read_bytes() for message in messages]
-        assert contents == [b"one", b"two", b"three", b"four", b""]
-        assert [message.content for message in messages] == ["two", "", "", "", ""]
+        assert contents == [b"one", b"two", b"three", b"four", b"", b"six"]
+        assert [message.content for message in messages] == ["two", "", "", "", "", ""]
+
+    in_telegram(test)
+
+
+def test_whatever_a_message_holds_its_words_and_its_file_are_taken(tmp_path):
+    async def test(server):
+        async with Desk(server, tmp_path) as desk:
+            for number, kind in enumerate(("document", "voice", "audio", "video", "video_note")):
+                server.say(**{kind: server.file(f"files/{kind} {number}", b"x")})
+                server.files[f"quoted {number}"] = (f"files/{kind}%20{number}", kind.encode())
+            server.say(sticker={"file_id": "S", "emoji": "🙂"})
+            server.say(photo=[], caption="no photo")
+            server.say(sticker={"file_id": "S"})  # no word and no file
+            server.say("the end")
+            messages = [await desk.take() for _ in range(8)]
+        assert [message.content for message in messages] == [""] * 5 + ["🙂", "no photo", "the end"]
+        contents = [[path.read_text() for path in message.media] for message in messages]
+        assert contents == [["document"], ["voice"], ["audio"], ["video"], ["video_note"], [], [], []]
 
     in_telegram(test)
 
@@ -1387,11 +1835,11 @@ def test_a_file_that_cannot_be_fetched_is_told_and_holds_up_nothing(tmp_path):
             message = await desk.take()
             assert (message.content.splitlines()[0], message.media) == ("this", [])
             assert "cannot be fetched: getFile: 400 Bad Request: file is too big" in message.content
-            lost = server.file("b.bin", b"x")
-            server.files[lost["file_id"]] = ("gone.bin", b"x")
-            server.say(document=lost | {"file_id": "ID1"})
-            server.files["ID1"] = ("gone.bin", b"x")
-            del server.files["ID0"]
+            server.say(document=server.file("a lost.bin", b"x"))  # its place has to be quoted
+            message = await desk.take()
+            problem = "the file cannot be fetched: HTTP 404"
+            assert message.content == f"[a file came with this, but it cannot be fetched: {problem}]"
+            server.say(document=server.file("b.bin", b"x"))
             assert (await desk.take()).media
 
     in_telegram(test)
@@ -1404,7 +1852,7 @@ def test_two_programs_for_one_bot_are_named_and_do_not_spin(tmp_path, caplog):
             server.say("hello")
             assert (await desk.take()).content == "hello"
             await desk.until(lambda: not server.updates)
-        waits = [nap for nap in desk.naps if nap != Telegram.typing_seconds]
+        waits = [nap for nap in desk.naps if nap != 4.0]
         assert len(waits) == 3
         assert min(waits) >= 5
         assert caplog.text.count("Another program asks for this bot's messages") == 1
@@ -1448,6 +1896,141 @@ def test_a_flood_wait_is_kept_to_the_second(tmp_path, caplog):
             await desk.take()
         assert [nap for nap in desk.naps if nap > 4] == [17, 17, 17]
         assert server.texts() == ["hello"] * 3
+        assert caplog.text.count("Telegram lets sendMessage wait 17 s (429).") == 2
+
+    in_telegram(test)
+
+
+@pytest.mark.parametrize(("parameters", "tries"), [({"retry_after": 7}, 5), ({}, 1)])
+def test_a_flood_that_does_not_end_is_an_error(tmp_path, parameters, tries):
+    async def test(server):
+        server.refuse("sendMessage", *[Refusal(429, "Too Many Requests", parameters)] * 6)
+        desk = Desk(server, tmp_path)
+        with pytest.raises(TelegramError, match="^sendMessage: 429 Too Many Requests$") as failure:
+            await desk.bot.send(OutboundMessage("telegram", "7", "hello"))
+        assert failure.value.status == 429
+        assert (desk.naps, len(server.texts())) == ([7] * (tries if parameters else 0), tries)
+
+    in_telegram(test)
+
+
+@pytest.mark.parametrize("page", [b"<html>bad gateway</html>", b"7", b'["no"]', b"", b"\xff"])
+def test_what_is_no_answer_of_telegrams_is_an_error_with_its_status(tmp_path, page):
+    async def test(server):
+        server.refuse("sendMessage", Refusal(502, body=page or b" "), Refusal(0))
+        bot = Desk(server, tmp_path).bot
+        for text, status in (("^sendMessage: 502 not the Bot API$", 502), ("RemoteDisconnected", 0)):
+            with pytest.raises(TelegramError, match=text) as failure:
+                await bot.send(OutboundMessage("telegram", "7", "hello"))
+            assert failure.value.status == status
+
+    in_telegram(test)
+
+
+def test_between_tries_it_waits_longer_and_longer_up_to_a_minute_and_then_begins_anew(tmp_path, caplog):
+    async def test(server):
+        trouble = Refusal(500, "Internal Server Error")
+        server.refuse("getUpdates", *[trouble] * 13)
+        async with Desk(server, tmp_path) as desk:
+            server.say("one")
+            await desk.take()
+            await desk.until(lambda: not server.updates)
+            server.refuse("getUpdates", trouble)
+            for text in ("two", "three"):
+                server.say(text)
+                await desk.take()
+            await desk.until(lambda: not server.updates)
+        waits = [nap for nap in desk.naps if nap != 4.0]
+        assert waits == [5, 10, 15, 20, 25, 30, 35, 40, 45, 50, 55, 60, 60, 5]
+        lines = [record.getMessage() for record in caplog.records]
+        told = "Telegram: getUpdates: 500 Internal Server Error. It is tried again."
+        assert lines == [told, "Telegram answers again."] * 2
+        assert {record.levelname for record in caplog.records} == {"WARNING"}
+
+    in_telegram(test)
+
+
+@pytest.mark.parametrize(("status", "ends"), [(401, True), (404, True), (403, False), (500, False)])
+def test_only_a_token_that_telegram_does_not_know_ends_the_channel(tmp_path, status, ends):
+    async def test(server):
+        server.refuse("getMe", Refusal(status, "no"))
+        async with contextlib.AsyncExitStack() as stack:
+            if ends:
+                desk = Desk(server, tmp_path)
+                with pytest.raises(NoSuchBot):
+                    await asyncio.wait_for(desk.bot.start(desk.bus), PATIENCE)
+            else:
+                await stack.enter_async_context(Desk(server, tmp_path))
+                await asyncio.to_thread(server.wait_until, lambda: server.calls("getUpdates"))
+        assert len(server.calls("getMe")) == (1 if ends else 2)
+
+    in_telegram(test)
+
+
+def test_a_token_and_an_address_may_have_a_blank_or_a_slash_too_many(tmp_path):
+    async def test(server):
+        desk = Desk(server, tmp_path, token=f" {server.token}\n", api_base=f"{server.base_url}/")
+        assert desk.bot.api.base == server.base_url
+        await desk.bot.send(OutboundMessage("telegram", "7", "hello", reply_to="no number"))
+        assert server.calls("sendMessage") == [{"chat_id": "7", "text": "hello", "parse_mode": "HTML"}]
+
+    in_telegram(test)
+    bot = Telegram("110201543:AAH")
+    assert (bot.api.base, bot.media_folder) == ("https://api.telegram.org", Path("media"))
+    assert (bot.name, bot.group_policy, bot.allow_from) == ("telegram", "mention", [])
+
+
+def test_typing_is_shown_for_five_minutes_at_most_and_its_trouble_is_no_trouble(tmp_path, caplog):
+    naps = []
+
+    async def sleep(seconds: float) -> None:
+        naps.append(seconds)
+
+    async def test(server):
+        async with Desk(server, tmp_path, sleep=sleep) as desk:
+            for before, signals in ((0, 75), (75, 76)):
+                server.say("hi")
+                await desk.take()
+                await desk.until(lambda before=before: len(server.calls("sendChatAction")) > before)
+                await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task(), desk.listening})
+                assert len(server.calls("sendChatAction")) == signals
+                server.refuse("sendChatAction", Refusal(400, "chat not found"))
+        assert naps == [4.0] * 75
+
+    in_telegram(test)
+    assert caplog.records == []
+
+
+def test_typing_ends_with_the_answer_with_the_next_message_and_with_the_bot(tmp_path):
+    begun, ended = [], []
+
+    async def sleep(seconds: float) -> None:
+        begun.append(seconds)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(seconds)
+
+    async def test(server):
+        async with Desk(server, tmp_path, sleep=sleep) as desk:
+
+            async def typed_at(number: int) -> None:
+                server.say("hi")
+                await desk.take()
+                while len(begun) < number:
+                    await asyncio.sleep(0.001)
+
+            await typed_at(1)
+            await desk.bot.send(OutboundMessage("telegram", "7", "looking", "progress"))
+            await desk.bot.send(OutboundMessage("telegram", "8", "for somebody else"))
+            assert ended == []
+            await typed_at(2)
+            assert ended == [4.0]
+            await desk.bot.send(OutboundMessage("telegram", "7", "It says hello."))
+            assert ended == [4.0] * 2
+            await typed_at(3)
+            assert ended == [4.0] * 2
+        assert ended == [4.0] * 3
 
     in_telegram(test)
 
@@ -1460,7 +2043,7 @@ def test_network_trouble_is_told_once_and_waited_out(tmp_path, caplog):
             server.say("hi")
             assert (await desk.take()).content == "hi"
             await desk.until(lambda: not server.updates)
-        waits = [nap for nap in desk.naps if nap != Telegram.typing_seconds]
+        waits = [nap for nap in desk.naps if nap != 4.0]
         assert len(waits) == 4
         assert 5 <= waits[0] < waits[3] <= 24
         assert caplog.text.count("502") == 1
@@ -1532,8 +2115,7 @@ def test_only_what_is_worth_a_message_is_sent(tmp_path):
             await desk.bot.send(OutboundMessage("telegram", "7", blank))
         for kind in ("progress", "tool_hint"):
             await desk.bot.send(OutboundMessage("telegram", "7", kind, kind=kind))
-        assert server.texts()[-2:] == ["progress", "tool_hint"]
-        assert "delta" not in server.texts()
+        assert server.texts() == ["**", "progress", "tool_hint"]
 
     in_telegram(test)
 
@@ -1555,8 +2137,31 @@ def test_photos_and_files_go_out(tmp_path):
         server.refuse("sendPhoto", Refusal(400, "Bad Request: PHOTO_INVALID_DIMENSIONS"))
         await desk.bot.send(OutboundMessage("telegram", "7", "", media=[photo]))
         assert [request.method for request in server.requests] == ["sendPhoto", "sendDocument"]
+        server.requests.clear()
+        server.refuse("sendPhoto", Refusal(500, "Internal Server Error"))
+        with pytest.raises(TelegramError):
+            await desk.bot.send(OutboundMessage("telegram", "7", "", media=[photo]))
+        assert [request.method for request in server.requests] == ["sendPhoto"], "it may have arrived"
         with pytest.raises(FileNotFoundError):
             await desk.bot.send(OutboundMessage("telegram", "7", "", media=[tmp_path / "gone"]))
+
+    in_telegram(test)
+
+
+def test_photos_are_told_from_other_files_by_their_names(tmp_path):
+    names = dict.fromkeys(["a.jpg", "b.JPEG", "c.png", "d.webp"], "photo")
+    names |= dict.fromkeys(["e.gif", "f.svg", "jpg", 'a b"c.txt'], "document")
+
+    async def test(server):
+        for name in names:
+            (tmp_path / name).write_text(name)
+        media = [tmp_path / name for name in names]
+        await Desk(server, tmp_path).bot.send(OutboundMessage("telegram", "7", "all", media=media))
+        sent = [(request.method, request.files) for request in server.requests[1:]]
+        assert sent == [
+            (f"send{kind.title()}", {kind: (name.replace(" ", "_").replace('"', "_"), name.encode())})
+            for name, kind in names.items()
+        ]
 
     in_telegram(test)
 
@@ -1585,6 +2190,8 @@ def test_the_token_is_in_no_log_and_no_error(tmp_path, caplog, base):
             shown += repr(error)
         assert secret not in shown
         assert secret not in caplog.text
+        if base == "{}":
+            assert str(failure.value) == "sendMessage: 400 bad /bot<token>/sendMessage"
 
     in_telegram(test)
 
@@ -1688,6 +2295,11 @@ def test_where_a_text_is_cut(text, limit, parts):
     assert split_html(text, limit) == parts
 
 
+def test_a_text_that_telegram_takes_whole_is_one_part():
+    assert split_html("a" * 4_096) == ["a" * 4_096]
+    assert split_html("a" * 4_097) == ["a" * 4_096, "a"]
+
+
 def test_long_code_is_closed_and_opened_again():
     text = as_html("Look:\n```python\n" + "x = 1 < 2\n" * 1_000 + "```\n**end**")
     parts = split_html(text)
@@ -1720,6 +2332,7 @@ def local(text: str, zone: str = "Europe/Berlin") -> datetime:
         ("0 9 * * 0", "2026-11-21T10:00", "2026-11-22T09:00"),
         ("0 9 * * 7", "2026-11-21T10:00", "2026-11-22T09:00"),
         ("0 9 * * sat-sun", "2026-11-21T10:00", "2026-11-22T09:00"),
+        ("0 9 * * sat-sun", "2026-11-22T10:00", "2026-11-28T09:00"),
         ("0 9 * * sun-tue", "2026-11-21T10:00", "2026-11-22T09:00"),
         ("0 0 1 1 *", "2026-11-21T10:00", "2027-01-01T00:00"),
         ("0 0 1 jan,jul *", "2027-01-01T10:00", "2027-07-01T00:00"),
@@ -1735,6 +2348,10 @@ def local(text: str, zone: str = "Europe/Berlin") -> datetime:
         ("0 9 */2 * mon", "2026-11-24T10:00", "2026-12-07T09:00"),
         ("0 9 13 * *", "2026-11-14T10:00", "2026-12-13T09:00"),
         ("0 0 29 2 */7", "2026-11-21T10:00", "2032-02-29T00:00"),
+        ("0 0 29 2 */7", "2088-03-01T10:00", "2128-02-29T00:00"),
+        # the edges of each field
+        ("59 23 31 12 *", "2026-11-21T10:00", "2026-12-31T23:59"),
+        ("0-59/59 0-23/23 1-31/30 1-12/11 0-7/7", "2027-01-01T10:00", "2027-01-01T23:00"),
         # never
         ("0 0 31 2 *", "2026-11-21T10:00", None),
         ("0 0 30 feb */2", "2026-11-21T10:00", None),
@@ -1744,6 +2361,14 @@ def test_when_an_expression_comes_next(expr, after, expected):
     moment = next_run(expr, local(after), BERLIN)
     assert moment == (local(expected) if expected else None)
     assert expected is None or moment.tzinfo is BERLIN
+
+
+def test_months_and_days_have_names():
+    names = ["jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec"]
+    for number, name in enumerate(names, 1):
+        assert next_run(f"0 0 1 {name} *", local("2026-01-01T00:00"), BERLIN).month == number
+    for number, name in enumerate(["mon", "tue", "wed", "thu", "fri", "sat", "sun"], 1):
+        assert next_run(f"0 0 * * {name}", local("2026-01-01T00:00"), BERLIN).isoweekday() == number
 
 
 @pytest.mark.parametrize(
@@ -1892,6 +2517,8 @@ def test_the_zone_of_this_machine_has_its_rules(tmp_path, monkeypatch):
     assert str(zone) == "Europe/Berlin"
     assert datetime(2026, 7, 1, tzinfo=zone).utcoffset() == timedelta(hours=2)
     assert machine_zone(tmp_path / "gone").utcoffset(None) is not None
+    if Path("/etc/localtime").exists():
+        assert isinstance(machine_zone(), ZoneInfo), "it is looked at where systems keep it"
     monkeypatch.setenv("TZ", ":Asia/Tokyo")
     assert str(machine_zone(link)) == "Asia/Tokyo"
 
@@ -1907,7 +2534,7 @@ class Office:
 
     def __init__(self, folder: Path, now: datetime = START):
         self.now, self.fired, self.fire = now, [], None
-        self.path = folder / "cron" / "jobs.json"
+        self.path = folder / "w" / "cron" / "jobs.json"
         self.service = CronService(self.path, self.on_fire, now=lambda: self.now, zone=BERLIN)
 
     async def on_fire(self, job: CronJob) -> None:
@@ -1993,6 +2620,56 @@ def test_a_repeated_job_keeps_its_phase_over_a_restart_and_a_long_run(tmp_path):
 )
 def test_what_a_look_at_the_clock_means(job, due, expected):
     assert verdict(job, local(f"2026-11-21T{due}") if due else None, START) == expected
+
+
+@pytest.mark.parametrize(
+    ("due", "expected"),
+    [("2026-11-20T12:00", "fire"), ("2026-11-20T11:59:59", "missed"), ("2026-11-21T12:00", "fire")],
+)
+def test_a_reminder_is_of_use_for_a_day(due, expected):
+    assert verdict(CronJob("a", at=due), local(due), START) == expected
+
+
+def test_a_job_stands_in_the_file_with_all_that_is_known_of_it(tmp_path):
+    office = Office(tmp_path)
+    id = office.add("drink \ud800 Grüße", every_seconds=600)
+    [row] = office.rows()
+    assert row == {
+        "id": id, "message": "drink ? Grüße", "every_seconds": 600, "cron_expr": "", "tz": "", "at": "",
+        "channel": "telegram", "chat_id": "42", "created": "2026-11-21T12:00:00+01:00",
+        "since": "2026-11-21T12:00:00+01:00", "enabled": True, "system": False, "runs": [],
+    }  # fmt: skip
+    assert "Grüße" in office.path.read_text(encoding="utf-8"), "a person reads it, too"
+    assert sorted(path.name for path in office.path.parent.iterdir()) == ["jobs.json", "jobs.lock"]
+
+    async def slow(job: CronJob) -> None:
+        office.now += timedelta(seconds=2.34)
+
+    office.fire = slow
+    office.pass_time(600, step=600)
+    [done] = office.rows()
+    began = "2026-11-21T12:10:00+01:00"
+    assert done == {**row, "since": began, "runs": [{"began": began, "seconds": 2.3, "error": ""}]}
+
+
+def test_a_list_tells_of_the_last_run_only_and_cuts_what_is_long(tmp_path):
+    office, failures = Office(tmp_path), [LookupError("no model " * 30), None, LookupError("again")]
+    id = office.add("drink " * 20, cron_expr="*/10 * * * *", tz="Asia/Tokyo")
+
+    async def fire(job: CronJob) -> None:
+        if failure := failures.pop(0):
+            raise failure
+
+    office.fire, tails = fire, []
+    for _ in range(3):
+        office.pass_time(600, step=600)
+        line = office.service.cron("list", turn=CHAT)
+        schedule, _, tail = line.partition(" · telegram:42 · ")
+        tails.append(tail)
+    assert schedule == f"{id} · cron */10 * * * * Asia/Tokyo · next Sat 2026-11-21 20:40 JST"
+    message = ("drink " * 20)[:80]
+    error = f"LookupError: {'no model ' * 30}"[:200]
+    assert tails == [f"{message} · failed: {error}", message, f"{message} · failed: LookupError: again"]
 
 
 def test_a_missed_at_comes_once_and_one_of_long_ago_is_only_told(tmp_path):
@@ -2091,6 +2768,47 @@ def test_a_job_may_be_added_while_one_runs(tmp_path):
     assert [message for message, _ in office.pass_time(120, step=60)] == ["first", "second"]
 
 
+def test_a_failure_is_in_the_log_with_its_traceback(tmp_path, caplog):
+    office = Office(tmp_path)
+    id = office.add("drink", every_seconds=60)
+
+    async def fail(job: CronJob) -> None:
+        raise LookupError("no model")
+
+    office.fire = fail
+    office.pass_time(60, step=60)
+    [record] = caplog.records
+    assert (record.levelname, record.getMessage()) == ("WARNING", f"cron: job {id} failed")
+    assert record.exc_info[0] is LookupError
+
+
+def test_a_system_job_goes_on_with_its_runs_at_the_pace_of_the_newest_start(tmp_path):
+    beats = []
+
+    async def beat() -> None:
+        beats.append(1)
+
+    def started(now: datetime, seconds: float) -> Office:
+        office = Office(tmp_path, now)
+        office.service.add_system("heartbeat", seconds, beat)
+        return office
+
+    office = started(START, 1_800)
+    office.add("drink", at="2026-11-21T23:00")
+    office.pass_time(1_800, step=600)
+    rows = office.rows()
+    heartbeat = next(row for row in rows if row["id"] == "heartbeat")
+    heartbeat["enabled"] = False  # by hand; the settings decide
+    office.path.write_text(json.dumps({"jobs": rows}))
+    office = started(office.now, 600)
+    heartbeat = next(row for row in office.rows() if row["id"] == "heartbeat")
+    assert (heartbeat["every_seconds"], heartbeat["enabled"], heartbeat["system"]) == (600, True, True)
+    assert len(heartbeat["runs"]) == 1
+    office.pass_time(600, step=600)
+    assert len(beats) == 2
+    assert [row["id"] == "heartbeat" for row in office.rows()] == [False, True]
+
+
 def test_system_jobs_are_listed_and_protected(tmp_path):
     beats = []
 
@@ -2121,7 +2839,7 @@ def test_system_jobs_are_listed_and_protected(tmp_path):
 def test_a_disk_that_refuses_makes_nothing_run_twice(tmp_path, caplog):
     office = Office(tmp_path)
     office.add("drink", every_seconds=60)
-    office.add("once", at="2026-11-21T12:01")
+    once = office.add("once", at="2026-11-21T12:01")
     assert len(office.pass_time(1)) == 0
     temporary = office.path.with_suffix(".tmp")
     temporary.mkdir()  # no file can be written there
@@ -2130,7 +2848,9 @@ def test_a_disk_that_refuses_makes_nothing_run_twice(tmp_path, caplog):
         ("once", "21 12:01:00"),
         ("drink", "21 12:02:00"),
     ]
-    assert "cannot be noted" in caplog.text
+    assert f"cron: the run of {once} cannot be noted: " in caplog.text
+    assert "Is a directory" in caplog.text
+    assert {record.levelname for record in caplog.records} == {"ERROR"}
     temporary.rmdir()
     assert office.pass_time(60) == [("drink", "21 12:03:00")]
     assert office.pass_time(60) == [("drink", "21 12:04:00")]
@@ -2149,23 +2869,44 @@ def test_a_damaged_file_is_set_aside_and_never_taken_for_no_jobs(tmp_path, caplo
     office.add("new", every_seconds=60)
     [aside] = office.path.parent.glob("jobs.json.corrupt-*")
     assert aside.read_bytes() == damage
-    assert str(aside) in caplog.text
+    assert f"it is now {aside}. Mend it." in caplog.text
+    assert ("it holds no list of jobs" in caplog.text) == (damage in (b"[]", b'{"jobs": {}}', b"null"))
     assert f"{aside} was damaged" in office.service.cron("list", turn=CHAT)
     assert [row["message"] for row in office.rows()] == ["new"]
 
 
-def test_a_file_that_is_damaged_meanwhile_is_made_new_from_what_is_known(tmp_path):
+def test_a_file_that_is_damaged_meanwhile_is_made_new_from_what_is_known(tmp_path, caplog):
     office = Office(tmp_path)
     office.add("drink", every_seconds=60)
     assert len(office.pass_time(60, step=60)) == 1
     office.path.write_bytes(office.path.read_bytes()[:40])  # somebody is just writing it
     assert len(office.pass_time(60, step=60)) == 1
     assert [row["message"] for row in office.rows()] == ["drink"]
+    told = caplog.records[0].getMessage()
+    assert told.startswith(f"{office.path}: ") and told.endswith(". The jobs known before go on.")
+
+
+def test_what_means_nothing_in_the_file_is_told_once(tmp_path, caplog):
+    office = Office(tmp_path)
+    strange = [{"id": "s1", "every_seconds": -1}, {"id": "s2", "cron_expr": "x"}, "s3" * 100]
+    strange += [{"id": "s4", "cron_expr": "1 1 * * *", "tz": "Mars/Olympus"}, {"id": "s5"}]
+    JobStore(office.path).change(lambda rows: strange)
+    office.pass_time(3)
+    told = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert told == [
+        ("WARNING", "cron: {'id': 's1', 'every_seconds': -1} is no job: it does not say when"),
+        ("WARNING", "cron: {'id': 's2', 'cron_expr': 'x'} is no job: 'x' has 1 fields instead of five: "
+         "minute, hour, day of month, month, day of week"),
+        ("WARNING", f"cron: {'s3' * 50} is no job: 'str' object has no attribute 'get'"),
+        ("WARNING", "cron: {'id': 's4', 'cron_expr': '1 1 * * *', 'tz': 'Mars/Olympus'} is no job: "
+         "there is no time zone 'Mars/Olympus'; write it like Europe/Berlin"),
+        ("WARNING", "cron: {'id': 's5'} is no job: it does not say when"),
+    ]  # fmt: skip
 
 
 def test_what_means_nothing_in_the_file_is_kept(tmp_path):
     office = Office(tmp_path)
-    office.path.parent.mkdir()
+    office.path.parent.mkdir(parents=True)
     by_hand = {"id": "hand", "message": "by hand", "cron_expr": "1 12 * * *", "tz": None, "colour": "red"}
     strange = ["text", 7, None, {}, {"id": "x"}, {"id": "y", "every_seconds": -1}]
     strange += [{"id": "z", "cron_expr": "x"}, {"id": "n", "every_seconds": "often"}]
@@ -2177,7 +2918,8 @@ def test_what_means_nothing_in_the_file_is_kept(tmp_path):
     assert rows[-1].pop("runs")
     assert rows[-1].pop("since")
     assert rows[-1] == {**by_hand, "enabled": True}
-    assert office.service.cron("list", turn=CHAT).count("\n") == 0
+    listed = office.service.cron("list", turn=CHAT)
+    assert listed == "hand · cron 1 12 * * * · next Sun 2026-11-22 12:01 CET · : · by hand"
 
 
 KILLED = """
@@ -2229,6 +2971,19 @@ def test_a_write_that_stopped_at_any_byte_does_no_harm(tmp_path):
     assert len(office.rows()) == 2
 
 
+def test_the_new_file_is_on_the_disk_before_it_takes_the_place_of_the_old_one(tmp_path, monkeypatch):
+    office, synced = Office(tmp_path), []
+    office.add("drink", every_seconds=60)
+
+    def fsync(number: int) -> None:
+        synced.append((os.fstat(number).st_size, len(office.rows())))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    office.add("second", every_seconds=60)
+    assert synced == [(office.path.stat().st_size, 1)]
+    assert len(office.rows()) == 2
+
+
 ADDING = """
 import sys
 from pathlib import Path
@@ -2268,6 +3023,7 @@ def test_two_programs_that_add_at_the_same_time_lose_nothing(tmp_path):
         ({"message": "x", "cron_expr": "0 25 * * *"}, "hour: '25' is not within 0-23"),
         ({"message": "x", "cron_expr": "0 0 31 2 *"}, "never comes. It is now Sat 2026-11-21 12:00 CET"),
         ({"message": "x", "at": "2026-11-21T11:59"}, "never comes. It is now Sat 2026-11-21 12:00 CET"),
+        ({"message": "x", "at": "2026-11-21T12:00"}, "never comes. It is now Sat 2026-11-21 12:00 CET"),
         ({"message": "x", "at": "tomorrow"}, "No job was made of 'at tomorrow'"),
     ],
 )
@@ -2290,8 +3046,26 @@ def test_a_wish_that_cannot_be_met_says_why(tmp_path, arguments, complaint):
     ],
 )
 def test_the_model_is_told_when_a_job_comes(tmp_path, schedule, answer):
-    added = Office(tmp_path).service.cron("add", "stretch", turn=CHAT, **schedule)
-    assert answer in added
+    office = Office(tmp_path)
+    added = office.service.cron("add", "stretch", turn=CHAT, **schedule)
+    job = CronJob(**office.rows()[0])
+    assert added == f"Added job {job.id}, {job.schedule()}: it runs next on {answer}."
+    assert re.fullmatch("[0-9a-f]{8}", job.id)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "shown"),
+    [
+        ({"every_seconds": 1}, "every 1 s"),
+        ({"at": "2026-11-21T17:00"}, "at 2026-11-21T17:00:00+01:00"),
+        ({"cron_expr": "0 9 * * *"}, "cron 0 9 * * *"),
+        ({"cron_expr": "0 9 * * *", "tz": "America/New_York"}, "cron 0 9 * * * America/New_York"),
+    ],
+)
+def test_a_schedule_is_shown_as_it_was_given(tmp_path, schedule, shown):
+    office = Office(tmp_path)
+    office.add("stretch", **schedule)
+    assert f" · {shown} · next " in office.service.cron("list", turn=CHAT)
 
 
 def test_the_tool_lists_and_removes_and_makes_no_job_in_a_job(tmp_path):
@@ -2306,8 +3080,16 @@ def test_the_tool_lists_and_removes_and_makes_no_job_in_a_job(tmp_path):
     in_a_job = SimpleNamespace(channel="cron", chat_id=id)
     with pytest.raises(CronError, match="A job that runs adds no others"):
         office.service.cron("add", "more", every_seconds=60, turn=in_a_job)
+    other = office.add("drink", every_seconds=60)
+    lines = office.service.cron("list", turn=CHAT).splitlines()
+    assert [line.partition(" ")[0] for line in lines] == [id, other]
+    with pytest.raises(CronError, match=f"no job 'x'. There are: {id}, {other}."):
+        office.service.cron("remove", job_id="x", turn=CHAT)
+    assert office.service.cron("remove", job_id=other, turn=CHAT) == f"Removed job {other}."
     assert office.service.cron("remove", job_id=id, turn=in_a_job) == f"Removed job {id}."
     assert office.rows() == []
+    with pytest.raises(CronError, match=f"no job '{id}'. There are: none."):
+        office.service.cron("remove", job_id=id, turn=CHAT)
 
 
 def test_the_service_runs_until_it_is_cancelled_whatever_happens(tmp_path, caplog):
@@ -2346,8 +3128,35 @@ def test_the_service_runs_until_it_is_cancelled_whatever_happens(tmp_path, caplo
         assert cancelled == ["drink"]
 
     asyncio.run(test())
-    assert "the jobs cannot be looked at" in caplog.text
+    assert "cron: the jobs cannot be looked at: [Errno 21] Is a directory" in caplog.text
+    assert naps == [1] * 70
     assert office.rows()[0]["runs"] == []  # it was cut off: at the next start it runs again
+
+
+def test_the_end_of_the_service_waits_for_every_job_that_puts_things_in_order(tmp_path):
+    office, tidied = Office(tmp_path), []
+
+    async def fire(job: CronJob) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            for _ in range(50 if job.message == "slow" else 1):
+                await asyncio.sleep(0)
+            tidied.append(job.message)
+
+    async def test() -> None:
+        office.fire, office.service.sleep = fire, lambda seconds: asyncio.Event().wait()
+        for name in ("slow", "quick"):
+            office.add(name, every_seconds=60)
+        office.now += timedelta(seconds=60)
+        task = asyncio.create_task(office.service.run())
+        await settled(lambda: len(office.fired) == 2)
+        task.cancel()
+        await asyncio.wait([task], timeout=PATIENCE)
+        assert task.cancelled()
+        assert tidied == ["quick", "slow"]
+
+    asyncio.run(test())
 
 
 # ---- Heartbeat ----
@@ -2378,6 +3187,17 @@ def test_what_is_to_be_done_at_a_heartbeat(tmp_path, text, active):
     asyncio.run(Heartbeat(path, ask).beat())
     assert asked == ([active] if active else [])
     assert active_tasks(text.removeprefix("\ufeff")) == active
+
+
+def test_a_heartbeat_file_in_another_encoding_is_read_as_far_as_it_goes(tmp_path):
+    (tmp_path / "HEARTBEAT.md").write_bytes(b"Order caf\xe9.")
+    asked = []
+
+    async def ask(tasks: str) -> None:
+        asked.append(tasks)
+
+    asyncio.run(Heartbeat(tmp_path / "HEARTBEAT.md", ask).beat())
+    assert asked == ["Order caf\ufffd."]
 
 
 def test_no_heartbeat_file_is_no_task(tmp_path):
