@@ -1160,7 +1160,6 @@ class EventHook(AgentHook):
         self.emit = emit
         self.turn = turn
         self.wants_streaming = streaming
-        self.beside_calls = ""  # what the last answer says besides its calls
 
     async def send(self, kind: str, content: str) -> None:
         if self.emit:
@@ -2163,8 +2162,12 @@ def pasted_servers_in_place(settings: Any) -> Any:
     log.warning("mcpServers stands at the top of the settings; its place here is tools.mcpServers")
     pasted = settings.pop("mcpServers")
     tools = settings.setdefault("tools", {})
-    if isinstance(tools, dict) and isinstance(pasted, dict):
-        tools["mcpServers"] = pasted | tools.get("mcpServers", {})
+    if isinstance(tools, dict):
+        placed = tools.setdefault("mcpServers", {})
+        if not isinstance(pasted, dict):
+            tools["mcpServers"] = pasted  # what is wrong with it is told of its place
+        elif isinstance(placed, dict):
+            tools["mcpServers"] = pasted | placed
     return settings
 
 

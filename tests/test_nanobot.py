@@ -2475,6 +2475,8 @@ def test_both_spellings_are_read(own_home):
         ('{"providers": {"vllm": {"textToolCalls": "yes"}}}', "textToolCalls: expected auto or on or off"),
         ('{"agents": {"defaults": {"maxTokens": true}}}', "defaults.maxTokens: expected integer, got true"),
         ('{"agents": {"defualts": {}}}', "agents.defualts: unknown key"),
+        ('{"mcpServers": []}', "tools.mcpServers: expected object, got []"),
+        ('{"mcpServers": {"a": {}}, "tools": {"mcpServers": 5}}', "tools.mcpServers: expected object, got 5"),
         ('{"tools": {"exec": {"allowedEnvKeys": [1]}}}', "exec.allowedEnvKeys[0]: expected string, got 1"),
         ('{"tools": []}', "tools: expected object, got []"),
         ("[]", "expected object, got []"),
