@@ -17,6 +17,7 @@ import time
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -30,16 +31,26 @@ from memory import (
     Session,
     SessionBusy,
     SessionManager,
+    Skill,
     SkillsLoader,
     TokenCounter,
     compact,
+    count_waiting,
+    findings_in,
     govern,
+    is_known,
+    locked,
     measure,
+    middle_out,
     newest,
+    place_now,
+    place_of_last,
     project,
     read_skill,
     readable,
     reason_to_refuse,
+    transcripts,
+    write_atomically,
 )
 from providers import LLMResponse, ToolCallRequest, legal
 
@@ -69,6 +80,14 @@ def call(*ids: str) -> dict:
 
 def result(id_: str, text: str) -> dict:
     return {"role": "tool", "tool_call_id": id_, "content": text}
+
+
+def cut(text: str, why: str) -> dict:
+    return {"role": "assistant", "content": text, "cut": why}
+
+
+def image(data: str) -> dict:
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
 
 
 def texts(session: Session) -> list[str]:
@@ -110,6 +129,47 @@ def test_a_journal_is_a_metadata_line_and_then_one_message_a_line(sessions):
     assert all(each.pop("timestamp") for each in messages)
     assert messages == [user("Wie geht's? 你好"), answer("Gut.")]
     assert "你好" in path.read_text(encoding="utf-8"), "people read journals too"
+
+
+def test_what_a_library_user_leaves_out_is_this(sessions, tmp_path):
+    session = Session(KEY, tmp_path / "x.jsonl")
+    assert (session.lines, session.metadata, session.summary, session.stamp) == ([], {}, {}, None)
+    assert (session.start, session.last_consolidated) == (0, 0)
+    assert (session.unsynced, session.is_new) == (False, False)
+    keeper, dreamer = consolidator(sessions), dream(tmp_path, Model())
+    assert (keeper.budget, keeper.window) == (56_320, 100)
+    assert (dreamer.budget, dreamer.max_batch, dreamer.failures) == (56_320, 20, 0)
+    skill = Skill("demo", tmp_path)
+    assert (skill.description, skill.text, skill.always) == ("", "", False)
+    assert (skill.missing, skill.problem) == ([], "")
+    assert sessions.syncer.pause == 0.1
+
+
+def test_a_message_keeps_its_own_time_and_else_gets_the_one_at_which_it_was_written(sessions):
+    session = sessions.get(KEY)
+    session.append({**user("one"), "timestamp": "2026-04-03T10:00:00+0200"}, {**user("two"), "timestamp": ""})
+    first, second = (line["timestamp"] for line in session.lines)
+    assert first == "2026-04-03T10:00:00+0200"
+    metadata = records(session.path)[0]
+    for stamp in (second, metadata["created_at"], metadata["updated_at"]):
+        assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d{4}", stamp)
+        assert stamp[:4] == time.strftime("%Y")
+
+
+@pytest.mark.parametrize(
+    ("content", "kept"),
+    [
+        ([image("A")], "[image]"),
+        ([{"type": "text", "text": "[a.png]"}, image("A")], "[a.png]"),
+        ([{"type": "text", "text": "a"}, image("A"), {"type": "text", "text": "b"}], "a\nb"),
+        (None, None),
+    ],
+)
+def test_of_images_the_journal_keeps_the_lines_that_name_them(sessions, tmp_path, content, kept):
+    message = {"role": "user", "content": content}
+    sessions.get(KEY).append(message)
+    assert texts(loaded(tmp_path)) == [kept]
+    assert message == {"role": "user", "content": content}, "the caller's is left as it is"
 
 
 def test_an_append_leaves_every_earlier_byte_as_it_was(sessions):
@@ -163,6 +223,15 @@ def test_an_unreadable_line_is_skipped_with_a_warning_and_kept_once(sessions, tm
     assert "unreadable" in caplog.text
     assert path.with_name(path.name + ".corrupt").read_bytes() == junk + b"\n"
     assert junk in path.read_bytes(), "the journal itself is never rewritten"
+
+
+def test_how_many_lines_are_unreadable_and_where_they_are_kept_is_said(sessions, tmp_path, caplog):
+    path = journal(sessions, user("one"))
+    path.write_bytes(path.read_bytes() + b"junk\n\n[1]\n")
+    assert texts(loaded(tmp_path)) == ["one"]
+    assert f"{path}: 2 unreadable lines skipped, kept in cli%3Adirect.jsonl.corrupt" in caplog.text
+    kept = path.with_name("cli%3Adirect.jsonl.corrupt").read_bytes()
+    assert kept == b"junk\n[1]\n", "an empty line is no damage"
 
 
 def test_a_damaged_metadata_line_hides_no_message(sessions, tmp_path):
@@ -239,7 +308,8 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
 def test_a_write_that_fails_half_way_is_said_and_costs_no_earlier_message(sessions, tmp_path):
     pytest.importorskip("resource", reason="file size limits are POSIX")
     with another_program(FILL_THE_DISK, tmp_path, KEY) as process:
-        assert process.stdout.read().startswith("failed:")
+        said = process.stdout.read()
+    assert said.startswith("failed: [Errno 27] File too large: ") and "cli%3Adirect.jsonl" in said
     session = sessions.get(KEY)
     assert texts(session) == ["one"]
     session.append(answer("two"))
@@ -376,6 +446,64 @@ def test_an_odd_last_consolidated_hides_nothing(sessions, odd):
     assert session.get_history() == [user("one"), answer("two")]
 
 
+@pytest.mark.parametrize(
+    ("count", "then", "now", "place"),
+    [
+        (7, 12, 12, 7),
+        (7, 12, 11, 6),
+        (7, 12, 14, 7),
+        (0, 12, 12, 0),
+        (12, 12, 12, 12),
+        (1, 12, 9, 0),
+        (0, 0, 0, 0),
+        (13, 12, 12, None),
+        (-1, 12, 12, None),
+        (True, 12, 12, None),
+        ("2", 12, 12, None),
+        (None, 12, 12, None),
+        (2, None, 12, None),
+        (1, True, 12, None),
+    ],
+)
+def test_a_count_of_lines_points_to_the_same_place_among_those_that_are_left(count, then, now, place):
+    assert place_now(count, then, now) == place
+
+
+SUMMED_UP = "[Summary of the conversation so far, which is not sent any more]\n\nRome."
+
+
+@pytest.mark.parametrize(
+    ("summary", "first"),
+    [
+        ({"text": "Rome.", "until": 2}, SUMMED_UP),
+        ({"text": "Rome.", "until": 9}, "one"),
+        ({"text": "Rome.", "until": "2"}, "one"),
+        ({"text": "Rome."}, "one"),
+        ({"text": 5, "until": 2}, "one"),
+        ([], "one"),
+    ],
+)
+def test_a_summary_stands_for_the_lines_before_its_place_and_an_odd_one_hides_nothing(
+    sessions, tmp_path, summary, first
+):
+    path = journal(sessions, user("one"), answer("two"), user("three"))
+    later = {"_type": "metadata", "summary": summary}
+    path.write_bytes(path.read_bytes() + json.dumps(later).encode() + b"\n")
+    history = loaded(tmp_path).get_history()
+    assert history[0]["content"] == first
+    assert history[1:] == ([user("three")] if first != "one" else [answer("two"), user("three")])
+
+
+def test_odd_metadata_replaces_nothing_that_is_known(sessions, tmp_path):
+    path = journal(sessions, user("one"))
+    good = {"_type": "metadata", "created_at": "2026-04-03", "metadata": {"a": 1}}
+    odd = {"_type": "metadata", "created_at": None, "metadata": [1]}
+    path.write_bytes(path.read_bytes() + b"".join(json.dumps(each).encode() + b"\n" for each in (good, odd)))
+    session = loaded(tmp_path)
+    assert (session.created_at, session.metadata) == ("2026-04-03", {"a": 1})
+    assert not list(sessions.folder.glob("*.corrupt")), "it is no damage"
+
+
 def test_a_later_metadata_line_replaces_an_earlier_one(sessions, tmp_path):
     path = journal(sessions, user("one"), answer("two"), user("three"))
     later = {"_type": "metadata", "created_at": "2026-04-03", "metadata": {"a": 1}, "last_consolidated": 2}
@@ -418,6 +546,20 @@ def test_every_key_round_trips_through_a_file_inside_the_folder(sessions, key):
 
 def test_two_keys_never_share_a_file(sessions):
     assert len({sessions.path(key) for key in KEYS}) == len(KEYS)
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("telegram:a_b", "telegram%3Aa_b.jsonl"),
+        ("a b@c+d,e=f", "a b@c+d,e=f.jsonl"),
+        ("../ä", "%2E%2E%2F%C3%A4.jsonl"),
+        ("50%", "50%25.jsonl"),
+        ("\udcff", "%ED%B3%BF.jsonl"),
+    ],
+)
+def test_a_person_finds_the_file_of_a_key(sessions, tmp_path, key, name):
+    assert sessions.path(key) == tmp_path / "sessions" / name
 
 
 def test_sessions_are_listed_with_the_one_used_last_first(sessions):
@@ -502,6 +644,14 @@ def test_an_exception_in_a_turn_lets_go_of_the_session(sessions):
         pass
 
 
+def test_who_finds_a_session_in_use_learns_which_and_what_to_do(sessions):
+    pytest.importorskip("fcntl", reason="file locks are POSIX")
+    told = "Session cli:direct is in use by another program. Wait, or name another: -s."
+    with sessions.lock(KEY), pytest.raises(SessionBusy, match=re.escape(told)), sessions.lock(KEY):
+        pass
+    assert sessions.path(KEY).with_name("cli%3Adirect.lock").exists()
+
+
 # ---- The projection ----
 
 
@@ -533,6 +683,17 @@ def test_runtime_facts_stand_before_the_text_and_our_own_keys_are_not_sent(sessi
     assert legal(session.get_history()) == [user("[It is Monday]\n\nhello")]
 
 
+def test_none_of_our_own_keys_is_sent_and_all_others_are(sessions):
+    session = sessions.get(KEY)
+    own = {"timestamp": "2026", "runtime": "r", "cut": "why", "id": "7", "beside": True, "unseen": 0}
+    session.append(user("a"), {**answer("b"), **own, "name": "n"}, {**user("c"), "id": "8"})
+    assert session.get_history() == [
+        user("a"),
+        {**answer("b"), "name": "n"},
+        user("[the answer above broke off: why]\n\nc"),
+    ]
+
+
 def test_history_is_the_same_bytes_twice_and_after_a_restart_and_changes_nothing(sessions, tmp_path):
     session = sessions.get(KEY)
     session.append(*TALK, {**user("x"), "runtime": "r"}, user("y"))
@@ -559,6 +720,10 @@ def test_history_only_grows_at_its_end_so_that_prompt_caches_hold(sessions):
         ([user("a"), call("c1")], True),
         ([user("a"), call("c1"), result("c1", "x")], True),
         ([user("a"), call("c1"), result("c1", "x"), answer("b")], False),
+        ([user("a"), cut("b", "no network")], True),
+        ([user("a"), cut("", "it was stopped")], True),
+        ([user("a"), user("c"), {**answer("b"), "unseen": 1}], True),
+        ([user("a"), user("c"), {**answer("b"), "unseen": 0}], False),
     ],
 )
 def test_continue_has_something_to_do_where_the_last_turn_has_no_answer(sessions, messages, unfinished):
@@ -667,6 +832,31 @@ def test_what_nobody_waits_for_is_synced_soon(sessions):
     assert not session.unsynced
 
 
+def test_what_is_written_meanwhile_is_synced_in_the_same_go(sessions):
+    session, before = sessions.get(KEY), set(threading.enumerate())
+    session.append(user("hello"), sync=False)
+    sessions.syncer.pause = 60
+    sessions.syncer.sync_soon(session)
+    [thread] = set(threading.enumerate()) - before
+    thread.join(0.02)
+    assert thread.is_alive() and session.unsynced, "it waits for more"
+
+
+def test_facts_are_on_the_disk_before_they_get_their_name_and_then_the_name_is(tmp_path):
+    store = MemoryStore(tmp_path)
+    with watched_disk() as disk:
+        store.write_facts("- Likes blue", instead_of="")
+    draft = f".MEMORY.md.{os.getpid()}.tmp"
+    assert disk == [("write", draft), ("fsync", "MEMORY.md"), ("fsync", "memory")]
+
+
+def test_where_a_file_cannot_be_replaced_no_draft_of_it_stays(tmp_path):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError, match="folder"):
+        write_atomically(tmp_path / "folder", "text")
+    assert [path.name for path in tmp_path.iterdir() if path.name != "home"] == ["folder"]
+
+
 def test_a_disk_that_refuses_the_fsync_is_said_and_tried_again(sessions):
     session = sessions.get(KEY)
     session.append(user("one"), sync=False)
@@ -751,10 +941,6 @@ def test_a_byte_flipped_anywhere_costs_its_line_at_most_two_where_it_was_a_newli
 # ---- What is said of an answer that is missing ----
 
 
-def cut(text: str, why: str) -> dict:
-    return {"role": "assistant", "content": text, "cut": why}
-
-
 def test_what_fills_a_gap_is_in_no_assistant_message(sessions):
     session = sessions.get(KEY)
     session.append(user("one"), user("two"), cut("Well", "the connection was lost"), user("three"))
@@ -794,6 +980,74 @@ def test_an_answer_that_broke_off_can_be_continued_where_it_stops(sessions):
     assert session.get_history() == [user("count"), answer("one, two"), answer(", three")]
 
 
+def test_what_is_told_of_an_answer_that_broke_off_stands_where_the_user_goes_on(sessions):
+    session = sessions.get(KEY)
+    session.append(user("a"), cut("Well", "no network"))
+    go_on = user("[the answer above broke off: no network] Go on where it stops.")
+    assert session.get_history() == [user("a"), answer("Well"), go_on]
+    session.restart()
+    session.append(user("a"), user("b"), {**cut("Well", "no network"), "unseen": 1})
+    told = user("[the answer above broke off: no network]\n\nb")
+    assert session.get_history() == [user("a"), answer("Well"), told], "the user has gone on already"
+    session.restart()
+    session.append(user("a"), cut("", "it was stopped"))
+    assert session.get_history() == [user("a")], "no word of it was said"
+
+
+def test_one_answer_is_for_both_where_a_message_came_beside_another(sessions):
+    session = sessions.get(KEY)
+    session.append(user("a"), {**user("b"), "beside": True}, answer("both"))
+    assert session.get_history() == [user("a"), user("b"), answer("both")]
+    session.restart()
+    session.append(user("a"), cut("", "it was stopped"), {**user("b"), "beside": True})
+    told = user("[the message above was not answered: interrupted]\n\nb")
+    assert session.get_history() == [user("a"), told]
+    session.restart()
+    session.append(user("a"), cut("Well", "no network"), {**user("b"), "beside": True})
+    told = user("[the answer above broke off: no network]\n\nb")
+    assert session.get_history() == [user("a"), answer("Well"), told]
+
+
+WAITING = [user("a"), answer("b"), None, user("c"), user("d")]
+
+
+@pytest.mark.parametrize(
+    ("lines", "waiting"),
+    [
+        ([], 0),
+        ([user("a")], 1),
+        ([user("a"), answer("b")], 0),
+        (WAITING, 2),
+        ([user("a"), user("b"), {**answer("c"), "unseen": 1}], 1),
+        ([user("a"), user("b"), {**answer("c"), "unseen": 1}, user("d")], 2),
+        ([user("a"), answer("c"), {**user("pictures of a tool"), "unseen": 1}], 1),
+        ([user("a"), {**answer("c"), "unseen": True}, user("d")], 1),
+    ],
+)
+def test_the_messages_that_nobody_has_answered_are_counted(lines, waiting):
+    assert count_waiting(lines) == waiting
+
+
+@pytest.mark.parametrize(("count", "place"), [(0, 5), (1, 4), (2, 3), (3, 0)])
+def test_new_keeps_the_messages_that_wait(count, place):
+    assert place_of_last(WAITING, count) == place
+
+
+def test_new_in_front_of_waiting_messages_sends_these_and_nothing_else(sessions, tmp_path):
+    session = sessions.get(KEY)
+    session.append(user("old"), answer("old too"), user("c"), {**user("d"), "beside": True})
+    session.restart(waiting=2)
+    assert loaded(tmp_path).get_history() == [user("c"), user("d")]
+
+
+def test_a_message_is_known_by_its_id_while_it_is_one_of_the_last_1000_lines(sessions):
+    session = sessions.get(KEY)
+    session.lines = [{**user("a"), "id": "7"}, None, *[answer("b")] * 997, {**user("c"), "id": "8"}]
+    assert [is_known(session, each) for each in ("7", "8", "9")] == [True, True, False]
+    session.lines.append(answer("d"))
+    assert [is_known(session, each) for each in ("7", "8", "9")] == [False, True, False]
+
+
 # ---- The projection grows ----
 
 
@@ -814,6 +1068,34 @@ def test_a_projection_that_grew_is_the_one_made_at_once(sessions, tmp_path):
         assert session.get_history()[: len(project(lines))] == project(lines)
 
 
+def test_a_message_that_came_before_its_answer_was_begun_stands_behind_it(sessions):
+    session = sessions.get(KEY)
+    seen = [user("a"), call("c1"), user("b"), {**result("c1", "x"), "unseen": 1}]
+    for line in seen:
+        session.append(line, sync=False)
+        session.get_history()  # it is asked for at each step
+    session.append({**answer("for a"), "unseen": 1}, answer("for b"), sync=False)
+    expected = [user("a"), call("c1"), result("c1", "x"), answer("for a"), user("b"), answer("for b")]
+    assert session.get_history() == expected == project(session.lines)
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        (user("hi"), "user: hi"),
+        ({**answer(None), "timestamp": "2026-04-03T10:00:00+0200"}, "[2026-04-03T10:00:00+0200] assistant: "),
+        (call("c1"), "assistant: calls read_file({})"),
+        ({**call("c1", "c2"), "content": "Well"},
+         "assistant: Well\ncalls read_file({})\ncalls read_file({})"),
+        (cut("Well", "no network"), "assistant: Well [broke off: no network]"),
+        ({**answer("x"), "tool_calls": [{}, "odd", {"function": {"name": "f"}}]}, "assistant: x"),
+        ({"role": "user", "content": [{"text": "ä"}]}, 'user: [{"text": "ä"}]'),
+    ],
+)  # fmt: skip
+def test_a_line_is_shown_to_people_like_this(line, shown):
+    assert readable(line) == shown
+
+
 def test_a_late_projection_costs_as_much_as_an_early_one(sessions):
     """Counted in calls of Python functions, not in time: so many a new message, however many there are."""
     session, counts = sessions.get(KEY), []
@@ -829,11 +1111,15 @@ def test_a_late_projection_costs_as_much_as_an_early_one(sessions):
     assert counts[0] == counts[1]
 
 
+def test_a_late_line_that_names_more_waiting_messages_than_there_are_moves_none():
+    """A damaged line may have been one of them."""
+    late = {**answer("late"), "unseen": 3}
+    gap = "[the message above was not answered: interrupted]\n\n"
+    sent = project([user("a"), user("b"), late, user("c")])
+    assert sent == [user("a"), user(f"{gap}b"), user(f"{gap}c")]
+
+
 # ---- How much fits a request ----
-
-
-def image(data: str) -> dict:
-    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
 
 
 @pytest.mark.parametrize("text", ["", "hello " * 50, "Grüße " * 50, "你好" * 50, "🙂" * 50, "\ud800" * 50])
@@ -846,6 +1132,23 @@ def test_bytes_bound_tokens_and_are_what_is_sent(text):
 def test_text_that_is_mostly_not_ascii_counts_three_bytes_a_token():
     assert measure(user("a" * 12_000))[1] == pytest.approx(3_000, abs=20)
     assert measure(user("你" * 4_000))[1] == pytest.approx(4_000, abs=20)
+
+
+@pytest.mark.parametrize(
+    ("content", "size", "tokens"),
+    [
+        ("", 31, 8),
+        ("hello", 36, 10),
+        ("é" * 31, 93, 24),
+        ("é" * 32, 95, 32),
+        ("你好" * 10, 91, 31),
+        ([{"type": "text", "text": "a"}], 60, 16),
+        ([{"type": "text", "text": "a"}, image("A")], 1_060, 1_016),
+        ([image("A"), image("B")], 2_031, 2_008),
+    ],
+)
+def test_bytes_and_estimated_tokens_of_a_message_are_these(content, size, tokens):
+    assert measure({"role": "user", "content": content}) == (size, tokens)
 
 
 def test_an_image_counts_as_1000_tokens_however_large_its_data():
@@ -861,6 +1164,49 @@ def test_each_message_is_measured_once():
     before = counter.total([message, message])
     message["content"] *= 100  # nobody does that to a message; here it would show a second look
     assert counter.total([message, message]) == before
+
+
+def test_sizes_of_more_than_20000_messages_are_not_kept():
+    counter, message = TokenCounter(), user("x" * 400)
+    before = counter.size(message)
+    message["content"] *= 2
+    counter.total([{} for _ in range(20_000)])
+    assert counter.size(message) == before
+    counter.size({})
+    assert counter.size(message) == before + 100
+
+
+def test_tools_are_measured_together_and_anew_only_where_they_are_others():
+    counter = TokenCounter(lambda: lambda text: len(text))
+    assert counter.size_of_tools([]) == 0
+    assert counter.size_of_tools([{}, user("hello")]) == 11
+    counter.count_exactly_from_now_on()
+    for thread in threading.enumerate():
+        if "_fetch" in repr(thread):
+            thread.join()
+    assert counter.size_of_tools([{}, user("hello")]) == 11, "equal ones are not measured again"
+    assert counter.size_of_tools([user("hello")]) == 36
+
+
+def test_the_vocabulary_counts_long_texts_in_pieces(monkeypatch):
+    pieces = []
+
+    def encode(text: str) -> list[str]:
+        pieces.append(len(text))
+        return list(text)
+
+    def get_encoding(name: str) -> SimpleNamespace:
+        assert name == "o200k_base"
+        return SimpleNamespace(encode_ordinary=encode)
+
+    monkeypatch.setitem(sys.modules, "tiktoken", SimpleNamespace(get_encoding=get_encoding))
+    counter = TokenCounter()
+    counter.count_exactly_from_now_on()
+    for thread in threading.enumerate():
+        if "_fetch" in repr(thread):
+            thread.join()
+    assert counter.size(user("z" * 4_500)) == 4_531
+    assert pieces == [2_000, 2_000, 531]
 
 
 # ---- The request fits, whatever the conversation was ----
@@ -1015,7 +1361,9 @@ def test_exact_counting_is_never_waited_for_and_only_wanted_where_bytes_do_not_f
     assert counter.size(messages[0]) > 100, "counted once"
 
 
-def test_without_a_vocabulary_tokens_are_estimated():
+def test_without_a_vocabulary_tokens_are_estimated(caplog):
+    caplog.set_level("INFO")
+
     def load():
         raise OSError("no network")
 
@@ -1024,7 +1372,8 @@ def test_without_a_vocabulary_tokens_are_estimated():
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and thread.daemon and "_fetch" in repr(thread):
             thread.join()
-    assert counter.size(user("z" * 400)) > 100
+    assert counter.size(user("z" * 400)) == 108
+    assert "tokens are estimated: no network" in caplog.text
 
 
 def test_a_long_memory_keeps_its_newest_lines_and_says_where_the_rest_is():
@@ -1033,6 +1382,15 @@ def test_a_long_memory_keeps_its_newest_lines_and_says_where_the_rest_is():
     assert kept[-1] == lines[-1] and len(kept) < 300
     assert kept[0] == f"[{1_000 - len(kept) + 1} older lines are in memory/MEMORY.md: grep it]"
     assert newest(lines[:3], 500, "x") == lines[:3]
+
+
+def test_of_a_long_memory_as_much_is_kept_as_fits():
+    lines = [f"- fact {n:04}" for n in range(1_000)]
+    for most in (100, 500, 2_000):
+        kept = measure({"content": "\n".join(newest(lines, most, "x")[1:])})[1]
+        assert 0.85 * most < kept <= most
+    assert newest(["x" * 1_000, "y" * 1_000], 100, "x") == ["[2 older lines are in x: grep it]"]
+    assert newest([], 100, "x") == []
 
 
 # ---- Long-term memory ----
@@ -1068,7 +1426,7 @@ def test_a_damaged_dream_cursor_hides_nothing(tmp_path, cursor):
     assert len(remember(tmp_path, entry(1), entry(2), cursor=cursor)) == 2
 
 
-@pytest.mark.parametrize("odd", ["5", "x", 5.0, True, -5, None, [5], {"a": 5}])
+@pytest.mark.parametrize("odd", ["5", "x", 5.0, True, 0, -5, None, [5], {"a": 5}])
 def test_an_entry_with_an_odd_cursor_is_ignored(tmp_path, odd):
     assert remember(tmp_path, entry(odd, "odd"), entry(1, "good")) == ["[2026-04-03 00:02] good"]
 
@@ -1116,6 +1474,48 @@ def test_an_entry_gets_the_next_cursor_its_own_time_and_no_thoughts(tmp_path):
     assert len(contents(store)[-1]) <= 64_000 and contents(store)[-1].endswith("[cut]")
 
 
+def test_an_entry_of_more_than_64000_letters_is_cut(tmp_path):
+    store = MemoryStore(tmp_path)
+    store.append_history("x" * 64_000)
+    store.append_history("x" * 64_001)
+    assert contents(store) == ["x" * 64_000, "x" * 63_990 + " [cut]"]
+
+
+def test_an_entry_without_a_time_gets_the_current_one_and_all_that_is_said_of_it_is_kept(tmp_path):
+    store = MemoryStore(tmp_path)
+    store.append_history("Hello.", session=KEY, until=7)
+    [entry] = records(store.history)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d", entry.pop("timestamp"))
+    assert entry == {"cursor": 1, "content": "Hello.", "session": KEY, "until": 7}
+
+
+GOOD = b'{"cursor": 7, "timestamp": "2026-04-03 00:02", "content": "good"}'
+
+
+@pytest.mark.parametrize(
+    ("written", "known", "aside"),
+    [
+        (b"", [], None),
+        (b"\n", [], None),
+        (b"x", [], b"x\n"),
+        (b"\0", [], None),
+        (GOOD, ["good"], None),
+        (GOOD + b"\n", ["good"], None),
+        (GOOD[:-1], [], GOOD[:-1] + b"\n"),
+        (GOOD + b"\n{", ["good"], b"{\n"),
+        (GOOD + b"\n\0\0", ["good"], None),
+    ],
+)
+def test_an_entry_behind_a_torn_one_stands_in_a_line_of_its_own(tmp_path, written, known, aside):
+    store = MemoryStore(tmp_path)
+    store.folder.mkdir()
+    store.history.write_bytes(written)
+    store.append_history("new")
+    assert contents(MemoryStore(tmp_path)) == [*known, "new"]
+    corrupt = store.folder / "history.jsonl.corrupt"
+    assert (corrupt.read_bytes() if corrupt.exists() else None) == aside
+
+
 @pytest.mark.parametrize("bad", ["5", 7.5, True, -3, None])
 def test_the_next_cursor_is_one_more_than_the_largest_good_one(tmp_path, bad):
     remember(tmp_path, entry(1), entry(9), entry(bad), "{torn", NO_TIME)
@@ -1157,6 +1557,15 @@ def test_compaction_moves_what_was_read_and_keeps_what_was_not(tmp_path):
     assert [each["cursor"] for each in records(archive)] == list(range(1, 13)), "each once"
 
 
+def test_a_dream_leaves_1000_entries_in_the_history(home, monkeypatch):
+    monkeypatch.setenv("PATH", "")  # no git: it would take its time
+    remember(home, *(entry(n) for n in range(1, 1_004)), cursor=b"1002")
+    asyncio.run(dream(home, Model("[SKIP]")).run())
+    assert [each["cursor"] for each in records(home / "memory" / "history-archive.jsonl")] == [1, 2, 3]
+    kept = [each["cursor"] for each in records(home / "memory" / "history.jsonl")]
+    assert kept == list(range(4, 1_004))
+
+
 def test_history_md_is_the_same_for_people_and_is_made_anew_where_it_is_gone(tmp_path):
     store, path = MemoryStore(tmp_path), tmp_path / "memory" / "HISTORY.md"
     for n in range(3):
@@ -1168,6 +1577,18 @@ def test_history_md_is_the_same_for_people_and_is_made_anew_where_it_is_gone(tmp
     compact(store, keep=1)
     store.append_history("[2026-04-03 00:03] entry 3")
     assert path.read_text() == before + "[2026-04-03 00:03] entry 3\n\n"
+
+
+def test_an_entry_that_a_killed_program_did_not_add_for_people_is_added_with_the_next(tmp_path):
+    store, path = MemoryStore(tmp_path), tmp_path / "memory" / "HISTORY.md"
+    store.append_history("[2026-04-03 00:01] one")
+    before = path.read_text()
+    store.append_history("[2026-04-03 00:02] two")
+    path.write_text(before)
+    store.append_history("[2026-04-03 00:03] three")
+    store.append_history("[2026-04-03 00:04] four")
+    said = re.findall(r"\] (\w+)", path.read_text())
+    assert said == ["one", "two", "three", "four"]
 
 
 def test_facts_are_written_whole_and_only_over_what_was_read(tmp_path):
@@ -1198,6 +1619,27 @@ def test_no_answer_of_a_model_empties_the_facts(tmp_path, caplog, text):
     assert store.write_facts(text, instead_of=facts)
     assert store.read_facts() == facts
     assert "stays as it is" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_written"),
+    [(300, 1, True), (301, 149, False), (301, 150, True), (300, 0, False), (0, 1, True)],
+)
+def test_only_long_facts_may_not_shrink_to_less_than_half(tmp_path, caplog, before, after, is_written):
+    store = MemoryStore(tmp_path)
+    store.folder.mkdir()
+    store.facts.write_text("x" * before)
+    assert store.write_facts("y" * after, instead_of="x" * before), "the file was not outdated"
+    assert store.read_facts() == ("y" * after + "\n" if is_written else "x" * before)
+    assert ("MEMORY.md stays as it is" in caplog.text) is not is_written
+
+
+def test_facts_in_which_nothing_is_new_are_not_written_again(tmp_path, caplog):
+    store = MemoryStore(tmp_path)
+    store.write_facts("- Likes blue", instead_of="")
+    before = store.facts.stat()
+    assert store.write_facts("\n- Likes blue", instead_of="- Likes blue\n")
+    assert store.facts.stat() == before and not caplog.text
 
 
 # ---- The Consolidator ----
@@ -1258,6 +1700,71 @@ def test_below_window_and_budget_no_model_is_asked(sessions):
     assert (keeper.ask.asked, session.last_consolidated) == ([], 0)
 
 
+@pytest.mark.parametrize(("count", "moved"), [(3, 0), (4, 2), (5, 3), (6, 4)])
+def test_from_as_many_messages_as_the_window_has_half_of_it_stays(sessions, count, moved):
+    session, keeper = sessions.get(KEY), consolidator(sessions, *[saves("Entry.")] * 9, window=4)
+    session.append(*(user(f"q{n}") for n in range(count)), sync=False)
+    session.lines.insert(0, None)
+    asyncio.run(keeper.after_turn(session, 0))
+    assert session.last_consolidated == (moved + 1 if moved else 0), "an unreadable line is none"
+
+
+def test_what_fits_the_budget_to_the_token_stays(sessions):
+    session = talk(sessions.get(KEY), 3, 2_000)
+    size = sum(measure(message)[1] for message in session.get_history())
+    for others, told in ((0, ""), (1, "older messages went into the memory")):
+        keeper = consolidator(sessions, *[saves("Entry.")] * 9, budget=size)
+        assert asyncio.run(keeper.before_turn(session, others)) == told
+        assert bool(session.last_consolidated) is bool(told)
+
+
+def test_five_rounds_at_a_time_are_made_and_of_what_new_dropped_all(sessions):
+    session = talk(sessions.get(KEY), 120)  # 480 lines
+    keeper = consolidator(sessions, *[saves("Entry.")] * 20)
+    asyncio.run(keeper.after_turn(session, 0))
+    assert (len(keeper.ask.asked), session.last_consolidated) == (5, 300)
+    session.start = 480
+    talk(session, 60)
+    session.restart()
+    asyncio.run(keeper.archive(session))
+    assert (len(keeper.ask.asked), session.last_consolidated) == (12, 720)
+
+
+def test_a_conversation_that_another_program_saves_is_left_to_it(sessions):
+    pytest.importorskip("fcntl", reason="file locks are POSIX")
+    session, keeper = talk(sessions.get(KEY), 30), consolidator(sessions, *[saves("Entry.")] * 9)
+    with locked(sessions.folder / "cli%3Adirect.memory.lock"):
+        asyncio.run(keeper.after_turn(session, 0))
+    assert (keeper.ask.asked, session.last_consolidated) == ([], 0)
+    asyncio.run(keeper.after_turn(session, 0))
+    assert session.last_consolidated == 72
+
+
+@pytest.mark.parametrize(
+    ("more", "first"),
+    [
+        ({"until": 4}, "q1"),
+        ({"until": 8}, "q2"),
+        ({"until": 0}, "q0"),
+        ({"until": 13}, "q0"),
+        ({"until": "4"}, "q0"),
+        ({"until": True}, "q0"),
+        ({"until": 4, "session": "cli:other"}, "q0"),
+        ({"until": 4, "created_at": "2020-01-01"}, "q0"),
+    ],
+)
+def test_a_round_begins_behind_what_a_killed_program_has_saved_of_it(sessions, more, first):
+    session = talk(sessions.get(KEY), 3)
+    session.restart()
+    keeper = consolidator(sessions, saves("Entry."))
+    origin = {"session": KEY, "created_at": session.created_at}
+    keeper.store.append_history("Saved.", **(origin | more))
+    asyncio.run(keeper.archive(session))
+    asked = keeper.ask.asked[0][0][1]["content"]
+    assert re.search(r"user: (q\d)", asked)[1] == first
+    assert (len(keeper.ask.asked), session.last_consolidated) == (1, 12)
+
+
 def test_over_the_budget_room_is_made_until_half_of_it_is_free(sessions):
     session = talk(sessions.get(KEY), 10, 2_000)
     session.append({**user("now"), "runtime": "It is Monday"})
@@ -1279,6 +1786,7 @@ def test_over_the_budget_room_is_made_until_half_of_it_is_free(sessions):
         [saves(""), saves("", "x")],
         [saves(None, "x"), saves("<think>hm</think>", "x")],
         [saves("cut", "x", "length"), saves("cut", "x", "length")],
+        [saves("cut", "x", "content_filter"), saves("cut", "x", "content_filter")],
         [LLMResponse(None, [ToolCallRequest("c", "exec", {})], "tool_calls"), ""],
         [FAILED],
     ],
@@ -1292,6 +1800,32 @@ def test_where_the_model_does_not_save_the_raw_text_goes_to_the_history_and_it_s
     [raw] = contents(keeper.store)
     assert raw.startswith("[RAW] ") and "q14" in raw and len(raw) <= 16_006
     assert keeper.store.read_facts() == ""
+
+
+def test_a_model_is_asked_to_save_like_this(sessions):
+    session = sessions.get(KEY)
+    session.lines = [{**user("I like blue."), "timestamp": "2026-04-03"}, answer("Fine."), user("next")]
+    session.start = 2
+    keeper = consolidator(sessions, "I would rather talk.", saves("They talked.", "- Likes blue"))
+    keeper.store.write_facts("- Likes Rome", instead_of="")
+    asyncio.run(keeper.archive(session))
+    first, second = keeper.ask.asked
+    said = "[2026-04-03] user: I like blue.\nassistant: Fine."
+    question = f"# MEMORY.md\n\n- Likes Rome\n\n\n# Conversation\n\n{said}"
+    assert first[0] == second[0] == [{"role": "system", "content": "Save it."}, user(question)]
+    assert (first[2], second[2]) == (None, "required")
+    [tool] = first[1]
+    assert (tool["type"], tool["function"]["name"]) == ("function", "save_memory")
+    assert "worth keeping" in tool["function"]["description"]
+    schema = tool["function"]["parameters"]
+    assert (schema["type"], schema["required"]) == ("object", ["history_entry", "memory_update"])
+    assert [each["type"] for each in schema["properties"].values()] == ["string", "string"]
+    assert "[YYYY-MM-DD HH:MM]" in schema["properties"]["history_entry"]["description"]
+    assert "whole new MEMORY.md" in schema["properties"]["memory_update"]["description"]
+    assert keeper.store.read_facts() == "- Likes blue\n"
+    [entry] = records(keeper.store.history)
+    assert (entry["content"], entry["until"], entry["session"]) == ("They talked.", 2, KEY)
+    assert entry["created_at"] == session.created_at
 
 
 def test_an_update_on_an_outdated_text_is_asked_for_again(sessions):
@@ -1308,6 +1842,26 @@ def test_an_update_on_an_outdated_text_is_asked_for_again(sessions):
     assert "- The cat is Tom" in keeper.ask.asked[1][0][1]["content"]
     assert keeper.store.read_facts() == "- The cat is Tom\n- Likes blue\n"
     assert contents(keeper.store) == ["Entry."], "once"
+
+
+def test_where_the_facts_change_three_times_the_text_goes_to_the_history_as_it_is(sessions):
+    session = talk(sessions.get(KEY), 1)
+    session.restart()
+    keeper = consolidator(sessions)
+    keeper.store.folder.mkdir()
+
+    def meanwhile():
+        with open(keeper.store.facts, "a") as file:
+            file.write("- one more\n")
+        return saves("Entry.", "- Likes blue")
+
+    keeper.ask.replies = [meanwhile] * 9
+    asyncio.run(keeper.archive(session))
+    assert len(keeper.ask.asked) == 3
+    assert keeper.store.read_facts() == "- one more\n" * 3
+    [raw] = records(keeper.store.history)
+    assert raw["content"].startswith("[RAW] ") and "q0" in raw["content"]
+    assert (raw["until"], raw["session"], raw["created_at"]) == (4, KEY, session.created_at)
 
 
 def test_new_archives_what_it_drops_and_nothing_else(sessions, tmp_path):
@@ -1391,6 +1945,60 @@ def test_a_large_turn_is_split_and_long_messages_are_shortened(sessions):
     assert len(contents(keeper.store)) > 1
     for messages, _, _ in keeper.ask.asked:
         assert sum(measure(message)[1] for message in messages) <= 1_700
+
+
+def lines_of(*lines: dict | None) -> Session:
+    return Session(KEY, Path("never-written.jsonl"), list(lines))
+
+
+def test_a_conversation_is_read_in_texts_that_are_as_full_as_they_may_be():
+    chance = random.Random(9)
+    session = lines_of(*(user("x" * chance.randrange(20, 250)) for _ in range(200)))
+    parts = transcripts(session, 0, 200, 300)
+    begins = [0, *(part.until for part in parts)]
+    for part, begin in zip(parts, begins, strict=False):
+        lines = [middle_out(readable(line), 100) for line in session.lines[begin : part.until]]
+        assert part.text == "\n".join(lines)
+        assert part.tokens <= 300
+    for part in parts[:-1]:
+        [first] = transcripts(session, part.until, part.until + 1, 300)
+        assert part.tokens + first.tokens > 300, "one more would be too much"
+    assert begins[-1] == 200 and len(parts) > 10
+
+
+def test_a_call_and_its_results_are_read_in_one_text():
+    session = lines_of(user("a"), call("c1", "c2"), result("c1", "x"), None, result("c2", "y"), answer("b"))
+    assert [(part.text, part.until) for part in transcripts(session, 0, 6, 25)] == [
+        ("user: a", 1),
+        ("assistant: calls read_file({})\ncalls read_file({})\ntool: x\ntool: y", 5),
+        ("assistant: b", 6),
+    ]
+
+
+def test_of_a_turn_that_is_too_long_for_a_text_most_is_kept():
+    session = lines_of(call("c1"), *(result("c1", "x" * 100) for _ in range(30)))
+    [part] = transcripts(session, 0, 31, 500)
+    assert part.text.startswith("assistant: calls read_file({})\ntool: x") and part.text.endswith("x")
+    assert 375 < part.tokens <= 500
+
+
+@pytest.mark.parametrize(
+    ("length", "most", "kept"),
+    [(30, 30, "a" * 15 + "z" * 15), (32, 30, "a" * 16 + "z" * 4 + " […] " + "z" * 10), (0, 10, "")],
+)
+def test_of_a_long_text_the_beginning_and_the_end_are_kept(length, most, kept):
+    assert middle_out("a" * (length // 2) + "z" * (length // 2), most) == kept
+
+
+@pytest.mark.parametrize("budget", [1_000, 4_000, 64_000])
+def test_a_message_is_shortened_to_2000_characters_or_less_where_the_room_is_small(sessions, budget):
+    session = sessions.get(KEY)
+    session.append(user("x" * 9_000), answer("ok"))
+    session.restart()
+    keeper = consolidator(sessions, saves("Entry."), budget=budget)
+    asyncio.run(keeper.archive(session))
+    sent = keeper.ask.asked[0][0][1]["content"].count("x")
+    assert sent == pytest.approx({1_000: 100, 4_000: 365, 64_000: 2_000}[budget], abs=45)
 
 
 def test_over_80_percent_the_oldest_turns_are_summed_up_once(sessions, tmp_path):
