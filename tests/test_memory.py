@@ -34,6 +34,7 @@ from memory import (
     Skill,
     SkillsLoader,
     TokenCounter,
+    begins_turn,
     compact,
     count_waiting,
     findings_in,
@@ -49,6 +50,7 @@ from memory import (
     read_skill,
     readable,
     reason_to_refuse,
+    shortened,
     transcripts,
     write_atomically,
 )
@@ -840,6 +842,7 @@ def test_what_is_written_meanwhile_is_synced_in_the_same_go(sessions):
     [thread] = set(threading.enumerate()) - before
     thread.join(0.02)
     assert thread.is_alive() and session.unsynced, "it waits for more"
+    assert thread.daemon, "the end of the program does not wait for it"
 
 
 def test_facts_are_on_the_disk_before_they_get_their_name_and_then_the_name_is(tmp_path):
@@ -863,6 +866,7 @@ def test_a_disk_that_refuses_the_fsync_is_said_and_tried_again(sessions):
     whole = session.path.rename(session.path.with_suffix(".away"))
     with pytest.raises(OSError, match="jsonl"):
         asyncio.run(session.synced())
+    assert session.unsynced
     whole.rename(session.path)
     asyncio.run(session.synced())
     assert not session.unsynced
@@ -1242,6 +1246,56 @@ def test_nothing_is_done_to_what_fits():
     assert governed.tokens == counter.total(messages)
 
 
+def test_old_results_become_lines_above_80_percent_of_the_budget_and_not_before():
+    messages, counter = conversation(14, 2_000), estimating()
+    while counter.total(messages) % 4:
+        messages[1]["content"] += "?"
+    budget = counter.total(messages) * 5 // 4
+    assert govern(messages, budget, counter).messages == messages
+    assert govern(messages, budget - 1, counter).messages != messages
+
+
+def test_turns_are_left_out_above_the_whole_budget_and_not_before():
+    messages, counter = conversation(3, 400, "message"), estimating()
+    total, first = counter.total(messages), counter.total(messages[1:5])
+    assert govern(messages, total, counter).messages == messages
+    for budget in (total - 1, total - first):
+        governed = govern(messages, budget, counter)
+        assert governed.messages == [messages[0], *messages[5:]]
+        assert governed.notes == [f"1 of 4 turns, ~{first} tokens, are left out"]
+        assert governed.tokens == total - first
+    governed = govern(messages[1:], total - 20, counter)
+    assert governed.messages == messages[5:], "without a system prompt, too"
+
+
+def test_the_summary_stays_longer_than_the_turns_and_not_longer_than_the_task(sessions):
+    session = sessions.get(KEY)
+    session.append(*(user(f"q{n}") for n in range(4)))
+    session.note(summary={"text": "They talked." * 20, "until": 1})
+    system, counter = {"role": "system", "content": "You are …"}, estimating()
+    messages = [system, *session.get_history()]
+    summary, *_, task = messages[1:]
+    assert summary["content"].endswith("They talked.")
+    for rest in ([system, summary, task], [system, task]):
+        governed = govern(messages, counter.total(rest), counter)
+        assert governed.messages == rest
+        assert governed.tokens == counter.total(rest)
+
+
+def test_without_a_question_the_system_prompt_stays():
+    messages = [{"role": "system", "content": "You are …"}, answer("x" * 4_000)]
+    assert govern(messages, 500, estimating()).messages[0] == messages[0]
+    assert govern([], 500, estimating()).messages == []
+
+
+def test_a_task_that_a_hook_took_out_gives_way_to_the_last_question():
+    messages, counter = conversation(3, 400, "message"), estimating()
+    governed = govern(messages, counter.total(messages) - 1, counter, user("gone"))
+    assert governed.messages == [messages[0], *messages[5:]]
+    governed = govern(messages, counter.total(messages) - 1, counter, messages[1])
+    assert governed.messages[:2] == messages[:2], "the first question is the task"
+
+
 def test_old_results_become_lines_that_say_what_was_there_but_the_10_newest_and_short_ones_stay():
     messages, counter = conversation(14, 2_000), estimating()
     messages[3]["name"] = "message"  # cannot be called again
@@ -1257,6 +1311,83 @@ def test_old_results_become_lines_that_say_what_was_there_but_the_10_newest_and_
     assert contents[0] == "x" * 2_000 and contents[1] == "short"
     assert [len(text) for text in contents[-10:]] == [2_000] * 10
     assert governed.notes == ["3 old tool result(s) are sent as one line each"]
+
+
+def test_the_line_for_a_result_names_its_call_as_far_as_it_is_known():
+    messages, counter = conversation(14, 500), estimating()
+    results = [message for message in messages if message["role"] == "tool"]
+    results[1]["content"] = "x" * 499
+    messages[10]["tool_calls"][0]["function"] = {"name": "grep", "arguments": "y" * 300}
+    messages[14]["tool_calls"][0]["function"] = {}
+    lines = [message for message in govern(messages, counter.total(messages), counter).messages]
+    told = [message["content"] for message in lines if message["role"] == "tool"][:5]
+    assert told == [
+        '[500 characters of read_file({"path": "0.txt"}) are left out. Call it again if you need them.]',
+        "x" * 499,
+        f"[500 characters of grep({'y' * 200}) are left out. Call it again if you need them.]",
+        "[500 characters of the tool() are left out. Call it again if you need them.]",
+        '[500 characters of read_file({"path": "4.txt"}) are left out. Call it again if you need them.]',
+    ]
+
+
+def a_long_turn(size: int) -> list[dict]:
+    """System prompt, task, and eight steps, with a question and a picture behind the first ones."""
+    messages = [{"role": "system", "content": "You are …"}, user("the task")]
+    for n in range(8):
+        messages += step("message", n, size)
+    messages[4:4] = [user("a question"), {"role": "user", "content": [image("A")]}]
+    return messages
+
+
+def test_no_more_results_of_the_turn_become_lines_than_needed_and_the_last_ones_never():
+    messages, counter = a_long_turn(2_000), estimating()
+    expected = list(messages)
+    for count, place in enumerate((3, 7, 9, 11, 13, 15, 17), 1):
+        number = json.loads(messages[place - 1]["tool_calls"][0]["function"]["arguments"])["path"]
+        call = f'message({{"path": "{number}"}})'
+        text = f"[2,000 characters of {call} are left out. Call it again if you need them.]"
+        expected[place] = {**messages[place], "content": text}
+        governed = govern(messages, counter.total(expected), counter, messages[1])
+        assert governed.messages == expected
+        assert governed.notes == [f"{count} old tool result(s) are sent as one line each"]
+
+
+def test_no_more_steps_of_the_turn_are_left_out_than_needed_and_no_question():
+    messages, counter = a_long_turn(100), estimating()
+    total, question = counter.total(messages), messages[4]
+    gone = 0
+    for count, place in enumerate((2, 6, 8, 10, 12), 1):
+        step = messages[place : place + 2] if count > 1 else [*messages[2:4], messages[5]]
+        gone += counter.total(step)
+        note = user(f"[{count} earlier steps of this turn are left out; what they did is done]")
+        expected = [*messages[:2], note, question, *messages[max(place + 2, 6) :]]
+        governed = govern(messages, total - gone + 50, counter, messages[1])
+        assert governed.messages == expected
+        assert governed.notes == [f"{count} step(s) of this turn are left out"]
+        assert governed.tokens == counter.total(expected)
+
+
+def test_at_last_pictures_go_and_the_last_results_share_the_room():
+    counter = estimating()
+    picture = {"role": "user", "content": [{"type": "text", "text": "[a.png]"}, image("A")]}
+    task = {"role": "user", "content": [{"type": "text", "text": "Look."}, image("B")]}
+    messages = [task, call("c1", "c2"), result("c1", "x" * 9_000), result("c2", "y" * 9_000), picture]
+    governed = govern(messages, 1_500, counter, task)
+    assert governed.messages[:2] == messages[:2], "what the user sent stays"
+    assert governed.messages[-1] == {"role": "user", "content": "[a.png]"} | {
+        "timestamp": governed.messages[-1]["timestamp"]
+    }
+    room = 1_500 - counter.total([*messages[:2], governed.messages[-1]])
+    for message in governed.messages[2:4]:
+        assert 0.7 * room / 2 < counter.size(message) <= room / 2
+
+
+def test_one_last_result_gets_all_the_room_that_is_left():
+    counter = estimating()
+    messages = [user("q" * 3_400), *step("exec", 1, 9_000)]
+    governed = govern(messages, 1_000, counter)
+    room = 1_000 - counter.total(messages[:2])
+    assert 0.7 * room < counter.size(governed.messages[-1]) <= room
 
 
 def test_the_oldest_whole_turns_are_left_out_and_no_more_than_needed():
@@ -1282,8 +1413,21 @@ def test_one_result_takes_a_quarter_of_the_budget_at_most():
     counter = estimating()
     messages = [user("look"), *step("web_fetch", 1, 100_000)]
     governed = govern(messages, 8_000, counter)
-    assert 1_200 < counter.size(governed.messages[-1]) <= 2_000
-    assert "more characters are left out" in governed.messages[-1]["content"]
+    assert 1_610 < counter.size(governed.messages[-1]) <= 2_000
+    text = governed.messages[-1]["content"].lstrip("x")
+    kept = len(governed.messages[-1]["content"]) - len(text)
+    assert text == f"\n[{100_000 - kept:,} more characters are left out: ask for a part of it]"
+    assert governed.notes == ["1 tool result(s) are cut to ~2,000 tokens"]
+    quarter = 4 * counter.size(messages[-1])
+    assert govern(messages, quarter, counter).messages == messages
+    assert govern(messages, quarter - 1, counter).messages != messages
+
+
+@pytest.mark.parametrize(("length", "kept"), [(1_000, 42), (79, 40), (40, 32)])
+def test_of_a_result_some_letters_are_kept_however_small_the_room_is(length, kept):
+    cut = shortened({**result("c1", "x" * length), "name": "exec"}, 1)
+    note = f"[{length - kept} more characters are left out: ask for a part of it]"
+    assert cut == {**result("c1", f"{'x' * kept}\n{note}"), "name": "exec"}
 
 
 def test_a_turn_that_outgrows_the_window_goes_on():
@@ -1353,12 +1497,24 @@ def test_exact_counting_is_never_waited_for_and_only_wanted_where_bytes_do_not_f
     assert loads == []
     govern(messages, 300, counter)
     govern([user("y" * 400)], 300, counter)
+    assert len(loads) == 1, "once"
     assert counter.size(user("z" * 400)) > 100, "an estimate, as long as it is not there"
     gate.set()
     [thread] = loads
     thread.join()
     assert counter.size(user("z" * 400)) == 7
     assert counter.size(messages[0]) > 100, "counted once"
+
+
+@pytest.mark.parametrize(("budget", "is_wanted"), [(400, False), (399, True)])
+def test_exact_counting_begins_where_four_bytes_a_token_are_more_than_the_budget(budget, is_wanted):
+    loaded = threading.Event()
+    counter = TokenCounter(lambda: loaded.set())
+    govern([user("x" * 368)], budget, counter)  # 399 bytes, estimated as 100 tokens
+    if is_wanted:
+        assert loaded.wait(20)
+    else:
+        assert not [thread for thread in threading.enumerate() if "_fetch" in repr(thread)]
 
 
 def test_without_a_vocabulary_tokens_are_estimated(caplog):
@@ -1528,6 +1684,17 @@ def test_the_next_cursor_is_one_more_than_the_largest_good_one(tmp_path, bad):
     assert store.unread()[-1]["cursor"] == 11, "or Dream would take it for read"
 
 
+@pytest.mark.parametrize("name", [".cursor", ".dream_cursor"])
+@pytest.mark.parametrize(("written", "following"), [(b"-7", 1), (b"x", 1), (b"0", 1), (b"7\n", 8)])
+def test_the_next_cursor_is_larger_than_all_that_were_noted(tmp_path, name, written, following):
+    store = MemoryStore(tmp_path)
+    store.folder.mkdir()
+    (store.folder / name).write_bytes(written)
+    store.append_history("new")
+    assert records(store.history)[0]["cursor"] == following
+    assert (store.folder / ".cursor").read_text() == str(following)
+
+
 APPEND_MANY = """
 store = MemoryStore(Path(sys.argv[1]))
 for number in range(40):
@@ -1584,11 +1751,14 @@ def test_an_entry_that_a_killed_program_did_not_add_for_people_is_added_with_the
     store.append_history("[2026-04-03 00:01] one")
     before = path.read_text()
     store.append_history("[2026-04-03 00:02] two")
-    path.write_text(before)
+    path.write_bytes(before.encode() + b"\xff\n")
     store.append_history("[2026-04-03 00:03] three")
     store.append_history("[2026-04-03 00:04] four")
-    said = re.findall(r"\] (\w+)", path.read_text())
+    said = re.findall(r"\] (\w+)", path.read_text(errors="replace"))
     assert said == ["one", "two", "three", "four"]
+    path.write_text("[2026-04-03 00:04] four\n\n")
+    store.append_history("[2026-04-03 00:05] five")
+    assert path.read_text() == "[2026-04-03 00:04] four\n\n[2026-04-03 00:05] five\n\n", "people tidy up"
 
 
 def test_facts_are_written_whole_and_only_over_what_was_read(tmp_path):
@@ -1872,6 +2042,7 @@ def test_new_archives_what_it_drops_and_nothing_else(sessions, tmp_path):
     asyncio.run(keeper.archive(session))
     assert contents(keeper.store) == ["One.", "Two."]
     assert (session.last_consolidated, session.start) == (80, 80)
+    assert not session.unsynced, "a power cut takes nothing of it back"
     assert loaded(tmp_path).get_history() == [user("new")]
     assert "new" not in keeper.ask.asked[-1][0][1]["content"].split()
     asyncio.run(keeper.archive(session))
@@ -2007,8 +2178,8 @@ def test_over_80_percent_the_oldest_turns_are_summed_up_once(sessions, tmp_path)
     tokens = sum(measure(message)[1] for message in session.get_history())
     settings = {"budget": int(tokens / 0.85)}
     keeper = consolidator(sessions, "They looked for q0 to q5.", **settings)
-    asyncio.run(keeper.before_turn(session, 0))
-    asyncio.run(keeper.before_turn(session, 0))
+    told = [asyncio.run(keeper.before_turn(session, 0)) for _ in range(2)]
+    assert told == ["the older part of this conversation is summed up", ""]
     [(messages, _, _)] = keeper.ask.asked
     assert messages[0]["content"] == "Sum it up." and "q0" in messages[1]["content"]
     first = session.get_history()
@@ -2021,6 +2192,83 @@ def test_over_80_percent_the_oldest_turns_are_summed_up_once(sessions, tmp_path)
     again.note(last_consolidated=again.summary["until"])
     assert again.get_history()[0] == user("q7"), "memory has passed it"
     assert loaded(tmp_path).get_history() == again.get_history()
+
+
+def test_the_20_newest_messages_are_not_summed_up_and_a_long_summary_is_cut(sessions):
+    session = sessions.get(KEY)
+    session.append(*(user(f"q{n:02}" + "x" * 397) for n in range(30)))
+    budget = int(sum(measure(message)[1] for message in session.get_history()) / 0.85)
+    keeper = consolidator(sessions, "a" * 3_000 + "z" * 3_000, budget=budget)
+    asyncio.run(keeper.before_turn(session, 0))
+    [(messages, tools, choice)] = keeper.ask.asked
+    assert (messages[0], tools, choice) == ({"role": "system", "content": "Sum it up."}, [], None)
+    assert re.findall(r"user: (q\d\d)", messages[1]["content"]) == [f"q{n:02}" for n in range(10)]
+    assert messages[1]["content"].startswith("[20"), "nothing stands before the conversation"
+    assert session.summary["until"] == 10
+    most = budget // 4
+    assert session.summary["text"] == f"{'a' * (most * 2 // 3)} […] {'z' * -(-most // 3)}"
+
+
+def test_up_to_80_percent_nothing_is_summed_up_and_where_nothing_is_older_neither(sessions):
+    session = sessions.get(KEY)
+    session.append(*[user("x" * 401), answer("y" * 400)] * 16)
+    size = sum(measure(message)[1] for message in session.get_history())
+    assert size % 4 == 0
+    keeper = consolidator(sessions, "They talked.", budget=size * 5 // 4)
+    assert asyncio.run(keeper.before_turn(session, 0)) == "" and keeper.ask.asked == []
+    assert asyncio.run(keeper.before_turn(session, 1)) != ""
+    session.restart()
+    session.append(*[user("x" * 401), answer("y" * 400)] * 9, user("z"))
+    keeper = consolidator(sessions, budget=size * 9 // 16 + 10)
+    assert asyncio.run(keeper.before_turn(session, 0)) == "" and keeper.ask.asked == []
+
+
+def test_a_summary_that_the_memory_has_passed_is_no_part_of_the_next_one(sessions):
+    session = sessions.get(KEY)
+    session.append(*(user(f"q{n:02}" + "x" * 397) for n in range(40)))
+    session.note(summary={"text": "Earlier: Rome.", "until": 5}, last_consolidated=8)
+    budget = int(sum(measure(message)[1] for message in session.get_history()) / 0.85)
+    keeper = consolidator(sessions, "They talked.", budget=budget)
+    asyncio.run(keeper.before_turn(session, 0))
+    [(messages, _, _)] = keeper.ask.asked
+    assert "Rome" not in messages[1]["content"] and "q07" not in messages[1]["content"]
+    assert "q08" in messages[1]["content"]
+
+
+def test_old_results_count_as_the_lines_that_are_sent_of_them_above_80_percent_and_not_before(sessions):
+    session = talk(sessions.get(KEY), 14, 2_000)
+    size = sum(measure(message)[1] for message in session.get_history())
+    keeper = consolidator(sessions, *[saves("Entry.")] * 9, budget=size - 1)
+    asyncio.run(keeper.before_turn(session, 0))
+    assert session.last_consolidated == 0, "as lines they fit"
+    keeper.budget = 2 * size
+    asyncio.run(keeper.before_turn(session, size))
+    assert session.last_consolidated == 0
+    asyncio.run(keeper.before_turn(session, size + 1))
+    assert session.last_consolidated > 0, "they are sent whole, and do not fit"
+
+
+@pytest.mark.parametrize(
+    ("questions", "ends"),
+    [([1], [1, 100]), ([60], [60, 100]), ([61], [61, 100]), ([59, 60, 61], [60, 100]), ([61, 62], [61, 100])],
+)
+def test_a_round_ends_at_a_question_after_60_lines_at_most_or_behind_one_whole_turn(
+    sessions, questions, ends
+):
+    session = sessions.get(KEY)
+    asked = [0, *questions]
+    session.append(*(user("q") if n in asked else answer("a") for n in range(100)), sync=False)
+    session.restart(sync=False)
+    keeper = consolidator(sessions, *[saves("Entry.")] * 9)
+    asyncio.run(keeper.archive(session))
+    assert [each["until"] for each in records(keeper.store.history)] == ends
+
+
+def test_a_question_that_came_between_the_steps_of_a_turn_begins_none():
+    late = {**result("c1", "x"), "unseen": 2}
+    lines = [user("a"), call("c1"), user("b"), None, user("c"), late, {**answer("for a"), "unseen": 2},
+             answer("for b and c"), user("d"), {"role": "user", "content": [image("A")]}]  # fmt: skip
+    assert [n for n in range(len(lines)) if begins_turn(lines, n)] == [0, 8]
 
 
 def test_a_second_summary_is_made_of_the_first_and_what_came_since(sessions):
