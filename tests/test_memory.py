@@ -2422,10 +2422,56 @@ def test_a_dream_finds_and_edits_and_is_one_commit(home):
     assert "-- Favourite colour: green\n+- Favourite colour: blue" in diff
 
 
+def test_a_dream_is_asked_what_happened_and_then_what_to_edit(home, monkeypatch):
+    monkeypatch.setenv("PATH", "")  # no git: it would take its time
+    skill_file(home / "skills", "---\ndescription: Use to sing.\n---\nSing.", name="sing")
+    (home / "skills" / "broken" / "SKILL.md").mkdir(parents=True)
+    model = Model("[MEMORY] a\n[USER] b")
+    dreamer = dream(home, model, max_batch=2)
+    days = [time.strftime("Today is %Y-%m-%d, %A.")]
+    told = asyncio.run(dreamer.run())
+    days.append(time.strftime("Today is %Y-%m-%d, %A."))  # midnight may have been in between
+    assert told == "Dreamt about 2 entries: 0 change(s). /dream-log shows them."
+    [(messages, tools, choice)] = model.asked
+    assert (tools, choice) == ([], None)
+    assert messages[0] == {"role": "system", "content": "[SKIP] [MEMORY]"}
+    today, rest = messages[1]["content"].split("\n\n", 1)
+    files = [f"# {home}/memory/MEMORY.md", "- Favourite colour: green\n",
+             f"# {home}/SOUL.md", "# SOUL.md\n", f"# {home}/USER.md", "# USER.md\n"]  # fmt: skip
+    happened = ["[2026-04-03 00:00] Thing 0.", "[2026-04-03 00:01] Thing 1."]
+    assert today in days
+    assert rest == "\n\n".join([*files, "# History", *happened])
+    [[system, question]] = dreamer.run_agent.messages
+    assert system == {"role": "system", "content": "Edit."}
+    _, findings, more = re.split("# Findings\n\n|\n\n# Skills\n\n", question["content"])
+    assert findings == "\n\n".join(["[MEMORY] a", "[USER] b", *files])
+    assert f"- sing: Use to sing. ({home}/skills/sing/SKILL.md)" in more.split("\n\n")
+    assert "broken" not in more
+
+
+@pytest.mark.parametrize(
+    ("text", "findings"),
+    [
+        ("[USER] a", ["[USER] a"]),
+        ("- [SOUL] a\n* [SKILL-REMOVE] b\n  [MEMORY]c", ["[SOUL] a", "[SKILL-REMOVE] b", "[MEMORY]c"]),
+        ("[SKIP]\n[USER-REMOVE] a", ["[USER-REMOVE] a"]),
+        ("[SKIP]", []),
+        ("<think>[MEMORY] no</think>\n[SKIP]", []),
+        ("<think>[MEMORY] never ends", None),
+        ("[MEMORY]", None),
+        ("[OTHER] a", None),
+        ("I noted [MEMORY] a", None),
+        ("", None),
+    ],
+)
+def test_findings_are_lines_that_begin_with_their_kind(text, findings):
+    assert findings_in(text) == findings
+
+
 def test_without_anything_new_no_model_is_asked(home):
     model = Model()
     (home / "memory" / ".dream_cursor").write_text("3")
-    assert "nothing new" in asyncio.run(dream(home, model).run())
+    assert asyncio.run(dream(home, model).run()) == "There is nothing new to dream about."
     assert model.asked == []
 
 
@@ -2455,6 +2501,22 @@ def test_what_fails_three_times_for_another_reason_is_skipped_with_a_warning(hom
     assert "these are skipped" in caplog.text
 
 
+def test_only_failures_in_a_row_count_and_each_outcome_is_told(home, monkeypatch):
+    monkeypatch.setenv("PATH", "")  # no git: it would take its time
+    lost = " Nothing is lost: the next one tries again."
+    failed, unreachable = "The dream failed." + lost, "The dream did not reach the model." + lost
+    dreamer = dream(home, Model("Hm.", "", FAILED, "Hm.", "Hm.", FAILED, FAILED, FAILED, FAILED))
+    outcomes = [asyncio.run(dreamer.run()) for _ in range(9)]
+    assert outcomes == [failed] * 2 + [unreachable] + [failed] * 2 + [unreachable] * 4
+    dreamer = dream(home, Model(*["[MEMORY] x"] * 4), stop_reason="error")
+    assert [asyncio.run(dreamer.run()) for _ in range(4)] == [unreachable] * 4
+    assert MemoryStore(home).dream_cursor == 0
+    dreamer = dream(home, Model("Hm.", "Hm.", "Hm.", "Hm."), max_batch=1)
+    outcomes = [asyncio.run(dreamer.run()) for _ in range(4)]
+    assert outcomes[:2] == outcomes[3:] * 2 == [failed] * 2, "the next entries have three tries again"
+    assert MemoryStore(home).dream_cursor == 1
+
+
 def test_one_dream_at_a_time(home):
     async def two_at_once() -> None:
         dreaming, go_on = asyncio.Event(), asyncio.Event()
@@ -2478,8 +2540,9 @@ def test_one_dream_at_a_time(home):
 def test_a_broken_repository_costs_no_dream(home, caplog):
     (home / ".nanobot").mkdir()
     (home / ".nanobot" / "memory.git").write_text("no repository")
-    assert "Dreamt about 3" in asyncio.run(dream(home, Model("[MEMORY] blue"), BLUE).run())
-    assert "not under git" in caplog.text
+    told = asyncio.run(dream(home, Model("[MEMORY] blue"), BLUE).run())
+    assert told.startswith("Dreamt about 3 entries: 0 change(s)")
+    assert re.search("memory is not under git: .*memory.git", caplog.text)
 
 
 def test_a_batch_is_at_most_20_entries_and_half_the_budget(home):
@@ -2494,6 +2557,15 @@ def test_a_batch_is_at_most_20_entries_and_half_the_budget(home):
     assert store.dream_cursor == 33
     asyncio.run(dream(home, Model("[SKIP]"), budget=4_000).run())
     assert store.dream_cursor == 34, "at least one"
+
+
+def test_a_batch_takes_as_much_as_half_the_budget(home, monkeypatch):
+    monkeypatch.setenv("PATH", "")  # no git: it would take its time
+    (home / "memory" / ".dream_cursor").write_text("3")
+    for _ in range(3):
+        MemoryStore(home).append_history("x" * 3_400)  # some 900 tokens
+    told = asyncio.run(dream(home, Model("[SKIP]"), budget=4_000).run())
+    assert told.startswith("Dreamt about 2 entries")
 
 
 KIT = ROOT / "skills"
@@ -2514,6 +2586,8 @@ KIT = ROOT / "skills"
         ("write_file", "skills/../SOUL.md", "x", False),
         ("write_file", "memory/MEMORY.md", "x", False),
         ("write_file", "skills/weather/SKILL.md", "x", False),
+        ("write_file", "skills/weather/data/list.txt", "x", False),
+        ("write_file", "skills/mine/data/list.txt", "x", True),
         ("write_file", "skills/mine/SKILL.md", "---\nname: memory\n---\nx", False),
         ("write_file", "skills/mine/SKILL.md", "---\nname: mine\nalways: true\n---\nx", False),
         ("write_file", "skills/link/SKILL.md", "x", False),
@@ -2532,6 +2606,24 @@ def test_a_dream_has_a_fence(home, tmp_path, name, path, text, is_fine):
     arguments = {"path": path.format(home=home), "content": text}
     why = reason_to_refuse(dream(home, Model()), name, arguments)
     assert bool(why) is not is_fine
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "text", "why"),
+    [
+        ("read_file", "/etc/passwd", "", "Read files below {home} only."),
+        ("edit_file", "AGENTS.md", "", "Edit memory/MEMORY.md, SOUL.md, USER.md only."),
+        ("write_file", "SOUL.md", "x", "Write only skills, like {home}/skills/NAME/SKILL.md."),
+        ("exec", "SOUL.md", "", "Write only skills, like {home}/skills/NAME/SKILL.md."),
+        ("write_file", "skills/weather/SKILL.md", "x",
+         "A skill may not be `always`, nor have the name of the kit's."),
+        ("read_file", "a\0b", "", "That is no usable path: "),
+        ("read_file", "", "", ""),
+    ],
+)  # fmt: skip
+def test_a_dreamer_is_told_what_it_may_do_instead(home, name, path, text, why):
+    told = reason_to_refuse(dream(home, Model()), name, {"path": path, "content": text} if path else {})
+    assert told.startswith(why.format(home=home)) and bool(told) is bool(why)
 
 
 def test_a_dream_with_the_real_loop_and_tools_edits_what_it_may_and_nothing_else(tmp_path):
@@ -2571,11 +2663,17 @@ def git(*arguments: str, cwd: Path) -> str:
 def test_a_dream_is_undone_as_a_new_commit_and_is_not_dreamt_again(home):
     dreamer = dream(home, Model("[MEMORY] blue"), BLUE, ("write_file", "skills/mine/SKILL.md", "1. Do it."))
     asyncio.run(dreamer.run())
-    assert "change(s)" in MemoryRepository(home).restore()
+    (home / "SOUL.md").write_text("# Be kind.\n")
+    assert MemoryRepository(home).restore() == "Undone: 3 change(s)."
     assert MemoryStore(home).read_facts() == "- Favourite colour: green\n"
+    assert (home / "SOUL.md").read_text() == "# Be kind.\n", "what came later stays"
     assert not (home / "skills" / "mine" / "SKILL.md").exists()
     assert MemoryStore(home).dream_cursor == 3
-    assert "restore of" in MemoryRepository(home).log().split("\n")[0]
+    titles = [line.split(" ", 1)[1] for line in MemoryRepository(home).log().split("\n")]
+    kinds = [re.sub(r": \d{4}-.*", "", title) for title in titles]
+    assert re.fullmatch("restore of [0-9a-f]{7}", kinds[0])
+    assert kinds[1:] == ["changes outside of dreams", "dream", "changes outside of dreams"]
+    assert titles[1].endswith(", 2 change(s)")
     assert len(records(MemoryStore(home).history)) == 3, "the history is no part of it"
 
 
@@ -2615,8 +2713,35 @@ def test_without_git_everything_else_works(home, monkeypatch):
     dreamer = dream(home, Model("[MEMORY] blue"), BLUE)
     asyncio.run(dreamer.run())
     assert dreamer.store.dream_cursor == 3
-    assert "git" in MemoryRepository(home).log()
-    assert MemoryRepository(home).restore().startswith("Nothing is changed: ")
+    why = "there has been no dream yet, or git is not installed."
+    assert MemoryRepository(home).log() == f"There is no log: {why}"
+    assert MemoryRepository(home).restore() == f"Nothing is changed: {why}"
+    (home / ".nanobot" / "memory.git").mkdir()
+    assert MemoryRepository(home).log() == f"There is no log: {why}", "one that was never finished is none"
+    assert MemoryRepository(home).commit("notes") == 0
+
+
+def test_a_commit_is_nanobots_whatever_the_users_settings_are_and_says_what_changed(
+    home, own_home, monkeypatch
+):
+    (own_home / ".gitconfig").write_text("[commit]\ngpgsign = true\n[user]\nname = Somebody\n")
+    monkeypatch.setenv("GIT_AUTHOR_NAME", "Somebody")
+    repository = MemoryRepository(home)
+    (home / "skills").mkdir()
+    git("init", "-q", "skills/foreign", cwd=home)  # git refuses to add it: it has no commit
+    assert repository.commit("notes") == 3, "without a dream before it"
+    assert repository.commit("notes") == 0, "nothing is new"
+    monkeypatch.delenv("GIT_AUTHOR_NAME")
+    show = ["--git-dir", str(repository.folder), "show", "--name-only"]
+    author, title, _, *lines = git(*show, "--format=%an <%ae>%n%B", cwd=home).split("\n")
+    assert author == "nanobot <nanobot@localhost>"
+    assert re.fullmatch(r"notes: \d{4}-\d\d-\d\d \d\d:\d\d, 3 change\(s\)", title)
+    changed, files = lines[:3], lines[5:]
+    assert sorted(changed) == ["+# SOUL.md", "+# USER.md", "+- Favourite colour: green"]
+    assert files == ["SOUL.md", "USER.md", "memory/MEMORY.md", "memory/history.jsonl"]
+    assert repository.restore() == (
+        "Nothing is changed: no dream has changed anything yet. /dream-log lists all commits."
+    )
 
 
 def test_a_lock_that_a_killed_git_left_stops_nothing(home):
@@ -2662,6 +2787,35 @@ def test_a_skill_without_front_matter_is_named_after_its_folder(tmp_path, text):
     skill = read_skill(skill_file(tmp_path, text))
     assert (skill.name, skill.description, skill.always, skill.missing) == ("demo", "", False, [])
     assert "Do it." in skill.text or "Do it." not in str(text)
+
+
+@pytest.mark.parametrize(
+    ("always", "is_always"),
+    [("true", True), ("True", True), ("yes", True), ("YES", True), ('"true"', True),
+     ("false", False), ("no", False), ("1", False), ("", False)],
+)  # fmt: skip
+def test_a_skill_is_always_in_the_prompt_where_it_says_so(tmp_path, always, is_always):
+    skill = read_skill(skill_file(tmp_path, f"---\nname: other\nalways: {always}\n---\n\n Do it. \n"))
+    assert (skill.always, skill.name, skill.text) == (is_always, "other", "Do it.")
+
+
+@pytest.mark.parametrize(("size", "problem"), [(100_000, ""), (100_001, "it has more than 100,000 bytes")])
+def test_a_skill_has_100000_bytes_at_most(tmp_path, size, problem):
+    skill = read_skill(skill_file(tmp_path, "x" * size))
+    assert (skill.problem, len(skill.text)) == (problem, 0 if problem else size)
+
+
+def test_what_is_wrong_with_a_skill_is_said_anew_where_it_is_something_else(tmp_path, caplog):
+    problems = iter([ValueError("too long"), ValueError("too long"), ValueError(), OSError("gone")])
+
+    def read(path: Path) -> bytes:
+        raise next(problems)
+
+    path, loader = skill_file(tmp_path, FRONT), SkillsLoader(tmp_path, read=read)
+    for _ in range(4):
+        loader.load()
+    said = [f"{path} is left out: {why}" for why in ("too long", "ValueError", "gone")]
+    assert caplog.messages == said
 
 
 @pytest.mark.parametrize(
