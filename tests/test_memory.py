@@ -2137,6 +2137,12 @@ def test_a_conversation_is_read_in_texts_that_are_as_full_as_they_may_be():
     assert begins[-1] == 200 and len(parts) > 10
 
 
+@pytest.mark.parametrize(("room", "ends"), [(52, [2]), (51, [1, 2])])
+def test_two_messages_that_fit_a_text_to_the_token_are_read_in_one(room, ends):
+    session = lines_of(user("x" * 79), user("y" * 79))  # 26 tokens each
+    assert [part.until for part in transcripts(session, 0, 2, room)] == ends
+
+
 def test_a_call_and_its_results_are_read_in_one_text():
     session = lines_of(user("a"), call("c1", "c2"), result("c1", "x"), None, result("c2", "y"), answer("b"))
     assert [(part.text, part.until) for part in transcripts(session, 0, 6, 25)] == [
@@ -2147,8 +2153,8 @@ def test_a_call_and_its_results_are_read_in_one_text():
 
 
 def test_of_a_turn_that_is_too_long_for_a_text_most_is_kept():
-    session = lines_of(call("c1"), *(result("c1", "x" * 100) for _ in range(30)))
-    [part] = transcripts(session, 0, 31, 500)
+    session = lines_of(call("c1"), *(result("c1", "x" * 100) for _ in range(19)))
+    [part] = transcripts(session, 0, 20, 500)  # 521 tokens
     assert part.text.startswith("assistant: calls read_file({})\ntool: x") and part.text.endswith("x")
     assert 375 < part.tokens <= 500
 
