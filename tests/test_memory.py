@@ -265,6 +265,21 @@ def test_an_empty_file_is_a_new_session_and_gets_its_metadata(sessions, tmp_path
     assert texts(loaded(tmp_path)) == ["one"]
 
 
+def test_a_file_with_empty_lines_alone_is_no_damage(sessions, tmp_path, caplog):
+    sessions.folder.mkdir()
+    sessions.path(KEY).write_bytes(b"\n\n")
+    sessions.get(KEY).append(user("one"))
+    assert texts(loaded(tmp_path)) == ["one"]
+    assert [path.name for path in sessions.folder.iterdir()] == ["cli%3Adirect.jsonl"] and not caplog.text
+
+
+def test_new_in_a_new_session_writes_one_metadata_line_in_folders_that_it_makes(tmp_path):
+    sessions = SessionManager(tmp_path / "not" / "there")
+    sessions.get(KEY).restart()
+    [metadata] = records(sessions.path(KEY))
+    assert (metadata["start"], metadata["last_consolidated"], metadata["lines"]) == (0, 0, 0)
+
+
 @pytest.mark.parametrize("text", ["a\u2028b\u2029c", "a\x85b", "a\nb", "a\r\nb\rc", "\x00\x1f", "naïve 🙂"])
 def test_no_character_of_a_text_ends_its_line(sessions, tmp_path, text):
     path = journal(sessions, user(text), answer("next"))
@@ -742,6 +757,13 @@ def test_after_restart_there_is_nothing_to_continue(sessions):
     assert not session.unfinished
 
 
+def test_what_went_into_the_memory_is_not_continued(sessions):
+    session = sessions.get(KEY)
+    session.append(user("a"), call("c1"))
+    session.note(last_consolidated=2)
+    assert not session.unfinished
+
+
 # ---- What a power cut may take ----
 
 
@@ -832,6 +854,21 @@ def test_what_nobody_waits_for_is_synced_soon(sessions):
     while session.unsynced and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not session.unsynced
+
+
+def test_a_file_that_cannot_be_synced_keeps_no_other_from_it_and_later_ones_have_their_turn(sessions):
+    gone, other = sessions.get("cli:gone"), sessions.get(KEY)
+    sessions.syncer.pause = 0.01
+    for _ in range(2):
+        gone.append(user("a"), sync=False)
+        gone.path.unlink()
+        other.append(user("b"), sync=False)
+        before = set(threading.enumerate())
+        sessions.syncer.sync_soon(gone)
+        sessions.syncer.sync_soon(other)
+        for thread in set(threading.enumerate()) - before:
+            thread.join(20)
+        assert gone.unsynced and not other.unsynced
 
 
 def test_what_is_written_meanwhile_is_synced_in_the_same_go(sessions):
@@ -1328,6 +1365,25 @@ def test_the_line_for_a_result_names_its_call_as_far_as_it_is_known():
         "[500 characters of the tool() are left out. Call it again if you need them.]",
         '[500 characters of read_file({"path": "4.txt"}) are left out. Call it again if you need them.]',
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "becomes_a_line"),
+    [("read_file", True), ("exec", True), ("grep", True), ("glob", True), ("list_dir", True),
+     ("web_search", True), ("web_fetch", True), ("message", False), ("edit_file", False), ("cron", False)],
+)  # fmt: skip
+def test_only_results_of_tools_that_can_be_called_again_become_lines(name, becomes_a_line):
+    messages, counter = conversation(10, 600, name), estimating()
+    governed = govern(messages, counter.total(messages), counter)
+    assert ("left out" in governed.messages[3]["content"]) is becomes_a_line
+
+
+def test_results_that_the_model_has_not_seen_yet_become_no_lines():
+    ids = [f"c{n}" for n in range(14)]
+    messages = [user("look at all of them"), call(*ids)]
+    messages += [{**result(each, "x" * 600), "name": "read_file"} for each in ids]
+    counter = estimating()
+    assert govern(messages, counter.total(messages), counter).messages == messages
 
 
 def a_long_turn(size: int) -> list[dict]:
@@ -2691,9 +2747,11 @@ def test_what_does_not_fit_any_more_is_left_alone_and_said(home):
 
 
 @pytest.mark.parametrize("sha", ["0123456", "HEAD; rm", "--help", "..", "zzz"])
-def test_an_unknown_commit_is_a_friendly_error(home, sha):
+def test_an_unknown_commit_is_a_friendly_error(home, caplog, sha):
+    caplog.set_level("INFO")
     asyncio.run(dream(home, Model("[MEMORY] blue"), BLUE).run())
     assert "/dream-log lists them" in MemoryRepository(home).restore(sha)
+    assert ("fatal: " in caplog.text) is (sha == "0123456"), "what git says is in the log"
     assert "/dream-log lists them" in MemoryRepository(home).log(sha)
 
 
@@ -2735,6 +2793,8 @@ def test_a_commit_is_nanobots_whatever_the_users_settings_are_and_says_what_chan
     repository = MemoryRepository(home)
     (home / "skills").mkdir()
     git("init", "-q", "skills/foreign", cwd=home)  # git refuses to add it: it has no commit
+    (home / ".gitignore").write_text("*.md\nmemory\n")
+    (home / "memory" / "history-archive.jsonl").touch()
     assert repository.commit("notes") == 3, "without a dream before it"
     assert repository.commit("notes") == 0, "nothing is new"
     monkeypatch.delenv("GIT_AUTHOR_NAME")
@@ -2744,10 +2804,32 @@ def test_a_commit_is_nanobots_whatever_the_users_settings_are_and_says_what_chan
     assert re.fullmatch(r"notes: \d{4}-\d\d-\d\d \d\d:\d\d, 3 change\(s\)", title)
     changed, files = lines[:3], lines[5:]
     assert sorted(changed) == ["+# SOUL.md", "+# USER.md", "+- Favourite colour: green"]
-    assert files == ["SOUL.md", "USER.md", "memory/MEMORY.md", "memory/history.jsonl"]
+    histories = ["memory/history-archive.jsonl", "memory/history.jsonl"]
+    assert files == ["SOUL.md", "USER.md", "memory/MEMORY.md", *histories]
+
+
+def test_what_was_there_before_the_first_dream_cannot_be_undone(home):
+    repository = MemoryRepository(home)
+    repository.commit("notes")
+    (home / "USER.md").unlink()
+    assert repository.commit("notes") == 1, "what was deleted, too"
     assert repository.restore() == (
         "Nothing is changed: no dream has changed anything yet. /dream-log lists all commits."
     )
+    _, first = repository.log().split("\n")
+    assert repository.restore(first.split()[0]).endswith(
+        "there is no such commit, or none before it. /dream-log lists them."
+    )
+    assert (home / "SOUL.md").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems refuse the name")
+def test_what_git_says_of_a_folder_whose_name_is_no_utf_8_is_a_warning(tmp_path, caplog):
+    workspace = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
+    (workspace / ".nanobot").mkdir(parents=True)
+    (workspace / ".nanobot" / "memory.git").write_text("no repository")
+    assert MemoryRepository(workspace).commit("notes") == 0
+    assert re.search("memory is not under git: .*\ufffd", caplog.text)
 
 
 def test_a_lock_that_a_killed_git_left_stops_nothing(home):
@@ -2890,6 +2972,11 @@ def test_every_skill_of_the_kit_has_a_description_and_a_text():
         {"role": "assistant", "tool_calls": [1]},
         {"role": "user", "content": 1.5},
         {"role": ["user"], "content": "x"},
+        {"role": "user"},
+        {"content": "x"},
+        {"role": "user", "content": ["x"]},
+        {"role": "assistant", "tool_calls": []},
+        {"role": "assistant", "tool_calls": [{"id": "c1", "function": "f"}]},
     ],
 )
 def test_a_line_that_is_json_but_no_message_is_skipped_and_kept_aside(sessions, odd):
@@ -2901,6 +2988,24 @@ def test_a_line_that_is_json_but_no_message_is_skipped_and_kept_aside(sessions, 
     session.append(user("after"))
     assert [line["content"] for line in session.lines if line] == ["before", "after"]
     assert json.dumps(odd) in path.with_name(f"{path.name}.corrupt").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"role": "assistant", "content": None},
+        {"role": "assistant", "tool_calls": [{"id": "c1"}]},
+        {"role": "assistant", "content": "x", "tool_calls": None},
+        {"role": "assistant", "content": "x", "tool_calls": []},
+        {"role": "user", "content": [{"type": "text", "text": "x"}]},
+        {"role": "tool", "tool_call_id": "c1", "content": ""},
+    ],
+)
+def test_a_message_of_another_program_is_read_as_it_is(sessions, tmp_path, line):
+    path = journal(sessions, user("before"))
+    path.write_bytes(path.read_bytes() + json.dumps(line).encode() + b"\n")
+    assert loaded(tmp_path).lines[1:] == [line]
+    assert not list(sessions.folder.glob("*.corrupt"))
 
 
 def test_a_file_of_somebody_elses_does_not_stop_the_list(sessions):
