@@ -5,6 +5,7 @@ import contextlib
 import copy
 import io
 import json
+import logging
 import multiprocessing
 import os
 import random
@@ -231,7 +232,8 @@ def test_how_many_lines_are_unreadable_and_where_they_are_kept_is_said(sessions,
     path = journal(sessions, user("one"))
     path.write_bytes(path.read_bytes() + b"junk\n\n[1]\n")
     assert texts(loaded(tmp_path)) == ["one"]
-    assert f"{path}: 2 unreadable lines skipped, kept in cli%3Adirect.jsonl.corrupt" in caplog.text
+    told = f"{path}: 2 unreadable lines skipped, kept in cli%3Adirect.jsonl.corrupt"
+    assert caplog.record_tuples == [("nanobot.memory", logging.WARNING, told)]
     kept = path.with_name("cli%3Adirect.jsonl.corrupt").read_bytes()
     assert kept == b"junk\n[1]\n", "an empty line is no damage"
 
@@ -907,6 +909,19 @@ def test_a_disk_that_refuses_the_fsync_is_said_and_tried_again(sessions):
     whole.rename(session.path)
     asyncio.run(session.synced())
     assert not session.unsynced
+
+
+def test_no_file_is_left_open(sessions, tmp_path):
+    def next_number() -> int:
+        number = os.dup(2)
+        os.close(number)
+        return number
+
+    before, path = next_number(), skill_file(tmp_path, "Do it.")
+    for n in range(20):
+        sessions.get(KEY).append(user(f"q{n}"))
+        read_skill(path)
+    assert next_number() < before + 20
 
 
 # ---- Damage in the wrong place ----
@@ -1701,6 +1716,16 @@ def test_an_entry_without_a_time_gets_the_current_one_and_all_that_is_said_of_it
     assert entry == {"cursor": 1, "content": "Hello.", "session": KEY, "until": 7}
 
 
+def test_only_the_time_at_the_beginning_of_an_entry_is_its_own(tmp_path):
+    store = MemoryStore(tmp_path)
+    store.append_history("\n[2026-04-03 00:02]  Said [2026-04-03 00:01] hello. [2026-04-03 00:00]\n")
+    store.append_history("Said [2026-04-03 00:01] hello.")
+    first, second = records(store.history)
+    said = "Said [2026-04-03 00:01] hello. [2026-04-03 00:00]"
+    assert (first["timestamp"], first["content"]) == ("2026-04-03 00:02", said)
+    assert second["timestamp"] > "2026-04-03" and second["content"] == "Said [2026-04-03 00:01] hello."
+
+
 GOOD = b'{"cursor": 7, "timestamp": "2026-04-03 00:02", "content": "good"}'
 
 
@@ -1924,6 +1949,7 @@ def test_below_window_and_budget_no_model_is_asked(sessions):
     asyncio.run(keeper.after_turn(session, 1_000))
     asyncio.run(keeper.before_turn(session, 1_000))
     assert (keeper.ask.asked, session.last_consolidated) == ([], 0)
+    assert not list(sessions.folder.glob("*.memory.lock")), "no other program is waited for"
 
 
 @pytest.mark.parametrize(("count", "moved"), [(3, 0), (4, 2), (5, 3), (6, 4)])
@@ -2003,6 +2029,17 @@ def test_over_the_budget_room_is_made_until_half_of_it_is_free(sessions):
     for messages, _, _ in keeper.ask.asked:
         assert sum(measure(message)[1] for message in messages) <= 2_200, "half the budget"
         assert "It is Monday" not in messages[1]["content"]
+
+
+@pytest.mark.parametrize(("more", "left"), [(0, 3), (-2, 2)])
+def test_as_many_messages_stay_as_half_the_budget_takes(sessions, more, left):
+    session = sessions.get(KEY)
+    stamp = {"timestamp": "2026-04-03T10:00:00+0200"}
+    session.append(*({**user("x" * 400), **stamp} for _ in range(10)))
+    size = measure({"content": session.lines[0]})[1]
+    keeper = consolidator(sessions, *[saves("Entry.")] * 9, budget=2 * (3 * size + 50) + more)
+    asyncio.run(keeper.before_turn(session, 50))
+    assert session.last_consolidated == 10 - left
 
 
 @pytest.mark.parametrize(
@@ -2281,8 +2318,10 @@ def test_up_to_80_percent_nothing_is_summed_up_and_where_nothing_is_older_neithe
     assert asyncio.run(keeper.before_turn(session, 1)) != ""
     session.restart()
     session.append(*[user("x" * 401), answer("y" * 400)] * 9, user("z"))
+    before = session.path.read_bytes()
     keeper = consolidator(sessions, budget=size * 9 // 16 + 10)
     assert asyncio.run(keeper.before_turn(session, 0)) == "" and keeper.ask.asked == []
+    assert session.path.read_bytes() == before, "nothing is noted"
 
 
 def test_a_summary_that_the_memory_has_passed_is_no_part_of_the_next_one(sessions):
