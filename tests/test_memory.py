@@ -2851,7 +2851,9 @@ def test_what_was_there_before_the_first_dream_cannot_be_undone(home):
     repository = MemoryRepository(home)
     repository.commit("notes")
     (home / "USER.md").unlink()
-    assert repository.commit("notes") == 1, "what was deleted, too"
+    (home / "SOUL.md").write_bytes(b"Caf\xe9\n")
+    assert repository.commit("notes") == 3, "what was deleted, too"
+    assert "+Caf\ufffd" in repository.log(repository.log().split()[0])
     assert repository.restore() == (
         "Nothing is changed: no dream has changed anything yet. /dream-log lists all commits."
     )
