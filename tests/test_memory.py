@@ -40,6 +40,7 @@ from memory import (
     count_waiting,
     findings_in,
     govern,
+    in_thread,
     is_known,
     locked,
     measure,
@@ -911,6 +912,28 @@ def test_a_disk_that_refuses_the_fsync_is_said_and_tried_again(sessions):
     assert not session.unsynced
 
 
+def test_a_thread_whose_result_nobody_waits_for_any_more_ends_without_a_word(monkeypatch):
+    """A turn that is stopped while its last line is synced."""
+    gate, threads, said = threading.Event(), [], []
+    monkeypatch.setattr(threading, "excepthook", said.append)
+
+    def work() -> None:
+        threads.append(threading.current_thread())
+        gate.wait(20)
+
+    async def stopped() -> None:
+        task = asyncio.create_task(in_thread(work))
+        while not threads:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(stopped())
+    gate.set()
+    threads[0].join(20)
+    assert said == []
+
+
 def test_no_file_is_left_open(sessions, tmp_path):
     def next_number() -> int:
         number = os.dup(2)
@@ -1323,8 +1346,8 @@ def test_turns_are_left_out_above_the_whole_budget_and_not_before():
 def test_the_summary_stays_longer_than_the_turns_and_not_longer_than_the_task(sessions):
     session = sessions.get(KEY)
     session.append(*(user(f"q{n}") for n in range(4)))
-    session.note(summary={"text": "They talked." * 20, "until": 1})
-    system, counter = {"role": "system", "content": "You are …"}, estimating()
+    session.note(summary={"text": "They talked.", "until": 1})
+    system, counter = {"role": "system", "content": "You are … " * 50}, estimating()
     messages = [system, *session.get_history()]
     summary, *_, task = messages[1:]
     assert summary["content"].endswith("They talked.")
