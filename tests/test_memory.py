@@ -2253,10 +2253,12 @@ def test_a_conversation_is_read_in_texts_that_are_as_full_as_they_may_be():
     assert begins[-1] == 200 and len(parts) > 10
 
 
-@pytest.mark.parametrize(("room", "ends"), [(52, [2]), (51, [1, 2])])
+@pytest.mark.parametrize(("room", "ends"), [(52, [2]), (51, [1, 2]), (26, [1, 2])])
 def test_two_messages_that_fit_a_text_to_the_token_are_read_in_one(room, ends):
     session = lines_of(user("x" * 79), user("y" * 79))  # 26 tokens each
-    assert [part.until for part in transcripts(session, 0, 2, room)] == ends
+    parts = transcripts(session, 0, 2, room)
+    assert [part.until for part in parts] == ends
+    assert parts[-1].text.endswith("user: " + "y" * 79), "and none is shortened"
 
 
 def test_a_call_and_its_results_are_read_in_one_text():
