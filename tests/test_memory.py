@@ -330,6 +330,7 @@ def test_a_write_that_fails_half_way_is_said_and_costs_no_earlier_message(sessio
     with another_program(FILL_THE_DISK, tmp_path, KEY) as process:
         said = process.stdout.read()
     assert said.startswith("failed: [Errno 27] File too large: ") and "cli%3Adirect.jsonl" in said
+    assert sessions.path(KEY).read_bytes().endswith(b"}\n"), "nothing of it stays"
     session = sessions.get(KEY)
     assert texts(session) == ["one"]
     session.append(answer("two"))
@@ -2215,6 +2216,7 @@ def test_a_consolidation_in_the_background_does_not_take_back_new(sessions, tmp_
     keeper = consolidator(sessions, meanwhile, saves("Entry."))
     asyncio.run(keeper.after_turn(session, 0))
     assert loaded(tmp_path).get_history() == []
+    assert len(keeper.ask.asked) == 1, "the other program goes on"
     assert loaded(tmp_path).start == 120
 
 
@@ -2635,8 +2637,9 @@ def test_only_failures_in_a_row_count_and_each_outcome_is_told(home, monkeypatch
     dreamer = dream(home, Model(*["[MEMORY] x"] * 4), stop_reason="error")
     assert [asyncio.run(dreamer.run()) for _ in range(4)] == [unreachable] * 4
     assert MemoryStore(home).dream_cursor == 0
-    dreamer = dream(home, Model("Hm.", "Hm.", "Hm.", "Hm."), max_batch=1)
-    outcomes = [asyncio.run(dreamer.run()) for _ in range(4)]
+    dreamer = dream(home, Model(FAILED, "Hm.", "Hm.", "Hm.", "Hm."), max_batch=1)
+    first, *outcomes = (asyncio.run(dreamer.run()) for _ in range(5))
+    assert first == unreachable
     assert outcomes[:2] == outcomes[3:] * 2 == [failed] * 2, "the next entries have three tries again"
     assert MemoryStore(home).dream_cursor == 1
 
