@@ -243,8 +243,28 @@ def test_a_damaged_metadata_line_hides_no_message(sessions, tmp_path):
     path = journal(sessions, user("one"), answer("two"))
     path.write_bytes(b'{"_type": "metad\n' + path.read_bytes().split(b"\n", 1)[1])
     session = loaded(tmp_path)
-    assert texts(session) == ["one", "two"]
+    assert texts(session) == ["one", "two"] and len(session.lines) == 2
     assert (session.metadata, session.last_consolidated) == ({}, 0)
+
+
+def test_a_journal_without_metadata_is_read_from_its_first_line(sessions, tmp_path):
+    sessions.folder.mkdir()
+    sessions.path(KEY).write_text("".join(json.dumps(line) + "\n" for line in [user("one"), answer("two")]))
+    assert loaded(tmp_path).lines == [user("one"), answer("two")]
+
+
+def test_an_append_reads_no_more_than_the_end_of_a_whole_file(sessions):
+    session, reads = sessions.get(KEY), []
+    session.append(user("one"))
+
+    def look(frame, event, function):
+        if event == "c_call" and isinstance(getattr(function, "__self__", None), io.FileIO):
+            reads.append(function.__name__)
+
+    sys.setprofile(look)
+    session.append(answer("two"))
+    sys.setprofile(None)
+    assert reads.count("read") == 1
 
 
 @pytest.mark.parametrize("junk", [b"no journal\nat all\n", b"\0" * 512, b"\x89PNG\r\n\x1a\n", b"[]\n[]\n"])
@@ -597,9 +617,10 @@ def test_the_64_sessions_used_last_stay_in_memory(sessions):
         sessions.get(f"n:{number}")
     assert sessions.get("n:0") is first, "64 fit, and this one is now the last used"
     assert second() is not None
-    sessions.get("n:64"), sessions.get("n:65")
-    assert sessions.get("n:0") is first
+    sessions.get("n:64")
     assert second() is None
+    sessions.get("n:65")
+    assert sessions.get("n:0") is first
     assert sessions.get("n:2") is third, "a turn holds it: two of it would not know of each other's lines"
 
 
@@ -933,6 +954,7 @@ def test_a_thread_whose_result_nobody_waits_for_any_more_ends_without_a_word(mon
     gate.set()
     threads[0].join(20)
     assert said == []
+    assert threads[0].daemon, "the end of the program does not wait for it"
 
 
 def test_no_file_is_left_open(sessions, tmp_path):
@@ -1466,14 +1488,13 @@ def test_at_last_pictures_go_and_the_last_results_share_the_room():
     counter = estimating()
     picture = {"role": "user", "content": [{"type": "text", "text": "[a.png]"}, image("A")]}
     task = {"role": "user", "content": [{"type": "text", "text": "Look."}, image("B")]}
-    messages = [task, call("c1", "c2"), result("c1", "x" * 9_000), result("c2", "y" * 9_000), picture]
-    governed = govern(messages, 1_500, counter, task)
-    assert governed.messages[:2] == messages[:2], "what the user sent stays"
-    assert governed.messages[-1] == {"role": "user", "content": "[a.png]"} | {
-        "timestamp": governed.messages[-1]["timestamp"]
-    }
-    room = 1_500 - counter.total([*messages[:2], governed.messages[-1]])
-    for message in governed.messages[2:4]:
+    results = [result("c1", "x" * 9_000), result("c2", "y" * 9_000)]
+    governed = govern([task, picture, call("c1", "c2"), *results, picture], 1_500, counter, task)
+    first, before, asked, *results, after = governed.messages
+    assert (first, asked) == (task, call("c1", "c2")), "what the user sent stays"
+    assert before["content"] == after["content"] == "[a.png]"
+    room = 1_500 - counter.total([first, before, asked, after])
+    for message in results:
         assert 0.7 * room / 2 < counter.size(message) <= room / 2
 
 
@@ -1694,6 +1715,8 @@ def test_recent_history_is_at_most_50_entries_and_32000_characters_the_newest(tm
     long = remember(tmp_path, *(entry(n, f"{n}" + "x" * 4_980) for n in range(10, 30)))
     assert [line[19:21] for line in long] == ["24", "25", "26", "27", "28", "29"]
     assert len("\n".join(long)) <= 32_000
+    assert remember(tmp_path, entry(1, "x" * 31_982)) == []
+    assert remember(tmp_path, entry(1, "x" * 31_981)) == [f"[2026-04-03 00:02] {'x' * 31_981}"]
 
 
 def test_facts_are_read_whatever_their_bytes(tmp_path):
@@ -2415,9 +2438,9 @@ def test_where_the_summary_fails_the_turn_goes_on_without_it(sessions):
     session = talk(sessions.get(KEY), 12, 1_000, "message")
     session.append(user("the task"))
     tokens = sum(measure(message)[1] for message in session.get_history())
-    for reply in (FAILED, LLMResponse("cut", [], "length"), ""):
+    for reply in (FAILED, LLMResponse("cut", [], "length"), LLMResponse("cut", [], "error"), ""):
         keeper = consolidator(sessions, reply, budget=int(tokens / 0.85))
-        asyncio.run(keeper.before_turn(session, 0))
+        assert asyncio.run(keeper.before_turn(session, 0)) == ""
         assert session.get_history()[0] == user("q0")
 
 
@@ -2582,7 +2605,7 @@ def test_a_dream_is_asked_what_happened_and_then_what_to_edit(home, monkeypatch)
         ("- [SOUL] a\n* [SKILL-REMOVE] b\n  [MEMORY]c", ["[SOUL] a", "[SKILL-REMOVE] b", "[MEMORY]c"]),
         ("[SKIP]\n[USER-REMOVE] a", ["[USER-REMOVE] a"]),
         ("[SKIP]", []),
-        ("<think>[MEMORY] no</think>\n[SKIP]", []),
+        ("<think>\n[MEMORY] no\n</think>\n[SKIP]", []),
         ("<think>[MEMORY] never ends", None),
         ("[MEMORY]", None),
         ("[OTHER] a", None),
@@ -2637,11 +2660,12 @@ def test_only_failures_in_a_row_count_and_each_outcome_is_told(home, monkeypatch
     dreamer = dream(home, Model(*["[MEMORY] x"] * 4), stop_reason="error")
     assert [asyncio.run(dreamer.run()) for _ in range(4)] == [unreachable] * 4
     assert MemoryStore(home).dream_cursor == 0
-    dreamer = dream(home, Model(FAILED, "Hm.", "Hm.", "Hm.", "Hm."), max_batch=1)
-    first, *outcomes = (asyncio.run(dreamer.run()) for _ in range(5))
+    dreamer = dream(home, Model(FAILED, *["Hm."] * 6), max_batch=1)
+    first, *outcomes = (asyncio.run(dreamer.run()) for _ in range(7))
     assert first == unreachable
-    assert outcomes[:2] == outcomes[3:] * 2 == [failed] * 2, "the next entries have three tries again"
-    assert MemoryStore(home).dream_cursor == 1
+    assert outcomes[:2] == outcomes[3:5] == [failed] * 2, "the next entries have three tries again"
+    assert "Dreamt" in outcomes[2] and "Dreamt" in outcomes[5]
+    assert MemoryStore(home).dream_cursor == 2
 
 
 def test_one_dream_at_a_time(home):
@@ -2897,6 +2921,16 @@ def test_what_git_says_of_a_folder_whose_name_is_no_utf_8_is_a_warning(tmp_path,
     (workspace / ".nanobot" / "memory.git").write_text("no repository")
     assert MemoryRepository(workspace).commit("notes") == 0
     assert re.search("memory is not under git: .*\ufffd", caplog.text)
+
+
+def test_the_git_of_the_users_path_is_the_one_that_runs(home, tmp_path, monkeypatch, caplog):
+    fake = tmp_path / "bin" / "git"
+    fake.parent.mkdir()
+    fake.write_text("#!/bin/sh\necho not today >&2\nexit 1\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{fake.parent}{os.pathsep}{os.environ['PATH']}")
+    assert MemoryRepository(home).commit("notes") == 0
+    assert "memory is not under git: not today" in caplog.text
 
 
 def test_a_lock_that_a_killed_git_left_stops_nothing(home):
