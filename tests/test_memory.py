@@ -987,6 +987,16 @@ def test_a_newline_that_is_lost_before_new_hides_and_shows_nothing(sessions, tmp
     assert loaded(tmp_path).get_history() == [user("five"), answer("six"), user("seven")]
 
 
+def test_a_byte_that_became_a_newline_before_new_shows_nothing_of_what_was(sessions, tmp_path):
+    """One line became two, so that `/new` counted fewer lines than there are."""
+    session = sessions.get(KEY)
+    session.append(user("one"), user("two"))
+    session.restart()
+    session.append(user("three"))
+    session.path.write_bytes(session.path.read_bytes().replace(b'"one"', b'"o\ne"'))
+    assert loaded(tmp_path).get_history() == [user("three")]
+
+
 def test_a_last_line_whose_newline_alone_is_damaged_is_kept_aside(sessions):
     path = journal(sessions, user("one"), answer("two"))
     path.write_bytes(path.read_bytes()[:-1] + b"\x0b")
@@ -1489,7 +1499,7 @@ def test_at_last_pictures_go_and_the_last_results_share_the_room():
     picture = {"role": "user", "content": [{"type": "text", "text": "[a.png]"}, image("A")]}
     task = {"role": "user", "content": [{"type": "text", "text": "Look."}, image("B")]}
     results = [result("c1", "x" * 9_000), result("c2", "y" * 9_000)]
-    governed = govern([task, picture, call("c1", "c2"), *results, picture], 1_500, counter, task)
+    governed = govern([task, dict(picture), call("c1", "c2"), *results, picture], 1_500, counter, task)
     first, before, asked, *results, after = governed.messages
     assert (first, asked) == (task, call("c1", "c2")), "what the user sent stays"
     assert before["content"] == after["content"] == "[a.png]"
