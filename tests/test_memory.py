@@ -545,6 +545,18 @@ def test_odd_metadata_replaces_nothing_that_is_known(sessions, tmp_path):
     assert not list(sessions.folder.glob("*.corrupt")), "it is no damage"
 
 
+def test_metadata_that_was_damaged_and_is_still_json_is_not_believed(sessions, tmp_path):
+    session = sessions.get(KEY)
+    session.append(user("one"), user("two"))
+    session.note(last_consolidated=2)
+    whole = session.path.read_bytes()
+    session.path.write_bytes(whole.replace(b'"last_consolidated": 2', b'"last_consolidated": 1'))
+    assert loaded(tmp_path).last_consolidated == 0
+    assert b'"last_consolidated": 1' in session.path.with_name("cli%3Adirect.jsonl.corrupt").read_bytes()
+    session.path.write_bytes(whole)
+    assert loaded(tmp_path).last_consolidated == 2
+
+
 def test_a_later_metadata_line_replaces_an_earlier_one(sessions, tmp_path):
     path = journal(sessions, user("one"), answer("two"), user("three"))
     later = {"_type": "metadata", "created_at": "2026-04-03", "metadata": {"a": 1}, "last_consolidated": 2}
@@ -1394,6 +1406,8 @@ def test_without_a_question_the_system_prompt_stays():
     messages = [{"role": "system", "content": "You are …"}, answer("x" * 4_000)]
     assert govern(messages, 500, estimating()).messages[0] == messages[0]
     assert govern([], 500, estimating()).messages == []
+    task = user("x" * 9_000)
+    assert govern([task], 500, estimating()).messages == [task], "there is nothing to cut"
 
 
 def test_a_task_that_a_hook_took_out_gives_way_to_the_last_question():
@@ -1549,7 +1563,7 @@ def test_one_result_takes_a_quarter_of_the_budget_at_most():
     assert govern(messages, quarter - 1, counter).messages != messages
 
 
-@pytest.mark.parametrize(("length", "kept"), [(1_000, 42), (79, 40), (40, 32)])
+@pytest.mark.parametrize(("length", "kept"), [(1_000, 42), (79, 40), (62, 49), (40, 32)])
 def test_of_a_result_some_letters_are_kept_however_small_the_room_is(length, kept):
     cut = shortened({**result("c1", "x" * length), "name": "exec"}, 1)
     note = f"[{length - kept} more characters are left out: ask for a part of it]"
@@ -2072,6 +2086,16 @@ def test_a_round_begins_behind_what_a_killed_program_has_saved_of_it(sessions, m
     assert (len(keeper.ask.asked), session.last_consolidated) == (1, 12)
 
 
+def test_a_round_that_a_killed_program_has_saved_is_only_noted(sessions):
+    session = talk(sessions.get(KEY), 3)
+    session.restart()
+    keeper = consolidator(sessions)
+    keeper.store.append_history("Saved.", session=KEY, created_at=session.created_at, until=12)
+    asyncio.run(keeper.archive(session))
+    assert (keeper.ask.asked, session.last_consolidated) == ([], 12)
+    assert contents(keeper.store) == ["Saved."]
+
+
 def test_over_the_budget_room_is_made_until_half_of_it_is_free(sessions):
     session = talk(sessions.get(KEY), 10, 2_000)
     session.append({**user("now"), "runtime": "It is Monday"})
@@ -2327,6 +2351,16 @@ def test_a_message_is_shortened_to_2000_characters_or_less_where_the_room_is_sma
     asyncio.run(keeper.archive(session))
     sent = keeper.ask.asked[0][0][1]["content"].count("x")
     assert sent == pytest.approx({1_000: 100, 4_000: 365, 64_000: 2_000}[budget], abs=45)
+
+
+def test_beside_large_facts_an_eighth_of_the_budget_is_for_the_conversation(sessions):
+    session = sessions.get(KEY)
+    session.append(user("x" * 9_000), answer("ok"))
+    session.restart()
+    keeper = consolidator(sessions, saves("Entry."), budget=8_000)
+    keeper.store.write_facts("- fact\n" * 2_500, instead_of="")
+    asyncio.run(keeper.archive(session))
+    assert keeper.ask.asked[0][0][1]["content"].count("x") == pytest.approx(217, abs=15)
 
 
 def test_over_80_percent_the_oldest_turns_are_summed_up_once(sessions, tmp_path):
