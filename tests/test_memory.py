@@ -1750,6 +1750,14 @@ def test_facts_are_read_whatever_their_bytes(tmp_path):
     assert store.read_facts() == "Likes Grün. \ufffd"
 
 
+def test_lone_surrogates_stop_no_memory(tmp_path):
+    store = MemoryStore(tmp_path)
+    store.append_history("bad \ud800 byte")
+    assert store.write_facts("- bad \ud800 byte", instead_of="")
+    for text in (contents(store)[0], store.read_facts(), (store.folder / "HISTORY.md").read_text()):
+        assert "bad ? byte" in text
+
+
 # ---- The history and its cursors ----
 
 
@@ -2761,6 +2769,7 @@ def test_a_batch_takes_as_much_as_half_the_budget(home, monkeypatch):
         MemoryStore(home).append_history("x" * 3_400)  # some 900 tokens
     told = asyncio.run(dream(home, Model("[SKIP]"), budget=4_000).run())
     assert told.startswith("Dreamt about 2 entries")
+    assert not (home / "memory" / "history-archive.jsonl").exists(), "a short history stays whole"
 
 
 KIT = ROOT / "skills"
