@@ -5,6 +5,7 @@ import contextlib
 import copy
 import io
 import json
+import logging
 import multiprocessing
 import os
 import random
@@ -17,6 +18,7 @@ import time
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -30,16 +32,29 @@ from memory import (
     Session,
     SessionBusy,
     SessionManager,
+    Skill,
     SkillsLoader,
     TokenCounter,
+    begins_turn,
     compact,
+    count_waiting,
+    findings_in,
     govern,
+    in_thread,
+    is_known,
+    locked,
     measure,
+    middle_out,
     newest,
+    place_now,
+    place_of_last,
     project,
     read_skill,
     readable,
     reason_to_refuse,
+    shortened,
+    transcripts,
+    write_atomically,
 )
 from providers import LLMResponse, ToolCallRequest, legal
 
@@ -69,6 +84,14 @@ def call(*ids: str) -> dict:
 
 def result(id_: str, text: str) -> dict:
     return {"role": "tool", "tool_call_id": id_, "content": text}
+
+
+def cut(text: str, why: str) -> dict:
+    return {"role": "assistant", "content": text, "cut": why}
+
+
+def image(data: str) -> dict:
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
 
 
 def texts(session: Session) -> list[str]:
@@ -110,6 +133,47 @@ def test_a_journal_is_a_metadata_line_and_then_one_message_a_line(sessions):
     assert all(each.pop("timestamp") for each in messages)
     assert messages == [user("Wie geht's? 你好"), answer("Gut.")]
     assert "你好" in path.read_text(encoding="utf-8"), "people read journals too"
+
+
+def test_what_a_library_user_leaves_out_is_this(sessions, tmp_path):
+    session = Session(KEY, tmp_path / "x.jsonl")
+    assert (session.lines, session.metadata, session.summary, session.stamp) == ([], {}, {}, None)
+    assert (session.start, session.last_consolidated) == (0, 0)
+    assert (session.unsynced, session.is_new) == (False, False)
+    keeper, dreamer = consolidator(sessions), dream(tmp_path, Model())
+    assert (keeper.budget, keeper.window) == (56_320, 100)
+    assert (dreamer.budget, dreamer.max_batch, dreamer.failures) == (56_320, 20, 0)
+    skill = Skill("demo", tmp_path)
+    assert (skill.description, skill.text, skill.always) == ("", "", False)
+    assert (skill.missing, skill.problem) == ([], "")
+    assert sessions.syncer.pause == 0.1
+
+
+def test_a_message_keeps_its_own_time_and_else_gets_the_one_at_which_it_was_written(sessions):
+    session = sessions.get(KEY)
+    session.append({**user("one"), "timestamp": "2026-04-03T10:00:00+0200"}, {**user("two"), "timestamp": ""})
+    first, second = (line["timestamp"] for line in session.lines)
+    assert first == "2026-04-03T10:00:00+0200"
+    metadata = records(session.path)[0]
+    for stamp in (second, metadata["created_at"], metadata["updated_at"]):
+        assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d{4}", stamp)
+        assert stamp[:4] == time.strftime("%Y")
+
+
+@pytest.mark.parametrize(
+    ("content", "kept"),
+    [
+        ([image("A")], "[image]"),
+        ([{"type": "text", "text": "[a.png]"}, image("A")], "[a.png]"),
+        ([{"type": "text", "text": "a"}, image("A"), {"type": "text", "text": "b"}], "a\nb"),
+        (None, None),
+    ],
+)
+def test_of_images_the_journal_keeps_the_lines_that_name_them(sessions, tmp_path, content, kept):
+    message = {"role": "user", "content": content}
+    sessions.get(KEY).append(message)
+    assert texts(loaded(tmp_path)) == [kept]
+    assert message == {"role": "user", "content": content}, "the caller's is left as it is"
 
 
 def test_an_append_leaves_every_earlier_byte_as_it_was(sessions):
@@ -165,12 +229,42 @@ def test_an_unreadable_line_is_skipped_with_a_warning_and_kept_once(sessions, tm
     assert junk in path.read_bytes(), "the journal itself is never rewritten"
 
 
+def test_how_many_lines_are_unreadable_and_where_they_are_kept_is_said(sessions, tmp_path, caplog):
+    path = journal(sessions, user("one"))
+    path.write_bytes(path.read_bytes() + b"junk\n\n[1]\n")
+    assert texts(loaded(tmp_path)) == ["one"]
+    told = f"{path}: 2 unreadable lines skipped, kept in cli%3Adirect.jsonl.corrupt"
+    assert caplog.record_tuples == [("nanobot.memory", logging.WARNING, told)]
+    kept = path.with_name("cli%3Adirect.jsonl.corrupt").read_bytes()
+    assert kept == b"junk\n[1]\n", "an empty line is no damage"
+
+
 def test_a_damaged_metadata_line_hides_no_message(sessions, tmp_path):
     path = journal(sessions, user("one"), answer("two"))
     path.write_bytes(b'{"_type": "metad\n' + path.read_bytes().split(b"\n", 1)[1])
     session = loaded(tmp_path)
-    assert texts(session) == ["one", "two"]
+    assert texts(session) == ["one", "two"] and len(session.lines) == 2
     assert (session.metadata, session.last_consolidated) == ({}, 0)
+
+
+def test_a_journal_without_metadata_is_read_from_its_first_line(sessions, tmp_path):
+    sessions.folder.mkdir()
+    sessions.path(KEY).write_text("".join(json.dumps(line) + "\n" for line in [user("one"), answer("two")]))
+    assert loaded(tmp_path).lines == [user("one"), answer("two")]
+
+
+def test_an_append_reads_no_more_than_the_end_of_a_whole_file(sessions):
+    session, reads = sessions.get(KEY), []
+    session.append(user("one"))
+
+    def look(frame, event, function):
+        if event == "c_call" and isinstance(getattr(function, "__self__", None), io.FileIO):
+            reads.append(function.__name__)
+
+    sys.setprofile(look)
+    session.append(answer("two"))
+    sys.setprofile(None)
+    assert reads.count("read") == 1
 
 
 @pytest.mark.parametrize("junk", [b"no journal\nat all\n", b"\0" * 512, b"\x89PNG\r\n\x1a\n", b"[]\n[]\n"])
@@ -192,6 +286,21 @@ def test_an_empty_file_is_a_new_session_and_gets_its_metadata(sessions, tmp_path
     sessions.get(KEY).append(user("one"))
     assert [each.get("_type") for each in records(sessions.path(KEY))] == ["metadata", None]
     assert texts(loaded(tmp_path)) == ["one"]
+
+
+def test_a_file_with_empty_lines_alone_is_no_damage(sessions, tmp_path, caplog):
+    sessions.folder.mkdir()
+    sessions.path(KEY).write_bytes(b"\n\n")
+    sessions.get(KEY).append(user("one"))
+    assert texts(loaded(tmp_path)) == ["one"]
+    assert [path.name for path in sessions.folder.iterdir()] == ["cli%3Adirect.jsonl"] and not caplog.text
+
+
+def test_new_in_a_new_session_writes_one_metadata_line_in_folders_that_it_makes(tmp_path):
+    sessions = SessionManager(tmp_path / "not" / "there")
+    sessions.get(KEY).restart()
+    [metadata] = records(sessions.path(KEY))
+    assert (metadata["start"], metadata["last_consolidated"], metadata["lines"]) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("text", ["a\u2028b\u2029c", "a\x85b", "a\nb", "a\r\nb\rc", "\x00\x1f", "naïve 🙂"])
@@ -239,7 +348,9 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
 def test_a_write_that_fails_half_way_is_said_and_costs_no_earlier_message(sessions, tmp_path):
     pytest.importorskip("resource", reason="file size limits are POSIX")
     with another_program(FILL_THE_DISK, tmp_path, KEY) as process:
-        assert process.stdout.read().startswith("failed:")
+        said = process.stdout.read()
+    assert said.startswith("failed: [Errno 27] File too large: ") and "cli%3Adirect.jsonl" in said
+    assert sessions.path(KEY).read_bytes().endswith(b"}\n"), "nothing of it stays"
     session = sessions.get(KEY)
     assert texts(session) == ["one"]
     session.append(answer("two"))
@@ -376,6 +487,76 @@ def test_an_odd_last_consolidated_hides_nothing(sessions, odd):
     assert session.get_history() == [user("one"), answer("two")]
 
 
+@pytest.mark.parametrize(
+    ("count", "then", "now", "place"),
+    [
+        (7, 12, 12, 7),
+        (7, 12, 11, 6),
+        (7, 12, 14, 7),
+        (0, 12, 12, 0),
+        (12, 12, 12, 12),
+        (1, 12, 9, 0),
+        (0, 0, 0, 0),
+        (13, 12, 12, None),
+        (-1, 12, 12, None),
+        (True, 12, 12, None),
+        ("2", 12, 12, None),
+        (None, 12, 12, None),
+        (2, None, 12, None),
+        (1, True, 12, None),
+    ],
+)
+def test_a_count_of_lines_points_to_the_same_place_among_those_that_are_left(count, then, now, place):
+    assert place_now(count, then, now) == place
+
+
+SUMMED_UP = "[Summary of the conversation so far, which is not sent any more]\n\nRome."
+
+
+@pytest.mark.parametrize(
+    ("summary", "first"),
+    [
+        ({"text": "Rome.", "until": 2}, SUMMED_UP),
+        ({"text": "Rome.", "until": 9}, "one"),
+        ({"text": "Rome.", "until": "2"}, "one"),
+        ({"text": "Rome."}, "one"),
+        ({"text": 5, "until": 2}, "one"),
+        ([], "one"),
+    ],
+)
+def test_a_summary_stands_for_the_lines_before_its_place_and_an_odd_one_hides_nothing(
+    sessions, tmp_path, summary, first
+):
+    path = journal(sessions, user("one"), answer("two"), user("three"))
+    later = {"_type": "metadata", "summary": summary}
+    path.write_bytes(path.read_bytes() + json.dumps(later).encode() + b"\n")
+    history = loaded(tmp_path).get_history()
+    assert history[0]["content"] == first
+    assert history[1:] == ([user("three")] if first != "one" else [answer("two"), user("three")])
+
+
+def test_odd_metadata_replaces_nothing_that_is_known(sessions, tmp_path):
+    path = journal(sessions, user("one"))
+    good = {"_type": "metadata", "created_at": "2026-04-03", "metadata": {"a": 1}}
+    odd = {"_type": "metadata", "created_at": None, "metadata": [1]}
+    path.write_bytes(path.read_bytes() + b"".join(json.dumps(each).encode() + b"\n" for each in (good, odd)))
+    session = loaded(tmp_path)
+    assert (session.created_at, session.metadata) == ("2026-04-03", {"a": 1})
+    assert not list(sessions.folder.glob("*.corrupt")), "it is no damage"
+
+
+def test_metadata_that_was_damaged_and_is_still_json_is_not_believed(sessions, tmp_path):
+    session = sessions.get(KEY)
+    session.append(user("one"), user("two"))
+    session.note(last_consolidated=2)
+    whole = session.path.read_bytes()
+    session.path.write_bytes(whole.replace(b'"last_consolidated": 2', b'"last_consolidated": 1'))
+    assert loaded(tmp_path).last_consolidated == 0
+    assert b'"last_consolidated": 1' in session.path.with_name("cli%3Adirect.jsonl.corrupt").read_bytes()
+    session.path.write_bytes(whole)
+    assert loaded(tmp_path).last_consolidated == 2
+
+
 def test_a_later_metadata_line_replaces_an_earlier_one(sessions, tmp_path):
     path = journal(sessions, user("one"), answer("two"), user("three"))
     later = {"_type": "metadata", "created_at": "2026-04-03", "metadata": {"a": 1}, "last_consolidated": 2}
@@ -420,6 +601,20 @@ def test_two_keys_never_share_a_file(sessions):
     assert len({sessions.path(key) for key in KEYS}) == len(KEYS)
 
 
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("telegram:a_b", "telegram%3Aa_b.jsonl"),
+        ("a b@c+d,e=f", "a b@c+d,e=f.jsonl"),
+        ("../ä", "%2E%2E%2F%C3%A4.jsonl"),
+        ("50%", "50%25.jsonl"),
+        ("\udcff", "%ED%B3%BF.jsonl"),
+    ],
+)
+def test_a_person_finds_the_file_of_a_key(sessions, tmp_path, key, name):
+    assert sessions.path(key) == tmp_path / "sessions" / name
+
+
 def test_sessions_are_listed_with_the_one_used_last_first(sessions):
     assert sessions.list_keys() == []
     for age, key in enumerate(["a:1", "b:2", "c:3"]):
@@ -434,9 +629,10 @@ def test_the_64_sessions_used_last_stay_in_memory(sessions):
         sessions.get(f"n:{number}")
     assert sessions.get("n:0") is first, "64 fit, and this one is now the last used"
     assert second() is not None
-    sessions.get("n:64"), sessions.get("n:65")
-    assert sessions.get("n:0") is first
+    sessions.get("n:64")
     assert second() is None
+    sessions.get("n:65")
+    assert sessions.get("n:0") is first
     assert sessions.get("n:2") is third, "a turn holds it: two of it would not know of each other's lines"
 
 
@@ -502,6 +698,14 @@ def test_an_exception_in_a_turn_lets_go_of_the_session(sessions):
         pass
 
 
+def test_who_finds_a_session_in_use_learns_which_and_what_to_do(sessions):
+    pytest.importorskip("fcntl", reason="file locks are POSIX")
+    told = "Session cli:direct is in use by another program. Wait, or name another: -s."
+    with sessions.lock(KEY), pytest.raises(SessionBusy, match=re.escape(told)), sessions.lock(KEY):
+        pass
+    assert sessions.path(KEY).with_name("cli%3Adirect.lock").exists()
+
+
 # ---- The projection ----
 
 
@@ -533,6 +737,17 @@ def test_runtime_facts_stand_before_the_text_and_our_own_keys_are_not_sent(sessi
     assert legal(session.get_history()) == [user("[It is Monday]\n\nhello")]
 
 
+def test_none_of_our_own_keys_is_sent_and_all_others_are(sessions):
+    session = sessions.get(KEY)
+    own = {"timestamp": "2026", "runtime": "r", "cut": "why", "id": "7", "beside": True, "unseen": 0}
+    session.append(user("a"), {**answer("b"), **own, "name": "n"}, {**user("c"), "id": "8"})
+    assert session.get_history() == [
+        user("a"),
+        {**answer("b"), "name": "n"},
+        user("[the answer above broke off: why]\n\nc"),
+    ]
+
+
 def test_history_is_the_same_bytes_twice_and_after_a_restart_and_changes_nothing(sessions, tmp_path):
     session = sessions.get(KEY)
     session.append(*TALK, {**user("x"), "runtime": "r"}, user("y"))
@@ -559,6 +774,10 @@ def test_history_only_grows_at_its_end_so_that_prompt_caches_hold(sessions):
         ([user("a"), call("c1")], True),
         ([user("a"), call("c1"), result("c1", "x")], True),
         ([user("a"), call("c1"), result("c1", "x"), answer("b")], False),
+        ([user("a"), cut("b", "no network")], True),
+        ([user("a"), cut("", "it was stopped")], True),
+        ([user("a"), user("c"), {**answer("b"), "unseen": 1}], True),
+        ([user("a"), user("c"), {**answer("b"), "unseen": 0}], False),
     ],
 )
 def test_continue_has_something_to_do_where_the_last_turn_has_no_answer(sessions, messages, unfinished):
@@ -572,6 +791,13 @@ def test_after_restart_there_is_nothing_to_continue(sessions):
     session = sessions.get(KEY)
     session.append(user("a"))
     session.restart()
+    assert not session.unfinished
+
+
+def test_what_went_into_the_memory_is_not_continued(sessions):
+    session = sessions.get(KEY)
+    session.append(user("a"), call("c1"))
+    session.note(last_consolidated=2)
     assert not session.unfinished
 
 
@@ -667,15 +893,93 @@ def test_what_nobody_waits_for_is_synced_soon(sessions):
     assert not session.unsynced
 
 
+def test_a_file_that_cannot_be_synced_keeps_no_other_from_it_and_later_ones_have_their_turn(sessions):
+    gone, other = sessions.get("cli:gone"), sessions.get(KEY)
+    sessions.syncer.pause = 0.01
+    for _ in range(2):
+        gone.append(user("a"), sync=False)
+        gone.path.unlink()
+        other.append(user("b"), sync=False)
+        before = set(threading.enumerate())
+        sessions.syncer.sync_soon(gone)
+        sessions.syncer.sync_soon(other)
+        for thread in set(threading.enumerate()) - before:
+            thread.join(20)
+        assert gone.unsynced and not other.unsynced
+
+
+def test_what_is_written_meanwhile_is_synced_in_the_same_go(sessions):
+    session, before = sessions.get(KEY), set(threading.enumerate())
+    session.append(user("hello"), sync=False)
+    sessions.syncer.pause = 60
+    sessions.syncer.sync_soon(session)
+    [thread] = set(threading.enumerate()) - before
+    thread.join(0.02)
+    assert thread.is_alive() and session.unsynced, "it waits for more"
+    assert thread.daemon, "the end of the program does not wait for it"
+
+
+def test_facts_are_on_the_disk_before_they_get_their_name_and_then_the_name_is(tmp_path):
+    store = MemoryStore(tmp_path)
+    with watched_disk() as disk:
+        store.write_facts("- Likes blue", instead_of="")
+    draft = f".MEMORY.md.{os.getpid()}.tmp"
+    assert disk == [("write", draft), ("fsync", "MEMORY.md"), ("fsync", "memory")]
+
+
+def test_where_a_file_cannot_be_replaced_no_draft_of_it_stays(tmp_path):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError, match="folder"):
+        write_atomically(tmp_path / "folder", "text")
+    assert [path.name for path in tmp_path.iterdir() if path.name != "home"] == ["folder"]
+
+
 def test_a_disk_that_refuses_the_fsync_is_said_and_tried_again(sessions):
     session = sessions.get(KEY)
     session.append(user("one"), sync=False)
     whole = session.path.rename(session.path.with_suffix(".away"))
     with pytest.raises(OSError, match="jsonl"):
         asyncio.run(session.synced())
+    assert session.unsynced
     whole.rename(session.path)
     asyncio.run(session.synced())
     assert not session.unsynced
+
+
+def test_a_thread_whose_result_nobody_waits_for_any_more_ends_without_a_word(monkeypatch):
+    """A turn that is stopped while its last line is synced."""
+    gate, threads, said = threading.Event(), [], []
+    monkeypatch.setattr(threading, "excepthook", said.append)
+
+    def work() -> None:
+        threads.append(threading.current_thread())
+        gate.wait(20)
+
+    async def stopped() -> None:
+        task = asyncio.create_task(in_thread(work))
+        while not threads:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(stopped())
+    gate.set()
+    threads[0].join(20)
+    assert said == []
+    assert threads[0].daemon, "the end of the program does not wait for it"
+
+
+def test_no_file_is_left_open(sessions, tmp_path):
+    def next_number() -> int:
+        number = os.dup(2)
+        os.close(number)
+        return number
+
+    before, path = next_number(), skill_file(tmp_path, "Do it.")
+    for n in range(20):
+        sessions.get(KEY).append(user(f"q{n}"))
+        read_skill(path)
+    assert next_number() < before + 20
 
 
 # ---- Damage in the wrong place ----
@@ -693,6 +997,16 @@ def test_a_newline_that_is_lost_before_new_hides_and_shows_nothing(sessions, tmp
     assert loaded(tmp_path).get_history() == [user("five"), answer("six")]
     loaded(tmp_path).append(user("seven"))
     assert loaded(tmp_path).get_history() == [user("five"), answer("six"), user("seven")]
+
+
+def test_a_byte_that_became_a_newline_before_new_shows_nothing_of_what_was(sessions, tmp_path):
+    """One line became two, so that `/new` counted fewer lines than there are."""
+    session = sessions.get(KEY)
+    session.append(user("one"), user("two"))
+    session.restart()
+    session.append(user("three"))
+    session.path.write_bytes(session.path.read_bytes().replace(b'"one"', b'"o\ne"'))
+    assert loaded(tmp_path).get_history() == [user("three")]
 
 
 def test_a_last_line_whose_newline_alone_is_damaged_is_kept_aside(sessions):
@@ -751,10 +1065,6 @@ def test_a_byte_flipped_anywhere_costs_its_line_at_most_two_where_it_was_a_newli
 # ---- What is said of an answer that is missing ----
 
 
-def cut(text: str, why: str) -> dict:
-    return {"role": "assistant", "content": text, "cut": why}
-
-
 def test_what_fills_a_gap_is_in_no_assistant_message(sessions):
     session = sessions.get(KEY)
     session.append(user("one"), user("two"), cut("Well", "the connection was lost"), user("three"))
@@ -794,6 +1104,74 @@ def test_an_answer_that_broke_off_can_be_continued_where_it_stops(sessions):
     assert session.get_history() == [user("count"), answer("one, two"), answer(", three")]
 
 
+def test_what_is_told_of_an_answer_that_broke_off_stands_where_the_user_goes_on(sessions):
+    session = sessions.get(KEY)
+    session.append(user("a"), cut("Well", "no network"))
+    go_on = user("[the answer above broke off: no network] Go on where it stops.")
+    assert session.get_history() == [user("a"), answer("Well"), go_on]
+    session.restart()
+    session.append(user("a"), user("b"), {**cut("Well", "no network"), "unseen": 1})
+    told = user("[the answer above broke off: no network]\n\nb")
+    assert session.get_history() == [user("a"), answer("Well"), told], "the user has gone on already"
+    session.restart()
+    session.append(user("a"), cut("", "it was stopped"))
+    assert session.get_history() == [user("a")], "no word of it was said"
+
+
+def test_one_answer_is_for_both_where_a_message_came_beside_another(sessions):
+    session = sessions.get(KEY)
+    session.append(user("a"), {**user("b"), "beside": True}, answer("both"))
+    assert session.get_history() == [user("a"), user("b"), answer("both")]
+    session.restart()
+    session.append(user("a"), cut("", "it was stopped"), {**user("b"), "beside": True})
+    told = user("[the message above was not answered: interrupted]\n\nb")
+    assert session.get_history() == [user("a"), told]
+    session.restart()
+    session.append(user("a"), cut("Well", "no network"), {**user("b"), "beside": True})
+    told = user("[the answer above broke off: no network]\n\nb")
+    assert session.get_history() == [user("a"), answer("Well"), told]
+
+
+WAITING = [user("a"), answer("b"), None, user("c"), user("d")]
+
+
+@pytest.mark.parametrize(
+    ("lines", "waiting"),
+    [
+        ([], 0),
+        ([user("a")], 1),
+        ([user("a"), answer("b")], 0),
+        (WAITING, 2),
+        ([user("a"), user("b"), {**answer("c"), "unseen": 1}], 1),
+        ([user("a"), user("b"), {**answer("c"), "unseen": 1}, user("d")], 2),
+        ([user("a"), answer("c"), {**user("pictures of a tool"), "unseen": 1}], 1),
+        ([user("a"), {**answer("c"), "unseen": True}, user("d")], 1),
+    ],
+)
+def test_the_messages_that_nobody_has_answered_are_counted(lines, waiting):
+    assert count_waiting(lines) == waiting
+
+
+@pytest.mark.parametrize(("count", "place"), [(0, 5), (1, 4), (2, 3), (3, 0)])
+def test_new_keeps_the_messages_that_wait(count, place):
+    assert place_of_last(WAITING, count) == place
+
+
+def test_new_in_front_of_waiting_messages_sends_these_and_nothing_else(sessions, tmp_path):
+    session = sessions.get(KEY)
+    session.append(user("old"), answer("old too"), user("c"), {**user("d"), "beside": True})
+    session.restart(waiting=2)
+    assert loaded(tmp_path).get_history() == [user("c"), user("d")]
+
+
+def test_a_message_is_known_by_its_id_while_it_is_one_of_the_last_1000_lines(sessions):
+    session = sessions.get(KEY)
+    session.lines = [{**user("a"), "id": "7"}, None, *[answer("b")] * 997, {**user("c"), "id": "8"}]
+    assert [is_known(session, each) for each in ("7", "8", "9")] == [True, True, False]
+    session.lines.append(answer("d"))
+    assert [is_known(session, each) for each in ("7", "8", "9")] == [False, True, False]
+
+
 # ---- The projection grows ----
 
 
@@ -814,6 +1192,34 @@ def test_a_projection_that_grew_is_the_one_made_at_once(sessions, tmp_path):
         assert session.get_history()[: len(project(lines))] == project(lines)
 
 
+def test_a_message_that_came_before_its_answer_was_begun_stands_behind_it(sessions):
+    session = sessions.get(KEY)
+    seen = [user("a"), call("c1"), user("b"), {**result("c1", "x"), "unseen": 1}]
+    for line in seen:
+        session.append(line, sync=False)
+        session.get_history()  # it is asked for at each step
+    session.append({**answer("for a"), "unseen": 1}, answer("for b"), sync=False)
+    expected = [user("a"), call("c1"), result("c1", "x"), answer("for a"), user("b"), answer("for b")]
+    assert session.get_history() == expected == project(session.lines)
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        (user("hi"), "user: hi"),
+        ({**answer(None), "timestamp": "2026-04-03T10:00:00+0200"}, "[2026-04-03T10:00:00+0200] assistant: "),
+        (call("c1"), "assistant: calls read_file({})"),
+        ({**call("c1", "c2"), "content": "Well"},
+         "assistant: Well\ncalls read_file({})\ncalls read_file({})"),
+        (cut("Well", "no network"), "assistant: Well [broke off: no network]"),
+        ({**answer("x"), "tool_calls": [{}, "odd", {"function": {"name": "f"}}]}, "assistant: x"),
+        ({"role": "user", "content": [{"text": "ä"}]}, 'user: [{"text": "ä"}]'),
+    ],
+)  # fmt: skip
+def test_a_line_is_shown_to_people_like_this(line, shown):
+    assert readable(line) == shown
+
+
 def test_a_late_projection_costs_as_much_as_an_early_one(sessions):
     """Counted in calls of Python functions, not in time: so many a new message, however many there are."""
     session, counts = sessions.get(KEY), []
@@ -829,11 +1235,15 @@ def test_a_late_projection_costs_as_much_as_an_early_one(sessions):
     assert counts[0] == counts[1]
 
 
+def test_a_late_line_that_names_more_waiting_messages_than_there_are_moves_none():
+    """A damaged line may have been one of them."""
+    late = {**answer("late"), "unseen": 3}
+    gap = "[the message above was not answered: interrupted]\n\n"
+    sent = project([user("a"), user("b"), late, user("c")])
+    assert sent == [user("a"), user(f"{gap}b"), user(f"{gap}c")]
+
+
 # ---- How much fits a request ----
-
-
-def image(data: str) -> dict:
-    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
 
 
 @pytest.mark.parametrize("text", ["", "hello " * 50, "Grüße " * 50, "你好" * 50, "🙂" * 50, "\ud800" * 50])
@@ -846,6 +1256,23 @@ def test_bytes_bound_tokens_and_are_what_is_sent(text):
 def test_text_that_is_mostly_not_ascii_counts_three_bytes_a_token():
     assert measure(user("a" * 12_000))[1] == pytest.approx(3_000, abs=20)
     assert measure(user("你" * 4_000))[1] == pytest.approx(4_000, abs=20)
+
+
+@pytest.mark.parametrize(
+    ("content", "size", "tokens"),
+    [
+        ("", 31, 8),
+        ("hello", 36, 10),
+        ("é" * 31, 93, 24),
+        ("é" * 32, 95, 32),
+        ("你好" * 10, 91, 31),
+        ([{"type": "text", "text": "a"}], 60, 16),
+        ([{"type": "text", "text": "a"}, image("A")], 1_060, 1_016),
+        ([image("A"), image("B")], 2_031, 2_008),
+    ],
+)
+def test_bytes_and_estimated_tokens_of_a_message_are_these(content, size, tokens):
+    assert measure({"role": "user", "content": content}) == (size, tokens)
 
 
 def test_an_image_counts_as_1000_tokens_however_large_its_data():
@@ -861,6 +1288,49 @@ def test_each_message_is_measured_once():
     before = counter.total([message, message])
     message["content"] *= 100  # nobody does that to a message; here it would show a second look
     assert counter.total([message, message]) == before
+
+
+def test_sizes_of_more_than_20000_messages_are_not_kept():
+    counter, message = TokenCounter(), user("x" * 400)
+    before = counter.size(message)
+    message["content"] *= 2
+    counter.total([{} for _ in range(20_000)])
+    assert counter.size(message) == before
+    counter.size({})
+    assert counter.size(message) == before + 100
+
+
+def test_tools_are_measured_together_and_anew_only_where_they_are_others():
+    counter = TokenCounter(lambda: lambda text: len(text))
+    assert counter.size_of_tools([]) == 0
+    assert counter.size_of_tools([{}, user("hello")]) == 11
+    counter.count_exactly_from_now_on()
+    for thread in threading.enumerate():
+        if "_fetch" in repr(thread):
+            thread.join()
+    assert counter.size_of_tools([{}, user("hello")]) == 11, "equal ones are not measured again"
+    assert counter.size_of_tools([user("hello")]) == 36
+
+
+def test_the_vocabulary_counts_long_texts_in_pieces(monkeypatch):
+    pieces = []
+
+    def encode(text: str) -> list[str]:
+        pieces.append(len(text))
+        return list(text)
+
+    def get_encoding(name: str) -> SimpleNamespace:
+        assert name == "o200k_base"
+        return SimpleNamespace(encode_ordinary=encode)
+
+    monkeypatch.setitem(sys.modules, "tiktoken", SimpleNamespace(get_encoding=get_encoding))
+    counter = TokenCounter()
+    counter.count_exactly_from_now_on()
+    for thread in threading.enumerate():
+        if "_fetch" in repr(thread):
+            thread.join()
+    assert counter.size(user("z" * 4_500)) == 4_531
+    assert pieces == [2_000, 2_000, 531]
 
 
 # ---- The request fits, whatever the conversation was ----
@@ -896,6 +1366,58 @@ def test_nothing_is_done_to_what_fits():
     assert governed.tokens == counter.total(messages)
 
 
+def test_old_results_become_lines_above_80_percent_of_the_budget_and_not_before():
+    messages, counter = conversation(14, 2_000), estimating()
+    while counter.total(messages) % 4:
+        messages[1]["content"] += "?"
+    budget = counter.total(messages) * 5 // 4
+    assert govern(messages, budget, counter).messages == messages
+    assert govern(messages, budget - 1, counter).messages != messages
+
+
+def test_turns_are_left_out_above_the_whole_budget_and_not_before():
+    messages, counter = conversation(3, 400, "message"), estimating()
+    total, first = counter.total(messages), counter.total(messages[1:5])
+    assert govern(messages, total, counter).messages == messages
+    for budget in (total - 1, total - first):
+        governed = govern(messages, budget, counter)
+        assert governed.messages == [messages[0], *messages[5:]]
+        assert governed.notes == [f"1 of 4 turns, ~{first} tokens, are left out"]
+        assert governed.tokens == total - first
+    governed = govern(messages[1:], total - 20, counter)
+    assert governed.messages == messages[5:], "without a system prompt, too"
+
+
+def test_the_summary_stays_longer_than_the_turns_and_not_longer_than_the_task(sessions):
+    session = sessions.get(KEY)
+    session.append(*(user(f"q{n}") for n in range(4)))
+    session.note(summary={"text": "They talked.", "until": 1})
+    system, counter = {"role": "system", "content": "You are … " * 50}, estimating()
+    messages = [system, *session.get_history()]
+    summary, *_, task = messages[1:]
+    assert summary["content"].endswith("They talked.")
+    for rest in ([system, summary, task], [system, task]):
+        governed = govern(messages, counter.total(rest), counter)
+        assert governed.messages == rest
+        assert governed.tokens == counter.total(rest)
+
+
+def test_without_a_question_the_system_prompt_stays():
+    messages = [{"role": "system", "content": "You are …"}, answer("x" * 4_000)]
+    assert govern(messages, 500, estimating()).messages[0] == messages[0]
+    assert govern([], 500, estimating()).messages == []
+    task = user("x" * 9_000)
+    assert govern([task], 500, estimating()).messages == [task], "there is nothing to cut"
+
+
+def test_a_task_that_a_hook_took_out_gives_way_to_the_last_question():
+    messages, counter = conversation(3, 400, "message"), estimating()
+    governed = govern(messages, counter.total(messages) - 1, counter, user("gone"))
+    assert governed.messages == [messages[0], *messages[5:]]
+    governed = govern(messages, counter.total(messages) - 1, counter, messages[1])
+    assert governed.messages[:2] == messages[:2], "the first question is the task"
+
+
 def test_old_results_become_lines_that_say_what_was_there_but_the_10_newest_and_short_ones_stay():
     messages, counter = conversation(14, 2_000), estimating()
     messages[3]["name"] = "message"  # cannot be called again
@@ -911,6 +1433,101 @@ def test_old_results_become_lines_that_say_what_was_there_but_the_10_newest_and_
     assert contents[0] == "x" * 2_000 and contents[1] == "short"
     assert [len(text) for text in contents[-10:]] == [2_000] * 10
     assert governed.notes == ["3 old tool result(s) are sent as one line each"]
+
+
+def test_the_line_for_a_result_names_its_call_as_far_as_it_is_known():
+    messages, counter = conversation(14, 500), estimating()
+    results = [message for message in messages if message["role"] == "tool"]
+    results[1]["content"] = "x" * 499
+    messages[10]["tool_calls"][0]["function"] = {"name": "grep", "arguments": "y" * 300}
+    messages[14]["tool_calls"][0]["function"] = {}
+    lines = [message for message in govern(messages, counter.total(messages), counter).messages]
+    told = [message["content"] for message in lines if message["role"] == "tool"][:5]
+    assert told == [
+        '[500 characters of read_file({"path": "0.txt"}) are left out. Call it again if you need them.]',
+        "x" * 499,
+        f"[500 characters of grep({'y' * 200}) are left out. Call it again if you need them.]",
+        "[500 characters of the tool() are left out. Call it again if you need them.]",
+        '[500 characters of read_file({"path": "4.txt"}) are left out. Call it again if you need them.]',
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "becomes_a_line"),
+    [("read_file", True), ("exec", True), ("grep", True), ("glob", True), ("list_dir", True),
+     ("web_search", True), ("web_fetch", True), ("message", False), ("edit_file", False), ("cron", False)],
+)  # fmt: skip
+def test_only_results_of_tools_that_can_be_called_again_become_lines(name, becomes_a_line):
+    messages, counter = conversation(10, 600, name), estimating()
+    governed = govern(messages, counter.total(messages), counter)
+    assert ("left out" in governed.messages[3]["content"]) is becomes_a_line
+
+
+def test_results_that_the_model_has_not_seen_yet_become_no_lines():
+    ids = [f"c{n}" for n in range(14)]
+    messages = [user("look at all of them"), call(*ids)]
+    messages += [{**result(each, "x" * 600), "name": "read_file"} for each in ids]
+    counter = estimating()
+    assert govern(messages, counter.total(messages), counter).messages == messages
+
+
+def a_long_turn(size: int) -> list[dict]:
+    """System prompt, task, and eight steps, with a question and a picture behind the first ones."""
+    messages = [{"role": "system", "content": "You are …"}, user("the task")]
+    for n in range(8):
+        messages += step("message", n, size)
+    messages[4:4] = [user("a question"), {"role": "user", "content": [image("A")]}]
+    return messages
+
+
+def test_no_more_results_of_the_turn_become_lines_than_needed_and_the_last_ones_never():
+    messages, counter = a_long_turn(2_000), estimating()
+    expected = list(messages)
+    for count, place in enumerate((3, 7, 9, 11, 13, 15, 17), 1):
+        number = json.loads(messages[place - 1]["tool_calls"][0]["function"]["arguments"])["path"]
+        call = f'message({{"path": "{number}"}})'
+        text = f"[2,000 characters of {call} are left out. Call it again if you need them.]"
+        expected[place] = {**messages[place], "content": text}
+        governed = govern(messages, counter.total(expected), counter, messages[1])
+        assert governed.messages == expected
+        assert governed.notes == [f"{count} old tool result(s) are sent as one line each"]
+
+
+def test_no_more_steps_of_the_turn_are_left_out_than_needed_and_no_question():
+    messages, counter = a_long_turn(100), estimating()
+    total, question = counter.total(messages), messages[4]
+    gone = 0
+    for count, place in enumerate((2, 6, 8, 10, 12), 1):
+        step = messages[place : place + 2] if count > 1 else [*messages[2:4], messages[5]]
+        gone += counter.total(step)
+        note = user(f"[{count} earlier steps of this turn are left out; what they did is done]")
+        expected = [*messages[:2], note, question, *messages[max(place + 2, 6) :]]
+        governed = govern(messages, total - gone + 50, counter, messages[1])
+        assert governed.messages == expected
+        assert governed.notes == [f"{count} step(s) of this turn are left out"]
+        assert governed.tokens == counter.total(expected)
+
+
+def test_at_last_pictures_go_and_the_last_results_share_the_room():
+    counter = estimating()
+    picture = {"role": "user", "content": [{"type": "text", "text": "[a.png]"}, image("A")]}
+    task = {"role": "user", "content": [{"type": "text", "text": "Look."}, image("B")]}
+    results = [result("c1", "x" * 9_000), result("c2", "y" * 9_000)]
+    governed = govern([task, dict(picture), call("c1", "c2"), *results, picture], 1_500, counter, task)
+    first, before, asked, *results, after = governed.messages
+    assert (first, asked) == (task, call("c1", "c2")), "what the user sent stays"
+    assert before["content"] == after["content"] == "[a.png]"
+    room = 1_500 - counter.total([first, before, asked, after])
+    for message in results:
+        assert 0.7 * room / 2 < counter.size(message) <= room / 2
+
+
+def test_one_last_result_gets_all_the_room_that_is_left():
+    counter = estimating()
+    messages = [user("q" * 3_400), *step("exec", 1, 9_000)]
+    governed = govern(messages, 1_000, counter)
+    room = 1_000 - counter.total(messages[:2])
+    assert 0.7 * room < counter.size(governed.messages[-1]) <= room
 
 
 def test_the_oldest_whole_turns_are_left_out_and_no_more_than_needed():
@@ -936,8 +1553,21 @@ def test_one_result_takes_a_quarter_of_the_budget_at_most():
     counter = estimating()
     messages = [user("look"), *step("web_fetch", 1, 100_000)]
     governed = govern(messages, 8_000, counter)
-    assert 1_200 < counter.size(governed.messages[-1]) <= 2_000
-    assert "more characters are left out" in governed.messages[-1]["content"]
+    assert 1_610 < counter.size(governed.messages[-1]) <= 2_000
+    text = governed.messages[-1]["content"].lstrip("x")
+    kept = len(governed.messages[-1]["content"]) - len(text)
+    assert text == f"\n[{100_000 - kept:,} more characters are left out: ask for a part of it]"
+    assert governed.notes == ["1 tool result(s) are cut to ~2,000 tokens"]
+    quarter = 4 * counter.size(messages[-1])
+    assert govern(messages, quarter, counter).messages == messages
+    assert govern(messages, quarter - 1, counter).messages != messages
+
+
+@pytest.mark.parametrize(("length", "kept"), [(1_000, 42), (79, 40), (62, 49), (40, 32)])
+def test_of_a_result_some_letters_are_kept_however_small_the_room_is(length, kept):
+    cut = shortened({**result("c1", "x" * length), "name": "exec"}, 1)
+    note = f"[{length - kept} more characters are left out: ask for a part of it]"
+    assert cut == {**result("c1", f"{'x' * kept}\n{note}"), "name": "exec"}
 
 
 def test_a_turn_that_outgrows_the_window_goes_on():
@@ -1007,6 +1637,7 @@ def test_exact_counting_is_never_waited_for_and_only_wanted_where_bytes_do_not_f
     assert loads == []
     govern(messages, 300, counter)
     govern([user("y" * 400)], 300, counter)
+    assert len(loads) == 1, "once"
     assert counter.size(user("z" * 400)) > 100, "an estimate, as long as it is not there"
     gate.set()
     [thread] = loads
@@ -1015,7 +1646,18 @@ def test_exact_counting_is_never_waited_for_and_only_wanted_where_bytes_do_not_f
     assert counter.size(messages[0]) > 100, "counted once"
 
 
-def test_without_a_vocabulary_tokens_are_estimated():
+@pytest.mark.parametrize(("budget", "is_wanted"), [(400, False), (399, True)])
+def test_exact_counting_begins_where_four_bytes_a_token_are_more_than_the_budget(budget, is_wanted):
+    gate, before = threading.Event(), set(threading.enumerate())
+    govern([user("x" * 368)], budget, TokenCounter(gate.wait))  # 399 bytes, estimated as 100 tokens
+    threads = set(threading.enumerate()) - before
+    gate.set()
+    assert len(threads) == is_wanted
+
+
+def test_without_a_vocabulary_tokens_are_estimated(caplog):
+    caplog.set_level("INFO")
+
     def load():
         raise OSError("no network")
 
@@ -1024,7 +1666,8 @@ def test_without_a_vocabulary_tokens_are_estimated():
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and thread.daemon and "_fetch" in repr(thread):
             thread.join()
-    assert counter.size(user("z" * 400)) > 100
+    assert counter.size(user("z" * 400)) == 108
+    assert "tokens are estimated: no network" in caplog.text
 
 
 def test_a_long_memory_keeps_its_newest_lines_and_says_where_the_rest_is():
@@ -1033,6 +1676,15 @@ def test_a_long_memory_keeps_its_newest_lines_and_says_where_the_rest_is():
     assert kept[-1] == lines[-1] and len(kept) < 300
     assert kept[0] == f"[{1_000 - len(kept) + 1} older lines are in memory/MEMORY.md: grep it]"
     assert newest(lines[:3], 500, "x") == lines[:3]
+
+
+def test_of_a_long_memory_as_much_is_kept_as_fits():
+    lines = [f"- fact {n:04}" for n in range(1_000)]
+    for most in (100, 500, 2_000):
+        kept = measure({"content": "\n".join(newest(lines, most, "x")[1:])})[1]
+        assert 0.85 * most < kept <= most
+    assert newest(["x" * 1_000, "y" * 1_000], 100, "x") == ["[2 older lines are in x: grep it]"]
+    assert newest([], 100, "x") == []
 
 
 # ---- Long-term memory ----
@@ -1068,7 +1720,7 @@ def test_a_damaged_dream_cursor_hides_nothing(tmp_path, cursor):
     assert len(remember(tmp_path, entry(1), entry(2), cursor=cursor)) == 2
 
 
-@pytest.mark.parametrize("odd", ["5", "x", 5.0, True, -5, None, [5], {"a": 5}])
+@pytest.mark.parametrize("odd", ["5", "x", 5.0, True, 0, -5, None, [5], {"a": 5}])
 def test_an_entry_with_an_odd_cursor_is_ignored(tmp_path, odd):
     assert remember(tmp_path, entry(odd, "odd"), entry(1, "good")) == ["[2026-04-03 00:02] good"]
 
@@ -1087,6 +1739,8 @@ def test_recent_history_is_at_most_50_entries_and_32000_characters_the_newest(tm
     long = remember(tmp_path, *(entry(n, f"{n}" + "x" * 4_980) for n in range(10, 30)))
     assert [line[19:21] for line in long] == ["24", "25", "26", "27", "28", "29"]
     assert len("\n".join(long)) <= 32_000
+    assert remember(tmp_path, entry(1, "x" * 31_982)) == []
+    assert remember(tmp_path, entry(1, "x" * 31_981)) == [f"[2026-04-03 00:02] {'x' * 31_981}"]
 
 
 def test_facts_are_read_whatever_their_bytes(tmp_path):
@@ -1094,6 +1748,15 @@ def test_facts_are_read_whatever_their_bytes(tmp_path):
     store.folder.mkdir()
     store.facts.write_bytes("Likes Grün. ".encode() + b"\xff")
     assert store.read_facts() == "Likes Grün. \ufffd"
+
+
+def test_lone_surrogates_stop_no_memory(tmp_path):
+    store = MemoryStore(tmp_path)
+    store.append_history("Hello.")
+    store.append_history("bad \ud800 byte")
+    assert store.write_facts("- bad \ud800 byte", instead_of="")
+    for text in (contents(store)[1], store.read_facts(), (store.folder / "HISTORY.md").read_text()):
+        assert "bad ? byte" in text
 
 
 # ---- The history and its cursors ----
@@ -1116,6 +1779,58 @@ def test_an_entry_gets_the_next_cursor_its_own_time_and_no_thoughts(tmp_path):
     assert len(contents(store)[-1]) <= 64_000 and contents(store)[-1].endswith("[cut]")
 
 
+def test_an_entry_of_more_than_64000_letters_is_cut(tmp_path):
+    store = MemoryStore(tmp_path)
+    store.append_history("x" * 64_000)
+    store.append_history("x" * 64_001)
+    assert contents(store) == ["x" * 64_000, "x" * 63_990 + " [cut]"]
+
+
+def test_an_entry_without_a_time_gets_the_current_one_and_all_that_is_said_of_it_is_kept(tmp_path):
+    store = MemoryStore(tmp_path)
+    store.append_history("Hello.", session=KEY, until=7)
+    [entry] = records(store.history)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d", entry.pop("timestamp"))
+    assert entry == {"cursor": 1, "content": "Hello.", "session": KEY, "until": 7}
+
+
+def test_only_the_time_at_the_beginning_of_an_entry_is_its_own(tmp_path):
+    store = MemoryStore(tmp_path)
+    store.append_history("\n[2026-04-03 00:02]  Said [2026-04-03 00:01] hello. [2026-04-03 00:00]\n")
+    store.append_history("Said [2026-04-03 00:01] hello.")
+    first, second = records(store.history)
+    said = "Said [2026-04-03 00:01] hello. [2026-04-03 00:00]"
+    assert (first["timestamp"], first["content"]) == ("2026-04-03 00:02", said)
+    assert second["timestamp"] != "2026-04-03 00:01" and second["content"] == "Said [2026-04-03 00:01] hello."
+
+
+GOOD = b'{"cursor": 7, "timestamp": "2026-04-03 00:02", "content": "good"}'
+
+
+@pytest.mark.parametrize(
+    ("written", "known", "aside"),
+    [
+        (b"", [], None),
+        (b"\n", [], None),
+        (b"x", [], b"x\n"),
+        (b"\0", [], None),
+        (GOOD, ["good"], None),
+        (GOOD + b"\n", ["good"], None),
+        (GOOD[:-1], [], GOOD[:-1] + b"\n"),
+        (GOOD + b"\n{", ["good"], b"{\n"),
+        (GOOD + b"\n\0\0", ["good"], None),
+    ],
+)
+def test_an_entry_behind_a_torn_one_stands_in_a_line_of_its_own(tmp_path, written, known, aside):
+    store = MemoryStore(tmp_path)
+    store.folder.mkdir()
+    store.history.write_bytes(written)
+    store.append_history("new")
+    assert contents(MemoryStore(tmp_path)) == [*known, "new"]
+    corrupt = store.folder / "history.jsonl.corrupt"
+    assert (corrupt.read_bytes() if corrupt.exists() else None) == aside
+
+
 @pytest.mark.parametrize("bad", ["5", 7.5, True, -3, None])
 def test_the_next_cursor_is_one_more_than_the_largest_good_one(tmp_path, bad):
     remember(tmp_path, entry(1), entry(9), entry(bad), "{torn", NO_TIME)
@@ -1126,6 +1841,17 @@ def test_the_next_cursor_is_one_more_than_the_largest_good_one(tmp_path, bad):
     store.history.unlink()
     store.append_history("after the file was lost")
     assert store.unread()[-1]["cursor"] == 11, "or Dream would take it for read"
+
+
+@pytest.mark.parametrize("name", [".cursor", ".dream_cursor"])
+@pytest.mark.parametrize(("written", "following"), [(b"-7", 1), (b"x", 1), (b"0", 1), (b"7\n", 8)])
+def test_the_next_cursor_is_larger_than_all_that_were_noted(tmp_path, name, written, following):
+    store = MemoryStore(tmp_path)
+    store.folder.mkdir()
+    (store.folder / name).write_bytes(written)
+    store.append_history("new")
+    assert records(store.history)[0]["cursor"] == following
+    assert (store.folder / ".cursor").read_text() == str(following)
 
 
 APPEND_MANY = """
@@ -1157,6 +1883,15 @@ def test_compaction_moves_what_was_read_and_keeps_what_was_not(tmp_path):
     assert [each["cursor"] for each in records(archive)] == list(range(1, 13)), "each once"
 
 
+def test_a_dream_leaves_1000_entries_in_the_history(home, monkeypatch):
+    monkeypatch.setenv("PATH", "")  # no git: it would take its time
+    remember(home, *(entry(n) for n in range(1, 1_004)), cursor=b"1002")
+    asyncio.run(dream(home, Model("[SKIP]")).run())
+    assert [each["cursor"] for each in records(home / "memory" / "history-archive.jsonl")] == [1, 2, 3]
+    kept = [each["cursor"] for each in records(home / "memory" / "history.jsonl")]
+    assert kept == list(range(4, 1_004))
+
+
 def test_history_md_is_the_same_for_people_and_is_made_anew_where_it_is_gone(tmp_path):
     store, path = MemoryStore(tmp_path), tmp_path / "memory" / "HISTORY.md"
     for n in range(3):
@@ -1168,6 +1903,21 @@ def test_history_md_is_the_same_for_people_and_is_made_anew_where_it_is_gone(tmp
     compact(store, keep=1)
     store.append_history("[2026-04-03 00:03] entry 3")
     assert path.read_text() == before + "[2026-04-03 00:03] entry 3\n\n"
+
+
+def test_an_entry_that_a_killed_program_did_not_add_for_people_is_added_with_the_next(tmp_path):
+    store, path = MemoryStore(tmp_path), tmp_path / "memory" / "HISTORY.md"
+    store.append_history("[2026-04-03 00:01] one")
+    before = path.read_text()
+    store.append_history("[2026-04-03 00:02] two")
+    path.write_bytes(before.encode() + b"\xff\n")
+    store.append_history("[2026-04-03 00:03] three")
+    store.append_history("[2026-04-03 00:04] four")
+    said = re.findall(r"\] (\w+)", path.read_text(errors="replace"))
+    assert said == ["one", "two", "three", "four"]
+    path.write_text("[2026-04-03 00:04] four\n\n")
+    store.append_history("[2026-04-03 00:05] five")
+    assert path.read_text() == "[2026-04-03 00:04] four\n\n[2026-04-03 00:05] five\n\n", "people tidy up"
 
 
 def test_facts_are_written_whole_and_only_over_what_was_read(tmp_path):
@@ -1198,6 +1948,27 @@ def test_no_answer_of_a_model_empties_the_facts(tmp_path, caplog, text):
     assert store.write_facts(text, instead_of=facts)
     assert store.read_facts() == facts
     assert "stays as it is" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_written"),
+    [(300, 1, True), (301, 149, False), (301, 150, True), (300, 0, False), (0, 1, True)],
+)
+def test_only_long_facts_may_not_shrink_to_less_than_half(tmp_path, caplog, before, after, is_written):
+    store = MemoryStore(tmp_path)
+    store.folder.mkdir()
+    store.facts.write_text("x" * before)
+    assert store.write_facts("y" * after, instead_of="x" * before), "the file was not outdated"
+    assert store.read_facts() == ("y" * after + "\n" if is_written else "x" * before)
+    assert ("MEMORY.md stays as it is" in caplog.text) is not is_written
+
+
+def test_facts_in_which_nothing_is_new_are_not_written_again(tmp_path, caplog):
+    store = MemoryStore(tmp_path)
+    store.write_facts("- Likes blue", instead_of="")
+    before = store.facts.stat()
+    assert store.write_facts("\n- Likes blue", instead_of="- Likes blue\n")
+    assert store.facts.stat() == before and not caplog.text
 
 
 # ---- The Consolidator ----
@@ -1256,6 +2027,82 @@ def test_below_window_and_budget_no_model_is_asked(sessions):
     asyncio.run(keeper.after_turn(session, 1_000))
     asyncio.run(keeper.before_turn(session, 1_000))
     assert (keeper.ask.asked, session.last_consolidated) == ([], 0)
+    assert not list(sessions.folder.glob("*.memory.lock")), "no other program is waited for"
+
+
+@pytest.mark.parametrize(("count", "moved"), [(3, 0), (4, 2), (5, 3), (6, 4)])
+def test_from_as_many_messages_as_the_window_has_half_of_it_stays(sessions, count, moved):
+    session, keeper = sessions.get(KEY), consolidator(sessions, *[saves("Entry.")] * 9, window=4)
+    session.append(*(user(f"q{n}") for n in range(count)), sync=False)
+    session.lines.insert(0, None)
+    asyncio.run(keeper.after_turn(session, 0))
+    assert session.last_consolidated == (moved + 1 if moved else 0), "an unreadable line is none"
+
+
+def test_what_fits_the_budget_to_the_token_stays(sessions):
+    session = talk(sessions.get(KEY), 3, 2_000)
+    size = sum(measure(message)[1] for message in session.get_history())
+    for others, told in ((0, ""), (1, "older messages went into the memory")):
+        keeper = consolidator(sessions, *[saves("Entry.")] * 9, budget=size)
+        assert asyncio.run(keeper.before_turn(session, others)) == told
+        assert bool(session.last_consolidated) is bool(told)
+
+
+def test_five_rounds_at_a_time_are_made_and_of_what_new_dropped_all(sessions):
+    session = talk(sessions.get(KEY), 120)  # 480 lines
+    keeper = consolidator(sessions, *[saves("Entry.")] * 20)
+    asyncio.run(keeper.after_turn(session, 0))
+    assert (len(keeper.ask.asked), session.last_consolidated) == (5, 300)
+    session.start = 480
+    talk(session, 60)
+    session.restart()
+    asyncio.run(keeper.archive(session))
+    assert (len(keeper.ask.asked), session.last_consolidated) == (12, 720)
+
+
+def test_a_conversation_that_another_program_saves_is_left_to_it(sessions):
+    pytest.importorskip("fcntl", reason="file locks are POSIX")
+    session, keeper = talk(sessions.get(KEY), 30), consolidator(sessions, *[saves("Entry.")] * 9)
+    with locked(sessions.folder / "cli%3Adirect.memory.lock"):
+        asyncio.run(keeper.after_turn(session, 0))
+    assert (keeper.ask.asked, session.last_consolidated) == ([], 0)
+    asyncio.run(keeper.after_turn(session, 0))
+    assert session.last_consolidated == 72
+
+
+@pytest.mark.parametrize(
+    ("more", "first"),
+    [
+        ({"until": 4}, "q1"),
+        ({"until": 8}, "q2"),
+        ({"until": 0}, "q0"),
+        ({"until": 13}, "q0"),
+        ({"until": "4"}, "q0"),
+        ({"until": True}, "q0"),
+        ({"until": 4, "session": "cli:other"}, "q0"),
+        ({"until": 4, "created_at": "2020-01-01"}, "q0"),
+    ],
+)
+def test_a_round_begins_behind_what_a_killed_program_has_saved_of_it(sessions, more, first):
+    session = talk(sessions.get(KEY), 3)
+    session.restart()
+    keeper = consolidator(sessions, saves("Entry."))
+    origin = {"session": KEY, "created_at": session.created_at}
+    keeper.store.append_history("Saved.", **(origin | more))
+    asyncio.run(keeper.archive(session))
+    asked = keeper.ask.asked[0][0][1]["content"]
+    assert re.search(r"user: (q\d)", asked)[1] == first
+    assert (len(keeper.ask.asked), session.last_consolidated) == (1, 12)
+
+
+def test_a_round_that_a_killed_program_has_saved_is_only_noted(sessions):
+    session = talk(sessions.get(KEY), 3)
+    session.restart()
+    keeper = consolidator(sessions)
+    keeper.store.append_history("Saved.", session=KEY, created_at=session.created_at, until=12)
+    asyncio.run(keeper.archive(session))
+    assert (keeper.ask.asked, session.last_consolidated) == ([], 12)
+    assert contents(keeper.store) == ["Saved."]
 
 
 def test_over_the_budget_room_is_made_until_half_of_it_is_free(sessions):
@@ -1272,6 +2119,17 @@ def test_over_the_budget_room_is_made_until_half_of_it_is_free(sessions):
         assert "It is Monday" not in messages[1]["content"]
 
 
+@pytest.mark.parametrize(("more", "left"), [(0, 3), (-2, 2)])
+def test_as_many_messages_stay_as_half_the_budget_takes(sessions, more, left):
+    session = sessions.get(KEY)
+    stamp = {"timestamp": "2026-04-03T10:00:00+0200"}
+    session.append(*({**user("x" * 400), **stamp} for _ in range(10)))
+    size = measure({"content": session.lines[0]})[1]
+    keeper = consolidator(sessions, *[saves("Entry.")] * 9, budget=2 * (3 * size + 50) + more)
+    asyncio.run(keeper.before_turn(session, 50))
+    assert session.last_consolidated == 10 - left
+
+
 @pytest.mark.parametrize(
     "replies",
     [
@@ -1279,6 +2137,7 @@ def test_over_the_budget_room_is_made_until_half_of_it_is_free(sessions):
         [saves(""), saves("", "x")],
         [saves(None, "x"), saves("<think>hm</think>", "x")],
         [saves("cut", "x", "length"), saves("cut", "x", "length")],
+        [saves("cut", "x", "content_filter"), saves("cut", "x", "content_filter")],
         [LLMResponse(None, [ToolCallRequest("c", "exec", {})], "tool_calls"), ""],
         [FAILED],
     ],
@@ -1292,6 +2151,32 @@ def test_where_the_model_does_not_save_the_raw_text_goes_to_the_history_and_it_s
     [raw] = contents(keeper.store)
     assert raw.startswith("[RAW] ") and "q14" in raw and len(raw) <= 16_006
     assert keeper.store.read_facts() == ""
+
+
+def test_a_model_is_asked_to_save_like_this(sessions):
+    session = sessions.get(KEY)
+    session.lines = [{**user("I like blue."), "timestamp": "2026-04-03"}, answer("Fine."), user("next")]
+    session.start = 2
+    keeper = consolidator(sessions, "I would rather talk.", saves("They talked.", "- Likes blue"))
+    keeper.store.write_facts("- Likes Rome", instead_of="")
+    asyncio.run(keeper.archive(session))
+    first, second = keeper.ask.asked
+    said = "[2026-04-03] user: I like blue.\nassistant: Fine."
+    question = f"# MEMORY.md\n\n- Likes Rome\n\n\n# Conversation\n\n{said}"
+    assert first[0] == second[0] == [{"role": "system", "content": "Save it."}, user(question)]
+    assert (first[2], second[2]) == (None, "required")
+    [tool] = first[1]
+    assert (tool["type"], tool["function"]["name"]) == ("function", "save_memory")
+    assert "worth keeping" in tool["function"]["description"]
+    schema = tool["function"]["parameters"]
+    assert (schema["type"], schema["required"]) == ("object", ["history_entry", "memory_update"])
+    assert [each["type"] for each in schema["properties"].values()] == ["string", "string"]
+    assert "[YYYY-MM-DD HH:MM]" in schema["properties"]["history_entry"]["description"]
+    assert "whole new MEMORY.md" in schema["properties"]["memory_update"]["description"]
+    assert keeper.store.read_facts() == "- Likes blue\n"
+    [entry] = records(keeper.store.history)
+    assert (entry["content"], entry["until"], entry["session"]) == ("They talked.", 2, KEY)
+    assert entry["created_at"] == session.created_at
 
 
 def test_an_update_on_an_outdated_text_is_asked_for_again(sessions):
@@ -1310,6 +2195,26 @@ def test_an_update_on_an_outdated_text_is_asked_for_again(sessions):
     assert contents(keeper.store) == ["Entry."], "once"
 
 
+def test_where_the_facts_change_three_times_the_text_goes_to_the_history_as_it_is(sessions):
+    session = talk(sessions.get(KEY), 1)
+    session.restart()
+    keeper = consolidator(sessions)
+    keeper.store.folder.mkdir()
+
+    def meanwhile():
+        with open(keeper.store.facts, "a") as file:
+            file.write("- one more\n")
+        return saves("Entry.", "- Likes blue")
+
+    keeper.ask.replies = [meanwhile] * 9
+    asyncio.run(keeper.archive(session))
+    assert len(keeper.ask.asked) == 3
+    assert keeper.store.read_facts() == "- one more\n" * 3
+    [raw] = records(keeper.store.history)
+    assert raw["content"].startswith("[RAW] ") and "q0" in raw["content"]
+    assert (raw["until"], raw["session"], raw["created_at"]) == (4, KEY, session.created_at)
+
+
 def test_new_archives_what_it_drops_and_nothing_else(sessions, tmp_path):
     session = talk(sessions.get(KEY), 20)
     session.restart()
@@ -1318,6 +2223,7 @@ def test_new_archives_what_it_drops_and_nothing_else(sessions, tmp_path):
     asyncio.run(keeper.archive(session))
     assert contents(keeper.store) == ["One.", "Two."]
     assert (session.last_consolidated, session.start) == (80, 80)
+    assert not session.unsynced, "a power cut takes nothing of it back"
     assert loaded(tmp_path).get_history() == [user("new")]
     assert "new" not in keeper.ask.asked[-1][0][1]["content"].split()
     asyncio.run(keeper.archive(session))
@@ -1376,6 +2282,7 @@ def test_a_consolidation_in_the_background_does_not_take_back_new(sessions, tmp_
     keeper = consolidator(sessions, meanwhile, saves("Entry."))
     asyncio.run(keeper.after_turn(session, 0))
     assert loaded(tmp_path).get_history() == []
+    assert len(keeper.ask.asked) == 1, "the other program goes on"
     assert loaded(tmp_path).start == 120
 
 
@@ -1393,14 +2300,86 @@ def test_a_large_turn_is_split_and_long_messages_are_shortened(sessions):
         assert sum(measure(message)[1] for message in messages) <= 1_700
 
 
+def lines_of(*lines: dict | None) -> Session:
+    return Session(KEY, Path("never-written.jsonl"), list(lines))
+
+
+def test_a_conversation_is_read_in_texts_that_are_as_full_as_they_may_be():
+    chance = random.Random(9)
+    session = lines_of(*(user("x" * chance.randrange(20, 250)) for _ in range(200)))
+    parts = transcripts(session, 0, 200, 300)
+    begins = [0, *(part.until for part in parts)]
+    for part, begin in zip(parts, begins, strict=False):
+        lines = [middle_out(readable(line), 100) for line in session.lines[begin : part.until]]
+        assert part.text == "\n".join(lines)
+        assert part.tokens <= 300
+    for part in parts[:-1]:
+        [first] = transcripts(session, part.until, part.until + 1, 300)
+        assert part.tokens + first.tokens > 300, "one more would be too much"
+    assert begins[-1] == 200 and len(parts) > 10
+
+
+@pytest.mark.parametrize(("room", "ends"), [(52, [2]), (51, [1, 2]), (26, [1, 2])])
+def test_two_messages_that_fit_a_text_to_the_token_are_read_in_one(room, ends):
+    session = lines_of(user("x" * 79), user("y" * 79))  # 26 tokens each
+    parts = transcripts(session, 0, 2, room)
+    assert [part.until for part in parts] == ends
+    assert parts[-1].text.endswith("user: " + "y" * 79), "and none is shortened"
+
+
+def test_a_call_and_its_results_are_read_in_one_text():
+    session = lines_of(user("a"), call("c1", "c2"), result("c1", "x"), None, result("c2", "y"), answer("b"))
+    assert [(part.text, part.until) for part in transcripts(session, 0, 6, 25)] == [
+        ("user: a", 1),
+        ("assistant: calls read_file({})\ncalls read_file({})\ntool: x\ntool: y", 5),
+        ("assistant: b", 6),
+    ]
+
+
+def test_of_a_turn_that_is_too_long_for_a_text_most_is_kept():
+    session = lines_of(call("c1"), *(result("c1", "x" * 100) for _ in range(19)))
+    [part] = transcripts(session, 0, 20, 500)  # 521 tokens
+    assert part.text.startswith("assistant: calls read_file({})\ntool: x") and part.text.endswith("x")
+    assert 375 < part.tokens <= 500
+
+
+@pytest.mark.parametrize(
+    ("length", "most", "kept"),
+    [(30, 30, "a" * 15 + "z" * 15), (32, 30, "a" * 16 + "z" * 4 + " […] " + "z" * 10), (0, 10, "")],
+)
+def test_of_a_long_text_the_beginning_and_the_end_are_kept(length, most, kept):
+    assert middle_out("a" * (length // 2) + "z" * (length // 2), most) == kept
+
+
+@pytest.mark.parametrize("budget", [1_000, 4_000, 64_000])
+def test_a_message_is_shortened_to_2000_characters_or_less_where_the_room_is_small(sessions, budget):
+    session = sessions.get(KEY)
+    session.append(user("x" * 9_000), answer("ok"))
+    session.restart()
+    keeper = consolidator(sessions, saves("Entry."), budget=budget)
+    asyncio.run(keeper.archive(session))
+    sent = keeper.ask.asked[0][0][1]["content"].count("x")
+    assert sent == pytest.approx({1_000: 100, 4_000: 365, 64_000: 2_000}[budget], abs=45)
+
+
+def test_beside_large_facts_an_eighth_of_the_budget_is_for_the_conversation(sessions):
+    session = sessions.get(KEY)
+    session.append(user("x" * 9_000), answer("ok"))
+    session.restart()
+    keeper = consolidator(sessions, saves("Entry."), budget=8_000)
+    keeper.store.write_facts("- fact\n" * 2_500, instead_of="")
+    asyncio.run(keeper.archive(session))
+    assert keeper.ask.asked[0][0][1]["content"].count("x") == pytest.approx(217, abs=15)
+
+
 def test_over_80_percent_the_oldest_turns_are_summed_up_once(sessions, tmp_path):
     session = talk(sessions.get(KEY), 12, 1_000, "message")
     session.append(user("the task"))
     tokens = sum(measure(message)[1] for message in session.get_history())
     settings = {"budget": int(tokens / 0.85)}
     keeper = consolidator(sessions, "They looked for q0 to q5.", **settings)
-    asyncio.run(keeper.before_turn(session, 0))
-    asyncio.run(keeper.before_turn(session, 0))
+    told = [asyncio.run(keeper.before_turn(session, 0)) for _ in range(2)]
+    assert told == ["the older part of this conversation is summed up", ""]
     [(messages, _, _)] = keeper.ask.asked
     assert messages[0]["content"] == "Sum it up." and "q0" in messages[1]["content"]
     first = session.get_history()
@@ -1413,6 +2392,85 @@ def test_over_80_percent_the_oldest_turns_are_summed_up_once(sessions, tmp_path)
     again.note(last_consolidated=again.summary["until"])
     assert again.get_history()[0] == user("q7"), "memory has passed it"
     assert loaded(tmp_path).get_history() == again.get_history()
+
+
+def test_the_20_newest_messages_are_not_summed_up_and_a_long_summary_is_cut(sessions):
+    session = sessions.get(KEY)
+    session.append(*(user(f"q{n:02}" + "x" * 397) for n in range(30)))
+    budget = int(sum(measure(message)[1] for message in session.get_history()) / 0.85)
+    keeper = consolidator(sessions, "a" * 3_000 + "z" * 3_000, budget=budget)
+    asyncio.run(keeper.before_turn(session, 0))
+    [(messages, tools, choice)] = keeper.ask.asked
+    assert (messages[0], tools, choice) == ({"role": "system", "content": "Sum it up."}, [], None)
+    assert re.findall(r"user: (q\d\d)", messages[1]["content"]) == [f"q{n:02}" for n in range(10)]
+    assert messages[1]["content"].startswith("[20"), "nothing stands before the conversation"
+    assert session.summary["until"] == 10
+    most = budget // 4
+    assert session.summary["text"] == f"{'a' * (most * 2 // 3)} […] {'z' * -(-most // 3)}"
+
+
+def test_up_to_80_percent_nothing_is_summed_up_and_where_nothing_is_older_neither(sessions):
+    session = sessions.get(KEY)
+    session.append(*[user("x" * 401), answer("y" * 400)] * 16)
+    size = sum(measure(message)[1] for message in session.get_history())
+    assert size % 4 == 0
+    keeper = consolidator(sessions, "They talked.", budget=size * 5 // 4)
+    assert asyncio.run(keeper.before_turn(session, 0)) == "" and keeper.ask.asked == []
+    assert asyncio.run(keeper.before_turn(session, 1)) != ""
+    session.restart()
+    session.append(*[user("x" * 401), answer("y" * 400)] * 9, user("z"))
+    before = session.path.read_bytes()
+    keeper = consolidator(sessions, budget=size * 9 // 16 + 10)
+    assert asyncio.run(keeper.before_turn(session, 0)) == "" and keeper.ask.asked == []
+    assert session.path.read_bytes() == before, "nothing is noted"
+
+
+def test_a_summary_that_the_memory_has_passed_is_no_part_of_the_next_one(sessions):
+    session = sessions.get(KEY)
+    session.append(*(user(f"q{n:02}" + "x" * 397) for n in range(40)))
+    session.note(summary={"text": "Earlier: Rome.", "until": 5}, last_consolidated=8)
+    budget = int(sum(measure(message)[1] for message in session.get_history()) / 0.85)
+    keeper = consolidator(sessions, "They talked.", budget=budget)
+    asyncio.run(keeper.before_turn(session, 0))
+    [(messages, _, _)] = keeper.ask.asked
+    assert "Rome" not in messages[1]["content"] and "q07" not in messages[1]["content"]
+    assert "q08" in messages[1]["content"]
+
+
+def test_old_results_count_as_the_lines_that_are_sent_of_them_above_80_percent_and_not_before(sessions):
+    session = talk(sessions.get(KEY), 14, 2_000)
+    size = sum(measure(message)[1] for message in session.get_history())
+    keeper = consolidator(sessions, *[saves("Entry.")] * 9, budget=size - 1)
+    asyncio.run(keeper.before_turn(session, 0))
+    assert session.last_consolidated == 0, "as lines they fit"
+    keeper.budget = 2 * size
+    asyncio.run(keeper.before_turn(session, size))
+    assert session.last_consolidated == 0
+    asyncio.run(keeper.before_turn(session, size + 1))
+    assert session.last_consolidated > 0, "they are sent whole, and do not fit"
+
+
+@pytest.mark.parametrize(
+    ("questions", "ends"),
+    [([1], [1, 100]), ([60], [60, 100]), ([61], [61, 100]), ([59, 60, 61], [60, 100]), ([61, 62], [61, 100])],
+)
+def test_a_round_ends_at_a_question_after_60_lines_at_most_or_behind_one_whole_turn(
+    sessions, questions, ends
+):
+    session = sessions.get(KEY)
+    asked = [0, *questions]
+    session.append(*(user("q") if n in asked else answer("a") for n in range(100)), sync=False)
+    session.restart(sync=False)
+    keeper = consolidator(sessions, *[saves("Entry.")] * 9)
+    asyncio.run(keeper.archive(session))
+    assert [each["until"] for each in records(keeper.store.history)] == ends
+
+
+def test_a_question_that_came_between_the_steps_of_a_turn_begins_none():
+    late = {**result("c1", "x"), "unseen": 2}
+    lines = [user("a"), call("c1"), user("b"), None, user("c"), late, {**answer("for a"), "unseen": 2},
+             answer("for b and c"), user("d"), {"role": "user", "content": [image("A")]}]  # fmt: skip
+    assert [n for n in range(len(lines)) if begins_turn(lines, n)] == [0, 8]
 
 
 def test_a_second_summary_is_made_of_the_first_and_what_came_since(sessions):
@@ -1433,9 +2491,9 @@ def test_where_the_summary_fails_the_turn_goes_on_without_it(sessions):
     session = talk(sessions.get(KEY), 12, 1_000, "message")
     session.append(user("the task"))
     tokens = sum(measure(message)[1] for message in session.get_history())
-    for reply in (FAILED, LLMResponse("cut", [], "length"), ""):
+    for reply in (FAILED, LLMResponse("cut", [], "length"), LLMResponse("cut", [], "error"), ""):
         keeper = consolidator(sessions, reply, budget=int(tokens / 0.85))
-        asyncio.run(keeper.before_turn(session, 0))
+        assert asyncio.run(keeper.before_turn(session, 0)) == ""
         assert session.get_history()[0] == user("q0")
 
 
@@ -1566,10 +2624,56 @@ def test_a_dream_finds_and_edits_and_is_one_commit(home):
     assert "-- Favourite colour: green\n+- Favourite colour: blue" in diff
 
 
+def test_a_dream_is_asked_what_happened_and_then_what_to_edit(home, monkeypatch):
+    monkeypatch.setenv("PATH", "")  # no git: it would take its time
+    skill_file(home / "skills", "---\ndescription: Use to sing.\n---\nSing.", name="sing")
+    (home / "skills" / "broken" / "SKILL.md").mkdir(parents=True)
+    model = Model("[MEMORY] a\n[USER] b")
+    dreamer = dream(home, model, max_batch=2)
+    days = [time.strftime("Today is %Y-%m-%d, %A.")]
+    told = asyncio.run(dreamer.run())
+    days.append(time.strftime("Today is %Y-%m-%d, %A."))  # midnight may have been in between
+    assert told == "Dreamt about 2 entries: 0 change(s). /dream-log shows them."
+    [(messages, tools, choice)] = model.asked
+    assert (tools, choice) == ([], None)
+    assert messages[0] == {"role": "system", "content": "[SKIP] [MEMORY]"}
+    today, rest = messages[1]["content"].split("\n\n", 1)
+    files = [f"# {home}/memory/MEMORY.md", "- Favourite colour: green\n",
+             f"# {home}/SOUL.md", "# SOUL.md\n", f"# {home}/USER.md", "# USER.md\n"]  # fmt: skip
+    happened = ["[2026-04-03 00:00] Thing 0.", "[2026-04-03 00:01] Thing 1."]
+    assert today in days
+    assert rest == "\n\n".join([*files, "# History", *happened])
+    [[system, question]] = dreamer.run_agent.messages
+    assert system == {"role": "system", "content": "Edit."}
+    _, findings, more = re.split("# Findings\n\n|\n\n# Skills\n\n", question["content"])
+    assert findings == "\n\n".join(["[MEMORY] a", "[USER] b", *files])
+    assert f"- sing: Use to sing. ({home}/skills/sing/SKILL.md)" in more.split("\n\n")
+    assert "broken" not in more
+
+
+@pytest.mark.parametrize(
+    ("text", "findings"),
+    [
+        ("[USER] a", ["[USER] a"]),
+        ("- [SOUL] a\n* [SKILL-REMOVE] b\n  [MEMORY]c", ["[SOUL] a", "[SKILL-REMOVE] b", "[MEMORY]c"]),
+        ("[SKIP]\n[USER-REMOVE] a", ["[USER-REMOVE] a"]),
+        ("[SKIP]", []),
+        ("<think>\n[MEMORY] no\n</think>\n[SKIP]", []),
+        ("<think>[MEMORY] never ends", None),
+        ("[MEMORY]", None),
+        ("[OTHER] a", None),
+        ("I noted [MEMORY] a", None),
+        ("", None),
+    ],
+)
+def test_findings_are_lines_that_begin_with_their_kind(text, findings):
+    assert findings_in(text) == findings
+
+
 def test_without_anything_new_no_model_is_asked(home):
     model = Model()
     (home / "memory" / ".dream_cursor").write_text("3")
-    assert "nothing new" in asyncio.run(dream(home, model).run())
+    assert asyncio.run(dream(home, model).run()) == "There is nothing new to dream about."
     assert model.asked == []
 
 
@@ -1599,6 +2703,24 @@ def test_what_fails_three_times_for_another_reason_is_skipped_with_a_warning(hom
     assert "these are skipped" in caplog.text
 
 
+def test_only_failures_in_a_row_count_and_each_outcome_is_told(home, monkeypatch):
+    monkeypatch.setenv("PATH", "")  # no git: it would take its time
+    lost = " Nothing is lost: the next one tries again."
+    failed, unreachable = "The dream failed." + lost, "The dream did not reach the model." + lost
+    dreamer = dream(home, Model("Hm.", "", FAILED, "Hm.", "Hm.", FAILED, FAILED, FAILED, FAILED))
+    outcomes = [asyncio.run(dreamer.run()) for _ in range(9)]
+    assert outcomes == [failed] * 2 + [unreachable] + [failed] * 2 + [unreachable] * 4
+    dreamer = dream(home, Model(*["[MEMORY] x"] * 4), stop_reason="error")
+    assert [asyncio.run(dreamer.run()) for _ in range(4)] == [unreachable] * 4
+    assert MemoryStore(home).dream_cursor == 0
+    dreamer = dream(home, Model(FAILED, *["Hm."] * 6), max_batch=1)
+    first, *outcomes = (asyncio.run(dreamer.run()) for _ in range(7))
+    assert first == unreachable
+    assert outcomes[:2] == outcomes[3:5] == [failed] * 2, "the next entries have three tries again"
+    assert "Dreamt" in outcomes[2] and "Dreamt" in outcomes[5]
+    assert MemoryStore(home).dream_cursor == 2
+
+
 def test_one_dream_at_a_time(home):
     async def two_at_once() -> None:
         dreaming, go_on = asyncio.Event(), asyncio.Event()
@@ -1622,8 +2744,9 @@ def test_one_dream_at_a_time(home):
 def test_a_broken_repository_costs_no_dream(home, caplog):
     (home / ".nanobot").mkdir()
     (home / ".nanobot" / "memory.git").write_text("no repository")
-    assert "Dreamt about 3" in asyncio.run(dream(home, Model("[MEMORY] blue"), BLUE).run())
-    assert "not under git" in caplog.text
+    told = asyncio.run(dream(home, Model("[MEMORY] blue"), BLUE).run())
+    assert told.startswith("Dreamt about 3 entries: 0 change(s)")
+    assert re.search("memory is not under git: .*memory.git", caplog.text)
 
 
 def test_a_batch_is_at_most_20_entries_and_half_the_budget(home):
@@ -1638,6 +2761,16 @@ def test_a_batch_is_at_most_20_entries_and_half_the_budget(home):
     assert store.dream_cursor == 33
     asyncio.run(dream(home, Model("[SKIP]"), budget=4_000).run())
     assert store.dream_cursor == 34, "at least one"
+
+
+def test_a_batch_takes_as_much_as_half_the_budget(home, monkeypatch):
+    monkeypatch.setenv("PATH", "")  # no git: it would take its time
+    (home / "memory" / ".dream_cursor").write_text("3")
+    for _ in range(3):
+        MemoryStore(home).append_history("x" * 3_400)  # some 900 tokens
+    told = asyncio.run(dream(home, Model("[SKIP]"), budget=4_000).run())
+    assert told.startswith("Dreamt about 2 entries")
+    assert not (home / "memory" / "history-archive.jsonl").exists(), "a short history stays whole"
 
 
 KIT = ROOT / "skills"
@@ -1658,6 +2791,8 @@ KIT = ROOT / "skills"
         ("write_file", "skills/../SOUL.md", "x", False),
         ("write_file", "memory/MEMORY.md", "x", False),
         ("write_file", "skills/weather/SKILL.md", "x", False),
+        ("write_file", "skills/weather/data/list.txt", "x", False),
+        ("write_file", "skills/mine/data/list.txt", "x", True),
         ("write_file", "skills/mine/SKILL.md", "---\nname: memory\n---\nx", False),
         ("write_file", "skills/mine/SKILL.md", "---\nname: mine\nalways: true\n---\nx", False),
         ("write_file", "skills/link/SKILL.md", "x", False),
@@ -1676,6 +2811,24 @@ def test_a_dream_has_a_fence(home, tmp_path, name, path, text, is_fine):
     arguments = {"path": path.format(home=home), "content": text}
     why = reason_to_refuse(dream(home, Model()), name, arguments)
     assert bool(why) is not is_fine
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "text", "why"),
+    [
+        ("read_file", "/etc/passwd", "", "Read files below {home} only."),
+        ("edit_file", "AGENTS.md", "", "Edit memory/MEMORY.md, SOUL.md, USER.md only."),
+        ("write_file", "SOUL.md", "x", "Write only skills, like {home}/skills/NAME/SKILL.md."),
+        ("exec", "SOUL.md", "", "Write only skills, like {home}/skills/NAME/SKILL.md."),
+        ("write_file", "skills/weather/SKILL.md", "x",
+         "A skill may not be `always`, nor have the name of the kit's."),
+        ("read_file", "a\0b", "", "That is no usable path: "),
+        ("read_file", "", "", ""),
+    ],
+)  # fmt: skip
+def test_a_dreamer_is_told_what_it_may_do_instead(home, name, path, text, why):
+    told = reason_to_refuse(dream(home, Model()), name, {"path": path, "content": text} if path else {})
+    assert told.startswith(why.format(home=home)) and bool(told) is bool(why)
 
 
 def test_a_dream_with_the_real_loop_and_tools_edits_what_it_may_and_nothing_else(tmp_path):
@@ -1715,11 +2868,17 @@ def git(*arguments: str, cwd: Path) -> str:
 def test_a_dream_is_undone_as_a_new_commit_and_is_not_dreamt_again(home):
     dreamer = dream(home, Model("[MEMORY] blue"), BLUE, ("write_file", "skills/mine/SKILL.md", "1. Do it."))
     asyncio.run(dreamer.run())
-    assert "change(s)" in MemoryRepository(home).restore()
+    (home / "SOUL.md").write_text("# Be kind.\n")
+    assert MemoryRepository(home).restore() == "Undone: 3 change(s)."
     assert MemoryStore(home).read_facts() == "- Favourite colour: green\n"
+    assert (home / "SOUL.md").read_text() == "# Be kind.\n", "what came later stays"
     assert not (home / "skills" / "mine" / "SKILL.md").exists()
     assert MemoryStore(home).dream_cursor == 3
-    assert "restore of" in MemoryRepository(home).log().split("\n")[0]
+    titles = [line.split(" ", 1)[1] for line in MemoryRepository(home).log().split("\n")]
+    kinds = [re.sub(r": \d{4}-.*", "", title) for title in titles]
+    assert re.fullmatch("restore of [0-9a-f]{7}", kinds[0])
+    assert kinds[1:] == ["changes outside of dreams", "dream", "changes outside of dreams"]
+    assert titles[1].endswith(", 2 change(s)")
     assert len(records(MemoryStore(home).history)) == 3, "the history is no part of it"
 
 
@@ -1731,9 +2890,11 @@ def test_what_does_not_fit_any_more_is_left_alone_and_said(home):
 
 
 @pytest.mark.parametrize("sha", ["0123456", "HEAD; rm", "--help", "..", "zzz"])
-def test_an_unknown_commit_is_a_friendly_error(home, sha):
+def test_an_unknown_commit_is_a_friendly_error(home, caplog, sha):
+    caplog.set_level("INFO")
     asyncio.run(dream(home, Model("[MEMORY] blue"), BLUE).run())
     assert "/dream-log lists them" in MemoryRepository(home).restore(sha)
+    assert ("fatal: " in caplog.text) is (sha == "0123456"), "what git says is in the log"
     assert "/dream-log lists them" in MemoryRepository(home).log(sha)
 
 
@@ -1759,8 +2920,71 @@ def test_without_git_everything_else_works(home, monkeypatch):
     dreamer = dream(home, Model("[MEMORY] blue"), BLUE)
     asyncio.run(dreamer.run())
     assert dreamer.store.dream_cursor == 3
-    assert "git" in MemoryRepository(home).log()
-    assert MemoryRepository(home).restore().startswith("Nothing is changed: ")
+    why = "there has been no dream yet, or git is not installed."
+    assert MemoryRepository(home).log() == f"There is no log: {why}"
+    assert MemoryRepository(home).restore() == f"Nothing is changed: {why}"
+    (home / ".nanobot" / "memory.git").mkdir()
+    assert MemoryRepository(home).log() == f"There is no log: {why}", "one that was never finished is none"
+    assert MemoryRepository(home).commit("notes") == 0
+
+
+def test_a_commit_is_nanobots_whatever_the_users_settings_are_and_says_what_changed(
+    home, own_home, monkeypatch
+):
+    (own_home / ".gitconfig").write_text("[commit]\ngpgsign = true\n[user]\nname = Somebody\n")
+    monkeypatch.setenv("GIT_AUTHOR_NAME", "Somebody")
+    repository = MemoryRepository(home)
+    (home / "skills").mkdir()
+    git("init", "-q", "skills/foreign", cwd=home)  # git refuses to add it: it has no commit
+    (home / ".gitignore").write_text("*.md\nmemory\n")
+    (home / "memory" / "history-archive.jsonl").touch()
+    assert repository.commit("notes") == 3, "without a dream before it"
+    assert repository.commit("notes") == 0, "nothing is new"
+    monkeypatch.delenv("GIT_AUTHOR_NAME")
+    show = ["--git-dir", str(repository.folder), "show", "--name-only"]
+    author, title, _, *lines = git(*show, "--format=%an <%ae>%n%B", cwd=home).split("\n")
+    assert author == "nanobot <nanobot@localhost>"
+    assert re.fullmatch(r"notes: \d{4}-\d\d-\d\d \d\d:\d\d, 3 change\(s\)", title)
+    changed, files = lines[:3], lines[5:]
+    assert sorted(changed) == ["+# SOUL.md", "+# USER.md", "+- Favourite colour: green"]
+    histories = ["memory/history-archive.jsonl", "memory/history.jsonl"]
+    assert files == ["SOUL.md", "USER.md", "memory/MEMORY.md", *histories]
+
+
+def test_what_was_there_before_the_first_dream_cannot_be_undone(home):
+    repository = MemoryRepository(home)
+    repository.commit("notes")
+    (home / "USER.md").unlink()
+    (home / "SOUL.md").write_bytes(b"Caf\xe9\n")
+    assert repository.commit("notes") == 3, "what was deleted, too"
+    assert "+Caf\ufffd" in repository.log(repository.log().split()[0])
+    assert repository.restore() == (
+        "Nothing is changed: no dream has changed anything yet. /dream-log lists all commits."
+    )
+    _, first = repository.log().split("\n")
+    assert repository.restore(first.split()[0]).endswith(
+        "there is no such commit, or none before it. /dream-log lists them."
+    )
+    assert (home / "SOUL.md").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems refuse the name")
+def test_what_git_says_of_a_folder_whose_name_is_no_utf_8_is_a_warning(tmp_path, caplog):
+    workspace = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
+    (workspace / ".nanobot").mkdir(parents=True)
+    (workspace / ".nanobot" / "memory.git").write_text("no repository")
+    assert MemoryRepository(workspace).commit("notes") == 0
+    assert re.search("memory is not under git: .*\ufffd", caplog.text)
+
+
+def test_the_git_of_the_users_path_is_the_one_that_runs(home, tmp_path, monkeypatch, caplog):
+    fake = tmp_path / "bin" / "git"
+    fake.parent.mkdir()
+    fake.write_text("#!/bin/sh\necho not today >&2\nexit 1\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{fake.parent}{os.pathsep}{os.environ['PATH']}")
+    assert MemoryRepository(home).commit("notes") == 0
+    assert "memory is not under git: not today" in caplog.text
 
 
 def test_a_lock_that_a_killed_git_left_stops_nothing(home):
@@ -1806,6 +3030,35 @@ def test_a_skill_without_front_matter_is_named_after_its_folder(tmp_path, text):
     skill = read_skill(skill_file(tmp_path, text))
     assert (skill.name, skill.description, skill.always, skill.missing) == ("demo", "", False, [])
     assert "Do it." in skill.text or "Do it." not in str(text)
+
+
+@pytest.mark.parametrize(
+    ("always", "is_always"),
+    [("true", True), ("True", True), ("yes", True), ("YES", True), ('"true"', True),
+     ("false", False), ("no", False), ("1", False), ("", False)],
+)  # fmt: skip
+def test_a_skill_is_always_in_the_prompt_where_it_says_so(tmp_path, always, is_always):
+    skill = read_skill(skill_file(tmp_path, f"---\nname: other\nalways: {always}\n---\n\n Do it. \n"))
+    assert (skill.always, skill.name, skill.text) == (is_always, "other", "Do it.")
+
+
+@pytest.mark.parametrize(("size", "problem"), [(100_000, ""), (100_001, "it has more than 100,000 bytes")])
+def test_a_skill_has_100000_bytes_at_most(tmp_path, size, problem):
+    skill = read_skill(skill_file(tmp_path, "x" * size))
+    assert (skill.problem, len(skill.text)) == (problem, 0 if problem else size)
+
+
+def test_what_is_wrong_with_a_skill_is_said_anew_where_it_is_something_else(tmp_path, caplog):
+    problems = iter([ValueError("too long"), ValueError("too long"), ValueError(), OSError("gone")])
+
+    def read(path: Path) -> bytes:
+        raise next(problems)
+
+    path, loader = skill_file(tmp_path, FRONT), SkillsLoader(tmp_path, read=read)
+    for _ in range(4):
+        loader.load()
+    said = [f"{path} is left out: {why}" for why in ("too long", "ValueError", "gone")]
+    assert caplog.messages == said
 
 
 @pytest.mark.parametrize(
@@ -1874,6 +3127,11 @@ def test_every_skill_of_the_kit_has_a_description_and_a_text():
         {"role": "assistant", "tool_calls": [1]},
         {"role": "user", "content": 1.5},
         {"role": ["user"], "content": "x"},
+        {"role": "user"},
+        {"content": "x"},
+        {"role": "user", "content": ["x"]},
+        {"role": "assistant", "tool_calls": []},
+        {"role": "assistant", "tool_calls": [{"id": "c1", "function": "f"}]},
     ],
 )
 def test_a_line_that_is_json_but_no_message_is_skipped_and_kept_aside(sessions, odd):
@@ -1885,6 +3143,24 @@ def test_a_line_that_is_json_but_no_message_is_skipped_and_kept_aside(sessions, 
     session.append(user("after"))
     assert [line["content"] for line in session.lines if line] == ["before", "after"]
     assert json.dumps(odd) in path.with_name(f"{path.name}.corrupt").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"role": "assistant", "content": None},
+        {"role": "assistant", "tool_calls": [{"id": "c1"}]},
+        {"role": "assistant", "content": "x", "tool_calls": None},
+        {"role": "assistant", "content": "x", "tool_calls": []},
+        {"role": "user", "content": [{"type": "text", "text": "x"}]},
+        {"role": "tool", "tool_call_id": "c1", "content": ""},
+    ],
+)
+def test_a_message_of_another_program_is_read_as_it_is(sessions, tmp_path, line):
+    path = journal(sessions, user("before"))
+    path.write_bytes(path.read_bytes() + json.dumps(line).encode() + b"\n")
+    assert loaded(tmp_path).lines[1:] == [line]
+    assert not list(sessions.folder.glob("*.corrupt"))
 
 
 def test_a_file_of_somebody_elses_does_not_stop_the_list(sessions):
