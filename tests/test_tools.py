@@ -2,6 +2,7 @@
 
 import ast
 import asyncio
+import base64
 import contextlib
 import fnmatch
 import gzip
@@ -983,6 +984,250 @@ def test_an_older_server_with_junk_on_stdout_works(runner):
     assert kit.schema("mcp_old_bare")["parameters"] == {"type": "object", "properties": {}}
     assert kit.call("mcp_old_bare").text == "old but fine"
     assert kit.call("mcp_old_odd", x=1).text == "old but fine"  # however odd its schema is
+    runner.run(kit.servers.close())
+
+
+SCRIPTED = r"""
+import json, sys
+told = json.loads(sys.argv[1])
+for line in sys.stdin:
+    asked = json.loads(line)
+    parameters = asked.get("params") or {}
+    named = parameters.get("name") or parameters.get("uri") or parameters.get("cursor") or ""
+    result = told.get(asked["method"] + " " + named, told.get(asked["method"]))
+    answer = {"jsonrpc": "2.0", "id": asked.get("id")}
+    if asked["method"] == "initialize":
+        capabilities = {kind: {} for kind in ("tools", "resources", "prompts") if kind + "/list" in told}
+        result = {"protocolVersion": "2025-06-18", "serverInfo": {"name": "s", "version": "1"},
+                  "capabilities": capabilities}
+    if "id" in asked and result is None:
+        sys.exit("Error: " + asked["method"] + " is not expected")
+    if "id" in asked:
+        part = {"error": result["error"]} if "error" in result else {"result": result}
+        print(json.dumps({**answer, **part}), flush=True)
+"""
+
+
+def scripted(told: dict, **given) -> SimpleNamespace:
+    """A server of thirty lines that gives the answers of a table, by method and name."""
+    return mcp_settings(command=sys.executable, args=["-c", SCRIPTED, json.dumps(told)], **given)
+
+
+def plain_tool(name: str, **given) -> dict:
+    return {"name": name, "inputSchema": {"type": "object"}, **given}
+
+
+PNG_DATA = base64.b64encode(b"\x89PNG\r\n\x1a\n" + bytes(4)).decode()
+ZIP_DATA = base64.b64encode(b"PK\3\4" + bytes(1_200)).decode()
+HI = {"type": "text", "text": "hi"}
+RESULTS = [
+    ({"content": [HI, HI]}, "hi\nhi", 0),
+    ({"content": []}, "(mcp_s_t1 completed with no output)", 0),
+    ({"content": [HI], "structuredContent": {"degrees": 21}}, "hi", 0),  # the same, mostly
+    ({"content": [], "structuredContent": {"degrees": 21}}, '{"degrees": 21}', 0),
+    ({"content": [{"type": "resource", "resource": {"uri": "file:///a", "text": "inside"}}]}, "inside", 0),
+    ({"content": [{"type": "resource", "resource": {"uri": "file:///a", "blob": ZIP_DATA,
+                                                    "mimeType": "application/zip"}}]},
+     "[application/zip: 1,204 bytes]", 0),
+    ({"content": [{"type": "resource", "resource": {"uri": "file:///a", "blob": PNG_DATA}}]},
+     "[resource: 12 bytes]", 1),
+    ({"content": [{"type": "resource_link", "name": "log", "uri": "file:///log"}]},
+     "[resource: file:///log]", 0),
+    ({"content": [{"type": "audio", "data": ZIP_DATA, "mimeType": "audio/wav"}]},
+     "[audio/wav: 1,204 bytes]", 0),
+    ({"content": [{"type": "image", "data": PNG_DATA, "mimeType": "image/png"}] * 2},
+     "[image/png: 12 bytes]\n[image/png: 12 bytes]", 2),
+]  # fmt: skip
+SHELF = {
+    "tools/list": {"tools": [plain_tool(name) for name in (
+        *(f"t{number}" for number, _ in enumerate(RESULTS)), "refuse", "break", "lost")]},
+    **{f"tools/call t{number}": result for number, (result, *_) in enumerate(RESULTS)},
+    "tools/call refuse": {"content": [HI], "isError": True},
+    "tools/call break": {"error": {"code": -32603, "message": "the disk is full"}},
+    "tools/call lost": {"error": {"code": -32600, "message": "Session terminated"}},
+    "resources/list": {"resources": [{"name": "two", "uri": "note://two"}, {"name": "picture", "uri": "note://p"}]},
+    "resources/read note://two": {"contents": [{"uri": "a:b", "text": "one"}, {"uri": "a:c", "text": "two"}]},
+    "resources/read note://p": {"contents": [{"uri": "a:b", "blob": PNG_DATA, "mimeType": "image/png"}]},
+    "prompts/list": {"prompts": [{"name": "plan", "arguments": [
+        {"name": "goal", "description": "What for", "required": True}, {"name": "style"}]}]},
+    "prompts/get plan": {"messages": [{"role": role, "content": HI} for role in ("user", "assistant")]},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def shelf(runner):
+    kit = MCPKit(runner, s=scripted(SHELF))
+    kit.connect(patience=30)
+    yield kit
+    runner.run(kit.servers.close())
+
+
+@pytest.mark.parametrize("number", range(len(RESULTS)))
+def test_each_kind_of_content_becomes_text_and_images(shelf, number):
+    _, text, images = RESULTS[number]
+    result = shelf.call(f"mcp_s_t{number}")
+    assert (result.text, len(result.images), result.is_error) == (text, images, False)
+
+
+def test_resources_and_prompts_become_text_and_images(shelf):
+    assert shelf.call("mcp_s_resource_two").text == "one\ntwo"
+    picture = shelf.call("mcp_s_resource_picture")
+    assert picture.text == "[image/png: 12 bytes]" and len(picture.images) == 1
+    assert shelf.call("mcp_s_prompt_plan", goal="x").text == "hi\nhi"
+
+
+def test_what_a_server_refuses_is_an_error_with_its_words(shelf):
+    refused, broken = shelf.call("mcp_s_refuse"), shelf.call("mcp_s_break")
+    assert (refused.text, refused.is_error) == ("hi", True)
+    assert (broken.text, broken.is_error) == ("mcp_s_break failed: the disk is full", True)
+    server = shelf.servers.servers[0]
+    assert server.client  # the connection is as good as before
+
+
+def test_a_session_that_the_server_has_ended_is_begun_again_by_the_next_call(shelf):
+    lost = shelf.call("mcp_s_lost")
+    assert lost.is_error and "MCP server s: Session terminated" in lost.text and "tried again" in lost.text
+    assert shelf.servers.servers[0].client is None
+    assert shelf.call("mcp_s_t0").text == "hi\nhi"
+
+
+def test_the_arguments_of_a_prompt_are_texts_and_some_are_required(shelf):
+    assert shelf.schema("mcp_s_prompt_plan")["parameters"] == {
+        "type": "object",
+        "properties": {"goal": {"type": "string", "description": "What for"}, "style": {"type": "string"}},
+        "required": ["goal"],
+    }
+    result = shelf.call("mcp_s_prompt_plan", style="x")
+    assert result.is_error and "goal is required" in result.text
+
+
+def test_what_is_not_described_is_told_by_its_name(shelf):
+    for name, told in {"t0": "tool t0", "resource_two": "resource two", "prompt_plan": "prompt plan"}.items():
+        assert shelf.schema(f"mcp_s_{name}")["description"] == f"{told} of s"
+
+
+def test_a_servers_words_are_cleaned_however_deep_and_cut(runner):
+    place = {"type": "string", "description": "first\nsec\u202eond", "enum": ["a\u200b", 1, True, None]}
+    schema = {"type": "object", "properties": {"pl\u200bace": place}}
+    listed = [{"name": "look", "description": "d\u2066" * 2_001, "inputSchema": schema}]
+    kit = MCPKit(runner, s=scripted({"tools/list": {"tools": listed}}))
+    kit.connect(patience=30)
+    seen = kit.schema("mcp_s_look")
+    assert seen["description"] == "d" * 2_000
+    cleaned = {"type": "string", "description": "first\nsecond", "enum": ["a", 1, True, None]}
+    assert seen["parameters"]["properties"] == {"place": cleaned}
+    runner.run(kit.servers.close())
+
+
+def test_the_pages_of_a_long_list_are_put_together(runner):
+    pages = {f"tools/list {page}": {"tools": [plain_tool(f"t{page}")], "nextCursor": str(page + 1)}
+             for page in range(1, 40)}  # fmt: skip
+    told = {"tools/list": {"tools": [plain_tool("t0")], "nextCursor": "1"}, **pages}
+    short = {**told, "tools/list 2": {"tools": [plain_tool("t2")]}}
+    kit = MCPKit(runner, endless=scripted(told), short=scripted(short))
+    names = kit.connect(patience=30)
+    assert [name for name in names if "short" in name] == ["mcp_short_t0", "mcp_short_t1", "mcp_short_t2"]
+    assert len([name for name in names if "endless" in name]) == 20
+    runner.run(kit.servers.close())
+
+
+def test_of_very_many_or_very_large_tools_some_are_left_out_and_the_log_tells(runner, caplog):
+    sizes = {"fits": 19_900, "huge": 20_001}
+    large = [plain_tool(name, description="x" * size) for name, size in sizes.items()]
+    listed = {"tools": [*large, *(plain_tool(f"t{number}") for number in range(130))]}
+    kit = MCPKit(runner, s=scripted({"tools/list": listed}))
+    names = kit.connect(patience=30)[1:]
+    assert len(names) == 128 and "mcp_s_fits" in names and "mcp_s_huge" not in names
+    assert "MCP server s: 4 tools are left out, too large or too many" in caplog.text
+    few = MCPKit(runner, s=scripted({"tools/list": {"tools": listed["tools"][2:]}}))
+    runner.run(kit.servers.close())
+    few.servers.servers[0].settings.args[2] = json.dumps({"tools/list": {"tools": listed["tools"][2:130]}})
+    caplog.clear()
+    assert len(few.connect(patience=30)[1:]) == 128 and caplog.text == ""
+    runner.run(few.servers.close())
+
+
+def test_a_name_of_64_letters_stays_and_a_longer_one_is_cut_with_its_own_end(runner):
+    names = ["x" * (64 - len("mcp_s_")), "y" * (65 - len("mcp_s_"))]
+    kit = MCPKit(runner, s=scripted({"tools/list": {"tools": [plain_tool(name) for name in names]}}))
+    kept, cut = kit.connect(patience=30)[1:]
+    assert kept == f"mcp_s_{names[0]}" and re.fullmatch("mcp_s_y{49}_[0-9a-f]{8}", cut)
+    runner.run(kit.servers.close())
+
+
+def test_a_server_that_knows_only_the_new_handshake_works(runner):
+    new = {"resultType": "complete", "ttlMs": 0, "cacheScope": "public"}
+    modern = {**new, "supportedVersions": ["2026-07-28"], "capabilities": {"tools": {}}}
+    settings = scripted({"server/discover": modern, "tools/list": {**new, "tools": [plain_tool("t")]}})
+    settings.args[1] = settings.args[1].replace('if asked["method"] == "initialize"', "if False")
+    kit = MCPKit(runner, s=settings)
+    assert kit.connect(patience=30)[1:] == ["mcp_s_t"]
+    runner.run(kit.servers.close())
+
+
+@pytest.mark.parametrize(
+    ("place", "kind", "method"),
+    [
+        ("/mcp", "", "POST"),
+        ("/sse", "", "GET"),
+        ("/sse", "http", "POST"),
+        ("/sse", "streamableHttp", "POST"),
+        ("/mcp", "streamable-http", "POST"),
+        ("/mcp", "SSE", "GET"),
+    ],
+)
+def test_a_url_is_asked_as_its_type_or_its_end_says(runner, site, caplog, place, kind, method):
+    caplog.set_level("INFO")
+    kit = MCPKit(runner, s=mcp_settings(url=site.url + place, headers={"X-Key": "1"}, type=kind))
+    kit.connect(patience=30)
+    assert (site.asked[0][0], site.asked[0][2]["X-Key"]) == (method, "1")
+    assert re.search("MCP server s: .*Not Found'?. Check tools.mcpServers.s; it is tried again", caplog.text)
+    assert site.url not in caplog.text  # some hold a key
+    runner.run(kit.servers.close())
+
+
+@pytest.mark.parametrize("given", [
+    {"type": "stdio", "url": "http://127.0.0.1:9/"}, {"type": "sse", "command": "true"},
+    {"type": "http", "command": "true"}, {"command": "", "url": ""}, {"type": "websocket", "command": "true"},
+])  # fmt: skip
+def test_settings_that_cannot_be_are_told_with_what_they_need(runner, given):
+    kit = MCPKit(runner, s=mcp_settings(**{"command": "", **given}))
+    kit.connect(patience=30)
+    needs = "MCP server s: it needs a command (type stdio) or a url (type sse, http). Check"
+    assert needs in kit.servers.why_missing("mcp_s_x")
+    runner.run(kit.servers.close())
+
+
+def test_a_problem_that_is_over_and_comes_back_is_told_again(runner, tmp_path, caplog):
+    gate = f"[ -e {tmp_path}/open ] && exec \"$@\"; echo the door is shut >&2; exit 1"
+    told = {"tools/list": {"tools": [plain_tool("t")]}, "tools/call t": {"content": [HI]}}
+    argv = ["-c", gate, "sh", sys.executable, "-c", SCRIPTED, json.dumps(told)]
+    kit = MCPKit(runner, s=mcp_settings(command="sh", args=argv))
+    (server,) = kit.servers.servers
+    kit.connect(patience=30)
+    kit.connect()
+    assert caplog.text.count("the door is shut") == 1
+    (tmp_path / "open").touch()
+    server.retry_at = 0.0  # 30 s later
+    kit.connect(patience=30)
+    assert server.problem == "" and kit.call("mcp_s_t").text == "hi"
+    (tmp_path / "open").unlink()
+    runner.run(server.close())
+    assert "s was closed" in kit.servers.why_missing("mcp_s_t")
+    result = kit.call("mcp_s_t")
+    assert result.is_error and "s: Connection closed: the door is shut. Check tools.mcp" in result.text
+    before = server.task
+    assert kit.call("mcp_s_t").text == result.text and server.task is before  # not started at each call
+    kit.connect()
+    assert caplog.text.count("the door is shut") == 2
+
+
+def test_lines_that_are_no_messages_fill_no_log(runner, caplog):
+    caplog.set_level("INFO")
+    settings = scripted({"tools/list": {"tools": [plain_tool("t")]}})
+    settings.args[1] = 'print("{\\"level\\": \\"info\\"}", flush=True)\nprint("ready")\n' + settings.args[1]
+    kit = MCPKit(runner, s=settings)
+    assert kit.connect(patience=30)[1:] == ["mcp_s_t"] and caplog.text == ""
     runner.run(kit.servers.close())
 
 
