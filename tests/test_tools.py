@@ -5,6 +5,7 @@ import asyncio
 import base64
 import contextlib
 import fnmatch
+import gc
 import gzip
 import http.server
 import ipaddress
@@ -1139,12 +1140,12 @@ def test_of_very_many_or_very_large_tools_some_are_left_out_and_the_log_tells(ru
     names = kit.connect(patience=30)[1:]
     assert len(names) == 128 and "mcp_s_fits" in names and "mcp_s_huge" not in names
     assert "MCP server s: 4 tools are left out, too large or too many" in caplog.text
-    few = MCPKit(runner, s=scripted({"tools/list": {"tools": listed["tools"][2:]}}))
     runner.run(kit.servers.close())
-    few.servers.servers[0].settings.args[2] = json.dumps({"tools/list": {"tools": listed["tools"][2:130]}})
     caplog.clear()
-    assert len(few.connect(patience=30)[1:]) == 128 and caplog.text == ""
-    runner.run(few.servers.close())
+    kit.servers.servers[0].settings.args[2] = json.dumps({"tools/list": {"tools": listed["tools"][2:130]}})
+    names = kit.connect(patience=30)[1:]  # what it had before is gone
+    assert len(names) == 128 and "mcp_s_fits" not in names and caplog.text == ""
+    runner.run(kit.servers.close())
 
 
 def test_a_name_of_64_letters_stays_and_a_longer_one_is_cut_with_its_own_end(runner):
@@ -1257,6 +1258,7 @@ def test_a_server_that_failed_is_tried_again_at_a_later_message(runner, tmp_path
     assert kit.connect(patience=30) == ["read_file"]
     (tmp_path / "ready").touch()
     assert kit.connect(patience=30) == ["read_file"]  # not at once: a dead server must not slow every turn
+    assert 15 < kit.servers.servers[0].retry_at - time.monotonic() <= 30
     kit.servers.servers[0].retry_at = time.monotonic()  # 30 s later
     assert "mcp_late_bare" in kit.connect(patience=30)
     runner.run(kit.servers.close())
@@ -1322,6 +1324,17 @@ def test_a_server_that_is_closed_while_it_starts_is_gone(runner, tmp_path):
     runner.run(kit.servers.close())
     assert kit.servers.servers[0].task.done()
     assert not is_running(int(content(tmp_path / "pid") or 4_000_000))  # mostly it was not even begun
+
+
+def test_a_server_that_is_closed_before_it_has_begun_is_never_started(runner, tmp_path):
+    kit = MCPKit(runner, s=mcp_settings("mute", env={"PID_FILE": f"{tmp_path}/pid"}))
+
+    async def connect_and_close():
+        await kit.servers.connect(patience=0)
+        await kit.servers.close()
+
+    runner.run(connect_and_close())
+    assert kit.servers.servers[0].task.done() and not (tmp_path / "pid").exists()
 
 
 def test_without_the_sdk_one_line_says_how_to_get_it(tmp_path):
@@ -3031,7 +3044,11 @@ def test_what_people_mean_passes(turn, command):
     "grep -A 2 x /etc/passwd", "grep -rne x /etc", "grep -e /a -e /b /etc/passwd", "sed -n p /etc/passwd",
     "sed -e p /etc/passwd", "sed -f /etc/passwd a.txt", "awk 1 /etc/passwd", "awk -F : 1 /etc/passwd",
     "tr a b < /etc/passwd", "cut -d / -f 2 /etc/passwd", "ls | xargs grep x /etc/passwd",
-    "diff a.txt <(sed p /etc/passwd)",
+    "diff a.txt <(sed p /etc/passwd)", "cut -f2 /etc/passwd", "tr a b /etc/passwd", "egrep x /etc/passwd",
+    "fgrep x /etc/passwd", "rg x /etc", "gawk 1 /etc/passwd", "grep --regexp=x /etc/passwd",
+    "sed --expression=p /etc/passwd", "awk --file=a.txt /etc/passwd", "grep x --file=/etc/passwd",
+    "sort /x /etc/passwd", f"cat {'a' * 255}/../../x", "echo x > /usr/bin/env", "echo x > a.txt > ../x",
+    "cat {/etc/passwd}", "ls a:/etc",
 ])  # fmt: skip
 def test_the_fence_holds_for_the_words_of_a_command(fenced, command):
     with pytest.raises(ToolError):
@@ -3049,6 +3066,9 @@ def test_the_fence_holds_for_the_words_of_a_command(fenced, command):
     "grep -rn /api/users sub", "grep -A 2 /etc a.txt", "grep -e /etc -e /usr a.txt", "ls | grep -v / | sort",
     "awk '/foo/ {print $2}' a.txt", "awk -F / '/etc/ {print}' a.txt", "tr '/' '_' < a.txt", "tr -d / < a.txt",
     "cut -d / -f 2 a.txt", "rg '/etc/.*' sub", "cat <<E > a.txt\n/etc/passwd\nE",
+    "egrep /a a.txt", "fgrep /a a.txt", "gawk /a/ a.txt", "gawk -v a=1 /a/ a.txt", "tr _ / < a.txt",
+    "grep -rB 2 /a sub", "grep -C 2 /a sub", "grep -m 2 /a sub", "rg -e /a sub", "sed -ne /a/p a.txt",
+    "cut -sd / -f 2 a.txt", "/bin/ls", "cat < a.txt", "make 2> /dev/null", "ls 2>&1 | tee log",
 ])  # fmt: skip
 def test_the_fence_lets_work_inside_go_on(fenced, command):
     check_command(command.replace("{tmp}", str(fenced.workspace.parent)), fenced)
@@ -3086,6 +3106,46 @@ def test_a_yes_is_for_the_working_folder_wherever_the_command_starts(turn, tmp_p
     assert not (turn.cwd / "sub" / "inner").exists()
 
 
+@pytest.mark.parametrize("command", [
+    "mke2fs x", "wipefs -a x", "fdisk x", "cfdisk x", "sfdisk x", "parted x", "halt -f", "halt", "poweroff",
+    "reboot", "init 6", "telinit 0", "telinit 6", "systemctl reboot", "systemctl halt", "dd of=/x bs=1",
+    "sudo -n systemctl -q poweroff", "/sbin/shutdown",
+])  # fmt: skip
+def test_what_destroys_a_disk_or_stops_the_machine_is_left_to_the_user(turn, command):
+    with pytest.raises(ToolError, match="^Refused: \\w+ can destroy much, or stop the machine.*Ask the user"):
+        check_command(command, replace(turn, approved=True))
+
+
+@pytest.mark.parametrize("command", [
+    "mkfs.ext4 --help", "mke2fs --version", "sfdisk --list /dev/sda", "parted -l", "shutdown --help",
+    "systemctl status ssh", "init 3", "dd", "make halt", "ls wipefs",
+])  # fmt: skip
+def test_what_only_tells_of_disks_and_machines_passes(turn, command):
+    check_command(command, turn)
+
+
+@pytest.mark.parametrize("wrapper", [
+    "sudo", "sudo -n", "env", "env A=1", "nohup", "time", "timeout 5", "command", "exec", "nice -n 5",
+    "echo | xargs", "if", "if true; then", "while true; do", "if false; then true; else", "!", "{",
+    "true &&", "false ||", "true &", "sh -c '", "bash -c '", "dash -c '", "zsh -c '", "eval '", "su -c '",
+])  # fmt: skip
+def test_a_recursive_delete_is_seen_behind_what_may_stand_before_it(turn, wrapper):
+    end = "'" if wrapper.endswith("'") else ""
+    with pytest.raises(ToolError, match="^Refused: rm can destroy much.* one by one.*--approve"):
+        check_command(f"{wrapper} rm -r x{end}".replace("' rm", "'rm"), turn)
+    check_command(f"{wrapper} rm x{end}".replace("' rm", "'rm"), turn)
+
+
+@pytest.mark.parametrize("test", [
+    "-name x", "-iname x", "-path x", "-ipath x", "-regex x", "-iregex x", "-empty", "-size +1M", "-atime +1",
+    "-ctime +1", "-mtime +1", "-amin 5", "-cmin 5", "-mmin 5", "-newer a.txt", "-newermt 2020-01-01",
+])  # fmt: skip
+def test_a_find_whose_tests_narrow_it_may_delete(turn, test):
+    check_command(f"find . {test} -delete", turn)
+    with pytest.raises(ToolError, match="find can destroy much"):
+        check_command(f"find . -delete {test}", turn)
+
+
 def test_a_refused_command_is_not_run(turn):
     assert "Refused: rm can destroy" in run(turn, "touch ran; rm -r sub")
     assert (turn.cwd / "sub").exists() and not (turn.cwd / "ran").exists()
@@ -3093,6 +3153,9 @@ def test_a_refused_command_is_not_run(turn):
 
 @pytest.mark.parametrize("command, text", [
     ("true", "Exit code: 0"),
+    ("false", "Exit code: 1"),
+    ("printf '\\n\\n a\\n\\n'", " a\nExit code: 0"),
+    ("echo err >&2", "STDERR:\nerr\nExit code: 0"),
     ("echo out", "out\nExit code: 0"),
     ("echo out; echo err >&2; exit 3", "out\nSTDERR:\nerr\nExit code: 3"),
     ("kill -9 $$", "Exit code: -9"),
@@ -3278,6 +3341,37 @@ print(asyncio.run(registry.execute("exec", {{"command": "kill -0 $(cat child) &&
         os.kill(own, signal.SIGKILL)
 
 
+def test_nothing_of_a_command_that_has_ended_is_kept(turn):
+    """Its process group may be another program's by the time this one ends, and kills what is left."""
+    assert run(turn, "echo hi") == "hi\nExit code: 0"
+    gc.collect()
+    assert tools.Job not in map(type, gc.get_objects())
+
+
+def test_what_the_shell_and_the_web_promise_a_model():
+    """Limits are in the schemas; whatever has no limit there is a default."""
+    schemas = {tool.name: tool.to_schema()["function"]["parameters"] for tool in (
+        Exec(), WebFetch(Web()), WebSearch(Web(), "duckduckgo"))}  # fmt: skip
+    seconds = {"type": "integer", "description": "Seconds", "minimum": 0, "maximum": 600}
+    chars = {"type": "integer", "minimum": 1, "maximum": 50_000}
+    count = {"type": "integer", "minimum": 0, "maximum": 20}
+    string = {"type": "string"}
+    assert schemas["exec"]["properties"] == {"command": string, "working_dir": string, "timeout": seconds}
+    assert schemas["web_fetch"]["properties"] == {"url": string, "max_chars": chars}
+    assert schemas["web_search"]["properties"] == {"query": string, "count": count}
+    required = [schema["required"] for schema in schemas.values()]
+    assert required == [["command"], ["url"], ["query"]]
+    made = Exec()
+    assert (made.timeout, made.path_append, made.sandbox, made.network) == (60, "", "", False)
+    assert not made.read_only and not made.concurrency_safe
+
+
+@pytest.mark.parametrize("own, asked, told", [(0.1, 0, 0.1), (60, 0.1, 0.1)])
+def test_a_call_has_its_own_timeout_or_that_of_the_settings(turn, own, asked, told):
+    execute = Exec(timeout=own).execute("sleep 60", timeout=asked, turn=turn)
+    assert f"Timed out after {told} s" in asyncio.run(execute).text
+
+
 @pytest.mark.parametrize("timeout", [601, -1, "soon"])
 def test_exec_refuses_a_timeout_out_of_bounds(turn, timeout):
     assert "timeout must be" in run(turn, "true", timeout=timeout)
@@ -3326,6 +3420,33 @@ def test_a_confined_command_works_in_project_and_workspace(confined):
     assert run_confined(confined, "pwd; exit 7", working_dir=str(confined.workspace)).text == (
         f"{confined.workspace}\nExit code: 7"
     )
+
+
+@needs_bwrap
+def test_what_is_confined_has_no_powers_and_a_session_of_its_own(confined):
+    """Else root could undo the mounts, and a command could type into the terminal of the agent."""
+    asked = "grep CapEff /proc/self/status; [ $(cut -d ' ' -f 6 /proc/$$/stat) != 0 ] && echo own; echo $HOME"
+    seen = run_confined(confined, in_script(confined, asked)).text
+    assert seen.split() == ["CapEff:", "0000000000000000", "own", "/tmp", "Exit", "code:", "0"]
+
+
+@needs_bwrap
+def test_a_confined_command_sees_what_programs_need_and_the_users_own(confined, tmp_path):
+    """Names and certificates, of the folders those that are there; and `path_append`."""
+    opened = ["/usr/bin", "/bin", "/sbin", "/lib", "/lib32", "/lib64", *(f"/etc/{name}" for name in (
+        "alternatives", "ca-certificates", "group", "hosts", "ld.so.cache", "localtime", "mime.types",
+        "nsswitch.conf", "passwd", "pki/ca-trust", "pki/tls/certs", "protocols", "resolv.conf", "services",
+        "ssl/certs", "ssl/openssl.cnf"))]  # fmt: skip
+    here = [path for path in opened if os.path.exists(path)]
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "greet").write_text("#!/bin/sh\necho hello\n")
+    (own / "greet").chmod(0o755)
+    script = in_script(confined, f"greet; for each in {' '.join(here)}; do ls -d $each; done; ls {own}")
+    exec_tool = Exec(sandbox="bwrap", path_append=f"{own}:/no/such/folder")
+    text = asyncio.run(exec_tool.execute(script, turn=confined)).text
+    assert text.split("\n") == ["hello", *here, "greet", "Exit code: 0"]
+    assert (confined.workspace / "cron").stat().st_mode & 0o777 == 0o700  # made, so that no command makes it
 
 
 def in_script(turn, text: str) -> str:
