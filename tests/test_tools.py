@@ -8,8 +8,10 @@ import fnmatch
 import gc
 import gzip
 import http.server
+import inspect
 import ipaddress
 import json
+import logging
 import marshal
 import os
 import random
@@ -1183,6 +1185,8 @@ def test_a_url_is_asked_as_its_type_or_its_end_says(runner, site, caplog, place,
     caplog.set_level("INFO")
     kit = MCPKit(runner, s=mcp_settings(url=site.url + place, headers={"X-Key": "1"}, type=kind))
     kit.connect(patience=30)
+    logging.getLogger("of.others").info("still told")
+    assert "still told" in caplog.text
     assert (site.asked[0][0], site.asked[0][2]["X-Key"]) == (method, "1")
     assert re.search("MCP server s: .*Not Found'?. Check tools.mcpServers.s; it is tried again", caplog.text)
     assert site.url not in caplog.text  # some hold a key
@@ -1298,6 +1302,8 @@ def test_a_server_that_never_answers_holds_a_turn_for_a_moment_and_is_ended(runn
 
 
 def test_a_turn_waits_as_long_as_it_wants_to(runner):
+    """Five seconds, where it does not say."""
+    assert inspect.signature(MCPServers.connect).parameters["patience"].default == 5
     kit = MCPKit(runner, slow=mcp_settings())
     assert kit.connect(patience=0) == ["read_file"]
     assert "still starting" in kit.servers.why_missing("mcp_slow_echo")
@@ -3000,12 +3006,42 @@ def test_a_letter_that_the_size_limit_cuts_spoils_no_page(site):
     ("</ol><li>a</ol></ul><ol><li></ol>1.  b", "- a\n\n1. 1. b"),
     ("<p>see<img src=a.png alt='A &quot;big&quot; > chart'> <img alt=''><img data-alt=no src=x>!",
      'see[image: A "big" > chart] !'),
+    ("<img alt=x src=y><img src=y ALT = 'a b'><img title=t>", "[image: x][image: a b]"),
+    ("a<nav>menu</nav>b<button>Share</button>c<select><option>x</select>d", "a b c d"),
+    ("a<header>Shop</header>b<footer>end</footer>c<aside>ads</aside>d", "a\nb\nc\nd"),
+    ("<h2>b</h2><h4>d</h4><h5>e</h5><h6>f</h6>", "## b\n\n#### d\n\n##### e\n\n###### f"),
+    ("a<br/>b<BR>c<br clear=all>d", "a\nb\nc\nd"),
+    ("<a href=b><h2>Card</h2></a><a href=c><ul><li>Item</ul></a>",
+     "[Card](https://site.org/d/b)[Item](https://site.org/d/c)"),
+    ("<a data-href=x href = 'c'>c</a> <a HREF=\"mailto:a@b.c\">mail</a>", "[c](https://site.org/d/c) mail"),
+    ("<pre>\n\na<br>b\n</pre>", "```\na\nb\n```"),
+    ("<pre>never closed", "```\nnever closed\n```"),
+    ("<title>T</title><iframe src=x>f</iframe><svg><text>v</text></svg>a", "a"),
+    ("<aside class=Note>kept</aside><aside>ads</aside>", "kept"),
+    ("<footer><h1>Shop</h1></footer><HEADER><H1 id=x>Rain</H1></HEADER>", "# Rain"),
+    ("<article>a</article>b<main>c</main>", "a\n\nb\n\nc"),
+    ("<aside>x</aside></main><main>a", "a"),
+    ("<ol><li>a<ol><li>b</ol><li>c</ol><ul><li>d</ul>", "1. a\n\n1. b\n\n2. c\n\n- d"),
+    ("<ol start=0><li>a</ol><ol start=x><li>b</ol>", "0. a\n\n1. b"),
     ("<a href=b><img alt=Logo></a>", "[[image: Logo]](https://site.org/d/b)"),
     ("10<sup>6</sup> m<sup class=x>2</sup> H<sub>2</sub>O", "10^6 m^2 H2O"),
     ("", ""),
 ])  # fmt: skip
 def test_html_becomes_readable_text(source, text):
     assert page_text(source, "https://site.org/d/page") == text
+
+
+@pytest.mark.parametrize("tag", [
+    "p", "div", "ul", "ol", "dl", "dd", "dt", "table", "blockquote", "section", "article", "main", "header",
+    "footer", "aside", "details", "summary", "figure", "figcaption", "hr",
+])  # fmt: skip
+def test_a_block_stands_behind_an_empty_line(tag):
+    assert page_text(f"a<{tag}>b") == page_text(f"a<{tag.upper()} id=x>b") == "a\n\nb"
+
+
+@pytest.mark.parametrize("tag", ["b", "i", "em", "span", "a", "time", "sub", "font", "x-y", "label"])
+def test_what_is_in_a_line_stays_in_it(tag):
+    assert page_text(f"a<{tag} id=x>b</{tag}>c") == "abc"
 
 
 SOUP = [
@@ -3126,8 +3162,8 @@ def test_each_search_service_is_looked_up_by_its_own_name_and_must_be_public(pro
 def test_what_a_search_service_answers_is_cleaned_and_cut(site):
     long = {"title": None, "url": "http://x/", "content": "<i>long</i>\n" * 200}
     odd = [long, {"url": "http://y/"}, "junk", 7]
-    body = json.dumps({"results": odd, "note": "anomaly"})
-    site.pages["/search"] = (200, {}, body.encode())
+    body = json.dumps({"results": odd, "note": "anomaly \udcff"}, ensure_ascii=False)
+    site.pages["/search"] = (200, {}, body.encode(errors="surrogateescape"))
     lines = search(site, "searxng").text.split("\n")
     assert lines[1:] == ["1. ", "   http://x/", "   " + "long " * 100, "2. ", "   http://y/", "   "]
 
@@ -3594,6 +3630,7 @@ def test_what_the_shell_and_the_web_promise_a_model():
     made = Exec()
     assert (made.timeout, made.path_append, made.sandbox, made.network) == (60, "", "", False)
     assert not made.read_only and not made.concurrency_safe
+    assert "readable text" in WebFetch.description and "with web_fetch" in WebSearch.description
 
 
 @pytest.mark.parametrize("own, asked, told", [(0.1, 0, 0.1), (60, 0.1, 0.1)])
