@@ -5,7 +5,6 @@ import asyncio
 import base64
 import contextlib
 import fnmatch
-import gc
 import gzip
 import http.server
 import inspect
@@ -28,6 +27,7 @@ import textwrap
 import threading
 import time
 import warnings
+import weakref
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -3607,15 +3607,13 @@ print(asyncio.run(registry.execute("exec", {{"command": "kill -0 $(cat child) &&
         os.kill(own, signal.SIGKILL)
 
 
-def jobs_in_memory() -> int:
-    gc.collect()
-    return sum(type(thing) is tools.Job for thing in gc.get_objects())
-
-
 def test_nothing_of_a_command_that_has_ended_is_kept(turn):
     """Its process group may be another program's by the time this one ends, and kills what is left."""
-    before = jobs_in_memory()
-    assert run(turn, "echo hi") == "hi\nExit code: 0" and jobs_in_memory() <= before
+    job = tools.Job()
+    assert job.run(["bash", "-c", "echo hi; exit 2"], turn.cwd, dict(os.environ)) == ("hi", 2)
+    kept = weakref.ref(job)
+    del job
+    assert kept() is None
 
 
 def test_what_the_shell_and_the_web_promise_a_model():
