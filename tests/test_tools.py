@@ -2250,6 +2250,28 @@ def test_a_line_is_found_as_if_it_stood_alone(turn, pattern, lines):
     assert [int(line.split(":")[1]) for line in text.split("\n") if line.startswith("x:")] == lines
 
 
+@pytest.mark.parametrize("pattern", ["(", "x{99999999999}", "(" * 2_000 + ")" * 2_000])
+def test_what_is_no_expression_is_told_even_where_there_is_no_file(turn, pattern):
+    (turn.cwd / "empty").mkdir()
+    result = call(turn, "grep", pattern=pattern, path="empty")
+    assert result.is_error and "is no regular expression; set fixed_strings?: " in result.text
+
+
+def test_a_long_line_is_cut_and_an_empty_file_has_no_lines(turn):
+    (turn.cwd / "sub" / "long").write_text("a" * 600)
+    (turn.cwd / "sub" / "empty").touch()
+    text = call(turn, "grep", pattern="^a*", path="sub", output_mode="content").text
+    assert f"long:1: {'a' * 500}\n" in text + "\n" and "empty" not in text
+
+
+def test_lines_around_several_matches_are_shown_once_and_in_order(turn):
+    (turn.cwd / "sub" / "x").write_text("".join(f"{number}\n" for number in range(1, 13)))
+    arguments = {"path": "sub", "glob": "x", "output_mode": "content", "context_before": 2, "context_after": 1}
+    text = call(turn, "grep", pattern="^(1|4|12)$", **arguments).text
+    numbers = [(int(line[2:].split(line[1])[0]), line[1]) for line in text.split("\n")]
+    assert numbers == [(1, ":"), (2, "-"), (3, "-"), (4, ":"), (5, "-"), (10, "-"), (11, "-"), (12, ":")]
+
+
 def test_of_many_files_none_is_left_out_and_they_keep_their_order(turn):
     """Batches of 256 go to two processes in turn."""
     for number in range(1_100):
@@ -2948,8 +2970,8 @@ def test_the_encodings_of_the_web_are_read(site, charset, text):
 
 
 def test_a_letter_that_is_none_spoils_no_page(site):
-    for charset in ("gb2312", "utf-8", "no-such"):
-        body = b"\xff " + "你好".encode("utf-8" if charset == "no-such" else charset)
+    for charset in ("gb2312", "utf-8", "no-such", "utf-99"):
+        body = b"\xff " + "你好".encode("gb2312" if charset == "gb2312" else "utf-8")
         site.pages["/"] = (200, {"Content-Type": f"text/plain; charset={charset}"}, body)
         assert fetch(site.url).text.endswith("\n� 你好")
 
@@ -3338,6 +3360,7 @@ def test_a_recursive_delete_below_the_working_folder_runs_when_the_user_said_yes
     "rm -rf .", "rm -rf sub/..", "rm -rf ..", "rm -rf ../ws-evil", "rm -rf /", "rm -rf ~",
     "rm -rf sub /etc/x", "rm -rf $HOME/x", "rm -rf $(echo sub)", "rm -rf `echo sub`", "rm -rf {sub,/etc}",
     "rm -rf away/gold.txt", "cd sub && rm -rf x", "cd /; rm -rf etc", "echo sub | xargs rm -rf",
+    "pushd sub; rm -rf x", "popd; rm -rf x",
     "find sub -exec rm -rf {} +", "find . -delete", "find -delete", "rm -rf", "rm -rf sessions",
     "rm -rf memory", "rm -rf *", "rm -rf .nanobot", "bash -c 'rm -rf ..'", "rm -rf */../../ws-evil",
     "dd if=a.txt of=b", "mkfs.ext4 sub",
