@@ -1045,7 +1045,7 @@ RESULTS = [
 ]  # fmt: skip
 SHELF = {
     "tools/list": {"tools": [plain_tool(name) for name in (
-        *(f"t{number}" for number, _ in enumerate(RESULTS)), "refuse", "break", "lost")]},
+        *(f"t{number}" for number, _ in enumerate(RESULTS)), "refuse", "break", "lost", "end")]},
     **{f"tools/call t{number}": result for number, (result, *_) in enumerate(RESULTS)},
     "tools/call refuse": {"content": [HI], "isError": True},
     "tools/call break": {"error": {"code": -32603, "message": "the disk is full"}},
@@ -1093,6 +1093,13 @@ def test_a_session_that_the_server_has_ended_is_begun_again_by_the_next_call(she
     lost = shelf.call("mcp_s_lost")
     assert lost.is_error and "MCP server s: Session terminated" in lost.text and "tried again" in lost.text
     assert shelf.servers.servers[0].client is None
+    assert shelf.call("mcp_s_t0").text == "hi\nhi"
+
+
+def test_a_program_that_ends_in_a_call_tells_why_and_is_started_by_the_next(shelf):
+    ended = shelf.call("mcp_s_end")
+    why = "MCP server s: Connection closed: Error: tools/call is not expected. Check tools.mcpServers.s"
+    assert ended.is_error and ended.text == f"{why}; it is tried again."
     assert shelf.call("mcp_s_t0").text == "hi\nhi"
 
 
@@ -2266,7 +2273,7 @@ def test_a_long_line_is_cut_and_an_empty_file_has_no_lines(turn):
 
 def test_lines_around_several_matches_are_shown_once_and_in_order(turn):
     (turn.cwd / "sub" / "x").write_text("".join(f"{number}\n" for number in range(1, 13)))
-    arguments = {"path": "sub", "glob": "x", "output_mode": "content", "context_before": 2, "context_after": 1}
+    arguments = {"path": "sub/x", "output_mode": "content", "context_before": 2, "context_after": 1}
     text = call(turn, "grep", pattern="^(1|4|12)$", **arguments).text
     numbers = [(int(line[2:].split(line[1])[0]), line[1]) for line in text.split("\n")]
     assert numbers == [(1, ":"), (2, "-"), (3, "-"), (4, ":"), (5, "-"), (10, "-"), (11, "-"), (12, ":")]
@@ -3467,12 +3474,13 @@ def test_exec_runs_where_it_is_told_to(turn):
 
 def test_exec_sees_a_clean_environment(turn, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-1")
-    monkeypatch.setenv("ALLOWED", "yes")
+    for name in ("ALLOWED", "LANG", "TERM"):
+        monkeypatch.setenv(name, "C")
     monkeypatch.setenv("BASH_ENV", str(turn.cwd / "a.txt"))
     registry = ToolRegistry([Exec(allowed_env=["ALLOWED"])])
     text = asyncio.run(registry.execute("exec", {"command": "env"}, turn)).text
     names = {line.split("=")[0] for line in text.split("\n")[:-1]}
-    assert {"HOME", "PATH", "ALLOWED"} <= names
+    assert {"HOME", "LANG", "TERM", "PATH", "ALLOWED"} <= names
     assert names <= {"HOME", "LANG", "TERM", "PATH", "ALLOWED", "PWD", "SHLVL", "_"}  # three of bash
     assert "sk-1" not in text
 
