@@ -1078,7 +1078,8 @@ def test_resources_and_prompts_become_text_and_images(shelf):
     assert shelf.call("mcp_s_resource_two").text == "one\ntwo"
     picture = shelf.call("mcp_s_resource_picture")
     assert picture.text == "[image/png: 12 bytes]" and len(picture.images) == 1
-    assert shelf.call("mcp_s_prompt_plan", goal="x").text == "hi\nhi"
+    plan = shelf.call("mcp_s_prompt_plan", goal="x")
+    assert plan.text == "hi\nhi" and not plan.is_error and not picture.is_error
 
 
 def test_what_a_server_refuses_is_an_error_with_its_words(shelf):
@@ -1360,13 +1361,18 @@ def test_a_server_that_is_closed_while_it_starts_is_gone(runner, tmp_path):
 
 def test_a_server_that_is_closed_before_it_has_begun_is_never_started(runner, tmp_path):
     kit = MCPKit(runner, s=mcp_settings("mute", env={"PID_FILE": f"{tmp_path}/pid"}))
+    (server,) = kit.servers.servers
 
     async def connect_and_close():
-        await kit.servers.connect(patience=0)
+        connecting = asyncio.create_task(kit.servers.connect())
+        while not server.task:
+            await asyncio.sleep(0)
         await kit.servers.close()
+        connecting.cancel()
+        await asyncio.wait([connecting])
 
     runner.run(connect_and_close())
-    assert kit.servers.servers[0].task.done() and not (tmp_path / "pid").exists()
+    assert server.task.done() and not (tmp_path / "pid").exists()
 
 
 def test_without_the_sdk_one_line_says_how_to_get_it(tmp_path):
