@@ -3543,7 +3543,7 @@ def is_running(pid: int) -> bool:
     return False
 
 
-def until(condition, seconds=3.0) -> bool:
+def until(condition, seconds=10.0) -> bool:
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -3752,6 +3752,14 @@ def test_what_is_confined_has_no_powers_and_a_session_of_its_own(confined):
     asked = "grep CapEff /proc/self/status; [ $(cut -d ' ' -f 6 /proc/$$/stat) != 0 ] && echo own; echo $HOME"
     seen = run_confined(confined, in_script(confined, asked)).text
     assert seen.split() == ["CapEff:", "0000000000000000", "own", "/tmp", "Exit", "code:", "0"]
+
+
+@needs_bwrap
+def test_a_confined_command_has_devices_and_a_place_for_what_is_temporary(confined):
+    asked = "head -c 1 /dev/urandom > /dev/null && echo devices; grep -o ' /tmp tmpfs ' /proc/mounts"
+    assert run_confined(confined, in_script(confined, asked)).text.split() == [
+        "devices", "/tmp", "tmpfs", "Exit", "code:", "0",
+    ]  # fmt: skip
 
 
 @needs_bwrap
