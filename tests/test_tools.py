@@ -29,7 +29,7 @@ import time
 import warnings
 import weakref
 import zlib
-from dataclasses import replace
+from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Literal, Optional
@@ -1260,6 +1260,7 @@ def test_lines_that_are_no_messages_fill_no_log(runner, caplog):
     settings.args[1] = 'print("{\\"level\\": \\"info\\"}", flush=True)\nprint("ready")\n' + settings.args[1]
     kit = MCPKit(runner, s=settings)
     assert kit.connect(patience=30)[1:] == ["mcp_s_t"] and caplog.text == ""
+    assert kit.servers.servers[0].junk == "{'level': 'info'}"  # its first line, for the case that it fails
     runner.run(kit.servers.close())
 
 
@@ -3281,6 +3282,12 @@ def test_a_key_that_a_service_sends_back_is_not_shown(site):
 def test_a_key_does_not_follow_a_redirect(site):
     site.pages["/search"] = (307, {"Location": "/elsewhere"}, b"")
     assert search(site, "tavily").is_error and [path for _, path, *_ in site.asked] == ["/search"]
+
+
+def test_a_row_of_the_webs_tables_is_not_changed_by_mistake():
+    for row in (tools.LAYOUT["tags"], tools.SEARCH_SERVICES["brave"]):
+        with pytest.raises(FrozenInstanceError):
+            row.put = row.url = ""
 
 
 def test_the_web_tools_may_run_side_by_side():
