@@ -243,17 +243,17 @@ class Connection:
 
 # C0 but tab and newline, DEL, C1; bidi controls, zero-widths, tags. Not the soft hyphen and the
 # two joiners: Persian words and the emoji of a family are made with them.
-UNSAFE = re.compile(
+UNSAFE = (
     "[\0-\b\v-\x1f\x7f-\x9f\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\u3164\ufeff"
     "\ufff9-\ufffb\U000e0000-\U000e01ef]"
 )  # "\x1b[2J"
-JOINERS = re.compile("[\xad\u200c\u200d]")  # "می\u200cخواهم"; between Latin letters nobody sees it
-BLANKS = re.compile(r"\s{4,}")  # "true                                    ; rm -rf ~"
+JOINERS = "[\xad\u200c\u200d]"  # "می\u200cخواهم"; between Latin letters nobody sees it
+BLANKS = r"\s{4,}"  # "true                                    ; rm -rf ~"
 
 
 def printable(text: str) -> str:
     """A red word → `\\x1b[31mred`: what would steer the terminal is shown instead of obeyed."""
-    return encodable(UNSAFE.sub(as_escape, text))
+    return encodable(re.sub(UNSAFE, as_escape, text))
 
 
 def as_escape(match: re.Match) -> str:
@@ -277,8 +277,8 @@ def approval_question(name: str, arguments: dict) -> str:
     ("exec", {"command": "ls\\nRun it?"}) → `exec {"command": "ls\\\\nRun it?"}`, then `Run it? [y…`
     """
     call = f"{name} {json.dumps(arguments, ensure_ascii=False)}"
-    shown = JOINERS.sub(as_escape, printable(call))
-    shown = BLANKS.sub(lambda blanks: f"[{len(blanks[0])} blanks]", shown)
+    shown = re.sub(JOINERS, as_escape, printable(call))
+    shown = re.sub(BLANKS, lambda blanks: f"[{len(blanks[0])} blanks]", shown)
     size = f"{name}, {len(shown):,} characters. " if len(shown) > 500 else ""
     return f"{shown}\n{size}Run it? [y/n/always] "
 
@@ -1040,19 +1040,19 @@ def is_call(message: dict, bot: dict) -> bool:
 # Without this `a < b` is "400 can't parse entities", and a long answer "400 message is too long".
 # It is cut when it is formatted, `<` being the four of `&lt;` by then, and leaves no tag open.
 
-FENCE = re.compile(  # ```py ↵ a = 1 ↵ ```   or, never closed, to the end
-    r"^[ \t]*```([\w+-]*).*\n((?:.*\n)*?.*?)(?:^[ \t]*```[ \t]*$|\Z)", re.MULTILINE
+FENCE = (  # ```py ↵ a = 1 ↵ ```   or, never closed, to the end
+    r"(?m)^[ \t]*```([\w+-]*).*\n((?:.*\n)*?.*?)(?:^[ \t]*```[ \t]*$|\Z)"
 )
-CODE = re.compile(r"(`+)(.+?)\1")  # `a < b`
-LINK = re.compile(r"\[([^\]\n]+)\]\((https?://(?:[^\s()]|\([^\s()]*\))+)\)")  # [a](http://b/c_(d))
-HEADING = re.compile(r"^#{1,6} +(.+?)[ #]*$", re.MULTILINE)  # ## What to do
-BOLD = re.compile(r"\*\*(?=[^\s*])(.+?)(?<=[^\s*])\*\*")  # **now**
-ITALIC = re.compile(  # *now*   *now and **then***   not 2 * 3 * 4; it reaches over no tag's end
+CODE = r"(`+)(.+?)\1"  # `a < b`
+LINK = r"\[([^\]\n]+)\]\((https?://(?:[^\s()]|\([^\s()]*\))+)\)"  # [a](http://b/c_(d))
+HEADING = r"(?m)^#{1,6} +(.+?)[ #]*$"  # ## What to do
+BOLD = r"\*\*(?=[^\s*])(.+?)(?<=[^\s*])\*\*"  # **now**
+ITALIC = (  # *now*   *now and **then***   not 2 * 3 * 4; it reaches over no tag's end
     r"(?<![\w*])\*(?=[^\s*])((?:[^*<>\n]|<b>[^<>\n]*</b>)+)(?<!\s)\*(?![\w*])"
 )
-UNDERLINED = re.compile(r"(?<!\w)_(?=[^\s_])([^_<>\n]+)(?<!\s)_(?!\w)")  # _now_   not a_b_c
-ASIDE = re.compile("\ue000(\\d+)\ue001")  # where the third code or link was: \ue0002\ue001
-ATOM = re.compile(r"<[^>]+>|&#?\w+;|.", re.DOTALL)  # <b>   &lt;   a
+UNDERLINED = r"(?<!\w)_(?=[^\s_])([^_<>\n]+)(?<!\s)_(?!\w)"  # _now_   not a_b_c
+ASIDE = "\ue000(\\d+)\ue001"  # where the third code or link was: \ue0002\ue001
+ATOM = r"(?s)<[^>]+>|&#?\w+;|."  # <b>   &lt;   a
 
 
 def as_html(markdown: str) -> str:
@@ -1080,11 +1080,11 @@ def as_html(markdown: str) -> str:
         return f"**{match[1].replace('**', '')}**"
 
     text = markdown.encode("utf-8", "replace").decode()  # a lone surrogate has no UTF-8
-    text = FENCE.sub(fence, re.sub("[\0\ue000\ue001]", "", text))
-    text = html.escape(HEADING.sub(heading, LINK.sub(link, CODE.sub(code, text))))
-    text = ITALIC.sub(r"<i>\1</i>", BOLD.sub(r"<b>\1</b>", text))
-    text = UNDERLINED.sub(r"<i>\1</i>", text)
-    return ASIDE.sub(lambda match: aside[int(match[1])], text)
+    text = re.sub(FENCE, fence, re.sub("[\0\ue000\ue001]", "", text))
+    text = html.escape(re.sub(HEADING, heading, re.sub(LINK, link, re.sub(CODE, code, text))))
+    text = re.sub(ITALIC, r"<i>\1</i>", re.sub(BOLD, r"<b>\1</b>", text))
+    text = re.sub(UNDERLINED, r"<i>\1</i>", text)
+    return re.sub(ASIDE, lambda match: aside[int(match[1])], text)
 
 
 def plain_text(html_text: str) -> str:
@@ -1101,7 +1101,7 @@ def split_html(text: str, limit: int = 4_096) -> list[str]:
 
     "<b>one two</b>", 13 → "<b>one </b>", "<b>two</b>"
     """
-    atoms, parts, opened = ATOM.findall(text), [], []
+    atoms, parts, opened = re.findall(ATOM, text), [], []
     while atoms:
         size = fitting(atoms, opened, limit)
         still_open = open_behind(opened + atoms[:size])
@@ -1152,7 +1152,7 @@ def closing(tag: str) -> str:
 
 ONE_DAY = timedelta(days=1)
 MOST_DAYS = 40 * 366  # "0 0 29 2 */7", a leap day on a Sunday, can be 40 years away
-PART = re.compile(  # *   */15   mon-fri   8-18/2   5; not 5/15, which has two meanings in use
+PART = (  # *   */15   mon-fri   8-18/2   5; not 5/15, which has two meanings in use
     r"(?:\*|([0-9a-z]+)-([0-9a-z]+))(?:/([0-9]+))?|([0-9a-z]+)"
 )
 
@@ -1172,7 +1172,7 @@ class CronField:
         return set().union(*ranges)
 
     def _range(self, part: str) -> range:
-        match = PART.fullmatch(part)
+        match = re.fullmatch(PART, part)
         if not match:
             raise ValueError(f"{self.name}: {part!r} is none of 5, 1-5, 1,5, *, */15 and 0-30/5")
         first, last, step, single = match.groups()
@@ -1639,11 +1639,11 @@ def machine_zone(path: Path = Path("/etc/localtime")) -> tzinfo:
 # ---- Heartbeat ----
 # Without this an empty HEARTBEAT.md asks the model 48 times a day whether there is something to do.
 
-COMMENT = re.compile(r"<!--.*?(-->|\Z)", re.DOTALL)  # <!-- write tasks here -->
-DONE = re.compile(  # - [x] call Ann ↵   her number is 555
-    r"^([ \t]*)[-*+] \[[xX]\].*(\n\1[ \t]+(?![-*+] \[ )\S.*)*", re.MULTILINE
+COMMENT = r"(?s)<!--.*?(-->|\Z)"  # <!-- write tasks here -->
+DONE = (  # - [x] call Ann ↵   her number is 555
+    r"(?m)^([ \t]*)[-*+] \[[xX]\].*(\n\1[ \t]+(?![-*+] \[ )\S.*)*"
 )
-NO_TASK = re.compile(r"\s*(#+(\s.*)?|[-*+]\s*(\[ ?\]\s*)?|[-*_]{3,}\s*)?")  # ## Tasks   - [ ]   ---
+NO_TASK = r"\s*(#+(\s.*)?|[-*+]\s*(\[ ?\]\s*)?|[-*_]{3,}\s*)?"  # ## Tasks   - [ ]   ---
 
 
 def active_tasks(text: str) -> str:
@@ -1651,8 +1651,8 @@ def active_tasks(text: str) -> str:
 
     "# Tasks\\n- [x] call Ann\\n- [ ] water the plants" → "# Tasks\\n\\n- [ ] water the plants"
     """
-    rest = DONE.sub("", COMMENT.sub("", text))
-    tasks = [line for line in rest.splitlines() if not NO_TASK.fullmatch(line)]
+    rest = re.sub(DONE, "", re.sub(COMMENT, "", text))
+    tasks = [line for line in rest.splitlines() if not re.fullmatch(NO_TASK, line)]
     return rest.strip() if tasks else ""
 
 

@@ -1131,9 +1131,9 @@ def read_text(path: Path) -> str:
 
 
 # "<think>The user wants …</think>"
-THOUGHTS = re.compile(r"\s*<think>.*?(</think>|\Z)", re.DOTALL)
+THOUGHTS = r"(?s)\s*<think>.*?(</think>|\Z)"
 # "[2026-04-03 00:02] The user planned a trip."
-STAMP = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d)\]\s*")
+STAMP = r"\[(\d{4}-\d\d-\d\d \d\d:\d\d)\]\s*"
 
 
 def latest_lines(entries: list[dict], most: int) -> list[str]:
@@ -1163,10 +1163,10 @@ def next_entry(store: MemoryStore, text: str) -> dict:
     """`[2026-04-03 00:02] The user …` → its number, its time, at most 64,000 letters of text."""
     known = [entry["cursor"] for entry in store.known.entries()]
     last = max([*known, read_number(store.folder / ".cursor"), store.dream_cursor])
-    text = THOUGHTS.sub("", text).strip()
-    stamp = STAMP.match(text)
+    text = re.sub(THOUGHTS, "", text).strip()
+    stamp = re.match(STAMP, text)
     timestamp = stamp[1] if stamp else time.strftime("%Y-%m-%d %H:%M")
-    text = STAMP.sub("", text, count=1) if stamp else text
+    text = re.sub(STAMP, "", text, count=1) if stamp else text
     content = text if len(text) <= 64_000 else f"{text[:63_990]} [cut]"
     return {"cursor": last + 1, "timestamp": timestamp, "content": content}
 
@@ -1424,7 +1424,7 @@ async def ask_to_save(consolidator: Consolidator, messages: list[dict]) -> dict 
         for call in response.tool_calls:
             match call.name, call.arguments:
                 case "save_memory", {"history_entry": str(entry), "memory_update": str()}:
-                    if THOUGHTS.sub("", entry).strip():
+                    if re.sub(THOUGHTS, "", entry).strip():
                         return call.arguments
     return None
 
@@ -1464,7 +1464,7 @@ def size_as_sent(consolidator: Consolidator, session: Session) -> int:
 # What it reads may come from a stranger's page, and nobody watches what it does.
 
 # "- [MEMORY] Favourite colour: blue"
-FINDING = re.compile(r"^[\s*-]*(\[(?:USER|SOUL|MEMORY|SKILL)(?:-REMOVE)?\] *\S.*)$", re.MULTILINE)
+FINDING = r"(?m)^[\s*-]*(\[(?:USER|SOUL|MEMORY|SKILL)(?:-REMOVE)?\] *\S.*)$"
 DREAM_FILES = ("memory/MEMORY.md", "SOUL.md", "USER.md")
 
 
@@ -1496,7 +1496,7 @@ def files_of(dream: Dream) -> list[str]:
 
 def findings_in(text: str) -> list[str] | None:
     """[] where there is nothing to remember; None where it is no answer to the question."""
-    findings = FINDING.findall(THOUGHTS.sub("", text))
+    findings = re.findall(FINDING, re.sub(THOUGHTS, "", text))
     is_answer = findings or "[SKIP]" in text
     return findings if is_answer else None
 
@@ -1699,15 +1699,15 @@ def read_skill(path: Path, read: Callable[[Path], bytes] = read_regular_file) ->
 
 
 # "---\nname: weather\n---\n"
-FRONT_MATTER = re.compile(r"(?:---[ \t]*\n(.*?)^---[ \t]*$)?", re.DOTALL | re.MULTILINE)
+FRONT_MATTER = r"(?ms)(?:---[ \t]*\n(.*?)^---[ \t]*$)?"
 # `description: "Use for the weather."`
-FIELD = re.compile(r"^([\w-]+):[ \t]*([\"']?)(.*?)\2[ \t]*$", re.MULTILINE)
+FIELD = r"(?m)^([\w-]+):[ \t]*([\"']?)(.*?)\2[ \t]*$"
 
 
 def skill_of(path: Path, text: str) -> Skill:
     """Front matter is `key: value` lines between two `---`; any part of it may be missing."""
-    front = FRONT_MATTER.match(text)
-    fields = {key: value for key, _, value in FIELD.findall(front[1] or "")}
+    front = re.match(FRONT_MATTER, text)
+    fields = {key: value for key, _, value in re.findall(FIELD, front[1] or "")}
     skill = Skill(fields.get("name") or path.parent.name, path, fields.get("description", ""))
     skill.text = text[front.end() :].strip()
     skill.always = fields.get("always", "").lower() in ("true", "yes")

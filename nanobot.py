@@ -1840,7 +1840,7 @@ async def answer_with_helpers(
 # ---- Slash commands ----
 # Without them a user who is stuck has no way to say so but to the model that he is stuck with.
 
-SLASH = re.compile(  # "/status@my_bot", "/dream-log 1f3a9c", but not "/etc/hosts?"
+SLASH = (  # "/status@my_bot", "/dream-log 1f3a9c", but not "/etc/hosts?"
     r"/([a-z][a-z-]*)(?:@\w+)?(?:\s+([0-9a-f]{4,40}))?"
 )
 COMMANDS = {
@@ -1857,7 +1857,7 @@ COMMANDS = {
 
 def slash_command(text: str) -> tuple[str, str]:
     """`/NEW ` → ("new", ""), `/dream-log 1f3a` → ("dream-log", "1f3a"); "" for no command."""
-    match = SLASH.fullmatch(text.strip().lower())
+    match = re.fullmatch(SLASH, text.strip().lower())
     if match is None:
         return "", ""
     return match[1], match[2] or ""

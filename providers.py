@@ -492,7 +492,7 @@ def join(first: dict, second: dict) -> dict:
 # 2.1 where they are the same as last time (`cleaned` 5.1, `cleaned_once` 1.1); at 5,000 32 and 15.
 # One provider serves all conversations: what is kept are the messages that were asked for last.
 
-MOST_CHECKED = 10_000  # messages
+MOST_CHECKED = 5_000  # messages
 
 
 @dataclass(slots=True)
@@ -562,7 +562,7 @@ def load_json(text: str, repair: bool) -> Any:
 
 
 # "a \" b" and 'a'; without its closing mark where the text ends within it
-JSON_TEXT = re.compile(r"""(?s)(["'])(?:\\.|(?!\1)[^\\])*+(?P<end>\1?)""")
+JSON_TEXT = r"""(?s)(["'])(?:\\.|(?!\1)[^\\])*+(?P<end>\1?)"""
 
 
 def ends_within(text: str) -> bool:
@@ -570,9 +570,9 @@ def ends_within(text: str) -> bool:
 
     {path: 'a.txt',}  → False        {"command": "rm -rf bui  → True
     """
-    if any(not string["end"] for string in JSON_TEXT.finditer(text)):
+    if any(not string["end"] for string in re.finditer(JSON_TEXT, text)):
         return True
-    outside = JSON_TEXT.sub("", text)
+    outside = re.sub(JSON_TEXT, "", text)
     opened = outside.count("{") + outside.count("[")
     return opened > outside.count("}") + outside.count("]")
 
@@ -754,7 +754,7 @@ def key_for(
 
 # Anthropic "prompt is too long: 213462 tokens", OpenAI "exceeds the context window", LiteLLM
 # "ContextWindowExceededError", LM Studio "n_keep", … : each is in tests/data/provider_errors.json
-OVERFLOW = re.compile(
+OVERFLOW = (
     "(?is)prompt (is )?too long|exceeds? the (context window|available context size)|n_keep|"
     "input is too long|token count.*exceeds the|maximum (prompt|context) length is|"
     "context_length_exceeded|request too large|reduce (the length of the|your) message|"
@@ -763,17 +763,17 @@ OVERFLOW = re.compile(
     "`?inputs`? (tokens|must have less)"
 )
 # "You exceeded your current quota", "Insufficient Balance", "余额不足"
-UNPAID = re.compile("(?i)insufficient|exceeded.{0,20}quota|billing|credit|balance|payment|余额|欠费")
+UNPAID = "(?i)insufficient|exceeded.{0,20}quota|billing|credit|balance|payment|余额|欠费"
 # "The engine is currently overloaded", "Rate limit reached", "该模型当前访问量过大"; 400 of Groq
-BUSY = re.compile("(?i)overloaded|rate.?limit|too many requests|访问量过大|速率限制|tool_use_failed")
-LOADING = re.compile("(?i)loading model|currently loading")  # 503 of llama.cpp: "Loading model"
+BUSY = "(?i)overloaded|rate.?limit|too many requests|访问量过大|速率限制|tool_use_failed"
+LOADING = "(?i)loading model|currently loading"  # 503 of llama.cpp: "Loading model"
 # "Please try again in 6m0s", "Please retry after 20 seconds"
-SOON = re.compile(r"(?i)(?:try again|retry)\w* (?:in|after) (\d+(?:\.\d+)?) ?(ms|milli|m|h|)")
+SOON = r"(?i)(?:try again|retry)\w* (?:in|after) (\d+(?:\.\d+)?) ?(ms|milli|m|h|)"
 SECONDS = {"ms": 0.001, "milli": 0.001, "m": 60.0, "h": 3600.0, "": 1.0}
 # xAI, a 400: "Incorrect API key provided"; Gemini "API key not valid"; LiteLLM "No connected db."
-WRONG_KEY = re.compile("(?i)incorrect api key|api key not valid|no connected db")
+WRONG_KEY = "(?i)incorrect api key|api key not valid|no connected db"
 # "is not a valid model ID", DeepSeek "Model Not Exist", LiteLLM "Invalid model name passed in"
-NO_MODEL = re.compile("(?i)no model|not a valid model|model not exist|invalid model name")
+NO_MODEL = "(?i)no model|not a valid model|model not exist|invalid model name"
 
 
 @dataclass(eq=False)
@@ -797,16 +797,16 @@ class Failure(Exception):
     def is_unpaid(self) -> bool:
         if (self.status or 0) >= 500:  # "load balancer: insufficient capacity"
             return False
-        return self.status == 402 or bool(UNPAID.search(self.text))
+        return self.status == 402 or bool(re.search(UNPAID, self.text))
 
     @property
     def is_overflow(self) -> bool:
         is_wordless = self.status == 400 and not re.search(r"\w", self.text)  # Cerebras
-        return is_wordless or self.status == 413 or bool(OVERFLOW.search(self.text))
+        return is_wordless or self.status == 413 or bool(re.search(OVERFLOW, self.text))
 
     @property
     def is_loading(self) -> bool:
-        return self.status == 503 and bool(LOADING.search(self.text))
+        return self.status == 503 and bool(re.search(LOADING, self.text))
 
 
 def explanation(failure: Failure, endpoint: Endpoint, messages: list[dict]) -> str:
@@ -823,7 +823,7 @@ def explanation(failure: Failure, endpoint: Endpoint, messages: list[dict]) -> s
         if is_mostly_one(messages):
             fix = "One message is most of it: send less at once, or name a file for its text."
         return f"{where}: the conversation is too long for {endpoint.model} ({cause}). {fix}"
-    is_wrong_key = status == 401 or WRONG_KEY.search(failure.text)
+    is_wrong_key = status == 401 or re.search(WRONG_KEY, failure.text)
     if failure.is_unpaid and not is_wrong_key:
         fix = "Look at your account there, or choose another --provider."
         return f"{where} wants money ({cause}). {fix}"
@@ -831,7 +831,7 @@ def explanation(failure: Failure, endpoint: Endpoint, messages: list[dict]) -> s
         variable = endpoint.spec.env_key or "OPENAI_API_KEY"
         return f"{where} refuses the key ({cause}). Set {variable}."
     names_a_model = status == 404 and "model" in cause.lower()
-    if names_a_model or NO_MODEL.search(cause):
+    if names_a_model or re.search(NO_MODEL, cause):
         return f"{where} has no such model ({cause}). {OFFER}"
     if status in (404, 405) or failure.kind == "nonsense":
         return f"{where} does not answer like a model ({cause}). A base URL mostly ends in /v1."
@@ -925,13 +925,13 @@ def is_passing(failure: Failure) -> bool:
     if failure.is_overflow:
         return False
     if failure.is_unpaid:  # "quota exceeded, try again in 20s" is a rate limit in other words
-        return bool(SOON.search(failure.text))
+        return bool(re.search(SOON, failure.text))
     if failure.kind == "timeout":  # five minutes have gone by
         return failure.tries == 0
     if failure.kind in ("network", "closed", "cut"):
         return True
     status = failure.status or 0
-    return status in (408, 409, 429) or status >= 500 or bool(BUSY.search(failure.text))
+    return status in (408, 409, 429) or status >= 500 or bool(re.search(BUSY, failure.text))
 
 
 async def tell_wait(request: LLMRequest, failure: Failure, seconds: float) -> None:
@@ -949,7 +949,7 @@ def wait_line(failure: Failure, seconds: float) -> str:
 
 def seconds_asked_for(failure: Failure) -> float:
     """In a header, a number or a date (RFC 9110, 10.2.3), or in the text; 0 where nothing is."""
-    headers, soon = failure.headers, SOON.search(failure.text)
+    headers, soon = failure.headers, re.search(SOON, failure.text)
     seconds = float(soon[1]) * SECONDS[soon[2].lower()] if soon else 0.0
     for name, unit in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
         with contextlib.suppress(KeyError, ValueError):
@@ -1582,11 +1582,11 @@ def estimate_usage(request: LLMRequest, answer: LLMResponse) -> dict:
 # call as JSON in a fence, each third time. Only of local models, for known tools, at the end.
 
 # <tool_call>, </minimax:tool_call>, ```json
-WRAPPERS = re.compile(r"</?(?:\w+:)?(?:tool_calls?|function_calls?)>|^```\w*$", re.MULTILINE)
+WRAPPERS = r"(?m)</?(?:\w+:)?(?:tool_calls?|function_calls?)>|^```\w*$"
 # <function=now>{}</function>, <invoke name="now"></invoke>
-TAGGED = re.compile(r"(?s)<(?:function=|invoke name=\")([\w-]+)\"?>(.*?)</(?:function|invoke)>")
+TAGGED = r"(?s)<(?:function=|invoke name=\")([\w-]+)\"?>(.*?)</(?:function|invoke)>"
 # <parameter=path>a.txt</parameter>
-PARAMETER = re.compile(r"(?s)<parameter(?:=| name=\")(\w+)\"?>\n?(.*?)\n?</parameter>")
+PARAMETER = r"(?s)<parameter(?:=| name=\")(\w+)\"?>\n?(.*?)\n?</parameter>"
 # <tool_call>, <function=now>, ```json and a brace; what may yet become it: "<tool_c" or "``"
 BLOCK = re.compile(r"(?m)<(?:\w+:)?(?:tool_call|function|invoke)|^```\w*\s*(?:[{\[<]|\Z)|"
                    r"^`{1,2}\Z|<[\w:]{0,24}\Z")  # fmt: skip
@@ -1618,11 +1618,11 @@ def read_text_calls(text: str, tools: dict[str, dict]) -> tuple[str, list[ToolCa
 
 def calls_in(text: str) -> list[ToolCallRequest]:
     """The calls that a text is made of; none where there is anything else in it."""
-    pairs = TAGGED.findall(text)
-    if pairs and not WRAPPERS.sub("", TAGGED.sub("", text)).strip():
-        written = [(name, dict(PARAMETER.findall(body)) or body) for name, body in pairs]
+    pairs = re.findall(TAGGED, text)
+    if pairs and not re.sub(WRAPPERS, "", re.sub(TAGGED, "", text)).strip():
+        written = [(name, dict(re.findall(PARAMETER, body)) or body) for name, body in pairs]
     else:
-        written = calls_in_json(WRAPPERS.sub(" ", text).strip())
+        written = calls_in_json(re.sub(WRAPPERS, " ", text).strip())
     calls: list[ToolCallRequest] = []
     for name, arguments in written:
         is_cut = isinstance(arguments, str) and ends_within(arguments)
@@ -1724,7 +1724,7 @@ class ThinkFilter:
 # "It worked yesterday": a trace says what was sent, and a replay runs that very turn again.
 
 # "Bearer abcdefgh…", "api_key = …", "sk-…"
-KEYS = re.compile(
+KEYS = (
     r"(?i)(bearer |authorization\W+|api[_-]?key\W+)[\w.~+/-]{8,}|\b(sk-|gsk_|xai-|AIza)[\w-]{16,}"
 )
 
@@ -1737,7 +1737,7 @@ def without_keys(value: Any, name: str = "") -> Any:
         return [without_keys(item, name) for item in value]
     if not isinstance(value, str):
         return value
-    return KEYS.sub(r"\1[key]", f"{name}={value}")[len(name) + 1 :]
+    return re.sub(KEYS, r"\1[key]", f"{name}={value}")[len(name) + 1 :]
 
 
 class Trace:
@@ -2051,7 +2051,7 @@ class OfflineProvider(LLMProvider):
     def keep_memory(self, talk: Talk) -> LLMResponse | None:
         """What Consolidator and Dream ask for: save a conversation, sum it up, find facts."""
         memory, _, conversation = talk.text.partition("\n# Conversation\n")
-        spoken = USER_LINE.findall(conversation or talk.text)
+        spoken = re.findall(USER_LINE, conversation or talk.text)
         facts: list[str] = []
         for _, text in spoken:
             facts += self.facts_in(text)
@@ -2064,7 +2064,7 @@ class OfflineProvider(LLMProvider):
         if "[SKIP]" in talk.prompt and "[MEMORY]" in talk.prompt:
             files, _, history = talk.text.rpartition("# History\n")
             about_user = files.rpartition("USER.md\n")[2]
-            facts += OWN_FACT.findall(history)
+            facts += re.findall(OWN_FACT, history)
             new = [f"[USER] {fact}" for fact in dict.fromkeys(facts) if fact not in about_user]
             return LLMResponse("\n".join(new) or "[SKIP]")
         is_transcript = spoken and not talk.tools and RUNTIME_END not in talk.text
@@ -2122,9 +2122,9 @@ def report(step: Step, results: Iterator[str], kinds: dict[str, str]) -> str:
 # Without this nobody without a key would see how a conversation becomes history, and history facts.
 
 # [2026-04-03T10:00:00+0200] user: hello; in a history [2026-04-03 10:00] [RAW] stands before it
-USER_LINE = re.compile(r"(?m)^(?:\[[^\]\n]+\] )*?(?:\[([^\]\n]{16})[^\]\n]*\] )?user: (.+)$")
-OWN_FACT = re.compile(r"The user(?:'s .+? is | lives | likes | is from | does not like )[^.;\n]+")
-FINDING = re.compile(r"(?m)^\[(MEMORY|USER|SOUL)\] (.+)$")
+USER_LINE = r"(?m)^(?:\[[^\]\n]+\] )*?(?:\[([^\]\n]{16})[^\]\n]*\] )?user: (.+)$"
+OWN_FACT = r"The user(?:'s .+? is | lives | likes | is from | does not like )[^.;\n]+"
+FINDING = r"(?m)^\[(MEMORY|USER|SOUL)\] (.+)$"
 
 
 def add_line(rule: Rule, known: dict, results: list[str]) -> list[Step]:
@@ -2169,7 +2169,7 @@ def dreamt_lines(talk: Talk) -> list[Step]:
     findings = talk.text.partition("# Findings\n")[2]
     paths = {name: path for path, name in re.findall(r"(?m)^# (.*?(\w+)\.md)$", findings)}
     steps: list[Step] = []
-    for name, fact in FINDING.findall(findings):
+    for name, fact in re.findall(FINDING, findings):
         calls = [step for step in steps if step.tool]
         path = paths.get(name, f"{name}.md")
         fields = {"path": path, "line": f"- {fact}", "answer": f"I will remember: {fact}"}
@@ -2183,9 +2183,9 @@ def dreamt_lines(talk: Talk) -> list[Step]:
 
 RUNTIME_END = "[/Runtime Context]"
 # [image: /tmp/a.png]
-OF_THE_LOOP = re.compile(r"(?m)^\[(?:image|file|an image|the message|the answer)\b.*\]$")
+OF_THE_LOOP = r"(?m)^\[(?:image|file|an image|the message|the answer)\b.*\]$"
 # - Long-term facts: /home/a b/memory/MEMORY.md
-MEMORY_PATH = re.compile(r"(?m)^.*?[:`] ?((?:/|~|\w:\\).*?MEMORY\.md)")
+MEMORY_PATH = r"(?m)^.*?[:`] ?((?:/|~|\w:\\).*?MEMORY\.md)"
 
 
 class Talk:
@@ -2209,7 +2209,7 @@ class Talk:
         self.last_file = last_path(messages[:begin])
         # Time: 2026-04-03 10:02 (Friday), CEST
         times = re.findall(r"(?m)^Time: (.*)", "\n".join(typed)) or ["a time that nobody told me"]
-        memory = [*MEMORY_PATH.findall(self.prompt), "MEMORY.md"][0]
+        memory = [*re.findall(MEMORY_PATH, self.prompt), "MEMORY.md"][0]
         self.known = {"time": times[-1], "tools": ", ".join(self.tools), "memory": memory}
 
 
@@ -2229,7 +2229,7 @@ def last_path(messages: list[dict]) -> str | None:
 
 def words_typed(text: str) -> str:
     """`[Runtime Context …] … [/Runtime Context]`, an empty line, `read a.txt` → `read a.txt`"""
-    return OF_THE_LOOP.sub("", text.rpartition(RUNTIME_END)[2]).strip()
+    return re.sub(OF_THE_LOOP, "", text.rpartition(RUNTIME_END)[2]).strip()
 
 
 # ---- The offline model: how rules are read and filled in ----

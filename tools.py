@@ -1194,11 +1194,10 @@ def ignored_by_git(folder: str) -> set[str]:
 # Without this `*.{py,js}` means nothing (Python's own globs know no braces), a file `[x].md` cannot
 # be named, and `*a*a*a*a*a*` takes hours.
 
-GLOB_TOKEN = re.compile(
-    r"\\(?P<escaped>.)"  # \[ in \[draft\].md
+GLOB_TOKEN = (
+    r"(?s)\\(?P<escaped>.)"  # \[ in \[draft\].md
     r"|\[(?P<negated>[!^]?)(?P<characters>\]?[^\]]*)\]"  # [!a-z] in [!a-z]*.py
-    r"|\*\*/|\*\*|.",  # **/ in src/**/*.py
-    re.DOTALL,
+    r"|\*\*/|\*\*|."  # **/ in src/**/*.py
 )
 GLOB_MEANINGS = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]", "{": "(?:", "}": ")"}
 
@@ -1225,7 +1224,7 @@ def glob_regex(glob: str) -> str:
     if parts.count("**") > 4 or max(stars) > 4:  # would take hours
         raise ToolError(f"{glob} has too many stars: use at most four between two slashes.")
     regex, depth = "", 0
-    for token in GLOB_TOKEN.finditer(glob):
+    for token in re.finditer(GLOB_TOKEN, glob):
         depth += {"{": 1, "}": -1}.get(token[0], 0)
         regex += glob_part(token, depth > 0)
     return regex + r"\Z"
@@ -1656,26 +1655,26 @@ FILE_TOOLS = [read_file, write_file, edit_file, notebook_edit, list_dir, glob, g
 # Without it one careless `rm -rf ~/projects` of a model ends a year's work. It looks for accidents
 # and is no boundary (`c=rm; $c -rf x` passes): that is the sandbox, further down.
 
-FORK_BOMB = re.compile(r"([\w:.]{1,80})\s*\(\)\s*\{[^}]*\1\s*\|\s*\1\s*&")  # :(){ :|:& };:
-FATAL = re.compile(r"""(?x)  # a program and one of its words, or none
+FORK_BOMB = r"([\w:.]{1,80})\s*\(\)\s*\{[^}]*\1\s*\|\s*\1\s*&"  # :(){ :|:& };:
+FATAL = r"""(?x)  # a program and one of its words, or none
     (mkfs\S*|mke2fs|wipefs|[cs]?fdisk|parted)[ ].+  # mkfs.ext4 /dev/sda1
     | dd[ ][io]f=.*                                 # dd if=image.iso of=/dev/sda
     | (shutdown|reboot|halt|poweroff)[ ].*          # sudo reboot
     | (tel)?init[ ][06]                             # init 0
     | systemctl[ ](reboot|halt|poweroff)            # systemctl poweroff
-""")  # fmt: skip
+"""
 ONLY_TELLS = {"--help", "--version", "--list", "-l"}  # reboot --help, fdisk -l
 # find . -name '*.pyc' -delete
-NARROWS = re.compile(r"-i?(name|path|regex)|-empty|-size|-[acm](time|min)|-newer\w*")
-OPERATOR = re.compile(r"[;&|()<>`]+")  # && of `make && ls`
-REDIRECTION = re.compile(r"[;&|()<>`]*>[&|]?")  # &> of `make &> log`: a file is written
+NARROWS = r"-i?(name|path|regex)|-empty|-size|-[acm](time|min)|-newer\w*"
+OPERATOR = r"[;&|()<>`]+"  # && of `make && ls`
+REDIRECTION = r"[;&|()<>`]*>[&|]?"  # &> of `make &> log`: a file is written
 WRAPPERS = {"sudo", "env", "nohup", "time", "timeout", "command", "exec", "nice", "xargs",
             "if", "then", "do", "else", "!", "{"}  # sudo nice rm: rm is the program  # fmt: skip
 SHELLS = {"sh", "bash", "dash", "zsh", "eval", "su"}  # bash -c 'rm -rf x': a word is a command
-HERE_DOCUMENT = re.compile(r"(?<!<)<<-?\s*[\"'\\]?([A-Za-z_]\w*)")  # cat > a.txt <<'END'
-READ_BY_A_SHELL = re.compile(r"(^|[\s;&|(/])((ba|da|z|s)?sh|su|eval|source)([\s<]|$)")  # bash <<END
+HERE_DOCUMENT = r"(?<!<)<<-?\s*[\"'\\]?([A-Za-z_]\w*)"  # cat > a.txt <<'END'
+READ_BY_A_SHELL = r"(^|[\s;&|(/])((ba|da|z|s)?sh|su|eval|source)([\s<]|$)"  # bash <<END
 # what is written there does no harm: `make 2> /dev/null`, `echo > /dev/tcp/localhost/80`
-HARMLESS_DEVICE = re.compile(r"/dev/(null|std(in|out|err)|tty|fd/\d+|(tcp|udp)/[\w.-]+/\w+)")
+HARMLESS_DEVICE = r"/dev/(null|std(in|out|err)|tty|fd/\d+|(tcp|udp)/[\w.-]+/\w+)"
 
 
 # Programs whose first words are patterns or scripts, not paths, and the options that one follows.
@@ -1684,7 +1683,7 @@ TEXT_OPTIONS = {"grep": GREP, "egrep": GREP, "fgrep": GREP, "rg": GREP, "awk": A
                 "sed": r"-\w*e",  # sed -n '/foo/,/bar/p' a.txt
                 "cut": r"-\w*d", "tr": r""}  # cut -d / -f 2 a.txt; tr '/' '_'  # fmt: skip
 FIRST_TEXTS = {"cut": 0, "tr": 2}  # of the others one
-GIVES_THE_TEXT = re.compile(r"-\w*[ef]|--(regexp|expression|file)\b.*")  # grep -e x a b: two files
+GIVES_THE_TEXT = r"-\w*[ef]|--(regexp|expression|file)\b.*"  # grep -e x a b: two files
 
 
 @dataclass
@@ -1702,7 +1701,7 @@ def check_command(command: str, turn: Turn) -> None:
     """Raise ToolError for what hardly anybody means: FATAL, fork bombs, recursive deletes without a
     yes, writes to devices and the agent's files; under the fence also paths that lead outside.
     """
-    if FORK_BOMB.search(command):
+    if re.search(FORK_BOMB, command):
         raise ToolError("Refused: this is a fork bomb.")
     parts = shell_commands(command)
     for part in parts:
@@ -1737,9 +1736,9 @@ def shell_commands(command: str) -> list[ShellCommand]:
 
 def kind_of(word: str) -> str:
     """&& → border; >> → redirection; < → input; ls → word. A quoted && is taken for one, too."""
-    if REDIRECTION.fullmatch(word):
+    if re.fullmatch(REDIRECTION, word):
         return "redirection"
-    if OPERATOR.fullmatch(word):
+    if re.fullmatch(OPERATOR, word):
         return "border" if word.strip("<") else "input"
     return "border" if word in ("-exec", "-execdir") else "word"
 
@@ -1765,14 +1764,14 @@ def without_here_documents(command: str) -> str:
             ends = ends[1:] if line.strip() == ends[0] else ends
             continue
         kept.append(line)
-        if not READ_BY_A_SHELL.search(line):
-            ends = [end for end in HERE_DOCUMENT.findall(line) if last.get(end, 0) > number]
+        if not re.search(READ_BY_A_SHELL, line):
+            ends = [end for end in re.findall(HERE_DOCUMENT, line) if last.get(end, 0) > number]
     return "\n".join(kept)
 
 
 def check_program(part: ShellCommand, turn: Turn, parts: list[ShellCommand]) -> None:
     calls = [f"{part.program} {word}" for word in ["", *part.arguments]]
-    is_fatal = any(FATAL.fullmatch(call) for call in calls)
+    is_fatal = any(re.fullmatch(FATAL, call) for call in calls)
     if is_fatal and not ONLY_TELLS & set(part.arguments):
         why = f"{part.program} can destroy much, or stop the machine, in this way"
         raise ToolError(f"Refused: {why}. Ask the user to run it.")
@@ -1790,7 +1789,7 @@ def deletes_recursively(part: ShellCommand) -> bool:
         return any(re.fullmatch(r"-\w*[rR]\w*|--r\w*", option) for option in options)
     if part.program == "find" and "-delete" in part.arguments:
         tests = part.arguments[: part.arguments.index("-delete")]
-        return not any(NARROWS.fullmatch(test) for test in tests)
+        return not any(re.fullmatch(NARROWS, test) for test in tests)
     return False
 
 
@@ -1830,7 +1829,7 @@ def words_but_texts(part: ShellCommand) -> list[str]:
     """Arguments without patterns: `grep -A 2 /api/users src` → -A, src"""
     if part.program not in TEXT_OPTIONS:
         return part.arguments
-    is_given = any(GIVES_THE_TEXT.fullmatch(word) for word in part.arguments)
+    is_given = any(re.fullmatch(GIVES_THE_TEXT, word) for word in part.arguments)
     texts_to_come = 0 if is_given else FIRST_TEXTS.get(part.program, 1)
     words, previous = [], "-"
     for word in part.arguments:
@@ -1850,7 +1849,7 @@ def check_word(word: str, writes: bool, turn: Turn) -> None:
     without_urls = re.sub(r"\b\w+://\S*", "", word)  # https://example.com/x
     for part in re.split(r"[=:,]|(?<!\$)\{", without_urls):
         path = re.sub(r"^-\w(?=[/~])", "", part)
-        if not path or HARMLESS_DEVICE.fullmatch(path) or re.search("[^/]{256}", path):
+        if not path or re.fullmatch(HARMLESS_DEVICE, path) or re.search("[^/]{256}", path):
             continue  # no file can have so long a name
         if not writes and re.fullmatch(r"(/usr)?/bin/\w[^/]*", path):  # /usr/bin/env
             continue
@@ -2185,7 +2184,7 @@ ITEM, ROW, CELL = "\x1d", "\x1e", "\x1f"  # stand in the text until the last rul
 MARKS = {"br": "\n", "tr": ROW, "td": CELL, "th": CELL, "li": f"\n{ITEM}-", "code": "`",
          "/code": "`", "sup": "^"}  # 10<sup>6</sup> → 10^6  # fmt: skip
 MARKS |= {f"h{level}": "\n\n" + "#" * level + " " for level in range(1, 7)}
-BLOCK = re.compile(r"/?(p|div|[uod]l|d[dt]|table|blockquote|section|article|main|header|footer"
+BLOCK = (r"/?(p|div|[uod]l|d[dt]|table|blockquote|section|article|main|header|footer"
                    r"|aside|details|summary|figure|figcaption|hr|h\d)")  # </p>  # fmt: skip
 
 
@@ -2251,7 +2250,7 @@ def tag_mark(tag: re.Match, url: str = "") -> str:
     name = (tag[1] or "").lower()
     if name in MARKS:
         return MARKS[name]
-    return "\n\n" if BLOCK.fullmatch(name) else ""
+    return "\n\n" if re.fullmatch(BLOCK, name) else ""
 
 
 CLEANING = {

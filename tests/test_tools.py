@@ -116,6 +116,7 @@ def content(path: Path) -> bytes | None:
     ("1.5", "number", 1.5),
     ("True", "boolean", True),
     ("false", "boolean", False),
+    ("False", "boolean", False),
     (7, "string", "7"),
     (7, ["string", "null"], "7"),
     (7, ["string", "integer"], 7),
@@ -135,7 +136,7 @@ def test_a_value_is_cast_where_nothing_is_lost(value, kind, wanted):
     ("abc", "integer"), ("1.5", "integer"), (1.5, "integer"), (True, "integer"), ("true", "integer"),
     ("maybe", "boolean"), ("1", "boolean"), (1, "boolean"), (True, "string"), (None, "string"),
     ("a", "array"), (1, "array"), ({}, "array"), ([], "object"), (float("nan"), "number"),
-    ("1e400", "number"),
+    ("1e400", "number"), ("many", "number"), ([], "null"), ("", ["number", "null"]),
 ])  # fmt: skip
 def test_what_cannot_be_cast_is_left_for_the_check_to_name(value, kind):
     errors = validate(cast(value, {"type": kind}), {"type": kind}, "size")
@@ -159,11 +160,26 @@ def test_casting_and_checking_go_into_lists_and_objects():
     (ArraySchema(StringSchema(), max_items=1), ["a"], ["a", "b"], "size: its length must be <= 1"),
     (ArraySchema(StringSchema()), ["a"], [[]], "size[0] must be string, not []"),
     (BooleanSchema(nullable=True), None, 3, "size must be boolean or null, not 3"),
+    (NumberSchema(maximum=1.5), 1.5, 1.75, "size must be <= 1.5"),
+    (IntegerSchema(minimum=-1), -1, -2, "size must be >= -1"),
+    (StringSchema(max_length=2), "ab", "abc", "size: its length must be <= 2"),
+    (ArraySchema(StringSchema(), min_items=1), ["a"], [], "size: its length must be >= 1"),
+    (ObjectSchema(required=["a"], a=NumberSchema()), {"a": 2.5}, {}, "size.a is required"),
+    (ObjectSchema(a=ObjectSchema(b=BooleanSchema())), {"a": {}}, {"a": {"b": 1}},
+     "size.a.b must be boolean, not 1"),
+    (IntegerSchema(), 5.0, 5.5, "size must be integer, not 5.5"),
+    (StringSchema(enum=["ä"]), "ä", "", 'size must be one of ["ä"]'),
     (ObjectSchema(a=NumberSchema()), {"a": 1}, {"a": float("inf")}, "size.a must be a finite number"),
 ])  # fmt: skip
 def test_a_schema_says_what_is_wrong_and_where(schema, good, bad, error):
     assert schema.validate_value(good, "size") == []
     assert schema.validate_value(bad, "size") == [error]
+
+
+def test_a_value_without_a_name_is_called_value_and_a_long_one_is_not_told_whole():
+    assert IntegerSchema(maximum=5).validate_value(6) == ["value must be <= 5"]
+    (error,) = IntegerSchema().validate_value("x" * 10_000)
+    assert error.startswith('value must be integer, not "xxxxx') and len(error) < 150
 
 
 OPTIONAL = {"anyOf": [{"type": "integer"}, {"type": "null"}]}  # how pydantic, and so most servers, write it
@@ -184,6 +200,9 @@ OPTIONAL = {"anyOf": [{"type": "integer"}, {"type": "null"}]}  # how pydantic, a
     ({"type": "string", "pattern": "(", "format": "date"}, "x", "x"),
     ({"type": "array", "prefixItems": [{"type": "integer"}], "items": False}, ["1"], ["1"]),
     ({"type": "array", "items": {"type": "array", "items": {"type": "integer"}}}, [["1"], []], [[1], []]),
+    ({"type": ["string", "array"], "items": {"type": "integer"}}, "12", "12"),
+    ({"type": ["string", "object"], "properties": {"a": {"type": "integer"}}}, "a", "a"),
+    ({"type": "array"}, ["1"], ["1"]),
     ({"properties": {"a": {"type": "integer"}}}, {"a": "1"}, {"a": 1}),
     ({"type": ["boolean", "object"]}, '{"A": "B"}', {"A": "B"}),
     ({"type": "integer"}, 1e22, 10**22),
@@ -191,6 +210,7 @@ OPTIONAL = {"anyOf": [{"type": "integer"}, {"type": "null"}]}  # how pydantic, a
     ({"minimum": 5, "minLength": 5, "minItems": 5}, True, True),
     ({"enum": [1, "a", None, {"b": []}]}, {"b": []}, {"b": []}),
     ({"type": "any"}, True, True),
+    ({"type": "any"}, 5.0, 5.0),
     ({"type": ["string", {"type": "integer"}]}, 5, 5),
 ])  # fmt: skip
 def test_a_legal_value_passes_whatever_keywords_a_server_uses(schema, value, wanted):
@@ -226,6 +246,14 @@ def test_a_choice_of_very_many_is_not_told_whole():
 def test_pythonic_names_become_the_keywords_of_json_schema():
     schema = StringSchema("A path", min_length=1, nullable=True).to_json_schema()
     assert schema == {"type": ["string", "null"], "description": "A path", "minLength": 1}
+    assert IntegerSchema(exclusive_minimum=2) == {"type": "integer", "exclusiveMinimum": 2}
+    assert (NumberSchema(), BooleanSchema()) == ({"type": "number"}, {"type": "boolean"})
+    names = ArraySchema(str, "Names", max_items=3)
+    assert names == {"type": "array", "description": "Names", "items": {"type": "string"}, "maxItems": 3}
+    described = ObjectSchema("A place", required=("x",), x=int, y=names)
+    assert described == {"type": "object", "description": "A place", "required": ["x"],
+                         "properties": {"x": {"type": "integer"}, "y": names}}  # fmt: skip
+    assert tool_parameters_schema() == {"type": "object", "properties": {}}
 
 
 # ---- Tools ----
@@ -289,6 +317,18 @@ def test_hints_with_choices_and_null_take_what_they_promise(arguments, result):
     assert json.loads(answer(choose, **arguments).text) == result
 
 
+@pytest.mark.parametrize("hint, schema", [
+    (list[str], {"type": "array", "items": {"type": "string"}}), (int | None, {"type": ["integer", "null"]}),
+    (Literal["only"], {"type": "string", "enum": ["only"]}), (float, {"type": "number"}), (object, {}),
+    (Annotated[int, "Seconds"], {"type": "integer", "description": "Seconds"}), (dict, {"type": "object"}),
+    (dict[str, int], {"type": "object"}), (list, {"type": "array", "items": {}}), (bool, {"type": "boolean"}),
+    (int | str | None, {"type": ["integer", "string", "null"]}), (None, {}), (Path, {}),
+    (Annotated[str, {"minLength": 2}], {"type": "string", "minLength": 2}),
+])  # fmt: skip
+def test_a_hint_becomes_a_schema(hint, schema):
+    assert tools.as_schema(hint) == schema
+
+
 @pytest.mark.parametrize("arguments", [{"level": 3}, {"mode": "c"}, {"rows": ["x"]}])
 def test_hints_with_choices_refuse_the_rest(arguments):
     assert answer(choose, **arguments).is_error
@@ -334,6 +374,85 @@ def test_flags_decide_what_may_run_side_by_side():
 
     assert look.concurrency_safe and not alone.concurrency_safe and not choose.concurrency_safe
     assert alone.name == "stare"
+
+
+def test_what_only_looks_needs_no_approval_and_what_changes_files_does():
+    harmless = {each.name: each.read_only for each in FILE_TOOLS}
+    assert harmless == {
+        "read_file": True, "list_dir": True, "glob": True, "grep": True,
+        "write_file": False, "edit_file": False, "notebook_edit": False,
+    }  # fmt: skip
+    assert not any(each.exclusive for each in FILE_TOOLS)
+
+
+SOME_TEXT, NUMBER, YES_NO = ({"type": kind} for kind in ("string", "integer", "boolean"))
+FROM_0, FROM_1 = ({"type": "integer", "minimum": least} for least in (0, 1))
+PARAMETERS = {  # of each tool for files: what a model must say, and what it may
+    "read_file": (["path"], {"path": SOME_TEXT, "offset": NUMBER, "limit": NUMBER}),
+    "write_file": (["path", "content"], {"path": SOME_TEXT, "content": SOME_TEXT}),
+    "edit_file": (["path", "old_text", "new_text"], {
+        "path": SOME_TEXT, "old_text": SOME_TEXT, "new_text": SOME_TEXT, "replace_all": YES_NO,
+    }),
+    "notebook_edit": (["path", "cell", "source"], {
+        "path": SOME_TEXT, "cell": FROM_0, "source": SOME_TEXT,
+        "cell_type": SOME_TEXT | {"enum": ["code", "markdown", "raw", ""]},
+        "mode": SOME_TEXT | {"enum": ["replace", "insert", "delete"]},
+    }),
+    "list_dir": ([], {"path": SOME_TEXT}),
+    "glob": (["pattern"], {"pattern": SOME_TEXT, "path": SOME_TEXT, "head_limit": FROM_1, "offset": FROM_0}),
+    "grep": (["pattern"], {
+        "pattern": SOME_TEXT, "path": SOME_TEXT, "glob": SOME_TEXT, "type": SOME_TEXT,
+        "case_insensitive": YES_NO, "fixed_strings": YES_NO,
+        "output_mode": SOME_TEXT | {"enum": ["files_with_matches", "content", "count"]},
+        "context_before": FROM_0, "context_after": FROM_0, "head_limit": FROM_1, "offset": FROM_0,
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_the_model_is_told_what_each_tool_for_files_takes(name):
+    schema = ToolRegistry(FILE_TOOLS).get(name).to_schema()
+    function = schema["function"]
+    assert schema["type"] == "function" and function["name"] == name and function["description"]
+    bare = {
+        name: {key: value for key, value in about.items() if key != "description"}
+        for name, about in function["parameters"]["properties"].items()
+    }
+    assert (function["parameters"].get("required", []), bare) == PARAMETERS[name]
+
+
+def test_the_models_hints_say_from_where_is_counted_and_what_a_filter_looks_like():
+    hints = {
+        (made.name, name): about["description"]
+        for made in FILE_TOOLS for name, about in made.parameters["properties"].items()
+        if "description" in about
+    }  # fmt: skip
+    assert hints["read_file", "offset"] == "First line, from 1"
+    assert hints["notebook_edit", "cell"] == "From 0"
+    assert "*.py" in hints["grep", "glob"] and "py, js, rust" in hints["grep", "type"]
+
+
+def test_a_description_loses_its_indentation_and_may_be_missing():
+    @tool
+    def plan() -> str:
+        """Make a plan.
+
+        Then keep to it.
+        """
+
+    assert plan.to_schema()["function"]["description"] == "Make a plan.\n\nThen keep to it."
+    assert named("bare").to_schema()["function"]["description"] == ""
+
+
+def test_a_turn_that_says_nothing_is_the_terminals_unfenced_and_not_approved():
+    turn = Turn()
+    assert (turn.workspace, turn.cwd) == (Path("."), Path("."))
+    assert (turn.channel, turn.chat_id, turn.session_key) == ("cli", "direct", "cli:direct")
+    assert (turn.depth, turn.approved, turn.restrict) == (0, False, False)
+    assert (turn.readable, turn.secret, turn.max_result_chars, turn.seen) == ((), (), 16_000, {})
+    assert turn == replace(turn, seen={"a": ()}) and Turn().seen is not turn.seen
+    with pytest.raises(AttributeError):
+        turn.approved = True
 
 
 def test_a_subclass_needs_only_a_name_a_description_and_execute():
@@ -433,6 +552,18 @@ def test_an_unknown_tool_is_answered_with_the_closest_name_first():
     assert found is None and "closest first: read_file, write_file" in problem and "exec" in problem
 
 
+def test_an_agent_without_tools_says_so_and_a_long_name_is_not_repeated_whole():
+    result = asyncio.run(ToolRegistry().execute("look", {}))
+    assert result.is_error and result.text.startswith("There is no tool 'look'.")
+    assert len(asyncio.run(ToolRegistry([echo]).execute("x" * 900, {})).text) < 200
+
+
+def test_who_knows_why_a_tool_is_missing_is_asked_first():
+    registry = ToolRegistry([echo])
+    registry.why_missing += [lambda name: "", lambda name: f"{name} is asleep.", lambda name: "never asked"]
+    assert asyncio.run(registry.execute("db", {})) == ToolResult("db is asleep.", is_error=True)
+
+
 @tool
 def echo(text: str = "", count: int = 1) -> str:
     """Its description speaks of arguments."""
@@ -458,6 +589,8 @@ def test_arguments_are_taken_in_every_form_that_models_send(params, text):
     ("not json", "one JSON object"),
     ({"txt": "a"}, "unexpected parameter txt (there are text, count)"),
     ({"count": "many"}, 'count must be integer, not "many"'),
+    ({"count": "2.5", "x": 1}, 'echo was not run: count must be integer, not "2.5"; unexpected parameter x'),
+    ({"x": 1}, "echo was not run: unexpected parameter x (there are text, count). Correct the call."),
 ])  # fmt: skip
 def test_wrong_arguments_are_named_and_the_tool_is_not_run(params, told):
     result = asyncio.run(ToolRegistry([echo]).execute("echo", params))
@@ -477,7 +610,8 @@ def test_arguments_and_schemas_of_any_depth_end_no_turn(depth):
 
 @pytest.mark.parametrize("opening", [
     {"additionalProperties": True}, {"additionalProperties": {}}, {"patternProperties": {"^x": {}}},
-    {"allOf": [{"properties": {"b": {}}}]}, {"$ref": "#/$defs/x"},
+    {"allOf": [{"properties": {"b": {}}}]}, {"$ref": "#/$defs/x"}, {"anyOf": [{"required": ["b"]}, {}]},
+    {"oneOf": [{"required": ["b"]}]}, {"if": {"required": ["a"]}, "then": {}},
 ])  # fmt: skip
 def test_a_key_that_another_keyword_may_allow_is_not_refused(opening):
     given = tool(lambda **keys: list(keys), name="given")
@@ -496,7 +630,7 @@ def test_arguments_that_are_a_parameter_are_not_unwrapped():
     assert answer(run_script, arguments={"a": 1}).text == '{"a": 1}'
 
 
-def test_an_exception_in_a_tool_is_an_error_result():
+def test_an_exception_in_a_tool_is_an_error_result(caplog):
     @tool
     def broken() -> str:
         raise KeyError("colour")
@@ -507,7 +641,10 @@ def test_an_exception_in_a_tool_is_an_error_result():
 
     result = answer(broken)
     assert result.is_error and "broken failed: KeyError: 'colour'" in result.text
+    assert "tool broken failed" in caplog.text and "Traceback" in caplog.text
+    assert caplog.records[0].name == "nanobot.tools" and caplog.records[0].levelname == "WARNING"
     assert answer(refuses) == ToolResult("Say which colour.", is_error=True)
+    assert "refuses" not in caplog.text  # the model's mistake is nothing for the log
 
 
 @pytest.mark.parametrize("raised", [SystemExit, KeyboardInterrupt, asyncio.CancelledError, RecursionError])
@@ -558,7 +695,9 @@ def test_a_cancelled_tool_is_cancelled_not_an_error_result():
     (None, "(echo completed with no output)"),
     (" \n", "(echo completed with no output)"),
     (0, "0"),
+    ("", "(echo completed with no output)"),
     ({"größe": 1}, '{"größe": 1}'),
+    ([Path("/etc/x")], '["/etc/x"]'),
     (ToolResult("kept", is_error=True), "kept"),
 ])  # fmt: skip
 def test_whatever_a_tool_returns_the_model_gets_text(value, text):
@@ -574,6 +713,40 @@ def test_a_result_over_the_limit_goes_into_a_file_that_read_file_can_page(turn):
     assert Path(path).read_text() == text.replace("\ud800", "?")
     assert "5000| row 4999" in call(turn, "read_file", path=path, offset=4_990).text
     assert call(turn, "grep", pattern="row 4999", path=path).text.endswith(".txt")
+
+
+def test_of_a_result_that_is_put_aside_the_first_1200_characters_are_shown(turn):
+    long = tool(lambda: "a" * 1_200 + "b" * 30_000, name="mcp_x.y/long")
+    text = asyncio.run(ToolRegistry([long]).execute("mcp_x.y/long", {}, turn)).text
+    assert text.startswith("[31,200 characters, too long to show: saved to ")
+    assert text.split("\n")[1:] == ["a" * 1_200] and "Read it with read_file or search it with grep" in text
+    path = Path(re.search(r"saved to (\S+\.txt)", text)[1])
+    assert path.parent == turn.workspace / ".nanobot" / "tool-results"
+    assert re.fullmatch(r"\d{19}-mcp_xylong\.txt", path.name)  # when, and of which tool
+
+
+def test_two_hundred_results_are_kept_and_files_of_other_names_left_alone(turn):
+    folder = turn.workspace / ".nanobot" / "tool-results"
+    folder.mkdir(parents=True)
+    for number in range(205):
+        (folder / f"{number:04}-old.txt").touch()
+    for name in ("notes.txt", "000-old.md"):
+        (folder / name).touch()
+    asyncio.run(ToolRegistry([tool(lambda: "x" * 20_000, name="big")]).execute("big", {}, turn))
+    first, *others = sorted(path.name for path in folder.glob("*-*.txt"))
+    assert first == "0006-old.txt" and len(others) == 199 and others[-1].endswith("-big.txt")
+    assert (folder / "notes.txt").exists() and (folder / "000-old.md").exists()
+
+
+@pytest.mark.parametrize("text, limit, missing, shown", [
+    ("abcdef", 6, 0, "abcdef"),
+    ("abcdefg", 6, 0, "abc\n… 1 characters left out …\nefg"),
+    ("abcdef", 6, 1, "abc\n… 1 characters left out …\ndef"),
+    ("abcdefghi", 5, 2_000, "ab\n… 2,005 characters left out …\nhi"),
+])  # fmt: skip
+def test_what_is_too_long_keeps_head_and_tail_and_says_how_much_is_missing(text, limit, missing, shown):
+    assert tools.shorten(text, limit, missing) == shown
+    assert missing or tools.shorten(text, limit) == shown
 
 
 def test_a_huge_result_keeps_its_image_and_leaves_the_text_to_a_file(turn):
@@ -635,12 +808,13 @@ def test_an_old_result_that_somebody_else_removed_meanwhile_costs_nothing(turn):
     assert (turn.cwd / "gone").exists() and "saved to" in text
 
 
-def test_a_result_that_cannot_be_saved_is_cut_in_the_middle(turn):
+def test_a_result_that_cannot_be_saved_is_cut_in_the_middle(turn, caplog):
     (turn.workspace / ".nanobot").write_text("a file where the folder should be")
     big = tool(lambda: "head" + "x" * 50_000 + "tail", name="big")
     text = asyncio.run(ToolRegistry([big]).execute("big", {}, turn)).text
     assert text.startswith("head") and text.endswith("tail") and "left out" in text
-    assert len(text) <= turn.max_result_chars
+    assert turn.max_result_chars - 120 < len(text) <= turn.max_result_chars
+    assert "could not keep the result of big in a file" in caplog.text and "directory" in caplog.text
 
 
 def test_results_that_two_programs_put_aside_at_once_are_all_kept_for_the_moment(turn, caplog):
@@ -733,6 +907,38 @@ def test_a_thread_whose_waiter_is_gone_is_told_and_its_result_thrown_away():
         await in_thread(ended.wait)
 
     asyncio.run(stop())
+
+
+def test_after_the_end_no_folder_is_walked_and_who_wants_to_be_told_of_it_is_told_at_once(turn):
+    begun, go_on, told = threading.Event(), threading.Event(), []
+
+    def work() -> None:
+        begun.set()
+        go_on.wait()
+        with pytest.raises(ToolError, match="It was stopped"):
+            told.extend(tools.walk(str(turn.cwd)))
+        tools.when_stopped(lambda: told.append("at once"))
+        begun.set()
+
+    async def stop():
+        task = asyncio.create_task(in_thread(work))
+        await in_thread(begun.wait)
+        begun.clear()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        go_on.set()
+        await in_thread(begun.wait, 5)
+
+    asyncio.run(stop())
+    assert begun.is_set() and told == ["at once"]
+
+
+def test_what_runs_on_no_thread_of_a_tool_is_never_unwanted():
+    told = []
+    tools.when_stopped(lambda: told.append("never"))
+    tools.stop_if_unwanted()
+    assert told == []
 
 
 def test_the_file_works_alone_in_an_empty_folder(tmp_path):
@@ -1473,7 +1679,8 @@ def test_home_is_expanded(turn, own_home):
 
 @pytest.mark.parametrize("path", [
     "sessions/cli%3Adirect.jsonl", "cron/jobs.json", "memory/history.jsonl", "memory/.dream_cursor",
-    "memory/.git/HEAD", "sub/../sessions/new.jsonl", "record/x.jsonl",
+    "memory/.git/HEAD", "sub/../sessions/new.jsonl", "record/x.jsonl", "memory/HISTORY.md", "memory/.cursor",
+    "memory/history-archive.jsonl", "memory/.lock", ".nanobot/pid",
 ])  # fmt: skip
 def test_the_agents_own_records_can_be_read_but_not_written(turn, path):
     (turn.workspace / "sessions").mkdir()
@@ -1503,9 +1710,18 @@ def test_a_file_with_keys_is_never_opened_by_any_name(turn):
     assert config.read_text() == "text of home/config.json\n"
 
 
+def test_what_only_has_the_name_of_a_file_with_keys_can_be_opened_and_one_that_is_missing_hides_nothing(turn):
+    (turn.cwd / "config.json").write_text("mine")
+    absent = replace(turn, secret=(*turn.secret, turn.cwd / "absent.json"))
+    assert call(absent, "read_file", path="config.json").text == "1| mine"
+    assert call(absent, "grep", pattern="mine").text == "config.json"
+    assert "holds keys" in call(absent, "write_file", path="absent.json", content="x").text
+
+
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="this system has no /proc")
 def test_the_environment_cannot_be_read_as_a_file(turn):
-    for path in ("/proc/self/environ", f"/proc/{os.getpid()}/environ", "/proc/self/task/../environ"):
+    names = ["self/environ", f"{os.getpid()}/environ", "self/task/../environ", "self/mem"]
+    for path in (f"/proc/{name}" for name in names):
         assert "holds keys" in call(turn, "read_file", path=path).text
 
 
@@ -1566,13 +1782,70 @@ def test_read_file_pages_put_together_are_the_file(turn):
     (b"\n", {}, "1| "),
     (b"a\nb", {"offset": 0}, "1| a\n2| b"),
     (b"a\nb", {"offset": 3}, "has 2 lines"),
+    (b"a\nb", {"offset": -5, "limit": -1}, "1| a\n(lines 1-1 of 2; go on with offset=2)"),
+    (b"\n" * 2_001, {}, "\n2000| \n(lines 1-2000 of 2001; go on with offset=2001)"),
     (b"x" * 50_000, {}, "(line cut)"),
-    (b"\x7fELF\0\0", {}, "is a binary file"),
+    (b"\x7fELF\0\0", {}, "is a binary file of 6 bytes. Look at it with exec"),
+    (b"a" * 8_191 + b"\0b", {}, "is a binary file"),
+    (b"\0b", {}, "is a binary file of 2 bytes"),
+    ("a\ufeff".encode("utf-16") + b"b", {}, "1| a\ufeff\ufffd"),
+    (b"a" * 8_192 + b"\0", {}, "1| aaa"),
 ])  # fmt: skip
 def test_read_file_at_the_edges(turn, data, arguments, told):
     (turn.cwd / "x").write_bytes(data)
     text = call(turn, "read_file", path="x", **arguments).text
     assert told in text and "tool-results" not in text
+
+
+@pytest.mark.parametrize("lines, first, most, room, page", [
+    (["a", "b", "c"], 2, 1, 99, "2| b\n(lines 2-2 of 3; go on with offset=3)"),
+    (["abc"], 1, 9, 7, "1| abc"),
+    (["abc", "d"], 1, 9, 7, "1| abc\n(lines 1-1 of 2; go on with offset=2)"),
+    (["abc", "d"], 1, 9, 12, "1| abc\n2| d"),
+    (["abc", "d"], 1, 9, 11, "1| abc\n(lines 1-1 of 2; go on with offset=2)"),
+    (["abc"], 1, 9, 6, "1| ab… (line cut)"),
+    (["abcdef", "g"], 1, 9, 7, "1| abc… (line cut)\n(lines 1-1 of 2; go on with offset=2)"),
+])  # fmt: skip
+def test_a_page_ends_where_its_room_ends(lines, first, most, room, page):
+    assert tools.numbered_page(lines, first, most, room) == page
+
+
+def test_a_file_of_50_mb_is_read_and_a_larger_one_only_in_part(turn):
+    for size, told in ((50_000_000, "binary file of 50,000,000 b"), (50_000_001, "has 50,000,001 b")):
+        with (turn.cwd / "x").open("wb") as file:
+            file.truncate(size)
+        assert told in call(turn, "read_file", path="x").text
+    assert "take a part of it with exec" in call(turn, "edit_file", path="x", old_text="a", new_text="b").text
+
+
+def test_a_file_whose_size_is_not_known_before_is_read_to_its_end(turn):
+    version = Path("/proc/version")
+    if not version.exists():
+        pytest.skip("this system has no /proc")
+    assert version.stat().st_size == 0
+    assert call(turn, "read_file", path=str(version)).text == f"1| {version.read_text().strip()}"
+
+
+def test_a_link_that_is_put_there_after_the_check_is_not_followed(turn):
+    with pytest.raises(ToolError, match="Cannot read .*leaf: Too many levels of symbolic links"):
+        tools.read_bytes(turn.cwd / "leaf")
+    assert tools.read_bytes(turn.cwd / "a.txt") == b"text of ws/a.txt\n"
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="this system has no /proc")
+def test_what_was_read_or_refused_is_closed_again(turn):
+    (turn.cwd / "empty").touch()
+    for name in ("a.txt", "empty", "sub"):
+        with contextlib.suppress(ToolError):
+            tools.read_bytes(turn.cwd / name)
+    targets = [os.path.realpath(link) for link in Path("/proc/self/fd").iterdir()]
+    assert not [target for target in targets if target.startswith(str(turn.cwd))]
+
+
+def test_a_folder_that_is_missing_has_no_names_to_offer(turn):
+    for name in ("read_file", "list_dir"):
+        text = call(turn, name, path="gone/a.txt").text
+        assert "No such file or directory. Look around with list_dir or glob." in text
 
 
 def test_read_file_refuses_by_name_what_is_no_regular_file(turn):
@@ -1587,7 +1860,9 @@ def test_read_file_refuses_by_name_what_is_no_regular_file(turn):
 
 
 def test_a_missing_file_is_answered_with_names_like_it(turn):
-    assert "There is: a.txt" in call(turn, "read_file", path="A.txt").text
+    result = call(turn, "read_file", path="A.txt")
+    assert result.text == f"Cannot read {turn.cwd}/A.txt: No such file or directory. There is: a.txt."
+    assert result.is_error
 
 
 def test_read_file_looks_at_an_image(turn):
@@ -1597,10 +1872,26 @@ def test_read_file_looks_at_an_image(turn):
     assert result.text == f"[image: {turn.cwd}/x.png]"
 
 
+@pytest.mark.parametrize("kind, data", [
+    ("png", b"\x89PNG\r\n\x1a\n\0"), ("jpeg", b"\xff\xd8\xff\xe0"), ("webp", b"RIFF\n\0\0\nWEBPVP8 "),
+    ("gif", b"GIF87a.."), ("gif", b"GIF89a.."),
+    ("", b" \x89PNG\r\n\x1a\n\0"), ("", b"GIF88a\0"), ("", b"RIFF....WAVE\0"), ("", b"\xff\xd8\0"),
+])  # fmt: skip
+def test_an_image_is_known_by_its_first_bytes(turn, kind, data):
+    (turn.cwd / "x").write_bytes(data)
+    result = call(turn, "read_file", path="x")
+    encoded = base64.b64encode(data).decode()
+    block = {"type": "image_url", "image_url": {"url": f"data:image/{kind};base64,{encoded}"}}
+    assert result.images == ([block] if kind else [])
+
+
 def test_write_file_makes_folders_and_keeps_the_mode(turn):
     script = turn.cwd / "deep" / "er" / "run.sh"
-    assert not call(turn, "write_file", path="deep/er/run.sh", content="one\r\nzwei ü").is_error
+    result = call(turn, "write_file", path="deep/er/run.sh", content="one\r\nzwei ü")
+    assert result == ToolResult(f"Wrote 11 characters to {script}.")
     assert script.read_bytes() == "one\r\nzwei ü".encode()
+    assert not call(turn, "write_file", path="half", content="a\ud800b").is_error
+    assert (turn.cwd / "half").read_bytes() == b"a?b"  # half of a pair is no text
     script.chmod(0o751)
     call(turn, "write_file", path="deep/er/run.sh", content="two")
     call(turn, "edit_file", path="deep/er/run.sh", old_text="two", new_text="three")
@@ -1613,6 +1904,14 @@ def test_a_written_file_is_on_the_disk_before_it_takes_the_place_of_the_old_one(
     with before_each_call_of(("fsync", "replace", "rename"), seen.append):
         call(turn, "write_file", path="a.txt", content="new")
     assert seen == ["fsync", "replace"]
+    sizes = []
+
+    def look(_) -> None:
+        sizes.extend(path.stat().st_size for path in turn.cwd.glob(".a.txt.*.tmp"))
+
+    with before_each_call_of(("fsync",), look):
+        call(turn, "write_file", path="a.txt", content="all of it")
+    assert sizes == [9]
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_no_other(turn):
@@ -1622,7 +1921,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(turn):
         result = call(turn, "write_file", path="a.txt", content="x" * 100_000)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
-    assert result.is_error and "Nothing was changed" in result.text
+    assert result.is_error and "File too large. Nothing was changed" in result.text
     assert (turn.cwd / "a.txt").read_text() == "text of ws/a.txt\n" and sorted(os.listdir(turn.cwd)) == before
 
 
@@ -1637,6 +1936,23 @@ def test_write_file_warns_where_it_takes_the_place_of_what_the_session_does_not_
     assert not warned(call(turn, "write_file", path="sub/b.txt", content="x"))
 
 
+@pytest.mark.parametrize("later, text", [(0, "longer than before"), (1, "as long")])
+def test_a_file_has_changed_when_its_time_or_its_size_has(turn, later, text):
+    file = turn.cwd / "x"
+    file.write_text("so long")
+    call(turn, "read_file", path="x")
+    told = file.stat()
+    file.write_text(text)
+    os.utime(file, ns=(told.st_atime_ns, told.st_mtime_ns + later))
+    assert warned(call(turn, "write_file", path="x", content="mine"))
+
+
+def test_a_file_with_the_longest_name_can_be_written(turn):
+    name = "n" * 255
+    assert not call(turn, "write_file", path=name, content="x").is_error
+    assert (turn.cwd / name).read_text() == "x"
+
+
 def test_a_file_in_utf_16_is_read_but_not_edited_as_something_else(turn):
     data = "größe = 1\r\nzwei\r\n".encode("utf-16")
     (turn.cwd / "x").write_bytes(data)
@@ -1649,11 +1965,13 @@ def test_a_file_in_utf_16_is_read_but_not_edited_as_something_else(turn):
 def test_write_file_where_no_file_can_be_is_an_error_result(turn, path):
     result = call(turn, "write_file", path=path, content="x")
     assert result.is_error and " failed: " not in result.text
+    assert ("not a regular file: nothing was" if path == "sub" else "Nothing was changed") in result.text
 
 
 @pytest.mark.parametrize("before, old, new, after", [
     (b"a\r\nb\r\nc\r\n", "a\nb", "a\nB\nD", b"a\r\nB\r\nD\r\nc\r\n"),  # the file's line ends stay
     (b"a\r\nb\nc\n", "b", "B", b"a\r\nB\nc\n"),
+    (b"a\r\n", "a", "a\nb", b"a\r\nb\r\n"),
     (b"\xef\xbb\xbfx = 1\n", "x = 1", "x = 2", b"\xef\xbb\xbfx = 2\n"),
     (b"caf\xe9\x80 x\n", "x", "y", b"caf\xe9\x80 y\n"),
     (b"a\n", "a", r"\1 \g<0> $1 \n", rb"\1 \g<0> $1 \n" + b"\n"),
@@ -1661,6 +1979,20 @@ def test_write_file_where_no_file_can_be_is_an_error_result(turn, path):
     (b"a\nb\nc\n", "b", "", b"a\nc\n"),  # a deleted line takes its line end with it
     (b"a\nb\n\nc\n", "b\n", "", b"a\n\nc\n"),  # but no more than that
     (b"one two\n", "one ", "", b"two\n"),
+    (b"one two\nthree\n", " two", "", b"one\nthree\n"),  # the rest of the line stays a line
+    (b"a\n  b\n  c\nd\n", "b\nc", "", b"a\nd\n"),
+    (b"a\n  b\n  c", "b\nc", "", b"a\n"),
+    (b"a\nb\n", "a\r\nb", "c\r\nd", b"c\nd\n"),
+    (b"", "", "a\n", b"a\n"),
+    (b"  a: 1\n", "a: 1", "a: 1\n  b:", b"  a: 1\n  b:\n"),
+    # empty lines around the passage go where both sides have them, else they are meant
+    (b"a\n  b\n  c\nd\n", "\nb\nc\n", "\nB\nC\n", b"a\n  B\n  C\nd\n"),
+    (b"a\n  b\n  c\nd\n", "\nb\nc", "B\nc", b"a\n  B\n  c\nd\n"),
+    (b"a\n  b\n  c\nd\n", "b\nc\n", "B\nc", b"a\n  B\n  c\nd\n"),
+    (b"a\n  b\n  c\nd\n", " b\n c", " B\n c\n", b"a\n  B\n  c\n\nd\n"),
+    (b"a\n  b\n  c\nd\n", "\n b\n c", "\n\n b\n C", b"a\n\n  b\n  C\nd\n"),
+    (b"a\n  b\n  c\nd\n", " b\n c\n", " b\n C\n\n", b"a\n  b\n  C\n\nd\n"),
+    (b"a\n  b\n  c\nd\n", " b\n c\n", "\n B\n c\n", b"a\n\n  B\n  c\nd\n"),
     (b"a\nb", "b", "c", b"a\nc"),
     (b"a  \nb\n", "b", "c", b"a  \nc\n"),  # two spaces at the end mean something in Markdown
     (b"if 1:\n    if 2:\n        go()\n", "if 2:\n    go()", "if 3:\n    stop()\n\n    go()",
@@ -1694,6 +2026,8 @@ def test_edit_file_is_quick_on_endless_space(turn):
 
 
 def test_edit_file_replaces_all_only_when_asked(turn):
+    (turn.cwd / "x").write_text("\ngo\ngo\n")
+    assert "lines 2, 3" in call(turn, "edit_file", path="x", old_text="go", new_text="went").text
     (turn.cwd / "x").write_text("go\nstay\ngo\n")
     refused = call(turn, "edit_file", path="x", old_text="go", new_text="went")
     assert refused.is_error and "lines 1, 3" in refused.text
@@ -1705,6 +2039,28 @@ def test_replace_all_gives_each_match_its_own_indentation(turn):
     (turn.cwd / "x").write_text(" a\n b\n--\n\ta\n\tb\n")
     call(turn, "edit_file", path="x", old_text="a\nb", new_text="c\nd", replace_all=True)
     assert (turn.cwd / "x").read_text() == " c\n d\n--\n\tc\n\td\n"
+
+
+def test_replace_all_takes_no_line_twice(turn):
+    (turn.cwd / "x").write_text("\ta\n" * 7)
+    call(turn, "edit_file", path="x", old_text="  a\n  a", new_text="  b", replace_all=True)
+    assert (turn.cwd / "x").read_text() == "\tb\n\tb\n\tb\n\ta\n"
+
+
+@pytest.mark.parametrize("before, old", [
+    ("\ta\n\tb\n" * 3 + "c\n", "a\nb"), ("\ta\n\tb\n" * 3 + "c\n", " a\n b"), ("a\nb\n" * 3 + "c\n", "a\nb"),
+])  # fmt: skip
+def test_replace_all_deletes_passages_side_by_side_with_their_line_ends(before, old):
+    assert tools.replace_passage(before, old, "", replace_all=True) == "c\n"
+
+
+def test_a_passage_that_stands_in_very_many_lines_is_told_of_the_first_twenty(turn):
+    (turn.cwd / "x").write_text("go\n" * 30 + "\n")
+    text = call(turn, "edit_file", path="x", old_text="go", new_text="went").text
+    numbers = "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20"
+    assert text == f"old_text stands at lines {numbers}. Add lines around the one, or set replace_all."
+    call(turn, "edit_file", path="x", old_text="go", new_text="went", replace_all=True)
+    assert (turn.cwd / "x").read_text() == "went\n" * 30 + "\n"
 
 
 METHOD = "class A:\n    def f(self):\n        if a:\n            b()\n        return 1\n"
@@ -1721,6 +2077,10 @@ TWO_LINES = METHOD.replace("        return 1", "        c = 1\n        return c"
      TABS.replace("\t\treturn", "\t\tif c:\n\t\t\tif d:\n\t\t\t\te()\n\t\treturn")),
     (METHOD, "    return 1", "    c = 1\n    return c", TWO_LINES),  # in a line, and yet not the line
     (METHOD, "return 1", "c = 1\n        return c", TWO_LINES),
+    (METHOD, "b()\n        return 1", "c()\n        return 1", METHOD.replace("b()", "c()")),
+    ("x\n    a\n b\n", "   a\nb", "   a\nc", "x\n    a\n c\n"),
+    (METHOD, "return 1", "if c:\n            d()\n        return 1",
+     METHOD.replace("return 1", "if c:\n            d()\n        return 1")),
 ])  # fmt: skip
 def test_a_passage_that_is_indented_otherwise_is_changed_by_one_move(turn, before, old, new, after):
     (turn.cwd / "x.py").write_text(before)
@@ -1735,6 +2095,13 @@ def test_a_passage_that_is_indented_otherwise_is_changed_by_one_move(turn, befor
     (METHOD, "    return 1", "    if c:\n        d()\n    return 1"),  # how deep is d?
     (METHOD, "    return 1", "    return 1\ne = 2"),  # in the method, the class, or behind it?
     (METHOD, "return 1", "if c:\n    d()\nreturn 1"),
+    (METHOD, "return 1", "if c:\n        d()\n        return 1"),  # the if would have no body
+    (METHOD, "return 1", "if c:\n        d()\n            e()"),
+    (METHOD, "return 1", "c()\nreturn 1"),  # the line that stays would leave the method
+    (METHOD, "return 1", "return 1\n            d()"),
+    (TABS, "return 1", "return 1\n\t\td()\n        e()"),
+    (METHOD, "    return 1", "return 1\n    c()"),
+    ("a\n\nb\n", " ", "x"),  # no line is meant by space alone
     ("a:\n  - x\n    - x\n", "a:\n- x\n- x", "a:\n- y\n- x"),  # equal lines at unequal depths
     ("aba-aba-aba", "aba-aba", "x"),  # overlapping: which?
 ])  # fmt: skip
@@ -1840,8 +2207,13 @@ def test_edit_file_without_a_match_shows_the_closest_passage(turn):
     (turn.cwd / "x").write_text("import os\n\ndef start(now):\n    return now\n")
     result = call(turn, "edit_file", path="x", old_text="def start(then):\n    return now", new_text="pass")
     assert result.is_error and "at line 3" in result.text
+    assert "--- a/old_text" in result.text and "import os" not in result.text
     assert "-def start(then):\n+def start(now):" in result.text
+    assert result.text.startswith("old_text is not in the file. The closest passage, at line 3, differs so:")
+    with_lines_around = {"old_text": "\n\ndef start(then):\n    return now\n", "new_text": "pass"}
+    assert "at line 3, differs" in call(turn, "edit_file", path="x", **with_lines_around).text
     assert "read the file again" in call(turn, "edit_file", path="x", old_text="}{", new_text="").text
+    assert "read the file again" in call(turn, "edit_file", path="x", old_text="defend(x)", new_text="").text
 
 
 def test_edit_file_with_nothing_to_find_creates_a_file_but_overwrites_none(turn):
@@ -1851,8 +2223,15 @@ def test_edit_file_with_nothing_to_find_creates_a_file_but_overwrites_none(turn)
 
 
 def test_edit_file_shows_what_it_changed(turn):
-    text = call(turn, "edit_file", path="a.txt", old_text="of", new_text="from").text
-    assert "-text of ws/a.txt" in text and "+text from ws/a.txt" in text
+    (turn.cwd / "x").write_text("1\n2\n3\n4\n5\n6\n7\n8\n9\n")
+    call(turn, "read_file", path="x")
+    assert call(turn, "edit_file", path="x", old_text="5", new_text="five").text == (
+        "--- a/x\n+++ b/x\n@@ -3,5 +3,5 @@\n 3\n 4\n-5\n+five\n 6\n 7"
+    )
+    unchanged = call(turn, "edit_file", path="x", old_text="five", new_text="five")
+    assert unchanged.text == "(the text is the same)"
+    text = call(turn, "edit_file", path="x", old_text="1", new_text="line\n" * 5_000).text
+    assert "characters left out" in text and 3_900 < len(text) < 4_100
 
 
 def warned(result: ToolResult) -> bool:
@@ -1942,6 +2321,8 @@ TEXT = {"cell_type": "markdown", "metadata": {}, "source": ["x\n", "y"]}
     (5, {"cell": 3, "mode": "insert"}, 4, CODE | {"id": "new"}),
     (4, {"cell": 0, "mode": "insert"}, 4, CODE),  # before 4.5 a cell has no id
     (4, {"cell": 1, "mode": "insert", "cell_type": "markdown"}, 4, TEXT),
+    (5, {"cell": 2, "cell_type": "raw"}, 3,
+     TEXT | {"cell_type": "raw", "id": "id-raw", "metadata": {"tags": ["raw"]}}),
 ])  # fmt: skip
 def test_a_cell_is_what_nbformat_wants(turn, minor, arguments, cells, made):
     result, data = edit_cell(turn, notebook(minor), source="x\ny", **arguments)
@@ -1963,6 +2344,7 @@ def test_a_deleted_cell_is_gone_and_the_diff_shows_it(turn):
 @pytest.mark.parametrize("data, cell, told", [
     (notebook(), 3, "There is no cell 3 to replace: there are 3"),
     (b'{"nbformat": 4, "cells": []}', 0, "There is no cell 0"),
+    (b'{"nbformat": 4, "cells": null}', 0, "no notebook of nbformat 4: TypeError"),
     (b"{", 0, "no notebook of nbformat 4: JSONDecodeError"),
     (b"", 0, "no notebook"),
     (b"[]", 0, "no notebook"),
@@ -1978,14 +2360,33 @@ def test_what_is_no_notebook_or_no_cell_is_said_and_left_alone(turn, data, cell,
     assert result.is_error and told in result.text and after == data
 
 
+@pytest.mark.parametrize("cell, mode", [(3, "delete"), (4, "insert"), (9, "replace")])
+def test_a_cell_that_is_not_there_is_refused_with_how_many_there_are(turn, cell, mode):
+    result, after = edit_cell(turn, notebook(), cell, "x", mode=mode)
+    assert result.is_error and after == notebook()
+    assert result.text == f"There is no cell {cell} to {mode}: there are 3, counted from 0."
+
+
+def test_a_cell_that_does_not_say_what_it_is_becomes_code_without_an_id(turn):
+    _, after = edit_cell(turn, b'{"cells": [{"id": "x"}], "nbformat": 4}', 0, "a\n")
+    code = {"cell_type": "code", "execution_count": None, "outputs": [], "source": ["a\n"]}
+    assert json.loads(after) == {"cells": [code], "nbformat": 4}
+    assert list(json.loads(after)["cells"][0]) == ["cell_type", "execution_count", "outputs", "source"]
+
+
 def test_list_dir_shows_folders_sizes_and_where_links_lead(turn):
     out = turn.workspace.parent / "out"
     assert call(turn, "list_dir").text.split("\n") == [
         f"{turn.cwd}: 6 entries", "a.txt  17 bytes", f"away -> {out}", f"dangling -> {out}/new.txt",
         f"leaf -> {out}/gold.txt", "loop -> loop", "sub/",
     ]  # fmt: skip
-    assert "There is: a.txt" in call(turn, "list_dir", path="a.tx").text
-    assert "Not a directory" in call(turn, "list_dir", path="a.txt").text
+    near = call(turn, "list_dir", path="a.tx")
+    assert near.text == f"Cannot list {turn.cwd}/a.tx: No such file or directory. There is: a.txt."
+    assert near.is_error and "Not a directory" in call(turn, "list_dir", path="a.txt").text
+    (turn.cwd / "sub" / "big").write_bytes(b"x" * 1_234)
+    os.mkfifo(turn.cwd / "sub" / "pipe")
+    shown = call(turn, "list_dir", path="sub").text.split("\n")
+    assert shown[1:] == ["b.txt  21 bytes", "big  1,234 bytes", "pipe"]
 
 
 def test_list_dir_of_a_huge_folder_is_put_aside(turn):
@@ -2047,6 +2448,29 @@ def test_a_glob_that_names_what_is_not_wanted_is_refused_with_what_to_do(tree):
     assert call(tree, "glob", pattern=r"\!*.py").text == "!x.py"
 
 
+@pytest.mark.parametrize("pattern, name, is_meant", [
+    ("{x,y},z", "x,z", True), ("{x,y},z", "z", False), ("{x,y},z", "x", False), ("a,b", "a,b", True),
+    ("{a,b}{c,d}", "ad", True),
+    ("{a,{b,c}d}e", "cde", True), ("{a,{b,c}d}e", "ce", False), ("a?c", "abc", True), ("a?c", "a/c", False),
+    ("src/**", "src/a/b", True), ("src/**", "srca", False), ("src/**/b", "src/b", True),
+    ("**/b", "a/b", True), ("**b", "a/b", True), ("*b", "deep/a/b", True), ("a/*b", "a/x/b", False),
+    ("./a", "a", True), ("./a", "x/a", False), (r"\*", "*", True), (r"\*", "a", False),
+    (r"a\{b", "a{b", True), (r"\\a", r"\a", True), ("[a-c]", "b", True), ("[!a-c]", "b", False),
+    ("[^a-c]", "d", True), ("[]a]", "]", True), ("[a&&b]", "&", True), ("[.]", ".", True),
+    (r"[\]", "\\", True), ("a.b", "axb", False), ("a", "ab", False), ("a", "ba", False), ("a", "a\n", False),
+    ("*", "a\nb", True), ("[!a]", "/", False), ("x/[!a]", "x//", False), ("*a*a*a*a", "aaaa", True),
+    ("a/**/**/**/**/b", "a/b", True),
+])  # fmt: skip
+def test_a_glob_means_names(pattern, name, is_meant):
+    assert bool(tools.glob_pattern(pattern).match(name)) == is_meant
+
+
+@pytest.mark.parametrize("pattern", ["*a*a*a*a*", "x/*a*a*a*a*/y", "a/**/**/**/**/**/b"])
+def test_a_glob_that_would_take_for_ever_is_refused(turn, pattern):
+    result = call(turn, "glob", pattern=pattern)
+    assert result.is_error and f"{pattern} has too many stars: use at most four" in result.text
+
+
 def test_globs_of_names_mean_what_fnmatch_says(turn, monkeypatch):
     monkeypatch.setenv("PATH", "")  # a git for each search would take most of the time
     chance = random.Random(20_260_406)
@@ -2067,7 +2491,9 @@ def test_glob_of_nothing_and_of_nonsense_says_so(tree):
     for nonsense in ("{a", "}{", "[z-a]"):
         assert "not a usable glob" in call(tree, "glob", pattern=nonsense).text
     assert "No file below" in call(tree, "glob", pattern="{a,b}" * 50).text
-    assert "There is no" in call(tree, "glob", pattern="*", path="gone").text
+    for name in ("glob", "grep"):
+        result = call(tree, name, pattern="*", path="sr")
+        assert result == ToolResult(f"There is no folder {tree.cwd}/sr. There is: src.", is_error=True)
 
 
 @pytest.mark.parametrize("name, arguments", [
@@ -2091,6 +2517,24 @@ def test_a_page_that_cannot_be_is_not_answered_with_nothing_found(tree, name):
     assert "behind the end" in call(tree, name, pattern="a*", offset=900).text
     assert "head_limit must be >= 1" in call(tree, name, pattern="a*", head_limit=0).text
     assert "offset must be >= 0" in call(tree, name, pattern="a*", offset=-1).text
+
+
+def test_a_search_shows_250_results_where_nothing_else_is_asked_for(turn, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    for number in range(251):
+        (turn.cwd / "sub" / f"{number:03}").write_text("needle")
+    for name, pattern in {"glob": "*", "grep": "needle"}.items():
+        *page, last = call(turn, name, pattern=pattern, path="sub").text.split("\n")
+        assert len(page) == 250 and last == "(there are more; go on with offset=250)", name
+
+
+@pytest.mark.parametrize("offset, limit, shown", [
+    (0, 3, "a\nb\nc"), (1, 1, "b\n(there are more; go on with offset=2)"), (2, 9, "c"), (1, 2, "b\nc"),
+    (3, 1, "(offset 3 is behind the end: there are 3)"),
+])  # fmt: skip
+def test_a_page_of_results_says_whether_there_are_more(offset, limit, shown):
+    assert tools.result_page(["a", "b", "c"], offset, limit) == shown
+    assert tools.result_page([], offset, limit) == ""
 
 
 @pytest.mark.parametrize("arguments, text", [
@@ -2117,6 +2561,13 @@ def test_grep_patterns_mean_characters_and_lines(turn, pattern, line):
     (turn.cwd / "x").write_bytes("größe 1\r\ncafé au lait\r\n\r\nax äx\r\n".encode())
     shown = call(turn, "grep", pattern=pattern, path="x", output_mode="content").text
     assert re.fullmatch(rf"x:\d: {line}", shown)
+
+
+def test_grep_finds_the_sign_for_bytes_that_are_no_text(turn):
+    (turn.cwd / "x").write_bytes(b"tw\xff\n")
+    for pattern in ("tw\ufffd", "t.\ufffd"):
+        assert call(turn, "grep", pattern=pattern, path="x", output_mode="content").text == "x:1: tw\ufffd"
+    assert call(turn, "grep", pattern="tw\udcff", path="x").text.startswith("No match for 'tw\\udcff'")
 
 
 def test_grep_ignores_case_in_every_alphabet(turn):
@@ -2161,9 +2612,38 @@ def test_the_usual_types_name_their_files(turn, kind):
     assert call(turn, "grep", pattern="needle", type=kind, path="sub").text == OF_TYPES[kind]
 
 
+FILES_OF_TYPES = """
+py a.py a.pyi;js a.cjs a.js a.jsx a.mjs;ts a.cts a.mts a.ts a.tsx;md a.markdown a.md;rust a.rs;c a.c a.h
+cpp a.cc a.cpp a.cxx a.h a.hh a.hpp;cs a.cs;css a.css a.less a.sass a.scss;csv a.csv;dart a.dart
+docker Dockerfile Dockerfile.dev a.dockerfile;elixir a.ex a.exs;erlang a.erl a.hrl;go a.go;haskell a.hs a.lhs
+html a.htm a.html;java a.java;json a.json a.jsonl;julia a.jl;jupyter a.ipynb;kotlin a.kt a.kts;lua a.lua
+make GNUmakefile Makefile a.mak a.mk makefile;ocaml a.ml a.mli;perl a.pl a.pm a.t;php a.php
+r a.R a.Rmd a.r a.rnw
+ruby Gemfile Rakefile a.gemspec a.rake a.rb;scala a.scala;sh a.bash a.sh a.zsh;sql a.sql;svelte a.svelte
+swift a.swift;tex a.bib a.cls a.sty a.tex;toml a.toml;txt a.txt;vue a.vue;xml a.svg a.xml a.xsd a.xsl
+yaml a.yaml a.yml;zig a.zig"""
+
+
+def test_each_type_names_its_files_and_no_others(turn, monkeypatch):
+    monkeypatch.setenv("PATH", "")  # a git for each search would take most of the time
+    kinds = {kind: names for kind, *names in map(str.split, re.split("[;\n]", FILES_OF_TYPES.strip()))}
+    folder = turn.cwd / "many"
+    folder.mkdir()
+    for name in {name for names in kinds.values() for name in names} | {"a", "a.other", "b.pyc"}:
+        (folder / name).touch()
+    for kind, names in kinds.items():
+        found = [name for name, _ in tools.find_files(turn, folder, tools.type_glob(kind))]
+        assert found == names, kind
+    with pytest.raises(ToolError) as told:
+        tools.type_glob("klingon")
+    listed = re.search(r"There are: (.*?)\. Or", str(told.value))[1]
+    assert sorted(listed.split(", ")) == sorted(kinds)
+
+
 def test_a_type_that_is_not_known_is_an_error_that_lists_them(tree):
     result = call(tree, "grep", pattern="TODO", type="klingon")
     assert result.is_error and "no type 'klingon'" in result.text and "kotlin, lua, make" in result.text
+    assert "Or use glob, like *.klingon." in result.text
 
 
 @pytest.mark.parametrize("pattern, told", [
@@ -2298,6 +2778,28 @@ def test_of_many_files_none_is_left_out_and_they_keep_their_order(turn):
         assert call(turn, "grep", pattern=pattern, path="sub").text.split("\n") == names
 
 
+@pytest.mark.parametrize("source, needles", [
+    ("plain text", ["plain text"]), (r"a\.b\(c", ["a.b(c"]), (r"def \w+\(self, x", ["(self, x"]), ("", [""]),
+    (r"\bone\b|two", ["one", "two"]), ("(a|b)c", [""]), ("[|]c", [""]), (r"a\|b", [""]), ("^foo$", ["foo"]),
+    ("colou?r", ["colo"]), ("ab*cde", ["cde"]), ("abc{2}de", ["ab"]), ("foo+ba", ["foo"]), ("a.bcd", ["bcd"]),
+    ("[ab]cde", ["cde"]), ("[^]x]abc", ["abc"]), (r"fo\dbar\Dx", ["bar"]), (r"a\wbc\Wd", ["bc"]),
+    (r"a\sbc\Sd", ["bc"]), (r"a\bbc\Bd", ["bc"]), ("ab(c)defg", ["ab"]), (r"ab\x41cdef", ["ab"]),
+    (r"ab\nabc", ["ab"]),
+])  # fmt: skip
+def test_what_every_match_holds_is_looked_for_first(source, needles):
+    """A file without it needs no closer look."""
+    assert tools.needles_of(source) == needles
+
+
+@pytest.mark.parametrize("text, ignore_case, data", [
+    ("Ab1", False, b"Ab1"), ("Ab1", True, b"ab1"), ("Äb", False, "Äb".encode()), ("Äb", True, b""),
+    ("a\ufffd", False, b""),
+])  # fmt: skip
+def test_what_is_looked_for_first_is_certain_to_be_there(text, ignore_case, data):
+    """A letter may have a third form, and the sign for no text may stand for any byte."""
+    assert tools.needle_bytes(text, ignore_case) == data
+
+
 ENDLESS = r"class(.|\s)*yield"
 
 
@@ -2400,6 +2902,13 @@ def test_grep_says_how_many_files_it_left_out(tree):
     text = call(tree, "grep", pattern="TODO").text
     assert text.endswith("\n(2 files skipped: binary, over 2 MB or not readable)")
     assert "latin" in text and "binary\n" not in text and "huge" not in text and "node_modules" not in text
+
+
+def test_a_file_of_2_mb_is_searched_and_a_larger_one_is_skipped(turn):
+    for size in (2_000_000, 2_000_001):
+        (turn.cwd / "sub" / f"{size}").write_bytes(b"needle".ljust(size))
+    text = call(turn, "grep", pattern="needle", path="sub").text
+    assert text == "2000000\n(1 files skipped: binary, over 2 MB or not readable)"
 
 
 def test_grep_does_not_wait_for_what_is_no_file_and_counts_what_it_may_not_read(tree):
@@ -2510,6 +3019,27 @@ def test_without_git_the_folders_that_nobody_means_are_skipped(repository, monke
     names = found(repository)
     assert {"build/made.py", "src/d.log", "inner/f.tmp"} <= set(names)
     assert not [name for name in names if name.startswith(("node_modules", ".git/", ".nanobot"))]
+
+
+def test_folders_that_nobody_means_are_skipped_at_any_depth(turn):
+    skipped = [".git", "node_modules", "__pycache__", ".venv", ".tox", ".mypy_cache", ".pytest_cache",
+               ".ruff_cache", ".nanobot"]  # fmt: skip
+    for folder in (*skipped, "deep/node_modules", "build", ".github", "deep/.config"):
+        (turn.cwd / "sub" / folder).mkdir(parents=True)
+        (turn.cwd / "sub" / folder / "x.py").write_text("needle\n")
+    seen = [".github/x.py", "build/x.py", "deep/.config/x.py"]
+    assert call(turn, "grep", pattern="needle", path="sub").text.split("\n") == seen
+    assert sorted(call(turn, "glob", pattern="x.py", path="sub").text.split("\n")) == seen
+    assert call(turn, "grep", pattern="needle", path="sub/.venv").text == "x.py"  # what is named is searched
+
+
+def test_what_the_user_ignores_in_every_repository_is_ignored(repository, own_home):
+    (own_home / ".config" / "git").mkdir(parents=True)
+    (own_home / ".config" / "git" / "ignore").write_text("*.html\ndist/\n")
+    for name in ("x.html", "x.htm", "dist/deep/x.py", "src/dist/y.py"):
+        (repository.cwd / name).parent.mkdir(parents=True, exist_ok=True)
+        (repository.cwd / name).write_text("needle")
+    assert [name for name in found(repository) if name not in SEEN_BY_GIT] == ["x.htm"]
 
 
 def test_the_settings_of_a_strangers_repository_start_no_program(repository):
