@@ -7,8 +7,10 @@ import contextlib
 import fnmatch
 import gzip
 import http.server
+import inspect
 import ipaddress
 import json
+import logging
 import marshal
 import os
 import random
@@ -25,8 +27,9 @@ import textwrap
 import threading
 import time
 import warnings
+import weakref
 import zlib
-from dataclasses import replace
+from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Literal, Optional
@@ -1204,6 +1207,280 @@ def test_an_older_server_with_junk_on_stdout_works(runner):
     runner.run(kit.servers.close())
 
 
+SCRIPTED = r"""
+import json, os, sys
+told = json.loads(sys.argv[1])
+for line in sys.stdin:
+    asked = json.loads(line)
+    parameters = asked.get("params") or {}
+    named = parameters.get("name") or parameters.get("uri") or parameters.get("cursor") or ""
+    result = told.get(asked["method"] + " " + named, told.get(asked["method"]))
+    answer = {"jsonrpc": "2.0", "id": asked.get("id")}
+    if asked["method"] == "initialize":
+        capabilities = {kind: {} for kind in ("tools", "resources", "prompts") if kind + "/list" in told}
+        result = {"protocolVersion": "2025-06-18", "serverInfo": {"name": "s", "version": "1"},
+                  "capabilities": capabilities}
+    with open(os.environ.get("ASKED_FILE", os.devnull), "a") as file:
+        print(asked["method"], file=file)
+    if "id" in asked and result is None:
+        sys.exit("Error: " + asked["method"] + " is not expected")
+    if "id" in asked and "silence" not in result:
+        part = {"error": result["error"]} if "error" in result else {"result": result}
+        print(json.dumps({**answer, **part}), flush=True)
+"""
+
+
+def scripted(told: dict, **given) -> SimpleNamespace:
+    """A server of thirty lines that gives the answers of a table, by method and name."""
+    return mcp_settings(command=sys.executable, args=["-c", SCRIPTED, json.dumps(told)], **given)
+
+
+def plain_tool(name: str, **given) -> dict:
+    return {"name": name, "inputSchema": {"type": "object"}, **given}
+
+
+PNG_DATA = base64.b64encode(b"\x89PNG\r\n\x1a\n" + bytes(4)).decode()
+ZIP_DATA = base64.b64encode(b"PK\3\4" + bytes(1_200)).decode()
+HI = {"type": "text", "text": "hi"}
+RESULTS = [
+    ({"content": [HI, HI]}, "hi\nhi", 0),
+    ({"content": []}, "(mcp_s_t1 completed with no output)", 0),
+    ({"content": [HI], "structuredContent": {"degrees": 21}}, "hi", 0),  # the same, mostly
+    ({"content": [], "structuredContent": {"degrees": 21}}, '{"degrees": 21}', 0),
+    ({"content": [{"type": "resource", "resource": {"uri": "file:///a", "text": "inside"}}]}, "inside", 0),
+    ({"content": [{"type": "resource", "resource": {"uri": "file:///a", "blob": ZIP_DATA,
+                                                    "mimeType": "application/zip"}}]},
+     "[application/zip: 1,204 bytes]", 0),
+    ({"content": [{"type": "resource", "resource": {"uri": "file:///a", "blob": PNG_DATA}}]},
+     "[resource: 12 bytes]", 1),
+    ({"content": [{"type": "resource_link", "name": "log", "uri": "file:///log"}]},
+     "[resource: file:///log]", 0),
+    ({"content": [{"type": "audio", "data": ZIP_DATA, "mimeType": "audio/wav"}]},
+     "[audio/wav: 1,204 bytes]", 0),
+    ({"content": [{"type": "image", "data": PNG_DATA, "mimeType": "image/png"}] * 2},
+     "[image/png: 12 bytes]\n[image/png: 12 bytes]", 2),
+]  # fmt: skip
+SHELF = {
+    "tools/list": {"tools": [plain_tool(name) for name in (
+        *(f"t{number}" for number, _ in enumerate(RESULTS)), "refuse", "break", "lost", "end")]},
+    **{f"tools/call t{number}": result for number, (result, *_) in enumerate(RESULTS)},
+    "tools/call refuse": {"content": [HI], "isError": True},
+    "tools/call break": {"error": {"code": -32603, "message": "the disk is full"}},
+    "tools/call lost": {"error": {"code": -32600, "message": "Session terminated"}},
+    "resources/list": {"resources": [{"name": "two", "uri": "note://two"}, {"name": "picture", "uri": "note://p"}]},
+    "resources/read note://two": {"contents": [{"uri": "a:b", "text": "one"}, {"uri": "a:c", "text": "two"}]},
+    "resources/read note://p": {"contents": [{"uri": "a:b", "blob": PNG_DATA, "mimeType": "image/png"}]},
+    "prompts/list": {"prompts": [{"name": "plan", "arguments": [
+        {"name": "goal", "description": "What for", "required": True}, {"name": "style"}]}]},
+    "prompts/get plan": {"messages": [{"role": role, "content": HI} for role in ("user", "assistant")]},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def shelf(runner):
+    kit = MCPKit(runner, s=scripted(SHELF))
+    kit.connect(patience=30)
+    yield kit
+    runner.run(kit.servers.close())
+
+
+@pytest.mark.parametrize("number", range(len(RESULTS)))
+def test_each_kind_of_content_becomes_text_and_images(shelf, number):
+    _, text, images = RESULTS[number]
+    result = shelf.call(f"mcp_s_t{number}")
+    assert (result.text, len(result.images), result.is_error) == (text, images, False)
+
+
+def test_resources_and_prompts_become_text_and_images(shelf):
+    assert shelf.call("mcp_s_resource_two").text == "one\ntwo"
+    picture = shelf.call("mcp_s_resource_picture")
+    assert picture.text == "[image/png: 12 bytes]" and len(picture.images) == 1
+    plan = shelf.call("mcp_s_prompt_plan", goal="x")
+    assert plan.text == "hi\nhi" and not plan.is_error and not picture.is_error
+
+
+def test_what_a_server_refuses_is_an_error_with_its_words(shelf):
+    refused, broken = shelf.call("mcp_s_refuse"), shelf.call("mcp_s_break")
+    assert (refused.text, refused.is_error) == ("hi", True)
+    assert (broken.text, broken.is_error) == ("mcp_s_break failed: the disk is full", True)
+    server = shelf.servers.servers[0]
+    assert server.client  # the connection is as good as before
+
+
+def test_a_session_that_the_server_has_ended_is_begun_again_by_the_next_call(shelf):
+    lost = shelf.call("mcp_s_lost")
+    assert lost.is_error and "MCP server s: Session terminated" in lost.text and "tried again" in lost.text
+    assert shelf.servers.servers[0].client is None
+    assert shelf.call("mcp_s_t0").text == "hi\nhi"
+
+
+def test_a_program_that_ends_in_a_call_tells_why_and_is_started_by_the_next(shelf):
+    ended = shelf.call("mcp_s_end")
+    why = "MCP server s: Connection closed: Error: tools/call is not expected. Check tools.mcpServers.s"
+    assert ended.is_error and ended.text == f"{why}; it is tried again."
+    assert shelf.call("mcp_s_t0").text == "hi\nhi"
+
+
+def test_the_arguments_of_a_prompt_are_texts_and_some_are_required(shelf):
+    assert shelf.schema("mcp_s_prompt_plan")["parameters"] == {
+        "type": "object",
+        "properties": {"goal": {"type": "string", "description": "What for"}, "style": {"type": "string"}},
+        "required": ["goal"],
+    }
+    result = shelf.call("mcp_s_prompt_plan", style="x")
+    assert result.is_error and "goal is required" in result.text
+
+
+def test_what_is_not_described_is_told_by_its_name(shelf):
+    for name, told in {"t0": "tool t0", "resource_two": "resource two", "prompt_plan": "prompt plan"}.items():
+        assert shelf.schema(f"mcp_s_{name}")["description"] == f"{told} of s"
+
+
+def test_a_servers_words_are_cleaned_however_deep_and_cut(runner):
+    place = {"type": "string", "description": "first\nsec\u202eond", "enum": ["a\u200b", 1, True, None]}
+    schema = {"type": "object", "properties": {"pl\u200bace": place}}
+    listed = [{"name": "look", "description": "d\u2066" * 2_001, "inputSchema": schema}]
+    kit = MCPKit(runner, s=scripted({"tools/list": {"tools": listed}}))
+    kit.connect(patience=30)
+    seen = kit.schema("mcp_s_look")
+    assert seen["description"] == "d" * 2_000
+    cleaned = {"type": "string", "description": "first\nsecond", "enum": ["a", 1, True, None]}
+    assert seen["parameters"]["properties"] == {"place": cleaned}
+    runner.run(kit.servers.close())
+
+
+def test_the_pages_of_a_long_list_are_put_together(runner):
+    pages = {f"tools/list {page}": {"tools": [plain_tool(f"t{page}")], "nextCursor": str(page + 1)}
+             for page in range(1, 40)}  # fmt: skip
+    told = {"tools/list": {"tools": [plain_tool("t0")], "nextCursor": "1"}, **pages}
+    short = {**told, "tools/list 2": {"tools": [plain_tool("t2")]}}
+    kit = MCPKit(runner, endless=scripted(told), short=scripted(short))
+    names = kit.connect(patience=30)
+    assert [name for name in names if "short" in name] == ["mcp_short_t0", "mcp_short_t1", "mcp_short_t2"]
+    assert len([name for name in names if "endless" in name]) == 20
+    runner.run(kit.servers.close())
+
+
+def test_of_very_many_or_very_large_tools_some_are_left_out_and_the_log_tells(runner, caplog):
+    sizes = {"fits": 19_900, "huge": 20_001}
+    large = [plain_tool(name, description="x" * size) for name, size in sizes.items()]
+    listed = {"tools": [*large, *(plain_tool(f"t{number}") for number in range(130))]}
+    kit = MCPKit(runner, s=scripted({"tools/list": listed}))
+    names = kit.connect(patience=30)[1:]
+    assert len(names) == 128 and "mcp_s_fits" in names and "mcp_s_huge" not in names
+    assert "MCP server s: 4 tools are left out, too large or too many" in caplog.text
+    runner.run(kit.servers.close())
+    caplog.clear()
+    kit.servers.servers[0].settings.args[2] = json.dumps({"tools/list": {"tools": listed["tools"][2:130]}})
+    names = kit.connect(patience=30)[1:]  # what it had before is gone
+    assert len(names) == 128 and "mcp_s_fits" not in names and caplog.text == ""
+    runner.run(kit.servers.close())
+
+
+def test_a_name_of_64_letters_stays_and_a_longer_one_is_cut_with_its_own_end(runner):
+    names = ["x" * (64 - len("mcp_s_")), "y" * (65 - len("mcp_s_"))]
+    kit = MCPKit(runner, s=scripted({"tools/list": {"tools": [plain_tool(name) for name in names]}}))
+    kept, cut = kit.connect(patience=30)[1:]
+    assert kept == f"mcp_s_{names[0]}" and re.fullmatch("mcp_s_y{49}_[0-9a-f]{8}", cut)
+    runner.run(kit.servers.close())
+
+
+def test_a_server_that_knows_only_the_new_handshake_works(runner):
+    new = {"resultType": "complete", "ttlMs": 0, "cacheScope": "public"}
+    modern = {**new, "supportedVersions": ["2026-07-28"], "capabilities": {"tools": {}}}
+    settings = scripted({"server/discover": modern, "tools/list": {**new, "tools": [plain_tool("t")]}})
+    settings.args[1] = settings.args[1].replace('if asked["method"] == "initialize"', "if False")
+    kit = MCPKit(runner, s=settings)
+    assert kit.connect(patience=30)[1:] == ["mcp_s_t"]
+    runner.run(kit.servers.close())
+
+
+@pytest.mark.parametrize(
+    ("place", "kind", "method"),
+    [
+        ("/mcp", "", "POST"),
+        ("/sse", "", "GET"),
+        ("/sse", "http", "POST"),
+        ("/sse", "streamableHttp", "POST"),
+        ("/mcp", "streamable-http", "POST"),
+        ("/mcp", "SSE", "GET"),
+    ],
+)
+def test_a_url_is_asked_as_its_type_or_its_end_says(runner, site, caplog, place, kind, method):
+    caplog.set_level("INFO")
+    kit = MCPKit(runner, s=mcp_settings(url=site.url + place, headers={"X-Key": "1"}, type=kind))
+    kit.connect(patience=30)
+    logging.getLogger("of.others").info("still told")
+    assert "still told" in caplog.text
+    assert (site.asked[0][0], site.asked[0][2]["X-Key"]) == (method, "1")
+    assert re.search("MCP server s: .*Not Found'?. Check tools.mcpServers.s; it is tried again", caplog.text)
+    assert site.url not in caplog.text  # some hold a key
+    runner.run(kit.servers.close())
+
+
+@pytest.mark.parametrize("given", [
+    {"type": "stdio", "url": "http://127.0.0.1:9/"}, {"type": "sse", "command": "true"},
+    {"type": "http", "command": "true"}, {"command": "", "url": ""}, {"type": "websocket", "command": "true"},
+])  # fmt: skip
+def test_settings_that_cannot_be_are_told_with_what_they_need(runner, given):
+    kit = MCPKit(runner, s=mcp_settings(**{"command": "", **given}))
+    kit.connect(patience=30)
+    needs = "MCP server s: it needs a command (type stdio) or a url (type sse, http). Check"
+    assert needs in kit.servers.why_missing("mcp_s_x")
+    runner.run(kit.servers.close())
+
+
+def test_a_problem_that_is_over_and_comes_back_is_told_again(runner, tmp_path, caplog):
+    gate = f"[ -e {tmp_path}/open ] && exec \"$@\"; echo the door is shut >&2; exit 1"
+    told = {"tools/list": {"tools": [plain_tool("t")]}, "tools/call t": {"content": [HI]}}
+    argv = ["-c", gate, "sh", sys.executable, "-c", SCRIPTED, json.dumps(told)]
+    kit = MCPKit(runner, s=mcp_settings(command="sh", args=argv))
+    (server,) = kit.servers.servers
+    kit.connect(patience=30)
+    kit.connect()
+    assert caplog.text.count("the door is shut") == 1
+    (tmp_path / "open").touch()
+    server.retry_at = 0.0  # 30 s later
+    kit.connect(patience=30)
+    assert server.problem == "" and kit.call("mcp_s_t").text == "hi"
+    (tmp_path / "open").unlink()
+    runner.run(server.close())
+    assert "s was closed" in kit.servers.why_missing("mcp_s_t")
+    result = kit.call("mcp_s_t")
+    assert result.is_error and "s: Connection closed: the door is shut. Check tools.mcp" in result.text
+    before = server.task
+    assert kit.call("mcp_s_t").text == result.text and server.task is before  # not started at each call
+    kit.connect()
+    assert caplog.text.count("the door is shut") == 2
+
+
+def test_a_server_is_told_that_nobody_waits_for_its_answer_any_more(runner, tmp_path):
+    told = {"tools/list": {"tools": [plain_tool("t")]}, "tools/call": {"silence": True}}
+    kit = MCPKit(runner, s=scripted(told, tool_timeout=0.05, env={"ASKED_FILE": f"{tmp_path}/asked"}))
+    kit.connect(patience=30)
+    assert kit.call("mcp_s_t").text == "(MCP tool call timed out after 0.05s)"
+    asked = tmp_path / "asked"
+    assert runner.run(in_thread(until, lambda: asked.read_text().endswith("notifications/cancelled\n")))
+    runner.run(kit.servers.close())
+
+
+def test_a_check_ends_the_servers_and_leaves_their_tools(runner):
+    told = {"tools/list": {"tools": [plain_tool("t")]}}
+    kit = MCPKit(runner, s=scripted(told), off=mcp_settings(disabled=True))
+    assert runner.run(kit.servers.check()) == {"s": ""}
+    assert kit.servers.servers[0].task.done() and kit.registry.get("mcp_s_t")
+
+
+def test_lines_that_are_no_messages_fill_no_log(runner, caplog):
+    caplog.set_level("INFO")
+    settings = scripted({"tools/list": {"tools": [plain_tool("t")]}})
+    settings.args[1] = 'print("{\\"level\\": \\"info\\"}", flush=True)\nprint("ready")\n' + settings.args[1]
+    kit = MCPKit(runner, s=settings)
+    assert kit.connect(patience=30)[1:] == ["mcp_s_t"] and caplog.text == ""
+    assert kit.servers.servers[0].junk == "{'level': 'info'}"  # its first line, for the case that it fails
+    runner.run(kit.servers.close())
+
+
 def test_servers_that_fail_are_told_of_once_and_the_others_work(runner, mcp, caplog):
     kit = MCPKit(
         runner,
@@ -1230,6 +1507,7 @@ def test_a_server_that_failed_is_tried_again_at_a_later_message(runner, tmp_path
     assert kit.connect(patience=30) == ["read_file"]
     (tmp_path / "ready").touch()
     assert kit.connect(patience=30) == ["read_file"]  # not at once: a dead server must not slow every turn
+    assert 15 < kit.servers.servers[0].retry_at - time.monotonic() <= 30
     kit.servers.servers[0].retry_at = time.monotonic()  # 30 s later
     assert "mcp_late_bare" in kit.connect(patience=30)
     runner.run(kit.servers.close())
@@ -1250,6 +1528,8 @@ def test_a_server_that_never_answers_holds_a_turn_for_a_moment_and_is_ended(runn
 
 
 def test_a_turn_waits_as_long_as_it_wants_to(runner):
+    """Five seconds, where it does not say."""
+    assert inspect.signature(MCPServers.connect).parameters["patience"].default == 5
     kit = MCPKit(runner, slow=mcp_settings())
     assert kit.connect(patience=0) == ["read_file"]
     assert "still starting" in kit.servers.why_missing("mcp_slow_echo")
@@ -1264,7 +1544,7 @@ def test_a_server_that_talks_junk_costs_one_start_and_the_cause_is_told(runner, 
     junk = mcp_settings(command="sh", args=["-c", JUNK.format(log=tmp_path / "log")])
     kit = MCPKit(runner, **{"my junk": junk})
     server = kit.servers.servers[0]
-    assert server.time_limit + 5 <= 30  # 5: until the SDK has ended it
+    assert server.time_limit + 5 == 30  # 5: until the SDK has ended it
     kit.connect(patience=0)
     while not server.junk:
         runner.run(asyncio.sleep(0.01))  # its start goes on
@@ -1295,6 +1575,22 @@ def test_a_server_that_is_closed_while_it_starts_is_gone(runner, tmp_path):
     runner.run(kit.servers.close())
     assert kit.servers.servers[0].task.done()
     assert not is_running(int(content(tmp_path / "pid") or 4_000_000))  # mostly it was not even begun
+
+
+def test_a_server_that_is_closed_before_it_has_begun_is_never_started(runner, tmp_path):
+    kit = MCPKit(runner, s=mcp_settings("mute", env={"PID_FILE": f"{tmp_path}/pid"}))
+    (server,) = kit.servers.servers
+
+    async def connect_and_close():
+        connecting = asyncio.create_task(kit.servers.connect())
+        while not server.task:
+            await asyncio.sleep(0)
+        await kit.servers.close()
+        connecting.cancel()
+        await asyncio.wait([connecting])
+
+    runner.run(connect_and_close())
+    assert server.task.done() and not (tmp_path / "pid").exists()
 
 
 def test_without_the_sdk_one_line_says_how_to_get_it(tmp_path):
@@ -2436,6 +2732,63 @@ def test_grep_finds_what_a_loop_over_the_lines_would_find(turn, monkeypatch):
     assert hits > 40
 
 
+@pytest.mark.parametrize("source, whole", [
+    (r"def\s+\w+[^:]*$", r"def[^\S\n]+\w+[^\n:]*$"), (r"\W\D\d\S\b\.", r"[^\w\n][^\d\n]\d\S\b\."),
+    ("^a|b.c$", "^a|b.c$"), ("[a-z\\d]+", "[a-z\\d]+"), ("[]a]", "[]a]"), ("x{2,3}?", "x{2,3}?"),
+    ("(?:a|b)(?=a)(?!b)(?<=c)(?<!d)(?P<n>e)(?>f)", "(?:a|b)(?=a)(?!b)(?<=c)(?<!d)(?P<n>e)(?>f)"),
+    (r"\Aa", None), (r"a\Z", None), (r"\B", None), (r"\n", None), ("a\nb", None), (r"\x41", None),
+    (r"(a)\1", None),
+    ("(?P<n>a)(?P=n)", None), ("(?i)a", None), ("(?s:.)", None), ("(?#c)a", None), ("[\\s,]", None),
+    ("[\n]", None), ("[^]a]", None), ("[^-a]", None), ("[\\x00-\\x20]", None),
+])  # fmt: skip
+def test_an_expression_is_tried_on_all_lines_at_once_only_where_it_then_means_the_same(source, whole):
+    assert tools.for_whole_text(source) == whole
+
+
+@pytest.mark.parametrize("pattern, lines", [
+    (r"\Atwo", [2]), (r"o\Z", [2]), ("(?i)TWO", [2]), ("(?s)one.two", []), (r"e[\s]t", [4]), (r"\x74wo", [2]),
+    ("[^]]n", [1, 4]), (r"\Bn", [1, 4]), ("(e) t", [4]), (r"\bt\w+$", [2, 4]), (r"^\W*$", [3]),
+])  # fmt: skip
+def test_a_line_is_found_as_if_it_stood_alone(turn, pattern, lines):
+    (turn.cwd / "sub" / "x").write_text("one\ntwo\n\none three\n")
+    text = call(turn, "grep", pattern=pattern, path="sub", glob="x", output_mode="content").text
+    assert [int(line.split(":")[1]) for line in text.split("\n") if line.startswith("x:")] == lines
+
+
+@pytest.mark.parametrize("pattern", ["(", "x{99999999999}", "(" * 2_000 + ")" * 2_000])
+def test_what_is_no_expression_is_told_even_where_there_is_no_file(turn, pattern):
+    (turn.cwd / "empty").mkdir()
+    result = call(turn, "grep", pattern=pattern, path="empty")
+    assert result.is_error and "is no regular expression; set fixed_strings?: " in result.text
+
+
+def test_a_long_line_is_cut_and_an_empty_file_has_no_lines(turn):
+    (turn.cwd / "sub" / "long").write_text("a" * 600)
+    (turn.cwd / "sub" / "empty").touch()
+    text = call(turn, "grep", pattern="^a*", path="sub", output_mode="content").text
+    assert f"long:1: {'a' * 500}\n" in text + "\n" and "empty" not in text
+
+
+def test_lines_around_several_matches_are_shown_once_and_in_order(turn):
+    (turn.cwd / "sub" / "x").write_text("".join(f"{number}\n" for number in range(1, 13)))
+    arguments = {"path": "sub/x", "output_mode": "content", "context_before": 2, "context_after": 1}
+    text = call(turn, "grep", pattern="^(1|4|12)$", **arguments).text
+    numbers = [(int(line[2:].split(line[1])[0]), line[1]) for line in text.split("\n")]
+    assert numbers == [(1, ":"), (2, "-"), (3, "-"), (4, ":"), (5, "-"), (10, "-"), (11, "-"), (12, ":")]
+
+
+def test_of_many_files_none_is_left_out_and_they_keep_their_order(turn):
+    """Batches of 256 go to two processes in turn."""
+    (turn.cwd / "sub" / "b.txt").unlink()
+    for number in range(520):
+        (turn.cwd / "sub" / f"{number:03}.txt").touch()
+    names = [f"{number:03}.txt" for number in range(9, 520, 85)]
+    for name in names:
+        (turn.cwd / "sub" / name).write_text("needle 7\n")
+    for pattern in ("needle", r"needle \d"):
+        assert call(turn, "grep", pattern=pattern, path="sub").text.split("\n") == names
+
+
 @pytest.mark.parametrize("source, needles", [
     ("plain text", ["plain text"]), (r"a\.b\(c", ["a.b(c"]), (r"def \w+\(self, x", ["(self, x"]), ("", [""]),
     (r"\bone\b|two", ["one", "two"]), ("(a|b)c", [""]), ("[|]c", [""]), (r"a\|b", [""]), ("^foo$", ["foo"]),
@@ -2839,6 +3192,27 @@ def test_what_is_no_web_address_is_refused_before_anything_is_looked_up(url):
     assert "secret" not in result.text
 
 
+@pytest.mark.parametrize("text, url", [
+    (" https://example.com\n", "https://example.com/"),
+    ("http://münchen.de/a b?q=ü&x=%41#part", "http://xn--mnchen-3ya.de/a%20b?q=%C3%BC&x=%41"),
+    ("HTTP://Example.com:80", "http://Example.com:80/"),
+    ("http://example.com:443/", "http://example.com:443/"),
+    ("https://example.com:80/", "https://example.com:80/"),
+    ("https://example.com:1024/", "https://example.com:1024/"),
+    ("http://[2606:4700::1111]:8080/", "http://[2606:4700::1111]:8080/"),
+    ("http://a.org/@me/a:b=c&d~e+f!$,;'()*?x=/y?z", "http://a.org/@me/a:b=c&d~e+f!$,;'()*?x=/y?z"),
+    ("http://a.org/\"<>{}", "http://a.org/%22%3C%3E%7B%7D"),
+])  # fmt: skip
+def test_a_url_is_made_ready_to_be_sent(text, url):
+    assert tools.web_url(text).geturl() == url
+
+
+@pytest.mark.parametrize("port", [1, 21, 22, 25, 79, 81, 442, 444, 1_023, 65_536])
+def test_a_port_that_is_not_the_webs_is_refused(port):
+    with pytest.raises(ToolError, match="no user name, backslash or odd port"):
+        tools.web_url(f"http://example.com:{port}/")
+
+
 def test_the_whitelist_opens_only_what_it_names(site):
     site.pages["/"] = (200, {"Content-Type": "text/plain"}, b"hello")
     assert "hello" in fetch(site.url, web=Web(["127.0.0.1/32"])).text
@@ -2876,6 +3250,29 @@ def test_redirects_are_followed_and_each_is_checked_again(site):
     lookup = resolver(example=["127.0.0.1"], **{"127": ["127.0.0.1"]})
     result = fetch(f"{site.url}/a", web=Web(LOOPBACK, lookup))
     assert "arrived" in result.text and f"URL: http://example.com:{site.port}/caf%C3%A9\n" in result.text
+
+
+def test_an_address_in_no_known_encoding_leads_somewhere_else_and_ends_nothing(site):
+    site.pages["/"] = (302, {"Location": "/caf\xe9"}, b"")
+    assert "URL right" in fetch(f"{site.url}/").text and site.asked[1][1] == "/caf%EF%BF%BD"
+
+
+@pytest.mark.parametrize("times, told", [(5, "Status: 200"), (6, "Status: 302 Try another source.")])
+def test_five_redirects_are_followed(site, times, told):
+    site.pages["/"] = (200, {"Content-Type": "text/plain"}, b"arrived")
+    for number in range(times):
+        site.pages[f"/{number + 1}"] = (302, {"Location": f"/{number or ''}"}, b"moved")
+    result = fetch(f"{site.url}/{times}")
+    assert told in result.text and result.is_error == (times > 5) and len(site.asked) == 6
+
+
+@pytest.mark.parametrize("status, headers, failed", [
+    (201, {"Location": "/else"}, False), (300, {}, True), (304, {}, True), (404, {"Location": "/else"}, True),
+])  # fmt: skip
+def test_nothing_else_is_taken_for_a_redirect(site, status, headers, failed):
+    site.pages["/"] = (status, {"Content-Type": "text/plain", **headers}, b"")
+    result = fetch(f"{site.url}/")
+    assert f"Status: {status}" in result.text and result.is_error == failed and len(site.asked) == 1
 
 
 @pytest.mark.parametrize("target, told", [
@@ -2948,6 +3345,14 @@ def test_a_server_that_drips_cannot_hold_the_fetch(site):
     assert until(lambda: threading.active_count() <= before)  # neither our thread nor the server's is left
 
 
+def test_a_server_that_never_shakes_hands_cannot_hold_the_fetch():
+    before = threading.active_count()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"https://127.0.0.1:{listener.getsockname()[1]}/"
+        assert "longer than 0.2 s" in fetch(url, web=Web(LOOPBACK, seconds=0.2)).text
+        assert until(lambda: threading.active_count() <= before)
+
+
 def test_a_name_service_that_hangs_cannot_hold_the_fetch():
     def resolve(*args, **kwargs):
         time.sleep(1)
@@ -2974,13 +3379,37 @@ def test_a_cancelled_fetch_lets_go_of_the_connection(site):
 
 @pytest.mark.parametrize("packing, pack", [
     ("gzip", gzip.compress), ("deflate", zlib.compress), ("identity", bytes),
+    ("", bytes), ("gzip", bytes),  # said, but not so
     ("GZIP", gzip.compress), ("gzip", lambda data: gzip.compress(data)[:-9]),  # the last one breaks off
 ])  # fmt: skip
 def test_packed_answers_are_unpacked(site, packing, pack):
     headers = {"Content-Type": "text/plain", "Content-Encoding": packing}
     site.pages["/"] = (200, headers, pack(b"packed words " * 50))
     assert "packed words packed" in fetch(site.url).text
-    assert site.asked[0][2]["Accept-Encoding"] == "gzip, deflate"
+    _, _, headers, _ = site.asked[0]
+    assert headers["Accept-Encoding"] == "gzip, deflate" and "nanobot" in headers["User-Agent"]
+
+
+def test_a_file_that_is_packed_itself_is_not_unpacked(site):
+    site.pages["/"] = (200, {"Content-Type": "application/gzip"}, gzip.compress(b"packed words"))
+    assert "(not text but application/gzip, " in fetch(site.url).text
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_a_page_that_is_cut_says_so_however_little_text_is_in_it(site, pack):
+    headers = {"Content-Type": "text/html", **({} if pack is bytes else {"Content-Encoding": "gzip"})}
+    site.pages["/"] = (200, headers, pack(b"<p>text<script>" + b"-" * 5_000_000))
+    assert fetch(site.url).text.endswith("\ntext\n(cut: there is more)")
+
+
+@pytest.mark.parametrize("chars, end", [(6, "\nwords"), (5, "\nword\n(cut: there is more)")])
+def test_as_many_characters_are_shown_as_were_asked_for(site, chars, end):
+    site.pages["/"] = (200, {"Content-Type": "text/plain"}, b"words")
+    assert fetch(site.url, max_chars=chars).text.endswith(end)
+    site.pages["/"] = (200, {"Content-Type": "text/plain"}, b"w" * 11_999)
+    assert fetch(site.url).text.endswith("www")  # 12,000 with the empty line before it
+    site.pages["/"] = (200, {"Content-Type": "text/plain"}, b"w" * 12_000)
+    assert fetch(site.url).text.endswith("www\n(cut: there is more)")
 
 
 def test_a_bomb_is_cut_while_it_unpacks(site):
@@ -3005,7 +3434,7 @@ def test_an_endless_answer_is_cut_while_it_is_read(site):
 
 @pytest.mark.parametrize("status, advice", [
     (401, "login"), (403, "refuses"), (404, "URL right"), (410, "another source"), (429, "wait"),
-    (503, "another source"),
+    (300, "another source"), (500, "another source"), (503, "another source"),
 ])  # fmt: skip
 def test_an_http_error_is_an_error_result_with_status_and_advice(site, status, advice):
     site.pages["/"] = (status, {"Content-Type": "text/html"}, b"<p>because &lt;so&gt;")
@@ -3035,6 +3464,30 @@ def test_the_result_says_where_it_is_from_and_what_it_is(site):
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("kind, body, text", [
+    ("", "<!DOCTYPE html><p>a", "\na"),
+    ("", "\n <html lang=en><p>a", "\na"),
+    ("text/plain", "<HTML><p>a", "\na"),
+    ("text/plain", "<p>a", "\n<p>a"),
+    ("application/xhtml+xml", "<p>a", "\na"),
+    ("TEXT/HTML", "<TITLE lang=en>T</TITLE><p>a", "Title: T\n\na"),
+    ("text/html", "<script>run()</script>", "\n(no text: the page may need JavaScript)"),
+    ("text/plain", "a\r\nb\n", "\na\nb\n"),
+    ("text/plain", "\ufeffwords", "\nwords"),
+    ("text/plain", "[1]", "\n[1]"),
+    ("application/ld+json", "[1]", "\n[\n  1\n]"),
+    ("text/plain", "a" * 8_192 + "\0", "\n" + "a" * 8_192 + "\0"),
+    ("text/plain", "a" * 8_191 + "\0", "(not text but text/plain, 8,192 bytes)"),
+    ("audio/mpeg", "words", "(not text but audio/mpeg, 5 bytes)"),
+    ("video/mp4; codecs=x", "words", "(not text but video/mp4, 5 bytes)"),
+    ("font/woff2", "words", "(not text but font/woff2, 5 bytes)"),
+    ("Application/PDF", "words", "(not text but application/pdf, 5 bytes)"),
+])  # fmt: skip
+def test_an_answer_is_read_as_what_it_says_or_looks_like(site, kind, body, text):
+    site.pages["/"] = (200, {"Content-Type": kind} if kind else {}, body.encode())
+    assert fetch(f"{site.url}/").text.split("Status: 200\n")[1] == text
+
+
 def test_json_is_laid_out_and_what_is_none_is_shown_as_it_is(site):
     kind = {"Content-Type": "application/json; charset=utf-8"}
     site.pages["/good"] = (200, kind, '{"name":["ü",1]}'.encode())
@@ -3052,6 +3505,7 @@ def test_images_are_shown_and_other_binary_data_is_named(site):
     site.pages["/image"] = (200, {"Content-Type": "text/html"}, png)  # its first bytes count
     result = fetch(f"{site.url}/image")
     assert result.images[0]["image_url"]["url"].startswith("data:image/png;base64,")
+    assert result.text.endswith("/image\nStatus: 200\n(an image)")
     site.pages["/zip"] = (200, {"Content-Type": "application/zip"}, b"PK\3\4" + bytes(1_000))
     site.pages["/pdf"] = (200, {"Content-Type": "application/pdf"}, b"%PDF-1.7 words")
     assert "(not text but application/zip, 1,004 bytes)" in fetch(f"{site.url}/zip").text
@@ -3067,15 +3521,37 @@ def test_images_are_shown_and_other_binary_data_is_named(site):
     ("text/html", "<meta http-equiv=x content='text/html; charset=cp1250'><p>łódź ü".encode("cp1250")),
     ("text/html; charset=no-such", "<p>łódź ü".encode()),
     ("text/plain", "łódź ü".encode()),
+    ("text/html", b"<?xml version='1.0' encoding='iso-8859-2'?><p>" + "łódź ü".encode("iso-8859-2")),
+    ('text/html; Charset = "Windows-1250"', "<p>łódź ü".encode("cp1250")),
+    ("text/html", b" " * 1_990 + b"<meta charset=cp1250><p>" + "łódź ü".encode("cp1250")),
+    ("text/html", b" " * 3_000 + "<meta charset=cp1250><p>łódź ü".encode()),  # nobody looks so far
 ])  # fmt: skip
 def test_pages_are_decoded_as_they_say_or_look(site, kind, body):
     site.pages["/"] = (200, {"Content-Type": kind}, body)
     assert fetch(site.url).text.endswith("\nłódź ü")
 
 
-def test_only_encodings_of_the_web_are_used(site):
-    site.pages["/"] = (200, {"Content-Type": "text/plain; charset=punycode"}, b"abc-kva")  # it can take hours
-    assert fetch(site.url).text.endswith("\nabc-kva")
+@pytest.mark.parametrize("charset, text", [
+    ("utf-8", "мир"), ("windows-1251", "мир"), ("koi8-r", "мир"), ("gb18030", "你好"), ("gb2312", "你好"),
+    ("big5", "你好"), ("shift_jis", "こんにちは"), ("euc-jp", "こんにちは"), ("euc-kr", "안녕"),
+    ("iso-2022-jp", "こんにちは"), ("cp866", "мир"),
+])  # fmt: skip
+def test_the_encodings_of_the_web_are_read(site, charset, text):
+    site.pages["/"] = (200, {"Content-Type": f"text/plain; charset={charset}"}, text.encode(charset))
+    assert fetch(site.url).text.endswith(f"\n{text}")
+
+
+def test_a_letter_that_is_none_spoils_no_page(site):
+    for charset in ("gb2312", "utf-8", "no-such", "utf-99"):
+        body = b"\xff " + "你好".encode("gb2312" if charset == "gb2312" else "utf-8")
+        site.pages["/"] = (200, {"Content-Type": f"text/plain; charset={charset}"}, body)
+        assert fetch(site.url).text.endswith("\n� 你好")
+
+
+@pytest.mark.parametrize("charset", ["punycode", "idna", "unicode_escape", "zlib"])
+def test_only_encodings_of_the_web_are_used(site, charset):
+    site.pages["/"] = (200, {"Content-Type": f"text/plain; charset={charset}"}, b"(\\x41-kva")
+    assert fetch(site.url).text.endswith("\n(\\x41-kva")  # punycode can take hours
 
 
 def test_a_letter_that_the_size_limit_cuts_spoils_no_page(site):
@@ -3124,12 +3600,44 @@ def test_a_letter_that_the_size_limit_cuts_spoils_no_page(site):
     ("</ol><li>a</ol></ul><ol><li></ol>1.  b", "- a\n\n1. 1. b"),
     ("<p>see<img src=a.png alt='A &quot;big&quot; > chart'> <img alt=''><img data-alt=no src=x>!",
      'see[image: A "big" > chart] !'),
+    ("<img alt=x src=y><img src=y ALT = 'a b'><img title=t>", "[image: x][image: a b]"),
+    ("a<nav>menu</nav>b<button>Share</button>c<select><option>x</select>d", "a b c d"),
+    ("a<header>Shop</header>b<footer>end</footer>c<aside>ads</aside>d", "a\nb\nc\nd"),
+    ("<h2>b</h2><h4>d</h4><h5>e</h5><h6>f</h6>", "## b\n\n#### d\n\n##### e\n\n###### f"),
+    ("a<br/>b<BR>c<br clear=all>d", "a\nb\nc\nd"),
+    ("<a href=b><h2>Card</h2></a><a href=c><ul><li>Item</ul></a>",
+     "[Card](https://site.org/d/b)[Item](https://site.org/d/c)"),
+    ("<a data-href=x href = 'c'>c</a> <a HREF=\"mailto:a@b.c\">mail</a>", "[c](https://site.org/d/c) mail"),
+    ("<pre>\n\na<br>b\n</pre>", "```\na\nb\n```"),
+    ("<pre>never closed", "```\nnever closed\n```"),
+    ("<title>T</title><iframe src=x>f</iframe><svg><text>v</text></svg>a", "a"),
+    ("<aside class=Note>kept</aside><aside>ads</aside>", "kept"),
+    ("<footer><h1>Shop</h1></footer><HEADER><H1 id=x>Rain</H1></HEADER>", "# Rain"),
+    ("<article>a</article>b<main>c</main>", "a\n\nb\n\nc"),
+    ("<article>a</article><article><header>by Ann</header>b</article>", "a\n\nby Ann\n\nb"),
+    ("<p>a well-known 3.14 - or 2. | #4", "a well-known 3.14 - or 2. | #4"),
+    ("<aside>x</aside></main><main>a", "a"),
+    ("<ol><li>a<ol><li>b</ol><li>c</ol><ul><li>d</ul>", "1. a\n\n1. b\n\n2. c\n\n- d"),
+    ("<ol start=0><li>a</ol><ol start=x><li>b</ol>", "0. a\n\n1. b"),
     ("<a href=b><img alt=Logo></a>", "[[image: Logo]](https://site.org/d/b)"),
     ("10<sup>6</sup> m<sup class=x>2</sup> H<sub>2</sub>O", "10^6 m^2 H2O"),
     ("", ""),
 ])  # fmt: skip
 def test_html_becomes_readable_text(source, text):
     assert page_text(source, "https://site.org/d/page") == text
+
+
+@pytest.mark.parametrize("tag", [
+    "p", "div", "ul", "ol", "dl", "dd", "dt", "table", "blockquote", "section", "article", "main", "header",
+    "footer", "aside", "details", "summary", "figure", "figcaption", "hr",
+])  # fmt: skip
+def test_a_block_stands_behind_an_empty_line(tag):
+    assert page_text(f"a<{tag}>b") == page_text(f"a<{tag.upper()} id=x>b") == "a\n\nb"
+
+
+@pytest.mark.parametrize("tag", ["b", "i", "em", "span", "a", "time", "sub", "font", "x-y", "label"])
+def test_what_is_in_a_line_stays_in_it(tag):
+    assert page_text(f"a<{tag} id=x>b</{tag}>c") == "abc"
 
 
 SOUP = [
@@ -3215,12 +3723,65 @@ def test_as_many_results_are_shown_as_were_asked_for(site):
     assert "12. t11" in search(site, "searxng", count=12).text
 
 
+def test_a_servers_address_may_have_a_path(site):
+    site.pages["/searx/search"] = (200, {}, b'{"results": []}')
+    for base in (f"{site.url}/searx", f"{site.url}/searx/"):
+        assert "no results" in answer(WebSearch(Web(), "searxng", "", base), query="a&b=c").text
+    assert [path for _, path, *_ in site.asked] == ["/searx/search?format=json&q=a%26b%3Dc"] * 2
+
+
+@pytest.mark.parametrize("provider, place, sent", [
+    ("duckduckgo", "/html/?q=x", {}),
+    ("brave", "/res/v1/web/search?q=x&count=5", {"X-Subscription-Token": "sk-key"}),
+    ("tavily", "/search", {"Authorization": "Bearer sk-key", "Content-Type": "application/json"}),
+    ("searxng", "/search?format=json&q=x", {}),
+    ("jina", "/?q=x&num=5",
+     {"Authorization": "Bearer sk-key", "Accept": "application/json", "X-Respond-With": "no-content"}),
+])  # fmt: skip
+def test_each_search_service_gets_what_its_documentation_asks_for(site, provider, place, sent):
+    search(site, provider, "x")
+    (method, path, headers, body), = site.asked
+    assert path == place and {name: headers[name] for name in sent} == sent
+    assert json.loads(body or "{}") == ({"query": "x", "max_results": 5} if provider == "tavily" else {})
+
+
+@pytest.mark.parametrize("provider, host", [
+    ("duckduckgo", "html.duckduckgo.com"), ("brave", "api.search.brave.com"), ("tavily", "api.tavily.com"),
+    ("jina", "s.jina.ai"),
+])  # fmt: skip
+def test_each_search_service_is_looked_up_by_its_own_name_and_must_be_public(provider, host):
+    lookup = resolver(html=["127.0.0.1"], api=["127.0.0.1"], s=["127.0.0.1"])
+    result = answer(WebSearch(Web(resolve=lookup), provider, "sk-key"), query="x")
+    assert lookup.asked == [host] and "127.0.0.1, which is not public" in result.text
+
+
+def test_what_a_search_service_answers_is_cleaned_and_cut(site):
+    long = {"title": None, "url": "http://x/", "content": "<i>long</i>\n" * 200}
+    odd = [long, {"url": "http://y/"}, "junk", 7]
+    body = json.dumps({"results": odd, "note": "anomaly \udcff"}, ensure_ascii=False)
+    site.pages["/search"] = (200, {}, body.encode(errors="surrogateescape"))
+    lines = search(site, "searxng").text.split("\n")
+    assert lines[1:] == ["1. ", "   http://x/", "   " + "long " * 100, "2. ", "   http://y/", "   "]
+
+
+def test_duckduckgos_page_may_have_plain_links_and_odd_parts(site):
+    page = """<a class="result__snippet" href="x">of nothing</a>
+    <a rel="nofollow" class="result__a" href="https://a.org/?x=1&amp;y=2">A</a>
+    <a class="other" href="https://b.org">B</a>
+    <a class="result__a" href="https://c.org/">C</a><a class="result__snippet" href="x">of C</a>"""
+    site.pages["/html/"] = (200, {}, page.encode())
+    shown = "1. A\n   https://a.org/?x=1&y=2\n   \n2. C\n   https://c.org/\n   of C"
+    assert search(site, "duckduckgo").text.split("\n", 1)[1] == shown
+
+
 @pytest.mark.parametrize("provider, lack", [("brave", "apiKey"), ("jina", "apiKey"), ("searxng", "baseUrl")])
 def test_a_service_without_its_key_or_address_gives_way_to_duckduckgo(https_site, provider, lack):
     lookup = resolver(html=["127.0.0.1"])
     result = answer(WebSearch(Web(resolve=lookup), provider), query="x")
     assert lookup.asked == ["html.duckduckgo.com"] and "not public" in result.text
-    assert f"({provider} has no {lack} in tools.web.search" in WebSearch(Web(), provider).note
+    note = f"({provider} has no {lack} in tools.web.search: this is from duckduckgo)"
+    assert note in WebSearch(Web(), provider).note
+    assert WebSearch(Web(), provider, "sk-key", "http://x").note == ""
 
 
 @pytest.mark.parametrize("provider, status, body, told", [
@@ -3238,6 +3799,7 @@ def test_what_a_search_service_refuses_is_an_error_that_says_why(site, provider,
     site.pages[PATHS[provider]] = (status, {"Location": "http://127.0.0.1:1/"}, body.encode())
     result = search(site, provider)
     assert result.is_error and told in result.text and "sk-key" not in result.text
+    assert "The user may " in result.text and "tools.web.search" in result.text
 
 
 @pytest.mark.parametrize("provider, body", [
@@ -3261,6 +3823,12 @@ def test_a_key_that_a_service_sends_back_is_not_shown(site):
 def test_a_key_does_not_follow_a_redirect(site):
     site.pages["/search"] = (307, {"Location": "/elsewhere"}, b"")
     assert search(site, "tavily").is_error and [path for _, path, *_ in site.asked] == ["/search"]
+
+
+def test_a_row_of_the_webs_tables_is_not_changed_by_mistake():
+    for row in (tools.LAYOUT["tags"], tools.SEARCH_SERVICES["brave"]):
+        with pytest.raises(FrozenInstanceError):
+            row.put = row.url = ""
 
 
 def test_the_web_tools_may_run_side_by_side():
@@ -3307,7 +3875,7 @@ def test_what_hardly_anybody_means_is_refused(turn, command):
     "cat sessions/a.jsonl", "echo x > memory/MEMORY.md", "echo " + "long" * 25_000, "echo 'it''s' # don't",
     "python - <<'E'\nprint(\"it's\")\nE", "x=$((1 + 2)); echo $x", "[ -f a ] && echo yes",
     "find . -name '*.pyc' -delete", "find . -type d -empty -delete", "dd --version", "reboot --help",
-    "fdisk -l", "rm -- -r.txt", "echo hi > /dev/tty", "echo hi >/dev/fd/1", "echo x > /dev/shm/x",
+    "fdisk -l", "rm -- -r.txt", "rm -- -r", "echo hi > /dev/tty", "echo hi >/dev/fd/1", "echo x > /dev/shm/x",
     "echo > /dev/tcp/localhost/80", "cat > a.txt <<'E'\nrm -rf x\nE\nls",
     "cat <<-E > run.sh\n\trm -rf build\n\tE", "cat <<A <<B\nA\nrm -rf x\nB",
 ])  # fmt: skip
@@ -3328,7 +3896,11 @@ def test_what_people_mean_passes(turn, command):
     "grep -A 2 x /etc/passwd", "grep -rne x /etc", "grep -e /a -e /b /etc/passwd", "sed -n p /etc/passwd",
     "sed -e p /etc/passwd", "sed -f /etc/passwd a.txt", "awk 1 /etc/passwd", "awk -F : 1 /etc/passwd",
     "tr a b < /etc/passwd", "cut -d / -f 2 /etc/passwd", "ls | xargs grep x /etc/passwd",
-    "diff a.txt <(sed p /etc/passwd)",
+    "diff a.txt <(sed p /etc/passwd)", "cut -f2 /etc/passwd", "tr a b /etc/passwd", "egrep x /etc/passwd",
+    "fgrep x /etc/passwd", "rg x /etc", "gawk 1 /etc/passwd", "grep --regexp=x /etc/passwd",
+    "sed --expression=p /etc/passwd", "awk --file=a.txt /etc/passwd", "grep x --file=/etc/passwd",
+    "sort /x /etc/passwd", f"cat {'a' * 255}/../../x", "echo x > /usr/bin/env", "echo x > a.txt > ../x",
+    "cat {/etc/passwd}", "ls a:/etc",
 ])  # fmt: skip
 def test_the_fence_holds_for_the_words_of_a_command(fenced, command):
     with pytest.raises(ToolError):
@@ -3346,6 +3918,9 @@ def test_the_fence_holds_for_the_words_of_a_command(fenced, command):
     "grep -rn /api/users sub", "grep -A 2 /etc a.txt", "grep -e /etc -e /usr a.txt", "ls | grep -v / | sort",
     "awk '/foo/ {print $2}' a.txt", "awk -F / '/etc/ {print}' a.txt", "tr '/' '_' < a.txt", "tr -d / < a.txt",
     "cut -d / -f 2 a.txt", "rg '/etc/.*' sub", "cat <<E > a.txt\n/etc/passwd\nE",
+    "egrep /a a.txt", "fgrep /a a.txt", "gawk /a/ a.txt", "gawk -v a=1 /a/ a.txt", "tr _ / < a.txt",
+    "grep -rB 2 /a sub", "grep -C 2 /a sub", "grep -m 2 /a sub", "rg -e /a sub", "sed -ne /a/p a.txt",
+    "cut -sd / -f 2 a.txt", "/bin/ls", "cat < a.txt", "make 2> /dev/null", "ls 2>&1 | tee log",
 ])  # fmt: skip
 def test_the_fence_lets_work_inside_go_on(fenced, command):
     check_command(command.replace("{tmp}", str(fenced.workspace.parent)), fenced)
@@ -3365,6 +3940,7 @@ def test_a_recursive_delete_below_the_working_folder_runs_when_the_user_said_yes
     "rm -rf .", "rm -rf sub/..", "rm -rf ..", "rm -rf ../ws-evil", "rm -rf /", "rm -rf ~",
     "rm -rf sub /etc/x", "rm -rf $HOME/x", "rm -rf $(echo sub)", "rm -rf `echo sub`", "rm -rf {sub,/etc}",
     "rm -rf away/gold.txt", "cd sub && rm -rf x", "cd /; rm -rf etc", "echo sub | xargs rm -rf",
+    "pushd sub; rm -rf x", "popd; rm -rf x",
     "find sub -exec rm -rf {} +", "find . -delete", "find -delete", "rm -rf", "rm -rf sessions",
     "rm -rf memory", "rm -rf *", "rm -rf .nanobot", "bash -c 'rm -rf ..'", "rm -rf */../../ws-evil",
     "dd if=a.txt of=b", "mkfs.ext4 sub",
@@ -3375,12 +3951,68 @@ def test_any_other_recursive_delete_is_refused_also_when_the_user_said_yes(turn,
         check_command(command, replace(turn, approved=True))
 
 
+def test_a_star_may_stand_for_hidden_files_too(turn):
+    (turn.cwd / "sub" / ".out").symlink_to(turn.workspace.parent / "out")
+    with pytest.raises(ToolError, match="Refused"):
+        check_command("shopt -s dotglob; rm -rf sub/*", replace(turn, approved=True))
+
+
+@pytest.mark.parametrize("command, told", [
+    (":(){ :|:& };:", "Refused: this is a fork bomb"), ("echo > /dev/sda", "Refused: /dev/sda is a device"),
+    ("cat {tmp}/home/config.json", "holds keys"), ("echo > sessions/a", "sessions"),
+    ("bash -c 'reboot -f'", "reboot can destroy"),
+])  # fmt: skip
+def test_what_is_refused_is_told_with_its_reason(turn, command, told):
+    with pytest.raises(ToolError, match=told):
+        check_command(command.replace("{tmp}", str(turn.workspace.parent)), turn)
+
+
 def test_a_yes_is_for_the_working_folder_wherever_the_command_starts(turn, tmp_path):
     yes = replace(turn, approved=True)
     assert "Refused: " in run(yes, "rm -rf out", working_dir=str(tmp_path)) and (tmp_path / "out").exists()
     (turn.cwd / "sub" / "inner").mkdir()
     run(yes, "rm -rf inner", working_dir="sub")
     assert not (turn.cwd / "sub" / "inner").exists()
+
+
+@pytest.mark.parametrize("command", [
+    "mke2fs x", "wipefs -a x", "fdisk x", "cfdisk x", "sfdisk x", "parted x", "halt -f", "halt", "poweroff",
+    "reboot", "init 6", "telinit 0", "telinit 6", "systemctl reboot", "systemctl halt", "dd of=/x bs=1",
+    "sudo -n systemctl -q poweroff", "/sbin/shutdown",
+])  # fmt: skip
+def test_what_destroys_a_disk_or_stops_the_machine_is_left_to_the_user(turn, command):
+    with pytest.raises(ToolError, match="^Refused: \\w+ can destroy much, or stop the machine.*Ask the user"):
+        check_command(command, replace(turn, approved=True))
+
+
+@pytest.mark.parametrize("command", [
+    "mkfs.ext4 --help", "mke2fs --version", "sfdisk --list /dev/sda", "parted -l", "shutdown --help",
+    "systemctl status ssh", "init 3", "dd", "make halt", "ls wipefs",
+])  # fmt: skip
+def test_what_only_tells_of_disks_and_machines_passes(turn, command):
+    check_command(command, turn)
+
+
+@pytest.mark.parametrize("wrapper", [
+    "sudo", "sudo -n", "env", "env A=1", "nohup", "time", "timeout 5", "command", "exec", "nice -n 5",
+    "echo | xargs", "if", "if true; then", "while true; do", "if false; then true; else", "!", "{",
+    "true &&", "false ||", "true &", "sh -c '", "bash -c '", "dash -c '", "zsh -c '", "eval '", "su -c '",
+])  # fmt: skip
+def test_a_recursive_delete_is_seen_behind_what_may_stand_before_it(turn, wrapper):
+    end = "'" if wrapper.endswith("'") else ""
+    with pytest.raises(ToolError, match="^Refused: rm can destroy much.* one by one.*--approve"):
+        check_command(f"{wrapper} rm -r x{end}".replace("' rm", "'rm"), turn)
+    check_command(f"{wrapper} rm x{end}".replace("' rm", "'rm"), turn)
+
+
+@pytest.mark.parametrize("test", [
+    "-name x", "-iname x", "-path x", "-ipath x", "-regex x", "-iregex x", "-empty", "-size +1M", "-atime +1",
+    "-ctime +1", "-mtime +1", "-amin 5", "-cmin 5", "-mmin 5", "-newer a.txt", "-newermt 2020-01-01",
+])  # fmt: skip
+def test_a_find_whose_tests_narrow_it_may_delete(turn, test):
+    check_command(f"find . {test} -delete", turn)
+    with pytest.raises(ToolError, match="find can destroy much"):
+        check_command(f"find . -delete {test}", turn)
 
 
 def test_a_refused_command_is_not_run(turn):
@@ -3390,6 +4022,9 @@ def test_a_refused_command_is_not_run(turn):
 
 @pytest.mark.parametrize("command, text", [
     ("true", "Exit code: 0"),
+    ("false", "Exit code: 1"),
+    ("printf '\\n\\n a\\n\\n'", " a\nExit code: 0"),
+    ("echo err >&2", "STDERR:\nerr\nExit code: 0"),
     ("echo out", "out\nExit code: 0"),
     ("echo out; echo err >&2; exit 3", "out\nSTDERR:\nerr\nExit code: 3"),
     ("kill -9 $$", "Exit code: -9"),
@@ -3412,12 +4047,13 @@ def test_exec_runs_where_it_is_told_to(turn):
 
 def test_exec_sees_a_clean_environment(turn, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-1")
-    monkeypatch.setenv("ALLOWED", "yes")
+    for name in ("ALLOWED", "LANG", "TERM"):
+        monkeypatch.setenv(name, "C")
     monkeypatch.setenv("BASH_ENV", str(turn.cwd / "a.txt"))
     registry = ToolRegistry([Exec(allowed_env=["ALLOWED"])])
     text = asyncio.run(registry.execute("exec", {"command": "env"}, turn)).text
     names = {line.split("=")[0] for line in text.split("\n")[:-1]}
-    assert {"HOME", "PATH", "ALLOWED"} <= names
+    assert {"HOME", "LANG", "TERM", "PATH", "ALLOWED"} <= names
     assert names <= {"HOME", "LANG", "TERM", "PATH", "ALLOWED", "PWD", "SHLVL", "_"}  # three of bash
     assert "sk-1" not in text
 
@@ -3457,7 +4093,7 @@ def is_running(pid: int) -> bool:
     return False
 
 
-def until(condition, seconds=3.0) -> bool:
+def until(condition, seconds=10.0) -> bool:
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -3575,6 +4211,41 @@ print(asyncio.run(registry.execute("exec", {{"command": "kill -0 $(cat child) &&
         os.kill(own, signal.SIGKILL)
 
 
+def test_nothing_of_a_command_that_has_ended_is_kept(turn):
+    """Its process group may be another program's by the time this one ends, and kills what is left."""
+    job = tools.Job()
+    assert job.run(["bash", "-c", "echo hi; exit 2"], turn.cwd, dict(os.environ)) == ("hi", 2)
+    kept = weakref.ref(job)
+    del job
+    assert kept() is None
+
+
+def test_what_the_shell_and_the_web_promise_a_model():
+    """Limits are in the schemas; whatever has no limit there is a default."""
+    schemas = {tool.name: tool.to_schema()["function"]["parameters"] for tool in (
+        Exec(), WebFetch(Web()), WebSearch(Web(), "duckduckgo"))}  # fmt: skip
+    seconds = {"type": "integer", "description": "Seconds", "minimum": 0, "maximum": 600}
+    chars = {"type": "integer", "minimum": 1, "maximum": 50_000}
+    count = {"type": "integer", "minimum": 0, "maximum": 20}
+    string = {"type": "string"}
+    assert schemas["exec"]["properties"] == {"command": string, "working_dir": string, "timeout": seconds}
+    assert schemas["web_fetch"]["properties"] == {"url": string, "max_chars": chars}
+    assert schemas["web_search"]["properties"] == {"query": string, "count": count}
+    required = [schema["required"] for schema in schemas.values()]
+    assert required == [["command"], ["url"], ["query"]]
+    made = Exec()
+    assert Web().seconds == 30
+    assert (made.timeout, made.path_append, made.sandbox, made.network) == (60, "", "", False)
+    assert not made.read_only and not made.concurrency_safe
+    assert "readable text" in WebFetch.description and "with web_fetch" in WebSearch.description
+
+
+@pytest.mark.parametrize("own, asked", [(0.1, {}), (0.1, {"timeout": 0}), (60, {"timeout": 0.1})])
+def test_a_call_has_its_own_timeout_or_that_of_the_settings(turn, own, asked):
+    execute = Exec(timeout=own).execute("sleep 60", turn=turn, **asked)
+    assert "Timed out after 0.1 s" in asyncio.run(execute).text
+
+
 @pytest.mark.parametrize("timeout", [601, -1, "soon"])
 def test_exec_refuses_a_timeout_out_of_bounds(turn, timeout):
     assert "timeout must be" in run(turn, "true", timeout=timeout)
@@ -3623,6 +4294,41 @@ def test_a_confined_command_works_in_project_and_workspace(confined):
     assert run_confined(confined, "pwd; exit 7", working_dir=str(confined.workspace)).text == (
         f"{confined.workspace}\nExit code: 7"
     )
+
+
+@needs_bwrap
+def test_what_is_confined_has_no_powers_and_a_session_of_its_own(confined):
+    """Else root could undo the mounts, and a command could type into the terminal of the agent."""
+    asked = "grep CapEff /proc/self/status; [ $(cut -d ' ' -f 6 /proc/$$/stat) != 0 ] && echo own; echo $HOME"
+    seen = run_confined(confined, in_script(confined, asked)).text
+    assert seen.split() == ["CapEff:", "0000000000000000", "own", "/tmp", "Exit", "code:", "0"]
+
+
+@needs_bwrap
+def test_a_confined_command_has_devices_and_a_place_for_what_is_temporary(confined):
+    asked = "head -c 1 /dev/urandom > /dev/null && echo devices; grep -o ' /tmp tmpfs ' /proc/mounts"
+    assert run_confined(confined, in_script(confined, asked)).text.split() == [
+        "devices", "/tmp", "tmpfs", "Exit", "code:", "0",
+    ]  # fmt: skip
+
+
+@needs_bwrap
+def test_a_confined_command_sees_what_programs_need_and_the_users_own(confined, tmp_path):
+    """Names and certificates, of the folders those that are there; and `path_append`."""
+    opened = ["/usr/bin", "/bin", "/sbin", "/lib", "/lib32", "/lib64", *(f"/etc/{name}" for name in (
+        "alternatives", "ca-certificates", "group", "hosts", "ld.so.cache", "localtime", "mime.types",
+        "nsswitch.conf", "passwd", "pki/ca-trust", "pki/tls/certs", "protocols", "resolv.conf", "services",
+        "ssl/certs", "ssl/openssl.cnf"))]  # fmt: skip
+    here = [path for path in opened if os.path.exists(path)]
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "greet").write_text("#!/bin/sh\necho hello\n")
+    (own / "greet").chmod(0o755)
+    script = in_script(confined, f"greet; for each in {' '.join(here)}; do ls -d $each; done; ls {own}")
+    exec_tool = Exec(sandbox="bwrap", path_append=f"{own}:/no/such/folder")
+    text = asyncio.run(exec_tool.execute(script, turn=confined)).text
+    assert text.split("\n") == ["hello", *here, "greet", "Exit code: 0"]
+    assert (confined.workspace / "cron").stat().st_mode & 0o777 == 0o700  # made, so that no command makes it
 
 
 def in_script(turn, text: str) -> str:
@@ -3685,6 +4391,7 @@ def test_a_folder_with_home_or_keys_or_the_workspace_in_it_is_not_opened(confine
     (own_home / "link").symlink_to(".ssh")
     result = run_confined(replace(confined, cwd=own_home / cwd), "touch ran; ls -a")
     assert result.is_error and "The sandbox may not open" in result.text
+    assert "a link, or HOME, the workspace or keys are in it. Start in another folder" in result.text
 
 
 @needs_bwrap
