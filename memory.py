@@ -1290,7 +1290,7 @@ def transcripts(session: Session, begin: int, end: int, room: int) -> list[Trans
     """
     parts: list[Transcript] = []
     for step in steps_of(session, begin, end, min(room // 4, 2_000)):
-        while step.tokens > room:
+        while step.tokens > room and len(step.text) > 50:  # characters, or it shrinks no more
             step.text = middle_out(step.text, len(step.text) * 3 // 4)
             step.tokens = tokens_of(step.text)
         if parts and parts[-1].tokens + step.tokens <= room:
@@ -1496,8 +1496,9 @@ def files_of(dream: Dream) -> list[str]:
 
 def findings_in(text: str) -> list[str] | None:
     """[] where there is nothing to remember; None where it is no answer to the question."""
-    findings = re.findall(FINDING, re.sub(THOUGHTS, "", text))
-    is_answer = findings or "[SKIP]" in text
+    answer = re.sub(THOUGHTS, "", text)
+    findings = re.findall(FINDING, answer)
+    is_answer = findings or "[SKIP]" in answer
     return findings if is_answer else None
 
 
@@ -1559,10 +1560,10 @@ class MemoryRepository:
         me = ["-c", "user.name=nanobot", "-c", "user.email=nanobot@localhost"]
         command = ["git", *me, "-c", "gc.autoDetach=false", *arguments]
         options = {"cwd": self.workspace, "env": own, "capture_output": True}
-        done = subprocess.run(command, input=text.encode(), **options)
+        done = subprocess.run(command, input=text.encode(errors="surrogateescape"), **options)
         if done.returncode and arguments[0] != "add":  # what cannot be added stays out
             raise OSError(done.stderr.decode(errors="replace").strip())
-        return done.stdout.decode(errors="replace")
+        return done.stdout.decode(errors="surrogateescape")  # a patch comes back byte for byte
 
     def commit(self, subject: str) -> int:
         """What has changed since the last commit: how many lines. Nothing changed: no commit."""
@@ -1581,7 +1582,8 @@ class MemoryRepository:
         self.git("add", "-u", ".")
         self.git("add", "-f", "--ignore-errors", "--", *there)
         diff = self.git("diff", "--cached", "-U0", "--no-renames", "--", *self.facts)
-        lines = [line for line in diff.split("\n") if re.match(r"[+-](?!\+\+ |-- )", line)]
+        hunks = re.findall(r"(?m)^@@ .*\n((?:[-+].*\n)+)", diff)  # a `--- a` may be a line, too
+        lines = "".join(hunks).split("\n")[:-1]
         if not lines:
             return 0
         title = f"{subject}: {time.strftime('%Y-%m-%d %H:%M')}, {len(lines)} change(s)"
@@ -1595,7 +1597,8 @@ class MemoryRepository:
             if not sha:
                 return self.git("log", "--format=%h %s").strip()
             commit = self._known(sha)
-            return self.git("show", "--format=%h %s", commit, "--", *self.facts)[:16_000]
+            shown = self.git("show", "--format=%h %s", commit, "--", *self.facts)[:16_000]
+            return shown.encode(errors="surrogateescape").decode(errors="replace")
         except OSError as problem:
             return f"There is no log: {problem}"
 

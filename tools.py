@@ -1730,7 +1730,8 @@ def shell_commands(command: str) -> list[ShellCommand]:
             part.arguments.append(word)
         elif kind == "word":
             part.before.append(word)
-            is_program = word not in WRAPPERS and not re.search(r"^[-\d]|=", word)
+            is_user = part.before[-2:-1] in (["-u"], ["-g"])  # sudo -u root rm
+            is_program = word not in WRAPPERS and not is_user and not re.search(r"^[-\d]|=", word)
             part.program = os.path.basename(word).lower() if is_program else ""
         is_target = kind == "redirection"
     return parts
@@ -2330,7 +2331,7 @@ def decode_page(body: bytes, kind: str) -> str:
     """By the charset that header or page name, else UTF-8. Of Python's others some take hours."""
     families = "utf|iso|windows|cp|gb|big5|euc|shift|koi8"
     known = rf"(?i)(?:charset|encoding)\s*=\s*[\"']?((?:{families})[\w:.-]*)"  # charset=ISO-8859-2
-    named = re.search(known, kind + body[:2_048].decode("latin-1"))
+    named = re.search(known, f"{kind}\n{body[:2_048].decode('latin-1')}")
     encoding = named[1] if named else "utf-8"
     with contextlib.suppress(LookupError):
         return body.decode(encoding, errors="replace").removeprefix("\ufeff")

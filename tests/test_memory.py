@@ -2327,6 +2327,11 @@ def test_two_messages_that_fit_a_text_to_the_token_are_read_in_one(room, ends):
     assert parts[-1].text.endswith("user: " + "y" * 79), "and none is shortened"
 
 
+def test_a_room_that_is_too_small_for_anything_ends_in_short_texts():
+    [part] = transcripts(lines_of(user("x" * 400)), 0, 1, 9)
+    assert part.until == 1 and len(part.text) <= 50
+
+
 def test_a_call_and_its_results_are_read_in_one_text():
     session = lines_of(user("a"), call("c1", "c2"), result("c1", "x"), None, result("c2", "y"), answer("b"))
     assert [(part.text, part.until) for part in transcripts(session, 0, 6, 25)] == [
@@ -2659,6 +2664,7 @@ def test_a_dream_is_asked_what_happened_and_then_what_to_edit(home, monkeypatch)
         ("[SKIP]\n[USER-REMOVE] a", ["[USER-REMOVE] a"]),
         ("[SKIP]", []),
         ("<think>\n[MEMORY] no\n</think>\n[SKIP]", []),
+        ("<think>maybe [SKIP]?</think>Hello", None),
         ("<think>[MEMORY] never ends", None),
         ("[MEMORY]", None),
         ("[OTHER] a", None),
@@ -2880,6 +2886,26 @@ def test_a_dream_is_undone_as_a_new_commit_and_is_not_dreamt_again(home):
     assert kinds[1:] == ["changes outside of dreams", "dream", "changes outside of dreams"]
     assert titles[1].endswith(", 2 change(s)")
     assert len(records(MemoryStore(home).history)) == 3, "the history is no part of it"
+
+
+def test_lines_that_look_like_a_diffs_own_are_counted_and_undone_like_all(home):
+    memory, repository = home / "memory" / "MEMORY.md", MemoryRepository(home)
+    memory.write_bytes(b"- a\n-- x\n++ y\n")
+    repository.commit("changes outside of dreams")
+    memory.write_bytes(b"- a\n+++ z\n")
+    assert repository.commit("dream") == 3
+    assert repository.restore() == "Undone: 3 change(s)."
+    assert memory.read_bytes() == b"- a\n-- x\n++ y\n"
+
+
+def test_bytes_that_are_no_utf_8_do_not_keep_a_dream_from_being_undone(home):
+    memory, repository = home / "memory" / "MEMORY.md", MemoryRepository(home)
+    memory.write_bytes(b"caf\xe9\nold\n")
+    repository.commit("changes outside of dreams")
+    memory.write_bytes(b"caf\xe9\nnew\n")
+    assert repository.commit("dream") == 2
+    assert repository.restore() == "Undone: 2 change(s)."
+    assert memory.read_bytes() == b"caf\xe9\nold\n"
 
 
 def test_what_does_not_fit_any_more_is_left_alone_and_said(home):

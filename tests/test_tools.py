@@ -3534,7 +3534,7 @@ def test_pages_are_decoded_as_they_say_or_look(site, kind, body):
 @pytest.mark.parametrize("charset, text", [
     ("utf-8", "мир"), ("windows-1251", "мир"), ("koi8-r", "мир"), ("gb18030", "你好"), ("gb2312", "你好"),
     ("big5", "你好"), ("shift_jis", "こんにちは"), ("euc-jp", "こんにちは"), ("euc-kr", "안녕"),
-    ("iso-2022-jp", "こんにちは"), ("cp866", "мир"),
+    ("iso-2022-jp", "こんにちは"), ("cp866", "мир"), ("windows-1251", "Hello мир"), ("utf-16", "łódź"),
 ])  # fmt: skip
 def test_the_encodings_of_the_web_are_read(site, charset, text):
     site.pages["/"] = (200, {"Content-Type": f"text/plain; charset={charset}"}, text.encode(charset))
@@ -3994,7 +3994,8 @@ def test_what_only_tells_of_disks_and_machines_passes(turn, command):
 
 
 @pytest.mark.parametrize("wrapper", [
-    "sudo", "sudo -n", "env", "env A=1", "nohup", "time", "timeout 5", "command", "exec", "nice -n 5",
+    "sudo", "sudo -n", "sudo -u root", "sudo -n -u ann -g ops",
+    "env", "env A=1", "nohup", "time", "timeout 5", "command", "exec", "nice -n 5",
     "echo | xargs", "if", "if true; then", "while true; do", "if false; then true; else", "!", "{",
     "true &&", "false ||", "true &", "sh -c '", "bash -c '", "dash -c '", "zsh -c '", "eval '", "su -c '",
 ])  # fmt: skip
