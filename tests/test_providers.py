@@ -217,6 +217,146 @@ def test_each_row_has_an_address_and_the_variable_that_its_provider_documents():
         assert bool(row.default_api_base) is not needs_an_address
 
 
+# name: words in names of its models, its key's variable, its address, the model where none is named
+TABLE = {
+    "openai": ("gpt o1 o3 o4", "OPENAI_API_KEY", "https://api.openai.com/v1", "gpt-5-mini"),
+    "openrouter": ("", "OPENROUTER_API_KEY", "https://openrouter.ai/api/v1", "openrouter/auto"),
+    "anthropic": ("claude", "ANTHROPIC_API_KEY", "https://api.anthropic.com/v1", ""),
+    "deepseek": ("deepseek", "DEEPSEEK_API_KEY", "https://api.deepseek.com/v1", ""),
+    "gemini": ("gemini gemma", "GEMINI_API_KEY",
+               "https://generativelanguage.googleapis.com/v1beta/openai", ""),
+    "groq": ("", "GROQ_API_KEY", "https://api.groq.com/openai/v1", ""),
+    "mistral": ("mistral codestral", "MISTRAL_API_KEY", "https://api.mistral.ai/v1", ""),
+    "moonshot": ("kimi moonshot", "MOONSHOT_API_KEY", "https://api.moonshot.ai/v1", ""),
+    "zhipu": ("glm", "ZAI_API_KEY", "https://open.bigmodel.cn/api/paas/v4", ""),
+    "minimax": ("minimax", "MINIMAX_API_KEY", "https://api.minimax.io/v1", ""),
+    "dashscope": ("qwen", "DASHSCOPE_API_KEY", "https://dashscope.aliyuncs.com/compatible-mode/v1", ""),
+    "siliconflow": ("", "SILICONFLOW_API_KEY", "https://api.siliconflow.cn/v1", ""),
+    "aihubmix": ("", "AIHUBMIX_API_KEY", "https://aihubmix.com/v1", ""),
+    "volcengine": ("doubao", "ARK_API_KEY", "https://ark.cn-beijing.volces.com/api/v3", ""),
+    "xai": ("grok", "XAI_API_KEY", "https://api.x.ai/v1", ""),
+    "azure": ("", "AZURE_OPENAI_API_KEY", "https://kit.openai.azure.com/openai/v1", ""),
+    "ollama": ("", "", "http://localhost:11434/v1", ""),
+    "lmstudio": ("", "", "http://localhost:1234/v1", ""),
+    "vllm": ("", "", "http://localhost:8000/v1", ""),
+    "llamacpp": ("", "", "http://localhost:8080/v1", ""),
+    "local": ("", "", "http://localhost:8000/v1", ""),
+    "custom": ("", "", "https://models.example/v1", ""),
+}  # fmt: skip
+
+
+def test_the_rows_of_providers_are_these():
+    assert list(ROWS) == list(TABLE)
+    assert [row.name for row in ROWS.values()] == list(TABLE)
+    local = ["ollama", "lmstudio", "vllm", "llamacpp", "local"]
+    assert [name for name, row in ROWS.items() if row.is_local] == local
+    gateways = ["openrouter", "siliconflow", "aihubmix"]
+    assert [name for name, row in ROWS.items() if row.is_gateway] == gateways
+    assert [name for name, row in ROWS.items() if row.supports_prompt_caching] == ["openrouter", "anthropic"]
+    assert [name for name, row in ROWS.items() if row.strip_model_prefix] == ["aihubmix"]
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_a_row_has_its_variable_its_address_and_its_model(name):
+    words, variable, address, model = TABLE[name]
+    base = "" if name not in ("azure", "custom") else address  # only the user knows it
+    end = choose_endpoint({}, provider=name, base_url=base)
+    assert (end.spec.name, end.spec.env_key, end.api_base, end.model) == (name, variable, address, model)
+    for word in words.split():
+        keys = settings(**{"openrouter": "own-key", "groq": "k", name: "its-key"})
+        end = choose_endpoint(keys, f"The-{word.upper()}-9")
+        assert (end.spec.name, end.api_key, end.api_base) == (name, "its-key", address)
+
+
+@pytest.mark.parametrize(("key", "name"), [
+    ("sk-or-v1-0", "openrouter"), ("sk-ant-0", "anthropic"), ("AIzaSy0", "gemini"), ("gsk_0", "groq"),
+    ("xai-0", "xai"), ("sk-proj-0", "openai"), ("0", "openai")])  # fmt: skip
+def test_the_general_key_goes_to_the_maker_whose_prefix_it_has(key, name):
+    end = choose_endpoint(settings(openai=key), "some-model")
+    assert (end.spec.name, end.api_key, end.api_base) == (name, key, TABLE[name][2])
+
+
+HOSTS = {
+    "https://api.openai.com/v1": "openai", "https://eu.api.openai.com/v1": "openai",
+    "https://api.moonshot.ai/v1": "moonshot", "https://api.moonshot.cn/v1": "moonshot",
+    "https://open.bigmodel.cn/api/paas/v4": "zhipu", "https://api.z.ai/api/paas/v4": "zhipu",
+    "https://api.minimax.io/v1": "minimax", "https://api.minimaxi.com/v1": "minimax",
+    "https://dashscope.aliyuncs.com/compatible-mode/v1": "dashscope",
+    "https://dashscope-intl.aliyuncs.com/compatible-mode/v1": "dashscope",
+    "https://api.siliconflow.cn/v1": "siliconflow", "https://api.siliconflow.com/v1": "siliconflow",
+    "https://kit.openai.azure.com/openai/v1": "azure", "https://kit.services.ai.azure.com/openai/v1": "azure",
+    "http://localhost:11434/v1": "ollama", "http://192.168.0.7:11434/v1": "ollama",
+    "http://localhost:1234/v1": "lmstudio", "http://box:1234/v1": "lmstudio",
+    "http://localhost:8000/v1": "vllm", "http://localhost:8080/v1": "llamacpp",
+    "http://localhost/v1": "local", "http://localhost:9000/v1": "local", "http://0.0.0.0:9000/v1": "local",
+    "http://[::1]:9000/v1": "local", "http://127.0.0.1:9000/v1": "local", "http://10.0.0.7/v1": "local",
+    "http://192.168.0.7/v1": "local", "http://me:secret@127.0.0.1:9000/v1": "local",
+    "http://me:secret@api.openai.com/v1": "openai",
+    "http://192.0.2.7/v1": "custom", "http://localhost.example/v1": "custom",
+    "http://100.1.1.1/v1": "custom", "http://api.openai.com@evil.example/v1": "custom",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("base", HOSTS)
+def test_an_address_says_whose_it_is(base):
+    assert choose_endpoint({}, "m", base_url=base).spec.name == HOSTS[base]
+
+
+@pytest.mark.parametrize("name", ["openrouter", "siliconflow", "aihubmix"])
+def test_a_gateway_with_a_key_wins_over_a_maker_that_does_not_know_the_model(name):
+    assert choose_endpoint(settings(**{"openai": "sk-1", name: "its-key"}), "unheard-of").spec.name == name
+
+
+@pytest.mark.parametrize("name", ["ollama", "lmstudio", "vllm", "llamacpp", "local"])
+def test_a_local_server_is_chosen_by_its_name_before_the_model_and_needs_no_key(name):
+    end = choose_endpoint(settings(openai="sk-1"), f"{name}/llama3")
+    assert (end.spec.name, end.api_key, end.api_base, end.model) == (name, "", TABLE[name][2], "llama3")
+
+
+def test_a_maker_before_the_model_that_has_no_key_is_not_chosen():
+    end = choose_endpoint(settings(openrouter="own-key"), "anthropic/claude")
+    assert (end.spec.name, end.model) == ("openrouter", "anthropic/claude")
+    end = choose_endpoint(settings(openrouter="own-key", anthropic="its-key"), "anthropic/claude")
+    assert (end.spec.name, end.api_key, end.model) == ("anthropic", "its-key", "claude")
+
+
+@pytest.mark.parametrize(("base", "address"), [
+    ("http://localhost:9000", "http://localhost:9000/v1"),
+    ("http://localhost:9000/", "http://localhost:9000/v1"),
+    ("http://localhost:9000/api", "http://localhost:9000/api"),
+    ("https://models.example", "https://models.example")])  # fmt: skip
+def test_only_a_local_address_without_a_path_gets_v1(base, address):
+    assert choose_endpoint({}, "m", base_url=base).api_base == address
+
+
+OWN_KEYS = {
+    "a row's own key goes to the address of its settings": (
+        settings(azure="its-key https://kit.openai.azure.com/v1", openai="sk-1"), {"provider": "azure"},
+        "its-key"),
+    "and where the same address was given": (
+        settings(deepseek="its-key http://10.0.0.7/v1", openai="sk-1"),
+        {"provider": "deepseek", "base_url": "http://10.0.0.7/v1"}, "its-key"),
+    "but not to a stranger's": (
+        settings(deepseek="its-key", openai="sk-1"),
+        {"provider": "deepseek", "base_url": "http://10.0.0.7/v1"}, "sk-1"),
+    "a row that has no address of its own gives its key to any": (
+        settings(custom="its-key", openai="sk-1"),
+        {"provider": "custom", "base_url": "https://models.example/v1"}, "its-key"),
+    "and so does a local one": (
+        settings(ollama="its-key", openai="sk-1"),
+        {"provider": "ollama", "base_url": "http://box.example:9/v1"}, "its-key"),
+    "a public host gets its own row's key, whatever provider was named": (
+        settings(openrouter="own-key", custom="its-key", openai="sk-1"),
+        {"provider": "custom", "base_url": "https://openrouter.ai/api/v1"}, "own-key"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OWN_KEYS)
+def test_a_rows_own_key_goes_where_it_belongs(name):
+    known, wanted, key = OWN_KEYS[name]
+    assert choose_endpoint(known, "m", **wanted).api_key == key
+
+
 def test_a_gateway_that_knows_models_without_their_maker_gets_them_so():
     end = choose_endpoint(settings(aihubmix="sk-1"), "openai/gpt-4o", "aihubmix")
     assert end.model == "gpt-4o"
@@ -275,13 +415,6 @@ def test_what_is_sent_is_lawful_and_the_callers_messages_stay_as_they_are():
         assert ask(made(server), messages)[0].content == "Hi."
         assert server.bodies[0]["messages"] == [{"role": "user", "content": "a\n\nb?c"}]
     assert messages == before
-
-
-def test_what_is_kept_to_be_quick_is_that_of_the_last_conversation_only():
-    known = {}
-    for text in ("one", "two", "three"):
-        legal([{"role": "user", "content": text}], known=known)
-    assert len(known) == 1
 
 
 def test_keys_and_addresses_of_the_environment_are_not_used_by_a_row_without_a_key(monkeypatch):
@@ -1065,6 +1198,135 @@ def refusal_of(recorded_error):
     return providers.replace(providers.refusal(inner), status=recorded_error["status"])
 
 
+GONE = object()
+NO_IMAGE = "What is that?\n\n[an image: this model cannot see it]"
+TOOLS_IN_WORDS = """You are a test.
+
+You have tools. To use some, answer with nothing but a line like this for each:
+<tool_call>{"name": "the tool's name", "arguments": {"a parameter": "its value"}}</tool_call>
+What a tool returned comes back as <tool_result>. These are the tools:
+{"name": "look", "description": "Look.", "parameters": {"type": "object", "$schema": "x", \
+"additionalProperties": false, "properties": {"const": {"type": "string", "const": "a"}}}}"""
+AS_TEXT = {"tools": GONE, "tool_choice": GONE, "messages": [
+    {"role": "system", "content": TOOLS_IN_WORDS}, EVERYTHING[1],
+    {"role": "assistant", "content": 'Well.\n<tool_call>{"name": "look", "arguments": {}}</tool_call>'},
+    {"role": "user", "content": "<tool_result>\na cat\n</tool_result>"}]}  # fmt: skip
+PLAIN_TOOLS = "tool calls go as text, as this model or server knows no others"
+MENDED = {  # a recorded refusal: what the user is told, is it remembered, what changes in the request
+    "vllm-max-tokens-over-context": (
+        "this answer may be as long as there is room", False, {"max_tokens": GONE}),
+    "openai-max-tokens-too-large": ("it limits its answers itself", True, {"max_tokens": GONE}),
+    "openai-max-tokens-renamed": (
+        "max_tokens has another name there", True, {"max_tokens": GONE, "max_completion_tokens": 9}),
+    "dashscope-stream-only": ("it answers in streams only", True, {"stream": True}),
+    "openai-stream-refused": ("it does not stream", True, {"stream": GONE, "stream_options": GONE}),
+    "openai-tools-with-effort": ("with tools it does not reason", True, {"reasoning_effort": "none"}),
+    "vllm-auto-tool-choice": (
+        f"{PLAIN_TOOLS}; better start it with --enable-auto-tool-choice --tool-call-parser", True, AS_TEXT),
+    "ollama-no-tools": (PLAIN_TOOLS, True, AS_TEXT),
+    "deepseek-reasoning-must-be-passed-back": (
+        "older answers are sent with empty thoughts", True, {"messages.2.reasoning_content": ""}),
+    "groq-reasoning-content-unsupported": (
+        "older thoughts are left out", True, {"messages.2.reasoning": GONE}),
+    "groq-tool-name-key": ("names of messages are left out", True, {"messages.3.name": GONE}),
+    "groq-cache-control": ("the prompt is not marked for its cache", True, {
+        "messages.0.content.0.cache_control": GONE, "tools.0.cache_control": GONE}),
+    "template-system-refused": ("it takes the system prompt from the user only", True, {"messages": [
+        {"role": "user", "content": [{"type": "text", "text": "You are a test."}, *EVERYTHING[1]["content"]]},
+        *EVERYTHING[2:]]}),
+    "mistral-tool-id-9": ("ids of calls are shortened", True, {
+        "messages.2.tool_calls.0.id": "735677572", "messages.3.tool_call_id": "735677572"}),
+    "gemini-thought-signature": ("calls of other models get a signature", True, {
+        "messages.2.tool_calls.0.extra_content":
+            {"google": {"thought_signature": "skip_thought_signature_validator"}}}),
+    "gemini-unknown-schema": ("tools are described in fewer words", True, {
+        "tools.0.function.parameters": {"type": "object", "properties": {"const": {"type": "string"}}}}),
+    "anthropic-image-5mb": (
+        "images are left out of this request: one of them is refused", False,
+        {"messages.1.content": NO_IMAGE}),
+    "deepseek-image-url-variant": (
+        "images are left out: this model takes text only", True, {"messages.1.content": NO_IMAGE}),
+    "groq-content-string-system": ("contents go as plain text", True, {"messages.1.content": NO_IMAGE}),
+    "openai-temperature-only-default": (
+        "a parameter that it does not take is left out", True, {"temperature": GONE}),
+    "groq-store-unsupported": ("a parameter that it does not take is left out", True, {"store": GONE}),
+}  # fmt: skip
+
+
+def with_changes(body, changes):
+    """`{"messages.3.name": GONE}` leaves the name of the fourth message out."""
+    body = copy.deepcopy(body)
+    for path, value in changes.items():
+        *way, last = [int(part) if part.isdecimal() else part for part in path.split(".")]
+        place = body
+        for part in way:
+            place = place[part]
+        if value is GONE:
+            del place[last]
+        else:
+            place[last] = value
+    return body
+
+
+@pytest.mark.parametrize("name", MENDED)
+def test_a_complaint_has_its_remedy_and_the_user_is_told_of_it(name):
+    notice, is_remembered, changes = MENDED[name]
+    body = {"messages": EVERYTHING, "tools": [STRICT], "temperature": 1, "tool_choice": "auto",
+            "max_tokens": 9, "store": True, "stream": True, "stream_options": {}}  # fmt: skip
+    if name == "dashscope-stream-only":
+        del body["stream"]
+    if name == "groq-cache-control":
+        body = providers.cache_marks(body)
+    failure = refusal_of(by_id(name))
+    row = providers.find_remedy(failure, body, [])
+    assert (row.notice, row.is_remembered) == (notice, is_remembered)
+    assert providers.heal(body, row, failure.text) == with_changes(body, changes)
+    assert providers.find_remedy(failure, body, [(row, failure.text)]) is not row, "once is enough"
+
+
+def test_what_a_complaint_may_be_about_is_told_by_the_status():
+    body = {"messages": HELLO, "store": True}
+    complaint = providers.Failure("", "Unknown parameter: 'store'.")
+    mended = [status for status in range(300, 600)
+              if providers.find_remedy(providers.replace(complaint, status=status), body, [])]  # fmt: skip
+    assert mended == [400, 404, 405, 413, 415, 422, 500]
+    assert providers.find_remedy(complaint, body, []), "an error in a stream has no status"
+    for odd in ({"shown": "Well"}, {"kind": "cut"}):
+        assert not providers.find_remedy(providers.replace(complaint, **odd), body, [])
+
+
+def test_a_request_is_mended_nine_times_and_no_more():
+    names = [f"odd_{number}" for number in range(12)]
+    with FakeLLM([error(400, f"Unknown parameter: '{name}'.") for name in names]) as server:
+        answer, _ = ask(made(server, extra_body=dict.fromkeys(names, 1)))
+        assert "Unknown parameter: 'odd_9'" in answer.error and len(server.bodies) == 10
+
+
+def test_each_word_that_some_endpoint_does_not_know_in_a_schema_is_left_out():
+    words = ["additionalProperties", "$schema", "$id", "const", "default", "propertyNames", "not", "oneOf",
+             "anyOf", "allOf", "patternProperties", "exclusiveMinimum", "exclusiveMaximum"]  # fmt: skip
+    kept = {"type": "object", "description": "d", "enum": ["a"], "minimum": 1, "required": ["not"]}
+    failure = refusal_of(by_id("gemini-unknown-schema"))
+    row = providers.find_remedy(failure, {"messages": HELLO, "tools": [STRICT]}, [])
+    for depth in (lambda schema: schema, lambda schema: {"properties": {"not": schema}, **kept}):
+        body = {"messages": HELLO, "tools": [{"parameters": depth({**kept, **dict.fromkeys(words, 1)})}]}
+        assert providers.heal(body, row, "")["tools"] == [{"parameters": depth(kept)}]
+
+
+def test_a_parameter_is_left_out_under_its_own_name_and_never_what_a_request_needs():
+    body = {"model": "m", "messages": [], "tools": [], "stream": True, "reasoning_effort": 1, "top_p": 1}
+    without = providers.without_the_named
+    assert without(body, "no reasoningEffort here") == with_changes(body, {"reasoning_effort": GONE})
+    assert without(body, "TOP_P is unknown") == with_changes(body, {"top_p": GONE})
+    assert without(body, "model, messages, tools, stream: stop_top_p") == body
+
+
+def test_a_limit_has_either_name():
+    rename = providers.with_other_limit
+    assert rename({"max_tokens": 9, "seed": 1}, "") == {"max_completion_tokens": 9, "seed": 1}
+    assert rename({"max_completion_tokens": 9}, "") == {"max_tokens": 9}
+
+
 def test_what_legal_rules_out_has_no_row_in_the_table():
     """Complaints about orphans, missing results, a last word of the assistant: no such thing is sent."""
     broken = [*EVERYTHING[:3], {"role": "tool", "tool_call_id": "nobody", "content": "x"}, *EVERYTHING[2:3]]
@@ -1590,6 +1852,36 @@ def called(*ids, content=None, name="now", arguments="{}", **more):
 
 def result(id_, content="noon"):
     return {"role": "tool", "tool_call_id": id_, "content": content}
+
+
+def test_a_signature_stands_at_the_first_call_of_a_step_and_an_own_one_stays():
+    own = {"google": {"thought_signature": "abc"}}
+    step = called("a", "b")
+    first, second = providers.with_signature(step)["tool_calls"]
+    assert first["extra_content"] == {
+        "google": {"thought_signature": "skip_thought_signature_validator"}}  # fmt: skip
+    assert second == step["tool_calls"][1]
+    step["tool_calls"][0]["extra_content"] = own
+    assert providers.with_signature(step)["tool_calls"][0]["extra_content"] == own
+    assert providers.with_signature(said()) == said()
+
+
+def test_only_answers_get_empty_thoughts_and_full_ones_stay():
+    thoughtful = said(reasoning_content="hm")
+    assert providers.with_some_reasoning(said()) == said(reasoning_content="")
+    assert providers.with_some_reasoning(thoughtful) == thoughtful
+    assert providers.with_some_reasoning(user()) == user()
+
+
+@pytest.mark.parametrize(("message", "text"), [
+    (said("Hi."), said("Hi.")),
+    (called("a"), said('<tool_call>{"name": "now", "arguments": {}}</tool_call>')),
+    (called("a", "b", content="So:"), said(
+        'So:\n<tool_call>{"name": "now", "arguments": {}}</tool_call>\n'
+        '<tool_call>{"name": "now", "arguments": {}}</tool_call>')),
+    (result("a"), user("<tool_result>\nnoon\n</tool_result>"))])  # fmt: skip
+def test_calls_and_results_as_text(message, text):
+    assert providers.calls_as_text(message) == text
 
 
 MISSING = "[interrupted before it finished]"
