@@ -1035,6 +1035,162 @@ def test_where_one_message_is_too_long_a_new_conversation_is_no_help(role, fix):
     assert ("/new" in answer.error) == (role == "many")
 
 
+BASE = "https://models.example/v1"
+EXPLAINED = {
+    "a timeout": ({"kind": "timeout"}, f"{BASE} gave no answer in time. Ask again, or try a smaller model."),
+    "no server": (
+        {"kind": "network"}, f"Cannot reach {BASE} (why). Is the address right, and is the server running?"),
+    "half an answer": (
+        {"kind": "cut"}, f"{BASE} failed: why. Ask again; where it stays so, look at the server's log."),
+    "a connection that closed": (
+        {"kind": "closed"}, f"{BASE} failed: why. Ask again; where it stays so, look at the server's log."),
+    "too long": ({"status": 413}, f"{BASE}: the conversation is too long for m (why). Begin a /new one."),
+    "too long, in words": (
+        {"status": 400, "text": "prompt is too long"},
+        f"{BASE}: the conversation is too long for m (why). Begin a /new one."),
+    "a refusal without a word": (
+        {"status": 400}, f"{BASE}: the conversation is too long for m (why). Begin a /new one."),
+    "money": (
+        {"status": 402, "text": "pay"},
+        f"{BASE} wants money (why). Look at your account there, or choose another --provider."),
+    "money, in words": (
+        {"status": 403, "text": "余额不足"},
+        f"{BASE} wants money (why). Look at your account there, or choose another --provider."),
+    "a wrong key": ({"status": 401, "text": "no"}, f"{BASE} refuses the key (why). Set OPENAI_API_KEY."),
+    "a wrong key, which is no question of money": (
+        {"status": 401, "text": "billing"}, f"{BASE} refuses the key (why). Set OPENAI_API_KEY."),
+    "a wrong key, in words": (
+        {"status": 400, "text": "API key not valid"}, f"{BASE} refuses the key (why). Set OPENAI_API_KEY."),
+    "a key that may not": (
+        {"status": 403, "text": "no"}, f"{BASE} refuses the key (why). Set OPENAI_API_KEY."),
+    "no such model": (
+        {"status": 404, "cause": "The Model m is not here"},
+        f"{BASE} has no such model (The Model m is not here). "
+        "Choose with --model or NANOBOT_MODEL; the endpoint gives: "),
+    "no such model, in words": (
+        {"status": 400, "text": "x", "cause": "Model Not Exist"},
+        f"{BASE} has no such model (Model Not Exist). "
+        "Choose with --model or NANOBOT_MODEL; the endpoint gives: "),
+    "a wrong path": (
+        {"status": 404}, f"{BASE} does not answer like a model (why). A base URL mostly ends in /v1."),
+    "a path for other requests": (
+        {"status": 405}, f"{BASE} does not answer like a model (why). A base URL mostly ends in /v1."),
+    "a page": (
+        {"kind": "nonsense"}, f"{BASE} does not answer like a model (why). A base URL mostly ends in /v1."),
+    "a bad request that speaks of a model": (
+        {"status": 400, "text": "x", "cause": "an odd model"}, f"{BASE} failed: HTTP 400: an odd model"),
+    "anything else": ({"status": 500}, f"{BASE} failed: HTTP 500: why"),
+    "anything else without a status": ({}, f"{BASE} failed: why"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXPLAINED)
+def test_what_went_wrong_is_told_with_what_to_do(name):
+    fields, said_of_it = EXPLAINED[name]
+    failure = providers.Failure(**{"cause": "why", **fields})
+    endpoint = Endpoint(ROWS["custom"], "", BASE, "m")
+    assert providers.explanation(failure, endpoint, HELLO * 3) == said_of_it
+
+
+@pytest.mark.parametrize(("row", "variable"), [
+    ("groq", "GROQ_API_KEY"), ("zhipu", "ZAI_API_KEY"), ("local", "OPENAI_API_KEY")])  # fmt: skip
+def test_a_refused_key_is_asked_for_under_the_name_of_its_variable(row, variable):
+    failure = providers.Failure("why", "no", 401)
+    assert providers.explanation(failure, Endpoint(ROWS[row]), HELLO).endswith(f" Set {variable}.")
+
+
+OF_MONEY = {
+    "insufficient_quota": True, "Insufficient Balance": True, "You exceeded your current quota": True,
+    "Billing hard limit": True, "no credits left": True, "your balance is 0": True, "Payment due": True,
+    "账户已欠费": True, "余额不足": True, "rate limit": False, "": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", OF_MONEY)
+def test_words_of_money_are_known_and_no_servers_own_trouble_is_one(text):
+    for status in (None, 400, 403, 429, 499):
+        assert providers.Failure("", text, status).is_unpaid == OF_MONEY[text]
+    for status in (500, 503):
+        assert not providers.Failure("", text, status).is_unpaid
+
+
+def test_no_word_at_all_is_an_overflow_with_a_400_only():
+    overflowing = [status for status in (None, *range(300, 600))
+                   if providers.Failure("", " {}.", status).is_overflow]  # fmt: skip
+    assert overflowing == [400, 413]
+    assert not providers.Failure("", "no", 400).is_overflow
+
+
+def test_what_is_asked_again_is_told_by_the_status():
+    passing = [status for status in range(300, 600)
+               if providers.retry_after(providers.Failure("", "x", status)) is not None]  # fmt: skip
+    assert passing == [408, 409, 429, *range(500, 600)]
+
+
+@pytest.mark.parametrize("text", [
+    "The engine is currently overloaded", "Rate limit reached", "rate_limit_exceeded", "Too many requests",
+    "该模型当前访问量过大", "您的账户已达到速率限制", "tool_use_failed"])  # fmt: skip
+def test_a_busy_endpoint_is_known_by_its_words(text):
+    assert providers.retry_after(providers.Failure("", text, 400)) == 1.0
+
+
+@pytest.mark.parametrize(("text", "seconds"), [
+    ("try again in 2 ms", 0.002), ("try again in 250 milliseconds", 0.25), ("try again in 0.5m", 30.0),
+    ("Retry in 0.01h", 36.0), ("RETRY AFTER 7", 7.0), ("try again in 3s", 3.0), ("retrying in 5 s", 5.0),
+    ("in 9 s", 1.0)])  # fmt: skip
+def test_a_wait_in_words_has_its_unit(text, seconds):
+    assert providers.retry_after(providers.Failure("", text, 429)) == pytest.approx(seconds)
+
+
+WAIT_LINES = {
+    "a busy server": ({"status": 503}, 2.4, "HTTP 503: why; asking again in 2 s"),
+    "without a status": ({"kind": "network"}, 1.0, "why; asking again in 1 s"),
+    "a second try at once is not told": ({"kind": "closed"}, 0.0, ""),
+    "a model that is being loaded": (
+        {"status": 503, "text": "currently loading"}, 4.0, "HTTP 503: why; waiting up to 60 s for it"),
+    "is told once": ({"status": 503, "text": "Loading model", "tries": 1}, 4.0, ""),
+    "and is a 503": ({"status": 500, "text": "Loading model"}, 4.0, "HTTP 500: why; asking again in 4 s"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WAIT_LINES)
+def test_what_the_user_is_told_of_a_wait(name):
+    fields, seconds, line = WAIT_LINES[name]
+    assert providers.wait_line(providers.Failure("why", **fields), seconds) == line
+
+
+REFUSALS = {
+    "OpenAI": ({"error": {"message": "No.", "code": "bad"}}, "No."),
+    "a code that is a status": ({"message": "No.", "code": 529}, "No."),
+    "a list": ([{"error": {"message": "No."}}], "No."),
+    "an error that is a text": ({"error": "No."}, "No."),
+    "below a provider's error": ({"message": "Provider returned error", "metadata": {"raw": "No."}}, "No."),
+    "the same as JSON": (
+        {"message": "Provider returned error", "metadata": {"raw": {"error": {"message": "No."}}}}, "No."),
+    "a message wins over an error": ({"message": "No.", "error": "Other"}, "No."),
+    "metadata that are none": ({"message": "No.", "metadata": "x"}, "No."),
+    "metadata without the words": ({"message": "No.", "metadata": {"raw": ""}}, "No."),
+    "other names": ({"detail": "No."}, '{"detail": "No."}'),
+    "spaces": ({"message": " No,\n\t never. "}, "No, never."),
+    "a book": ({"message": "a" * 9_000}, "a" * 500),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_the_endpoints_own_words_are_the_cause(name):
+    body, cause = REFUSALS[name]
+    failure = providers.refusal(body)
+    assert failure.cause == cause and failure.text == str(body)[:4_000]
+    assert failure.status == (529 if name == "a code that is a status" else None)
+
+
+def test_one_message_of_more_than_half_is_most_of_it():
+    half = [user("a" * 100), user("b" * 100)]
+    assert not providers.is_mostly_one(half) and not providers.is_mostly_one([])
+    assert providers.is_mostly_one([*half, user("c" * 400)])
+    assert not providers.is_mostly_one([{"role": "system", "content": "s" * 999}, *half])
+
+
 LITELLM = {
     "litellm-no-db": "refuses the key.*Set OPENAI_API_KEY",
     "litellm-unknown-model": "has no such model.*--model.*test-model",
