@@ -13,9 +13,11 @@ import random
 import re
 import shutil
 import socket
+import ssl
 import subprocess
 import sys
 import time
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -434,6 +436,88 @@ def test_a_local_endpoint_ignores_the_proxy_of_the_environment(monkeypatch):
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
     with FakeLLM(["Hi."]) as server:
         assert ask(made(server, "local"))[0].content == "Hi."
+
+
+def test_a_program_that_names_nothing_gets_the_usual_limits_of_time():
+    provider = OpenAIProvider(Endpoint(ROWS["custom"], "", "http://127.0.0.1:1/v1", "m"))
+    assert (provider.request_timeout, provider.idle_timeout, provider.pace) == (300, 90, 1)
+    provider.warm_up()
+    client = provider._client
+    provider.warm_up()
+    assert provider._client is client, "one client is enough"
+    assert (client.timeout.connect, client.timeout.read, client.max_retries) == (10, 300, 0)
+    assert providers.make_client(provider.endpoint, 2, 10).timeout.connect == 2
+    assert client.api_key == "none", "the SDK refuses an empty one"
+
+
+def test_what_a_program_makes_of_its_own_has_these_defaults():
+    assert vars(ToolCallRequest("1", "now")) == {
+        "id": "1", "name": "now", "arguments": {}, "error": "", "denied": "", "extra": {}, "approved": False,
+        "must_only_read": False}  # fmt: skip
+    assert vars(LLMResponse()) == {
+        "content": None, "tool_calls": [], "finish_reason": "stop", "usage": {}, "reasoning_content": None,
+        "error": None, "extra": {}, "is_overflow": False}  # fmt: skip
+    assert vars(Endpoint(ROWS["custom"])) == {
+        "spec": ROWS["custom"], "api_key": "", "api_base": "", "model": "", "extra_headers": {},
+        "extra_body": {}, "text_tool_calls": "auto"}  # fmt: skip
+    assert vars(providers.Failure("why")) == {
+        "cause": "why", "text": "", "status": None, "headers": {}, "kind": "", "generation": "", "tries": 0,
+        "shown": ""}  # fmt: skip
+    assert vars(providers.ProviderSpec("own")) == {
+        "name": "own", "keywords": (), "env_key": "", "default_api_base": "", "detect_by_base_keyword": (),
+        "detect_by_key_prefix": "\0", "default_model": "", "is_gateway": False, "is_local": False,
+        "strip_model_prefix": False, "supports_prompt_caching": False, "max_tokens_field": "max_tokens",
+        "model_overrides": {}}  # fmt: skip
+    assert (providers.LLMProvider().model, ScriptedProvider([]).model, HumanProvider().model) == (
+        "", "scripted", "human")  # fmt: skip
+    assert (OfflineProvider().model, providers.ReplayProvider.model) == ("offline", "replay")
+
+
+def test_an_answer_as_a_message_has_its_calls_and_what_came_with_them():
+    asked = ToolCallRequest("1", "read_file", {"path": "ä"}, extra={"extra_content": 7})
+    assert LLMResponse("Hi.").to_message() == {"role": "assistant", "content": "Hi."}
+    assert LLMResponse("", [asked], extra={"reasoning": "hm"}).to_message() == {
+        "role": "assistant", "content": None, "reasoning": "hm", "tool_calls": [
+            {"id": "1", "type": "function", "extra_content": 7,
+             "function": {"name": "read_file", "arguments": '{"path": "ä"}'}}]}  # fmt: skip
+    assert LLMResponse(None, [asked]).has_tool_calls and not LLMResponse("Hi.").has_tool_calls
+
+
+def test_an_endpoint_in_the_world_is_reached_by_the_proxy_of_the_environment(monkeypatch):
+    with FakeLLM([]) as server:
+        monkeypatch.setenv("HTTP_PROXY", server.base_url)
+        end = Endpoint(ROWS["custom"], "k", "http://models.example/v1", "m")
+        assert "Invalid URL" in ask(OpenAIProvider(end, pace=0.0))[0].error
+        assert server.requests[0].path == "http://models.example/v1/chat/completions"
+
+
+OWN_CERTIFICATE = """\
+-----BEGIN PRIVATE KEY-----
+MC4CAQAwBQYDK2VwBCIEIGotZyD6qop17HGEuyMESM98pKX2s7nClHGql6uZyCAf
+-----END PRIVATE KEY-----
+-----BEGIN CERTIFICATE-----
+MIIBUDCCAQKgAwIBAgIUONbN0P2emcOqg8D7ZBfrYyfuibwwBQYDK2VwMBQxEjAQ
+BgNVBAMMCWxvY2FsaG9zdDAgFw0yNjExMjIwMDA4MDVaGA8yMTI2MTAyOTAwMDgw
+NVowFDESMBAGA1UEAwwJbG9jYWxob3N0MCowBQYDK2VwAyEAYVfoyaF9YG+8WRJ8
+pp4cURsVhSqxe4ecIWigKfiRQSGjZDBiMB0GA1UdDgQWBBTyzNrfphHJP2v8lluB
+wh6LJEINGzAfBgNVHSMEGDAWgBTyzNrfphHJP2v8lluBwh6LJEINGzAPBgNVHRMB
+Af8EBTADAQH/MA8GA1UdEQQIMAaHBH8AAAEwBQYDK2VwA0EA9FkCrCcU+KrgltHM
+JSCgRU7LvHt/qPD9HEernwSqqnRh6MD4p+HoQLWiagRjr/FfuYhhGRQx2RbTy4KE
+Y+69Bw==
+-----END CERTIFICATE-----
+"""
+
+
+def test_no_key_goes_to_a_server_whose_certificate_nobody_vouches_for(tmp_path):
+    (tmp_path / "own.pem").write_text(OWN_CERTIFICATE)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "own.pem")
+    with FakeLLM(["Hi."] * 9) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
+        base = server.base_url.replace("http:", "https:")
+        answer, _ = ask(OpenAIProvider(Endpoint(ROWS["custom"], "its-key", base, "m"), pace=0.0))
+        assert "Cannot reach" in answer.error and "CERTIFICATE_VERIFY_FAILED" in answer.error
+        assert server.requests == []
 
 
 # ---- Whole answers and streams, good and odd ----
@@ -1259,6 +1343,59 @@ def test_no_model_named_brings_the_list_of_models_too():
         assert server.bodies == []
 
 
+@pytest.mark.parametrize(("models", "said_of_it"), [
+    (["models/test-model"], None), ([], None),
+    ([f"m{n}" for n in range(30)], "no such model. Choose with --model or NANOBOT_MODEL; the endpoint gives: "
+     + ", ".join(f"m{n}" for n in range(20)))])  # fmt: skip
+def test_the_models_of_an_endpoint_are_compared_by_their_names(models, said_of_it):
+    with FakeLLM([]) as server:
+        server.models = models
+        assert asyncio.run(made(server).check()) == said_of_it
+
+
+def test_a_key_that_a_list_of_models_repeats_is_not_shown():
+    refused = error(401, f"Invalid key {KEY}")
+    with FakeLLM([], required_key="another") as server:
+        server.answer = lambda method, request: refused
+        said_of_it = asyncio.run(made(server, key=KEY).check())
+    assert "refuses the key (Invalid key [key])" in said_of_it
+
+
+def test_only_a_text_that_is_long_enough_for_a_key_is_one():
+    assert providers.safe_text(Endpoint(ROWS["ollama"], "ollama1"), "ollama1 is up") == "ollama1 is up"
+    assert providers.safe_text(Endpoint(ROWS["ollama"], "ollama12"), "ollama12?") == "[key]?"
+
+
+@pytest.mark.parametrize(("models", "offer"), [
+    ([], "no models"), ([f"m{n}" for n in range(30)], ", ".join(f"m{n}" for n in range(20)))])  # fmt: skip
+def test_what_can_be_chosen_instead_is_offered(models, offer):
+    with FakeLLM(["Hi."], known_models=["good-model"]) as server:
+        server.models = models
+        answer, _ = ask(made(server, model="odd-model"))
+    assert answer.error.endswith(f"; the endpoint gives: {offer}")
+
+
+def test_where_there_is_no_list_of_models_the_error_is_told_without_one():
+    with FakeLLM(lambda body: error(404, "no model m")) as server:
+        made_by_script, server.models = server.answer, None
+        server.answer = lambda method, request: (
+            made_by_script(method, request) if method == "POST" else error(500, "no list"))  # fmt: skip
+        answer, _ = ask(made(server))
+    assert answer.error.endswith("; the endpoint gives: an error instead of a list (InternalServerError)")
+
+
+@pytest.mark.parametrize(("data", "kind", "cause"), [
+    (b'{"choices": [', "cut", 'not JSON but: {"choices": ['), (b"", "cut", "not JSON but: nothing"),
+    (b" \n ", "cut", "not JSON but: nothing"), (b"[1]", "nonsense", "not JSON but: [1]"),
+    (b"<html><title>Sign in</title>", "nonsense", "not JSON but: Sign in"),
+    (b"word " * 900, "nonsense", "not JSON but: " + "word " * 24),
+    (b"\xff", "nonsense", "not JSON but: \ufffd")])  # fmt: skip
+def test_what_came_instead_of_an_answer_is_shown_by_its_beginning(data, kind, cause):
+    with pytest.raises(providers.Failure) as caught:
+        providers.parse_answer(data)
+    assert (caught.value.kind, caught.value.cause) == (kind, cause)
+
+
 def test_a_wrong_path_brings_the_hint_at_v1():
     with FakeLLM(["Hi."]) as server:
         provider = OpenAIProvider(Endpoint(ROWS["custom"], "k", server.base_url.removesuffix("/v1"), "m"))
@@ -1943,6 +2080,27 @@ def test_a_server_that_sees_less_than_it_was_sent_is_told_of_once():
         for _ in range(2):
             asyncio.run(provider.chat(long, on_retry=tell))
     assert len(told) == 1 and "saw 4,096 of about 25,0" in told[0] and "OLLAMA_CONTEXT_LENGTH" in told[0]
+
+
+@pytest.mark.parametrize(("row", "seen", "letters", "is_told"), [
+    ("ollama", 4_096, 40_000, True), ("custom", 4_096, 40_000, False), ("ollama", 1_001, 40_000, True),
+    ("ollama", 1_000, 40_000, False), ("ollama", 4_999, 44_000, True), ("ollama", 5_000, 44_000, False),
+    ("ollama", 4_004, 32_000, True), ("ollama", 4_005, 32_000, False)])  # fmt: skip
+def test_a_window_that_is_too_small_is_told_of_where_it_can_be_known(row, seen, letters, is_told):
+    request = LLMRequest([user("x" * letters)], [], "m", {})
+    answer = LLMResponse("Hi.", usage={"prompt_tokens": seen})
+    line = providers.window_warning(Endpoint(ROWS[row]), request, answer)
+    told = f"The server saw {seen:,} of about {letters // 4 + 9:,} tokens. Widen its window, for Ollama: "
+    assert line == (told + "OLLAMA_CONTEXT_LENGTH=64000 ollama serve" if is_told else "")
+
+
+def test_a_wait_is_as_long_as_was_asked_for():
+    busy = Failure(429, "busy", {"retry-after-ms": "60"})
+    with FakeLLM([busy, "Hi."]) as server:
+        provider = made(server)
+        provider.pace = 1.0
+        began = time.monotonic()
+        assert ask(provider)[0].content == "Hi." and time.monotonic() - began >= 0.06
 
 
 def test_a_local_server_may_be_named_without_v1():
@@ -2776,6 +2934,37 @@ def test_a_trace_has_every_attempt_and_a_replay_plays_the_answers(tmp_path):
     replay = providers.ReplayProvider(tmp_path / "t")
     assert [ask(replay)[0] for _ in range(2)] == answers
     assert "cancelled" in ask(replay)[0].error and replay.rest == []
+
+
+def test_a_trace_says_when_what_was_asked_and_how_long_it_took(tmp_path):
+    class Slow(providers.LLMProvider):
+        model = "slow"
+
+        async def answer(self, request):
+            await asyncio.sleep(0.02)
+            return LLMResponse("Grüße\ud800")
+
+    model = Slow()
+    model.trace = providers.Trace(tmp_path / "t")
+    began = time.time()
+    ask(model, HELLO, [TOOL], temperature=0.5, max_tokens=None)
+    assert (tmp_path / "t").stat().st_mode & 0o777 == 0o600, "what is in it is nobody else's"
+    record = json.loads((tmp_path / "t").read_text(encoding="utf-8"))
+    moment = datetime.strptime(record.pop("time"), "%Y-%m-%dT%H:%M:%S%z").timestamp()
+    assert began - 1 <= moment <= time.time()
+    assert 0.02 <= record.pop("seconds") < 60
+    assert record == {
+        "outcome": "answered", "model": "slow", "options": {"temperature": 0.5}, "tools": [TOOL],
+        "messages": HELLO, "sent": {}, "answer": {**vars(LLMResponse("Grüße?"))}}  # fmt: skip
+
+
+def test_a_trace_goes_on_in_a_file_that_is_there(tmp_path):
+    (tmp_path / "t").write_text("{}\n")
+    model = ScriptedProvider(["Hi."])
+    model.trace = providers.Trace(tmp_path / "t")
+    ask(model)
+    first, second = (tmp_path / "t").read_text().splitlines()
+    assert first == "{}" and json.loads(second)["answer"]["content"] == "Hi."
 
 
 def test_a_trace_of_an_earlier_version_is_played_too(tmp_path):
