@@ -2447,6 +2447,75 @@ def test_a_person_can_be_the_model_of_a_program():
     assert questions[1][0].startswith("Is this a call? Then say read_file {")
 
 
+def in_person(*lines, **more):
+    """A person who says these lines as the model, and the questions that were asked."""
+    rest, questions = iter(lines), []
+
+    async def ask_person(question, words):
+        questions.append(question)
+        return next(rest)
+
+    return HumanProvider(ask_person, **more), questions
+
+
+def test_a_person_sees_what_a_model_sees_and_later_only_what_is_new():
+    person, questions = in_person("read_file {}", "Hi.", "Bye.")
+    asked = ask(person, tools=[TOOL])[0].tool_calls[0]
+    tool = '{"name": "read_file", "description": "Read.", "parameters": {}}'
+    how = 'You are the model. Answer in a line, or call tools: NAME {"path": "a"}'
+    assert questions.pop() == (
+        f"---- system ----\nYou are a test.\n---- user ----\nHello\n---- tools ----\n{tool}\n{how}\nmodel> "
+    )
+    talk = [*HELLO, called(asked.id, name="read_file"), result(asked.id)]
+    assert ask(person, talk, [TOOL])[0].content == "Hi."
+    call_as_text = '<tool_call>{"name": "read_file", "arguments": {}}</tool_call>'
+    assert questions.pop() == (
+        f"---- assistant ----\n{call_as_text}\n---- user ----\n<tool_result>\nnoon\n</tool_result>\nmodel> "
+        .replace("---- user ----\n<tool", "---- tool ----\n<tool"))  # fmt: skip
+    ask(person, [*talk, said("Hi."), user([IMAGE])], [])
+    assert questions.pop() == (
+        "---- assistant ----\nHi.\n---- user ----\n[an image: this model cannot see it]\n---- tools ----\n"
+        f"{how}\nmodel> ")  # fmt: skip
+
+
+def test_without_a_terminal_nobody_can_be_the_model():
+    answer, _ = ask(HumanProvider())
+    assert (answer.finish_reason, answer.error) == ("error", "To be the model you need a terminal.")
+
+
+AGAIN = "To answer with these very words send them once more.\nmodel> "
+MISTYPED = {
+    "no JSON": ("read_file {", r'Is this a call\? Then say read_file {"argument": "value"} '
+                               r"\(this is not whole JSON: .*\)\."),
+    "no arguments": ("read_file", r"Is this a call\? .*"),
+    "no object": ("read_file [1]", r"its arguments must be one JSON object, not '\[1\]'"),
+    "not allowed": ('read_file {"path": "no"}', "there is no path no"),
+    "words behind it": ("read_file {} and " + "x" * 200,
+                        "Behind the call stands what is none: and " + "x" * 96),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTYPED)
+def test_a_call_that_is_none_is_asked_about_and_the_same_words_again_are_an_answer(name):
+    line, complaint = MISTYPED[name]
+
+    def check(tool, arguments):
+        assert tool == "read_file"
+        return f"there is no path {arguments['path']}" if "path" in arguments else None
+
+    person, questions = in_person(line, line, check=check)
+    answer, _ = ask(person, tools=[TOOL])
+    assert (answer.content, answer.tool_calls) == (line, [])
+    assert re.fullmatch(f"{complaint}\n{re.escape(AGAIN)}", questions[1])
+
+
+def test_other_words_that_are_no_call_either_are_asked_about_again():
+    person, questions = in_person("read_file {", "read_file [", "  Hi.  ")
+    assert ask(person, tools=[TOOL])[0].content == "Hi."
+    assert len(questions) == 3
+    assert ask(in_person("read_files {}")[0], tools=[TOOL])[0].content == "read_files {}"
+
+
 def test_a_person_may_answer_in_several_lines():
     async def paste(question, words):
         return "first line\nsecond line\n"
@@ -2982,6 +3051,102 @@ def test_recorded_tools_give_what_they_gave_in_their_order():
     assert tools.get_definitions() == [TOOL] and tools.get("now") is None
     results = [asyncio.run(tools.execute("now", {})) for _ in range(3)]
     assert results == ["ONE", "TWO", "(THE TRACE ENDS BEFORE THIS CALL'S RESULT)"]
+
+
+SECRET = "0123456789abcdef"
+KEYS = {
+    f"Bearer {SECRET}!": "Bearer [key]!", f"Authorization: {SECRET}": "Authorization: [key]",
+    f"api_key = {SECRET}": "api_key = [key]", f"API-KEY: {SECRET}": "API-KEY: [key]",
+    f"apikey={SECRET}": "apikey=[key]", f"is it sk-{SECRET}?": "is it [key]?",
+    f"gsk_{SECRET}": "[key]", f"xai-{SECRET}": "[key]", f"AIza{SECRET}": "[key]",
+    "bearer 01234567": "bearer [key]", "bearer 0123456": "bearer 0123456",
+    "sk-0123456789abcde": "sk-0123456789abcde", f"task-{SECRET}": f"task-{SECRET}",
+    "an api key is a secret": "an api key is a secret",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", KEYS)
+def test_what_looks_like_a_key_is_not_written_down(text):
+    assert providers.without_keys({"a": [text, 7, None]}) == {"a": [KEYS[text], 7, None]}
+
+
+def test_what_has_the_name_of_a_key_is_not_written_down():
+    value = {"api_key": "abcdefgh1", "headers": {"authorization": ["abcdefgh1"]}, "name": "abcdefgh1"}
+    assert providers.without_keys(value) == {
+        "api_key": "[key]", "headers": {"authorization": ["[key]"]}, "name": "abcdefgh1"}  # fmt: skip
+
+
+def a_record(messages, answer, **more):
+    return {"messages": messages, "tools": [TOOL], "options": {}, "answer": answer, **more}
+
+
+def test_where_a_request_is_not_the_recorded_one_the_first_lines_of_difference_are_shown():
+    recorded = {"messages": [user(f"line {n}") for n in range(30)], "tools": []}
+    now = {"messages": [user(f"line {n}") for n in range(29)] + [user("other " * 90)], "tools": []}
+    said_of_it = str(providers.ReplayDiffers(recorded, now)).split("\n")
+    assert said_of_it[:3] == ["This request is not the recorded one:", "--- recorded", "+++ now"]
+    assert [line for line in said_of_it if line.startswith("-  ")] == ['-   "content": "line 29"']
+    changed_line = '+   "content": "' + "other " * 90
+    assert [line for line in said_of_it if line.startswith("+  ")] == [changed_line[:300]]
+    assert len(said_of_it) == 10, "two lines around a change are enough"
+    other = {"messages": [user(f"lime {n}") for n in range(30)], "tools": []}
+    assert len(str(providers.ReplayDiffers(recorded, other)).split("\n")) == 41
+
+
+def test_a_replay_stops_at_the_first_request_that_differs_and_goes_on_from_there(tmp_path):
+    records = [a_record(HELLO, {"content": "One.", "tool_calls": []}, outcome="answered"),
+               a_record(HELLO, {"content": "Lost.", "tool_calls": []}, outcome="healed"),
+               a_record(HELLO, {"content": "Lost.", "tool_calls": []}, outcome="retried"),
+               a_record(HELLO, None, outcome="cancelled")]  # fmt: skip
+    (tmp_path / "t").write_text("\n".join(map(json.dumps, records)))
+    replay = providers.ReplayProvider(tmp_path / "t")
+    for messages, tools in ((HELLO, []), (HELLO[1:], [TOOL])):
+        with pytest.raises(providers.ReplayDiffers):
+            ask(replay, messages, tools)
+    answer, shown = ask(replay, HELLO, [TOOL], stream=True)
+    assert (answer.content, answer.error, shown) == ("One.", None, ["One."])
+    assert ask(replay, HELLO, [TOOL])[0] == LLMResponse(
+        finish_reason="error", error="This request was cancelled.")  # fmt: skip
+    assert ask(replay, HELLO, [TOOL])[0].error == "The trace has no further step."
+
+
+NO_RECORDS = {
+    "no JSON": "{oops", "a list": "[]", "a number": "7", "a blank line": "",
+    "nothing that was asked": json.dumps({"tools": [], "options": {}, "answer": {"tool_calls": []}}),
+    "messages of another form": json.dumps(a_record([{"role": "assistant", "tool_calls": [7]}],
+                                                    {"content": "x", "tool_calls": []})),
+    "an answer with a strange field": json.dumps(a_record(HELLO, {"oops": 1, "tool_calls": []})),
+    "a tower of lists": "[" * 100_000,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NO_RECORDS)
+def test_a_line_that_is_no_record_is_named_by_its_number(name, tmp_path):
+    good = json.dumps(a_record(HELLO, {"content": "x", "tool_calls": []}))
+    (tmp_path / "t").write_text(f"{good}\n{NO_RECORDS[name]}\n")
+    with pytest.raises(ValueError, match=r"t, line 2: this is no record of a trace$"):
+        providers.ReplayProvider(tmp_path / "t")
+
+
+def test_recorded_tools_leave_out_what_was_said_before_and_what_could_not_be_read():
+    earlier = [*HELLO, called("a"), result("a", "old")]
+    unread = ToolCallRequest("b", "now", {}, error="its arguments are not whole JSON")
+    talk = [*earlier, called("b"), result("b", "Error: not whole JSON"), called("c"), result("c", "new")]
+    records = [{"messages": earlier, "tools": [], "answer": LLMResponse(None, [unread])},
+               {"messages": talk, "tools": [], "answer": LLMResponse("x")}]  # fmt: skip
+    tools = providers.RecordedTools(records, str)
+    assert [asyncio.run(tools.execute("now", {})) for _ in range(2)] == [
+        "new", "(the trace ends before this call's result)"]  # fmt: skip
+
+
+def test_recorded_tools_tell_calls_apart_by_their_arguments():
+    talk = [*HELLO, called("a", arguments='{"x":1}'), result("a", "one"),
+            called("b", arguments='{"x": 2}'), result("b", "two")]  # fmt: skip
+    tools = providers.RecordedTools([{"messages": HELLO, "tools": [], "answer": LLMResponse("x")},
+                                     {"messages": talk, "tools": [], "answer": LLMResponse("y")}], str)
+    assert asyncio.run(tools.execute("now", {"x": 2}, Turn())) == "two"
+    assert asyncio.run(tools.execute("now", {"x": 1})) == "one"
+    assert asyncio.run(tools.execute("then", {"x": 1})).startswith("(the trace ends")
 
 
 # ---- Checked once ----
