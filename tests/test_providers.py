@@ -2890,6 +2890,180 @@ def test_the_offline_model_works_out_sums_and_nothing_else(question, total):
     assert f"= {total}" in offline(question)
 
 
+@pytest.mark.parametrize(("text", "result"), [
+    ("12*7 plus 3", "87"), ("7 minus 9", "-2"), ("2 times 3", "6"), ("2 x 3", "6"), ("2 × 3", "6"),
+    ("9 ÷ 4", "2.25"), ("1 divided by 3", "0.333333333333"), ("50% of 9", "4.5"), ("4 / 2", "2"),
+    ("-3 + 1", "-2"), ("5 − 2", "3"), ("(1 + 2) * 3", "9"), ("1,000,000 + 1", "1000001"), ("1e3 * 2", "2000"),
+    ("1/0", "nothing, as nobody can divide by zero"), ("0.5/0", "nothing, as nobody can divide by zero"),
+    ("1e999 * 0 + 1", "nan"), ("+1", "more than I can work out: I know + - * / and brackets"),
+    ("2 ** 3", "more than I can work out: I know + - * / and brackets"),
+    ("'a' * 3", "more than I can work out: I know + - * / and brackets"),
+    ("abs(1)", "more than I can work out: I know + - * / and brackets"),
+    ("1 +", "more than I can work out: I know + - * / and brackets"),
+    ("1 + " * 60 + "1", "more than I can work out: I know + - * / and brackets"),
+    ("1+" * 99 + "10", "109")])  # fmt: skip
+def test_a_sum_is_worked_out_as_people_write_it(text, result):
+    assert providers.total(text) == result
+
+
+WHEN = {
+    "in 5 minutes": {"at": "2026-04-03T10:07:00"}, "in 1 min": {"at": "2026-04-03T10:03:00"},
+    "in 10 seconds": {"at": "2026-04-03T10:02:10"}, "in 2 sec": {"at": "2026-04-03T10:02:02"},
+    "in an hour": {"at": "2026-04-03T11:02:00"}, "in 3 hr": {"at": "2026-04-03T13:02:00"},
+    "in one day": {"at": "2026-04-04T10:02:00"}, "in 2 weeks": {"at": "2026-04-17T10:02:00"},
+    "every hour": {"every_seconds": 3_600}, "every 2 days": {"every_seconds": 172_800},
+    "every week": {"every_seconds": 604_800}, "every 30 seconds": {"every_seconds": 30},
+    "every 5 minutes": {"every_seconds": 300}, "every 2 hrs": {"every_seconds": 7_200},
+    "at 11": {"at": "2026-04-03T11:00:00"}, "at 9": {"at": "2026-04-04T09:00:00"},
+    "at 10:03": {"at": "2026-04-03T10:03:00"}, "at 10:02": {"at": "2026-04-04T10:02:00"},
+    "at 5 pm": {"at": "2026-04-03T17:00:00"}, "at 5:30pm": {"at": "2026-04-03T17:30:00"},
+    "at 5:30 am": {"at": "2026-04-04T05:30:00"}, "at 12 pm": {"at": "2026-04-03T12:00:00"},
+    "at 12 am": {"at": "2026-04-04T00:00:00"}, "at 24": {"at": "2026-04-04T00:00:00"},
+    "at 23:59": {"at": "2026-04-03T23:59:00"}, "at 25": {"at": "2026-04-04T01:00:00"},
+    "tomorrow": {"at": "2026-04-04T09:00:00"}, "tomorrow at 17:30": {"at": "2026-04-04T17:30:00"},
+    "at 17:30 tomorrow": {"at": "2026-04-04T17:30:00"}, "tomorrow at 8": {"at": "2026-04-04T08:00:00"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("when", WHEN)
+def test_a_time_in_words_is_a_time_of_the_clock(when):
+    assert providers.schedule(when, "2026-04-03 10:02 (Friday), CEST") == WHEN[when]
+
+
+def test_where_nobody_told_the_time_it_is_this_machines():
+    before = datetime.now().replace(microsecond=0)
+    due = datetime.fromisoformat(providers.schedule("in 5 minutes", "a time that nobody told me")["at"])
+    assert 300 <= (due - before).total_seconds() < 360 and due.microsecond == 0
+
+
+def test_without_a_time_and_a_memory_in_its_prompt_the_offline_model_says_what_it_does():
+    question = [{"role": "system", "content": "You are a test."}, user("what time is it?")]
+    assert "It is a time that nobody told me." in ask(OFFLINE, question)[0].content
+    schemas = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in TOOL_NAMES]
+    asked = ask(OFFLINE, [user("my name is Maria")], schemas)[0].tool_calls[0]
+    assert (asked.name, asked.arguments) == ("read_file", {"path": "MEMORY.md"})
+    assert "My tools in this turn: read_file, write_file, " in offline("which tools do you have?")
+    two_times = user("[Runtime Context]\nTime: 2026-04-03 10:09\n[/Runtime Context]\n\nwhat time is it?")
+    assert "It is 2026-04-03 10:09." in offline("hi", behind=[two_times])
+
+
+RESULTS = {
+    "a line of a memory loses its number": (
+        "what do you know about me?", "grep", "/m/MEMORY.md:3: - old", "I remember:\n\n- old"),
+    "twenty lines are told": (
+        "read a.txt", "read_file", "\n".join(f"{n}| {n}" for n in range(20)),
+        "a.txt says:\n\n" + "\n".join(map(str, range(20)))),
+    "of more the first twenty": (
+        "read a.txt", "read_file", "\n".join(f"{n}| {n}" for n in range(21)),
+        "a.txt says:\n\n" + "\n".join(map(str, range(20))) + "\n… (21 lines)"),
+    "an empty file": (
+        "read a.txt", "read_file", "(a.txt is empty)", "a.txt says:\n\n(a.txt is empty)"),
+    "what was put aside": (
+        "read a.txt", "read_file", "[99,999 characters, too long: see /x]",
+        "a.txt says:\n\n[99,999 characters, too long: see /x]"),
+    "a command that failed": (
+        "run ls", "exec", "no\nExit code: 2", "exec did not work: no\nExit code: 2"),
+    "a command that worked": ("run ls", "exec", "a\nExit code: 0", "$ ls\n\na\nExit code: 0"),
+    "nothing found": (
+        "what is my name?", "grep", "No match for 'name'.",
+        "I find nothing about that in my memory. Tell me, like: my favourite colour is green"),
+    "no memory yet": (
+        "what is my name?", "grep", "There is no /m/MEMORY.md.",
+        "I find nothing about that in my memory. Tell me, like: my favourite colour is green"),
+    "a search without such a line": (
+        "find xyzzy", "grep", "No match for 'xyzzy'.", "grep did not work: No match for 'xyzzy'."),
+    "counted": ("find files named *.md", "glob", "a.md\nb.md", "I found:\n\na.md\nb.md"),
+    "how many": ("find python files", "glob", "a.py\nb.py", "I found 2:\n\na.py\nb.py"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_what_a_tool_returned_is_told(name):
+    question, tool, returned, told = RESULTS[name]
+    answer = offline(question, behind=a_call_with(tool, returned))
+    assert answer.split("\n\n", 1)[1].rpartition("\n\n[offline rule")[0] == told
+
+
+def test_what_more_than_one_page_holds_is_not_overwritten():
+    page = "1| a\n\nThe file has more: go on with offset=2."
+    rule = "## note\n- note <text>\ntool: edit_file\npath: log.txt\nline: <text>\nanswer: Noted.\n\n"
+    schemas = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in TOOL_NAMES]
+    model = OfflineProvider(rule + "## anything else\nanswer: No.\n")
+    answer, _ = ask(model, [user("note b"), *a_call_with("read_file", page)], schemas)
+    assert "log.txt is too long for me: I read one page." in answer.content and not answer.tool_calls
+    asked = ask(model, [user("note b"), *a_call_with("read_file", "1| a")], schemas)[0].tool_calls[0]
+    assert asked.arguments == {"path": "log.txt", "old_text": "a", "new_text": "a\nb"}
+    asked = ask(model, [user("note b"), *a_call_with("read_file", "(log.txt is empty)")], schemas)[0]
+    assert asked.tool_calls[0].arguments == {"path": "log.txt", "old_text": "", "new_text": "b"}
+
+
+@pytest.mark.parametrize(("spoken", "facts", "entry"), [
+    ([("2026-04-03T10:00", "hi")], [], '[2026-04-03 10:00] The user sent 1 messages. The first was "hi", '
+     'the last "hi". They told nothing about themselves.'),
+    ([("2026-04-03T10:00", "a" * 300), ("2026-04-03T10:05", "b" * 300)], ["It is", "So", "It is"],
+     f'[2026-04-03 10:00] The user sent 2 messages. The first was "{"a" * 200}", the last "{"b" * 200}". '
+     "It is; So.")])  # fmt: skip
+def test_an_entry_of_the_history_is_a_paragraph(spoken, facts, entry):
+    assert providers.history_entry(spoken, facts) == entry
+
+
+def test_an_entry_without_a_time_has_this_machines():
+    entry = providers.history_entry([], [])
+    moment = datetime.strptime(entry[:18], "[%Y-%m-%d %H:%M]")
+    assert abs((datetime.now() - moment).total_seconds()) < 180
+    assert entry[18:].startswith(' The user sent 0 messages. The first was "", the last "".')
+
+
+@pytest.mark.parametrize(("page", "line", "then"), [
+    ("", "- a", "- a"), ("- a", "- b", "- a\n- b"), ("- a\n- b", "- a", "- a\n- b"),
+    ("- The user's name is Bob\n- x", "- The user's name is Maria", "- x\n- The user's name is Maria"),
+    ("- The user's cat is Tom", "- The user's name is Maria",
+     "- The user's cat is Tom\n- The user's name is Maria")])  # fmt: skip
+def test_a_fact_takes_the_place_of_an_older_one_of_its_kind(page, line, then):
+    assert providers.with_line(page, line) == then
+
+
+def test_the_rules_are_found_beside_the_program_or_in_a_wheels_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(providers, "__file__", str(tmp_path / "providers.py"))
+    missing = OfflineProvider()
+    assert "there is no templates/offline/rules.md." in ask(missing, [user("hi")])[0].content
+    for folder in ("nanobot_data", "."):
+        path = tmp_path / folder / "templates" / "offline" / "rules.md"
+        path.parent.mkdir(parents=True)
+        path.write_text(f"## anything else\nanswer: Grüße aus {folder}\n", encoding="utf-8")
+        assert f"Grüße aus {folder}\n" in ask(OfflineProvider(), [user("hi")])[0].content
+
+
+ARGUMENTS_OF = {
+    "words are put in": ({"path": "<file>"}, {"path": "a b.txt"}),
+    "of a command they are one word": ({"command": "rm -- <file>"}, {"command": "rm -- 'a b.txt'"}),
+    "a command of the user's own stays": ({"command": "<command>"}, {"command": "echo $x"}),
+    "what was not said is left out": ({"path": "<folder>", "pattern": "x"}, {"pattern": "x"}),
+    "what is said of it is no argument": ({"tool": "t", "answer": "a", "nothing": "n"}, {}),
+    "numbers": ({"head_limit": "20"}, {"head_limit": 20}),
+    "switches": ({"a": "true", "b": "false", "c": "trues"}, {"a": True, "b": False, "c": "trues"}),
+    "nothing": ({"pattern": ""}, {"pattern": ""}),
+    "a time": ({"schedule": "<when>", "action": "add"}, {"action": "add", "every_seconds": 3_600}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ARGUMENTS_OF)
+def test_a_rules_lines_become_arguments(name):
+    fields, arguments = ARGUMENTS_OF[name]
+    known = {"file": "a b.txt", "when": "Every Hour", "time": "2026-04-03 10:02", "folder": None,
+             "command": "echo $x"}  # fmt: skip
+    made_of_it = providers.arguments_of(fields, known)
+    assert made_of_it == arguments
+    assert [type(value) for value in made_of_it.values()] == [type(value) for value in arguments.values()]
+
+
+@pytest.mark.parametrize(("text", "plain"), [
+    ("'a b'", "a b"), ('"a"', "a"), ("`a`", "a"), ("“a”", "a"), ("‘a’", "a"), ("'a\"", "'a\""), ("'", "'"),
+    ("", ""), ("''", ""), ("aba", "aba")])  # fmt: skip
+def test_quotes_around_a_word_are_taken_off(text, plain):
+    assert providers.unquoted(text) == plain
+
+
 def test_the_offline_model_saves_a_conversation():
     memory = "# Long-term memory\n\n- The user's name is Bob"
     talk = (
