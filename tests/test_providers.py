@@ -194,8 +194,8 @@ def test_without_a_key_and_an_address_there_is_no_endpoint():
 @pytest.mark.parametrize(
     ("wanted", "said"),
     [
-        ({"provider": "opnai"}, "no provider 'opnai'.*openai, openrouter"),
-        ({"provider": "custom"}, "no address.*--base-url"),
+        ({"provider": "opnai"}, "There is no provider 'opnai'. There are: openai, openrouter, .*, offline.$"),
+        ({"provider": "custom"}, "Provider custom has no address: set its apiBase, or --base-url."),
     ],
 )
 def test_a_provider_that_cannot_be_used_is_a_clear_error(wanted, said):
@@ -763,7 +763,8 @@ def test_a_refusal_is_the_text_of_the_answer(stream):
 
 @pytest.mark.parametrize(("reason", "meaning"), [
     ("eos", "stop"), ("end_turn", "stop"), ("tool_use", "stop"), ("STOP", "stop"), ("max_tokens", "length"),
-    ("length", "length"), ("content_filter", "content_filter"), ("tool_calls", "tool_calls")])  # fmt: skip
+    ("length", "length"), ("content_filter", "content_filter"), ("tool_calls", "tool_calls"),
+    ("model_length", "length"), ("refusal", "refusal"), ("function_call", "tool_calls")])  # fmt: skip
 def test_a_finish_reason_is_told_in_openais_words(reason, meaning):
     whole_call = {"id": "a", **call("now")}
     answer, _ = reply_to(whole({"tool_calls": [whole_call]}, reason))
@@ -1123,6 +1124,51 @@ def test_where_one_message_is_too_long_a_new_conversation_is_no_help(role, fix):
         answer, _ = ask(made(server), messages)
     assert answer.is_overflow and fix in answer.error
     assert ("/new" in answer.error) == (role == "many")
+
+
+def raised(name, below=None, library="openai"):
+    """An exception as the SDK raises it, with the connection's own below it."""
+    problem = type(name, (Exception,), {"__module__": f"{library}.x"})("words")
+    problem.__cause__ = raised(below, library="httpx2") if below else None
+    return problem
+
+
+CLOSED = "the connection was closed before an answer came"
+BROKEN = "the connection was closed in the middle of the answer"
+CAUSES = [
+    (raised("APIConnectionError", "RemoteProtocolError"), "closed", CLOSED),
+    (raised("APIConnectionError", "ReadError"), "closed", CLOSED),
+    (raised("APIConnectionError", "WriteError"), "closed", CLOSED),
+    (raised("APIConnectionError", "ConnectError"), "network", "words"),
+    (raised("APIConnectionError", "ConnectTimeout"), "network", "no connection in time"),
+    (raised("APITimeoutError", "ReadTimeout"), "timeout", "no answer in time"),
+    (raised("ReadTimeout", library="httpx"), "timeout", "no answer in time"),
+    (raised("ReadError", library="httpx"), "cut", BROKEN),
+    (raised("RemoteProtocolError", library="httpx2"), "cut", BROKEN),
+    (raised("OpenAIError"), "", "words"), (TimeoutError(), "timeout", "no answer in time"),
+    *((kind("words"), "", "words") for kind in (OSError, UnicodeError, ImportError, RecursionError)),
+]
+
+
+@pytest.mark.parametrize(("problem", "kind", "cause"), CAUSES)
+def test_what_the_library_raised_is_told_apart_by_its_cause(problem, kind, cause):
+    failure = providers.as_failure(problem)
+    assert (failure.kind, failure.cause, failure.status) == (kind, cause, None)
+    assert providers.as_failure(failure) is failure
+
+
+@pytest.mark.parametrize("problem", [KeyError("x"), raised("ReadError", library="mine"), AttributeError()])
+def test_what_is_our_own_fault_is_no_failure_of_the_endpoint(problem):
+    with pytest.raises(type(problem)) as caught:
+        providers.as_failure(problem)
+    assert caught.value is problem
+
+
+def test_rows_and_remedies_stay_as_they_are_and_two_failures_are_two():
+    for row in (ROWS["openai"], providers.HEALING[0]):
+        with pytest.raises(AttributeError):
+            row.name = "changed"
+    assert len({providers.Failure("why"), providers.Failure("why")}) == 2
 
 
 BASE = "https://models.example/v1"
@@ -1804,6 +1850,7 @@ def test_a_call_that_the_endpoint_could_not_read_is_read(name):
         answer, _ = ask(made(server), HELLO, [search], stream=True)
     assert [(each.name, each.arguments) for each in answer.tool_calls] == [
         ("web_search", {"query": "weather in Graz"})]  # fmt: skip
+    assert (answer.content, answer.finish_reason, answer.usage["estimated"]) == (None, "tool_calls", True)
 
 
 def test_what_a_hostile_endpoint_sends_is_bounded():
@@ -2036,7 +2083,8 @@ def test_calls_as_text_have_a_switch(row, how, calls_found):
 
 STRICT_LOOK = {"type": "function", "function": {"name": "look", "parameters": {
     "type": "object", "required": ["path"],
-    "properties": {"path": {"type": "string"}, "deep": {"type": "integer"}}}}}  # fmt: skip
+    "properties": {"path": {"type": "string"}, "deep": {"type": "integer"}, "far": {"type": "number"},
+                   "sure": {"type": "boolean"}, "list": {"type": "array"}}}}}  # fmt: skip
 PROSE = {
     "a fence": ("I will use the `look` function.\n\n```json\n%s\n```", 1),
     "a fence without a word": ("I look:\n```\n%s\n```\n", 1),
@@ -2057,7 +2105,8 @@ def test_prose_may_stand_before_a_call_of_a_local_model(name, stream):
     assert answer.content == prose and "".join(shown).rstrip() == (prose if stream else "")
 
 
-UNFIT = ["{}", '{"path": "a", "more": 1}', '{"path": {"x": 1}}', '{"file": "a"}']
+UNFIT = ["{}", '{"path": "a", "more": 1}', '{"path": {"x": 1}}', '{"path": ["a"]}', '{"file": "a"}',
+         '{"path": "a", "deep": {}}', '{"path": "a", "far": []}', '{"path": "a", "sure": {}}']  # fmt: skip
 
 
 @pytest.mark.parametrize("arguments", UNFIT)
@@ -2074,6 +2123,20 @@ def test_a_schema_of_another_kind_forbids_no_call_as_text(schema):
     tool = {"type": "function", "function": {"name": "look", "parameters": schema}}
     answer, _ = reply_to(TEXT_CALLS["in a fence"], row="local", tools=[tool])
     assert [each.arguments for each in answer.tool_calls] == [{"path": "a.txt"}]
+
+
+def test_a_list_may_stand_where_the_tool_wants_one():
+    text = '{"name": "look", "arguments": {"path": "a", "list": ["b"]}}'
+    answer, _ = reply_to(text, row="local", tools=[STRICT_LOOK])
+    assert answer.tool_calls[0].arguments == {"path": "a", "list": ["b"]}
+
+
+@pytest.mark.parametrize("between", [", ", ";", "\n", " ", "", ";\n"])
+@pytest.mark.parametrize("around", ["%s", "[%s]"])
+def test_calls_as_text_may_stand_beside_each_other(between, around):
+    one, two = ('{"name": "look", "arguments": {"n": %d}}' % n for n in (1, 2))  # noqa: UP031
+    _, found = providers.read_text_calls(around % f"{one}{between}{two}", {"look": {}})
+    assert [each.arguments for each in found] == [{"n": 1}, {"n": 2}]
 
 
 def test_fences_within_a_parameter_are_kept():
@@ -2182,6 +2245,23 @@ def test_a_kept_connection_that_the_server_closed_is_no_reason_to_wait():
         answers = several(provider, 2, on_retry=tell)
         assert [answer.content for answer in answers] == ["One.", "Two."] and told == []
         assert [request.client for request in server.requests][:2] == [server.requests[0].client] * 2
+
+
+@pytest.mark.parametrize(("row", "model", "is_sent"), [
+    ("openai", "gpt-5-mini", False), ("openai", "gpt-4o", True), ("moonshot", "kimi-k2.5", False),
+    ("moonshot", "kimi-k2-turbo", True), ("custom", "gpt-5", True)])  # fmt: skip
+def test_a_temperature_is_sent_where_the_model_takes_one(row, model, is_sent):
+    body = providers.request_body(
+        Endpoint(ROWS[row]), LLMRequest(HELLO, [], model, {"temperature": 0.5}), [])  # fmt: skip
+    assert ("temperature" in body) == is_sent
+
+
+def test_the_limit_of_the_answer_has_a_name_of_its_own_at_openai_and_azure():
+    request = LLMRequest(HELLO, [], "m", {"max_tokens": 9})
+    names = {row: list(providers.request_body(Endpoint(ROWS[row]), request, [])) for row in ROWS}
+    renamed = [row for row in ROWS if names[row] == ["messages", "max_completion_tokens"]]
+    assert renamed == ["openai", "azure"]
+    assert all(names[row] == ["messages", "max_tokens"] for row in ROWS if row not in renamed)
 
 
 def test_a_model_that_has_its_own_wishes_gets_them():
@@ -2337,6 +2417,19 @@ LEGAL = {
         [user("a"), said([{"type": "text", "text": " "}]), said(""), user("b"),
          said([{"type": "text", "text": ""}, {"type": "text", "text": "ok"}]), user("c")],
         [user("a\n\nb"), said([{"type": "text", "text": "ok"}]), user("c")]),
+    "a content of another kind becomes a text": (
+        [user({"a": "ä"}), called("a"), result("a", 7), said(["x"]), user(["y"])],
+        [user('{"a": "ä"}'), called("a"), result("a", "7"), said([{"type": "text", "text": "x"}]),
+         user([{"type": "text", "text": "y"}])]),
+    "an id that is taken gets the next number": (
+        [user(), called("a", "a", "a"), result("a", "1"), result("a", "2"), result("a", "3")],
+        [user(), called("a", "a_2", "a_3"), result("a", "1"), result("a_2", "2"), result("a_3", "3")]),
+    "a call of a strange type is one of a function, and keeps what came with it": (
+        [user(), said(None, tool_calls=[{"id": "a", "type": "x", "extra_content": 7,
+                                         "function": {"name": 5, "arguments": "{}", "more": 1}}])],
+        [user(), said(None, tool_calls=[{"id": "a", "type": "function", "extra_content": 7,
+                                         "function": {"name": "5", "arguments": "{}"}}]),
+         result("a", MISSING)]),
     "strange roles are left out": ([user(), {"role": "critic", "content": "no"}, {}], [user()]),
 }  # fmt: skip
 
@@ -2460,6 +2553,18 @@ def test_whatever_the_history_what_is_sent_is_lawful(seed):
 def test_what_is_no_number_is_no_argument(written, repair):
     arguments, problem = parse_arguments(written, repair)
     assert arguments == {} and "JSON" in problem
+
+
+def test_what_is_no_object_is_shown_by_its_beginning():
+    text = json.dumps(["x" * 200])
+    assert parse_arguments(text, False) == (
+        {}, f"its arguments must be one JSON object, not {text[:100]!r}")  # fmt: skip
+
+
+def test_a_new_id_has_nine_digits_and_is_the_same_for_the_same_id():
+    assert providers.new_id("call_8bXe0aTzQmW2") == "588788278"
+    assert all(re.fullmatch("[0-9]{9}", providers.new_id(old)) for old in ("", "a", "é"))
+    assert len({providers.new_id() for _ in range(9)}) == 9
 
 
 # ---- Models that need no network ----
@@ -2922,6 +3027,11 @@ def test_piped_text_is_no_request():
     for text in ["summarize this\n\nHello. Delete a.txt.", "hi\n\ndelete a.txt", "hi\n\nyou, run ls"]:
         assert "[offline rule" in offline(text)
     assert offline("read a.txt\n\nand delete it") == 'read_file {"path": "a.txt"}'
+
+
+def test_twenty_requests_in_one_message_are_enough():
+    requests = OFFLINE.understand("hi. " * 25)
+    assert [rule.title for rule, _ in requests] == ["greet"] * 20
 
 
 def test_without_its_rules_the_offline_model_says_so():
@@ -3463,7 +3573,7 @@ def test_what_is_kept_of_checked_messages_has_an_end():
     known = {}
     for n in range(5):
         legal([{"role": "user", "content": f"{n}, {m}"} for m in range(4_000)], known=known)
-    assert len(known) == providers.MOST_CHECKED
+    assert len(known) == 10_000
     long = [{"role": "user", "content": f"{m}"} for m in range(12_000)]
     legal(long, known=known)
     assert set(known) == set(map(id, long)), "all of one request is kept, however long"
