@@ -2020,6 +2020,8 @@ TEXT_CALLS = {
                   "</minimax:tool_call>",
     "in a fence": '```json\n{"name": "look", "arguments": {"path": "a.txt"}}\n```',
     "in a list": '[{"name": "look", "arguments": {"path": "a.txt"}}]',
+    "broken JSON": "<function=look>{path: 'a.txt',}</function>",
+    "broken JSON in a text": """{"name": "look", "arguments": "{path: 'a.txt',}"}""",
     "after thoughts": '<think>Hm.</think>\n{"name": "look", "arguments": {"path": "a.txt"}}',
 }  # fmt: skip
 LOOK_TOOL = {"type": "function", "function": {"name": "look", "parameters": {}}}
@@ -2138,6 +2140,12 @@ def test_calls_as_text_may_stand_beside_each_other(between, around):
     one, two = ('{"name": "look", "arguments": {"n": %d}}' % n for n in (1, 2))  # noqa: UP031
     _, found = providers.read_text_calls(around % f"{one}{between}{two}", {"look": {}})
     assert [each.arguments for each in found] == [{"n": 1}, {"n": 2}]
+
+
+def test_a_call_as_text_that_is_cut_is_not_run():
+    text = '<function=look>{"path": "a.tx</function>'
+    (call_as_text,) = providers.read_text_calls(text, {"look": {}})[1]
+    assert call_as_text.arguments == {} and "not whole JSON" in call_as_text.error
 
 
 def test_fences_within_a_parameter_are_kept():
@@ -3274,6 +3282,9 @@ def test_the_offline_model_dreams(tmp_path):
     turn = Turn(workspace=tmp_path, cwd=tmp_path)
     run = asyncio.run(AgentRunner(OFFLINE).run(AgentRunSpec(edit, ToolRegistry(FILE_TOOLS), turn=turn)))
     assert run.stop_reason == "completed"
+    told = "I will remember: The user's name is Maria\n\nI will remember: The user likes tea"
+    assert told in run.final_content
+    assert run.final_content.endswith('[offline rule "dream", templates/offline/rules.md]')
     assert (
         about_user.read_text()
         == "- The user lives in Rome\n- The user's name is Maria\n- The user likes tea\n"
