@@ -831,6 +831,12 @@ def test_streamed_calls_are_put_together(name):
     assert len({each.id for each in answer.tool_calls}) == 2
 
 
+def test_an_id_that_comes_late_is_the_calls_own():
+    pieces = [piece(index=0, name="a"), piece(index=0, id="late", arguments=X), delta("tool_calls")]
+    answer, _ = reply_to(sse(*pieces), stream=True)
+    assert [(each.id, each.arguments) for each in answer.tool_calls] == [("late", {"x": 1})]
+
+
 ARGUMENTS = {
     "nothing": ("", "stop", {}, ""),
     "only space": (" \n", "stop", {}, ""),
@@ -1857,7 +1863,7 @@ def test_what_a_hostile_endpoint_sends_is_bounded():
     assert len(providers.refusal({"message": "token count " * 50_000}).text) == 4_000
     flood = [{"id": f"c{n}", **call("now")} for n in range(200)]
     answer, _ = reply_to(whole({"tool_calls": flood}))
-    assert answer.finish_reason == "error" and "over 128 tool calls" in answer.error
+    assert answer.finish_reason == "error" and "like a model (its answer has over 128 tool calls)" in answer.error
     reader = providers.AnswerReader()
     reader.received = providers.MAX_ANSWER_BYTES
     with pytest.raises(providers.Failure, match="over 32,000,000 bytes") as caught:
