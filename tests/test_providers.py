@@ -1863,7 +1863,8 @@ def test_what_a_hostile_endpoint_sends_is_bounded():
     assert len(providers.refusal({"message": "token count " * 50_000}).text) == 4_000
     flood = [{"id": f"c{n}", **call("now")} for n in range(200)]
     answer, _ = reply_to(whole({"tool_calls": flood}))
-    assert answer.finish_reason == "error" and "like a model (its answer has over 128 tool calls)" in answer.error
+    assert answer.finish_reason == "error"
+    assert "like a model (its answer has over 128 tool calls)" in answer.error
     reader = providers.AnswerReader()
     reader.received = providers.MAX_ANSWER_BYTES
     with pytest.raises(providers.Failure, match="over 32,000,000 bytes") as caught:
