@@ -3298,6 +3298,49 @@ def test_the_offline_model_dreams(tmp_path):
     )
 
 
+FIND = {"role": "system", "content": "One a line: [USER|SOUL|MEMORY] fact, or [SKIP]. [MEMORY] is for facts."}
+HISTORIES = {
+    "what was kept raw": ("[2026-04-03 10:00] [RAW] [2026-04-03T10:00:00+0200] user: my name is Maria",
+                          "[USER] The user's name is Maria"),
+    "said twice": ("The user likes tea. The user likes tea.", "[USER] The user likes tea"),
+    "known already": ("The user lives in Rome", "[SKIP]"),
+    "many": ("The user's name is Bo; The user lives in X. The user likes tea. The user is from Y. "
+             "The user does not like Z.",
+             "[USER] The user's name is Bo\n[USER] The user lives in X\n[USER] The user likes tea\n"
+             "[USER] The user is from Y\n[USER] The user does not like Z"),
+    "of others": ("Maria lives in Rome. The cat likes tea.", "[SKIP]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HISTORIES)
+def test_facts_are_found_in_a_history(name):
+    history, found = HISTORIES[name]
+    question = user(f"# /w/USER.md\n\n- The user lives in Rome\n\n# History\n\n{history}")
+    assert ask(OFFLINE, [FIND, question])[0].content == found
+
+
+@pytest.mark.parametrize("prompt", ["Say [SKIP] if there is nothing.", "[MEMORY] is a file."])
+def test_a_question_with_half_of_a_dreams_words_in_its_prompt_is_answered(prompt):
+    answer, _ = ask(OFFLINE, [{"role": "system", "content": prompt}, user("hi")])
+    assert "Hello! I am only a few rules" in answer.content
+
+
+def test_what_looks_like_a_conversation_in_a_users_message_is_not_summed_up():
+    line = "[2026-04-03T10:00:00+0200] user: hi"
+    schemas = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in TOOL_NAMES]
+    assert "The user sent 1 messages" in ask(OFFLINE, [user(line)])[0].content
+    assert "I know no rule for that" in ask(OFFLINE, [user(line)], schemas)[0].content
+    assert "I know no rule for that" in offline(line, tools=[])
+
+
+def test_what_is_missing_for_a_step_is_said():
+    assert "\n\nFor that I need the tool cron, which is not here.\n\n" in offline(
+        "remind me in 1 minute to stretch", tools=["read_file"])  # fmt: skip
+    assert "\n\nWhich file do you mean? Name it, like: read a.txt\n\n" in offline("read it")
+    answer = offline("read a.txt", tools=[])
+    assert "\n\nread_file did not work: the turn has no steps left\n\n" in answer
+
+
 def test_a_conversation_is_summed_up_honestly():
     talk = "[2026-04-03T10:00:00+0200] user: read a.txt\n[2026-04-03T10:00:01+0200] assistant: It says one."
     answer, _ = ask(OFFLINE, [{"role": "system", "content": "Sum up."}, user(talk)])
