@@ -811,6 +811,12 @@ CALL_STREAMS = {
     "the name repeated in every chunk, without ids": [
         piece(name="a", arguments='{"x"'), piece(name="a", arguments=": 1}"),
         piece(name="b", arguments='{"y"'), piece(name="b", arguments=": 2}")],
+    "the name repeated, the id not": [
+        piece(index=0, id="1", name="a", arguments='{"x"'), piece(index=0, name="a", arguments=": 1}"),
+        piece(index=1, id="2", name="b", arguments=Y)],
+    "the name repeated, the id late": [
+        piece(index=0, name="a", arguments='{"x"'), piece(index=0, id="1", name="a", arguments=": 1}"),
+        piece(index=1, id="2", name="b", arguments=Y)],
     "a name in pieces": [
         piece(index=0, id="1", name="", arguments=""), piece(index=0, name="a"), piece(index=0, arguments=X),
         piece(index=1, id="2", name="b"), piece(index=1, arguments=Y)],
@@ -2052,6 +2058,7 @@ def test_several_calls_as_text_are_several_calls():
 NO_TEXT_CALLS = {
     "an unknown tool": '<tool_call>{"name": "rm", "arguments": {}}</tool_call>',
     "words behind it": 'I would call <tool_call>{"name": "look", "arguments": {}}</tool_call> now.',
+    "words behind a function": "I would call <function=look>{}</function> now.",
     "words before bare JSON": 'I would call {"name": "look", "arguments": {}}',
     "words between two calls": '<tool_call>{"name": "look", "arguments": {}}</tool_call>\nand\n'
     '<tool_call>{"name": "look", "arguments": {}}</tool_call>!',
@@ -3553,9 +3560,10 @@ def test_recorded_tools_leave_out_what_was_said_before_and_what_could_not_be_rea
     earlier = [*HELLO, called("a"), result("a", "old")]
     unread = ToolCallRequest("b", "now", {}, error="its arguments are not whole JSON")
     talk = [*earlier, called("b"), result("b", "Error: not whole JSON"), called("c"), result("c", "new")]
-    records = [{"messages": earlier, "tools": [], "answer": LLMResponse(None, [unread])},
+    records = [{"messages": earlier, "tools": [TOOL], "answer": LLMResponse(None, [unread])},
                {"messages": talk, "tools": [], "answer": LLMResponse("x")}]  # fmt: skip
     tools = providers.RecordedTools(records, str)
+    assert tools.get_definitions() == [TOOL], "those of the first request: the last one of a turn has none"
     assert [asyncio.run(tools.execute("now", {})) for _ in range(2)] == [
         "new", "(the trace ends before this call's result)"]  # fmt: skip
 
