@@ -809,8 +809,11 @@ CALL_STREAMS = {
         piece(index=0, id="1", name="a", arguments='{"x"'), piece(index=0, id="9", arguments=": 1}"),
         piece(index=1, id="2", name="b", arguments='{"y"'), piece(index=1, id="8", arguments=": 2}")],
     "the name repeated in every chunk, without ids": [
-        piece(name="a", arguments='{"x"'), piece(name="a", arguments=": 1}"),
-        piece(name="b", arguments='{"y"'), piece(name="b", arguments=": 2}")],
+        piece(name="a", arguments='{"x": 1'), piece(name="a", arguments="}"),
+        piece(name="b", arguments='{"y": 2'), piece(name="b", arguments="}")],
+    "the name repeated where the arguments begin, without ids": [
+        piece(name="a"), piece(name="a", arguments=X), piece(index=1, name="b"),
+        piece(index=1, name="b", arguments=Y)],
     "the name repeated, the id not": [
         piece(index=0, id="1", name="a", arguments='{"x"'), piece(index=0, name="a", arguments=": 1}"),
         piece(index=1, id="2", name="b", arguments=Y)],
@@ -1659,6 +1662,14 @@ def test_a_request_is_mended_nine_times_and_no_more():
         assert "Unknown parameter: 'odd_9'" in answer.error and len(server.bodies) == 10
 
 
+def test_tools_as_text_stand_in_lines_of_their_own():
+    body = providers.tools_as_text({"messages": HELLO, "tools": [TOOL, STRICT], "seed": 1}, "")
+    assert set(body) == {"messages", "seed"}
+    lines = body["messages"][0]["content"].split("\n")
+    assert [json.loads(line) for line in lines[-2:]] == [TOOL["function"], STRICT["function"]]
+    assert providers.tools_as_text({"messages": HELLO}, "") == {"messages": HELLO}
+
+
 def test_each_word_that_some_endpoint_does_not_know_in_a_schema_is_left_out():
     words = ["additionalProperties", "$schema", "$id", "const", "default", "propertyNames", "not", "oneOf",
              "anyOf", "allOf", "patternProperties", "exclusiveMinimum", "exclusiveMaximum"]  # fmt: skip
@@ -1876,6 +1887,8 @@ def test_what_a_hostile_endpoint_sends_is_bounded():
     with pytest.raises(providers.Failure, match="over 32,000,000 bytes") as caught:
         reader.feed_bytes(b":\n")
     assert caught.value.kind == "nonsense"
+    reader.received = 31_999_998
+    reader.feed_bytes(b":\n")
     assert pieces_of(["`" * 30_000, "x"]) == "`" * 30_000 + "x"
     endless = '{"choices": [{"message": {"content": "Hi."}}], "usage": {"prompt_tokens": 1e999}}'
     answer, _ = reply_to(Failure(200, endless))
@@ -1883,9 +1896,10 @@ def test_what_a_hostile_endpoint_sends_is_bounded():
 
 
 def test_as_many_calls_as_an_answer_may_have_are_taken():
-    many = [{"id": f"c{n}", **call("now")} for n in range(128)]
-    answer, _ = reply_to(whole({"tool_calls": many}))
+    many = [{"id": f"c{n}", **call("now")} for n in range(129)]
+    answer, _ = reply_to(whole({"tool_calls": many[:128]}))
     assert len(answer.tool_calls) == 128 and answer.error is None
+    assert reply_to(whole({"tool_calls": many}))[0].finish_reason == "error"
 
 
 def test_a_call_as_text_is_looked_for_in_twenty_places():
@@ -3324,6 +3338,18 @@ def test_facts_are_found_in_a_history(name):
     history, found = HISTORIES[name]
     question = user(f"# /w/USER.md\n\n- The user lives in Rome\n\n# History\n\n{history}")
     assert ask(OFFLINE, [FIND, question])[0].content == found
+
+
+def test_a_conversation_without_a_fact_leaves_the_memory_as_it_is():
+    assert OFFLINE.facts_in("hi, what is 1+1?") == []
+    talk = user("# MEMORY.md\n\n# Facts\n\n- old\n\n# Conversation\n[2026-04-03T10:00:00+0200] user: hi")
+    schema = [{"type": "function", "function": {"name": "save_memory", "parameters": {}}}]
+    answer, _ = ask(OFFLINE, [{"role": "system", "content": "Save."}, talk], schema)
+    assert answer.finish_reason == "tool_calls"
+    assert answer.tool_calls[0].arguments == {
+        "memory_update": "# Facts\n\n- old",
+        "history_entry": '[2026-04-03 10:00] The user sent 1 messages. The first was "hi", the last "hi". '
+                         "They told nothing about themselves."}  # fmt: skip
 
 
 @pytest.mark.parametrize("prompt", ["Say [SKIP] if there is nothing.", "[MEMORY] is a file."])
