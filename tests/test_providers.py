@@ -967,6 +967,7 @@ THOUGHTS = {
     "a mention in a fence": ("```\n<think>\nx\n</think>\n```", "```\n<think>\nx\n</think>\n```"),
     "a fence that is never closed": ("```xml\n<think>a</think>", "```xml\n<think>a</think>"),
     "code that was not closed ends with its line": ("a ` b\n<think>hm</think>c", "a ` b\nc"),
+    "so does one in two back-quotes": ("a `` b\n<think>hm</think>c", "a `` b\nc"),
     "a stray end at the start": ("</think>\nHi.", "Hi."),
     "a stray end within a line": ("The tag </think> ends it.", "The tag </think> ends it."),
     "look-alikes": ("<thinker> <think-foo> <think1> <think/>", "<thinker> <think-foo> <think1> <think/>"),
