@@ -1340,6 +1340,8 @@ def test_one_message_of_more_than_half_is_most_of_it():
     half = [user("a" * 100), user("b" * 100)]
     assert not providers.is_mostly_one(half) and not providers.is_mostly_one([])
     assert providers.is_mostly_one([*half, user("c" * 400)])
+    assert not providers.is_mostly_one([user("a" * 104), user("b" * 100)]), "just half of what is sent"
+    assert providers.is_mostly_one([user("a" * 105), user("b" * 100)])
     assert not providers.is_mostly_one([{"role": "system", "content": "s" * 999}, *half])
 
 
@@ -2969,6 +2971,19 @@ def test_it_is_the_file_that_the_conversation_was_about():
     assert "Which file do you mean?" in offline("read it again")
 
 
+def test_what_was_answered_is_not_answered_again():
+    before = [user("read a.txt"), *a_call_with("read_file", "1| one", path="a.txt"), said("a.txt says: one")]
+    answer = offline("hi", before=before)
+    assert "Hello!" in answer and "a.txt says" not in answer
+
+
+def test_a_call_without_a_file_between_two_does_not_change_what_it_is():
+    before = [user("read a.txt"), *a_call_with("read_file", "1| one", path="a.txt"),
+              *a_call_with("exec", "Exit code: 0", command="ls"),
+              *a_call_with("grep", "none", path="/w/memory/MEMORY.md"), said("Done.")]  # fmt: skip
+    assert offline("read it again", before=before) == 'read_file {"path": "a.txt"}'
+
+
 @pytest.mark.parametrize(
     "result",
     ["The user did not approve this call.", "Cannot read a.txt: No such file or directory.",
@@ -3537,15 +3552,17 @@ def a_record(messages, answer, **more):
 
 def test_where_a_request_is_not_the_recorded_one_the_first_lines_of_difference_are_shown():
     recorded = {"messages": [user(f"line {n}") for n in range(30)], "tools": []}
-    now = {"messages": [user(f"line {n}") for n in range(29)] + [user("other " * 90)], "tools": []}
+    now = {"messages": [user(f"line {n}") for n in range(29)] + [user("ä " + "other " * 90)], "tools": []}
     said_of_it = str(providers.ReplayDiffers(recorded, now)).split("\n")
     assert said_of_it[:3] == ["This request is not the recorded one:", "--- recorded", "+++ now"]
     assert [line for line in said_of_it if line.startswith("-  ")] == ['-   "content": "line 29"']
-    changed_line = '+   "content": "' + "other " * 90
+    changed_line = '+   "content": "ä ' + "other " * 90
     assert [line for line in said_of_it if line.startswith("+  ")] == [changed_line[:300]]
     assert len(said_of_it) == 10, "two lines around a change are enough"
     other = {"messages": [user(f"lime {n}") for n in range(30)], "tools": []}
     assert len(str(providers.ReplayDiffers(recorded, other)).split("\n")) == 41
+    alike = str(providers.ReplayDiffers({"a": "ä", "b": 1}, {"a": "ä", "b": 2})).split("\n")
+    assert '  "a": "ä",' in alike
 
 
 def test_a_replay_stops_at_the_first_request_that_differs_and_goes_on_from_there(tmp_path):
