@@ -783,7 +783,8 @@ X, Y = '{"x": 1}', '{"y": 2}'
 TWO = [("a", {"x": 1}), ("b", {"y": 2})]
 CALL_STREAMS = {
     "in pieces, by index": [
-        piece(index=0, id="1", name="a", arguments=""), piece(index=1, id="2", name="b", arguments='{"y"'),
+        piece(index=0, id="1", type="function", name="a", arguments=""),
+        piece(index=1, id="2", name="b", arguments='{"y"'),
         piece(index=0, arguments='{"x":'), piece(index=1, arguments=": 2}"), piece(index=0, arguments=" 1}")],
     "id only in the first chunk, no index": [
         piece(id="1", name="a", arguments='{"x"'), piece(arguments=": 1}"),
@@ -1314,7 +1315,7 @@ def test_what_the_user_is_told_of_a_wait(name):
 REFUSALS = {
     "OpenAI": ({"error": {"message": "No.", "code": "bad"}}, "No."),
     "a code that is a status": ({"message": "No.", "code": 529}, "No."),
-    "a list": ([{"error": {"message": "No."}}], "No."),
+    "a list": ([{"error": {"message": "No."}}, {"error": {"message": "Another."}}], "No."),
     "an error that is a text": ({"error": "No."}, "No."),
     "below a provider's error": ({"message": "Provider returned error", "metadata": {"raw": "No."}}, "No."),
     "the same as JSON": (
@@ -2233,7 +2234,7 @@ def test_a_server_that_sees_less_than_it_was_sent_is_told_of_once():
 @pytest.mark.parametrize(("row", "seen", "letters", "is_told"), [
     ("ollama", 4_096, 40_000, True), ("custom", 4_096, 40_000, False), ("ollama", 1_001, 40_000, True),
     ("ollama", 1_000, 40_000, False), ("ollama", 4_999, 44_000, True), ("ollama", 5_000, 44_000, False),
-    ("ollama", 4_004, 32_000, True), ("ollama", 4_005, 32_000, False)])  # fmt: skip
+    ("ollama", 4_004, 32_004, True), ("ollama", 4_005, 32_004, False)])  # fmt: skip
 def test_a_window_that_is_too_small_is_told_of_where_it_can_be_known(row, seen, letters, is_told):
     request = LLMRequest([user("x" * letters)], [], "m", {})
     answer = LLMResponse("Hi.", usage={"prompt_tokens": seen})
