@@ -965,6 +965,7 @@ THOUGHTS = {
         "Models write <think> first.",
     ),
     "a mention in code": ("It is `<think>`, see.", "It is `<think>`, see."),
+    "a block within code": ("It is `a <think>hm</think>`.", "It is `a <think>hm</think>`."),
     "a mention in a fence": ("```\n<think>\nx\n</think>\n```", "```\n<think>\nx\n</think>\n```"),
     "a fence that is never closed": ("```xml\n<think>a</think>", "```xml\n<think>a</think>"),
     "code that was not closed ends with its line": ("a ` b\n<think>hm</think>c", "a ` b\nc"),
