@@ -683,6 +683,13 @@ def test_letters_that_are_cut_between_two_packets_come_out_whole():
     assert answer.content == "Grüße ☃"
 
 
+def test_a_line_of_a_stream_is_shown_when_it_has_ended():
+    reader = providers.AnswerReader()
+    for data, shown in ((b"", ""), (b'data: {"choices":[{"delta":{"content":"Hi."}}]}', ""), (b"\n", "Hi.")):
+        reader.feed(data)
+        assert reader.to_show() == shown
+
+
 def test_a_last_line_without_its_line_end_counts():
     body = 'data: {"choices":[{"delta":{"content":"Hi."},"finish_reason":"stop"}]}'
     assert reply_to(Raw(body.encode()), stream=True)[0].content == "Hi."
@@ -2244,13 +2251,26 @@ def test_a_window_that_is_too_small_is_told_of_where_it_can_be_known(row, seen, 
     assert line == (told + "OLLAMA_CONTEXT_LENGTH=64000 ollama serve" if is_told else "")
 
 
-def test_a_wait_is_as_long_as_was_asked_for():
-    busy = Failure(429, "busy", {"retry-after-ms": "60"})
-    with FakeLLM([busy, "Hi."]) as server:
+class HurriedLoop(asyncio.SelectorEventLoop):
+    """An event loop in which no wait takes time; how long each would have been is in `waits`."""
+
+    waits: list[float] = []
+
+    def call_later(self, delay, callback, *args, context=None):
+        self.waits.append(delay)
+        return super().call_later(0, callback, *args, context=context)
+
+
+def test_a_wait_is_as_long_as_was_asked_for_and_up_to_a_fifth_longer():
+    """Or all who were sent away would come back in the same moment."""
+    HurriedLoop.waits.clear()
+    busy = Failure(429, "busy", {"retry-after": "20"})
+    with FakeLLM([busy, busy, "Hi."]) as server, asyncio.Runner(loop_factory=HurriedLoop) as runner:
         provider = made(server)
         provider.pace = 1.0
-        began = time.monotonic()
-        assert ask(provider)[0].content == "Hi." and time.monotonic() - began >= 0.06
+        assert runner.run(provider.chat(HELLO)).content == "Hi."
+    waits = [wait for wait in HurriedLoop.waits if wait >= 1]
+    assert len(waits) == 2 and all(20 <= wait < 24 for wait in waits)
 
 
 def test_a_local_server_may_be_named_without_v1():
