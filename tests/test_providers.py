@@ -3477,6 +3477,7 @@ def test_a_trace_has_every_attempt_and_a_replay_plays_the_answers(tmp_path):
     assert all(each["messages"] == HELLO and each["options"] == {"max_tokens": 7} for each in records)
     assert "Use 'max_completion_tokens'" in records[0]["answer"]["error"]
     assert records[1]["answer"]["error"] == "HTTP 503: busy"
+    assert [each["answer"]["content"] for each in records[:4]] == [None, None, "Here.", None]
     replay = providers.ReplayProvider(tmp_path / "t")
     assert [ask(replay)[0] for _ in range(2)] == answers
     assert "cancelled" in ask(replay)[0].error and replay.rest == []
@@ -3632,6 +3633,14 @@ def test_recorded_tools_leave_out_what_was_said_before_and_what_could_not_be_rea
     assert tools.get_definitions() == [TOOL], "those of the first request: the last one of a turn has none"
     assert [asyncio.run(tools.execute("now", {})) for _ in range(2)] == [
         "new", "(the trace ends before this call's result)"]  # fmt: skip
+
+
+def test_recorded_tools_give_a_result_once_though_each_later_request_has_it():
+    talk = [*HELLO, called("a"), result("a", "one"), called("b"), result("b", "two")]
+    records = [{"messages": talk[:length], "tools": [], "answer": LLMResponse("x")} for length in (2, 4, 6)]
+    tools = providers.RecordedTools(records, str)
+    assert [asyncio.run(tools.execute("now", {})) for _ in range(3)] == [
+        "one", "two", "(the trace ends before this call's result)"]  # fmt: skip
 
 
 def test_recorded_tools_tell_calls_apart_by_their_arguments():
