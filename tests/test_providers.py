@@ -1170,7 +1170,8 @@ CAUSES = [
     (raised("ReadTimeout", library="httpx"), "timeout", "no answer in time"),
     (raised("ReadError", library="httpx"), "cut", BROKEN),
     (raised("RemoteProtocolError", library="httpx2"), "cut", BROKEN),
-    (raised("OpenAIError"), "", "words"), (TimeoutError(), "timeout", "no answer in time"),
+    (raised("OpenAIError"), "", "words"),
+    (TimeoutError(), "timeout", "no answer in time"),
     *((kind("words"), "", "words") for kind in (OSError, UnicodeError, ImportError, RecursionError)),
 ]
 
@@ -3646,8 +3647,13 @@ def test_recorded_tools_give_a_result_once_though_each_later_request_has_it():
 def test_recorded_tools_tell_calls_apart_by_their_arguments():
     talk = [*HELLO, called("a", arguments='{"x":1}'), result("a", "one"),
             called("b", arguments='{"x": 2}'), result("b", "two")]  # fmt: skip
-    tools = providers.RecordedTools([{"messages": HELLO, "tools": [], "answer": LLMResponse("x")},
-                                     {"messages": talk, "tools": [], "answer": LLMResponse("y")}], str)
+    tools = providers.RecordedTools(
+        [
+            {"messages": HELLO, "tools": [], "answer": LLMResponse("x")},
+            {"messages": talk, "tools": [], "answer": LLMResponse("y")},
+        ],
+        str,
+    )
     assert asyncio.run(tools.execute("now", {"x": 2}, Turn())) == "two"
     assert asyncio.run(tools.execute("now", {"x": 1})) == "one"
     assert asyncio.run(tools.execute("then", {"x": 1})).startswith("(the trace ends")
