@@ -1051,7 +1051,7 @@ def with_signature(message: dict) -> dict:
 
 
 def with_short_ids(message: dict) -> dict:
-    """call_8bXe0aTzQmW2 → 318437055, in the call and in its result."""
+    """call_8bXe0aTzQmW2 → 588788278, in the call and in its result."""
     if message["role"] == "tool":
         return {**message, "tool_call_id": new_id(message["tool_call_id"])}
     if "tool_calls" not in message:

@@ -13,9 +13,11 @@ import random
 import re
 import shutil
 import socket
+import ssl
 import subprocess
 import sys
 import time
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -192,8 +194,8 @@ def test_without_a_key_and_an_address_there_is_no_endpoint():
 @pytest.mark.parametrize(
     ("wanted", "said"),
     [
-        ({"provider": "opnai"}, "no provider 'opnai'.*openai, openrouter"),
-        ({"provider": "custom"}, "no address.*--base-url"),
+        ({"provider": "opnai"}, "There is no provider 'opnai'. There are: openai, openrouter, .*, offline.$"),
+        ({"provider": "custom"}, "Provider custom has no address: set its apiBase, or --base-url."),
     ],
 )
 def test_a_provider_that_cannot_be_used_is_a_clear_error(wanted, said):
@@ -215,6 +217,146 @@ def test_each_row_has_an_address_and_the_variable_that_its_provider_documents():
         assert row.env_key == ("" if row.is_local or row.name == "custom" else f"{maker}_API_KEY")
         needs_an_address = row.name in ("azure", "custom")  # only the user knows it
         assert bool(row.default_api_base) is not needs_an_address
+
+
+# name: words in names of its models, its key's variable, its address, the model where none is named
+TABLE = {
+    "openai": ("gpt o1 o3 o4", "OPENAI_API_KEY", "https://api.openai.com/v1", "gpt-5-mini"),
+    "openrouter": ("", "OPENROUTER_API_KEY", "https://openrouter.ai/api/v1", "openrouter/auto"),
+    "anthropic": ("claude", "ANTHROPIC_API_KEY", "https://api.anthropic.com/v1", ""),
+    "deepseek": ("deepseek", "DEEPSEEK_API_KEY", "https://api.deepseek.com/v1", ""),
+    "gemini": ("gemini gemma", "GEMINI_API_KEY",
+               "https://generativelanguage.googleapis.com/v1beta/openai", ""),
+    "groq": ("", "GROQ_API_KEY", "https://api.groq.com/openai/v1", ""),
+    "mistral": ("mistral codestral", "MISTRAL_API_KEY", "https://api.mistral.ai/v1", ""),
+    "moonshot": ("kimi moonshot", "MOONSHOT_API_KEY", "https://api.moonshot.ai/v1", ""),
+    "zhipu": ("glm", "ZAI_API_KEY", "https://open.bigmodel.cn/api/paas/v4", ""),
+    "minimax": ("minimax", "MINIMAX_API_KEY", "https://api.minimax.io/v1", ""),
+    "dashscope": ("qwen", "DASHSCOPE_API_KEY", "https://dashscope.aliyuncs.com/compatible-mode/v1", ""),
+    "siliconflow": ("", "SILICONFLOW_API_KEY", "https://api.siliconflow.cn/v1", ""),
+    "aihubmix": ("", "AIHUBMIX_API_KEY", "https://aihubmix.com/v1", ""),
+    "volcengine": ("doubao", "ARK_API_KEY", "https://ark.cn-beijing.volces.com/api/v3", ""),
+    "xai": ("grok", "XAI_API_KEY", "https://api.x.ai/v1", ""),
+    "azure": ("", "AZURE_OPENAI_API_KEY", "https://kit.openai.azure.com/openai/v1", ""),
+    "ollama": ("", "", "http://localhost:11434/v1", ""),
+    "lmstudio": ("", "", "http://localhost:1234/v1", ""),
+    "vllm": ("", "", "http://localhost:8000/v1", ""),
+    "llamacpp": ("", "", "http://localhost:8080/v1", ""),
+    "local": ("", "", "http://localhost:8000/v1", ""),
+    "custom": ("", "", "https://models.example/v1", ""),
+}  # fmt: skip
+
+
+def test_the_rows_of_providers_are_these():
+    assert list(ROWS) == list(TABLE)
+    assert [row.name for row in ROWS.values()] == list(TABLE)
+    local = ["ollama", "lmstudio", "vllm", "llamacpp", "local"]
+    assert [name for name, row in ROWS.items() if row.is_local] == local
+    gateways = ["openrouter", "siliconflow", "aihubmix"]
+    assert [name for name, row in ROWS.items() if row.is_gateway] == gateways
+    assert [name for name, row in ROWS.items() if row.supports_prompt_caching] == ["openrouter", "anthropic"]
+    assert [name for name, row in ROWS.items() if row.strip_model_prefix] == ["aihubmix"]
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_a_row_has_its_variable_its_address_and_its_model(name):
+    words, variable, address, model = TABLE[name]
+    base = "" if name not in ("azure", "custom") else address  # only the user knows it
+    end = choose_endpoint({}, provider=name, base_url=base)
+    assert (end.spec.name, end.spec.env_key, end.api_base, end.model) == (name, variable, address, model)
+    for word in words.split():
+        keys = settings(**{"openrouter": "own-key", "groq": "k", name: "its-key"})
+        end = choose_endpoint(keys, f"The-{word.upper()}-9")
+        assert (end.spec.name, end.api_key, end.api_base) == (name, "its-key", address)
+
+
+@pytest.mark.parametrize(("key", "name"), [
+    ("sk-or-v1-0", "openrouter"), ("sk-ant-0", "anthropic"), ("AIzaSy0", "gemini"), ("gsk_0", "groq"),
+    ("xai-0", "xai"), ("sk-proj-0", "openai"), ("0", "openai")])  # fmt: skip
+def test_the_general_key_goes_to_the_maker_whose_prefix_it_has(key, name):
+    end = choose_endpoint(settings(openai=key), "some-model")
+    assert (end.spec.name, end.api_key, end.api_base) == (name, key, TABLE[name][2])
+
+
+HOSTS = {
+    "https://api.openai.com/v1": "openai", "https://eu.api.openai.com/v1": "openai",
+    "https://api.moonshot.ai/v1": "moonshot", "https://api.moonshot.cn/v1": "moonshot",
+    "https://open.bigmodel.cn/api/paas/v4": "zhipu", "https://api.z.ai/api/paas/v4": "zhipu",
+    "https://api.minimax.io/v1": "minimax", "https://api.minimaxi.com/v1": "minimax",
+    "https://dashscope.aliyuncs.com/compatible-mode/v1": "dashscope",
+    "https://dashscope-intl.aliyuncs.com/compatible-mode/v1": "dashscope",
+    "https://api.siliconflow.cn/v1": "siliconflow", "https://api.siliconflow.com/v1": "siliconflow",
+    "https://kit.openai.azure.com/openai/v1": "azure", "https://kit.services.ai.azure.com/openai/v1": "azure",
+    "http://localhost:11434/v1": "ollama", "http://192.168.0.7:11434/v1": "ollama",
+    "http://localhost:1234/v1": "lmstudio", "http://box:1234/v1": "lmstudio",
+    "http://localhost:8000/v1": "vllm", "http://localhost:8080/v1": "llamacpp",
+    "http://localhost/v1": "local", "http://localhost:9000/v1": "local", "http://0.0.0.0:9000/v1": "local",
+    "http://[::1]:9000/v1": "local", "http://127.0.0.1:9000/v1": "local", "http://10.0.0.7/v1": "local",
+    "http://192.168.0.7/v1": "local", "http://me:secret@127.0.0.1:9000/v1": "local",
+    "http://me:secret@api.openai.com/v1": "openai",
+    "http://192.0.2.7/v1": "custom", "http://localhost.example/v1": "custom",
+    "http://100.1.1.1/v1": "custom", "http://api.openai.com@evil.example/v1": "custom",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("base", HOSTS)
+def test_an_address_says_whose_it_is(base):
+    assert choose_endpoint({}, "m", base_url=base).spec.name == HOSTS[base]
+
+
+@pytest.mark.parametrize("name", ["openrouter", "siliconflow", "aihubmix"])
+def test_a_gateway_with_a_key_wins_over_a_maker_that_does_not_know_the_model(name):
+    assert choose_endpoint(settings(**{"openai": "sk-1", name: "its-key"}), "unheard-of").spec.name == name
+
+
+@pytest.mark.parametrize("name", ["ollama", "lmstudio", "vllm", "llamacpp", "local"])
+def test_a_local_server_is_chosen_by_its_name_before_the_model_and_needs_no_key(name):
+    end = choose_endpoint(settings(openai="sk-1"), f"{name}/llama3")
+    assert (end.spec.name, end.api_key, end.api_base, end.model) == (name, "", TABLE[name][2], "llama3")
+
+
+def test_a_maker_before_the_model_that_has_no_key_is_not_chosen():
+    end = choose_endpoint(settings(openrouter="own-key"), "anthropic/claude")
+    assert (end.spec.name, end.model) == ("openrouter", "anthropic/claude")
+    end = choose_endpoint(settings(openrouter="own-key", anthropic="its-key"), "anthropic/claude")
+    assert (end.spec.name, end.api_key, end.model) == ("anthropic", "its-key", "claude")
+
+
+@pytest.mark.parametrize(("base", "address"), [
+    ("http://localhost:9000", "http://localhost:9000/v1"),
+    ("http://localhost:9000/", "http://localhost:9000/v1"),
+    ("http://localhost:9000/api", "http://localhost:9000/api"),
+    ("https://models.example", "https://models.example")])  # fmt: skip
+def test_only_a_local_address_without_a_path_gets_v1(base, address):
+    assert choose_endpoint({}, "m", base_url=base).api_base == address
+
+
+OWN_KEYS = {
+    "a row's own key goes to the address of its settings": (
+        settings(azure="its-key https://kit.openai.azure.com/v1", openai="sk-1"), {"provider": "azure"},
+        "its-key"),
+    "and where the same address was given": (
+        settings(deepseek="its-key http://10.0.0.7/v1", openai="sk-1"),
+        {"provider": "deepseek", "base_url": "http://10.0.0.7/v1"}, "its-key"),
+    "but not to a stranger's": (
+        settings(deepseek="its-key", openai="sk-1"),
+        {"provider": "deepseek", "base_url": "http://10.0.0.7/v1"}, "sk-1"),
+    "a row that has no address of its own gives its key to any": (
+        settings(custom="its-key", openai="sk-1"),
+        {"provider": "custom", "base_url": "https://models.example/v1"}, "its-key"),
+    "and so does a local one": (
+        settings(ollama="its-key", openai="sk-1"),
+        {"provider": "ollama", "base_url": "http://box.example:9/v1"}, "its-key"),
+    "a public host gets its own row's key, whatever provider was named": (
+        settings(openrouter="own-key", custom="its-key", openai="sk-1"),
+        {"provider": "custom", "base_url": "https://openrouter.ai/api/v1"}, "own-key"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OWN_KEYS)
+def test_a_rows_own_key_goes_where_it_belongs(name):
+    known, wanted, key = OWN_KEYS[name]
+    assert choose_endpoint(known, "m", **wanted).api_key == key
 
 
 def test_a_gateway_that_knows_models_without_their_maker_gets_them_so():
@@ -294,6 +436,88 @@ def test_a_local_endpoint_ignores_the_proxy_of_the_environment(monkeypatch):
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
     with FakeLLM(["Hi."]) as server:
         assert ask(made(server, "local"))[0].content == "Hi."
+
+
+def test_a_program_that_names_nothing_gets_the_usual_limits_of_time():
+    provider = OpenAIProvider(Endpoint(ROWS["custom"], "", "http://127.0.0.1:1/v1", "m"))
+    assert (provider.request_timeout, provider.idle_timeout, provider.pace) == (300, 90, 1)
+    provider.warm_up()
+    client = provider._client
+    provider.warm_up()
+    assert provider._client is client, "one client is enough"
+    assert (client.timeout.connect, client.timeout.read, client.max_retries) == (10, 300, 0)
+    assert providers.make_client(provider.endpoint, 2, 10).timeout.connect == 2
+    assert client.api_key == "none", "the SDK refuses an empty one"
+
+
+def test_what_a_program_makes_of_its_own_has_these_defaults():
+    assert vars(ToolCallRequest("1", "now")) == {
+        "id": "1", "name": "now", "arguments": {}, "error": "", "denied": "", "extra": {}, "approved": False,
+        "must_only_read": False}  # fmt: skip
+    assert vars(LLMResponse()) == {
+        "content": None, "tool_calls": [], "finish_reason": "stop", "usage": {}, "reasoning_content": None,
+        "error": None, "extra": {}, "is_overflow": False}  # fmt: skip
+    assert vars(Endpoint(ROWS["custom"])) == {
+        "spec": ROWS["custom"], "api_key": "", "api_base": "", "model": "", "extra_headers": {},
+        "extra_body": {}, "text_tool_calls": "auto"}  # fmt: skip
+    assert vars(providers.Failure("why")) == {
+        "cause": "why", "text": "", "status": None, "headers": {}, "kind": "", "generation": "", "tries": 0,
+        "shown": ""}  # fmt: skip
+    assert vars(providers.ProviderSpec("own")) == {
+        "name": "own", "keywords": (), "env_key": "", "default_api_base": "", "detect_by_base_keyword": (),
+        "detect_by_key_prefix": "\0", "default_model": "", "is_gateway": False, "is_local": False,
+        "strip_model_prefix": False, "supports_prompt_caching": False, "max_tokens_field": "max_tokens",
+        "model_overrides": {}}  # fmt: skip
+    assert (providers.LLMProvider().model, ScriptedProvider([]).model, HumanProvider().model) == (
+        "", "scripted", "human")  # fmt: skip
+    assert (OfflineProvider().model, providers.ReplayProvider.model) == ("offline", "replay")
+
+
+def test_an_answer_as_a_message_has_its_calls_and_what_came_with_them():
+    asked = ToolCallRequest("1", "read_file", {"path": "ä"}, extra={"extra_content": 7})
+    assert LLMResponse("Hi.").to_message() == {"role": "assistant", "content": "Hi."}
+    assert LLMResponse("", [asked], extra={"reasoning": "hm"}).to_message() == {
+        "role": "assistant", "content": None, "reasoning": "hm", "tool_calls": [
+            {"id": "1", "type": "function", "extra_content": 7,
+             "function": {"name": "read_file", "arguments": '{"path": "ä"}'}}]}  # fmt: skip
+    assert LLMResponse(None, [asked]).has_tool_calls and not LLMResponse("Hi.").has_tool_calls
+
+
+def test_an_endpoint_in_the_world_is_reached_by_the_proxy_of_the_environment(monkeypatch):
+    with FakeLLM([]) as server:
+        monkeypatch.setenv("HTTP_PROXY", server.base_url)
+        end = Endpoint(ROWS["custom"], "k", "http://models.example/v1", "m")
+        assert "Invalid URL" in ask(OpenAIProvider(end, pace=0.0))[0].error
+        assert server.requests[0].path == "http://models.example/v1/chat/completions"
+
+
+OWN_CERTIFICATE = """\
+-----BEGIN PRIVATE KEY-----
+MC4CAQAwBQYDK2VwBCIEIGotZyD6qop17HGEuyMESM98pKX2s7nClHGql6uZyCAf
+-----END PRIVATE KEY-----
+-----BEGIN CERTIFICATE-----
+MIIBUDCCAQKgAwIBAgIUONbN0P2emcOqg8D7ZBfrYyfuibwwBQYDK2VwMBQxEjAQ
+BgNVBAMMCWxvY2FsaG9zdDAgFw0yNjExMjIwMDA4MDVaGA8yMTI2MTAyOTAwMDgw
+NVowFDESMBAGA1UEAwwJbG9jYWxob3N0MCowBQYDK2VwAyEAYVfoyaF9YG+8WRJ8
+pp4cURsVhSqxe4ecIWigKfiRQSGjZDBiMB0GA1UdDgQWBBTyzNrfphHJP2v8lluB
+wh6LJEINGzAfBgNVHSMEGDAWgBTyzNrfphHJP2v8lluBwh6LJEINGzAPBgNVHRMB
+Af8EBTADAQH/MA8GA1UdEQQIMAaHBH8AAAEwBQYDK2VwA0EA9FkCrCcU+KrgltHM
+JSCgRU7LvHt/qPD9HEernwSqqnRh6MD4p+HoQLWiagRjr/FfuYhhGRQx2RbTy4KE
+Y+69Bw==
+-----END CERTIFICATE-----
+"""
+
+
+def test_no_key_goes_to_a_server_whose_certificate_nobody_vouches_for(tmp_path):
+    (tmp_path / "own.pem").write_text(OWN_CERTIFICATE)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "own.pem")
+    with FakeLLM(["Hi."] * 9) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
+        base = server.base_url.replace("http:", "https:")
+        answer, _ = ask(OpenAIProvider(Endpoint(ROWS["custom"], "its-key", base, "m"), pace=0.0))
+        assert "Cannot reach" in answer.error and "CERTIFICATE_VERIFY_FAILED" in answer.error
+        assert server.requests == []
 
 
 # ---- Whole answers and streams, good and odd ----
@@ -459,6 +683,13 @@ def test_letters_that_are_cut_between_two_packets_come_out_whole():
     assert answer.content == "Grüße ☃"
 
 
+def test_a_line_of_a_stream_is_shown_when_it_has_ended():
+    reader = providers.AnswerReader()
+    for data, shown in ((b"", ""), (b'data: {"choices":[{"delta":{"content":"Hi."}}]}', ""), (b"\n", "Hi.")):
+        reader.feed(data)
+        assert reader.to_show() == shown
+
+
 def test_a_last_line_without_its_line_end_counts():
     body = 'data: {"choices":[{"delta":{"content":"Hi."},"finish_reason":"stop"}]}'
     assert reply_to(Raw(body.encode()), stream=True)[0].content == "Hi."
@@ -539,7 +770,8 @@ def test_a_refusal_is_the_text_of_the_answer(stream):
 
 @pytest.mark.parametrize(("reason", "meaning"), [
     ("eos", "stop"), ("end_turn", "stop"), ("tool_use", "stop"), ("STOP", "stop"), ("max_tokens", "length"),
-    ("length", "length"), ("content_filter", "content_filter"), ("tool_calls", "tool_calls")])  # fmt: skip
+    ("length", "length"), ("content_filter", "content_filter"), ("tool_calls", "tool_calls"),
+    ("model_length", "length"), ("refusal", "refusal"), ("function_call", "tool_calls")])  # fmt: skip
 def test_a_finish_reason_is_told_in_openais_words(reason, meaning):
     whole_call = {"id": "a", **call("now")}
     answer, _ = reply_to(whole({"tool_calls": [whole_call]}, reason))
@@ -558,7 +790,8 @@ X, Y = '{"x": 1}', '{"y": 2}'
 TWO = [("a", {"x": 1}), ("b", {"y": 2})]
 CALL_STREAMS = {
     "in pieces, by index": [
-        piece(index=0, id="1", name="a", arguments=""), piece(index=1, id="2", name="b", arguments='{"y"'),
+        piece(index=0, id="1", type="function", name="a", arguments=""),
+        piece(index=1, id="2", name="b", arguments='{"y"'),
         piece(index=0, arguments='{"x":'), piece(index=1, arguments=": 2}"), piece(index=0, arguments=" 1}")],
     "id only in the first chunk, no index": [
         piece(id="1", name="a", arguments='{"x"'), piece(arguments=": 1}"),
@@ -583,6 +816,21 @@ CALL_STREAMS = {
     "a new id in every chunk": [
         piece(index=0, id="1", name="a", arguments='{"x"'), piece(index=0, id="9", arguments=": 1}"),
         piece(index=1, id="2", name="b", arguments='{"y"'), piece(index=1, id="8", arguments=": 2}")],
+    "the name repeated in every chunk, without ids": [
+        piece(name="a", arguments='{"x": 1'), piece(name="a", arguments="}"),
+        piece(name="b", arguments='{"y": 2'), piece(name="b", arguments="}")],
+    "the name repeated where the arguments begin, without ids": [
+        piece(name="a"), piece(name="a", arguments=X), piece(index=1, name="b"),
+        piece(index=1, name="b", arguments=Y)],
+    "the name repeated, the id not": [
+        piece(index=0, id="1", name="a", arguments='{"x"'), piece(index=0, name="a", arguments=": 1}"),
+        piece(index=1, id="2", name="b", arguments=Y)],
+    "the name repeated, the id late": [
+        piece(index=0, name="a", arguments='{"x"'), piece(index=0, id="1", name="a", arguments=": 1}"),
+        piece(index=1, id="2", name="b", arguments=Y)],
+    "a name in pieces": [
+        piece(index=0, id="1", name="", arguments=""), piece(index=0, name="a"), piece(index=0, arguments=X),
+        piece(index=1, id="2", name="b"), piece(index=1, arguments=Y)],
     "both in one chunk": [delta(tool_calls=[
         {"index": 0, "id": "1", "function": {"name": "a", "arguments": '{"x": 1}'}},
         {"index": 1, "id": "2", "function": {"name": "b", "arguments": '{"y": 2}'}}])],
@@ -596,8 +844,14 @@ CALL_STREAMS = {
 def test_streamed_calls_are_put_together(name):
     answer, _ = reply_to(sse(*CALL_STREAMS[name], delta("tool_calls")), stream=True)
     assert [(each.name, each.arguments) for each in answer.tool_calls] == TWO
-    assert not any(each.error for each in answer.tool_calls)
+    assert not any(each.error or each.extra for each in answer.tool_calls)
     assert len({each.id for each in answer.tool_calls}) == 2
+
+
+def test_an_id_that_comes_late_is_the_calls_own():
+    pieces = [piece(index=0, name="a"), piece(index=0, id="late", arguments=X), delta("tool_calls")]
+    answer, _ = reply_to(sse(*pieces), stream=True)
+    assert [(each.id, each.arguments) for each in answer.tool_calls] == [("late", {"x": 1})]
 
 
 ARGUMENTS = {
@@ -718,9 +972,11 @@ THOUGHTS = {
         "Models write <think> first.",
     ),
     "a mention in code": ("It is `<think>`, see.", "It is `<think>`, see."),
+    "a block within code": ("It is `a <think>hm</think>`.", "It is `a <think>hm</think>`."),
     "a mention in a fence": ("```\n<think>\nx\n</think>\n```", "```\n<think>\nx\n</think>\n```"),
     "a fence that is never closed": ("```xml\n<think>a</think>", "```xml\n<think>a</think>"),
     "code that was not closed ends with its line": ("a ` b\n<think>hm</think>c", "a ` b\nc"),
+    "so does one in two back-quotes": ("a `` b\n<think>hm</think>c", "a `` b\nc"),
     "a stray end at the start": ("</think>\nHi.", "Hi."),
     "a stray end within a line": ("The tag </think> ends it.", "The tag </think> ends it."),
     "look-alikes": ("<thinker> <think-foo> <think1> <think/>", "<thinker> <think-foo> <think1> <think/>"),
@@ -895,6 +1151,210 @@ def test_where_one_message_is_too_long_a_new_conversation_is_no_help(role, fix):
     assert ("/new" in answer.error) == (role == "many")
 
 
+def raised(name, below=None, library="openai"):
+    """An exception as the SDK raises it, with the connection's own below it."""
+    problem = type(name, (Exception,), {"__module__": f"{library}.x"})("words")
+    problem.__cause__ = raised(below, library="httpx2") if below else None
+    return problem
+
+
+CLOSED = "the connection was closed before an answer came"
+BROKEN = "the connection was closed in the middle of the answer"
+CAUSES = [
+    (raised("APIConnectionError", "RemoteProtocolError"), "closed", CLOSED),
+    (raised("APIConnectionError", "ReadError"), "closed", CLOSED),
+    (raised("APIConnectionError", "WriteError"), "closed", CLOSED),
+    (raised("APIConnectionError", "ConnectError"), "network", "words"),
+    (raised("APIConnectionError", "ConnectTimeout"), "network", "no connection in time"),
+    (raised("APITimeoutError", "ReadTimeout"), "timeout", "no answer in time"),
+    (raised("ReadTimeout", library="httpx"), "timeout", "no answer in time"),
+    (raised("ReadError", library="httpx"), "cut", BROKEN),
+    (raised("RemoteProtocolError", library="httpx2"), "cut", BROKEN),
+    (raised("OpenAIError"), "", "words"),
+    (TimeoutError(), "timeout", "no answer in time"),
+    *((kind("words"), "", "words") for kind in (OSError, UnicodeError, ImportError, RecursionError)),
+]
+
+
+@pytest.mark.parametrize(("problem", "kind", "cause"), CAUSES)
+def test_what_the_library_raised_is_told_apart_by_its_cause(problem, kind, cause):
+    failure = providers.as_failure(problem)
+    assert (failure.kind, failure.cause, failure.status) == (kind, cause, None)
+    assert providers.as_failure(failure) is failure
+
+
+@pytest.mark.parametrize("problem", [KeyError("x"), raised("ReadError", library="mine"), AttributeError()])
+def test_what_is_our_own_fault_is_no_failure_of_the_endpoint(problem):
+    with pytest.raises(type(problem)) as caught:
+        providers.as_failure(problem)
+    assert caught.value is problem
+
+
+def test_rows_and_remedies_stay_as_they_are_and_two_failures_are_two():
+    for row in (ROWS["openai"], providers.HEALING[0]):
+        with pytest.raises(AttributeError):
+            row.name = "changed"
+    assert len({providers.Failure("why"), providers.Failure("why")}) == 2
+
+
+BASE = "https://models.example/v1"
+EXPLAINED = {
+    "a timeout": ({"kind": "timeout"}, f"{BASE} gave no answer in time. Ask again, or try a smaller model."),
+    "no server": (
+        {"kind": "network"}, f"Cannot reach {BASE} (why). Is the address right, and is the server running?"),
+    "half an answer": (
+        {"kind": "cut"}, f"{BASE} failed: why. Ask again; where it stays so, look at the server's log."),
+    "a connection that closed": (
+        {"kind": "closed"}, f"{BASE} failed: why. Ask again; where it stays so, look at the server's log."),
+    "too long": ({"status": 413}, f"{BASE}: the conversation is too long for m (why). Begin a /new one."),
+    "too long, in words": (
+        {"status": 400, "text": "prompt is too long"},
+        f"{BASE}: the conversation is too long for m (why). Begin a /new one."),
+    "a refusal without a word": (
+        {"status": 400}, f"{BASE}: the conversation is too long for m (why). Begin a /new one."),
+    "money": (
+        {"status": 402, "text": "pay"},
+        f"{BASE} wants money (why). Look at your account there, or choose another --provider."),
+    "money, in words": (
+        {"status": 403, "text": "余额不足"},
+        f"{BASE} wants money (why). Look at your account there, or choose another --provider."),
+    "a wrong key": ({"status": 401, "text": "no"}, f"{BASE} refuses the key (why). Set OPENAI_API_KEY."),
+    "a wrong key, which is no question of money": (
+        {"status": 401, "text": "billing"}, f"{BASE} refuses the key (why). Set OPENAI_API_KEY."),
+    "a wrong key, in words": (
+        {"status": 400, "text": "API key not valid"}, f"{BASE} refuses the key (why). Set OPENAI_API_KEY."),
+    "a key that may not": (
+        {"status": 403, "text": "no"}, f"{BASE} refuses the key (why). Set OPENAI_API_KEY."),
+    "no such model": (
+        {"status": 404, "cause": "The Model m is not here"},
+        f"{BASE} has no such model (The Model m is not here). "
+        "Choose with --model or NANOBOT_MODEL; the endpoint gives: "),
+    "no such model, in words": (
+        {"status": 400, "text": "x", "cause": "Model Not Exist"},
+        f"{BASE} has no such model (Model Not Exist). "
+        "Choose with --model or NANOBOT_MODEL; the endpoint gives: "),
+    "a wrong path": (
+        {"status": 404}, f"{BASE} does not answer like a model (why). A base URL mostly ends in /v1."),
+    "a path for other requests": (
+        {"status": 405}, f"{BASE} does not answer like a model (why). A base URL mostly ends in /v1."),
+    "a page": (
+        {"kind": "nonsense"}, f"{BASE} does not answer like a model (why). A base URL mostly ends in /v1."),
+    "a bad request that speaks of a model": (
+        {"status": 400, "text": "x", "cause": "an odd model"}, f"{BASE} failed: HTTP 400: an odd model"),
+    "anything else": ({"status": 500}, f"{BASE} failed: HTTP 500: why"),
+    "anything else without a status": ({}, f"{BASE} failed: why"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXPLAINED)
+def test_what_went_wrong_is_told_with_what_to_do(name):
+    fields, said_of_it = EXPLAINED[name]
+    failure = providers.Failure(**{"cause": "why", **fields})
+    endpoint = Endpoint(ROWS["custom"], "", BASE, "m")
+    assert providers.explanation(failure, endpoint, HELLO * 3) == said_of_it
+
+
+@pytest.mark.parametrize(("row", "variable"), [
+    ("groq", "GROQ_API_KEY"), ("zhipu", "ZAI_API_KEY"), ("local", "OPENAI_API_KEY")])  # fmt: skip
+def test_a_refused_key_is_asked_for_under_the_name_of_its_variable(row, variable):
+    failure = providers.Failure("why", "no", 401)
+    assert providers.explanation(failure, Endpoint(ROWS[row]), HELLO).endswith(f" Set {variable}.")
+
+
+OF_MONEY = {
+    "insufficient_quota": True, "Insufficient Balance": True, "You exceeded your current quota": True,
+    "Billing hard limit": True, "no credits left": True, "your balance is 0": True, "Payment due": True,
+    "账户已欠费": True, "余额不足": True, "rate limit": False, "": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", OF_MONEY)
+def test_words_of_money_are_known_and_no_servers_own_trouble_is_one(text):
+    for status in (None, 400, 403, 429, 499):
+        assert providers.Failure("", text, status).is_unpaid == OF_MONEY[text]
+    for status in (500, 503):
+        assert not providers.Failure("", text, status).is_unpaid
+
+
+def test_no_word_at_all_is_an_overflow_with_a_400_only():
+    overflowing = [status for status in (None, *range(300, 600))
+                   if providers.Failure("", " {}.", status).is_overflow]  # fmt: skip
+    assert overflowing == [400, 413]
+    assert not providers.Failure("", "no", 400).is_overflow
+
+
+def test_what_is_asked_again_is_told_by_the_status():
+    passing = [status for status in range(300, 600)
+               if providers.retry_after(providers.Failure("", "x", status)) is not None]  # fmt: skip
+    assert passing == [408, 409, 429, *range(500, 600)]
+
+
+@pytest.mark.parametrize("text", [
+    "The engine is currently overloaded", "Rate limit reached", "rate_limit_exceeded", "Too many requests",
+    "该模型当前访问量过大", "您的账户已达到速率限制", "tool_use_failed"])  # fmt: skip
+def test_a_busy_endpoint_is_known_by_its_words(text):
+    assert providers.retry_after(providers.Failure("", text, 400)) == 1.0
+
+
+@pytest.mark.parametrize(("text", "seconds"), [
+    ("try again in 2 ms", 0.002), ("try again in 250 milliseconds", 0.25), ("try again in 0.5m", 30.0),
+    ("Retry in 0.01h", 36.0), ("RETRY AFTER 7", 7.0), ("try again in 3s", 3.0), ("retrying in 5 s", 5.0),
+    ("in 9 s", 1.0)])  # fmt: skip
+def test_a_wait_in_words_has_its_unit(text, seconds):
+    assert providers.retry_after(providers.Failure("", text, 429)) == pytest.approx(seconds)
+
+
+WAIT_LINES = {
+    "a busy server": ({"status": 503}, 2.4, "HTTP 503: why; asking again in 2 s"),
+    "without a status": ({"kind": "network"}, 1.0, "why; asking again in 1 s"),
+    "a second try at once is not told": ({"kind": "closed"}, 0.0, ""),
+    "a model that is being loaded": (
+        {"status": 503, "text": "currently loading"}, 4.0, "HTTP 503: why; waiting up to 60 s for it"),
+    "is told once": ({"status": 503, "text": "Loading model", "tries": 1}, 4.0, ""),
+    "and is a 503": ({"status": 500, "text": "Loading model"}, 4.0, "HTTP 500: why; asking again in 4 s"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WAIT_LINES)
+def test_what_the_user_is_told_of_a_wait(name):
+    fields, seconds, line = WAIT_LINES[name]
+    assert providers.wait_line(providers.Failure("why", **fields), seconds) == line
+
+
+REFUSALS = {
+    "OpenAI": ({"error": {"message": "No.", "code": "bad"}}, "No."),
+    "a code that is a status": ({"message": "No.", "code": 529}, "No."),
+    "a list": ([{"error": {"message": "No."}}, {"error": {"message": "Another."}}], "No."),
+    "an error that is a text": ({"error": "No."}, "No."),
+    "below a provider's error": ({"message": "Provider returned error", "metadata": {"raw": "No."}}, "No."),
+    "the same as JSON": (
+        {"message": "Provider returned error", "metadata": {"raw": {"error": {"message": "No."}}}}, "No."),
+    "a message wins over an error": ({"message": "No.", "error": "Other"}, "No."),
+    "metadata that are none": ({"message": "No.", "metadata": "x"}, "No."),
+    "metadata without the words": ({"message": "No.", "metadata": {"raw": ""}}, "No."),
+    "other names": ({"detail": "No."}, '{"detail": "No."}'),
+    "spaces": ({"message": " No,\n\t never. "}, "No, never."),
+    "a book": ({"message": "a" * 9_000}, "a" * 500),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_the_endpoints_own_words_are_the_cause(name):
+    body, cause = REFUSALS[name]
+    failure = providers.refusal(body)
+    assert failure.cause == cause and failure.text == str(body)[:4_000]
+    assert failure.status == (529 if name == "a code that is a status" else None)
+
+
+def test_one_message_of_more_than_half_is_most_of_it():
+    half = [user("a" * 100), user("b" * 100)]
+    assert not providers.is_mostly_one(half) and not providers.is_mostly_one([])
+    assert providers.is_mostly_one([*half, user("c" * 400)])
+    assert not providers.is_mostly_one([user("a" * 104), user("b" * 100)]), "just half of what is sent"
+    assert providers.is_mostly_one([user("a" * 105), user("b" * 100)])
+    assert not providers.is_mostly_one([{"role": "system", "content": "s" * 999}, *half])
+
+
 LITELLM = {
     "litellm-no-db": "refuses the key.*Set OPENAI_API_KEY",
     "litellm-unknown-model": "has no such model.*--model.*test-model",
@@ -961,6 +1421,59 @@ def test_no_model_named_brings_the_list_of_models_too():
         answer, _ = ask(made(server, model=""))
         assert "no model is named" in answer.error and "good-model" in answer.error
         assert server.bodies == []
+
+
+@pytest.mark.parametrize(("models", "said_of_it"), [
+    (["models/test-model"], None), ([], None),
+    ([f"m{n}" for n in range(30)], "no such model. Choose with --model or NANOBOT_MODEL; the endpoint gives: "
+     + ", ".join(f"m{n}" for n in range(20)))])  # fmt: skip
+def test_the_models_of_an_endpoint_are_compared_by_their_names(models, said_of_it):
+    with FakeLLM([]) as server:
+        server.models = models
+        assert asyncio.run(made(server).check()) == said_of_it
+
+
+def test_a_key_that_a_list_of_models_repeats_is_not_shown():
+    refused = error(401, f"Invalid key {KEY}")
+    with FakeLLM([], required_key="another") as server:
+        server.answer = lambda method, request: refused
+        said_of_it = asyncio.run(made(server, key=KEY).check())
+    assert "refuses the key (Invalid key [key])" in said_of_it
+
+
+def test_only_a_text_that_is_long_enough_for_a_key_is_one():
+    assert providers.safe_text(Endpoint(ROWS["ollama"], "ollama1"), "ollama1 is up") == "ollama1 is up"
+    assert providers.safe_text(Endpoint(ROWS["ollama"], "ollama12"), "ollama12?") == "[key]?"
+
+
+@pytest.mark.parametrize(("models", "offer"), [
+    ([], "no models"), ([f"m{n}" for n in range(30)], ", ".join(f"m{n}" for n in range(20)))])  # fmt: skip
+def test_what_can_be_chosen_instead_is_offered(models, offer):
+    with FakeLLM(["Hi."], known_models=["good-model"]) as server:
+        server.models = models
+        answer, _ = ask(made(server, model="odd-model"))
+    assert answer.error.endswith(f"; the endpoint gives: {offer}")
+
+
+def test_where_there_is_no_list_of_models_the_error_is_told_without_one():
+    with FakeLLM(lambda body: error(404, "no model m")) as server:
+        made_by_script, server.models = server.answer, None
+        server.answer = lambda method, request: (
+            made_by_script(method, request) if method == "POST" else error(500, "no list"))  # fmt: skip
+        answer, _ = ask(made(server))
+    assert answer.error.endswith("; the endpoint gives: an error instead of a list (InternalServerError)")
+
+
+@pytest.mark.parametrize(("data", "kind", "cause"), [
+    (b'{"choices": [', "cut", 'not JSON but: {"choices": ['), (b"", "cut", "not JSON but: nothing"),
+    (b" \n ", "cut", "not JSON but: nothing"), (b"[1]", "nonsense", "not JSON but: [1]"),
+    (b"<html><title>Sign in</title>", "nonsense", "not JSON but: Sign in"),
+    (b"word " * 900, "nonsense", "not JSON but: " + "word " * 24),
+    (b"\xff", "nonsense", "not JSON but: \ufffd")])  # fmt: skip
+def test_what_came_instead_of_an_answer_is_shown_by_its_beginning(data, kind, cause):
+    with pytest.raises(providers.Failure) as caught:
+        providers.parse_answer(data)
+    assert (caught.value.kind, caught.value.cause) == (kind, cause)
 
 
 def test_a_wrong_path_brings_the_hint_at_v1():
@@ -1056,6 +1569,143 @@ def refusal_of(recorded_error):
     body = recorded_error["body"]
     inner = body.get("error", body) if isinstance(body, dict) else body
     return providers.replace(providers.refusal(inner), status=recorded_error["status"])
+
+
+GONE = object()
+NO_IMAGE = "What is that?\n\n[an image: this model cannot see it]"
+TOOLS_IN_WORDS = """You are a test.
+
+You have tools. To use some, answer with nothing but a line like this for each:
+<tool_call>{"name": "the tool's name", "arguments": {"a parameter": "its value"}}</tool_call>
+What a tool returned comes back as <tool_result>. These are the tools:
+{"name": "look", "description": "Look.", "parameters": {"type": "object", "$schema": "x", \
+"additionalProperties": false, "properties": {"const": {"type": "string", "const": "a"}}}}"""
+AS_TEXT = {"tools": GONE, "tool_choice": GONE, "messages": [
+    {"role": "system", "content": TOOLS_IN_WORDS}, EVERYTHING[1],
+    {"role": "assistant", "content": 'Well.\n<tool_call>{"name": "look", "arguments": {}}</tool_call>'},
+    {"role": "user", "content": "<tool_result>\na cat\n</tool_result>"}]}  # fmt: skip
+PLAIN_TOOLS = "tool calls go as text, as this model or server knows no others"
+MENDED = {  # a recorded refusal: what the user is told, is it remembered, what changes in the request
+    "vllm-max-tokens-over-context": (
+        "this answer may be as long as there is room", False, {"max_tokens": GONE}),
+    "openai-max-tokens-too-large": ("it limits its answers itself", True, {"max_tokens": GONE}),
+    "openai-max-tokens-renamed": (
+        "max_tokens has another name there", True, {"max_tokens": GONE, "max_completion_tokens": 9}),
+    "dashscope-stream-only": ("it answers in streams only", True, {"stream": True}),
+    "openai-stream-refused": ("it does not stream", True, {"stream": GONE, "stream_options": GONE}),
+    "openai-tools-with-effort": ("with tools it does not reason", True, {"reasoning_effort": "none"}),
+    "vllm-auto-tool-choice": (
+        f"{PLAIN_TOOLS}; better start it with --enable-auto-tool-choice --tool-call-parser", True, AS_TEXT),
+    "ollama-no-tools": (PLAIN_TOOLS, True, AS_TEXT),
+    "deepseek-reasoning-must-be-passed-back": (
+        "older answers are sent with empty thoughts", True, {"messages.2.reasoning_content": ""}),
+    "groq-reasoning-content-unsupported": (
+        "older thoughts are left out", True, {"messages.2.reasoning": GONE}),
+    "groq-tool-name-key": ("names of messages are left out", True, {"messages.3.name": GONE}),
+    "groq-cache-control": ("the prompt is not marked for its cache", True, {
+        "messages.0.content.0.cache_control": GONE, "tools.0.cache_control": GONE}),
+    "template-system-refused": ("it takes the system prompt from the user only", True, {"messages": [
+        {"role": "user", "content": [{"type": "text", "text": "You are a test."}, *EVERYTHING[1]["content"]]},
+        *EVERYTHING[2:]]}),
+    "mistral-tool-id-9": ("ids of calls are shortened", True, {
+        "messages.2.tool_calls.0.id": "735677572", "messages.3.tool_call_id": "735677572"}),
+    "gemini-thought-signature": ("calls of other models get a signature", True, {
+        "messages.2.tool_calls.0.extra_content":
+            {"google": {"thought_signature": "skip_thought_signature_validator"}}}),
+    "gemini-unknown-schema": ("tools are described in fewer words", True, {
+        "tools.0.function.parameters": {"type": "object", "properties": {"const": {"type": "string"}}}}),
+    "anthropic-image-5mb": (
+        "images are left out of this request: one of them is refused", False,
+        {"messages.1.content": NO_IMAGE}),
+    "deepseek-image-url-variant": (
+        "images are left out: this model takes text only", True, {"messages.1.content": NO_IMAGE}),
+    "groq-content-string-system": ("contents go as plain text", True, {"messages.1.content": NO_IMAGE}),
+    "openai-temperature-only-default": (
+        "a parameter that it does not take is left out", True, {"temperature": GONE}),
+    "groq-store-unsupported": ("a parameter that it does not take is left out", True, {"store": GONE}),
+}  # fmt: skip
+
+
+def with_changes(body, changes):
+    """`{"messages.3.name": GONE}` leaves the name of the fourth message out."""
+    body = copy.deepcopy(body)
+    for path, value in changes.items():
+        *way, last = [int(part) if part.isdecimal() else part for part in path.split(".")]
+        place = body
+        for part in way:
+            place = place[part]
+        if value is GONE:
+            del place[last]
+        else:
+            place[last] = value
+    return body
+
+
+@pytest.mark.parametrize("name", MENDED)
+def test_a_complaint_has_its_remedy_and_the_user_is_told_of_it(name):
+    notice, is_remembered, changes = MENDED[name]
+    body = {"messages": EVERYTHING, "tools": [STRICT], "temperature": 1, "tool_choice": "auto",
+            "max_tokens": 9, "store": True, "stream": True, "stream_options": {}}  # fmt: skip
+    if name == "dashscope-stream-only":
+        del body["stream"]
+    if name == "groq-cache-control":
+        body = providers.cache_marks(body)
+    failure = refusal_of(by_id(name))
+    row = providers.find_remedy(failure, body, [])
+    assert (row.notice, row.is_remembered) == (notice, is_remembered)
+    assert providers.heal(body, row, failure.text) == with_changes(body, changes)
+    assert providers.find_remedy(failure, body, [(row, failure.text)]) is not row, "once is enough"
+
+
+def test_what_a_complaint_may_be_about_is_told_by_the_status():
+    body = {"messages": HELLO, "store": True}
+    complaint = providers.Failure("", "Unknown parameter: 'store'.")
+    mended = [status for status in range(300, 600)
+              if providers.find_remedy(providers.replace(complaint, status=status), body, [])]  # fmt: skip
+    assert mended == [400, 404, 405, 413, 415, 422, 500]
+    assert providers.find_remedy(complaint, body, []), "an error in a stream has no status"
+    for odd in ({"shown": "Well"}, {"kind": "cut"}):
+        assert not providers.find_remedy(providers.replace(complaint, **odd), body, [])
+
+
+def test_a_request_is_mended_nine_times_and_no_more():
+    names = [f"odd_{number}" for number in range(12)]
+    with FakeLLM([error(400, f"Unknown parameter: '{name}'.") for name in names]) as server:
+        answer, _ = ask(made(server, extra_body=dict.fromkeys(names, 1)))
+        assert "Unknown parameter: 'odd_9'" in answer.error and len(server.bodies) == 10
+
+
+def test_tools_as_text_stand_in_lines_of_their_own():
+    body = providers.tools_as_text({"messages": HELLO, "tools": [TOOL, STRICT], "seed": 1}, "")
+    assert set(body) == {"messages", "seed"}
+    lines = body["messages"][0]["content"].split("\n")
+    assert [json.loads(line) for line in lines[-2:]] == [TOOL["function"], STRICT["function"]]
+    assert providers.tools_as_text({"messages": HELLO}, "") == {"messages": HELLO}
+
+
+def test_each_word_that_some_endpoint_does_not_know_in_a_schema_is_left_out():
+    words = ["additionalProperties", "$schema", "$id", "const", "default", "propertyNames", "not", "oneOf",
+             "anyOf", "allOf", "patternProperties", "exclusiveMinimum", "exclusiveMaximum"]  # fmt: skip
+    kept = {"type": "object", "description": "d", "enum": ["a"], "minimum": 1, "required": ["not"]}
+    failure = refusal_of(by_id("gemini-unknown-schema"))
+    row = providers.find_remedy(failure, {"messages": HELLO, "tools": [STRICT]}, [])
+    for depth in (lambda schema: schema, lambda schema: {"properties": {"not": schema}, **kept}):
+        body = {"messages": HELLO, "tools": [{"parameters": depth({**kept, **dict.fromkeys(words, 1)})}]}
+        assert providers.heal(body, row, "")["tools"] == [{"parameters": depth(kept)}]
+
+
+def test_a_parameter_is_left_out_under_its_own_name_and_never_what_a_request_needs():
+    body = {"model": "m", "messages": [], "tools": [], "stream": True, "reasoning_effort": 1, "top_p": 1}
+    without = providers.without_the_named
+    assert without(body, "no reasoningEffort here") == with_changes(body, {"reasoning_effort": GONE})
+    assert without(body, "TOP_P is unknown") == with_changes(body, {"top_p": GONE})
+    assert without(body, "model, messages, tools, stream: stop_top_p") == body
+
+
+def test_a_limit_has_either_name():
+    rename = providers.with_other_limit
+    assert rename({"max_tokens": 9, "seed": 1}, "") == {"max_completion_tokens": 9, "seed": 1}
+    assert rename({"max_completion_tokens": 9}, "") == {"max_tokens": 9}
 
 
 def test_what_legal_rules_out_has_no_row_in_the_table():
@@ -1236,21 +1886,66 @@ def test_a_call_that_the_endpoint_could_not_read_is_read(name):
         answer, _ = ask(made(server), HELLO, [search], stream=True)
     assert [(each.name, each.arguments) for each in answer.tool_calls] == [
         ("web_search", {"query": "weather in Graz"})]  # fmt: skip
+    assert (answer.content, answer.finish_reason, answer.usage["estimated"]) == (None, "tool_calls", True)
 
 
 def test_what_a_hostile_endpoint_sends_is_bounded():
     assert len(providers.refusal({"message": "token count " * 50_000}).text) == 4_000
     flood = [{"id": f"c{n}", **call("now")} for n in range(200)]
     answer, _ = reply_to(whole({"tool_calls": flood}))
-    assert answer.finish_reason == "error" and "over 128 tool calls" in answer.error
+    assert answer.finish_reason == "error"
+    assert "like a model (its answer has over 128 tool calls)" in answer.error
     reader = providers.AnswerReader()
     reader.received = providers.MAX_ANSWER_BYTES
-    with pytest.raises(providers.Failure, match="over 32,000,000 bytes"):
+    with pytest.raises(providers.Failure, match="over 32,000,000 bytes") as caught:
         reader.feed_bytes(b":\n")
+    assert caught.value.kind == "nonsense"
+    reader.received = 31_999_998
+    reader.feed_bytes(b":\n")
     assert pieces_of(["`" * 30_000, "x"]) == "`" * 30_000 + "x"
     endless = '{"choices": [{"message": {"content": "Hi."}}], "usage": {"prompt_tokens": 1e999}}'
     answer, _ = reply_to(Failure(200, endless))
     assert answer.content == "Hi." and answer.usage["estimated"]
+
+
+def test_as_many_calls_as_an_answer_may_have_are_taken():
+    many = [{"id": f"c{n}", **call("now")} for n in range(129)]
+    answer, _ = reply_to(whole({"tool_calls": many[:128]}))
+    assert len(answer.tool_calls) == 128 and answer.error is None
+    assert reply_to(whole({"tool_calls": many}))[0].finish_reason == "error"
+
+
+def test_a_call_as_text_is_looked_for_in_twenty_places():
+    fence, text = "```json\n{}\n```\n", '```json\n{"name": "look", "arguments": {}}\n```'
+    for examples, found in ((19, 1), (20, 0)):
+        _, text_calls = providers.read_text_calls(fence * examples + text, {"look": {}})
+        assert len(text_calls) == found
+
+
+def test_arguments_that_are_repaired_are_in_the_log(caplog):
+    caplog.set_level("INFO", "nanobot.providers")
+    parse_arguments("{path: 'a.txt',}", repair=True)
+    assert "repairing the JSON of a call's arguments: {path: 'a.txt',}" in caplog.text
+
+
+def test_a_wait_and_a_change_of_the_request_are_in_the_log(caplog):
+    caplog.set_level("INFO", "nanobot.providers")
+    with FakeLLM([error(503, "busy"), error(400, "Unknown parameter: 'seed'."), "Hi."]) as server:
+        assert ask(made(server, extra_body={"seed": 1}))[0].content == "Hi."
+    assert [record.getMessage() for record in caplog.records if record.name == "nanobot.providers"] == [
+        "HTTP 503: busy; asking again in 1 s",
+        "custom, test-model: a parameter that it does not take is left out"]  # fmt: skip
+
+
+@pytest.mark.parametrize("usage", [{}, {"prompt_tokens": 0, "cached_tokens": 5}, {"prompt_tokens": "?"}, []])
+def test_where_nothing_was_counted_there_is_no_count(usage):
+    assert providers.read_usage(usage) == {}
+
+
+def test_an_estimate_takes_four_bytes_for_a_token():
+    request = LLMRequest([user("x" * 400)], [TOOL], "m", {})
+    assert providers.estimate_usage(request, LLMResponse("y" * 400)) == {
+        "prompt_tokens": 134, "completion_tokens": 109, "cached_tokens": 0, "estimated": True}  # fmt: skip
 
 
 @pytest.mark.parametrize(("row", "sent"), [("openai", True), ("custom", False), ("groq", False)])
@@ -1365,6 +2060,8 @@ TEXT_CALLS = {
                   "</minimax:tool_call>",
     "in a fence": '```json\n{"name": "look", "arguments": {"path": "a.txt"}}\n```',
     "in a list": '[{"name": "look", "arguments": {"path": "a.txt"}}]',
+    "broken JSON": "<function=look>{path: 'a.txt',}</function>",
+    "broken JSON in a text": """{"name": "look", "arguments": "{path: 'a.txt',}"}""",
     "after thoughts": '<think>Hm.</think>\n{"name": "look", "arguments": {"path": "a.txt"}}',
 }  # fmt: skip
 LOOK_TOOL = {"type": "function", "function": {"name": "look", "parameters": {}}}
@@ -1388,6 +2085,7 @@ def test_several_calls_as_text_are_several_calls():
 NO_TEXT_CALLS = {
     "an unknown tool": '<tool_call>{"name": "rm", "arguments": {}}</tool_call>',
     "words behind it": 'I would call <tool_call>{"name": "look", "arguments": {}}</tool_call> now.',
+    "words behind a function": "I would call <function=look>{}</function> now.",
     "words before bare JSON": 'I would call {"name": "look", "arguments": {}}',
     "words between two calls": '<tool_call>{"name": "look", "arguments": {}}</tool_call>\nand\n'
     '<tool_call>{"name": "look", "arguments": {}}</tool_call>!',
@@ -1429,7 +2127,8 @@ def test_calls_as_text_have_a_switch(row, how, calls_found):
 
 STRICT_LOOK = {"type": "function", "function": {"name": "look", "parameters": {
     "type": "object", "required": ["path"],
-    "properties": {"path": {"type": "string"}, "deep": {"type": "integer"}}}}}  # fmt: skip
+    "properties": {"path": {"type": "string"}, "deep": {"type": "integer"}, "far": {"type": "number"},
+                   "sure": {"type": "boolean"}, "list": {"type": "array"}}}}}  # fmt: skip
 PROSE = {
     "a fence": ("I will use the `look` function.\n\n```json\n%s\n```", 1),
     "a fence without a word": ("I look:\n```\n%s\n```\n", 1),
@@ -1450,7 +2149,8 @@ def test_prose_may_stand_before_a_call_of_a_local_model(name, stream):
     assert answer.content == prose and "".join(shown).rstrip() == (prose if stream else "")
 
 
-UNFIT = ["{}", '{"path": "a", "more": 1}', '{"path": {"x": 1}}', '{"file": "a"}']
+UNFIT = ["{}", '{"path": "a", "more": 1}', '{"path": {"x": 1}}', '{"path": ["a"]}', '{"file": "a"}',
+         '{"path": "a", "deep": {}}', '{"path": "a", "far": []}', '{"path": "a", "sure": {}}']  # fmt: skip
 
 
 @pytest.mark.parametrize("arguments", UNFIT)
@@ -1467,6 +2167,26 @@ def test_a_schema_of_another_kind_forbids_no_call_as_text(schema):
     tool = {"type": "function", "function": {"name": "look", "parameters": schema}}
     answer, _ = reply_to(TEXT_CALLS["in a fence"], row="local", tools=[tool])
     assert [each.arguments for each in answer.tool_calls] == [{"path": "a.txt"}]
+
+
+def test_a_list_may_stand_where_the_tool_wants_one():
+    text = '{"name": "look", "arguments": {"path": "a", "list": ["b"]}}'
+    answer, _ = reply_to(text, row="local", tools=[STRICT_LOOK])
+    assert answer.tool_calls[0].arguments == {"path": "a", "list": ["b"]}
+
+
+@pytest.mark.parametrize("between", [", ", ";", "\n", " ", "", ";\n"])
+@pytest.mark.parametrize("around", ["%s", "[%s]"])
+def test_calls_as_text_may_stand_beside_each_other(between, around):
+    one, two = ('{"name": "look", "arguments": {"n": %d}}' % n for n in (1, 2))  # noqa: UP031
+    _, found = providers.read_text_calls(around % f"{one}{between}{two}", {"look": {}})
+    assert [each.arguments for each in found] == [{"n": 1}, {"n": 2}]
+
+
+def test_a_call_as_text_that_is_cut_is_not_run():
+    text = '<function=look>{"path": "a.tx</function>'
+    (call_as_text,) = providers.read_text_calls(text, {"look": {}})[1]
+    assert call_as_text.arguments == {} and "not whole JSON" in call_as_text.error
 
 
 def test_fences_within_a_parameter_are_kept():
@@ -1520,6 +2240,40 @@ def test_a_server_that_sees_less_than_it_was_sent_is_told_of_once():
     assert len(told) == 1 and "saw 4,096 of about 25,0" in told[0] and "OLLAMA_CONTEXT_LENGTH" in told[0]
 
 
+@pytest.mark.parametrize(("row", "seen", "letters", "is_told"), [
+    ("ollama", 4_096, 40_000, True), ("custom", 4_096, 40_000, False), ("ollama", 1_001, 40_000, True),
+    ("ollama", 1_000, 40_000, False), ("ollama", 4_999, 44_000, True), ("ollama", 5_000, 44_000, False),
+    ("ollama", 4_004, 32_004, True), ("ollama", 4_005, 32_004, False)])  # fmt: skip
+def test_a_window_that_is_too_small_is_told_of_where_it_can_be_known(row, seen, letters, is_told):
+    request = LLMRequest([user("x" * letters)], [], "m", {})
+    answer = LLMResponse("Hi.", usage={"prompt_tokens": seen})
+    line = providers.window_warning(Endpoint(ROWS[row]), request, answer)
+    told = f"The server saw {seen:,} of about {letters // 4 + 9:,} tokens. Widen its window, for Ollama: "
+    assert line == (told + "OLLAMA_CONTEXT_LENGTH=64000 ollama serve" if is_told else "")
+
+
+class HurriedLoop(asyncio.SelectorEventLoop):
+    """An event loop in which no wait takes time; how long each would have been is in `waits`."""
+
+    waits: list[float] = []
+
+    def call_later(self, delay, callback, *args, context=None):
+        self.waits.append(delay)
+        return super().call_later(0, callback, *args, context=context)
+
+
+def test_a_wait_is_as_long_as_was_asked_for_and_up_to_a_fifth_longer():
+    """Or all who were sent away would come back in the same moment."""
+    HurriedLoop.waits.clear()
+    busy = Failure(429, "busy", {"retry-after": "20"})
+    with FakeLLM([busy, busy, "Hi."]) as server, asyncio.Runner(loop_factory=HurriedLoop) as runner:
+        provider = made(server)
+        provider.pace = 1.0
+        assert runner.run(provider.chat(HELLO)).content == "Hi."
+    waits = [wait for wait in HurriedLoop.waits if wait >= 1]
+    assert len(waits) == 2 and all(20 <= wait < 24 for wait in waits)
+
+
 def test_a_local_server_may_be_named_without_v1():
     with FakeLLM(["Hi."]) as server:
         end = choose_endpoint({}, "m", base_url=server.base_url.removesuffix("/v1"))
@@ -1556,6 +2310,23 @@ def test_a_kept_connection_that_the_server_closed_is_no_reason_to_wait():
         assert [request.client for request in server.requests][:2] == [server.requests[0].client] * 2
 
 
+@pytest.mark.parametrize(("row", "model", "is_sent"), [
+    ("openai", "gpt-5-mini", False), ("openai", "gpt-4o", True), ("moonshot", "kimi-k2.5", False),
+    ("moonshot", "kimi-k2-turbo", True), ("custom", "gpt-5", True)])  # fmt: skip
+def test_a_temperature_is_sent_where_the_model_takes_one(row, model, is_sent):
+    body = providers.request_body(
+        Endpoint(ROWS[row]), LLMRequest(HELLO, [], model, {"temperature": 0.5}), [])  # fmt: skip
+    assert ("temperature" in body) == is_sent
+
+
+def test_the_limit_of_the_answer_has_a_name_of_its_own_at_openai_and_azure():
+    request = LLMRequest(HELLO, [], "m", {"max_tokens": 9})
+    names = {row: list(providers.request_body(Endpoint(ROWS[row]), request, [])) for row in ROWS}
+    renamed = [row for row in ROWS if names[row] == ["messages", "max_completion_tokens"]]
+    assert renamed == ["openai", "azure"]
+    assert all(names[row] == ["messages", "max_tokens"] for row in ROWS if row not in renamed)
+
+
 def test_a_model_that_has_its_own_wishes_gets_them():
     with FakeLLM(["Hi."]) as server:
         ask(made(server, "openai", model="gpt-5-mini"), temperature=0.5, max_tokens=9)
@@ -1583,6 +2354,36 @@ def called(*ids, content=None, name="now", arguments="{}", **more):
 
 def result(id_, content="noon"):
     return {"role": "tool", "tool_call_id": id_, "content": content}
+
+
+def test_a_signature_stands_at_the_first_call_of_a_step_and_an_own_one_stays():
+    own = {"google": {"thought_signature": "abc"}}
+    step = called("a", "b")
+    first, second = providers.with_signature(step)["tool_calls"]
+    assert first["extra_content"] == {
+        "google": {"thought_signature": "skip_thought_signature_validator"}}  # fmt: skip
+    assert second == step["tool_calls"][1]
+    step["tool_calls"][0]["extra_content"] = own
+    assert providers.with_signature(step)["tool_calls"][0]["extra_content"] == own
+    assert providers.with_signature(said()) == said()
+
+
+def test_only_answers_get_empty_thoughts_and_full_ones_stay():
+    thoughtful = said(reasoning_content="hm")
+    assert providers.with_some_reasoning(said()) == said(reasoning_content="")
+    assert providers.with_some_reasoning(thoughtful) == thoughtful
+    assert providers.with_some_reasoning(user()) == user()
+
+
+@pytest.mark.parametrize(("message", "text"), [
+    (said("Hi."), said("Hi.")),
+    (called("a"), said('<tool_call>{"name": "now", "arguments": {}}</tool_call>')),
+    (called("a", "b", content="So:"), said(
+        'So:\n<tool_call>{"name": "now", "arguments": {}}</tool_call>\n'
+        '<tool_call>{"name": "now", "arguments": {}}</tool_call>')),
+    (result("a"), user("<tool_result>\nnoon\n</tool_result>"))])  # fmt: skip
+def test_calls_and_results_as_text(message, text):
+    assert providers.calls_as_text(message) == text
 
 
 MISSING = "[interrupted before it finished]"
@@ -1679,6 +2480,19 @@ LEGAL = {
         [user("a"), said([{"type": "text", "text": " "}]), said(""), user("b"),
          said([{"type": "text", "text": ""}, {"type": "text", "text": "ok"}]), user("c")],
         [user("a\n\nb"), said([{"type": "text", "text": "ok"}]), user("c")]),
+    "a content of another kind becomes a text": (
+        [user({"a": "ä"}), called("a"), result("a", 7), said(["x"]), user(["y"])],
+        [user('{"a": "ä"}'), called("a"), result("a", "7"), said([{"type": "text", "text": "x"}]),
+         user([{"type": "text", "text": "y"}])]),
+    "an id that is taken gets the next number": (
+        [user(), called("a", "a", "a"), result("a", "1"), result("a", "2"), result("a", "3")],
+        [user(), called("a", "a_2", "a_3"), result("a", "1"), result("a_2", "2"), result("a_3", "3")]),
+    "a call of a strange type is one of a function, and keeps what came with it": (
+        [user(), said(None, tool_calls=[{"id": "a", "type": "x", "extra_content": 7,
+                                         "function": {"name": 5, "arguments": "{}", "more": 1}}])],
+        [user(), said(None, tool_calls=[{"id": "a", "type": "function", "extra_content": 7,
+                                         "function": {"name": "5", "arguments": "{}"}}]),
+         result("a", MISSING)]),
     "strange roles are left out": ([user(), {"role": "critic", "content": "no"}, {}], [user()]),
 }  # fmt: skip
 
@@ -1804,14 +2618,26 @@ def test_what_is_no_number_is_no_argument(written, repair):
     assert arguments == {} and "JSON" in problem
 
 
+def test_what_is_no_object_is_shown_by_its_beginning():
+    text = json.dumps(["x" * 200])
+    assert parse_arguments(text, False) == (
+        {}, f"its arguments must be one JSON object, not {text[:100]!r}")  # fmt: skip
+
+
+def test_a_new_id_has_nine_digits_and_is_the_same_for_the_same_id():
+    assert providers.new_id("call_8bXe0aTzQmW2") == "588788278"
+    assert all(re.fullmatch("[0-9]{9}", providers.new_id(old)) for old in ("", "a", "é"))
+    assert len({providers.new_id() for _ in range(9)}) == 9
+
+
 # ---- Models that need no network ----
 
 
 def test_a_script_is_played_back_and_keeps_what_it_was_asked():
     one, two = ToolCallRequest("1", "now"), ToolCallRequest("2", "now")
     model = ScriptedProvider([one, [one, two], "Two  words\n", LLMResponse(None, finish_reason="length")])
-    assert ask(model)[0].tool_calls == [one]
-    assert ask(model)[0].finish_reason == "tool_calls"
+    assert ask(model)[0] == LLMResponse(None, [one], "tool_calls")
+    assert ask(model)[0] == LLMResponse(None, [one, two], "tool_calls")
     answer, shown = ask(model, stream=True, max_tokens=5)
     assert answer.content == "".join(shown) == "Two  words\n" and len(shown) == 3
     assert ask(model)[0].finish_reason == "length"
@@ -1832,6 +2658,75 @@ def test_a_person_can_be_the_model_of_a_program():
     assert [(each.name, each.arguments) for each in answer.tool_calls] == [("read_file", {"path": "a"})]
     assert "You are a test." in questions[0][0] and questions[0][1] == ["read_file"]
     assert questions[1][0].startswith("Is this a call? Then say read_file {")
+
+
+def in_person(*lines, **more):
+    """A person who says these lines as the model, and the questions that were asked."""
+    rest, questions = iter(lines), []
+
+    async def ask_person(question, words):
+        questions.append(question)
+        return next(rest)
+
+    return HumanProvider(ask_person, **more), questions
+
+
+def test_a_person_sees_what_a_model_sees_and_later_only_what_is_new():
+    person, questions = in_person("read_file {}", "Hi.", "Bye.")
+    asked = ask(person, tools=[TOOL])[0].tool_calls[0]
+    tool = '{"name": "read_file", "description": "Read.", "parameters": {}}'
+    how = 'You are the model. Answer in a line, or call tools: NAME {"path": "a"}'
+    assert questions.pop() == (
+        f"---- system ----\nYou are a test.\n---- user ----\nHello\n---- tools ----\n{tool}\n{how}\nmodel> "
+    )
+    talk = [*HELLO, called(asked.id, name="read_file"), result(asked.id)]
+    assert ask(person, talk, [TOOL])[0].content == "Hi."
+    call_as_text = '<tool_call>{"name": "read_file", "arguments": {}}</tool_call>'
+    assert questions.pop() == (
+        f"---- assistant ----\n{call_as_text}\n---- user ----\n<tool_result>\nnoon\n</tool_result>\nmodel> "
+        .replace("---- user ----\n<tool", "---- tool ----\n<tool"))  # fmt: skip
+    ask(person, [*talk, said("Hi."), user([IMAGE])], [])
+    assert questions.pop() == (
+        "---- assistant ----\nHi.\n---- user ----\n[an image: this model cannot see it]\n---- tools ----\n"
+        f"{how}\nmodel> ")  # fmt: skip
+
+
+def test_without_a_terminal_nobody_can_be_the_model():
+    answer, _ = ask(HumanProvider())
+    assert (answer.finish_reason, answer.error) == ("error", "To be the model you need a terminal.")
+
+
+AGAIN = "To answer with these very words send them once more.\nmodel> "
+MISTYPED = {
+    "no JSON": ("read_file {", r'Is this a call\? Then say read_file {"argument": "value"} '
+                               r"\(this is not whole JSON: .*\)\."),
+    "no arguments": ("read_file", r"Is this a call\? .*"),
+    "no object": ("read_file [1]", r"its arguments must be one JSON object, not '\[1\]'"),
+    "not allowed": ('read_file {"path": "no"}', "there is no path no"),
+    "words behind it": ("read_file {} and " + "x" * 200,
+                        "Behind the call stands what is none: and " + "x" * 96),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTYPED)
+def test_a_call_that_is_none_is_asked_about_and_the_same_words_again_are_an_answer(name):
+    line, complaint = MISTYPED[name]
+
+    def check(tool, arguments):
+        assert tool == "read_file"
+        return f"there is no path {arguments['path']}" if "path" in arguments else None
+
+    person, questions = in_person(line, line, check=check)
+    answer, _ = ask(person, tools=[TOOL])
+    assert (answer.content, answer.tool_calls) == (line, [])
+    assert re.fullmatch(f"{complaint}\n{re.escape(AGAIN)}", questions[1])
+
+
+def test_other_words_that_are_no_call_either_are_asked_about_again():
+    person, questions = in_person("read_file {", "read_file [", "  Hi.  ")
+    assert ask(person, tools=[TOOL])[0].content == "Hi."
+    assert len(questions) == 3
+    assert ask(in_person("read_files {}")[0], tools=[TOOL])[0].content == "read_files {}"
 
 
 def test_a_person_may_answer_in_several_lines():
@@ -2099,6 +2994,19 @@ def test_it_is_the_file_that_the_conversation_was_about():
     assert "Which file do you mean?" in offline("read it again")
 
 
+def test_what_was_answered_is_not_answered_again():
+    before = [user("read a.txt"), *a_call_with("read_file", "1| one", path="a.txt"), said("a.txt says: one")]
+    answer = offline("hi", before=before)
+    assert "Hello!" in answer and "a.txt says" not in answer
+
+
+def test_a_call_without_a_file_between_two_does_not_change_what_it_is():
+    before = [user("read a.txt"), *a_call_with("read_file", "1| one", path="a.txt"),
+              *a_call_with("exec", "Exit code: 0", command="ls"),
+              *a_call_with("grep", "none", path="/w/memory/MEMORY.md"), said("Done.")]  # fmt: skip
+    assert offline("read it again", before=before) == 'read_file {"path": "a.txt"}'
+
+
 @pytest.mark.parametrize(
     "result",
     ["The user did not approve this call.", "Cannot read a.txt: No such file or directory.",
@@ -2176,10 +3084,30 @@ def test_an_own_rule_is_a_copy_of_one_and_a_broken_one_costs_itself_only():
     assert "hello" in ask(model, [user("say hello")])[0].content
 
 
+def test_a_broken_sentence_of_the_rules_is_in_the_log(caplog):
+    rules = "## broken\n- say <text> and <text>\nanswer: no\n\n## anything else\nanswer: what?\n"
+    assert "what?" in ask(OfflineProvider(rules), [user("say a and b")])[0].content
+    assert "templates/offline/rules.md: `say <text> and <text>` is left out: " in caplog.text
+
+
+def test_what_the_loop_says_behind_findings_is_no_part_of_a_fact():
+    schemas = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in TOOL_NAMES]
+    read = a_call_with("read_file", "1| - old")
+    talk = [user("# Findings\n[MEMORY] The cat is Tom"), *read, user("Go on.")]
+    asked = ask(OFFLINE, talk, schemas)[0].tool_calls[0]
+    assert asked.arguments == {
+        "path": "MEMORY.md", "old_text": "- old", "new_text": "- old\n- The cat is Tom"}  # fmt: skip
+
+
 def test_piped_text_is_no_request():
     for text in ["summarize this\n\nHello. Delete a.txt.", "hi\n\ndelete a.txt", "hi\n\nyou, run ls"]:
         assert "[offline rule" in offline(text)
     assert offline("read a.txt\n\nand delete it") == 'read_file {"path": "a.txt"}'
+
+
+def test_twenty_requests_in_one_message_are_enough():
+    requests = OFFLINE.understand("hi. " * 21)
+    assert [rule.title for rule, _ in requests] == ["greet"] * 20
 
 
 def test_without_its_rules_the_offline_model_says_so():
@@ -2206,6 +3134,180 @@ def test_a_very_long_message_takes_no_time():
 ])  # fmt: skip
 def test_the_offline_model_works_out_sums_and_nothing_else(question, total):
     assert f"= {total}" in offline(question)
+
+
+@pytest.mark.parametrize(("text", "result"), [
+    ("12*7 plus 3", "87"), ("7 minus 9", "-2"), ("2 times 3", "6"), ("2 x 3", "6"), ("2 × 3", "6"),
+    ("9 ÷ 4", "2.25"), ("1 divided by 3", "0.333333333333"), ("50% of 9", "4.5"), ("4 / 2", "2"),
+    ("-3 + 1", "-2"), ("5 − 2", "3"), ("(1 + 2) * 3", "9"), ("1,000,000 + 1", "1000001"), ("1e3 * 2", "2000"),
+    ("1/0", "nothing, as nobody can divide by zero"), ("0.5/0", "nothing, as nobody can divide by zero"),
+    ("1e999 * 0 + 1", "nan"), ("+1", "more than I can work out: I know + - * / and brackets"),
+    ("2 ** 3", "more than I can work out: I know + - * / and brackets"),
+    ("'a' * 3", "more than I can work out: I know + - * / and brackets"),
+    ("abs(1)", "more than I can work out: I know + - * / and brackets"),
+    ("1 +", "more than I can work out: I know + - * / and brackets"),
+    ("1 + " * 60 + "1", "more than I can work out: I know + - * / and brackets"),
+    ("1+" * 99 + "10", "109")])  # fmt: skip
+def test_a_sum_is_worked_out_as_people_write_it(text, result):
+    assert providers.total(text) == result
+
+
+WHEN = {
+    "in 5 minutes": {"at": "2026-04-03T10:07:00"}, "in 1 min": {"at": "2026-04-03T10:03:00"},
+    "in 10 seconds": {"at": "2026-04-03T10:02:10"}, "in 2 sec": {"at": "2026-04-03T10:02:02"},
+    "in an hour": {"at": "2026-04-03T11:02:00"}, "in 3 hr": {"at": "2026-04-03T13:02:00"},
+    "in one day": {"at": "2026-04-04T10:02:00"}, "in 2 weeks": {"at": "2026-04-17T10:02:00"},
+    "every hour": {"every_seconds": 3_600}, "every 2 days": {"every_seconds": 172_800},
+    "every week": {"every_seconds": 604_800}, "every 30 seconds": {"every_seconds": 30},
+    "every 5 minutes": {"every_seconds": 300}, "every 2 hrs": {"every_seconds": 7_200},
+    "at 11": {"at": "2026-04-03T11:00:00"}, "at 9": {"at": "2026-04-04T09:00:00"},
+    "at 10:03": {"at": "2026-04-03T10:03:00"}, "at 10:02": {"at": "2026-04-04T10:02:00"},
+    "at 5 pm": {"at": "2026-04-03T17:00:00"}, "at 5:30pm": {"at": "2026-04-03T17:30:00"},
+    "at 5:30 am": {"at": "2026-04-04T05:30:00"}, "at 12 pm": {"at": "2026-04-03T12:00:00"},
+    "at 12 am": {"at": "2026-04-04T00:00:00"}, "at 24": {"at": "2026-04-04T00:00:00"},
+    "at 23:59": {"at": "2026-04-03T23:59:00"}, "at 25": {"at": "2026-04-04T01:00:00"},
+    "tomorrow": {"at": "2026-04-04T09:00:00"}, "tomorrow at 17:30": {"at": "2026-04-04T17:30:00"},
+    "at 17:30 tomorrow": {"at": "2026-04-04T17:30:00"}, "tomorrow at 8": {"at": "2026-04-04T08:00:00"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("when", WHEN)
+def test_a_time_in_words_is_a_time_of_the_clock(when):
+    assert providers.schedule(when, "2026-04-03 10:02 (Friday), CEST") == WHEN[when]
+
+
+def test_where_nobody_told_the_time_it_is_this_machines():
+    before = datetime.now().replace(microsecond=0)
+    due = datetime.fromisoformat(providers.schedule("in 5 minutes", "a time that nobody told me")["at"])
+    assert 300 <= (due - before).total_seconds() < 360 and due.microsecond == 0
+
+
+def test_without_a_time_and_a_memory_in_its_prompt_the_offline_model_says_what_it_does():
+    question = [{"role": "system", "content": "You are a test."}, user("what time is it?")]
+    assert "It is a time that nobody told me." in ask(OFFLINE, question)[0].content
+    schemas = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in TOOL_NAMES]
+    asked = ask(OFFLINE, [user("my name is Maria")], schemas)[0].tool_calls[0]
+    assert (asked.name, asked.arguments) == ("read_file", {"path": "MEMORY.md"})
+    assert "My tools in this turn: read_file, write_file, " in offline("which tools do you have?")
+    two_times = user("[Runtime Context]\nTime: 2026-04-03 10:09\n[/Runtime Context]\n\nwhat time is it?")
+    assert "It is 2026-04-03 10:09." in offline("hi", behind=[two_times])
+
+
+RESULTS = {
+    "a line of a memory loses its number": (
+        "what do you know about me?", "grep", "/m/MEMORY.md:3: - old", "I remember:\n\n- old"),
+    "twenty lines are told": (
+        "read a.txt", "read_file", "\n".join(f"{n}| {n}" for n in range(20)),
+        "a.txt says:\n\n" + "\n".join(map(str, range(20)))),
+    "of more the first twenty": (
+        "read a.txt", "read_file", "\n".join(f"{n}| {n}" for n in range(21)),
+        "a.txt says:\n\n" + "\n".join(map(str, range(20))) + "\n… (21 lines)"),
+    "an empty file": (
+        "read a.txt", "read_file", "(a.txt is empty)", "a.txt says:\n\n(a.txt is empty)"),
+    "what was put aside": (
+        "read a.txt", "read_file", "[99,999 characters, too long: see /x]",
+        "a.txt says:\n\n[99,999 characters, too long: see /x]"),
+    "a command that failed": (
+        "run ls", "exec", "no\nExit code: 2", "exec did not work: no\nExit code: 2"),
+    "a command that worked": ("run ls", "exec", "a\nExit code: 0", "$ ls\n\na\nExit code: 0"),
+    "nothing found": (
+        "what is my name?", "grep", "No match for 'name'.",
+        "I find nothing about that in my memory. Tell me, like: my favourite colour is green"),
+    "no memory yet": (
+        "what is my name?", "grep", "There is no /m/MEMORY.md.",
+        "I find nothing about that in my memory. Tell me, like: my favourite colour is green"),
+    "a search without such a line": (
+        "find xyzzy", "grep", "No match for 'xyzzy'.", "grep did not work: No match for 'xyzzy'."),
+    "counted": ("find files named *.md", "glob", "a.md\nb.md", "I found:\n\na.md\nb.md"),
+    "how many": ("find python files", "glob", "a.py\nb.py", "I found 2:\n\na.py\nb.py"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_what_a_tool_returned_is_told(name):
+    question, tool, returned, told = RESULTS[name]
+    answer = offline(question, behind=a_call_with(tool, returned))
+    assert answer.split("\n\n", 1)[1].rpartition("\n\n[offline rule")[0] == told
+
+
+def test_what_more_than_one_page_holds_is_not_overwritten():
+    page = "1| a\n\nThe file has more: go on with offset=2."
+    rule = "## note\n- note <text>\ntool: edit_file\npath: log.txt\nline: <text>\nanswer: Noted.\n\n"
+    schemas = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in TOOL_NAMES]
+    model = OfflineProvider(rule + "## anything else\nanswer: No.\n")
+    answer, _ = ask(model, [user("note b"), *a_call_with("read_file", page)], schemas)
+    assert "log.txt is too long for me: I read one page." in answer.content and not answer.tool_calls
+    asked = ask(model, [user("note b"), *a_call_with("read_file", "1| a")], schemas)[0].tool_calls[0]
+    assert asked.arguments == {"path": "log.txt", "old_text": "a", "new_text": "a\nb"}
+    asked = ask(model, [user("note b"), *a_call_with("read_file", "(log.txt is empty)")], schemas)[0]
+    assert asked.tool_calls[0].arguments == {"path": "log.txt", "old_text": "", "new_text": "b"}
+
+
+@pytest.mark.parametrize(("spoken", "facts", "entry"), [
+    ([("2026-04-03T10:00", "hi")], [], '[2026-04-03 10:00] The user sent 1 messages. The first was "hi", '
+     'the last "hi". They told nothing about themselves.'),
+    ([("2026-04-03T10:00", "a" * 300), ("2026-04-03T10:05", "b" * 300)], ["It is", "So", "It is"],
+     f'[2026-04-03 10:00] The user sent 2 messages. The first was "{"a" * 200}", the last "{"b" * 200}". '
+     "It is; So.")])  # fmt: skip
+def test_an_entry_of_the_history_is_a_paragraph(spoken, facts, entry):
+    assert providers.history_entry(spoken, facts) == entry
+
+
+def test_an_entry_without_a_time_has_this_machines():
+    entry = providers.history_entry([], [])
+    moment = datetime.strptime(entry[:18], "[%Y-%m-%d %H:%M]")
+    assert abs((datetime.now() - moment).total_seconds()) < 180
+    assert entry[18:].startswith(' The user sent 0 messages. The first was "", the last "".')
+
+
+@pytest.mark.parametrize(("page", "line", "then"), [
+    ("", "- a", "- a"), ("- a", "- b", "- a\n- b"), ("- a\n- b", "- a", "- a\n- b"),
+    ("- The user's name is Bob\n- x", "- The user's name is Maria", "- x\n- The user's name is Maria"),
+    ("- The user's cat is Tom", "- The user's name is Maria",
+     "- The user's cat is Tom\n- The user's name is Maria")])  # fmt: skip
+def test_a_fact_takes_the_place_of_an_older_one_of_its_kind(page, line, then):
+    assert providers.with_line(page, line) == then
+
+
+def test_the_rules_are_found_beside_the_program_or_in_a_wheels_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(providers, "__file__", str(tmp_path / "providers.py"))
+    missing = OfflineProvider()
+    assert "there is no templates/offline/rules.md." in ask(missing, [user("hi")])[0].content
+    for folder in ("nanobot_data", "."):
+        path = tmp_path / folder / "templates" / "offline" / "rules.md"
+        path.parent.mkdir(parents=True)
+        path.write_text(f"## anything else\nanswer: Grüße aus {folder}\n", encoding="utf-8")
+        assert f"Grüße aus {folder}\n" in ask(OfflineProvider(), [user("hi")])[0].content
+
+
+ARGUMENTS_OF = {
+    "words are put in": ({"path": "<file>"}, {"path": "a b.txt"}),
+    "of a command they are one word": ({"command": "rm -- <file>"}, {"command": "rm -- 'a b.txt'"}),
+    "a command of the user's own stays": ({"command": "<command>"}, {"command": "echo $x"}),
+    "what was not said is left out": ({"path": "<folder>", "pattern": "x"}, {"pattern": "x"}),
+    "what is said of it is no argument": ({"tool": "t", "answer": "a", "nothing": "n"}, {}),
+    "numbers": ({"head_limit": "20"}, {"head_limit": 20}),
+    "switches": ({"a": "true", "b": "false", "c": "trues"}, {"a": True, "b": False, "c": "trues"}),
+    "nothing": ({"pattern": ""}, {"pattern": ""}),
+    "a time": ({"schedule": "<when>", "action": "add"}, {"action": "add", "every_seconds": 3_600}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ARGUMENTS_OF)
+def test_a_rules_lines_become_arguments(name):
+    fields, arguments = ARGUMENTS_OF[name]
+    known = {"file": "a b.txt", "when": "Every Hour", "time": "2026-04-03 10:02", "folder": None,
+             "command": "echo $x"}  # fmt: skip
+    made_of_it = providers.arguments_of(fields, known)
+    assert made_of_it == arguments
+    assert [type(value) for value in made_of_it.values()] == [type(value) for value in arguments.values()]
+
+
+@pytest.mark.parametrize(("text", "plain"), [
+    ("'a b'", "a b"), ('"a"', "a"), ("`a`", "a"), ("“a”", "a"), ("‘a’", "a"), ("'a\"", "'a\""), ("'", "'"),
+    ("", ""), ("''", ""), ("aba", "aba")])  # fmt: skip
+def test_quotes_around_a_word_are_taken_off(text, plain):
+    assert providers.unquoted(text) == plain
 
 
 def test_the_offline_model_saves_a_conversation():
@@ -2247,10 +3349,68 @@ def test_the_offline_model_dreams(tmp_path):
     turn = Turn(workspace=tmp_path, cwd=tmp_path)
     run = asyncio.run(AgentRunner(OFFLINE).run(AgentRunSpec(edit, ToolRegistry(FILE_TOOLS), turn=turn)))
     assert run.stop_reason == "completed"
+    told = "I will remember: The user's name is Maria\n\nI will remember: The user likes tea"
+    assert told in run.final_content
+    assert run.final_content.endswith('[offline rule "dream", templates/offline/rules.md]')
     assert (
         about_user.read_text()
         == "- The user lives in Rome\n- The user's name is Maria\n- The user likes tea\n"
     )
+
+
+FIND = {"role": "system", "content": "One a line: [USER|SOUL|MEMORY] fact, or [SKIP]. [MEMORY] is for facts."}
+HISTORIES = {
+    "what was kept raw": ("[2026-04-03 10:00] [RAW] [2026-04-03T10:00:00+0200] user: my name is Maria",
+                          "[USER] The user's name is Maria"),
+    "said twice": ("The user likes tea. The user likes tea.", "[USER] The user likes tea"),
+    "known already": ("The user lives in Rome", "[SKIP]"),
+    "many": ("The user's name is Bo; The user lives in X. The user likes tea. The user is from Y. "
+             "The user does not like Z.",
+             "[USER] The user's name is Bo\n[USER] The user lives in X\n[USER] The user likes tea\n"
+             "[USER] The user is from Y\n[USER] The user does not like Z"),
+    "of others": ("Maria lives in Rome. The cat likes tea.", "[SKIP]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HISTORIES)
+def test_facts_are_found_in_a_history(name):
+    history, found = HISTORIES[name]
+    question = user(f"# /w/USER.md\n\n- The user lives in Rome\n\n# History\n\n{history}")
+    assert ask(OFFLINE, [FIND, question])[0].content == found
+
+
+def test_a_conversation_without_a_fact_leaves_the_memory_as_it_is():
+    assert OFFLINE.facts_in("hi, what is 1+1?") == []
+    talk = user("# MEMORY.md\n\n# Facts\n\n- old\n\n# Conversation\n[2026-04-03T10:00:00+0200] user: hi")
+    schema = [{"type": "function", "function": {"name": "save_memory", "parameters": {}}}]
+    answer, _ = ask(OFFLINE, [{"role": "system", "content": "Save."}, talk], schema)
+    assert answer.finish_reason == "tool_calls"
+    assert answer.tool_calls[0].arguments == {
+        "memory_update": "# Facts\n\n- old",
+        "history_entry": '[2026-04-03 10:00] The user sent 1 messages. The first was "hi", the last "hi". '
+                         "They told nothing about themselves."}  # fmt: skip
+
+
+@pytest.mark.parametrize("prompt", ["Say [SKIP] if there is nothing.", "[MEMORY] is a file."])
+def test_a_question_with_half_of_a_dreams_words_in_its_prompt_is_answered(prompt):
+    answer, _ = ask(OFFLINE, [{"role": "system", "content": prompt}, user("hi")])
+    assert "Hello! I am only a few rules" in answer.content
+
+
+def test_what_looks_like_a_conversation_in_a_users_message_is_not_summed_up():
+    line = "[2026-04-03T10:00:00+0200] user: hi"
+    schemas = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in TOOL_NAMES]
+    assert "The user sent 1 messages" in ask(OFFLINE, [user(line)])[0].content
+    assert "I know no rule for that" in ask(OFFLINE, [user(line)], schemas)[0].content
+    assert "I know no rule for that" in offline(line, tools=[])
+
+
+def test_what_is_missing_for_a_step_is_said():
+    assert "\n\nFor that I need the tool cron, which is not here.\n\n" in offline(
+        "remind me in 1 minute to stretch", tools=["read_file"])  # fmt: skip
+    assert "\n\nWhich file do you mean? Name it, like: read a.txt\n\n" in offline("read it")
+    answer = offline("read a.txt", tools=[])
+    assert "\n\nread_file did not work: the turn has no steps left\n\n" in answer
 
 
 def test_a_conversation_is_summed_up_honestly():
@@ -2318,9 +3478,56 @@ def test_a_trace_has_every_attempt_and_a_replay_plays_the_answers(tmp_path):
     assert all(each["messages"] == HELLO and each["options"] == {"max_tokens": 7} for each in records)
     assert "Use 'max_completion_tokens'" in records[0]["answer"]["error"]
     assert records[1]["answer"]["error"] == "HTTP 503: busy"
+    assert [each["answer"]["content"] for each in records[:4]] == [None, None, "Here.", None]
     replay = providers.ReplayProvider(tmp_path / "t")
     assert [ask(replay)[0] for _ in range(2)] == answers
     assert "cancelled" in ask(replay)[0].error and replay.rest == []
+
+
+def test_a_trace_says_when_what_was_asked_and_how_long_it_took(tmp_path):
+    class Slow(providers.LLMProvider):
+        model = "slow"
+
+        async def answer(self, request):
+            await asyncio.sleep(0.02)
+            return LLMResponse("Grüße\ud800")
+
+    model = Slow()
+    model.trace = providers.Trace(tmp_path / "t")
+    began = time.time()
+    ask(model, HELLO, [TOOL], temperature=0.5, max_tokens=None)
+    assert (tmp_path / "t").stat().st_mode & 0o777 == 0o600, "what is in it is nobody else's"
+    record = json.loads((tmp_path / "t").read_text(encoding="utf-8"))
+    moment = datetime.strptime(record.pop("time"), "%Y-%m-%dT%H:%M:%S%z").timestamp()
+    assert began - 1 <= moment <= time.time()
+    assert 0.02 <= record.pop("seconds") < 60
+    assert record == {
+        "outcome": "answered", "model": "slow", "options": {"temperature": 0.5}, "tools": [TOOL],
+        "messages": HELLO, "sent": {}, "answer": {**vars(LLMResponse("Grüße?"))}}  # fmt: skip
+
+
+def test_a_trace_says_what_went_out_otherwise_than_it_was_asked(tmp_path):
+    with FakeLLM(["Hi."]) as server:
+        provider = made(server, "openrouter", extra_body={"seed": 1})
+        provider.trace = providers.Trace(tmp_path / "t")
+        ask(provider, HELLO[1:], [TOOL], temperature=0.5)
+    record = json.loads((tmp_path / "t").read_text())
+    mark = {"cache_control": {"type": "ephemeral"}}
+    assert record["sent"] == {"seed": 1, "tools": [{**TOOL, **mark}]} and record["tools"] == [TOOL]
+    with FakeLLM(["Hi."]) as server:
+        provider = made(server)
+        provider.trace = providers.Trace(tmp_path / "t2")
+        ask(provider, HELLO, [TOOL], temperature=0.5)
+    assert json.loads((tmp_path / "t2").read_text())["sent"] == {}
+
+
+def test_a_trace_goes_on_in_a_file_that_is_there(tmp_path):
+    (tmp_path / "t").write_text("{}\n")
+    model = ScriptedProvider(["Hi."])
+    model.trace = providers.Trace(tmp_path / "t")
+    ask(model)
+    first, second = (tmp_path / "t").read_text().splitlines()
+    assert first == "{}" and json.loads(second)["answer"]["content"] == "Hi."
 
 
 def test_a_trace_of_an_earlier_version_is_played_too(tmp_path):
@@ -2338,6 +3545,118 @@ def test_recorded_tools_give_what_they_gave_in_their_order():
     assert tools.get_definitions() == [TOOL] and tools.get("now") is None
     results = [asyncio.run(tools.execute("now", {})) for _ in range(3)]
     assert results == ["ONE", "TWO", "(THE TRACE ENDS BEFORE THIS CALL'S RESULT)"]
+
+
+SECRET = "0123456789abcdef"
+KEYS = {
+    f"Bearer {SECRET}!": "Bearer [key]!", f"Authorization: {SECRET}": "Authorization: [key]",
+    f"api_key = {SECRET}": "api_key = [key]", f"API-KEY: {SECRET}": "API-KEY: [key]",
+    f"apikey={SECRET}": "apikey=[key]", f"is it sk-{SECRET}?": "is it [key]?",
+    f"gsk_{SECRET}": "[key]", f"xai-{SECRET}": "[key]", f"AIza{SECRET}": "[key]",
+    "bearer 01234567": "bearer [key]", "bearer 0123456": "bearer 0123456",
+    "sk-0123456789abcde": "sk-0123456789abcde", f"task-{SECRET}": f"task-{SECRET}",
+    "an api key is a secret": "an api key is a secret",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", KEYS)
+def test_what_looks_like_a_key_is_not_written_down(text):
+    assert providers.without_keys({"a": [text, 7, None]}) == {"a": [KEYS[text], 7, None]}
+
+
+def test_what_has_the_name_of_a_key_is_not_written_down():
+    value = {"api_key": "abcdefgh1", "headers": {"authorization": ["abcdefgh1"]}, "name": "abcdefgh1"}
+    assert providers.without_keys(value) == {
+        "api_key": "[key]", "headers": {"authorization": ["[key]"]}, "name": "abcdefgh1"}  # fmt: skip
+
+
+def a_record(messages, answer, **more):
+    return {"messages": messages, "tools": [TOOL], "options": {}, "answer": answer, **more}
+
+
+def test_where_a_request_is_not_the_recorded_one_the_first_lines_of_difference_are_shown():
+    recorded = {"messages": [user(f"line {n}") for n in range(30)], "tools": []}
+    now = {"messages": [user(f"line {n}") for n in range(29)] + [user("ä " + "other " * 90)], "tools": []}
+    said_of_it = str(providers.ReplayDiffers(recorded, now)).split("\n")
+    assert said_of_it[:3] == ["This request is not the recorded one:", "--- recorded", "+++ now"]
+    assert [line for line in said_of_it if line.startswith("-  ")] == ['-   "content": "line 29"']
+    changed_line = '+   "content": "ä ' + "other " * 90
+    assert [line for line in said_of_it if line.startswith("+  ")] == [changed_line[:300]]
+    assert len(said_of_it) == 10, "two lines around a change are enough"
+    other = {"messages": [user(f"lime {n}") for n in range(30)], "tools": []}
+    assert len(str(providers.ReplayDiffers(recorded, other)).split("\n")) == 41
+    alike = str(providers.ReplayDiffers({"a": "ä", "b": 1}, {"a": "ä", "b": 2})).split("\n")
+    assert '  "a": "ä",' in alike
+
+
+def test_a_replay_stops_at_the_first_request_that_differs_and_goes_on_from_there(tmp_path):
+    records = [a_record(HELLO, {"content": "One.", "tool_calls": []}, outcome="answered"),
+               a_record(HELLO, {"content": "Lost.", "tool_calls": []}, outcome="healed"),
+               a_record(HELLO, {"content": "Lost.", "tool_calls": []}, outcome="retried"),
+               a_record(HELLO, None, outcome="cancelled")]  # fmt: skip
+    (tmp_path / "t").write_text("\n".join(map(json.dumps, records)))
+    replay = providers.ReplayProvider(tmp_path / "t")
+    for messages, tools in ((HELLO, []), (HELLO[1:], [TOOL])):
+        with pytest.raises(providers.ReplayDiffers):
+            ask(replay, messages, tools)
+    answer, shown = ask(replay, HELLO, [TOOL], stream=True)
+    assert (answer.content, answer.error, shown) == ("One.", None, ["One."])
+    assert ask(replay, HELLO, [TOOL])[0] == LLMResponse(
+        finish_reason="error", error="This request was cancelled.")  # fmt: skip
+    assert ask(replay, HELLO, [TOOL])[0].error == "The trace has no further step."
+
+
+NO_RECORDS = {
+    "no JSON": "{oops", "a list": "[]", "a number": "7", "a blank line": "",
+    "nothing that was asked": json.dumps({"tools": [], "options": {}, "answer": {"tool_calls": []}}),
+    "messages of another form": json.dumps(a_record([{"role": "assistant", "tool_calls": [7]}],
+                                                    {"content": "x", "tool_calls": []})),
+    "an answer with a strange field": json.dumps(a_record(HELLO, {"oops": 1, "tool_calls": []})),
+    "a tower of lists": "[" * 100_000,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NO_RECORDS)
+def test_a_line_that_is_no_record_is_named_by_its_number(name, tmp_path):
+    good = json.dumps(a_record(HELLO, {"content": "x", "tool_calls": []}))
+    (tmp_path / "t").write_text(f"{good}\n{NO_RECORDS[name]}\n")
+    with pytest.raises(ValueError, match=r"t, line 2: this is no record of a trace$"):
+        providers.ReplayProvider(tmp_path / "t")
+
+
+def test_recorded_tools_leave_out_what_was_said_before_and_what_could_not_be_read():
+    earlier = [*HELLO, called("a"), result("a", "old")]
+    unread = ToolCallRequest("b", "now", {}, error="its arguments are not whole JSON")
+    talk = [*earlier, called("b"), result("b", "Error: not whole JSON"), called("c"), result("c", "new")]
+    records = [{"messages": earlier, "tools": [TOOL], "answer": LLMResponse(None, [unread])},
+               {"messages": talk, "tools": [], "answer": LLMResponse("x")}]  # fmt: skip
+    tools = providers.RecordedTools(records, str)
+    assert tools.get_definitions() == [TOOL], "those of the first request: the last one of a turn has none"
+    assert [asyncio.run(tools.execute("now", {})) for _ in range(2)] == [
+        "new", "(the trace ends before this call's result)"]  # fmt: skip
+
+
+def test_recorded_tools_give_a_result_once_though_each_later_request_has_it():
+    talk = [*HELLO, called("a"), result("a", "one"), called("b"), result("b", "two")]
+    records = [{"messages": talk[:length], "tools": [], "answer": LLMResponse("x")} for length in (2, 4, 6)]
+    tools = providers.RecordedTools(records, str)
+    assert [asyncio.run(tools.execute("now", {})) for _ in range(3)] == [
+        "one", "two", "(the trace ends before this call's result)"]  # fmt: skip
+
+
+def test_recorded_tools_tell_calls_apart_by_their_arguments():
+    talk = [*HELLO, called("a", arguments='{"x":1}'), result("a", "one"),
+            called("b", arguments='{"x": 2}'), result("b", "two")]  # fmt: skip
+    tools = providers.RecordedTools(
+        [
+            {"messages": HELLO, "tools": [], "answer": LLMResponse("x")},
+            {"messages": talk, "tools": [], "answer": LLMResponse("y")},
+        ],
+        str,
+    )
+    assert asyncio.run(tools.execute("now", {"x": 2}, Turn())) == "two"
+    assert asyncio.run(tools.execute("now", {"x": 1})) == "one"
+    assert asyncio.run(tools.execute("then", {"x": 1})).startswith("(the trace ends")
 
 
 # ---- Checked once ----
