@@ -978,16 +978,13 @@ def titled(title: str, text: str) -> str:
 def skill_parts(skills: list[Skill]) -> dict[str, str]:
     """Those that are `always` there in full, a line for each of the others."""
     sound = [skill for skill in skills if not skill.problem]
-    active = [titled(f"## {skill.name}", skill.text) for skill in sound if is_active(skill)]
+    always = [skill for skill in sound if skill.always and not skill.missing]
+    active = [titled(f"## {skill.name}", skill.text) for skill in always]
     listed = [line_of_skill(skill) for skill in sound if not skill.always]
     return {
         "Active Skills": titled("# Active Skills", "\n\n".join(active)),
         "Skills": listed and template("skills", skills="\n".join(listed)),
     }
-
-
-def is_active(skill: Skill) -> bool:
-    return skill.always and not skill.missing
 
 
 def line_of_skill(skill: Skill) -> str:
