@@ -1304,10 +1304,10 @@ def test_tools_are_measured_together_and_anew_only_where_they_are_others():
     counter = TokenCounter(lambda: lambda text: len(text))
     assert counter.size_of_tools([]) == 0
     assert counter.size_of_tools([{}, user("hello")]) == 11
+    before = set(threading.enumerate())
     counter.count_exactly_from_now_on()
-    for thread in threading.enumerate():
-        if "_fetch" in repr(thread):
-            thread.join()
+    for thread in set(threading.enumerate()) - before:
+        thread.join()
     assert counter.size_of_tools([{}, user("hello")]) == 11, "equal ones are not measured again"
     assert counter.size_of_tools([user("hello")]) == 36
 
@@ -1325,10 +1325,10 @@ def test_the_vocabulary_counts_long_texts_in_pieces(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "tiktoken", SimpleNamespace(get_encoding=get_encoding))
     counter = TokenCounter()
+    before = set(threading.enumerate())
     counter.count_exactly_from_now_on()
-    for thread in threading.enumerate():
-        if "_fetch" in repr(thread):
-            thread.join()
+    for thread in set(threading.enumerate()) - before:
+        thread.join()
     assert counter.size(user("z" * 4_500)) == 4_531
     assert pieces == [2_000, 2_000, 531]
 
