@@ -1582,8 +1582,8 @@ class MemoryRepository:
         self.git("add", "-u", ".")
         self.git("add", "-f", "--ignore-errors", "--", *there)
         diff = self.git("diff", "--cached", "-U0", "--no-renames", "--", *self.facts)
-        hunks = re.findall(r"(?m)^@@ .*\n((?:[-+].*\n)+)", diff)  # a `--- a` may be a line, too
-        lines = "".join(hunks).split("\n")[:-1]
+        hunks = re.findall(r"(?m)^@@ .*\n((?:[-+\\].*\n)+)", diff)  # a `--- a` may be a line, too
+        lines = [line for line in "".join(hunks).split("\n") if line[:1] in ("-", "+")]
         if not lines:
             return 0
         title = f"{subject}: {time.strftime('%Y-%m-%d %H:%M')}, {len(lines)} change(s)"

@@ -296,10 +296,10 @@ class AgentRunner:
         try:
             await side_by_side([run(place) for place in range(len(batch))])
         finally:  # also when the turn is stopped: what is finished stays
-            for place, result in sorted(results.items()):
-                state.context.messages.append(tool_message(batch[place], result))
+            in_order = sorted(results)
+            state.context.messages += [tool_message(batch[n], results[n]) for n in in_order]
             state.spec.on_messages([], True)
-        if images := images_message([results[place] for place in sorted(results)]):
+        if images := images_message([results[n] for n in in_order]):
             state.add(images)
 
     async def _call(self, state: RunState, call: ToolCallRequest) -> ToolResult:

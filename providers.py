@@ -515,8 +515,9 @@ def cleaned_once(messages: list[dict], known: dict[int, Checked]) -> list[dict]:
             entry = Checked(message, before, clean_message(own_copy(before)))
         known[id(message)] = entry
         entries.append(entry)
-    while len(known) > max(MOST_CHECKED, len(messages)):
-        del known[next(iter(known))]
+    surplus = len(known) - max(MOST_CHECKED, len(messages))
+    for key in list(itertools.islice(known, max(surplus, 0))):
+        del known[key]
     return [own_copy(entry.clean) for entry in entries if entry.clean]
 
 

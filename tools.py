@@ -527,7 +527,7 @@ def wrong_keys(value: dict, schema: dict, prefix: str) -> list[str]:
 def unexpected_keys(params: dict, schema: dict) -> list[str]:
     known = keyword(schema, "properties", dict)
     is_open = not all(schema.get(word) in (None, False) for word in OPENING)
-    if is_open or "properties" not in schema:
+    if is_open or not isinstance(schema.get("properties"), dict):
         return []
     names = ", ".join(known) or "none"
     strange = [key for key in params if key not in known]
@@ -2188,7 +2188,7 @@ MARKS = {"br": "\n", "tr": ROW, "td": CELL, "th": CELL, "li": f"\n{ITEM}-", "cod
          "/code": "`", "sup": "^"}  # 10<sup>6</sup> → 10^6  # fmt: skip
 MARKS |= {f"h{level}": "\n\n" + "#" * level + " " for level in range(1, 7)}
 BLOCK = (r"/?(p|div|[uod]l|d[dt]|table|blockquote|section|article|main|header|footer"
-                   r"|aside|details|summary|figure|figcaption|hr|h\d)")  # </p>  # fmt: skip
+         r"|aside|details|summary|figure|figcaption|hr|h\d)")  # </p>  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -2897,6 +2897,16 @@ def test_lines_that_look_like_a_diffs_own_are_counted_and_undone_like_all(home):
     assert memory.read_bytes() == b"- a\n-- x\n++ y\n"
 
 
+def test_lines_behind_a_missing_line_end_are_counted_too(home):
+    memory, repository = home / "memory" / "MEMORY.md", MemoryRepository(home)
+    memory.write_bytes(b"old")
+    repository.commit("changes outside of dreams")
+    memory.write_bytes(b"new\nmore")
+    assert repository.commit("dream") == 3
+    assert repository.restore() == "Undone: 3 change(s)."
+    assert memory.read_bytes() == b"old"
+
+
 def test_bytes_that_are_no_utf_8_do_not_keep_a_dream_from_being_undone(home):
     memory, repository = home / "memory" / "MEMORY.md", MemoryRepository(home)
     memory.write_bytes(b"caf\xe9\nold\n")

@@ -633,6 +633,13 @@ def test_a_key_that_another_keyword_may_allow_is_not_refused(opening):
     assert answer(given, b=1).text == '["b"]'
 
 
+@pytest.mark.parametrize("schema", [{}, {"properties": None}, {"properties": []}])
+def test_a_key_is_not_refused_where_no_properties_are_named(schema):
+    given = tool(lambda **keys: list(keys), name="given")
+    type(given).parameters = {"type": "object", **schema}
+    assert answer(given, b=1).text == '["b"]'
+
+
 def test_arguments_that_are_a_parameter_are_not_unwrapped():
     @tool
     def run_script(arguments: dict) -> dict:
