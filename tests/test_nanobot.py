@@ -3086,12 +3086,27 @@ class Gate:
         await self.open.wait()
 
 
+def slow_tool(gate):
+    @tool
+    async def slow() -> str:
+        """Slow."""
+        await gate.pass_()
+        return "done"
+
+    return slow
+
+
 def users_of(request):
     """The texts of the user in a request, without what is said of time and place."""
     texts = [message["content"] for message in request.messages if message["role"] == "user"]
     return [
         re.sub(r"\[Runtime Context.*?\[/Runtime Context\]\n\n", "", str(text), flags=re.S) for text in texts
     ]
+
+
+async def slow_once(request):
+    """A script: the slow tool, and when another message has come, one answer to both."""
+    return call("slow") if len(users_of(request)) == 1 else "both"
 
 
 def texts_of(chats, chat="1"):
@@ -3158,15 +3173,6 @@ def test_messages_of_a_chat_are_answered_in_order_and_chats_side_by_side(tmp_pat
 def test_a_message_that_comes_while_tools_run_joins_the_turn_behind_them(tmp_path):
     gate = Gate()
 
-    @tool
-    async def slow() -> str:
-        """Slow."""
-        await gate.pass_()
-        return "done"
-
-    async def script(request):
-        return call("slow") if len(users_of(request)) == 1 else "both"
-
     async def work(chats):
         await chats.say("first")
         await gate.reached.wait()
@@ -3184,7 +3190,7 @@ def test_a_message_that_comes_while_tools_run_joins_the_turn_behind_them(tmp_pat
         three = chats.loop.provider.requests[2]
         assert three.messages[: len(two.messages)] == two.messages
 
-    serve_chats(work, tmp_path, script, [slow])
+    serve_chats(work, tmp_path, slow_once, [slow_tool(gate)])
 
 
 def test_a_message_that_comes_too_late_for_an_answer_stands_behind_it_and_gets_its_own(tmp_path):
@@ -3317,15 +3323,6 @@ def test_pictures_of_messages_that_wait_are_shown_with_their_text(tmp_path):
     for name in names:
         (tmp_path / name).write_bytes(PNG)
 
-    @tool
-    async def slow() -> str:
-        """Slow."""
-        await gate.pass_()
-        return "done"
-
-    async def script(request):
-        return call("slow") if len(users_of(request)) == 1 else "both"
-
     async def work(chats):
         await chats.say("one")
         await gate.reached.wait()
@@ -3340,18 +3337,12 @@ def test_pictures_of_messages_that_wait_are_shown_with_their_text(tmp_path):
         await chats.until(lambda: len(chats.loop.provider.requests) >= 3)
         assert "image_url" in str(chats.loop.provider.requests[2].messages[-1]["content"])
 
-    serve_chats(work, tmp_path, script, [slow])
+    serve_chats(work, tmp_path, slow_once, [slow_tool(gate)])
 
 
 @pytest.mark.parametrize("moment", ["before a word", "in a tool"])
 def test_stop_at_any_moment_leaves_a_lawful_session_and_answers_what_waits(tmp_path, moment):
     gate = Gate()
-
-    @tool
-    async def slow() -> str:
-        """Slow."""
-        await gate.pass_()
-        return "done"
 
     async def script(request):
         check_grammar(request.messages)
@@ -3380,7 +3371,7 @@ def test_stop_at_any_moment_leaves_a_lawful_session_and_answers_what_waits(tmp_p
         )
         assert not chats.session().unfinished
 
-    serve_chats(work, tmp_path, script, [slow])
+    serve_chats(work, tmp_path, script, [slow_tool(gate)])
 
 
 @pytest.mark.parametrize("seed", range(100 if FULL else 6))
