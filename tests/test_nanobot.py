@@ -2570,10 +2570,13 @@ def test_the_time_is_given_in_the_configured_zone(tmp_path):
     assert "JST" in loop.provider.requests[0].messages[1]["content"]
 
 
+def plain_data(section) -> dict:
+    return json.loads(json.dumps(section, default=vars))
+
+
 def test_what_nobody_has_set_is_this(own_home):
     config = load_config(None, {})
-    written = {name: value for name, value in asdict(config).items() if name in json.loads(NOT_SET)}
-    assert written == json.loads(NOT_SET)
+    assert {name: plain_data(getattr(config, name)) for name in json.loads(NOT_SET)} == json.loads(NOT_SET)
     assert (config.path, config.base_url) == (own_home / ".nanobot" / "config.json", "")
     assert (config.cwd, config.streaming, config.patience) == (Path.cwd(), True, 15.0)
     assert config.now().date() in (datetime.now().date(), datetime.now().date() - timedelta(1))
@@ -2602,14 +2605,14 @@ NOT_SET = """{
 def test_what_an_entry_of_a_provider_a_server_and_a_price_leaves_out_is_this(own_home):
     text = '{"providers": {"vllm": {}}, "tools": {"mcpServers": {"a": {}}}, "prices": {"m": {}}}'
     config = load_config(write_config(own_home, text), {})
-    assert asdict(config.providers["vllm"]) == {
+    assert plain_data(config.providers["vllm"]) == {
         "api_key": "", "api_base": "", "extra_headers": {}, "extra_body": {}, "text_tool_calls": "auto",
     }  # fmt: skip
-    assert asdict(config.tools.mcp_servers["a"]) == {
+    assert plain_data(config.tools.mcp_servers["a"]) == {
         "command": "", "args": [], "env": {}, "url": "", "headers": {}, "type": "", "tool_timeout": 30,
         "enabled_tools": ["*"], "disabled": False,
     }  # fmt: skip
-    assert asdict(config.prices["m"]) == {"input": 0.0, "output": 0.0, "cached": None}
+    assert plain_data(config.prices["m"]) == {"input": 0.0, "output": 0.0, "cached": None}
 
 
 def test_the_numbers_that_a_request_may_have_leave_room_for_the_answer():
@@ -2631,11 +2634,30 @@ def test_the_numbers_that_a_request_may_have_leave_room_for_the_answer():
     ],
 )
 def test_a_setting_at_the_edge_of_what_it_may_be_is_taken(own_home, text, value):
-    section = asdict(load_config(write_config(own_home, text), {}))
+    section = load_config(write_config(own_home, text), {})
     names = re.findall(r'"(\w+)": (?=.)', text)
     for name in names:
-        section = section[re.sub("[A-Z]", lambda letter: f"_{letter[0].lower()}", name)]
+        attribute = re.sub("[A-Z]", lambda letter: f"_{letter[0].lower()}", name)
+        section = section[attribute] if isinstance(section, dict) else getattr(section, attribute)
     assert section == value
+
+
+def test_no_two_settings_share_what_can_be_changed():
+    one, other = Config(), Config()
+    one.providers["vllm"] = nanobot.ProviderSettings("key")
+    one.tools.exec.allowed_env_keys.append("HOME")
+    one.defaults.dream.interval_h = 5
+    server = nanobot.MCPSettings("npx", ["-y"])
+    server.enabled_tools.append("look")
+    assert other == Config() and other != one
+    assert nanobot.MCPSettings("npx") == nanobot.MCPSettings(command="npx")
+    assert nanobot.MCPSettings().enabled_tools == ["*"]
+    assert "command='npx', args=['-y']" in repr(server)
+
+
+def test_a_setting_that_is_not_there_cannot_be_set():
+    with pytest.raises(TypeError, match="MCPSettings has no comand"):
+        nanobot.MCPSettings(comand="npx")
 
 
 @pytest.mark.parametrize(
