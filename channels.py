@@ -33,7 +33,7 @@ from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, date, datetime, timedelta, tzinfo
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal, TextIO
+from typing import Annotated, Any, BinaryIO, Literal, NamedTuple, TextIO
 
 # ---- Many channels, one agent ----
 
@@ -1157,8 +1157,7 @@ PART = (  # *   */15   mon-fri   8-18/2   5; not 5/15, which has two meanings in
 )
 
 
-@dataclass(frozen=True)
-class CronField:
+class CronField(NamedTuple):
     """The values that a field may have; `names` stand for them, from the lowest on."""
 
     name: str

@@ -37,7 +37,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterat
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 log = logging.getLogger("nanobot.providers")
@@ -495,8 +495,7 @@ def join(first: dict, second: dict) -> dict:
 MOST_CHECKED = 5_000  # messages
 
 
-@dataclass(slots=True)
-class Checked:
+class Checked(NamedTuple):
     message: dict  # who holds it keeps its id its own
     before: dict  # what it was like when it was checked: a hook may change a message in place
     clean: dict | None
@@ -979,8 +978,7 @@ def seconds_asked_for(failure: Failure) -> float:
 # can know that of each model; the complaint says what to change.
 
 
-@dataclass(frozen=True)
-class Remedy:
+class Remedy(NamedTuple):
     """What a complaint means, and the columns of what to do: any of `put_in` … `in_body`.
 
     What is in a body is shared with other requests: it is replaced, never changed.
@@ -988,7 +986,7 @@ class Remedy:
 
     complaint: str  # a regular expression
     notice: str  # to the user
-    put_in: Mapping[str, Any] = field(default_factory=dict)  # parameters; None leaves one out
+    put_in: Mapping[str, Any] = {}  # parameters; None leaves one out
     leave_out_keys: tuple[str, ...] = ()  # of messages and tools, however deep
     in_message: Callable[[dict], dict] | None = None  # for each message
     in_body: Callable[[dict, str], dict] | None = None  # is given the complaint, too
@@ -1946,8 +1944,7 @@ OFFLINE_RULES = "templates/offline/rules.md"  # beside this file, or in nanobot_
 NO_RULES = f"## anything else\nanswer: I know no rule for that: there is no {OFFLINE_RULES}."
 
 
-@dataclass
-class Rule:
+class Rule(NamedTuple):
     """One rule of the file. In its fields <words> stand for what the user says there."""
 
     title: str
