@@ -320,7 +320,8 @@ class Dream:
             return "failed" if findings is None else "completed"
         refuse = partial(reason_to_refuse, self)  # nobody watches it: its own files only
         result = await self.run_agent(what_to_edit(self, findings), refuse)
-        return {"completed": "completed", "error": UNREACHABLE}.get(result.stop_reason, "failed")
+        outcomes = {"completed": "completed", "error": UNREACHABLE}
+        return outcomes.get(result.stop_reason, "failed")
 
 
 # ======== Second reading: damage, locks, sizes, boundaries, git, skills ========
@@ -1283,10 +1284,8 @@ class Transcript:
 
 
 def transcripts(session: Session, begin: int, end: int, room: int) -> list[Transcript]:
-    """Journal lines as texts of about `room` tokens at most each.
-
-    Long messages are shortened. A call and its results stand in one text.
-    """
+    """Journal lines as texts of about `room` tokens at most each. Long messages are shortened; a
+    call and its results stand in one text."""
     parts: list[Transcript] = []
     for step in steps_of(session, begin, end, min(room // 4, 2_000)):
         while step.tokens > room and len(step.text) > 50:  # characters, or it shrinks no more

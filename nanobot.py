@@ -559,10 +559,8 @@ class AgentLoop:
 
 
 def run(text: str, session_key: str = "cli:direct", config: Config | None = None) -> str:
-    """The answer, on the files of the current folder; works in a notebook, too.
-
-    Raises RuntimeError with cause and fix where there is no answer.
-    """
+    """The answer, on the files of the current folder; works in a notebook, too. Where there is no
+    answer it raises RuntimeError with cause and fix."""
     loop = AgentLoop(config or load_config())
     with BackgroundLoop(loop.close) as background:
         result = background.complete(loop.process_direct(text, session_key))
