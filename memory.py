@@ -104,7 +104,7 @@ class Session:
         line = last_line(self)
         if line.get("cut") or line.get("tool_calls") or line.get("unseen"):
             return True  # `unseen`: messages that came too late for this answer
-        return line.get("role", "assistant") != "assistant"
+        return line.get("role", "assistant") != "assistant"  # without a line nothing waits
 
 
 # ---- The projection: what is sent of a journal ----
@@ -120,7 +120,7 @@ def project(lines: Iterable[dict | None], before: dict | None = None) -> list[di
     history = []
     for line in with_late_messages_moved(lines):
         if before is None and line["role"] != "user":
-            continue
+            continue  # the rest of a turn whose question is not sent
         if not is_blank_answer(line):
             history.append(as_sent(line, before))
         before = line
@@ -165,8 +165,8 @@ def govern(
         reduce_old_results_to_lines(draft)
     if draft.is_over(1):
         leave_out_oldest_turns(draft)
-    if draft.is_over(1):
-        seen = draft.turn[: last_step(draft.turn)]
+    if draft.is_over(1):  # this turn alone is too long
+        seen = draft.turn[: last_step(draft.turn)]  # by the model: all but the last results
         reduce_to_lines(draft, seen, draft.tokens - budget)
     if draft.is_over(1):
         leave_out_oldest_steps(draft)

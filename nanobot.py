@@ -118,7 +118,7 @@ class AgentRunResult:
 
 @dataclass
 class AgentHookContext:
-    """The live record of a run. What a hook changes in it holds from there on."""
+    """The live record of a run. What a hook changes in it takes effect at once."""
 
     messages: list[dict]
     iteration: int = 0  # requests to the model so far
@@ -144,7 +144,7 @@ class AgentHook:
     async def on_retry(self, why: str) -> None: ...
 
     async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
-        """Set `call.denied = "reason"` to keep a call from running; the model is told it."""
+        """Set `call.denied = "reason"` to keep a call from running; the model is told why."""
 
     async def after_tool(
         self, call: ToolCallRequest, result: ToolResult, seconds: float
@@ -224,7 +224,7 @@ class AgentRunner:
     def govern(self, state: RunState) -> Governed:
         """A copy of the messages that fits, and at its end a note that only this request has.
 
-        The window must hold the tools and the answer too, with 1,024 to spare. Where it cannot:
+        The window must hold tools and answer too, with 1,024 tokens to spare. Where it cannot:
         [system, old question, old answer, question] → [system, question].
         """
         spec = state.spec
@@ -269,7 +269,8 @@ class AgentRunner:
         return response
 
     async def _act(self, state: RunState, response: LLMResponse) -> None:
-        """Keep the answer as a message and run its calls; results stand in the calls' order."""
+        """Keep the answer as a message and run its calls. The messages are then, in this order:
+        the answer, a result for each call as they were asked for, what the user said meanwhile."""
         response.content = state.join_segments(response.content) or None  # with parts cut before
         state.add(response.to_message(), sync=False)  # the step is complete with the results
         state.begin_anew()
@@ -451,7 +452,7 @@ class ContextBuilder:
 
 
 class AgentLoop:
-    """Who asks, which session, which reply. One turn of a session at a time, whoever asks."""
+    """Knows who asks, in which session, and who gets the reply. A session has one turn at a time."""
 
     def __init__(
         self, config: Config, provider: LLMProvider | None = None,
@@ -1700,7 +1701,7 @@ def make_dream(loop: AgentLoop) -> Dream:
 
 
 async def make_room(loop: AgentLoop, session: Session, overhead: int) -> str:
-    """What the user is told of it. Where the memory cannot be written the turn goes on without."""
+    """Gives the line that the user is told. Where the memory cannot be written the turn goes on."""
     try:
         return await loop.consolidator.before_turn(session, overhead)
     except OSError as problem:

@@ -10,7 +10,7 @@ arguments as text; the registry casts and checks them, runs the function and ret
 A tool is a plain function under `@tool` (its signature is the schema, its docstring the
 description) or a subclass of `Tool`. What the model did wrong goes back to it as text that says
 what to do next. This file works alone: copy it and use `@tool` and `ToolRegistry`. Read after
-memory.py, before channels.py. What is checked here are guard-rails; the boundary is exec's sandbox.
+memory.py, before channels.py. The checks here are guard-rails; the boundary is exec's sandbox.
 Not covered: who may call what (the hooks in nanobot.py).
 """
 
@@ -91,7 +91,7 @@ class Tool:
     exclusive: bool = False  # never runs beside another call
 
     async def execute(self, **arguments: Any) -> Any:
-        """Returns text, a ToolResult or what JSON can show; raises ToolError: a model's mistake."""
+        """Returns text, a ToolResult or JSON data; raises ToolError where the model is wrong."""
         return await in_thread(self.run, **arguments)
 
     @property
