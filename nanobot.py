@@ -452,7 +452,7 @@ class ContextBuilder:
 
 
 class AgentLoop:
-    """Knows who asks, in which session, and who gets the reply. A session has one turn at a time."""
+    """Knows who asks, in which session, who gets the reply. A session has one turn at a time."""
 
     def __init__(
         self, config: Config, provider: LLMProvider | None = None,
