@@ -5,8 +5,9 @@ A channel turns what somebody writes into a message, and an event of the agent i
     InboundMessage("telegram", "7", "42", "What is in a.txt?")  → bus →  the agent
     OutboundMessage("telegram", "42", "It says hello.")         ← bus ←  the agent
 
-The one idea: who hands something over learns when it is safe (`publish` returns, `on_delivered` is
-called) and tries again until then. Works alone; read last. Not covered: turns, sessions, options.
+The one idea: who hands a message over is told when it is safe, and repeats it until then: `publish`
+returns when a question is journalled, `on_delivered` is called when an answer has arrived. The file
+works alone; read it last. Not covered: turns, sessions, options.
 """
 
 import asyncio
@@ -53,7 +54,7 @@ class InboundMessage:
         return f"{self.channel}:{self.chat_id}"
 
     def confirm(self, problem: Exception | None = None) -> None:
-        """The agent has journalled it, or this problem keeps it from that."""
+        """Lets `publish` return: the message is journalled, or this problem kept it from that."""
         if self.journalled and not self.journalled.done():  # else nobody waits for it
             self.journalled.set_result(problem)
 
@@ -80,11 +81,11 @@ class MessageBus:
             raise problem
 
     async def next(self) -> InboundMessage:
-        """For the agent, which journals it and then calls its `confirm`."""
+        """The oldest message, for the agent: it journals it and calls `message.confirm()`."""
         return await self._inbound.get()
 
     def send(self, message: "OutboundMessage") -> None:
-        """Into the queue of its channel: no channel waits for another, and the agent for none."""
+        """Queue it for its channel: a slow one holds up neither the agent nor other channels."""
         if message.channel in self._open:
             self._open[message.channel].put(message)
         elif message.kind == "final":

@@ -55,18 +55,18 @@ class Session:
     lines: list[dict | None] = field(default_factory=list)
     metadata: dict = field(default_factory=dict)
     created_at: str = field(default_factory=lambda: now())
-    start: int = 0  # lines before it were dropped by `/new`
-    last_consolidated: int = 0  # lines before it are in memory
-    summary: dict = field(default_factory=dict)  # {"text", "until"}: sent in place of older lines
-    stamp: tuple[int, int] | None = None  # of the file when we last read or wrote it
+    start: int = 0  # `/new` dropped the lines before it
+    last_consolidated: int = 0  # the lines before it went into the long-term memory
+    summary: dict = field(default_factory=dict)  # {"text", "until"}: of the lines before `until`
+    stamp: tuple[int, int] | None = None  # size and time of the file as we last read or wrote it
     unsynced: bool = False  # a power cut could still take the last lines
-    is_new: bool = False  # or the file's name
+    is_new: bool = False  # a power cut could still take the whole file
     syncing: threading.Lock = field(default_factory=threading.Lock, init=False)
     projection: "Projection" = field(default_factory=lambda: Projection(), init=False)
 
     def append(self, *messages: dict, sync: bool = True) -> None:
-        """Write messages in one go. With `sync=False` (0.1 ms) a kill costs nothing, but a power
-        cut may: `await session.synced()`, on a thread, before the user is shown them."""
+        """Write messages in one go. With `sync=False` (0.1 ms) they survive a kill, but perhaps no
+        power cut: then `await session.synced()` before the user sees an answer to them."""
         fresh = [as_journalled(message) for message in messages]
         write_records(self, fresh)
         self.lines += fresh
@@ -74,7 +74,7 @@ class Session:
             sync_session(self)
 
     def restart(self, sync: bool = True, waiting: int = 0) -> None:
-        """Start afresh: the journal keeps every line, none but those that wait is sent any more."""
+        """Start afresh: all lines stay in the file, only the last `waiting` questions are sent."""
         self.note(start=place_of_last(self.lines, waiting))
         if sync:
             sync_session(self)
@@ -90,52 +90,53 @@ class Session:
             await in_thread(sync_session, self)
 
     def get_history(self) -> list[dict]:
-        """The copy that is sent, as far as it goes; `LLMProvider.chat` makes it lawful."""
-        begin = max(self.start, self.last_consolidated)
+        """The messages to send; `LLMProvider.chat` makes them lawful."""
+        begin = max(self.start, self.last_consolidated)  # older lines: dropped, or in the memory
         sent_from = max(begin, self.summary.get("until", 0))
         history = self.projection.of(self.lines, sent_from)
-        if sent_from > begin:
+        if sent_from > begin:  # the summary stands for the lines between the two
             history.insert(0, summary_message(self.summary["text"]))
-        return history + go_on_where_it_broke_off(self)
+        return history + request_to_go_on(self)
 
     @property
     def unfinished(self) -> bool:
-        """True where the last turn has no whole answer: it ended at a question, a call, a cut."""
+        """True where something waits for an answer: a question, calls, a cut, a late message."""
         line = last_line(self)
         if line.get("cut") or line.get("tool_calls") or line.get("unseen"):
-            return True
-        return line.get("role", "assistant") != "assistant"
+            return True  # `unseen`: messages that came too late for this answer
+        return line.get("role", "assistant") != "assistant"  # without a line nothing waits
 
 
 # ---- The projection: what is sent of a journal ----
 
 
 def project(lines: Iterable[dict | None], before: dict | None = None) -> list[dict]:
-    """Journal lines → messages, from the first question on. `before` is the line before them.
+    """Journal lines → messages. Without a line `before` them they begin with a question.
 
     user "a", runtime "It is Monday"         user "It is Monday\\n\\na"
     assistant "Well", cut "no network"   →   assistant "Well"
     user "b"                                 user "[the answer above broke off: no network]\\n\\nb"
     """
     history = []
-    for line in as_met(lines):
+    for line in with_late_messages_moved(lines):
         if before is None and line["role"] != "user":
-            continue
-        if not is_silent(line):
+            continue  # the rest of a turn whose question is not sent
+        if not is_blank_answer(line):
             history.append(as_sent(line, before))
         before = line
     return history
 
 
 def gap_between(before: dict | None, line: dict) -> str:
-    """What the next question says of a missing answer: models repeat what their own mouth says."""
+    """A note on an answer that is missing or cut. The user's next message begins with it: in an
+    assistant message it would do harm, as models repeat what they seem to have said."""
     if before is None:
         return ""
-    if before.get("cut") and not is_silent(before):
+    if before.get("cut") and not is_blank_answer(before):
         return f"[the answer above broke off: {before['cut']}]"
-    if line.get("beside") and not is_silent(before):  # one answer is for both
+    if line.get("beside") and not is_blank_answer(before):  # both wait for the same answer
         return ""
-    was_not_answered = before["role"] == "user" or is_silent(before)
+    was_not_answered = before["role"] == "user" or is_blank_answer(before)
     return "[the message above was not answered: interrupted]" if was_not_answered else ""
 
 
@@ -154,23 +155,23 @@ class Governed:
 def govern(
     messages: list[dict], budget: int, counter: "TokenCounter", task: dict | None = None
 ) -> Governed:
-    """Fit a copy into `budget` tokens, in steps that take more and more away.
+    """Fit a copy into `budget` tokens. Each step takes away more, and only if it must.
 
     The system prompt, the task (default: the last question) and the last results stay.
     """
-    draft = draft_of(messages, budget, counter, task)
-    cut_results(draft, draft.past + draft.turn, budget // 4)
+    draft = draft_of(messages, budget, counter, task)  # .past: earlier turns; .turn: this one
+    cut_results(draft, draft.past + draft.turn, budget // 4)  # none keeps more than a quarter
     if draft.is_over(0.8):
-        turn_old_results_into_lines(draft)
+        reduce_old_results_to_lines(draft)
     if draft.is_over(1):
         leave_out_oldest_turns(draft)
-    if draft.is_over(1):
-        seen = draft.turn[: last_step(draft.turn)]
-        turn_into_lines(draft, seen, draft.tokens - budget)
+    if draft.is_over(1):  # this turn alone is too long
+        seen = draft.turn[: last_step(draft.turn)]  # by the model: all but the last results
+        reduce_to_lines(draft, seen, draft.tokens - budget)
     if draft.is_over(1):
         leave_out_oldest_steps(draft)
     if draft.is_over(1):
-        share_what_is_left(draft)
+        share_room_among_last_results(draft)
     return Governed(draft.messages, draft.notes, draft.tokens)
 
 
@@ -236,39 +237,37 @@ class Consolidator:
     counter: "TokenCounter" = field(default_factory=lambda: TokenCounter())
     one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    async def before_turn(self, session: Session, others: int) -> str:
-        """Make room beside `others`, the tokens of all else in the prompt: a turn waits for it.
-
-        Gives a line for the user where something moved; then memory says more than before.
-        """
+    async def before_turn(self, session: Session, overhead: int) -> str:
+        """Make room for a turn beside `overhead`, the tokens of system prompt and tools.
+        Returns what the user is told of it; "" where nothing had to move."""
         before = session.last_consolidated
-        await move(self, session, over_budget(self, session, others))
-        if await sum_up(self, session, others):
+        await move(self, session, over_budget(self, session, overhead))
+        if await sum_up(self, session, overhead):
             return "the older part of this conversation is summed up"
         return "" if session.last_consolidated == before else "older messages went into the memory"
 
-    async def after_turn(self, session: Session, others: int) -> None:
-        """In the background: what `/new` dropped, what is over the budget or over the window."""
+    async def after_turn(self, session: Session, overhead: int) -> None:
+        """Move, in the background, what `/new` dropped and what is over budget or window."""
         await self.archive(session)
-        await move(self, session, over_budget(self, session, others))
+        await move(self, session, over_budget(self, session, overhead))
         await move(self, session, over_window(self, session))
 
     async def archive(self, session: Session) -> None:
-        """All that `/new` dropped; without the model from the first round on that failed."""
+        """Move all that `/new` dropped. After a round that fails the rest is saved as raw text."""
         await move(self, session, session.start, to_the_end=True)
 
-    async def round(self, session: Session, until: int, helpful: bool) -> bool:
-        """One round. The cursor moves when the lines are in memory, and only then."""
+    async def round(self, session: Session, until: int, model_helps: bool) -> bool:
+        """Save some lines, then move the cursor behind them. Returns: does the model still help?"""
         end = end_of_round(session, until)
-        begin = in_history_until(self.store, session, end)
+        begin = begin_of_round(self.store, session, end)
         for part in transcripts(session, begin, end, room_of(self)):
-            helpful = helpful and await save(self, session, part)
-            if not helpful:
+            model_helps = model_helps and await save(self, session, part)
+            if not model_helps:
                 save_raw(self.store, session, begin, part.until)
             begin = part.until
         session.note(last_consolidated=end)
         await session.synced()
-        return helpful
+        return model_helps
 
 
 # ---- Dream: from the history into facts and skills ----
@@ -319,9 +318,10 @@ class Dream:
         findings = findings_in(response.content or "")
         if not findings:
             return "failed" if findings is None else "completed"
-        refuse = partial(reason_to_refuse, self)  # nobody watches it, so it has a fence
+        refuse = partial(reason_to_refuse, self)  # nobody watches it: its own files only
         result = await self.run_agent(what_to_edit(self, findings), refuse)
-        return {"completed": "completed", "error": UNREACHABLE}.get(result.stop_reason, "failed")
+        outcomes = {"completed": "completed", "error": UNREACHABLE}
+        return outcomes.get(result.stop_reason, "failed")
 
 
 # ======== Second reading: damage, locks, sizes, boundaries, git, skills ========
@@ -703,22 +703,22 @@ def as_sent(line: dict, before: dict | None) -> dict:
     return message
 
 
-def go_on_where_it_broke_off(session: Session) -> list[dict]:
-    """A word to the model where its own half answer stands last: it is asked by `/continue`."""
+def request_to_go_on(session: Session) -> list[dict]:
+    """What `/continue` asks of the model where its own half answer stands last."""
     last = last_line(session)
     is_last_met = not last.get("unseen")  # nobody has said anything since
-    if last.get("cut") and is_last_met and not is_silent(last):
+    if last.get("cut") and is_last_met and not is_blank_answer(last):
         note = f"{gap_between(last, {})} Go on where it stops."
         return [{"role": "user", "content": note}]
     return []
 
 
-def is_silent(line: dict) -> bool:
+def is_blank_answer(line: dict) -> bool:
     """A turn was stopped before a word of its answer: {"content": "", "cut": "it was stopped"}"""
     return bool(line.get("cut")) and not line.get("content")
 
 
-def as_met(lines: Iterable[dict | None]) -> Iterator[dict]:
+def with_late_messages_moved(lines: Iterable[dict | None]) -> Iterator[dict]:
     """Lines in the order in which the model met them; `unseen` says how many it had not yet.
 
     user "a"                               user "a"
@@ -922,15 +922,15 @@ def shortened(result: dict, most: int) -> dict:
             return cut
 
 
-def turn_old_results_into_lines(draft: Draft) -> None:
+def reduce_old_results_to_lines(draft: Draft) -> None:
     """All but the 10 newest of the tools that can be called again."""
     results = [m for m in draft.past + draft.turn if m.get("name") in REPEATABLE]
     unseen = {id(message) for message in draft.turn[last_step(draft.turn) :]}
     old = [message for message in results[:-10] if id(message) not in unseen]
-    turn_into_lines(draft, old, math.inf)
+    reduce_to_lines(draft, old, math.inf)
 
 
-def turn_into_lines(draft: Draft, results: list[dict], too_much: float) -> None:
+def reduce_to_lines(draft: Draft, results: list[dict], too_much: float) -> None:
     """The oldest first, until so many tokens are saved; short ones are not worth it."""
     functions, lines = functions_of(draft.messages), {}
     for result in results:
@@ -999,7 +999,7 @@ def leave_out_oldest_steps(draft: Draft) -> None:
         draft.notes.append(f"{count} step(s) of this turn are left out")
 
 
-def share_what_is_left(draft: Draft) -> None:
+def share_room_among_last_results(draft: Draft) -> None:
     """The last resort: pictures go, and the last results share the room."""
     pictures = [message for message in draft.turn[1:] if isinstance(message.get("content"), list)]
     draft.exchange({id(message): as_journalled(message) for message in pictures})
@@ -1232,11 +1232,11 @@ def begins_turn(lines: list[dict | None], number: int) -> bool:
     return not unseen_by(answer)
 
 
-def over_budget(consolidator: Consolidator, session: Session, others: int) -> int:
+def over_budget(consolidator: Consolidator, session: Session, overhead: int) -> int:
     """Up to where lines must go so that half the budget is left; 0 where all fits."""
-    if others + size_as_sent(consolidator, session) <= consolidator.budget:
+    if overhead + size_as_sent(consolidator, session) <= consolidator.budget:
         return 0
-    room, count = consolidator.budget // 2 - others, 0
+    room, count = consolidator.budget // 2 - overhead, 0
     for line in reversed(session.lines):
         room -= tokens_of(line)
         if room < 0:
@@ -1284,10 +1284,8 @@ class Transcript:
 
 
 def transcripts(session: Session, begin: int, end: int, room: int) -> list[Transcript]:
-    """Journal lines as texts of about `room` tokens at most each.
-
-    Long messages are shortened. A call and its results stand in one text.
-    """
+    """Journal lines as texts of about `room` tokens at most each. Long messages are shortened; a
+    call and its results stand in one text."""
     parts: list[Transcript] = []
     for step in steps_of(session, begin, end, min(room // 4, 2_000)):
         while step.tokens > room and len(step.text) > 50:  # characters, or it shrinks no more
@@ -1342,7 +1340,7 @@ SAVE_MEMORY = {
 }
 
 
-def in_history_until(store: MemoryStore, session: Session, end: int) -> int:
+def begin_of_round(store: MemoryStore, session: Session, end: int) -> int:
     """Where a round begins. A program that was killed in it may have saved the first lines."""
     begin, name = session.last_consolidated, origin_of(session)
     own = [entry for entry in store.known.entries() if entry.items() >= name.items()]
@@ -1377,11 +1375,11 @@ async def rounds(
     consolidator: Consolidator, session: Session, until: int, to_the_end: bool
 ) -> None:
     """Until the cursor is there, five are done, or the model is of no help."""
-    helpful, count = True, 0
+    model_helps, count = True, 0
     while session.last_consolidated < until and not is_outdated(session):
-        helpful = await consolidator.round(session, until, helpful)
+        model_helps = await consolidator.round(session, until, model_helps)
         count += 1
-        enough = count == 5 or not helpful
+        enough = count == 5 or not model_helps
         if enough and not to_the_end:
             break
 
@@ -1429,9 +1427,9 @@ async def ask_to_save(consolidator: Consolidator, messages: list[dict]) -> dict 
     return None
 
 
-async def sum_up(consolidator: Consolidator, session: Session, others: int) -> bool:
+async def sum_up(consolidator: Consolidator, session: Session, overhead: int) -> bool:
     """A summary in place of all but the 20 newest, kept with the session: none is made twice."""
-    if others + size_as_sent(consolidator, session) <= 0.8 * consolidator.budget:
+    if overhead + size_as_sent(consolidator, session) <= 0.8 * consolidator.budget:
         return False
     begin = max(session.start, session.last_consolidated, session.summary.get("until", 0))
     text = session.summary.get("text", "") if begin == session.summary.get("until") else ""
@@ -1456,7 +1454,7 @@ def summary_message(text: str) -> dict:
 def size_as_sent(consolidator: Consolidator, session: Session) -> int:
     draft = draft_of(session.get_history(), consolidator.budget, consolidator.counter, None)
     if draft.is_over(0.8):
-        turn_old_results_into_lines(draft)
+        reduce_old_results_to_lines(draft)
     return draft.tokens
 
 

@@ -9,7 +9,7 @@ if it answers, the answer goes to the user. All the rest serves this loop:
 
     user: "What is in a.txt?"
       AgentLoop       finds the session, journals the message, builds the request (ContextBuilder)
-        AgentRunner     govern → ask → act → again; hooks look on
+        AgentRunner     govern (make it fit) → ask → act → again; hooks look on
           providers.py    "call read_file"             tools.py    "1| hello"
           providers.py    "It says hello."
       AgentLoop       journals every message as it appears (memory.py), sends events (channels.py)
@@ -83,10 +83,7 @@ DATA = HERE if (HERE / "templates").is_dir() else HERE / "nanobot_data"  # a che
 
 @dataclass
 class AgentRunSpec:
-    """What to run. `on_messages(messages, whole)` is given new messages as they appear.
-
-    `whole` says that a step is complete: what came so far should reach the disk.
-    """
+    """What to run, and with which limits."""
 
     messages: list[dict]
     tools: ToolRegistry = field(default_factory=ToolRegistry)
@@ -99,9 +96,10 @@ class AgentRunSpec:
     concurrent_tools: bool = True
     fail_on_tool_error: bool = False
     turn: Turn = field(default_factory=Turn)  # handed to each tool that asks for it
-    counter: TokenCounter = field(default_factory=TokenCounter)  # knows what it has measured
-    on_messages: Callable[[list[dict], bool], None] = lambda messages, whole: None
-    arrivals: Callable[[], list[dict]] = list  # what the user said meanwhile; it is journalled
+    counter: TokenCounter = field(default_factory=TokenCounter)  # measures a message once
+    # is given new messages as they appear; `sync`: a step is complete and should reach the disk
+    on_messages: Callable[[list[dict], bool], None] = lambda messages, sync: None
+    arrivals: Callable[[], list[dict]] = list  # what the user said meanwhile; journalled already
 
 
 @dataclass
@@ -121,7 +119,7 @@ class AgentRunResult:
 
 @dataclass
 class AgentHookContext:
-    """The live record of a run. What a hook changes in it holds from there on."""
+    """The live record of a run. What a hook changes in it takes effect at once."""
 
     messages: list[dict]
     iteration: int = 0  # requests to the model so far
@@ -147,7 +145,7 @@ class AgentHook:
     async def on_retry(self, why: str) -> None: ...
 
     async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
-        """Set `call.denied = "reason"` to keep a call from running; the model is told it."""
+        """Set `call.denied = "reason"` to keep a call from running; the model is told why."""
 
     async def after_tool(
         self, call: ToolCallRequest, result: ToolResult, seconds: float
@@ -169,28 +167,28 @@ class RunState:
     spec: AgentRunSpec
     context: AgentHookContext
     result: AgentRunResult = field(default_factory=lambda: AgentRunResult(stop_reason=""))
-    tools: list[dict] = field(default_factory=list)  # that the model is offered in this request
-    tools_end: str = ""  # why it gets no more of them: the name of the template that tells it
+    tools: list[dict] = field(default_factory=list)  # what the model is offered in a request
+    tools_end: str = ""  # if set: no more tools; the template that tells the model why
     nudge: str = ""  # another note to the model, for the next request only
-    streamed: str = ""  # of the answer that is coming in
-    segments: list[str] = field(default_factory=list)  # of an answer that its length limit cut
-    cuts: int = 0  # of that answer
+    streamed: str = ""  # what came so far of the answer that streams
+    segments: list[str] = field(default_factory=list)  # parts of an answer that was cut for length
+    cuts: int = 0  # how often it was cut
     blanks: int = 0  # answers with nothing in them, in a row
     last_call: tuple = ()  # (name, arguments, outcome)
     repetitions: int = 0  # of the last call, in a row
-    room: float = math.inf  # tokens: what an overflow has shown of the model's window
+    room: float = math.inf  # tokens of a request; less after one that was too long for the model
     is_told: bool = False  # does the user know that something is left out?
 
-    def add(self, *messages: dict, whole: bool = True) -> None:
-        """New messages exist from here on, in the run and in the journal."""
+    def add(self, *messages: dict, sync: bool = True) -> None:
+        """New messages: the model gets them with the next request, the journal gets them now."""
         self.context.messages += messages
-        self.spec.on_messages(list(messages), whole)
+        self.spec.on_messages(list(messages), sync)
 
     def join_segments(self, text: str | None) -> str:
         return "".join([*self.segments, text or ""])
 
     def begin_anew(self) -> None:
-        """What was said so far is a message now."""
+        """The next answer starts empty: what was said so far has become a message."""
         self.streamed = ""
         self.segments = []
         self.blanks = self.cuts = 0
@@ -203,7 +201,7 @@ class AgentRunner:
         self.provider = provider
 
     async def run(self, spec: AgentRunSpec) -> AgentRunResult:
-        """Ask the model until it answers. Raises what is not its fault, and cancellation."""
+        """Ask until there is an answer. Raises cancellation, and what hooks and callbacks raise."""
         state = RunState(spec, AgentHookContext(list(spec.messages)))
         try:
             while not state.result.stop_reason:
@@ -225,9 +223,10 @@ class AgentRunner:
         return state.result
 
     def govern(self, state: RunState) -> Governed:
-        """The copy that is sent: it fits the window; what is for this request only stands last.
+        """A copy of the messages that fits, and at its end a note that only this request has.
 
-        Over its budget, [system, old question, old answer, question] → [system, question].
+        The window must hold tools and answer too, with 1,024 tokens to spare. Where it cannot:
+        [system, old question, old answer, question] → [system, question].
         """
         spec = state.spec
         if state.context.iteration >= spec.max_iterations:
@@ -271,23 +270,24 @@ class AgentRunner:
         return response
 
     async def _act(self, state: RunState, response: LLMResponse) -> None:
-        """Run the calls of one answer; their results stand behind it in the order of the calls."""
-        response.content = state.join_segments(response.content) or None
-        state.add(response.to_message(), whole=False)
+        """Keep the answer as a message and run its calls. The messages are then, in this order:
+        the answer, a result for each call as they were asked for, what the user said meanwhile."""
+        response.content = state.join_segments(response.content) or None  # with parts cut before
+        state.add(response.to_message(), sync=False)  # the step is complete with the results
         state.begin_anew()
         await state.spec.hook.on_stream_end(resuming=True)
         await state.spec.hook.before_execute_tools(response.tool_calls)
         for batch in batches(response.tool_calls, state.spec):
             await self._run_batch(state, batch)
-            if state.result.error:
+            if state.result.error:  # a call failed too often, see `watch_repetition`
                 await self._finish(state, "tool_error", f"I had to stop: {state.result.error}")
                 return
-        state.context.messages += state.spec.arrivals()  # these are journalled already
+        state.context.messages += state.spec.arrivals()  # no `add`: they are journalled already
 
     async def _run_batch(self, state: RunState, batch: list[ToolCallRequest]) -> None:
-        """Calls side by side. Whatever happens, none of them goes on when this returns.
+        """Run calls side by side. Whatever happens, none of them still runs when this returns.
 
-        The journal has their results as they came, the model has them in the order of the calls.
+        The journal gets each result as it comes; the model gets them in the order of the calls.
         """
         results: dict[int, ToolResult] = {}  # by the call's place in the batch
 
@@ -299,20 +299,20 @@ class AgentRunner:
         finally:  # also when the turn is stopped: what is finished stays
             in_order = sorted(results)
             state.context.messages += [tool_message(batch[n], results[n]) for n in in_order]
-            state.spec.on_messages([], True)
+            state.spec.on_messages([], True)  # `_call` wrote them: now they should be synced
         if images := images_message([results[n] for n in in_order]):
             state.add(images)
 
     async def _call(self, state: RunState, call: ToolCallRequest) -> ToolResult:
-        """One call, to a result that is journalled at once; others of its batch may still run."""
+        """Run one call. Its result is journalled at once, while other calls may still run."""
         began = time.monotonic()
         if problem := reason_not_to_run(call, state.spec.tools):
             result = ToolResult(problem, is_error=True)
         else:
             turn = replace(state.spec.turn, approved=call.approved)
             result = await state.spec.tools.execute(call.name, call.arguments, turn)
-        result = watch_repetition(state, call, result)
-        note_call(state, call, result)
+        result = watch_repetition(state, call, result)  # may add a warning, or end the run
+        note_call(state, call, result)  # in `state.result`, for the caller
         state.spec.on_messages([tool_message(call, result)], False)
         await state.spec.hook.after_tool(call, result, time.monotonic() - began)
         return result
@@ -343,20 +343,20 @@ class AgentRunner:
         await state.spec.hook.on_stream_end(resuming=not state.result.stop_reason)
 
     async def _finish(self, state: RunState, reason: str, text: str | None, cut: str = "") -> None:
-        """The run ends with a text. `cut` says why it is not whole; journal and user are told."""
+        """End the run with a text. `cut`, why the text is not whole, is journalled and shown."""
         response = state.context.response
-        whole = await state.spec.hook.finalize_content(state.join_segments(text))
-        extra = {} if response.has_tool_calls else response.extra  # the calls have had it
-        message = LLMResponse(whole, extra=extra).to_message()
+        answer = await state.spec.hook.finalize_content(state.join_segments(text))
+        extra = {} if response.has_tool_calls else response.extra  # sent with the calls already
+        message = LLMResponse(answer, extra=extra).to_message()
         if cut:
             message["cut"] = cut
         state.add(message)
         state.begin_anew()
         state.result.stop_reason = reason
-        state.result.final_content = f"{whole}\n\n({cut})" if cut else whole
+        state.result.final_content = f"{answer}\n\n({cut})" if cut else answer
 
     def _keep_half_answer(self, state: RunState, why: str) -> str | None:
-        """What was shown of an answer is journalled: user and model know the same."""
+        """Journal what the user was shown of an answer: then user and model know the same."""
         shown = state.join_segments(state.streamed)
         if not shown.strip():
             return None
@@ -366,20 +366,20 @@ class AgentRunner:
 
 
 def verdict(state: RunState, response: LLMResponse) -> str:
-    """What an answer means; the first line that fits, counts:
+    """What an answer means; the first line that fits counts:
 
-    limit      it was the last request that the steps allow → the run ends with a summary
+    limit      it was the last request that is allowed      → the run ends with a summary
     failed     the endpoint gave an error                   → the run ends; what was shown is kept
     cut        its length limit ended it                    → it is asked to go on, three times
     calls      it wants tools                               → they run, and the model is asked again
     answered   there is a text                              → the run ends
     withheld   a content filter took it                     → the run ends and says so
-    silent     nothing, though it was asked once more       → the run ends and says so
+    silent     nothing, and it gets no more tools           → the run ends and says so
     blank      nothing                                      → it is asked again, then without tools
     """
     reason = response.finish_reason
     is_withheld = reason in ("content_filter", "refusal")
-    calls_may_be_cut = is_withheld and response.has_tool_calls  # their arguments end anywhere
+    calls_may_be_cut = is_withheld and response.has_tool_calls  # in the middle of an argument
     is_cut = reason == "length" or calls_may_be_cut
     if state.tools_end == "out_of_iterations":
         return "limit"
@@ -409,10 +409,10 @@ class ContextBuilder:
         self.skills = skills
         self.zone = time_zone(config.defaults.timezone)
         self.now = partial(now_in, config, self.zone)
-        self.most = config.defaults.budget // 4  # tokens of facts and history together
+        self.memory_tokens = config.defaults.budget // 4  # for facts and history together
 
     def request(self, turn: Turn, history: list[dict], images: list[dict]) -> list[dict]:
-        """The messages of a request. Images are only in what is sent, in the last message."""
+        """The messages of a request. Images go into its last message, never into the journal."""
         system = {"role": "system", "content": self.system_prompt(turn)}
         if not images:
             return [system, *history]
@@ -427,7 +427,8 @@ class ContextBuilder:
         parts = {"identity": identity(turn)}
         for name in self.own_files:
             parts[name] = titled(f"## {name}", own_text(turn, turn.workspace / name))
-        facts, recent = remembered(self.memory, own_text(turn, self.memory.facts), self.most)
+        facts = own_text(turn, self.memory.facts)
+        facts, recent = remembered(self.memory, facts, self.memory_tokens)
         parts["Memory"] = titled("# Memory", facts)
         parts |= skill_parts(self.skills.load())
         parts["Recent History"] = titled("# Recent History", recent)
@@ -438,7 +439,7 @@ class ContextBuilder:
 
         {"role": "user", "content": "[image: cat.png]\\nWhat is it?", "runtime": "[Runtime …"}
 
-        `runtime` (time, channel, chat) is apart in the journal, before the text in what is sent.
+        `runtime` (time, channel, chat) is a key of the journal; in what is sent it begins the text.
         """
         files = [attachment(Path(path)) for path in media]
         lines = [line for line, _ in files]
@@ -452,7 +453,7 @@ class ContextBuilder:
 
 
 class AgentLoop:
-    """Who asks, which session, which reply. One turn of a session at a time, whoever asks."""
+    """Knows who asks, in which session, who gets the reply. A session has one turn at a time."""
 
     def __init__(
         self, config: Config, provider: LLMProvider | None = None,
@@ -487,13 +488,13 @@ class AgentLoop:
         self, text: str, session_key: str = "cli:direct", on_event: Emit | None = None,
         media: Media = (),
     ) -> AgentRunResult:  # fmt: skip
-        """One message, to its answer. Raises SessionBusy, or OSError of a journal."""
+        """Answer one message. Raises SessionBusy; OSError where the journal cannot be written."""
         events = EventHook(on_event, self.turn(session_key), self.config.streaming)
         command, argument = slash_command(text)
         if command in ("", "new", "continue"):
             async with self.turns.hold(session_key) as session:
                 result = await self._take_turn(session, text, command, events, media)
-        else:  # the others need not wait for a turn to end
+        else:  # other commands do not wait until a running turn ends
             result = await answer_command(self, command, argument, events.turn)
         if result.final_content:
             await events.send("final", result.final_content)
@@ -509,17 +510,17 @@ class AgentLoop:
         images = []
         if not command:
             message, images = self.context.user_message(text, events.turn, media)
-            session.append(message, sync=False)  # before the model is asked
+            session.append(message, sync=False)  # a kill from here on loses nothing
         return await self.answer(session, events, images, Conversation(session.key))
 
     async def answer(
         self, session: Session, events: EventHook, images: list[dict], conversation: Conversation
     ) -> AgentRunResult:
-        """What the journal ends with, to its answer; what comes meanwhile is in `conversation`."""
+        """Answer what the journal ends with. What the user says meanwhile is in `conversation`."""
         await self.mcp.connect(self.config.patience)
         spec = run_spec(self, seen_history(session, conversation), images, events)
-        others = size_beside_history(spec)
-        if note := await make_room(self, session, others):  # less is sent, memory says more
+        overhead = size_beside_history(spec)
+        if note := await make_room(self, session, overhead):  # the request is built again
             await events.on_retry(note)
             spec = run_spec(self, seen_history(session, conversation), images, events)
         spec.on_messages = partial(journal, self.sessions, session, conversation)
@@ -528,7 +529,7 @@ class AgentLoop:
             return await self.runner.run(spec)
         finally:
             await session.synced()  # before the user sees the answer
-            self.background.start(self.consolidator.after_turn(session, others))
+            self.background.start(self.consolidator.after_turn(session, overhead))
 
     async def run(self, bus: MessageBus) -> None:
         """Serve the bus until cancelled: messages are journalled at once, answered in order."""
@@ -545,7 +546,7 @@ class AgentLoop:
         return self.turns.stop(session_key, self.subagents.of(session_key))
 
     async def close(self, seconds: float = 0.0) -> None:
-        """After `seconds` for what was begun for the memory, the servers are let go."""
+        """Work for the memory gets these seconds to end, then the MCP servers are let go."""
         await self.background.settled(seconds)
         await self.mcp.close()
 
@@ -560,10 +561,8 @@ class AgentLoop:
 
 
 def run(text: str, session_key: str = "cli:direct", config: Config | None = None) -> str:
-    """The answer, on the files of the current folder; works in a notebook, too.
-
-    Raises RuntimeError with cause and fix where there is no answer.
-    """
+    """The answer, on the files of the current folder; works in a notebook, too. Where there is no
+    answer it raises RuntimeError with cause and fix."""
     loop = AgentLoop(config or load_config())
     with BackgroundLoop(loop.close) as background:
         result = background.complete(loop.process_direct(text, session_key))
@@ -875,7 +874,7 @@ def seen_history(session: Session, conversation: Conversation) -> list[dict]:
 
 def journal(
     sessions: SessionManager, session: Session, conversation: Conversation,
-    messages: list[dict], whole: bool,
+    messages: list[dict], sync: bool,
 ) -> None:  # fmt: skip
     """Write at once; what a power cut could take reaches the disk while the model is asked again.
 
@@ -885,7 +884,7 @@ def journal(
     unseen = {"unseen": conversation.unseen} if conversation.unseen else {}
     if messages:
         session.append(*[message | unseen for message in messages], sync=False)
-    if whole:
+    if sync:
         sessions.syncer.sync_soon(session)
 
 
@@ -1405,7 +1404,7 @@ class BusService:
         unseen = conversation.unseen
         if count_waiting(session.lines) > unseen:  # it was stopped before its first word
             stop = {"role": "assistant", "content": "", "cut": "it was stopped"}
-            journal(self.loop.sessions, session, conversation, [stop], whole=True)
+            journal(self.loop.sessions, session, conversation, [stop], sync=True)
         self._settle(session, conversation)
 
     def _settle(self, session: Session, conversation: Conversation) -> None:
@@ -1702,10 +1701,10 @@ def make_dream(loop: AgentLoop) -> Dream:
     )  # fmt: skip
 
 
-async def make_room(loop: AgentLoop, session: Session, others: int) -> str:
-    """What the user is told of it. Where the memory cannot be written the turn goes on without."""
+async def make_room(loop: AgentLoop, session: Session, overhead: int) -> str:
+    """Gives the line that the user is told. Where the memory cannot be written the turn goes on."""
     try:
-        return await loop.consolidator.before_turn(session, others)
+        return await loop.consolidator.before_turn(session, overhead)
     except OSError as problem:
         return f"nothing went into the memory: {problem}"
 

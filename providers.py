@@ -7,10 +7,10 @@ The lingua franca is the Chat Completions message dict, so what you print is wha
       "function": {"name": "read_file", "arguments": "{\\"path\\": \\"a.txt\\"}"}}]},
      {"role": "tool", "tool_call_id": "call_1", "content": "1| hello"}]
 
-`provider.chat(messages, tools)` gives an `LLMResponse`; what an endpoint does wrong is a value too,
-with cause and fix. The first reading goes that way once; the second is what the world does to it:
-endpoints that differ in data (PROVIDERS, HEALING), not in code; answers in pieces; then traces, and
-models that need no network.
+`provider.chat(messages, tools)` returns an `LLMResponse`, also where the endpoint fails: then its
+`error` is the cause and what to do. The first reading follows one request. The second has how
+endpoints differ (tables, PROVIDERS and HEALING, not code), how a stream becomes an answer, traces,
+and models that need no network.
 
 Read after nanobot.py, before memory.py. Not covered: which tools there are and how they run; other
 protocols than Chat Completions.
@@ -62,7 +62,7 @@ class ToolCallRequest:
     denied: str = ""
     extra: dict = field(default_factory=dict)  # further keys, sent back as they came
     approved: bool = False  # the user said yes to this very call
-    must_only_read: bool = False  # nobody was asked about it, as its tool only reads
+    must_only_read: bool = False  # nobody was asked: it runs only if its tool only reads
 
     def to_message(self) -> dict:
         function = {"name": self.name, "arguments": to_json(self.arguments)}
@@ -129,7 +129,7 @@ class LLMProvider:
     """A model. `chat` is what callers use, `answer` what a subclass writes."""
 
     model = ""
-    trace: Callable[[LLMRequest, LLMResponse | None, str], None] | None = None  # of each attempt
+    trace: Callable[[LLMRequest, LLMResponse | None, str], None] | None = None  # told of attempts
 
     async def chat(
         self, messages: list[dict], tools: list[dict] | None = None, *, model: str | None = None,
@@ -154,8 +154,8 @@ class LLMProvider:
         return response
 
     async def answer(self, request: LLMRequest) -> LLMResponse:
-        """The messages are the provider's own. A model keeps no state, the offline one neither:
-        what was called already, and what came of it, it reads there: in the `tool` messages."""
+        """The model's answer. `request.messages` is a copy, free to change, and all that there is:
+        no provider keeps state, the messages say what was called and what came of it."""
         raise NotImplementedError
 
     def get_default_model(self) -> str:
@@ -225,7 +225,7 @@ def legal(messages: list[dict], reply: bool = True, known: dict | None = None) -
 
 
 class OpenAIProvider(LLMProvider):
-    """An endpoint that speaks Chat Completions, by the SDK. Timeouts in seconds, `pace` × waits."""
+    """An endpoint that speaks Chat Completions. Timeouts are in seconds, `pace` scales waits."""
 
     connect_timeout = 10.0
 
@@ -241,8 +241,8 @@ class OpenAIProvider(LLMProvider):
         self.pace = pace
         self._client: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.learnt: dict[str, list[Healed]] = {}  # by model: what it takes to be understood
-        self.is_warned = False  # of a window that is too small
+        self.learnt: dict[str, list[Healed]] = {}  # by model: the changes it needs
+        self.is_warned = False  # the user knows that the window is too small
 
     async def answer(self, request: LLMRequest) -> LLMResponse:
         """Ask; heal what is refused, wait where it is busy, until there is an answer or no hope.
@@ -276,12 +276,12 @@ class OpenAIProvider(LLMProvider):
                 return await self._give_up(failure, request)
 
     def _note(self, request: LLMRequest, failure: Failure, outcome: str) -> None:
-        """A trace has each HTTP attempt, also one that another attempt follows."""
+        """A failed attempt that another one follows goes into the trace, too."""
         if self.trace:
             self.trace(request, failed(failure.with_status, content=failure.shown or None), outcome)
 
     async def _ask(self, request: LLMRequest, body: dict) -> LLMResponse:
-        """One HTTP attempt. What the endpoint does wrong is a Failure, what `on_delta` does not."""
+        """One HTTP attempt. Raises Failure where the endpoint fails, and what `on_delta` raises."""
         request.sent, request.began = body, time.monotonic()
         reader = AnswerReader(tools_in_text(self.endpoint, request, body))
         try:
@@ -291,7 +291,7 @@ class OpenAIProvider(LLMProvider):
             return reader.response(request)
         except Failure as failure:
             _, calls = read_text_calls(failure.generation, parameters_by_name(request.tools))
-            if calls:  # Groq could not read them, but we can
+            if calls:  # Groq refused what its model wrote; we can read the calls in it
                 usage = estimate_usage(request, LLMResponse())
                 return LLMResponse(None, calls, "tool_calls", usage)
             shown = reader.content[: reader.shown] if request.on_delta else ""
@@ -312,12 +312,8 @@ class OpenAIProvider(LLMProvider):
         return self._client
 
     async def _give_up(self, failure: Failure, request: LLMRequest) -> LLMResponse:
-        why = await self._explain(failure, request.messages)
+        why = await explain(self, failure, request.messages)
         return failed(why, content=failure.shown or None, is_overflow=failure.is_overflow)
-
-    async def _explain(self, failure: Failure, messages: list[dict]) -> str:
-        text = explanation(failure, self.endpoint, messages)
-        return text + await offer_of(self) if text.endswith(OFFER) else text
 
     async def list_models(self) -> list[str]:
         """What the endpoint offers; raises what the SDK raises."""
@@ -1275,9 +1271,14 @@ async def problem_of(provider: OpenAIProvider) -> str | None:
     except Exception as problem:  # what goes wrong is the answer here
         failure = as_failure(problem)
         safe = replace(failure, cause=safe_text(provider.endpoint, failure.cause))
-        return await provider._explain(safe, [])
+        return await explain(provider, safe, [])
     is_known = not offered or provider.model in offered
     return None if is_known else f"no such model. {OFFER}{', '.join(offered[:20])}"
+
+
+async def explain(provider: OpenAIProvider, failure: Failure, messages: list[dict]) -> str:
+    text = explanation(failure, provider.endpoint, messages)
+    return text + await offer_of(provider) if text.endswith(OFFER) else text
 
 
 async def offer_of(provider: OpenAIProvider) -> str:

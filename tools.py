@@ -10,7 +10,7 @@ arguments as text; the registry casts and checks them, runs the function and ret
 A tool is a plain function under `@tool` (its signature is the schema, its docstring the
 description) or a subclass of `Tool`. What the model did wrong goes back to it as text that says
 what to do next. This file works alone: copy it and use `@tool` and `ToolRegistry`. Read after
-memory.py, before channels.py. What is checked here are guard-rails; the boundary is exec's sandbox.
+memory.py, before channels.py. The checks here are guard-rails; the boundary is exec's sandbox.
 Not covered: who may call what (the hooks in nanobot.py).
 """
 
@@ -59,7 +59,7 @@ log = logging.getLogger("nanobot.tools")
 
 @dataclass
 class ToolResult:
-    """What the model is told. `images` are `image_url` blocks; a user message brings them."""
+    """What the model is told. `images`, `image_url` blocks, are sent in a user message after it."""
 
     text: str
     is_error: bool = False
@@ -91,11 +91,12 @@ class Tool:
     exclusive: bool = False  # never runs beside another call
 
     async def execute(self, **arguments: Any) -> Any:
-        """Returns text, a ToolResult or what JSON can show; raises ToolError: a model's mistake."""
+        """Returns text, a ToolResult or JSON data; raises ToolError where the model is wrong."""
         return await in_thread(self.run, **arguments)
 
     @property
     def body(self) -> Callable:
+        """The function that the subclass wrote: its signature is the schema."""
         is_blocking = type(self).execute is Tool.execute
         return self.run if is_blocking else self.execute
 
@@ -161,7 +162,7 @@ class ToolRegistry:
 
     def __init__(self, tools: Iterable[Tool] = ()):
         self._tools: dict[str, Tool] = {tool.name: tool for tool in tools}
-        self.why_missing: list[Callable[[str], str]] = []  # each may know why a tool is not there
+        self.why_missing: list[Callable[[str], str]] = []  # name → why it is missing, or ""
 
     def register(self, tool: Tool) -> None:
         self._tools[tool.name] = tool
@@ -173,7 +174,7 @@ class ToolRegistry:
         return self._tools.get(name)
 
     def get_definitions(self) -> list[dict]:
-        """Schemas, the built-in ones first, in a fixed order: prompt caches live on equal bytes."""
+        """Schemas in a fixed order, the built-in ones first: prompt caches need equal bytes."""
         names = sorted(self._tools, key=lambda name: (name.startswith("mcp_"), name))
         return [self._tools[name].to_schema() for name in names]
 
@@ -220,7 +221,7 @@ class ToolRegistry:
         return await tool.execute(**arguments)
 
     def _put_aside(self, name: str, text: str, turn: "Turn") -> str:
-        """What the model is told in place of a text that is too long, which is in a file then."""
+        """Save a text that is too long; returns what the model is told in its place."""
         try:
             path = save_result(turn.workspace, name, text, self.kept_results)
         except OSError as problem:
@@ -258,7 +259,7 @@ class Turn:
         return allowed_path(self, text, write)
 
     def saw(self, path: Path) -> bool:
-        """Note a file's time and size; was this version of it known to the session before?"""
+        """Remember this version of a file. Returns: did the session know it before?"""
         version = version_of(path)
         is_known = self.seen.get(path) == version
         self.seen[path] = version
