@@ -13,7 +13,6 @@ works alone; read it last. Not covered: turns, sessions, options.
 import asyncio
 import contextlib
 import functools
-import html
 import io
 import itertools
 import json
@@ -1061,6 +1060,8 @@ def as_html(markdown: str) -> str:
 
     Code and links are put aside first: in `a_b_c` no mark is a mark.
     """
+    import html  # it brings a table of 2,231 names, and most programs never come here
+
     aside: list[str] = []
 
     def put_aside(markup: str) -> str:
@@ -1089,6 +1090,8 @@ def as_html(markdown: str) -> str:
 
 
 def plain_text(html_text: str) -> str:
+    import html
+
     return html.unescape(re.sub(r"<[^>]+>", "", html_text))
 
 
