@@ -264,7 +264,7 @@ class Consolidator:
         for part in transcripts(session, begin, end, room_of(self)):
             helpful = helpful and await save(self, session, part)
             if not helpful:
-                save_raw(self.store, session, begin, part.until)
+                await done_in_thread(save_raw, self.store, session, begin, part.until)
             begin = part.until
         session.note(last_consolidated=end)
         await session.synced()
@@ -306,8 +306,7 @@ class Dream:
             outcome = await self._dream(batch)
             if must_be_repeated(self, outcome):
                 return f"The dream {outcome}. Nothing is lost: the next one tries again."
-            write_atomically(self.store.folder / ".dream_cursor", str(batch[-1]["cursor"]))
-            compact(self.store)
+            await done_in_thread(take_as_read, self.store, batch)
             changes = await in_thread(repository.commit, "dream")
             return f"Dreamt about {len(batch)} entries: {changes} change(s). /dream-log shows them."
 
@@ -603,6 +602,15 @@ async def in_thread(function: Callable, *arguments: Any) -> Any:
 
     threading.Thread(target=work, daemon=True).start()
     return await asyncio.wrap_future(done)
+
+
+async def done_in_thread(function: Callable, *arguments: Any) -> Any:
+    """As `in_thread`, and a cancellation waits for its end: half a save would be made twice."""
+    work = asyncio.ensure_future(in_thread(function, *arguments))
+    try:
+        return await asyncio.shield(work)
+    finally:
+        await asyncio.wait([work])
 
 
 class Syncer:
@@ -1109,13 +1117,14 @@ class KnownHistory:
     """A history file, read again only where it changed: 1,000 entries take 5 ms, each turn."""
 
     def __init__(self, path: Path):
-        self.path, self._stamp, self._entries = path, None, []
+        self.path = path
+        self._read: tuple = (None, [])  # stamp and entries: one value, as several threads look
 
     def entries(self) -> list[dict]:
         stamp = file_stamp(self.path)
-        if stamp != self._stamp:
-            self._stamp, self._entries = stamp, entries(self.path)
-        return self._entries
+        if stamp != self._read[0]:
+            self._read = (stamp, entries(self.path))
+        return self._read[1]
 
 
 def read_number(path: Path) -> int:
@@ -1189,6 +1198,11 @@ def add_for_people(store: MemoryStore, last: list[dict], entry: dict) -> None:
 
 def for_people(entries: list[dict]) -> str:
     return "".join([f"[{entry['timestamp']}] {entry['content']}\n\n" for entry in entries])
+
+
+def take_as_read(store: MemoryStore, batch: list[dict]) -> None:
+    write_atomically(store.folder / ".dream_cursor", str(batch[-1]["cursor"]))
+    compact(store)
 
 
 def compact(store: MemoryStore, keep: int = 1_000) -> None:
@@ -1369,7 +1383,8 @@ async def move(
     if session.last_consolidated >= until:  # a turn that fits waits for nobody
         return
     async with consolidator.one_at_a_time:
-        with contextlib.suppress(SessionBusy), consolidating(session):
+        lock = session.path.with_suffix(".memory.lock")  # else two programs would save it twice
+        with contextlib.suppress(SessionBusy), locked(lock, "Another program saves it."):
             await rounds(consolidator, session, until, to_the_end)
 
 
@@ -1386,12 +1401,6 @@ async def rounds(
             break
 
 
-def consolidating(session: Session) -> contextlib.AbstractContextManager:
-    """Raises SessionBusy while another program does it: what both save would be there twice."""
-    path = session.path.with_suffix(".memory.lock")
-    return locked(path, "Another program saves this conversation.")
-
-
 def is_outdated(session: Session) -> bool:
     """Has another program written to it since we read it? Then it is for that one to go on."""
     return session.stamp != file_stamp(session.path)
@@ -1406,9 +1415,10 @@ async def save(consolidator: Consolidator, session: Session, part: Transcript) -
         saved = await ask_to_save(consolidator, request(consolidator.prompt, question))
         if saved is None:
             return False
-        if store.write_facts(saved["memory_update"], instead_of=facts):
-            origin = origin_of(session)
-            store.append_history(saved["history_entry"], until=part.until, **origin)
+        if await done_in_thread(store.write_facts, saved["memory_update"], facts):
+            origin = origin_of(session) | {"until": part.until}
+            append = partial(store.append_history, saved["history_entry"], **origin)
+            await done_in_thread(append)
             return True
     return False
 

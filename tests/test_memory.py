@@ -2270,6 +2270,62 @@ def test_a_turn_that_is_cancelled_meanwhile_moves_no_cursor(sessions):
     assert contents(keeper.store) == []
 
 
+@contextlib.contextmanager
+def fsyncs_on_this_thread():
+    """For whom this thread brings something to the disk: ["write_atomically"]"""
+    seen: list[str] = []
+
+    def look(frame, event, function):
+        if event == "c_call" and getattr(function, "__name__", "") == "fsync":
+            seen.append(frame.f_code.co_name)
+
+    sys.setprofile(look)
+    try:
+        yield seen
+    finally:
+        sys.setprofile(None)
+
+
+@pytest.mark.parametrize("replies", [[saves("Entry.", "- Likes blue")], []], ids=["saved", "raw"])
+def test_what_new_drops_reaches_the_disk_and_not_on_the_thread_of_the_loop(sessions, replies):
+    session, keeper = talk(sessions.get(KEY), 3), consolidator(sessions, *replies)
+    session.restart()
+    with fsyncs_on_this_thread() as on_the_loop:
+        asyncio.run(keeper.archive(session))
+    assert (on_the_loop, session.last_consolidated, len(contents(keeper.store))) == ([], 12, 1)
+    assert keeper.store.read_facts() == ("- Likes blue\n" if replies else "")
+
+
+def test_a_turn_that_is_stopped_while_it_saves_ends_when_all_is_saved_and_nothing_is_twice(sessions):
+    session, keeper = talk(sessions.get(KEY), 3), consolidator(sessions, *[saves("Entry.", "- Blue")] * 2)
+    session.restart()
+    is_held, is_enough, done_early = threading.Event(), threading.Event(), []
+
+    def busy_elsewhere() -> None:
+        with locked(keeper.store.folder / ".lock"):
+            is_held.set()
+            is_enough.wait(5)
+
+    async def stop() -> None:
+        saving = asyncio.create_task(keeper.archive(session))
+        while not keeper.ask.asked:
+            await asyncio.sleep(0.001)
+        saving.cancel()
+        await asyncio.sleep(0.01)
+        done_early.append(saving.done())
+        is_enough.set()
+        await asyncio.wait([saving])
+        assert saving.cancelled() and keeper.store.read_facts() == "- Blue\n"
+        await keeper.archive(session)
+
+    other = threading.Thread(target=busy_elsewhere)
+    other.start()
+    is_held.wait(5)
+    asyncio.run(stop())
+    other.join()
+    assert (done_early, contents(keeper.store), session.last_consolidated) == ([False], ["Entry."], 12)
+
+
 def test_a_consolidation_in_the_background_does_not_take_back_new(sessions, tmp_path):
     """Another program said `/new` in this session while the model was thinking."""
     session = talk(sessions.get(KEY), 30)
@@ -2626,6 +2682,15 @@ def test_a_dream_finds_and_edits_and_is_one_commit(home):
     assert "changes outside of dreams" in second
     diff = MemoryRepository(home).log(first.split()[0])
     assert "-- Favourite colour: green\n+- Favourite colour: blue" in diff
+
+
+def test_a_dream_brings_nothing_to_the_disk_on_the_thread_of_the_loop(home, monkeypatch):
+    monkeypatch.setenv("PATH", "")  # no git: it would take its time
+    remember(home, *(entry(n) for n in range(1, 1_004)), cursor=b"1002")
+    with fsyncs_on_this_thread() as on_the_loop:
+        asyncio.run(dream(home, Model("[SKIP]")).run())
+    assert (on_the_loop, MemoryStore(home).dream_cursor) == ([], 1_003)
+    assert (home / "memory" / "history-archive.jsonl").exists()
 
 
 def test_a_dream_is_asked_what_happened_and_then_what_to_edit(home, monkeypatch):
