@@ -308,7 +308,8 @@ class Dream:
                 return f"The dream {outcome}. Nothing is lost: the next one tries again."
             await done_in_thread(take_as_read, self.store, batch)
             changes = await in_thread(repository.commit, "dream")
-            return f"Dreamt about {len(batch)} entries: {changes} change(s). /dream-log shows them."
+            dreamt = f"Dreamt about {counted(len(batch), 'entry', 'entries')}"
+            return f"{dreamt}: {counted(changes, 'change')}. /dream-log shows them."
 
     async def _dream(self, batch: list[dict]) -> str:
         """Both phases, to an outcome: completed, failed, or did not reach the model."""
@@ -403,7 +404,8 @@ STRICT_JSON = json.JSONDecoder(parse_float=finite, parse_constant=finite)
 def keep_damaged(path: Path, damaged: list[bytes]) -> None:
     """Unreadable lines are skipped, never lost: they are collected in a file beside, each once."""
     aside = path.with_name(f"{path.name}.corrupt")
-    log.warning("%s: %d unreadable lines skipped, kept in %s", path, len(damaged), aside.name)
+    skipped = counted(len(damaged), "unreadable line")
+    log.warning("%s: %s skipped, kept in %s", path, skipped, aside.name)
     with open_private(aside) as file:
         file.seek(0)
         known = file.read().split(b"\n")
@@ -916,7 +918,7 @@ def cut_results(draft: Draft, messages: list[dict], most: int) -> None:
     large = [result for result in results if draft.counter.size(result) > most]
     draft.exchange({id(result): shortened(result, most) for result in large})
     if large:
-        draft.notes.append(f"{len(large)} tool result(s) are cut to ~{most:,} tokens")
+        draft.notes.append(f"{counted(len(large), 'tool result')} cut to ~{most:,} tokens")
 
 
 def shortened(result: dict, most: int) -> dict:
@@ -952,7 +954,7 @@ def turn_into_lines(draft: Draft, results: list[dict], too_much: float) -> None:
         too_much -= draft.counter.size(result) - draft.counter.size(lines[id(result)])
     draft.exchange(lines)
     if lines:
-        draft.notes.append(f"{len(lines)} old tool result(s) are sent as one line each")
+        draft.notes.append(f"{counted(len(lines), 'old tool result')} sent as one line each")
 
 
 def functions_of(messages: list[dict]) -> dict[int, dict]:
@@ -1004,7 +1006,7 @@ def leave_out_oldest_steps(draft: Draft) -> None:
         note = f"[{count} earlier steps of this turn are left out; what they did is done]"
         draft.turn.insert(1, {"role": "user", "content": note})
         draft.tokens = draft.counter.total(draft.messages)
-        draft.notes.append(f"{count} step(s) of this turn are left out")
+        draft.notes.append(f"{counted(count, 'step')} of this turn left out")
 
 
 def share_what_is_left(draft: Draft) -> None:
@@ -1086,6 +1088,12 @@ def measure(message: dict, count: Callable[[str], int] | None = None) -> tuple[i
 
 def tokens_of(content: Any) -> int:
     return measure({"content": content})[1]
+
+
+def counted(count: int, one: str, several: str = "") -> str:
+    """0 steps, 1 step, 2 steps; 2 entries"""
+    several = several or f"{one}s"
+    return f"{count:,} {one}" if count == 1 else f"{count:,} {several}"
 
 
 def newest(lines: list[str], most: int, file: str) -> list[str]:
@@ -1622,7 +1630,7 @@ class MemoryRepository:
             show = ["show", "--format=", "--binary", "--no-renames"]
             patch = self.git(*show, commit, "--", *self.facts)
             self.git("apply", "-R", "--whitespace=nowarn", text=patch)
-            return f"Undone: {self._commit(f'restore of {commit[:7]}')} change(s)."
+            return f"Undone: {counted(self._commit(f'restore of {commit[:7]}'), 'change')}."
         except OSError as problem:
             return f"Nothing is changed: {problem}"
 
