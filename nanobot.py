@@ -775,6 +775,13 @@ async def end_all(tasks: list[asyncio.Task]) -> None:
     await asyncio.gather(*running, return_exceptions=True)
 
 
+async def cancel(tasks: list[asyncio.Task], seconds: float) -> None:
+    """For what may refuse to end: it gets these seconds."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks, timeout=seconds)
+
+
 def is_finished(task: asyncio.Task) -> bool:
     return not task.cancelled() and task.exception() is None
 
@@ -1423,8 +1430,7 @@ class BusService:
         try:
             await self.loop.process_direct(text, key, self._emit)
         except Exception as problem:
-            events = EventHook(self._emit, self.loop.turn(key), streaming=False)
-            await events.send("final", f"Sorry, that failed: {problem}")
+            await self._say(key, f"Sorry, that failed: {problem}")
 
     async def _hear_helpers(self) -> None:
         while True:
@@ -1460,10 +1466,7 @@ class BusService:
     async def end(self) -> None:
         """Stop what runs: each turn is journalled as far as it came."""
         self.is_ending = True
-        tasks = [*self.tasks, *self.loop.subagents.running]
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks, timeout=5.0)
+        await cancel([*self.tasks, *self.loop.subagents.running], 5.0)
 
 
 def text_for_chat(result: AgentRunResult) -> str:
@@ -1515,12 +1518,10 @@ def target_of(arguments: dict, key: str) -> str:
 GATEWAY_LOG = logging.getLogger("nanobot.gateway")  # one line an event
 
 
-@contextlib.contextmanager
-def one_gateway(workspace: Path) -> Iterator[None]:
+def one_gateway(workspace: Path) -> contextlib.AbstractContextManager:
     """Raises SessionBusy where another gateway serves this workspace."""
     busy = f"A gateway serves {workspace} already. End it first, or name another --workspace."
-    with locked(workspace / ".nanobot" / "gateway.lock", busy):
-        yield
+    return locked(workspace / ".nanobot" / "gateway.lock", busy)
 
 
 def gateway_runs(workspace: Path) -> bool:
@@ -1554,13 +1555,21 @@ async def serve(loop: AgentLoop) -> None:
 
 
 async def end_serving(work: list[asyncio.Task], bus: MessageBus, loop: AgentLoop) -> None:
-    try:
-        async with asyncio.timeout(8.0):
-            await end_all(work)
-            await bus.close(2.0)
-            await loop.close(1.0)
-    except TimeoutError:
-        log.warning("not everything ended within 8 s; the journal keeps what it has")
+    """At most 8 s: nobody waits any longer for a tool that catches each of its cancellations."""
+    ending = asyncio.create_task(end_in_order(work, bus, loop))
+    await asyncio.wait([ending], timeout=8.0)
+    sessions = {*loop.turns.tasks, *loop.subagents.running.values()}
+    are_done = [task.done() for task in (*work, ending)]
+    if sessions or not all(are_done):
+        what = ", ".join(sorted(sessions)) or "a part of the gateway"
+        keeps = "the journal keeps what it has"
+        log.warning("left behind, as it does not end: %s; %s", what, keeps)
+
+
+async def end_in_order(work: list[asyncio.Task], bus: MessageBus, loop: AgentLoop) -> None:
+    await cancel(work, 6.0)
+    await bus.close(2.0)
+    await loop.close(1.0)
 
 
 def make_channels(loop: AgentLoop) -> list[Channel]:
@@ -2548,7 +2557,7 @@ def gateway_command(arguments: argparse.Namespace) -> None:
     hooks = [LoggingHook()] if arguments.verbose else []
     loop = AgentLoop(config, hooks=hooks)
     with one_gateway(loop.workspace):
-        asyncio.run(serve(loop))
+        asyncio.Runner().run(serve(loop))  # `asyncio.run` waits for all tasks, whatever they do
 
 
 def cron_command(arguments: argparse.Namespace) -> None:

@@ -1,6 +1,7 @@
 """The program as a user meets it: real processes, a real endpoint, real signals, a real terminal."""
 
 import asyncio
+import contextlib
 import io
 import json
 import multiprocessing
@@ -38,11 +39,13 @@ def surroundings(server: FakeLLM | None) -> dict[str, str]:
     return environ
 
 
-def start(*arguments: str, server: FakeLLM | None = None, extra=None, **options) -> subprocess.Popen:
+def start(
+    *arguments: str, server: FakeLLM | None = None, extra=None, program=PROGRAM, **options
+) -> subprocess.Popen:  # fmt: skip
     environ = surroundings(server) | (extra or {})
     options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
     options |= {"encoding": "utf-8", "errors": "surrogateescape"}
-    return subprocess.Popen([*PROGRAM, *arguments], env=environ, **options)
+    return subprocess.Popen([*program, *arguments], env=environ, **options)
 
 
 def nanobot(*arguments: str, server: FakeLLM | None = None, stdin: str = "", cwd: Path | None = None):
@@ -1486,14 +1489,15 @@ def test_a_reader_who_has_enough_is_no_fault(own_home):
 class Gateway:
     """`nanobot gateway` as a process of its own; its log is in a file."""
 
-    def __init__(self, home: Path, telegram: FakeTelegram, server: FakeLLM, *flags: str, **settings):
+    def __init__(self, home: Path, telegram: FakeTelegram, server: FakeLLM, *flags: str,
+                 program=PROGRAM, **settings):  # fmt: skip
         config = {"channels": {"telegram": {"token": telegram.token, "allowFrom": [7, *range(100, 120)],
                                             "apiBase": telegram.base_url} | settings}}  # fmt: skip
         (home / ".nanobot").mkdir(exist_ok=True)
         (home / ".nanobot" / "config.json").write_text(json.dumps(config))
         self.log = home / "gateway.log"
         with open(self.log, "a") as log:
-            self.process = start("gateway", *flags, server=server, stderr=log,
+            self.process = start("gateway", *flags, server=server, stderr=log, program=program,
                                  preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))  # fmt: skip
 
     def wait_for(self, text: str) -> None:
@@ -1503,7 +1507,9 @@ class Gateway:
     def end(self) -> float:
         before = time.monotonic()
         self.process.terminate()
-        self.process.wait(20)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the test fails, and ends
+            self.process.wait(20)
+        self.process.kill()
         return time.monotonic() - before
 
 
@@ -1543,6 +1549,39 @@ def test_a_gateway_answers_lets_others_look_survives_its_terminal_and_ends_in_or
         telegram.wait_until(lambda: telegram.texts() == ["at last"])
         gateway.wait_for("iteration 1")
         gateway.end()
+
+
+WITH_A_STUBBORN_TOOL = f"""
+import asyncio, sys
+sys.path.insert(0, {str(ROOT)!r})
+import nanobot, tools
+
+@tools.tool
+async def stay() -> str:
+    "Stay, whatever happens."
+    while True:
+        try:
+            await asyncio.sleep(3_600)
+        except asyncio.CancelledError:
+            pass
+
+tools.FILE_TOOLS.append(stay)
+sys.exit(nanobot.main())
+"""
+
+
+def test_a_tool_that_catches_every_cancellation_does_not_keep_a_gateway_from_its_end(own_home):
+    with FakeTelegram() as telegram, FakeLLM([call("stay")]) as server:
+        gateway = Gateway(own_home, telegram, server, program=[sys.executable, "-c", WITH_A_STUBBORN_TOOL])
+        telegram.say("stay")
+        telegram.wait_until(lambda: telegram.texts() == ["stay()"])
+        assert gateway.end() < 10
+    assert gateway.process.returncode == 0
+    *_, line, last = gateway.log.read_text().splitlines()
+    assert line.endswith("left behind, as it does not end: telegram:7; the journal keeps what it has")
+    assert last.endswith("INFO nanobot.gateway: ended"), "and nothing else is told"
+    assert [line["role"] for line in journal(own_home, "telegram%3A7") if "role" in line] == [
+        "user", "assistant"]  # fmt: skip
 
 
 def test_a_wrong_token_is_said_plainly_and_cron_goes_on(own_home):
