@@ -57,8 +57,8 @@ from channels import (
 )  # fmt: skip
 from memory import (
     Consolidator, Dream, Governed, MemoryRepository, MemoryStore, Session, SessionBusy,
-    SessionManager, Skill, SkillsLoader, TokenCounter, as_sent, count_waiting, is_known, locked,
-    newest, readable, tokens_of,
+    SessionManager, Skill, SkillsLoader, TokenCounter, as_sent, count_waiting, counted, is_known,
+    locked, newest, readable, tokens_of,
 )  # fmt: skip
 from memory import govern as fit_to_window
 from providers import (
@@ -847,7 +847,7 @@ def summary_or_limit(state: RunState, response: LLMResponse) -> str:
     """The model's summary at the end of its steps; without one the limit, and why there is none."""
     if response.finish_reason != "error" and response.content:
         return response.content
-    limit = f"I stopped at the limit of {state.spec.max_iterations} steps."
+    limit = f"I stopped at the limit of {counted(state.spec.max_iterations, 'step')}."
     return f"{limit} {response.error}" if response.error else limit
 
 
@@ -1396,7 +1396,8 @@ class BusService:
     def _deliver(
         self, session: Session, conversation: Conversation, result: AgentRunResult
     ) -> None:
-        GATEWAY_LOG.info("%s: %s, %d requests", session.key, result.stop_reason, result.requests)
+        requests = counted(result.requests, "request")
+        GATEWAY_LOG.info("%s: %s, %s", session.key, result.stop_reason, requests)
         text = text_for_chat(result)
         count = len(session.lines)
         if wrote_to_chat(result, session.key) or not text:
@@ -1917,10 +1918,10 @@ def preview(loop: AgentLoop, turn: Turn, message: dict | None = None) -> Governe
 def session_status(loop: AgentLoop, turn: Turn) -> list[str]:
     request = preview(loop, turn)
     window = loop.config.defaults.context_window_tokens
-    count = len(loop.sessions.get(turn.session_key).get_history())
+    messages = counted(len(loop.sessions.get(turn.session_key).get_history()), "message")
     hours, minutes = divmod(int(time.monotonic() - loop.started) // 60, 60)
     return [
-        f"nanobot {__version__}, model {loop.model}, session {turn.session_key}, {count} messages",
+        f"nanobot {__version__}, model {loop.model}, session {turn.session_key}, {messages}",
         f"context {request.tokens:,} of {window:,}",
         *request.notes,
         f"since the start: {loop.cost.line(loop.cost.total)}, {hours} h {minutes} min",
@@ -2360,8 +2361,11 @@ def warn_before_start(
         terminal.note(template("no_model"))
     if arguments.approve and not keyboard:
         terminal.note(NOBODY_TO_ASK)
-    if arguments.trace and arguments.trace.stat().st_size:
-        terminal.note(f"nanobot: {arguments.trace} holds a trace already: this one goes behind it")
+    trace = arguments.trace
+    if trace and trace.stat().st_size:
+        terminal.note(f"nanobot: {trace} holds a trace already: this one goes behind it")
+    if trace and trace.is_file() and trace.stat().st_mode & 0o044:  # a new one is 0600
+        terminal.note(f"nanobot: others may read {trace}. To be the only one: chmod 600 {trace}")
 
 
 def join_message(message: str | None, piped: str) -> str:
@@ -2414,10 +2418,9 @@ def one_turn(
 
 def token_line(loop: AgentLoop, result: AgentRunResult) -> str:
     """`3 requests · 3,750 in (200 cached) · 210 out · context 1,412 of 65,536`"""
-    requests = "1 request" if result.requests == 1 else f"{result.requests} requests"
     window = loop.config.defaults.context_window_tokens
     context = f"context {result.context_tokens:,} of {window:,}"
-    return f"{requests} · {loop.cost.line(result.usage)} · {context}"
+    return f"{counted(result.requests, 'request')} · {loop.cost.line(result.usage)} · {context}"
 
 
 def onboard_command(arguments: argparse.Namespace) -> None:
@@ -2442,10 +2445,9 @@ def status_command(arguments: argparse.Namespace) -> int:
     report.line("model", describe_model(loop.provider), problem_of_model(loop.provider))
     bash = shutil.which("bash")
     report.line("bash", bash or "exec cannot run; install bash", is_missing=not bash)
-    if sandbox:
-        report.line("sandbox", sandbox, sandbox_problem())
-    else:
-        report.line("sandbox", "off: a command can do what you can")
+    problem = sandbox_problem() if sandbox else ""
+    report.line("sandbox", sandbox or "off: a command can do what you can", problem)
+    report_gateway(loop, report)
     for name, problem in asyncio.run(loop.mcp.check()).items():
         report.line(f"mcp {name}", "connected", problem)
     for skill in loop.skills.load():
@@ -2465,6 +2467,25 @@ class StatusReport:
             mark, state = "BAD", f"{state}: {problem}"
             self.exit_status = 1
         print(printable(f"{mark:4}{part:22}{state}"))
+
+
+def report_gateway(loop: AgentLoop, report: StatusReport) -> None:
+    """Who may write to its bot, and what its clock will do; the token is shown nowhere."""
+    telegram, heartbeat = loop.config.channels.telegram, loop.config.gateway.heartbeat
+    if telegram.token:
+        allowed = ", ".join(map(str, telegram.allow_from)) or "nobody"
+        problem = "" if telegram.allow_from else "put user ids into channels.telegram.allowFrom"
+        report.line("telegram", f"a token is set, allowed: {allowed}", problem)
+    else:
+        off = "no token; put a bot's into channels.telegram.token"
+        report.line("telegram", off, is_missing=True)
+    beat = f"heartbeat every {heartbeat.interval_s:,} s" if heartbeat.enabled else "heartbeat off"
+    jobs, problem = [], ""
+    try:
+        jobs = make_cron(loop, no_clock_here).store.read()
+    except (OSError, ValueError) as damage:
+        problem = f"jobs.json cannot be read ({damage}). Mend it, or delete it."
+    report.line("cron", f"{counted(len(jobs), 'job')}, {beat}", problem)
 
 
 def state_of_skill(skill: Skill) -> str:
@@ -2536,7 +2557,7 @@ def sessions_command(arguments: argparse.Namespace) -> None:
     if arguments.show is None:
         for key in keys:
             count = len([line for line in sessions.get(key).lines if line])
-            print(printable(f"{key}  {count} messages"))
+            print(printable(f"{key}  {counted(count, 'message')}"))
         return
     key = arguments.show if arguments.show in keys else session_key(arguments.show)
     if key not in keys:

@@ -1043,6 +1043,19 @@ def test_no_one_to_ask_is_said_before_the_turn_and_a_second_trace_says_that_it_a
         second = nanobot("-m", "x", *flags, server=server)[2]
     assert first.count("nobody can be asked") == second.count("nobody can be asked") == 1
     assert ("goes behind it" in first, "goes behind it" in second) == (False, True)
+    assert "others may read" not in first + second
+
+
+def test_a_trace_that_others_may_read_keeps_its_mode_and_the_user_learns_of_it(run_here, tmp_path):
+    trace = tmp_path / "t.jsonl"
+    ask = ("--offline", "-m", "x", "--trace")
+    for mode, is_said in ((0o600, False), (0o644, True), (0o640, True), (0o620, False)):
+        trace.touch()
+        trace.chmod(mode)
+        err = run_here(*ask, str(trace))[2]
+        told = f"nanobot: others may read {trace}. To be the only one: chmod 600 {trace}\n"
+        assert (told in err, trace.stat().st_mode & 0o777) == (is_said, mode)
+    assert "others may read" not in run_here(*ask, "/dev/null")[2], "it keeps nothing"
 
 
 @pytest.mark.parametrize("replies", [["", "", ""], [call("list_dir")] * 9])
@@ -1260,7 +1273,11 @@ def test_status_has_a_row_for_each_part(run_here, own_home):
         f"ok  bash                  {shutil.which('bash')}",
         "ok  sandbox               off: a command can do what you can",
     ]
-    skills = {row[4:26].strip(): (row[:2], row[26:]) for row in rows[5:]}
+    assert rows[5:7] == [
+        "--  telegram              no token; put a bot's into channels.telegram.token",
+        "ok  cron                  0 jobs, heartbeat every 1,800 s",
+    ]
+    skills = {row[4:26].strip(): (row[:2], row[26:]) for row in rows[7:]}
     has_curl = bool(shutil.which("curl"))
     assert skills["skill weather"] == (("ok", "ready") if has_curl else ("--", "needs program curl"))
     assert all(name.startswith("skill ") and mark in ("ok", "--") for name, (mark, _) in skills.items())
@@ -1282,6 +1299,35 @@ def test_status_says_what_is_missing_or_broken(run_here, own_home, monkeypatch):
     assert "--  bash                  exec cannot run; install bash\n" in out
     assert "--  skill odd             broken, left out: " in out
     assert re.search(r"^--  skill github +needs program gh$", out, re.M)
+
+
+def test_status_tells_what_a_gateway_would_serve_and_never_the_token(run_here, own_home):
+    run_here("onboard")
+    settings = own_home / ".nanobot" / "config.json"
+    jobs = own_home / ".nanobot" / "workspace" / "cron" / "jobs.json"
+    jobs.parent.mkdir()
+
+    def rows_with(telegram: dict, heartbeat: dict, content: str) -> list[str]:
+        settings.write_text(json.dumps({"channels": {"telegram": {"token": "1:secret"} | telegram},
+                                        "gateway": {"heartbeat": heartbeat}}))  # fmt: skip
+        jobs.write_text(content)
+        status, out, err = run_here("status", "--offline")
+        assert "secret" not in out + err and status == int("BAD" in out)
+        return [row for row in out.splitlines() if row[4:12] in ("telegram", "cron    ")]
+
+    assert rows_with({"allowFrom": [7, "8"]}, {"intervalS": 60}, '{"jobs": [{"id": "a"}]}') == [
+        "ok  telegram              a token is set, allowed: 7, 8",
+        "ok  cron                  1 job, heartbeat every 60 s",
+    ]
+    assert rows_with({"allowFrom": ["*"]}, {"enabled": False}, '{"jobs": [{}, {}]}') == [
+        "ok  telegram              a token is set, allowed: *",
+        "ok  cron                  2 jobs, heartbeat off",
+    ]
+    nobody, damaged = rows_with({}, {}, '{"jobs": 7}')
+    fix = "put user ids into channels.telegram.allowFrom"
+    assert nobody == f"BAD telegram              a token is set, allowed: nobody: {fix}"
+    problem = "jobs.json cannot be read (it holds no list of jobs). Mend it, or delete it."
+    assert damaged == f"BAD cron                  0 jobs, heartbeat every 1,800 s: {problem}"
 
 
 def test_status_names_the_model_and_where_it_is(run_here, monkeypatch):
@@ -1540,7 +1586,7 @@ def test_a_gateway_answers_lets_others_look_survives_its_terminal_and_ends_in_or
         assert len(events) == 3, "one line an event: two came in, one was answered"
         stamp = r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO nanobot.gateway: "
         assert re.search(f"{stamp}serving telegram, cron$", log, re.M)
-        assert re.search(f"{stamp}telegram:7: completed, 1 requests$", log, re.M)
+        assert re.search(f"{stamp}telegram:7: completed, 1 request$", log, re.M)
         assert re.search(f"{stamp}ended$", log, re.M) and "iteration 1" not in log
         home = f"{own_home}/.nanobot/workspace"
         assert f"files are in {home}: a.txt means" in server.bodies[0]["messages"][0]["content"]

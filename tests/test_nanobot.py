@@ -794,9 +794,9 @@ def test_reasoning_of_a_last_answer_is_kept_and_that_of_calls_goes_with_them_onl
     ("last", "said"),
     [
         (LLMResponse("this is done"), "this is done"),
-        (LLMResponse(""), "I stopped at the limit of 1 steps."),
-        (failed("boom"), "I stopped at the limit of 1 steps. boom"),
-        (LLMResponse("torn", [], "error", error="boom"), "I stopped at the limit of 1 steps. boom"),
+        (LLMResponse(""), "I stopped at the limit of 1 step."),
+        (failed("boom"), "I stopped at the limit of 1 step. boom"),
+        (LLMResponse("torn", [], "error", error="boom"), "I stopped at the limit of 1 step. boom"),
         (LLMResponse("all I co", [], "length"), "all I co"),
     ],
 )
@@ -2958,7 +2958,7 @@ def test_a_continuation_that_fails_keeps_what_was_received():
 def test_out_of_steps_a_torn_summary_is_not_taken_for_the_answer():
     torn = LLMResponse("I did the fi", [], "error", error="broke off")
     result, _ = run([call("look"), torn], [look], max_iterations=1)
-    assert "limit of 1 steps" in result.final_content
+    assert "limit of 1 step." in result.final_content
 
 
 def test_a_question_that_fails_lets_none_of_the_calls_through():
@@ -3837,7 +3837,7 @@ def test_each_message_and_each_answer_is_a_line_of_the_log(tmp_path, caplog):
         await chats.answered()
 
     serve_chats(work, tmp_path, echo)
-    assert caplog.messages == ["desk:1: 5 characters came in", "desk:1: completed, 1 requests"]
+    assert caplog.messages == ["desk:1: 5 characters came in", "desk:1: completed, 1 request"]
 
 
 def test_a_line_of_the_journal_says_whether_a_turn_ran_and_what_an_answer_has_not_seen(tmp_path):
