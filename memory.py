@@ -31,7 +31,7 @@ import zlib
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -186,7 +186,6 @@ class MemoryStore:
     def __init__(self, workspace: Path):
         self.workspace, self.folder = workspace, workspace / "memory"
         self.facts, self.history = self.folder / "MEMORY.md", self.folder / "history.jsonl"
-        self.known = KnownHistory(self.history)
 
     def read_facts(self) -> str:
         return read_text(self.facts)
@@ -208,7 +207,7 @@ class MemoryStore:
     def unread(self) -> list[dict]:
         """The entries that Dream has not read, the oldest first."""
         dreamt = self.dream_cursor
-        return [entry for entry in self.known.entries() if entry["cursor"] > dreamt]
+        return [entry for entry in known_entries(self.history) if entry["cursor"] > dreamt]
 
     def recent_history(self) -> list[str]:
         """`[2026-04-03 00:02] text` of what is unread: the last 50, ≤ 32,000 characters."""
@@ -1121,18 +1120,14 @@ def entries(path: Path) -> list[dict]:
     return known
 
 
-class KnownHistory:
-    """A history file, read again only where it changed: 1,000 entries take 5 ms, each turn."""
+def known_entries(path: Path) -> list[dict]:
+    """Read again only where the file has changed: 1,000 entries take 5 ms, each turn."""
+    return entries_as_of(path, file_stamp(path))
 
-    def __init__(self, path: Path):
-        self.path = path
-        self._read: tuple = (None, [])  # stamp and entries: one value, as several threads look
 
-    def entries(self) -> list[dict]:
-        stamp = file_stamp(self.path)
-        if stamp != self._read[0]:
-            self._read = (stamp, entries(self.path))
-        return self._read[1]
+@lru_cache(maxsize=8)
+def entries_as_of(path: Path, stamp: tuple[int, int] | None) -> list[dict]:
+    return entries(path)
 
 
 def read_number(path: Path) -> int:
@@ -1169,7 +1164,7 @@ def replace_facts(store: MemoryStore, text: str, instead_of: str) -> bool:
 
 
 def add_entry(store: MemoryStore, entry: dict) -> None:
-    known = store.known.entries()
+    known = known_entries(store.history)
     if entry["content"]:
         append_lines(store.history, [entry])
         write_atomically(store.folder / ".cursor", str(entry["cursor"]))
@@ -1178,7 +1173,7 @@ def add_entry(store: MemoryStore, entry: dict) -> None:
 
 def next_entry(store: MemoryStore, text: str) -> dict:
     """`[2026-04-03 00:02] The user …` → its number, its time, at most 64,000 letters of text."""
-    known = [entry["cursor"] for entry in store.known.entries()]
+    known = [entry["cursor"] for entry in known_entries(store.history)]
     last = max([*known, read_number(store.folder / ".cursor"), store.dream_cursor])
     text = re.sub(THOUGHTS, "", text).strip()
     stamp = re.match(STAMP, text)
@@ -1367,7 +1362,7 @@ SAVE_MEMORY = {
 def in_history_until(store: MemoryStore, session: Session, end: int) -> int:
     """Where a round begins. A program that was killed in it may have saved the first lines."""
     begin, name = session.last_consolidated, origin_of(session)
-    own = [entry for entry in store.known.entries() if entry.items() >= name.items()]
+    own = [entry for entry in known_entries(store.history) if entry.items() >= name.items()]
     places = [entry.get("until") for entry in own]
     inside = [place for place in places if type(place) is int and begin < place <= end]
     return max([begin, *inside])
@@ -1401,17 +1396,14 @@ async def rounds(
 ) -> None:
     """Until the cursor is there, five are done, or the model is of no help."""
     helpful, count = True, 0
-    while session.last_consolidated < until and not is_outdated(session):
+    while session.last_consolidated < until:
+        if session.stamp != file_stamp(session.path):  # another program wrote: it is for that one
+            break
         helpful = await consolidator.round(session, until, helpful)
         count += 1
         enough = count == 5 or not helpful
         if enough and not to_the_end:
             break
-
-
-def is_outdated(session: Session) -> bool:
-    """Has another program written to it since we read it? Then it is for that one to go on."""
-    return session.stamp != file_stamp(session.path)
 
 
 async def save(consolidator: Consolidator, session: Session, part: Transcript) -> bool:

@@ -766,24 +766,17 @@ async def alone(work: Coroutine) -> None:
         raise asyncio.CancelledError
 
 
-async def end_all(tasks: list[asyncio.Task]) -> None:
-    """Cancel what still runs, and wait until it has ended."""
+async def end_all(tasks: list[asyncio.Task], seconds: float | None = None) -> None:
+    """Cancel what still runs, and wait until it has ended, or so many seconds."""
     running = [task for task in tasks if not task.done()]
     for task in running:
         if not task.cancelling():  # a second time would break into its tidying up
             task.cancel()
-    await asyncio.gather(*running, return_exceptions=True)
-
-
-async def cancel(tasks: list[asyncio.Task], seconds: float) -> None:
-    """For what may refuse to end: it gets these seconds."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.wait(tasks, timeout=seconds)
-
-
-def is_finished(task: asyncio.Task) -> bool:
-    return not task.cancelled() and task.exception() is None
+    ended = asyncio.gather(*running, return_exceptions=True)
+    if seconds is None:
+        await ended
+    else:
+        await asyncio.wait([ended], timeout=seconds)
 
 
 def watch_repetition(state: RunState, call: ToolCallRequest, result: ToolResult) -> ToolResult:
@@ -961,13 +954,10 @@ def own_text(turn: Turn, path: Path) -> str:
     except ToolError as problem:
         log.warning("%s is left out of the prompt: %s", path.name, problem)
         return ""
-    return "" if is_untouched(path.name, text) else text
-
-
-def is_untouched(name: str, text: str) -> bool:
-    """Small models take "Who the user is goes here" for what it says about the user."""
-    kit = DATA / "templates" / name
-    return kit.exists() and text == kit.read_text(encoding="utf-8").strip()
+    kit = DATA / "templates" / path.name
+    # small models take "Who the user is goes here" for what it says about the user
+    is_untouched = kit.exists() and text == kit.read_text(encoding="utf-8").strip()
+    return "" if is_untouched else text
 
 
 def remembered(memory: MemoryStore, facts: str, most: int) -> tuple[str, str]:
@@ -1146,13 +1136,11 @@ class ApprovalHook(AgentHook):
         if self.ask is None:
             return
         question = approval_question(call.name, call.arguments)
-        match (await self.ask(question)).strip().lower():
-            case "a" | "always":
-                self.always.add(call.name)
-            case "y" | "yes":
-                pass
-            case _:
-                return
+        answer = (await self.ask(question)).strip().lower()
+        if answer in ("a", "always"):
+            self.always.add(call.name)
+        elif answer not in ("y", "yes"):
+            return
         call.denied = ""
         call.approved = True
 
@@ -1356,7 +1344,7 @@ class BusService:
                     await asyncio.wait([turn])
                 finally:
                     await end_all([turn])
-            if is_finished(turn):
+            if not turn.cancelled() and turn.exception() is None:
                 await asyncio.sleep(turn.result())
         del self.conversations[conversation.key]
 
@@ -1467,7 +1455,7 @@ class BusService:
     async def end(self) -> None:
         """Stop what runs: each turn is journalled as far as it came."""
         self.is_ending = True
-        await cancel([*self.tasks, *self.loop.subagents.running], 5.0)
+        await end_all([*self.tasks, *self.loop.subagents.running], 5.0)
 
 
 def text_for_chat(result: AgentRunResult) -> str:
@@ -1560,15 +1548,14 @@ async def end_serving(work: list[asyncio.Task], bus: MessageBus, loop: AgentLoop
     ending = asyncio.create_task(end_in_order(work, bus, loop))
     await asyncio.wait([ending], timeout=8.0)
     sessions = {*loop.turns.tasks, *loop.subagents.running.values()}
-    are_done = [task.done() for task in (*work, ending)]
-    if sessions or not all(are_done):
+    parts = [task for task in (*work, ending) if not task.done()]
+    if sessions or parts:
         what = ", ".join(sorted(sessions)) or "a part of the gateway"
-        keeps = "the journal keeps what it has"
-        log.warning("left behind, as it does not end: %s; %s", what, keeps)
+        log.warning("left behind, as it does not end: %s; the journal keeps what it has", what)
 
 
 async def end_in_order(work: list[asyncio.Task], bus: MessageBus, loop: AgentLoop) -> None:
-    await cancel(work, 6.0)
+    await end_all(work, 6.0)
     await bus.close(2.0)
     await loop.close(1.0)
 
@@ -2310,12 +2297,11 @@ def agent_command(arguments: argparse.Namespace) -> int:
         text = join_message(message, piped)
         if text or not keyboard or message is not None:
             status = ask_once(talk, terminal, text)
-            keep_what_was_said(loop, terminal, background)
-            return status
-        threading.Thread(target=loop.provider.warm_up, daemon=True).start()
-        config.patience = 5.0  # a server that comes later serves the next message
-        greet(terminal, loop)
-        status = terminal.converse(talk, prompt_history(loop))
+        else:
+            threading.Thread(target=loop.provider.warm_up, daemon=True).start()
+            config.patience = 5.0  # a server that comes later serves the next message
+            greet(terminal, loop)
+            status = terminal.converse(talk, prompt_history(loop))
         keep_what_was_said(loop, terminal, background)
         return status
 
@@ -2335,7 +2321,8 @@ def loop_for_terminal(
 ) -> AgentLoop:
     """The loop with what the flags add; `ask` is None where nobody can be asked."""
     tools = make_tools(config)
-    provider = make_provider(config, human_provider(tools, ask))
+    human = HumanProvider(ask, lambda name, arguments: tools.prepare_call(name, arguments)[2])
+    provider = make_provider(config, human)
     if arguments.trace:
         provider.trace = Trace(arguments.trace)
     hooks: list[AgentHook] = []
@@ -2344,13 +2331,6 @@ def loop_for_terminal(
     if arguments.logs:
         hooks.append(LoggingHook())
     return AgentLoop(config, provider, tools, hooks)
-
-
-def human_provider(tools: ToolRegistry, ask: Callable[..., Awaitable[str]] | None) -> HumanProvider:
-    def problem_with(name: str, arguments: dict) -> str | None:
-        return tools.prepare_call(name, arguments)[2]
-
-    return HumanProvider(ask, problem_with)
 
 
 def warn_before_start(
@@ -2442,7 +2422,9 @@ def status_command(arguments: argparse.Namespace) -> int:
     settings = file if file.exists() else "the defaults; `nanobot onboard` writes a file"
     report.line("settings", str(settings))
     report.line("workspace", str(loop.workspace), problem_of_workspace(loop.workspace))
-    report.line("model", describe_model(loop.provider), problem_of_model(loop.provider))
+    is_real = isinstance(loop.provider, OpenAIProvider)
+    problem = asyncio.run(loop.provider.check()) if is_real else ""
+    report.line("model", describe_model(loop.provider), problem or "")
     bash = shutil.which("bash")
     report.line("bash", bash or "exec cannot run; install bash", is_missing=not bash)
     problem = sandbox_problem() if sandbox else ""
@@ -2512,12 +2494,6 @@ def describe_model(provider: LLMProvider) -> str:
     endpoint = provider.endpoint
     model = provider.model or "no model named"
     return f"{model} at {endpoint.api_base} ({endpoint.spec.name})"
-
-
-def problem_of_model(provider: LLMProvider) -> str:
-    if not isinstance(provider, OpenAIProvider):
-        return ""
-    return asyncio.run(provider.check()) or ""
 
 
 def prompt_command(arguments: argparse.Namespace) -> None:
