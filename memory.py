@@ -295,8 +295,7 @@ class Dream:
 
     async def run(self) -> str:
         """One dream. Returns what to tell the user; raises SessionBusy while another goes on."""
-        lock = self.store.workspace / ".nanobot" / "dream.lock"
-        with locked(lock, "Another dream is going on."):
+        with locked(self.store.workspace / ".nanobot" / "dream.lock", "Another dream is going on."):
             batch = next_batch(self)
             if not batch:
                 return "There is nothing new to dream about."
@@ -305,7 +304,9 @@ class Dream:
             outcome = await self._dream(batch)
             if must_be_repeated(self, outcome):
                 return f"The dream {outcome}. Nothing is lost: the next one tries again."
-            await done_in_thread(take_as_read, self.store, batch)
+            cursor = self.store.folder / ".dream_cursor"
+            await done_in_thread(write_atomically, cursor, str(batch[-1]["cursor"]))
+            await done_in_thread(compact, self.store)
             changes = await in_thread(repository.commit, "dream")
             dreamt = f"Dreamt about {counted(len(batch), 'entry', 'entries')}"
             return f"{dreamt}: {counted(changes, 'change')}. /dream-log shows them."
@@ -1203,11 +1204,6 @@ def for_people(entries: list[dict]) -> str:
     return "".join([f"[{entry['timestamp']}] {entry['content']}\n\n" for entry in entries])
 
 
-def take_as_read(store: MemoryStore, batch: list[dict]) -> None:
-    write_atomically(store.folder / ".dream_cursor", str(batch[-1]["cursor"]))
-    compact(store)
-
-
 def compact(store: MemoryStore, keep: int = 1_000) -> None:
     """The oldest entries that Dream has read move to the archive; what is unread stays."""
     archive = store.folder / "history-archive.jsonl"
@@ -1394,11 +1390,9 @@ async def move(
 async def rounds(
     consolidator: Consolidator, session: Session, until: int, to_the_end: bool
 ) -> None:
-    """Until the cursor is there, five are done, or the model is of no help."""
+    """Until it is there, five are done, the model is of no help or another program wrote to it."""
     helpful, count = True, 0
-    while session.last_consolidated < until:
-        if session.stamp != file_stamp(session.path):  # another program wrote: it is for that one
-            break
+    while session.last_consolidated < until and session.stamp == file_stamp(session.path):
         helpful = await consolidator.round(session, until, helpful)
         count += 1
         enough = count == 5 or not helpful

@@ -818,10 +818,8 @@ def images_message(results: list[ToolResult]) -> dict | None:
     if not with_images:
         return None
     names = "\n".join(result.text for result in with_images)
-    blocks = [{"type": "text", "text": names}]
-    for result in with_images:
-        blocks += result.images
-    return {"role": "user", "content": blocks}
+    images = itertools.chain.from_iterable(result.images for result in with_images)
+    return {"role": "user", "content": [{"type": "text", "text": names}, *images]}
 
 
 async def keep_segment(state: RunState, response: LLMResponse) -> None:
@@ -1833,9 +1831,8 @@ async def answer_with_helpers(
 # ---- Slash commands ----
 # Without them a user who is stuck has no way to say so but to the model that he is stuck with.
 
-SLASH = (  # "/status@my_bot", "/dream-log 1f3a9c", but not "/etc/hosts?"
-    r"/([a-z][a-z-]*)(?:@\w+)?(?:\s+([0-9a-f]{4,40}))?"
-)
+# "/status@my_bot", "/dream-log 1f3a9c", but not "/etc/hosts?"
+SLASH = r"/([a-z][a-z-]*)(?:@\w+)?(?:\s+([0-9a-f]{4,40}))?"
 COMMANDS = {
     "new": "start afresh; the old conversation stays in its journal",
     "stop": "end the turn that runs, and its subagents",
@@ -2302,7 +2299,9 @@ def agent_command(arguments: argparse.Namespace) -> int:
             config.patience = 5.0  # a server that comes later serves the next message
             greet(terminal, loop)
             status = terminal.converse(talk, prompt_history(loop))
-        keep_what_was_said(loop, terminal, background)
+        terminal.waiting.begin("the memory")
+        with contextlib.suppress(KeyboardInterrupt):  # the next turn in this session goes on with it
+            background.complete(loop.background.settled())
         return status
 
 
@@ -2365,13 +2364,6 @@ def ask_once(talk: Callable[[str], int], terminal: CLI, text: str) -> int:
     except KeyboardInterrupt:
         terminal.note("stopped; `nanobot -m /continue` goes on with this turn")
         raise
-
-
-def keep_what_was_said(loop: AgentLoop, terminal: CLI, background: BackgroundLoop) -> None:
-    """The answer is there; what goes into the memory gets its time, until Ctrl-C."""
-    terminal.waiting.begin("the memory")
-    with contextlib.suppress(KeyboardInterrupt):  # the next turn in this session does it
-        background.complete(loop.background.settled())
 
 
 def one_turn(
@@ -2459,8 +2451,7 @@ def report_gateway(loop: AgentLoop, report: StatusReport) -> None:
         problem = "" if telegram.allow_from else "put user ids into channels.telegram.allowFrom"
         report.line("telegram", f"a token is set, allowed: {allowed}", problem)
     else:
-        off = "no token; put a bot's into channels.telegram.token"
-        report.line("telegram", off, is_missing=True)
+        report.line("telegram", "off: put a token into channels.telegram.token", is_missing=True)
     beat = f"heartbeat every {heartbeat.interval_s:,} s" if heartbeat.enabled else "heartbeat off"
     jobs, problem = [], ""
     try:

@@ -1274,7 +1274,7 @@ def test_status_has_a_row_for_each_part(run_here, own_home):
         "ok  sandbox               off: a command can do what you can",
     ]
     assert rows[5:7] == [
-        "--  telegram              no token; put a bot's into channels.telegram.token",
+        "--  telegram              off: put a token into channels.telegram.token",
         "ok  cron                  0 jobs, heartbeat every 1,800 s",
     ]
     skills = {row[4:26].strip(): (row[:2], row[26:]) for row in rows[7:]}
