@@ -1643,9 +1643,8 @@ def machine_zone(path: Path = Path("/etc/localtime")) -> tzinfo:
 # Without this an empty HEARTBEAT.md asks the model 48 times a day whether there is something to do.
 
 COMMENT = r"(?s)<!--.*?(-->|\Z)"  # <!-- write tasks here -->
-DONE = (  # - [x] call Ann ↵   her number is 555
-    r"(?m)^([ \t]*)[-*+] \[[xX]\].*(\n\1[ \t]+(?![-*+] \[ )\S.*)*"
-)
+# - [x] call Ann ↵   her number is 555
+DONE = r"(?m)^([ \t]*)[-*+] \[[xX]\].*(\n\1[ \t]+(?![-*+] \[ )\S.*)*"
 NO_TASK = r"\s*(#+(\s.*)?|[-*+]\s*(\[ ?\]\s*)?|[-*_]{3,}\s*)?"  # ## Tasks   - [ ]   ---
 
 

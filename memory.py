@@ -31,7 +31,7 @@ import zlib
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -187,7 +187,6 @@ class MemoryStore:
     def __init__(self, workspace: Path):
         self.workspace, self.folder = workspace, workspace / "memory"
         self.facts, self.history = self.folder / "MEMORY.md", self.folder / "history.jsonl"
-        self.known = KnownHistory(self.history)
 
     def read_facts(self) -> str:
         return read_text(self.facts)
@@ -209,7 +208,7 @@ class MemoryStore:
     def unread(self) -> list[dict]:
         """The entries that Dream has not read, the oldest first."""
         dreamt = self.dream_cursor
-        return [entry for entry in self.known.entries() if entry["cursor"] > dreamt]
+        return [entry for entry in known_entries(self.history) if entry["cursor"] > dreamt]
 
     def recent_history(self) -> list[str]:
         """`[2026-04-03 00:02] text` of what is unread: the last 50, ≤ 32,000 characters."""
@@ -263,7 +262,7 @@ class Consolidator:
         for part in transcripts(session, begin, end, room_of(self)):
             model_helps = model_helps and await save(self, session, part)
             if not model_helps:
-                save_raw(self.store, session, begin, part.until)
+                await done_in_thread(save_raw, self.store, session, begin, part.until)
             begin = part.until
         session.note(last_consolidated=end)
         await session.synced()
@@ -295,8 +294,7 @@ class Dream:
 
     async def run(self) -> str:
         """One dream. Returns what to tell the user; raises SessionBusy while another goes on."""
-        lock = self.store.workspace / ".nanobot" / "dream.lock"
-        with locked(lock, "Another dream is going on."):
+        with locked(self.store.workspace / ".nanobot" / "dream.lock", "Another dream is going on."):
             batch = next_batch(self)
             if not batch:
                 return "There is nothing new to dream about."
@@ -305,10 +303,12 @@ class Dream:
             outcome = await self._dream(batch)
             if must_be_repeated(self, outcome):
                 return f"The dream {outcome}. Nothing is lost: the next one tries again."
-            write_atomically(self.store.folder / ".dream_cursor", str(batch[-1]["cursor"]))
-            compact(self.store)
+            cursor = self.store.folder / ".dream_cursor"
+            await done_in_thread(write_atomically, cursor, str(batch[-1]["cursor"]))
+            await done_in_thread(compact, self.store)
             changes = await in_thread(repository.commit, "dream")
-            return f"Dreamt about {len(batch)} entries: {changes} change(s). /dream-log shows them."
+            dreamt = f"Dreamt about {counted(len(batch), 'entry', 'entries')}"
+            return f"{dreamt}: {counted(changes, 'change')}. /dream-log shows them."
 
     async def _dream(self, batch: list[dict]) -> str:
         """Both phases, to an outcome: completed, failed, or did not reach the model."""
@@ -404,7 +404,8 @@ STRICT_JSON = json.JSONDecoder(parse_float=finite, parse_constant=finite)
 def keep_damaged(path: Path, damaged: list[bytes]) -> None:
     """Unreadable lines are skipped, never lost: they are collected in a file beside, each once."""
     aside = path.with_name(f"{path.name}.corrupt")
-    log.warning("%s: %d unreadable lines skipped, kept in %s", path, len(damaged), aside.name)
+    skipped = counted(len(damaged), "unreadable line")
+    log.warning("%s: %s skipped, kept in %s", path, skipped, aside.name)
     with open_private(aside) as file:
         file.seek(0)
         known = file.read().split(b"\n")
@@ -603,6 +604,15 @@ async def in_thread(function: Callable, *arguments: Any) -> Any:
 
     threading.Thread(target=work, daemon=True).start()
     return await asyncio.wrap_future(done)
+
+
+async def done_in_thread(function: Callable, *arguments: Any) -> Any:
+    """As `in_thread`, and a cancellation waits for its end: half a save would be made twice."""
+    work = asyncio.ensure_future(in_thread(function, *arguments))
+    try:
+        return await asyncio.shield(work)
+    finally:
+        await asyncio.wait([work])
 
 
 class Syncer:
@@ -908,7 +918,7 @@ def cut_results(draft: Draft, messages: list[dict], most: int) -> None:
     large = [result for result in results if draft.counter.size(result) > most]
     draft.exchange({id(result): shortened(result, most) for result in large})
     if large:
-        draft.notes.append(f"{len(large)} tool result(s) are cut to ~{most:,} tokens")
+        draft.notes.append(f"{counted(len(large), 'tool result')} cut to ~{most:,} tokens")
 
 
 def shortened(result: dict, most: int) -> dict:
@@ -944,7 +954,7 @@ def reduce_to_lines(draft: Draft, results: list[dict], too_much: float) -> None:
         too_much -= draft.counter.size(result) - draft.counter.size(lines[id(result)])
     draft.exchange(lines)
     if lines:
-        draft.notes.append(f"{len(lines)} old tool result(s) are sent as one line each")
+        draft.notes.append(f"{counted(len(lines), 'old tool result')} sent as one line each")
 
 
 def functions_of(messages: list[dict]) -> dict[int, dict]:
@@ -996,7 +1006,7 @@ def leave_out_oldest_steps(draft: Draft) -> None:
         note = f"[{count} earlier steps of this turn are left out; what they did is done]"
         draft.turn.insert(1, {"role": "user", "content": note})
         draft.tokens = draft.counter.total(draft.messages)
-        draft.notes.append(f"{count} step(s) of this turn are left out")
+        draft.notes.append(f"{counted(count, 'step')} of this turn left out")
 
 
 def share_room_among_last_results(draft: Draft) -> None:
@@ -1023,12 +1033,12 @@ class TokenCounter:
 
     def size(self, message: dict) -> int:
         if id(message) not in self._sizes:
-            if len(self._sizes) > 20_000:  # those of all sessions would grow and grow
-                self._sizes.clear()
             self._sizes[id(message)] = (measure(message, self._count)[1], message)
         return self._sizes[id(message)][0]
 
-    def total(self, messages: Iterable[dict]) -> int:
+    def total(self, messages: list[dict]) -> int:
+        if len(self._sizes) > max(5_000, 2 * len(messages)):  # those of all sessions grow and grow
+            self._sizes.clear()
         return sum(map(self.size, messages))
 
     def size_of_tools(self, definitions: list[dict]) -> int:
@@ -1080,6 +1090,12 @@ def tokens_of(content: Any) -> int:
     return measure({"content": content})[1]
 
 
+def counted(count: int, one: str, several: str = "") -> str:
+    """0 steps, 1 step, 2 steps; 2 entries"""
+    several = several or f"{one}s"
+    return f"{count:,} {one}" if count == 1 else f"{count:,} {several}"
+
+
 def newest(lines: list[str], most: int, file: str) -> list[str]:
     """The last lines in `most` tokens, and one before them that says where the rest is."""
     kept = len(lines)
@@ -1105,17 +1121,14 @@ def entries(path: Path) -> list[dict]:
     return known
 
 
-class KnownHistory:
-    """A history file, read again only where it changed: 1,000 entries take 5 ms, each turn."""
+def known_entries(path: Path) -> list[dict]:
+    """Read again only where the file has changed: 1,000 entries take 5 ms, each turn."""
+    return entries_as_of(path, file_stamp(path))
 
-    def __init__(self, path: Path):
-        self.path, self._stamp, self._entries = path, None, []
 
-    def entries(self) -> list[dict]:
-        stamp = file_stamp(self.path)
-        if stamp != self._stamp:
-            self._stamp, self._entries = stamp, entries(self.path)
-        return self._entries
+@lru_cache(maxsize=8)
+def entries_as_of(path: Path, stamp: tuple[int, int] | None) -> list[dict]:
+    return entries(path)
 
 
 def read_number(path: Path) -> int:
@@ -1152,7 +1165,7 @@ def replace_facts(store: MemoryStore, text: str, instead_of: str) -> bool:
 
 
 def add_entry(store: MemoryStore, entry: dict) -> None:
-    known = store.known.entries()
+    known = known_entries(store.history)
     if entry["content"]:
         append_lines(store.history, [entry])
         write_atomically(store.folder / ".cursor", str(entry["cursor"]))
@@ -1161,7 +1174,7 @@ def add_entry(store: MemoryStore, entry: dict) -> None:
 
 def next_entry(store: MemoryStore, text: str) -> dict:
     """`[2026-04-03 00:02] The user …` → its number, its time, at most 64,000 letters of text."""
-    known = [entry["cursor"] for entry in store.known.entries()]
+    known = [entry["cursor"] for entry in known_entries(store.history)]
     last = max([*known, read_number(store.folder / ".cursor"), store.dream_cursor])
     text = re.sub(THOUGHTS, "", text).strip()
     stamp = re.match(STAMP, text)
@@ -1343,7 +1356,7 @@ SAVE_MEMORY = {
 def begin_of_round(store: MemoryStore, session: Session, end: int) -> int:
     """Where a round begins. A program that was killed in it may have saved the first lines."""
     begin, name = session.last_consolidated, origin_of(session)
-    own = [entry for entry in store.known.entries() if entry.items() >= name.items()]
+    own = [entry for entry in known_entries(store.history) if entry.items() >= name.items()]
     places = [entry.get("until") for entry in own]
     inside = [place for place in places if type(place) is int and begin < place <= end]
     return max([begin, *inside])
@@ -1367,7 +1380,8 @@ async def move(
     if session.last_consolidated >= until:  # a turn that fits waits for nobody
         return
     async with consolidator.one_at_a_time:
-        with contextlib.suppress(SessionBusy), consolidating(session):
+        lock = session.path.with_suffix(".memory.lock")  # else two programs would save it twice
+        with contextlib.suppress(SessionBusy), locked(lock, "Another program saves it."):
             await rounds(consolidator, session, until, to_the_end)
 
 
@@ -1376,23 +1390,14 @@ async def rounds(
 ) -> None:
     """Until the cursor is there, five are done, or the model is of no help."""
     model_helps, count = True, 0
-    while session.last_consolidated < until and not is_outdated(session):
+    while session.last_consolidated < until:
+        if session.stamp != file_stamp(session.path):  # another program goes on with it
+            break
         model_helps = await consolidator.round(session, until, model_helps)
         count += 1
         enough = count == 5 or not model_helps
         if enough and not to_the_end:
             break
-
-
-def consolidating(session: Session) -> contextlib.AbstractContextManager:
-    """Raises SessionBusy while another program does it: what both save would be there twice."""
-    path = session.path.with_suffix(".memory.lock")
-    return locked(path, "Another program saves this conversation.")
-
-
-def is_outdated(session: Session) -> bool:
-    """Has another program written to it since we read it? Then it is for that one to go on."""
-    return session.stamp != file_stamp(session.path)
 
 
 async def save(consolidator: Consolidator, session: Session, part: Transcript) -> bool:
@@ -1404,9 +1409,10 @@ async def save(consolidator: Consolidator, session: Session, part: Transcript) -
         saved = await ask_to_save(consolidator, request(consolidator.prompt, question))
         if saved is None:
             return False
-        if store.write_facts(saved["memory_update"], instead_of=facts):
-            origin = origin_of(session)
-            store.append_history(saved["history_entry"], until=part.until, **origin)
+        if await done_in_thread(store.write_facts, saved["memory_update"], facts):
+            origin = origin_of(session) | {"until": part.until}
+            append = partial(store.append_history, saved["history_entry"], **origin)
+            await done_in_thread(append)
             return True
     return False
 
@@ -1610,7 +1616,7 @@ class MemoryRepository:
             show = ["show", "--format=", "--binary", "--no-renames"]
             patch = self.git(*show, commit, "--", *self.facts)
             self.git("apply", "-R", "--whitespace=nowarn", text=patch)
-            return f"Undone: {self._commit(f'restore of {commit[:7]}')} change(s)."
+            return f"Undone: {counted(self._commit(f'restore of {commit[:7]}'), 'change')}."
         except OSError as problem:
             return f"Nothing is changed: {problem}"
 

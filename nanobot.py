@@ -58,8 +58,8 @@ from channels import (
 )  # fmt: skip
 from memory import (
     Consolidator, Dream, Governed, MemoryRepository, MemoryStore, Session, SessionBusy,
-    SessionManager, Skill, SkillsLoader, TokenCounter, as_sent, count_waiting, is_known, locked,
-    newest, readable, tokens_of,
+    SessionManager, Skill, SkillsLoader, TokenCounter, as_sent, count_waiting, counted, is_known,
+    locked, newest, readable, tokens_of,
 )  # fmt: skip
 from memory import govern as fit_to_window
 from providers import (
@@ -597,7 +597,7 @@ def turn_of(loop: AgentLoop, session_key: str) -> Turn:
     return Turn(
         loop.workspace, loop.config.cwd, channel, chat_id, session_key,
         restrict=loop.config.tools.restrict_to_workspace, readable=(DATA / "skills",),
-        secret=(loop.config.path.resolve(), Config().path),
+        secret=(loop.config.path.resolve(), usual_settings_file()),
         max_result_chars=loop.config.defaults.max_tool_result_chars,
         seen=loop.files_seen.setdefault(session_key, {}),
     )  # fmt: skip
@@ -766,17 +766,17 @@ async def alone(work: Coroutine) -> None:
         raise asyncio.CancelledError
 
 
-async def end_all(tasks: list[asyncio.Task]) -> None:
-    """Cancel what still runs, and wait until it has ended."""
+async def end_all(tasks: list[asyncio.Task], seconds: float | None = None) -> None:
+    """Cancel what still runs, and wait until it has ended, or so many seconds."""
     running = [task for task in tasks if not task.done()]
     for task in running:
         if not task.cancelling():  # a second time would break into its tidying up
             task.cancel()
-    await asyncio.gather(*running, return_exceptions=True)
-
-
-def is_finished(task: asyncio.Task) -> bool:
-    return not task.cancelled() and task.exception() is None
+    ended = asyncio.gather(*running, return_exceptions=True)
+    if seconds is None:
+        await ended
+    else:
+        await asyncio.wait([ended], timeout=seconds)
 
 
 def watch_repetition(state: RunState, call: ToolCallRequest, result: ToolResult) -> ToolResult:
@@ -818,10 +818,8 @@ def images_message(results: list[ToolResult]) -> dict | None:
     if not with_images:
         return None
     names = "\n".join(result.text for result in with_images)
-    blocks = [{"type": "text", "text": names}]
-    for result in with_images:
-        blocks += result.images
-    return {"role": "user", "content": blocks}
+    images = itertools.chain.from_iterable(result.images for result in with_images)
+    return {"role": "user", "content": [{"type": "text", "text": names}, *images]}
 
 
 async def keep_segment(state: RunState, response: LLMResponse) -> None:
@@ -840,7 +838,7 @@ def summary_or_limit(state: RunState, response: LLMResponse) -> str:
     """The model's summary at the end of its steps; without one the limit, and why there is none."""
     if response.finish_reason != "error" and response.content:
         return response.content
-    limit = f"I stopped at the limit of {state.spec.max_iterations} steps."
+    limit = f"I stopped at the limit of {counted(state.spec.max_iterations, 'step')}."
     return f"{limit} {response.error}" if response.error else limit
 
 
@@ -954,13 +952,10 @@ def own_text(turn: Turn, path: Path) -> str:
     except ToolError as problem:
         log.warning("%s is left out of the prompt: %s", path.name, problem)
         return ""
-    return "" if is_untouched(path.name, text) else text
-
-
-def is_untouched(name: str, text: str) -> bool:
-    """Small models take "Who the user is goes here" for what it says about the user."""
-    kit = DATA / "templates" / name
-    return kit.exists() and text == kit.read_text(encoding="utf-8").strip()
+    kit = DATA / "templates" / path.name
+    # small models take "Who the user is goes here" for what it says about the user
+    is_untouched = kit.exists() and text == kit.read_text(encoding="utf-8").strip()
+    return "" if is_untouched else text
 
 
 def remembered(memory: MemoryStore, facts: str, most: int) -> tuple[str, str]:
@@ -1139,13 +1134,11 @@ class ApprovalHook(AgentHook):
         if self.ask is None:
             return
         question = approval_question(call.name, call.arguments)
-        match (await self.ask(question)).strip().lower():
-            case "a" | "always":
-                self.always.add(call.name)
-            case "y" | "yes":
-                pass
-            case _:
-                return
+        answer = (await self.ask(question)).strip().lower()
+        if answer in ("a", "always"):
+            self.always.add(call.name)
+        elif answer not in ("y", "yes"):
+            return
         call.denied = ""
         call.approved = True
 
@@ -1349,7 +1342,7 @@ class BusService:
                     await asyncio.wait([turn])
                 finally:
                     await end_all([turn])
-            if is_finished(turn):
+            if not turn.cancelled() and turn.exception() is None:
                 await asyncio.sleep(turn.result())
         del self.conversations[conversation.key]
 
@@ -1389,7 +1382,8 @@ class BusService:
     def _deliver(
         self, session: Session, conversation: Conversation, result: AgentRunResult
     ) -> None:
-        GATEWAY_LOG.info("%s: %s, %d requests", session.key, result.stop_reason, result.requests)
+        requests = counted(result.requests, "request")
+        GATEWAY_LOG.info("%s: %s, %s", session.key, result.stop_reason, requests)
         text = text_for_chat(result)
         count = len(session.lines)
         if wrote_to_chat(result, session.key) or not text:
@@ -1423,8 +1417,7 @@ class BusService:
         try:
             await self.loop.process_direct(text, key, self._emit)
         except Exception as problem:
-            events = EventHook(self._emit, self.loop.turn(key), streaming=False)
-            await events.send("final", f"Sorry, that failed: {problem}")
+            await self._say(key, f"Sorry, that failed: {problem}")
 
     async def _hear_helpers(self) -> None:
         while True:
@@ -1460,10 +1453,7 @@ class BusService:
     async def end(self) -> None:
         """Stop what runs: each turn is journalled as far as it came."""
         self.is_ending = True
-        tasks = [*self.tasks, *self.loop.subagents.running]
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks, timeout=5.0)
+        await end_all([*self.tasks, *self.loop.subagents.running], 5.0)
 
 
 def text_for_chat(result: AgentRunResult) -> str:
@@ -1515,12 +1505,10 @@ def target_of(arguments: dict, key: str) -> str:
 GATEWAY_LOG = logging.getLogger("nanobot.gateway")  # one line an event
 
 
-@contextlib.contextmanager
-def one_gateway(workspace: Path) -> Iterator[None]:
+def one_gateway(workspace: Path) -> contextlib.AbstractContextManager:
     """Raises SessionBusy where another gateway serves this workspace."""
     busy = f"A gateway serves {workspace} already. End it first, or name another --workspace."
-    with locked(workspace / ".nanobot" / "gateway.lock", busy):
-        yield
+    return locked(workspace / ".nanobot" / "gateway.lock", busy)
 
 
 def gateway_runs(workspace: Path) -> bool:
@@ -1554,13 +1542,20 @@ async def serve(loop: AgentLoop) -> None:
 
 
 async def end_serving(work: list[asyncio.Task], bus: MessageBus, loop: AgentLoop) -> None:
-    try:
-        async with asyncio.timeout(8.0):
-            await end_all(work)
-            await bus.close(2.0)
-            await loop.close(1.0)
-    except TimeoutError:
-        log.warning("not everything ended within 8 s; the journal keeps what it has")
+    """At most 8 s: nobody waits any longer for a tool that catches each of its cancellations."""
+    ending = asyncio.create_task(end_in_order(work, bus, loop))
+    await asyncio.wait([ending], timeout=8.0)
+    sessions = {*loop.turns.tasks, *loop.subagents.running.values()}
+    parts = [task for task in (*work, ending) if not task.done()]
+    if sessions or parts:
+        what = ", ".join(sorted(sessions)) or "a part of the gateway"
+        log.warning("left behind, as it does not end: %s; the journal keeps what it has", what)
+
+
+async def end_in_order(work: list[asyncio.Task], bus: MessageBus, loop: AgentLoop) -> None:
+    await end_all(work, 6.0)
+    await bus.close(2.0)
+    await loop.close(1.0)
 
 
 def make_channels(loop: AgentLoop) -> list[Channel]:
@@ -1836,9 +1831,8 @@ async def answer_with_helpers(
 # ---- Slash commands ----
 # Without them a user who is stuck has no way to say so but to the model that he is stuck with.
 
-SLASH = (  # "/status@my_bot", "/dream-log 1f3a9c", but not "/etc/hosts?"
-    r"/([a-z][a-z-]*)(?:@\w+)?(?:\s+([0-9a-f]{4,40}))?"
-)
+# "/status@my_bot", "/dream-log 1f3a9c", but not "/etc/hosts?"
+SLASH = r"/([a-z][a-z-]*)(?:@\w+)?(?:\s+([0-9a-f]{4,40}))?"
 COMMANDS = {
     "new": "start afresh; the old conversation stays in its journal",
     "stop": "end the turn that runs, and its subagents",
@@ -1908,10 +1902,10 @@ def preview(loop: AgentLoop, turn: Turn, message: dict | None = None) -> Governe
 def session_status(loop: AgentLoop, turn: Turn) -> list[str]:
     request = preview(loop, turn)
     window = loop.config.defaults.context_window_tokens
-    count = len(loop.sessions.get(turn.session_key).get_history())
+    messages = counted(len(loop.sessions.get(turn.session_key).get_history()), "message")
     hours, minutes = divmod(int(time.monotonic() - loop.started) // 60, 60)
     return [
-        f"nanobot {__version__}, model {loop.model}, session {turn.session_key}, {count} messages",
+        f"nanobot {__version__}, model {loop.model}, session {turn.session_key}, {messages}",
         f"context {request.tokens:,} of {window:,}",
         *request.notes,
         f"since the start: {loop.cost.line(loop.cost.total)}, {hours} h {minutes} min",
@@ -2085,7 +2079,7 @@ class Config(Section):
     def __init__(self, **sections: Any):
         super().__init__(**sections)
         # not of the file, but of the program that uses it:
-        self.path: Path = path_of("~/.nanobot/config.json")
+        self.path: Path = usual_settings_file()
         self.base_url: str = ""  # of a flag or the environment: it wins
         self.cwd: Path = Path.cwd()  # where relative paths and exec start
         self.streaming: bool = True
@@ -2117,13 +2111,17 @@ class Config(Section):
             raise ConfigError(f"tools.ssrfWhitelist: {problem}. {fix}") from None
 
 
+def usual_settings_file() -> Path:
+    return path_of("~/.nanobot/config.json")
+
+
 def path_of(text: str) -> Path:
     return Path(os.path.expanduser(text)).resolve()  # unlike Path's, this expanduser never raises
 
 
 def load_config(path: Path | None = None, environ: Mapping[str, str] = os.environ) -> Config:
     """The file, and the environment over it. A file that is named must be there."""
-    file = path or Config().path
+    file = path or usual_settings_file()
     config = Config()
     if path or file.exists():
         config = read_setting(Config, pasted_servers_in_place(read_json(file, environ)), "")
@@ -2311,13 +2309,14 @@ def agent_command(arguments: argparse.Namespace) -> int:
         text = join_message(message, piped)
         if text or not keyboard or message is not None:
             status = ask_once(talk, terminal, text)
-            keep_what_was_said(loop, terminal, background)
-            return status
-        threading.Thread(target=loop.provider.warm_up, daemon=True).start()
-        config.patience = 5.0  # a server that comes later serves the next message
-        greet(terminal, loop)
-        status = terminal.converse(talk, prompt_history(loop))
-        keep_what_was_said(loop, terminal, background)
+        else:
+            threading.Thread(target=loop.provider.warm_up, daemon=True).start()
+            config.patience = 5.0  # a server that comes later serves the next message
+            greet(terminal, loop)
+            status = terminal.converse(talk, prompt_history(loop))
+        terminal.waiting.begin("the memory")
+        with contextlib.suppress(KeyboardInterrupt):  # the next turn goes on with it
+            background.complete(loop.background.settled())
         return status
 
 
@@ -2336,7 +2335,8 @@ def loop_for_terminal(
 ) -> AgentLoop:
     """The loop with what the flags add; `ask` is None where nobody can be asked."""
     tools = make_tools(config)
-    provider = make_provider(config, human_provider(tools, ask))
+    human = HumanProvider(ask, lambda name, arguments: tools.prepare_call(name, arguments)[2])
+    provider = make_provider(config, human)
     if arguments.trace:
         provider.trace = Trace(arguments.trace)
     hooks: list[AgentHook] = []
@@ -2347,13 +2347,6 @@ def loop_for_terminal(
     return AgentLoop(config, provider, tools, hooks)
 
 
-def human_provider(tools: ToolRegistry, ask: Callable[..., Awaitable[str]] | None) -> HumanProvider:
-    def problem_with(name: str, arguments: dict) -> str | None:
-        return tools.prepare_call(name, arguments)[2]
-
-    return HumanProvider(ask, problem_with)
-
-
 def warn_before_start(
     arguments: argparse.Namespace, loop: AgentLoop, terminal: CLI, keyboard: bool
 ) -> None:
@@ -2362,8 +2355,11 @@ def warn_before_start(
         terminal.note(template("no_model"))
     if arguments.approve and not keyboard:
         terminal.note(NOBODY_TO_ASK)
-    if arguments.trace and arguments.trace.stat().st_size:
-        terminal.note(f"nanobot: {arguments.trace} holds a trace already: this one goes behind it")
+    trace = arguments.trace
+    if trace and trace.stat().st_size:
+        terminal.note(f"nanobot: {trace} holds a trace already: this one goes behind it")
+    if trace and trace.is_file() and trace.stat().st_mode & 0o044:  # a new one is 0600
+        terminal.note(f"nanobot: others may read {trace}. To be the only one: chmod 600 {trace}")
 
 
 def join_message(message: str | None, piped: str) -> str:
@@ -2383,13 +2379,6 @@ def ask_once(talk: Callable[[str], int], terminal: CLI, text: str) -> int:
     except KeyboardInterrupt:
         terminal.note("stopped; `nanobot -m /continue` goes on with this turn")
         raise
-
-
-def keep_what_was_said(loop: AgentLoop, terminal: CLI, background: BackgroundLoop) -> None:
-    """The answer is there; what goes into the memory gets its time, until Ctrl-C."""
-    terminal.waiting.begin("the memory")
-    with contextlib.suppress(KeyboardInterrupt):  # the next turn in this session does it
-        background.complete(loop.background.settled())
 
 
 def one_turn(
@@ -2416,14 +2405,13 @@ def one_turn(
 
 def token_line(loop: AgentLoop, result: AgentRunResult) -> str:
     """`3 requests · 3,750 in (200 cached) · 210 out · context 1,412 of 65,536`"""
-    requests = "1 request" if result.requests == 1 else f"{result.requests} requests"
     window = loop.config.defaults.context_window_tokens
     context = f"context {result.context_tokens:,} of {window:,}"
-    return f"{requests} · {loop.cost.line(result.usage)} · {context}"
+    return f"{counted(result.requests, 'request')} · {loop.cost.line(result.usage)} · {context}"
 
 
 def onboard_command(arguments: argparse.Namespace) -> None:
-    file = arguments.config or Config().path
+    file = arguments.config or usual_settings_file()
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         file.touch(0o600)  # keys will be in it
@@ -2441,13 +2429,14 @@ def status_command(arguments: argparse.Namespace) -> int:
     settings = file if file.exists() else "the defaults; `nanobot onboard` writes a file"
     report.line("settings", str(settings))
     report.line("workspace", str(loop.workspace), problem_of_workspace(loop.workspace))
-    report.line("model", describe_model(loop.provider), problem_of_model(loop.provider))
+    is_real = isinstance(loop.provider, OpenAIProvider)
+    problem = asyncio.run(loop.provider.check()) if is_real else ""
+    report.line("model", describe_model(loop.provider), problem or "")
     bash = shutil.which("bash")
     report.line("bash", bash or "exec cannot run; install bash", is_missing=not bash)
-    if sandbox:
-        report.line("sandbox", sandbox, sandbox_problem())
-    else:
-        report.line("sandbox", "off: a command can do what you can")
+    problem = sandbox_problem() if sandbox else ""
+    report.line("sandbox", sandbox or "off: a command can do what you can", problem)
+    report_gateway(loop, report)
     for name, problem in asyncio.run(loop.mcp.check()).items():
         report.line(f"mcp {name}", "connected", problem)
     for skill in loop.skills.load():
@@ -2467,6 +2456,24 @@ class StatusReport:
             mark, state = "BAD", f"{state}: {problem}"
             self.exit_status = 1
         print(printable(f"{mark:4}{part:22}{state}"))
+
+
+def report_gateway(loop: AgentLoop, report: StatusReport) -> None:
+    """Who may write to its bot, and what its clock will do; the token is shown nowhere."""
+    telegram, heartbeat = loop.config.channels.telegram, loop.config.gateway.heartbeat
+    if telegram.token:
+        allowed = ", ".join(map(str, telegram.allow_from)) or "nobody"
+        problem = "" if telegram.allow_from else "put user ids into channels.telegram.allowFrom"
+        report.line("telegram", f"a token is set, allowed: {allowed}", problem)
+    else:
+        report.line("telegram", "off: put a token into channels.telegram.token", is_missing=True)
+    beat = f"heartbeat every {heartbeat.interval_s:,} s" if heartbeat.enabled else "heartbeat off"
+    jobs, problem = [], ""
+    try:
+        jobs = make_cron(loop, no_clock_here).store.read()
+    except (OSError, ValueError) as damage:
+        problem = f"jobs.json cannot be read ({damage}). Mend it, or delete it."
+    report.line("cron", f"{counted(len(jobs), 'job')}, {beat}", problem)
 
 
 def state_of_skill(skill: Skill) -> str:
@@ -2493,12 +2500,6 @@ def describe_model(provider: LLMProvider) -> str:
     endpoint = provider.endpoint
     model = provider.model or "no model named"
     return f"{model} at {endpoint.api_base} ({endpoint.spec.name})"
-
-
-def problem_of_model(provider: LLMProvider) -> str:
-    if not isinstance(provider, OpenAIProvider):
-        return ""
-    return asyncio.run(provider.check()) or ""
 
 
 def prompt_command(arguments: argparse.Namespace) -> None:
@@ -2538,7 +2539,7 @@ def sessions_command(arguments: argparse.Namespace) -> None:
     if arguments.show is None:
         for key in keys:
             count = len([line for line in sessions.get(key).lines if line])
-            print(printable(f"{key}  {count} messages"))
+            print(printable(f"{key}  {counted(count, 'message')}"))
         return
     key = arguments.show if arguments.show in keys else session_key(arguments.show)
     if key not in keys:
@@ -2559,7 +2560,7 @@ def gateway_command(arguments: argparse.Namespace) -> None:
     hooks = [LoggingHook()] if arguments.verbose else []
     loop = AgentLoop(config, hooks=hooks)
     with one_gateway(loop.workspace):
-        asyncio.run(serve(loop))
+        asyncio.Runner().run(serve(loop))  # `asyncio.run` waits for all tasks, whatever they do
 
 
 def cron_command(arguments: argparse.Namespace) -> None:

@@ -16,6 +16,7 @@ import sys
 import threading
 import traceback
 import zoneinfo
+from concurrent.futures import Future
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -824,16 +825,32 @@ def test_what_was_typed_before_a_question_was_shown_is_no_answer(monkeypatch):
 # ---- The loop behind the keyboard ----
 
 
+class PatientLoop(BackgroundLoop):
+    """A loop whose `complete` makes a test fail, and not hang, where it would never return."""
+
+    def complete(self, work):
+        outcome = Future()
+
+        def complete_it() -> None:
+            try:
+                outcome.set_result(super(PatientLoop, self).complete(work))
+            except BaseException as problem:
+                outcome.set_exception(problem)
+
+        threading.Thread(target=complete_it, daemon=True).start()
+        return outcome.result(10)
+
+
 def test_a_coroutine_runs_to_its_result_also_inside_a_running_loop():
     async def answer(number: int) -> int:
         await asyncio.sleep(0)
         return number
 
     async def outer() -> int:
-        with BackgroundLoop() as inner:
+        with PatientLoop() as inner:
             return inner.complete(answer(2))
 
-    with BackgroundLoop() as background:
+    with PatientLoop() as background:
         assert [background.complete(answer(n)) for n in range(3)] == [0, 1, 2]
     assert asyncio.run(outer()) == 2
 
@@ -842,7 +859,7 @@ def test_an_exception_comes_out_as_it_was_raised_and_the_loop_goes_on():
     async def fail() -> None:
         raise LookupError("no such thing")
 
-    with BackgroundLoop() as background:
+    with PatientLoop() as background:
         for _ in range(2):
             with pytest.raises(LookupError, match="no such thing"):
                 background.complete(fail())
@@ -851,7 +868,7 @@ def test_an_exception_comes_out_as_it_was_raised_and_the_loop_goes_on():
 
 def test_the_thread_of_a_loop_ends_with_its_block():
     before = set(threading.enumerate())
-    with BackgroundLoop() as background:
+    with PatientLoop() as background:
         [thread] = set(threading.enumerate()) - before
         assert thread.daemon, "no thread may hold the exit"
     thread.join(5)
@@ -880,7 +897,7 @@ except KeyboardInterrupt:
 def test_questions_are_answered_at_the_keyboard_in_their_order_and_kept_out_of_the_answer():
     command = [sys.executable, "-c", QUESTIONS]
     done = subprocess.run(
-        command, cwd=ROOT, input="y\nn\nalways\n", capture_output=True, text=True, timeout=60
+        command, cwd=ROOT, input="y\nn\nalways\n", capture_output=True, text=True, timeout=20
     )
     assert done.returncode == 0
     assert done.stdout == "['y', 'n', 'always']\nnobody is there to answer\n"
@@ -897,7 +914,7 @@ print(repr(background.complete(background.ask("Run it? "))))
 def test_an_answer_that_is_no_text_is_no_yes():
     environ = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
     command = [sys.executable, "-c", ONE_QUESTION]
-    done = subprocess.run(command, cwd=ROOT, env=environ, input=b"y\xff\n", capture_output=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, env=environ, input=b"y\xff\n", capture_output=True, timeout=20)
     assert (done.returncode, done.stdout) == (0, b"''\n"), done.stderr
 
 
@@ -957,7 +974,7 @@ def interrupted(how: str, at: tuple[str, ...]) -> str:
     with subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
-        clock = threading.Timer(30, process.kill)
+        clock = threading.Timer(20, process.kill)
         clock.start()
         for line in at:
             while not printed.endswith(f"{line}\n"):
@@ -999,12 +1016,12 @@ print("bye")
 
 def test_unfinished_work_does_not_hold_the_exit_of_the_program():
     command = [sys.executable, "-c", NEVER_DONE]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=20)
     assert done.stdout == "bye\n"  # TimeoutExpired if it does
 
 
 def test_a_question_between_two_turns_is_refused():
-    with BackgroundLoop() as background:
+    with PatientLoop() as background:
         background.complete(asyncio.sleep(0))
         asked = asyncio.run_coroutine_threadsafe(background.ask("more? "), background.loop)
         with pytest.raises(NobodyToAsk, match="no turn is waited for"):
@@ -1052,7 +1069,7 @@ def test_a_question_from_beside_the_turn_is_answered_or_refused_and_a_given_up_o
     async def outcomes() -> list:
         return await asyncio.gather(*asides, return_exceptions=True)
 
-    with BackgroundLoop() as background:
+    with PatientLoop() as background:
         assert background.complete(turn()) == "two"
         with pytest.raises(KeyboardInterrupt):
             background.complete(never_answered())
@@ -1076,7 +1093,7 @@ def test_a_question_while_a_stopped_turn_tidies_up_is_refused(monkeypatch):
                 await background.ask("save it? ")
             refused.append("save it? ")
 
-    with BackgroundLoop() as background, pytest.raises(KeyboardInterrupt):
+    with PatientLoop() as background, pytest.raises(KeyboardInterrupt):
         background.complete(turn())
     assert refused == ["save it? "]
 
@@ -1102,7 +1119,7 @@ print("the end", flush=True)
 def test_ctrl_c_at_the_end_leaves_nothing_behind():
     streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", STOPPED_AT_THE_END], cwd=ROOT, **streams) as process:
-        clock = threading.Timer(30, process.kill)
+        clock = threading.Timer(20, process.kill)
         clock.start()
         assert process.stdout.readline() == "closing\n"
         process.send_signal(signal.SIGINT)
@@ -1129,7 +1146,7 @@ def test_at_the_end_what_works_in_the_background_gets_its_finally(caplog):
         seen.append("closed")
         raise OSError("a server did not listen")
 
-    with BackgroundLoop(close) as background:
+    with PatientLoop(close) as background:
         tasks = background.complete(begin())
     assert seen[0] == "closed" and set(seen[1:]) == {"one", "two"}
     assert all(task.cancelled() for task in tasks)
@@ -1272,7 +1289,7 @@ def test_a_turn_shows_its_waiting_and_takes_it_away_at_its_end(terminal):
         clock.now += 9
         await asyncio.to_thread(read_screen)
 
-    with BackgroundLoop(waiting=waiting) as background:
+    with PatientLoop(waiting=waiting) as background:
         background.complete(turn())
         assert shown_on(terminal) == "|"
     assert "waiting for the model, 9 s" in "".join(seen)
@@ -1308,7 +1325,7 @@ def test_a_question_stands_on_a_line_of_its_own():
     streams = {"stdin": keyboard, "stdout": keyboard, "stderr": keyboard}
     shown = b""
     with subprocess.Popen(command, cwd=ROOT, env={**os.environ, "TERM": "xterm"}, **streams) as process:
-        clock = threading.Timer(30, process.kill)
+        clock = threading.Timer(20, process.kill)
         clock.start()
         os.close(keyboard)
         for expected, keys in ((b"Run it? ", b"y\n"), (b"answer: y", b"")):

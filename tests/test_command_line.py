@@ -1,6 +1,7 @@
 """The program as a user meets it: real processes, a real endpoint, real signals, a real terminal."""
 
 import asyncio
+import contextlib
 import io
 import json
 import multiprocessing
@@ -38,11 +39,13 @@ def surroundings(server: FakeLLM | None) -> dict[str, str]:
     return environ
 
 
-def start(*arguments: str, server: FakeLLM | None = None, extra=None, **options) -> subprocess.Popen:
+def start(
+    *arguments: str, server: FakeLLM | None = None, extra=None, program=PROGRAM, **options
+) -> subprocess.Popen:  # fmt: skip
     environ = surroundings(server) | (extra or {})
     options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
     options |= {"encoding": "utf-8", "errors": "surrogateescape"}
-    return subprocess.Popen([*PROGRAM, *arguments], env=environ, **options)
+    return subprocess.Popen([*program, *arguments], env=environ, **options)
 
 
 def nanobot(*arguments: str, server: FakeLLM | None = None, stdin: str = "", cwd: Path | None = None):
@@ -1040,6 +1043,19 @@ def test_no_one_to_ask_is_said_before_the_turn_and_a_second_trace_says_that_it_a
         second = nanobot("-m", "x", *flags, server=server)[2]
     assert first.count("nobody can be asked") == second.count("nobody can be asked") == 1
     assert ("goes behind it" in first, "goes behind it" in second) == (False, True)
+    assert "others may read" not in first + second
+
+
+def test_a_trace_that_others_may_read_keeps_its_mode_and_the_user_learns_of_it(run_here, tmp_path):
+    trace = tmp_path / "t.jsonl"
+    ask = ("--offline", "-m", "x", "--trace")
+    for mode, is_said in ((0o600, False), (0o644, True), (0o640, True), (0o620, False)):
+        trace.touch()
+        trace.chmod(mode)
+        err = run_here(*ask, str(trace))[2]
+        told = f"nanobot: others may read {trace}. To be the only one: chmod 600 {trace}\n"
+        assert (told in err, trace.stat().st_mode & 0o777) == (is_said, mode)
+    assert "others may read" not in run_here(*ask, "/dev/null")[2], "it keeps nothing"
 
 
 @pytest.mark.parametrize("replies", [["", "", ""], [call("list_dir")] * 9])
@@ -1257,7 +1273,11 @@ def test_status_has_a_row_for_each_part(run_here, own_home):
         f"ok  bash                  {shutil.which('bash')}",
         "ok  sandbox               off: a command can do what you can",
     ]
-    skills = {row[4:26].strip(): (row[:2], row[26:]) for row in rows[5:]}
+    assert rows[5:7] == [
+        "--  telegram              off: put a token into channels.telegram.token",
+        "ok  cron                  0 jobs, heartbeat every 1,800 s",
+    ]
+    skills = {row[4:26].strip(): (row[:2], row[26:]) for row in rows[7:]}
     has_curl = bool(shutil.which("curl"))
     assert skills["skill weather"] == (("ok", "ready") if has_curl else ("--", "needs program curl"))
     assert all(name.startswith("skill ") and mark in ("ok", "--") for name, (mark, _) in skills.items())
@@ -1279,6 +1299,35 @@ def test_status_says_what_is_missing_or_broken(run_here, own_home, monkeypatch):
     assert "--  bash                  exec cannot run; install bash\n" in out
     assert "--  skill odd             broken, left out: " in out
     assert re.search(r"^--  skill github +needs program gh$", out, re.M)
+
+
+def test_status_tells_what_a_gateway_would_serve_and_never_the_token(run_here, own_home):
+    run_here("onboard")
+    settings = own_home / ".nanobot" / "config.json"
+    jobs = own_home / ".nanobot" / "workspace" / "cron" / "jobs.json"
+    jobs.parent.mkdir()
+
+    def rows_with(telegram: dict, heartbeat: dict, content: str) -> list[str]:
+        settings.write_text(json.dumps({"channels": {"telegram": {"token": "1:secret"} | telegram},
+                                        "gateway": {"heartbeat": heartbeat}}))  # fmt: skip
+        jobs.write_text(content)
+        status, out, err = run_here("status", "--offline")
+        assert "secret" not in out + err and status == int("BAD" in out)
+        return [row for row in out.splitlines() if row[4:12] in ("telegram", "cron    ")]
+
+    assert rows_with({"allowFrom": [7, "8"]}, {"intervalS": 60}, '{"jobs": [{"id": "a"}]}') == [
+        "ok  telegram              a token is set, allowed: 7, 8",
+        "ok  cron                  1 job, heartbeat every 60 s",
+    ]
+    assert rows_with({"allowFrom": ["*"]}, {"enabled": False}, '{"jobs": [{}, {}]}') == [
+        "ok  telegram              a token is set, allowed: *",
+        "ok  cron                  2 jobs, heartbeat off",
+    ]
+    nobody, damaged = rows_with({}, {}, '{"jobs": 7}')
+    fix = "put user ids into channels.telegram.allowFrom"
+    assert nobody == f"BAD telegram              a token is set, allowed: nobody: {fix}"
+    problem = "jobs.json cannot be read (it holds no list of jobs). Mend it, or delete it."
+    assert damaged == f"BAD cron                  0 jobs, heartbeat every 1,800 s: {problem}"
 
 
 def test_status_names_the_model_and_where_it_is(run_here, monkeypatch):
@@ -1486,14 +1535,15 @@ def test_a_reader_who_has_enough_is_no_fault(own_home):
 class Gateway:
     """`nanobot gateway` as a process of its own; its log is in a file."""
 
-    def __init__(self, home: Path, telegram: FakeTelegram, server: FakeLLM, *flags: str, **settings):
+    def __init__(self, home: Path, telegram: FakeTelegram, server: FakeLLM, *flags: str,
+                 program=PROGRAM, **settings):  # fmt: skip
         config = {"channels": {"telegram": {"token": telegram.token, "allowFrom": [7, *range(100, 120)],
                                             "apiBase": telegram.base_url} | settings}}  # fmt: skip
         (home / ".nanobot").mkdir(exist_ok=True)
         (home / ".nanobot" / "config.json").write_text(json.dumps(config))
         self.log = home / "gateway.log"
         with open(self.log, "a") as log:
-            self.process = start("gateway", *flags, server=server, stderr=log,
+            self.process = start("gateway", *flags, server=server, stderr=log, program=program,
                                  preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))  # fmt: skip
 
     def wait_for(self, text: str) -> None:
@@ -1503,7 +1553,9 @@ class Gateway:
     def end(self) -> float:
         before = time.monotonic()
         self.process.terminate()
-        self.process.wait(20)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the test fails, and ends
+            self.process.wait(20)
+        self.process.kill()
         return time.monotonic() - before
 
 
@@ -1534,7 +1586,7 @@ def test_a_gateway_answers_lets_others_look_survives_its_terminal_and_ends_in_or
         assert len(events) == 3, "one line an event: two came in, one was answered"
         stamp = r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO nanobot.gateway: "
         assert re.search(f"{stamp}serving telegram, cron$", log, re.M)
-        assert re.search(f"{stamp}telegram:7: completed, 1 requests$", log, re.M)
+        assert re.search(f"{stamp}telegram:7: completed, 1 request$", log, re.M)
         assert re.search(f"{stamp}ended$", log, re.M) and "iteration 1" not in log
         home = f"{own_home}/.nanobot/workspace"
         assert f"files are in {home}: a.txt means" in server.bodies[0]["messages"][0]["content"]
@@ -1543,6 +1595,39 @@ def test_a_gateway_answers_lets_others_look_survives_its_terminal_and_ends_in_or
         telegram.wait_until(lambda: telegram.texts() == ["at last"])
         gateway.wait_for("iteration 1")
         gateway.end()
+
+
+WITH_A_STUBBORN_TOOL = f"""
+import asyncio, sys
+sys.path.insert(0, {str(ROOT)!r})
+import nanobot, tools
+
+@tools.tool
+async def stay() -> str:
+    "Stay, whatever happens."
+    while True:
+        try:
+            await asyncio.sleep(3_600)
+        except asyncio.CancelledError:
+            pass
+
+tools.FILE_TOOLS.append(stay)
+sys.exit(nanobot.main())
+"""
+
+
+def test_a_tool_that_catches_every_cancellation_does_not_keep_a_gateway_from_its_end(own_home):
+    with FakeTelegram() as telegram, FakeLLM([call("stay")]) as server:
+        gateway = Gateway(own_home, telegram, server, program=[sys.executable, "-c", WITH_A_STUBBORN_TOOL])
+        telegram.say("stay")
+        telegram.wait_until(lambda: telegram.texts() == ["stay()"])
+        assert gateway.end() < 10
+    assert gateway.process.returncode == 0
+    *_, line, last = gateway.log.read_text().splitlines()
+    assert line.endswith("left behind, as it does not end: telegram:7; the journal keeps what it has")
+    assert last.endswith("INFO nanobot.gateway: ended"), "and nothing else is told"
+    assert [line["role"] for line in journal(own_home, "telegram%3A7") if "role" in line] == [
+        "user", "assistant"]  # fmt: skip
 
 
 def test_a_wrong_token_is_said_plainly_and_cron_goes_on(own_home):

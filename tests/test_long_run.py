@@ -85,7 +85,7 @@ def test_what_was_said_is_known_in_a_new_session_and_a_dream_is_seen_and_undone(
     assert "The user's favourite colour is green" in out
     about_user = workspace / "USER.md"
     before = about_user.read_text()
-    assert "1 change(s)" in nanobot("--offline", "-m", "/dream")[1]
+    assert ": 1 change. " in nanobot("--offline", "-m", "/dream")[1]
     assert "colour is green" in about_user.read_text()
     commits = nanobot("--offline", "-m", "/dream-log")[1].splitlines()
     assert re.fullmatch(r"[0-9a-f]+ dream: .*, 1 change\(s\)", commits[0])
@@ -119,7 +119,7 @@ def test_without_a_dream_there_is_none_to_undo(tmp_path):
 
     assert "no dream yet" in say("/dream-log") and "no dream yet" in say("/dream-restore")
     loop.memory.append_history("They talked about nothing in particular.")
-    assert "0 change(s)" in say("/dream")
+    assert ": 0 changes." in say("/dream")
     assert "no dream has changed anything" in say("/dream-restore")
 
 

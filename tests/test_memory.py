@@ -1290,14 +1290,22 @@ def test_each_message_is_measured_once():
     assert counter.total([message, message]) == before
 
 
-def test_sizes_of_more_than_20000_messages_are_not_kept():
+def test_sizes_of_more_than_5000_messages_are_kept_only_where_one_request_has_as_many():
     counter, message = TokenCounter(), user("x" * 400)
     before = counter.size(message)
     message["content"] *= 2
-    counter.total([{} for _ in range(20_000)])
-    assert counter.size(message) == before
-    counter.size({})
-    assert counter.size(message) == before + 100
+    counter.total(others := [{} for _ in range(4_999)])
+    assert counter.total([message]) == before
+    counter.total([*others, {}])
+    assert counter.total([message]) == before + 100
+
+
+def test_the_sizes_of_a_long_request_are_kept():
+    counter, messages = TokenCounter(), [user("x" * 400) for _ in range(6_000)]
+    before = counter.total(messages)
+    for message in messages:
+        message["content"] *= 2
+    assert counter.total(messages) == before
 
 
 def test_tools_are_measured_together_and_anew_only_where_they_are_others():
@@ -1432,7 +1440,7 @@ def test_old_results_become_lines_that_say_what_was_there_but_the_10_newest_and_
     ]
     assert contents[0] == "x" * 2_000 and contents[1] == "short"
     assert [len(text) for text in contents[-10:]] == [2_000] * 10
-    assert governed.notes == ["3 old tool result(s) are sent as one line each"]
+    assert governed.notes == ["3 old tool results sent as one line each"]
 
 
 def test_the_line_for_a_result_names_its_call_as_far_as_it_is_known():
@@ -1490,7 +1498,7 @@ def test_no_more_results_of_the_turn_become_lines_than_needed_and_the_last_ones_
         expected[place] = {**messages[place], "content": text}
         governed = govern(messages, counter.total(expected), counter, messages[1])
         assert governed.messages == expected
-        assert governed.notes == [f"{count} old tool result(s) are sent as one line each"]
+        assert governed.notes == [f"{count} old tool result{'s' * (count > 1)} sent as one line each"]
 
 
 def test_no_more_steps_of_the_turn_are_left_out_than_needed_and_no_question():
@@ -1504,7 +1512,7 @@ def test_no_more_steps_of_the_turn_are_left_out_than_needed_and_no_question():
         expected = [*messages[:2], note, question, *messages[max(place + 2, 6) :]]
         governed = govern(messages, total - gone + 50, counter, messages[1])
         assert governed.messages == expected
-        assert governed.notes == [f"{count} step(s) of this turn are left out"]
+        assert governed.notes == [f"{count} step{'s' * (count > 1)} of this turn left out"]
         assert governed.tokens == counter.total(expected)
 
 
@@ -1557,7 +1565,7 @@ def test_one_result_takes_a_quarter_of_the_budget_at_most():
     text = governed.messages[-1]["content"].lstrip("x")
     kept = len(governed.messages[-1]["content"]) - len(text)
     assert text == f"\n[{100_000 - kept:,} more characters are left out: ask for a part of it]"
-    assert governed.notes == ["1 tool result(s) are cut to ~2,000 tokens"]
+    assert governed.notes == ["1 tool result cut to ~2,000 tokens"]
     quarter = 4 * counter.size(messages[-1])
     assert govern(messages, quarter, counter).messages == messages
     assert govern(messages, quarter - 1, counter).messages != messages
@@ -1583,7 +1591,7 @@ def test_a_turn_that_outgrows_the_window_goes_on():
         assert governed.messages[-1] is messages[-1] or messages[-1]["role"] == "user"
         assert user("the task") in governed.messages
     assert user("and do not forget b.txt") in governed.messages
-    assert "step(s) of this turn are left out" in governed.notes[-1]
+    assert " of this turn left out" in governed.notes[-1]
     assert any("what they did is done" in (m["content"] or "") for m in governed.messages)
 
 
@@ -2270,6 +2278,62 @@ def test_a_turn_that_is_cancelled_meanwhile_moves_no_cursor(sessions):
     assert contents(keeper.store) == []
 
 
+@contextlib.contextmanager
+def fsyncs_on_this_thread():
+    """For whom this thread brings something to the disk: ["write_atomically"]"""
+    seen: list[str] = []
+
+    def look(frame, event, function):
+        if event == "c_call" and getattr(function, "__name__", "") == "fsync":
+            seen.append(frame.f_code.co_name)
+
+    sys.setprofile(look)
+    try:
+        yield seen
+    finally:
+        sys.setprofile(None)
+
+
+@pytest.mark.parametrize("replies", [[saves("Entry.", "- Likes blue")], []], ids=["saved", "raw"])
+def test_what_new_drops_reaches_the_disk_and_not_on_the_thread_of_the_loop(sessions, replies):
+    session, keeper = talk(sessions.get(KEY), 3), consolidator(sessions, *replies)
+    session.restart()
+    with fsyncs_on_this_thread() as on_the_loop:
+        asyncio.run(keeper.archive(session))
+    assert (on_the_loop, session.last_consolidated, len(contents(keeper.store))) == ([], 12, 1)
+    assert keeper.store.read_facts() == ("- Likes blue\n" if replies else "")
+
+
+def test_a_turn_that_is_stopped_while_it_saves_ends_when_all_is_saved_and_nothing_is_twice(sessions):
+    session, keeper = talk(sessions.get(KEY), 3), consolidator(sessions, *[saves("Entry.", "- Blue")] * 2)
+    session.restart()
+    is_held, is_enough, done_early = threading.Event(), threading.Event(), []
+
+    def busy_elsewhere() -> None:
+        with locked(keeper.store.folder / ".lock"):
+            is_held.set()
+            is_enough.wait(5)
+
+    async def stop() -> None:
+        saving = asyncio.create_task(keeper.archive(session))
+        while not keeper.ask.asked:
+            await asyncio.sleep(0.001)
+        saving.cancel()
+        await asyncio.sleep(0.01)
+        done_early.append(saving.done())
+        is_enough.set()
+        await asyncio.wait([saving])
+        assert saving.cancelled() and keeper.store.read_facts() == "- Blue\n"
+        await keeper.archive(session)
+
+    other = threading.Thread(target=busy_elsewhere)
+    other.start()
+    is_held.wait(5)
+    asyncio.run(stop())
+    other.join()
+    assert (done_early, contents(keeper.store), session.last_consolidated) == ([False], ["Entry."], 12)
+
+
 def test_a_consolidation_in_the_background_does_not_take_back_new(sessions, tmp_path):
     """Another program said `/new` in this session while the model was thinking."""
     session = talk(sessions.get(KEY), 30)
@@ -2612,7 +2676,7 @@ def test_a_dream_finds_and_edits_and_is_one_commit(home):
     model = Model("Here:\n- [MEMORY] Favourite colour: blue\n[MEMORY-REMOVE] green: outdated\nThat is all.")
     dreamer = dream(home, model, BLUE)
     told = asyncio.run(dreamer.run())
-    assert "Dreamt about 3 entries: 2 change(s)" in told
+    assert "Dreamt about 3 entries: 2 changes." in told
     question = model.asked[0][0][1]["content"]
     assert "[2026-04-03 00:02] Thing 2." in question and "Favourite colour: green" in question
     assert time.strftime("%Y-%m-%d") in question
@@ -2628,6 +2692,15 @@ def test_a_dream_finds_and_edits_and_is_one_commit(home):
     assert "-- Favourite colour: green\n+- Favourite colour: blue" in diff
 
 
+def test_a_dream_brings_nothing_to_the_disk_on_the_thread_of_the_loop(home, monkeypatch):
+    monkeypatch.setenv("PATH", "")  # no git: it would take its time
+    remember(home, *(entry(n) for n in range(1, 1_004)), cursor=b"1002")
+    with fsyncs_on_this_thread() as on_the_loop:
+        asyncio.run(dream(home, Model("[SKIP]")).run())
+    assert (on_the_loop, MemoryStore(home).dream_cursor) == ([], 1_003)
+    assert (home / "memory" / "history-archive.jsonl").exists()
+
+
 def test_a_dream_is_asked_what_happened_and_then_what_to_edit(home, monkeypatch):
     monkeypatch.setenv("PATH", "")  # no git: it would take its time
     skill_file(home / "skills", "---\ndescription: Use to sing.\n---\nSing.", name="sing")
@@ -2637,7 +2710,7 @@ def test_a_dream_is_asked_what_happened_and_then_what_to_edit(home, monkeypatch)
     days = [time.strftime("Today is %Y-%m-%d, %A.")]
     told = asyncio.run(dreamer.run())
     days.append(time.strftime("Today is %Y-%m-%d, %A."))  # midnight may have been in between
-    assert told == "Dreamt about 2 entries: 0 change(s). /dream-log shows them."
+    assert told == "Dreamt about 2 entries: 0 changes. /dream-log shows them."
     [(messages, tools, choice)] = model.asked
     assert (tools, choice) == ([], None)
     assert messages[0] == {"role": "system", "content": "[SKIP] [MEMORY]"}
@@ -2750,7 +2823,7 @@ def test_a_broken_repository_costs_no_dream(home, caplog):
     (home / ".nanobot").mkdir()
     (home / ".nanobot" / "memory.git").write_text("no repository")
     told = asyncio.run(dream(home, Model("[MEMORY] blue"), BLUE).run())
-    assert told.startswith("Dreamt about 3 entries: 0 change(s)")
+    assert told.startswith("Dreamt about 3 entries: 0 changes")
     assert re.search("memory is not under git: .*memory.git", caplog.text)
 
 
@@ -2851,7 +2924,7 @@ def test_a_dream_with_the_real_loop_and_tools_edits_what_it_may_and_nothing_else
     loop = nanobot.AgentLoop(config, ScriptedProvider(["[MEMORY] Favourite colour: green", edits, "Noted."]))
     loop.memory.append_history("[2026-04-03 00:02] The user likes green best.")
     soul = (tmp_path / "SOUL.md").read_text()
-    assert "Dreamt about 1 entries" in asyncio.run(loop.dream.run())
+    assert "Dreamt about 1 entry: 2 changes" in asyncio.run(loop.dream.run())
     assert "- Favourite colour: green" in loop.memory.read_facts()
     assert (tmp_path / "SOUL.md").read_text() == soul and not (tmp_path / "x").exists()
     results = [m["content"] for m in loop.provider.requests[-1].messages if m["role"] == "tool"]
@@ -2874,7 +2947,7 @@ def test_a_dream_is_undone_as_a_new_commit_and_is_not_dreamt_again(home):
     dreamer = dream(home, Model("[MEMORY] blue"), BLUE, ("write_file", "skills/mine/SKILL.md", "1. Do it."))
     asyncio.run(dreamer.run())
     (home / "SOUL.md").write_text("# Be kind.\n")
-    assert MemoryRepository(home).restore() == "Undone: 3 change(s)."
+    assert MemoryRepository(home).restore() == "Undone: 3 changes."
     assert MemoryStore(home).read_facts() == "- Favourite colour: green\n"
     assert (home / "SOUL.md").read_text() == "# Be kind.\n", "what came later stays"
     assert not (home / "skills" / "mine" / "SKILL.md").exists()
@@ -2893,7 +2966,7 @@ def test_lines_that_look_like_a_diffs_own_are_counted_and_undone_like_all(home):
     repository.commit("changes outside of dreams")
     memory.write_bytes(b"- a\n+++ z\n")
     assert repository.commit("dream") == 3
-    assert repository.restore() == "Undone: 3 change(s)."
+    assert repository.restore() == "Undone: 3 changes."
     assert memory.read_bytes() == b"- a\n-- x\n++ y\n"
 
 
@@ -2903,7 +2976,7 @@ def test_lines_behind_a_missing_line_end_are_counted_too(home):
     repository.commit("changes outside of dreams")
     memory.write_bytes(b"new\nmore")
     assert repository.commit("dream") == 3
-    assert repository.restore() == "Undone: 3 change(s)."
+    assert repository.restore() == "Undone: 3 changes."
     assert memory.read_bytes() == b"old"
 
 
@@ -2913,7 +2986,7 @@ def test_bytes_that_are_no_utf_8_do_not_keep_a_dream_from_being_undone(home):
     repository.commit("changes outside of dreams")
     memory.write_bytes(b"caf\xe9\nnew\n")
     assert repository.commit("dream") == 2
-    assert repository.restore() == "Undone: 2 change(s)."
+    assert repository.restore() == "Undone: 2 changes."
     assert memory.read_bytes() == b"caf\xe9\nold\n"
 
 
