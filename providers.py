@@ -1953,15 +1953,14 @@ class Rule(NamedTuple):
     fields: dict[str, str]  # {"tool": "read_file", "path": "<file>", "answer": "<file> says: …"}
 
 
-@dataclass
-class Step:
+class Step(NamedTuple):
     """What a rule does: a call, or none where `tool` is empty; and what is said of it."""
 
     rule: Rule
     answer: str = ""
     tool: str = ""
-    arguments: dict = field(default_factory=dict)
-    known: dict = field(default_factory=dict)  # what its <words> are
+    arguments: dict = {}
+    known: dict = {}  # what its <words> are
 
 
 class OfflineProvider(LLMProvider):
