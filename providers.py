@@ -31,6 +31,7 @@ import os
 import re
 import shlex
 import time
+import warnings
 import zlib
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
@@ -1636,7 +1637,8 @@ def calls_in(text: str) -> list[ToolCallRequest]:
     if pairs and not re.sub(WRAPPERS, "", re.sub(TAGGED, "", text)).strip():
         written = [(name, dict(re.findall(PARAMETER, body)) or body) for name, body in pairs]
     else:
-        written = calls_in_json(re.sub(WRAPPERS, " ", text).strip())
+        bare = re.sub(WRAPPERS, " ", text).strip()
+        written = calls_in_json(bare) or calls_in_python(bare)
     calls: list[ToolCallRequest] = []
     for name, arguments in written:
         is_cut = isinstance(arguments, str) and ends_within(arguments)
@@ -1658,6 +1660,24 @@ def calls_in_json(text: str) -> list[tuple[str, Any]]:
             calls.append((str(call["name"]), arguments))
             rest = rest[end:].lstrip(" ,;\n")
     except (ValueError, RecursionError, AttributeError, KeyError):
+        return []  # it is something else
+    return calls
+
+
+def calls_in_python(text: str) -> list[tuple[str, Any]]:
+    """`[read_file(path="a.txt"), now()]`, as Llama models write it: each argument has a name."""
+    if not (text.startswith("[") and text.endswith(")]")):
+        return []
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of a "\\d" in a text
+            written = ast.parse(text, mode="eval").body.elts
+        calls = []
+        for call in written:
+            arguments = {part.arg: ast.literal_eval(part.value) for part in call.keywords}
+            if call.args or None in arguments:  # None: `**more`
+                return []
+            calls.append((call.func.id, arguments))
+    except (SyntaxError, ValueError, TypeError, AttributeError, RecursionError, MemoryError):
         return []  # it is something else
     return calls
 

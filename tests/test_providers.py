@@ -2062,6 +2062,9 @@ TEXT_CALLS = {
     "in a list": '[{"name": "look", "arguments": {"path": "a.txt"}}]',
     "broken JSON": "<function=look>{path: 'a.txt',}</function>",
     "broken JSON in a text": """{"name": "look", "arguments": "{path: 'a.txt',}"}""",
+    "Python": '[look(path="a.txt")]',
+    "Python in a tag": '<tool_call>\n[look(path="a.txt")]\n</tool_call>',
+    "Python in a fence": "```python\n[look(path='a.txt')]\n```",
     "after thoughts": '<think>Hm.</think>\n{"name": "look", "arguments": {"path": "a.txt"}}',
 }  # fmt: skip
 LOOK_TOOL = {"type": "function", "function": {"name": "look", "parameters": {}}}
@@ -2094,7 +2097,14 @@ NO_TEXT_CALLS = {
     "a name that is none": '{"name": ["look"], "arguments": {}}',
     "prose": "Look at [this](a.txt)!",
     "a list of words": '["look"]',
-    "Python": "[look(path=open('x').read())]",
+    "Python that would have to run": "[look(path=open('x').read())]",
+    "Python without the argument's name": "[look('a.txt')]",
+    "Python with more": "[look(path='a.txt', **{'n': 1})]",
+    "Python of a part": "[tools.look(path='a.txt')]",
+    "Python that is half there": "[look(path='a.txt'",
+    "Python and words": "[look(path='a.txt')] reads it.",
+    "Python of another tool": "[rm(path='a.txt')]",
+    "a list with a call's words": "[[1, (2)]",
     "a number": "42",
     "code": "```python\nlook()\n```",
     "less than": "< 3",
@@ -2181,6 +2191,19 @@ def test_calls_as_text_may_stand_beside_each_other(between, around):
     one, two = ('{"name": "look", "arguments": {"n": %d}}' % n for n in (1, 2))  # noqa: UP031
     _, found = providers.read_text_calls(around % f"{one}{between}{two}", {"look": {}})
     assert [each.arguments for each in found] == [{"n": 1}, {"n": 2}]
+
+
+def test_calls_as_python_take_each_kind_of_value_and_warn_of_nothing(recwarn):
+    text = r'[look(path="a\d", n=-1), look(list=["b", {"c": None}], all=True), look()]'
+    _, found = providers.read_text_calls(text, {"look": {}})
+    arguments = [{"path": r"a\d", "n": -1}, {"list": ["b", {"c": None}], "all": True}, {}]
+    assert [call.arguments for call in found] == arguments
+    assert len(recwarn) == 0
+
+
+def test_a_set_in_calls_as_python_is_told_to_the_model():
+    (call,) = providers.read_text_calls("[look(path={1, 2})]", {"look": {}})[1]
+    assert call.arguments == {} and "not whole JSON" in call.error
 
 
 def test_a_call_as_text_that_is_cut_is_not_run():
