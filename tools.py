@@ -21,6 +21,7 @@ import codecs
 import contextlib
 import difflib
 import functools
+import importlib
 import inspect
 import ipaddress
 import itertools
@@ -2591,15 +2592,6 @@ MAX_MCP_TOOLS, MAX_MCP_CHARS = 128, 20_000  # of a server, of a schema: all is i
 OLD_HANDSHAKE, NEW_HANDSHAKE = "legacy", "auto"  # the SDK's names
 
 
-def import_sdk() -> types.SimpleNamespace:
-    """The official SDK: a second of CPU at its first import, so it is for a thread."""
-    import anyio
-    from mcp.client import Client, sse, stdio, streamable_http
-
-    modules = {"anyio": anyio, "sse": sse, "stdio": stdio, "http": streamable_http}
-    return types.SimpleNamespace(Client=Client, **modules)
-
-
 class MCPServer:
     """Started at the first message, tried again when it failed, ended with the agent."""
 
@@ -2638,8 +2630,8 @@ class MCPServer:
     async def _serve(self) -> None:
         """The life of a connection, from its start until `close` or until it is lost."""
         try:
-            sdk = await in_thread(import_sdk)
-            await self._hold_either(sdk)
+            await in_thread(importlib.import_module, "mcp.client")  # a second of CPU
+            await self._hold_either()
         except Exception as failure:
             self.problem = await self.cause(failure)
             self.retry_at = 0.0 if self.client else time.monotonic() + self.retry_after
@@ -2648,33 +2640,38 @@ class MCPServer:
             self.problem = self.problem or f"MCP server {self.name} was closed"
             self.ready.set()
 
-    async def _hold_either(self, sdk: Any) -> None:
+    async def _hold_either(self) -> None:
         """A program gets the old handshake first, because many end when they see the new one."""
         if self.settings.command:
             try:
-                return await self._hold(sdk, OLD_HANDSHAKE)
+                return await self._hold(OLD_HANDSHAKE)
             except Exception:  # it knows only the new one, or it is just broken
                 is_late = time.monotonic() > self.started + self.time_limit
                 if self.client or self.is_closing or is_late:
                     raise
-        await self._hold(sdk, NEW_HANDSHAKE)
+        await self._hold(NEW_HANDSHAKE)
 
-    async def _hold(self, sdk: Any, handshake: str) -> None:
+    async def _hold(self, handshake: str) -> None:
         """Connect, offer the tools, and stay until `close`; raises what ends it before."""
+        import anyio
+        from mcp.client import Client
+
         async with contextlib.AsyncExitStack() as stack:
             seconds_left = self.started + self.time_limit - time.monotonic()
-            self.scope = stack.enter_context(sdk.anyio.move_on_after(seconds_left))
-            transport = await self._transport(sdk, stack)
-            session = sdk.Client(transport, mode=handshake, message_handler=self._notice)
+            self.scope = stack.enter_context(anyio.move_on_after(seconds_left))
+            transport = await self._transport(stack)
+            session = Client(transport, mode=handshake, message_handler=self._notice)
             client = await stack.enter_async_context(session)
             await self._offer(client)
             self.scope.deadline, self.client, self.problem = math.inf, client, ""
             self.ready.set()
-            await sdk.anyio.sleep_forever()
+            await anyio.sleep_forever()
         if not self.is_closing:
             raise TimeoutError(f"no answer in {self.time_limit:g} s")
 
-    async def _transport(self, sdk: Any, stack: contextlib.AsyncExitStack) -> Any:
+    async def _transport(self, stack: contextlib.AsyncExitStack) -> Any:
+        from mcp.client import sse, stdio, streamable_http
+
         logging.getLogger("mcp").setLevel(logging.CRITICAL)  # a traceback for each line of junk
         logging.getLogger("httpx2").setLevel(logging.WARNING)  # whole URLs: some hold a key
         settings = self.settings
@@ -2686,14 +2683,14 @@ class MCPServer:
             self.stderr = Capture(os.fdopen(reading, "rb"))
             errors = stack.enter_context(os.fdopen(writing, "w"))
             program = {"command": settings.command, "args": settings.args, "env": settings.env}
-            return sdk.stdio.stdio_client(sdk.stdio.StdioServerParameters(**program), errors)
+            return stdio.stdio_client(stdio.StdioServerParameters(**program), errors)
         if kind == "sse" and settings.url:
-            return sdk.sse.sse_client(settings.url, settings.headers)
+            return sse.sse_client(settings.url, settings.headers)
         if kind in ("http", "streamablehttp") and settings.url:
-            http = sdk.http.create_mcp_http_client(settings.headers)
+            http = streamable_http.create_mcp_http_client(settings.headers)
             await stack.enter_async_context(http)
-            limit = {"max_sse_event_size": MAX_FILE_BYTES}
-            return sdk.http.streamable_http_client(settings.url, http_client=http, **limit)
+            limits = {"max_sse_event_size": MAX_FILE_BYTES}
+            return streamable_http.streamable_http_client(settings.url, http_client=http, **limits)
         raise ValueError("it needs a command (type stdio) or a url (type sse, http)")
 
     async def _notice(self, message: Any) -> None:
