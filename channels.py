@@ -1347,10 +1347,9 @@ class JobStore:
 
     def read(self) -> list:
         """Raises ValueError where the file is damaged; `rows` still has what was known before."""
-        if not self.path.exists():
-            self.rows = []
-            return self.rows
-        content = json.loads(self.path.read_bytes())
+        content = {"jobs": []}
+        if self.path.exists():
+            content = json.loads(self.path.read_bytes())
         if not isinstance(content, dict) or not isinstance(content.get("jobs"), list):
             raise ValueError("it holds no list of jobs")
         self.rows = content["jobs"]

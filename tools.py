@@ -205,8 +205,7 @@ class ToolRegistry:
             if isinstance(failure, asyncio.CancelledError) and asyncio.current_task().cancelling():
                 raise  # it is the turn that is cancelled, not only something in the tool
             log.warning("tool %s failed", name, exc_info=True)
-            text = f"{name} failed: {type(failure).__name__}: {failure}"
-            result = ToolResult(text, is_error=True)
+            result = ToolResult(f"{name} failed: {type(failure).__name__}: {failure}", is_error=True)
         if not result.text.strip():
             result.text = f"({name} completed with no output)"
         if len(result.text) > turn.max_result_chars:
@@ -261,7 +260,8 @@ class Turn:
 
     def saw(self, path: Path) -> bool:
         """Remember this version of a file. Returns: did the session know it before?"""
-        version = version_of(path)
+        info = path.stat()
+        version = (info.st_mtime_ns, info.st_size)
         is_known = self.seen.get(path) == version
         self.seen[path] = version
         return is_known
@@ -667,11 +667,6 @@ def allowed_path(turn: Turn, text: str, write: bool) -> Path:
     if turn.restrict and not is_inside:
         raise ToolError(f"{real} is outside of {home} and {here}. Use a path inside.")
     return real
-
-
-def version_of(path: Path) -> tuple[int, int]:
-    info = path.stat()
-    return info.st_mtime_ns, info.st_size
 
 
 def is_secret(real: Path, turn: Turn) -> bool:
