@@ -640,9 +640,8 @@ def signature_schema(function: Callable) -> dict:
 
 
 # ---- Paths: where a model's words may lead ----
-# Without this `../../.ssh/id_rsa`, a link in a stranger's repository, or /proc/self/environ is
-# read, and the agent edits its own records. A guard-rail: a folder that another process swaps for a
-# link between check and use is not noticed.
+# Without this `../../.ssh/id_rsa`, a link in a stranger's repository, or /proc/self/environ is read,
+# and the agent edits its own records. Of a link that is put there between check and use see NOTES.md.
 
 AGENT_FILES = ("sessions", "cron", "memory/history.jsonl", "memory/HISTORY.md", "memory/.cursor",
                "memory/.dream_cursor", "memory/history-archive.jsonl", "memory/.lock",
@@ -822,8 +821,7 @@ def entry_line(entry: os.DirEntry) -> str:
 
 # ---- A passage is replaced where it is clear which, and how its lines are indented ----
 # Without this a model that counts spaces wrongly gets valid Python with another meaning: a line of
-# the method becomes one of the class. What is not certain is refused, and the nearest passage is
-# shown.
+# the method becomes one of the class. What is not certain is refused with the nearest passage.
 
 STRAIGHT_QUOTES = str.maketrans("“”‘’", "\"\"''")
 
@@ -1066,8 +1064,7 @@ def nearest(text: str, old: str) -> str:
 
 
 # ---- Notebooks ----
-# Without this a cell is changed as text: a quote too few, and Jupyter opens nothing of the
-# notebook.
+# Without this a cell is changed as text: a quote too few, and Jupyter opens nothing of it.
 
 
 @tool
@@ -1127,9 +1124,8 @@ def notebook_text(book: dict, before: str) -> str:
 
 
 # ---- Which files a search sees ----
-# Without this `node_modules` and build folders drown what is searched for. In a git work tree git
-# is asked what it ignores; a stranger's repository must start no program by it and lead nowhere
-# else.
+# Without this `node_modules` and build folders drown what is searched for. git is asked what it
+# ignores; a stranger's repository must start no program by it and lead nowhere else.
 
 SKIPPED_FOLDERS = {".git", "node_modules", "__pycache__", ".venv", ".tox", ".mypy_cache",
                    ".pytest_cache", ".ruff_cache", ".nanobot"}  # fmt: skip
@@ -1269,10 +1265,9 @@ def result_page(items: list[str], offset: int, limit: int) -> str:
 
 
 # ---- Searching lines ----
-# A search means `re.search` on each line of each file. But Python's re can take years for
-# `(a|a)*b`, nothing else runs meanwhile, and it cannot be interrupted: so whatever is not plain
-# text is matched in a child process, which is killed after 20 s, or at once when the turn is
-# stopped.
+# A search means `re.search` on each line. But Python's re can take years for `(a|a)*b`, nothing else
+# runs meanwhile, and it cannot be interrupted: so whatever is not plain text is matched in a child
+# process, which is killed after 20 s, or at once when the turn is stopped.
 
 MAX_SEARCHED_BYTES = 2_000_000
 SEARCH_SECONDS = 20
