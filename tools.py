@@ -1391,17 +1391,7 @@ def run_search(
 
     Raises ToolError; where it is no plain text, also when nothing was found in so many seconds.
     """
-    finders = [Finder(search, search.is_plain), Finder(search, False)]
-
-    def end() -> None:
-        for finder in finders:
-            finder.end()
-
-    when_stopped(end)
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    if not search.is_plain:
-        timer.start()
+    finders = [Finder(search, search.is_plain, seconds), Finder(search, False, seconds)]
     items, skipped, notes = [], 0, ""
     try:
         for shown, skipped_here in answers_in_order(finders, in_batches(files)):
@@ -1416,7 +1406,6 @@ def run_search(
             raise ToolError(notes) from None
         notes = f"\n{notes}"
     finally:
-        timer.cancel()
         for finder in finders:
             finder.close()
     if skipped:
@@ -1450,9 +1439,12 @@ class Finder:
     It is asked in marshal's format: that needs no import, and takes names that are no UTF-8.
     """
 
-    def __init__(self, search: LineSearch, is_here: bool):
+    def __init__(self, search: LineSearch, is_here: bool, seconds: float):
         self.search, self.is_here, self.is_ended = search, is_here, False
         self.process: subprocess.Popen | None = None
+        self.timer = threading.Timer(seconds, self.end)
+        self.timer.daemon = True
+        when_stopped(self.end)
 
     def ask(self, files: list[tuple]) -> None:
         stop_if_unwanted()
@@ -1465,6 +1457,8 @@ class Finder:
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
             )  # fmt: skip
             self._send(vars(self.search))
+            if not self.search.is_plain:
+                self.timer.start()
         if self.is_ended:  # meanwhile
             self.process.kill()
         self._send([(name, os.fsencode(path)) for name, path in files])
@@ -1496,6 +1490,7 @@ class Finder:
 
     def close(self) -> None:
         self.end()
+        self.timer.cancel()
         if self.process:
             self.process.stdout.close()
             with contextlib.suppress(OSError):  # what was not sent
