@@ -2170,6 +2170,7 @@ def exchange(line: socket.socket, url: Any, body: Any = None, headers: Any = ())
 
 ATTRIBUTES = r"""(?=[\s/>])((?:[^<>"']|"[^"<]*"|'[^'<]*')*+)>"""  # a `>` in quotes ends no tag
 TAG = rf"(?i)<(/?[a-z][\w:-]*)(?:{ATTRIBUTES}|[^<>]*>?)|<[!?/][^<>]*>?"  # <p id="x">, <!doctype>
+LINK = rf"(?is)<a{ATTRIBUTES}(.*?)(?:</a\b[^<>]*>?|(?=<a[\s>])|\Z)"  # <a href="/b">b</a>
 ITEM, ROW, CELL = "\x1d", "\x1e", "\x1f"  # stand in the text until the last rules
 MARKS = {"br": "\n", "tr": ROW, "td": CELL, "th": CELL, "li": f"\n{ITEM}-", "code": "`",
          "/code": "`", "sup": "^"}  # 10<sup>6</sup> → 10^6  # fmt: skip
@@ -2183,7 +2184,7 @@ class Rule:
     """One step of page_text: what `pattern` matches becomes `put`, or what `put` makes of it."""
 
     pattern: str
-    put: str | Callable[[re.Match, str], str]  # of the match and the page's address
+    put: str | Callable[[re.Match], str]
 
 
 def page_text(source: str, url: str = "") -> str:
@@ -2193,29 +2194,29 @@ def page_text(source: str, url: str = "") -> str:
     """
     import html
 
-    article = without_frame(apply_rules(CLEANING, source, url))
-    return html.unescape(apply_rules(LAYOUT, with_numbers(article), url).strip())
+    article = with_numbers(without_frame(apply_rules(CLEANING, source)))
+    with_links = re.sub(LINK, functools.partial(link_text, url=url), article)
+    return html.unescape(apply_rules(LAYOUT, with_links).strip())
 
 
-def apply_rules(rules: dict[str, Rule], text: str, url: str) -> str:
+def apply_rules(rules: dict[str, Rule], text: str) -> str:
     for rule in rules.values():
-        put = rule.put if isinstance(rule.put, str) else functools.partial(rule.put, url=url)
-        text = re.sub(rule.pattern, put, text, flags=re.IGNORECASE | re.DOTALL)
+        text = re.sub(rule.pattern, rule.put, text, flags=re.IGNORECASE | re.DOTALL)
     return text
 
 
-def if_closed(match: re.Match, url: str = "") -> str:
+def if_closed(match: re.Match) -> str:
     """<nav>menu</nav> → a line's end; <nav>and no end: it stays"""
     return "\n" if match[2] else match[0]
 
 
-def code_block(match: re.Match, url: str) -> str:
+def code_block(match: re.Match) -> str:
     """<pre>a  <b>b</b></pre> → a fence with a&#32;&#32;b: so its blanks pass the next rules"""
     text = re.sub(TAG, "", match[1].replace("<br", "\n<br")).strip("\n")
     return "<p>" + re.sub(r"\s", lambda blank: f"&#{ord(blank[0])};", f"```\n{text}\n```") + "<p>"
 
 
-def image_text(match: re.Match, url: str) -> str:
+def image_text(match: re.Match) -> str:
     """<img src=x.png alt="A chart"> → [image: A chart]"""
     alt = re.search(r"""(?i)(?<![\w-])alt\s*=\s*("[^"]*"|'[^']*'|[^\s"'>]+)""", match[1])
     text = alt[1].strip("\"' ") if alt else ""
@@ -2235,7 +2236,7 @@ def link_text(match: re.Match, url: str) -> str:
     return f"[{text}]({html.escape(target)})" if leads_somewhere else text
 
 
-def tag_mark(tag: re.Match, url: str = "") -> str:
+def tag_mark(tag: re.Match) -> str:
     """<h2> → ## behind an empty line; <p> and </p> → an empty line; <b> → nothing"""
     name = (tag[1] or "").lower()
     if name in MARKS:
@@ -2256,11 +2257,9 @@ CLEANING = {
     "code keeps its blanks": Rule(  # <pre>if x:⏎    y</pre>
         r"<pre\b[^<>]*>(.*?)(?:</pre\b[^<>]*>?|\Z)", code_block),
     "other blanks are one": Rule(r"\s+", " "),  # a⏎   b
+    "images": Rule(rf"<img{ATTRIBUTES}", image_text),  # <img alt="A chart">
 }  # fmt: skip
 LAYOUT = {
-    "images": Rule(rf"<img{ATTRIBUTES}", image_text),  # <img alt="A chart">
-    "links": Rule(  # <a href="/b">b</a>
-        rf"<a{ATTRIBUTES}(.*?)(?:</a\b[^<>]*>?|(?=<a[\s>])|\Z)", link_text),
     "tags": Rule(TAG, tag_mark),  # <h2 id=x>, <br/>, </p>
     "blanks in a line are one": Rule(r"[^\S\n\x1d-\x1f]+", " "),  # what is left of a <b> b
     "cells": Rule(rf"(?<![ \n])[ \n]*+{CELL}[ \n]*", " | "),  # <td>a</td> <td><p>b
