@@ -1693,8 +1693,10 @@ def check_command(command: str, turn: Turn) -> None:
     if re.search(FORK_BOMB, command):
         raise ToolError("Refused: this is a fork bomb.")
     parts = shell_commands(command)
+    if {"cd", "pushd", "popd"} & {part.program for part in parts}:
+        turn = replace(turn, approved=False)  # a yes is for what is below the working folder
     for part in parts:
-        check_program(part, turn, parts)
+        check_program(part, turn)
         for word in part.before + words_but_texts(part):
             check_word(word, part.program == "tee", turn)
         for word in part.written:
@@ -1759,13 +1761,13 @@ def without_here_documents(command: str) -> str:
     return "\n".join(kept)
 
 
-def check_program(part: ShellCommand, turn: Turn, parts: list[ShellCommand]) -> None:
+def check_program(part: ShellCommand, turn: Turn) -> None:
     calls = [f"{part.program} {word}" for word in ["", *part.arguments]]
     is_fatal = any(re.fullmatch(FATAL, call) for call in calls)
     if is_fatal and not ONLY_TELLS & set(part.arguments):
         why = f"{part.program} can destroy much, or stop the machine, in this way"
         raise ToolError(f"Refused: {why}. Ask the user to run it.")
-    if deletes_recursively(part) and not is_approved(part, turn, parts):
+    if deletes_recursively(part) and not is_approved(part, turn):
         why = f"{part.program} can destroy much in this way"
         below = f"folders strictly below {turn.cwd}, without cd, xargs and $"
         advice = f"Remove files one by one, or name {below}: with --approve the user may say yes"
@@ -1791,11 +1793,10 @@ def options_and_names(words: list[str]) -> tuple[list[str], list[str]]:
     return options, names + words[end + 1 :]
 
 
-def is_approved(deletion: ShellCommand, turn: Turn, parts: list[ShellCommand]) -> bool:
+def is_approved(deletion: ShellCommand, turn: Turn) -> bool:
     """Whether the user said yes to this call, and all that it names is below the working folder."""
     _, names = options_and_names(deletion.arguments)  # of find also the values of its tests
-    moves = any(part.program in ("cd", "pushd", "popd") for part in parts)
-    is_known = bool(names) and not moves and "xargs" not in deletion.before
+    is_known = bool(names) and "xargs" not in deletion.before
     return turn.approved and is_known and all(is_below(name, turn) for name in names)
 
 

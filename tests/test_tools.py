@@ -3947,7 +3947,7 @@ def test_a_recursive_delete_below_the_working_folder_runs_when_the_user_said_yes
     "rm -rf .", "rm -rf sub/..", "rm -rf ..", "rm -rf ../ws-evil", "rm -rf /", "rm -rf ~",
     "rm -rf sub /etc/x", "rm -rf $HOME/x", "rm -rf $(echo sub)", "rm -rf `echo sub`", "rm -rf {sub,/etc}",
     "rm -rf away/gold.txt", "cd sub && rm -rf x", "cd /; rm -rf etc", "echo sub | xargs rm -rf",
-    "pushd sub; rm -rf x", "popd; rm -rf x",
+    "pushd sub; rm -rf x", "popd; rm -rf x", "cd /; bash -c 'rm -rf etc'",
     "find sub -exec rm -rf {} +", "find . -delete", "find -delete", "rm -rf", "rm -rf sessions",
     "rm -rf memory", "rm -rf *", "rm -rf .nanobot", "bash -c 'rm -rf ..'", "rm -rf */../../ws-evil",
     "dd if=a.txt of=b", "mkfs.ext4 sub",
