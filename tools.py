@@ -201,11 +201,11 @@ class ToolRegistry:
             result = as_result(await self._run(name, params, turn))
         except ToolError as mistake:
             result = ToolResult(str(mistake), is_error=True)
-        except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as failure:
-            if isinstance(failure, asyncio.CancelledError) and asyncio.current_task().cancelling():
+        except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
                 raise  # it is the turn that is cancelled, not only something in the tool
             log.warning("tool %s failed", name, exc_info=True)
-            result = ToolResult(f"{name} failed: {type(failure).__name__}: {failure}", is_error=True)
+            result = ToolResult(f"{name} failed: {type(error).__name__}: {error}", is_error=True)
         if not result.text.strip():
             result.text = f"({name} completed with no output)"
         if len(result.text) > turn.max_result_chars:
@@ -640,8 +640,8 @@ def signature_schema(function: Callable) -> dict:
 
 
 # ---- Paths: where a model's words may lead ----
-# Without this `../../.ssh/id_rsa`, a link in a stranger's repository, or /proc/self/environ is read,
-# and the agent edits its own records. Of a link that is put there between check and use see NOTES.md.
+# Without this `../../.ssh/id_rsa`, a link in a stranger's repository or /proc/self/environ is read,
+# and the agent edits its own records. What it cannot stop stands in NOTES.md.
 
 AGENT_FILES = ("sessions", "cron", "memory/history.jsonl", "memory/HISTORY.md", "memory/.cursor",
                "memory/.dream_cursor", "memory/history-archive.jsonl", "memory/.lock",
@@ -1265,9 +1265,9 @@ def result_page(items: list[str], offset: int, limit: int) -> str:
 
 
 # ---- Searching lines ----
-# A search means `re.search` on each line. But Python's re can take years for `(a|a)*b`, nothing else
-# runs meanwhile, and it cannot be interrupted: so whatever is not plain text is matched in a child
-# process, which is killed after 20 s, or at once when the turn is stopped.
+# A search means `re.search` on each line. But Python's re can take years for `(a|a)*b`, and nothing
+# else runs meanwhile or can interrupt it: so what is no plain text is matched in a child process,
+# which is killed after 20 s, or at once when the turn is stopped.
 
 MAX_SEARCHED_BYTES = 2_000_000
 SEARCH_SECONDS = 20
