@@ -348,8 +348,6 @@ def when_stopped(function: Callable[[], None]) -> None:
     worker = threading.current_thread()
     if isinstance(worker, Worker):
         worker.at_stop.append(function)
-        if worker.is_stopped:  # meanwhile
-            function()
 
 
 def stop_if_unwanted() -> None:
@@ -1440,7 +1438,7 @@ class Finder:
     """
 
     def __init__(self, search: LineSearch, is_here: bool, seconds: float):
-        self.search, self.is_here, self.is_ended = search, is_here, False
+        self.search, self.is_here = search, is_here
         self.process: subprocess.Popen | None = None
         self.timer = threading.Timer(seconds, self.end)
         self.timer.daemon = True
@@ -1456,11 +1454,10 @@ class Finder:
                 [sys.executable, "-I", "-S", "-c", child_program()], start_new_session=True,
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
             )  # fmt: skip
+            stop_if_unwanted()  # since it was looked at above
             self._send(vars(self.search))
             if not self.search.is_plain:
                 self.timer.start()
-        if self.is_ended:  # meanwhile
-            self.process.kill()
         self._send([(name, os.fsencode(path)) for name, path in files])
 
     def _send(self, value: Any) -> None:
@@ -1484,7 +1481,6 @@ class Finder:
         return answer
 
     def end(self) -> None:
-        self.is_ended = True
         if self.process:
             self.process.kill()
 

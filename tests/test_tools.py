@@ -927,15 +927,17 @@ def test_a_thread_whose_waiter_is_gone_is_told_and_its_result_thrown_away():
     asyncio.run(stop())
 
 
-def test_after_the_end_no_folder_is_walked_and_who_wants_to_be_told_of_it_is_told_at_once(turn):
-    begun, go_on, told = threading.Event(), threading.Event(), []
+def test_after_the_end_no_folder_is_walked_and_no_child_is_asked(turn):
+    begun, go_on, walked = threading.Event(), threading.Event(), []
+    search = tools.LineSearch(ENDLESS, [b"class"], False, False, "count", 0, 0, 250)
 
     def work() -> None:
         begun.set()
         go_on.wait()
         with pytest.raises(ToolError, match="It was stopped"):
-            told.extend(tools.walk(str(turn.cwd)))
-        tools.when_stopped(lambda: told.append("at once"))
+            walked.extend(tools.walk(str(turn.cwd)))
+        with pytest.raises(ToolError, match="It was stopped"):
+            tools.run_search(search, [("a.txt", str(turn.cwd / "a.txt"))], 20)
         begun.set()
 
     async def stop():
@@ -949,7 +951,7 @@ def test_after_the_end_no_folder_is_walked_and_who_wants_to_be_told_of_it_is_tol
         await in_thread(begun.wait, 5)
 
     asyncio.run(stop())
-    assert begun.is_set() and told == ["at once"]
+    assert begun.is_set() and walked == []
 
 
 def test_what_runs_on_no_thread_of_a_tool_is_never_unwanted():
