@@ -2268,6 +2268,8 @@ def words_typed(text: str) -> str:
 # The file is for people: here a sentence becomes a regular expression, and <words> what was said.
 
 STRAIGHT = str.maketrans("“”„‘’\u00a0−–", "\"\"\"'' --")
+
+
 def rules_beside_this_file() -> str:
     here = Path(__file__).resolve().parent
     for path in (here / OFFLINE_RULES, here / "nanobot_data" / OFFLINE_RULES):
