@@ -2291,23 +2291,23 @@ def frame_part(match: re.Match) -> str:
 
 def with_numbers(page: str) -> str:
     """<ol start=3><li>c<li>d</ol><ul><li>e  →  <ol start=3>⏎3.c⏎4.d</ol><ul><li>e"""
-    counters: list[Iterator[int] | None] = []  # of each list that is open; None: it has dots
+    marks: list[Iterator[str]] = []  # of the items to come, in each list that is open
 
-    def number(tag: re.Match) -> str:
-        is_end, name = bool(tag[1]), tag[2].lower()
-        if name == "li" and counters and counters[-1] and not is_end:
-            return f"\n{ITEM}{next(counters[-1])}."
-        if name == "ol" and not is_end:
-            start = re.search(r"(?i)\bstart\s*=\s*[\"']?(\d{1,6})", tag[3])
-            first = int(start[1]) if start else 1
-            counters.append(itertools.count(first))
-        elif name == "ul" and not is_end:
-            counters.append(None)
-        elif name != "li":
-            del counters[-1:]
+    def mark(tag: re.Match) -> str:
+        match tag[1].lower():
+            case "li" if marks:
+                return f"\n{ITEM}{next(marks[-1])}"
+            case "ul":
+                marks.append(itertools.repeat("-"))
+            case "ol":
+                start = re.search(r"(?i)\bstart\s*=\s*[\"']?(\d{1,6})", tag[2])
+                first = int(start[1]) if start else 1
+                marks.append(f"{number}." for number in itertools.count(first))
+            case "/ul" | "/ol":
+                del marks[-1:]
         return tag[0]
 
-    return re.sub(rf"(?i)<(/?)(ol|ul|li){ATTRIBUTES}", number, page)
+    return re.sub(rf"(?i)<(/?(?:ol|ul|li)){ATTRIBUTES}", mark, page)
 
 
 def decode_page(body: bytes, kind: str) -> str:
