@@ -324,10 +324,9 @@ def prepare_streams() -> None:
 # Without this a `y` that was typed too early approves a command that nobody has read.
 
 
-def read_answer(question: str, words: Sequence[str] = ()) -> str:
-    """An answer to a question of one or more lines; the tab key completes the words."""
+def read_answer(question: str) -> str:
+    """An answer to a question of one or more lines."""
     before, line_end, prompt = printable(question).rpartition("\n")
-    complete_with(words)
     with contextlib.suppress(ImportError):  # there is no termios on Windows
         import termios
 
@@ -346,18 +345,6 @@ def type_at(prompt: str, live: bool, err: TextIO) -> str:
         return input(prompt)
     print(prompt, end="", file=err, flush=True)
     return input()
-
-
-def complete_with(words: Sequence[str]) -> None:
-    def completion(beginning: str, number: int) -> str | None:
-        fitting = [word for word in words if word.startswith(beginning)]
-        return fitting[number] if number < len(fitting) else None
-
-    with contextlib.suppress(ImportError):  # there is no readline on Windows
-        import readline
-
-        readline.set_completer(completion)
-        readline.parse_and_bind("tab: complete")
 
 
 # ---- Waiting is shown ----
@@ -484,19 +471,19 @@ class BackgroundLoop:
             self.loop.call_soon_threadsafe(self._refuse)
         return task.result()
 
-    def _answer(self, answer: asyncio.Future, question: str, words: Sequence[str]) -> None:
+    def _answer(self, answer: asyncio.Future, question: str) -> None:
         if not answer.done():  # else whoever asked is gone
             self.waiting.erase()
-            text = read_answer(question, words)
+            text = read_answer(question)
             self.loop.call_soon_threadsafe(self._settle, answer, text)
 
-    async def ask(self, question: str, words: Sequence[str] = ()) -> str:
+    async def ask(self, question: str) -> str:
         """One line from the person at the terminal; raises NobodyToAsk outside of `complete`."""
         if self._questions is None:
             raise NobodyToAsk("Nobody can be asked: no turn is waited for at the terminal.")
         answer = self.loop.create_future()
         self._answers.add(answer)
-        self._questions.put((answer, question, words))
+        self._questions.put((answer, question))
         return await answer
 
     def _settle(self, answer: asyncio.Future, text: str) -> None:

@@ -1888,14 +1888,14 @@ class RecordedTools:
 class HumanProvider(LLMProvider):
     """You are the model: it shows what a model would see and takes your answer or tool calls.
 
-    `ask(question, words)` gives a line from the person; the words can be completed.
+    `ask(question)` gives a line from the person.
     `check(name, arguments)` says what is wrong with a call, None where nothing is.
     """
 
     model = "human"
 
     def __init__(
-        self, ask: Callable[[str, list[str]], Awaitable[str]] | None = None,
+        self, ask: Callable[[str], Awaitable[str]] | None = None,
         check: Callable[[str, dict], str | None] | None = None,
     ):  # fmt: skip
         self.ask = ask
@@ -1909,7 +1909,7 @@ class HumanProvider(LLMProvider):
         shown, line, answer = self.news(request), "", None
         while not answer:
             line_before = line
-            line = (await self.ask("\n".join([*shown, "model> "]), names)).strip()
+            line = (await self.ask("\n".join([*shown, "model> "]))).strip()
             try:
                 answer = self.read(line, names)
             except ValueError as problem:

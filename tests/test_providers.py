@@ -2672,22 +2672,22 @@ def test_a_script_is_played_back_and_keeps_what_it_was_asked():
 def test_a_person_can_be_the_model_of_a_program():
     provider, lines, questions = HumanProvider(), iter(["read_file {", 'read_file {"path": "a"}']), []
 
-    async def ask_person(question, words):
-        questions.append((question, words))
+    async def ask_person(question):
+        questions.append(question)
         return next(lines)
 
     provider.ask = ask_person
     answer, _ = ask(provider, tools=[TOOL])
     assert [(each.name, each.arguments) for each in answer.tool_calls] == [("read_file", {"path": "a"})]
-    assert "You are a test." in questions[0][0] and questions[0][1] == ["read_file"]
-    assert questions[1][0].startswith("Is this a call? Then say read_file {")
+    assert "You are a test." in questions[0]
+    assert questions[1].startswith("Is this a call? Then say read_file {")
 
 
 def in_person(*lines, **more):
     """A person who says these lines as the model, and the questions that were asked."""
     rest, questions = iter(lines), []
 
-    async def ask_person(question, words):
+    async def ask_person(question):
         questions.append(question)
         return next(rest)
 
@@ -2753,7 +2753,7 @@ def test_other_words_that_are_no_call_either_are_asked_about_again():
 
 
 def test_a_person_may_answer_in_several_lines():
-    async def paste(question, words):
+    async def paste(question):
         return "first line\nsecond line\n"
 
     provider = HumanProvider()
@@ -2796,7 +2796,7 @@ def test_a_human_may_paste_several_lines(line):
     model = providers.HumanProvider()
     lines = iter([line, "Hi."])
 
-    async def type_in(question, words):
+    async def type_in(question):
         return next(lines)
 
     model.ask = type_in
@@ -3452,7 +3452,7 @@ def test_the_person_sees_tools_with_types_and_may_call_several():
     lines = iter(["list_dir", "look at this", "look at this"])
     questions = []
 
-    async def type_in(question, words):
+    async def type_in(question):
         questions.append(question)
         return next(lines)
 
