@@ -50,7 +50,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 log = logging.getLogger("nanobot.tools")
 
@@ -862,8 +862,7 @@ def diff(before: str, after: str, name: str) -> str:
     return shorten(text, 4_000) or "(the text is the same)"
 
 
-@dataclass
-class Edit:
+class Edit(NamedTuple):
     """What is asked for: `old` gives way to `new` in `text`, once or everywhere."""
 
     text: str
@@ -872,8 +871,7 @@ class Edit:
     replace_all: bool = False
 
 
-@dataclass
-class Place:
+class Place(NamedTuple):
     """A passage of a text, from character `start` to before `end`, and what comes there."""
 
     start: int
@@ -1284,8 +1282,7 @@ TYPES = {
 }  # fmt: skip
 
 
-@dataclass
-class LineSearch:
+class LineSearch(NamedTuple):
     source: str  # a regular expression
     needles: list[bytes]  # one of these is in every match; b"" where that is not certain
     is_plain: bool  # the expression is the needle and nothing else
@@ -1455,7 +1452,7 @@ class Finder:
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
             )  # fmt: skip
             stop_if_unwanted()  # since it was looked at above
-            self._send(vars(self.search))
+            self._send(self.search._asdict())
             if not self.search.is_plain:
                 self.timer.start()
         self._send([(name, os.fsencode(path)) for name, path in files])
@@ -2176,8 +2173,7 @@ BLOCK = (r"/?(p|div|[uod]l|d[dt]|table|blockquote|section|article|main|header|fo
          r"|aside|details|summary|figure|figcaption|hr|h\d)")  # </p>  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Rule:
+class Rule(NamedTuple):
     """One step of page_text: what `pattern` matches becomes `put`, or what `put` makes of it."""
 
     pattern: str
@@ -2365,12 +2361,11 @@ def readable(response: Any, body: bytes) -> str:
     return f"\n{text}"
 
 
-@dataclass(frozen=True)
-class SearchService:
+class SearchService(NamedTuple):
     url: str  # begins with / where only the user knows the server
     query: str  # the name of the parameter
     count: str = ""
-    headers: dict[str, str] = field(default_factory=dict)  # {key} stands for the user's
+    headers: dict[str, str] = {}  # {key} stands for the user's
     results: str = ""  # a path in its JSON; empty: it is DuckDuckGo's page
     snippet: str = "snippet"  # the field that says what is there
 
