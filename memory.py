@@ -535,13 +535,15 @@ def end_last_line(file: Any, path: Path) -> bytes:
     return b""
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str | bytes) -> None:
     """The old text or the new one, never half of it. A link stays a link."""
     path = path.resolve()
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    data = text if isinstance(text, bytes) else text.encode("utf-8", errors="replace")
     try:
         with open_private(draft) as file:
-            write_whole(file, text.encode("utf-8", errors="replace"))
+            file.truncate(0)  # in a container one that was killed had the same process id
+            write_whole(file, data)
             os.fsync(file.fileno())
         if path.exists():
             shutil.copymode(path, draft)
@@ -806,9 +808,9 @@ class SessionManager:
 
     def list_keys(self) -> list[str]:
         """All session keys, the one used last first."""
-        paths = sorted(self.folder.glob("*.jsonl"), key=lambda path: -path.stat().st_mtime)
         keys = []
-        for path in paths:
+        paths = filter(Path.is_file, self.folder.glob("*.jsonl"))  # no dangling `.#x.jsonl` of Emacs
+        for path in sorted(paths, key=lambda path: -path.stat().st_mtime):
             with contextlib.suppress(UnicodeDecodeError):  # not a name of ours
                 keys.append(unquote(path.name.removesuffix(".jsonl"), errors="surrogatepass"))
         return keys
@@ -1146,6 +1148,7 @@ def latest_lines(entries: list[dict], most: int) -> list[str]:
 def replace_facts(store: MemoryStore, text: str, instead_of: str) -> bool:
     if store.read_facts() != instead_of:
         return False
+    text = text.replace("\0", "")  # git and the file tools would take the file for binary
     if text.strip() != instead_of.strip() and keeps_enough(text, instead_of):
         write_atomically(store.facts, text.strip() + "\n")
     return True
@@ -1179,16 +1182,17 @@ def add_for_people(store: MemoryStore, last: list[dict], entry: dict) -> None:
     path, archive = store.folder / "HISTORY.md", store.folder / "history-archive.jsonl"
     if not path.exists():
         new = [*entries(archive), *entries(store.history)]
-    elif for_people(last) in path.read_text(encoding="utf-8", errors="replace"):
+    elif for_people(last) in path.read_bytes():
         new = [entry]
     else:
         new = [*last, entry]
     with open_private(path) as file:
-        write_whole(file, for_people(new).encode("utf-8", errors="replace"))
+        write_whole(file, for_people(new))
 
 
-def for_people(entries: list[dict]) -> str:
-    return "".join([f"[{entry['timestamp']}] {entry['content']}\n\n" for entry in entries])
+def for_people(entries: list[dict]) -> bytes:
+    texts = [f"[{entry['timestamp']}] {entry['content']}\n\n" for entry in entries]
+    return "".join(texts).encode("utf-8", errors="replace")
 
 
 def compact(store: MemoryStore, keep: int = 1_000) -> None:
@@ -1197,14 +1201,14 @@ def compact(store: MemoryStore, keep: int = 1_000) -> None:
     with locked(store.folder / ".lock"):
         known = entries(store.history)
         read = [entry for entry in known if entry["cursor"] <= store.dream_cursor]
-        old = {entry["cursor"] for entry in read[: max(len(known) - keep, 0)]}
+        old = {to_json(entry): entry for entry in read[: max(len(known) - keep, 0)]}
         if not old:
             return
-        there = {entry["cursor"] for entry in entries(archive)}  # of a compaction that was killed
-        append_lines(archive, [entry for entry in read if entry["cursor"] in old - there])
-        rest = [entry for entry in known if entry["cursor"] not in old]
-        lines = [to_json(entry) + "\n" for entry in rest]
-        write_atomically(store.history, "".join(lines))
+        there = set(map(to_json, entries(archive)))  # of a compaction that was killed
+        append_lines(archive, [entry for text, entry in old.items() if text not in there])
+        lines = store.history.read_bytes().split(b"\n")
+        rest = [line for line in lines if to_json(parse(line)) not in old]  # what is no entry, too
+        write_atomically(store.history, b"\n".join(rest))
 
 
 def keeps_enough(text: str, before: str) -> bool:

@@ -1868,6 +1868,24 @@ def test_programs_that_append_at_once_get_numbers_of_their_own(tmp_path):
     assert sorted(contents(store)) == sorted(f"{name} {n}" for name in "abc" for n in range(40))
 
 
+def test_what_cannot_be_read_survives_a_compaction_to_the_byte(tmp_path):
+    remember(tmp_path, *(entry(n) for n in range(1, 6)), cursor=b"5")
+    store, odd = MemoryStore(tmp_path), b'{"cursor": "6", "content": "by hand"}\nGr\xfcn\n'
+    store.history.write_bytes(odd + store.history.read_bytes())
+    compact(store, keep=2)
+    assert store.history.read_bytes().startswith(odd)
+    assert [each["cursor"] for each in MemoryStore(tmp_path).known.entries()] == [4, 5]
+
+
+def test_entries_whose_numbers_began_anew_are_archived_too(tmp_path):
+    """Somebody deleted the history and its cursors, and left the archive."""
+    store, archive = MemoryStore(tmp_path), tmp_path / "memory" / "history-archive.jsonl"
+    for text in ("old", "new"):
+        remember(tmp_path, *(entry(n, f"{text} {n}") for n in range(1, 4)), cursor=b"3")
+        compact(store, keep=1)
+    assert [each["content"] for each in records(archive)] == ["old 1", "old 2", "new 1", "new 2"]
+
+
 def test_compaction_moves_what_was_read_and_keeps_what_was_not(tmp_path):
     remember(tmp_path, *(entry(n, f"entry {n}") for n in range(1, 31)), cursor=b"12")
     store = MemoryStore(tmp_path)
@@ -1919,6 +1937,33 @@ def test_an_entry_that_a_killed_program_did_not_add_for_people_is_added_with_the
     assert path.read_text() == "[2026-04-03 00:04] four\n\n[2026-04-03 00:05] five\n\n", "people tidy up"
 
 
+def test_an_entry_with_line_ends_of_windows_or_of_a_progress_bar_is_there_once_for_people(tmp_path):
+    store = MemoryStore(tmp_path)
+    for text in ("one\r\ntwo", "10 %\r20 %", "three"):
+        store.append_history(f"[2026-04-03 00:02] {text}")
+    people = (store.folder / "HISTORY.md").read_bytes()
+    assert [people.count(text) for text in (b"one\r\ntwo", b"10 %\r20 %", b"three")] == [1, 1, 1]
+
+
+KILLED_BEFORE_IT_RENAMES = """
+import signal
+kill = partial(os.kill, os.getpid(), signal.SIGKILL)
+sys.addaudithook(lambda event, arguments: event == "os.rename" and kill())
+MemoryStore(Path(sys.argv[1])).write_facts("- the first", instead_of="")
+"""
+
+
+def test_what_a_killed_program_with_the_same_number_left_is_no_part_of_a_file(tmp_path):
+    """In a container each start has the same process id."""
+    killed, store = another_program(KILLED_BEFORE_IT_RENAMES, tmp_path), MemoryStore(tmp_path)
+    assert killed.wait() == -signal.SIGKILL
+    [left] = store.folder.glob(".*.tmp")
+    left.rename(left.with_name(left.name.replace(str(killed.pid), str(os.getpid()))))
+    assert store.write_facts("- the second", instead_of="")
+    assert store.read_facts() == "- the second\n"
+    assert not list(store.folder.glob(".*.tmp")), "and it is gone"
+
+
 def test_facts_are_written_whole_and_only_over_what_was_read(tmp_path):
     store = MemoryStore(tmp_path)
     assert store.write_facts("- Likes blue", instead_of="")
@@ -1947,6 +1992,15 @@ def test_no_answer_of_a_model_empties_the_facts(tmp_path, caplog, text):
     assert store.write_facts(text, instead_of=facts)
     assert store.read_facts() == facts
     assert "stays as it is" in caplog.text
+
+
+def test_a_nul_never_gets_into_the_facts(tmp_path):
+    """Git and the file tools would take them for binary: no dream could edit or undo anything."""
+    store = MemoryStore(tmp_path)
+    assert store.write_facts("- The cat\0 is Tom\n", instead_of="")
+    assert store.read_facts() == "- The cat is Tom\n"
+    assert store.write_facts("\0\n\0", instead_of="- The cat is Tom\n")
+    assert store.read_facts() == "- The cat is Tom\n", "nothing but NULs is nothing"
 
 
 @pytest.mark.parametrize(
@@ -3196,6 +3250,13 @@ def test_a_message_of_another_program_is_read_as_it_is(sessions, tmp_path, line)
     path.write_bytes(path.read_bytes() + json.dumps(line).encode() + b"\n")
     assert loaded(tmp_path).lines[1:] == [line]
     assert not list(sessions.folder.glob("*.corrupt"))
+
+
+def test_what_an_editor_leaves_beside_a_journal_does_not_stop_the_list(sessions):
+    path = journal(sessions, user("hi"))
+    (path.parent / f".#{path.name}").symlink_to("me@host.4711:1775174400")  # Emacs, while it edits
+    (path.parent / "old.jsonl").mkdir()
+    assert sessions.list_keys() == [KEY]
 
 
 def test_a_file_of_somebody_elses_does_not_stop_the_list(sessions):
