@@ -315,7 +315,7 @@ class Dream:
         """Both phases, to an outcome: completed, failed, or did not reach the model."""
         response = await self.ask(what_happened(self, batch), [], None)
         if response.finish_reason == "error":
-            return UNREACHABLE
+            return "failed" if response.is_overflow else UNREACHABLE
         findings = findings_in(response.content or "")
         if not findings:
             return "failed" if findings is None else "completed"
@@ -1294,8 +1294,8 @@ def transcripts(session: Session, begin: int, end: int, room: int) -> list[Trans
     """
     parts: list[Transcript] = []
     for step in steps_of(session, begin, end, min(room // 4, 2_000)):
-        while step.tokens > room and len(step.text) > 50:  # characters, or it shrinks no more
-            step.text = middle_out(step.text, len(step.text) * 3 // 4)
+        if step.tokens > room:
+            step.text = fitted(step.text, room)
             step.tokens = tokens_of(step.text)
         if parts and parts[-1].tokens + step.tokens <= room:
             step.text = f"{parts[-1].text}\n{step.text}"
@@ -1320,6 +1320,12 @@ def steps_of(session: Session, begin: int, end: int, most: int) -> Iterator[Tran
         yield Transcript(text, end, tokens_of(text))
 
 
+def fitted(text: str, most: int) -> str:
+    while tokens_of(text) > most and len(text) > 50:  # characters, or it shrinks no more
+        text = middle_out(text, len(text) * 3 // 4)
+    return text
+
+
 def middle_out(text: str, most: int) -> str:
     """The beginning and the end, about `most` characters."""
     if len(text) <= most:
@@ -1334,7 +1340,7 @@ def request(system: str, text: str) -> list[dict]:
 TEXT = {"type": "string"}
 SAVED = {
     "history_entry": TEXT | {"description": "2 to 5 sentences that begin [YYYY-MM-DD HH:MM]"},
-    "memory_update": TEXT | {"description": "The whole new MEMORY.md; unchanged if nothing is new"},
+    "memory_update": TEXT | {"description": "The whole new MEMORY.md, all lines, old and new"},
 }
 SAVE_MEMORY = {
     "type": "function",
@@ -1417,13 +1423,16 @@ async def save(consolidator: Consolidator, session: Session, part: Transcript) -
     return False
 
 
+NOT_WHOLE = ("error", "length", "content_filter")  # its end may be missing
+
+
 async def ask_to_save(consolidator: Consolidator, messages: list[dict]) -> dict | None:
     """The arguments of save_memory; None where the model does not call it, even if it must."""
     for choice in (None, "required"):
         response = await consolidator.ask(messages, [SAVE_MEMORY], choice)
         if response.finish_reason == "error":  # nobody is there to be forced
             return None
-        if response.finish_reason in ("length", "content_filter"):  # its end may be missing
+        if response.finish_reason in NOT_WHOLE:
             continue
         for call in response.tool_calls:
             match call.name, call.arguments:
@@ -1441,12 +1450,16 @@ async def sum_up(consolidator: Consolidator, session: Session, others: int) -> b
     text = session.summary.get("text", "") if begin == session.summary.get("until") else ""
     last = len(session.lines) - 20
     until = max([n for n in range(begin, last + 1) if begins_turn(session.lines, n)], default=begin)
-    for part in transcripts(session, begin, until, room_of(consolidator)):
+    parts = transcripts(session, begin, until, room_of(consolidator))
+    if len(parts) > 5:  # nobody waits that long for an answer
+        return False
+    for part in parts:
         question = request(consolidator.summary_prompt, f"{text}\n\n{part.text}".strip())
         response = await consolidator.ask(question, [], None)
-        if response.finish_reason in ("error", "length") or not response.content:
+        summary = re.sub(THOUGHTS, "", response.content or "").strip()
+        if response.finish_reason in NOT_WHOLE or response.tool_calls or not summary:
             return False  # the oldest turns are left out
-        text = middle_out(response.content, consolidator.budget // 4)
+        text = middle_out(summary, consolidator.budget // 4)
     if until > begin:
         session.note(summary={"text": text, "until": until})
     return until > begin
@@ -1481,7 +1494,8 @@ def next_batch(dream: Dream) -> list[dict]:
 
 
 def what_happened(dream: Dream, batch: list[dict]) -> list[dict]:
-    lines = [f"[{entry['timestamp']}] {entry['content']}" for entry in batch]
+    most = dream.budget // 2
+    lines = [f"[{entry['timestamp']}] {fitted(entry['content'], most)}" for entry in batch]
     today = time.strftime("Today is %Y-%m-%d, %A.")
     return request(dream.find_prompt, "\n\n".join([today, *files_of(dream), "# History", *lines]))
 
@@ -1494,8 +1508,9 @@ def what_to_edit(dream: Dream, findings: list[str]) -> list[dict]:
 
 
 def files_of(dream: Dream) -> list[str]:
-    home = dream.store.workspace
-    return [f"# {home / name}\n\n{read_text(home / name)}" for name in DREAM_FILES]
+    """Whatever their sizes, a request with them and with a batch fits; read_file reads the rest."""
+    paths = [dream.store.workspace / name for name in DREAM_FILES]
+    return [f"# {path}\n\n{fitted(read_text(path), dream.budget // 8)}" for path in paths]
 
 
 def findings_in(text: str) -> list[str] | None:

@@ -2549,10 +2549,23 @@ def test_where_the_summary_fails_the_turn_goes_on_without_it(sessions):
     session = talk(sessions.get(KEY), 12, 1_000, "message")
     session.append(user("the task"))
     tokens = sum(measure(message)[1] for message in session.get_history())
-    for reply in (FAILED, LLMResponse("cut", [], "length"), LLMResponse("cut", [], "error"), ""):
+    no_summary = LLMResponse("Let me look.", [ToolCallRequest("c", "read_file", {})], "stop")
+    withheld = LLMResponse("They talked about", [], "content_filter")
+    cut_ones = [LLMResponse("cut", [], reason) for reason in ("length", "error")]
+    for reply in (FAILED, *cut_ones, withheld, no_summary, "", " \n", "<think>They talked."):
         keeper = consolidator(sessions, reply, budget=int(tokens / 0.85))
         assert asyncio.run(keeper.before_turn(session, 0)) == ""
         assert session.get_history()[0] == user("q0")
+
+
+def test_nobody_waits_for_a_summary_of_more_than_five_requests(sessions):
+    """A journal of another version, or a model with a smaller window than the last one."""
+    session = sessions.get(KEY)
+    session.append(*[user("q" + "x" * 300), answer("a" * 700)] * 200, user("the task"), sync=False)
+    keeper = consolidator(sessions, *["They talked."] * 100, budget=5_000)
+    keeper.ask.replies[0] = FAILED  # a model that is of no help: nothing is saved
+    asyncio.run(keeper.before_turn(session, 0))
+    assert len(keeper.ask.asked) == 1 and session.summary == {}
 
 
 def keeps_favourites(messages, tools, tool_choice) -> LLMResponse:
@@ -2830,6 +2843,30 @@ def test_a_batch_takes_as_much_as_half_the_budget(home, monkeypatch):
     told = asyncio.run(dream(home, Model("[SKIP]"), budget=4_000).run())
     assert told.startswith("Dreamt about 2 entries")
     assert not (home / "memory" / "history-archive.jsonl").exists(), "a short history stays whole"
+
+
+def test_what_is_larger_than_the_window_stops_no_dreams(home, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    for name in ("SOUL.md", "USER.md", "memory/MEMORY.md"):
+        (home / name).write_text("first line\n" + "a fact about the world\n" * 3_000 + "last line\n")
+    MemoryStore(home).append_history("from here " + "x" * 60_000 + " to there")
+    (home / "memory" / ".dream_cursor").write_text("3")
+    dreamer = dream(home, Model("[MEMORY] blue"), budget=4_000)
+    asyncio.run(dreamer.run())
+    questions = [dreamer.ask.asked[0][0], *dreamer.run_agent.messages]
+    for messages in questions:
+        assert sum(measure(message)[1] for message in messages) <= 4_000
+        assert str(messages).count("first line") == str(messages).count("last line") == 3
+    assert "from here" in str(questions[0]) and "to there" in str(questions[0])
+    assert dreamer.store.dream_cursor == 4
+
+
+def test_a_dream_that_the_model_has_no_room_for_fails_and_is_skipped_in_the_end(home, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    too_long = LLMResponse(finish_reason="error", error="maximum context length", is_overflow=True)
+    dreamer = dream(home, Model(too_long, too_long, too_long))
+    told = [asyncio.run(dreamer.run()).split(".")[0] for _ in range(3)]
+    assert told == ["The dream failed", "The dream failed", "Dreamt about 3 entries: 0 change(s)"]
 
 
 KIT = ROOT / "skills"
