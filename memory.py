@@ -1562,6 +1562,9 @@ def reason_to_refuse(dream: Dream, name: str, arguments: dict) -> str:
 # it for a submodule, and the user's settings (hooks, signatures) are not meant for it.
 
 
+NO_ATTRIBUTES = "* !text !eol !diff !filter !ident !working-tree-encoding\n"  # of the user's own
+
+
 class MemoryRepository:
     """Facts, history and skills under git, in `.nanobot/memory.git`; without git no commits."""
 
@@ -1571,8 +1574,8 @@ class MemoryRepository:
     def __init__(self, workspace: Path):
         self.workspace, self.folder = workspace, workspace / ".nanobot" / "memory.git"
 
-    def git(self, *arguments: str, text: str = "") -> str:
-        """Raises OSError with what git says."""
+    def git(self, *arguments: str, text: str = "", why: str = "") -> str:
+        """Raises OSError with what git says, or what it means for the user."""
         own = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
         own |= {"GIT_DIR": str(self.folder), "GIT_WORK_TREE": str(self.workspace), "LC_ALL": "C"}
         own |= {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull}
@@ -1580,8 +1583,10 @@ class MemoryRepository:
         command = ["git", *me, "-c", "gc.autoDetach=false", *arguments]
         options = {"cwd": self.workspace, "env": own, "capture_output": True}
         done = subprocess.run(command, input=text.encode(errors="surrogateescape"), **options)
-        if done.returncode and arguments[0] != "add":  # what cannot be added stays out
-            raise OSError(done.stderr.decode(errors="replace").strip())
+        if done.returncode:
+            problem = done.stderr.decode(errors="replace").strip()
+            log.info("git %s: %s", arguments[0], problem)
+            raise OSError(why or problem)
         return done.stdout.decode(errors="surrogateescape")  # a patch comes back byte for byte
 
     def commit(self, subject: str) -> int:
@@ -1596,10 +1601,12 @@ class MemoryRepository:
         if not (self.folder / "HEAD").exists():
             self.folder.parent.mkdir(exist_ok=True)
             self.git("init", "-q")
+            write_atomically(self.folder / "info" / "attributes", NO_ATTRIBUTES)
         (self.folder / "index.lock").unlink(missing_ok=True)  # of a program that was killed
         there = [name for name in self.facts + self.history if (self.workspace / name).exists()]
         self.git("add", "-u", ".")
-        self.git("add", "-f", "--ignore-errors", "--", *there)
+        for name in there:
+            self._add(name)
         diff = self.git("diff", "--cached", "-U0", "--no-renames", "--", *self.facts)
         hunks = re.findall(r"(?m)^@@ .*\n((?:[-+\\].*\n)+)", diff)  # a `--- a` may be a line, too
         lines = [line for line in "".join(hunks).split("\n") if line[:1] in ("-", "+")]
@@ -1608,6 +1615,13 @@ class MemoryRepository:
         title = f"{subject}: {time.strftime('%Y-%m-%d %H:%M')}, {len(lines)} change(s)"
         self.git("commit", "-q", "-F", "-", text="\n".join([title, "", *lines[:100]]))
         return len(lines)
+
+    def _add(self, name: str) -> None:
+        """What lies behind a link, or holds a repository that is new, git refuses: it stays out."""
+        try:
+            self.git("add", "-f", "--ignore-errors", "--", name)
+        except OSError as problem:
+            log.warning("%s is not under git: %s", name, problem)
 
     def log(self, sha: str = "") -> str:
         """All commits, one a line, or what one of them changed."""
@@ -1625,15 +1639,19 @@ class MemoryRepository:
         """Undo one commit (default: the last dream) as a new one, or change nothing."""
         try:
             self._check()
-            commit = self._known(sha or self._last_dream())
-            self._known(f"{commit}^")
-            self._commit("changes outside of dreams")
-            show = ["show", "--format=", "--binary", "--no-renames"]
-            patch = self.git(*show, commit, "--", *self.facts)
-            self.git("apply", "-R", "--whitespace=nowarn", text=patch)
-            return f"Undone: {self._commit(f'restore of {commit[:7]}')} change(s)."
-        except OSError as problem:
+            with locked(self.folder.with_name("dream.lock"), "Another dream is going on."):
+                return self._restore(self._known(sha or self._last_dream()))
+        except (OSError, SessionBusy) as problem:
             return f"Nothing is changed: {problem}"
+
+    def _restore(self, commit: str) -> str:
+        self._known(f"{commit}^")
+        self._commit("changes outside of dreams")
+        show = ["show", "--format=", "--binary", "--no-renames"]
+        patch = self.git(*show, commit, "--", *self.facts)
+        why = "what it did is undone already, or these lines have changed since."
+        self.git("apply", "-R", "--whitespace=nowarn", text=patch, why=why)
+        return f"Undone: {self._commit(f'restore of {commit[:7]}')} change(s)."
 
     def _check(self) -> None:
         if not (self.folder / "HEAD").exists():
@@ -1646,12 +1664,10 @@ class MemoryRepository:
         return sha
 
     def _known(self, sha: str) -> str:
-        try:
-            if re.fullmatch(r"[0-9a-f]{4,40}\^?", sha):
-                return self.git("rev-parse", "--verify", f"{sha}^{{commit}}").strip()
-        except OSError as problem:
-            log.info("%s", problem)
-        raise OSError("there is no such commit, or none before it. /dream-log lists them.")
+        why = "there is no such commit, or none before it. /dream-log lists them."
+        if not re.fullmatch(r"[0-9a-f]{4,40}\^?", sha):
+            raise OSError(why)
+        return self.git("rev-parse", "--verify", f"{sha}^{{commit}}", why=why).strip()
 
 
 # ---- Skills ----

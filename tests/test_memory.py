@@ -3113,6 +3113,56 @@ def test_the_git_of_the_users_path_is_the_one_that_runs(home, tmp_path, monkeypa
     assert "memory is not under git: not today" in caplog.text
 
 
+def test_a_memory_that_is_kept_elsewhere_costs_the_other_files_nothing_and_is_said(home, caplog):
+    """Git takes nothing that lies behind a link, like a folder that is synced between machines."""
+    (home / "memory").rename(home.parent / "synced")
+    (home / "memory").symlink_to(home.parent / "synced")
+    soul = ("edit_file", "SOUL.md", "# Be brief.\n")
+    told = asyncio.run(dream(home, Model("[MEMORY] blue"), BLUE, soul).run())
+    assert "2 change(s)" in told and "memory/MEMORY.md is not under git: " in caplog.text
+    assert MemoryRepository(home).restore() == "Undone: 2 change(s)."
+    assert (home / "SOUL.md").read_text() == "# SOUL.md\n"
+
+
+@pytest.mark.parametrize("attributes", ["*.md binary", "* text=auto eol=crlf", "* text=auto", "*.md ident"])
+def test_what_the_user_set_for_a_repository_around_it_is_not_meant_for_the_memory(home, attributes):
+    (home / ".gitattributes").write_text(f"{attributes}\n")
+    memory, before = home / "memory" / "MEMORY.md", b"- $Id$\n- of Windows\r\n"
+    memory.write_bytes(before)
+    MemoryRepository(home).commit("changes outside of dreams")
+    memory.write_bytes(before + b"- blue\n")
+    assert MemoryRepository(home).commit("dream") == 1
+    assert MemoryRepository(home).restore() == "Undone: 1 change(s)."
+    assert memory.read_bytes() == before
+
+
+def test_while_a_dream_goes_on_nothing_is_undone(home):
+    """Else the half of it that is there would count as somebody else's."""
+    repository, told = MemoryRepository(home), []
+
+    async def edit(messages, refuse):
+        MemoryStore(home).facts.write_text(BLUE[2])
+        told.append(repository.restore())
+        return Result()
+
+    asyncio.run(dream(home, Model("[MEMORY] teal"), ("edit_file", "SOUL.md", "# Be brief.\n")).run())
+    MemoryStore(home).append_history("more")
+    dreamer = dream(home, Model("[MEMORY] blue"))
+    dreamer.run_agent = edit
+    assert "2 change(s)" in asyncio.run(dreamer.run())
+    assert told == ["Nothing is changed: Another dream is going on."]
+    assert repository.restore() == "Undone: 2 change(s)."
+
+
+def test_what_was_undone_or_changed_since_is_said_to_be(home):
+    asyncio.run(dream(home, Model("[MEMORY] blue"), BLUE).run())
+    repository = MemoryRepository(home)
+    assert repository.restore() == "Undone: 2 change(s)."
+    assert repository.restore() == (
+        "Nothing is changed: what it did is undone already, or these lines have changed since."
+    )
+
+
 def test_a_lock_that_a_killed_git_left_stops_nothing(home):
     asyncio.run(dream(home, Model("[SKIP]")).run())
     (home / ".nanobot" / "memory.git" / "index.lock").touch()
