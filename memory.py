@@ -351,9 +351,8 @@ def load_session(key: str, path: Path) -> Session:
             take_header(session, record)
         elif is_header or not record:
             damaged += [raw] if raw else []
-        if number == 0 and record is None:  # it was the metadata
-            continue
-        if not is_header:
+        was_header = number == 0 and record is None
+        if not is_header and not was_header:
             session.lines.append(record)
     if damaged:
         keep_damaged(path, damaged)
@@ -809,7 +808,7 @@ class SessionManager:
     def list_keys(self) -> list[str]:
         """All session keys, the one used last first."""
         keys = []
-        paths = filter(Path.is_file, self.folder.glob("*.jsonl"))  # no dangling `.#x.jsonl` of Emacs
+        paths = filter(Path.is_file, self.folder.glob("*.jsonl"))  # Emacs leaves links to nowhere
         for path in sorted(paths, key=lambda path: -path.stat().st_mtime):
             with contextlib.suppress(UnicodeDecodeError):  # not a name of ours
                 keys.append(unquote(path.name.removesuffix(".jsonl"), errors="surrogatepass"))
@@ -884,9 +883,7 @@ def draft_of(
     questions = [n for n, message in enumerate(messages) if message["role"] == "user"]
     tasks = [n for n in questions if messages[n] is task]  # a hook may have taken it out
     begin = (tasks or questions or [0])[-1]
-    first = 0
-    while first < begin and is_head(messages[first]):
-        first += 1
+    first = next((n for n in range(begin) if not is_head(messages[n])), begin)
     draft = Draft(messages[:first], messages[first:begin], messages[begin:], budget, counter)
     draft.tokens = counter.total(messages)
     if 4 * draft.tokens > budget:  # its bytes, the upper bound, do not fit
@@ -1135,7 +1132,7 @@ def read_text(path: Path) -> str:
 # "<think>The user wants …</think>"
 THOUGHTS = r"(?s)\s*<think>.*?(</think>|\Z)"
 # "[2026-04-03 00:02] The user planned a trip."
-STAMP = r"\[(\d{4}-\d\d-\d\d \d\d:\d\d)\]\s*"
+STAMP = r"(?:\[(\d{4}-\d\d-\d\d \d\d:\d\d)\]\s*)?"
 
 
 def latest_lines(entries: list[dict], most: int) -> list[str]:
@@ -1168,8 +1165,8 @@ def next_entry(store: MemoryStore, text: str) -> dict:
     last = max([*known, read_number(store.folder / ".cursor"), store.dream_cursor])
     text = re.sub(THOUGHTS, "", text).strip()
     stamp = re.match(STAMP, text)
-    timestamp = stamp[1] if stamp else time.strftime("%Y-%m-%d %H:%M")
-    text = re.sub(STAMP, "", text, count=1) if stamp else text
+    timestamp = stamp[1] or time.strftime("%Y-%m-%d %H:%M")
+    text = text[stamp.end() :]
     content = text if len(text) <= 64_000 else f"{text[:63_990]} [cut]"
     return {"cursor": last + 1, "timestamp": timestamp, "content": content}
 
@@ -1265,9 +1262,9 @@ def boundary(session: Session, most: int) -> int:
 
 def end_of_round(session: Session, until: int) -> int:
     """About 60 lines, but at least one whole turn."""
-    begin = session.last_consolidated
-    places = [n for n in range(begin + 1, until) if begins_turn(session.lines, n)] + [until]
-    places = sorted({*places, session.start} & set(range(begin + 1, until + 1)))
+    begin, lines = session.last_consolidated, session.lines
+    inside = range(begin + 1, until)
+    places = [n for n in inside if n == session.start or begins_turn(lines, n)] + [until]
     near = [n for n in places if n <= begin + 60]
     return near[-1] if near else places[0]
 
@@ -1284,7 +1281,7 @@ class Transcript:
 
     text: str
     until: int
-    tokens: int
+    tokens: int = 0
 
 
 def transcripts(session: Session, begin: int, end: int, room: int) -> list[Transcript]:
@@ -1294,9 +1291,8 @@ def transcripts(session: Session, begin: int, end: int, room: int) -> list[Trans
     """
     parts: list[Transcript] = []
     for step in steps_of(session, begin, end, min(room // 4, 2_000)):
-        if step.tokens > room:
-            step.text = fitted(step.text, room)
-            step.tokens = tokens_of(step.text)
+        step.text = fitted(step.text, room)
+        step.tokens = tokens_of(step.text)
         if parts and parts[-1].tokens + step.tokens <= room:
             step.text = f"{parts[-1].text}\n{step.text}"
             step.tokens += parts.pop().tokens
@@ -1310,14 +1306,12 @@ def steps_of(session: Session, begin: int, end: int, most: int) -> Iterator[Tran
     for n in range(begin, end):
         line = session.lines[n]
         if texts and line and line["role"] != "tool":
-            text = "\n".join(texts)
-            yield Transcript(text, n, tokens_of(text))
+            yield Transcript("\n".join(texts), n)
             texts = []
         if line:
             texts.append(middle_out(readable(line), max(most, 100)))
-    text = "\n".join(texts)
-    if text:
-        yield Transcript(text, end, tokens_of(text))
+    if texts:
+        yield Transcript("\n".join(texts), end)
 
 
 def fitted(text: str, most: int) -> str:
@@ -1342,21 +1336,15 @@ SAVED = {
     "history_entry": TEXT | {"description": "2 to 5 sentences that begin [YYYY-MM-DD HH:MM]"},
     "memory_update": TEXT | {"description": "The whole new MEMORY.md, all lines, old and new"},
 }
-SAVE_MEMORY = {
-    "type": "function",
-    "function": {
-        "name": "save_memory",
-        "description": "Save what is worth keeping of a conversation.",
-        "parameters": {"type": "object", "properties": SAVED, "required": list(SAVED)},
-    },
-}
+PARAMETERS = {"type": "object", "properties": SAVED, "required": list(SAVED)}
+SAVE = {"name": "save_memory", "description": "Save what is worth keeping of a conversation."}
+SAVE_MEMORY = {"type": "function", "function": SAVE | {"parameters": PARAMETERS}}
 
 
 def in_history_until(store: MemoryStore, session: Session, end: int) -> int:
     """Where a round begins. A program that was killed in it may have saved the first lines."""
-    begin, name = session.last_consolidated, origin_of(session)
-    own = [entry for entry in store.known.entries() if entry.items() >= name.items()]
-    places = [entry.get("until") for entry in own]
+    begin, own = session.last_consolidated, origin_of(session).items()
+    places = [entry.get("until") for entry in store.known.entries() if entry.items() >= own]
     inside = [place for place in places if type(place) is int and begin < place <= end]
     return max([begin, *inside])
 
@@ -1378,33 +1366,23 @@ async def move(
 ) -> None:
     if session.last_consolidated >= until:  # a turn that fits waits for nobody
         return
+    path = session.path.with_suffix(".memory.lock")  # what two programs save is there twice
     async with consolidator.one_at_a_time:
-        with contextlib.suppress(SessionBusy), consolidating(session):
+        with contextlib.suppress(SessionBusy), locked(path, "Another program saves it."):
             await rounds(consolidator, session, until, to_the_end)
 
 
 async def rounds(
     consolidator: Consolidator, session: Session, until: int, to_the_end: bool
 ) -> None:
-    """Until the cursor is there, five are done, or the model is of no help."""
+    """Until the cursor is there, five are done, the model is of no help or others wrote to it."""
     helpful, count = True, 0
-    while session.last_consolidated < until and not is_outdated(session):
+    while session.last_consolidated < until and session.stamp == file_stamp(session.path):
         helpful = await consolidator.round(session, until, helpful)
         count += 1
         enough = count == 5 or not helpful
         if enough and not to_the_end:
             break
-
-
-def consolidating(session: Session) -> contextlib.AbstractContextManager:
-    """Raises SessionBusy while another program does it: what both save would be there twice."""
-    path = session.path.with_suffix(".memory.lock")
-    return locked(path, "Another program saves this conversation.")
-
-
-def is_outdated(session: Session) -> bool:
-    """Has another program written to it since we read it? Then it is for that one to go on."""
-    return session.stamp != file_stamp(session.path)
 
 
 async def save(consolidator: Consolidator, session: Session, part: Transcript) -> bool:
@@ -1417,13 +1395,9 @@ async def save(consolidator: Consolidator, session: Session, part: Transcript) -
         if saved is None:
             return False
         if store.write_facts(saved["memory_update"], instead_of=facts):
-            origin = origin_of(session)
-            store.append_history(saved["history_entry"], until=part.until, **origin)
+            store.append_history(saved["history_entry"], until=part.until, **origin_of(session))
             return True
     return False
-
-
-NOT_WHOLE = ("error", "length", "content_filter")  # its end may be missing
 
 
 async def ask_to_save(consolidator: Consolidator, messages: list[dict]) -> dict | None:
@@ -1432,7 +1406,7 @@ async def ask_to_save(consolidator: Consolidator, messages: list[dict]) -> dict 
         response = await consolidator.ask(messages, [SAVE_MEMORY], choice)
         if response.finish_reason == "error":  # nobody is there to be forced
             return None
-        if response.finish_reason in NOT_WHOLE:
+        if response.finish_reason in ("length", "content_filter"):  # its end may be missing
             continue
         for call in response.tool_calls:
             match call.name, call.arguments:
@@ -1451,18 +1425,18 @@ async def sum_up(consolidator: Consolidator, session: Session, others: int) -> b
     last = len(session.lines) - 20
     until = max([n for n in range(begin, last + 1) if begins_turn(session.lines, n)], default=begin)
     parts = transcripts(session, begin, until, room_of(consolidator))
-    if len(parts) > 5:  # nobody waits that long for an answer
+    if not 0 < len(parts) <= 5:  # nobody waits longer for an answer
         return False
     for part in parts:
         question = request(consolidator.summary_prompt, f"{text}\n\n{part.text}".strip())
         response = await consolidator.ask(question, [], None)
         summary = re.sub(THOUGHTS, "", response.content or "").strip()
-        if response.finish_reason in NOT_WHOLE or response.tool_calls or not summary:
+        is_cut = response.finish_reason in ("error", "length", "content_filter")
+        if is_cut or response.tool_calls or not summary:
             return False  # the oldest turns are left out
         text = middle_out(summary, consolidator.budget // 4)
-    if until > begin:
-        session.note(summary={"text": text, "until": until})
-    return until > begin
+    session.note(summary={"text": text, "until": until})
+    return True
 
 
 def summary_message(text: str) -> dict:
@@ -1562,14 +1536,12 @@ def reason_to_refuse(dream: Dream, name: str, arguments: dict) -> str:
 # it for a submodule, and the user's settings (hooks, signatures) are not meant for it.
 
 
-NO_ATTRIBUTES = "* !text !eol !diff !filter !ident !working-tree-encoding\n"  # of the user's own
-
-
 class MemoryRepository:
     """Facts, history and skills under git, in `.nanobot/memory.git`; without git no commits."""
 
     facts = (*DREAM_FILES, "skills")
     history = ("memory/history.jsonl", "memory/history-archive.jsonl")
+    attributes = "* !text !eol !diff !filter !ident !working-tree-encoding\n"  # none of the user's
 
     def __init__(self, workspace: Path):
         self.workspace, self.folder = workspace, workspace / ".nanobot" / "memory.git"
@@ -1601,12 +1573,15 @@ class MemoryRepository:
         if not (self.folder / "HEAD").exists():
             self.folder.parent.mkdir(exist_ok=True)
             self.git("init", "-q")
-            write_atomically(self.folder / "info" / "attributes", NO_ATTRIBUTES)
+            write_atomically(self.folder / "info" / "attributes", self.attributes)
         (self.folder / "index.lock").unlink(missing_ok=True)  # of a program that was killed
         there = [name for name in self.facts + self.history if (self.workspace / name).exists()]
         self.git("add", "-u", ".")
         for name in there:
-            self._add(name)
+            try:
+                self.git("add", "-f", "--ignore-errors", "--", name)
+            except OSError as problem:  # it lies behind a link, or holds an empty repository
+                log.warning("%s is not under git: %s", name, problem)
         diff = self.git("diff", "--cached", "-U0", "--no-renames", "--", *self.facts)
         hunks = re.findall(r"(?m)^@@ .*\n((?:[-+\\].*\n)+)", diff)  # a `--- a` may be a line, too
         lines = [line for line in "".join(hunks).split("\n") if line[:1] in ("-", "+")]
@@ -1615,13 +1590,6 @@ class MemoryRepository:
         title = f"{subject}: {time.strftime('%Y-%m-%d %H:%M')}, {len(lines)} change(s)"
         self.git("commit", "-q", "-F", "-", text="\n".join([title, "", *lines[:100]]))
         return len(lines)
-
-    def _add(self, name: str) -> None:
-        """What lies behind a link, or holds a repository that is new, git refuses: it stays out."""
-        try:
-            self.git("add", "-f", "--ignore-errors", "--", name)
-        except OSError as problem:
-            log.warning("%s is not under git: %s", name, problem)
 
     def log(self, sha: str = "") -> str:
         """All commits, one a line, or what one of them changed."""
@@ -1637,31 +1605,27 @@ class MemoryRepository:
 
     def restore(self, sha: str = "") -> str:
         """Undo one commit (default: the last dream) as a new one, or change nothing."""
+        show = ["show", "--format=", "--binary", "--no-renames"]
+        why = "what it did is undone already, or these lines have changed since."
         try:
             self._check()
             with locked(self.folder.with_name("dream.lock"), "Another dream is going on."):
-                return self._restore(self._known(sha or self._last_dream()))
+                commit = self._known(sha) if sha else self._last_dream()
+                self._known(f"{commit}^")
+                self._commit("changes outside of dreams")
+                patch = self.git(*show, commit, "--", *self.facts)
+                self.git("apply", "-R", "--whitespace=nowarn", text=patch, why=why)
+                return f"Undone: {self._commit(f'restore of {commit[:7]}')} change(s)."
         except (OSError, SessionBusy) as problem:
             return f"Nothing is changed: {problem}"
-
-    def _restore(self, commit: str) -> str:
-        self._known(f"{commit}^")
-        self._commit("changes outside of dreams")
-        show = ["show", "--format=", "--binary", "--no-renames"]
-        patch = self.git(*show, commit, "--", *self.facts)
-        why = "what it did is undone already, or these lines have changed since."
-        self.git("apply", "-R", "--whitespace=nowarn", text=patch, why=why)
-        return f"Undone: {self._commit(f'restore of {commit[:7]}')} change(s)."
 
     def _check(self) -> None:
         if not (self.folder / "HEAD").exists():
             raise OSError("there has been no dream yet, or git is not installed.")
 
     def _last_dream(self) -> str:
-        sha = self.git("log", "-1", "--grep=^dream:", "--format=%h").strip()
-        if not sha:
-            raise OSError("no dream has changed anything yet. /dream-log lists all commits.")
-        return sha
+        why = "no dream has changed anything yet. /dream-log lists all commits."
+        return self.git("rev-parse", "--verify", ":/^dream:", why=why).strip()
 
     def _known(self, sha: str) -> str:
         why = "there is no such commit, or none before it. /dream-log lists them."
@@ -1738,6 +1702,8 @@ def read_skill(path: Path, read: Callable[[Path], bytes] = read_regular_file) ->
 
 # "---\nname: weather\n---\n"
 FRONT_MATTER = r"(?ms)(?:---[ \t]*\n(.*?)^---[ \t]*$)?"
+# "description: >-\n  Use for\n  the weather." is one line, "metadata:\n  author: me" is two
+FOLD = r"(?<=:)[ \t]*[>|][+-]?\n[ \t]+|\n(?![ \t]+[\w-]+:\s)[ \t]+"
 # `description: "Use for the weather."`
 FIELD = r"(?m)^([\w-]+):[ \t]*([\"']?)(.*?)\2[ \t]*$"
 
@@ -1745,7 +1711,8 @@ FIELD = r"(?m)^([\w-]+):[ \t]*([\"']?)(.*?)\2[ \t]*$"
 def skill_of(path: Path, text: str) -> Skill:
     """Front matter is `key: value` lines between two `---`; any part of it may be missing."""
     front = re.match(FRONT_MATTER, text)
-    fields = {key: value for key, _, value in re.findall(FIELD, front[1] or "")}
+    lines = re.sub(FOLD, " ", front[1] or "")
+    fields = {key: value for key, _, value in re.findall(FIELD, lines)}
     skill = Skill(fields.get("name") or path.parent.name, path, fields.get("description", ""))
     skill.text = text[front.end() :].strip()
     skill.always = fields.get("always", "").lower() in ("true", "yes")
@@ -1757,10 +1724,9 @@ def missing(metadata: str, path: Path) -> list[str]:
     """What of `{"nanobot": {"requires": {"bins": ["gh"], "env": ["KEY"]}}}` this machine lacks."""
     try:
         requires = json.loads(metadata or "{}").get("nanobot", {}).get("requires") or {}
-        programs = [name for name in requires.get("bins") or [] if not shutil.which(name)]
+        lacks = [f"program {name}" for name in requires.get("bins") or [] if not shutil.which(name)]
         variables = [name for name in requires.get("env") or [] if not os.getenv(name)]
     except (ValueError, AttributeError, TypeError, RecursionError):
         log.warning("%s: metadata is not the JSON that is expected", path)
         return []
-    lacks = [f"program {name}" for name in programs]
     return lacks + [f"environment variable {name}" for name in variables]

@@ -3246,6 +3246,10 @@ def test_what_is_wrong_with_a_skill_is_said_anew_where_it_is_something_else(tmp_
         ("From a --- to b", "From a --- to b"),
         ("  padded  ", "padded"),
         ("", ""),
+        (">-\n  Use for\n  the weather.", "Use for the weather."),
+        ("|\n  Use for: the weather.", "Use for: the weather."),
+        ("Use for\n  the weather.", "Use for the weather."),
+        ("x > y\n  |z", "x > y |z"),
     ],
 )
 def test_a_description_is_read_as_it_was_meant(tmp_path, written, read):
@@ -3267,6 +3271,17 @@ def test_a_description_is_read_as_it_was_meant(tmp_path, written, read):
 def test_what_a_skill_requires_and_the_machine_lacks_is_named(tmp_path, requires, missing):
     front = f'---\nmetadata: {{"nanobot": {{"requires": {requires}}}}}\n---\n'
     assert read_skill(skill_file(tmp_path, front)).missing == missing
+
+
+def test_metadata_may_take_several_lines_and_what_is_not_for_us_is_nobodys_fault(tmp_path, caplog):
+    lines = ["{", '  "nanobot": {"requires":', '    {"bins": ["no-b"]}', "  }", "}"]
+    path = skill_file(tmp_path, "")
+    for first in ("metadata: {", "metadata:\n  {"):
+        front = "\n  ".join([first, *lines[1:]])
+        path.write_text(f"---\n{front}\n---\n")
+        assert read_skill(path).missing == ["program no-b"]
+    path.write_text("---\nmetadata:\n  author: me\n  version: 1\nname: x\n---\n")
+    assert (read_skill(path).name, read_skill(path).missing, caplog.text) == ("x", [], "")
 
 
 @pytest.mark.parametrize(
