@@ -1225,12 +1225,13 @@ def is_question(line: dict | None) -> bool:
 
 
 def begins_turn(lines: list[dict | None], number: int) -> bool:
-    """A question that came between the calls of a turn and their results begins none."""
+    """No question does that came between the calls of a turn and their results, or beside one."""
     if not is_question(lines[number]):
         return False
+    is_beside = bool(lines[number].get("beside")) and is_question(lines[max(number - 1, 0)])
     behind = (lines[n] for n in range(number + 1, len(lines)))
     answer = next((line for line in behind if line and not waits(line)), {})
-    return not unseen_by(answer)
+    return not is_beside and not unseen_by(answer)
 
 
 def over_budget(consolidator: Consolidator, session: Session, others: int) -> int:
@@ -1357,8 +1358,7 @@ def origin_of(session: Session) -> dict:
 def save_raw(store: MemoryStore, session: Session, begin: int, end: int) -> None:
     """Nothing is lost where no model helps: the text as it is, some 10,000 characters an entry."""
     for part in transcripts(session, begin, end, 4_000):
-        text = f"[RAW] {part.text[:16_000]}"
-        store.append_history(text, until=part.until, **origin_of(session))
+        store.append_history(f"[RAW] {part.text[:16_000]}", until=part.until, **origin_of(session))
 
 
 async def move(

@@ -2101,6 +2101,18 @@ def test_what_fits_the_budget_to_the_token_stays(sessions):
         assert bool(session.last_consolidated) is bool(told)
 
 
+def test_a_question_that_waits_for_its_answer_is_not_moved_whatever_came_behind_it(sessions):
+    """While servers were starting a second message came, and the first one was never sent."""
+    session = talk(sessions.get(KEY), 10)
+    session.append(user("the question"), {**user("and one more thing"), "beside": True})
+    keeper = consolidator(sessions, *[saves("Entry.")] * 9, budget=1_000)
+    assert asyncio.run(keeper.before_turn(session, 900)) != ""
+    assert session.get_history()[0] == user("the question")
+    session.append(answer("for both"), user("next"))
+    asyncio.run(keeper.after_turn(session, 1_000))
+    assert session.get_history() == [user("next")]
+
+
 def test_five_rounds_at_a_time_are_made_and_of_what_new_dropped_all(sessions):
     session = talk(sessions.get(KEY), 120)  # 480 lines
     keeper = consolidator(sessions, *[saves("Entry.")] * 20)
