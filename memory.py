@@ -808,7 +808,7 @@ class SessionManager:
     def list_keys(self) -> list[str]:
         """All session keys, the one used last first."""
         keys = []
-        paths = filter(Path.is_file, self.folder.glob("*.jsonl"))  # Emacs leaves links to nowhere
+        paths = filter(Path.exists, self.folder.glob("*.jsonl"))  # Emacs leaves links to nowhere
         for path in sorted(paths, key=lambda path: -path.stat().st_mtime):
             with contextlib.suppress(UnicodeDecodeError):  # not a name of ours
                 keys.append(unquote(path.name.removesuffix(".jsonl"), errors="surrogatepass"))
@@ -1482,8 +1482,7 @@ def what_to_edit(dream: Dream, findings: list[str]) -> list[dict]:
 
 
 def files_of(dream: Dream) -> list[str]:
-    """Whatever their sizes, a request with them and with a batch fits; read_file reads the rest."""
-    paths = [dream.store.workspace / name for name in DREAM_FILES]
+    paths = [dream.store.workspace / name for name in DREAM_FILES]  # they and a batch must fit
     return [f"# {path}\n\n{fitted(read_text(path), dream.budget // 8)}" for path in paths]
 
 
@@ -1549,7 +1548,7 @@ class MemoryRepository:
     def git(self, *arguments: str, text: str = "", why: str = "") -> str:
         """Raises OSError with what git says, or what it means for the user."""
         own = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-        own |= {"GIT_DIR": str(self.folder), "GIT_WORK_TREE": str(self.workspace), "LC_ALL": "C"}
+        own |= {"GIT_DIR": ".nanobot/memory.git", "GIT_WORK_TREE": ".", "LC_ALL": "C"}
         own |= {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull}
         me = ["-c", "user.name=nanobot", "-c", "user.email=nanobot@localhost"]
         command = ["git", *me, "-c", "gc.autoDetach=false", *arguments]

@@ -3175,6 +3175,13 @@ def test_what_was_undone_or_changed_since_is_said_to_be(home):
     )
 
 
+def test_a_workspace_may_be_named_from_the_current_folder(home, monkeypatch):
+    monkeypatch.chdir(home.parent)
+    repository = MemoryRepository(Path(home.name))
+    assert repository.commit("notes") == 3
+    assert "3 change(s)" in repository.log() and (home / ".nanobot" / "memory.git" / "HEAD").exists()
+
+
 def test_a_lock_that_a_killed_git_left_stops_nothing(home):
     asyncio.run(dream(home, Model("[SKIP]")).run())
     (home / ".nanobot" / "memory.git" / "index.lock").touch()
@@ -3369,7 +3376,6 @@ def test_a_message_of_another_program_is_read_as_it_is(sessions, tmp_path, line)
 def test_what_an_editor_leaves_beside_a_journal_does_not_stop_the_list(sessions):
     path = journal(sessions, user("hi"))
     (path.parent / f".#{path.name}").symlink_to("me@host.4711:1775174400")  # Emacs, while it edits
-    (path.parent / "old.jsonl").mkdir()
     assert sessions.list_keys() == [KEY]
 
 
