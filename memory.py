@@ -1573,7 +1573,8 @@ class MemoryRepository:
             self.folder.parent.mkdir(exist_ok=True)
             self.git("init", "-q")
             write_atomically(self.folder / "info" / "attributes", self.attributes)
-        (self.folder / "index.lock").unlink(missing_ok=True)  # of a program that was killed
+        for lock in self.folder.glob("**/*.lock"):  # of a git that was killed
+            lock.unlink()
         there = [name for name in self.facts + self.history if (self.workspace / name).exists()]
         self.git("add", "-u", ".")
         for name in there:
@@ -1604,15 +1605,14 @@ class MemoryRepository:
 
     def restore(self, sha: str = "") -> str:
         """Undo one commit (default: the last dream) as a new one, or change nothing."""
-        show = ["show", "--format=", "--binary", "--no-renames"]
         why = "what it did is undone already, or these lines have changed since."
         try:
             self._check()
             with locked(self.folder.with_name("dream.lock"), "Another dream is going on."):
                 commit = self._known(sha) if sha else self._last_dream()
-                self._known(f"{commit}^")
+                parent = self._known(f"{commit}^")
                 self._commit("changes outside of dreams")
-                patch = self.git(*show, commit, "--", *self.facts)
+                patch = self.git("diff-tree", "-p", "--binary", parent, commit, "--", *self.facts)
                 self.git("apply", "-R", "--whitespace=nowarn", text=patch, why=why)
                 return f"Undone: {self._commit(f'restore of {commit[:7]}')} change(s)."
         except (OSError, SessionBusy) as problem:

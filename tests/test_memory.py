@@ -3182,9 +3182,10 @@ def test_a_workspace_may_be_named_from_the_current_folder(home, monkeypatch):
     assert "3 change(s)" in repository.log() and (home / ".nanobot" / "memory.git" / "HEAD").exists()
 
 
-def test_a_lock_that_a_killed_git_left_stops_nothing(home):
+@pytest.mark.parametrize("lock", ["index.lock", "HEAD.lock", "refs/heads/master.lock"])
+def test_a_lock_that_a_killed_git_left_stops_nothing(home, lock):
     asyncio.run(dream(home, Model("[SKIP]")).run())
-    (home / ".nanobot" / "memory.git" / "index.lock").touch()
+    (home / ".nanobot" / "memory.git" / lock).touch()
     MemoryStore(home).append_history("more")
     asyncio.run(dream(home, Model("[MEMORY] blue"), BLUE).run())
     assert "dream: " in MemoryRepository(home).log()
