@@ -1238,13 +1238,12 @@ def over_budget(consolidator: Consolidator, session: Session, others: int) -> in
     """Up to where lines must go so that half the budget is left; 0 where all fits."""
     if others + size_as_sent(consolidator, session) <= consolidator.budget:
         return 0
-    room, count = consolidator.budget // 2 - others, 0
-    for line in reversed(session.lines):
+    room = consolidator.budget // 2 - others
+    for count, line in enumerate(reversed(session.lines)):
         room -= tokens_of(line)
         if room < 0:
-            break
-        count += 1
-    return boundary(session, count)
+            return boundary(session, count)
+    return boundary(session, len(session.lines))
 
 
 def over_window(consolidator: Consolidator, session: Session) -> int:
@@ -1569,10 +1568,11 @@ class MemoryRepository:
             return 0
 
     def _commit(self, subject: str) -> int:
-        if not (self.folder / "HEAD").exists():
+        attributes = self.folder / "info" / "attributes"
+        if not attributes.exists():  # the last thing that is made
             self.folder.parent.mkdir(exist_ok=True)
             self.git("init", "-q")
-            write_atomically(self.folder / "info" / "attributes", self.attributes)
+            write_atomically(attributes, self.attributes)
         for lock in self.folder.glob("**/*.lock"):  # of a git that was killed
             lock.unlink()
         there = [name for name in self.facts + self.history if (self.workspace / name).exists()]

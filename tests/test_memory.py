@@ -3175,6 +3175,13 @@ def test_what_was_undone_or_changed_since_is_said_to_be(home):
     )
 
 
+def test_a_repository_whose_making_was_interrupted_is_finished(home):
+    folder = home / ".nanobot" / "memory.git"
+    folder.mkdir(parents=True)
+    (folder / "HEAD").write_text("ref: refs/heads/master\n")
+    assert MemoryRepository(home).commit("notes") == 3
+
+
 def test_a_workspace_may_be_named_from_the_current_folder(home, monkeypatch):
     monkeypatch.chdir(home.parent)
     repository = MemoryRepository(Path(home.name))
