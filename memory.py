@@ -314,7 +314,7 @@ class Dream:
         """Both phases, to an outcome: completed, failed, or did not reach the model."""
         response = await self.ask(what_happened(self, batch), [], None)
         if response.finish_reason == "error":
-            return UNREACHABLE
+            return "failed" if response.is_overflow else UNREACHABLE
         findings = findings_in(response.content or "")
         if not findings:
             return "failed" if findings is None else "completed"
@@ -351,9 +351,8 @@ def load_session(key: str, path: Path) -> Session:
             take_header(session, record)
         elif is_header or not record:
             damaged += [raw] if raw else []
-        if number == 0 and record is None:  # it was the metadata
-            continue
-        if not is_header:
+        was_header = number == 0 and record is None
+        if not is_header and not was_header:
             session.lines.append(record)
     if damaged:
         keep_damaged(path, damaged)
@@ -536,13 +535,15 @@ def end_last_line(file: Any, path: Path) -> bytes:
     return b""
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str | bytes) -> None:
     """The old text or the new one, never half of it. A link stays a link."""
     path = path.resolve()
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    data = text if isinstance(text, bytes) else text.encode("utf-8", errors="replace")
     try:
         with open_private(draft) as file:
-            write_whole(file, text.encode("utf-8", errors="replace"))
+            file.truncate(0)  # in a container one that was killed had the same process id
+            write_whole(file, data)
             os.fsync(file.fileno())
         if path.exists():
             shutil.copymode(path, draft)
@@ -816,9 +817,9 @@ class SessionManager:
 
     def list_keys(self) -> list[str]:
         """All session keys, the one used last first."""
-        paths = sorted(self.folder.glob("*.jsonl"), key=lambda path: -path.stat().st_mtime)
         keys = []
-        for path in paths:
+        paths = filter(Path.exists, self.folder.glob("*.jsonl"))  # Emacs leaves links to nowhere
+        for path in sorted(paths, key=lambda path: -path.stat().st_mtime):
             with contextlib.suppress(UnicodeDecodeError):  # not a name of ours
                 keys.append(unquote(path.name.removesuffix(".jsonl"), errors="surrogatepass"))
         return keys
@@ -892,9 +893,7 @@ def draft_of(
     questions = [n for n, message in enumerate(messages) if message["role"] == "user"]
     tasks = [n for n in questions if messages[n] is task]  # a hook may have taken it out
     begin = (tasks or questions or [0])[-1]
-    first = 0
-    while first < begin and is_head(messages[first]):
-        first += 1
+    first = next((n for n in range(begin) if not is_head(messages[n])), begin)
     draft = Draft(messages[:first], messages[first:begin], messages[begin:], budget, counter)
     draft.tokens = counter.total(messages)
     if 4 * draft.tokens > budget:  # its bytes, the upper bound, do not fit
@@ -1146,7 +1145,7 @@ def read_text(path: Path) -> str:
 # "<think>The user wants …</think>"
 THOUGHTS = r"(?s)\s*<think>.*?(</think>|\Z)"
 # "[2026-04-03 00:02] The user planned a trip."
-STAMP = r"\[(\d{4}-\d\d-\d\d \d\d:\d\d)\]\s*"
+STAMP = r"(?:\[(\d{4}-\d\d-\d\d \d\d:\d\d)\]\s*)?"
 
 
 def latest_lines(entries: list[dict], most: int) -> list[str]:
@@ -1159,6 +1158,7 @@ def latest_lines(entries: list[dict], most: int) -> list[str]:
 def replace_facts(store: MemoryStore, text: str, instead_of: str) -> bool:
     if store.read_facts() != instead_of:
         return False
+    text = text.replace("\0", "")  # git and the file tools would take the file for binary
     if text.strip() != instead_of.strip() and keeps_enough(text, instead_of):
         write_atomically(store.facts, text.strip() + "\n")
     return True
@@ -1178,8 +1178,8 @@ def next_entry(store: MemoryStore, text: str) -> dict:
     last = max([*known, read_number(store.folder / ".cursor"), store.dream_cursor])
     text = re.sub(THOUGHTS, "", text).strip()
     stamp = re.match(STAMP, text)
-    timestamp = stamp[1] if stamp else time.strftime("%Y-%m-%d %H:%M")
-    text = re.sub(STAMP, "", text, count=1) if stamp else text
+    timestamp = stamp[1] or time.strftime("%Y-%m-%d %H:%M")
+    text = text[stamp.end() :]
     content = text if len(text) <= 64_000 else f"{text[:63_990]} [cut]"
     return {"cursor": last + 1, "timestamp": timestamp, "content": content}
 
@@ -1192,16 +1192,17 @@ def add_for_people(store: MemoryStore, last: list[dict], entry: dict) -> None:
     path, archive = store.folder / "HISTORY.md", store.folder / "history-archive.jsonl"
     if not path.exists():
         new = [*entries(archive), *entries(store.history)]
-    elif for_people(last) in path.read_text(encoding="utf-8", errors="replace"):
+    elif for_people(last) in path.read_bytes():
         new = [entry]
     else:
         new = [*last, entry]
     with open_private(path) as file:
-        write_whole(file, for_people(new).encode("utf-8", errors="replace"))
+        write_whole(file, for_people(new))
 
 
-def for_people(entries: list[dict]) -> str:
-    return "".join([f"[{entry['timestamp']}] {entry['content']}\n\n" for entry in entries])
+def for_people(entries: list[dict]) -> bytes:
+    texts = [f"[{entry['timestamp']}] {entry['content']}\n\n" for entry in entries]
+    return "".join(texts).encode("utf-8", errors="replace")
 
 
 def compact(store: MemoryStore, keep: int = 1_000) -> None:
@@ -1210,14 +1211,14 @@ def compact(store: MemoryStore, keep: int = 1_000) -> None:
     with locked(store.folder / ".lock"):
         known = entries(store.history)
         read = [entry for entry in known if entry["cursor"] <= store.dream_cursor]
-        old = {entry["cursor"] for entry in read[: max(len(known) - keep, 0)]}
+        old = {to_json(entry): entry for entry in read[: max(len(known) - keep, 0)]}
         if not old:
             return
-        there = {entry["cursor"] for entry in entries(archive)}  # of a compaction that was killed
-        append_lines(archive, [entry for entry in read if entry["cursor"] in old - there])
-        rest = [entry for entry in known if entry["cursor"] not in old]
-        lines = [to_json(entry) + "\n" for entry in rest]
-        write_atomically(store.history, "".join(lines))
+        there = set(map(to_json, entries(archive)))  # of a compaction that was killed
+        append_lines(archive, [entry for text, entry in old.items() if text not in there])
+        lines = store.history.read_bytes().split(b"\n")
+        rest = [line for line in lines if to_json(parse(line)) not in old]  # what is no entry, too
+        write_atomically(store.history, b"\n".join(rest))
 
 
 def keeps_enough(text: str, before: str) -> bool:
@@ -1237,25 +1238,25 @@ def is_question(line: dict | None) -> bool:
 
 
 def begins_turn(lines: list[dict | None], number: int) -> bool:
-    """A question that came between the calls of a turn and their results begins none."""
+    """No question does that came between the calls of a turn and their results, or beside one."""
     if not is_question(lines[number]):
         return False
+    is_beside = bool(lines[number].get("beside")) and is_question(lines[max(number - 1, 0)])
     behind = (lines[n] for n in range(number + 1, len(lines)))
     answer = next((line for line in behind if line and not waits(line)), {})
-    return not unseen_by(answer)
+    return not is_beside and not unseen_by(answer)
 
 
 def over_budget(consolidator: Consolidator, session: Session, overhead: int) -> int:
     """Up to where lines must go so that half the budget is left; 0 where all fits."""
     if overhead + size_as_sent(consolidator, session) <= consolidator.budget:
         return 0
-    room, count = consolidator.budget // 2 - overhead, 0
-    for line in reversed(session.lines):
+    room = consolidator.budget // 2 - overhead
+    for count, line in enumerate(reversed(session.lines)):
         room -= tokens_of(line)
         if room < 0:
-            break
-        count += 1
-    return boundary(session, count)
+            return boundary(session, count)
+    return boundary(session, len(session.lines))
 
 
 def over_window(consolidator: Consolidator, session: Session) -> int:
@@ -1274,9 +1275,9 @@ def boundary(session: Session, most: int) -> int:
 
 def end_of_round(session: Session, until: int) -> int:
     """About 60 lines, but at least one whole turn."""
-    begin = session.last_consolidated
-    places = [n for n in range(begin + 1, until) if begins_turn(session.lines, n)] + [until]
-    places = sorted({*places, session.start} & set(range(begin + 1, until + 1)))
+    begin, lines = session.last_consolidated, session.lines
+    inside = range(begin + 1, until)
+    places = [n for n in inside if n == session.start or begins_turn(lines, n)] + [until]
     near = [n for n in places if n <= begin + 60]
     return near[-1] if near else places[0]
 
@@ -1293,7 +1294,7 @@ class Transcript:
 
     text: str
     until: int
-    tokens: int
+    tokens: int = 0
 
 
 def transcripts(session: Session, begin: int, end: int, room: int) -> list[Transcript]:
@@ -1301,9 +1302,8 @@ def transcripts(session: Session, begin: int, end: int, room: int) -> list[Trans
     call and its results stand in one text."""
     parts: list[Transcript] = []
     for step in steps_of(session, begin, end, min(room // 4, 2_000)):
-        while step.tokens > room and len(step.text) > 50:  # characters, or it shrinks no more
-            step.text = middle_out(step.text, len(step.text) * 3 // 4)
-            step.tokens = tokens_of(step.text)
+        step.text = fitted(step.text, room)
+        step.tokens = tokens_of(step.text)
         if parts and parts[-1].tokens + step.tokens <= room:
             step.text = f"{parts[-1].text}\n{step.text}"
             step.tokens += parts.pop().tokens
@@ -1317,14 +1317,18 @@ def steps_of(session: Session, begin: int, end: int, most: int) -> Iterator[Tran
     for n in range(begin, end):
         line = session.lines[n]
         if texts and line and line["role"] != "tool":
-            text = "\n".join(texts)
-            yield Transcript(text, n, tokens_of(text))
+            yield Transcript("\n".join(texts), n)
             texts = []
         if line:
             texts.append(middle_out(readable(line), max(most, 100)))
-    text = "\n".join(texts)
-    if text:
-        yield Transcript(text, end, tokens_of(text))
+    if texts:
+        yield Transcript("\n".join(texts), end)
+
+
+def fitted(text: str, most: int) -> str:
+    while tokens_of(text) > most and len(text) > 50:  # characters, or it shrinks no more
+        text = middle_out(text, len(text) * 3 // 4)
+    return text
 
 
 def middle_out(text: str, most: int) -> str:
@@ -1341,23 +1345,17 @@ def request(system: str, text: str) -> list[dict]:
 TEXT = {"type": "string"}
 SAVED = {
     "history_entry": TEXT | {"description": "2 to 5 sentences that begin [YYYY-MM-DD HH:MM]"},
-    "memory_update": TEXT | {"description": "The whole new MEMORY.md; unchanged if nothing is new"},
+    "memory_update": TEXT | {"description": "The whole new MEMORY.md, all lines, old and new"},
 }
-SAVE_MEMORY = {
-    "type": "function",
-    "function": {
-        "name": "save_memory",
-        "description": "Save what is worth keeping of a conversation.",
-        "parameters": {"type": "object", "properties": SAVED, "required": list(SAVED)},
-    },
-}
+PARAMETERS = {"type": "object", "properties": SAVED, "required": list(SAVED)}
+SAVE = {"name": "save_memory", "description": "Save what is worth keeping of a conversation."}
+SAVE_MEMORY = {"type": "function", "function": SAVE | {"parameters": PARAMETERS}}
 
 
 def begin_of_round(store: MemoryStore, session: Session, end: int) -> int:
     """Where a round begins. A program that was killed in it may have saved the first lines."""
-    begin, name = session.last_consolidated, origin_of(session)
-    own = [entry for entry in known_entries(store.history) if entry.items() >= name.items()]
-    places = [entry.get("until") for entry in own]
+    begin, own = session.last_consolidated, origin_of(session).items()
+    places = [entry.get("until") for entry in known_entries(store.history) if entry.items() >= own]
     inside = [place for place in places if type(place) is int and begin < place <= end]
     return max([begin, *inside])
 
@@ -1370,8 +1368,7 @@ def origin_of(session: Session) -> dict:
 def save_raw(store: MemoryStore, session: Session, begin: int, end: int) -> None:
     """Nothing is lost where no model helps: the text as it is, some 10,000 characters an entry."""
     for part in transcripts(session, begin, end, 4_000):
-        text = f"[RAW] {part.text[:16_000]}"
-        store.append_history(text, until=part.until, **origin_of(session))
+        store.append_history(f"[RAW] {part.text[:16_000]}", until=part.until, **origin_of(session))
 
 
 async def move(
@@ -1379,20 +1376,18 @@ async def move(
 ) -> None:
     if session.last_consolidated >= until:  # a turn that fits waits for nobody
         return
+    path = session.path.with_suffix(".memory.lock")  # what two programs save is there twice
     async with consolidator.one_at_a_time:
-        lock = session.path.with_suffix(".memory.lock")  # else two programs would save it twice
-        with contextlib.suppress(SessionBusy), locked(lock, "Another program saves it."):
+        with contextlib.suppress(SessionBusy), locked(path, "Another program saves it."):
             await rounds(consolidator, session, until, to_the_end)
 
 
 async def rounds(
     consolidator: Consolidator, session: Session, until: int, to_the_end: bool
 ) -> None:
-    """Until the cursor is there, five are done, or the model is of no help."""
+    """Until the cursor is there, five are done, the model is of no help or others wrote to it."""
     model_helps, count = True, 0
-    while session.last_consolidated < until:
-        if session.stamp != file_stamp(session.path):  # another program goes on with it
-            break
+    while session.last_consolidated < until and session.stamp == file_stamp(session.path):
         model_helps = await consolidator.round(session, until, model_helps)
         count += 1
         enough = count == 5 or not model_helps
@@ -1441,15 +1436,19 @@ async def sum_up(consolidator: Consolidator, session: Session, overhead: int) ->
     text = session.summary.get("text", "") if begin == session.summary.get("until") else ""
     last = len(session.lines) - 20
     until = max([n for n in range(begin, last + 1) if begins_turn(session.lines, n)], default=begin)
-    for part in transcripts(session, begin, until, room_of(consolidator)):
+    parts = transcripts(session, begin, until, room_of(consolidator))
+    if not 0 < len(parts) <= 5:  # nobody waits longer for an answer
+        return False
+    for part in parts:
         question = request(consolidator.summary_prompt, f"{text}\n\n{part.text}".strip())
         response = await consolidator.ask(question, [], None)
-        if response.finish_reason in ("error", "length") or not response.content:
+        summary = re.sub(THOUGHTS, "", response.content or "").strip()
+        is_cut = response.finish_reason in ("error", "length", "content_filter")
+        if is_cut or response.tool_calls or not summary:
             return False  # the oldest turns are left out
-        text = middle_out(response.content, consolidator.budget // 4)
-    if until > begin:
-        session.note(summary={"text": text, "until": until})
-    return until > begin
+        text = middle_out(summary, consolidator.budget // 4)
+    session.note(summary={"text": text, "until": until})
+    return True
 
 
 def summary_message(text: str) -> dict:
@@ -1481,7 +1480,8 @@ def next_batch(dream: Dream) -> list[dict]:
 
 
 def what_happened(dream: Dream, batch: list[dict]) -> list[dict]:
-    lines = [f"[{entry['timestamp']}] {entry['content']}" for entry in batch]
+    most = dream.budget // 2
+    lines = [f"[{entry['timestamp']}] {fitted(entry['content'], most)}" for entry in batch]
     today = time.strftime("Today is %Y-%m-%d, %A.")
     return request(dream.find_prompt, "\n\n".join([today, *files_of(dream), "# History", *lines]))
 
@@ -1494,8 +1494,8 @@ def what_to_edit(dream: Dream, findings: list[str]) -> list[dict]:
 
 
 def files_of(dream: Dream) -> list[str]:
-    home = dream.store.workspace
-    return [f"# {home / name}\n\n{read_text(home / name)}" for name in DREAM_FILES]
+    paths = [dream.store.workspace / name for name in DREAM_FILES]  # they and a batch must fit
+    return [f"# {path}\n\n{fitted(read_text(path), dream.budget // 8)}" for path in paths]
 
 
 def findings_in(text: str) -> list[str] | None:
@@ -1552,21 +1552,24 @@ class MemoryRepository:
 
     facts = (*DREAM_FILES, "skills")
     history = ("memory/history.jsonl", "memory/history-archive.jsonl")
+    attributes = "* !text !eol !diff !filter !ident !working-tree-encoding\n"  # none of the user's
 
     def __init__(self, workspace: Path):
         self.workspace, self.folder = workspace, workspace / ".nanobot" / "memory.git"
 
-    def git(self, *arguments: str, text: str = "") -> str:
-        """Raises OSError with what git says."""
+    def git(self, *arguments: str, text: str = "", why: str = "") -> str:
+        """Raises OSError with what git says, or what it means for the user."""
         own = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-        own |= {"GIT_DIR": str(self.folder), "GIT_WORK_TREE": str(self.workspace), "LC_ALL": "C"}
+        own |= {"GIT_DIR": ".nanobot/memory.git", "GIT_WORK_TREE": ".", "LC_ALL": "C"}
         own |= {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull}
         me = ["-c", "user.name=nanobot", "-c", "user.email=nanobot@localhost"]
         command = ["git", *me, "-c", "gc.autoDetach=false", *arguments]
         options = {"cwd": self.workspace, "env": own, "capture_output": True}
         done = subprocess.run(command, input=text.encode(errors="surrogateescape"), **options)
-        if done.returncode and arguments[0] != "add":  # what cannot be added stays out
-            raise OSError(done.stderr.decode(errors="replace").strip())
+        if done.returncode:
+            problem = done.stderr.decode(errors="replace").strip()
+            log.info("git %s: %s", arguments[0], problem)
+            raise OSError(why or problem)
         return done.stdout.decode(errors="surrogateescape")  # a patch comes back byte for byte
 
     def commit(self, subject: str) -> int:
@@ -1578,13 +1581,20 @@ class MemoryRepository:
             return 0
 
     def _commit(self, subject: str) -> int:
-        if not (self.folder / "HEAD").exists():
+        attributes = self.folder / "info" / "attributes"
+        if not attributes.exists():  # the last thing that is made
             self.folder.parent.mkdir(exist_ok=True)
             self.git("init", "-q")
-        (self.folder / "index.lock").unlink(missing_ok=True)  # of a program that was killed
+            write_atomically(attributes, self.attributes)
+        for lock in self.folder.glob("**/*.lock"):  # of a git that was killed
+            lock.unlink()
         there = [name for name in self.facts + self.history if (self.workspace / name).exists()]
         self.git("add", "-u", ".")
-        self.git("add", "-f", "--ignore-errors", "--", *there)
+        for name in there:
+            try:
+                self.git("add", "-f", "--ignore-errors", "--", name)
+            except OSError as problem:  # it lies behind a link, or holds an empty repository
+                log.warning("%s is not under git: %s", name, problem)
         diff = self.git("diff", "--cached", "-U0", "--no-renames", "--", *self.facts)
         hunks = re.findall(r"(?m)^@@ .*\n((?:[-+\\].*\n)+)", diff)  # a `--- a` may be a line, too
         lines = [line for line in "".join(hunks).split("\n") if line[:1] in ("-", "+")]
@@ -1608,16 +1618,17 @@ class MemoryRepository:
 
     def restore(self, sha: str = "") -> str:
         """Undo one commit (default: the last dream) as a new one, or change nothing."""
+        why = "what it did is undone already, or these lines have changed since."
         try:
             self._check()
-            commit = self._known(sha or self._last_dream())
-            self._known(f"{commit}^")
-            self._commit("changes outside of dreams")
-            show = ["show", "--format=", "--binary", "--no-renames"]
-            patch = self.git(*show, commit, "--", *self.facts)
-            self.git("apply", "-R", "--whitespace=nowarn", text=patch)
-            return f"Undone: {counted(self._commit(f'restore of {commit[:7]}'), 'change')}."
-        except OSError as problem:
+            with locked(self.folder.with_name("dream.lock"), "Another dream is going on."):
+                commit = self._known(sha) if sha else self._last_dream()
+                parent = self._known(f"{commit}^")
+                self._commit("changes outside of dreams")
+                patch = self.git("diff-tree", "-p", "--binary", parent, commit, "--", *self.facts)
+                self.git("apply", "-R", "--whitespace=nowarn", text=patch, why=why)
+                return f"Undone: {counted(self._commit(f'restore of {commit[:7]}'), 'change')}."
+        except (OSError, SessionBusy) as problem:
             return f"Nothing is changed: {problem}"
 
     def _check(self) -> None:
@@ -1625,18 +1636,14 @@ class MemoryRepository:
             raise OSError("there has been no dream yet, or git is not installed.")
 
     def _last_dream(self) -> str:
-        sha = self.git("log", "-1", "--grep=^dream:", "--format=%h").strip()
-        if not sha:
-            raise OSError("no dream has changed anything yet. /dream-log lists all commits.")
-        return sha
+        why = "no dream has changed anything yet. /dream-log lists all commits."
+        return self.git("rev-parse", "--verify", ":/^dream:", why=why).strip()
 
     def _known(self, sha: str) -> str:
-        try:
-            if re.fullmatch(r"[0-9a-f]{4,40}\^?", sha):
-                return self.git("rev-parse", "--verify", f"{sha}^{{commit}}").strip()
-        except OSError as problem:
-            log.info("%s", problem)
-        raise OSError("there is no such commit, or none before it. /dream-log lists them.")
+        why = "there is no such commit, or none before it. /dream-log lists them."
+        if not re.fullmatch(r"[0-9a-f]{4,40}\^?", sha):
+            raise OSError(why)
+        return self.git("rev-parse", "--verify", f"{sha}^{{commit}}", why=why).strip()
 
 
 # ---- Skills ----
@@ -1707,6 +1714,8 @@ def read_skill(path: Path, read: Callable[[Path], bytes] = read_regular_file) ->
 
 # "---\nname: weather\n---\n"
 FRONT_MATTER = r"(?ms)(?:---[ \t]*\n(.*?)^---[ \t]*$)?"
+# "description: >-\n  Use for\n  the weather." is one line, "metadata:\n  author: me" is two
+FOLD = r"(?<=:)[ \t]*[>|][+-]?\n[ \t]+|\n(?![ \t]+[\w-]+:\s)[ \t]+"
 # `description: "Use for the weather."`
 FIELD = r"(?m)^([\w-]+):[ \t]*([\"']?)(.*?)\2[ \t]*$"
 
@@ -1714,7 +1723,8 @@ FIELD = r"(?m)^([\w-]+):[ \t]*([\"']?)(.*?)\2[ \t]*$"
 def skill_of(path: Path, text: str) -> Skill:
     """Front matter is `key: value` lines between two `---`; any part of it may be missing."""
     front = re.match(FRONT_MATTER, text)
-    fields = {key: value for key, _, value in re.findall(FIELD, front[1] or "")}
+    lines = re.sub(FOLD, " ", front[1] or "")
+    fields = {key: value for key, _, value in re.findall(FIELD, lines)}
     skill = Skill(fields.get("name") or path.parent.name, path, fields.get("description", ""))
     skill.text = text[front.end() :].strip()
     skill.always = fields.get("always", "").lower() in ("true", "yes")
@@ -1726,10 +1736,9 @@ def missing(metadata: str, path: Path) -> list[str]:
     """What of `{"nanobot": {"requires": {"bins": ["gh"], "env": ["KEY"]}}}` this machine lacks."""
     try:
         requires = json.loads(metadata or "{}").get("nanobot", {}).get("requires") or {}
-        programs = [name for name in requires.get("bins") or [] if not shutil.which(name)]
+        lacks = [f"program {name}" for name in requires.get("bins") or [] if not shutil.which(name)]
         variables = [name for name in requires.get("env") or [] if not os.getenv(name)]
     except (ValueError, AttributeError, TypeError, RecursionError):
         log.warning("%s: metadata is not the JSON that is expected", path)
         return []
-    lacks = [f"program {name}" for name in programs]
     return lacks + [f"environment variable {name}" for name in variables]

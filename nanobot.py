@@ -936,7 +936,8 @@ def read_unchanged(path: str, stamps: tuple, fence: tuple) -> bytes:
     """Not checked and read again while it is the same file: 12 files, twice a turn, are 6 ms."""
     workspace, cwd, restrict, readable, secret = fence
     turn = Turn(workspace, cwd, restrict=restrict, readable=readable, secret=secret)
-    return read_bytes(turn.path(path), MAX_PROMPT_FILE)
+    most = 10_000_000 if path.endswith("MEMORY.md") else MAX_PROMPT_FILE  # its newest part is sent
+    return read_bytes(turn.path(path), most)
 
 
 def make_skills(turn: Turn) -> SkillsLoader:

@@ -42,6 +42,7 @@ from memory import (
     govern,
     in_thread,
     is_known,
+    known_entries,
     locked,
     measure,
     middle_out,
@@ -1876,6 +1877,24 @@ def test_programs_that_append_at_once_get_numbers_of_their_own(tmp_path):
     assert sorted(contents(store)) == sorted(f"{name} {n}" for name in "abc" for n in range(40))
 
 
+def test_what_cannot_be_read_survives_a_compaction_to_the_byte(tmp_path):
+    remember(tmp_path, *(entry(n) for n in range(1, 6)), cursor=b"5")
+    store, odd = MemoryStore(tmp_path), b'{"cursor": "6", "content": "by hand"}\nGr\xfcn\n'
+    store.history.write_bytes(odd + store.history.read_bytes())
+    compact(store, keep=2)
+    assert store.history.read_bytes().startswith(odd)
+    assert [each["cursor"] for each in known_entries(MemoryStore(tmp_path).history)] == [4, 5]
+
+
+def test_entries_whose_numbers_began_anew_are_archived_too(tmp_path):
+    """Somebody deleted the history and its cursors, and left the archive."""
+    store, archive = MemoryStore(tmp_path), tmp_path / "memory" / "history-archive.jsonl"
+    for text in ("old", "new"):
+        remember(tmp_path, *(entry(n, f"{text} {n}") for n in range(1, 4)), cursor=b"3")
+        compact(store, keep=1)
+    assert [each["content"] for each in records(archive)] == ["old 1", "old 2", "new 1", "new 2"]
+
+
 def test_compaction_moves_what_was_read_and_keeps_what_was_not(tmp_path):
     remember(tmp_path, *(entry(n, f"entry {n}") for n in range(1, 31)), cursor=b"12")
     store = MemoryStore(tmp_path)
@@ -1927,6 +1946,33 @@ def test_an_entry_that_a_killed_program_did_not_add_for_people_is_added_with_the
     assert path.read_text() == "[2026-04-03 00:04] four\n\n[2026-04-03 00:05] five\n\n", "people tidy up"
 
 
+def test_an_entry_with_line_ends_of_windows_or_of_a_progress_bar_is_there_once_for_people(tmp_path):
+    store = MemoryStore(tmp_path)
+    for text in ("one\r\ntwo", "10 %\r20 %", "three"):
+        store.append_history(f"[2026-04-03 00:02] {text}")
+    people = (store.folder / "HISTORY.md").read_bytes()
+    assert [people.count(text) for text in (b"one\r\ntwo", b"10 %\r20 %", b"three")] == [1, 1, 1]
+
+
+KILLED_BEFORE_IT_RENAMES = """
+import signal
+kill = partial(os.kill, os.getpid(), signal.SIGKILL)
+sys.addaudithook(lambda event, arguments: event == "os.rename" and kill())
+MemoryStore(Path(sys.argv[1])).write_facts("- the first", instead_of="")
+"""
+
+
+def test_what_a_killed_program_with_the_same_number_left_is_no_part_of_a_file(tmp_path):
+    """In a container each start has the same process id."""
+    killed, store = another_program(KILLED_BEFORE_IT_RENAMES, tmp_path), MemoryStore(tmp_path)
+    assert killed.wait() == -signal.SIGKILL
+    [left] = store.folder.glob(".*.tmp")
+    left.rename(left.with_name(left.name.replace(str(killed.pid), str(os.getpid()))))
+    assert store.write_facts("- the second", instead_of="")
+    assert store.read_facts() == "- the second\n"
+    assert not list(store.folder.glob(".*.tmp")), "and it is gone"
+
+
 def test_facts_are_written_whole_and_only_over_what_was_read(tmp_path):
     store = MemoryStore(tmp_path)
     assert store.write_facts("- Likes blue", instead_of="")
@@ -1955,6 +2001,15 @@ def test_no_answer_of_a_model_empties_the_facts(tmp_path, caplog, text):
     assert store.write_facts(text, instead_of=facts)
     assert store.read_facts() == facts
     assert "stays as it is" in caplog.text
+
+
+def test_a_nul_never_gets_into_the_facts(tmp_path):
+    """Git and the file tools would take them for binary: no dream could edit or undo anything."""
+    store = MemoryStore(tmp_path)
+    assert store.write_facts("- The cat\0 is Tom\n", instead_of="")
+    assert store.read_facts() == "- The cat is Tom\n"
+    assert store.write_facts("\0\n\0", instead_of="- The cat is Tom\n")
+    assert store.read_facts() == "- The cat is Tom\n", "nothing but NULs is nothing"
 
 
 @pytest.mark.parametrize(
@@ -2053,6 +2108,18 @@ def test_what_fits_the_budget_to_the_token_stays(sessions):
         keeper = consolidator(sessions, *[saves("Entry.")] * 9, budget=size)
         assert asyncio.run(keeper.before_turn(session, others)) == told
         assert bool(session.last_consolidated) is bool(told)
+
+
+def test_a_question_that_waits_for_its_answer_is_not_moved_whatever_came_behind_it(sessions):
+    """While servers were starting a second message came, and the first one was never sent."""
+    session = talk(sessions.get(KEY), 10)
+    session.append(user("the question"), {**user("and one more thing"), "beside": True})
+    keeper = consolidator(sessions, *[saves("Entry.")] * 9, budget=1_000)
+    assert asyncio.run(keeper.before_turn(session, 900)) != ""
+    assert session.get_history()[0] == user("the question")
+    session.append(answer("for both"), user("next"))
+    asyncio.run(keeper.after_turn(session, 1_000))
+    assert session.get_history() == [user("next")]
 
 
 def test_five_rounds_at_a_time_are_made_and_of_what_new_dropped_all(sessions):
@@ -2559,10 +2626,23 @@ def test_where_the_summary_fails_the_turn_goes_on_without_it(sessions):
     session = talk(sessions.get(KEY), 12, 1_000, "message")
     session.append(user("the task"))
     tokens = sum(measure(message)[1] for message in session.get_history())
-    for reply in (FAILED, LLMResponse("cut", [], "length"), LLMResponse("cut", [], "error"), ""):
+    no_summary = LLMResponse("Let me look.", [ToolCallRequest("c", "read_file", {})], "stop")
+    withheld = LLMResponse("They talked about", [], "content_filter")
+    cut_ones = [LLMResponse("cut", [], reason) for reason in ("length", "error")]
+    for reply in (FAILED, *cut_ones, withheld, no_summary, "", " \n", "<think>They talked."):
         keeper = consolidator(sessions, reply, budget=int(tokens / 0.85))
         assert asyncio.run(keeper.before_turn(session, 0)) == ""
         assert session.get_history()[0] == user("q0")
+
+
+def test_nobody_waits_for_a_summary_of_more_than_five_requests(sessions):
+    """A journal of another version, or a model with a smaller window than the last one."""
+    session = sessions.get(KEY)
+    session.append(*[user("q" + "x" * 300), answer("a" * 700)] * 200, user("the task"), sync=False)
+    keeper = consolidator(sessions, *["They talked."] * 100, budget=5_000)
+    keeper.ask.replies[0] = FAILED  # a model that is of no help: nothing is saved
+    asyncio.run(keeper.before_turn(session, 0))
+    assert len(keeper.ask.asked) == 1 and session.summary == {}
 
 
 def keeps_favourites(messages, tools, tool_choice) -> LLMResponse:
@@ -2851,6 +2931,30 @@ def test_a_batch_takes_as_much_as_half_the_budget(home, monkeypatch):
     assert not (home / "memory" / "history-archive.jsonl").exists(), "a short history stays whole"
 
 
+def test_what_is_larger_than_the_window_stops_no_dreams(home, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    for name in ("SOUL.md", "USER.md", "memory/MEMORY.md"):
+        (home / name).write_text("first line\n" + "a fact about the world\n" * 3_000 + "last line\n")
+    MemoryStore(home).append_history("from here " + "x" * 60_000 + " to there")
+    (home / "memory" / ".dream_cursor").write_text("3")
+    dreamer = dream(home, Model("[MEMORY] blue"), budget=4_000)
+    asyncio.run(dreamer.run())
+    questions = [dreamer.ask.asked[0][0], *dreamer.run_agent.messages]
+    for messages in questions:
+        assert sum(measure(message)[1] for message in messages) <= 4_000
+        assert str(messages).count("first line") == str(messages).count("last line") == 3
+    assert "from here" in str(questions[0]) and "to there" in str(questions[0])
+    assert dreamer.store.dream_cursor == 4
+
+
+def test_a_dream_that_the_model_has_no_room_for_fails_and_is_skipped_in_the_end(home, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    too_long = LLMResponse(finish_reason="error", error="maximum context length", is_overflow=True)
+    dreamer = dream(home, Model(too_long, too_long, too_long))
+    told = [asyncio.run(dreamer.run()).split(".")[0] for _ in range(3)]
+    assert told == ["The dream failed", "The dream failed", "Dreamt about 3 entries: 0 changes"]
+
+
 KIT = ROOT / "skills"
 
 
@@ -3095,9 +3199,74 @@ def test_the_git_of_the_users_path_is_the_one_that_runs(home, tmp_path, monkeypa
     assert "memory is not under git: not today" in caplog.text
 
 
-def test_a_lock_that_a_killed_git_left_stops_nothing(home):
+def test_a_memory_that_is_kept_elsewhere_costs_the_other_files_nothing_and_is_said(home, caplog):
+    """Git takes nothing that lies behind a link, like a folder that is synced between machines."""
+    (home / "memory").rename(home.parent / "synced")
+    (home / "memory").symlink_to(home.parent / "synced")
+    soul = ("edit_file", "SOUL.md", "# Be brief.\n")
+    told = asyncio.run(dream(home, Model("[MEMORY] blue"), BLUE, soul).run())
+    assert "2 changes" in told and "memory/MEMORY.md is not under git: " in caplog.text
+    assert MemoryRepository(home).restore() == "Undone: 2 changes."
+    assert (home / "SOUL.md").read_text() == "# SOUL.md\n"
+
+
+@pytest.mark.parametrize("attributes", ["*.md binary", "* text=auto eol=crlf", "* text=auto", "*.md ident"])
+def test_what_the_user_set_for_a_repository_around_it_is_not_meant_for_the_memory(home, attributes):
+    (home / ".gitattributes").write_text(f"{attributes}\n")
+    memory, before = home / "memory" / "MEMORY.md", b"- $Id$\n- of Windows\r\n"
+    memory.write_bytes(before)
+    MemoryRepository(home).commit("changes outside of dreams")
+    memory.write_bytes(before + b"- blue\n")
+    assert MemoryRepository(home).commit("dream") == 1
+    assert MemoryRepository(home).restore() == "Undone: 1 change."
+    assert memory.read_bytes() == before
+
+
+def test_while_a_dream_goes_on_nothing_is_undone(home):
+    """Else the half of it that is there would count as somebody else's."""
+    repository, told = MemoryRepository(home), []
+
+    async def edit(messages, refuse):
+        MemoryStore(home).facts.write_text(BLUE[2])
+        told.append(repository.restore())
+        return Result()
+
+    asyncio.run(dream(home, Model("[MEMORY] teal"), ("edit_file", "SOUL.md", "# Be brief.\n")).run())
+    MemoryStore(home).append_history("more")
+    dreamer = dream(home, Model("[MEMORY] blue"))
+    dreamer.run_agent = edit
+    assert "2 changes" in asyncio.run(dreamer.run())
+    assert told == ["Nothing is changed: Another dream is going on."]
+    assert repository.restore() == "Undone: 2 changes."
+
+
+def test_what_was_undone_or_changed_since_is_said_to_be(home):
+    asyncio.run(dream(home, Model("[MEMORY] blue"), BLUE).run())
+    repository = MemoryRepository(home)
+    assert repository.restore() == "Undone: 2 changes."
+    assert repository.restore() == (
+        "Nothing is changed: what it did is undone already, or these lines have changed since."
+    )
+
+
+def test_a_repository_whose_making_was_interrupted_is_finished(home):
+    folder = home / ".nanobot" / "memory.git"
+    folder.mkdir(parents=True)
+    (folder / "HEAD").write_text("ref: refs/heads/master\n")
+    assert MemoryRepository(home).commit("notes") == 3
+
+
+def test_a_workspace_may_be_named_from_the_current_folder(home, monkeypatch):
+    monkeypatch.chdir(home.parent)
+    repository = MemoryRepository(Path(home.name))
+    assert repository.commit("notes") == 3
+    assert "3 change(s)" in repository.log() and (home / ".nanobot" / "memory.git" / "HEAD").exists()
+
+
+@pytest.mark.parametrize("lock", ["index.lock", "HEAD.lock", "refs/heads/master.lock"])
+def test_a_lock_that_a_killed_git_left_stops_nothing(home, lock):
     asyncio.run(dream(home, Model("[SKIP]")).run())
-    (home / ".nanobot" / "memory.git" / "index.lock").touch()
+    (home / ".nanobot" / "memory.git" / lock).touch()
     MemoryStore(home).append_history("more")
     asyncio.run(dream(home, Model("[MEMORY] blue"), BLUE).run())
     assert "dream: " in MemoryRepository(home).log()
@@ -3178,6 +3347,10 @@ def test_what_is_wrong_with_a_skill_is_said_anew_where_it_is_something_else(tmp_
         ("From a --- to b", "From a --- to b"),
         ("  padded  ", "padded"),
         ("", ""),
+        (">-\n  Use for\n  the weather.", "Use for the weather."),
+        ("|\n  Use for: the weather.", "Use for: the weather."),
+        ("Use for\n  the weather.", "Use for the weather."),
+        ("x > y\n  |z", "x > y |z"),
     ],
 )
 def test_a_description_is_read_as_it_was_meant(tmp_path, written, read):
@@ -3199,6 +3372,17 @@ def test_a_description_is_read_as_it_was_meant(tmp_path, written, read):
 def test_what_a_skill_requires_and_the_machine_lacks_is_named(tmp_path, requires, missing):
     front = f'---\nmetadata: {{"nanobot": {{"requires": {requires}}}}}\n---\n'
     assert read_skill(skill_file(tmp_path, front)).missing == missing
+
+
+def test_metadata_may_take_several_lines_and_what_is_not_for_us_is_nobodys_fault(tmp_path, caplog):
+    lines = ["{", '  "nanobot": {"requires":', '    {"bins": ["no-b"]}', "  }", "}"]
+    path = skill_file(tmp_path, "")
+    for first in ("metadata: {", "metadata:\n  {"):
+        front = "\n  ".join([first, *lines[1:]])
+        path.write_text(f"---\n{front}\n---\n")
+        assert read_skill(path).missing == ["program no-b"]
+    path.write_text("---\nmetadata:\n  author: me\n  version: 1\nname: x\n---\n")
+    assert (read_skill(path).name, read_skill(path).missing, caplog.text) == ("x", [], "")
 
 
 @pytest.mark.parametrize(
@@ -3269,6 +3453,12 @@ def test_a_message_of_another_program_is_read_as_it_is(sessions, tmp_path, line)
     path.write_bytes(path.read_bytes() + json.dumps(line).encode() + b"\n")
     assert loaded(tmp_path).lines[1:] == [line]
     assert not list(sessions.folder.glob("*.corrupt"))
+
+
+def test_what_an_editor_leaves_beside_a_journal_does_not_stop_the_list(sessions):
+    path = journal(sessions, user("hi"))
+    (path.parent / f".#{path.name}").symlink_to("me@host.4711:1775174400")  # Emacs, while it edits
+    assert sessions.list_keys() == [KEY]
 
 
 def test_a_file_of_somebody_elses_does_not_stop_the_list(sessions):

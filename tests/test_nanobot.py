@@ -2423,6 +2423,15 @@ def test_a_file_of_the_prompt_that_was_changed_is_read_again_and_one_that_is_too
     assert caplog.messages[0].startswith("SOUL.md is left out of the prompt: ")
 
 
+def test_of_a_memory_that_grew_for_years_the_newest_is_sent(tmp_path):
+    loop = make_loop(tmp_path)
+    (loop.workspace / "memory" / "MEMORY.md").write_text("- one of many facts\n" * 10_000 + "- the newest\n")
+    (loop.workspace / "SOUL.md").write_text("Be kind.\n" * 20_000)
+    parts = loop.context.parts(loop.turn("cli:direct"))
+    assert "- the newest" in parts["Memory"] and "older lines are in memory/MEMORY.md" in parts["Memory"]
+    assert "SOUL.md" not in parts, "nobody writes so many rules"
+
+
 @pytest.mark.parametrize("name", ["SOUL.md", "USER.md", "AGENTS.md", "TOOLS.md", "memory/MEMORY.md"])
 def test_a_template_that_nobody_has_changed_is_not_in_the_prompt(tmp_path, name):
     loop = make_loop(tmp_path)
