@@ -1929,18 +1929,23 @@ class Exec(Tool):
 class Job:
     """A command and all that it starts: one process group. Its methods block: for a thread."""
 
-    process: subprocess.Popen | None = None
-    is_ended = False
+    def __init__(self) -> None:
+        self.process: subprocess.Popen | None = None
+        self.is_ended = False
+        self.is_started = threading.Event()
 
     def run(self, argv: list[str], folder: Path, environment: dict) -> tuple[str, int]:
         """What it wrote, as the model is told it, and its exit code."""
-        self.process = subprocess.Popen(
-            argv, cwd=folder, env=environment, start_new_session=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
         atexit.register(self.end)  # when the program ends first
-        if self.is_ended:  # stopped while it was starting
-            self.end()
+        try:
+            if self.is_ended:
+                return "", -SIGKILL
+            self.process = subprocess.Popen(
+                argv, cwd=folder, env=environment, start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            )  # fmt: skip
+        finally:
+            self.is_started.set()
         out, err = Capture(self.process.stdout), Capture(self.process.stderr)
         code = self.process.wait()
         has_children = self.signal_group(0)
@@ -1954,6 +1959,7 @@ class Job:
     def end(self) -> None:
         """SIGKILL for the whole group, until nobody is left in it."""
         self.is_ended = True
+        self.is_started.wait(2)  # nobody can kill what is half started; a disk may hang
         deadline = time.monotonic() + 0.5  # where nobody collects the dead, they stay
         while self.process and self.signal_group(SIGKILL) and time.monotonic() < deadline:
             time.sleep(0.005)

@@ -4170,6 +4170,26 @@ while not pathlib.Path("pids").exists() or len(pathlib.Path("pids").read_text().
     assert until(lambda: not any(map(is_running, written_pids(turn))))
 
 
+def test_a_program_that_ends_while_a_command_starts_takes_it_with_it(turn):
+    """The thread that starts it is held up between the start and what it knows of it."""
+    program = f"""
+import asyncio, pathlib, sys, threading, time
+sys.path.insert(0, {str(Path(tools.__file__).parent)!r})
+from tools import Exec, ToolRegistry, Turn
+def slow(frame, event, argument):
+    if event == "return" and frame.f_code.co_name == "_execute_child":
+        time.sleep(0.5)
+threading.setprofile(slow)
+call = ToolRegistry([Exec()]).execute("exec", {{"command": {TWO_GENERATIONS!r}}}, Turn())
+threading.Thread(target=asyncio.run, args=[call], daemon=True).start()
+while not pathlib.Path("pids").exists() or len(pathlib.Path("pids").read_text().split()) < 3:
+    time.sleep(0.02)
+"""
+    subprocess.run([sys.executable, "-c", program], cwd=turn.cwd, timeout=20)
+    assert len(written_pids(turn)) == 3
+    assert until(lambda: not any(map(is_running, written_pids(turn))))
+
+
 def test_a_child_in_the_background_does_not_hold_the_answer(turn):
     start = time.monotonic()
     assert run(turn, "sleep 3 & echo hi") == "hi\nExit code: 0"
