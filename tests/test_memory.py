@@ -147,7 +147,7 @@ def test_what_a_library_user_leaves_out_is_this(sessions, tmp_path):
     skill = Skill("demo", tmp_path)
     assert (skill.description, skill.text, skill.always) == ("", "", False)
     assert (skill.missing, skill.problem) == ([], "")
-    assert sessions.syncer.pause == 0.1
+    assert sessions.syncer.pause == 0.5
 
 
 def test_a_message_keeps_its_own_time_and_else_gets_the_one_at_which_it_was_written(sessions):
