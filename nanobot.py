@@ -469,7 +469,8 @@ class AgentLoop:
         self.sessions = SessionManager(self.workspace)
         self.files_seen: dict[str, dict] = {}  # by session
         self.memory = MemoryStore(self.workspace)
-        self.skills = make_skills(self.turn("cli:direct"))
+        read = partial(read_own, self.turn("cli:direct"))
+        self.skills = SkillsLoader(self.workspace / "skills", DATA / "skills", read=read)
         self.context = ContextBuilder(config, self.memory, self.skills)
         self.runner = AgentRunner(self.provider)
         self.counter = TokenCounter()
@@ -597,7 +598,7 @@ def turn_of(loop: AgentLoop, session_key: str) -> Turn:
     return Turn(
         loop.workspace, loop.config.cwd, channel, chat_id, session_key,
         restrict=loop.config.tools.restrict_to_workspace, readable=(DATA / "skills",),
-        secret=(loop.config.path.resolve(), usual_settings_file()),
+        secret=(loop.config.path.resolve(), path_of(USUAL_SETTINGS)),
         max_result_chars=loop.config.defaults.max_tool_result_chars,
         seen=loop.files_seen.setdefault(session_key, {}),
     )  # fmt: skip
@@ -940,10 +941,6 @@ def read_unchanged(path: str, stamps: tuple, fence: tuple) -> bytes:
     return read_bytes(turn.path(path), most)
 
 
-def make_skills(turn: Turn) -> SkillsLoader:
-    return SkillsLoader(turn.workspace / "skills", DATA / "skills", read=partial(read_own, turn))
-
-
 def own_text(turn: Turn, path: Path) -> str:
     """A file of the workspace as a part of the prompt; "" while it is still the kit's template."""
     if not path.exists():
@@ -1257,10 +1254,6 @@ class Conversation:
         """For a turn that runs, behind its last batch of calls: three at a time."""
         return [arrival.as_sent() for arrival in self.enter(3)]
 
-    def take_command(self) -> str:
-        is_next = bool(self.waiting) and bool(self.waiting[0].command)
-        return self.waiting.pop(0).command if is_next else ""
-
 
 class BusService:
     """The chats of a bus: one task a conversation, at most `maxConcurrent` turns at once."""
@@ -1363,7 +1356,8 @@ class BusService:
         turn, begin = self.loop.turn(session.key), len(session.lines)
         conversation.is_due = False
         try:
-            command = conversation.take_command()
+            is_command = bool(conversation.waiting) and bool(conversation.waiting[0].command)
+            command = conversation.waiting.pop(0).command if is_command else ""
             if command == "new":
                 return await start_afresh(self.loop, session, turn, conversation.unseen)
             if command == "continue" and not session.unfinished:
@@ -1658,7 +1652,8 @@ class Messenger:
     ) -> str:  # fmt: skip
         """Write to a chat, this one if you name none. The only way to send files."""
         key = target_of({"channel": channel, "chat_id": chat_id}, turn.session_key)
-        chats = [chat for chat in self.loop.sessions.list_keys() if self._is_open(chat)]
+        keys = self.loop.sessions.list_keys()
+        chats = [chat for chat in keys if chat.partition(":")[0] in self.bus.channels]
         if key not in chats:
             known = ", ".join(chats[:20]) or "none"
             raise ToolError(f"There is no chat {key} that you have talked with. There are: {known}")
@@ -1672,9 +1667,6 @@ class Messenger:
         if content or files:
             self.bus.send(OutboundMessage(*key.split(":", 1), content, media=files))
         return f"Sent to {key}."
-
-    def _is_open(self, key: str) -> bool:
-        return key.partition(":")[0] in self.bus.channels
 
 
 # ---- Memory: what the loop hands in ----
@@ -1933,6 +1925,10 @@ class ConfigError(Exception):
     """What the user set up cannot work: the cause, then what to do."""
 
 
+USUAL_SETTINGS = "~/.nanobot/config.json"
+hints_of = cache(get_type_hints)  # of a section: {"model": str, …}
+
+
 class Section(SimpleNamespace):
     """An object of the settings file. Its attributes have a type and a default; one that has none
     begins empty: `args: list[str]` as []. No dataclass: 15 of them take 6 ms at each start."""
@@ -2080,7 +2076,7 @@ class Config(Section):
     def __init__(self, **sections: Any):
         super().__init__(**sections)
         # not of the file, but of the program that uses it:
-        self.path: Path = usual_settings_file()
+        self.path: Path = path_of(USUAL_SETTINGS)
         self.base_url: str = ""  # of a flag or the environment: it wins
         self.cwd: Path = Path.cwd()  # where relative paths and exec start
         self.streaming: bool = True
@@ -2112,17 +2108,13 @@ class Config(Section):
             raise ConfigError(f"tools.ssrfWhitelist: {problem}. {fix}") from None
 
 
-def usual_settings_file() -> Path:
-    return path_of("~/.nanobot/config.json")
-
-
 def path_of(text: str) -> Path:
     return Path(os.path.expanduser(text)).resolve()  # unlike Path's, this expanduser never raises
 
 
 def load_config(path: Path | None = None, environ: Mapping[str, str] = os.environ) -> Config:
     """The file, and the environment over it. A file that is named must be there."""
-    file = path or usual_settings_file()
+    file = path or path_of(USUAL_SETTINGS)
     config = Config()
     if path or file.exists():
         config = read_setting(Config, pasted_servers_in_place(read_json(file, environ)), "")
@@ -2212,11 +2204,6 @@ def read_section(section_type: type, section: dict, place: str) -> Any:
         else:
             raise ConfigError(f"{path}: unknown key. There are: {', '.join(sorted(known))}")
     return section_type(**values)
-
-
-@cache
-def hints_of(section_type: type) -> dict[str, Any]:
-    return get_type_hints(section_type)
 
 
 def is_section(hint: Any) -> bool:
@@ -2412,7 +2399,7 @@ def token_line(loop: AgentLoop, result: AgentRunResult) -> str:
 
 
 def onboard_command(arguments: argparse.Namespace) -> None:
-    file = arguments.config or usual_settings_file()
+    file = arguments.config or path_of(USUAL_SETTINGS)
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         file.touch(0o600)  # keys will be in it
@@ -2441,7 +2428,8 @@ def status_command(arguments: argparse.Namespace) -> int:
     for name, problem in asyncio.run(loop.mcp.check()).items():
         report.line(f"mcp {name}", "connected", problem)
     for skill in loop.skills.load():
-        state = state_of_skill(skill)
+        state = f"needs {', '.join(skill.missing)}" if skill.missing else "ready"
+        state = f"broken, left out: {skill.problem}" if skill.problem else state
         report.line(f"skill {skill.name}", state, is_missing=state != "ready")
     return report.exit_status
 
@@ -2475,12 +2463,6 @@ def report_gateway(loop: AgentLoop, report: StatusReport) -> None:
     except (OSError, ValueError) as damage:
         problem = f"jobs.json cannot be read ({damage}). Mend it, or delete it."
     report.line("cron", f"{counted(len(jobs), 'job')}, {beat}", problem)
-
-
-def state_of_skill(skill: Skill) -> str:
-    if skill.problem:
-        return f"broken, left out: {skill.problem}"
-    return f"needs {', '.join(skill.missing)}" if skill.missing else "ready"
 
 
 def problem_of_workspace(workspace: Path) -> str:

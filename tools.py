@@ -1681,8 +1681,7 @@ class ShellCommand:
 
 def check_command(command: str, turn: Turn) -> None:
     """Raise ToolError for what hardly anybody means: FATAL, fork bombs, recursive deletes without a
-    yes, writes to devices and the agent's files; under the fence also paths that lead outside.
-    """
+    yes, writes to devices and the agent's files; under the fence also paths that lead outside."""
     if re.search(FORK_BOMB, command):
         raise ToolError("Refused: this is a fork bomb.")
     parts = shell_commands(command)

@@ -3706,6 +3706,29 @@ def test_a_provider_may_change_its_messages_and_no_later_request_has_it():
     assert model.seen[0] == model.seen[1] == model.seen[2] and before == EVERYTHING
 
 
+def test_what_a_provider_changes_is_sent_and_no_later_request_has_it():
+    class Shy(OpenAIProvider):
+        async def answer(self, request):
+            for message in request.messages:
+                for call in message.get("tool_calls", []):
+                    call["extra_content"]["google"]["thought_signature"] = f"own {len(server.bodies)}"
+            return await super().answer(request)
+
+    call = {"id": "a", "type": "function", "function": {"name": "look", "arguments": "{}"},
+            "extra_content": {"google": {"thought_signature": "s"}}}  # fmt: skip
+    turn = [user("Look."), {"role": "assistant", "tool_calls": [call]}, result("a")]
+    with FakeLLM(["Yes."] * 3) as server:
+        shy, other = Shy(made(server).endpoint), made(server)
+        for provider in (shy, shy, other):
+            ask(provider, turn * 2)
+    messages = [body["messages"] for body in server.bodies]
+    sent = [[call for message in talk for call in message.get("tool_calls", [])] for talk in messages]
+    signs = [[call["extra_content"]["google"]["thought_signature"] for call in calls] for calls in sent]
+    assert signs == [["own 0"] * 2, ["own 1"] * 2, ["s"] * 2]
+    assert [[call["id"] for call in calls] for calls in sent] == [["a", "a_2"]] * 3
+    assert call["extra_content"] == {"google": {"thought_signature": "s"}} and call["id"] == "a"
+
+
 def test_what_legal_remembers_changes_nothing_but_the_time():
     known: dict = {}
     twice = {"role": "user", "content": "again"}
