@@ -1937,14 +1937,14 @@ class Job:
         """What it wrote, as the model is told it, and its exit code."""
         atexit.register(self.end)  # when the program ends first
         try:
-            if self.is_ended:
-                return "", -SIGKILL
             self.process = subprocess.Popen(
                 argv, cwd=folder, env=environment, start_new_session=True,
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             )  # fmt: skip
         finally:
             self.is_started.set()
+        if self.is_ended:  # the start took longer than anybody waited for it
+            self.end()
         out, err = Capture(self.process.stdout), Capture(self.process.stderr)
         code = self.process.wait()
         has_children = self.signal_group(0)

@@ -2103,6 +2103,8 @@ NO_TEXT_CALLS = {
     "Python of a part": "[tools.look(path='a.txt')]",
     "Python that is half there": "[look(path='a.txt'",
     "Python and words": "[look(path='a.txt')] reads it.",
+    "Python and a remark": "[look(path='a.txt')]  # reads it",
+    "a place in a list": "names[look(path='a.txt')]",
     "Python of another tool": "[rm(path='a.txt')]",
     "a list with a call's words": "[[1, (2)]",
     "a number": "42",
@@ -2317,6 +2319,30 @@ def test_a_connection_is_kept_open(row):
     with FakeLLM(["One.", "Two.", "Three."]) as server:
         assert [answer.content for answer in several(made(server, row), 3)] == ["One.", "Two.", "Three."]
         assert len({request.client for request in server.requests}) == 1
+
+
+def test_an_answer_that_its_consumer_broke_off_holds_no_connection():
+    async def serve(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: 9999\r\n\r\n")
+        writer.write(b'data: {"choices": [{"index": 0, "delta": {"content": "Hi"}}]}\n\n')
+        await reader.read()  # to the end: what the client sent, and that it is gone
+        closed.set()
+        writer.close()
+
+    async def refuse(text):
+        raise KeyError("ours")
+
+    async def talk():
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            address = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
+            provider = OpenAIProvider(Endpoint(ROWS["custom"], "k", address, "m"), pace=0.0)
+            with pytest.raises(KeyError, match="ours"):
+                await provider.chat(HELLO, on_delta=refuse)
+            await asyncio.wait_for(closed.wait(), 20)
+
+    closed = asyncio.Event()
+    asyncio.run(talk())
 
 
 def test_a_kept_connection_that_the_server_closed_is_no_reason_to_wait():
