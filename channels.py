@@ -1651,8 +1651,7 @@ class Heartbeat:
         self.path, self.ask = path, ask
 
     async def beat(self) -> None:
-        text = ""
         if self.path.exists():
             text = self.path.read_text(encoding="utf-8-sig", errors="replace")
-        if tasks := active_tasks(text):
-            await self.ask(tasks)
+            if tasks := active_tasks(text):
+                await self.ask(tasks)

@@ -299,14 +299,14 @@ class Dream:
             if not batch:
                 return "There is nothing new to dream about."
             repository = MemoryRepository(self.store.workspace)
-            await in_thread(repository.commit, "changes outside of dreams")
+            await done_in_thread(repository.commit, "changes outside of dreams")
             outcome = await self._dream(batch)
             if must_be_repeated(self, outcome):
                 return f"The dream {outcome}. Nothing is lost: the next one tries again."
             cursor = self.store.folder / ".dream_cursor"
             await done_in_thread(write_atomically, cursor, str(batch[-1]["cursor"]))
             await done_in_thread(compact, self.store)
-            changes = await in_thread(repository.commit, "dream")
+            changes = await done_in_thread(repository.commit, "dream")
             dreamt = f"Dreamt about {counted(len(batch), 'entry', 'entries')}"
             return f"{dreamt}: {counted(changes, 'change')}. /dream-log shows them."
 
@@ -1036,7 +1036,7 @@ class TokenCounter:
         return self._sizes[id(message)][0]
 
     def total(self, messages: list[dict]) -> int:
-        if len(self._sizes) > max(5_000, 2 * len(messages)):  # those of all sessions grow and grow
+        if len(self._sizes) > max(10_000, 2 * len(messages)):  # those of all sessions grow and grow
             self._sizes.clear()
         return sum(map(self.size, messages))
 
@@ -1125,7 +1125,7 @@ def known_entries(path: Path) -> list[dict]:
     return entries_as_of(path, file_stamp(path))
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=2)
 def entries_as_of(path: Path, stamp: tuple[int, int] | None) -> list[dict]:
     return entries(path)
 
@@ -1589,12 +1589,12 @@ class MemoryRepository:
         for lock in self.folder.glob("**/*.lock"):  # of a git that was killed
             lock.unlink()
         there = [name for name in self.facts + self.history if (self.workspace / name).exists()]
-        self.git("add", "-u", ".")
-        for name in there:
+        for name in (".", *there):
+            option = "-u" if name == "." else "-f"
             try:
-                self.git("add", "-f", "--ignore-errors", "--", name)
-            except OSError as problem:  # it lies behind a link, or holds an empty repository
-                log.warning("%s is not under git: %s", name, problem)
+                self.git("add", option, "--ignore-errors", "--", name)
+            except OSError as problem:  # it cannot be read, lies behind a link, or is a repository
+                log.warning("not under git: %s", problem)
         diff = self.git("diff", "--cached", "-U0", "--no-renames", "--", *self.facts)
         hunks = re.findall(r"(?m)^@@ .*\n((?:[-+\\].*\n)+)", diff)  # a `--- a` may be a line, too
         lines = [line for line in "".join(hunks).split("\n") if line[:1] in ("-", "+")]

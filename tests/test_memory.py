@@ -1291,18 +1291,18 @@ def test_each_message_is_measured_once():
     assert counter.total([message, message]) == before
 
 
-def test_sizes_of_more_than_5000_messages_are_kept_only_where_one_request_has_as_many():
+def test_sizes_of_more_than_10000_messages_are_kept_only_where_one_request_has_as_many():
     counter, message = TokenCounter(), user("x" * 400)
     before = counter.size(message)
     message["content"] *= 2
-    counter.total(others := [{} for _ in range(4_999)])
+    counter.total(others := [{} for _ in range(9_999)])
     assert counter.total([message]) == before
     counter.total([*others, {}])
     assert counter.total([message]) == before + 100
 
 
 def test_the_sizes_of_a_long_request_are_kept():
-    counter, messages = TokenCounter(), [user("x" * 400) for _ in range(6_000)]
+    counter, messages = TokenCounter(), [user("x" * 400) for _ in range(11_000)]
     before = counter.total(messages)
     for message in messages:
         message["content"] *= 2
@@ -3205,9 +3205,23 @@ def test_a_memory_that_is_kept_elsewhere_costs_the_other_files_nothing_and_is_sa
     (home / "memory").symlink_to(home.parent / "synced")
     soul = ("edit_file", "SOUL.md", "# Be brief.\n")
     told = asyncio.run(dream(home, Model("[MEMORY] blue"), BLUE, soul).run())
-    assert "2 changes" in told and "memory/MEMORY.md is not under git: " in caplog.text
+    assert "2 changes" in told and "not under git: fatal: " in caplog.text
     assert MemoryRepository(home).restore() == "Undone: 2 changes."
     assert (home / "SOUL.md").read_text() == "# SOUL.md\n"
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFOs on this system")
+def test_a_file_that_git_cannot_read_keeps_no_other_out(home):
+    skill = home / "skills" / "odd" / "SKILL.md"
+    skill.parent.mkdir(parents=True)
+    skill.write_text("Odd.")
+    MemoryRepository(home).commit("changes outside of dreams")
+    skill.unlink()
+    os.mkfifo(skill)
+    (home / "memory" / "MEMORY.md").write_text("- blue\n")
+    repository = MemoryRepository(home)
+    repository.commit("dream")
+    assert "+- blue" in repository.log(repository.git("rev-parse", "HEAD").strip())
 
 
 @pytest.mark.parametrize("attributes", ["*.md binary", "* text=auto eol=crlf", "* text=auto", "*.md ident"])

@@ -2430,7 +2430,11 @@ def test_only_answers_get_empty_thoughts_and_full_ones_stay():
     (called("a", "b", content="So:"), said(
         'So:\n<tool_call>{"name": "now", "arguments": {}}</tool_call>\n'
         '<tool_call>{"name": "now", "arguments": {}}</tool_call>')),
-    (result("a"), user("<tool_result>\nnoon\n</tool_result>"))])  # fmt: skip
+    (result("a"), user("<tool_result>\nnoon\n</tool_result>")),
+    (user([{"type": "text", "text": "Hi."}]), user([{"type": "text", "text": "Hi."}])),
+    (result("a", [{"type": "text", "text": "noon"}]), user("<tool_result>\nnoon\n</tool_result>")),
+    (called("a", content=[{"type": "text", "text": "So:"}]), said(
+        'So:\n<tool_call>{"name": "now", "arguments": {}}</tool_call>'))])  # fmt: skip
 def test_calls_and_results_as_text(message, text):
     assert providers.calls_as_text(message) == text
 
