@@ -1548,7 +1548,7 @@ async def end_serving(work: list[asyncio.Task], bus: MessageBus, loop: AgentLoop
 
 
 async def end_in_order(work: list[asyncio.Task], bus: MessageBus, loop: AgentLoop) -> None:
-    await end_all(work, 5.0)
+    await end_all(work, 6.0)
     await bus.close(2.0)
     await loop.close(1.0)
 
