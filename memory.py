@@ -253,7 +253,7 @@ class Consolidator:
 
     async def archive(self, session: Session) -> None:
         """Move all that `/new` dropped. After a round that fails the rest is saved as raw text."""
-        await move(self, session, session.start, to_the_end=True)
+        await move(self, session, session.start, to_end=True)
 
     async def round(self, session: Session, until: int, model_helps: bool) -> bool:
         """Save some lines, then move the cursor behind them. Returns: does the model still help?"""
@@ -1372,26 +1372,26 @@ def save_raw(store: MemoryStore, session: Session, begin: int, end: int) -> None
 
 
 async def move(
-    consolidator: Consolidator, session: Session, until: int, to_the_end: bool = False
+    consolidator: Consolidator, session: Session, until: int, to_end: bool = False
 ) -> None:
-    if session.last_consolidated >= until:  # a turn that fits waits for nobody
+    before = session.last_consolidated
+    if before >= until:  # a turn that fits waits for nobody
         return
     path = session.path.with_suffix(".memory.lock")  # what two programs save is there twice
     async with consolidator.one_at_a_time:
-        with contextlib.suppress(SessionBusy), locked(path, "Another program saves it."):
-            await rounds(consolidator, session, until, to_the_end)
+        if to_end or session.last_consolidated == before:  # else it was moved while we waited
+            with contextlib.suppress(SessionBusy), locked(path, "Another program saves it."):
+                await rounds(consolidator, session, until, to_end)
 
 
-async def rounds(
-    consolidator: Consolidator, session: Session, until: int, to_the_end: bool
-) -> None:
+async def rounds(consolidator: Consolidator, session: Session, until: int, to_end: bool) -> None:
     """Until the cursor is there, five are done, the model is of no help or others wrote to it."""
     model_helps, count = True, 0
     while session.last_consolidated < until and session.stamp == file_stamp(session.path):
         model_helps = await consolidator.round(session, until, model_helps)
         count += 1
         enough = count == 5 or not model_helps
-        if enough and not to_the_end:
+        if enough and not to_end:
             break
 
 
