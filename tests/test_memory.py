@@ -2069,6 +2069,20 @@ def consolidator(sessions: SessionManager, *replies, **settings) -> Consolidator
     return Consolidator(store, Model(*replies), "Save it.", "Sum it up.", **settings)
 
 
+def test_a_turn_that_ends_while_the_memory_is_busy_asks_for_no_round_of_a_few_lines(sessions):
+    session = talk(sessions.get(KEY), 30)
+    keeper = consolidator(sessions, saves("They talked."), saves("More."), saves("Too often."))
+
+    async def two_turns():
+        first = asyncio.create_task(keeper.after_turn(session, 0))
+        await asyncio.sleep(0)
+        assert keeper.one_at_a_time.locked()
+        await asyncio.gather(first, keeper.after_turn(talk(session, 1), 0))
+
+    asyncio.run(two_turns())
+    assert contents(keeper.store) == ["They talked.", "More."] and session.last_consolidated == 72
+
+
 def test_by_count_the_oldest_turns_go_to_memory_and_half_a_window_stays(sessions, tmp_path):
     session = talk(sessions.get(KEY), 30)  # 120 lines
     keeper = consolidator(sessions, saves("[2026-04-03 00:02] They talked.", "- Likes blue"),
