@@ -3078,34 +3078,23 @@ def test_a_dream_is_undone_as_a_new_commit_and_is_not_dreamt_again(home):
     assert len(records(MemoryStore(home).history)) == 3, "the history is no part of it"
 
 
-def test_lines_that_look_like_a_diffs_own_are_counted_and_undone_like_all(home):
+UNDONE = {  # before and after a dream, and the lines that it changed
+    "lines that look like a diff's own": (b"- a\n-- x\n++ y\n", b"- a\n+++ z\n", 3),
+    "lines behind a missing line end": (b"old", b"new\nmore", 3),
+    "bytes that are no UTF-8": (b"caf\xe9\nold\n", b"caf\xe9\nnew\n", 2),
+}
+
+
+@pytest.mark.parametrize("name", UNDONE)
+def test_what_a_dream_changed_is_counted_and_undone_to_the_byte(home, name):
+    before, after, changes = UNDONE[name]
     memory, repository = home / "memory" / "MEMORY.md", MemoryRepository(home)
-    memory.write_bytes(b"- a\n-- x\n++ y\n")
+    memory.write_bytes(before)
     repository.commit("changes outside of dreams")
-    memory.write_bytes(b"- a\n+++ z\n")
-    assert repository.commit("dream") == 3
-    assert repository.restore() == "Undone: 3 changes."
-    assert memory.read_bytes() == b"- a\n-- x\n++ y\n"
-
-
-def test_lines_behind_a_missing_line_end_are_counted_too(home):
-    memory, repository = home / "memory" / "MEMORY.md", MemoryRepository(home)
-    memory.write_bytes(b"old")
-    repository.commit("changes outside of dreams")
-    memory.write_bytes(b"new\nmore")
-    assert repository.commit("dream") == 3
-    assert repository.restore() == "Undone: 3 changes."
-    assert memory.read_bytes() == b"old"
-
-
-def test_bytes_that_are_no_utf_8_do_not_keep_a_dream_from_being_undone(home):
-    memory, repository = home / "memory" / "MEMORY.md", MemoryRepository(home)
-    memory.write_bytes(b"caf\xe9\nold\n")
-    repository.commit("changes outside of dreams")
-    memory.write_bytes(b"caf\xe9\nnew\n")
-    assert repository.commit("dream") == 2
-    assert repository.restore() == "Undone: 2 changes."
-    assert memory.read_bytes() == b"caf\xe9\nold\n"
+    memory.write_bytes(after)
+    assert repository.commit("dream") == changes
+    assert repository.restore() == f"Undone: {changes} changes."
+    assert memory.read_bytes() == before
 
 
 def test_what_does_not_fit_any_more_is_left_alone_and_said(home):
