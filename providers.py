@@ -1263,8 +1263,8 @@ async def keep_what_was_learnt(
     provider: OpenAIProvider, request: LLMRequest, response: LLMResponse, healed: list[Healed]
 ) -> None:
     provider.learnt[request.model] = [entry for entry in healed if entry[0].is_remembered]
-    warning = window_warning(provider.endpoint, request, response)
-    if warning and not provider.is_warned:
+    warning = "" if provider.is_warned else window_warning(provider.endpoint, request, response)
+    if warning:
         provider.is_warned = True
         await request.tell(warning)
 
