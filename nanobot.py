@@ -547,9 +547,10 @@ class AgentLoop:
         return self.turns.stop(session_key, self.subagents.of(session_key))
 
     async def close(self, seconds: float = 0.0) -> None:
-        """Work for the memory gets these seconds to end, then the MCP servers are let go."""
+        """Wait up to `seconds` for background memory work, then close MCP servers and provider."""
         await self.background.settled(seconds)
         await self.mcp.close()
+        await self.provider.close()
 
     def turn(self, session_key: str) -> Turn:
         return turn_of(self, session_key)
@@ -2661,7 +2662,9 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     prepare_process(arguments.logs)
     try:
-        return COMMAND_LINE[argv[0]](arguments) or 0
+        status = COMMAND_LINE[argv[0]](arguments) or 0
+        sys.stdout.flush()  # here, and not at exit, where Python reports a closed pipe with 120
+        return status
     except (ConfigError, SessionBusy) as problem:
         complain(str(problem))
     except BrokenPipeError:  # `nanobot … | head`: nobody wants the rest

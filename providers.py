@@ -169,6 +169,9 @@ class LLMProvider:
     def warm_up(self) -> None:
         """Slow work (an import) that can be done before the first request, on a thread."""
 
+    async def close(self) -> None:
+        """Close what the provider holds open, on the event loop that it was used on."""
+
 
 # ---- A provider in twenty lines ----
 
@@ -313,6 +316,12 @@ class OpenAIProvider(LLMProvider):
         self._loop = here
         self.warm_up()
         return self._client
+
+    async def close(self) -> None:
+        """Close the connections that are kept open. The next request opens new ones."""
+        client, self._client = self._client, None
+        if client is not None and self._loop in (None, asyncio.get_running_loop()):
+            await client.close()
 
     async def list_models(self) -> list[str]:
         """What the endpoint offers; raises what the SDK raises."""
@@ -572,7 +581,7 @@ def load_json(text: str, repair: bool) -> Any:
 
 
 # "a \" b" and 'a'; without its closing mark where the text ends within it
-JSON_TEXT = r"""(?s)(["'])(?:\\.|(?!\1)[^\\])*+(?P<end>\1?)"""
+JSON_TEXT = r"""(?s)(["'])(?:\\.|(?!\1)[^\\])*(?P<end>\1?)"""
 
 
 def ends_within(text: str) -> bool:
@@ -1302,11 +1311,11 @@ def make_client(endpoint: Endpoint, request_timeout: float, connect_timeout: flo
     try:
         import openai
 
+        gc.freeze()  # an import's objects live for ever: the collector need never look at them
         is_secure = not endpoint.api_base.startswith("http://")  # loading certificates takes 30 ms
         http = openai.DefaultAsyncHttpxClient(  # loads more
             verify=is_secure, trust_env=not endpoint.spec.is_local, follow_redirects=False
         )
-        gc.freeze()  # an import's objects live for ever: the collector need never look at them
     finally:
         gc.enable()
     timeout = openai.Timeout(request_timeout, connect=min(connect_timeout, request_timeout))

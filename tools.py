@@ -2167,7 +2167,7 @@ def exchange(line: socket.socket, url: Any, body: Any = None, headers: Any = ())
 # Without it a page of 2,000 words is 400 kB of tags, scripts and menus. One expression after the
 # other, each linear in time; html.parser of Python 3.11 needs most of an hour for 1 MB of `<a x='`.
 
-ATTRIBUTES = r"""(?=[\s/>])((?:[^<>"']|"[^"<]*"|'[^'<]*')*+)>"""  # a `>` in quotes ends no tag
+ATTRIBUTES = r"""(?=[\s/>])((?:[^<>"']|"[^"<]*"|'[^'<]*')*)>"""  # a `>` in quotes ends no tag
 TAG = rf"(?i)<(/?[a-z][\w:-]*)(?:{ATTRIBUTES}|[^<>]*>?)|<[!?/][^<>]*>?"  # <p id="x">, <!doctype>
 LINK = rf"(?is)<a{ATTRIBUTES}(.*?)(?:</a\b[^<>]*>?|(?=<a[\s>])|\Z)"  # <a href="/b">b</a>
 ITEM, ROW, CELL = "\x1d", "\x1e", "\x1f"  # stand in the text until the last rules

@@ -15,6 +15,7 @@ import contextlib
 import itertools
 import json
 import re
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -179,6 +180,7 @@ class FakeLLM(ThreadingHTTPServer):
         self._script = script if callable(script) else in_order(script)
         self._numbers = itertools.count(1)
         self._stopped = threading.Event()
+        self._connections: set[socket.socket] = set()
 
     @property
     def bodies(self) -> list[Json | None]:
@@ -194,6 +196,17 @@ class FakeLLM(ThreadingHTTPServer):
         self.shutdown()
         self.server_close()
         self._stopped.set()
+        for connection in list(self._connections):  # that a client keeps open
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self._connections.add(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self._connections.discard(request)
+        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Print no traceback when a client leaves in mid-answer: some tests do just that."""

@@ -1620,6 +1620,18 @@ def test_run_works_alone_and_inside_a_running_loop(own_home):
     assert "offline model" in asyncio.run(notebook())
 
 
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open files are counted in /proc")
+def test_run_leaves_no_connection_open(own_home):
+    config = Config()
+    config.defaults.workspace = str(own_home / "ws")
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with FakeLLM(lambda body: "Hello!") as server:
+        config.base_url, config.defaults.model = server.base_url, "test-model"
+        for _ in range(30):
+            nanobot.run("hello", config=config)
+        assert len(list(Path("/proc/self/fd").iterdir())) < before + 20  # one each would be 30 or more
+
+
 def test_a_newcomer_talks_with_the_offline_model(tmp_path):
     """One conversation, through the real loop and the real prompt, in a workspace whose path has spaces."""
     config = Config()
