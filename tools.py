@@ -653,6 +653,8 @@ def allowed_path(turn: Turn, text: str, write: bool) -> Path:
         home, here = turn.workspace.resolve(), turn.cwd.resolve()
         readable = [path.resolve() for path in turn.readable]
         holds_keys = is_secret(real, turn)
+        if real.is_symlink():  # a loop of links, which `resolve` leaves as it is since Python 3.13
+            raise OSError("it is a link that leads to itself")
     except (OSError, RuntimeError, ValueError) as problem:  # a loop of links, a NUL
         raise ToolError(f"{text!r} is not a usable path: {problem}") from None
     if holds_keys:

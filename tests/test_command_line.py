@@ -1182,11 +1182,11 @@ OF_ALL = [
     "show what happens inside, on stderr", "-h, --help",
 ]  # fmt: skip
 HELP = {
-    "agent": ["[TEXT]", "ask this and leave", "-m TEXT, --message TEXT", "the same", "--approve ",
+    "agent": ["[TEXT]", "ask this and leave", "--message TEXT", "the same", "--approve ",
               "ask before tools write or execute", "--no-stream ", "do not stream requests", "--trace FILE ",
-              "write down each request", "-s NAME, --session NAME"],
+              "write down each request", "--session NAME"],
     "replay": ["[--logs] FILE"],
-    "prompt": ["[TEXT]|[text]", "-s NAME, --session NAME"],
+    "prompt": ["[TEXT]|[text]", "--session NAME"],
     "sessions": ["[{show}] [KEY]"],
     "gateway": ["--verbose ", "log more than events"],
     "cron": ["[{list}]"],
