@@ -1645,13 +1645,12 @@ def active_tasks(text: str) -> str:
 
 
 class Heartbeat:
-    """`cron.add_system("heartbeat", 1800, Heartbeat(path, ask).beat)`; `ask(tasks)` runs a turn."""
+    """`cron.add_system("heartbeat", 1800, Heartbeat(read, ask).beat)`: `read()` gives the text of
+    HEARTBEAT.md, "" if there is none; `ask(tasks)` runs a turn."""
 
-    def __init__(self, path: Path, ask: Callable[[str], Awaitable]):
-        self.path, self.ask = path, ask
+    def __init__(self, read: Callable[[], str], ask: Callable[[str], Awaitable]):
+        self.read, self.ask = read, ask
 
     async def beat(self) -> None:
-        if self.path.exists():
-            text = self.path.read_text(encoding="utf-8-sig", errors="replace")
-            if tasks := active_tasks(text):
-                await self.ask(tasks)
+        if tasks := active_tasks(self.read()):
+            await self.ask(tasks)

@@ -39,6 +39,7 @@ import sys
 import threading
 import time
 import traceback
+import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from collections.abc import Mapping
@@ -57,11 +58,9 @@ from channels import (
     approval_question, end_on_signals, machine_zone, prepare_streams, printable,
 )  # fmt: skip
 from memory import (
-    Consolidator, Dream, Governed, MemoryRepository, MemoryStore, Session, SessionBusy,
-    SessionManager, Skill, SkillsLoader, TokenCounter, as_sent, count_waiting, counted, is_known,
-    locked, newest, readable, tokens_of,
+    Consolidator, Dream, Governed, Inbox, MemoryRepository, MemoryStore, Session, SessionBusy,
+    SessionManager, Skill, SkillsLoader, TokenCounter, as_sent, counted, locked, newest,
 )  # fmt: skip
-from memory import govern as fit_to_window
 from providers import (
     ROWS, Endpoint, HumanProvider, LLMProvider, LLMResponse, OfflineProvider, OpenAIProvider,
     RecordedTools, ReplayDiffers, ReplayProvider, ToolCallRequest, Trace, choose_endpoint,
@@ -97,9 +96,9 @@ class AgentRunSpec:
     fail_on_tool_error: bool = False
     turn: Turn = field(default_factory=Turn)  # handed to each tool that asks for it
     counter: TokenCounter = field(default_factory=TokenCounter)  # measures a message once
-    # is given new messages as they appear; `sync`: a step is complete and should reach the disk
-    on_messages: Callable[[list[dict], bool], None] = lambda messages, sync: None
+    append: Callable[..., None] = lambda *messages: None  # is given new messages as they appear
     arrivals: Callable[[], list[dict]] = list  # what the user said meanwhile; journalled already
+    make_room: MakeRoom | None = None  # called before each request
 
 
 @dataclass
@@ -179,10 +178,10 @@ class RunState:
     room: float = math.inf  # tokens of a request; less after one that was too long for the model
     is_told: bool = False  # does the user know that something is left out?
 
-    def add(self, *messages: dict, sync: bool = True) -> None:
+    def add(self, *messages: dict) -> None:
         """New messages: the model gets them with the next request, the journal gets them now."""
         self.context.messages += messages
-        self.spec.on_messages(list(messages), sync)
+        self.spec.append(*messages)
 
     def join_segments(self, text: str | None) -> str:
         return "".join([*self.segments, text or ""])
@@ -206,6 +205,7 @@ class AgentRunner:
         try:
             while not state.result.stop_reason:
                 await spec.hook.before_iteration(state.context)
+                await self._make_room(state)
                 request = self.govern(state)
                 response = await self._ask(state, request)
                 match verdict(state, response):
@@ -222,6 +222,14 @@ class AgentRunner:
         state.result.requests = state.context.iteration
         return state.result
 
+    async def _make_room(self, state: RunState) -> None:
+        """Whoever keeps the conversation may take old turns out before it is too long."""
+        spec = state.spec
+        if spec.make_room:
+            tokens = spec.counter.total(state.context.messages)
+            tokens += spec.counter.size_of_tools(spec.tools.get_definitions())
+            state.context.messages = await spec.make_room(state.context.messages, tokens)
+
     def govern(self, state: RunState) -> Governed:
         """A copy of the messages that fits, and at its end a note that only this request has.
 
@@ -232,10 +240,10 @@ class AgentRunner:
         if state.context.iteration >= spec.max_iterations:
             state.tools_end = "out_of_iterations"
         state.tools = [] if state.tools_end else spec.tools.get_definitions()
-        tools_tokens = spec.counter.size_of_tools(state.tools)
-        budget = min(spec.context_window - spec.max_tokens - 1_024, state.room) - tools_tokens
-        request = fit_to_window(state.context.messages, budget, spec.counter, task_of(spec))
-        request.tokens += tools_tokens
+        tools = spec.counter.size_of_tools(state.tools)
+        budget = min(spec.context_window - spec.max_tokens - 1_024, state.room)
+        messages = state.context.messages
+        request = Governed(messages, budget, spec.counter, task_of(spec), tools)
         if state.segments:  # an answer that its length limit cut
             request.messages.append({"role": "assistant", "content": state.join_segments("")})
         if note := note_to_model(state):
@@ -273,7 +281,7 @@ class AgentRunner:
         """Keep the answer as a message and run its calls. The messages are then, in this order:
         the answer, a result for each call as they were asked for, what the user said meanwhile."""
         response.content = state.join_segments(response.content) or None  # with parts cut before
-        state.add(response.to_message(), sync=False)  # the step is complete with the results
+        state.add(response.to_message())
         state.begin_anew()
         await state.spec.hook.on_stream_end(resuming=True)
         await state.spec.hook.before_execute_tools(response.tool_calls)
@@ -299,7 +307,6 @@ class AgentRunner:
         finally:  # also when the turn is stopped: what is finished stays
             in_order = sorted(results)
             state.context.messages += [tool_message(batch[n], results[n]) for n in in_order]
-            state.spec.on_messages([], True)  # `_call` wrote them: now they should be synced
         if images := images_message([results[n] for n in in_order]):
             state.add(images)
 
@@ -313,7 +320,7 @@ class AgentRunner:
             result = await state.spec.tools.execute(call.name, call.arguments, turn)
         result = watch_repetition(state, call, result)  # may add a warning, or end the run
         note_call(state, call, result)  # in `state.result`, for the caller
-        state.spec.on_messages([tool_message(call, result)], False)
+        state.spec.append(tool_message(call, result))
         await state.spec.hook.after_tool(call, result, time.monotonic() - began)
         return result
 
@@ -466,10 +473,10 @@ class AgentLoop:
         self.model = self.provider.get_default_model()
         self.tools = make_tools(config) if tools is None else tools
         self.mcp = MCPServers(config.tools.mcp_servers, self.tools)
-        self.sessions = SessionManager(self.workspace)
         self.files_seen: dict[str, dict] = {}  # by session
-        self.memory = MemoryStore(self.workspace)
         read = partial(read_own, self.turn("cli:direct"))
+        self.memory = MemoryStore(self.workspace, read)
+        self.sessions = SessionManager(self.workspace, self.memory.rounds)
         self.skills = SkillsLoader(self.workspace / "skills", DATA / "skills", read=read)
         self.context = ContextBuilder(config, self.memory, self.skills)
         self.runner = AgentRunner(self.provider)
@@ -484,6 +491,8 @@ class AgentLoop:
         self.started = time.monotonic()
         self.turns = RunningTurns(self.sessions)
         self.background = Background()
+        self.notes: dict[str, str] = {}  # by session: what the user is told in the next turn
+        self.is_ending = False  # a gateway ends: its turns go on at the next start
 
     async def process_direct(
         self, text: str, session_key: str = "cli:direct", on_event: Emit | None = None,
@@ -508,29 +517,56 @@ class AgentLoop:
             return await start_afresh(self, session, events.turn)
         if command == "continue" and not session.unfinished:
             return nothing_to_go_on_with()
+        if note := self.notes.pop(session.key, ""):
+            await events.on_retry(note)
         images = []
         if not command:
+            session.end_open_turn("interrupted")
             message, images = self.context.user_message(text, events.turn, media)
-            session.append(message, sync=False)  # a kill from here on loses nothing
-        return await self.answer(session, events, images, Conversation(session.key))
+            session.append(message)  # a kill from here on loses nothing
+        return await self.answer(session, events, images)
 
     async def answer(
-        self, session: Session, events: EventHook, images: list[dict], conversation: Conversation
-    ) -> AgentRunResult:
-        """Answer what the journal ends with. What the user says meanwhile is in `conversation`."""
+        self, session: Session, events: EventHook, images: list[dict],
+        arrivals: Callable[[], list[dict]] = list,
+    ) -> AgentRunResult:  # fmt: skip
+        """Answer what the journal ends with; `arrivals` gives what the user says meanwhile."""
         await self.mcp.connect(self.config.patience)
-        spec = run_spec(self, seen_history(session, conversation), images, events)
-        overhead = size_beside_history(spec)
-        if note := await make_room(self, session, overhead):  # the request is built again
-            await events.on_retry(note)
-            spec = run_spec(self, seen_history(session, conversation), images, events)
-        spec.on_messages = partial(journal, self.sessions, session, conversation)
-        spec.arrivals = conversation.arrivals
+        spec = run_spec(self, session.history(), images, events)
+        spec.append = session.append
+        spec.arrivals = arrivals
+        spec.make_room = partial(self._make_room, session, events)
+        why = "it was stopped"
         try:
-            return await self.runner.run(spec)
+            result = await self.runner.run(spec)
+            why = result.error or "there was no answer"
+            return result
+        except Exception as problem:
+            why = f"{type(problem).__name__}: {problem}"
+            raise
         finally:
+            if not self.is_ending:
+                session.end_open_turn(why)
             await session.synced()  # before the user sees the answer
-            self.background.start(self.consolidator.after_turn(session, overhead))
+            self.background.start(self._after_turn(session))
+
+    async def _make_room(
+        self, session: Session, events: EventHook, messages: list[dict], tokens: int
+    ) -> list[dict]:
+        """Old turns go into the memory; gives the messages that are left, with a summary."""
+        try:
+            count = await self.consolidator.make_room(session, tokens)
+        except OSError as problem:
+            await events.on_retry(f"nothing went into the memory: {problem}")
+            return messages
+        if count and events.turn.channel == "cli":
+            await events.on_retry(moved_note(count))
+        return session.without_saved(messages) if count else messages
+
+    async def _after_turn(self, session: Session) -> None:
+        count = await self.consolidator.after_turn(session)
+        if count and session.key.startswith("cli:"):
+            self.notes[session.key] = moved_note(count)
 
     async def run(self, bus: MessageBus) -> None:
         """Serve the bus until cancelled: messages are journalled at once, answered in order."""
@@ -614,6 +650,13 @@ Media = Iterable[Path]  # files that came with a message
 NO_USAGE = {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0, "estimated": False}
 TOO_LONG = "too long for the model: asking again without the oldest turns"  # a 400, a 413
 NOT_ANSWERED = ("error", "tool_error", "empty")  # stop reasons of a run without an answer
+
+
+MakeRoom = Callable[[list[dict], int], Awaitable[list[dict]]]  # (messages, tokens) -> messages
+
+
+def moved_note(count: int) -> str:
+    return f"{counted(count, 'older message')} went into the memory"
 
 
 def task_of(spec: AgentRunSpec) -> dict | None:
@@ -866,28 +909,6 @@ def nudge_for_cut(response: LLMResponse) -> str:
     return template("cut_thinking")
 
 
-def seen_history(session: Session, conversation: Conversation) -> list[dict]:
-    """The history without the messages that wait behind a command."""
-    history = session.get_history()
-    return history[: len(history) - conversation.unseen]
-
-
-def journal(
-    sessions: SessionManager, session: Session, conversation: Conversation,
-    messages: list[dict], sync: bool,
-) -> None:  # fmt: skip
-    """Write at once; what a power cut could take reaches the disk while the model is asked again.
-
-    An fsync takes 1 to 2 ms, on a slow disk 30: for each step of a turn nobody should wait for it.
-    Each line says how many messages before it the model has not seen: they came too late for it.
-    """
-    unseen = {"unseen": conversation.unseen} if conversation.unseen else {}
-    if messages:
-        session.append(*[message | unseen for message in messages], sync=False)
-    if sync:
-        sessions.syncer.sync_soon(session)
-
-
 # ---- Prompts are files ----
 # Without the fence around them a planted link (SOUL.md → ~/.ssh/id_rsa) would carry keys into
 # every request.
@@ -926,11 +947,15 @@ MAX_PROMPT_FILE = 100_000  # bytes
 
 
 def read_own(turn: Turn, path: Path) -> bytes:
-    """A file that goes into the prompt. It may be a link, but not to keys or over the fence."""
+    """A file that goes into a request. It may be a link, but not to keys or over the fence. Raises
+    OSError; ValueError if it may not be read."""
     link, file = path.lstat(), path.stat()
     stamps = (link.st_ino, link.st_ctime_ns, file.st_ino, file.st_ctime_ns, file.st_size)
     fence = (turn.workspace, turn.cwd, turn.restrict, turn.readable, turn.secret)
-    return read_unchanged(str(path), stamps, fence)
+    try:
+        return read_unchanged(str(path), stamps, fence)
+    except ToolError as problem:
+        raise ValueError(str(problem)) from None
 
 
 @functools.lru_cache(maxsize=64)
@@ -948,7 +973,7 @@ def own_text(turn: Turn, path: Path) -> str:
         return ""
     try:
         text = plain_text(read_own(turn, path)).strip()
-    except ToolError as problem:
+    except (OSError, ValueError) as problem:
         log.warning("%s is left out of the prompt: %s", path.name, problem)
         return ""
     kit = DATA / "templates" / path.name
@@ -958,11 +983,9 @@ def own_text(turn: Turn, path: Path) -> str:
 
 
 def remembered(memory: MemoryStore, facts: str, most: int) -> tuple[str, str]:
-    """Facts and recent history within `most` tokens; of more the oldest lines are left out."""
+    """Facts within `most` tokens, of more the newest lines; and recent history."""
     facts = "\n".join(newest(facts.split("\n"), most, "memory/MEMORY.md"))
-    room = most - tokens_of(facts)
-    recent = "\n".join(newest(memory.recent_history(), room, "memory/history.jsonl"))
-    return facts, recent
+    return facts, "\n".join(memory.recent_history())
 
 
 def titled(title: str, text: str) -> str:
@@ -974,7 +997,7 @@ def skill_parts(skills: list[Skill]) -> dict[str, str]:
     sound = [skill for skill in skills if not skill.problem]
     always = [skill for skill in sound if skill.always and not skill.missing]
     active = [titled(f"## {skill.name}", skill.text) for skill in always]
-    listed = [line_of_skill(skill) for skill in sound if not skill.always]
+    listed = [line_of_skill(skill) for skill in sound if skill not in always]
     return {
         "Active Skills": titled("# Active Skills", "\n\n".join(active)),
         "Skills": listed and template("skills", skills="\n".join(listed)),
@@ -1214,46 +1237,25 @@ def tool_hint(call: ToolCallRequest) -> str:
 
 
 @dataclass
-class Arrival:
-    """A message that is journalled and waits for the model, or a command that waits too."""
-
-    line: dict = field(default_factory=dict)  # of the journal
-    images: list[dict] = field(default_factory=list)
-    command: str = ""  # new, continue: what came before it is answered first
-
-    def as_sent(self) -> dict:
-        message = as_sent(self.line, None)
-        if not self.images:
-            return message
-        return message | {"content": [*self.images, {"type": "text", "text": message["content"]}]}
-
-
-@dataclass
 class Conversation:
-    """What waits in one session, and who answers it."""
+    """What waits in one session, and the task that answers it."""
 
     key: str
-    waiting: list[Arrival] = field(default_factory=list)
-    is_due: bool = False  # the journal ends with something to answer
+    inbox: Inbox
+    waiting: list[dict] = field(default_factory=list)  # lines of the inbox
+    entered: set[str] = field(default_factory=set)  # ids that are in the journal, too
+    is_due: bool = False  # a turn that the last program did not end
     reply_to: str = ""  # the message that is answered
+    order: asyncio.Lock = field(default_factory=asyncio.Lock)  # of what comes in
     task: asyncio.Task | None = None
 
-    @property
-    def unseen(self) -> int:
-        return len([arrival for arrival in self.waiting if not arrival.command])
-
-    def enter(self, most: int) -> list[Arrival]:
-        """The oldest messages, up to a command: from now on the model sees them."""
+    def take(self, kind: str, most: int) -> list[dict]:
+        """The oldest lines, up to one of another kind."""
         oldest = self.waiting[:most]
-        entering = list(itertools.takewhile(lambda arrival: not arrival.command, oldest))
-        del self.waiting[: len(entering)]
-        if entering:
-            self.reply_to = entering[-1].line.get("id", "")
-        return entering
-
-    def arrivals(self) -> list[dict]:
-        """For a turn that runs, behind its last batch of calls: three at a time."""
-        return [arrival.as_sent() for arrival in self.enter(3)]
+        lines = list(itertools.takewhile(lambda line: line["kind"] == kind, oldest))
+        del self.waiting[: len(lines)]
+        self.entered.update(line["id"] for line in lines)
+        return lines
 
 
 class BusService:
@@ -1263,8 +1265,8 @@ class BusService:
         self.loop = loop
         self.bus = bus
         self.conversations: dict[str, Conversation] = {}
+        self.sent: dict[str, int] = {}  # by session: the last answer that was handed to the bus
         self.slots = asyncio.Semaphore(loop.config.defaults.max_concurrent or sys.maxsize)
-        self.is_ending = False
         self.tasks: set[asyncio.Task] = set()
         self._begin(self._hear_helpers())
 
@@ -1275,57 +1277,49 @@ class BusService:
         return task
 
     async def receive(self, message: InboundMessage) -> None:
-        """Journal a message, confirm it, see to it that it is answered. Commands wait for nobody,
-        but /new and /continue for what came before them."""
-        key = message.chat_id if message.channel == "system" else message.session_key
-        command, _ = slash_command(message.content)
+        """Keep a message, confirm it, see to it that it is answered. Commands wait for nobody, but
+        /new and /continue for what came before them."""
+        is_report = message.channel == "system"  # of a job or a helper; its chat is a session's key
+        key = message.chat_id if is_report else message.session_key
+        command = "" if is_report else slash_command(message.content)[0]
+        if command in ("", "new", "continue"):
+            kind = "report" if is_report else "command" if command else "user"
+            self._begin(self._take_in(self._conversation(key), kind, message))
+            return
         if command == "stop":  # at once: what comes next is not meant
             self._begin(self._say(key, stop_report(self.loop.stop(key))))
-        elif command not in ("", "new", "continue"):
+        else:
             self._begin(self._command(key, message.content))
-        if command not in ("", "new", "continue"):
-            message.confirm()
-            return
-        conversation = self.conversations.get(key) or Conversation(key)
+        message.confirm()
+
+    def _conversation(self, key: str) -> Conversation:
+        if key not in self.conversations:
+            self.conversations[key] = Conversation(key, self.loop.sessions.inbox(key))
+        return self.conversations[key]
+
+    async def _take_in(self, conversation: Conversation, kind: str, message: InboundMessage) -> None:
+        """Into the inbox; the channel is told when that survives a power cut."""
+        line = {
+            "id": message.message_id or uuid.uuid4().hex, "kind": kind,
+            "sender": message.sender_id, "content": message.content,
+            "media": [str(path) for path in message.media],
+        }  # fmt: skip
         try:
-            session = self.loop.sessions.get(key)
-            if command:
-                conversation.waiting.append(Arrival(command=command))
-            else:
-                self._take_in(session, conversation, message)
+            async with conversation.order:
+                known = self.loop.sessions.get(conversation.key).known_ids
+                if line["id"] not in (*known, *(other["id"] for other in conversation.waiting)):
+                    await in_thread(conversation.inbox.append, line)
+                    conversation.waiting.append(line)
+                    size = len(message.content)
+                    GATEWAY_LOG.info("%s: %d characters came in", conversation.key, size)
         except OSError as problem:  # the channel has it still, and tries again
             message.confirm(problem)
-            return
-        self._see_to(conversation)
-        self._begin(self._confirm(session, message))
-
-    def _take_in(
-        self, session: Session, conversation: Conversation, message: InboundMessage
-    ) -> None:
-        """Into the journal and to what waits, in one step: a turn may look at both any time."""
-        if message.message_id and is_known(session, message.message_id):
-            return
-        turn = self.loop.turn(session.key)
-        line, images = self.loop.context.user_message(message.content, turn, message.media)
-        if message.message_id:
-            line["id"] = message.message_id
-        if conversation.task:  # a turn runs, or another message waits for one
-            line["beside"] = True
-        session.append(line, sync=False)
-        conversation.waiting.append(Arrival(line, images))
-        GATEWAY_LOG.info("%s: %d characters came in", session.key, len(message.content))
-
-    async def _confirm(self, session: Session, message: InboundMessage) -> None:
-        try:
-            await session.synced()
-        except OSError as problem:
-            message.confirm(problem)
         message.confirm()
+        self._see_to(conversation)
 
     def _see_to(self, conversation: Conversation) -> None:
         is_wanted = conversation.is_due or bool(conversation.waiting)
         if is_wanted and conversation.task is None:
-            self.conversations[conversation.key] = conversation
             conversation.task = self._begin(self._converse(conversation))
 
     async def _converse(self, conversation: Conversation) -> None:
@@ -1339,14 +1333,23 @@ class BusService:
                     await end_all([turn])
             if not turn.cancelled() and turn.exception() is None:
                 await asyncio.sleep(turn.result())
-        del self.conversations[conversation.key]
+        conversation.task = None
+        if not conversation.order.locked():
+            self.conversations.pop(conversation.key, None)
 
     async def _turn(self, conversation: Conversation) -> float:
-        """One turn. Gives the seconds until the next try where the session is not to be had."""
+        """One turn. Gives the seconds until the next try if the session is not to be had."""
         try:
             async with self.loop.turns.hold(conversation.key) as session:
-                result = await self._answer(session, conversation)
-                self._deliver(session, conversation, result)
+                try:
+                    result = await self._answer(session, conversation)
+                    self._deliver(session, conversation, result)
+                except asyncio.CancelledError:
+                    self._send_answers(session)  # that were whole already
+                    raise
+                finally:
+                    entered, conversation.entered = conversation.entered, set()
+                    await in_thread(conversation.inbox.remove, entered)
         except (SessionBusy, OSError) as problem:
             GATEWAY_LOG.warning("%s: %s", conversation.key, problem)
             return 1.0
@@ -1354,26 +1357,71 @@ class BusService:
 
     async def _answer(self, session: Session, conversation: Conversation) -> AgentRunResult:
         """What waits, to its answer. A failure is told like one: the chat learns of it."""
-        turn, begin = self.loop.turn(session.key), len(session.lines)
-        conversation.is_due = False
+        turn = self.loop.turn(session.key)
         try:
-            is_command = bool(conversation.waiting) and bool(conversation.waiting[0].command)
-            command = conversation.waiting.pop(0).command if is_command else ""
-            if command == "new":
-                return await start_afresh(self.loop, session, turn, conversation.unseen)
-            if command == "continue" and not session.unfinished:
-                return nothing_to_go_on_with()
-            arrivals = [] if command else conversation.enter(sys.maxsize)
-            images = list(itertools.chain.from_iterable(arrival.images for arrival in arrivals))
+            images = []
+            if conversation.is_due:
+                conversation.is_due = False
+                session.mark("resumed")
+            elif reports := conversation.take("report", 1):
+                return await self._report(session, conversation, reports[0])
+            elif commands := conversation.take("command", 1):
+                await in_thread(conversation.inbox.remove, {commands[0]["id"]})
+                if slash_command(commands[0]["content"])[0] == "new":
+                    return await start_afresh(self.loop, session, turn)
+                if not session.unfinished:
+                    return nothing_to_go_on_with()
+            else:
+                session.end_open_turn("interrupted")
+                entered = self._enter(session, conversation, sys.maxsize)
+                images = list(itertools.chain.from_iterable(images for _, images in entered))
             events = EventHook(self._emit, turn, self.loop.config.streaming)
-            return await self.loop.answer(session, events, images, conversation)
-        except asyncio.CancelledError:
-            if not self.is_ending:
-                self._note_stop(session, conversation, begin)
-            raise
+            arrivals = partial(self._arrivals, session, conversation)
+            return await self.loop.answer(session, events, images, arrivals)
         except Exception as problem:
             log.exception("the turn of %s failed", session.key)
             return AgentRunResult(stop_reason="error", error=f"{type(problem).__name__}: {problem}")
+
+    def _enter(
+        self, session: Session, conversation: Conversation, most: int
+    ) -> list[tuple[dict, list[dict]]]:
+        """The oldest messages, up to a command or report: from now on the model sees them. Gives
+        each as it is journalled, and its images."""
+        entered = []
+        for line in conversation.take("user", most):
+            turn = self.loop.turn(session.key)
+            message, images = self.loop.context.user_message(line["content"], turn, line["media"])
+            session.append(message | {"id": line["id"]})
+            conversation.reply_to = line["id"]
+            entered.append((message, images))
+        return entered
+
+    def _arrivals(self, session: Session, conversation: Conversation) -> list[dict]:
+        """For a turn that runs, behind its last batch of calls: three at a time."""
+        sent = []
+        for line, images in self._enter(session, conversation, 3):
+            message = as_sent(line, "")
+            if images:
+                text = {"type": "text", "text": message["content"]}
+                message["content"] = [*images, text]
+            sent.append(message)
+        return sent
+
+    async def _report(
+        self, session: Session, conversation: Conversation, line: dict
+    ) -> AgentRunResult:
+        """Of a job: a message for the user. Of a helper: the model tells the user about it."""
+        session.end_open_turn("interrupted")
+        if line["sender"] != "subagent":
+            session.append({"role": "assistant", "content": line["content"], "id": line["id"]})
+            await session.synced()
+            return AgentRunResult(line["content"])
+        turn = self.loop.turn(session.key)
+        message, _ = self.loop.context.user_message(line["content"], turn)
+        session.append(message | {"id": line["id"]})
+        events = EventHook(self._emit, turn, self.loop.config.streaming)
+        arrivals = partial(self._arrivals, session, conversation)
+        return await self.loop.answer(session, events, [], arrivals)
 
     def _deliver(
         self, session: Session, conversation: Conversation, result: AgentRunResult
@@ -1381,26 +1429,12 @@ class BusService:
         requests = counted(result.requests, "request")
         GATEWAY_LOG.info("%s: %s, %s", session.key, result.stop_reason, requests)
         text = text_for_chat(result)
-        count = len(session.lines)
+        self.sent[session.key] = session.last
         if wrote_to_chat(result, session.key) or not text:
-            note_delivered(self.loop, session.key, count)
+            note_delivered(self.loop, session.key, session.last)
         else:
-            send_final(self.loop, self.bus, session.key, text, count, conversation.reply_to)
-        self._settle(session, conversation)
-
-    def _note_stop(self, session: Session, conversation: Conversation, begin: int) -> None:
-        """Else the answer to what waits would do what was stopped, too."""
-        self._send_answers(session, begin)  # it was whole already
-        unseen = conversation.unseen
-        if count_waiting(session.lines) > unseen:  # it was stopped before its first word
-            stop = {"role": "assistant", "content": "", "cut": "it was stopped"}
-            journal(self.loop.sessions, session, conversation, [stop], sync=True)
-        self._settle(session, conversation)
-
-    def _settle(self, session: Session, conversation: Conversation) -> None:
-        """A turn that was stopped, or failed, is not begun again by the next start."""
-        if session.unfinished and not conversation.waiting:
-            session.note(metadata=session.metadata | {"settled": len(session.lines)})
+            reply_to = conversation.reply_to
+            send_final(self.loop, self.bus, session.key, text, session.last, reply_to)
 
     async def _emit(self, event: OutboundMessage) -> None:
         if event.kind in ("final", "delta", *kinds_to_show(self.loop.config.channels)):
@@ -1428,27 +1462,34 @@ class BusService:
     async def go_on_after_restart(self) -> None:
         """What was not delivered is sent again, what was not answered is answered now."""
         for key in self.loop.sessions.list_keys():
-            channel, _, _ = key.partition(":")
-            if channel in self.bus.channels:
+            if key.partition(":")[0] in self.bus.channels:
                 try:
                     self._go_on(self.loop.sessions.get(key))
                 except OSError as problem:
                     log.warning("%s cannot be gone on with: %s", key, problem)
 
     def _go_on(self, session: Session) -> None:
-        self._send_answers(session, session.metadata.get("delivered", 0))
-        is_settled = session.metadata.get("settled", 0) >= len(session.lines)
-        if session.unfinished and not is_settled:
-            self._see_to(Conversation(session.key, is_due=True))
+        """A turn under a day old is resumed, at most twice: it may be what kills the program."""
+        self._send_answers(session)
+        conversation = self._conversation(session.key)
+        lines = conversation.inbox.read()
+        conversation.waiting = [line for line in lines if line["id"] not in session.known_ids]
+        conversation.entered = {line["id"] for line in lines if line["id"] in session.known_ids}
+        if session.is_open and session.resumed < 2:
+            age = time.time() - session.path.stat().st_mtime
+            conversation.is_due = age < 86_400
+        self._see_to(conversation)
 
-    def _send_answers(self, session: Session, begin: int) -> None:
-        for count, line in enumerate(session.lines[begin:], begin + 1):
-            if is_answer(line):
-                send_final(self.loop, self.bus, session.key, line["content"], count)
+    def _send_answers(self, session: Session) -> None:
+        """Those that are journalled and were not handed to the bus."""
+        for answer in session.undelivered:
+            if answer["n"] > self.sent.get(session.key, 0):
+                self.sent[session.key] = answer["n"]
+                send_final(self.loop, self.bus, session.key, answer["content"], answer["n"])
 
     async def end(self) -> None:
-        """Stop what runs: each turn is journalled as far as it came."""
-        self.is_ending = True
+        """Stop what runs: each turn is journalled as far as it came, and goes on at the next start."""
+        self.loop.is_ending = True
         await end_all([*self.tasks, *self.loop.subagents.running], 5.0)
 
 
@@ -1460,26 +1501,19 @@ def text_for_chat(result: AgentRunResult) -> str:
     return text.strip()
 
 
-def is_answer(line: dict | None) -> bool:
-    """Something for the user: no step on the way, no half sentence."""
-    if not line or line["role"] != "assistant":
-        return False
-    return bool(line.get("content")) and "tool_calls" not in line and "cut" not in line
-
-
 def send_final(
-    loop: AgentLoop, bus: MessageBus, key: str, text: str, count: int, reply_to: str = ""
+    loop: AgentLoop, bus: MessageBus, key: str, text: str, n: int, reply_to: str = ""
 ) -> None:
-    """An answer, the last of so many lines. It goes out again unless its arrival is noted."""
+    """An answer with this number in the journal. It goes out again unless its arrival is noted."""
     channel, _, chat_id = key.partition(":")
-    noted = partial(note_delivered, loop, key, count)
+    noted = partial(note_delivered, loop, key, n)
     bus.send(OutboundMessage(channel, chat_id, text, reply_to=reply_to, on_delivered=noted))
 
 
-def note_delivered(loop: AgentLoop, key: str, count: int) -> None:
+def note_delivered(loop: AgentLoop, key: str, n: int) -> None:
     session = loop.sessions.get(key)
-    if count > session.metadata.get("delivered", 0):
-        session.note(metadata=session.metadata | {"delivered": count})
+    if session.undelivered:
+        session.mark("delivered", upto=n)
 
 
 def wrote_to_chat(result: AgentRunResult, key: str) -> bool:
@@ -1580,7 +1614,8 @@ def add_system_jobs(loop: AgentLoop, clock: CronService) -> None:
     clock.add_system("dream", loop.config.defaults.dream.interval_h * 3_600, loop.dream.run)
     heartbeat = loop.config.gateway.heartbeat
     if heartbeat.enabled:
-        beat = Heartbeat(loop.workspace / "HEARTBEAT.md", partial(do_tasks, loop)).beat
+        read = partial(loop.memory.text_of, loop.workspace / "HEARTBEAT.md")
+        beat = Heartbeat(read, partial(do_tasks, loop)).beat
         clock.add_system("heartbeat", heartbeat.interval_s, beat)
 
 
@@ -1600,24 +1635,14 @@ async def run_job(loop: AgentLoop, bus: MessageBus, job: CronJob) -> None:
     failed = result.stop_reason in NOT_ANSWERED
     text = text_for_chat(result)
     report = f"The job {job.id} ({job.message[:80]}) failed. {text}" if failed else text
-    await write_to_chat(loop, bus, f"{job.channel}:{job.chat_id}", report)
+    await write_to_chat(bus, f"{job.channel}:{job.chat_id}", report)
     if failed:
         raise RuntimeError(text)
 
 
-async def write_to_chat(loop: AgentLoop, bus: MessageBus, key: str, text: str) -> None:
+async def write_to_chat(bus: MessageBus, key: str, text: str) -> None:
     """What nobody there has asked for stands in the journal, too: the user may answer it."""
-    try:
-        async with loop.turns.hold(key) as session:
-            settled = session.metadata.get("settled", 0)
-            waiting = count_waiting(session.lines[settled:])
-            unseen = {"unseen": waiting} if waiting else {}
-            session.append({"role": "assistant", "content": text} | unseen, sync=False)
-            await session.synced()
-            send_final(loop, bus, key, text, len(session.lines))
-    except SessionBusy:  # of another program
-        await asyncio.sleep(1.0)
-        await write_to_chat(loop, bus, key, text)
+    await bus.publish(InboundMessage("system", "job", key, text))
 
 
 async def no_clock_here(job: CronJob) -> None:
@@ -1663,7 +1688,7 @@ class Messenger:
         if missing:
             raise ToolError(f"There is no file {', '.join(missing)}.")
         if key != turn.session_key and content:
-            self.loop.background.start(write_to_chat(self.loop, self.bus, key, content))
+            self.loop.background.start(write_to_chat(self.bus, key, content))
             content = ""
         if content or files:
             self.bus.send(OutboundMessage(*key.split(":", 1), content, media=files))
@@ -1677,8 +1702,8 @@ class Messenger:
 def make_consolidator(loop: AgentLoop) -> Consolidator:
     settings = loop.config.defaults
     return Consolidator(
-        loop.memory, partial(ask_model, loop), template("consolidate"), template("summarise"),
-        budget=settings.budget, window=settings.memory_window, counter=loop.counter,
+        loop.memory, loop.sessions, partial(ask_model, loop), template("consolidate"),
+        settings.budget, settings.memory_window, loop.counter,
     )  # fmt: skip
 
 
@@ -1688,20 +1713,6 @@ def make_dream(loop: AgentLoop) -> Dream:
         loop.memory, partial(ask_model, loop), partial(run_dreamer, loop), template("dream_find"),
         template("dream_edit"), loop.skills, settings.budget, settings.dream.max_batch_size,
     )  # fmt: skip
-
-
-async def make_room(loop: AgentLoop, session: Session, overhead: int) -> str:
-    """Gives the line that the user is told. Where the memory cannot be written the turn goes on."""
-    try:
-        return await loop.consolidator.before_turn(session, overhead)
-    except OSError as problem:
-        return f"nothing went into the memory: {problem}"
-
-
-def size_beside_history(spec: AgentRunSpec) -> int:
-    """Tokens of the system prompt and the tools."""
-    definitions = spec.tools.get_definitions()
-    return spec.counter.size(spec.messages[0]) + spec.counter.size_of_tools(definitions)
 
 
 async def ask_model(
@@ -1715,15 +1726,17 @@ async def ask_model(
 
 
 class Fence(AgentHook):
-    """Refuses calls that a rule has a reason against."""
+    """Refuses calls that a rule has a reason against. It is asked about what would really run."""
 
-    def __init__(self, reason_to_refuse: Callable[[str, dict], str]):
+    def __init__(self, tools: ToolRegistry, reason_to_refuse: Callable[[str, dict], str]):
+        self.tools = tools
         self.reason_to_refuse = reason_to_refuse
 
     async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
         for call in tool_calls:
             call.denied = "This call could not be checked."  # should the rule itself fail
-            call.denied = self.reason_to_refuse(call.name, call.arguments)
+            _, arguments, problem = self.tools.prepare_call(call.name, call.arguments)
+            call.denied = problem or self.reason_to_refuse(call.name, arguments)
 
 
 async def run_dreamer(
@@ -1731,12 +1744,12 @@ async def run_dreamer(
 ) -> AgentRunResult:
     """Dream's second phase: an agent of its own, which may edit three files and its skills."""
     names = ("read_file", "edit_file", "write_file")
-    tools = [tool for tool in FILE_TOOLS if tool.name in names]
+    tools = ToolRegistry([tool for tool in FILE_TOOLS if tool.name in names])
     turn = replace(loop.turn("system:dream"), cwd=loop.workspace)
-    hook = CompositeHook([Fence(reason_to_refuse), loop.cost])
+    hook = CompositeHook([Fence(tools, reason_to_refuse), loop.cost])
     settings = loop.config.defaults
     return await loop.runner.run(AgentRunSpec(
-        messages, ToolRegistry(tools), max_iterations=settings.dream.max_iterations,
+        messages, tools, max_iterations=settings.dream.max_iterations,
         max_tokens=settings.max_tokens, context_window=settings.context_window_tokens,
         hook=hook, turn=turn, counter=loop.counter,
     ))  # fmt: skip
@@ -1886,9 +1899,8 @@ def closest_command(command: str) -> str:
 
 def preview(loop: AgentLoop, turn: Turn, message: dict | None = None) -> Governed:
     """The request that would be sent now, for a message that is not journalled."""
-    session = loop.sessions.get(turn.session_key)
-    lines = [*session.lines, message] if message else session.lines
-    history = replace(session, lines=lines).get_history()
+    later = [{"n": sys.maxsize} | message] if message else []
+    history = loop.sessions.get(turn.session_key).history(*later)
     spec = run_spec(loop, history, [], EventHook(None, turn, loop.config.streaming))
     return loop.runner.govern(RunState(spec, AgentHookContext(spec.messages)))
 
@@ -1896,7 +1908,7 @@ def preview(loop: AgentLoop, turn: Turn, message: dict | None = None) -> Governe
 def session_status(loop: AgentLoop, turn: Turn) -> list[str]:
     request = preview(loop, turn)
     window = loop.config.defaults.context_window_tokens
-    messages = counted(len(loop.sessions.get(turn.session_key).get_history()), "message")
+    messages = counted(len(loop.sessions.get(turn.session_key).history()), "message")
     hours, minutes = divmod(int(time.monotonic() - loop.started) // 60, 60)
     return [
         f"nanobot {__version__}, model {loop.model}, session {turn.session_key}, {messages}",
@@ -1906,15 +1918,12 @@ def session_status(loop: AgentLoop, turn: Turn) -> list[str]:
     ]
 
 
-async def start_afresh(
-    loop: AgentLoop, session: Session, turn: Turn, waiting: int = 0
-) -> AgentRunResult:
-    """What was said goes into memory, but nobody has to wait for it. So many messages came later:
-    the new conversation begins with them."""
-    session.restart(sync=False, waiting=waiting)
+async def start_afresh(loop: AgentLoop, session: Session, turn: Turn) -> AgentRunResult:
+    """What was said goes into memory, but nobody has to wait for it."""
+    session.mark("new")
     await session.synced()
     turn.seen.clear()
-    loop.background.start(loop.consolidator.archive(session))
+    loop.background.start(loop.consolidator.after_turn(session))
     return AgentRunResult("A new session begins. The old one stays in its journal.")
 
 
@@ -2522,14 +2531,13 @@ def sessions_command(arguments: argparse.Namespace) -> None:
     keys = sessions.list_keys()
     if arguments.show is None:
         for key in keys:
-            count = len([line for line in sessions.get(key).lines if line])
-            print(printable(f"{key}  {counted(count, 'message')}"))
+            print(printable(f"{key}  {counted(len(sessions.transcript(key)), 'message')}"))
         return
     key = arguments.show if arguments.show in keys else session_key(arguments.show)
     if key not in keys:
         raise ConfigError(f"There is no session {key!r}. `nanobot sessions` lists them.")
-    for line in filter(None, sessions.get(key).lines):
-        print(printable(readable(line)))
+    for line in sessions.transcript(key):
+        print(printable(line))
 
 
 def gateway_command(arguments: argparse.Namespace) -> None:
