@@ -59,7 +59,7 @@ from channels import (
 )  # fmt: skip
 from memory import (
     Consolidator, Dream, Governed, Inbox, MemoryRepository, MemoryStore, Session, SessionBusy,
-    SessionManager, Skill, SkillsLoader, TokenCounter, as_sent, counted, locked, newest,
+    SessionManager, Skill, SkillsLoader, TokenCounter, as_sent, counted, fitted, locked,
 )  # fmt: skip
 from providers import (
     ROWS, Endpoint, HumanProvider, LLMProvider, LLMResponse, OfflineProvider, OpenAIProvider,
@@ -416,7 +416,7 @@ class ContextBuilder:
         self.skills = skills
         self.zone = time_zone(config.defaults.timezone)
         self.now = partial(now_in, config, self.zone)
-        self.memory_tokens = config.defaults.budget // 4  # for facts and history together
+        self.memory_tokens = config.defaults.budget // 4  # a longer MEMORY.md is cut in its middle
 
     def request(self, turn: Turn, history: list[dict], images: list[dict]) -> list[dict]:
         """The messages of a request. Images go into its last message, never into the journal."""
@@ -434,8 +434,8 @@ class ContextBuilder:
         parts = {"identity": identity(turn)}
         for name in self.own_files:
             parts[name] = titled(f"## {name}", own_text(turn, turn.workspace / name))
-        facts = own_text(turn, self.memory.facts)
-        facts, recent = remembered(self.memory, facts, self.memory_tokens)
+        facts = fitted(own_text(turn, self.memory.facts), self.memory_tokens)
+        recent = "\n".join(self.memory.recent_history())
         parts["Memory"] = titled("# Memory", facts)
         parts |= skill_parts(self.skills.load())
         parts["Recent History"] = titled("# Recent History", recent)
@@ -476,7 +476,7 @@ class AgentLoop:
         self.files_seen: dict[str, dict] = {}  # by session
         read = partial(read_own, self.turn("cli:direct"))
         self.memory = MemoryStore(self.workspace, read)
-        self.sessions = SessionManager(self.workspace, self.memory.rounds)
+        self.sessions = SessionManager(self.workspace, self.memory)
         self.skills = SkillsLoader(self.workspace / "skills", DATA / "skills", read=read)
         self.context = ContextBuilder(config, self.memory, self.skills)
         self.runner = AgentRunner(self.provider)
@@ -980,12 +980,6 @@ def own_text(turn: Turn, path: Path) -> str:
     # small models take "Who the user is goes here" for what it says about the user
     is_untouched = kit.exists() and text == kit.read_text(encoding="utf-8").strip()
     return "" if is_untouched else text
-
-
-def remembered(memory: MemoryStore, facts: str, most: int) -> tuple[str, str]:
-    """Facts within `most` tokens, of more the newest lines; and recent history."""
-    facts = "\n".join(newest(facts.split("\n"), most, "memory/MEMORY.md"))
-    return facts, "\n".join(memory.recent_history())
 
 
 def titled(title: str, text: str) -> str:

@@ -58,7 +58,6 @@ from providers import (
     failed,
     legal,
 )
-from test_memory import watched_disk
 from test_providers import check_grammar
 from tools import ToolError, ToolRegistry, ToolResult, Turn, tool
 
@@ -292,7 +291,7 @@ def test_what_was_shown_of_an_answer_that_was_stopped_is_journalled_once(asking)
     async def stop_it():
         script = ["one two three four"] if asking else [LLMResponse("I wait.", [call("hang")], "tool_calls")]
         spec = AgentRunSpec([{"role": "user", "content": "x"}], ToolRegistry([hang]), hook=Stall())
-        spec.on_messages = lambda messages, whole: journal.extend(messages)
+        spec.append = lambda *messages: journal.extend(messages)
         task = asyncio.create_task(AgentRunner(ScriptedProvider(script)).run(spec))
         await at_work.wait()
         task.cancel()
@@ -371,7 +370,7 @@ def test_a_result_is_journalled_when_its_call_ends_and_sent_in_the_order_of_the_
         return f"waited {n}"
 
     script = [[call("wait", "a", n=0), call("wait", "b", n=1)], "done"]
-    _, provider = run(script, [wait], on_messages=lambda messages, whole: journal.extend(messages))
+    _, provider = run(script, [wait], append=lambda *messages: journal.extend(messages))
     assert [line["content"] for line in journal if line["role"] == "tool"] == ["waited 1", "waited 0"]
     sent = provider.requests[1].messages
     assert [message["content"] for message in sent if message["role"] == "tool"] == ["waited 0", "waited 1"]
@@ -500,7 +499,7 @@ def test_a_stopped_turn_keeps_the_results_that_were_finished():
         spec = AgentRunSpec(
             [{"role": "user", "content": "x"}],
             ToolRegistry([look, hang]),
-            on_messages=lambda messages, whole: seen.extend(messages),
+            append=lambda *messages: seen.extend(messages),
         )
         provider = ScriptedProvider([[call("look", "c1"), call("hang", "c2")]])
         task = asyncio.create_task(AgentRunner(provider).run(spec))
@@ -589,7 +588,7 @@ def test_tools_count_as_a_part_of_a_request():
     assert sizes[0] + 10 < sizes[1] < sizes[0] + 100
 
 
-def test_who_journals_is_told_which_step_is_whole():
+def test_each_message_is_journalled_when_it_exists():
     heard = []
 
     @tool(read_only=True)
@@ -597,14 +596,11 @@ def test_who_journals_is_told_which_step_is_whole():
         """A picture."""
         return ToolResult("[image: a.png]", images=[{"type": "image_url", "image_url": {"url": "data:x"}}])
 
-    def listen(messages, whole):
-        heard.append(([message["role"] for message in messages], whole))
+    def listen(*messages):
+        heard.append([message["role"] for message in messages])
 
-    run([[call("look", "a"), call("picture", "b")], "done"], [look, picture], on_messages=listen)
-    assert heard == [
-        (["assistant"], False), (["tool"], False), (["tool"], False), ([], True), (["user"], True),
-        (["assistant"], True),
-    ]  # fmt: skip
+    run([[call("look", "a"), call("picture", "b")], "done"], [look, picture], append=listen)
+    assert heard == [["assistant"], ["tool"], ["tool"], ["user"], ["assistant"]]
 
 
 def test_an_image_stands_behind_the_names_of_all_of_them():
@@ -767,13 +763,13 @@ def test_a_journal_that_fails_in_one_call_ends_the_others_of_its_batch():
             ended.append("wait")
         return "never"
 
-    def full_disk(messages, whole):
+    def full_disk(*messages):
         if any(message["role"] == "tool" for message in messages):
             raise OSError("the disk is full")
 
     async def go():
         spec = AgentRunSpec([{"role": "user", "content": "x"}], ToolRegistry([look, wait]))
-        spec.on_messages = full_disk
+        spec.append = full_disk
         with pytest.raises(OSError, match="the disk is full"):
             await AgentRunner(ScriptedProvider([[call("wait", "a"), call("look", "b")]])).run(spec)
         return list(ended)  # not only at the end of the program
@@ -827,14 +823,14 @@ def test_what_was_shown_of_a_stopped_answer_is_marked_with_the_reason():
 
     async def stop_it():
         spec = AgentRunSpec([{"role": "user", "content": "x"}], hook=Stall())
-        spec.on_messages = lambda messages, whole: journal.append((messages, whole))
+        spec.append = lambda *messages: journal.extend(messages)
         task = asyncio.create_task(AgentRunner(ScriptedProvider(["one two"])).run(spec))
         await at_work.wait()
         task.cancel()
         await asyncio.wait([task])
 
     asyncio.run(stop_it())
-    assert journal == [([{"role": "assistant", "content": "one", "cut": "it was stopped"}], True)]
+    assert journal == [{"role": "assistant", "content": "one", "cut": "it was stopped"}]
 
 
 def test_what_comes_meanwhile_stands_behind_the_results_and_is_not_journalled_again():
@@ -846,7 +842,7 @@ def test_what_comes_meanwhile_stands_behind_the_results_and_is_not_journalled_ag
 
     result, provider = run(
         [call("look"), "done"], [look], arrivals=arrivals,
-        on_messages=lambda messages, whole: heard.extend(messages),
+        append=lambda *messages: heard.extend(messages),
     )  # fmt: skip
     assert roles(provider.requests[1].messages) == ["user", "assistant", "tool", "user"]
     assert provider.requests[1].messages[-1]["content"] == "and hurry"
@@ -1428,16 +1424,14 @@ def ask(loop: AgentLoop, text: str, session: str = "cli:direct", media=()):
 
 def journal(loop: AgentLoop, key: str = "cli:direct") -> list[dict]:
     lines = loop.sessions.path(key).read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines if line]
+    return [record for record in map(json.loads, filter(None, lines)) if "role" in record]
 
 
 def test_a_turn_is_journalled_once_and_in_order(tmp_path):
     loop = make_loop(tmp_path, [call("list_dir"), "an answer"])
     result, events = ask(loop, "hello")
     assert result.final_content == "an answer"
-    assert [line.get("role", "metadata") for line in journal(loop)] == [
-        "metadata", "user", "assistant", "tool", "assistant",
-    ]  # fmt: skip
+    assert [line["role"] for line in journal(loop)] == ["user", "assistant", "tool", "assistant"]
     assert events[-1] == ("final", "an answer")
     assert ("tool_hint", "list_dir()") in events
 
@@ -1670,32 +1664,6 @@ def test_run_works_in_the_current_folder_and_streams(own_home, tmp_path, monkeyp
         assert nanobot.run("what is here?") == "done"
     assert [body["stream"] for body in server.bodies] == [True, True]
     assert "here.txt" in server.bodies[1]["messages"][-1]["content"]
-
-
-def test_every_step_is_on_the_disk_while_the_model_is_asked_again(tmp_path):
-    """Where a power cut comes, the results that a model was shown have been kept."""
-
-    class Patient(ScriptedProvider):
-        async def answer(self, *arguments, **options):
-            if len(self.requests) == 1:  # behind the result of the first tool
-                writes = disk.count(("write", name))
-                async with asyncio.timeout(60):
-                    while ("fsync", name) not in disk:
-                        await asyncio.sleep(0.01)
-                assert writes == 3 and disk.index(("fsync", name)) >= 3
-            return await super().answer(*arguments, **options)
-
-    loop = make_loop(tmp_path)
-    loop.provider = loop.runner.provider = Patient([call("list_dir"), "done"])
-    name = loop.sessions.path("cli:direct").name
-    with watched_disk() as disk:
-        result, _ = ask(loop, "look")
-        assert result.stop_reason == "completed"
-        of_this_turn = [kind for kind, file in disk if file == name]
-        disk.clear()
-        ask(loop, "/new")
-    assert of_this_turn[-1] == "fsync", "the answer is not shown before it is kept"
-    assert [kind for kind, file in disk if file == name][:2] == ["write", "fsync"]
 
 
 def test_the_setting_for_long_results_has_its_effect(tmp_path):
@@ -2044,7 +2012,7 @@ def test_after_a_storm_every_message_is_there_once_and_the_next_is_answered(tmp_
         async def many_turns():
             while len(server.bodies) < 200:
                 loop.config.streaming, text = len(turns) % 3 > 0, f"question {len(turns)}"
-                before = len(loop.sessions.get("cli:direct").lines)
+                before = len(loop.sessions.get("cli:direct").messages)
                 result = await asyncio.wait_for(loop.process_direct(text), 20)
                 turns.append((text, result, before))
 
@@ -3153,7 +3121,7 @@ async def slow_once(request):
 
 
 def texts_of(chats, chat="1"):
-    return [line.get("content") for line in chats.session(chat).lines]
+    return [line.get("content") for line in chats.session(chat).messages]
 
 
 class HurriedSelector(selectors.DefaultSelector):
@@ -3315,7 +3283,7 @@ def test_whenever_messages_come_each_is_answered_in_one_turn_and_the_journal_is_
                 check_grammar(request.messages)
             session = chats.session(chat)
             system = requests[-1].messages[0]
-            whole = legal([system, *session.get_history()], reply=False)
+            whole = legal([system, *session.history()], reply=False)
             assert whole[:-1] == without_images(requests[-1].messages)
             assert not session.unfinished
 
@@ -3349,7 +3317,7 @@ def test_the_same_message_is_taken_once_and_a_disk_that_refuses_is_told_to_the_c
         await chats.say("one", id_="5")
         await chats.answered()
         await chats.say("one", id_="5")
-        assert [line["role"] for line in chats.session().lines] == ["user", "assistant"]
+        assert [line["role"] for line in chats.session().messages] == ["user", "assistant"]
         chats.loop.sessions.path("desk:2").mkdir(parents=True)
         with pytest.raises(OSError):
             await chats.say("lost?", "2")
@@ -3445,7 +3413,7 @@ def test_stop_at_a_random_moment_loses_no_later_message(tmp_path, seed):
         await chats.until(lambda: any(text.endswith("the last") for text in chats.finals()))
         texts = texts_of(chats)
         assert [texts.count(f"question {n}") for n in range(8)] == [1] * 8
-        answers = [line["content"] for line in chats.session().lines if nanobot.is_answer(line)]
+        answers = [line["content"] for line in chats.session().messages if nanobot.is_answer(line)]
         assert [text for text in chats.finals() if text in answers] == answers
         assert not chats.session().unfinished
 
@@ -3683,7 +3651,7 @@ def test_at_most_four_helpers_work_at_once_and_stop_ends_those_of_its_chat(tmp_p
     async def work(chats):
         await chats.say("go")
         await chats.answered()
-        results = [line["content"] for line in chats.session().lines if line["role"] == "tool"]
+        results = [line["content"] for line in chats.session().messages if line["role"] == "tool"]
         assert ["at work. Its" in text for text in results] == [True] * 4 + [False]
         assert "4 helpers are at work" in results[4]
         await chats.say("/stop", "2")
@@ -3899,7 +3867,7 @@ def test_a_line_of_the_journal_says_whether_a_turn_ran_and_what_an_answer_has_no
         gate.open.set()
         await chats.answered(2)
         names = ("content", "id", "beside", "unseen")
-        lines = [{name: line[name] for name in names if name in line} for line in chats.session().lines]
+        lines = [{name: line[name] for name in names if name in line} for line in chats.session().messages]
         assert lines[:4] == [
             {"content": "first", "id": "a"}, {"content": "second", "id": "b", "beside": True},
             {"content": "third", "beside": True}, {"content": "to first", "unseen": 2},
@@ -4043,7 +4011,7 @@ def test_after_a_restart_a_journal_that_cannot_be_read_is_logged_and_the_others_
     async def work(chats):
         await chats.answered(1, "3")
         assert chats.finals("3") == ["to hello"]
-        assert len(chats.loop.sessions.get("cli:direct").lines) == 1, "there is no such channel here"
+        assert len(chats.loop.sessions.get("cli:direct").messages) == 1, "there is no such channel here"
 
     serve_chats(work, tmp_path, echo)
     (said,) = [text for text in caplog.messages if "desk:2" in text]
@@ -4148,7 +4116,7 @@ def test_what_the_model_is_told_of_a_helper_has_its_name_its_task_and_its_result
         assert "\n\ngold\n\n" in first
         assert second.startswith('[The helper "diver" has ended.')
         assert "\n\nThe helper did not finish (error): no such luck\n\n" in second
-        begun = [event["content"] for event in chats.session().lines if event["role"] == "tool"]
+        begun = [event["content"] for event in chats.session().messages if event["role"] == "tool"]
         assert "Helper 'diver' is at work. Its result comes as a message: go on, or end here." in begun
 
     serve_chats(work, tmp_path, script)
