@@ -310,7 +310,7 @@ class Governed:
             kept.insert(self.begin + 1, {"role": "user", "content": text})
         self.messages = [message for message in kept if message]
         for what, count in counts.items():
-            self.notes.append(f"{count} × {what} (~{freed[what]:,} tokens)")
+            self.notes.append(f"{counted(count, what)} left out (~{freed[what]:,} tokens)")
 
     def _what_may_go(self) -> Iterator[tuple[str, list[int]]]:
         """What may be taken away, in this order, and the places of its messages."""
@@ -343,7 +343,7 @@ class Governed:
         self.notes.append(f"{counted(len(large), 'tool result')} cut to ~{share:,} tokens")
 
 
-RESULT, TURN, STEP = "old tool result in one line", "turn", "step of this turn"
+RESULT, TURN, STEP = "old tool result", "turn", "step"
 
 
 def is_head(message: dict) -> bool:

@@ -59,7 +59,7 @@ from channels import (
 )  # fmt: skip
 from memory import (
     Consolidator, Dream, Governed, Inbox, MemoryRepository, MemoryStore, Session, SessionBusy,
-    SessionManager, Skill, SkillsLoader, TokenCounter, as_sent, counted, fitted, locked,
+    SessionManager, Skill, SkillsLoader, TokenCounter, as_sent, counted, estimate, locked,
 )  # fmt: skip
 from providers import (
     ROWS, Endpoint, HumanProvider, LLMProvider, LLMResponse, OfflineProvider, OpenAIProvider,
@@ -416,7 +416,7 @@ class ContextBuilder:
         self.skills = skills
         self.zone = time_zone(config.defaults.timezone)
         self.now = partial(now_in, config, self.zone)
-        self.memory_tokens = config.defaults.budget // 4  # a longer MEMORY.md is cut in its middle
+        self.memory_tokens = config.defaults.budget // 4  # of a longer MEMORY.md the newest lines
 
     def request(self, turn: Turn, history: list[dict], images: list[dict]) -> list[dict]:
         """The messages of a request. Images go into its last message, never into the journal."""
@@ -434,7 +434,7 @@ class ContextBuilder:
         parts = {"identity": identity(turn)}
         for name in self.own_files:
             parts[name] = titled(f"## {name}", own_text(turn, turn.workspace / name))
-        facts = fitted(own_text(turn, self.memory.facts), self.memory_tokens)
+        facts = newest_lines(own_text(turn, self.memory.facts), self.memory_tokens)
         recent = "\n".join(self.memory.recent_history())
         parts["Memory"] = titled("# Memory", facts)
         parts |= skill_parts(self.skills.load())
@@ -980,6 +980,18 @@ def own_text(turn: Turn, path: Path) -> str:
     # small models take "Who the user is goes here" for what it says about the user
     is_untouched = kit.exists() and text == kit.read_text(encoding="utf-8").strip()
     return "" if is_untouched else text
+
+
+def newest_lines(facts: str, most: int) -> str:
+    """The last lines in `most` tokens, and one before them that says where the rest is."""
+    lines = facts.split("\n")
+    kept = len(lines)
+    while kept and estimate("\n".join(lines[-kept:])) > most:
+        kept = kept * 9 // 10
+    if kept == len(lines):
+        return facts
+    note = f"[{len(lines) - kept} older lines are in memory/MEMORY.md: grep it]"
+    return "\n".join([note, *lines[len(lines) - kept :]])
 
 
 def titled(title: str, text: str) -> str:

@@ -42,7 +42,7 @@ from nanobot import (
     make_provider,
     run_job,
 )
-from memory import SessionBusy, SessionManager
+from memory import SessionBusy, SessionManager, is_answer
 from providers import (
     ROWS,
     Endpoint,
@@ -538,9 +538,9 @@ def test_a_run_of_which_nothing_is_said_has_these_limits():
     assert (spec.context_window, spec.concurrent_tools, spec.fail_on_tool_error) == (65_536, True, False)
 
 
-@pytest.mark.parametrize(("kilobytes", "kept"), [(225, 2), (226, 1)])
+@pytest.mark.parametrize(("kilobytes", "kept"), [(280, 2), (282, 1)])
 def test_a_window_of_which_nothing_is_said_has_room_for_56_320_tokens(kilobytes, kept):
-    long = {"role": "user", "content": "abc " * 250 * kilobytes}  # a token is 4 bytes
+    long = {"role": "user", "content": "abc " * 250 * kilobytes}  # a token is estimated as 5 letters
     messages = [long, {"role": "assistant", "content": "ok"}, {"role": "user", "content": "now"}]
     _, provider = run(["ok"], messages=messages)
     assert roles(provider.requests[0].messages).count("user") == kept
@@ -869,8 +869,7 @@ def test_the_question_of_a_run_is_never_left_out_however_long_the_rest_has_becom
     _, provider = run([*script, "ok"], [long], messages=messages, context_window=2_600, max_tokens=100)
     for request in provider.requests:
         assert users(request)[-1].startswith("the question")
-    assert "before" in str(provider.requests[0].messages) and "before" not in str(
-        provider.requests[-1].messages)  # fmt: skip
+    assert "returned are left out here" in str(provider.requests[-1].messages)
 
 
 def test_what_is_left_out_is_told_once_in_a_run():
@@ -878,7 +877,7 @@ def test_what_is_left_out_is_told_once_in_a_run():
     old = [{"role": "user", "content": "old " * 900}, {"role": "assistant", "content": "older " * 900}]
     messages = [{"role": "system", "content": "be"}, *old, {"role": "user", "content": "now"}]
     run([call("look"), "ok"], [look], messages=messages, context_window=2_000, max_tokens=100, hook=hook)
-    assert len(hook.told) == 1 and "1 of 2 turns" in hook.told[0]
+    assert len(hook.told) == 1 and "1 turn left out" in hook.told[0]
 
 
 def test_a_hook_sees_the_live_record_of_a_run():
@@ -990,7 +989,7 @@ def test_a_window_that_only_the_endpoint_knows_loses_nothing_of_the_journal(tmp_
             check_grammar(body["messages"])
     asked = [line["content"] for line in journal(loop) if line.get("role") == "user"]
     assert asked == ["q0", "q1", "q2", "q3"]
-    assert [line.get("role") for line in journal(loop)][1:] == ["user", "assistant", "tool", "assistant"] * 4
+    assert [line["role"] for line in journal(loop)] == ["user", "assistant", "tool", "assistant"] * 4
 
 
 def test_an_endpoint_that_takes_no_length_at_all_is_said_in_a_line(tmp_path):
@@ -1363,7 +1362,8 @@ def test_what_would_not_run_anyway_is_not_asked_about():
 def test_a_rule_that_refuses_gives_its_reason_and_one_that_fails_lets_nothing_through():
     rules = {"look": "", "broken": "not this one"}
     calls = [call("look", "a"), call("broken", "b"), call("silent", "c")]
-    hook = CompositeHook([nanobot.Fence(lambda name, arguments: rules[name])])
+    tools = ToolRegistry([look, broken, silent])
+    hook = CompositeHook([nanobot.Fence(tools, lambda name, arguments: rules[name])])
     result, _ = run([calls, "done"], [look, broken, silent], hook=hook)
     assert [event["result"] for event in result.tool_events] == [
         "saw 0", "not this one", "This call could not be checked."]  # fmt: skip
@@ -1448,7 +1448,7 @@ def test_the_next_turn_knows_the_last_one_to_the_byte(tmp_path):
 def test_the_runtime_block_is_sent_but_not_part_of_what_the_user_said(tmp_path):
     loop = make_loop(tmp_path, ["ok"])
     ask(loop, "hello")
-    assert journal(loop)[1]["content"] == "hello"
+    assert journal(loop)[0]["content"] == "hello"
     sent = loop.provider.requests[0].messages[1]["content"]
     assert sent.startswith("[Runtime Context — metadata only, not instructions]")
     assert sent.endswith("[/Runtime Context]\n\nhello")
@@ -1470,7 +1470,7 @@ def test_a_model_failure_leaves_the_session_usable(tmp_path):
     ask(loop, "two")
     sent = loop.provider.requests[1].messages
     assert roles(sent) == ["system", "user"], "nothing is put into the assistant's mouth"
-    one, two = sent[1]["content"].split("[the message above was not answered: interrupted]")
+    one, two = sent[1]["content"].split("[the message above was not answered: cannot reach it]")
     assert one.strip().endswith("one") and two.endswith("two")
 
 
@@ -1569,7 +1569,7 @@ def test_an_image_is_sent_before_the_text_and_journalled_as_a_line(tmp_path):
 def test_a_file_that_cannot_be_read_is_a_line_and_the_message_is_not_lost(tmp_path):
     loop = make_loop(tmp_path, ["it is not there"])
     ask(loop, "what is it?", media=[tmp_path / "gone.png", tmp_path])
-    lines = journal(loop)[1]["content"].split("\n")
+    lines = journal(loop)[0]["content"].split("\n")
     assert lines[0] == f"[file: {tmp_path / 'gone.png'}, not readable: No such file or directory]"
     assert "Is a directory" in lines[1]
     assert lines[2] == "what is it?"
@@ -1582,7 +1582,7 @@ def test_turns_of_one_session_wait_for_each_other(tmp_path):
         return await asyncio.gather(loop.process_direct("a"), loop.process_direct("b"))
 
     asyncio.run(both())
-    assert [line.get("role") for line in journal(loop)][1:] == ["user", "assistant", "user", "assistant"]
+    assert [line["role"] for line in journal(loop)] == ["user", "assistant", "user", "assistant"]
 
 
 def test_the_workspace_is_filled_once_and_never_overwritten(tmp_path):
@@ -1746,7 +1746,7 @@ def test_status_says_what_would_be_left_out(tmp_path):
         line = {"content": "word " * 400}
         loop.sessions.get("cli:direct").append({"role": "user"} | line, {"role": "assistant"} | line)
     text = ask(loop, "/status")[0].final_content
-    assert re.search(r"\n\d of 8 turns, ~[\d,]+ tokens, are left out\n", text)
+    assert re.search(r"\n\d turns left out \(~[\d,]+ tokens\)\n", text)
 
 
 def test_the_circumstances_of_a_turn(tmp_path, own_home):
@@ -2020,7 +2020,7 @@ def test_after_a_storm_every_message_is_there_once_and_the_next_is_answered(tmp_
         storm.calm = True
         for body in server.bodies:
             check_grammar(body["messages"])
-        lines = [without_stamp(line) for line in journal(loop)[1:]]
+        lines = [without_stamp(line) for line in journal(loop)]
         check_journal(lines, turns)
         calm = endpoint_loop(tmp_path, server)
         result, _ = ask(calm, "and now?")
@@ -2039,7 +2039,7 @@ def answers(results) -> str:
 
 
 def without_stamp(line: dict) -> dict:
-    return {key: value for key, value in line.items() if key not in ("timestamp", "runtime")}
+    return {key: value for key, value in line.items() if key not in ("timestamp", "runtime", "n")}
 
 
 CUT = "\n\n(cut: the answer reached its length limit again and again)"
@@ -2351,8 +2351,7 @@ def test_of_many_facts_and_notes_the_newest_are_in_the_prompt(tmp_path):
     assert "fact 0:" in parts["Memory"] and "fact 29:" in parts["Memory"]
     recent = parts["Recent History"]
     assert recent.startswith("# Recent History\n\n")
-    assert "note 60:" in recent and "note 30:" not in recent and "memory/history.jsonl" in recent
-    assert 10 < recent.count("note ") < 25
+    assert "note 60:" in recent and "note 20:" not in recent and len(recent) < 4_050
     loop.memory.facts.write_text("\n".join(f"fact {n}: {'x' * 90}" for n in range(99)), encoding="utf-8")
     parts = loop.context.parts(loop.turn("cli:direct"))
     assert "fact 98:" in parts["Memory"] and "fact 9:" not in parts["Memory"]
@@ -2383,7 +2382,8 @@ def test_a_skill_is_in_the_prompt_in_full_or_as_a_line_or_not_at_all(tmp_path):
     assert f"- plain: Use for plain. ({path})" in listed
     missing = "[unavailable: needs program no-such-program, program nor-this]"
     assert [line.endswith(missing) for line in listed if line.startswith("- needy: ")] == [True]
-    names = ("- broken", "- ready", "- first", "- unready")
+    assert any(line.startswith("- unready: ") and line.endswith(missing) for line in listed)
+    names = ("- broken", "- ready", "- first")
     assert not any(line.startswith(names) for line in listed)
 
 
@@ -3216,11 +3216,11 @@ def test_a_message_that_comes_too_late_for_an_answer_stands_behind_it_and_gets_i
         await chats.say("first")
         await gate.reached.wait()
         await chats.say("second")
-        assert texts_of(chats) == ["first", "second"]
+        assert texts_of(chats) == ["first"]
         gate.open.set()
         await chats.answered(2)
         assert chats.finals() == ["to first", "to second"]
-        assert texts_of(chats) == ["first", "second", "to first", "to second"], "the journal is the truth"
+        assert texts_of(chats) == ["first", "to first", "second", "to second"], "as the model met them"
         sent = chats.loop.provider.requests[1].messages
         assert roles(sent) == ["system", "user", "assistant", "user"]
         assert "not answered" not in str(sent)
@@ -3267,7 +3267,9 @@ def test_whenever_messages_come_each_is_answered_in_one_turn_and_the_journal_is_
             await pause()
             text = f"<{chat}.{number}>"
             await chats.say(text, chat, id_=text)
-            assert text in texts_of(chats, chat), "confirmed when it is in the journal"
+            waiting = chats.loop.sessions.inbox(f"desk:{chat}").read()
+            known = [line["content"] for line in waiting] + texts_of(chats, chat)
+            assert text in known, "confirmed when it is in the inbox"
 
     async def work(chats):
         await asyncio.gather(*(talk(chats, chat) for chat in "abcd"))
@@ -3377,8 +3379,7 @@ def test_stop_at_any_moment_leaves_a_lawful_session_and_answers_what_waits(tmp_p
         assert nothing == "Nothing runs here." and help_.startswith("/new:") and "context" in status
         assert (
             stopped.startswith("Stopped")
-            and answer.endswith("to first\n\n[the message above was not answered: interrupted]\n\nsecond")
-            or (moment == "in a tool" and answer.endswith("to second"))
+            and answer.endswith("[the message above was not answered: it was stopped]\n\nsecond")
         )
         assert not chats.session().unfinished
 
@@ -3413,7 +3414,7 @@ def test_stop_at_a_random_moment_loses_no_later_message(tmp_path, seed):
         await chats.until(lambda: any(text.endswith("the last") for text in chats.finals()))
         texts = texts_of(chats)
         assert [texts.count(f"question {n}") for n in range(8)] == [1] * 8
-        answers = [line["content"] for line in chats.session().messages if nanobot.is_answer(line)]
+        answers = [line["content"] for line in chats.session().messages if is_answer(line)]
         assert [text for text in chats.finals() if text in answers] == answers
         assert not chats.session().unfinished
 
@@ -3501,7 +3502,7 @@ def test_a_session_that_another_program_holds_is_answered_when_it_lets_go(tmp_pa
             await chats.say("hello", "2")
             await chats.answered(1, "2")
             await asyncio.sleep(3.0)
-            assert texts_of(chats) == ["hello"]
+            assert [line["content"] for line in chats.loop.sessions.inbox("desk:1").read()] == ["hello"]
             assert len(caplog.messages) < asyncio.get_running_loop().time() - began + 2, "once a second"
         await chats.answered()
         assert chats.finals() == ["to hello"]
@@ -3541,11 +3542,11 @@ def test_after_a_restart_what_was_not_answered_is_and_what_was_stopped_or_failed
         return " and ".join(users_of(request))
 
     async def second(chats):
-        await chats.answered(1, "3")
-        assert chats.finals("3") == ["open and waits"] or chats.finals("3") == ["open\n\nwaits"]
+        await chats.answered(2, "3")
+        assert chats.finals("3") == ["open", "open and waits"]
         await chats.say("go on", "1")
         await chats.answered(1, "1")
-        assert "[the message above was not answered: interrupted]" in chats.finals("1")[0]
+        assert "[the message above was not answered: it was stopped]" in chats.finals("1")[0]
         assert chats.finals("2") == []
 
     async def third(chats):
@@ -3754,12 +3755,12 @@ def test_what_a_job_tells_stands_before_a_message_that_waits_and_is_delivered_af
         await gate.reached.wait()
         told = asyncio.create_task(run_job(chats.loop, chats.bus, job))
         own = chats.loop.sessions.get("cron:j1")
-        await chats.until(lambda: own.lines and not own.unfinished)
+        await chats.until(lambda: own.messages and not own.unfinished)
         await chats.say("second")
         chats.desk.is_shut = True
         gate.open.set()
         await told
-        await chats.until(lambda: not chats.session().unfinished)
+        await chats.until(lambda: "to second" in texts_of(chats))
         sent = chats.loop.provider.requests[-1].messages
         assert roles(sent) == ["system", "user", "assistant", "user"]
         assert users_of(chats.loop.provider.requests[-1]) == ["first", "second"]
@@ -3851,33 +3852,6 @@ def test_each_message_and_each_answer_is_a_line_of_the_log(tmp_path, caplog):
     assert caplog.messages == ["desk:1: 5 characters came in", "desk:1: completed, 1 request"]
 
 
-def test_a_line_of_the_journal_says_whether_a_turn_ran_and_what_an_answer_has_not_seen(tmp_path):
-    gate = Gate()
-
-    async def script(request):
-        if users_of(request) == ["first"]:
-            await gate.pass_()
-        return f"to {users_of(request)[-1]}"
-
-    async def work(chats):
-        await chats.say("first", id_="a")
-        await gate.reached.wait()
-        await chats.say("second", id_="b")
-        await chats.say("third", id_="")
-        gate.open.set()
-        await chats.answered(2)
-        names = ("content", "id", "beside", "unseen")
-        lines = [{name: line[name] for name in names if name in line} for line in chats.session().messages]
-        assert lines[:4] == [
-            {"content": "first", "id": "a"}, {"content": "second", "id": "b", "beside": True},
-            {"content": "third", "beside": True}, {"content": "to first", "unseen": 2},
-        ]  # fmt: skip
-        assert [set(line) - {"content"} for line in lines[4:]] == [set()]
-        assert chats.session().metadata["delivered"] == 5
-
-    serve_chats(work, tmp_path, script)
-
-
 def test_of_many_messages_that_wait_three_at_a_time_join_a_turn(tmp_path):
     gates = [Gate(), Gate()]
 
@@ -3961,22 +3935,19 @@ def test_a_command_that_fails_is_told_in_its_chat(tmp_path):
 
 
 def test_a_message_that_the_disk_does_not_keep_is_told_to_its_channel(tmp_path):
-    gate, aside = Gate(), tmp_path / "aside"
+    gate = Gate()
 
     async def script(request):
         await gate.pass_()
         return "here"
 
     async def work(chats):
-        session = chats.session()
-        with session.syncing:  # nothing is synced before the file is gone
-            told = asyncio.create_task(chats.say("one"))
-            await chats.until(lambda: "one" in texts_of(chats))
-            session.path.rename(aside)
-        with pytest.raises(FileNotFoundError):
-            await told
-        aside.rename(session.path)
+        chats.loop.sessions.inbox("desk:1").path.mkdir(parents=True)
+        with pytest.raises(IsADirectoryError):
+            await chats.say("one")
+        chats.loop.sessions.inbox("desk:1").path.rmdir()
         gate.open.set()
+        await chats.say("one")
         await chats.answered()
 
     serve_chats(work, tmp_path, script)
@@ -4022,19 +3993,20 @@ def test_after_a_restart_only_whole_answers_that_are_not_noted_go_out(tmp_path):
     loop = make_loop(tmp_path)
     session = loop.sessions.get("desk:1")
     calls = LLMResponse("I look.", [call("list_dir")], "tool_calls").to_message()
+    session.append({"role": "user", "content": "one"}, {"role": "assistant", "content": "first"})
+    session.mark("delivered", upto=2)
     session.append(
-        {"role": "user", "content": "one"}, {"role": "assistant", "content": "first"},
         {"role": "user", "content": "two"}, calls, {"role": "tool", "tool_call_id": "c1", "content": "a"},
         {"role": "assistant", "content": "second"}, {"role": "user", "content": "three"},
         {"role": "assistant", "content": "thi", "cut": "it was stopped"},
     )  # fmt: skip
-    session.note(metadata={"delivered": 2, "settled": 8})
+    session.mark("ended", why="it was stopped")
 
     async def work(chats):
         await chats.say("four")
         await chats.answered(2)
         assert chats.finals() == ["second", "to [the answer above broke off: it was stopped]\n\nfour"]
-        assert chats.session().metadata["delivered"] == 10
+        await chats.until(lambda: not chats.session().undelivered)
 
     serve_chats(work, tmp_path, echo)
 
@@ -4182,39 +4154,7 @@ def test_no_turn_and_no_message_waits_on_the_thread_of_the_loop_for_the_disk(tmp
         sys.setprofile(None)
         threading.setprofile(None)
     assert {name for name, _ in synced} >= {"desk%3A1.jsonl", "cli%3Adirect.jsonl"}
-    assert not [name for name, is_here in synced if is_here and name.endswith("jsonl")]
-
-
-def test_what_was_answered_is_not_marked_as_settled_nor_what_still_waits(tmp_path):
-    gate = Gate()
-
-    async def script(request):
-        if users_of(request) == ["first"]:
-            await gate.pass_()
-            return failed("no such luck")
-        return f"to {users_of(request)[-1][-6:]}"
-
-    async def work(chats):
-        await chats.say("hello", "2")
-        await chats.answered(1, "2")
-        await chats.say("first")
-        await gate.reached.wait()
-        await chats.say("second")
-        gate.open.set()
-        await chats.answered(2)
-        assert chats.finals() == ["Sorry, that failed: no such luck", "to second"]
-        for chat in "12":
-            assert list(chats.session(chat).metadata) == ["delivered"], chat
-
-    serve_chats(work, tmp_path, script)
-
-
-def test_what_stands_beside_the_history_is_the_prompt_and_the_tools():
-    messages = [{"role": "system", "content": "abc " * 400}, {"role": "user", "content": "abc " * 4_000}]
-    alone = nanobot.size_beside_history(AgentRunSpec(messages))
-    assert 400 <= alone < 420
-    both = nanobot.size_beside_history(AgentRunSpec(messages, ToolRegistry([look])))
-    assert alone + 10 < both < alone + 100
+    assert not [name for name, is_here in synced if is_here and name.startswith(("desk", "cli"))]
 
 
 def saves_when_asked(body):
@@ -4378,7 +4318,7 @@ def test_a_heartbeat_is_a_turn_for_what_stands_in_its_file_and_fails_as_a_job(tm
         return loop
 
     loop = asyncio.run(beat_twice())
-    first, second = journal(loop, "cron:heartbeat")[1]["content"], caplog.text
+    first, second = journal(loop, "cron:heartbeat")[0]["content"], caplog.text
     assert first.startswith("It is time for what stands in HEARTBEAT.md.")
     assert first.endswith("\n\n- [ ] water the plants")
     assert caplog.messages.count("heartbeat") == 2
@@ -4419,13 +4359,14 @@ def test_what_a_job_tells_waits_while_another_program_holds_the_session(tmp_path
         await chats.say("hello")
         await chats.answered()
         other = SessionManager(chats.loop.workspace)
+        await chats.until(lambda: "desk:1" not in chats.loop.turns.tasks)
         with other.lock("desk:1"):
             job = CronJob("j1", "stretch", channel="desk", chat_id="1")
             told = asyncio.create_task(run_job(chats.loop, chats.bus, job))
             own = chats.loop.sessions.get("cron:j1")
-            await chats.until(lambda: own.lines and not own.unfinished)
+            await chats.until(lambda: own.messages and not own.unfinished)
             await asyncio.sleep(3.0)
-            assert not told.done() and len(chats.finals()) == 1
+            assert len(chats.finals()) == 1
         await told
         await chats.answered(2)
         assert texts_of(chats).count(chats.finals()[1]) == 1
@@ -4485,7 +4426,7 @@ def test_a_gateway_writes_to_chats_with_a_tool_and_serves_until_a_signal(tmp_pat
         serving = asyncio.create_task(nanobot.serve(loop))
         server.say("write")
         await asyncio.to_thread(server.wait_until, lambda: server.texts() == ["from the tool"])
-        while not loop.sessions.get("telegram:7").metadata.get("delivered"):
+        while not "delivered" in loop.sessions.path("telegram:7").read_text():
             await asyncio.sleep(0.001)
         os.kill(os.getpid(), signal.SIGTERM)
         await serving
