@@ -112,7 +112,7 @@ class Session:
                 self.messages.append(line)
                 if "id" in line:
                     self.known_ids.append(line["id"])
-                if is_answer(line) and "cut" not in line:
+                if is_answer(line) and line.get("content") and "cut" not in line:
                     self.undelivered.append(line)
 
     async def synced(self) -> None:
