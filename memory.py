@@ -68,9 +68,8 @@ class Session:
     def append(self, *messages: dict) -> None:
         """Write messages in one go, numbered. They survive a kill, and a power cut after `synced()`.
         Raises OSError; then none of them is written."""
-        numbers = range(self.highest + 1, self.highest + 1 + len(messages))
-        pairs = zip(numbers, messages, strict=True)
-        self._write([{"n": n} | without_images(message) for n, message in pairs])
+        numbered = enumerate(messages, self.highest + 1)
+        self._write([{"n": n} | without_images(message) for n, message in numbered])
 
     def mark(self, name: str, **details: Any) -> None:
         """Append a mark: new, ended (why), resumed, saved (upto, summary), delivered (upto)."""
@@ -333,14 +332,13 @@ class Governed:
         """The last resort: pictures go, and the results share the room that is left."""
         self.messages = [m if m is self.task else without_images(m) for m in self.messages]
         results = [n for n, message in enumerate(self.messages) if message["role"] == "tool"]
-        room = self.counter.total([self.messages[n] for n in results]) - excess - 20 * len(results)
-        share = max(int(room), 0) // max(len(results), 1)
-        large = [n for n in results if self.counter.size(self.messages[n]) > share]
-        for n in large:
+        room = self.counter.total([self.messages[n] for n in results]) - excess
+        for n in results:
             text = as_text(self.messages[n].get("content"))
-            text = f"{fitted(text, share)}\n[not all of {len(text):,} characters: ask for a part]"
-            self.messages[n] = {**self.messages[n], "content": text}
-        self.notes.append(f"{counted(len(large), 'tool result')} cut to ~{share:,} tokens")
+            cut = fitted(text, max(int(room) // len(results) - 20, 10))
+            note = "" if cut == text else "\n[not all of it: ask for a part]"
+            self.messages[n] = {**self.messages[n], "content": cut + note}
+        self.notes.append(f"{counted(len(results), 'tool result')} cut")
 
 
 RESULT, TURN, STEP = "old tool result", "turn", "step"
@@ -431,13 +429,10 @@ class MemoryStore:
 
     def recent_history(self, most: int = 4_000) -> list[str]:
         """`[2026-04-03 00:02] text` of the newest unread entries, at most so many characters."""
-        lines: list[str] = []
-        for entry in reversed(self.unread()[-50:]):
-            line = f"[{entry['timestamp']}] {middle_out(entry['content'], 1_000)}"
-            most -= len(line) + 1
-            if most < 0:
-                break
-            lines.insert(0, line)
+        entries = self.unread()[-50:]
+        lines = [f"[{e['timestamp']}] {middle_out(e['content'], 1_000)}" for e in entries]
+        while len("\n".join(lines)) > most:
+            lines.pop(0)
         return lines
 
     def archive_old(self, keep: int = 1_000) -> None:
@@ -536,7 +531,8 @@ class Consolidator:
             upto = min(upto, session.start)  # what `/new` dropped is in no summary
         end, text = 0, ""
         for turn_end in session.turn_ends():
-            longer = transcript(session.messages, turn_end)
+            part = [readable(message) for message in session.messages if message["n"] <= turn_end]
+            longer = "\n".join(middle_out(line, 2_000) for line in part)
             if turn_end > upto or (end and estimate(longer) > room):
                 break
             end, text = turn_end, longer
@@ -554,26 +550,16 @@ class Consolidator:
                 return None
             if response.finish_reason in ("length", "content_filter"):
                 continue
-            saved = saved_by(response)
-            if saved is None:
+            calls = [call.arguments for call in response.tool_calls if call.name == "save_memory"]
+            valid = [saved for saved in calls if has(saved, history_entry=str, memory_update=str)]
+            entry = re.sub(THOUGHTS, "", valid[0]["history_entry"]).strip() if valid else ""
+            if not entry:
                 break
-            if self.store.write_facts(saved["memory_update"], facts):
-                entry = saved["history_entry"]
-                summary = str(saved.get("summary") or "\n\n".join([*earlier, entry]))
+            if self.store.write_facts(valid[0]["memory_update"], facts):
+                summary = str(valid[0].get("summary") or "\n\n".join([*earlier, entry]))
                 return [entry], summary[-4_000:]
         raw = [f"[RAW] {text[n : n + 16_000]}" for n in range(0, len(text), 16_000)]
         return raw, "\n\n".join([*earlier, middle_out(text, 2_000)])[-4_000:]
-
-
-def saved_by(response: Any) -> dict | None:
-    """The arguments of a valid call of save_memory."""
-    for call in response.tool_calls:
-        match call.name, call.arguments:
-            case "save_memory", {"history_entry": str(entry), "memory_update": str()}:
-                entry = re.sub(THOUGHTS, "", entry).strip()
-                if entry:
-                    return call.arguments | {"history_entry": entry}
-    return None
 
 
 # ---- Dream: from the history into facts and skills ----
@@ -607,11 +593,13 @@ class Dream:
     async def run(self) -> str:
         """One dream. Returns what to tell the user; raises SessionBusy while another goes on."""
         with locked(self.store.workspace / ".nanobot" / "dream.lock", "Another dream is going on."):
-            batch = self._next_batch()
+            batch = self.store.unread()[: self.max_batch]
+            while len(batch) > 1 and estimate(str(batch)) > self.budget // 2:
+                batch.pop()  # a request has room for the batch and the files
             if not batch:
                 return "There is nothing new to dream about."
             repository = MemoryRepository(self.store.workspace)
-            first_problem, _ = await asyncio.to_thread(repository.commit, "changes outside of dreams")
+            await asyncio.to_thread(repository.commit, "changes outside of dreams")
             outcome = await self._dream(batch)
             self.failures = self.failures + 1 if outcome == "failed" else 0
             if outcome != "completed" and self.failures < 3:
@@ -622,8 +610,8 @@ class Dream:
             write_atomically(self.store.folder / ".dream_cursor", str(batch[-1]["cursor"]))
             self.store.archive_old()
             problem, changes = await asyncio.to_thread(repository.commit, "dream")
-            told = f"Dreamt about {counted(len(batch), 'entry', 'entries')}: {counted(changes, 'change')}."
-            return f"{told} {first_problem or problem or '/dream-log shows them.'}"
+            told = f"Dreamt about {counted(len(batch), 'entry', 'entries')}"
+            return f"{told}: {counted(changes, 'change')}. {problem or '/dream-log shows them.'}"
 
     async def _dream(self, batch: list[dict]) -> str:
         """Both phases, to an outcome: completed, failed, or did not reach the model."""
@@ -637,13 +625,6 @@ class Dream:
         result = await self.run_agent(self._what_to_edit(findings), self.refuse)
         outcomes = {"completed": "completed", "error": UNREACHABLE}
         return outcomes.get(result.stop_reason, "failed")
-
-    def _next_batch(self) -> list[dict]:
-        """The oldest unread entries, as many as one request takes, at least one."""
-        batch = self.store.unread()[: self.max_batch]
-        while len(batch) > 1 and estimate(str(batch)) > self.budget // 2:
-            batch.pop()
-        return batch
 
     def _what_happened(self, batch: list[dict]) -> list[dict]:
         most = self.budget // 2
@@ -768,13 +749,12 @@ def numbered(lines: list[dict]) -> list[dict]:
         else:
             messages.append({"n": len(messages) + 1} | line)
     details = state.get("metadata")
-    counts = {"delivered": len(messages)} | (details if isinstance(details, dict) else {}) | state
-    marks = [{"mark": "ended"}]
-    for mark, name in (("delivered", "delivered"), ("new", "start"), ("saved", "last_consolidated")):
-        count = counts.get(name)
-        marks.append({"mark": mark, "upto": max(count, 0) if isinstance(count, int) else 0})
+    counts = {"delivered": len(messages), "start": 0, "last_consolidated": 0} | state
+    counts |= details if isinstance(details, dict) else {}
+    uptos = [("delivered", "delivered"), ("new", "start"), ("saved", "last_consolidated")]
+    marks = [{"mark": mark, "upto": counts[name]} for mark, name in uptos if has(counts, **{name: int})]
     session = {"mark": "session", "created_at": state.get("created_at")}
-    return [session, *messages, *marks] if lines else []
+    return [session, *messages, {"mark": "ended"}, *marks] if lines else []
 
 
 # ---- Files: writing that survives a full disk, a kill and a power cut; locks ----
@@ -784,15 +764,14 @@ def now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
-def as_lines(records: list[dict]) -> bytes:
-    """A lone surrogate becomes `?`."""
-    return "".join(to_json(record) + "\n" for record in records).encode("utf-8", errors="replace")
+def as_lines(records: list[dict]) -> str:
+    return "".join(to_json(record) + "\n" for record in records)
 
 
 def append_lines(path: Path, records: list[dict]) -> int:
     """Returns how many bytes were written. Raises OSError; half a line that a full disk leaves is
     no record, and the next line does not stand behind it."""
-    data = as_lines(records)
+    data = as_lines(records).encode("utf-8", errors="replace")  # a lone surrogate becomes `?`
     with open_private(path) as file:
         file.seek(max(file.seek(0, os.SEEK_END) - 1, 0))
         if file.read(1) not in (b"", b"\n"):
@@ -800,21 +779,19 @@ def append_lines(path: Path, records: list[dict]) -> int:
         return file.write(data)
 
 
-def open_private(path: Path) -> Any:
-    """Open a file to read and append to; only its owner may."""
+def open_private(path: Path, mode: str = "a+b") -> Any:
+    """Open a file, to read and append to; only its owner may."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    return open(path, "a+b", opener=partial(os.open, mode=0o600))
+    return open(path, mode, opener=partial(os.open, mode=0o600))
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
+def write_atomically(path: Path, content: str) -> None:
     """The old content or the new one, never half of it. A link stays a link, a mode stays."""
     path = path.resolve()
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    draft.unlink(missing_ok=True)  # in a container a killed program had the same process id
-    data = content if isinstance(content, bytes) else content.encode("utf-8", errors="replace")
     try:
-        with open_private(draft) as file:
-            file.write(data)
+        with open_private(draft, "wb") as file:
+            file.write(content.encode("utf-8", errors="replace"))
             file.flush()
             os.fsync(file.fileno())
         if path.exists():
@@ -991,12 +968,6 @@ def readable(message: dict) -> str:
     return f"[{message.get('timestamp', 'no time')}] {message['role']}: {text}{cut}"
 
 
-def transcript(messages: list[dict], upto: int) -> str:
-    """A conversation as a model reads it, each message of at most 2,000 characters."""
-    texts = [readable(message) for message in messages if message["n"] <= upto]
-    return "\n".join(middle_out(text, 2_000) for text in texts)
-
-
 def as_text(content: Any) -> str:
     """Blocks, which only other programs write into a journal, as JSON."""
     if content is None or isinstance(content, str):
@@ -1043,7 +1014,6 @@ STAMP = r"(?s)\s{0,100}(?:\[(\d{4}-\d\d-\d\d \d\d:\d\d)\]\s{0,100})?(.{0,64000})
 
 LETTERS = string.ascii_lowercase.encode() + b" \n"
 CAPITALS = string.ascii_uppercase.encode()
-DIGITS = string.digits.encode()
 ASCII = bytes(range(128))
 
 
@@ -1051,14 +1021,11 @@ def estimate(text: str) -> int:
     """Tokens, 0.6 to 2.4 times the true number: of prose, where a token is five letters, as of data,
     where it is one or two characters."""
     data = text.encode("utf-8", errors="replace")
-
-    def count(characters: bytes) -> int:
-        return len(data) - len(data.translate(None, characters))
-
-    letters, capitals, digits, ascii_bytes = map(count, (LETTERS, CAPITALS, DIGITS, ASCII))
-    marks = ascii_bytes - letters - capitals - digits
-    foreign = len(data) - ascii_bytes
-    return int(letters / 5 + capitals / 1.3 + digits / 1.8 + marks / 1.7 + foreign / 4.5) + 1
+    rest = data.translate(None, LETTERS)
+    marks = rest.translate(None, CAPITALS)
+    foreign = marks.translate(None, ASCII)
+    letters, capitals = len(data) - len(rest), len(rest) - len(marks)
+    return int(letters / 5 + capitals / 1.3 + (len(marks) - len(foreign)) / 1.75 + len(foreign) / 4.5) + 1
 
 
 class TokenCounter:
