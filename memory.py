@@ -39,7 +39,7 @@ from urllib.parse import quote, unquote
 log = logging.getLogger("nanobot.memory")
 to_json = json.JSONEncoder(ensure_ascii=False).encode
 Ask = Callable[[list[dict], list[dict], str | None], Awaitable[Any]]
-Read = Callable[[Path], bytes]  # reads a file for a request; raises OSError or ValueError
+Read = Callable[[Path], bytes]  # reads a file for a request, or raises OSError
 
 
 # ---- The journal: each message is written once, when it exists ----
@@ -59,6 +59,7 @@ class Session:
         self.start = 0  # `/new`: the conversation begins behind this number
         self.saved = 0  # the messages up to this number are in the long-term memory
         self.summary = ""  # what stands for the saved messages
+        self.turn_ends: list[int] = []  # last messages of all turns but the newest: cut only there
         self.ended: dict[int, str] = {}  # why the turn with this last message has no answer
         self.resumed = 0  # how often the open turn was resumed after a restart
         self.undelivered: list[dict] = []  # answers
@@ -86,33 +87,38 @@ class Session:
     def take(self, line: dict) -> None:
         """Apply a line of the journal, in the order of the file. `upto` is clamped to the numbers
         that exist: a mark that was damaged hides nothing that comes later."""
+        numbers = [number for number in (line.get("n"), line.get("upto")) if isinstance(number, int)]
+        self.highest = max(self.highest, *numbers, 0)
         match line:
             case {"mark": "saved", "upto": int(upto)}:
-                self.highest = max(self.highest, upto)
                 self.saved = max(self.saved, min(upto, self.last))
                 self.summary = str(line.get("summary") or "")
                 self.messages = [message for message in self.messages if message["n"] > self.saved]
             case {"mark": "delivered", "upto": int(upto)}:
-                self.highest = max(self.highest, upto)
                 self.undelivered = [answer for answer in self.undelivered if answer["n"] > upto]
             case {"mark": "new"}:
-                upto = line.get("upto")
-                self.start = min(upto, self.last) if isinstance(upto, int) else self.last
+                self.start = min([self.last, *numbers])
+                self.turn_ends = sorted({*self.turn_ends, self.start} - {0})
             case {"mark": "ended"}:
                 self.ended[self.last] = str(line.get("why") or "interrupted")
             case {"mark": "resumed"}:
                 self.resumed += 1
             case {"mark": "session"}:
                 self.created_at = str(line.get("created_at") or self.created_at)
-            case {"n": int(n), "role": str()}:
-                self.resumed = self.resumed if self.is_open else 0
-                self.last = n
-                self.highest = max(self.highest, n)
-                self.messages.append(line)
-                if "id" in line:
-                    self.known_ids.append(line["id"])
-                if is_answer(line) and line.get("content") and "cut" not in line:
-                    self.undelivered.append(line)
+            case {"n": int(), "role": str()}:
+                self._take_message(line)
+
+    def _take_message(self, message: dict) -> None:
+        if not self.is_open:
+            self.resumed = 0
+            if message["role"] == "user":
+                self.turn_ends = sorted({*self.turn_ends, self.last} - {0})
+        self.last = message["n"]
+        self.messages.append(message)
+        if "id" in message:
+            self.known_ids.append(message["id"])
+        if is_answer(message) and message.get("content") and "cut" not in message:
+            self.undelivered.append(message)
 
     async def synced(self) -> None:
         """Return when all that was appended survives a power cut. Raises OSError."""
@@ -159,7 +165,7 @@ class Session:
         """The messages of a request after some of them went into the memory."""
         kept = [m for m in messages if m.get("n", self.saved + 1) > self.saved]
         system = [m for m in kept if m["role"] == "system"]
-        rest = [m for m in kept if not is_head(m)]
+        rest = [m for m in kept if m["role"] != "system" and "is_summary" not in m]
         return [*system, *self.summary_messages(), *rest]
 
     @property
@@ -178,28 +184,15 @@ class Session:
         if self.is_open:
             self.mark("ended", why=why)
 
-    def turn_ends(self) -> list[int]:
-        """The numbers of the last messages of all turns but the newest. A conversation may be cut
-        there and nowhere else: a call without its result makes a request invalid."""
-        ends = []
-        for before, message in pairwise([*self.messages, {"role": "user", "n": self.start + 1}]):
-            is_behind_new = before["n"] <= self.start < message["n"]
-            is_end = is_answer(before) or before["n"] in self.ended or is_behind_new
-            if message["role"] == "user" and is_end:
-                ends.append(before["n"])
-        is_newest = bool(ends) and ends[-1] == self.last > self.start
-        return ends[:-1] if is_newest else ends
-
     def end_behind(self, excess: float, size: Callable[[dict], int]) -> int:
         """The first end of a turn up to which the messages have this size, else the last one."""
-        ends = set(self.turn_ends())
+        ends = set(self.turn_ends)
         found = 0
         for message in self.conversation():
             excess -= size(message)
-            if message["n"] in ends:
-                found = message["n"]
-                if excess <= 0:
-                    break
+            found = message["n"] if message["n"] in ends else found
+            if excess <= 0 and found == message["n"]:
+                break
         return found
 
 
@@ -317,7 +310,8 @@ class Governed:
         for n, message in enumerate(messages[: self.last_step]):
             if message["role"] == "tool" and len(as_text(message.get("content"))) >= 500:
                 yield RESULT, [n]
-        past = [n for n in range(begin) if not is_head(messages[n])]
+        past = [n for n in range(begin) if "is_summary" not in messages[n]]
+        past = [n for n in past if messages[n]["role"] != "system"]
         questions = [n for n in past if messages[n]["role"] == "user"]
         for first, end in pairwise([*past[:1], *questions[1:], begin]):
             yield TURN, list(range(first, end))
@@ -342,10 +336,6 @@ class Governed:
 
 
 RESULT, TURN, STEP = "old tool result", "turn", "step"
-
-
-def is_head(message: dict) -> bool:
-    return message["role"] == "system" or "is_summary" in message
 
 
 # ---- Long-term memory: facts that are true, and the history of what was ----
@@ -374,8 +364,6 @@ class MemoryStore:
             return self.read(path).decode("utf-8-sig", errors="replace")
         except FileNotFoundError:
             return ""
-        except ValueError as problem:
-            raise OSError(f"{path} cannot be read: {problem}") from None
 
     def write_facts(self, text: str, instead_of: str) -> bool:
         """False if somebody else changed the file meanwhile: then it stays as it is. No answer of a
@@ -391,10 +379,9 @@ class MemoryStore:
                 write_atomically(self.facts, text + "\n")
             return True
 
-    def entries(self, path: Path | None = None) -> list[dict]:
-        """All entries of the history, or of the archive, the oldest first."""
-        is_entry = partial(has, cursor=int, timestamp=str, content=str)
-        return read_records(path or self.history, is_entry)
+    def entries(self) -> list[dict]:
+        """All entries of the history, the oldest first."""
+        return read_records(self.history, partial(has, cursor=int, timestamp=str, content=str))
 
     def append_history(self, *texts: str, **origin: Any) -> None:
         """Entries with the next cursors, in one write. A text may begin `[2026-04-03 00:02]`."""
@@ -442,8 +429,7 @@ class MemoryStore:
             dreamt = self.dream_cursor
             old = [entry for entry in entries[:-keep] if entry["cursor"] <= dreamt]
             if old:
-                archived = self.entries(self.archive)  # by a program that was killed
-                append_lines(self.archive, [entry for entry in old if entry not in archived])
+                append_lines(self.archive, old)
                 rest = [entry for entry in entries if entry not in old]
                 write_atomically(self.history, as_lines(rest))
 
@@ -498,29 +484,29 @@ class Consolidator:
         return count
 
     async def move(self, session: Session, upto: int) -> int:
-        """Five rounds at most, as somebody may wait for the answer; the next turn goes on."""
+        """Five rounds at most, as somebody may wait for the answer; the next turn goes on. If the
+        model cannot be reached, nothing is lost: the round waits."""
         numbers = [message["n"] for message in session.messages]
         async with self.one_at_a_time:
             for _ in range(5):
-                if session.saved >= upto or not await self._round(session, upto):
+                end, text = self._next_part(session, upto)
+                saved = await self._save(session, text) if end else None
+                if saved is None or not self._write(session, end, *saved):
                     break
         return len([n for n in numbers if n <= session.saved])
 
-    async def _round(self, session: Session, upto: int) -> bool:
-        """Save as many turns as one request takes. False if the model cannot be reached: nothing
-        is lost, the round waits. False, too, if another program wrote to the journal."""
-        end, text = self._next_part(session, upto)
-        saved = await self._save(session, text) if end else None
-        if saved is None or session.size != file_size(session.path):
-            return False
-        entries, summary = saved
+    def _write(self, session: Session, upto: int, entries: list[str], summary: str) -> bool:
+        """False if another program has the session, or wrote to it. A kill between the two writes
+        is healed when the session is loaded."""
         origin = {"session": session.key, "created_at": session.created_at}
+        if session.size != file_size(session.path):
+            return False
         try:
             with self.sessions.lock(session.key):  # no `await`, so no cancellation in between
-                self.store.append_history(*entries, **origin, upto=end, summary=summary)
-                session.mark("saved", upto=end, summary=summary)  # a kill here: see `_load`
+                self.store.append_history(*entries, **origin, upto=upto, summary=summary)
+                session.mark("saved", upto=upto, summary=summary)
         except SessionBusy:
-            return False  # its holder will save these turns
+            return False
         return True
 
     def _next_part(self, session: Session, upto: int) -> tuple[int, str]:
@@ -530,7 +516,7 @@ class Consolidator:
         if session.saved < session.start:
             upto = min(upto, session.start)  # what `/new` dropped is in no summary
         end, text = 0, ""
-        for turn_end in session.turn_ends():
+        for turn_end in [end for end in session.turn_ends if end > session.saved]:
             part = [readable(message) for message in session.messages if message["n"] <= turn_end]
             longer = "\n".join(middle_out(line, 2_000) for line in part)
             if turn_end > upto or (end and estimate(longer) > room):
@@ -819,14 +805,14 @@ def file_size(path: Path) -> int:
 
 
 def read_regular_file(path: Path, most: int = 100_000) -> bytes:
-    """At most so many bytes. Raises OSError; ValueError if it is too large, a FIFO or a device."""
+    """At most so many bytes of a file. Raises OSError, also for a FIFO, a device or a larger file."""
     without_waiting = getattr(os, "O_NONBLOCK", 0)  # for somebody who writes into a FIFO
     with open(os.open(path, os.O_RDONLY | without_waiting), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise ValueError("it is no regular file but a directory, FIFO or device")
+            raise OSError("it is no regular file but a directory, FIFO or device")
         data = file.read(most + 1)
     if len(data) > most:
-        raise ValueError(f"it has more than {most:,} bytes")
+        raise OSError(f"it has more than {most:,} bytes")
     return data
 
 
@@ -877,7 +863,7 @@ class SessionManager:
     def path(self, key: str) -> Path:
         """A file name that decodes to the key: `telegram:a_b` → `telegram%3Aa_b.jsonl`. A journal of
         the first format goes on under its name: `cli:direct` → `cli_direct.jsonl`."""
-        name = quote(key, " @+,=", errors="surrogatepass").replace(".", "%2E")
+        name = quote(key, " @+,=", errors="replace").replace(".", "%2E")
         path = self.folder / f"{name}.jsonl"
         older = self.folder / f"{key.replace(':', '_')}.jsonl"
         is_name = re.fullmatch(r"[\w-]{1,80}", older.stem)
@@ -923,8 +909,9 @@ class SessionManager:
         """All session keys, also of those in which a message waits; the one used last first."""
         times: dict[str, float] = {}
         for path in [*self.folder.glob("*.jsonl"), *self.folder.glob("*.inbox")]:
-            key = key_of(path) if path.exists() else ""  # Emacs leaves links to nowhere
-            if key:
+            name = unquote(path.stem)
+            key = name if ":" in name else name.replace("_", ":", 1)  # of the first format
+            if path.exists():  # Emacs leaves links to nowhere
                 times[key] = max(times.get(key, 0.0), path.stat().st_mtime)
         return sorted(times, key=times.__getitem__, reverse=True)
 
@@ -942,15 +929,6 @@ class SessionManager:
                 yield
             finally:
                 self._held.discard(key)
-
-
-def key_of(path: Path) -> str:
-    """`telegram%3A7` → telegram:7, of the first format `cli_direct` → cli:direct; else ""."""
-    try:
-        name = unquote(path.stem, errors="strict")
-    except UnicodeDecodeError:
-        return ""
-    return name if ":" in name else name.replace("_", ":", 1)
 
 
 # ---- Texts and sizes ----
@@ -1029,10 +1007,10 @@ def estimate(text: str) -> int:
 
 
 class TokenCounter:
-    """Sizes in tokens: estimated until `load() -> count` is there, each text measured once."""
+    """Sizes in tokens, each text measured once: estimated until tiktoken's vocabulary is there."""
 
-    def __init__(self, load: Callable[[], Callable[[str], int]] | None = None):
-        self._load: Callable | None = load or load_vocabulary
+    def __init__(self) -> None:
+        self._is_exact = False
         self._count = lru_cache(maxsize=1_000)(estimate)
 
     def size(self, message: dict) -> int:
@@ -1052,23 +1030,21 @@ class TokenCounter:
 
     def count_exactly_from_now_on(self) -> None:
         """As soon as the vocabulary is there: it comes in the background, however long it takes."""
-        if self._load:
-            threading.Thread(target=self._fetch, args=(self._load,), daemon=True).start()
-        self._load = None
+        if not self._is_exact:
+            self._is_exact = True
+            threading.Thread(target=self._fetch, daemon=True).start()
 
-    def _fetch(self, load: Callable) -> None:
+    def _fetch(self) -> None:
         try:
-            self._count = lru_cache(maxsize=1_000)(load())
+            import tiktoken
+
+            encode = tiktoken.get_encoding("o200k_base").encode_ordinary
         except Exception as problem:  # no network, no tiktoken: the estimate is good enough
             log.info("tokens are estimated: %s", problem)
-
-
-def load_vocabulary() -> Callable[[str], int]:
-    import tiktoken
-
-    encode = tiktoken.get_encoding("o200k_base").encode_ordinary
-    # in pieces: a long one of equal letters takes very long
-    return lambda text: sum(len(encode(text[n : n + 2_000])) for n in range(0, len(text), 2_000))
+            return
+        # in pieces: a long one of equal letters takes very long
+        pieces = partial(re.findall, r"(?s).{1,2000}")
+        self._count = lru_cache(maxsize=1_000)(lambda text: sum(map(len, map(encode, pieces(text)))))
 
 
 # ---- What was dreamt can be looked at and undone ----
@@ -1105,18 +1081,16 @@ class MemoryRepository:
     def commit(self, subject: str) -> tuple[str, int]:
         """A problem for the user ("" if there is none), and how many lines have changed since the
         last commit. A broken repository is put aside and a new one begun."""
+        if not shutil.which("git"):
+            return "There is no git, so it cannot be looked at or undone.", 0
         try:
             return "", self._commit(subject)
         except OSError as problem:
-            told = f"The memory is not under git: {problem}."
-        if self.folder.exists() and shutil.which("git"):
-            aside = self.folder.with_name(f"memory.git.broken-{time.time_ns()}")
-            os.replace(self.folder, aside)
-            told = f"The memory's repository was broken: it is {aside} now, and a new one begins."
-            with contextlib.suppress(OSError):  # said above; the next commit tries again
-                self._commit("a new beginning")
+            told = f"The memory's repository is broken ({problem}). It is put aside, a new one begins."
         log.warning("%s", told)
-        return told, 0
+        if self.folder.exists():
+            os.replace(self.folder, self.folder.with_name(f"memory.git.broken-{time.time_ns()}"))
+        return told, self._commit("a new beginning")
 
     def _commit(self, subject: str) -> int:
         if not (self.folder / "HEAD").exists():
@@ -1237,29 +1211,29 @@ def skill_of(path: Path, data: bytes) -> Skill:
     match = re.match(FRONT_MATTER, text)
     front = match[1] if match else ""
     fields = fields_of(front)
-    skill = Skill(fields.get("name") or path.parent.name, path, fields.get("description", ""))
-    skill.text = text[match.end() if match else 0 :].strip()
-    skill.always = fields.get("always", "").lower() in ("true", "yes")
-    programs, variables = needs(front, "bins"), needs(front, "env")
-    skill.missing = [f"program {name}" for name in programs if not shutil.which(name)]
-    skill.missing += [f"environment variable {name}" for name in variables if not os.getenv(name)]
-    return skill
+    missing = [f"program {name}" for name in needs(front, "bins") if not shutil.which(name)]
+    variables = [name for name in needs(front, "env") if not os.getenv(name)]
+    return Skill(
+        fields.get("name") or path.parent.name, path, fields.get("description", ""),
+        text[match.end() if match else 0 :].strip(), fields.get("always", "") in ("true", "yes"),
+        missing + [f"environment variable {name}" for name in variables],
+    )  # fmt: skip
 
 
 def fields_of(front: str) -> dict[str, str]:
     """`key: value` of YAML; a value may be in quotes, go on in indented lines, or stand behind `>`."""
-    found: dict[str, list[str]] = {}
-    key = ""
-    for line in front.split("\n"):
-        if match := re.match(r"([\w-]{1,100}):(?=\s|$)", line):
-            key = match[1]
-            found[key] = [re.sub(r"(?<!\S)#.*", "", line[match.end() :]).strip()]
-        elif key and line.startswith((" ", "\t")):
-            found[key].append(line.strip())
-    blocks = (">", ">-", ">+", "|", "|-", "|+")
-    texts = {key: lines[1:] if lines[0] in blocks else lines for key, lines in found.items()}
-    values = {key: " ".join(lines).strip() for key, lines in texts.items()}
-    return {key: re.sub(r"(?s)^([\"'])(.*)\1$", r"\2", value) for key, value in values.items()}
+    fields = {}
+    for line in re.sub(r"\n[ \t]+", " ", front).split("\n"):
+        key, _, value = line.partition(":")
+        value = value.strip()
+        if value.startswith((">", "|")):
+            value = value.lstrip(">|+-")
+        elif value.startswith(("'", '"')):
+            value = value[1:].partition(value[0])[0]
+        else:
+            value = value.partition(" #")[0]
+        fields[key] = value.strip()
+    return fields
 
 
 def needs(front: str, kind: str) -> list[str]:
