@@ -114,6 +114,7 @@ class Session:
             if message["role"] == "user":
                 self.turn_ends = sorted({*self.turn_ends, self.last} - {0})
         self.last = message["n"]
+        self.start = min(self.start, self.last - 1)  # whatever damaged numbers say: it is behind /new
         self.messages.append(message)
         if "id" in message:
             self.known_ids.append(message["id"])
@@ -398,9 +399,12 @@ class MemoryStore:
     def rounds(self, key: str, created_at: str) -> dict[int, str]:
         """What the history has of a session: the number up to which → the summary."""
         own = {"session": key, "created_at": created_at}.items()
-        entries = [entry for entry in self.entries() if entry.items() >= own]
-        entries = [entry for entry in entries if has(entry, upto=int, summary=str)]
-        return {entry["upto"]: entry["summary"] for entry in entries}
+        rounds = {}
+        for entry in self.entries():
+            upto = entry.get("upto", entry.get("until"))  # `until` of an older version
+            if entry.items() >= own and isinstance(upto, int):
+                rounds[upto] = str(entry.get("summary") or entry["content"])
+        return rounds
 
     @property
     def dream_cursor(self) -> int:
@@ -676,7 +680,8 @@ def read_records(path: Path, is_valid: Callable[[dict], bool]) -> list[dict]:
     known = aside.read_bytes().split(b"\n") if damaged and aside.exists() else []
     lines = [line for line in damaged if line not in known]
     if lines:
-        log.warning("%s: %s unreadable lines skipped, kept in %s", path, len(lines), aside.name)
+        skipped = counted(len(lines), "unreadable line")
+        log.warning("%s: %s skipped, kept in %s", path, skipped, aside.name)
         with open_private(aside) as file:
             file.write(b"\n".join(lines) + b"\n")
     return records
@@ -713,9 +718,15 @@ def is_journal_line(line: dict) -> bool:
     """A mark, or a message of the shape that a request takes."""
     if "mark" in line or line.get("_type") == "metadata":
         return True
+    calls = line.get("tool_calls") or []
+    blocks = line["content"] if isinstance(line.get("content"), list) else []
+    if not isinstance(calls, list) or not all(isinstance(part, dict) for part in [*calls, *blocks]):
+        return False
+    functions = [call.get("function") or {} for call in calls]
     texts = dict.fromkeys({"runtime", "cut", "id", "timestamp", "tool_call_id"} & line.keys(), str)
-    is_message = has(line, role=str, content=str | list | None, tool_calls=list | None, **texts)
-    return is_message and ("content" in line or "tool_calls" in line)
+    is_message = has({"n": 1} | line, n=int, role=str, content=str | list | None, **texts)
+    are_dicts = all(isinstance(function, dict) for function in functions)
+    return is_message and are_dicts and ("content" in line or bool(calls))
 
 
 def numbered(lines: list[dict]) -> list[dict]:
@@ -755,14 +766,20 @@ def as_lines(records: list[dict]) -> str:
 
 
 def append_lines(path: Path, records: list[dict]) -> int:
-    """Returns how many bytes were written. Raises OSError; half a line that a full disk leaves is
-    no record, and the next line does not stand behind it."""
+    """All or none of them. Returns how many bytes were written; raises OSError."""
     data = as_lines(records).encode("utf-8", errors="replace")  # a lone surrogate becomes `?`
-    with open_private(path) as file:
-        file.seek(max(file.seek(0, os.SEEK_END) - 1, 0))
-        if file.read(1) not in (b"", b"\n"):
-            data = b"\n" + data
-        return file.write(data)
+    size = file_size(path)
+    try:
+        with open_private(path) as file:
+            file.seek(max(size - 1, 0))
+            if file.read(1) not in (b"", b"\n"):
+                data = b"\n" + data  # not behind a torn line
+            file.write(data)
+    except OSError as problem:
+        if file_size(path) > size:
+            os.truncate(path, size)  # half a line that a full disk left
+        raise OSError(problem.errno, problem.strerror, str(path)) from None
+    return len(data)
 
 
 def open_private(path: Path, mode: str = "a+b") -> Any:
@@ -911,7 +928,7 @@ class SessionManager:
         for path in [*self.folder.glob("*.jsonl"), *self.folder.glob("*.inbox")]:
             name = unquote(path.stem)
             key = name if ":" in name else name.replace("_", ":", 1)  # of the first format
-            if path.exists():  # Emacs leaves links to nowhere
+            if path.exists() and "\ufffd" not in key:  # not of others: Emacs leaves links to nowhere
                 times[key] = max(times.get(key, 0.0), path.stat().st_mtime)
         return sorted(times, key=times.__getitem__, reverse=True)
 
