@@ -94,6 +94,7 @@ class Session:
                 self.saved = max(self.saved, min(upto, self.last))
                 self.summary = str(line.get("summary") or "")
                 self.messages = [message for message in self.messages if message["n"] > self.saved]
+                self.turn_ends = [end for end in self.turn_ends if end > self.saved]
             case {"mark": "delivered", "upto": int(upto)}:
                 self.undelivered = [answer for answer in self.undelivered if answer["n"] > upto]
             case {"mark": "new"}:
@@ -111,8 +112,8 @@ class Session:
     def _take_message(self, message: dict) -> None:
         if not self.is_open:
             self.resumed = 0
-            if message["role"] == "user":
-                self.turn_ends = sorted({*self.turn_ends, self.last} - {0})
+            if message["role"] == "user" and self.last not in (0, *self.turn_ends[-1:]):
+                self.turn_ends.append(self.last)
         self.last = message["n"]
         self.start = min(self.start, self.last - 1)  # whatever damaged numbers say: it is behind /new
         self.messages.append(message)

@@ -508,6 +508,8 @@ class AgentLoop:
             result = await answer_command(self, command, argument, events.turn)
         if result.final_content:
             await events.send("final", result.final_content)
+        if command in ("", "new", "continue"):
+            note_delivered(self, session_key, self.sessions.get(session_key).last)
         return result
 
     async def _take_turn(
