@@ -833,9 +833,21 @@ def journal_lines(path: Path) -> list[dict]:
         aside = path.with_name(f"{path.name}.corrupt-{time.time_ns()}")
         os.replace(path, aside)
         log.warning("%s is not readable: moved to %s, the session starts anew", path, aside)
-    new = [line for line in lines if "mark" in line or "n" in line]
-    old = [line for line in lines if "mark" not in line and "n" not in line]
-    return [*numbered(old), *new]  # of a version that wrote no numbers; today's lines are behind
+    firsts = [place for place, line in enumerate(lines) if "mark" in line or "n" in line]
+    begin = firsts[0] if firsts else len(lines)  # today's lines are behind those of older versions
+    return in_order([*numbered(lines[:begin]), *lines[begin:]])
+
+
+def in_order(lines: list[dict]) -> list[dict]:
+    """A number that is not between those of its neighbours is damaged: it becomes the next one.
+    Else `/new` behind it would hide what comes later."""
+    messages = [line for line in lines if "role" in line]
+    before = 0
+    for message, following in pairwise([*messages, {"n": 10**18}]):
+        if not before < message.get("n", 0) < max(following.get("n", 0), before + 2):
+            message["n"] = before + 1
+        before = message["n"]
+    return lines
 
 
 def numbered(lines: list[dict]) -> list[dict]:
