@@ -1366,9 +1366,9 @@ class BusService:
             elif reports := conversation.take("report", 1):
                 return await self._report(session, conversation, reports[0])
             elif commands := conversation.take("command", 1):
-                await in_thread(conversation.inbox.remove, {commands[0]["id"]})
                 if slash_command(commands[0]["content"])[0] == "new":
                     return await start_afresh(self.loop, session, turn)
+                await in_thread(conversation.inbox.remove, {commands[0]["id"]})
                 if not session.unfinished:
                     return nothing_to_go_on_with()
             else:
