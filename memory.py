@@ -72,22 +72,25 @@ class Session:
         """Write messages in one go, numbered. They survive a kill; a power cut only after
         `synced()`. Raises OSError; then none of them is written."""
         first = self.highest + 1
-        lines = [{"n": n} | as_journalled(message) for n, message in enumerate(messages, first)]
+        lines = [
+            stamped({"n": n} | as_journalled(message)) for n, message in enumerate(messages, first)
+        ]
         self._write(lines)
         for line in lines:
             self.take(line)
 
     def mark(self, name: str, **details: Any) -> None:
         """Append a mark: new, ended (why), resumed, saved (upto, summary), delivered (upto)."""
-        line = {"mark": name, **details}
+        line = stamped({"mark": name, **details})
         self._write([line])
         self.take(line)
 
     def _write(self, lines: list[dict]) -> None:
         size = file_size(self.path)
         if not size:
-            lines = [{"mark": "session", "key": self.key, "created_at": self.created_at}, *lines]
-        append_lines(self.path, [line | {"timestamp": line.get("timestamp") or now()} for line in lines])
+            begin = {"mark": "session", "key": self.key, "created_at": self.created_at}
+            lines = [stamped(begin), *lines]
+        append_lines(self.path, lines)
         self.size = file_size(self.path) if size == self.size else -1
 
     def take(self, line: dict) -> None:
@@ -889,6 +892,10 @@ def as_count(value: Any) -> int:
 
 def now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+
+
+def stamped(line: dict) -> dict:
+    return line | {"timestamp": line.get("timestamp") or now()}
 
 
 def as_journalled(message: dict) -> dict:
