@@ -1249,13 +1249,14 @@ class Conversation:
     order: asyncio.Lock = field(default_factory=asyncio.Lock)  # of what comes in
     task: asyncio.Task | None = None
 
-    def take(self, kind: str, most: int) -> list[dict]:
+    def next(self, kind: str, most: int) -> list[dict]:
         """The oldest lines, up to one of another kind."""
-        oldest = self.waiting[:most]
-        lines = list(itertools.takewhile(lambda line: line["kind"] == kind, oldest))
-        del self.waiting[: len(lines)]
-        self.entered.update(line["id"] for line in lines)
-        return lines
+        return list(itertools.takewhile(lambda line: line["kind"] == kind, self.waiting[:most]))
+
+    def enter(self, line: dict) -> None:
+        """It stands in the journal now, so it waits no more."""
+        self.waiting.remove(line)
+        self.entered.add(line["id"])
 
 
 class BusService:
@@ -1363,9 +1364,10 @@ class BusService:
             if conversation.is_due:
                 conversation.is_due = False
                 session.mark("resumed")
-            elif reports := conversation.take("report", 1):
+            elif reports := conversation.next("report", 1):
                 return await self._report(session, conversation, reports[0])
-            elif commands := conversation.take("command", 1):
+            elif commands := conversation.next("command", 1):
+                conversation.enter(commands[0])
                 if slash_command(commands[0]["content"])[0] == "new":
                     return await start_afresh(self.loop, session, turn)
                 await in_thread(conversation.inbox.remove, {commands[0]["id"]})
@@ -1379,6 +1381,8 @@ class BusService:
             arrivals = partial(self._arrivals, session, conversation)
             return await self.loop.answer(session, events, images, arrivals)
         except Exception as problem:
+            if isinstance(problem, OSError) and conversation.waiting:
+                raise  # the journal cannot be written: what waits is tried again
             log.exception("the turn of %s failed", session.key)
             return AgentRunResult(stop_reason="error", error=f"{type(problem).__name__}: {problem}")
 
@@ -1388,10 +1392,11 @@ class BusService:
         """The oldest messages, up to a command or report: from now on the model sees them. Gives
         each as it is journalled, and its images."""
         entered = []
-        for line in conversation.take("user", most):
+        for line in conversation.next("user", most):
             turn = self.loop.turn(session.key)
             message, images = self.loop.context.user_message(line["content"], turn, line["media"])
             session.append(message | {"id": line["id"]})
+            conversation.enter(line)
             conversation.reply_to = line["id"]
             entered.append((message, images))
         return entered
@@ -1414,11 +1419,13 @@ class BusService:
         session.end_open_turn("interrupted")
         if line["sender"] != "subagent":
             session.append({"role": "assistant", "content": line["content"], "id": line["id"]})
+            conversation.enter(line)
             await session.synced()
             return AgentRunResult(line["content"])
         turn = self.loop.turn(session.key)
         message, _ = self.loop.context.user_message(line["content"], turn)
         session.append(message | {"id": line["id"]})
+        conversation.enter(line)
         events = EventHook(self._emit, turn, self.loop.config.streaming)
         arrivals = partial(self._arrivals, session, conversation)
         return await self.loop.answer(session, events, [], arrivals)
