@@ -99,6 +99,7 @@ class AgentRunSpec:
     append: Callable[..., None] = lambda *messages: None  # is given new messages as they appear
     arrivals: Callable[[], list[dict]] = list  # what the user said meanwhile; journalled already
     make_room: MakeRoom | None = None  # called before each request
+    shows_deltas: bool = True  # then what the user saw of a stopped answer is kept
 
 
 @dataclass
@@ -215,7 +216,8 @@ class AgentRunner:
                         await self._conclude(state, response, outcome)
                 await spec.hook.after_iteration(state.context)
         except asyncio.CancelledError:
-            self._keep_half_answer(state, "it was stopped")
+            if spec.shows_deltas:
+                self._keep_half_answer(state, "it was stopped")
             raise
         state.result.messages = state.context.messages
         state.result.usage = state.context.usage
@@ -624,6 +626,7 @@ def run_spec(
         max_iterations=limits.max_tool_iterations, max_tokens=limits.max_tokens,
         temperature=limits.temperature, context_window=limits.context_window_tokens,
         hook=CompositeHook([events, *loop.hooks]), turn=events.turn, counter=loop.counter,
+        shows_deltas=events.shows_deltas,
     )  # fmt: skip
 
 
@@ -1168,10 +1171,13 @@ class ApprovalHook(AgentHook):
 class EventHook(AgentHook):
     """Tells a channel what is going on: deltas, text beside tool calls, tool hints, the answer."""
 
-    def __init__(self, emit: Emit | None, turn: Turn, streaming: bool):
+    def __init__(
+        self, emit: Emit | None, turn: Turn, streaming: bool, shows_deltas: bool = True
+    ):  # fmt: skip
         self.emit = emit
         self.turn = turn
         self.wants_streaming = streaming
+        self.shows_deltas = shows_deltas
 
     async def send(self, kind: str, content: str) -> None:
         if self.emit:
@@ -1377,7 +1383,7 @@ class BusService:
                 session.end_open_turn("interrupted")
                 entered = self._enter(session, conversation, sys.maxsize)
                 images = list(itertools.chain.from_iterable(images for _, images in entered))
-            events = EventHook(self._emit, turn, self.loop.config.streaming)
+            events = self._events(turn)
             arrivals = partial(self._arrivals, session, conversation)
             return await self.loop.answer(session, events, images, arrivals)
         except Exception as problem:
@@ -1426,7 +1432,7 @@ class BusService:
         message, _ = self.loop.context.user_message(line["content"], turn)
         session.append(message | {"id": line["id"]})
         conversation.enter(line)
-        events = EventHook(self._emit, turn, self.loop.config.streaming)
+        events = self._events(turn)
         arrivals = partial(self._arrivals, session, conversation)
         return await self.loop.answer(session, events, [], arrivals)
 
@@ -1442,6 +1448,10 @@ class BusService:
         else:
             reply_to = conversation.reply_to
             send_final(self.loop, self.bus, session.key, text, session.last, reply_to)
+
+    def _events(self, turn: Turn) -> EventHook:
+        is_shown = self.bus.shows_deltas(turn.channel)
+        return EventHook(self._emit, turn, self.loop.config.streaming, is_shown)
 
     async def _emit(self, event: OutboundMessage) -> None:
         if event.kind in ("final", "delta", *kinds_to_show(self.loop.config.channels)):
