@@ -181,12 +181,15 @@ class Desk(Channel):
         self.sent.append(message)
 
 
+IDS = itertools.count(1)
+
+
 class Chats:
     """A loop that serves a bus with one channel, inside its `async with`."""
 
     def __init__(self, workspace: Path, model: LLMProvider, *tools: Tool, **defaults: object):
         self.loop = make_loop(workspace, model, *tools, **defaults)
-        self.model, self.desk, self.ids = model, Desk(), itertools.count(1)
+        self.model, self.desk = model, Desk()
 
     async def __aenter__(self):
         self.bus = MessageBus()
@@ -201,7 +204,7 @@ class Chats:
         await self.loop.close(5.0)
 
     async def say(self, text: str, chat: str = "1", id_: str = "") -> None:
-        id_ = id_ or f"m{next(self.ids)}"
+        id_ = id_ or f"m{next(IDS)}"
         await self.bus.publish(InboundMessage("desk", "7", chat, text, message_id=id_))
 
     def finals(self, chat: str = "1") -> list[str]:
@@ -334,21 +337,26 @@ def test_a_message_keeps_its_time_and_of_an_image_the_line_that_names_it(tmp_pat
     assert SessionManager(tmp_path).transcript(KEY)[0].startswith("[2026-04-03T10:00:00+0200] user: [image:")
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a disk that is always full")
-def test_a_write_that_fails_is_said_and_leaves_no_trace(tmp_path):
+@contextlib.contextmanager
+def full_disk(size: int):
+    """No file gets longer than so many bytes."""
     resource = pytest.importorskip("resource")
-    session = loaded(tmp_path)
-    session.append(user("before"))
-    before = session.path.read_bytes()
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 5_000, old[1]))  # a disk that gets full
-        with pytest.raises(OSError, match=re.escape(session.path.name)):
-            session.append(user("x" * 20_000))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, old[1]))
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
         signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_write_that_fails_is_said_and_leaves_no_trace(tmp_path):
+    session = loaded(tmp_path)
+    session.append(user("before"))
+    before = session.path.read_bytes()
+    with full_disk(len(before) + 5_000), pytest.raises(OSError, match=re.escape(session.path.name)):
+        session.append(user("x" * 20_000))
     assert session.path.read_bytes() == before and contents(session.messages) == ["before"]
     session.append(user("after"))
     assert contents(loaded(tmp_path).messages) == ["before", "after"]
@@ -494,7 +502,7 @@ ODD_LINES = [
     ("no content", '{"n": 2, "role": "user"}'),
     ("blocks that are none", '{"n": 2, "role": "user", "content": ["x"]}'),
     ("calls that are none", '{"n": 2, "role": "assistant", "tool_calls": [1]}'),
-    ("a function that is none", '{"n": 2, "role": "assistant", "tool_calls": [{"id": "c", "function": "f"}]}'),
+    ("a function that is none", '{"n": 2, "role": "assistant", "tool_calls": [{"function": "f"}]}'),
     ("a number that is a text", '{"n": "2", "role": "user", "content": "x"}'),
     ("nested too deep", "[" * 50_000),
     ("a list", "[1, 2]"),
@@ -1025,3 +1033,281 @@ def test_whatever_comes_when_each_message_is_seen_in_order_and_answered_once(tmp
     session = loaded(tmp_path, CHAT)
     assert set(moved.values()) == {1}, "each moved into the memory once"
     assert Counter([*moved, *tokens_in(said(session.messages))]) == Counter(set(texts) - {"/stop"})
+
+
+def after_a_kill(workspace: Path, *messages: dict, resumes: int = 0, age: float = 0) -> Path:
+    """A workspace in which the last gateway was killed in this turn."""
+    session = loaded(workspace, CHAT)
+    session.append(*messages)
+    for _ in range(resumes):
+        session.mark("resumed")
+    os.utime(session.path, (time.time() - age,) * 2)
+    return session.path
+
+
+OPEN_TURNS = [
+    ("a question without an answer", [user("<q>")], {}, True),
+    ("a call without its result", [user("<q>"), calling("c1")], {}, True),
+    ("results that nobody has looked at", [user("<q>"), calling("c1"), result("c1", "x")], {}, True),
+    ("resumed once", [user("<q>")], {"resumes": 1}, True),
+    ("resumed twice: it may be what kills the program", [user("<q>")], {"resumes": 2}, False),
+    ("almost a day old", [user("<q>")], {"age": 23 * 3_600}, True),
+    ("more than a day old", [user("<q>")], {"age": 25 * 3_600}, False),
+    ("answered", [user("<q>"), answer("yes")], {}, False),
+]
+
+
+@pytest.mark.parametrize(
+    ("what", "lines", "state", "goes_on"), OPEN_TURNS, ids=[each[0] for each in OPEN_TURNS]
+)
+def test_what_the_next_gateway_does_with_a_turn_that_was_killed(tmp_path, what, lines, state, goes_on):
+    path = after_a_kill(tmp_path, *lines, **state)
+    is_answer = what == "answered"
+
+    async def work(chats):
+        await chats.answered(1 if goes_on or is_answer else 0)
+        await chats.until(lambda: not chats.loop.turns.tasks)
+        assert chats.finals() == (["yes"] if is_answer else ["Fine."] if goes_on else [])
+        await chats.say("next")
+        await chats.answered(2 if goes_on or is_answer else 1)
+
+    model = Model()
+    serve(tmp_path, model, work)
+    assert len(model.asked) == (2 if goes_on else 1)
+    assert tokens_in(model.asked[-1].messages) == ["<q>"]
+    assert ("not answered: interrupted" in str(model.asked[-1].messages)) is (not goes_on and not is_answer)
+    marks = [line["mark"] for line in lines_of(path) if "mark" in line]
+    assert marks.count("resumed") == state.get("resumes", 0) + goes_on
+
+
+def test_a_terminal_session_waits_for_continue(tmp_path):
+    loaded(tmp_path).append(user("<q>"), calling("c1"))
+    model = Model()
+    loop = make_loop(tmp_path, model)
+    serve(tmp_path, model, lambda chats: asyncio.sleep(0.02))
+    assert model.asked == []
+    assert say(loop, "/continue", "/continue") == ["Fine.", "There is no interrupted turn to go on with."]
+    assert legal(model.asked[0].messages)[-1]["role"] == "tool", "the call reads as interrupted"
+
+
+def test_a_gateway_that_ends_writes_no_end_and_its_turn_goes_on_at_the_next_start(tmp_path):
+    gate = Gate()
+
+    async def work(chats):
+        await chats.say("<q>")
+        await gate.reached.wait()
+        await chats.say("<r>")
+
+    serve(tmp_path, Model(lambda request: gate.wait()), work)
+    assert loaded(tmp_path, CHAT).is_open
+    model = Model(lambda request: " ".join(tokens_in(said(request.messages))))
+    chats = serve(tmp_path, model, lambda chats: chats.answered(2))
+    assert chats.finals() == ["<q>", "<q> <r>"] and not loaded(tmp_path, CHAT).undelivered
+    assert not chats.loop.sessions.inbox(CHAT).path.exists()
+    chats = serve(tmp_path, model, lambda chats: asyncio.sleep(0.02))
+    assert chats.finals() == [] and len(model.asked) == 2
+
+
+@pytest.mark.parametrize("where", ["before a word", "in a tool"])
+def test_stop_ends_a_turn_for_good_continue_takes_it_up_and_what_waited_is_answered(tmp_path, where):
+    gate = Gate()
+
+    def talk(request):
+        if len(model.asked) == 1:
+            return call("slow") if where == "in a tool" else gate.wait()
+        return " ".join(tokens_in(said(request.messages)))
+
+    async def work(chats):
+        await chats.say("/stop")
+        await chats.answered(1)
+        await chats.say("<a>")
+        await gate.reached.wait()
+        await chats.say("/stop")
+        await chats.answered(2)
+        await chats.until(lambda: not chats.loop.turns.tasks)
+
+    model = Model(talk)
+    chats = serve(tmp_path, model, work, waiting_tool(gate))
+    assert chats.finals() == ["Nothing runs here.", "Stopped; /continue goes on."]
+    assert "it was stopped" in [line.get("why") for line in lines_of(chats.loop.sessions.path(CHAT))]
+    chats = serve(tmp_path, model, lambda chats: asyncio.sleep(0.02))
+    assert len(model.asked) == 1, "a restart does not begin it again"
+
+    async def go_on(chats):
+        await chats.say("/continue")
+        await chats.say("/continue")
+        await chats.say("<b>")
+        await chats.answered(3)
+        assert chats.finals() == ["<a>", "There is no interrupted turn to go on with.", "<a> <b>"]
+
+    serve(tmp_path, model, go_on)
+    assert "not answered" not in str(model.asked[-1].messages)
+
+
+def test_new_and_continue_wait_for_what_came_before_them(tmp_path):
+    gate = Gate()
+
+    async def work(chats):
+        await chats.say("<a>")
+        await gate.reached.wait()
+        for text in ("<b>", "/new", "<c>", "/continue"):
+            await chats.say(text)
+        gate.open.set()
+        await chats.answered(5)
+
+    model = Model(lambda r: gate.wait("one") if len(model.asked) == 1 else str(tokens_in(said(r.messages))))
+    chats = serve(tmp_path, model, work)
+    first, second, new, third, nothing = chats.finals()
+    assert (first, second, third) == ("one", "['<a>', '<b>']", "['<c>']")
+    assert new.startswith("A new session begins") and nothing.startswith("There is no interrupted")
+
+
+FAILURES = [
+    ("the endpoint fails", DOWN, "Sorry, that failed: the endpoint is down"),
+    ("a mistake in our own code", lambda _: 1 / 0, "Sorry, that failed: ZeroDivisionError: division by zero"),
+    ("an answer that broke off", LLMResponse("Half", finish_reason="error", error="cut off"),
+     "Half\n\nSorry, that failed: cut off"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("what", "reply", "told_text"), FAILURES, ids=[each[0] for each in FAILURES])
+def test_a_turn_that_fails_is_told_once_and_not_begun_again(tmp_path, what, reply, told_text):
+    async def work(chats):
+        await chats.say("<q>")
+        await chats.answered(1)
+        await chats.at_rest()
+
+    model = Model(reply)
+    assert serve(tmp_path, model, work).finals() == [told_text]
+    chats = serve(tmp_path, model, lambda chats: asyncio.sleep(0.02))
+    assert chats.finals() == [] and len(model.asked) == 1
+    session = loaded(tmp_path, CHAT)
+    assert session.unfinished and not session.is_open
+    model = Model()
+
+    async def again(chats):
+        await chats.say("again")
+        await chats.answered(1)
+
+    serve(tmp_path, model, again)
+    gap = "the answer above broke off: cut off" if "Half" in told_text else "the message above was not answered"
+    assert gap in said(model.asked[0].messages)[-1]
+
+
+def test_an_answer_that_did_not_arrive_is_sent_at_the_next_start_and_one_that_did_is_not(tmp_path):
+    async def shut(chats):
+        await chats.say("<a>")
+        await chats.answered(1)
+        await chats.at_rest()
+        chats.desk.is_shut = True
+        await chats.say("<b>")
+        await chats.until(lambda: len(loaded(tmp_path, CHAT).messages) == 4)
+
+    model = Model(lambda request: tokens_in(said(request.messages))[-1])
+    serve(tmp_path, model, shut)
+    for sent in (["<b>"], []):
+        chats = serve(tmp_path, model, lambda chats, sent=sent: chats.answered(len(sent)))
+        assert chats.finals() == sent
+    assert len(model.asked) == 2
+
+
+def test_a_message_is_confirmed_when_it_is_on_the_disk_and_never_taken_twice(tmp_path):
+    async def work(chats):
+        for _ in range(2):
+            await chats.say("one", id_="5")
+        await chats.answered(1)
+        await chats.say("one", id_="5")
+        inbox = chats.loop.sessions.inbox("desk:2").path
+        inbox.mkdir(parents=True)
+        with pytest.raises(OSError):
+            await chats.say("lost?", "2", "6")
+        inbox.rmdir()
+        await chats.say("lost?", "2", "6")
+        await chats.answered(1, "2")
+        assert inbox.parent.exists() and len(chats.finals()) == 1
+
+    model = Model()
+    serve(tmp_path, model, work)
+    serve(tmp_path, model, lambda chats: chats.say("one", id_="5"))
+    assert len(model.asked) == 2
+
+
+def test_a_thousand_ids_are_remembered_whatever_went_into_the_memory(tmp_path):
+    session = loaded(tmp_path, CHAT)
+    for n in range(1_001):
+        session.append(user("x", id=str(n)), answer("y"))
+    session.mark("delivered", upto=session.last)
+    session.mark("saved", upto=session.last, summary="Many.")
+    model = Model()
+
+    async def work(chats):
+        await chats.say("again", id_="1000")
+        await chats.say("again", id_="1")
+        assert not chats.loop.turns.tasks and model.asked == []
+        await chats.say("too long ago to know", id_="0")
+        await chats.answered(1)
+
+    serve(tmp_path, model, work)
+
+
+def test_what_a_job_tells_stands_in_the_chat_and_what_a_helper_found_starts_a_turn(tmp_path):
+    async def work(chats):
+        await chats.say("<a>")
+        await chats.answered(1)
+        await chats.bus.publish(InboundMessage("system", "job", CHAT, "<job> it rains"))
+        await chats.answered(2)
+        await chats.bus.publish(InboundMessage("system", "subagent", CHAT, "<helper> found it"))
+        await chats.answered(3)
+
+    chats = serve(tmp_path, Model(), work)
+    assert chats.finals() == ["Fine.", "<job> it rains", "Fine."]
+    roles = [(m["role"], *tokens_in(m["content"])) for m in chats.model.asked[-1].messages[1:]]
+    assert roles == [("user", "<a>"), ("assistant",), ("user", "<helper>")] or roles == [
+        ("user", "<a>"), ("assistant", "<job>"), ("user", "<helper>")]  # fmt: skip
+
+
+def test_a_disk_that_is_full_for_a_moment_loses_no_message(tmp_path):
+    """It waits in the inbox, and is answered when there is room for it in the journal."""
+    session = loaded(tmp_path, CHAT)
+    session.append(user("x" * 20_000), answer("y"))
+    session.mark("delivered", upto=2)
+
+    async def work(chats):
+        with full_disk(session.path.stat().st_size):
+            await chats.say("<a>")
+            await chats.say("<b>")
+            await asyncio.sleep(0.05)
+        assert chats.model.asked == []
+        await chats.until(lambda: "Fine." in chats.finals())
+
+    chats = serve(tmp_path, Model(), work)
+    assert tokens_in(chats.model.asked[0].messages) == ["<a>", "<b>"]
+
+
+@pytest.mark.parametrize("end", ["stopped", "the gateway ends"])
+def test_what_a_chat_was_not_shown_of_an_answer_is_not_kept_as_said(tmp_path, end):
+    """Else the user gets the second half of an answer, and never the first."""
+    gate = Gate()
+
+    async def half(request):
+        await request.show("Half", " an ans")
+        return await gate.wait()
+
+    async def work(chats):
+        await chats.say("<q>")
+        await gate.reached.wait()
+        if end == "stopped":
+            await chats.say("/stop")
+            await chats.answered(1)
+            await chats.until(lambda: not chats.loop.turns.tasks)
+
+    serve(tmp_path, Model(half), work)
+    assert contents(loaded(tmp_path, CHAT).messages) == ["<q>"]
+    model = Model()
+
+    async def go_on(chats):
+        await chats.say("/continue" if end == "stopped" else "<r>")
+        await chats.answered(1)
+
+    assert serve(tmp_path, model, go_on).finals()[0] == "Fine."
+    assert "Half" not in str(model.asked[0].messages) and "Go on where" not in str(model.asked[0].messages)
