@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -43,6 +44,13 @@ DATA = Path(__file__).parent / "data"
 KEY = "cli:direct"
 CHAT = "desk:1"
 posix = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="FIFOs and kill -9 are POSIX")
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    """Sizes stay estimates: the vocabulary for exact ones comes over the network."""
+    for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
 
 
 # ---- What the tests say and look at ----
@@ -76,6 +84,7 @@ def saving(entry: str, update: str = "- A fact", summary: str | None = None, **m
 
 
 DOWN = LLMResponse(finish_reason="error", error="the endpoint is down")
+CUT = LLMResponse("x", finish_reason="length")
 USELESS = LLMResponse("I would rather not.")
 HOUR = "[2026-04-03 00:02] "
 
@@ -1190,7 +1199,7 @@ def test_a_turn_that_fails_is_told_once_and_not_begun_again(tmp_path, what, repl
         await chats.answered(1)
 
     serve(tmp_path, model, again)
-    gap = "the answer above broke off: cut off" if "Half" in told_text else "the message above was not answered"
+    gap = "answer above broke off: cut off" if "Half" in told_text else "message above was not answered"
     assert gap in said(model.asked[0].messages)[-1]
 
 
@@ -1311,3 +1320,276 @@ def test_what_a_chat_was_not_shown_of_an_answer_is_not_kept_as_said(tmp_path, en
 
     assert serve(tmp_path, model, go_on).finals()[0] == "Fine."
     assert "Half" not in str(model.asked[0].messages) and "Go on where" not in str(model.asked[0].messages)
+
+
+# ---- Consolidation: from the journal into the memory ----
+
+
+def talk_of(workspace: Path, turns: int, size: int = 0, key: str = KEY) -> Session:
+    session = loaded(workspace, key)
+    for n in range(turns):
+        session.append(user(f"<q.{n}> {'x ' * (size // 2)}"), answer(f"<a.{n}>"))
+    return session
+
+
+def saved_tokens(request) -> list[str]:
+    return tokens_in(request.messages[1]["content"].partition("# Conversation")[2])
+
+
+def test_after_a_turn_the_oldest_turns_move_until_half_the_window_is_left(tmp_path):
+    talk_of(tmp_path, 5)
+    model = Model(save=saving(f"{HOUR}They talked.", "- The boat is Vesta", "About a boat."))
+    loop = make_loop(tmp_path, model, memory_window=12)
+    say(loop, "sixth")
+    assert model.saves == [], "as many messages as the window has may be unsaved"
+    say(loop, "seventh")
+    [request] = model.saves
+    assert saved_tokens(request) == tokens_in([f"<q.{n}><a.{n}>" for n in range(4)])
+    system, question = request.messages
+    assert [each["function"]["name"] for each in request.tools] == ["save_memory"]
+    parameters = request.tools[0]["function"]["parameters"]
+    assert list(parameters["properties"]) == ["history_entry", "memory_update", "summary"]
+    assert re.search(r"\[\d{4}-\d\d-\d\dT[\d:+]+\] user: <q.0>", question["content"]), "with its time"
+    session = loaded(tmp_path)
+    assert (session.saved, len(session.messages)) == (8, 6)
+    [entry] = MemoryStore(tmp_path).entries()
+    assert (entry["timestamp"], entry["content"]) == ("2026-04-03 00:02", "They talked.")
+    assert {"session": KEY, "upto": 8, "summary": "About a boat."}.items() <= entry.items()
+    mark = next(line for line in lines_of(session.path) if line.get("mark") == "saved")
+    assert plain(mark) == {"mark": "saved", "upto": 8, "summary": "About a boat."}
+    assert MemoryStore(tmp_path).read_facts() == "- The boat is Vesta\n"
+    say(make_loop(tmp_path, model, memory_window=12), "eighth")
+    system, summary, *rest = model.asked[-1].messages
+    assert "The boat is Vesta" in system["content"] and "<q.0>" not in str(model.asked[-1].messages)
+    about = "[Summary of the earlier part of this conversation]"
+    assert summary["content"].startswith(f"{about}\n\nAbout a boat.")
+    assert "About a boat" not in system["content"] and "They talked." in system["content"]
+
+
+def test_a_turn_runs_within_80_percent_of_the_budget_and_its_system_prompt_stays_the_same(tmp_path):
+    """Fault 9: the check runs before a turn and between its steps; nothing of this turn moves."""
+
+    def talk(request):
+        steps = len([m for m in request.messages if m["role"] == "tool"])
+        return "Done." if steps == 6 else call("read_file", path="large.txt", offset=steps + 1, limit=180)
+
+    talk_of(tmp_path, 12, 3_200)
+    model = Model(talk, lambda request: saving(f"{HOUR}{saved_tokens(request)}", "- new", "Earlier things."))
+    loop = make_loop(tmp_path, model, context_window_tokens=16_000, max_tokens=2_000)
+    (tmp_path / "large.txt").write_text("some words of a line\n" * 200)
+    assert say(loop, "<task> read it") == ["Done."]
+    assert len(model.saves) > 1, "before the turn, and between its steps"
+    systems = {request.messages[0]["content"] for request in model.asked}
+    assert len(systems) == 1, "although MEMORY.md has changed meanwhile"
+    counter = TokenCounter()
+    budget = 16_000 - 2_000 - 1_024
+    for request in model.asked:
+        size = counter.total(request.messages) + counter.size_of_tools(request.tools)
+        assert size <= 0.8 * budget + 50
+        assert "<task>" in str(request.messages) and "left out" not in str(request.messages)
+    moved = [kind for kind, text in loop.shown if "went into the memory" in text]
+    assert set(moved) == {"retry"} and 1 <= len(moved) <= len(model.saves)
+
+
+def test_what_moves_is_told_in_one_line_except_in_chats(tmp_path):
+    """Fault 8."""
+    for key, is_told in ((KEY, True), ("desk:1", False)):
+        talk_of(tmp_path, 12, 1_600, key)
+        model = Model(save=saving(f"{HOUR}They talked."))
+        loop = make_loop(tmp_path, model, context_window_tokens=10_000, max_tokens=2_000)
+        say(loop, "hi", key=key)
+        told = [text for _, text in getattr(loop, "shown", []) if "memory" in text]
+        assert len(told) == (1 if is_told else 0) and model.saves
+        assert not is_told or re.fullmatch(r"\d+ older messages went into the memory", told[0])
+    talk_of(tmp_path, 4, key="cli:later")
+    loop = make_loop(tmp_path, Model(save=saving(f"{HOUR}They talked.")), memory_window=4)
+    say(loop, "in the background of this turn", "so the next one tells", "once", key="cli:later")
+    assert [text for _, text in loop.shown if "memory" in text][0] == "8 older messages went into the memory"
+
+
+ANSWERS = [
+    ("an answer without a call is no help: raw at once", [USELESS], 1, "raw"),
+    ("a call with wrong arguments neither", [call("save_memory", history_entry=5)], 1, "raw"),
+    ("nor one without an entry", [saving("  ", "- x")], 1, "raw"),
+    ("nor one with thoughts alone", [saving("<think>hm</think>", "- x")], 1, "raw"),
+    ("nor a call of something else", [call("exec", command="ls")], 1, "raw"),
+    ("a cut answer is asked for again", [CUT, saving("Saved.")], 2, "Saved."),
+    ("three times at most", [CUT] * 5, 3, "raw"),
+    ("too long for the model: raw", [replace(DOWN, is_overflow=True)] * 2, 1, "raw"),
+    ("thoughts are no part of an entry", [saving("<think>hm</think>\nSaved.")], 1, "Saved."),
+    ("an unreachable model: the round waits", [DOWN], 1, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("law", "replies", "asks", "entry"), ANSWERS, ids=[each[0] for each in ANSWERS])
+def test_whatever_the_model_says_nothing_is_lost(tmp_path, law, replies, asks, entry):
+    rest = iter(replies)
+    model = Model(save=lambda _: next(rest))
+    loop = make_loop(tmp_path, model)
+    loop.memory.facts.write_text("- The cat is Tom\n")
+    say(loop, "<aa>", "<bb>")
+    assert say(loop, "/new")[0].startswith("A new session begins")
+    assert len(model.saves) == asks
+    entries = history_of(tmp_path)
+    if entry is None:
+        assert entries == [] and loaded(tmp_path).saved == 0
+        model.save = saving(f"{HOUR}Saved.")
+        say(loop, "and later")
+        assert saved_tokens(model.saves[-1]) == ["<aa>", "<bb>"] and history_of(tmp_path) == ["Saved."]
+        return
+    assert loaded(tmp_path).saved == 4 and len(entries) == 1
+    if entry == "raw":
+        assert entries[0].startswith("[RAW]") and tokens_in(entries) == ["<aa>", "<bb>"]
+        assert loop.memory.read_facts() == "- The cat is Tom\n"
+    else:
+        assert entries == [entry]
+
+
+def test_new_without_a_model_puts_at_most_4000_characters_into_later_prompts(tmp_path):
+    """Fault 2: it was 31,878."""
+    for save in (DOWN, USELESS):
+        workspace = tmp_path / str(save is DOWN)
+        talk_of(workspace, 30, 1_500)
+        model = Model(save=save)
+        loop = make_loop(workspace, model)
+        say(loop, "one more", "/new", "hello")
+        size = len(loop.context.parts(loop.turn(KEY)).get("Recent History", ""))
+        assert size <= 4_100 and len(model.asked[-1].messages) == 2
+        raw = " ".join(history_of(workspace))
+        everything = raw + " ".join(contents(loaded(workspace).messages))
+        assert set(tokens_in(everything)) >= {f"<q.{n}>" for n in range(30)}, "nothing is lost"
+        assert (raw == "") is (save is DOWN)
+
+
+def test_raw_text_holds_every_message_whole_rounds_at_a_time(tmp_path):
+    talk_of(tmp_path, 60, 1_500)
+    model = Model(save=USELESS)
+    loop = make_loop(tmp_path, model, context_window_tokens=20_000)
+    say(loop, "/new", *["go on"] * 4)
+    numbers = [int(token[3:-1]) for token in tokens_in(history_of(tmp_path)) if token.startswith("<q")]
+    assert numbers == list(range(60))
+
+
+def test_an_unreachable_model_makes_requests_shorter_and_costs_nothing(tmp_path):
+    session = talk_of(tmp_path, 40, 1_500)
+    before = session.path.read_bytes()
+    model = Model(save=DOWN)
+    loop = make_loop(tmp_path, model, context_window_tokens=12_000, max_tokens=2_000)
+    assert say(loop, "now?") == ["Fine."]
+    assert session.path.read_bytes().startswith(before) and loaded(tmp_path).saved == 0
+    [left_out] = [text for _, text in loop.shown if "left out" in text]
+    assert re.fullmatch(r"\d+ of 41 turns, ~[\d,]+ tokens, are left out", left_out)
+    model.save = saving(f"{HOUR}They talked.")
+    say(loop, "and now?")
+    assert "<q.0>" in saved_tokens(model.saves[-1]) or "<q.0>" in saved_tokens(model.saves[1])
+
+
+def test_memory_that_changes_meanwhile_is_asked_for_again_and_never_overwritten(tmp_path):
+    facts = MemoryStore(tmp_path).facts
+    counts = itertools.count()
+
+    def save(request):
+        seen = request.messages[1]["content"]
+        if (count := next(counts)) < changes:
+            facts.write_text(f"- By hand, {count}\n")
+        return saving("Entry.", "- By hand, 1\n- New" if "By hand, 1" in seen else "- Old")
+
+    changes = 2
+    for more, text in ((0, "- By hand, 1\n- New\n"), (9, "- By hand, 5\n")):
+        changes += more
+        model = Model(save=save)
+        loop = make_loop(tmp_path, model)
+        say(loop, "hello", "/new")
+        assert facts.read_text() == text and len(model.saves) == 3
+    assert history_of(tmp_path)[0] == "Entry." and history_of(tmp_path)[1].startswith("[RAW]")
+
+
+def test_a_summary_that_is_missing_is_the_entry_and_the_earlier_one_is_carried_on(tmp_path):
+    talk_of(tmp_path, 12)
+    replies = iter([saving("First entry.", summary="It began."), saving("Second entry.")])
+    model = Model(save=lambda _: next(replies))
+    loop = make_loop(tmp_path, model, memory_window=8)
+    say(loop, "a")
+    assert "It began." in loaded(tmp_path).history()[0]["content"]
+    say(loop, "b", "c", "d")
+    assert "It began." in model.saves[1].messages[1]["content"]
+    summary = loaded(tmp_path).history()[0]["content"]
+    assert "It began." in summary and "Second entry." in summary
+    say(loop, "/new", "afresh")
+    assert "It began" not in str(model.asked[-1].messages[1:])
+
+
+def test_two_programs_in_one_session_save_it_once(tmp_path):
+    """The first has answered and still saves when the second takes a turn."""
+
+    async def talk() -> list[int]:
+        gate = Gate()
+        models = [Model(save=lambda _: gate.wait(saving("Entry."))), Model(save=saving("Entry."))]
+        first, second = (make_loop(tmp_path, model, memory_window=4) for model in models)
+        for n in range(3):
+            await first.process_direct(f"<{n}>", KEY)
+        await gate.reached.wait()
+        await second.process_direct("<3>", KEY)
+        await second.background.settled()
+        assert models[1].saves == []
+        gate.open.set()
+        await first.background.settled()
+        for n in (4, 5):
+            await second.process_direct(f"<{n}>", KEY)
+            await second.background.settled()
+        return [token for model in models for request in model.saves for token in saved_tokens(request)]
+
+    moved = asyncio.run(talk())
+    session = loaded(tmp_path)
+    kept = [f"<{n}>" for n in range(session.saved // 2, 6)]
+    assert session.saved > 0 and tokens_in(said(session.messages)) == kept
+    assert set(moved) >= {f"<{n}>" for n in range(session.saved // 2)}
+    assert len({entry["upto"] for entry in MemoryStore(tmp_path).entries()}) == len(history_of(tmp_path))
+
+
+def test_a_turn_that_fits_and_new_wait_for_no_memory(tmp_path):
+    async def talk() -> None:
+        gate = Gate()
+        loop = make_loop(tmp_path, Model(save=lambda _: gate.wait(saving("Entry."))), memory_window=2)
+        for n in range(3):
+            await loop.process_direct(f"question {n}", KEY)
+        await gate.reached.wait()
+        for text in ("question 3", "/new", "question 4", "/status"):
+            assert (await loop.process_direct(text, KEY)).stop_reason == "completed"
+        await loop.process_direct("hello", "cli:other")
+        gate.open.set()
+        await loop.background.settled()
+        assert loop.sessions.get(KEY).start == 8
+
+    asyncio.run(talk())
+    assert history_of(tmp_path) and set(history_of(tmp_path)) == {"Entry."}
+
+
+def test_a_turn_that_is_stopped_while_it_saves_saves_all_or_nothing(tmp_path):
+    async def talk() -> None:
+        gate = Gate()
+        talk_of(tmp_path, 12, 1_600)
+        model = Model(save=lambda _: gate.wait(saving("Entry.")))
+        loop = make_loop(tmp_path, model, context_window_tokens=10_000, max_tokens=2_000)
+        turn = asyncio.create_task(loop.process_direct("<now>", KEY))
+        await gate.reached.wait()
+        loop.stop(KEY)
+        with pytest.raises(asyncio.CancelledError):
+            await turn
+        model.save = saving("Entry.", summary="Things.")
+        await loop.process_direct("/continue", KEY)
+        await loop.background.settled()
+
+    asyncio.run(talk())
+    entries = MemoryStore(tmp_path).entries()
+    assert loaded(tmp_path).saved == max(entry["upto"] for entry in entries)
+    assert len({entry["upto"] for entry in entries}) == len(entries)
+
+
+def test_a_memory_that_cannot_be_written_is_said_and_the_turn_goes_on(tmp_path):
+    talk_of(tmp_path, 30, 1_000)
+    loop = make_loop(tmp_path, Model(save=saving("Entry.")), context_window_tokens=10_000, max_tokens=2_000)
+    (tmp_path / "memory" / ".lock").mkdir()
+    assert say(loop, "and now?") == ["Fine."]
+    assert any("nothing went into the memory: [Errno" in text for _, text in loop.shown)
+    assert history_of(tmp_path) == [] and loaded(tmp_path).saved == 0
