@@ -1593,3 +1593,240 @@ def test_a_memory_that_cannot_be_written_is_said_and_the_turn_goes_on(tmp_path):
     assert say(loop, "and now?") == ["Fine."]
     assert any("nothing went into the memory: [Errno" in text for _, text in loop.shown)
     assert history_of(tmp_path) == [] and loaded(tmp_path).saved == 0
+
+
+# ---- Requests fit the window, whatever the conversation was ----
+
+
+def random_conversation(dice: random.Random) -> tuple[list[dict], dict]:
+    """A lawful request, and the message that its turn is about. `<said>` marks what must stay."""
+    sizes = (5, 50, 500, 3_000, 20_000)
+    letters = [" word", "{}[]\":", "日本", "0123456789abcdef", "=" * 9]
+
+    def text(mark: str = "") -> str:
+        return mark + dice.choice(letters) * (dice.choice(sizes) // 5)
+
+    messages = [{"role": "system", "content": "You are <said>." + text()}]
+    if dice.random() < 0.3:
+        messages.append(user(text("[Summary]"), is_summary=True))
+    begin = 0
+    for n in range(turns := dice.randint(1, 12)):
+        begin, is_last = len(messages), n == turns - 1
+        image = [{"type": "image_url", "image_url": {"url": "data:,x"}}, {"type": "text", "text": "<said>"}]
+        messages.append(user(image if is_last and dice.random() < 0.3 else text("<said>" if is_last else "")))
+        for step in range(dice.choice([0, 1, 2, 15])):
+            ids = [f"{n}.{step}.{k}" for k in range(dice.randint(1, 3))]
+            messages += [calling(*ids), *(result(id_, text()) for id_ in ids)]
+            if dice.random() < 0.2:
+                messages.append(user("<said>" + " x" * 20 if is_last else text()))
+        if not is_last:
+            messages.append(answer(text()))
+    return messages, messages[begin]
+
+
+@pytest.mark.parametrize("count", [150, pytest.param(3_000, marks=pytest.mark.slow)])
+def test_every_request_fits_is_lawful_and_keeps_what_the_user_said_in_this_turn(count):
+    dice = random.Random(4)
+    counter = TokenCounter(lambda: 1 / 0)
+    for n in range(count):
+        messages, task = random_conversation(dice)
+        before = json.dumps(messages)
+        stays = [m for m in messages[messages.index(task) :] if m["role"] == "user"]
+        least = counter.total([messages[0], *stays]) + 700
+        budget = least + dice.choice([0, 100, 2_000, 20_000, 200_000])
+        with told(f"conversation {n}"):
+            request = Governed(messages, budget, counter, task)
+            assert json.dumps(messages) == before, "the conversation itself is not changed"
+            fits = counter.total(messages) <= budget
+            assert request.messages == messages and not request.notes if fits else request.notes
+            calls = sum(len(m.get("tool_calls") or []) for m in request.messages)
+            assert request.tokens <= budget + 40 * calls, (request.tokens, budget)
+            sent = str(request.messages)
+            assert sent.count("<said>") == str([messages[0], *stays]).count("<said>"), "what was said stays"
+            lawful = legal(request.messages, reply=False)
+            assert legal(lawful, reply=False) == lawful
+            roles = [m["role"] for m in request.messages]
+            for place, role in enumerate(roles):
+                ids = [each["id"] for each in request.messages[place].get("tool_calls") or []]
+                results = [m.get("tool_call_id") for m in request.messages[place + 1 : place + 1 + len(ids)]]
+                assert results == ids, "each call has its result"
+                assert role != "tool" or roles[place - 1] in ("tool", "assistant")
+
+
+def test_what_is_left_out_first_is_what_matters_least():
+    counter = TokenCounter(lambda: 1 / 0)
+    old = [user("old"), calling("c1"), result("c1", "x " * 2_000), answer("fine")]
+    new = [user("<task>"), calling("c2"), result("c2", "y " * 2_000)]
+    messages = [{"role": "system", "content": "You"}, user("sum", is_summary=True), *old, *new]
+    total = counter.total(messages)
+    budgets = (total, total - 100, counter.total([messages[0], *new]) + 20, 300)
+    notes = [Governed(messages, budget, counter).notes for budget in budgets]
+    assert notes[:2] == [[], ["1 old tool result sent as one line each"]]
+    assert "1 of 2 turns" in notes[2][1] and "1 tool result cut to ~" in notes[3][-1]
+    assert "2,000" not in str(notes), "no characters are counted as tokens"
+    sent = Governed(messages, total - 100, counter).messages
+    assert sent[4]["content"] == "[4,000 characters that read_file returned are left out here]"
+
+
+@pytest.mark.parametrize("name", json.loads((DATA / "token_counts.json").read_text(encoding="utf-8")))
+def test_the_estimate_is_within_0_6_and_2_4_of_the_true_count(name):
+    sample = json.loads((DATA / "token_counts.json").read_text(encoding="utf-8"))[name]
+    assert 0.6 <= estimate(sample["text"]) / sample["tokens"] <= 2.4
+    counter = TokenCounter(lambda: 1 / 0)
+    assert 0.6 <= counter.size(user(sample["text"])) / sample["tokens"] <= 2.5
+
+
+def test_exact_counts_come_in_the_background_and_are_never_waited_for():
+    wanted, here = multiprocessing.Event(), multiprocessing.Event()
+
+    def load():
+        wanted.set()
+        here.wait(20)
+        return lambda text: 7
+
+    counter = TokenCounter(load)
+    Governed([user("short")], 10_000, counter)
+    assert not wanted.is_set(), "not where there is room enough"
+    assert Governed([user("word " * 4_000)], 10_000, counter).tokens > 3_000
+    assert wanted.wait(20)
+    here.set()
+    for _ in range(2_000):
+        if counter.size(user("x")) == 4 + 7 + 7:
+            break
+        time.sleep(0.005)
+    assert counter.size(user("x")) == 4 + 7 + 7
+
+
+# ---- The history ----
+
+
+def test_cursors_rise_whatever_happened_to_the_files(tmp_path):
+    memory = MemoryStore(tmp_path)
+    memory.append_history(f"{HOUR}One.", "Two.")
+    with open(memory.history, "a") as file:
+        file.write('{"cursor": 40, "timestamp": "x", "content": 5}\n{"cursor": true}\n{"cursor": 9, "time')
+    MemoryStore(tmp_path).append_history("Three.")
+    (memory.folder / ".dream_cursor").write_text("50")
+    memory.append_history("Four.", "x" * 100_000)
+    entries = MemoryStore(tmp_path).entries()
+    assert [entry["cursor"] for entry in entries] == [1, 2, 3, 51, 52]
+    assert entries[0]["timestamp"] == "2026-04-03 00:02" and len(entries[-1]["content"]) == 64_000
+    assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d$", entries[1]["timestamp"])
+    assert [entry["content"][:4] for entry in memory.unread()] == ["Four", "xxxx"]
+    for damage in (b"", b"nonsense", b"-5", b"\xff", b"9" * 5_000):
+        (memory.folder / ".dream_cursor").write_bytes(damage)
+        assert len(memory.unread()) == 5, "then nothing counts as read"
+
+
+APPEND_HISTORY = """
+for n in range(60):
+    MemoryStore(Path(sys.argv[1])).append_history(f"{sys.argv[2]}.{n}")
+"""
+
+
+def test_programs_that_write_the_history_at_once_lose_and_double_nothing(tmp_path):
+    programs = [another_program(APPEND_HISTORY, tmp_path, name) for name in "ab"]
+    memory = MemoryStore(tmp_path)
+    while any(program.poll() is None for program in programs):
+        (tmp_path / "memory").mkdir(exist_ok=True)
+        (tmp_path / "memory" / ".dream_cursor").write_text("1000000")
+        memory.archive_old(keep=10)
+    for program in programs:
+        program.communicate()
+    archived = lines_of(memory.archive) if memory.archive.exists() else []
+    entries = archived + memory.entries()
+    assert sorted(contents(entries)) == sorted(f"{name}.{n}" for name in "ab" for n in range(60))
+    assert len({entry["cursor"] for entry in entries}) == 120
+
+
+def test_read_entries_beyond_1000_go_to_the_archive_and_unread_ones_never(tmp_path):
+    memory = MemoryStore(tmp_path)
+    memory.append_history(*(f"entry {n}" for n in range(1_005)))
+    (memory.folder / ".dream_cursor").write_text("3")
+    for _ in range(2):
+        memory.archive_old()
+    assert contents(lines_of(memory.archive)) == ["entry 0", "entry 1", "entry 2"]
+    assert len(memory.entries()) == 1_002 and len(memory.unread()) == 1_002
+    assert len("\n".join(memory.recent_history())) <= 4_000
+    assert memory.recent_history()[-1].endswith("entry 1004")
+
+
+FACTS = [
+    ("nothing empties it", "- a\n", "", "- a\n"),
+    ("nor blanks", "- a\n", " \n\0 ", "- a\n"),
+    ("a long text may not shrink to less than half", "x" * 400, "x" * 150, "x" * 400),
+    ("to half it may", "x" * 400, "y" * 200, "y" * 200 + "\n"),
+    ("a short one may", "- a b c\n", "- a", "- a\n"),
+    ("a NUL never gets into it", "- a\n", "- a\0b", "- ab\n"),
+]
+
+
+@pytest.mark.parametrize(("law", "before", "new", "after"), FACTS, ids=[each[0] for each in FACTS])
+def test_memory_md(tmp_path, law, before, new, after):
+    memory = MemoryStore(tmp_path)
+    memory.folder.mkdir()
+    elsewhere = tmp_path / "elsewhere.md"
+    elsewhere.write_text(before)
+    elsewhere.chmod(0o600)
+    memory.facts.symlink_to(elsewhere)
+    assert memory.write_facts(new, instead_of=before)
+    assert elsewhere.read_text() == after and memory.facts.is_symlink(), "a link stays a link"
+    assert elsewhere.stat().st_mode & 0o777 == 0o600 and not list(tmp_path.glob(".*tmp"))
+    assert not memory.write_facts("- other", instead_of="- what it was not")
+    assert elsewhere.read_text() == after
+
+
+# ---- One fence reads every file that goes into a request ----
+
+
+def odd_files(workspace: Path, secret: Path) -> dict[str, object]:
+    """Ways in which a file is none that may be sent."""
+    return {
+        "a link to the settings file": lambda path: path.symlink_to(secret),
+        "a link to a link to it": lambda path: path.symlink_to(link_to(workspace / "link", secret)),
+        "a FIFO": os.mkfifo,
+        "a device": lambda path: path.symlink_to("/dev/zero"),
+        "a folder": lambda path: path.mkdir(),
+        "100 MB": lambda path: os.truncate(path if path.touch() is None else path, 100_000_000),
+    }
+
+
+def link_to(path: Path, target: Path) -> Path:
+    path.symlink_to(target)
+    return path
+
+
+ODD = ["a link to the settings file", "a link to a link to it", "a FIFO", "a device", "a folder", "100 MB"]
+PLACES = ["HEARTBEAT.md", "memory/MEMORY.md", "SOUL.md", "USER.md", "AGENTS.md", "skills/odd/SKILL.md"]
+
+
+@posix
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("odd", ODD)
+def test_no_file_that_a_command_planted_gets_into_a_request_or_holds_it_up(tmp_path, own_home, odd, place):
+    """Fault 3: HEARTBEAT.md linked to the settings file sent the keys; a FIFO hung the gateway."""
+    secret = own_home / ".nanobot" / "config.json"
+    secret.parent.mkdir()
+    secret.write_text('{"providers": {"openai": {"apiKey": "sk-secret"}}}')
+    workspace = tmp_path / "ws"
+    model = Model(lambda request: "[MEMORY] x" if "# History" in str(request.messages) else "Fine.")
+    loop = make_loop(workspace, model)
+    path = workspace / place
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    odd_files(workspace, secret)[odd](path)
+    loop.memory.append_history("Something happened.")
+
+    async def work() -> None:
+        await loop.process_direct("hi", KEY)
+        for job in ("dream", "beat"):
+            with contextlib.suppress(OSError, ValueError):
+                await (loop.process_direct("/dream", KEY) if job == "dream" else beat(loop))
+
+    async def beat(loop: AgentLoop) -> None:
+        text = loop.memory.text_of(workspace / "HEARTBEAT.md")
+        await loop.process_direct(text, "cron:heartbeat")
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+    assert model.asked and "sk-secret" not in str([request.messages for request in model.asked])
+    assert all(len(str(request.messages)) < 100_000 for request in model.asked)
