@@ -72,6 +72,9 @@ class MessageBus:
     def channels(self) -> list[str]:
         return list(self._open)
 
+    def shows_deltas(self, channel: str) -> bool:
+        return channel in self._open and self._open[channel].channel.shows_deltas
+
     async def publish(self, message: InboundMessage) -> None:
         """Returns when the agent has journalled the message, or raises what kept it from that."""
         message.journalled = asyncio.get_running_loop().create_future()
@@ -111,6 +114,7 @@ class Channel:
     what it holds, `send` delivers, or raises where another try may help (no network)."""
 
     name = ""
+    shows_deltas = False  # the pieces of an answer while it is written
 
     def __init__(self, allow_from: Sequence[str | int] = ()):
         self.allow_from = [str(sender_id) for sender_id in allow_from]

@@ -317,6 +317,7 @@ class Governed:
         questions = [n for n in past if messages[n]["role"] == "user"]
         for first, end in pairwise([*past[:1], *questions[1:], begin]):
             yield TURN, list(range(first, end))
+        yield SUMMARY, [n for n in range(begin) if "is_summary" in messages[n]]
         steps = [n for n in range(begin + 1, self.last_step) if messages[n]["role"] == "assistant"]
         for first, end in pairwise([*steps, self.last_step]):
             # not what the user said; pictures that a tool gave are a user message of blocks
@@ -331,13 +332,13 @@ class Governed:
         room = self.counter.total([self.messages[n] for n in results]) - excess
         for n in results:
             text = as_text(self.messages[n].get("content"))
-            cut = fitted(text, max(int(room) // len(results) - 20, 10))
+            cut = fitted(text, max(int(room) // len(results) - 20, 10), self.counter.count)
             note = "" if cut == text else "\n[not all of it: ask for a part]"
             self.messages[n] = {**self.messages[n], "content": cut + note}
         self.notes.append(f"{counted(len(results), 'tool result')} cut")
 
 
-RESULT, TURN, STEP = "old tool result", "turn", "step"
+RESULT, TURN, SUMMARY, STEP = "old tool result", "turn", "summary", "step"
 
 
 # ---- Long-term memory: facts that are true, and the history of what was ----
@@ -367,11 +368,14 @@ class MemoryStore:
         except FileNotFoundError:
             return ""
 
+    def read_facts(self) -> str:
+        return self.text_of(self.facts)
+
     def write_facts(self, text: str, instead_of: str) -> bool:
         """False if somebody else changed the file meanwhile: then it stays as it is. No answer of a
         model may empty MEMORY.md, or leave less than half of a long one."""
         with locked(self.lock):
-            if self.text_of(self.facts) != instead_of:
+            if self.read_facts() != instead_of:
                 return False
             text = text.replace("\0", "").strip()  # git would take the file for binary
             before = instead_of.strip()
@@ -516,7 +520,7 @@ class Consolidator:
 
     def _next_part(self, session: Session, upto: int) -> tuple[int, str]:
         """The number up to which the next round goes, and its conversation as text."""
-        taken = estimate(self.prompt + self.store.text_of(self.store.facts) + session.summary) + 500
+        taken = estimate(self.prompt + self.store.read_facts() + session.summary) + 500
         room = max(self.budget // 2 - taken, self.budget // 8)
         if session.saved < session.start:
             upto = min(upto, session.start)  # what `/new` dropped is in no summary
@@ -534,7 +538,7 @@ class Consolidator:
         the model cannot be reached. If it is of no help, the text is kept as it is."""
         earlier = [message["content"] for message in session.summary_messages()]
         for _ in range(3):  # MEMORY.md may change while the model thinks, an answer may be cut
-            facts = self.store.text_of(self.store.facts)
+            facts = self.store.read_facts()
             question = "\n\n".join(["# MEMORY.md", facts, "# Conversation", *earlier, text])
             response = await self.ask(request(self.prompt, question), [SAVE_MEMORY], None)
             if response.finish_reason == "error" and not response.is_overflow:
@@ -996,9 +1000,9 @@ def middle_out(text: str, most: int) -> str:
     return f"{text[: most * 2 // 3]} […] {text[-most // 3 :]}"
 
 
-def fitted(text: str, most: int) -> str:
+def fitted(text: str, most: int, count: Callable[[str], int] | None = None) -> str:
     """Shortened in its middle until it has at most so many tokens."""
-    while estimate(text) > most and len(text) > 50:  # characters, or it shrinks no more
+    while (count or estimate)(text) > most and len(text) > 50:  # characters, or it shrinks no more
         text = middle_out(text, len(text) * 3 // 4)
     return text
 
@@ -1024,12 +1028,20 @@ def estimate(text: str) -> int:
     return int(letters / 5 + capitals / 1.3 + (len(marks) - len(foreign)) / 1.75 + len(foreign) / 4.5) + 1
 
 
-class TokenCounter:
-    """Sizes in tokens, each text measured once: estimated until tiktoken's vocabulary is there."""
+def load_vocabulary() -> Callable[[str], int]:
+    import tiktoken
 
-    def __init__(self) -> None:
-        self._is_exact = False
-        self._count = lru_cache(maxsize=1_000)(estimate)
+    encode = tiktoken.get_encoding("o200k_base").encode_ordinary
+    pieces = partial(re.findall, r"(?s).{1,2000}")  # a long one of equal letters takes very long
+    return lambda text: sum(len(encode(piece)) for piece in pieces(text))
+
+
+class TokenCounter:
+    """Sizes in tokens, each text measured once: estimated until `load() -> count` has come."""
+
+    def __init__(self, load: Callable[[], Callable[[str], int]] = load_vocabulary):
+        self._load: Callable | None = load
+        self.count = lru_cache(maxsize=1_000)(estimate)
 
     def size(self, message: dict) -> int:
         """Of a message; an image counts as 1,000."""
@@ -1038,31 +1050,25 @@ class TokenCounter:
         images = [block for block in blocks if block.get("type") == "image_url"]
         texts = [as_text(block.get("text")) for block in blocks if block not in images]
         texts += [to_json(call) for call in message.get("tool_calls") or []]
-        return 4 + 1_000 * len(images) + sum(self._count(text) for text in texts if text)
+        return 4 + 1_000 * len(images) + sum(self.count(text) for text in texts if text)
 
     def total(self, messages: list[dict]) -> int:
         return sum(map(self.size, messages))
 
     def size_of_tools(self, definitions: list[dict]) -> int:
-        return self._count(to_json(definitions)) if definitions else 0
+        return self.count(to_json(definitions)) if definitions else 0
 
     def count_exactly_from_now_on(self) -> None:
         """As soon as the vocabulary is there: it comes in the background, however long it takes."""
-        if not self._is_exact:
-            self._is_exact = True
-            threading.Thread(target=self._fetch, daemon=True).start()
+        if self._load:
+            threading.Thread(target=self._fetch, args=(self._load,), daemon=True).start()
+        self._load = None
 
-    def _fetch(self) -> None:
+    def _fetch(self, load: Callable) -> None:
         try:
-            import tiktoken
-
-            encode = tiktoken.get_encoding("o200k_base").encode_ordinary
+            self.count = lru_cache(maxsize=1_000)(load())
         except Exception as problem:  # no network, no tiktoken: the estimate is good enough
             log.info("tokens are estimated: %s", problem)
-            return
-        # in pieces: a long one of equal letters takes very long
-        pieces = partial(re.findall, r"(?s).{1,2000}")
-        self._count = lru_cache(maxsize=1_000)(lambda text: sum(map(len, map(encode, pieces(text)))))
 
 
 # ---- What was dreamt can be looked at and undone ----

@@ -99,6 +99,7 @@ class AgentRunSpec:
     append: Callable[..., None] = lambda *messages: None  # is given new messages as they appear
     arrivals: Callable[[], list[dict]] = list  # what the user said meanwhile; journalled already
     make_room: MakeRoom | None = None  # called before each request
+    shows_deltas: bool = True  # then what the user saw of a stopped answer is kept
 
 
 @dataclass
@@ -215,7 +216,8 @@ class AgentRunner:
                         await self._conclude(state, response, outcome)
                 await spec.hook.after_iteration(state.context)
         except asyncio.CancelledError:
-            self._keep_half_answer(state, "it was stopped")
+            if spec.shows_deltas:
+                self._keep_half_answer(state, "it was stopped")
             raise
         state.result.messages = state.context.messages
         state.result.usage = state.context.usage
@@ -626,6 +628,7 @@ def run_spec(
         max_iterations=limits.max_tool_iterations, max_tokens=limits.max_tokens,
         temperature=limits.temperature, context_window=limits.context_window_tokens,
         hook=CompositeHook([events, *loop.hooks]), turn=events.turn, counter=loop.counter,
+        shows_deltas=events.shows_deltas,
     )  # fmt: skip
 
 
@@ -1176,10 +1179,13 @@ class ApprovalHook(AgentHook):
 class EventHook(AgentHook):
     """Tells a channel what is going on: deltas, text beside tool calls, tool hints, the answer."""
 
-    def __init__(self, emit: Emit | None, turn: Turn, streaming: bool):
+    def __init__(
+        self, emit: Emit | None, turn: Turn, streaming: bool, shows_deltas: bool = True
+    ):  # fmt: skip
         self.emit = emit
         self.turn = turn
         self.wants_streaming = streaming
+        self.shows_deltas = shows_deltas
 
     async def send(self, kind: str, content: str) -> None:
         if self.emit:
@@ -1257,13 +1263,14 @@ class Conversation:
     order: asyncio.Lock = field(default_factory=asyncio.Lock)  # of what comes in
     task: asyncio.Task | None = None
 
-    def take(self, kind: str, most: int) -> list[dict]:
+    def next(self, kind: str, most: int) -> list[dict]:
         """The oldest lines, up to one of another kind."""
-        oldest = self.waiting[:most]
-        lines = list(itertools.takewhile(lambda line: line["kind"] == kind, oldest))
-        del self.waiting[: len(lines)]
-        self.entered.update(line["id"] for line in lines)
-        return lines
+        return list(itertools.takewhile(lambda line: line["kind"] == kind, self.waiting[:most]))
+
+    def enter(self, line: dict) -> None:
+        """It stands in the journal now, so it waits no more."""
+        self.waiting.remove(line)
+        self.entered.add(line["id"])
 
 
 class BusService:
@@ -1371,9 +1378,10 @@ class BusService:
             if conversation.is_due:
                 conversation.is_due = False
                 session.mark("resumed")
-            elif reports := conversation.take("report", 1):
+            elif reports := conversation.next("report", 1):
                 return await self._report(session, conversation, reports[0])
-            elif commands := conversation.take("command", 1):
+            elif commands := conversation.next("command", 1):
+                conversation.enter(commands[0])
                 if slash_command(commands[0]["content"])[0] == "new":
                     return await start_afresh(self.loop, session, turn)
                 await in_thread(conversation.inbox.remove, {commands[0]["id"]})
@@ -1383,10 +1391,12 @@ class BusService:
                 session.end_open_turn("interrupted")
                 entered = self._enter(session, conversation, sys.maxsize)
                 images = list(itertools.chain.from_iterable(images for _, images in entered))
-            events = EventHook(self._emit, turn, self.loop.config.streaming)
+            events = self._events(turn)
             arrivals = partial(self._arrivals, session, conversation)
             return await self.loop.answer(session, events, images, arrivals)
         except Exception as problem:
+            if isinstance(problem, OSError) and conversation.waiting:
+                raise  # the journal cannot be written: what waits is tried again
             log.exception("the turn of %s failed", session.key)
             return AgentRunResult(stop_reason="error", error=f"{type(problem).__name__}: {problem}")
 
@@ -1396,10 +1406,11 @@ class BusService:
         """The oldest messages, up to a command or report: from now on the model sees them. Gives
         each as it is journalled, and its images."""
         entered = []
-        for line in conversation.take("user", most):
+        for line in conversation.next("user", most):
             turn = self.loop.turn(session.key)
             message, images = self.loop.context.user_message(line["content"], turn, line["media"])
             session.append(message | {"id": line["id"]})
+            conversation.enter(line)
             conversation.reply_to = line["id"]
             entered.append((message, images))
         return entered
@@ -1422,12 +1433,14 @@ class BusService:
         session.end_open_turn("interrupted")
         if line["sender"] != "subagent":
             session.append({"role": "assistant", "content": line["content"], "id": line["id"]})
+            conversation.enter(line)
             await session.synced()
             return AgentRunResult(line["content"])
         turn = self.loop.turn(session.key)
         message, _ = self.loop.context.user_message(line["content"], turn)
         session.append(message | {"id": line["id"]})
-        events = EventHook(self._emit, turn, self.loop.config.streaming)
+        conversation.enter(line)
+        events = self._events(turn)
         arrivals = partial(self._arrivals, session, conversation)
         return await self.loop.answer(session, events, [], arrivals)
 
@@ -1443,6 +1456,10 @@ class BusService:
         else:
             reply_to = conversation.reply_to
             send_final(self.loop, self.bus, session.key, text, session.last, reply_to)
+
+    def _events(self, turn: Turn) -> EventHook:
+        is_shown = self.bus.shows_deltas(turn.channel)
+        return EventHook(self._emit, turn, self.loop.config.streaming, is_shown)
 
     async def _emit(self, event: OutboundMessage) -> None:
         if event.kind in ("final", "delta", *kinds_to_show(self.loop.config.channels)):

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -43,6 +44,13 @@ DATA = Path(__file__).parent / "data"
 KEY = "cli:direct"
 CHAT = "desk:1"
 posix = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="FIFOs and kill -9 are POSIX")
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    """Sizes stay estimates: the vocabulary for exact ones comes over the network."""
+    for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
 
 
 # ---- What the tests say and look at ----
@@ -76,6 +84,7 @@ def saving(entry: str, update: str = "- A fact", summary: str | None = None, **m
 
 
 DOWN = LLMResponse(finish_reason="error", error="the endpoint is down")
+CUT = LLMResponse("x", finish_reason="length")
 USELESS = LLMResponse("I would rather not.")
 HOUR = "[2026-04-03 00:02] "
 
@@ -181,12 +190,15 @@ class Desk(Channel):
         self.sent.append(message)
 
 
+IDS = itertools.count(1)
+
+
 class Chats:
     """A loop that serves a bus with one channel, inside its `async with`."""
 
     def __init__(self, workspace: Path, model: LLMProvider, *tools: Tool, **defaults: object):
         self.loop = make_loop(workspace, model, *tools, **defaults)
-        self.model, self.desk, self.ids = model, Desk(), itertools.count(1)
+        self.model, self.desk = model, Desk()
 
     async def __aenter__(self):
         self.bus = MessageBus()
@@ -201,7 +213,7 @@ class Chats:
         await self.loop.close(5.0)
 
     async def say(self, text: str, chat: str = "1", id_: str = "") -> None:
-        id_ = id_ or f"m{next(self.ids)}"
+        id_ = id_ or f"m{next(IDS)}"
         await self.bus.publish(InboundMessage("desk", "7", chat, text, message_id=id_))
 
     def finals(self, chat: str = "1") -> list[str]:
@@ -334,21 +346,26 @@ def test_a_message_keeps_its_time_and_of_an_image_the_line_that_names_it(tmp_pat
     assert SessionManager(tmp_path).transcript(KEY)[0].startswith("[2026-04-03T10:00:00+0200] user: [image:")
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a disk that is always full")
-def test_a_write_that_fails_is_said_and_leaves_no_trace(tmp_path):
+@contextlib.contextmanager
+def full_disk(size: int):
+    """No file gets longer than so many bytes."""
     resource = pytest.importorskip("resource")
-    session = loaded(tmp_path)
-    session.append(user("before"))
-    before = session.path.read_bytes()
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 5_000, old[1]))  # a disk that gets full
-        with pytest.raises(OSError, match=re.escape(session.path.name)):
-            session.append(user("x" * 20_000))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, old[1]))
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
         signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_write_that_fails_is_said_and_leaves_no_trace(tmp_path):
+    session = loaded(tmp_path)
+    session.append(user("before"))
+    before = session.path.read_bytes()
+    with full_disk(len(before) + 5_000), pytest.raises(OSError, match=re.escape(session.path.name)):
+        session.append(user("x" * 20_000))
     assert session.path.read_bytes() == before and contents(session.messages) == ["before"]
     session.append(user("after"))
     assert contents(loaded(tmp_path).messages) == ["before", "after"]
@@ -494,7 +511,7 @@ ODD_LINES = [
     ("no content", '{"n": 2, "role": "user"}'),
     ("blocks that are none", '{"n": 2, "role": "user", "content": ["x"]}'),
     ("calls that are none", '{"n": 2, "role": "assistant", "tool_calls": [1]}'),
-    ("a function that is none", '{"n": 2, "role": "assistant", "tool_calls": [{"id": "c", "function": "f"}]}'),
+    ("a function that is none", '{"n": 2, "role": "assistant", "tool_calls": [{"function": "f"}]}'),
     ("a number that is a text", '{"n": "2", "role": "user", "content": "x"}'),
     ("nested too deep", "[" * 50_000),
     ("a list", "[1, 2]"),
@@ -1025,3 +1042,789 @@ def test_whatever_comes_when_each_message_is_seen_in_order_and_answered_once(tmp
     session = loaded(tmp_path, CHAT)
     assert set(moved.values()) == {1}, "each moved into the memory once"
     assert Counter([*moved, *tokens_in(said(session.messages))]) == Counter(set(texts) - {"/stop"})
+
+
+def after_a_kill(workspace: Path, *messages: dict, resumes: int = 0, age: float = 0) -> Path:
+    """A workspace in which the last gateway was killed in this turn."""
+    session = loaded(workspace, CHAT)
+    session.append(*messages)
+    for _ in range(resumes):
+        session.mark("resumed")
+    os.utime(session.path, (time.time() - age,) * 2)
+    return session.path
+
+
+OPEN_TURNS = [
+    ("a question without an answer", [user("<q>")], {}, True),
+    ("a call without its result", [user("<q>"), calling("c1")], {}, True),
+    ("results that nobody has looked at", [user("<q>"), calling("c1"), result("c1", "x")], {}, True),
+    ("resumed once", [user("<q>")], {"resumes": 1}, True),
+    ("resumed twice: it may be what kills the program", [user("<q>")], {"resumes": 2}, False),
+    ("almost a day old", [user("<q>")], {"age": 23 * 3_600}, True),
+    ("more than a day old", [user("<q>")], {"age": 25 * 3_600}, False),
+    ("answered", [user("<q>"), answer("yes")], {}, False),
+]
+
+
+@pytest.mark.parametrize(
+    ("what", "lines", "state", "goes_on"), OPEN_TURNS, ids=[each[0] for each in OPEN_TURNS]
+)
+def test_what_the_next_gateway_does_with_a_turn_that_was_killed(tmp_path, what, lines, state, goes_on):
+    path = after_a_kill(tmp_path, *lines, **state)
+    is_answer = what == "answered"
+
+    async def work(chats):
+        await chats.answered(1 if goes_on or is_answer else 0)
+        await chats.until(lambda: not chats.loop.turns.tasks)
+        assert chats.finals() == (["yes"] if is_answer else ["Fine."] if goes_on else [])
+        await chats.say("next")
+        await chats.answered(2 if goes_on or is_answer else 1)
+
+    model = Model()
+    serve(tmp_path, model, work)
+    assert len(model.asked) == (2 if goes_on else 1)
+    assert tokens_in(model.asked[-1].messages) == ["<q>"]
+    assert ("not answered: interrupted" in str(model.asked[-1].messages)) is (not goes_on and not is_answer)
+    marks = [line["mark"] for line in lines_of(path) if "mark" in line]
+    assert marks.count("resumed") == state.get("resumes", 0) + goes_on
+
+
+def test_a_terminal_session_waits_for_continue(tmp_path):
+    loaded(tmp_path).append(user("<q>"), calling("c1"))
+    model = Model()
+    loop = make_loop(tmp_path, model)
+    serve(tmp_path, model, lambda chats: asyncio.sleep(0.02))
+    assert model.asked == []
+    assert say(loop, "/continue", "/continue") == ["Fine.", "There is no interrupted turn to go on with."]
+    assert legal(model.asked[0].messages)[-1]["role"] == "tool", "the call reads as interrupted"
+
+
+def test_a_gateway_that_ends_writes_no_end_and_its_turn_goes_on_at_the_next_start(tmp_path):
+    gate = Gate()
+
+    async def work(chats):
+        await chats.say("<q>")
+        await gate.reached.wait()
+        await chats.say("<r>")
+
+    serve(tmp_path, Model(lambda request: gate.wait()), work)
+    assert loaded(tmp_path, CHAT).is_open
+    model = Model(lambda request: " ".join(tokens_in(said(request.messages))))
+    chats = serve(tmp_path, model, lambda chats: chats.answered(2))
+    assert chats.finals() == ["<q>", "<q> <r>"] and not loaded(tmp_path, CHAT).undelivered
+    assert not chats.loop.sessions.inbox(CHAT).path.exists()
+    chats = serve(tmp_path, model, lambda chats: asyncio.sleep(0.02))
+    assert chats.finals() == [] and len(model.asked) == 2
+
+
+@pytest.mark.parametrize("where", ["before a word", "in a tool"])
+def test_stop_ends_a_turn_for_good_continue_takes_it_up_and_what_waited_is_answered(tmp_path, where):
+    gate = Gate()
+
+    def talk(request):
+        if len(model.asked) == 1:
+            return call("slow") if where == "in a tool" else gate.wait()
+        return " ".join(tokens_in(said(request.messages)))
+
+    async def work(chats):
+        await chats.say("/stop")
+        await chats.answered(1)
+        await chats.say("<a>")
+        await gate.reached.wait()
+        await chats.say("/stop")
+        await chats.answered(2)
+        await chats.until(lambda: not chats.loop.turns.tasks)
+
+    model = Model(talk)
+    chats = serve(tmp_path, model, work, waiting_tool(gate))
+    assert chats.finals() == ["Nothing runs here.", "Stopped; /continue goes on."]
+    assert "it was stopped" in [line.get("why") for line in lines_of(chats.loop.sessions.path(CHAT))]
+    chats = serve(tmp_path, model, lambda chats: asyncio.sleep(0.02))
+    assert len(model.asked) == 1, "a restart does not begin it again"
+
+    async def go_on(chats):
+        await chats.say("/continue")
+        await chats.say("/continue")
+        await chats.say("<b>")
+        await chats.answered(3)
+        assert chats.finals() == ["<a>", "There is no interrupted turn to go on with.", "<a> <b>"]
+
+    serve(tmp_path, model, go_on)
+    assert "not answered" not in str(model.asked[-1].messages)
+
+
+def test_new_and_continue_wait_for_what_came_before_them(tmp_path):
+    gate = Gate()
+
+    async def work(chats):
+        await chats.say("<a>")
+        await gate.reached.wait()
+        for text in ("<b>", "/new", "<c>", "/continue"):
+            await chats.say(text)
+        gate.open.set()
+        await chats.answered(5)
+
+    model = Model(lambda r: gate.wait("one") if len(model.asked) == 1 else str(tokens_in(said(r.messages))))
+    chats = serve(tmp_path, model, work)
+    first, second, new, third, nothing = chats.finals()
+    assert (first, second, third) == ("one", "['<a>', '<b>']", "['<c>']")
+    assert new.startswith("A new session begins") and nothing.startswith("There is no interrupted")
+
+
+FAILURES = [
+    ("the endpoint fails", DOWN, "Sorry, that failed: the endpoint is down"),
+    ("a mistake in our own code", lambda _: 1 / 0, "Sorry, that failed: ZeroDivisionError: division by zero"),
+    ("an answer that broke off", LLMResponse("Half", finish_reason="error", error="cut off"),
+     "Half\n\nSorry, that failed: cut off"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("what", "reply", "told_text"), FAILURES, ids=[each[0] for each in FAILURES])
+def test_a_turn_that_fails_is_told_once_and_not_begun_again(tmp_path, what, reply, told_text):
+    async def work(chats):
+        await chats.say("<q>")
+        await chats.answered(1)
+        await chats.at_rest()
+
+    model = Model(reply)
+    assert serve(tmp_path, model, work).finals() == [told_text]
+    chats = serve(tmp_path, model, lambda chats: asyncio.sleep(0.02))
+    assert chats.finals() == [] and len(model.asked) == 1
+    session = loaded(tmp_path, CHAT)
+    assert session.unfinished and not session.is_open
+    model = Model()
+
+    async def again(chats):
+        await chats.say("again")
+        await chats.answered(1)
+
+    serve(tmp_path, model, again)
+    gap = "answer above broke off: cut off" if "Half" in told_text else "message above was not answered"
+    assert gap in said(model.asked[0].messages)[-1]
+
+
+def test_an_answer_that_did_not_arrive_is_sent_at_the_next_start_and_one_that_did_is_not(tmp_path):
+    async def shut(chats):
+        await chats.say("<a>")
+        await chats.answered(1)
+        await chats.at_rest()
+        chats.desk.is_shut = True
+        await chats.say("<b>")
+        await chats.until(lambda: len(loaded(tmp_path, CHAT).messages) == 4)
+
+    model = Model(lambda request: tokens_in(said(request.messages))[-1])
+    serve(tmp_path, model, shut)
+    for sent in (["<b>"], []):
+        chats = serve(tmp_path, model, lambda chats, sent=sent: chats.answered(len(sent)))
+        assert chats.finals() == sent
+    assert len(model.asked) == 2
+
+
+def test_a_message_is_confirmed_when_it_is_on_the_disk_and_never_taken_twice(tmp_path):
+    async def work(chats):
+        for _ in range(2):
+            await chats.say("one", id_="5")
+        await chats.answered(1)
+        await chats.say("one", id_="5")
+        inbox = chats.loop.sessions.inbox("desk:2").path
+        inbox.mkdir(parents=True)
+        with pytest.raises(OSError):
+            await chats.say("lost?", "2", "6")
+        inbox.rmdir()
+        await chats.say("lost?", "2", "6")
+        await chats.answered(1, "2")
+        assert inbox.parent.exists() and len(chats.finals()) == 1
+
+    model = Model()
+    serve(tmp_path, model, work)
+    serve(tmp_path, model, lambda chats: chats.say("one", id_="5"))
+    assert len(model.asked) == 2
+
+
+def test_a_thousand_ids_are_remembered_whatever_went_into_the_memory(tmp_path):
+    session = loaded(tmp_path, CHAT)
+    for n in range(1_001):
+        session.append(user("x", id=str(n)), answer("y"))
+    session.mark("delivered", upto=session.last)
+    session.mark("saved", upto=session.last, summary="Many.")
+    model = Model()
+
+    async def work(chats):
+        await chats.say("again", id_="1000")
+        await chats.say("again", id_="1")
+        assert not chats.loop.turns.tasks and model.asked == []
+        await chats.say("too long ago to know", id_="0")
+        await chats.answered(1)
+
+    serve(tmp_path, model, work)
+
+
+def test_what_a_job_tells_stands_in_the_chat_and_what_a_helper_found_starts_a_turn(tmp_path):
+    async def work(chats):
+        await chats.say("<a>")
+        await chats.answered(1)
+        await chats.bus.publish(InboundMessage("system", "job", CHAT, "<job> it rains"))
+        await chats.answered(2)
+        await chats.bus.publish(InboundMessage("system", "subagent", CHAT, "<helper> found it"))
+        await chats.answered(3)
+
+    chats = serve(tmp_path, Model(), work)
+    assert chats.finals() == ["Fine.", "<job> it rains", "Fine."]
+    roles = [(m["role"], *tokens_in(m["content"])) for m in chats.model.asked[-1].messages[1:]]
+    assert roles == [("user", "<a>"), ("assistant",), ("user", "<helper>")] or roles == [
+        ("user", "<a>"), ("assistant", "<job>"), ("user", "<helper>")]  # fmt: skip
+
+
+def test_a_disk_that_is_full_for_a_moment_loses_no_message(tmp_path):
+    """It waits in the inbox, and is answered when there is room for it in the journal."""
+    session = loaded(tmp_path, CHAT)
+    session.append(user("x" * 20_000), answer("y"))
+    session.mark("delivered", upto=2)
+
+    async def work(chats):
+        with full_disk(session.path.stat().st_size):
+            await chats.say("<a>")
+            await chats.say("<b>")
+            await asyncio.sleep(0.05)
+        assert chats.model.asked == []
+        await chats.until(lambda: "Fine." in chats.finals())
+
+    chats = serve(tmp_path, Model(), work)
+    assert tokens_in(chats.model.asked[0].messages) == ["<a>", "<b>"]
+
+
+@pytest.mark.parametrize("end", ["stopped", "the gateway ends"])
+def test_what_a_chat_was_not_shown_of_an_answer_is_not_kept_as_said(tmp_path, end):
+    """Else the user gets the second half of an answer, and never the first."""
+    gate = Gate()
+
+    async def half(request):
+        await request.show("Half", " an ans")
+        return await gate.wait()
+
+    async def work(chats):
+        await chats.say("<q>")
+        await gate.reached.wait()
+        if end == "stopped":
+            await chats.say("/stop")
+            await chats.answered(1)
+            await chats.until(lambda: not chats.loop.turns.tasks)
+
+    serve(tmp_path, Model(half), work)
+    assert contents(loaded(tmp_path, CHAT).messages) == ["<q>"]
+    model = Model()
+
+    async def go_on(chats):
+        await chats.say("/continue" if end == "stopped" else "<r>")
+        await chats.answered(1)
+
+    assert serve(tmp_path, model, go_on).finals()[0] == "Fine."
+    assert "Half" not in str(model.asked[0].messages) and "Go on where" not in str(model.asked[0].messages)
+
+
+# ---- Consolidation: from the journal into the memory ----
+
+
+def talk_of(workspace: Path, turns: int, size: int = 0, key: str = KEY) -> Session:
+    session = loaded(workspace, key)
+    for n in range(turns):
+        session.append(user(f"<q.{n}> {'x ' * (size // 2)}"), answer(f"<a.{n}>"))
+    return session
+
+
+def saved_tokens(request) -> list[str]:
+    return tokens_in(request.messages[1]["content"].partition("# Conversation")[2])
+
+
+def test_after_a_turn_the_oldest_turns_move_until_half_the_window_is_left(tmp_path):
+    talk_of(tmp_path, 5)
+    model = Model(save=saving(f"{HOUR}They talked.", "- The boat is Vesta", "About a boat."))
+    loop = make_loop(tmp_path, model, memory_window=12)
+    say(loop, "sixth")
+    assert model.saves == [], "as many messages as the window has may be unsaved"
+    say(loop, "seventh")
+    [request] = model.saves
+    assert saved_tokens(request) == tokens_in([f"<q.{n}><a.{n}>" for n in range(4)])
+    system, question = request.messages
+    assert [each["function"]["name"] for each in request.tools] == ["save_memory"]
+    parameters = request.tools[0]["function"]["parameters"]
+    assert list(parameters["properties"]) == ["history_entry", "memory_update", "summary"]
+    assert re.search(r"\[\d{4}-\d\d-\d\dT[\d:+]+\] user: <q.0>", question["content"]), "with its time"
+    session = loaded(tmp_path)
+    assert (session.saved, len(session.messages)) == (8, 6)
+    [entry] = MemoryStore(tmp_path).entries()
+    assert (entry["timestamp"], entry["content"]) == ("2026-04-03 00:02", "They talked.")
+    assert {"session": KEY, "upto": 8, "summary": "About a boat."}.items() <= entry.items()
+    mark = next(line for line in lines_of(session.path) if line.get("mark") == "saved")
+    assert plain(mark) == {"mark": "saved", "upto": 8, "summary": "About a boat."}
+    assert MemoryStore(tmp_path).read_facts() == "- The boat is Vesta\n"
+    say(make_loop(tmp_path, model, memory_window=12), "eighth")
+    system, summary, *rest = model.asked[-1].messages
+    assert "The boat is Vesta" in system["content"] and "<q.0>" not in str(model.asked[-1].messages)
+    about = "[Summary of the earlier part of this conversation]"
+    assert summary["content"].startswith(f"{about}\n\nAbout a boat.")
+    assert "About a boat" not in system["content"] and "They talked." in system["content"]
+
+
+def test_a_turn_runs_within_80_percent_of_the_budget_and_its_system_prompt_stays_the_same(tmp_path):
+    """Fault 9: the check runs before a turn and between its steps; nothing of this turn moves."""
+
+    def talk(request):
+        steps = len([m for m in request.messages if m["role"] == "tool"])
+        return "Done." if steps == 6 else call("read_file", path="large.txt", offset=steps + 1, limit=180)
+
+    talk_of(tmp_path, 12, 3_200)
+    model = Model(talk, lambda request: saving(f"{HOUR}{saved_tokens(request)}", "- new", "Earlier things."))
+    loop = make_loop(tmp_path, model, context_window_tokens=16_000, max_tokens=2_000)
+    (tmp_path / "large.txt").write_text("some words of a line\n" * 200)
+    assert say(loop, "<task> read it") == ["Done."]
+    assert len(model.saves) > 1, "before the turn, and between its steps"
+    systems = {request.messages[0]["content"] for request in model.asked}
+    assert len(systems) == 1, "although MEMORY.md has changed meanwhile"
+    counter = TokenCounter()
+    budget = 16_000 - 2_000 - 1_024
+    for request in model.asked:
+        size = counter.total(request.messages) + counter.size_of_tools(request.tools)
+        assert size <= 0.8 * budget + 50
+        assert "<task>" in str(request.messages) and "left out" not in str(request.messages)
+    moved = [kind for kind, text in loop.shown if "went into the memory" in text]
+    assert set(moved) == {"retry"} and 1 <= len(moved) <= len(model.saves)
+
+
+def test_what_moves_is_told_in_one_line_except_in_chats(tmp_path):
+    """Fault 8."""
+    for key, is_told in ((KEY, True), ("desk:1", False)):
+        talk_of(tmp_path, 12, 1_600, key)
+        model = Model(save=saving(f"{HOUR}They talked."))
+        loop = make_loop(tmp_path, model, context_window_tokens=10_000, max_tokens=2_000)
+        say(loop, "hi", key=key)
+        told = [text for _, text in getattr(loop, "shown", []) if "memory" in text]
+        assert len(told) == (1 if is_told else 0) and model.saves
+        assert not is_told or re.fullmatch(r"\d+ older messages went into the memory", told[0])
+    talk_of(tmp_path, 4, key="cli:later")
+    loop = make_loop(tmp_path, Model(save=saving(f"{HOUR}They talked.")), memory_window=4)
+    say(loop, "in the background of this turn", "so the next one tells", "once", key="cli:later")
+    assert [text for _, text in loop.shown if "memory" in text][0] == "8 older messages went into the memory"
+
+
+ANSWERS = [
+    ("an answer without a call is no help: raw at once", [USELESS], 1, "raw"),
+    ("a call with wrong arguments neither", [call("save_memory", history_entry=5)], 1, "raw"),
+    ("nor one without an entry", [saving("  ", "- x")], 1, "raw"),
+    ("nor one with thoughts alone", [saving("<think>hm</think>", "- x")], 1, "raw"),
+    ("nor a call of something else", [call("exec", command="ls")], 1, "raw"),
+    ("a cut answer is asked for again", [CUT, saving("Saved.")], 2, "Saved."),
+    ("three times at most", [CUT] * 5, 3, "raw"),
+    ("too long for the model: raw", [replace(DOWN, is_overflow=True)] * 2, 1, "raw"),
+    ("thoughts are no part of an entry", [saving("<think>hm</think>\nSaved.")], 1, "Saved."),
+    ("an unreachable model: the round waits", [DOWN], 1, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("law", "replies", "asks", "entry"), ANSWERS, ids=[each[0] for each in ANSWERS])
+def test_whatever_the_model_says_nothing_is_lost(tmp_path, law, replies, asks, entry):
+    rest = iter(replies)
+    model = Model(save=lambda _: next(rest))
+    loop = make_loop(tmp_path, model)
+    loop.memory.facts.write_text("- The cat is Tom\n")
+    say(loop, "<aa>", "<bb>")
+    assert say(loop, "/new")[0].startswith("A new session begins")
+    assert len(model.saves) == asks
+    entries = history_of(tmp_path)
+    if entry is None:
+        assert entries == [] and loaded(tmp_path).saved == 0
+        model.save = saving(f"{HOUR}Saved.")
+        say(loop, "and later")
+        assert saved_tokens(model.saves[-1]) == ["<aa>", "<bb>"] and history_of(tmp_path) == ["Saved."]
+        return
+    assert loaded(tmp_path).saved == 4 and len(entries) == 1
+    if entry == "raw":
+        assert entries[0].startswith("[RAW]") and tokens_in(entries) == ["<aa>", "<bb>"]
+        assert loop.memory.read_facts() == "- The cat is Tom\n"
+    else:
+        assert entries == [entry]
+
+
+def test_new_without_a_model_puts_at_most_4000_characters_into_later_prompts(tmp_path):
+    """Fault 2: it was 31,878."""
+    for save in (DOWN, USELESS):
+        workspace = tmp_path / str(save is DOWN)
+        talk_of(workspace, 30, 1_500)
+        model = Model(save=save)
+        loop = make_loop(workspace, model)
+        say(loop, "one more", "/new", "hello")
+        size = len(loop.context.parts(loop.turn(KEY)).get("Recent History", ""))
+        assert size <= 4_100 and len(model.asked[-1].messages) == 2
+        raw = " ".join(history_of(workspace))
+        everything = raw + " ".join(contents(loaded(workspace).messages))
+        assert set(tokens_in(everything)) >= {f"<q.{n}>" for n in range(30)}, "nothing is lost"
+        assert (raw == "") is (save is DOWN)
+
+
+def test_raw_text_holds_every_message_whole_rounds_at_a_time(tmp_path):
+    talk_of(tmp_path, 60, 1_500)
+    model = Model(save=USELESS)
+    loop = make_loop(tmp_path, model, context_window_tokens=20_000)
+    say(loop, "/new", *["go on"] * 4)
+    numbers = [int(token[3:-1]) for token in tokens_in(history_of(tmp_path)) if token.startswith("<q")]
+    assert numbers == list(range(60))
+
+
+def test_an_unreachable_model_makes_requests_shorter_and_costs_nothing(tmp_path):
+    session = talk_of(tmp_path, 40, 1_500)
+    before = session.path.read_bytes()
+    model = Model(save=DOWN)
+    loop = make_loop(tmp_path, model, context_window_tokens=12_000, max_tokens=2_000)
+    assert say(loop, "now?") == ["Fine."]
+    assert session.path.read_bytes().startswith(before) and loaded(tmp_path).saved == 0
+    [left_out] = [text for _, text in loop.shown if "left out" in text]
+    assert re.fullmatch(r"\d+ turns left out \(~[\d,]+ tokens\)", left_out)
+    model.save = saving(f"{HOUR}They talked.")
+    say(loop, "and now?")
+    assert "<q.0>" in saved_tokens(model.saves[-1]) or "<q.0>" in saved_tokens(model.saves[1])
+
+
+def test_memory_that_changes_meanwhile_is_asked_for_again_and_never_overwritten(tmp_path):
+    facts = MemoryStore(tmp_path).facts
+    counts = itertools.count()
+
+    def save(request):
+        seen = request.messages[1]["content"]
+        if (count := next(counts)) < changes:
+            facts.write_text(f"- By hand, {count}\n")
+        return saving("Entry.", "- By hand, 1\n- New" if "By hand, 1" in seen else "- Old")
+
+    changes = 2
+    for more, text in ((0, "- By hand, 1\n- New\n"), (9, "- By hand, 5\n")):
+        changes += more
+        model = Model(save=save)
+        loop = make_loop(tmp_path, model)
+        say(loop, "hello", "/new")
+        assert facts.read_text() == text and len(model.saves) == 3
+    assert history_of(tmp_path)[0] == "Entry." and history_of(tmp_path)[1].startswith("[RAW]")
+
+
+def test_a_summary_that_is_missing_is_the_entry_and_the_earlier_one_is_carried_on(tmp_path):
+    talk_of(tmp_path, 12)
+    replies = iter([saving("First entry.", summary="It began."), saving("Second entry.")])
+    model = Model(save=lambda _: next(replies))
+    loop = make_loop(tmp_path, model, memory_window=8)
+    say(loop, "a")
+    assert "It began." in loaded(tmp_path).history()[0]["content"]
+    say(loop, "b", "c", "d")
+    assert "It began." in model.saves[1].messages[1]["content"]
+    summary = loaded(tmp_path).history()[0]["content"]
+    assert "It began." in summary and "Second entry." in summary
+    say(loop, "/new", "afresh")
+    assert "It began" not in str(model.asked[-1].messages[1:])
+
+
+def test_two_programs_in_one_session_save_it_once(tmp_path):
+    """The first has answered and still saves when the second takes a turn."""
+
+    async def talk() -> list[int]:
+        gate = Gate()
+        models = [Model(save=lambda _: gate.wait(saving("Entry."))), Model(save=saving("Entry."))]
+        first, second = (make_loop(tmp_path, model, memory_window=4) for model in models)
+        for n in range(3):
+            await first.process_direct(f"<{n}>", KEY)
+        await gate.reached.wait()
+        await second.process_direct("<3>", KEY)
+        await second.background.settled()
+        gate.open.set()
+        await first.background.settled()
+        for n in (4, 5):
+            await second.process_direct(f"<{n}>", KEY)
+            await second.background.settled()
+        return [token for model in models for request in model.saves for token in saved_tokens(request)]
+
+    moved = asyncio.run(talk())
+    session = loaded(tmp_path)
+    kept = [f"<{n}>" for n in range(session.saved // 2, 6)]
+    assert session.saved > 0 and tokens_in(said(session.messages)) == kept
+    assert set(moved) >= {f"<{n}>" for n in range(session.saved // 2)}
+    assert len({entry["upto"] for entry in MemoryStore(tmp_path).entries()}) == len(history_of(tmp_path))
+
+
+def test_a_turn_that_fits_and_new_wait_for_no_memory(tmp_path):
+    async def talk() -> None:
+        gate = Gate()
+        loop = make_loop(tmp_path, Model(save=lambda _: gate.wait(saving("Entry."))), memory_window=2)
+        for n in range(3):
+            await loop.process_direct(f"question {n}", KEY)
+        await gate.reached.wait()
+        for text in ("question 3", "/new", "question 4", "/status"):
+            assert (await loop.process_direct(text, KEY)).stop_reason == "completed"
+        await loop.process_direct("hello", "cli:other")
+        gate.open.set()
+        await loop.background.settled()
+        assert loop.sessions.get(KEY).start == 8
+
+    asyncio.run(talk())
+    assert history_of(tmp_path) and set(history_of(tmp_path)) == {"Entry."}
+
+
+def test_a_turn_that_is_stopped_while_it_saves_saves_all_or_nothing(tmp_path):
+    async def talk() -> None:
+        gate = Gate()
+        talk_of(tmp_path, 12, 1_600)
+        model = Model(save=lambda _: gate.wait(saving("Entry.")))
+        loop = make_loop(tmp_path, model, context_window_tokens=10_000, max_tokens=2_000)
+        turn = asyncio.create_task(loop.process_direct("<now>", KEY))
+        await gate.reached.wait()
+        loop.stop(KEY)
+        with pytest.raises(asyncio.CancelledError):
+            await turn
+        model.save = saving("Entry.", summary="Things.")
+        await loop.process_direct("/continue", KEY)
+        await loop.background.settled()
+
+    asyncio.run(talk())
+    entries = MemoryStore(tmp_path).entries()
+    assert loaded(tmp_path).saved == max(entry["upto"] for entry in entries)
+    assert len({entry["upto"] for entry in entries}) == len(entries)
+
+
+def test_a_memory_that_cannot_be_written_is_said_and_the_turn_goes_on(tmp_path):
+    talk_of(tmp_path, 30, 1_000)
+    loop = make_loop(tmp_path, Model(save=saving("Entry.")), context_window_tokens=10_000, max_tokens=2_000)
+    (tmp_path / "memory" / ".lock").mkdir()
+    assert say(loop, "and now?") == ["Fine."]
+    assert any("nothing went into the memory: [Errno" in text for _, text in loop.shown)
+    assert history_of(tmp_path) == [] and loaded(tmp_path).saved == 0
+
+
+# ---- Requests fit the window, whatever the conversation was ----
+
+
+def random_conversation(dice: random.Random) -> tuple[list[dict], dict]:
+    """A lawful request, and the message that its turn is about. `<said>` marks what must stay."""
+    sizes = (5, 50, 500, 3_000, 20_000)
+    letters = [" word", "{}[]\":", "日本", "0123456789abcdef", "=" * 9]
+
+    def text(mark: str = "") -> str:
+        return mark + dice.choice(letters) * (dice.choice(sizes) // 5)
+
+    messages = [{"role": "system", "content": "You are <said>." + text()}]
+    if dice.random() < 0.3:
+        messages.append(user(text("[Summary]"), is_summary=True))
+    begin = 0
+    for n in range(turns := dice.randint(1, 12)):
+        begin, is_last = len(messages), n == turns - 1
+        image = [{"type": "image_url", "image_url": {"url": "data:,x"}}, {"type": "text", "text": "<said>"}]
+        messages.append(user(image if is_last and dice.random() < 0.3 else text("<said>" if is_last else "")))
+        for step in range(dice.choice([0, 1, 2, 15])):
+            ids = [f"{n}.{step}.{k}" for k in range(dice.randint(1, 3))]
+            messages += [calling(*ids), *(result(id_, text()) for id_ in ids)]
+            if dice.random() < 0.2:
+                messages.append(user("<said>" + " x" * 20 if is_last else text()))
+        if not is_last:
+            messages.append(answer(text()))
+    return messages, messages[begin]
+
+
+@pytest.mark.parametrize("count", [150, pytest.param(3_000, marks=pytest.mark.slow)])
+def test_every_request_fits_is_lawful_and_keeps_what_the_user_said_in_this_turn(count):
+    dice = random.Random(4)
+    counter = TokenCounter(lambda: 1 / 0)
+    for n in range(count):
+        messages, task = random_conversation(dice)
+        before = json.dumps(messages)
+        stays = [m for m in messages[messages.index(task) :] if m["role"] == "user"]
+        least = counter.total([messages[0], *stays]) + 700
+        budget = least + dice.choice([0, 100, 2_000, 20_000, 200_000])
+        with told(f"conversation {n}"):
+            request = Governed(messages, budget, counter, task)
+            assert json.dumps(messages) == before, "the conversation itself is not changed"
+            fits = counter.total(messages) <= budget
+            assert request.messages == messages and not request.notes if fits else request.notes
+            calls = sum(len(m.get("tool_calls") or []) for m in request.messages)
+            assert request.tokens <= budget + 40 * calls, (request.tokens, budget)
+            sent = str(request.messages)
+            assert sent.count("<said>") == str([messages[0], *stays]).count("<said>"), "what was said stays"
+            lawful = legal(request.messages, reply=False)
+            assert legal(lawful, reply=False) == lawful
+            roles = [m["role"] for m in request.messages]
+            for place, role in enumerate(roles):
+                ids = [each["id"] for each in request.messages[place].get("tool_calls") or []]
+                results = [m.get("tool_call_id") for m in request.messages[place + 1 : place + 1 + len(ids)]]
+                assert results == ids, "each call has its result"
+                assert role != "tool" or roles[place - 1] in ("tool", "assistant")
+
+
+def test_what_is_left_out_first_is_what_matters_least():
+    counter = TokenCounter(lambda: 1 / 0)
+    old = [user("old"), calling("c1"), result("c1", "x " * 2_000), answer("fine")]
+    new = [user("<task>"), calling("c2"), result("c2", "y " * 2_000)]
+    messages = [{"role": "system", "content": "You"}, user("sum", is_summary=True), *old, *new]
+    total = counter.total(messages)
+    budgets = (total, total - 100, counter.total([messages[0], *new]) + 20, 300)
+    notes = [Governed(messages, budget, counter).notes for budget in budgets]
+    assert notes[:2] == [[], ["1 old tool result left out (~786 tokens)"]]
+    assert "1 turn left out" in notes[2][1] and "1 tool result cut" in notes[3][-1]
+    sent = Governed(messages, total - 100, counter).messages
+    assert sent[4]["content"] == "[4,000 characters that read_file returned are left out here]"
+
+
+@pytest.mark.parametrize("name", json.loads((DATA / "token_counts.json").read_text(encoding="utf-8")))
+def test_the_estimate_is_within_0_6_and_2_4_of_the_true_count(name):
+    sample = json.loads((DATA / "token_counts.json").read_text(encoding="utf-8"))[name]
+    assert 0.6 <= estimate(sample["text"]) / sample["tokens"] <= 2.4
+    counter = TokenCounter(lambda: 1 / 0)
+    assert 0.6 <= counter.size(user(sample["text"])) / sample["tokens"] <= 2.5
+
+
+def test_exact_counts_come_in_the_background_and_are_never_waited_for():
+    wanted, here = multiprocessing.Event(), multiprocessing.Event()
+
+    def load():
+        wanted.set()
+        here.wait(20)
+        return lambda text: 7
+
+    counter = TokenCounter(load)
+    Governed([user("short")], 10_000, counter)
+    assert not wanted.is_set(), "not where there is room enough"
+    assert Governed([user("word " * 4_000)], 10_000, counter).tokens > 3_000
+    assert wanted.wait(20)
+    here.set()
+    for _ in range(2_000):
+        if counter.size(user("x")) == 4 + 7:
+            break
+        time.sleep(0.005)
+    assert counter.size(user("x")) == 4 + 7
+
+
+# ---- The history ----
+
+
+def test_cursors_rise_whatever_happened_to_the_files(tmp_path):
+    memory = MemoryStore(tmp_path)
+    memory.append_history(f"{HOUR}One.", "Two.")
+    with open(memory.history, "a") as file:
+        file.write('{"cursor": 40, "timestamp": "x", "content": 5}\n{"cursor": true}\n{"cursor": 9, "time')
+    MemoryStore(tmp_path).append_history("Three.")
+    (memory.folder / ".dream_cursor").write_text("50")
+    memory.append_history("Four.", "x" * 100_000)
+    entries = MemoryStore(tmp_path).entries()
+    assert [entry["cursor"] for entry in entries] == [1, 2, 3, 51, 52]
+    assert entries[0]["timestamp"] == "2026-04-03 00:02" and len(entries[-1]["content"]) == 64_000
+    assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d$", entries[1]["timestamp"])
+    assert [entry["content"][:4] for entry in memory.unread()] == ["Four", "xxxx"]
+    for damage in (b"", b"nonsense", b"-5", b"\xff", b"9" * 5_000):
+        (memory.folder / ".dream_cursor").write_bytes(damage)
+        assert len(memory.unread()) == 5, "then nothing counts as read"
+
+
+APPEND_HISTORY = """
+for n in range(60):
+    MemoryStore(Path(sys.argv[1])).append_history(f"{sys.argv[2]}.{n}")
+"""
+
+
+def test_programs_that_write_the_history_at_once_lose_and_double_nothing(tmp_path):
+    programs = [another_program(APPEND_HISTORY, tmp_path, name) for name in "ab"]
+    memory = MemoryStore(tmp_path)
+    while any(program.poll() is None for program in programs):
+        (tmp_path / "memory").mkdir(exist_ok=True)
+        (tmp_path / "memory" / ".dream_cursor").write_text("1000000")
+        memory.archive_old(keep=10)
+    for program in programs:
+        program.communicate()
+    archived = lines_of(memory.archive) if memory.archive.exists() else []
+    entries = archived + memory.entries()
+    assert sorted(contents(entries)) == sorted(f"{name}.{n}" for name in "ab" for n in range(60))
+    assert len({entry["cursor"] for entry in entries}) == 120
+
+
+def test_read_entries_beyond_1000_go_to_the_archive_and_unread_ones_never(tmp_path):
+    memory = MemoryStore(tmp_path)
+    memory.append_history(*(f"entry {n}" for n in range(1_005)))
+    (memory.folder / ".dream_cursor").write_text("3")
+    for _ in range(2):
+        memory.archive_old()
+    assert contents(lines_of(memory.archive)) == ["entry 0", "entry 1", "entry 2"]
+    assert len(memory.entries()) == 1_002 and len(memory.unread()) == 1_002
+    assert len("\n".join(memory.recent_history())) <= 4_000
+    assert memory.recent_history()[-1].endswith("entry 1004")
+
+
+FACTS = [
+    ("nothing empties it", "- a\n", "", "- a\n"),
+    ("nor blanks", "- a\n", " \n\0 ", "- a\n"),
+    ("a long text may not shrink to less than half", "x" * 400, "x" * 150, "x" * 400),
+    ("to half it may", "x" * 400, "y" * 200, "y" * 200 + "\n"),
+    ("a short one may", "- a b c\n", "- a", "- a\n"),
+    ("a NUL never gets into it", "- a\n", "- a\0b", "- ab\n"),
+]
+
+
+@pytest.mark.parametrize(("law", "before", "new", "after"), FACTS, ids=[each[0] for each in FACTS])
+def test_memory_md(tmp_path, law, before, new, after):
+    memory = MemoryStore(tmp_path)
+    memory.folder.mkdir()
+    elsewhere = tmp_path / "elsewhere.md"
+    elsewhere.write_text(before)
+    elsewhere.chmod(0o600)
+    memory.facts.symlink_to(elsewhere)
+    assert memory.write_facts(new, instead_of=before)
+    assert elsewhere.read_text() == after and memory.facts.is_symlink(), "a link stays a link"
+    assert elsewhere.stat().st_mode & 0o777 == 0o600 and not list(tmp_path.glob(".*tmp"))
+    assert not memory.write_facts("- other", instead_of="- what it was not")
+    assert elsewhere.read_text() == after
+
+
+# ---- One fence reads every file that goes into a request ----
+
+
+def odd_files(workspace: Path, secret: Path) -> dict[str, object]:
+    """Ways in which a file is none that may be sent."""
+    return {
+        "a link to the settings file": lambda path: path.symlink_to(secret),
+        "a link to a link to it": lambda path: path.symlink_to(link_to(workspace / "link", secret)),
+        "a FIFO": os.mkfifo,
+        "a device": lambda path: path.symlink_to("/dev/zero"),
+        "a folder": lambda path: path.mkdir(),
+        "100 MB": lambda path: os.truncate(path if path.touch() is None else path, 100_000_000),
+    }
+
+
+def link_to(path: Path, target: Path) -> Path:
+    path.symlink_to(target)
+    return path
+
+
+ODD = ["a link to the settings file", "a link to a link to it", "a FIFO", "a device", "a folder", "100 MB"]
+PLACES = ["HEARTBEAT.md", "memory/MEMORY.md", "SOUL.md", "USER.md", "AGENTS.md", "skills/odd/SKILL.md"]
+
+
+@posix
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("odd", ODD)
+def test_no_file_that_a_command_planted_gets_into_a_request_or_holds_it_up(tmp_path, own_home, odd, place):
+    """Fault 3: HEARTBEAT.md linked to the settings file sent the keys; a FIFO hung the gateway."""
+    secret = own_home / ".nanobot" / "config.json"
+    secret.parent.mkdir()
+    secret.write_text('{"providers": {"openai": {"apiKey": "sk-secret"}}}')
+    workspace = tmp_path / "ws"
+    model = Model(lambda request: "[MEMORY] x" if "# History" in str(request.messages) else "Fine.")
+    loop = make_loop(workspace, model)
+    path = workspace / place
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    odd_files(workspace, secret)[odd](path)
+    loop.memory.append_history("Something happened.")
+
+    async def work() -> None:
+        await loop.process_direct("hi", KEY)
+        for job in ("dream", "beat"):
+            with contextlib.suppress(OSError, ValueError):
+                await (loop.process_direct("/dream", KEY) if job == "dream" else beat(loop))
+
+    async def beat(loop: AgentLoop) -> None:
+        text = loop.memory.text_of(workspace / "HEARTBEAT.md")
+        await loop.process_direct(text, "cron:heartbeat")
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+    assert model.asked and "sk-secret" not in str([request.messages for request in model.asked])
+    assert all(len(str(request.messages)) < 100_000 for request in model.asked)
