@@ -399,7 +399,8 @@ def test_a_disk_that_is_full_in_the_middle_of_a_turn(own_home, tmp_path):
         assert (process.returncode, out, len(server.bodies)) == (1, "", 1)
         assert "File too large" in err
         assert "Traceback" not in err
-        assert [line["role"] for line in journal_whatever(own_home) if "role" in line] == ["user", "assistant"]
+        kept = [line["role"] for line in journal_whatever(own_home) if "role" in line]
+        assert kept == ["user", "assistant"]
         assert nanobot("-m", "/continue", server=server)[1] == "still here\n"
         assert server.bodies[1]["messages"][-1]["content"] == "[interrupted before it finished]"
 

@@ -4426,7 +4426,7 @@ def test_a_gateway_writes_to_chats_with_a_tool_and_serves_until_a_signal(tmp_pat
         serving = asyncio.create_task(nanobot.serve(loop))
         server.say("write")
         await asyncio.to_thread(server.wait_until, lambda: server.texts() == ["from the tool"])
-        while not "delivered" in loop.sessions.path("telegram:7").read_text():
+        while "delivered" not in loop.sessions.path("telegram:7").read_text():
             await asyncio.sleep(0.001)
         os.kill(os.getpid(), signal.SIGTERM)
         await serving
