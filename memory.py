@@ -320,10 +320,10 @@ class Governed:
         yield SUMMARY, [n for n in range(begin) if "is_summary" in messages[n]]
         steps = [n for n in range(begin + 1, self.last_step) if messages[n]["role"] == "assistant"]
         for first, end in pairwise([*steps, self.last_step]):
-            # not what the user said; pictures that a tool gave are a user message of blocks
-            texts = [n for n in range(first, end) if isinstance(messages[n].get("content"), str)]
-            said = [n for n in texts if messages[n]["role"] == "user"]
-            yield STEP, [n for n in range(first, end) if n not in said]
+            users = [n for n in range(first, end) if messages[n]["role"] == "user"]
+            pictures = [n for n in users if isinstance(messages[n].get("content"), list)]
+            of_tools = [n for n in pictures if "is_said" not in messages[n]]  # not of the user
+            yield STEP, [n for n in range(first, end) if n not in users or n in of_tools]
 
     def _cut_last_results(self, excess: float) -> None:
         """The last resort: pictures go, and the results share the room that is left."""
