@@ -1830,3 +1830,276 @@ def test_no_file_that_a_command_planted_gets_into_a_request_or_holds_it_up(tmp_p
     asyncio.run(asyncio.wait_for(work(), 60))
     assert model.asked and "sk-secret" not in str([request.messages for request in model.asked])
     assert all(len(str(request.messages)) < 100_000 for request in model.asked)
+
+
+# ---- Dream ----
+
+BLUE = "- Favourite colour: blue\n"
+GREEN = "- Favourite colour: green\n"
+
+
+def dreamer(home: Path, *edits: tuple, found: object = "[MEMORY] blue", end: object = "Noted.") -> AgentLoop:
+    """The real loop and tools: phase 1 finds, phase 2 makes these calls, one after the other."""
+    calls = iter([call(name, **arguments) for name, arguments in edits])
+
+    def talk(request):
+        return next(calls, end) if "# Findings" in str(request.messages) else found
+
+    return make_loop(home, Model(talk))
+
+
+def edit(old: str, new: str, path: str = "memory/MEMORY.md") -> tuple[str, dict]:
+    return "edit_file", {"path": path, "old_text": old, "new_text": new}
+
+
+def write(text: str, path: str = "skills/mine/SKILL.md") -> tuple[str, dict]:
+    return "write_file", {"path": path, "content": text}
+
+
+@pytest.fixture
+def home(tmp_path):
+    """A workspace in which three things have happened."""
+    make_loop(tmp_path / "ws", Model())
+    memory = MemoryStore(tmp_path / "ws")
+    memory.append_history(*(f"[2026-04-03 00:0{n}] Thing {n}." for n in range(3)))
+    memory.facts.write_text(GREEN)
+    return tmp_path / "ws"
+
+
+def test_a_dream_reads_what_is_unread_edits_and_is_one_commit_and_the_users_edits_are_another(home):
+    (home / "SOUL.md").write_text("# Be kind.\n")  # by the user
+    loop = dreamer(home, edit("green", "blue"), found="Here:\n- [MEMORY] blue\n[MEMORY-REMOVE] green\nThat is all.")
+    assert say(loop, "/dream") == ["Dreamt about 3 entries: 2 changes. /dream-log shows them."]
+    find, phase_2 = loop.provider.asked[0].messages[1]["content"], loop.provider.asked[1].messages[1]["content"]
+    assert "[2026-04-03 00:02] Thing 2." in find and GREEN in find and time.strftime("%Y-%m-%d") in find
+    assert "# Findings\n\n[MEMORY] blue\n\n[MEMORY-REMOVE] green" in phase_2 and "- memory:" in phase_2
+    assert loop.memory.read_facts() == BLUE and loop.memory.unread() == []
+    first, second = say(loop, "/dream-log")[0].split("\n")
+    assert re.fullmatch(r"[0-9a-f]{7,} dream: [\d-]+ [\d:]+, 2 change\(s\)", first)
+    assert "changes outside of dreams" in second
+    assert f"-{GREEN}+{BLUE}" in say(loop, f"/dream-log {first.split()[0]}")[0]
+    assert say(loop, "/dream") == ["There is nothing new to dream about."]
+    assert "blue" in loop.context.system_prompt(loop.turn(KEY)), "known in a new session"
+    loop.memory.append_history("One more.")
+    say(loop, "/dream")
+    assert "Thing" not in loop.provider.asked[-2].messages[1]["content"]
+
+
+FINDINGS = [
+    ("[USER] a", "edits"), ("- [SOUL] a\n* [SKILL-REMOVE] b", "edits"), ("[SKIP]\n[USER-REMOVE] a", "edits"),
+    ("[SKIP]", "nothing"), ("<think>\n[MEMORY] no\n</think>\n[SKIP]", "nothing"),
+    ("<think>maybe [SKIP]?</think>Hello", "failed"), ("<think>[MEMORY] never ends", "failed"),
+    ("[OTHER] a", "failed"), ("I noted [MEMORY] a", "failed"), ("", "failed"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("found", "outcome"), FINDINGS)
+def test_what_a_dream_finds(home, monkeypatch, found, outcome):
+    monkeypatch.setenv("PATH", "")  # without git
+    loop = dreamer(home, found=found)
+    [told_text] = say(loop, "/dream")
+    assert len(loop.provider.asked) == (2 if outcome == "edits" else 1)
+    assert ("The dream failed. Nothing is lost" in told_text) is (outcome == "failed")
+    assert len(loop.memory.unread()) == (3 if outcome == "failed" else 0)
+
+
+def test_three_failures_in_a_row_skip_the_entries_and_an_endpoint_that_is_down_never_does(home, caplog):
+    assert "did not reach the model. Nothing is lost" in say(dreamer(home, found=DOWN), *["/dream"] * 5)[-1]
+    assert "did not reach the model" in say(dreamer(home, end=DOWN), "/dream")[0]
+    loop = dreamer(home, found="What a nice day.")
+    told_texts = say(loop, *["/dream"] * 3)
+    assert [text.split(".")[0] for text in told_texts[:2]] == ["The dream failed"] * 2
+    assert told_texts[2].startswith("Dreamt about 3 entries") and "these are skipped" in caplog.text
+
+
+def test_a_batch_is_20_entries_or_half_the_budget_and_whatever_its_size_it_fits(home, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    for name in ("SOUL.md", "memory/MEMORY.md"):
+        (home / name).write_text("first line\n" + "a fact about the world\n" * 3_000 + "last line\n")
+    memory = MemoryStore(home)
+    memory.append_history(*(f"entry {n}" for n in range(30)), "from here " + "x" * 60_000 + " to there", "last")
+    loop = dreamer(home, found="[SKIP]")
+    assert say(loop, *["/dream"] * 3)[2].startswith("There is nothing") or len(memory.unread()) == 0
+    assert [len(tokens_in(re.sub(r"(entry \d+|Thing \d)", r"<\1>", "")))] == [0]
+    loop = make_loop(home, Model("[SKIP]"), context_window_tokens=14_000, max_tokens=2_000)
+    (memory.folder / ".dream_cursor").write_text("0")
+    say(loop, *["/dream"] * 4)
+    batches = [r.messages[1]["content"].partition("# History")[2].count("\n\n[") for r in loop.provider.asked]
+    assert batches[0] == 20 and sum(batches) == 35 and memory.unread() == []
+    for request in loop.provider.asked:
+        assert TokenCounter(lambda: 1 / 0).total(request.messages) <= 14_000 - 2_000
+    assert "from here" in str(loop.provider.asked[1].messages) or "from here" in str(loop.provider.asked[2].messages)
+
+
+FENCE = [
+    (edit("green", "blue"), True),
+    (edit("old", "new", "AGENTS.md"), False),
+    (edit("{", "[", "memory/history.jsonl"), False),
+    (("edit_file", {"arguments": {"path": "AGENTS.md", "old_text": "a", "new_text": "b"}}), False),
+    (("read_file", {"path": "{secret}"}), False),
+    (("read_file", {"arguments": {"path": "{secret}"}}), False),
+    (("read_file", {"arguments": '{"path": "{secret}"}'}), False),
+    (("read_file", {"path": "~/id_rsa"}), False),
+    (("read_file", {"path": "a\0b"}), False),
+    (("read_file", {"path": "SOUL.md"}), True),
+    (("exec", {"command": "touch x"}), False),
+    (write("---\nname: mine\n---\n1. Do it."), True),
+    (write("1. Do it.", "skills/mine/data/list.txt"), True),
+    (("write_file", {"arguments": {"path": "SOUL.md", "content": "Be rude."}}), False),
+    (write("x", "skills/SKILL.md"), False),
+    (write("x", "skills/../SOUL.md"), False),
+    (write("x", "skills/weather/SKILL.md"), False),
+    (write("---\nname: memory\n---\nx"), False),
+    (write("x", "skills/link/SKILL.md"), False),
+    (write("x", "/etc/nanobot-test"), False),
+    (write("---\nalways: true\n---\nx"), False),
+    (write("---\r\nname: mine\r\nalways: yes\r\n---\r\nx"), False),
+    (write("\ufeff---\nalways: true\n---\nx"), False),
+    (write("\ufeff---\r\nalways: 'true' # why\r\n---\r\nx"), False),
+]
+
+
+@pytest.mark.parametrize(("step", "may"), FENCE, ids=[str(step)[:70] for step, _ in FENCE])
+def test_a_dreamer_edits_three_files_and_its_own_skills_only(home, own_home, tmp_path, step, may):
+    """Fault 4: arguments are judged in the form that will run, a skill in the form that is loaded."""
+    (own_home / "id_rsa").write_text("sk-secret")
+    (home / "skills").mkdir()
+    (home / "skills" / "link").symlink_to(tmp_path)
+    step = json.loads(json.dumps(step).replace("{secret}", str(own_home / "id_rsa")))
+    loop = dreamer(home, step)
+
+    def files() -> dict[str, bytes]:
+        paths = [path for path in tmp_path.rglob("*") if path.is_file() and ".git" not in str(path)]
+        return {str(path): path.read_bytes() for path in paths if path.suffix in (".md", ".txt", ".jsonl")}
+
+    before = files()
+    say(loop, "/dream")
+    [outcome] = [m["content"] for m in loop.provider.asked[-1].messages if m["role"] == "tool"]
+    assert "sk-secret" not in str([request.messages for request in loop.provider.asked])
+    assert (files() != before) is (may and step[0] != "read_file"), outcome
+    assert not may or not re.match("Read files|Edit |Write only|A skill may", outcome)
+    assert not any(skill.always for skill in SkillsLoader(home / "skills").load())
+
+
+# ---- What was dreamt can be undone ----
+
+UNDONE = {  # before and after a dream, how many lines it changed, a setting of the user's
+    "lines that look like a diff's own": (b"- a\n-- x\n++ y\n", b"- a\n+++ z\n", 3, ""),
+    "lines behind a missing line end": (b"old", b"new\nmore", 3, ""),
+    "bytes that are no UTF-8": (b"caf\xe9\nold\n", b"caf\xe9\nnew\n", 2, ""),
+    "line ends of Windows, which the user lets git change": (b"- a\r\n", b"- b\r\n", 2, "* text=auto eol=crlf"),
+    "what git could fill in": (b"- $Id$\n", b"- $Id$\n- b\n", 1, "*.md ident"),
+}
+
+
+@pytest.mark.parametrize("name", UNDONE)
+def test_what_a_dream_changed_is_undone_to_the_byte_with_modes_kept(home, name):
+    before, after, changes, attributes = UNDONE[name]
+    (home / ".gitattributes").write_text(f"{attributes}\n")
+    path, soul = home / "memory" / "MEMORY.md", home / "SOUL.md"
+    path.write_bytes(before)
+    path.chmod(0o600)
+    repository = MemoryRepository(home)
+    assert repository.commit("changes outside of dreams")[0] == ""
+    path.write_bytes(after)
+    assert repository.commit("dream") == ("", changes)
+    soul.write_text("later\n")
+    assert repository.restore() == f"Undone: {changes} change{'s' * (changes > 1)}."
+    assert (path.read_bytes(), path.stat().st_mode & 0o777) == (before, 0o600)
+    assert soul.read_text() == "later\n", "what came later stays"
+    assert "what it did is undone already" in repository.restore()
+
+
+def test_what_a_dream_wrote_is_gone_when_it_is_undone_and_not_dreamt_again(home):
+    loop = dreamer(home, edit("green", "blue"), write("---\ndescription: Use to publish.\n---\n1. Do it."))
+    say(loop, "/dream")
+    assert "Use to publish." in [skill.description for skill in loop.skills.load()]
+    (home / "skills" / "mine" / "SKILL.md").chmod(0o640)
+    assert say(loop, "/dream-restore") == ["Undone: 6 changes."]
+    assert loop.memory.read_facts() == GREEN and not (home / "skills" / "mine" / "SKILL.md").exists()
+    assert say(loop, "/dream") == ["There is nothing new to dream about."]
+    log = [re.sub(r"^\w+ |:.*", "", line) for line in say(loop, "/dream-log")[0].split("\n")]
+    assert re.match("restore of", log[0]) and log[1:] == ["dream", "changes outside of dreams"]
+    for sha in ("0123456", "HEAD; rm", "--help", ".."):
+        assert "/dream-log lists them" in MemoryRepository(home).restore(sha)
+
+
+def break_head(folder: Path) -> None:
+    (folder / "HEAD").write_text("nonsense")
+
+
+def lose_objects(folder: Path) -> None:
+    shutil.rmtree(folder / "objects")
+
+
+def be_a_file(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.write_text("no repository")
+
+
+@pytest.mark.parametrize("damage", [break_head, lose_objects, be_a_file, shutil.rmtree])
+def test_a_damaged_repository_is_said_put_aside_and_begun_anew(home, damage):
+    """Fault 5: "0 changes" for ever, restore impossible, a 0600 MEMORY.md became 0644."""
+    (home / "memory" / "MEMORY.md").chmod(0o600)
+    say(dreamer(home, found="[SKIP]"), "/dream")
+    folder = home / ".nanobot" / "memory.git"
+    damage(folder)
+    memory = MemoryStore(home)
+    memory.append_history("More.")
+    [told_text] = say(dreamer(home, edit("green", "blue")), "/dream")
+    asides = list(folder.parent.glob("memory.git.broken-*"))
+    if damage is shutil.rmtree:
+        assert told_text == "Dreamt about 1 entry: 2 changes. /dream-log shows them." and not asides
+    else:
+        assert "repository is broken" in told_text and str(asides[0]) in told_text
+    assert memory.read_facts() == BLUE
+    assert say(dreamer(home), "/dream-restore")[0] == "Undone: 2 changes."
+    assert memory.read_facts() == GREEN and memory.facts.stat().st_mode & 0o777 == 0o600
+
+
+def git(*arguments: str, cwd: Path) -> str:
+    return subprocess.run(["git", *arguments], cwd=cwd, capture_output=True, text=True).stdout.strip()
+
+
+def test_the_users_own_repository_and_settings_are_left_alone(home, own_home, monkeypatch):
+    outer = home.parent
+    git("init", "-q", cwd=outer)
+    (outer / ".git" / "hooks" / "pre-commit").write_text("#!/bin/sh\nexit 1\n")
+    (outer / ".git" / "hooks" / "pre-commit").chmod(0o755)
+    (outer / ".gitignore").write_text("ws/memory\n*.md\n")
+    (own_home / ".gitconfig").write_text("[commit]\ngpgsign = true\n[user]\nname = Somebody\n")
+    monkeypatch.setenv("GIT_DIR", str(outer / ".git"))
+    say(dreamer(home, edit("green", "blue")), "/dream")
+    monkeypatch.delenv("GIT_DIR")
+    author = git("--git-dir", str(home / ".nanobot" / "memory.git"), "log", "-1", "--format=%an %s", cwd=home)
+    assert author.startswith("nanobot dream: ") and git("log", cwd=outer) == ""
+    assert not list(home.rglob(".git"))
+
+
+@pytest.mark.parametrize("lock", ["index.lock", "HEAD.lock", "refs/heads/master.lock"])
+def test_a_lock_that_a_killed_git_left_stops_nothing(home, lock):
+    say(dreamer(home, found="[SKIP]"), "/dream")
+    (home / ".nanobot" / "memory.git" / lock).touch()
+    MemoryStore(home).append_history("More.")
+    assert "2 changes" in say(dreamer(home, edit("green", "blue")), "/dream")[0]
+
+
+def test_without_git_it_dreams_all_the_same_and_says_that_nothing_can_be_undone(home, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    loop = dreamer(home, edit("green", "blue"))
+    assert "there is no git" in say(loop, "/dream")[0] and loop.memory.read_facts() == BLUE
+    assert "git is not installed" in say(loop, "/dream-log")[0] + say(loop, "/dream-restore")[0]
+
+
+def test_one_dream_at_a_time_and_nothing_is_undone_meanwhile(home):
+    async def two() -> None:
+        gate = Gate()
+        first = asyncio.create_task(make_loop(home, Model(lambda _: gate.wait("[SKIP]"))).process_direct("/dream"))
+        await gate.reached.wait()
+        with pytest.raises(SessionBusy, match="Another dream"):
+            await make_loop(home, Model("[SKIP]")).process_direct("/dream")
+        assert "Nothing is changed" in MemoryRepository(home).restore()
+        gate.open.set()
+        assert "Dreamt about 3" in (await first).final_content
+
+    asyncio.run(two())
