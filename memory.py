@@ -982,9 +982,10 @@ def read_regular_file(path: Path, most: int = 100_000) -> bytes:
     """At most so many bytes. Raises OSError; ValueError if it is too large, a FIFO or a device."""
     without_waiting = getattr(os, "O_NONBLOCK", 0)  # for somebody who writes into a FIFO
     descriptor = os.open(path, os.O_RDONLY | without_waiting)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError("it is no regular file but a directory, FIFO or device")
     with open(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ValueError("it is no regular file but a directory, FIFO or device")
         data = file.read(most + 1)
     if len(data) > most:
         raise ValueError(f"it has more than {most:,} bytes")
@@ -1481,9 +1482,9 @@ def requirements_of(fields: dict, path: Path) -> dict[str, list[str]]:
             requires = fields.get("requires")
         case _:
             requires = "not JSON"
+    if not requires:
+        return {}
     match requires:
-        case None | "" | {}:
-            return {}
         case {"bins": [*_]} | {"env": [*_]}:
             return {name: [str(item) for item in items or []] for name, items in requires.items()}
     log.warning("%s: metadata is not the JSON or YAML that is expected", path)
@@ -1525,9 +1526,9 @@ def scalar(text: str) -> Any:
     """`{"a": 1}` → a dict, `[gh, "curl"]` → a list, `"Use: now"` and `yes  # note` → texts"""
     if text.startswith(("{", "[")):
         try:
-            return json.loads(text)
+            return json.JSONDecoder().raw_decode(text)[0]
         except (ValueError, RecursionError):
-            items = text.strip("[]").split(",")
+            items = re.sub(r"\s#.*", "", text).strip().strip("[]").split(",")
             return [item.strip(" \"'") for item in items] if text.startswith("[") else text
     if quoted := re.match(r"([\"'])(.*)\1", text):
         return quoted[2]
