@@ -20,9 +20,8 @@ from pathlib import Path
 
 import pytest
 
-from channels import Channel, Heartbeat, InboundMessage, MessageBus
+from channels import Channel, InboundMessage, MessageBus
 from memory import (
-    Dream,
     Governed,
     Inbox,
     MemoryRepository,
@@ -33,9 +32,8 @@ from memory import (
     SkillsLoader,
     TokenCounter,
     estimate,
-    locked,
 )
-from nanobot import AgentLoop, Config, add_system_jobs
+from nanobot import AgentLoop, Config
 from providers import LLMProvider, LLMResponse, ToolCallRequest, legal
 from tools import FILE_TOOLS, Tool, ToolRegistry, tool
 
@@ -1868,9 +1866,9 @@ def home(tmp_path):
 
 def test_a_dream_reads_what_is_unread_edits_and_is_one_commit_and_the_users_edits_are_another(home):
     (home / "SOUL.md").write_text("# Be kind.\n")  # by the user
-    loop = dreamer(home, edit("green", "blue"), found="Here:\n- [MEMORY] blue\n[MEMORY-REMOVE] green\nThat is all.")
+    loop = dreamer(home, edit("green", "blue"), found="Here:\n- [MEMORY] blue\n[MEMORY-REMOVE] green\nAll.")
     assert say(loop, "/dream") == ["Dreamt about 3 entries: 2 changes. /dream-log shows them."]
-    find, phase_2 = loop.provider.asked[0].messages[1]["content"], loop.provider.asked[1].messages[1]["content"]
+    find, phase_2 = (request.messages[1]["content"] for request in loop.provider.asked[:2])
     assert "[2026-04-03 00:02] Thing 2." in find and GREEN in find and time.strftime("%Y-%m-%d") in find
     assert "# Findings\n\n[MEMORY] blue\n\n[MEMORY-REMOVE] green" in phase_2 and "- memory:" in phase_2
     assert loop.memory.read_facts() == BLUE and loop.memory.unread() == []
@@ -1917,18 +1915,14 @@ def test_a_batch_is_20_entries_or_half_the_budget_and_whatever_its_size_it_fits(
     for name in ("SOUL.md", "memory/MEMORY.md"):
         (home / name).write_text("first line\n" + "a fact about the world\n" * 3_000 + "last line\n")
     memory = MemoryStore(home)
-    memory.append_history(*(f"entry {n}" for n in range(30)), "from here " + "x" * 60_000 + " to there", "last")
-    loop = dreamer(home, found="[SKIP]")
-    assert say(loop, *["/dream"] * 3)[2].startswith("There is nothing") or len(memory.unread()) == 0
-    assert [len(tokens_in(re.sub(r"(entry \d+|Thing \d)", r"<\1>", "")))] == [0]
+    memory.append_history(*(f"entry {n}" for n in range(30)), f"from here {'x' * 60_000} to there", "last")
     loop = make_loop(home, Model("[SKIP]"), context_window_tokens=14_000, max_tokens=2_000)
-    (memory.folder / ".dream_cursor").write_text("0")
     say(loop, *["/dream"] * 4)
     batches = [r.messages[1]["content"].partition("# History")[2].count("\n\n[") for r in loop.provider.asked]
     assert batches[0] == 20 and sum(batches) == 35 and memory.unread() == []
     for request in loop.provider.asked:
         assert TokenCounter(lambda: 1 / 0).total(request.messages) <= 14_000 - 2_000
-    assert "from here" in str(loop.provider.asked[1].messages) or "from here" in str(loop.provider.asked[2].messages)
+    assert re.search("from here .* to there", str([request.messages for request in loop.provider.asked[1:]]))
 
 
 FENCE = [
@@ -1987,7 +1981,7 @@ UNDONE = {  # before and after a dream, how many lines it changed, a setting of 
     "lines that look like a diff's own": (b"- a\n-- x\n++ y\n", b"- a\n+++ z\n", 3, ""),
     "lines behind a missing line end": (b"old", b"new\nmore", 3, ""),
     "bytes that are no UTF-8": (b"caf\xe9\nold\n", b"caf\xe9\nnew\n", 2, ""),
-    "line ends of Windows, which the user lets git change": (b"- a\r\n", b"- b\r\n", 2, "* text=auto eol=crlf"),
+    "line ends of Windows, which git may change": (b"- a\r\n", b"- b\r\n", 2, "* text=auto eol=crlf"),
     "what git could fill in": (b"- $Id$\n", b"- $Id$\n- b\n", 1, "*.md ident"),
 }
 
@@ -2094,7 +2088,8 @@ def test_without_git_it_dreams_all_the_same_and_says_that_nothing_can_be_undone(
 def test_one_dream_at_a_time_and_nothing_is_undone_meanwhile(home):
     async def two() -> None:
         gate = Gate()
-        first = asyncio.create_task(make_loop(home, Model(lambda _: gate.wait("[SKIP]"))).process_direct("/dream"))
+        loop = make_loop(home, Model(lambda _: gate.wait("[SKIP]")))
+        first = asyncio.create_task(loop.process_direct("/dream"))
         await gate.reached.wait()
         with pytest.raises(SessionBusy, match="Another dream"):
             await make_loop(home, Model("[SKIP]")).process_direct("/dream")
@@ -2103,3 +2098,152 @@ def test_one_dream_at_a_time_and_nothing_is_undone_meanwhile(home):
         assert "Dreamt about 3" in (await first).final_content
 
     asyncio.run(two())
+
+
+# ---- Skills ----
+
+
+def skill_file(folder: Path, text: str | bytes, name: str = "demo") -> Path:
+    path = folder / name / "SKILL.md"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+def read_skill(folder: Path, text: str | bytes):
+    skill_file(folder, text)
+    [skill] = SkillsLoader(folder).load()
+    return skill
+
+
+FRONT = "---\nname: other\ndescription: Use to show things.\nalways: true\n---\n# Demo\n\nDo it.\n"
+FORMS = {"plain": FRONT, "CR LF": FRONT.replace("\n", "\r\n"), "BOM": "\ufeff" + FRONT,
+         "both": "\ufeff" + FRONT.replace("\n", "\r\n"), "blanks": FRONT.replace("---\n", "--- \n")}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_front_matter_and_text_are_told_apart(tmp_path, form):
+    skill = read_skill(tmp_path, FORMS[form])
+    assert (skill.name, skill.description, skill.always) == ("other", "Use to show things.", True)
+    assert re.sub(r"\r", "", skill.text) == "# Demo\n\nDo it." and (skill.missing, skill.problem) == ([], "")
+
+
+WITHOUT_FRONT = ["Do it.", "---\n---\nDo it.", "---\nDo it.", "", b"\xff\xfe", "---\n[[[\n---\nDo it."]
+
+
+@pytest.mark.parametrize("text", WITHOUT_FRONT)
+def test_a_skill_without_front_matter_is_named_after_its_folder(tmp_path, text):
+    skill = read_skill(tmp_path, text)
+    assert (skill.name, skill.description, skill.always, skill.missing) == ("demo", "", False, [])
+    assert "Do it." in skill.text or "Do it." not in str(text)
+
+
+DESCRIPTIONS = [
+    ('"In quotes: yes"', "In quotes: yes"), ("'single'", "single"), ('Use to say "hi"', 'Use to say "hi"'),
+    ("From a --- to b", "From a --- to b"), ("  padded  ", "padded"), ("", ""),
+    (">-\n  Use for\n  the weather.", "Use for the weather."),
+    (">-\n  Use for the weather.\n  Note: not for the sea.", "Use for the weather. Note: not for the sea."),
+    ("|\n  Use for: the weather.", "Use for: the weather."),
+    ("Use for\n  the weather.\n  Note: not for the sea.", "Use for the weather. Note: not for the sea."),
+    ("Use it  # note", "Use it"), ('"Use # it"  # note', "Use # it"),
+    ("x > y\n  |z", "x > y |z"), (">\n  a\n\n  b", "a b"), ("Use C#", "Use C#"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("written", "read"), DESCRIPTIONS)
+def test_a_description_is_read_as_it_was_meant(tmp_path, written, read):
+    """Fault 7."""
+    skill = read_skill(tmp_path, f"---\ndescription: {written}\nalways: no\nname: x\n---\nDo it.\n")
+    assert (skill.description, skill.always, skill.name, skill.text) == (read, False, "x", "Do it.")
+
+
+NEEDS = ["program no-such-b", "environment variable NO_SUCH_A"]
+REQUIRES = [
+    ("JSON", 'metadata: {"nanobot": {"requires": {"bins": ["sh", "no-such-b"], "env": ["NO_SUCH_A"]}}}', NEEDS),
+    ("JSON over lines", 'metadata: {\n  "nanobot": {"requires":\n    {"bins": ["no-such-b"]}}\n  }', NEEDS[:1]),
+    ("nested YAML", "metadata:\n  nanobot:\n    requires:\n      bins:\n        - sh\n        - no-such-b\n"
+     "      env: [NO_SUCH_A]  # the key", NEEDS),
+    ("lists", "requires:\n  bins:\n  - no-such-b\n  env:\n    - NO_SUCH_A", NEEDS),
+    ("lists in one line", 'requires:\n  bins: [sh, "no-such-b"]', NEEDS[:1]),
+    ("nothing", "metadata:\n  author: me\n  version: 1", []), ("null", "requires:", []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "front", "missing"), REQUIRES, ids=[each[0] for each in REQUIRES])
+def test_what_a_skill_requires_and_this_machine_lacks_is_named(tmp_path, caplog, form, front, missing):
+    skill = read_skill(tmp_path, f"---\nname: x\n{front}\ndescription: Use it.\n---\n")
+    assert (skill.missing, skill.description, caplog.text) == (missing, "Use it.", "")
+
+
+ODD_FRONT = ["metadata: {broken", "metadata: [1]", "requires: 5", "requires:\n  bins: 5",
+             'metadata: {"nanobot": {"requires": ["gh"]}}', "metadata: " + "[" * 50_000]  # fmt: skip
+
+
+@pytest.mark.parametrize("front", ODD_FRONT, ids=range(len(ODD_FRONT)))
+def test_metadata_that_is_not_as_expected_stops_nothing_and_is_said(tmp_path, caplog, front):
+    skill = read_skill(tmp_path, f"---\nname: odd\n{front}\n---\nDo it.\n")
+    assert (skill.name, skill.text, skill.problem) == ("odd", "Do it.", "") and "metadata" in caplog.text
+
+
+def test_an_always_skill_is_in_the_prompt_in_full_or_listed_as_unavailable(tmp_path):
+    """Fault 9. One of the workspace shadows the kit's of its name."""
+    loop = make_loop(tmp_path, Model())
+    skill_file(tmp_path / "skills", "---\nalways: true\n---\nRule one.", "one")
+    skill_file(tmp_path / "skills", "---\nalways: yes\nrequires:\n  bins: [no-such]\n---\nRule two.", "two")
+    skill_file(tmp_path / "skills", "---\ndescription: My own.\n---\nMine.", "weather")
+    say(loop, "hi")
+    system = loop.provider.asked[0].messages[0]["content"]
+    assert "## one\n\nRule one." in system and "Rule two." not in system
+    assert re.search(r"- two: .*SKILL.md\) \[unavailable: needs program no-such\]", system)
+    assert system.count("- weather:") == 1 and "- weather: My own." in system
+
+
+@posix
+def test_a_broken_skill_is_named_once_and_the_others_stay(tmp_path, caplog):
+    for name in ("device", "folder", "fifo", "huge"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "device" / "SKILL.md").symlink_to("/dev/zero")
+    (tmp_path / "folder" / "SKILL.md").mkdir()
+    os.mkfifo(tmp_path / "fifo" / "SKILL.md")
+    skill_file(tmp_path, "x" * 100_001, "huge")
+    skill_file(tmp_path, "x" * 100_000)
+    loader = SkillsLoader(tmp_path)
+    for _ in range(3):
+        skills = {skill.name: skill.problem for skill in loader.load()}
+    assert [name for name, problem in skills.items() if not problem] == ["demo"] and len(skills) == 5
+    for name in set(skills) - {"demo"}:
+        [line] = [line for line in caplog.messages if str(tmp_path / name) in line]
+        assert line.endswith(skills[name])
+
+
+def test_every_skill_of_the_kit_has_a_description_and_a_text():
+    skills = SkillsLoader(ROOT / "skills").load()
+    assert [skill.name for skill in skills if not (skill.description and skill.text)] == []
+    assert [skill.name for skill in skills if skill.always] == ["memory"]
+
+
+# ---- Nothing that reads foreign text takes long ----
+
+FOREIGN = [*"aA0 \t\n\r-:[]{}<>#\"'|*.,\\/_=+~é日", "- ", ": ", "a: ", " a:\n", "\n ", "[ ", "<think>", "---\n"]
+
+
+@pytest.mark.parametrize("piece", FOREIGN, ids=ascii)
+def test_100000_characters_of_anything_are_read_within_a_second(tmp_path, monkeypatch, piece):
+    monkeypatch.setenv("PATH", "")
+    text = piece * (100_000 // len(piece))
+    heads = ["", "---\n", "---\nmetadata: ", "---\ndescription: ", "---\nrequires:\n ", "---\n" + piece + ": "]
+    loop = dreamer(tmp_path, found=text)
+    loop.memory.append_history(text, "[2026-04-03 00:02]" + text, "[2026-" + text)
+    store = MemoryStore(tmp_path)
+    takes = {}
+    for n, head in enumerate(heads):
+        skill_file(tmp_path / f"s{n}", (head + text)[:100_000])
+    works = [lambda n=n: SkillsLoader(tmp_path / f"s{n}").load() for n in range(len(heads))]
+    works += [partial(say, loop, "/dream"), store.recent_history, partial(estimate, text),
+              partial(Governed, [user(text)], 100, TokenCounter(lambda: 1 / 0)),
+              partial(store.append_history, f"[{text}")]  # fmt: skip
+    for work in works:
+        began = time.process_time()
+        work()
+        takes[work] = time.process_time() - began
+    assert max(takes.values()) < 1
