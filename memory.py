@@ -1259,8 +1259,9 @@ def is_head(message: dict) -> bool:
 
 
 def is_said(message: dict) -> bool:
-    """By the user; pictures that a tool gave are a user message of blocks."""
-    return message["role"] == "user" and isinstance(message.get("content"), str)
+    """By the user; pictures that a tool gave are a user message of blocks, too."""
+    is_text = isinstance(message.get("content"), str)
+    return message["role"] == "user" and (is_text or "is_said" in message)
 
 
 def transcript(messages: list[dict], most: int) -> str:

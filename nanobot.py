@@ -1414,7 +1414,7 @@ class BusService:
             message = as_sent(line, "")
             if images:
                 text = {"type": "text", "text": message["content"]}
-                message["content"] = [*images, text]
+                message |= {"content": [*images, text], "is_said": True}
             sent.append(message)
         return sent
 
