@@ -1320,6 +1320,30 @@ def test_what_a_chat_was_not_shown_of_an_answer_is_not_kept_as_said(tmp_path, en
     assert "Half" not in str(model.asked[0].messages) and "Go on where" not in str(model.asked[0].messages)
 
 
+def test_a_photo_that_came_in_mid_turn_may_go_but_not_what_was_said_with_it(tmp_path):
+    photo = tmp_path / "cat.png"
+    photo.write_bytes(b"\x89PNG\r\n\x1a\n" + b"\0" * 40)
+    gate = Gate()
+
+    def talk(request):
+        steps = len(model.asked)
+        thoughts = "word " * 1_500
+        return "Done." if steps == 9 else replace(call("slow" if steps == 1 else "list_dir"), content=thoughts)
+
+    async def work(chats):
+        await chats.say("<a>")
+        await gate.reached.wait()
+        await chats.bus.publish(InboundMessage("desk", "7", "1", "<b> look", [photo], message_id="p"))
+        gate.open.set()
+        await chats.answered(1)
+
+    model = Model(talk)
+    serve(tmp_path, model, work, waiting_tool(gate), context_window_tokens=11_000, max_tokens=2_000)
+    assert "image_url" in str(model.asked[1].messages), "shown"
+    assert "earlier steps of this turn are left out" in str(model.asked[-1].messages)
+    assert all({"<a>", "<b>"} <= set(tokens_in(said(request.messages))) for request in model.asked[1:])
+
+
 # ---- Consolidation: from the journal into the memory ----
 
 
@@ -2117,8 +2141,9 @@ def read_skill(folder: Path, text: str | bytes):
 
 
 FRONT = "---\nname: other\ndescription: Use to show things.\nalways: true\n---\n# Demo\n\nDo it.\n"
-FORMS = {"plain": FRONT, "CR LF": FRONT.replace("\n", "\r\n"), "BOM": "\ufeff" + FRONT,
-         "both": "\ufeff" + FRONT.replace("\n", "\r\n"), "blanks": FRONT.replace("---\n", "--- \n")}  # fmt: skip
+CR_LF = FRONT.replace("\n", "\r\n")
+FORMS = {"plain": FRONT, "CR LF": CR_LF, "BOM": f"\ufeff{FRONT}", "both": f"\ufeff{CR_LF}",
+         "blanks": FRONT.replace("---\n", "--- \n")}  # fmt: skip
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -2159,8 +2184,8 @@ def test_a_description_is_read_as_it_was_meant(tmp_path, written, read):
 
 NEEDS = ["program no-such-b", "environment variable NO_SUCH_A"]
 REQUIRES = [
-    ("JSON", 'metadata: {"nanobot": {"requires": {"bins": ["sh", "no-such-b"], "env": ["NO_SUCH_A"]}}}', NEEDS),
-    ("JSON over lines", 'metadata: {\n  "nanobot": {"requires":\n    {"bins": ["no-such-b"]}}\n  }', NEEDS[:1]),
+    ("JSON", 'metadata: {"nanobot": {"requires": {"bins": ["no-such-b"], "env": ["NO_SUCH_A"]}}}', NEEDS),
+    ("JSON over lines", 'metadata: {\n "nanobot": {"requires":\n   {"bins": ["no-such-b"]}}\n }', NEEDS[:1]),
     ("nested YAML", "metadata:\n  nanobot:\n    requires:\n      bins:\n        - sh\n        - no-such-b\n"
      "      env: [NO_SUCH_A]  # the key", NEEDS),
     ("lists", "requires:\n  bins:\n  - no-such-b\n  env:\n    - NO_SUCH_A", NEEDS),
@@ -2224,14 +2249,14 @@ def test_every_skill_of_the_kit_has_a_description_and_a_text():
 
 # ---- Nothing that reads foreign text takes long ----
 
-FOREIGN = [*"aA0 \t\n\r-:[]{}<>#\"'|*.,\\/_=+~é日", "- ", ": ", "a: ", " a:\n", "\n ", "[ ", "<think>", "---\n"]
+FOREIGN = [*"aA0 \t\n\r-:[]{}<>#\"'|*.,\\/_=~é日", "- ", ": ", "a: ", " a:\n", "\n ", "[ ", "<think>", "---\n"]
 
 
 @pytest.mark.parametrize("piece", FOREIGN, ids=ascii)
 def test_100000_characters_of_anything_are_read_within_a_second(tmp_path, monkeypatch, piece):
     monkeypatch.setenv("PATH", "")
     text = piece * (100_000 // len(piece))
-    heads = ["", "---\n", "---\nmetadata: ", "---\ndescription: ", "---\nrequires:\n ", "---\n" + piece + ": "]
+    heads = ["", "---\n", "---\nmetadata: ", "---\ndescription: ", "---\nrequires:\n ", f"---\n{piece}: "]
     loop = dreamer(tmp_path, found=text)
     loop.memory.append_history(text, "[2026-04-03 00:02]" + text, "[2026-" + text)
     store = MemoryStore(tmp_path)
