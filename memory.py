@@ -594,7 +594,7 @@ class Dream:
             if not batch:
                 return "There is nothing new to dream about."
             repository = MemoryRepository(self.store.workspace)
-            await asyncio.to_thread(repository.commit, "changes outside of dreams")
+            problem, _ = await asyncio.to_thread(repository.commit, "changes outside of dreams")
             outcome = await self._dream(batch)
             self.failures = self.failures + 1 if outcome == "failed" else 0
             if outcome != "completed" and self.failures < 3:
@@ -604,9 +604,10 @@ class Dream:
                 self.failures = 0
             write_atomically(self.store.folder / ".dream_cursor", str(batch[-1]["cursor"]))
             self.store.archive_old()
-            problem, changes = await asyncio.to_thread(repository.commit, "dream")
+            second_problem, changes = await asyncio.to_thread(repository.commit, "dream")
+            problem = problem or second_problem or "/dream-log shows them."
             told = f"Dreamt about {counted(len(batch), 'entry', 'entries')}"
-            return f"{told}: {counted(changes, 'change')}. {problem or '/dream-log shows them.'}"
+            return f"{told}: {counted(changes, 'change')}. {problem}"
 
     async def _dream(self, batch: list[dict]) -> str:
         """Both phases, to an outcome: completed, failed, or did not reach the model."""
@@ -829,10 +830,14 @@ def file_size(path: Path) -> int:
 def read_regular_file(path: Path, most: int = 100_000) -> bytes:
     """At most so many bytes of a file. Raises OSError, also for a FIFO, a device or a larger file."""
     without_waiting = getattr(os, "O_NONBLOCK", 0)  # for somebody who writes into a FIFO
-    with open(os.open(path, os.O_RDONLY | without_waiting), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+    descriptor = os.open(path, os.O_RDONLY | without_waiting)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError("it is no regular file but a directory, FIFO or device")
-        data = file.read(most + 1)
+        with open(descriptor, "rb", closefd=False) as file:
+            data = file.read(most + 1)
+    finally:
+        os.close(descriptor)
     if len(data) > most:
         raise OSError(f"it has more than {most:,} bytes")
     return data
@@ -1110,10 +1115,11 @@ class MemoryRepository:
         try:
             return "", self._commit(subject)
         except OSError as problem:
-            told = f"The memory's repository is broken ({problem}). It is put aside, a new one begins."
+            aside = self.folder.with_name(f"memory.git.broken-{time.time_ns()}")
+            told = f"The memory's repository is broken ({problem}): it is {aside} now, a new one begins."
         log.warning("%s", told)
         if self.folder.exists():
-            os.replace(self.folder, self.folder.with_name(f"memory.git.broken-{time.time_ns()}"))
+            os.replace(self.folder, aside)
         return told, self._commit("a new beginning")
 
     def _commit(self, subject: str) -> int:
@@ -1176,7 +1182,7 @@ class MemoryRepository:
             why = "no dream has changed anything yet. /dream-log lists all commits."
         elif not re.fullmatch(r"HEAD|[0-9a-f]{4,40}\^?", sha):
             raise OSError(why)
-        return self.git("rev-parse", "--verify", f"{sha}^{{commit}}", why=why).strip()
+        return self.git("rev-parse", "--verify", sha, why=why).strip()
 
 
 # ---- Skills ----
@@ -1247,6 +1253,7 @@ def skill_of(path: Path, data: bytes) -> Skill:
 def fields_of(front: str) -> dict[str, str]:
     """`key: value` of YAML; a value may be in quotes, go on in indented lines, or stand behind `>`."""
     fields = {}
+    front = re.sub(r"\n\n+", "\n", front)  # in two steps: in one it would not be linear
     for line in re.sub(r"\n[ \t]+", " ", front).split("\n"):
         key, _, value = line.partition(":")
         value = value.strip()

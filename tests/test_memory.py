@@ -20,9 +20,8 @@ from pathlib import Path
 
 import pytest
 
-from channels import Channel, Heartbeat, InboundMessage, MessageBus
+from channels import Channel, InboundMessage, MessageBus
 from memory import (
-    Dream,
     Governed,
     Inbox,
     MemoryRepository,
@@ -33,9 +32,8 @@ from memory import (
     SkillsLoader,
     TokenCounter,
     estimate,
-    locked,
 )
-from nanobot import AgentLoop, Config, add_system_jobs
+from nanobot import AgentLoop, Config
 from providers import LLMProvider, LLMResponse, ToolCallRequest, legal
 from tools import FILE_TOOLS, Tool, ToolRegistry, tool
 
@@ -1322,6 +1320,30 @@ def test_what_a_chat_was_not_shown_of_an_answer_is_not_kept_as_said(tmp_path, en
     assert "Half" not in str(model.asked[0].messages) and "Go on where" not in str(model.asked[0].messages)
 
 
+def test_a_photo_that_came_in_mid_turn_may_go_but_not_what_was_said_with_it(tmp_path):
+    photo = tmp_path / "cat.png"
+    photo.write_bytes(b"\x89PNG\r\n\x1a\n" + b"\0" * 40)
+    gate = Gate()
+
+    def talk(request):
+        steps = len(model.asked)
+        thoughts = "word " * 1_500
+        return "Done." if steps == 9 else replace(call("slow" if steps == 1 else "list_dir"), content=thoughts)
+
+    async def work(chats):
+        await chats.say("<a>")
+        await gate.reached.wait()
+        await chats.bus.publish(InboundMessage("desk", "7", "1", "<b> look", [photo], message_id="p"))
+        gate.open.set()
+        await chats.answered(1)
+
+    model = Model(talk)
+    serve(tmp_path, model, work, waiting_tool(gate), context_window_tokens=11_000, max_tokens=2_000)
+    assert "image_url" in str(model.asked[1].messages), "shown"
+    assert "earlier steps of this turn are left out" in str(model.asked[-1].messages)
+    assert all({"<a>", "<b>"} <= set(tokens_in(said(request.messages))) for request in model.asked[1:])
+
+
 # ---- Consolidation: from the journal into the memory ----
 
 
@@ -1828,3 +1850,423 @@ def test_no_file_that_a_command_planted_gets_into_a_request_or_holds_it_up(tmp_p
     asyncio.run(asyncio.wait_for(work(), 60))
     assert model.asked and "sk-secret" not in str([request.messages for request in model.asked])
     assert all(len(str(request.messages)) < 100_000 for request in model.asked)
+
+
+# ---- Dream ----
+
+BLUE = "- Favourite colour: blue\n"
+GREEN = "- Favourite colour: green\n"
+
+
+def dreamer(home: Path, *edits: tuple, found: object = "[MEMORY] blue", end: object = "Noted.") -> AgentLoop:
+    """The real loop and tools: phase 1 finds, phase 2 makes these calls, one after the other."""
+    calls = iter([call(name, **arguments) for name, arguments in edits])
+
+    def talk(request):
+        return next(calls, end) if "# Findings" in str(request.messages) else found
+
+    return make_loop(home, Model(talk))
+
+
+def edit(old: str, new: str, path: str = "memory/MEMORY.md") -> tuple[str, dict]:
+    return "edit_file", {"path": path, "old_text": old, "new_text": new}
+
+
+def write(text: str, path: str = "skills/mine/SKILL.md") -> tuple[str, dict]:
+    return "write_file", {"path": path, "content": text}
+
+
+@pytest.fixture
+def home(tmp_path):
+    """A workspace in which three things have happened."""
+    make_loop(tmp_path / "ws", Model())
+    memory = MemoryStore(tmp_path / "ws")
+    memory.append_history(*(f"[2026-04-03 00:0{n}] Thing {n}." for n in range(3)))
+    memory.facts.write_text(GREEN)
+    return tmp_path / "ws"
+
+
+def test_a_dream_reads_what_is_unread_edits_and_is_one_commit_and_the_users_edits_are_another(home):
+    (home / "SOUL.md").write_text("# Be kind.\n")  # by the user
+    loop = dreamer(home, edit("green", "blue"), found="Here:\n- [MEMORY] blue\n[MEMORY-REMOVE] green\nAll.")
+    assert say(loop, "/dream") == ["Dreamt about 3 entries: 2 changes. /dream-log shows them."]
+    find, phase_2 = (request.messages[1]["content"] for request in loop.provider.asked[:2])
+    assert "[2026-04-03 00:02] Thing 2." in find and GREEN in find and time.strftime("%Y-%m-%d") in find
+    assert "# Findings\n\n[MEMORY] blue\n\n[MEMORY-REMOVE] green" in phase_2 and "- memory:" in phase_2
+    assert loop.memory.read_facts() == BLUE and loop.memory.unread() == []
+    first, second = say(loop, "/dream-log")[0].split("\n")
+    assert re.fullmatch(r"[0-9a-f]{7,} dream: [\d-]+ [\d:]+, 2 change\(s\)", first)
+    assert "changes outside of dreams" in second
+    assert f"-{GREEN}+{BLUE}" in say(loop, f"/dream-log {first.split()[0]}")[0]
+    assert say(loop, "/dream") == ["There is nothing new to dream about."]
+    assert "blue" in loop.context.system_prompt(loop.turn(KEY)), "known in a new session"
+    loop.memory.append_history("One more.")
+    say(loop, "/dream")
+    assert "Thing" not in loop.provider.asked[-2].messages[1]["content"]
+
+
+FINDINGS = [
+    ("[USER] a", "edits"), ("- [SOUL] a\n* [SKILL-REMOVE] b", "edits"), ("[SKIP]\n[USER-REMOVE] a", "edits"),
+    ("[SKIP]", "nothing"), ("<think>\n[MEMORY] no\n</think>\n[SKIP]", "nothing"),
+    ("<think>maybe [SKIP]?</think>Hello", "failed"), ("<think>[MEMORY] never ends", "failed"),
+    ("[OTHER] a", "failed"), ("I noted [MEMORY] a", "failed"), ("", "failed"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("found", "outcome"), FINDINGS)
+def test_what_a_dream_finds(home, monkeypatch, found, outcome):
+    monkeypatch.setenv("PATH", "")  # without git
+    loop = dreamer(home, found=found)
+    [told_text] = say(loop, "/dream")
+    assert len(loop.provider.asked) == (2 if outcome == "edits" else 1)
+    assert ("The dream failed. Nothing is lost" in told_text) is (outcome == "failed")
+    assert len(loop.memory.unread()) == (3 if outcome == "failed" else 0)
+
+
+def test_three_failures_in_a_row_skip_the_entries_and_an_endpoint_that_is_down_never_does(home, caplog):
+    assert "did not reach the model. Nothing is lost" in say(dreamer(home, found=DOWN), *["/dream"] * 5)[-1]
+    assert "did not reach the model" in say(dreamer(home, end=DOWN), "/dream")[0]
+    loop = dreamer(home, found="What a nice day.")
+    told_texts = say(loop, *["/dream"] * 3)
+    assert [text.split(".")[0] for text in told_texts[:2]] == ["The dream failed"] * 2
+    assert told_texts[2].startswith("Dreamt about 3 entries") and "these are skipped" in caplog.text
+
+
+def test_a_batch_is_20_entries_or_half_the_budget_and_whatever_its_size_it_fits(home, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    for name in ("SOUL.md", "memory/MEMORY.md"):
+        (home / name).write_text("first line\n" + "a fact about the world\n" * 3_000 + "last line\n")
+    memory = MemoryStore(home)
+    memory.append_history(*(f"entry {n}" for n in range(30)), f"from here {'x' * 60_000} to there", "last")
+    loop = make_loop(home, Model("[SKIP]"), context_window_tokens=14_000, max_tokens=2_000)
+    say(loop, *["/dream"] * 4)
+    batches = [r.messages[1]["content"].partition("# History")[2].count("\n\n[") for r in loop.provider.asked]
+    assert batches[0] == 20 and sum(batches) == 35 and memory.unread() == []
+    for request in loop.provider.asked:
+        assert TokenCounter(lambda: 1 / 0).total(request.messages) <= 14_000 - 2_000
+    assert re.search("from here .* to there", str([request.messages for request in loop.provider.asked[1:]]))
+
+
+FENCE = [
+    (edit("green", "blue"), True),
+    (edit("old", "new", "AGENTS.md"), False),
+    (edit("{", "[", "memory/history.jsonl"), False),
+    (("edit_file", {"arguments": {"path": "AGENTS.md", "old_text": "a", "new_text": "b"}}), False),
+    (("read_file", {"path": "{secret}"}), False),
+    (("read_file", {"arguments": {"path": "{secret}"}}), False),
+    (("read_file", {"arguments": '{"path": "{secret}"}'}), False),
+    (("read_file", {"path": "~/id_rsa"}), False),
+    (("read_file", {"path": "a\0b"}), False),
+    (("read_file", {"path": "SOUL.md"}), True),
+    (("exec", {"command": "touch x"}), False),
+    (write("---\nname: mine\n---\n1. Do it."), True),
+    (write("1. Do it.", "skills/mine/data/list.txt"), True),
+    (("write_file", {"arguments": {"path": "SOUL.md", "content": "Be rude."}}), False),
+    (write("x", "skills/SKILL.md"), False),
+    (write("x", "skills/../SOUL.md"), False),
+    (write("x", "skills/weather/SKILL.md"), False),
+    (write("---\nname: memory\n---\nx"), False),
+    (write("x", "skills/link/SKILL.md"), False),
+    (write("x", "/etc/nanobot-test"), False),
+    (write("---\nalways: true\n---\nx"), False),
+    (write("---\r\nname: mine\r\nalways: yes\r\n---\r\nx"), False),
+    (write("\ufeff---\nalways: true\n---\nx"), False),
+    (write("\ufeff---\r\nalways: 'true' # why\r\n---\r\nx"), False),
+]
+
+
+@pytest.mark.parametrize(("step", "may"), FENCE, ids=[str(step)[:70] for step, _ in FENCE])
+def test_a_dreamer_edits_three_files_and_its_own_skills_only(home, own_home, tmp_path, step, may):
+    """Fault 4: arguments are judged in the form that will run, a skill in the form that is loaded."""
+    (own_home / "id_rsa").write_text("sk-secret")
+    (home / "skills").mkdir()
+    (home / "skills" / "link").symlink_to(tmp_path)
+    step = json.loads(json.dumps(step).replace("{secret}", str(own_home / "id_rsa")))
+    loop = dreamer(home, step)
+
+    def files() -> dict[str, bytes]:
+        paths = [path for path in tmp_path.rglob("*") if path.is_file() and ".git" not in str(path)]
+        return {str(path): path.read_bytes() for path in paths if path.suffix in (".md", ".txt", ".jsonl")}
+
+    before = files()
+    say(loop, "/dream")
+    [outcome] = [m["content"] for m in loop.provider.asked[-1].messages if m["role"] == "tool"]
+    assert "sk-secret" not in str([request.messages for request in loop.provider.asked])
+    assert (files() != before) is (may and step[0] != "read_file"), outcome
+    assert not may or not re.match("Read files|Edit |Write only|A skill may", outcome)
+    assert not any(skill.always for skill in SkillsLoader(home / "skills").load())
+
+
+# ---- What was dreamt can be undone ----
+
+UNDONE = {  # before and after a dream, how many lines it changed, a setting of the user's
+    "lines that look like a diff's own": (b"- a\n-- x\n++ y\n", b"- a\n+++ z\n", 3, ""),
+    "lines behind a missing line end": (b"old", b"new\nmore", 3, ""),
+    "bytes that are no UTF-8": (b"caf\xe9\nold\n", b"caf\xe9\nnew\n", 2, ""),
+    "line ends of Windows, which git may change": (b"- a\r\n", b"- b\r\n", 2, "* text=auto eol=crlf"),
+    "what git could fill in": (b"- $Id$\n", b"- $Id$\n- b\n", 1, "*.md ident"),
+}
+
+
+@pytest.mark.parametrize("name", UNDONE)
+def test_what_a_dream_changed_is_undone_to_the_byte_with_modes_kept(home, name):
+    before, after, changes, attributes = UNDONE[name]
+    (home / ".gitattributes").write_text(f"{attributes}\n")
+    path, soul = home / "memory" / "MEMORY.md", home / "SOUL.md"
+    path.write_bytes(before)
+    path.chmod(0o600)
+    repository = MemoryRepository(home)
+    assert repository.commit("changes outside of dreams")[0] == ""
+    path.write_bytes(after)
+    assert repository.commit("dream") == ("", changes)
+    soul.write_text("later\n")
+    assert repository.restore() == f"Undone: {changes} change{'s' * (changes > 1)}."
+    assert (path.read_bytes(), path.stat().st_mode & 0o777) == (before, 0o600)
+    assert soul.read_text() == "later\n", "what came later stays"
+    assert "what it did is undone already" in repository.restore()
+
+
+def test_what_a_dream_wrote_is_gone_when_it_is_undone_and_not_dreamt_again(home):
+    loop = dreamer(home, edit("green", "blue"), write("---\ndescription: Use to publish.\n---\n1. Do it."))
+    say(loop, "/dream")
+    assert "Use to publish." in [skill.description for skill in loop.skills.load()]
+    (home / "skills" / "mine" / "SKILL.md").chmod(0o640)
+    assert say(loop, "/dream-restore") == ["Undone: 6 changes."]
+    assert loop.memory.read_facts() == GREEN and not (home / "skills" / "mine" / "SKILL.md").exists()
+    assert say(loop, "/dream") == ["There is nothing new to dream about."]
+    log = [re.sub(r"^\w+ |:.*", "", line) for line in say(loop, "/dream-log")[0].split("\n")]
+    assert re.match("restore of", log[0]) and log[1:] == ["dream", "changes outside of dreams"]
+    for sha in ("0123456", "HEAD; rm", "--help", ".."):
+        assert "/dream-log lists them" in MemoryRepository(home).restore(sha)
+
+
+def break_head(folder: Path) -> None:
+    (folder / "HEAD").write_text("nonsense")
+
+
+def lose_objects(folder: Path) -> None:
+    shutil.rmtree(folder / "objects")
+
+
+def be_a_file(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.write_text("no repository")
+
+
+@pytest.mark.parametrize("damage", [break_head, lose_objects, be_a_file, shutil.rmtree])
+def test_a_damaged_repository_is_said_put_aside_and_begun_anew(home, damage):
+    """Fault 5: "0 changes" for ever, restore impossible, a 0600 MEMORY.md became 0644."""
+    (home / "memory" / "MEMORY.md").chmod(0o600)
+    say(dreamer(home, found="[SKIP]"), "/dream")
+    folder = home / ".nanobot" / "memory.git"
+    damage(folder)
+    memory = MemoryStore(home)
+    memory.append_history("More.")
+    [told_text] = say(dreamer(home, edit("green", "blue")), "/dream")
+    asides = list(folder.parent.glob("memory.git.broken-*"))
+    if damage is shutil.rmtree:
+        assert told_text == "Dreamt about 1 entry: 2 changes. /dream-log shows them." and not asides
+    else:
+        assert "repository is broken" in told_text and str(asides[0]) in told_text
+    assert memory.read_facts() == BLUE
+    assert say(dreamer(home), "/dream-restore")[0] == "Undone: 2 changes."
+    assert memory.read_facts() == GREEN and memory.facts.stat().st_mode & 0o777 == 0o600
+
+
+def git(*arguments: str, cwd: Path) -> str:
+    return subprocess.run(["git", *arguments], cwd=cwd, capture_output=True, text=True).stdout.strip()
+
+
+def test_the_users_own_repository_and_settings_are_left_alone(home, own_home, monkeypatch):
+    outer = home.parent
+    git("init", "-q", cwd=outer)
+    (outer / ".git" / "hooks" / "pre-commit").write_text("#!/bin/sh\nexit 1\n")
+    (outer / ".git" / "hooks" / "pre-commit").chmod(0o755)
+    (outer / ".gitignore").write_text("ws/memory\n*.md\n")
+    (own_home / ".gitconfig").write_text("[commit]\ngpgsign = true\n[user]\nname = Somebody\n")
+    monkeypatch.setenv("GIT_DIR", str(outer / ".git"))
+    say(dreamer(home, edit("green", "blue")), "/dream")
+    monkeypatch.delenv("GIT_DIR")
+    author = git("--git-dir", str(home / ".nanobot" / "memory.git"), "log", "-1", "--format=%an %s", cwd=home)
+    assert author.startswith("nanobot dream: ") and git("log", cwd=outer) == ""
+    assert not list(home.rglob(".git"))
+
+
+@pytest.mark.parametrize("lock", ["index.lock", "HEAD.lock", "refs/heads/master.lock"])
+def test_a_lock_that_a_killed_git_left_stops_nothing(home, lock):
+    say(dreamer(home, found="[SKIP]"), "/dream")
+    (home / ".nanobot" / "memory.git" / lock).touch()
+    MemoryStore(home).append_history("More.")
+    assert "2 changes" in say(dreamer(home, edit("green", "blue")), "/dream")[0]
+
+
+def test_without_git_it_dreams_all_the_same_and_says_that_nothing_can_be_undone(home, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    loop = dreamer(home, edit("green", "blue"))
+    assert "There is no git" in say(loop, "/dream")[0] and loop.memory.read_facts() == BLUE
+    assert "git is not installed" in say(loop, "/dream-log")[0] + say(loop, "/dream-restore")[0]
+
+
+def test_one_dream_at_a_time_and_nothing_is_undone_meanwhile(home):
+    async def two() -> None:
+        gate = Gate()
+        loop = make_loop(home, Model(lambda _: gate.wait("[SKIP]")))
+        first = asyncio.create_task(loop.process_direct("/dream"))
+        await gate.reached.wait()
+        with pytest.raises(SessionBusy, match="Another dream"):
+            await make_loop(home, Model("[SKIP]")).process_direct("/dream")
+        assert "Nothing is changed" in MemoryRepository(home).restore()
+        gate.open.set()
+        assert "Dreamt about 3" in (await first).final_content
+
+    asyncio.run(two())
+
+
+# ---- Skills ----
+
+
+def skill_file(folder: Path, text: str | bytes, name: str = "demo") -> Path:
+    path = folder / name / "SKILL.md"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+def read_skill(folder: Path, text: str | bytes):
+    skill_file(folder, text)
+    [skill] = SkillsLoader(folder).load()
+    return skill
+
+
+FRONT = "---\nname: other\ndescription: Use to show things.\nalways: true\n---\n# Demo\n\nDo it.\n"
+CR_LF = FRONT.replace("\n", "\r\n")
+FORMS = {"plain": FRONT, "CR LF": CR_LF, "BOM": f"\ufeff{FRONT}", "both": f"\ufeff{CR_LF}",
+         "blanks": FRONT.replace("---\n", "--- \n")}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_front_matter_and_text_are_told_apart(tmp_path, form):
+    skill = read_skill(tmp_path, FORMS[form])
+    assert (skill.name, skill.description, skill.always) == ("other", "Use to show things.", True)
+    assert re.sub(r"\r", "", skill.text) == "# Demo\n\nDo it." and (skill.missing, skill.problem) == ([], "")
+
+
+WITHOUT_FRONT = ["Do it.", "---\n---\nDo it.", "---\nDo it.", "", b"\xff\xfe", "---\n[[[\n---\nDo it."]
+
+
+@pytest.mark.parametrize("text", WITHOUT_FRONT)
+def test_a_skill_without_front_matter_is_named_after_its_folder(tmp_path, text):
+    skill = read_skill(tmp_path, text)
+    assert (skill.name, skill.description, skill.always, skill.missing) == ("demo", "", False, [])
+    assert "Do it." in skill.text or "Do it." not in str(text)
+
+
+DESCRIPTIONS = [
+    ('"In quotes: yes"', "In quotes: yes"), ("'single'", "single"), ('Use to say "hi"', 'Use to say "hi"'),
+    ("From a --- to b", "From a --- to b"), ("  padded  ", "padded"), ("", ""),
+    (">-\n  Use for\n  the weather.", "Use for the weather."),
+    (">-\n  Use for the weather.\n  Note: not for the sea.", "Use for the weather. Note: not for the sea."),
+    ("|\n  Use for: the weather.", "Use for: the weather."),
+    ("Use for\n  the weather.\n  Note: not for the sea.", "Use for the weather. Note: not for the sea."),
+    ("Use it  # note", "Use it"), ('"Use # it"  # note', "Use # it"),
+    ("x > y\n  |z", "x > y |z"), (">\n  a\n\n  b", "a b"), ("Use C#", "Use C#"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("written", "read"), DESCRIPTIONS)
+def test_a_description_is_read_as_it_was_meant(tmp_path, written, read):
+    """Fault 7."""
+    skill = read_skill(tmp_path, f"---\ndescription: {written}\nalways: no\nname: x\n---\nDo it.\n")
+    assert (skill.description, skill.always, skill.name, skill.text) == (read, False, "x", "Do it.")
+
+
+NEEDS = ["program no-such-b", "environment variable NO_SUCH_A"]
+REQUIRES = [
+    ("JSON", 'metadata: {"nanobot": {"requires": {"bins": ["no-such-b"], "env": ["NO_SUCH_A"]}}}', NEEDS),
+    ("JSON over lines", 'metadata: {\n "nanobot": {"requires":\n   {"bins": ["no-such-b"]}}\n }', NEEDS[:1]),
+    ("nested YAML", "metadata:\n  nanobot:\n    requires:\n      bins:\n        - sh\n        - no-such-b\n"
+     "      env: [NO_SUCH_A]  # the key", NEEDS),
+    ("lists", "requires:\n  bins:\n  - no-such-b\n  env:\n    - NO_SUCH_A", NEEDS),
+    ("lists in one line", 'requires:\n  bins: [sh, "no-such-b"]', NEEDS[:1]),
+    ("nothing", "metadata:\n  author: me\n  version: 1", []), ("null", "requires:", []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "front", "missing"), REQUIRES, ids=[each[0] for each in REQUIRES])
+def test_what_a_skill_requires_and_this_machine_lacks_is_named(tmp_path, caplog, form, front, missing):
+    skill = read_skill(tmp_path, f"---\nname: x\n{front}\ndescription: Use it.\n---\n")
+    assert (skill.missing, skill.description, caplog.text) == (missing, "Use it.", "")
+
+
+ODD_FRONT = ["metadata: {broken", "metadata: [1]", "requires: 5", "requires:\n  bins: 5",
+             'metadata: {"nanobot": {"requires": ["gh"]}}', "metadata: " + "[" * 50_000]  # fmt: skip
+
+
+@pytest.mark.parametrize("front", ODD_FRONT, ids=range(len(ODD_FRONT)))
+def test_metadata_that_is_not_as_expected_stops_nothing(tmp_path, front):
+    skill = read_skill(tmp_path, f"---\nname: odd\n{front}\n---\nDo it.\n")
+    assert (skill.name, skill.text, skill.problem) == ("odd", "Do it.", "")
+
+
+def test_an_always_skill_is_in_the_prompt_in_full_or_listed_as_unavailable(tmp_path):
+    """Fault 9. One of the workspace shadows the kit's of its name."""
+    loop = make_loop(tmp_path, Model())
+    skill_file(tmp_path / "skills", "---\nalways: true\n---\nRule one.", "one")
+    skill_file(tmp_path / "skills", "---\nalways: yes\nrequires:\n  bins: [no-such]\n---\nRule two.", "two")
+    skill_file(tmp_path / "skills", "---\ndescription: My own.\n---\nMine.", "weather")
+    say(loop, "hi")
+    system = loop.provider.asked[0].messages[0]["content"]
+    assert "## one\n\nRule one." in system and "Rule two." not in system
+    assert re.search(r"- two: .*SKILL.md\) \[unavailable: needs program no-such\]", system)
+    assert system.count("- weather:") == 1 and "- weather: My own." in system
+
+
+@posix
+def test_a_broken_skill_is_named_once_and_the_others_stay(tmp_path, caplog):
+    for name in ("device", "folder", "fifo", "huge"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "device" / "SKILL.md").symlink_to("/dev/zero")
+    (tmp_path / "folder" / "SKILL.md").mkdir()
+    os.mkfifo(tmp_path / "fifo" / "SKILL.md")
+    skill_file(tmp_path, "x" * 100_001, "huge")
+    skill_file(tmp_path, "x" * 100_000)
+    loader = SkillsLoader(tmp_path)
+    for _ in range(3):
+        skills = {skill.name: skill.problem for skill in loader.load()}
+    assert [name for name, problem in skills.items() if not problem] == ["demo"] and len(skills) == 5
+    for name in set(skills) - {"demo"}:
+        [line] = [line for line in caplog.messages if str(tmp_path / name) in line]
+        assert line.endswith(skills[name])
+
+
+def test_every_skill_of_the_kit_has_a_description_and_a_text():
+    skills = SkillsLoader(ROOT / "skills").load()
+    assert [skill.name for skill in skills if not (skill.description and skill.text)] == []
+    assert [skill.name for skill in skills if skill.always] == ["memory"]
+
+
+# ---- Nothing that reads foreign text takes long ----
+
+FOREIGN = [*"aA0 \t\n\r-:[]{}<>#\"'|*.,\\/_=~é日", "- ", ": ", "a: ", " a:\n", "\n ", "[ ", "<think>", "---\n"]
+
+
+@pytest.mark.parametrize("piece", FOREIGN, ids=ascii)
+def test_100000_characters_of_anything_are_read_within_a_second(tmp_path, monkeypatch, piece):
+    monkeypatch.setenv("PATH", "")
+    text = piece * (100_000 // len(piece))
+    heads = ["", "---\n", "---\nmetadata: ", "---\ndescription: ", "---\nrequires:\n ", f"---\n{piece}: "]
+    loop = dreamer(tmp_path, found=text)
+    loop.memory.append_history(text, "[2026-04-03 00:02]" + text, "[2026-" + text)
+    store = MemoryStore(tmp_path)
+    takes = {}
+    for n, head in enumerate(heads):
+        skill_file(tmp_path / f"s{n}", (head + text)[:100_000])
+    works = [lambda n=n: SkillsLoader(tmp_path / f"s{n}").load() for n in range(len(heads))]
+    works += [partial(say, loop, "/dream"), store.recent_history, partial(estimate, text),
+              partial(Governed, [user(text)], 100, TokenCounter(lambda: 1 / 0)),
+              partial(store.append_history, f"[{text}")]  # fmt: skip
+    for work in works:
+        began = time.process_time()
+        work()
+        takes[work] = time.process_time() - began
+    assert max(takes.values()) < 1
