@@ -1,76 +1,33 @@
-"""Long conversations, from outside: the real loop and the real program remember, fit, and never wait."""
+"""Long conversations and `kill -9`, from outside: nothing is lost or doubled, late turns cost as early."""
 
 import asyncio
+import contextlib
+import itertools
 import json
+import multiprocessing
 import os
 import random
 import re
 import shutil
 import signal
 import sys
+import time
+from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from fake_llm import FakeLLM, Hang, call
-from memory import Consolidator, Dream, MemoryStore, SessionManager, SkillsLoader
-from nanobot import AgentLoop, Config
-from providers import LLMProvider, LLMResponse, OfflineProvider, ToolCallRequest
+from channels import Channel, InboundMessage, MessageBus
+from fake_llm import FakeLLM, Hang, call as called
+from memory import MemoryStore, SessionManager
+from providers import OfflineProvider
 from test_command_line import nanobot, start
-from tools import FILE_TOOLS, ToolRegistry
+from test_memory import CHAT, HOUR, KEY, Model, answer, call, contents, history_of, lines_of, loaded
+from test_memory import make_loop, no_network, posix, said, saving, say, told, tokens_in, user
+from tools import tool
 
-FULL = bool(os.environ.get("NANOBOT_TEST_FULL"))
-KEY = "cli:direct"
-
-
-def history(workspace: Path) -> list[str]:
-    file = workspace / "memory" / "history.jsonl"
-    lines = file.read_text().splitlines() if file.exists() else []
-    return [json.loads(line)["content"] for line in lines]
-
-
-def make_loop(tmp_path: Path, provider: LLMProvider, window: int = 65_536, **defaults) -> AgentLoop:
-    config = Config()
-    settings = {"workspace": str(tmp_path / "workspace"), "context_window_tokens": window, **defaults}
-    for name, value in settings.items():
-        setattr(config.defaults, name, value)
-    config.cwd = config.workspace
-    return AgentLoop(config, provider, ToolRegistry(FILE_TOOLS))
-
-
-class Model(LLMProvider):
-    """Answers by `talk(request)`, keeps memory by `save(request)`; both may wait. Checks what it is sent."""
-
-    model = "test"
-
-    def __init__(self, talk=None, save=None, window: float = float("inf")):
-        self.talk, self.save, self.window = talk, save, window
-        self.sizes: list[int] = []
-        self.saves: list = []
-
-    async def answer(self, request):
-        size = len(json.dumps([request.messages, request.tools], ensure_ascii=False)) // 4
-        self.sizes.append(size)
-        assert size + request.options["max_tokens"] <= self.window, "it exceeds the window"
-        if any(tool["function"]["name"] == "save_memory" for tool in request.tools):
-            self.saves.append(request)
-            return await self.save(request)
-        if not request.tools and "sum up the earlier part" in request.messages[0]["content"]:
-            return LLMResponse("They talked about this and that.")
-        return self.talk(request) if self.talk else LLMResponse("Fine.")
-
-
-def saving(entry: str, update: str) -> LLMResponse:
-    arguments = {"history_entry": entry, "memory_update": update}
-    return LLMResponse(None, [ToolCallRequest("c", "save_memory", arguments)], "tool_calls")
-
-
-async def keep_favourites(request) -> LLMResponse:
-    """A model that saves what begins with `my favourite`, and gives MEMORY.md back whole."""
-    facts, said = request.messages[1]["content"].split("# Conversation")
-    old = re.findall(r"^- .*$", facts, re.MULTILINE)
-    new = [f"- The user's {fact}" for fact in re.findall(r"my (favourite \w+ is \w+)", said)]
-    return saving("[2026-04-03 00:02] They talked.", "\n".join(dict.fromkeys([*old, *new])))
+__all__ = ["no_network"]  # a fixture of all tests here, too
 
 
 # ---- The whole cycle, without a key ----
@@ -80,57 +37,27 @@ def test_what_was_said_is_known_in_a_new_session_and_a_dream_is_seen_and_undone(
     for text in ("my favourite colour is green", "what is 2+2?", "/new"):
         assert nanobot("--offline", "-m", text)[0] == 0
     workspace = own_home / ".nanobot" / "workspace"
-    assert "favourite colour is green" in history(workspace)[0], "the program ended when it was there"
+    assert "favourite colour is green" in history_of(workspace)[0], "the program ended when it was there"
     _, out, _ = nanobot("--offline", "-s", "other", "-m", "what is my favourite colour?")
     assert "The user's favourite colour is green" in out
     about_user = workspace / "USER.md"
     before = about_user.read_text()
     assert ": 1 change. " in nanobot("--offline", "-m", "/dream")[1]
     assert "colour is green" in about_user.read_text()
-    commits = nanobot("--offline", "-m", "/dream-log")[1].splitlines()
-    assert re.fullmatch(r"[0-9a-f]+ dream: .*, 1 change\(s\)", commits[0])
-    _, out, _ = nanobot("--offline", "-m", f"/dream-log {commits[0].split()[0]}")
+    [commit, *_] = nanobot("--offline", "-m", "/dream-log")[1].splitlines()
+    assert re.fullmatch(r"[0-9a-f]+ dream: .*, 1 change\(s\)", commit)
+    _, out, _ = nanobot("--offline", "-m", f"/dream-log {commit.split()[0]}")
     assert "+- The user's favourite colour is green" in out
     assert "Undone: 1 change" in nanobot("--offline", "-m", "/dream-restore")[1]
     assert about_user.read_text() == before
     assert "There is nothing new" in nanobot("--offline", "-m", "/dream")[1], "what was undone stays undone"
 
 
-def test_forty_turns_later_it_is_answered_from_memory(tmp_path):
-    loop = make_loop(tmp_path, OfflineProvider(), memory_window=40)
-
-    async def talk() -> str:
-        await loop.process_direct("my favourite colour is green", KEY)
-        for n in range(40):
-            await loop.process_direct(f"what is {n}+{n}?", KEY)
-        await loop.background.settled()
-        return (await loop.process_direct("what is my favourite colour?", "cli:other")).final_content
-
-    assert "The user's favourite colour is green" in asyncio.run(talk())
-    session = loop.sessions.get(KEY)
-    assert session.last_consolidated > 0 and "green" not in str(session.get_history())
-
-
-def test_without_a_dream_there_is_none_to_undo(tmp_path):
-    loop = make_loop(tmp_path, OfflineProvider())
-
-    def say(text: str) -> str:
-        return asyncio.run(loop.process_direct(text, KEY)).final_content
-
-    assert "no dream yet" in say("/dream-log") and "no dream yet" in say("/dream-restore")
-    loop.memory.append_history("They talked about nothing in particular.")
-    assert ": 0 changes." in say("/dream")
-    assert "no dream has changed anything" in say("/dream-restore")
-
-
-# ---- A model that is slow, fails or does harm ----
-
-
 def test_ctrl_c_ends_the_waiting_for_the_memory_and_the_next_turn_keeps_it(own_home):
     replies = {"save": Hang(60)}
 
     def script(body):
-        saves = any(tool["function"]["name"] == "save_memory" for tool in body.get("tools") or [])
+        saves = any(each["function"]["name"] == "save_memory" for each in body.get("tools") or [])
         return replies["save"] if saves else "Hello!"
 
     with FakeLLM(script) as server:
@@ -143,175 +70,11 @@ def test_ctrl_c_ends_the_waiting_for_the_memory_and_the_next_turn_keeps_it(own_h
         assert waits.wait(20) == 0
         waits.communicate()
         workspace = own_home / ".nanobot" / "workspace"
-        assert history(workspace) == []
-        saved = {"history_entry": "[2026-04-03 00:02] m-17.", "memory_update": "- m-17"}
-        replies["save"] = call("save_memory", **saved)
+        assert history_of(workspace) == []
+        replies["save"] = called("save_memory", history_entry=f"{HOUR}m-17.", memory_update="- m-17")
         assert nanobot("-m", "hi", server=server)[1] == "Hello!\n"
-    assert history(workspace) == ["m-17."]
+    assert history_of(workspace) == ["m-17."]
     assert "m-17" in (workspace / "memory" / "MEMORY.md").read_text()
-
-
-def test_a_turn_that_fits_and_new_wait_for_no_memory(tmp_path):
-    async def talk() -> None:
-        released, begun = asyncio.Event(), asyncio.Event()
-
-        async def slow(request):
-            begun.set()
-            await released.wait()
-            return saving("Entry.", "- fact")
-
-        loop = make_loop(tmp_path, Model(save=slow), memory_window=4)
-        for n in range(2):
-            await loop.process_direct(f"question {n}", KEY)
-        await asyncio.wait_for(begun.wait(), 20)
-        for text in ("question 2", "/new", "question 3", "/status"):
-            result = await asyncio.wait_for(loop.process_direct(text, KEY), 20)
-            assert result.stop_reason == "completed"
-        result = await asyncio.wait_for(loop.process_direct("hello", "cli:other"), 20)
-        assert result.stop_reason == "completed" and not released.is_set()
-        released.set()
-        await loop.background.settled()
-        session = loop.sessions.get(KEY)
-        assert session.last_consolidated == session.start == 6
-
-    asyncio.run(talk())
-    saved = history(tmp_path / "workspace")
-    assert saved and set(saved) == {"Entry."}
-
-
-def test_two_programs_in_one_session_keep_it_once(tmp_path):
-    """The first one has answered and still keeps memory when the second one takes a turn."""
-
-    async def talk() -> list[int]:
-        released, begun = asyncio.Event(), asyncio.Event()
-
-        async def slow(request):
-            begun.set()
-            await released.wait()
-            return saving("Entry.", "- fact")
-
-        models = [Model(save=slow), Model(save=slow)]
-        first, second = (make_loop(tmp_path, model, memory_window=4) for model in models)
-        for n in range(2):
-            await first.process_direct(f"question {n}", KEY)
-        await asyncio.wait_for(begun.wait(), 20)
-        await second.process_direct("question 2", KEY)
-        await second.background.settled()
-        assert models[1].saves == []
-        released.set()
-        await first.background.settled()
-        await second.process_direct("question 3", KEY)
-        await second.background.settled()
-        return [len(model.saves) for model in models]
-
-    assert asyncio.run(talk()) == [1, 1]
-    session = SessionManager(tmp_path / "workspace").get(KEY)
-    assert session.last_consolidated == 6
-    assert history(tmp_path / "workspace") == ["Entry.", "Entry."], "lines 0-2, then 2-6"
-
-
-async def down(request) -> LLMResponse:
-    return LLMResponse(finish_reason="error", error="the endpoint is down")
-
-
-async def refuse(request) -> LLMResponse:
-    return LLMResponse("I would rather not.")
-
-
-async def empty_the_facts(request) -> LLMResponse:
-    return saving("[2026-04-03 00:02] They spoke of marker-0 and marker-1.", "")
-
-
-@pytest.mark.parametrize("save", [down, refuse, empty_the_facts])
-def test_whatever_the_model_does_new_is_done_and_nothing_is_lost(tmp_path, save):
-    async def talk() -> None:
-        loop = make_loop(tmp_path, Model(save=save))
-        loop.memory.facts.write_text("- The cat is Tom\n")
-        for n in range(2):
-            await loop.process_direct(f"marker-{n}", KEY)
-        assert "A new session" in (await loop.process_direct("/new", KEY)).final_content
-        await loop.background.settled()
-        session = loop.sessions.get(KEY)
-        assert session.last_consolidated == session.start == 4
-        assert loop.memory.read_facts() == "- The cat is Tom\n"
-
-    asyncio.run(talk())
-    [entry] = history(tmp_path / "workspace")
-    assert "marker-0" in entry and "marker-1" in entry
-    assert entry.startswith("[RAW]") == (save is not empty_the_facts)
-
-
-def test_raw_history_holds_every_message_however_long_the_conversation(tmp_path):
-    async def talk() -> None:
-        loop = make_loop(tmp_path, Model(save=down))
-        session = loop.sessions.get(KEY)
-        for n in range(60):
-            session.append({"role": "user", "content": f"marker-{n}, " + "x" * 1_500}, sync=False)
-            session.append({"role": "assistant", "content": f"reply-{n}"}, sync=False)
-        await loop.process_direct("/new", KEY)
-        await loop.background.settled()
-
-    asyncio.run(talk())
-    text = "\n".join(history(tmp_path / "workspace"))
-    for n in range(60):
-        assert text.count(f"marker-{n},") == text.count(f"reply-{n}\n") + text.endswith(f"reply-{n}") == 1
-
-
-def test_where_the_memory_cannot_be_written_the_turn_goes_on(tmp_path):
-    loop = make_loop(tmp_path, Model(save=down, window=8_000), 8_000, max_tokens=2_000)
-    session = loop.sessions.get(KEY)
-    for n in range(30):
-        session.append({"role": "user", "content": f"question {n} " + "x" * 1_000}, sync=False)
-        session.append({"role": "assistant", "content": "Yes."}, sync=False)
-    (loop.memory.folder / ".lock").mkdir()
-    told = []
-
-    async def note(event) -> None:
-        told.append(event.content)
-
-    result = asyncio.run(loop.process_direct("and now?", KEY, note))
-    assert result.stop_reason == "completed"
-    assert "nothing went into the memory: [Errno" in str(told) and "are left out" in str(told)
-
-
-# ---- What does not fit ----
-
-
-def read_on(most: int):
-    """Calls read_file again and again, then answers."""
-
-    def talk(request) -> LLMResponse:
-        results = [message for message in request.messages if message["role"] == "tool"]
-        steps = len(results)
-        for mark in re.findall(r"call_(\d+)", str(request.messages)):
-            steps = max(steps, int(mark) + 1)
-        if steps == most:
-            return LLMResponse("I have read it all.")
-        arguments = {"path": "large.txt", "offset": 1 + steps, "limit": 60}
-        return LLMResponse(None, [ToolCallRequest(f"call_{steps}", "read_file", arguments)], "tool_calls")
-
-    return talk
-
-
-def test_a_single_turn_that_outgrows_the_window_goes_on_and_says_so_once(tmp_path):
-    loop = make_loop(tmp_path, Model(read_on(30), keep_favourites, 8_000), 8_000, max_tokens=2_000)
-    lines = "".join(f"step {n} " + "words " * 12 + "\n" for n in range(100))
-    (loop.workspace / "large.txt").write_text(lines)
-    told = []
-
-    async def note(event) -> None:
-        told.append(event.content) if event.kind == "retry" else None
-
-    async def talk() -> None:
-        result = await loop.process_direct("read it all", KEY, note)
-        assert (result.stop_reason, result.requests) == ("completed", 31)
-        await loop.background.settled()
-        status = (await loop.process_direct("/status", KEY)).final_content
-        assert "sent as one line" in status or "left out" in status or "cut to" in status
-
-    asyncio.run(talk())
-    assert len(told) == 1, told
-    assert len(loop.sessions.get(KEY).lines) == 62, "the journal has it whole"
 
 
 def test_prompt_and_status_show_what_is_left_out(own_home):
@@ -320,153 +83,383 @@ def test_prompt_and_status_show_what_is_left_out(own_home):
     (own_home / ".nanobot" / "config.json").write_text(json.dumps(settings))
     session = SessionManager(own_home / ".nanobot" / "workspace").get(KEY)
     for n in range(30):
-        session.append({"role": "user", "content": f"question {n} " + "x" * 1_000}, sync=False)
-        session.append({"role": "assistant", "content": "Yes."}, sync=False)
+        session.append(user(f"question {n} " + "word " * 200), answer("Yes."))
+    before = session.path.read_bytes()
     status, out, err = nanobot("prompt", "--offline", "and now?")
-    shown = out + err
-    assert status == 0 and "and now?" in shown and "question 3 " not in shown, shown[-500:]
-    assert re.search(r"\d+ of 31 turns, ~[\d,]+ tokens, are left out", shown)
+    assert status == 0 and "and now?" in out and "question 3 " not in out
+    assert re.search(r"\d+ of 31 turns, ~[\d,]+ tokens, are left out", out + err)
     assert "turns, ~" in nanobot("--offline", "-m", "/status")[1]
+    assert session.path.read_bytes() == before, "neither moves or writes anything"
 
 
 # ---- 2,000 turns ----
 
 
-def reads_now_and_then(request) -> LLMResponse:
-    last = request.messages[-1]
-    if last["role"] == "tool":
-        return LLMResponse("It says something.")
-    number = int(re.findall(r"question (\d+)", last["content"])[-1]) if "question" in last["content"] else 0
-    path = "large.txt" if number % 7 == 0 else "small.txt"
-    return LLMResponse(None, [ToolCallRequest("c", "read_file", {"path": path})], "tool_calls")
+def keep_favourites(request):
+    """Saves what begins with `my favourite`, and gives MEMORY.md back whole."""
+    facts, _, talked = request.messages[1]["content"].partition("# Conversation")
+    old = re.findall(r"^- .*$", facts, re.MULTILINE)
+    new = [f"- The user's {fact}" for fact in re.findall(r"my (favourite \w+ is \w+)", talked)]
+    return saving(f"{HOUR}They talked.", "\n".join(dict.fromkeys([*old, *new])), "This and that.")
 
 
-@pytest.mark.parametrize(("window", "turns"), [(8_000, 300), (65_536, 150)])
-def test_a_conversation_of_2000_turns_fits_and_is_remembered_in_a_new_session(tmp_path, window, turns):
-    turns = 2_000 if FULL else turns
-    model = Model(reads_now_and_then, keep_favourites, window)
-    loop = make_loop(tmp_path, model, window, max_tokens=2_000)
-    (loop.workspace / "small.txt").write_text("a line\n" * 30)
-    (loop.workspace / "large.txt").write_text("a longer line of text\n" * 400)
+def reads_now_and_then(request):
+    if request.messages[-1]["role"] == "tool":
+        return "It says something."
+    numbers = re.findall(r"question (\d+)", request.messages[-1]["content"])
+    is_large = int(numbers[-1]) % 7 == 0 if numbers else False
+    return call("read_file", path="large.txt" if is_large else "small.txt")
 
-    async def talk() -> str:
+
+@pytest.mark.parametrize("window", [8_000, 65_536])
+@pytest.mark.parametrize("turns", [210, pytest.param(2_000, marks=pytest.mark.slow)])
+def test_a_conversation_of_2000_turns_costs_late_as_early_and_forgets_nothing(tmp_path, window, turns):
+    """The cost is what is sent, and how many functions are called for it."""
+    model = Model(reads_now_and_then, keep_favourites)
+    loop = make_loop(tmp_path, model, context_window_tokens=window, max_tokens=2_000)
+    (tmp_path / "small.txt").write_text("a line\n" * 30)
+    (tmp_path / "large.txt").write_text("a longer line of text\n" * 400)
+    costs = []
+
+    async def talk() -> None:
+        calls = itertools.count()
         for n in range(turns):
+            before = next(calls)
+            sys.setprofile(lambda frame, event, _: next(calls) if event == "call" else 0)
             text = "my favourite colour is green" if n == 3 else f"question {n}"
             result = await loop.process_direct(text, KEY)
+            await loop.background.settled()
+            sys.setprofile(None)
             assert result.final_content == "It says something."
-        await loop.background.settled()
-        offline = make_loop(tmp_path, OfflineProvider(), window, max_tokens=2_000)
-        return (await offline.process_direct("what is my favourite colour?", "cli:other")).final_content
+            requests = [*model.asked, *model.saves]
+            sent = sum(len(json.dumps(request.messages)) for request in requests)
+            costs.append((sent, next(calls) - before, len(requests)))
+            model.asked.clear()
+            model.saves.clear()
 
-    assert "The user's favourite colour is green" in asyncio.run(talk())
-    session = SessionManager(loop.workspace).get(KEY)
-    assert len(session.lines) == 4 * turns
-    assert len(session.get_history()) <= 120 and "green" not in str(session.get_history())
-    assert len(model.saves) >= turns // 30, "it was kept as it went"
-
-
-# ---- Killed between any two writes ----
-
-
-def killed_at(moment: int, work) -> bool:
-    """Run it in a process that is killed before it opens or renames its `moment`th file; False: it ended."""
-    child = os.fork()
-    if child == 0:
-        count = 0
-
-        def look(event: str, arguments: tuple) -> None:
-            nonlocal count
-            is_write = event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
-            if is_write or event == "os.rename":
-                count += 1
-                if count == moment:
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-        sys.addaudithook(look)
-        status = 1
-        try:
-            work()
-            status = 0
-        finally:
-            os._exit(status)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
-    return os.WIFSIGNALED(status)
+    asyncio.run(talk())
+    period = 70  # turns: a multiple of 7, and rounds of consolidation are evened out
+    for kind in range(3):
+        early, late = (sum(cost[kind] for cost in part) for part in (costs[70:140], costs[-period:]))
+        assert late <= 1.3 * early, (kind, early, late)
+    offline = make_loop(tmp_path, OfflineProvider())
+    assert "favourite colour is green" in say(offline, "what is my favourite colour?", key="cli:other")[0]
+    session = loaded(tmp_path)
+    assert session.saved > 4 * (turns - 70) and "green" not in str(session.history())
+    assert len([line for line in lines_of(session.path) if "role" in line]) == 4 * turns
 
 
-def test_kill_9_between_any_two_writes_of_a_consolidation_loses_and_doubles_nothing(tmp_path):
-    async def save(messages, tools, choice) -> LLMResponse:
-        facts, said = messages[1]["content"].split("# Conversation")
-        markers = re.findall(r"marker-\d+\.", said)
-        lines = dict.fromkeys(re.findall(r"^- .*$", facts, re.MULTILINE) + [f"- {name}" for name in markers])
-        if "marker-25." in said:  # this round fails
-            return LLMResponse(finish_reason="error", error="down")
-        return saving(" ".join(markers), "\n".join(lines))
+# ---- Killed between any two writes of the memory ----
 
-    def archive(workspace: Path) -> None:
-        keeper = Consolidator(MemoryStore(workspace), save, "Save.", "Sum up.", budget=3_000)
-        session = SessionManager(workspace).get(KEY)
-        asyncio.run(keeper.archive(session))
 
-    first = tmp_path / "0"
-    session = SessionManager(first).get(KEY)
+def run_until_killed(work, workspace: Path, moment: int) -> None:
+    die_at_write(workspace, moment)
+    work(workspace)
+
+
+def consolidate(workspace: Path) -> None:
+    def save(request):
+        facts, _, talked = request.messages[1]["content"].partition("# Conversation")
+        tokens = tokens_in(re.findall("user: .*", talked))
+        lines = dict.fromkeys(re.findall(r"^- .*$", facts, re.MULTILINE) + [f"- {token}" for token in tokens])
+        return saving(" ".join(tokens), "\n".join(lines), "Things.") if "<5>" not in tokens else "I refuse."
+
+    loop = make_loop(workspace, Model(save=save), context_window_tokens=6_000, max_tokens=2_000)
+    say(loop, "/status", "/new")
+
+
+def dream(workspace: Path) -> None:
+    def talk(request):
+        text = request.messages[1]["content"]
+        if "# Findings" not in text:
+            facts, _, happened = text.partition("# History")
+            new = [token for token in tokens_in(happened) if token not in facts]
+            return "\n".join(f"[MEMORY] {token}" for token in new) or "[SKIP]"
+        edits = len([message for message in request.messages if message["role"] == "tool"])
+        new = tokens_in(text.partition("# Findings")[2].partition("\n\n# /")[0])[edits:]
+        text = f"- The cat is Tom\n- {new[0]}\n" if new else ""
+        change = {"path": "memory/MEMORY.md", "old_text": "- The cat is Tom\n", "new_text": text}
+        return call("edit_file", **change) if new else "Noted."
+
+    say(make_loop(workspace, Model(talk)), "/dream")
+
+
+def first_consolidation(workspace: Path) -> list[str]:
+    session = loaded(workspace)
     for n in range(40):
-        session.append({"role": "user", "content": f"marker-{n}."}, sync=False)
-        session.append({"role": "assistant", "content": "Yes. " + "x" * 300}, sync=False)
-    session.restart()
-    moments = range(1, 200) if FULL else random.Random(7).sample(range(1, 70), 25)
+        session.append(user(f"<{n}> " + "x " * 100), answer("Yes. "))
+    return [f"<{n}>" for n in range(40)]
+
+
+def first_dream(workspace: Path) -> list[str]:
+    memory = MemoryStore(workspace)
+    memory.append_history(*(f"The user said <{n}>." for n in range(4)))
+    memory.facts.write_text("- The cat is Tom\n")
+    return [f"<{n}>" for n in range(4)]
+
+
+@posix
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("work", "first"), [(consolidate, first_consolidation), (dream, first_dream)])
+def test_kill_9_between_any_two_writes_loses_and_doubles_nothing(tmp_path, work, first, every):
+    tokens = first(tmp_path / "0")
+    for kills in itertools.count():
+        workspace = tmp_path / f"killed-{kills}"
+        shutil.copytree(tmp_path / "0", workspace)
+        process = FORKS.Process(target=run_until_killed, args=(work, workspace, 1 + kills * every))
+        process.start()
+        process.join()
+        for _ in range(2):  # five rounds at a time
+            work(workspace)
+        with told(f"killed before write {1 + kills * every}"):
+            entries, facts = history_of(workspace), tokens_in(MemoryStore(workspace).read_facts())
+            assert sorted(re.findall(r"<\d+>", " ".join(entries))) == sorted(tokens)
+            lines = MemoryStore(workspace).read_facts().splitlines()
+            raw = tokens_in([entry for entry in entries if entry.startswith("[RAW]")])
+            assert len(lines) == len(set(lines)) and set(facts) >= set(tokens) - set(raw)
+            assert MemoryStore(workspace).unread() == [] or loaded(workspace).saved == 80
+        if process.exitcode != -signal.SIGKILL:
+            break
+    assert kills > 15 // every, "else nothing was tested"
+
+
+# ---- The life of a chat message ----
+# A gateway in a process of its own; the test is its channel: it sends again what was not confirmed.
+
+FORKS = multiprocessing.get_context("forkserver" if hasattr(os, "fork") else "spawn")
+if hasattr(os, "fork"):
+    FORKS.set_forkserver_preload(["nanobot", "test_memory"])  # to load them takes longer than the test
+
+
+def die_at_write(workspace: Path, moment: int) -> None:
+    """`kill -9` before the process writes to, renames or removes its `moment`th file."""
+    writes = itertools.count(1)
+
+    def look(event: str, arguments: tuple) -> None:
+        is_write = event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+        is_ours = is_write and str(workspace) in str(arguments[0]) and ".lock" not in str(arguments[0])
+        if (is_ours or event in ("os.rename", "os.remove")) and next(writes) == moment:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(look)
+
+
+class Wire(Channel):
+    name = "desk"
+
+    def __init__(self, pipe):
+        super().__init__(["*"])
+        self.pipe = pipe
+
+    async def start(self, bus):
+        here, arrived = asyncio.get_running_loop(), asyncio.Queue()
+        here.add_reader(self.pipe.fileno(), lambda: arrived.put_nowait(self.pipe.recv()))
+        while True:
+            id_, text = await arrived.get()
+            await bus.publish(InboundMessage("desk", "7", "1", text, message_id=id_))
+            self.pipe.send(("confirmed", id_))
+
+    async def send(self, message):
+        if message.kind == "final":
+            self.pipe.send(("sent", message.content))
+
+
+def gateway(workspace: Path, pipe, seed: int, moment: int, window: int) -> None:
+    """Answers all that it sees and nobody has answered, with random steps before it."""
+    dice = random.Random(seed)
+
+    async def talk(request):
+        asked = tokens_in(said(request.messages))
+        pipe.send(("asked", asked))
+        is_first = request.messages[-1]["role"] == "user"
+        if dice.random() < 0.5 if seed else is_first and "<go.on>" not in asked:
+            return call("work", times=dice.choice([0, 1, 3, 20]) if seed else -1)
+        await asyncio.sleep(dice.choice([0, 0, 0.002]) if seed else 0)
+        answers = " ".join(str(m["content"]) for m in request.messages if m["role"] == "assistant")
+        return " ".join(token for token in asked if token not in answers) or "nothing is open"
+
+    def save(request):
+        questions = re.findall(r"(?m)^\[\S+\] user: .*", request.messages[1]["content"])
+        return saving(HOUR + " ".join(tokens_in(questions)), "- A fact", "Some words.")
+
+    @tool
+    async def work(times: int) -> str:
+        """Work."""
+        pipe.send(("works", times))
+        files = [SessionManager(workspace).path(CHAT), SessionManager(workspace).inbox(CHAT).path]
+        while times < 0 and not any(file.exists() and b"<b>" in file.read_bytes() for file in files):
+            await asyncio.sleep(0.001)
+        for _ in range(times):
+            await asyncio.sleep(0.001)
+        return "worked"
+
+    async def serve_wire() -> None:
+        loop = make_loop(workspace, Model(talk, save), work, memory_window=window, max_tool_iterations=1_000)
+        bus = MessageBus()
+        bus.open(Wire(pipe))
+        await loop.run(bus)
+
+    die_at_write(workspace, moment)
+    asyncio.run(serve_wire())
+
+
+class Line:
+    """The other end: what it wants to say, what was confirmed, sent and asked, over all lives."""
+
+    def __init__(self, workspace: Path, window: int = 100):
+        self.workspace, self.window, self.process = workspace, window, None
+        self.open, self.confirmed, self.sent, self.asked, self.works = {}, [], [], [], 0
+        self.may_come_twice: set[str] = set()
+
+    def start(self, seed: int = 0, moment: int = 0) -> None:
+        self.pipe, theirs = FORKS.Pipe()
+        arguments = (self.workspace, theirs, seed, moment, self.window)
+        self.process = FORKS.Process(target=gateway, args=arguments, daemon=True)
+        self.process.start()
+        theirs.close()
+        for id_, text in self.open.items():
+            self._tell(id_, text)
+
+    def _tell(self, id_: str, text: str) -> None:
+        with contextlib.suppress(OSError):  # it was killed: the next one gets it
+            self.pipe.send((id_, text))
+
+    def say(self, text: str) -> None:
+        id_ = str(len(self.open) + len(self.confirmed) + 1)
+        self.open[id_] = text
+        self._tell(id_, text)
+
+    def hear(self, seconds: float) -> bool:
+        """One event; False if there is none, or nobody to tell one."""
+        try:
+            if not self.pipe.poll(seconds):
+                return False
+            kind, what = self.pipe.recv()
+        except (EOFError, OSError):
+            return False
+        if kind == "confirmed":
+            self.confirmed.append(self.open.pop(what, None))
+        elif kind == "works":
+            self.works += 1
+        else:
+            {"sent": self.sent, "asked": self.asked}[kind].append(what)
+        return True
+
+    def is_alive(self) -> bool:
+        return self.process.is_alive()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+        while self.hear(0):
+            pass
+        self.pipe.close()
+        self.process.close()
+        for text in contents(loaded(self.workspace, CHAT).undelivered):
+            if text in self.sent:  # and the mark was not written
+                self.may_come_twice.update(tokens_in(text))
+
+    def until(self, condition, seconds: float = 60) -> bool:
+        """False if the gateway ended before it was so."""
+        patience = time.monotonic() + seconds
+        while not condition():
+            if not self.hear(0.2) and not self.is_alive() and not self.hear(0):
+                return condition()
+            assert time.monotonic() < patience, (self.open, self.sent[-3:], self.asked[-1:])
+        return True
+
+    def has_sent(self, words: str) -> bool:
+        return any(words in text for text in self.sent)
+
+    def check(self, tokens: list[str], may_be_unanswered: set[str] = frozenset()) -> None:
+        """Each message stands in the journal once, was seen in order, and was answered once."""
+        lines = [line for line in lines_of(SessionManager(self.workspace).path(CHAT)) if "role" in line]
+        users = [token for line in lines if line["role"] == "user" for token in tokens_in(line["content"])]
+        assert users == tokens
+        seen = list(dict.fromkeys(itertools.chain.from_iterable(self.asked)))
+        assert [token for token in seen if token in tokens] == tokens, "seen by the model, in order"
+        answered = Counter(token for text in self.sent for token in tokens_in(text))
+        for token in tokens:
+            least = 0 if token in may_be_unanswered else 1
+            most = 2 if token in self.may_come_twice else 1
+            assert least <= answered[token] <= most, (token, answered[token], self.sent)
+        results = Counter(line["tool_call_id"] for line in lines if line["role"] == "tool")
+        assert set(results.values()) <= {1}
+
+
+# What is said, and what is sent when it is done; the tool works until `<b>` is there.
+LIFE = [("<a>", None), ("<b>", "<b>"), ("/new", "A new session"), ("<c>", "<c>"), ("<go.on>", "<go.on>")]
+
+
+@posix
+@pytest.mark.parametrize(
+    ("window", "every"),
+    [(100, 7), pytest.param(100, 1, marks=pytest.mark.slow), pytest.param(2, 1, marks=pytest.mark.slow)],
+)
+def test_kill_9_before_any_write_of_a_message_s_life_loses_and_doubles_nothing(tmp_path, window, every):
+    """The table of DESIGN 6, step by step: two messages, one while a tool works, /new, two more."""
     kills = 0
-    for moment in moments:
-        workspace = tmp_path / f"killed-at-{moment}"
-        shutil.copytree(first, workspace)
-        kills += killed_at(moment, lambda workspace=workspace: archive(workspace))
-        archive(workspace)
-        MemoryStore(workspace).append_history("The next entry puts right what is made for people.")
-        text = "\n".join(history(workspace))
-        people = (workspace / "memory" / "HISTORY.md").read_text()
-        for n in range(40):
-            assert text.count(f"marker-{n}.") == people.count(f"marker-{n}.") == 1, (moment, n)
-        facts = MemoryStore(workspace).read_facts().splitlines()
-        assert len(facts) == len(set(facts))
-        assert SessionManager(workspace).get(KEY).last_consolidated == 80
-    assert kills > 15, "else nothing was tested"
+    for moment in itertools.count(2, every):
+        line = Line(tmp_path / str(moment), window)
+        line.start(moment=moment)
+        was_killed = False
+        with told(f"killed before write {moment}"):
+            for text, sign in LIFE:
+                line.say(text)
+                done = partial(line.has_sent, sign) if sign else lambda line=line: line.works
+                if not was_killed and not line.until(done):
+                    was_killed = True
+                    line.kill()
+                    line.start()
+            assert line.until(partial(line.has_sent, "<go.on>"))
+            line.kill()
+            line.check([text for text, _ in LIFE if text != "/new"])
+            assert window == 2 or not {"<a>", "<b>"} & set(tokens_in(line.asked[-1])), "/new was done"
+        if not was_killed:
+            break
+        kills += 1
+    assert kills > 30 // every, "else nothing was tested"
 
 
-def test_kill_9_between_any_two_writes_of_a_dream_loses_and_doubles_nothing(tmp_path):
-    def dream(workspace: Path) -> str:
-        async def find(messages, tools, choice) -> LLMResponse:
-            files, _, happened = messages[1]["content"].rpartition("# History")
-            findings = [f"[MEMORY] {fact}" for fact in re.findall(r"fact-\d", happened) if fact not in files]
-            return LLMResponse("\n".join(findings) or "[SKIP]")
+def tokens_of_ended_turns(workspace: Path) -> set[str]:
+    tokens: list[str] = []
+    ended: set[str] = set()
+    for line in lines_of(SessionManager(workspace).path(CHAT)):
+        if line.get("role") == "user":
+            tokens += tokens_in(line["content"])
+        elif line.get("mark") == "ended":
+            ended.update(tokens)
+        elif line.get("role") == "assistant" and "tool_calls" not in line:
+            tokens.clear()
+    return ended
 
-        async def edit(messages, refuse):
-            findings = messages[1]["content"].partition("# Findings")[2]
-            for fact in re.findall(r"^\[MEMORY\] (fact-\d)", findings, re.MULTILINE):
-                with open(store.facts, "a") as file:
-                    file.write(f"- {fact}\n")
-            return LLMResponseLike()
 
-        store = MemoryStore(workspace)
-        skills = SkillsLoader(workspace / "skills")
-        return asyncio.run(Dream(store, find, edit, "Find.", "Edit.", skills).run())
-
-    class LLMResponseLike:
-        stop_reason = "completed"
-
-    first = tmp_path / "0"
-    store = MemoryStore(first)
-    for n in range(4):
-        store.append_history(f"The user said fact-{n}.")
-    store.facts.write_text("- The cat is Tom\n")
-    moments = range(1, 25) if FULL else (2, 5, 7, 9)
-    kills = 0
-    for moment in moments:
-        workspace = tmp_path / f"killed-at-{moment}"
-        shutil.copytree(first, workspace)
-        kills += killed_at(moment, lambda workspace=workspace: dream(workspace))
-        dream(workspace)
-        facts = MemoryStore(workspace).read_facts()
-        assert [facts.count(f"fact-{n}") for n in range(4)] == [1] * 4, (moment, facts)
-        assert MemoryStore(workspace).unread() == []
-        assert len(history(workspace)) == 4
-    assert kills > 2
+@posix
+@pytest.mark.parametrize(("seed", "kills"), [(1, 6), pytest.param(2, 200, marks=pytest.mark.slow)])
+def test_whatever_comes_when_each_message_is_seen_in_order_and_answered_once(tmp_path, seed, kills):
+    """Fault 1: random arrivals, stops, kills in mid turn and consolidations."""
+    dice = random.Random(seed)
+    line = Line(tmp_path, window=6)
+    texts = []
+    for life in range(kills + 1):
+        line.start(seed=seed + life)
+        for _ in range(dice.randint(2, 8)):
+            texts.append("/stop" if dice.random() < 0.07 else f"<{len(texts)}>")
+            line.say(texts[-1])
+            for _ in range(dice.choice([0, 0, 1, 3, 10])):
+                line.hear(0.01)
+        for _ in range(dice.randint(0, 12)):
+            line.hear(0.02)
+        line.kill()
+    line.start(seed=seed)
+    for n in range(5):
+        texts.append(f"<end.{n}>")
+        line.say(texts[-1])
+        assert line.until(partial(line.has_sent, texts[-1]))
+    line.until(lambda: history_of(tmp_path))
+    line.kill()
+    line.check([text for text in texts if text != "/stop"], tokens_of_ended_turns(tmp_path))
+    moved = Counter(token for entry in history_of(tmp_path) for token in tokens_in(entry))
+    session = loaded(tmp_path, CHAT)
+    assert set(moved.values()) == {1}, "each moved into the memory once"
+    assert Counter([*moved, *tokens_in(said(session.messages))]) == Counter(set(texts) - {"/stop"})
