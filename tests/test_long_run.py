@@ -87,8 +87,8 @@ def test_prompt_and_status_show_what_is_left_out(own_home):
     before = session.path.read_bytes()
     status, out, err = nanobot("prompt", "--offline", "and now?")
     assert status == 0 and "and now?" in out and "question 3 " not in out
-    assert re.search(r"\d+ of 31 turns, ~[\d,]+ tokens, are left out", out + err)
-    assert "turns, ~" in nanobot("--offline", "-m", "/status")[1]
+    assert re.search(r"\d+ turns left out \(~[\d,]+ tokens\)", out + err)
+    assert "turns left out" in nanobot("--offline", "-m", "/status")[1]
     assert session.path.read_bytes() == before, "neither moves or writes anything"
 
 
