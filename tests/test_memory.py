@@ -16,6 +16,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -32,7 +33,7 @@ from memory import (
     TokenCounter,
     estimate,
 )
-from nanobot import AgentLoop, Config
+from nanobot import AgentLoop, Config, add_system_jobs
 from providers import LLMProvider, LLMResponse, ToolCallRequest, legal
 from tools import FILE_TOOLS, Tool, ToolRegistry, tool
 
@@ -543,16 +544,6 @@ def test_a_file_in_which_nothing_can_be_read_is_moved_aside(tmp_path, caplog, ju
     [moved] = path.parent.glob("*.corrupt-*")
     assert moved.read_bytes() == junk and str(moved) in caplog.text
     assert contents(loaded(tmp_path).messages) == ["hi", "Fine."]
-
-
-@pytest.mark.parametrize("tail", [b"", b"\n\n", b"\0" * 4_096, b" \t\r\n"])
-def test_what_is_no_line_is_no_damage(tmp_path, caplog, tail):
-    session = loaded(tmp_path)
-    session.append(user("hi"))
-    session.path.write_bytes(session.path.read_bytes() + tail)
-    again = loaded(tmp_path)
-    again.append(answer("yes"))
-    assert contents(loaded(tmp_path).messages) == ["hi", "yes"] and caplog.text == ""
 
 
 MARKS = [
@@ -1308,34 +1299,6 @@ def test_a_summary_that_is_missing_is_the_entry_and_the_earlier_one_is_carried_o
     assert "It began" not in str(model.asked[-1].messages[1:])
 
 
-def test_two_programs_in_one_session_save_it_once(tmp_path):
-    """The first has answered and still saves when the second takes a turn."""
-
-    async def talk() -> list[int]:
-        gate = Gate()
-        models = [Model(save=lambda _: gate.wait(saving("Entry."))), Model(save=saving("Entry."))]
-        first, second = (make_loop(tmp_path, model, memory_window=4) for model in models)
-        for n in range(3):
-            await first.process_direct(f"<{n}>", KEY)
-        await gate.reached.wait()
-        await second.process_direct("<3>", KEY)
-        await second.background.settled()
-        assert models[1].saves == []
-        gate.open.set()
-        await first.background.settled()
-        for n in (4, 5):
-            await second.process_direct(f"<{n}>", KEY)
-            await second.background.settled()
-        return [token for model in models for request in model.saves for token in saved_tokens(request)]
-
-    moved = asyncio.run(talk())
-    session = loaded(tmp_path)
-    kept = [f"<{n}>" for n in range(session.saved // 2, 6)]
-    assert session.saved > 0 and tokens_in(said(session.messages)) == kept
-    assert set(moved) >= {f"<{n}>" for n in range(session.saved // 2)}
-    assert len({entry["upto"] for entry in MemoryStore(tmp_path).entries()}) == len(history_of(tmp_path))
-
-
 def test_a_turn_that_fits_and_new_wait_for_no_memory(tmp_path):
     async def talk() -> None:
         gate = Gate()
@@ -1352,27 +1315,6 @@ def test_a_turn_that_fits_and_new_wait_for_no_memory(tmp_path):
 
     asyncio.run(talk())
     assert history_of(tmp_path) and set(history_of(tmp_path)) == {"Entry."}
-
-
-def test_a_turn_that_is_stopped_while_it_saves_saves_all_or_nothing(tmp_path):
-    async def talk() -> None:
-        gate = Gate()
-        talk_of(tmp_path, 12, 1_600)
-        model = Model(save=lambda _: gate.wait(saving("Entry.")))
-        loop = make_loop(tmp_path, model, context_window_tokens=10_000, max_tokens=2_000)
-        turn = asyncio.create_task(loop.process_direct("<now>", KEY))
-        await gate.reached.wait()
-        loop.stop(KEY)
-        with pytest.raises(asyncio.CancelledError):
-            await turn
-        model.save = saving("Entry.", summary="Things.")
-        await loop.process_direct("/continue", KEY)
-        await loop.background.settled()
-
-    asyncio.run(talk())
-    entries = MemoryStore(tmp_path).entries()
-    assert loaded(tmp_path).saved == max(entry["upto"] for entry in entries)
-    assert len({entry["upto"] for entry in entries}) == len(entries)
 
 
 def test_a_memory_that_cannot_be_written_is_said_and_the_turn_goes_on(tmp_path):
@@ -1568,24 +1510,24 @@ def test_memory_md(tmp_path, law, before, new, after):
 # ---- One fence reads every file that goes into a request ----
 
 
-def odd_files(workspace: Path, secret: Path) -> dict[str, object]:
-    """Ways in which a file is none that may be sent."""
-    return {
-        "a link to the settings file": lambda path: path.symlink_to(secret),
-        "a link to a link to it": lambda path: path.symlink_to(link_to(workspace / "link", secret)),
-        "a FIFO": os.mkfifo,
-        "a device": lambda path: path.symlink_to("/dev/zero"),
-        "a folder": lambda path: path.mkdir(),
-        "100 MB": lambda path: os.truncate(path if path.touch() is None else path, 100_000_000),
-    }
+def planted(odd: str, path: Path, secret: Path) -> None:
+    match odd:
+        case "a link to a link to the settings file":
+            (path.parent / "link").symlink_to(secret)
+            path.symlink_to(path.parent / "link")
+        case "a FIFO":
+            os.mkfifo(path)
+        case "a folder":
+            path.mkdir()
+        case "100 MB":
+            path.touch()
+            os.truncate(path, 100_000_000)
+        case _:
+            path.symlink_to(secret if "settings" in odd else "/dev/zero")
 
 
-def link_to(path: Path, target: Path) -> Path:
-    path.symlink_to(target)
-    return path
-
-
-ODD = ["a link to the settings file", "a link to a link to it", "a FIFO", "a device", "a folder", "100 MB"]
+ODD = ["a link to the settings file", "a link to a link to the settings file", "a FIFO", "a device", "a folder",
+       "100 MB"]  # fmt: skip
 PLACES = ["HEARTBEAT.md", "memory/MEMORY.md", "SOUL.md", "USER.md", "AGENTS.md", "skills/odd/SKILL.md"]
 
 
@@ -1597,24 +1539,21 @@ def test_no_file_that_a_command_planted_gets_into_a_request_or_holds_it_up(tmp_p
     secret = own_home / ".nanobot" / "config.json"
     secret.parent.mkdir()
     secret.write_text('{"providers": {"openai": {"apiKey": "sk-secret"}}}')
-    workspace = tmp_path / "ws"
     model = Model(lambda request: "[MEMORY] x" if "# History" in str(request.messages) else "Fine.")
-    loop = make_loop(workspace, model)
-    path = workspace / place
+    loop = make_loop(tmp_path / "ws", model)
+    loop.config.gateway.heartbeat.enabled = True
+    loop.memory.append_history("Something happened.")
+    path = loop.workspace / place
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
-    odd_files(workspace, secret)[odd](path)
-    loop.memory.append_history("Something happened.")
+    planted(odd, path, secret)
 
     async def work() -> None:
-        await loop.process_direct("hi", KEY)
-        for job in ("dream", "beat"):
-            with contextlib.suppress(OSError, ValueError):
-                await (loop.process_direct("/dream", KEY) if job == "dream" else beat(loop))
-
-    async def beat(loop: AgentLoop) -> None:
-        text = loop.memory.text_of(workspace / "HEARTBEAT.md")
-        await loop.process_direct(text, "cron:heartbeat")
+        jobs = [partial(loop.process_direct, "hi", KEY)]
+        add_system_jobs(loop, SimpleNamespace(add_system=lambda name, seconds, job: jobs.append(job)))
+        for job in jobs:
+            with contextlib.suppress(OSError, ValueError):  # a dream that may not read its files
+                await job()
 
     asyncio.run(asyncio.wait_for(work(), 60))
     assert model.asked and "sk-secret" not in str([request.messages for request in model.asked])
