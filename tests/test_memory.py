@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import itertools
 import json
-import multiprocessing
 import os
 import random
 import re
@@ -12,10 +11,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -32,7 +33,7 @@ from memory import (
     TokenCounter,
     estimate,
 )
-from nanobot import AgentLoop, Config
+from nanobot import AgentLoop, Config, add_system_jobs
 from providers import LLMProvider, LLMResponse, ToolCallRequest, legal
 from tools import FILE_TOOLS, Tool, ToolRegistry, tool
 
@@ -320,7 +321,7 @@ def test_a_conversation_stands_in_its_journal_like_this(tmp_path):
     ]
 
 
-def test_an_append_changes_no_earlier_byte_and_is_for_its_owner_only(tmp_path):
+def test_an_append_changes_no_earlier_byte_and_holds_no_image(tmp_path):
     session = loaded(tmp_path)
     before = b""
     for n in range(5):
@@ -329,18 +330,14 @@ def test_an_append_changes_no_earlier_byte_and_is_for_its_owner_only(tmp_path):
         assert now.startswith(before) and len(lines_of(session.path)) == 2 * n + 3
         before = now
     assert "\u2028 \x85 ? \0 end" in contents(loaded(tmp_path).messages)[0], "a lone surrogate stops nothing"
-    if os.name == "posix":
-        assert session.path.stat().st_mode & 0o077 == 0 == session.path.parent.stat().st_mode & 0o077
-
-
-def test_a_message_keeps_its_time_and_of_an_image_the_line_that_names_it(tmp_path):
-    session = loaded(tmp_path)
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     blocks = [image, {"type": "text", "text": "[image: cat.png]\nWhat is it?"}]
-    session.append(user(blocks, timestamp="2026-04-03T10:00:00+0200"), user([image]))
+    session.append(user(blocks, timestamp="2026-04-03T10:00:00+0200"))
     assert b"AAAA" not in session.path.read_bytes()
-    assert contents(loaded(tmp_path).messages) == ["[image: cat.png]\nWhat is it?", "[image]"]
-    assert SessionManager(tmp_path).transcript(KEY)[0].startswith("[2026-04-03T10:00:00+0200] user: [image:")
+    shown = SessionManager(tmp_path).transcript(KEY)[-1]
+    assert shown == "[2026-04-03T10:00:00+0200] user: [image: cat.png]\nWhat is it?"
+    if os.name == "posix":
+        assert session.path.stat().st_mode & 0o077 == 0 == session.path.parent.stat().st_mode & 0o077
 
 
 @contextlib.contextmanager
@@ -372,26 +369,18 @@ KEYS = ["cli:direct", "telegram:a_b", "telegram:-100", "x:a/b", "x:../../etc", "
         "x:ü 日本", "x:a%3Ab", "x:con", "x:" + "y" * 40, "x:a\0b", "x:a*?b"]  # fmt: skip
 
 
-def test_every_key_has_a_file_of_its_own_and_is_listed(tmp_path):
+def test_every_key_has_a_file_of_its_own_and_the_one_used_last_is_listed_first(tmp_path):
     sessions = SessionManager(tmp_path)
-    for key in KEYS:
+    for age, key in enumerate(KEYS):
         sessions.get(key).append(user(f"in {key!a}"))
-    assert sorted(SessionManager(tmp_path).list_keys()) == sorted(KEYS)
-    assert len({sessions.path(key).name for key in KEYS}) == len(KEYS)
-    assert all(sessions.path(key).parent == tmp_path / "sessions" for key in KEYS)
-    for key in KEYS:
-        assert contents(loaded(tmp_path, key).messages) == [f"in {key!a}"]
-
-
-def test_the_session_used_last_is_listed_first_and_what_others_left_there_stops_nothing(tmp_path):
-    sessions = SessionManager(tmp_path)
-    for age, key in enumerate(["x:new", "x:middle", "x:old"]):
-        sessions.get(key).append(user("hi"))
         os.utime(sessions.path(key), (1_000_000 - age, 1_000_000 - age))
-    (sessions.folder / "bad%ff.jsonl").write_text("x")
+        assert sessions.path(key).parent == tmp_path / "sessions"
+    (sessions.folder / "bad%ff.jsonl").write_text("x")  # of somebody else
     if os.name == "posix":
-        (sessions.folder / ".#x%3Anew.jsonl").symlink_to("me@host.4711:1775174400")  # Emacs, while it edits
-    assert sessions.list_keys() == ["x:new", "x:middle", "x:old"]
+        (sessions.folder / ".#x%3Aa.jsonl").symlink_to("me@host.4711:1775174400")  # Emacs, while it edits
+    assert SessionManager(tmp_path).list_keys() == KEYS
+    assert len({sessions.path(key).name for key in KEYS}) == len(KEYS)
+    assert [contents(loaded(tmp_path, key).messages) for key in KEYS] == [[f"in {key!a}"] for key in KEYS]
 
 
 def test_files_are_not_left_open(tmp_path):
@@ -505,13 +494,9 @@ ODD_LINES = [
     ("an id that is no text", '{"n": 2, "role": "user", "content": "x", "id": 5}'),
     ("a content that is a number", '{"n": 2, "role": "user", "content": 1.5}'),
     ("a role that is a list", '{"n": 2, "role": ["user"], "content": "x"}'),
-    ("no content", '{"n": 2, "role": "user"}'),
-    ("blocks that are none", '{"n": 2, "role": "user", "content": ["x"]}'),
-    ("calls that are none", '{"n": 2, "role": "assistant", "tool_calls": [1]}'),
     ("a function that is none", '{"n": 2, "role": "assistant", "tool_calls": [{"function": "f"}]}'),
     ("a number that is a text", '{"n": "2", "role": "user", "content": "x"}'),
     ("nested too deep", "[" * 50_000),
-    ("a list", "[1, 2]"),
     ("a number with 5,000 digits", '{"n": 2, "role": "user", "content": "x", "y": ' + "9" * 5_000 + "}"),
 ]
 
@@ -543,16 +528,6 @@ def test_a_file_in_which_nothing_can_be_read_is_moved_aside(tmp_path, caplog, ju
     [moved] = path.parent.glob("*.corrupt-*")
     assert moved.read_bytes() == junk and str(moved) in caplog.text
     assert contents(loaded(tmp_path).messages) == ["hi", "Fine."]
-
-
-@pytest.mark.parametrize("tail", [b"", b"\n\n", b"\0" * 4_096, b" \t\r\n"])
-def test_what_is_no_line_is_no_damage(tmp_path, caplog, tail):
-    session = loaded(tmp_path)
-    session.append(user("hi"))
-    session.path.write_bytes(session.path.read_bytes() + tail)
-    again = loaded(tmp_path)
-    again.append(answer("yes"))
-    assert contents(loaded(tmp_path).messages) == ["hi", "yes"] and caplog.text == ""
 
 
 MARKS = [
@@ -808,16 +783,6 @@ def test_a_chat_waits_while_a_terminal_holds_its_session(tmp_path):
 # The life of a chat message, killed before each of its writes, is in test_long_run.py.
 
 
-def after_a_kill(workspace: Path, *messages: dict, resumes: int = 0, age: float = 0) -> Path:
-    """A workspace in which the last gateway was killed in this turn."""
-    session = loaded(workspace, CHAT)
-    session.append(*messages)
-    for _ in range(resumes):
-        session.mark("resumed")
-    os.utime(session.path, (time.time() - age,) * 2)
-    return session.path
-
-
 OPEN_TURNS = [
     ("a question without an answer", [user("<q>")], {}, True),
     ("a call without its result", [user("<q>"), calling("c1")], {}, True),
@@ -834,8 +799,11 @@ OPEN_TURNS = [
     ("what", "lines", "state", "goes_on"), OPEN_TURNS, ids=[each[0] for each in OPEN_TURNS]
 )
 def test_what_the_next_gateway_does_with_a_turn_that_was_killed(tmp_path, what, lines, state, goes_on):
-    path = after_a_kill(tmp_path, *lines, **state)
-    is_answer = what == "answered"
+    session, is_answer = loaded(tmp_path, CHAT), what == "answered"
+    session.append(*lines)
+    for _ in range(state.get("resumes", 0)):
+        session.mark("resumed")
+    os.utime(session.path, (time.time() - state.get("age", 0),) * 2)
 
     async def work(chats):
         await chats.answered(1 if goes_on or is_answer else 0)
@@ -849,7 +817,7 @@ def test_what_the_next_gateway_does_with_a_turn_that_was_killed(tmp_path, what, 
     assert len(model.asked) == (2 if goes_on else 1)
     assert tokens_in(model.asked[-1].messages) == ["<q>"]
     assert ("not answered: interrupted" in str(model.asked[-1].messages)) is (not goes_on and not is_answer)
-    marks = [line["mark"] for line in lines_of(path) if "mark" in line]
+    marks = [line["mark"] for line in lines_of(session.path) if "mark" in line]
     assert marks.count("resumed") == state.get("resumes", 0) + goes_on
 
 
@@ -1034,9 +1002,7 @@ def test_what_a_job_tells_stands_in_the_chat_and_what_a_helper_found_starts_a_tu
 
     chats = serve(tmp_path, Model(), work)
     assert chats.finals() == ["Fine.", "<job> it rains", "Fine."]
-    roles = [(m["role"], *tokens_in(m["content"])) for m in chats.model.asked[-1].messages[1:]]
-    assert roles == [("user", "<a>"), ("assistant",), ("user", "<helper>")] or roles == [
-        ("user", "<a>"), ("assistant", "<job>"), ("user", "<helper>")]  # fmt: skip
+    assert tokens_in(chats.model.asked[-1].messages) == ["<a>", "<job>", "<helper>"]
 
 
 def test_a_disk_that_is_full_for_a_moment_loses_no_message(tmp_path):
@@ -1057,8 +1023,8 @@ def test_a_disk_that_is_full_for_a_moment_loses_no_message(tmp_path):
     assert tokens_in(chats.model.asked[0].messages) == ["<a>", "<b>"]
 
 
-@pytest.mark.parametrize("end", ["stopped", "the gateway ends"])
-def test_what_a_chat_was_not_shown_of_an_answer_is_not_kept_as_said(tmp_path, end):
+@pytest.mark.parametrize("is_stopped", [True, False])
+def test_what_a_chat_was_not_shown_of_an_answer_is_not_kept_as_said(tmp_path, is_stopped):
     """Else the user gets the second half of an answer, and never the first."""
     gate = Gate()
 
@@ -1069,21 +1035,18 @@ def test_what_a_chat_was_not_shown_of_an_answer_is_not_kept_as_said(tmp_path, en
     async def work(chats):
         await chats.say("<q>")
         await gate.reached.wait()
-        if end == "stopped":
+        if is_stopped:  # else the gateway ends
             await chats.say("/stop")
             await chats.answered(1)
-            await chats.until(lambda: not chats.loop.turns.tasks)
-
-    serve(tmp_path, Model(half), work)
-    assert contents(loaded(tmp_path, CHAT).messages) == ["<q>"]
-    model = Model()
 
     async def go_on(chats):
-        await chats.say("/continue" if end == "stopped" else "<r>")
+        await chats.say("/continue" if is_stopped else "<r>")
         await chats.answered(1)
+        assert chats.finals()[0] == "Fine."
 
-    assert serve(tmp_path, model, go_on).finals()[0] == "Fine."
-    assert "Half" not in str(model.asked[0].messages) and "Go on where" not in str(model.asked[0].messages)
+    serve(tmp_path, Model(half), work)
+    chats = serve(tmp_path, Model(), go_on)
+    assert not re.search("Half|Go on where", str(chats.model.asked[0].messages))
 
 
 def test_a_photo_that_came_in_mid_turn_may_go_but_not_what_was_said_with_it(tmp_path):
@@ -1250,15 +1213,6 @@ def test_new_without_a_model_puts_at_most_4000_characters_into_later_prompts(tmp
         assert (raw == "") is (save is DOWN)
 
 
-def test_raw_text_holds_every_message_whole_rounds_at_a_time(tmp_path):
-    talk_of(tmp_path, 60, 1_500)
-    model = Model(save=USELESS)
-    loop = make_loop(tmp_path, model, context_window_tokens=20_000)
-    say(loop, "/new", *["go on"] * 4)
-    numbers = [int(token[3:-1]) for token in tokens_in(history_of(tmp_path)) if token.startswith("<q")]
-    assert numbers == list(range(60))
-
-
 def test_an_unreachable_model_makes_requests_shorter_and_costs_nothing(tmp_path):
     session = talk_of(tmp_path, 40, 1_500)
     before = session.path.read_bytes()
@@ -1308,33 +1262,6 @@ def test_a_summary_that_is_missing_is_the_entry_and_the_earlier_one_is_carried_o
     assert "It began" not in str(model.asked[-1].messages[1:])
 
 
-def test_two_programs_in_one_session_save_it_once(tmp_path):
-    """The first has answered and still saves when the second takes a turn."""
-
-    async def talk() -> list[int]:
-        gate = Gate()
-        models = [Model(save=lambda _: gate.wait(saving("Entry."))), Model(save=saving("Entry."))]
-        first, second = (make_loop(tmp_path, model, memory_window=4) for model in models)
-        for n in range(3):
-            await first.process_direct(f"<{n}>", KEY)
-        await gate.reached.wait()
-        await second.process_direct("<3>", KEY)
-        await second.background.settled()
-        gate.open.set()
-        await first.background.settled()
-        for n in (4, 5):
-            await second.process_direct(f"<{n}>", KEY)
-            await second.background.settled()
-        return [token for model in models for request in model.saves for token in saved_tokens(request)]
-
-    moved = asyncio.run(talk())
-    session = loaded(tmp_path)
-    kept = [f"<{n}>" for n in range(session.saved // 2, 6)]
-    assert session.saved > 0 and tokens_in(said(session.messages)) == kept
-    assert set(moved) >= {f"<{n}>" for n in range(session.saved // 2)}
-    assert len({entry["upto"] for entry in MemoryStore(tmp_path).entries()}) == len(history_of(tmp_path))
-
-
 def test_a_turn_that_fits_and_new_wait_for_no_memory(tmp_path):
     async def talk() -> None:
         gate = Gate()
@@ -1351,27 +1278,6 @@ def test_a_turn_that_fits_and_new_wait_for_no_memory(tmp_path):
 
     asyncio.run(talk())
     assert history_of(tmp_path) and set(history_of(tmp_path)) == {"Entry."}
-
-
-def test_a_turn_that_is_stopped_while_it_saves_saves_all_or_nothing(tmp_path):
-    async def talk() -> None:
-        gate = Gate()
-        talk_of(tmp_path, 12, 1_600)
-        model = Model(save=lambda _: gate.wait(saving("Entry.")))
-        loop = make_loop(tmp_path, model, context_window_tokens=10_000, max_tokens=2_000)
-        turn = asyncio.create_task(loop.process_direct("<now>", KEY))
-        await gate.reached.wait()
-        loop.stop(KEY)
-        with pytest.raises(asyncio.CancelledError):
-            await turn
-        model.save = saving("Entry.", summary="Things.")
-        await loop.process_direct("/continue", KEY)
-        await loop.background.settled()
-
-    asyncio.run(talk())
-    entries = MemoryStore(tmp_path).entries()
-    assert loaded(tmp_path).saved == max(entry["upto"] for entry in entries)
-    assert len({entry["upto"] for entry in entries}) == len(entries)
 
 
 def test_a_memory_that_cannot_be_written_is_said_and_the_turn_goes_on(tmp_path):
@@ -1464,7 +1370,7 @@ def test_the_estimate_is_within_0_6_and_2_4_of_the_true_count(name):
 
 
 def test_exact_counts_come_in_the_background_and_are_never_waited_for():
-    wanted, here = multiprocessing.Event(), multiprocessing.Event()
+    wanted, here = threading.Event(), threading.Event()
 
     def load():
         wanted.set()
@@ -1474,14 +1380,10 @@ def test_exact_counts_come_in_the_background_and_are_never_waited_for():
     counter = TokenCounter(load)
     Governed([user("short")], 10_000, counter)
     assert not wanted.is_set(), "not where there is room enough"
-    assert Governed([user("word " * 4_000)], 10_000, counter).tokens > 3_000
-    assert wanted.wait(20)
+    assert Governed([user("word " * 4_000)], 10_000, counter).tokens > 3_000 and wanted.wait(20)
     here.set()
-    for _ in range(2_000):
-        if counter.size(user("x")) == 4 + 7:
-            break
+    while counter.size(user("x")) != 4 + 7:
         time.sleep(0.005)
-    assert counter.size(user("x")) == 4 + 7
 
 
 # ---- The history ----
@@ -1566,24 +1468,24 @@ def test_memory_md(tmp_path, law, before, new, after):
 # ---- One fence reads every file that goes into a request ----
 
 
-def odd_files(workspace: Path, secret: Path) -> dict[str, object]:
-    """Ways in which a file is none that may be sent."""
-    return {
-        "a link to the settings file": lambda path: path.symlink_to(secret),
-        "a link to a link to it": lambda path: path.symlink_to(link_to(workspace / "link", secret)),
-        "a FIFO": os.mkfifo,
-        "a device": lambda path: path.symlink_to("/dev/zero"),
-        "a folder": lambda path: path.mkdir(),
-        "100 MB": lambda path: os.truncate(path if path.touch() is None else path, 100_000_000),
-    }
+def planted(odd: str, path: Path, secret: Path) -> None:
+    match odd:
+        case "a link to a link to the settings file":
+            (path.parent / "link").symlink_to(secret)
+            path.symlink_to(path.parent / "link")
+        case "a FIFO":
+            os.mkfifo(path)
+        case "a folder":
+            path.mkdir()
+        case "100 MB":
+            path.touch()
+            os.truncate(path, 100_000_000)
+        case _:
+            path.symlink_to(secret if "settings" in odd else "/dev/zero")
 
 
-def link_to(path: Path, target: Path) -> Path:
-    path.symlink_to(target)
-    return path
-
-
-ODD = ["a link to the settings file", "a link to a link to it", "a FIFO", "a device", "a folder", "100 MB"]
+ODD = ["a link to the settings file", "a link to a link to the settings file", "a FIFO", "a device", "a folder",
+       "100 MB"]  # fmt: skip
 PLACES = ["HEARTBEAT.md", "memory/MEMORY.md", "SOUL.md", "USER.md", "AGENTS.md", "skills/odd/SKILL.md"]
 
 
@@ -1595,24 +1497,21 @@ def test_no_file_that_a_command_planted_gets_into_a_request_or_holds_it_up(tmp_p
     secret = own_home / ".nanobot" / "config.json"
     secret.parent.mkdir()
     secret.write_text('{"providers": {"openai": {"apiKey": "sk-secret"}}}')
-    workspace = tmp_path / "ws"
     model = Model(lambda request: "[MEMORY] x" if "# History" in str(request.messages) else "Fine.")
-    loop = make_loop(workspace, model)
-    path = workspace / place
+    loop = make_loop(tmp_path / "ws", model)
+    loop.config.gateway.heartbeat.enabled = True
+    loop.memory.append_history("Something happened.")
+    path = loop.workspace / place
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
-    odd_files(workspace, secret)[odd](path)
-    loop.memory.append_history("Something happened.")
+    planted(odd, path, secret)
 
     async def work() -> None:
-        await loop.process_direct("hi", KEY)
-        for job in ("dream", "beat"):
-            with contextlib.suppress(OSError, ValueError):
-                await (loop.process_direct("/dream", KEY) if job == "dream" else beat(loop))
-
-    async def beat(loop: AgentLoop) -> None:
-        text = loop.memory.text_of(workspace / "HEARTBEAT.md")
-        await loop.process_direct(text, "cron:heartbeat")
+        jobs = [partial(loop.process_direct, "hi", KEY)]
+        add_system_jobs(loop, SimpleNamespace(add_system=lambda name, seconds, job: jobs.append(job)))
+        for job in jobs:
+            with contextlib.suppress(OSError, ValueError):  # a dream that may not read its files
+                await job()
 
     asyncio.run(asyncio.wait_for(work(), 60))
     assert model.asked and "sk-secret" not in str([request.messages for request in model.asked])
@@ -1807,31 +1706,28 @@ def test_what_a_dream_wrote_is_gone_when_it_is_undone_and_not_dreamt_again(home)
         assert "/dream-log lists them" in MemoryRepository(home).restore(sha)
 
 
-def break_head(folder: Path) -> None:
-    (folder / "HEAD").write_text("nonsense")
+DAMAGE = {
+    "nonsense in HEAD": lambda folder: (folder / "HEAD").write_text("nonsense"),
+    "no objects": lambda folder: shutil.rmtree(folder / "objects"),
+    "a file": lambda folder: (shutil.rmtree(folder), folder.write_text("no repository")),
+    "gone": shutil.rmtree,
+    "the index locked by a git that was killed": lambda folder: (folder / "index.lock").touch(),
+    "a branch locked by it": lambda folder: (folder / "refs" / "heads" / "master.lock").touch(),
+}
 
 
-def lose_objects(folder: Path) -> None:
-    shutil.rmtree(folder / "objects")
-
-
-def be_a_file(folder: Path) -> None:
-    shutil.rmtree(folder)
-    folder.write_text("no repository")
-
-
-@pytest.mark.parametrize("damage", [break_head, lose_objects, be_a_file, shutil.rmtree])
+@pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_repository_is_said_put_aside_and_begun_anew(home, damage):
     """Fault 5: "0 changes" for ever, restore impossible, a 0600 MEMORY.md became 0644."""
-    (home / "memory" / "MEMORY.md").chmod(0o600)
+    memory = MemoryStore(home)
+    memory.facts.chmod(0o600)
     say(dreamer(home, found="[SKIP]"), "/dream")
     folder = home / ".nanobot" / "memory.git"
-    damage(folder)
-    memory = MemoryStore(home)
+    DAMAGE[damage](folder)
     memory.append_history("More.")
     [told_text] = say(dreamer(home, edit("green", "blue")), "/dream")
     asides = list(folder.parent.glob("memory.git.broken-*"))
-    if damage is shutil.rmtree:
+    if damage == "gone" or "locked" in damage:
         assert told_text == "Dreamt about 1 entry: 2 changes. /dream-log shows them." and not asides
     else:
         assert "repository is broken" in told_text and str(asides[0]) in told_text
@@ -1857,14 +1753,6 @@ def test_the_users_own_repository_and_settings_are_left_alone(home, own_home, mo
     author = git("--git-dir", str(home / ".nanobot" / "memory.git"), "log", "-1", "--format=%an %s", cwd=home)
     assert author.startswith("nanobot dream: ") and git("log", cwd=outer) == ""
     assert not list(home.rglob(".git"))
-
-
-@pytest.mark.parametrize("lock", ["index.lock", "HEAD.lock", "refs/heads/master.lock"])
-def test_a_lock_that_a_killed_git_left_stops_nothing(home, lock):
-    say(dreamer(home, found="[SKIP]"), "/dream")
-    (home / ".nanobot" / "memory.git" / lock).touch()
-    MemoryStore(home).append_history("More.")
-    assert "2 changes" in say(dreamer(home, edit("green", "blue")), "/dream")[0]
 
 
 def test_without_git_it_dreams_all_the_same_and_says_that_nothing_can_be_undone(home, monkeypatch):
@@ -1907,25 +1795,19 @@ def read_skill(folder: Path, text: str | bytes):
 
 FRONT = "---\nname: other\ndescription: Use to show things.\nalways: true\n---\n# Demo\n\nDo it.\n"
 CR_LF = FRONT.replace("\n", "\r\n")
-FORMS = {"plain": FRONT, "CR LF": CR_LF, "BOM": f"\ufeff{FRONT}", "both": f"\ufeff{CR_LF}",
-         "blanks": FRONT.replace("---\n", "--- \n")}  # fmt: skip
+FORMS = [
+    *((form, ("other", "Use to show things.", True)) for form in (
+        FRONT, CR_LF, f"\ufeff{FRONT}", f"\ufeff{CR_LF}", FRONT.replace("---\n", "--- \n"))),
+    *((form, ("demo", "", False)) for form in (
+        "Do it.", "---\n---\nDo it.", "---\nDo it.", "---\n[[[\n---\nDo it.", b"\xff\xfe Do it.")),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_front_matter_and_text_are_told_apart(tmp_path, form):
-    skill = read_skill(tmp_path, FORMS[form])
-    assert (skill.name, skill.description, skill.always) == ("other", "Use to show things.", True)
-    assert re.sub(r"\r", "", skill.text) == "# Demo\n\nDo it." and (skill.missing, skill.problem) == ([], "")
-
-
-WITHOUT_FRONT = ["Do it.", "---\n---\nDo it.", "---\nDo it.", "", b"\xff\xfe", "---\n[[[\n---\nDo it."]
-
-
-@pytest.mark.parametrize("text", WITHOUT_FRONT)
-def test_a_skill_without_front_matter_is_named_after_its_folder(tmp_path, text):
-    skill = read_skill(tmp_path, text)
-    assert (skill.name, skill.description, skill.always, skill.missing) == ("demo", "", False, [])
-    assert "Do it." in skill.text or "Do it." not in str(text)
+@pytest.mark.parametrize(("form", "read"), FORMS, ids=range(len(FORMS)))
+def test_front_matter_and_text_are_told_apart(tmp_path, form, read):
+    skill = read_skill(tmp_path, form)
+    assert (skill.name, skill.description, skill.always) == read
+    assert skill.text.endswith("Do it.") and (skill.missing, skill.problem) == ([], "")
 
 
 DESCRIPTIONS = [
@@ -1935,8 +1817,8 @@ DESCRIPTIONS = [
     (">-\n  Use for the weather.\n  Note: not for the sea.", "Use for the weather. Note: not for the sea."),
     ("|\n  Use for: the weather.", "Use for: the weather."),
     ("Use for\n  the weather.\n  Note: not for the sea.", "Use for the weather. Note: not for the sea."),
-    ("Use it  # note", "Use it"), ('"Use # it"  # note', "Use # it"),
-    ("x > y\n  |z", "x > y |z"), (">\n  a\n\n  b", "a b"), ("Use C#", "Use C#"),
+    ("Use it  # note", "Use it"), ('"Use # it"  # note', "Use # it"), ("Use C#", "Use C#"),
+    ("x > y\n  |z", "x > y |z"), (">\n  a\n\n  b", "a b"),
 ]  # fmt: skip
 
 
@@ -1948,31 +1830,23 @@ def test_a_description_is_read_as_it_was_meant(tmp_path, written, read):
 
 
 NEEDS = ["program no-such-b", "environment variable NO_SUCH_A"]
-REQUIRES = [
-    ("JSON", 'metadata: {"nanobot": {"requires": {"bins": ["no-such-b"], "env": ["NO_SUCH_A"]}}}', NEEDS),
-    ("JSON over lines", 'metadata: {\n "nanobot": {"requires":\n   {"bins": ["no-such-b"]}}\n }', NEEDS[:1]),
-    ("nested YAML", "metadata:\n  nanobot:\n    requires:\n      bins:\n        - sh\n        - no-such-b\n"
+REQUIRES = [  # None: it is said that this is not as expected, and the skill is there
+    ('metadata: {"nanobot": {"requires": {"bins": ["no-such-b"], "env": ["NO_SUCH_A"]}}}', NEEDS),
+    ('metadata: {\n "nanobot": {"requires":\n   {"bins": ["no-such-b"]}}\n }', NEEDS[:1]),
+    ("metadata:\n  nanobot:\n    requires:\n      bins:\n        - sh\n        - no-such-b\n"
      "      env: [NO_SUCH_A]  # the key", NEEDS),
-    ("lists", "requires:\n  bins:\n  - no-such-b\n  env:\n    - NO_SUCH_A", NEEDS),
-    ("lists in one line", 'requires:\n  bins: [sh, "no-such-b"]', NEEDS[:1]),
-    ("nothing", "metadata:\n  author: me\n  version: 1", []), ("null", "requires:", []),
+    ("requires:\n  bins:\n  - no-such-b\n  env:\n    - NO_SUCH_A", NEEDS),
+    ('requires:\n  bins: [sh, "no-such-b"]', NEEDS[:1]),
+    ("metadata:\n  author: me\n  version: 1", []), ("requires:", []),
+    ("metadata: {broken", None), ("metadata: [1]", None), ("requires: 5", None), ("requires:\n  bins: 5", None),
+    ('metadata: {"nanobot": {"requires": ["gh"]}}', None), ("metadata: " + "[" * 50_000, None),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("form", "front", "missing"), REQUIRES, ids=[each[0] for each in REQUIRES])
-def test_what_a_skill_requires_and_this_machine_lacks_is_named(tmp_path, caplog, form, front, missing):
-    skill = read_skill(tmp_path, f"---\nname: x\n{front}\ndescription: Use it.\n---\n")
-    assert (skill.missing, skill.description, caplog.text) == (missing, "Use it.", "")
-
-
-ODD_FRONT = ["metadata: {broken", "metadata: [1]", "requires: 5", "requires:\n  bins: 5",
-             'metadata: {"nanobot": {"requires": ["gh"]}}', "metadata: " + "[" * 50_000]  # fmt: skip
-
-
-@pytest.mark.parametrize("front", ODD_FRONT, ids=range(len(ODD_FRONT)))
-def test_metadata_that_is_not_as_expected_stops_nothing(tmp_path, front):
-    skill = read_skill(tmp_path, f"---\nname: odd\n{front}\n---\nDo it.\n")
-    assert (skill.name, skill.text, skill.problem) == ("odd", "Do it.", "")
+@pytest.mark.parametrize(("front", "missing"), REQUIRES, ids=range(len(REQUIRES)))
+def test_what_a_skill_requires_and_this_machine_lacks_is_named(tmp_path, front, missing):
+    skill = read_skill(tmp_path, f"---\nname: x\n{front}\ndescription: Use it.\n---\nDo it.")
+    assert (skill.missing, skill.description, skill.text) == (missing or [], "Use it.", "Do it.")
 
 
 def test_an_always_skill_is_in_the_prompt_in_full_or_listed_as_unavailable(tmp_path):
