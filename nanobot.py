@@ -253,7 +253,9 @@ class AgentRunner:
             shorter = self.govern(state)
             if shorter.tokens < request.tokens:
                 await tell_what_is_left_out(state, f"{TOO_LONG} ({'; '.join(shorter.notes)})")
-                response = await self._chat(state, shorter)
+                too_long, response = response, await self._chat(state, shorter)
+                response.usage = dict(NO_USAGE) | response.usage
+                add_up(response.usage, too_long.usage)  # the hooks see this response only
         state.nudge = ""
         return response
 

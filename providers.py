@@ -355,8 +355,7 @@ def retry_after(failure: Failure) -> float | None:
 class OfflineProvider(LLMProvider):
     """Rules of a file choose the tools: "what's in a.txt?" → read_file("a.txt").
 
-    It decides by the conversation, as any model does. Each request has the question and the
-    results so far: all steps are planned anew, and the first one without a result is the next call.
+    It keeps no state: all steps are planned anew, and the first without a result is the next call.
     """
 
     model = "offline"
@@ -1154,10 +1153,7 @@ HEALING = [
 
 
 def answer_in_failure(failure: Failure, request: LLMRequest) -> LLMResponse | None:
-    """The calls in what Groq's model wrote and Groq could not read; None if there are none.
-
-    400 "Failed to call a function. …", failed_generation "<function=now>{}</function>"
-    """
+    """Of Groq's 400 "Failed to call a function. …" the calls in its `failed_generation`."""
     _, calls = read_text_calls(failure.generation, parameters_by_name(request.tools))
     if failure.shown or not calls:
         return None
@@ -1475,11 +1471,7 @@ NO_TOKENS = {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0}
 
 
 def read_usage(usage: dict) -> dict:
-    """The endpoint's own count; cached tokens have three names. {} if it did not count.
-
-    {"prompt_tokens": 9, "completion_tokens": 2, "prompt_cache_hit_tokens": 3}
-    → {"prompt_tokens": 9, "completion_tokens": 2, "cached_tokens": 3, "estimated": False}
-    """
+    """The endpoint's own count; cached tokens have three names. {} if it did not count."""
     try:
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         cached = cached or usage.get("cached_tokens") or usage.get("prompt_cache_hit_tokens")
@@ -1842,7 +1834,6 @@ TOKEN = re.compile(r"\[[^\[\]]*\]|\((?:[^()\[\]]|\[[^\[\]]*\])*\)|<\w+>|[^\s<>()
 class Sentence(NamedTuple):
     text: str  # read [me] <files>
     regex: str
-    example: str  # read a.txt
     rule: dict[str, str]  # {"title": "read files", "tool": "read_file", "path": "<file>"}
 
 
@@ -1851,7 +1842,6 @@ class Rules:
 
     def __init__(self, text: str):
         self.kinds: dict[str, str] = defaultdict(lambda: "(?!)")  # {"url": "(?:https?://\\S+)"}
-        self.examples: dict[str, str] = {}  # {"url": "https://example.com/a"}
         self.sentences: list[Sentence] = []
         self.problems: list[str] = []
         self.last: dict[str, str] = {}  # the rule that is read; at the end that for anything else
@@ -1865,17 +1855,16 @@ class Rules:
 
     def _read(self, line: str) -> None:
         """Take a line in; raises ValueError, or re.error, that says what is wrong with it."""
-        kind = re.fullmatch(r"<(\w+)>(?: \(([^()]*)\))?: (.+)", line)
+        kind = re.fullmatch(r"<(\w+)>(?: \([^()]*\))?: (.+)", line)  # <files> (a.txt): …
         key = re.match(r"(\w+): ?(.*)", line)
         if line.startswith("## "):
             self.last = {"title": line[3:]}
         elif kind:
-            regex = re.sub(r"<(\w+)>", lambda name: self.kinds[name[1]], kind[3])
+            regex = re.sub(r"<(\w+)>", lambda name: self.kinds[name[1]], kind[2])
             re.compile(regex)
-            self.kinds[kind[1]], self.examples[kind[1]] = f"(?:{regex})", kind[2] or ""
+            self.kinds[kind[1]] = f"(?:{regex})"
         elif line.startswith("- ") and self.last:
-            regex = self._regex(line[2:])
-            self.sentences.append(Sentence(line[2:], regex, self._example(line[2:]), self.last))
+            self.sentences.append(Sentence(line[2:], self._regex(line[2:]), self.last))
         elif key and self.last:
             self._check_field(key[1], key[2])
             self.last[key[1]] = key[2]
@@ -1914,13 +1903,6 @@ class Rules:
                 raise ValueError(f"{token} is in it twice, or nothing says what it can be")
         return regex
 
-    def _example(self, sentence: str) -> str:
-        """`(read|open) [me] <files>` → `read a.txt`"""
-        first = re.sub(r"\[[^\[\]]*\]", "", sentence)
-        first = re.sub(r"\(([^()|]*)[^()]*\)", r"\1", first)
-        first = re.sub(r"<(\w+)>", lambda kind: self.examples.get(kind[1], ""), first)
-        return " ".join(first.split())
-
     def match(self, text: str) -> tuple[dict, dict] | None:
         """The first rule with this sentence, with or without "could you please"; and its <words>.
 
@@ -1957,9 +1939,7 @@ class Rules:
                 corrected = " ".join([*spoken[:place], near, *spoken[place + 1 :]])
                 if self.match(corrected):
                     return f"Did you mean: {corrected}?"
-        examples = [sentence.example for sentence in self.sentences]
-        near = difflib.get_close_matches(" ".join(spoken).lower(), examples, 1, 0.75)
-        return f"Did you mean: {near[0]}?" if near else ""
+        return ""
 
 
 def rules_beside_this_file() -> str:
@@ -2179,7 +2159,6 @@ def dreamt_steps(talk: Talk) -> list[Step]:
     steps: list[Step] = []
     for name, fact in re.findall(FINDING, findings):
         done = len([step for step in steps if step.tool])
-        step = Step("dream", f"I note: {fact}\n\n<result>")
-        path = paths.get(name, f"{name}.md")
+        step, path = Step("dream", f"I note: {fact}\n\n<result>"), paths.get(name, f"{name}.md")
         steps += added_line(step, path, f"- {fact}", talk.results[done:])
     return steps
