@@ -276,7 +276,9 @@ class OpenAIProvider(LLMProvider):
     async def _ask(self, request: LLMRequest, body: dict) -> LLMResponse:
         """One HTTP attempt. Raises Failure if the endpoint fails, and what `on_delta` raises."""
         request.sent, request.began = body, time.monotonic()
-        reader = AnswerReader(tools_in_text(self.endpoint, request, body))
+        is_weak = self.endpoint.spec.is_local or "tools" not in body  # its calls may be text
+        reads_text = {"auto": is_weak, "on": True}.get(self.endpoint.text_tool_calls)
+        reader = AnswerReader(parameters_by_name(request.tools) if reads_text else {})
         chunks = self.connection.chunks({"model": request.model, **body})
         try:
             async with contextlib.aclosing(chunks):
@@ -698,7 +700,12 @@ def choose_endpoint(
         problem = f"the address {address!r} does not begin with http:// or https://"
         problem = problem if address else "it has no address"
         raise ValueError(f"Provider {spec.name}: {problem}. Set its apiBase, or --base-url.")
-    chosen = replace(own, spec=spec, api_base=address, model=model_for(spec, model))
+    maker, _, rest = model.partition("/")
+    if maker == spec.name and ("/" in rest or not spec.is_gateway):  # but openrouter/auto stays
+        model = rest
+    if spec.strip_model_prefix:
+        model = model.rpartition("/")[2]
+    chosen = replace(own, spec=spec, api_base=address, model=model or spec.default_model)
     if host not in (None, spec) and address != own.api_base and spec.has_own_host:
         chosen.api_key, chosen.extra_headers = "", {}
     if host and not host.has_own_host and not chosen.api_key:
@@ -752,17 +759,6 @@ def row_of_model(settings: dict[str, Endpoint], model: str) -> ProviderSpec | No
     return next(iter(rows), None)
 
 
-def model_for(spec: ProviderSpec, model: str) -> str:
-    """The name that the endpoint knows: `ollama/llama3` → `llama3`, but `openrouter/auto` stays."""
-    maker, _, rest = model.partition("/")
-    is_whole_name = spec.is_gateway and "/" not in rest
-    if maker == spec.name and not is_whole_name:
-        model = rest
-    if spec.strip_model_prefix:
-        model = model.rpartition("/")[2]
-    return model or spec.default_model
-
-
 # ---- What went wrong ----
 # "Connection error." helps nobody: the cause is four objects deep, in other words on each server.
 
@@ -800,7 +796,7 @@ class Failure(Exception):
     text: str = ""  # all that the endpoint wrote
     status: int | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
-    kind: str = ""  # package, network, closed (before a byte), timeout, cut (in the middle), nonsense
+    kind: str = ""  # package, network, closed (before a byte), timeout, cut (half), nonsense
     generation: str = ""  # a tool call that the endpoint could not read
     tries: int = 0  # how often the request was repeated before
     shown: str = ""  # the part of the answer that the user saw
@@ -886,7 +882,7 @@ def as_failure(problem: Exception) -> Failure:
         failure.cause, failure.kind = "no connection in time", "network"
     elif "Timeout" in name:
         failure.cause, failure.kind = "no answer in time", "timeout"
-    elif name == "APIConnectionError" and below in ("RemoteProtocolError", "ReadError", "WriteError"):
+    elif library == "openai" and below in ("RemoteProtocolError", "ReadError", "WriteError"):
         failure.cause, failure.kind = "the connection was closed before an answer came", "closed"
     elif library.startswith("httpx"):  # while the answer was read
         failure.cause = "the connection was closed in the middle of the answer"
@@ -903,21 +899,16 @@ def refusal(body: Any, problem: Exception | None = None) -> Failure:
     """
     fields = body if isinstance(body, dict) else {}
     inside = body or getattr(problem, "__cause__", None) or str(problem)
-    while isinstance(inside, list | dict) and inside:
-        inside = inner_words(inside)
+    while inside and isinstance(inside, list | dict):
+        if isinstance(inside, list):
+            inside = inside[0]
+            continue
+        raw = (inside.get("metadata") or {}).get("raw")  # below "Provider returned error"
+        inside = raw or inside.get("message") or inside.get("error") or json.dumps(inside)
     line = " ".join(str(inside)[:4_000].split())[:500]
     status = fields.get("code") if isinstance(fields.get("code"), int) else None
     text = str(body or "")[:4_000]  # the expressions that search it are for a few lines
     return Failure(line, text, status, generation=str(fields.get("failed_generation") or ""))
-
-
-def inner_words(value: list | dict) -> Any:
-    if isinstance(value, list):
-        return value[0]
-    metadata = value.get("metadata")
-    if isinstance(metadata, dict) and metadata.get("raw"):  # below "Provider returned error"
-        return metadata["raw"]
-    return value.get("message") or value.get("error") or json.dumps(value)
 
 
 async def wait(request: LLMRequest, failure: Failure, seconds: float, pace: float) -> None:
@@ -1034,10 +1025,8 @@ def with_short_ids(message: dict) -> dict:
     """call_8bXe0aTzQmW2 → 588788278, in the call and in its result."""
     if message["role"] == "tool":
         return {**message, "tool_call_id": new_id(message["tool_call_id"])}
-    if "tool_calls" not in message:
-        return message
-    calls = [{**call, "id": new_id(call["id"])} for call in message["tool_calls"]]
-    return {**message, "tool_calls": calls}
+    calls = [{**call, "id": new_id(call["id"])} for call in message.get("tool_calls", [])]
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def with_system_as_user(body: dict, complaint: str) -> dict:
@@ -1287,28 +1276,26 @@ class Connection:
 
 
 async def chunks_of(response: Any) -> AsyncIterator[dict]:
-    """A chunk for each line `data: {…}`; comments, names of events and blank lines are skipped.
-
-    Lines end at \\n alone: a U+2028 may stand within a text.
-    """
+    """A chunk for each line `data: {…}`; comments, names of events and blank lines are skipped."""
     if "event-stream" not in response.headers.get("content-type", ""):
         yield parse_answer(await response.read())
         return
+    async for line in lines_of(response):
+        data = line[5:].strip() if line.startswith(b"data:") else b""
+        if data:
+            yield DONE if data == b"[DONE]" else parse_answer(data)
+
+
+async def lines_of(response: Any) -> AsyncIterator[bytes]:
+    """Lines end at \\n alone: a U+2028 may stand within a text."""
     rest = bytearray()
     async for data in response.iter_bytes():
         rest += data
         if b"\n" in data:
             *lines, rest = rest.split(b"\n")
-            for chunk in filter(None, map(chunk_in, lines)):
-                yield chunk
-    yield chunk_in(rest) or {}
-
-
-def chunk_in(line: bytes) -> dict | None:
-    data = line[5:].strip() if line.startswith(b"data:") else b""
-    if data == b"[DONE]":
-        return DONE
-    return parse_answer(data) if data else None
+            for line in lines:
+                yield line
+    yield rest
 
 
 def parse_answer(data: bytes) -> dict:
@@ -1517,13 +1504,6 @@ PARAMETER = re.compile(
 NAMED_END = re.compile(r"</(?:function|invoke)>|\Z")
 
 
-def tools_in_text(endpoint: Endpoint, request: LLMRequest, body: dict) -> dict[str, dict]:
-    """The tools that may be called in the answer's text."""
-    is_weak = endpoint.spec.is_local or "tools" not in body
-    switch = {"auto": is_weak, "on": True}.get(endpoint.text_tool_calls)
-    return parameters_by_name(request.tools) if switch else {}
-
-
 def parameters_by_name(tools: list[dict]) -> dict[str, dict]:
     return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
 
@@ -1691,11 +1671,16 @@ class ReplayProvider(LLMProvider):
         text = trace.read_text(encoding="utf-8", errors="replace")
         for number, line in enumerate(text.removesuffix("\n").split("\n"), 1):
             try:
-                record = read_record(line)
+                record = json.loads(line)
+                answer = record["answer"] or asdict(failed("This request was cancelled."))
+                answer["tool_calls"] = [ToolCallRequest(**call) for call in answer["tool_calls"]]
+                legal(record["messages"])  # raises if a message has another form
+                step = {name: record[name] for name in ("messages", "tools", "options")}
+                step["answer"] = LLMResponse(**answer)
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 raise ValueError(f"{trace}, line {number}: this is no record of a trace") from None
-            if record["outcome"] not in ("healed", "retried"):
-                self.rest.append(record)
+            if record.get("outcome") not in ("healed", "retried"):
+                self.rest.append(step)
 
     async def answer(self, request: LLMRequest) -> LLMResponse:
         if not self.rest:
@@ -1707,16 +1692,6 @@ class ReplayProvider(LLMProvider):
         answer = self.rest.pop(0)["answer"]
         await request.show(*words(answer.content or ""))
         return answer
-
-
-def read_record(line: str) -> dict:
-    """A line of a trace, its answer as an LLMResponse; a line that is none raises."""
-    record = json.loads(line)
-    answer = record["answer"] or asdict(failed("This request was cancelled."))
-    answer["tool_calls"] = [ToolCallRequest(**call) for call in answer["tool_calls"]]
-    legal(record["messages"])  # raises if a message has another form
-    fields = {name: record[name] for name in ("messages", "tools", "options")}
-    return {**fields, "outcome": record.get("outcome"), "answer": LLMResponse(**answer)}
 
 
 class RecordedTools:
@@ -1970,7 +1945,7 @@ class Talk:
             if message["role"] == "assistant" and not calls:
                 begin, self.it = number, file
         asked = self._texts("user", begin)
-        typed = asked[:1] + [text for text in asked[1:] if RUNTIME_END in text]  # not the loop's own
+        typed = asked[:1] + [text for text in asked[1:] if RUNTIME_END in text]  # not the loop's
         questions = [re.sub(OF_THE_LOOP, "", text.rpartition(RUNTIME_END)[2]) for text in typed]
         self.question = "\n".join(question.strip() for question in questions)
         self.text = "\n".join(asked)
@@ -1987,9 +1962,9 @@ class Talk:
 
 def file_of(arguments: dict) -> str:
     """The file that "it" means after a call: of `mv -v -- a.txt b.txt` it is b.txt."""
-    path = str(arguments.get("path") or "")
-    command = re.search(r"\b(?:mv|cp|touch|rm)\b.* -- .*?('[^']+'|\S+)$", str(arguments.get("command")))
-    path = command[1].strip("'") if command else path
+    path, command = (str(arguments.get(name) or "") for name in ("path", "command"))
+    if re.match(r"(?:if \[ -f .*; fi; )?(?:mv|cp|touch|rm) .*-- ", command):
+        path = re.findall(r"'[^']+'|\S+", command)[-1].strip("'")
     return "" if path.endswith("MEMORY.md") else path
 
 

@@ -28,8 +28,6 @@ from providers import (
     ROWS,
     Endpoint,
     HumanProvider,
-    LLMProvider,
-    LLMRequest,
     LLMResponse,
     OfflineProvider,
     OpenAIProvider,
@@ -1849,7 +1847,7 @@ def a_history(dice):
         return {"id": dice.choice(ids), "function": function, **odd}
 
     def a_message():
-        role = dice.choice("system developer user user assistant assistant tool tool robot".split())
+        role = dice.choice(["system", "developer", *["user", "assistant", "tool"] * 2, "robot", None])
         message = {"role": role, "content": dice.choice(texts)}
         if role == "assistant" or dice.random() < 0.05:
             message["tool_calls"] = dice.choice([None, [], [a_call()], [a_call(), a_call(), a_call()]])
