@@ -532,12 +532,12 @@ def parse_arguments(written: Any, repair: bool) -> tuple[dict, str]:
     try:
         text = written if isinstance(written, str) else to_json(written or {})
         value = load_json(text.strip() or "{}", repair)
-        to_json(value)  # raises if a number is NaN or infinite
+        is_plain = to_json(value).isascii()  # raises if a number is NaN or infinite
     except (TypeError, ValueError, RecursionError, ImportError) as problem:
         return {}, f"its arguments are not whole JSON ({problem})"
     if not isinstance(value, dict):
         return {}, f"its arguments must be one JSON object, not {text[:100]!r}"
-    return with_whole_letters(value), ""
+    return value if is_plain else with_whole_letters(value), ""
 
 
 def load_json(text: str, repair: bool) -> Any:
