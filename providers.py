@@ -1202,31 +1202,36 @@ class Connection:
 
     def load(self) -> Any:
         """Import the SDK and make the client; takes half a second the first time."""
-        if self._client:
-            return self._client
-        gc.disable()  # an import with the garbage collector takes 0.1 s more
-        try:
-            import openai
-        except ImportError as problem:
-            name = (problem.name or "openai").partition(".")[0]
-            fix = f"The {name} package is missing: pip install {name}"
-            raise Failure(fix, kind="package") from problem
-        finally:
-            gc.enable()
+        if self._client is None:
+            gc.disable()  # with the garbage collector on, loading 800 modules takes 0.1 s more
+            try:
+                self._client = self._new_client()
+            except ImportError as problem:
+                name = (problem.name or "openai").partition(".")[0]
+                fix = f"The {name} package is missing: pip install {name}"
+                raise Failure(fix, kind="package") from problem
+            finally:
+                gc.enable()
+        return self._client
+
+    def _new_client(self) -> Any:
+        import openai
+
+        gc.freeze()  # the modules live for ever: the collector need never look at them
         where = self.endpoint
         http = openai.DefaultAsyncHttpxClient(
             verify=where.api_base.startswith("https://"),  # loading certificates takes 30 ms
             trust_env=not where.spec.is_local, follow_redirects=False,
         )  # fmt: skip
-        connect = min(self.connect_timeout, self.request_timeout)
-        self._client = openai.AsyncOpenAI(
+        limits = openai.Timeout(
+            self.request_timeout, connect=min(self.connect_timeout, self.request_timeout))
+        client = openai.AsyncOpenAI(
             api_key=where.api_key or "none", base_url=where.api_base, max_retries=0,
-            timeout=openai.Timeout(self.request_timeout, connect=connect),
-            default_headers=where.extra_headers, http_client=http,
+            timeout=limits, default_headers=where.extra_headers, http_client=http,
         )  # fmt: skip
         if row_of_address(where.api_base).name != "openai":  # OPENAI_ORG_ID is for OpenAI alone
-            self._client.organization = self._client.project = None
-        return self._client
+            client.organization = client.project = None
+        return client
 
     def _client_here(self) -> Any:
         here = asyncio.get_running_loop()
