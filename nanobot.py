@@ -2126,7 +2126,8 @@ def load_config(path: Path | None = None, environ: Mapping[str, str] = os.enviro
         if key := environ.get(spec.env_key):
             config.providers.setdefault(spec.name, ProviderSettings()).api_key = key
     config.base_url = environ.get("OPENAI_BASE_URL", "")
-    if config.base_url and config.defaults.provider in ROWS:
+    own = config.providers.get(config.defaults.provider) or ProviderSettings()
+    if config.base_url not in ("", own.api_base) and config.defaults.provider in ROWS:
         config.defaults.provider = "auto"  # the environment wins over the file
     config.defaults.model = environ.get("NANOBOT_MODEL") or config.defaults.model
     config.defaults.workspace = environ.get("NANOBOT_WORKSPACE") or config.defaults.workspace

@@ -1824,12 +1824,14 @@ class Rules:
         self.kinds: dict[str, str] = defaultdict(lambda: "(?!)")  # {"url": "(?:https?://\\S+)"}
         self.sentences: list[Sentence] = []
         self.problems: list[str] = []
-        self.last: dict[str, str] = {}  # the rule that is read; at the end that for anything else
+        self.last: dict[str, str] = {}  # the rule that is being read
+        self.otherwise = {"answer": "I know no rule for that."}
         for number, line in enumerate(text.split("\n"), 1):
             try:
                 self._read(line.rstrip())
             except (ValueError, re.error) as problem:
-                self.last["is broken"] = "yes"
+                if self.last:
+                    self.last["is broken"] = "yes"
                 self.problems.append(f"{OFFLINE_RULES}, line {number}: {problem}")
         self.sentences = [row for row in self.sentences if "is broken" not in row.rule]
 
@@ -1839,11 +1841,17 @@ class Rules:
         key = re.match(r"(\w+): ?(.*)", line)
         if line.startswith("## "):
             self.last = {"title": line[3:]}
+            if line == "## anything else":
+                self.otherwise |= self.last
+                self.last = self.otherwise
         elif kind:
             regex = re.sub(r"<(\w+)>", lambda name: self.kinds[name[1]], kind[2])
             re.compile(regex)
             self.kinds[kind[1]] = f"(?:{regex})"
         elif line.startswith("- ") and self.last:
+            kinds = re.findall(r"<\w+>", line)
+            if len(kinds) > len(set(kinds)):
+                raise ValueError(f"`{line[2:]}`: one of the <words> is in it twice")
             self.sentences.append(Sentence(line[2:], self._regex(line[2:]), self.last))
         elif key and self.last:
             self._check_field(key[1], key[2])
@@ -1877,10 +1885,10 @@ class Rules:
             elif token[0] != "<":
                 said = f"said_{token}"
                 regex += self.kinds[said] if said in self.kinds else rf"\s+{re.escape(token)}"
-            elif name in self.kinds and sentence.count(token) == 1:
+            elif name in self.kinds:
                 regex += rf"\s+(?P<{name}>{self.kinds[name]})"
             else:
-                raise ValueError(f"{token} is in it twice, or nothing says what it can be")
+                raise ValueError(f"nothing says what {token} can be")
         return regex
 
     def match(self, text: str) -> tuple[dict, dict] | None:
@@ -1995,9 +2003,10 @@ def plan(talk: Talk, rules: Rules) -> list[Step]:
     head = talk.question.partition("\n\n")[0]  # piped text stands behind it
     requests = rules.split(head)
     for text in [talk.question] if len(requests) == 1 else requests:
-        rule, spoken = rules.match(text) or rules.match(head) or (rules.last, {})
-        if rule is rules.last:
-            rule = rule | {"answer": rules.suggestion(head) or rule["answer"]}
+        rule, spoken = rules.match(text) or rules.match(head) or ({}, {})
+        if not rule:
+            answer = rules.suggestion(head) or rules.otherwise["answer"]
+            rule = {"title": "anything else", "answer": answer}
         said = re.findall(rules.kinds["a_file"], spoken.get("files", ""), re.IGNORECASE)
         files = (said or [it]) if "<file>" in str(rule) else [""]
         for file in files:

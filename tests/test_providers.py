@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 from fake_llm import Failure, FakeLLM, Hang, Raw, Reply, call, calls, error
 
+import nanobot
 import providers
 from nanobot import AgentRunner, AgentRunSpec, CostTrackingHook
 from providers import (
@@ -253,6 +254,29 @@ def test_a_prompt_goes_to_nobody_but_whom_the_user_named_or_gave_a_key(model):
             assert (end.spec.name, end.api_key) == (name, own[name])
             end = choose_endpoint(known, model, name, LOCAL)
             assert end.api_key in ("", own.get("openai"))
+
+
+OTHER, GROQ = "http://10.0.0.7/v1", ROWS["groq"].default_api_base
+ORDER = {  # flags, OPENAI_BASE_URL, then the address and the key; the file names groq, with a key
+    "the file": ([], "", (GROQ, "gsk_1")),
+    "the environment wins over the file": ([], LOCAL, (LOCAL, "sk-1")),
+    "a flag wins over the environment": (["--provider", "groq"], LOCAL, (GROQ, "gsk_1")),
+    "an address wins over the environment's": (["--base-url", OTHER], LOCAL, (OTHER, "sk-1")),
+    "an address wins over a provider": (["--provider", "groq", "--base-url", OTHER], LOCAL, (OTHER, "sk-1")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_flags_win_over_the_environment_and_that_over_the_file(name, tmp_path, monkeypatch):
+    flags, base_url, expected = ORDER[name]
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"agents": {"defaults": {"provider": "groq", "model": "m"}},
+                                "providers": {"groq": {"apiKey": "gsk_1"}}}))  # fmt: skip
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-1")
+    monkeypatch.setenv("OPENAI_BASE_URL", base_url)
+    arguments = nanobot.parser().parse_args(["agent", "--config", str(file), *flags])
+    end = nanobot.make_provider(nanobot.settings_of(arguments)).endpoint
+    assert (end.api_base, end.api_key) == expected
 
 
 def test_headers_never_go_to_another_rows_host():
@@ -2226,7 +2250,8 @@ BROKEN = {  # a rule as a student breaks it: the number of the line, and the rea
     "- read a file\npth: x": (3, "unknown key pth"),
     "- read <fil>\nanswer: x": (2, "<fil>"),
     "- read a file\ntool: read_file\npath: <fil>": (4, "<fil> is in no sentence of this rule"),
-    "- read <text> and <text>\nanswer: x": (2, "<text> is in it twice"),
+    "- read <text> and <text>\nanswer: x": (2, "is in it twice"),
+    "- (read <text>|open <text>)\nanswer: x": (2, "is in it twice"),
     "- sound\nanswer: x\n\n<odd>: [a": (5, "unterminated character set"),
 }
 
@@ -2247,6 +2272,9 @@ def test_an_own_rule_is_a_copy_of_one():
     own = "## count words\n- (count|how many) words [are] in <files>\ntool: word_count\npath: <file>\nlimit: 20\n"
     model = OfflineProvider(providers.rules_beside_this_file().replace("## greet", f"{own}\n## greet", 1))
     assert model.rules.problems == []
+    behind = OfflineProvider(providers.rules_beside_this_file() + "\n## mine\n- tidy up\ntool: exec\ncommand: ls\n")
+    assert offline("tidy up", model=behind) == ("exec", {"command": "ls"})
+    assert "I know no rule for that." in offline("Why is the sky blue?", model=behind)[1]
     assert offline("How many words are in a.txt?", ["word_count"], model) == (
         "word_count", {"path": "a.txt", "limit": 20})  # fmt: skip
 
