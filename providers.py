@@ -311,7 +311,8 @@ class OpenAIProvider(LLMProvider):
         try:
             return text + (", ".join((await self.list_models())[:20]) or "no models")
         except Failure as problem:  # this is an error message already: nothing may break it
-            return f"{text}an error instead of a list ({problem.with_status})"
+            cause = self.endpoint.without_secrets(problem.with_status)
+            return f"{text}an error instead of a list ({cause})"
 
     def warm_up(self) -> None:
         with contextlib.suppress(Failure):  # a missing package is reported by the first request
