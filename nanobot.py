@@ -263,7 +263,9 @@ class AgentRunner:
             shorter = self.govern(state)
             if shorter.tokens < request.tokens:
                 await tell_what_is_left_out(state, f"{TOO_LONG} ({'; '.join(shorter.notes)})")
-                response = await self._chat(state, shorter)
+                too_long, response = response, await self._chat(state, shorter)
+                response.usage = dict(NO_USAGE) | response.usage
+                add_up(response.usage, too_long.usage)  # the hooks see this response only
         state.nudge = ""
         return response
 
@@ -2158,6 +2160,9 @@ def load_config(path: Path | None = None, environ: Mapping[str, str] = os.enviro
         if key := environ.get(spec.env_key):
             config.providers.setdefault(spec.name, ProviderSettings()).api_key = key
     config.base_url = environ.get("OPENAI_BASE_URL", "")
+    own = config.providers.get(config.defaults.provider) or ProviderSettings()
+    if config.base_url not in ("", own.api_base) and config.defaults.provider in ROWS:
+        config.defaults.provider = "auto"  # the environment wins over the file
     config.defaults.model = environ.get("NANOBOT_MODEL") or config.defaults.model
     config.defaults.workspace = environ.get("NANOBOT_WORKSPACE") or config.defaults.workspace
     return config
@@ -2305,7 +2310,11 @@ def settings_of(arguments: argparse.Namespace) -> Config:
     }
     set_flags = {name: value for name, value in flags.items() if value}
     config = load_config(arguments.config, os.environ | set_flags)
-    config.defaults.provider = arguments.provider or config.defaults.provider
+    if arguments.provider:
+        config.defaults.provider = arguments.provider
+        config.base_url = arguments.base_url or ""  # the flag wins over OPENAI_BASE_URL
+    elif arguments.base_url:
+        config.defaults.provider = "auto"
     return config
 
 
@@ -2358,8 +2367,7 @@ def loop_for_terminal(
 ) -> AgentLoop:
     """The loop with what the flags add; `ask` is None where nobody can be asked."""
     tools = make_tools(config)
-    human = HumanProvider(ask, lambda name, arguments: tools.prepare_call(name, arguments)[2])
-    provider = make_provider(config, human)
+    provider = make_provider(config, HumanProvider(ask))
     if arguments.trace:
         provider.trace = Trace(arguments.trace)
     hooks: list[AgentHook] = []
@@ -2452,9 +2460,8 @@ def status_command(arguments: argparse.Namespace) -> int:
     settings = file if file.exists() else "the defaults; `nanobot onboard` writes a file"
     report.line("settings", str(settings))
     report.line("workspace", str(loop.workspace), problem_of_workspace(loop.workspace))
-    is_real = isinstance(loop.provider, OpenAIProvider)
-    problem = asyncio.run(loop.provider.check()) if is_real else ""
-    report.line("model", describe_model(loop.provider), problem or "")
+    problem = asyncio.run(problem_of_model(loop.provider))
+    report.line("model", describe_model(loop.provider), problem)
     bash = shutil.which("bash")
     report.line("bash", bash or "exec cannot run; install bash", is_missing=not bash)
     problem = sandbox_problem() if sandbox else ""
@@ -2510,6 +2517,15 @@ def problem_of_workspace(workspace: Path) -> str:
     return ""
 
 
+async def problem_of_model(provider: LLMProvider) -> str:
+    """What is wrong with the address, the key or the model, or with the offline model's rules."""
+    if isinstance(provider, OfflineProvider):
+        return "; ".join(provider.rules.problems)
+    problem = await provider.check() if isinstance(provider, OpenAIProvider) else None
+    await provider.close()
+    return problem or ""
+
+
 def describe_model(provider: LLMProvider) -> str:
     if isinstance(provider, HumanProvider):
         return "human: it is you"
@@ -2517,7 +2533,7 @@ def describe_model(provider: LLMProvider) -> str:
         return "offline: fixed rules; set OPENAI_API_KEY or OPENAI_BASE_URL for a real one"
     endpoint = provider.endpoint
     model = provider.model or "no model named"
-    return f"{model} at {endpoint.api_base} ({endpoint.spec.name})"
+    return f"{model} at {endpoint.without_secrets(endpoint.api_base)} ({endpoint.spec.name})"
 
 
 def prompt_command(arguments: argparse.Namespace) -> None:

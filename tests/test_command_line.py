@@ -116,7 +116,7 @@ def test_a_trace_is_replayed_without_tools_even_if_a_key_was_left_out_of_it(own_
 def test_what_the_user_did_not_approve_the_offline_model_tells_as_that(own_home, tmp_path):
     (tmp_path / "a.txt").write_text("hello\n", encoding="utf-8")
     status, out, err = nanobot("--offline", "--approve", "-m", "please delete a.txt", cwd=tmp_path)
-    assert (status, "exec did not work: The user did not approve this call." in out) == (0, True), err
+    assert (status, "The user did not approve this call." in out) == (0, True), err
     assert out.endswith('[offline rule "delete files", templates/offline/rules.md]\n')
     assert (tmp_path / "a.txt").exists()
 
@@ -163,7 +163,9 @@ def test_every_tool_does_its_part_of_a_job(own_home, tmp_path):
         status, out, _ = nanobot("-m", "go", "--config", str(settings), server=server, cwd=tmp_path)
         messages = server.bodies[-1]["messages"]
     assert (status, out) == (0, "All of it is done.\n")
-    results = {each["name"]: each["content"] for each in messages if each["role"] == "tool"}
+    asked = [each for message in messages for each in message.get("tool_calls", [])]
+    names = {each["id"]: each["function"]["name"] for each in asked}
+    results = {names[each["tool_call_id"]]: each["content"] for each in messages if each["role"] == "tool"}
     expected = {
         "write_file": "Wrote 8 characters", "edit_file": "+three", "read_file": "2| three",
         "list_dir": "a.txt  10 bytes", "glob": "notes/a.txt", "grep": "notes/a.txt:2: three",
@@ -914,7 +916,8 @@ def test_a_person_can_be_the_model(own_home, needs_terminal, tmp_path):
     terminal.type("\x04")
     assert terminal.close() == 0
     lines = journal(own_home)
-    assert [line["role"] for line in lines] == ["user", "assistant", "tool", "assistant", "user", "assistant"]
+    calls_made = ["assistant", "tool"] * 2  # the one with a wrong argument failed as a model's would
+    assert [line["role"] for line in lines] == ["user", *calls_made, "assistant", "user", "assistant"]
     assert lines[-1]["content"] == "You are welcome."
 
 

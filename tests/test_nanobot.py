@@ -1636,14 +1636,14 @@ def test_a_newcomer_talks_with_the_offline_model(tmp_path):
         "Hi!": "Hello!",
         "Could you create a file called todo.txt with milk?": "Wrote 4 characters",
         "append “two eggs” to it": "+two eggs",
-        "what’s in it?": "todo.txt says:\n\nmilk\ntwo eggs",
+        "what’s in it?": "todo.txt says:\n1| milk\n2| two eggs",
         "rename todo.txt to list.txt": "renamed",
-        "my favourite colour is green": "I will remember: The user's favourite colour is green",
-        "what's my favourite colour?": "From memory:\n\n- The user's favourite colour is green",
+        "my favourite colour is green": "I note: The user's favourite colour is green",
+        "what's my favourite colour?": "- The user's favourite colour is green",
         "What time is it?": "It is 20",
-        "open nothing.txt": "read_file did not work: Cannot read",
+        "open nothing.txt": "Cannot read",
         "write me a poem": "takes a real language model",
-        "delete list.txt": "list.txt is deleted.",
+        "delete list.txt": "Exit code: 0",
     }
     for text, expected in conversation.items():
         assert expected in ask(loop, text)[0].final_content, text
@@ -1652,7 +1652,7 @@ def test_a_newcomer_talks_with_the_offline_model(tmp_path):
     assert memory.read_text(encoding="utf-8").endswith("\n- The user's favourite colour is green\n")
     anew = AgentLoop(config, OfflineProvider())  # another day, another session
     answer = asyncio.run(anew.process_direct("what is my favourite colour?", "cli:new")).final_content
-    assert "From memory:\n\n- The user's favourite colour is green" in answer
+    assert "- The user's favourite colour is green" in answer
 
 
 def test_run_works_in_the_current_folder_and_streams(own_home, tmp_path, monkeypatch):
