@@ -372,7 +372,7 @@ class Governed:
             self.messages[n] = without_images(self.messages[n])
         results = [n for n, message in enumerate(self.messages) if message["role"] == "tool"]
         room = self.counter.total([self.messages[n] for n in results]) - self.excess
-        share = int(room) // max(len(results), 1)
+        share = max(int(room) // max(len(results), 1) - 20, 0)  # 20 tokens for the note
         large = [n for n in results if self.counter.size(self.messages[n]) > share]
         for n in large:
             result = self.messages[n]
