@@ -21,18 +21,8 @@ from types import SimpleNamespace
 import pytest
 
 from channels import Channel, InboundMessage, MessageBus
-from memory import (
-    Governed,
-    Inbox,
-    MemoryRepository,
-    MemoryStore,
-    Session,
-    SessionBusy,
-    SessionManager,
-    SkillsLoader,
-    TokenCounter,
-    estimate,
-)
+from memory import Governed, Inbox, MemoryRepository, MemoryStore, Session, SessionBusy, SessionManager
+from memory import SkillsLoader, TokenCounter, estimate
 from nanobot import AgentLoop, Config, add_system_jobs
 from providers import LLMProvider, LLMResponse, ToolCallRequest, legal
 from tools import FILE_TOOLS, Tool, ToolRegistry, tool
@@ -52,6 +42,10 @@ def no_network(monkeypatch):
 
 
 # ---- What the tests say and look at ----
+
+
+def titles(table: list[tuple]) -> list[str]:
+    return [row[0] for row in table]
 
 
 def user(text: str, **more: object) -> dict:
@@ -245,6 +239,20 @@ def serve(workspace: Path, model: LLMProvider, work, *tools: Tool, **defaults: o
     return asyncio.run(whole())
 
 
+def chat(workspace: Path, model: LLMProvider, *texts: str) -> list[str]:
+    """What a gateway sends that lives as long as this takes: each is said when the last was answered."""
+
+    async def work(chats):
+        for _ in range(100):  # so that it goes on with what there is
+            await asyncio.sleep(0)
+        for count, text in enumerate(texts, 1):
+            await chats.say(text)
+            await chats.answered(count)
+        await chats.at_rest()
+
+    return serve(workspace, model, work).finals()
+
+
 class Gate:
     """A place in a script or a tool: the test learns that it was reached, and lets it go on."""
 
@@ -290,9 +298,8 @@ def test_a_conversation_stands_in_its_journal_like_this(tmp_path):
         await gate.reached.wait()
         await chats.say("And b.txt?", id_="502")
         inbox = chats.loop.sessions.inbox(CHAT)
-        waiting = plain(lines_of(inbox.path)[-1])
-        assert waiting.pop("content") == "And b.txt?"
-        assert waiting == {"id": "502", "kind": "user", "sender": "7", "media": []}
+        line = {"id": "502", "kind": "user", "sender": "7", "content": "And b.txt?", "media": []}
+        assert plain(lines_of(inbox.path)[-1]) == line
         gate.open.set()
         await chats.answered(1)
         await chats.at_rest()
@@ -400,8 +407,6 @@ def test_files_are_not_left_open(tmp_path):
 BEFORE_NEW = [user("<33> Read a.txt", id="31"), calling("c1"), result("c1", "<55> hello"), answer("<66> Yes")]
 AFTER_NEW = [user("<77> Hi", runtime="It is Monday", id="32"), answer("<88> Hel", cut="it was stopped"),
              user("<99> Well?", id="33"), answer("<00> Fine")]  # fmt: skip
-
-
 NEW_TOKENS = {"<77>", "<88>", "<99>", "<00>"}
 
 
@@ -442,13 +447,10 @@ def check_damaged(workspace: Path, path: Path, whole: bytes, data: bytes) -> Non
     shown = tokens_in(sessions.transcript(CHAT))
     assert undamaged <= set(shown), "no undamaged line is lost"
     sent = tokens_in(session.conversation())
-    if b'"new"' in data:  # what came before a mark that is damaged may come back, but need not
-        is_new = any(line.get("mark") == "new" for line in intact)
-        hidden, wanted = {"<33>", "<55>", "<66>"} if is_new else set(), NEW_TOKENS
-    else:
-        hidden, wanted = set(), {"<33>", "<55>", "<66>", *NEW_TOKENS} if b'"new"' not in whole else set()
-    if b'"saved"' in data:  # else the journal was cut before it
-        hidden |= {"<11>", "<22>"}
+    is_new = any(line.get("mark") == "new" for line in intact)
+    hidden = {"<33>", "<55>", "<66>"} if is_new else set()
+    hidden |= {"<11>", "<22>"} if b'"saved"' in data else set()  # else it was cut before that
+    wanted = NEW_TOKENS if b'"new"' in whole else {"<33>", "<55>", "<66>", *NEW_TOKENS}
     assert wanted & undamaged <= set(sent), "none is hidden"
     assert not hidden & undamaged & set(sent), "and none comes back"
     session.append(user("<11> go on"))
@@ -501,7 +503,7 @@ ODD_LINES = [
 ]
 
 
-@pytest.mark.parametrize(("what", "line"), ODD_LINES, ids=[what for what, _ in ODD_LINES])
+@pytest.mark.parametrize(("what", "line"), ODD_LINES, ids=titles(ODD_LINES))
 def test_a_line_that_is_no_message_is_skipped_put_aside_once_and_told(tmp_path, caplog, what, line):
     """Fault 6: one such line made every later turn fail."""
     loop = make_loop(tmp_path, Model())
@@ -539,7 +541,7 @@ MARKS = [
 ]
 
 
-@pytest.mark.parametrize(("law", "mark", "saved", "left"), MARKS, ids=[each[0] for each in MARKS])
+@pytest.mark.parametrize(("law", "mark", "saved", "left"), MARKS, ids=titles(MARKS))
 def test_marks(tmp_path, law, mark, saved, left):
     session = loaded(tmp_path)
     session.append(user("a"), answer("b"))
@@ -590,7 +592,7 @@ GAPS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("law", "lines", "sent"), GAPS, ids=[each[0] for each in GAPS])
+@pytest.mark.parametrize(("law", "lines", "sent"), GAPS, ids=titles(GAPS))
 def test_what_is_sent_of_a_conversation(tmp_path, law, lines, sent):
     session = loaded(tmp_path)
     for line in lines:
@@ -671,7 +673,7 @@ def test_an_update_sends_nothing_again_and_resumes_nothing(tmp_path):
         assert chats.finals("4") == ["to are you there?"] and len(model.asked) == 1
 
     serve(workspace, model, work)
-    serve(workspace, model, lambda chats: asyncio.sleep(0.01))
+    assert chat(workspace, model) == []
     assert "was not answered: interrupted" in str(model.asked[0].messages) and len(model.asked) == 1
 
 
@@ -782,52 +784,41 @@ def test_a_chat_waits_while_a_terminal_holds_its_session(tmp_path):
 # ---- Turns that were killed, stopped or failed ----
 # The life of a chat message, killed before each of its writes, is in test_long_run.py.
 
-
 OPEN_TURNS = [
-    ("a question without an answer", [user("<q>")], {}, True),
-    ("a call without its result", [user("<q>"), calling("c1")], {}, True),
-    ("results that nobody has looked at", [user("<q>"), calling("c1"), result("c1", "x")], {}, True),
-    ("resumed once", [user("<q>")], {"resumes": 1}, True),
-    ("resumed twice: it may be what kills the program", [user("<q>")], {"resumes": 2}, False),
-    ("almost a day old", [user("<q>")], {"age": 23 * 3_600}, True),
-    ("more than a day old", [user("<q>")], {"age": 25 * 3_600}, False),
-    ("answered", [user("<q>"), answer("yes")], {}, False),
+    ("a question without an answer", [], 0, 0, ["Fine."]),
+    ("a call without its result", [calling("c1")], 0, 0, ["Fine."]),
+    ("results that nobody has looked at", [calling("c1"), result("c1", "x")], 0, 0, ["Fine."]),
+    ("resumed once", [], 1, 0, ["Fine."]),
+    ("resumed twice: it may be what kills the program", [], 2, 0, []),
+    ("almost a day old", [], 0, 23, ["Fine."]),
+    ("more than a day old", [], 0, 25, []),
+    ("answered, and perhaps not delivered", [answer("yes")], 0, 0, ["yes"]),
 ]
 
 
-@pytest.mark.parametrize(
-    ("what", "lines", "state", "goes_on"), OPEN_TURNS, ids=[each[0] for each in OPEN_TURNS]
-)
-def test_what_the_next_gateway_does_with_a_turn_that_was_killed(tmp_path, what, lines, state, goes_on):
-    session, is_answer = loaded(tmp_path, CHAT), what == "answered"
-    session.append(*lines)
-    for _ in range(state.get("resumes", 0)):
+@pytest.mark.parametrize(("what", "lines", "resumes", "hours", "sent"), OPEN_TURNS, ids=titles(OPEN_TURNS))
+def test_what_the_next_gateway_does_with_a_killed_turn(tmp_path, what, lines, resumes, hours, sent):
+    session = loaded(tmp_path, CHAT)
+    session.append(user("<q>"), *lines)
+    for _ in range(resumes):
         session.mark("resumed")
-    os.utime(session.path, (time.time() - state.get("age", 0),) * 2)
-
-    async def work(chats):
-        await chats.answered(1 if goes_on or is_answer else 0)
-        await chats.until(lambda: not chats.loop.turns.tasks)
-        assert chats.finals() == (["yes"] if is_answer else ["Fine."] if goes_on else [])
-        await chats.say("next")
-        await chats.answered(2 if goes_on or is_answer else 1)
-
+    os.utime(session.path, (time.time() - hours * 3_600,) * 2)
     model = Model()
-    serve(tmp_path, model, work)
-    assert len(model.asked) == (2 if goes_on else 1)
+    assert chat(tmp_path, model) == sent
+    assert chat(tmp_path, model, "next") == ["Fine."]
+    assert len(model.asked) == (2 if sent == ["Fine."] else 1)
     assert tokens_in(model.asked[-1].messages) == ["<q>"]
-    assert ("not answered: interrupted" in str(model.asked[-1].messages)) is (not goes_on and not is_answer)
-    marks = [line["mark"] for line in lines_of(session.path) if "mark" in line]
-    assert marks.count("resumed") == state.get("resumes", 0) + goes_on
+    assert ("not answered: interrupted" in str(model.asked[-1].messages)) is (sent == [])
+    marks = [line.get("mark") for line in lines_of(session.path)]
+    assert marks.count("resumed") == resumes + (sent == ["Fine."])
 
 
 def test_a_terminal_session_waits_for_continue(tmp_path):
     loaded(tmp_path).append(user("<q>"), calling("c1"))
     model = Model()
-    loop = make_loop(tmp_path, model)
-    serve(tmp_path, model, lambda chats: asyncio.sleep(0.02))
-    assert model.asked == []
-    assert say(loop, "/continue", "/continue") == ["Fine.", "There is no interrupted turn to go on with."]
+    assert chat(tmp_path, model) == model.asked == []
+    answers = say(make_loop(tmp_path, model), "/continue", "/continue")
+    assert answers == ["Fine.", "There is no interrupted turn to go on with."]
     assert legal(model.asked[0].messages)[-1]["role"] == "tool", "the call reads as interrupted"
 
 
@@ -845,8 +836,7 @@ def test_a_gateway_that_ends_writes_no_end_and_its_turn_goes_on_at_the_next_star
     chats = serve(tmp_path, model, lambda chats: chats.answered(2))
     assert chats.finals() == ["<q>", "<q> <r>"] and not loaded(tmp_path, CHAT).undelivered
     assert not chats.loop.sessions.inbox(CHAT).path.exists()
-    chats = serve(tmp_path, model, lambda chats: asyncio.sleep(0.02))
-    assert chats.finals() == [] and len(model.asked) == 2
+    assert chat(tmp_path, model) == [] and len(model.asked) == 2
 
 
 @pytest.mark.parametrize("where", ["before a word", "in a tool"])
@@ -871,17 +861,9 @@ def test_stop_ends_a_turn_for_good_continue_takes_it_up_and_what_waited_is_answe
     chats = serve(tmp_path, model, work, waiting_tool(gate))
     assert chats.finals() == ["Nothing runs here.", "Stopped; /continue goes on."]
     assert "it was stopped" in [line.get("why") for line in lines_of(chats.loop.sessions.path(CHAT))]
-    chats = serve(tmp_path, model, lambda chats: asyncio.sleep(0.02))
-    assert len(model.asked) == 1, "a restart does not begin it again"
-
-    async def go_on(chats):
-        await chats.say("/continue")
-        await chats.say("/continue")
-        await chats.say("<b>")
-        await chats.answered(3)
-        assert chats.finals() == ["<a>", "There is no interrupted turn to go on with.", "<a> <b>"]
-
-    serve(tmp_path, model, go_on)
+    assert chat(tmp_path, model) == [] and len(model.asked) == 1, "a restart does not begin it again"
+    sent = chat(tmp_path, model, "/continue", "/continue", "<b>")
+    assert sent == ["<a>", "There is no interrupted turn to go on with.", "<a> <b>"]
     assert "not answered" not in str(model.asked[-1].messages)
 
 
@@ -911,45 +893,29 @@ FAILURES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("what", "reply", "told_text"), FAILURES, ids=[each[0] for each in FAILURES])
+@pytest.mark.parametrize(("what", "reply", "told_text"), FAILURES, ids=titles(FAILURES))
 def test_a_turn_that_fails_is_told_once_and_not_begun_again(tmp_path, what, reply, told_text):
-    async def work(chats):
-        await chats.say("<q>")
-        await chats.answered(1)
-        await chats.at_rest()
-
     model = Model(reply)
-    assert serve(tmp_path, model, work).finals() == [told_text]
-    chats = serve(tmp_path, model, lambda chats: asyncio.sleep(0.02))
-    assert chats.finals() == [] and len(model.asked) == 1
+    assert chat(tmp_path, model, "<q>") == [told_text]
+    assert chat(tmp_path, model) == [] and len(model.asked) == 1
     session = loaded(tmp_path, CHAT)
     assert session.unfinished and not session.is_open
     model = Model()
-
-    async def again(chats):
-        await chats.say("again")
-        await chats.answered(1)
-
-    serve(tmp_path, model, again)
+    assert chat(tmp_path, model, "again") == ["Fine."]
     gap = "answer above broke off: cut off" if "Half" in told_text else "message above was not answered"
     assert gap in said(model.asked[0].messages)[-1]
 
 
 def test_an_answer_that_did_not_arrive_is_sent_at_the_next_start_and_one_that_did_is_not(tmp_path):
     async def shut(chats):
-        await chats.say("<a>")
-        await chats.answered(1)
-        await chats.at_rest()
         chats.desk.is_shut = True
         await chats.say("<b>")
         await chats.until(lambda: len(loaded(tmp_path, CHAT).messages) == 4)
 
     model = Model(lambda request: tokens_in(said(request.messages))[-1])
+    assert chat(tmp_path, model, "<a>") == ["<a>"]
     serve(tmp_path, model, shut)
-    for sent in (["<b>"], []):
-        chats = serve(tmp_path, model, lambda chats, sent=sent: chats.answered(len(sent)))
-        assert chats.finals() == sent
-    assert len(model.asked) == 2
+    assert [chat(tmp_path, model), chat(tmp_path, model)] == [["<b>"], []] and len(model.asked) == 2
 
 
 def test_a_message_is_confirmed_when_it_is_on_the_disk_and_never_taken_twice(tmp_path):
@@ -970,7 +936,7 @@ def test_a_message_is_confirmed_when_it_is_on_the_disk_and_never_taken_twice(tmp
     model = Model()
     serve(tmp_path, model, work)
     serve(tmp_path, model, lambda chats: chats.say("one", id_="5"))
-    assert len(model.asked) == 2
+    assert chat(tmp_path, model) == [] and len(model.asked) == 2
 
 
 def test_a_thousand_ids_are_remembered_whatever_went_into_the_memory(tmp_path):
@@ -1039,14 +1005,10 @@ def test_what_a_chat_was_not_shown_of_an_answer_is_not_kept_as_said(tmp_path, is
             await chats.say("/stop")
             await chats.answered(1)
 
-    async def go_on(chats):
-        await chats.say("/continue" if is_stopped else "<r>")
-        await chats.answered(1)
-        assert chats.finals()[0] == "Fine."
-
     serve(tmp_path, Model(half), work)
-    chats = serve(tmp_path, Model(), go_on)
-    assert not re.search("Half|Go on where", str(chats.model.asked[0].messages))
+    model = Model()
+    assert chat(tmp_path, model, *["/continue"] * is_stopped) == ["Fine."]
+    assert not re.search("Half|Go on where", str(model.asked[0].messages))
 
 
 def test_a_photo_that_came_in_mid_turn_may_go_but_not_what_was_said_with_it(tmp_path):
@@ -1143,20 +1105,17 @@ def test_a_turn_runs_within_80_percent_of_the_budget_and_its_system_prompt_stays
     assert set(moved) == {"retry"} and 1 <= len(moved) <= len(model.saves)
 
 
-def test_what_moves_is_told_in_one_line_except_in_chats(tmp_path):
-    """Fault 8."""
-    for key, is_told in ((KEY, True), ("desk:1", False)):
-        talk_of(tmp_path, 12, 1_600, key)
-        model = Model(save=saving(f"{HOUR}They talked."))
-        loop = make_loop(tmp_path, model, context_window_tokens=10_000, max_tokens=2_000)
-        say(loop, "hi", key=key)
-        told = [text for _, text in getattr(loop, "shown", []) if "memory" in text]
-        assert len(told) == (1 if is_told else 0) and model.saves
-        assert not is_told or re.fullmatch(r"\d+ older messages went into the memory", told[0])
-    talk_of(tmp_path, 4, key="cli:later")
-    loop = make_loop(tmp_path, Model(save=saving(f"{HOUR}They talked.")), memory_window=4)
-    say(loop, "in the background of this turn", "so the next one tells", "once", key="cli:later")
-    assert [text for _, text in loop.shown if "memory" in text][0] == "8 older messages went into the memory"
+@pytest.mark.parametrize("key", [KEY, CHAT])
+def test_what_moves_is_told_in_one_line_except_in_chats(tmp_path, key):
+    """Fault 8: at once, or at the next turn if it moved in the background."""
+    talk_of(tmp_path, 12, 1_600, key)
+    loop = make_loop(tmp_path, Model(save=saving(f"{HOUR}They talked.")), context_window_tokens=10_000,
+                     max_tokens=2_000, memory_window=4)  # fmt: skip
+    loop.shown = []
+    say(loop, "hi", "and now?", key=key)
+    told = [text for _, text in loop.shown if "memory" in text]
+    assert len(told) == (2 if key == KEY else 0) and loop.memory.entries()
+    assert all(re.fullmatch(r"\d+ older messages went into the memory", text) for text in told)
 
 
 ANSWERS = [
@@ -1173,7 +1132,7 @@ ANSWERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("law", "replies", "asks", "entry"), ANSWERS, ids=[each[0] for each in ANSWERS])
+@pytest.mark.parametrize(("law", "replies", "asks", "entry"), ANSWERS, ids=titles(ANSWERS))
 def test_whatever_the_model_says_nothing_is_lost(tmp_path, law, replies, asks, entry):
     rest = iter(replies)
     model = Model(save=lambda _: next(rest))
@@ -1182,35 +1141,30 @@ def test_whatever_the_model_says_nothing_is_lost(tmp_path, law, replies, asks, e
     say(loop, "<aa>", "<bb>")
     assert say(loop, "/new")[0].startswith("A new session begins")
     assert len(model.saves) == asks
-    entries = history_of(tmp_path)
     if entry is None:
-        assert entries == [] and loaded(tmp_path).saved == 0
-        model.save = saving(f"{HOUR}Saved.")
+        assert history_of(tmp_path) == [] and loaded(tmp_path).saved == 0
+        model.save, entry = saving(f"{HOUR}Saved."), "Saved."
         say(loop, "and later")
-        assert saved_tokens(model.saves[-1]) == ["<aa>", "<bb>"] and history_of(tmp_path) == ["Saved."]
-        return
-    assert loaded(tmp_path).saved == 4 and len(entries) == 1
+        assert saved_tokens(model.saves[-1]) == ["<aa>", "<bb>"]
+    assert loaded(tmp_path).saved == 4
+    [kept] = history_of(tmp_path)
     if entry == "raw":
-        assert entries[0].startswith("[RAW]") and tokens_in(entries) == ["<aa>", "<bb>"]
+        assert kept.startswith("[RAW]") and tokens_in(kept) == ["<aa>", "<bb>"]
         assert loop.memory.read_facts() == "- The cat is Tom\n"
     else:
-        assert entries == [entry]
+        assert kept == entry
 
 
-def test_new_without_a_model_puts_at_most_4000_characters_into_later_prompts(tmp_path):
+@pytest.mark.parametrize("save", [DOWN, USELESS], ids=["unreachable", "of no use"])
+def test_new_without_a_model_puts_at_most_4000_characters_into_later_prompts(tmp_path, save):
     """Fault 2: it was 31,878."""
-    for save in (DOWN, USELESS):
-        workspace = tmp_path / str(save is DOWN)
-        talk_of(workspace, 30, 1_500)
-        model = Model(save=save)
-        loop = make_loop(workspace, model)
-        say(loop, "one more", "/new", "hello")
-        size = len(loop.context.parts(loop.turn(KEY)).get("Recent History", ""))
-        assert size <= 4_100 and len(model.asked[-1].messages) == 2
-        raw = " ".join(history_of(workspace))
-        everything = raw + " ".join(contents(loaded(workspace).messages))
-        assert set(tokens_in(everything)) >= {f"<q.{n}>" for n in range(30)}, "nothing is lost"
-        assert (raw == "") is (save is DOWN)
+    talk_of(tmp_path, 30, 1_500)
+    loop = make_loop(tmp_path, Model(save=save))
+    say(loop, "one more", "/new", "hello")
+    size = len(loop.context.parts(loop.turn(KEY)).get("Recent History", ""))
+    assert size <= 4_100 and len(loop.provider.asked[-1].messages) == 2
+    everything = [*history_of(tmp_path), *contents(loaded(tmp_path).messages)]
+    assert set(tokens_in(everything)) >= {f"<q.{n}>" for n in range(30)}, "nothing is lost"
 
 
 def test_an_unreachable_model_makes_requests_shorter_and_costs_nothing(tmp_path):
@@ -1222,9 +1176,6 @@ def test_an_unreachable_model_makes_requests_shorter_and_costs_nothing(tmp_path)
     assert session.path.read_bytes().startswith(before) and loaded(tmp_path).saved == 0
     [left_out] = [text for _, text in loop.shown if "left out" in text]
     assert re.fullmatch(r"\d+ turns left out \(~[\d,]+ tokens\)", left_out)
-    model.save = saving(f"{HOUR}They talked.")
-    say(loop, "and now?")
-    assert "<q.0>" in saved_tokens(model.saves[-1]) or "<q.0>" in saved_tokens(model.saves[1])
 
 
 def test_memory_that_changes_meanwhile_is_asked_for_again_and_never_overwritten(tmp_path):
@@ -1280,15 +1231,6 @@ def test_a_turn_that_fits_and_new_wait_for_no_memory(tmp_path):
     assert history_of(tmp_path) and set(history_of(tmp_path)) == {"Entry."}
 
 
-def test_a_memory_that_cannot_be_written_is_said_and_the_turn_goes_on(tmp_path):
-    talk_of(tmp_path, 30, 1_000)
-    loop = make_loop(tmp_path, Model(save=saving("Entry.")), context_window_tokens=10_000, max_tokens=2_000)
-    (tmp_path / "memory" / ".lock").mkdir()
-    assert say(loop, "and now?") == ["Fine."]
-    assert any("nothing went into the memory: [Errno" in text for _, text in loop.shown)
-    assert history_of(tmp_path) == [] and loaded(tmp_path).saved == 0
-
-
 # ---- Requests fit the window, whatever the conversation was ----
 
 
@@ -1301,9 +1243,7 @@ def random_conversation(dice: random.Random) -> tuple[list[dict], dict]:
         return mark + dice.choice(letters) * (dice.choice(sizes) // 5)
 
     messages = [{"role": "system", "content": "You are <said>." + text()}]
-    if dice.random() < 0.3:
-        messages.append(user(text("[Summary]"), is_summary=True))
-    begin = 0
+    messages += [user(text("[Summary]"), is_summary=True)] * (dice.random() < 0.3)
     for n in range(turns := dice.randint(1, 12)):
         begin, is_last = len(messages), n == turns - 1
         image = [{"type": "image_url", "image_url": {"url": "data:,x"}}, {"type": "text", "text": "<said>"}]
@@ -1332,41 +1272,22 @@ def test_every_request_fits_is_lawful_and_keeps_what_the_user_said_in_this_turn(
             request = Governed(messages, budget, counter, task)
             assert json.dumps(messages) == before, "the conversation itself is not changed"
             fits = counter.total(messages) <= budget
-            assert request.messages == messages and not request.notes if fits else request.notes
-            calls = sum(len(m.get("tool_calls") or []) for m in request.messages)
-            assert request.tokens <= budget + 40 * calls, (request.tokens, budget)
+            assert (request.messages == messages and not request.notes) is fits
+            assert request.tokens <= budget, (request.tokens, budget, request.notes)
             sent = str(request.messages)
             assert sent.count("<said>") == str([messages[0], *stays]).count("<said>"), "what was said stays"
             lawful = legal(request.messages, reply=False)
             assert legal(lawful, reply=False) == lawful
-            roles = [m["role"] for m in request.messages]
-            for place, role in enumerate(roles):
-                ids = [each["id"] for each in request.messages[place].get("tool_calls") or []]
-                results = [m.get("tool_call_id") for m in request.messages[place + 1 : place + 1 + len(ids)]]
-                assert results == ids, "each call has its result"
-                assert role != "tool" or roles[place - 1] in ("tool", "assistant")
+            calls = [each["id"] for m in request.messages for each in m.get("tool_calls") or []]
+            assert calls == [m["tool_call_id"] for m in request.messages if m["role"] == "tool"]
 
 
-def test_what_is_left_out_first_is_what_matters_least():
-    counter = TokenCounter(lambda: 1 / 0)
-    old = [user("old"), calling("c1"), result("c1", "x " * 2_000), answer("fine")]
-    new = [user("<task>"), calling("c2"), result("c2", "y " * 2_000)]
-    messages = [{"role": "system", "content": "You"}, user("sum", is_summary=True), *old, *new]
-    total = counter.total(messages)
-    budgets = (total, total - 100, counter.total([messages[0], *new]) + 20, 300)
-    notes = [Governed(messages, budget, counter).notes for budget in budgets]
-    assert notes[:2] == [[], ["1 old tool result left out (~786 tokens)"]]
-    assert "1 turn left out" in notes[2][1] and "1 tool result cut" in notes[3][-1]
-    sent = Governed(messages, total - 100, counter).messages
-    assert sent[4]["content"] == "[4,000 characters that read_file returned are left out here]"
+SAMPLES = json.loads((DATA / "token_counts.json").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("name", json.loads((DATA / "token_counts.json").read_text(encoding="utf-8")))
+@pytest.mark.parametrize("name", SAMPLES)
 def test_the_estimate_is_within_0_6_and_2_4_of_the_true_count(name):
-    sample = json.loads((DATA / "token_counts.json").read_text(encoding="utf-8"))[name]
-    assert 0.6 <= estimate(sample["text"]) / sample["tokens"] <= 2.4
-    counter = TokenCounter(lambda: 1 / 0)
-    assert 0.6 <= counter.size(user(sample["text"])) / sample["tokens"] <= 2.5
+    assert 0.6 <= estimate(SAMPLES[name]["text"]) / SAMPLES[name]["tokens"] <= 2.4
 
 
 def test_exact_counts_come_in_the_background_and_are_never_waited_for():
@@ -1450,7 +1371,7 @@ FACTS = [
 ]
 
 
-@pytest.mark.parametrize(("law", "before", "new", "after"), FACTS, ids=[each[0] for each in FACTS])
+@pytest.mark.parametrize(("law", "before", "new", "after"), FACTS, ids=titles(FACTS))
 def test_memory_md(tmp_path, law, before, new, after):
     memory = MemoryStore(tmp_path)
     memory.folder.mkdir()
@@ -1468,30 +1389,21 @@ def test_memory_md(tmp_path, law, before, new, after):
 # ---- One fence reads every file that goes into a request ----
 
 
-def planted(odd: str, path: Path, secret: Path) -> None:
-    match odd:
-        case "a link to a link to the settings file":
-            (path.parent / "link").symlink_to(secret)
-            path.symlink_to(path.parent / "link")
-        case "a FIFO":
-            os.mkfifo(path)
-        case "a folder":
-            path.mkdir()
-        case "100 MB":
-            path.touch()
-            os.truncate(path, 100_000_000)
-        case _:
-            path.symlink_to(secret if "settings" in odd else "/dev/zero")
-
-
-ODD = ["a link to the settings file", "a link to a link to the settings file", "a FIFO", "a device", "a folder",
-       "100 MB"]  # fmt: skip
+PLANTED = {
+    "a link to the settings file": lambda path, secret: path.symlink_to(secret),
+    "a link to a link to it": lambda path, secret: [
+        (path.parent / "link").symlink_to(secret), path.symlink_to(path.parent / "link")],
+    "a FIFO": lambda path, _: os.mkfifo(path),
+    "a device": lambda path, _: path.symlink_to("/dev/zero"),
+    "a folder": lambda path, _: path.mkdir(),
+    "100 MB": lambda path, _: [path.touch(), os.truncate(path, 100_000_000)],
+}  # fmt: skip
 PLACES = ["HEARTBEAT.md", "memory/MEMORY.md", "SOUL.md", "USER.md", "AGENTS.md", "skills/odd/SKILL.md"]
 
 
 @posix
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("odd", PLANTED)
 def test_no_file_that_a_command_planted_gets_into_a_request_or_holds_it_up(tmp_path, own_home, odd, place):
     """Fault 3: HEARTBEAT.md linked to the settings file sent the keys; a FIFO hung the gateway."""
     secret = own_home / ".nanobot" / "config.json"
@@ -1504,7 +1416,7 @@ def test_no_file_that_a_command_planted_gets_into_a_request_or_holds_it_up(tmp_p
     path = loop.workspace / place
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
-    planted(odd, path, secret)
+    PLANTED[odd](path, secret)
 
     async def work() -> None:
         jobs = [partial(loop.process_direct, "hi", KEY)]
@@ -1613,32 +1525,22 @@ def test_a_batch_is_20_entries_or_half_the_budget_and_whatever_its_size_it_fits(
     assert re.search("from here .* to there", str([request.messages for request in loop.provider.asked[1:]]))
 
 
-FENCE = [
-    (edit("green", "blue"), True),
-    (edit("old", "new", "AGENTS.md"), False),
-    (edit("{", "[", "memory/history.jsonl"), False),
-    (("edit_file", {"arguments": {"path": "AGENTS.md", "old_text": "a", "new_text": "b"}}), False),
-    (("read_file", {"path": "{secret}"}), False),
-    (("read_file", {"arguments": {"path": "{secret}"}}), False),
-    (("read_file", {"arguments": '{"path": "{secret}"}'}), False),
-    (("read_file", {"path": "~/id_rsa"}), False),
-    (("read_file", {"path": "a\0b"}), False),
-    (("read_file", {"path": "SOUL.md"}), True),
-    (("exec", {"command": "touch x"}), False),
-    (write("---\nname: mine\n---\n1. Do it."), True),
-    (write("1. Do it.", "skills/mine/data/list.txt"), True),
-    (("write_file", {"arguments": {"path": "SOUL.md", "content": "Be rude."}}), False),
-    (write("x", "skills/SKILL.md"), False),
-    (write("x", "skills/../SOUL.md"), False),
-    (write("x", "skills/weather/SKILL.md"), False),
-    (write("---\nname: memory\n---\nx"), False),
-    (write("x", "skills/link/SKILL.md"), False),
-    (write("x", "/etc/nanobot-test"), False),
-    (write("---\nalways: true\n---\nx"), False),
-    (write("---\r\nname: mine\r\nalways: yes\r\n---\r\nx"), False),
-    (write("\ufeff---\nalways: true\n---\nx"), False),
-    (write("\ufeff---\r\nalways: 'true' # why\r\n---\r\nx"), False),
-]
+FINE = [
+    edit("green", "blue"), ("read_file", {"path": "SOUL.md"}), write("---\nname: mine\n---\n1. Do it."),
+    write("1. Do it.", "skills/mine/data/list.txt"),
+]  # fmt: skip
+REFUSED = [
+    edit("old", "new", "AGENTS.md"), edit("{", "[", "memory/history.jsonl"), ("exec", {"command": "touch x"}),
+    ("edit_file", {"arguments": {"path": "AGENTS.md", "old_text": "a", "new_text": "b"}}),
+    ("read_file", {"path": "{secret}"}), ("read_file", {"path": "~/id_rsa"}), ("read_file", {"path": "a\0b"}),
+    ("read_file", {"arguments": {"path": "{secret}"}}), ("read_file", {"arguments": '{"path": "{secret}"}'}),
+    ("write_file", {"arguments": {"path": "SOUL.md", "content": "Be rude."}}), write("x", "skills/SKILL.md"),
+    write("x", "skills/../SOUL.md"), write("x", "skills/weather/SKILL.md"), write("x", "skills/link/SKILL.md"),
+    write("x", "/etc/nanobot-test"), write("---\nname: memory\n---\nx"), write("---\nalways: true\n---\nx"),
+    write("---\r\nname: mine\r\nalways: yes\r\n---\r\nx"), write("\ufeff---\nalways: true\n---\nx"),
+    write("\ufeff---\r\nalways: 'true' # why\r\n---\r\nx"),
+]  # fmt: skip
+FENCE = [*((step, True) for step in FINE), *((step, False) for step in REFUSED)]
 
 
 @pytest.mark.parametrize(("step", "may"), FENCE, ids=[str(step)[:70] for step, _ in FENCE])
