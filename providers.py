@@ -2118,6 +2118,8 @@ def steps_of(
     steps = []
     for file in files or [None]:
         known = {**known, "file": file}
+        if tool in ("edit_file", "notebook_edit"):  # these want a file that was read
+            steps.append(Step(rule, "", "read_file", {"path": file}, known))
         steps.append(Step(rule, answer, tool, arguments_of(fields, known), known))
     return steps
 
