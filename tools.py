@@ -1158,7 +1158,7 @@ LINE_BY_LINE = r"\\(?![wdbS])[A-Za-z0-9]|\[\^|\(\?(?![:=]|P<)|[*+?}]\+|\n"
 def child_program() -> str:
     """The child's functions as source, because importing this file would take it 200 ms."""
     names = ("READING", "UTF8_MARK", "UTF16_MARKS", "LINE_BY_LINE")
-    functions = (plain_text, is_binary, search_child, searched_text, shown_lines)
+    functions = (plain_text, is_binary, search_child, searched_bytes, shown_lines)
     head = "from __future__ import annotations\nimport marshal, os, re, signal, stat, sys"
     constants = [f"{name} = {globals()[name]!r}" for name in names]
     return "\n".join([head, *constants, *map(inspect.getsource, functions), "search_child()"])
@@ -1174,12 +1174,13 @@ def search_child() -> None:
     try:
         find = re.compile(source, flags).search
         is_sure = not re.search(LINE_BY_LINE, source)
-        may_match = re.compile(source, flags | re.MULTILINE).search if is_sure else bool
+        may_match = re.compile(source, flags | re.MULTILINE).search
         while left > 0:
             for name, path in marshal.load(sys.stdin.buffer):
-                text = searched_text(path) if left > 0 else ""
-                end += 1 if text is None else 0
-                is_hit = bool(text) and bool(may_match(text))
+                data = searched_bytes(path) if left > 0 else b""
+                end += 1 if data is None else 0
+                text = plain_text(data) if data else ""
+                is_hit = bool(data) and (not is_sure or bool(may_match(text)))
                 shown = shown_lines(name, text, find, request) if is_hit else []
                 left -= len(shown)
                 sys.stdout.buffer.write(marshal.dumps(shown) if shown else b"")
@@ -1191,21 +1192,22 @@ def search_child() -> None:
     sys.stdout.buffer.write(marshal.dumps(end))
 
 
-def searched_text(path: bytes) -> str | None:
-    """The text of a file, with a line end behind each line; None if it is not searched."""
+def searched_bytes(path: bytes) -> bytes | None:
+    """The content of a file; None if it is not searched."""
     try:
-        with open(os.open(path, READING), "rb") as file:
-            info = os.fstat(file.fileno())
-            is_searched = stat.S_ISREG(info.st_mode) and info.st_size <= 2_000_000
-            data = file.read(2_000_000) if is_searched else b"\0"
+        descriptor = os.open(path, READING)
     except OSError:  # it may not be read
         return None
-    return None if is_binary(data) else plain_text(data) + ("\n" if data else "")
+    info = os.fstat(descriptor)
+    is_searched = stat.S_ISREG(info.st_mode) and info.st_size <= 2_000_000
+    data = os.read(descriptor, 2_000_000) if is_searched else b"\0"
+    os.close(descriptor)
+    return None if is_binary(data) else data
 
 
 def shown_lines(name: str, text: str, find: Callable, request: dict) -> list[str]:
     """`name:12: text` for a match, `name-13- text` for the context around it, each line once."""
-    lines = text.removesuffix("\n").split("\n")
+    lines = text.split("\n")
     if request["mode"] == "files_with_matches":
         return [name] if any(map(find, lines)) else []
     hits = [number for number, line in enumerate(lines) if find(line)]
