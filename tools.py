@@ -126,13 +126,7 @@ class Tool:
 def tool(function: Callable | None = None, **flags: Any) -> Any:
     """Make a tool of a function: `@tool`, `@tool(read_only=True)`; of a method: `tool(cron.cron)`.
 
-    @tool                               class Double(Tool):
-    def double(n: int) -> int:              name = "double"
-        "Twice as much."           →        description = "Twice as much."
-        return 2 * n
-                                            def run(self, n: int) -> int:
-                                                return 2 * n
-                                        double = Double()
+    The function becomes `run` or, if it is async, `execute` of a new subclass of Tool.
     """
     if function is None:
         return functools.partial(tool, **flags)
@@ -1407,8 +1401,15 @@ class Exec(Tool):
         """The words before a command that confine it; raises ToolError if that is impossible."""
         if problem := sandbox_problem():
             raise ToolError(f"The command was not run. {problem}")
-        home = turn.workspace.absolute()
-        opened = opened_folders(home, turn)
+        home, here = turn.workspace.absolute(), turn.cwd.absolute()
+        opened = [home] if here.is_relative_to(home) else [here, home]
+        private = (Path.home().resolve(), home.parent, *turn.secret)
+        for folder in opened:
+            holds_private = any(path.is_relative_to(folder) for path in private)
+            if holds_private or folder != folder.resolve():
+                why = "it is a link, or HOME, the workspace or keys are in it"
+                advice = "Start in another folder"
+                raise ToolError(f"The sandbox may not open {folder}: {why}. {advice}.")
         names = {name.split("/")[0] for name in AGENT_FILES}
         records = [home / name for name in sorted(names)]
         for folder in records:
@@ -1425,11 +1426,14 @@ class Job:
     """A command and all that it starts: one process group."""
 
     def __init__(self, argv: list[str], folder: Path, environment: dict[str, str]):
-        self.process = subprocess.Popen(
-            argv, cwd=folder, env=environment, start_new_session=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
-        atexit.register(self.kill)  # if the program ends first
+        self.process: subprocess.Popen | None = None
+        self.starting = threading.Lock()
+        atexit.register(self.kill)  # if the program ends first, even while this starts
+        with self.starting:
+            self.process = subprocess.Popen(
+                argv, cwd=folder, env=environment, start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            )  # fmt: skip
         self.stdout, self.stderr = Capture(self.process.stdout), Capture(self.process.stderr)
 
     async def run(self, seconds: float) -> ToolResult:
@@ -1449,10 +1453,13 @@ class Job:
 
     def kill(self) -> None:
         """SIGKILL for the whole group, until nobody is left in it. Blocks."""
+        atexit.unregister(self.kill)
+        with self.starting:
+            if not self.process:  # it could not be started
+                return
         deadline = time.monotonic() + 0.5  # if nobody collects the dead, they stay
         while self.signal_group(SIGKILL) and time.monotonic() < deadline:
             time.sleep(0.005)
-        atexit.unregister(self.kill)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(5)
 
@@ -1510,19 +1517,6 @@ SYSTEM = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", *(f"/etc/{name}" 
     "alternatives", "ca-certificates", "group", "hosts", "ld.so.cache", "localtime", "mime.types",
     "nsswitch.conf", "passwd", "pki/ca-trust", "pki/tls/certs", "protocols", "resolv.conf",
     "services", "ssl/certs", "ssl/openssl.cnf"))]  # fmt: skip
-
-
-def opened_folders(home: Path, turn: Turn) -> list[Path]:
-    """Workspace and working folder; raises ToolError if one of them holds private files."""
-    here = turn.cwd.absolute()
-    folders = [home] if here.is_relative_to(home) else [here, home]
-    private = (Path.home().resolve(), home.parent, *turn.secret)
-    for folder in folders:
-        holds_private = any(path.is_relative_to(folder) for path in private)
-        if holds_private or folder != folder.resolve():
-            why = "it is a link, or HOME, the workspace or keys are in it"
-            raise ToolError(f"The sandbox may not open {folder}: {why}. Start in another folder.")
-    return folders
 
 
 def sandbox_problem() -> str:
@@ -1941,9 +1935,8 @@ def search_results(page: str, where: str) -> list[dict]:
         advice = "The user may look at tools.web.search.baseUrl."
         raise ToolError(f"It answered no JSON. {advice}") from None
     for key in where.split("."):
-        value = value.get(key) if isinstance(value, dict) else None
-    results = value if isinstance(value, list) else []
-    return [result for result in results if isinstance(result, dict)]
+        value = keyword(value, key, dict) or keyword(value, key, list)
+    return [result for result in value if isinstance(result, dict)]
 
 
 def duckduckgo_results(page: str) -> list[dict]:
