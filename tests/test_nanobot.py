@@ -1533,6 +1533,28 @@ def test_a_session_may_change_files_that_it_has_read_or_that_stand_in_its_prompt
     assert (loop.workspace / "USER.md").read_text() == "I am Eve\n"
 
 
+@pytest.mark.parametrize("settings", [
+    {"restrictToWorkspace": True}, {"exec": {"sandbox": "bwrap"}},  # the sandbox implies the fence
+])  # fmt: skip
+def test_the_fence_opens_neither_home_nor_what_holds_it(own_home, tmp_path, settings):
+    config = load_config(write_config(own_home, json.dumps({"tools": settings})), {})
+    for cwd in (own_home, own_home.parent, Path("/")):
+        config.cwd = cwd
+        turn = AgentLoop(config, ScriptedProvider([])).turn("cli:direct")
+        assert turn.restrict and turn.cwd == turn.workspace
+    config.cwd = tmp_path / "project"
+    assert AgentLoop(config, ScriptedProvider([])).turn("cli:direct").cwd == tmp_path / "project"
+    config.tools.restrict_to_workspace, config.tools.exec.sandbox, config.cwd = False, "", own_home
+    open_turn = AgentLoop(config, ScriptedProvider([])).turn("cli:direct")
+    assert (open_turn.restrict, open_turn.cwd) == (False, own_home)
+
+
+def test_a_proxy_that_is_none_is_an_error_of_the_settings(own_home):
+    config = load_config(write_config(own_home, '{"tools": {"web": {"proxy": "socks5://x"}}}'), {})
+    with pytest.raises(ConfigError, match="tools.web.proxy: 'socks5://x' is no proxy. Write it like"):
+        config.check()
+
+
 def test_new_survives_a_restart(tmp_path):
     ask(make_loop(tmp_path, ["first"]), "one")
     ask(make_loop(tmp_path), "/new")
