@@ -1174,9 +1174,8 @@ def search_child() -> None:
                 data = searched_bytes(path) if left > 0 else b""
                 end += 1 if data is None else 0
                 text = plain_text(data) if data else ""
-                is_hit = bool(data)
-                if is_hit and is_sure:
-                    is_hit = bool(may_match(text))
+                is_possible = not is_sure or bool(may_match(text))
+                is_hit = bool(data) and is_possible
                 shown = shown_lines(name, text, find, request) if is_hit else []
                 left -= len(shown)
                 sys.stdout.buffer.write(marshal.dumps(shown) if shown else b"")
