@@ -174,8 +174,10 @@ class RunState:
     segments: list[str] = field(default_factory=list)  # parts of an answer that was cut for length
     cuts: int = 0  # how often it was cut
     blanks: int = 0  # answers with nothing in them, in a row
-    last_call: tuple = ()  # (name, arguments, outcome)
-    repetitions: int = 0  # of the last call, in a row
+    step: list[tuple] = field(default_factory=list)  # (name, arguments, outcome) of each call
+    last_step: list[tuple] = field(default_factory=list)
+    repetitions: int = 0  # of the last step, in a row
+    failure: str = ""  # of the last call that failed
     room: float = math.inf  # tokens of a request; less after one that was too long for the model
     is_told: bool = False  # does the user know that something is left out?
 
@@ -289,11 +291,15 @@ class AgentRunner:
         state.begin_anew()
         await state.spec.hook.on_stream_end(resuming=True)
         await state.spec.hook.before_execute_tools(response.tool_calls)
+        state.step = []
         for batch in batches(response.tool_calls, state.spec):
             await self._run_batch(state, batch)
-            if state.result.error:  # a call failed too often, see `watch_repetition`
-                await self._finish(state, "tool_error", f"I had to stop: {state.result.error}")
-                return
+            if state.result.error:  # `fail_on_tool_error`
+                break
+        count_repetitions(state)
+        if state.result.error:
+            await self._finish(state, "tool_error", f"I had to stop: {state.result.error}")
+            return
         state.context.messages += state.spec.arrivals()  # no `add`: they are journalled already
 
     async def _run_batch(self, state: RunState, batch: list[ToolCallRequest]) -> None:
@@ -320,9 +326,8 @@ class AgentRunner:
         if problem := reason_not_to_run(call, state.spec.tools):
             result = ToolResult(problem, is_error=True)
         else:
-            turn = replace(state.spec.turn, approved=call.approved)
-            result = await state.spec.tools.execute(call.name, call.arguments, turn)
-        result = watch_repetition(state, call, result)  # may add a warning, or end the run
+            result = await state.spec.tools.execute(call.name, call.arguments, state.spec.turn)
+        result = warn_of_repetition(state, call, result)
         note_call(state, call, result)  # in `state.result`, for the caller
         state.spec.append(tool_message(call, result))
         await state.spec.hook.after_tool(call, result, time.monotonic() - began)
@@ -346,7 +351,9 @@ class AgentRunner:
             case "withheld":
                 end_without_answer(state, "the endpoint withheld it")
             case "silent":
-                end_without_answer(state, "the model sent nothing of use")
+                repeats = state.tools_end == "same_result_end"
+                why = "the same call brought the same result five times" if repeats else NOTHING
+                end_without_answer(state, why)
             case "failed":
                 state.result.stop_reason = "error"
                 state.result.error = response.error
@@ -639,13 +646,28 @@ def turn_of(loop: AgentLoop, session_key: str) -> Turn:
     channel, _, chat_id = session_key.partition(":")
     if len(loop.files_seen) > 1_000:  # a gateway runs for months
         del loop.files_seen[next(iter(loop.files_seen))]
+    secret = (loop.config.path.resolve(), path_of(USUAL_SETTINGS))
+    has_fence = is_fenced(loop.config)
+    stays_at_home = has_fence and is_too_wide(loop.config)
+    cwd = loop.workspace if stays_at_home else loop.config.cwd
     return Turn(
-        loop.workspace, loop.config.cwd, channel, chat_id, session_key,
-        restrict=loop.config.tools.restrict_to_workspace, readable=(DATA / "skills",),
-        secret=(loop.config.path.resolve(), path_of(USUAL_SETTINGS)),
+        loop.workspace, cwd, channel, chat_id, session_key, restrict=has_fence,
+        readable=(DATA / "skills",), secret=secret,
         max_result_chars=loop.config.defaults.max_tool_result_chars,
         seen=loop.files_seen.setdefault(session_key, {}),
     )  # fmt: skip
+
+
+def is_fenced(config: Config) -> bool:
+    """The sandbox of exec implies the fence for the file tools."""
+    return config.tools.restrict_to_workspace or bool(config.tools.exec.sandbox)
+
+
+def is_too_wide(config: Config) -> bool:
+    """Is the current folder one that the fence must not open: HOME, / or one with the settings?"""
+    here = config.cwd.resolve()
+    private = (Path.home().resolve(), config.path.resolve(), path_of(USUAL_SETTINGS))
+    return any(path.is_relative_to(here) for path in private)
 
 
 # ---- What the runner leaves to others ----
@@ -656,6 +678,7 @@ Emit = Callable[[OutboundMessage], Awaitable[None]]
 Media = Iterable[Path]  # files that came with a message
 NO_USAGE = {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0, "estimated": False}
 TOO_LONG = "too long for the model: asking again without the oldest turns"  # a 400, a 413
+NOTHING = "the model sent nothing of use"
 NOT_ANSWERED = ("error", "tool_error", "empty")  # stop reasons of a run without an answer
 
 
@@ -831,25 +854,34 @@ async def end_all(tasks: list[asyncio.Task], seconds: float | None = None) -> No
         await asyncio.wait([ended], timeout=seconds)
 
 
-def watch_repetition(state: RunState, call: ToolCallRequest, result: ToolResult) -> ToolResult:
-    """The result, with a word to a model that makes the same call to the same end, again and again.
+def warn_of_repetition(state: RunState, call: ToolCallRequest, result: ToolResult) -> ToolResult:
+    """Note a call of this step; from the third equal step on its result says that it is known.
 
-    It is told at the third time. At the fifth a failing call ends the run, one that succeeds ends
-    the tools. A poll that returns something new is another end.
+    A poll that returns something new is another outcome. All failures of a call are one outcome.
     """
     outcome = None if result.is_error else (result.text, result.images)
     this_call = (call.name, call.arguments, outcome)
-    state.repetitions = state.repetitions + 1 if this_call == state.last_call else 1
-    state.last_call = this_call
-    is_fatal = state.spec.fail_on_tool_error or state.repetitions >= 5
-    if result.is_error and is_fatal:
-        state.result.error = f"{call.name} failed: {result.text}"
-    elif state.repetitions >= 5:
-        state.tools_end = "same_result_end"
-    if state.repetitions < 3:
+    state.step.append(this_call)
+    if result.is_error:
+        state.failure = f"{call.name} failed: {result.text}"
+    if result.is_error and state.spec.fail_on_tool_error:
+        state.result.error = state.failure
+    if state.repetitions < 2 or this_call not in state.last_step:
         return result
     kind = "same_failure" if result.is_error else "same_result"
-    return replace(result, text=f"{result.text}\n{template(kind, count=state.repetitions)}")
+    return replace(result, text=f"{result.text}\n{template(kind, count=state.repetitions + 1)}")
+
+
+def count_repetitions(state: RunState) -> None:
+    """After five equal steps a failing one ends the run, one that succeeds ends the tools."""
+    is_same = len(state.step) == len(state.last_step)
+    is_same = is_same and all(call in state.last_step for call in state.step)
+    state.repetitions = state.repetitions + 1 if is_same else 1
+    state.last_step = state.step
+    if state.repetitions >= 5 and any(outcome is None for _, _, outcome in state.step):
+        state.result.error = state.failure
+    elif state.repetitions >= 5:
+        state.tools_end = "same_result_end"
 
 
 def note_call(state: RunState, call: ToolCallRequest, result: ToolResult) -> None:
@@ -980,6 +1012,7 @@ def own_text(turn: Turn, path: Path) -> str:
         return ""
     try:
         text = plain_text(read_own(turn, path)).strip()
+        turn.note_read(path.resolve())  # the model may change a file that stands in its prompt
     except (OSError, ValueError) as problem:
         log.warning("%s is left out of the prompt: %s", path.name, problem)
         return ""
@@ -1175,7 +1208,6 @@ class ApprovalHook(AgentHook):
         elif answer not in ("y", "yes"):
             return
         call.denied = ""
-        call.approved = True
 
 
 class EventHook(AgentHook):
@@ -1773,6 +1805,9 @@ async def run_dreamer(
     names = ("read_file", "edit_file", "write_file")
     tools = ToolRegistry([tool for tool in FILE_TOOLS if tool.name in names])
     turn = replace(loop.turn("system:dream"), cwd=loop.workspace)
+    for name in ("memory/MEMORY.md", "USER.md", "SOUL.md"):  # their texts are in the messages
+        if (loop.workspace / name).is_file():
+            turn.note_read((loop.workspace / name).resolve())
     hook = CompositeHook([Fence(tools, reason_to_refuse), loop.cost])
     settings = loop.config.defaults
     return await loop.runner.run(AgentRunSpec(
@@ -2037,6 +2072,7 @@ class SearchSettings(Section):
 
 class WebSettings(Section):
     enable: bool = True
+    proxy: str = ""  # http://host:port; it decides on addresses then
     search: SearchSettings
 
 
@@ -2143,6 +2179,10 @@ class Config(Section):
         except ValueError as problem:
             fix = "Write it like 10.0.0.0/8."
             raise ConfigError(f"tools.ssrfWhitelist: {problem}. {fix}") from None
+        try:
+            Web(proxy=self.tools.web.proxy)
+        except ValueError as problem:
+            raise ConfigError(f"tools.web.proxy: {problem}") from None
 
 
 def path_of(text: str) -> Path:
@@ -2291,7 +2331,7 @@ def make_tools(config: Config) -> ToolRegistry:
             sandbox=shell.sandbox, network=shell.sandbox_network,
         ))  # fmt: skip
     if config.tools.web.enable:
-        web = Web(config.tools.ssrf_whitelist)
+        web = Web(config.tools.ssrf_whitelist, proxy=config.tools.web.proxy)
         tools.register(WebFetch(web))
         tools.register(WebSearch(web, **vars(config.tools.web.search)))
     return tools
@@ -2384,6 +2424,9 @@ def warn_before_start(
     """What the user would only find out later, or never."""
     if isinstance(loop.provider, OfflineProvider) and loop.config.defaults.provider != "offline":
         terminal.note(template("no_model"))
+    if is_fenced(loop.config) and is_too_wide(loop.config):
+        place = f"work starts in {loop.workspace}"
+        terminal.note(f"The fence does not open {loop.config.cwd}: {place}.")
     if arguments.approve and not keyboard:
         terminal.note(NOBODY_TO_ASK)
     trace = arguments.trace
@@ -2462,7 +2505,7 @@ def status_command(arguments: argparse.Namespace) -> int:
     report.line("workspace", str(loop.workspace), problem_of_workspace(loop.workspace))
     problem = asyncio.run(problem_of_model(loop.provider))
     report.line("model", describe_model(loop.provider), problem)
-    bash = shutil.which("bash")
+    bash = shutil.which("bash") or shutil.which("sh")
     report.line("bash", bash or "exec cannot run; install bash", is_missing=not bash)
     problem = sandbox_problem() if sandbox else ""
     report.line("sandbox", sandbox or "off: a command can do what you can", problem)

@@ -2028,7 +2028,10 @@ def steps_of(rule: dict, talk: Talk, known: dict, results: list[str]) -> list[St
     step = Step(title, fill(rule.get("answer", "<result>").strip(), known), tool)
     if "line" in rule:
         return added_line(step, fill(rule["path"], known), fill(rule["line"], known), results)
-    return [step._replace(arguments=arguments_of(rule, known))]
+    step = step._replace(arguments=arguments_of(rule, known))
+    if tool == "edit_file":  # it changes only what was read
+        return [Step(title, "", "read_file", {"path": step.arguments["path"]}), step]
+    return [step]
 
 
 def unquoted(text: str) -> str:

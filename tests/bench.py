@@ -375,7 +375,7 @@ def search(folder: str, pattern: str) -> None:
 
     turn = Turn(Path(folder), Path(folder))
     start = time.perf_counter()
-    grep.run(pattern, turn=turn)
+    asyncio.run(grep.execute(pattern, turn=turn))
     report(ms=(time.perf_counter() - start) * 1e3)
 
 

@@ -151,7 +151,8 @@ def test_every_tool_does_its_part_of_a_job(own_home, tmp_path):
     settings.write_text('{"tools": {"ssrfWhitelist": ["127.0.0.0/8"]}}')
     with FakeLLM(lambda body: script.pop(0)) as server:
         script = [
-            call("write_file", path="notes/a.txt", content="one\ntwo\n"),
+            calls(call("read_file", path="n.ipynb"),
+                  call("write_file", path="notes/a.txt", content="one\ntwo\n")),
             call("edit_file", path="notes/a.txt", old_text="two", new_text="three"),
             calls(call("read_file", path="notes/a.txt"), call("list_dir", path="notes"),
                   call("glob", pattern="*.txt"), call("grep", pattern="thr", output_mode="content")),
@@ -979,7 +980,7 @@ def test_status_checks_each_part(own_home):
 def test_the_setting_of_a_sandbox_reaches_status_and_exec(own_home, tmp_path, sandbox):
     """Where bwrap does not run the command must not run, either: this holds on every machine."""
     (tmp_path / "project").mkdir()
-    (own_home / "out.txt").write_text("outside")
+    (own_home / "out.txt").write_text("gold")
     settings = own_home / ".nanobot" / "config.json"
     settings.parent.mkdir()
     settings.write_text(json.dumps({"tools": {"exec": {"sandbox": sandbox}}}))
@@ -989,7 +990,7 @@ def test_the_setting_of_a_sandbox_reaches_status_and_exec(own_home, tmp_path, sa
     with FakeLLM([call("exec", command=f"cat {own_home}/out.txt"), "done"]) as server:
         assert nanobot("-m", "x", server=server, cwd=tmp_path / "project")[1] == "done\n"
         result = server.bodies[1]["messages"][-1]["content"]
-    assert ("outside" in result) == (not sandbox)
+    assert ("gold" in result) == (not sandbox)
 
 
 def test_prompt_prints_what_is_sent(own_home):

@@ -59,7 +59,7 @@ from providers import (
     legal,
 )
 from test_providers import check_grammar
-from tools import ToolError, ToolRegistry, ToolResult, Turn, tool
+from tools import ToolError, ToolRegistry, ToolResult, tool
 
 FULL = bool(os.environ.get("NANOBOT_TEST_FULL"))
 PNG = b"\x89PNG\r\n\x1a\n" + b"\0" * 16
@@ -383,6 +383,21 @@ def test_the_same_result_again_and_again_is_told_at_three_and_ends_the_tools_at_
     assert [("already" in text) for text in contents] == [False, False, True, True, True]
     assert [bool(request.tools) for request in provider.requests] == [True] * 5 + [False]
     assert (result.stop_reason, result.final_content) == ("completed", "Nothing new.")
+
+
+def test_two_calls_side_by_side_again_and_again_are_one_step():
+    @tool(read_only=True)
+    def other() -> str:
+        """Look elsewhere."""
+        return "the same"
+
+    script = [[call("look", f"a{n}"), call("other", f"b{n}")] for n in range(9)] + ["done"] * 9
+    script[5] = ""  # no more tools, and nothing to say
+    result, provider = run([*script[:6], ""], [look, other])
+    contents = [message["content"] for message in result.messages if message["role"] == "tool"]
+    assert [("already" in text) for text in contents] == [False] * 4 + [True] * 6
+    assert [bool(request.tools) for request in provider.requests][:6] == [True] * 5 + [False]
+    assert "the same call brought the same result five times" in result.final_content
 
 
 def test_a_poll_that_returns_something_new_may_go_on():
@@ -1171,24 +1186,6 @@ def test_a_tool_that_stops_being_harmless_after_the_look_at_it_does_not_run():
     assert "changed meanwhile" in provider.requests[1].messages[-1]["content"]
 
 
-def test_only_a_call_that_was_asked_about_counts_as_approved():
-    approved = []
-
-    @tool
-    def act(*, turn: Turn) -> str:
-        """Act."""
-        approved.append(turn.approved)
-        return "acted"
-
-    async def ask(question):
-        return "always"
-
-    registry = ToolRegistry([act])
-    spec = AgentRunSpec([{"role": "user", "content": "x"}], registry, hook=ApprovalHook(registry, ask))
-    asyncio.run(AgentRunner(ScriptedProvider([call("act", "a"), call("act", "b"), "done"])).run(spec))
-    assert approved == [True, False]
-
-
 def test_blanks_cannot_scroll_a_question_away():
     async def ask(question):
         questions.append(question)
@@ -1511,18 +1508,45 @@ def test_new_starts_afresh_and_loses_nothing(tmp_path):
     assert [line["content"] for line in journal(loop) if line.get("role") == "user"] == ["one", "two"]
 
 
-def test_a_session_knows_which_files_it_has_read_until_a_new_one_begins(tmp_path):
-    edit = call("edit_file", path="USER.md", old_text="# ", new_text="#  ", replace_all=True)
-    steps = [[call("read_file", path="USER.md")], "read", [edit], "known", [edit], "unknown"]
+def test_a_session_may_change_files_that_it_has_read_or_that_stand_in_its_prompt(tmp_path):
+    edit = call("edit_file", path="notes.md", old_text="# ", new_text="#  ", replace_all=True)
+    steps = [[call("read_file", path="notes.md")], "read", [edit], "known", [edit], "unknown"]
     loop = make_loop(tmp_path, [*steps, [edit], "known", [edit], "unknown"])
-    (loop.workspace / "USER.md").write_text("# me\n")
-    warned = []
-    for talk in ("read a:1", "edit a:1", "edit a:2", "edit a:2", "/new a:2", "edit a:2"):
+    (loop.workspace / "notes.md").write_text("# me\n")
+    refused = []
+    for talk in ("read a:1", "edit a:1", "edit a:2", "/new a:2", "edit a:2"):
         text, session = talk.split()
         ask(loop, text, session)
         if text == "edit":
-            warned.append("(Warning: it was not read" in loop.provider.requests[-1].messages[-1]["content"])
-    assert warned == [False, True, False, True]
+            refused.append("read it" in loop.provider.requests[-1].messages[-1]["content"])
+    assert refused == [False, True, True]
+    own = call("edit_file", path="USER.md", old_text="Ada", new_text="Eve")
+    loop = make_loop(tmp_path, [[own], "done"])
+    (loop.workspace / "USER.md").write_text("I am Ada\n")
+    ask(loop, "change it")
+    assert (loop.workspace / "USER.md").read_text() == "I am Eve\n"
+
+
+@pytest.mark.parametrize("settings", [
+    {"restrictToWorkspace": True}, {"exec": {"sandbox": "bwrap"}},  # the sandbox implies the fence
+])  # fmt: skip
+def test_the_fence_opens_neither_home_nor_what_holds_it(own_home, tmp_path, settings):
+    config = load_config(write_config(own_home, json.dumps({"tools": settings})), {})
+    for cwd in (own_home, own_home.parent, Path("/")):
+        config.cwd = cwd
+        turn = AgentLoop(config, ScriptedProvider([])).turn("cli:direct")
+        assert turn.restrict and turn.cwd == turn.workspace
+    config.cwd = tmp_path / "project"
+    assert AgentLoop(config, ScriptedProvider([])).turn("cli:direct").cwd == tmp_path / "project"
+    config.tools.restrict_to_workspace, config.tools.exec.sandbox, config.cwd = False, "", own_home
+    open_turn = AgentLoop(config, ScriptedProvider([])).turn("cli:direct")
+    assert (open_turn.restrict, open_turn.cwd) == (False, own_home)
+
+
+def test_a_proxy_that_is_none_is_an_error_of_the_settings(own_home):
+    config = load_config(write_config(own_home, '{"tools": {"web": {"proxy": "socks5://x"}}}'), {})
+    with pytest.raises(ConfigError, match="tools.web.proxy: 'socks5://x' is no proxy. Write it like"):
+        config.check()
 
 
 def test_new_survives_a_restart(tmp_path):
@@ -1755,7 +1779,7 @@ def test_the_circumstances_of_a_turn(tmp_path, own_home):
     turn = loop.turn("telegram:-100:5")
     assert (turn.channel, turn.chat_id, turn.session_key) == ("telegram", "-100:5", "telegram:-100:5")
     assert (turn.workspace, turn.cwd) == (tmp_path / "workspace", tmp_path / "project")
-    assert (turn.restrict, turn.approved, turn.depth, turn.max_result_chars) == (False, False, 0, 1_234)
+    assert (turn.restrict, turn.depth, turn.max_result_chars) == (False, 0, 1_234)
     assert turn.secret == (own_home / "other.json", own_home / ".nanobot" / "config.json")
     assert turn.readable == (nanobot.DATA / "skills",)
     assert loop.turn("telegram:-100:5").seen is turn.seen is not loop.turn("telegram:-100").seen
@@ -2544,7 +2568,7 @@ def test_web_settings_reach_the_tools(own_home):
     found = loop.tools.get("web_search")
     assert (found.provider, found.key, found.max_results, found.note) == ("tavily", "k", 7, "")
     refused = asyncio.run(loop.tools.execute("web_fetch", {"url": "http://127.0.0.1:65000/"})).text
-    assert "nobody takes the connection" in refused  # but it may be asked
+    assert "no address accepted the connection" in refused  # but it may be asked
 
 
 def test_the_web_can_be_switched_off(own_home):
@@ -2582,7 +2606,7 @@ NOT_SET = """{
     "restrict_to_workspace": false, "ssrf_whitelist": [], "mcp_servers": {},
     "exec": {"enable": true, "timeout": 60, "sandbox": "", "sandbox_network": false, "path_append": "",
              "allowed_env_keys": []},
-    "web": {"enable": true,
+    "web": {"enable": true, "proxy": "",
             "search": {"provider": "duckduckgo", "api_key": "", "base_url": "", "max_results": 5}}},
   "prices": {},
   "channels": {"send_progress": true, "send_tool_hints": true, "telegram": {
