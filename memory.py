@@ -59,7 +59,7 @@ class Session:
         self.start = 0  # `/new`: the conversation begins behind this number
         self.saved = 0  # the messages up to this number are in the long-term memory
         self.summary = ""  # what stands for the saved messages
-        self.turn_ends: list[int] = []  # last messages of all turns but the newest: cut only there
+        self.turn_ends: set[int] = set()  # last messages of all turns but the newest
         self.ended: dict[int, str] = {}  # why the turn with this last message has no answer
         self.resumed = 0  # how often the open turn was resumed after a restart
         self.undelivered: list[dict] = []  # answers
@@ -88,18 +88,17 @@ class Session:
         """Apply a line of the journal, in the order of the file. `upto` is clamped to the numbers
         that exist: a mark that was damaged hides nothing that comes later."""
         numbers = [number for number in (line.get("n"), line.get("upto")) if isinstance(number, int)]
-        self.highest = max(self.highest, *numbers, 0)
+        self.highest = max([self.highest, *numbers])
         match line:
             case {"mark": "saved", "upto": int(upto)}:
                 self.saved = max(self.saved, min(upto, self.last))
                 self.summary = str(line.get("summary") or "")
                 self.messages = [message for message in self.messages if message["n"] > self.saved]
-                self.turn_ends = [end for end in self.turn_ends if end > self.saved]
             case {"mark": "delivered", "upto": int(upto)}:
                 self.undelivered = [answer for answer in self.undelivered if answer["n"] > upto]
             case {"mark": "new"}:
                 self.start = min([self.last, *numbers])
-                self.turn_ends = sorted({*self.turn_ends, self.start} - {0})
+                self.turn_ends.add(self.start)
             case {"mark": "ended"}:
                 self.ended[self.last] = str(line.get("why") or "interrupted")
             case {"mark": "resumed"}:
@@ -112,14 +111,14 @@ class Session:
     def _take_message(self, message: dict) -> None:
         if not self.is_open:
             self.resumed = 0
-            if message["role"] == "user" and self.last not in (0, *self.turn_ends[-1:]):
-                self.turn_ends.append(self.last)
+            if message["role"] == "user":
+                self.turn_ends.add(self.last)
         self.last = message["n"]
         self.start = min(self.start, self.last - 1)  # whatever damaged numbers say: it is behind /new
         self.messages.append(message)
         if "id" in message:
             self.known_ids.append(message["id"])
-        if is_answer(message) and message.get("content") and "cut" not in message:
+        if is_answer(message) and message.get("content"):
             self.undelivered.append(message)
 
     async def synced(self) -> None:
@@ -165,16 +164,14 @@ class Session:
 
     def without_saved(self, messages: list[dict]) -> list[dict]:
         """The messages of a request after some of them went into the memory."""
-        kept = [m for m in messages if m.get("n", self.saved + 1) > self.saved]
-        system = [m for m in kept if m["role"] == "system"]
-        rest = [m for m in kept if m["role"] != "system" and "is_summary" not in m]
-        return [*system, *self.summary_messages(), *rest]
+        system, *rest = [m for m in messages if "is_summary" not in m]
+        unsaved = [m for m in rest if m.get("n", self.saved + 1) > self.saved]
+        return [system, *self.summary_messages(), *unsaved]
 
     @property
     def unfinished(self) -> bool:
         """Is there anything that `/continue` could go on with?"""
-        last = self.messages[-1] if self.messages else {"n": 0}
-        return last["n"] > self.start and (not is_answer(last) or "cut" in last)
+        return self.last > max(self.start, self.saved) and not is_answer(self.messages[-1])
 
     @property
     def is_open(self) -> bool:
@@ -188,19 +185,20 @@ class Session:
 
     def end_behind(self, excess: float, size: Callable[[dict], int]) -> int:
         """The first end of a turn up to which the messages have this size, else the last one."""
-        ends = set(self.turn_ends)
         found = 0
         for message in self.conversation():
             excess -= size(message)
-            found = message["n"] if message["n"] in ends else found
-            if excess <= 0 and found == message["n"]:
-                break
+            if message["n"] in self.turn_ends:
+                found = message["n"]
+                if excess <= 0:
+                    break
         return found
 
 
 def is_answer(message: dict) -> bool:
-    """Something for the user, which ends a turn: an assistant message without calls."""
-    return message["role"] == "assistant" and not message.get("tool_calls")
+    """It ends a turn: a whole assistant message without calls."""
+    is_whole = not message.get("tool_calls") and "cut" not in message
+    return message["role"] == "assistant" and is_whole
 
 
 OWN_KEYS = ("timestamp", "runtime", "cut", "id")  # of the journal, for no model
@@ -268,66 +266,63 @@ class Governed:
         users = [n for n, message in enumerate(messages) if message["role"] == "user"]
         tasks = [n for n in users if messages[n] is task]  # a hook may have taken it out
         self.begin = [len(messages), *users[-1:], *tasks][-1]  # of the turn
-        self.task = messages[self.begin] if users else None
         steps = [n for n, message in enumerate(messages) if message.get("tool_calls")]
         self.last_step = [len(messages), *steps][-1]  # the model has not seen its results yet
         self.tokens = counter.total(messages) + beside  # `beside`: of the tools
         if 4 * self.tokens > budget:  # near enough for an exact count
             counter.count_exactly_from_now_on()
-        if self.tokens > budget:
-            self._fit(budget)
-            self.tokens = counter.total(self.messages) + beside
-        if self.tokens > budget:
-            self._cut_last_results(self.tokens - budget)
-            self.tokens = counter.total(self.messages) + beside
+        for make_shorter in (self._leave_out, self._cut_results):
+            if self.tokens > budget:
+                make_shorter(self.tokens - budget)
+                self.tokens = counter.total(self.messages) + beside
 
-    def _fit(self, budget: float) -> None:
+    def _leave_out(self, excess: float) -> None:
         kept: list[dict | None] = list(self.messages)
-        sizes = [self.counter.size(message) for message in self.messages]
         counts: Counter[str] = Counter()
         freed: Counter[str] = Counter()
-        for what, places in self._what_may_go():
-            if self.tokens - sum(freed.values()) <= budget:
+        for what, changes in self._what_may_go():
+            if freed.total() >= excess:
                 break
             counts[what] += 1
-            for n in places:
-                kept[n] = None
-                if what == RESULT:  # worded so that no model takes it for an answer of its own
-                    name, length = self.messages[n].get("name"), len(as_text(self.messages[n]["content"]))
-                    text = f"[{length:,} characters that {name} returned are left out here]"
-                    kept[n] = {**self.messages[n], "content": text}
-                size = self.counter.size(kept[n]) if kept[n] else 0
-                freed[what] += sizes[n] - size
-                sizes[n] = size
-        if counts[STEP]:
-            text = f"[{counts[STEP]} earlier steps of this turn are left out; what they did is done]"
+            for n, rest in changes.items():
+                freed[what] += self.counter.size(kept[n]) - (self.counter.size(rest) if rest else 0)
+                kept[n] = rest
+        if counts["step"]:
+            text = f"[{counts['step']} earlier steps of this turn are left out; what they did is done]"
             kept.insert(self.begin + 1, {"role": "user", "content": text})
         self.messages = [message for message in kept if message]
         for what, count in counts.items():
             self.notes.append(f"{counted(count, what)} left out (~{freed[what]:,} tokens)")
 
-    def _what_may_go(self) -> Iterator[tuple[str, list[int]]]:
-        """What may be taken away, in this order, and the places of its messages."""
-        messages, begin = self.messages, self.begin
-        for n, message in enumerate(messages[: self.last_step]):
-            if message["role"] == "tool" and len(as_text(message.get("content"))) >= 500:
-                yield RESULT, [n]
-        past = [n for n in range(begin) if "is_summary" not in messages[n]]
-        past = [n for n in past if messages[n]["role"] != "system"]
-        questions = [n for n in past if messages[n]["role"] == "user"]
-        for first, end in pairwise([*past[:1], *questions[1:], begin]):
-            yield TURN, list(range(first, end))
-        yield SUMMARY, [n for n in range(begin) if "is_summary" in messages[n]]
-        steps = [n for n in range(begin + 1, self.last_step) if messages[n]["role"] == "assistant"]
-        for first, end in pairwise([*steps, self.last_step]):
-            users = [n for n in range(first, end) if messages[n]["role"] == "user"]
-            pictures = [n for n in users if isinstance(messages[n].get("content"), list)]
-            of_tools = [n for n in pictures if "is_said" not in messages[n]]  # not of the user
-            yield STEP, [n for n in range(first, end) if n not in users or n in of_tools]
+    def _what_may_go(self) -> Iterator[tuple[str, dict[int, dict | None]]]:
+        """What may be taken away, in this order: the places of its messages, and what stays there."""
+        messages, begin, last_step = self.messages, self.begin, self.last_step
+        for n, message in enumerate(messages[:last_step]):
+            length = len(as_text(message.get("content")))
+            if message["role"] == "tool" and length >= 500:
+                # worded so that no model takes it for an answer of its own
+                text = f"[{length:,} characters that {message.get('name')} returned are left out here]"
+                yield "old tool result", {n: {**message, "content": text}}
+        past = [n for n in range(begin) if messages[n]["role"] != "system"]
+        summaries = [n for n in past if "is_summary" in messages[n]]
+        begins = [n for n in past if messages[n]["role"] == "user" and n not in summaries]
+        for first, end in pairwise(sorted({*past[len(summaries) :][:1], *begins, begin})):
+            yield "turn", dict.fromkeys(range(first, end))
+        for n in summaries:
+            yield "summary", {n: None}
+        of_turn = range(begin + 1, len(messages))
+        pictures = [n for n in of_turn if isinstance(messages[n].get("content"), list)]
+        said = [n for n in of_turn if messages[n]["role"] == "user" and n not in pictures]
+        said += [n for n in pictures if "is_said" in messages[n]]  # not what a tool showed
+        steps = [n for n in range(begin + 1, last_step) if messages[n]["role"] == "assistant"]
+        for first, end in pairwise([*steps, last_step]):
+            yield "step", dict.fromkeys(n for n in range(first, end) if n not in said)
+        for n in pictures:
+            if n in said or n > last_step:
+                yield "picture", {n: without_images(messages[n])}
 
-    def _cut_last_results(self, excess: float) -> None:
-        """The last resort: pictures go, and the results share the room that is left."""
-        self.messages = [m if m is self.task else without_images(m) for m in self.messages]
+    def _cut_results(self, excess: float) -> None:
+        """The last resort: the results that are left share the room that is left."""
         results = [n for n, message in enumerate(self.messages) if message["role"] == "tool"]
         room = self.counter.total([self.messages[n] for n in results]) - excess
         for n in results:
@@ -336,9 +331,6 @@ class Governed:
             note = "" if cut == text else "\n[not all of it: ask for a part]"
             self.messages[n] = {**self.messages[n], "content": cut + note}
         self.notes.append(f"{counted(len(results), 'tool result')} cut")
-
-
-RESULT, TURN, SUMMARY, STEP = "old tool result", "turn", "summary", "step"
 
 
 # ---- Long-term memory: facts that are true, and the history of what was ----
@@ -423,11 +415,11 @@ class MemoryStore:
         dreamt = self.dream_cursor
         return [entry for entry in self.entries() if entry["cursor"] > dreamt]
 
-    def recent_history(self, most: int = 4_000) -> list[str]:
-        """`[2026-04-03 00:02] text` of the newest unread entries, at most so many characters."""
+    def recent_history(self) -> list[str]:
+        """`[2026-04-03 00:02] text` of the newest unread entries, at most 4,000 characters."""
         entries = self.unread()[-50:]
         lines = [f"[{e['timestamp']}] {middle_out(e['content'], 1_000)}" for e in entries]
-        while len("\n".join(lines)) > most:
+        while len("\n".join(lines)) > 4_000:
             lines.pop(0)
         return lines
 
@@ -435,8 +427,8 @@ class MemoryStore:
         """Move the oldest entries that Dream has read to the archive, so that `keep` are left."""
         with locked(self.lock):
             entries = self.entries()
-            dreamt = self.dream_cursor
-            old = [entry for entry in entries[:-keep] if entry["cursor"] <= dreamt]
+            unread = self.unread()
+            old = [entry for entry in entries[:-keep] if entry not in unread]
             if old:
                 append_lines(self.archive, old)
                 rest = [entry for entry in entries if entry not in old]
@@ -507,16 +499,16 @@ class Consolidator:
     def _write(self, session: Session, upto: int, entries: list[str], summary: str) -> bool:
         """False if another program has the session, or wrote to it. A kill between the two writes
         is healed when the session is loaded."""
-        origin = {"session": session.key, "created_at": session.created_at}
-        if session.size != file_size(session.path):
-            return False
         try:
             with self.sessions.lock(session.key):  # no `await`, so no cancellation in between
+                if session.size != file_size(session.path):
+                    return False
+                origin = {"session": session.key, "created_at": session.created_at}
                 self.store.append_history(*entries, **origin, upto=upto, summary=summary)
                 session.mark("saved", upto=upto, summary=summary)
+                return True
         except SessionBusy:
             return False
-        return True
 
     def _next_part(self, session: Session, upto: int) -> tuple[int, str]:
         """The number up to which the next round goes, and its conversation as text."""
@@ -525,7 +517,7 @@ class Consolidator:
         if session.saved < session.start:
             upto = min(upto, session.start)  # what `/new` dropped is in no summary
         end, text = 0, ""
-        for turn_end in [end for end in session.turn_ends if end > session.saved]:
+        for turn_end in sorted(end for end in session.turn_ends if end > session.saved):
             part = [readable(message) for message in session.messages if message["n"] <= turn_end]
             longer = "\n".join(middle_out(line, 2_000) for line in part)
             if turn_end > upto or (end and estimate(longer) > room):
@@ -546,7 +538,7 @@ class Consolidator:
             if response.finish_reason in ("length", "content_filter"):
                 continue
             calls = [call.arguments for call in response.tool_calls if call.name == "save_memory"]
-            valid = [saved for saved in calls if has(saved, history_entry=str, memory_update=str)]
+            valid = [each for each in calls if has(each, history_entry=str, memory_update=str)]
             entry = re.sub(THOUGHTS, "", valid[0]["history_entry"]).strip() if valid else ""
             if not entry:
                 break
