@@ -12,7 +12,7 @@ The journal is the truth; what is sent is derived from it. A session is two file
 
 Numbers never change, so a damaged line moves nothing. Old messages move from the journal into the
 history (Consolidator), from there into facts and skills (Dream). The model is passed in:
-`ask(messages, tools, tool_choice) -> response`. Not covered: when a session is written to.
+`ask(messages, tools) -> response`. Not covered: when a session is written to.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ from urllib.parse import quote, unquote
 
 log = logging.getLogger("nanobot.memory")
 to_json = json.JSONEncoder(ensure_ascii=False).encode
-Ask = Callable[[list[dict], list[dict], str | None], Awaitable[Any]]
+Ask = Callable[[list[dict], list[dict]], Awaitable[Any]]
 Read = Callable[[Path], bytes]  # reads a file for a request, or raises OSError
 
 
@@ -532,7 +532,7 @@ class Consolidator:
         for _ in range(3):  # MEMORY.md may change while the model thinks, an answer may be cut
             facts = self.store.read_facts()
             question = "\n\n".join(["# MEMORY.md", facts, "# Conversation", *earlier, text])
-            response = await self.ask(request(self.prompt, question), [SAVE_MEMORY], None)
+            response = await self.ask(request(self.prompt, question), [SAVE_MEMORY])
             if response.finish_reason == "error" and not response.is_overflow:
                 return None
             if response.finish_reason in ("length", "content_filter"):
@@ -603,28 +603,23 @@ class Dream:
 
     async def _dream(self, batch: list[dict]) -> str:
         """Both phases, to an outcome: completed, failed, or did not reach the model."""
-        response = await self.ask(self._what_happened(batch), [], None)
+        most = self.budget // 2
+        lines = [f"[{entry['timestamp']}] {fitted(entry['content'], most)}" for entry in batch]
+        today = time.strftime("Today is %Y-%m-%d, %A.")
+        question = "\n\n".join([today, *self._files(), "# History", *lines])
+        response = await self.ask(request(self.find_prompt, question), [])
         if response.finish_reason == "error":
             return "failed" if response.is_overflow else UNREACHABLE
         answer = re.sub(THOUGHTS, "", response.content or "")
         findings = re.findall(FINDING, answer)
         if not findings:
             return "completed" if "[SKIP]" in answer else "failed"
-        result = await self.run_agent(self._what_to_edit(findings), self.refuse)
-        outcomes = {"completed": "completed", "error": UNREACHABLE}
-        return outcomes.get(result.stop_reason, "failed")
-
-    def _what_happened(self, batch: list[dict]) -> list[dict]:
-        most = self.budget // 2
-        lines = [f"[{entry['timestamp']}] {fitted(entry['content'], most)}" for entry in batch]
-        today = time.strftime("Today is %Y-%m-%d, %A.")
-        return request(self.find_prompt, "\n\n".join([today, *self._files(), "# History", *lines]))
-
-    def _what_to_edit(self, findings: list[str]) -> list[dict]:
         skills = [skill for skill in self.skills.load() if not skill.problem]
         known = [f"- {skill.name}: {skill.description} ({skill.path})" for skill in skills]
-        parts = ["# Findings", *findings, *self._files(), "# Skills", *known]
-        return request(self.edit_prompt, "\n\n".join(parts))
+        question = "\n\n".join(["# Findings", *findings, *self._files(), "# Skills", *known])
+        result = await self.run_agent(request(self.edit_prompt, question), self.refuse)
+        outcomes = {"completed": "completed", "error": UNREACHABLE}
+        return outcomes.get(result.stop_reason, "failed")
 
     def _files(self) -> list[str]:
         """Path and text of the files that a dream may edit; those and a batch must fit."""
@@ -669,34 +664,30 @@ def read_records(path: Path, is_valid: Callable[[dict], bool]) -> list[dict]:
     raw = path.read_bytes() if path.exists() else b""
     records, damaged = [], []
     for line in raw.split(b"\n"):  # not splitlines(): U+2028 and \x85 are ordinary text here
-        record = parse(line)
-        if record and is_valid(record):
+        try:
+            text = line.decode("utf-8", errors="surrogatepass")
+            record = json.loads(text, parse_constant=int)  # no NaN: int("NaN") is a ValueError
+        except (ValueError, RecursionError):
+            record = None
+        if isinstance(record, dict) and is_valid(record):
             records.append(record)
         elif line.strip(b"\0 \t\r"):
             damaged.append(line)
     aside = path.with_name(f"{path.name}.corrupt")
-    known = aside.read_bytes().split(b"\n") if damaged and aside.exists() else []
+    known = aside.read_bytes().split(b"\n") if aside.exists() else []
     lines = [line for line in damaged if line not in known]
     if lines:
-        skipped = counted(len(lines), "unreadable line")
-        log.warning("%s: %s skipped, kept in %s", path, skipped, aside.name)
+        log.warning("%s: %s skipped, kept in %s", path, counted(len(lines), "unreadable line"), aside.name)
         with open_private(aside) as file:
             file.write(b"\n".join(lines) + b"\n")
     return records
 
 
-def has(record: dict, **kinds: Any) -> bool:
-    """Are the values of these keys of these kinds?"""
-    return all(isinstance(record.get(key), kind) for key, kind in kinds.items())
-
-
-def parse(line: bytes) -> dict | None:
-    try:
-        text = line.decode("utf-8", errors="surrogatepass")
-        record = json.loads(text, parse_constant=int)  # no NaN: int("NaN") is a ValueError
-    except (ValueError, RecursionError):
-        return None
-    return record if isinstance(record, dict) else None
+def has(record: Any, **kinds: Any) -> bool:
+    """Is it a dict in which the values of these keys are of these kinds?"""
+    return isinstance(record, dict) and all(
+        isinstance(record.get(key), kind) for key, kind in kinds.items()
+    )
 
 
 def journal_lines(path: Path) -> list[dict]:
@@ -709,7 +700,7 @@ def journal_lines(path: Path) -> list[dict]:
         log.warning("%s is not readable: moved to %s, the session starts anew", path, aside)
     old = [line for line in lines if "mark" not in line and "n" not in line]
     new = [line for line in lines if "mark" in line or "n" in line]
-    return [*numbered(old), *new]  # today's lines stand behind those of an older version
+    return [*(numbered(old) if old else []), *new]  # an older version's lines come first
 
 
 def is_journal_line(line: dict) -> bool:
@@ -718,13 +709,10 @@ def is_journal_line(line: dict) -> bool:
         return True
     calls = line.get("tool_calls") or []
     blocks = line["content"] if isinstance(line.get("content"), list) else []
-    if not isinstance(calls, list) or not all(isinstance(part, dict) for part in [*calls, *blocks]):
-        return False
-    functions = [call.get("function") or {} for call in calls]
     texts = dict.fromkeys({"runtime", "cut", "id", "timestamp", "tool_call_id"} & line.keys(), str)
     is_message = has({"n": 1} | line, n=int, role=str, content=str | list | None, **texts)
-    are_dicts = all(isinstance(function, dict) for function in functions)
-    return is_message and are_dicts and ("content" in line or bool(calls))
+    has_dicts = isinstance(calls, list) and all(has(call, function=dict) for call in calls)
+    return is_message and has_dicts and all(map(has, blocks)) and ("content" in line or bool(calls))
 
 
 def numbered(lines: list[dict]) -> list[dict]:
@@ -738,18 +726,19 @@ def numbered(lines: list[dict]) -> list[dict]:
     messages: list[dict] = []
     for line in lines:
         if line.get("_type") == "metadata":
-            state |= line
+            state |= line | (line.get("metadata") or {})
         elif line.get("cut") and not line.get("content"):  # a turn without a word of its answer
             messages.append({"mark": "ended", "why": line["cut"]})
         else:
             messages.append({"n": len(messages) + 1} | line)
-    details = state.get("metadata")
-    counts = {"delivered": len(messages), "start": 0, "last_consolidated": 0} | state
-    counts |= details if isinstance(details, dict) else {}
-    uptos = [("delivered", "delivered"), ("new", "start"), ("saved", "last_consolidated")]
-    marks = [{"mark": mark, "upto": counts[name]} for mark, name in uptos if has(counts, **{name: int})]
-    session = {"mark": "session", "created_at": state.get("created_at")}
-    return [session, *messages, {"mark": "ended"}, *marks] if lines else []
+    return [
+        {"mark": "session", "created_at": state.get("created_at")},
+        *messages,
+        {"mark": "ended"},
+        {"mark": "delivered", "upto": state.get("delivered", len(messages))},
+        {"mark": "new", "upto": state.get("start", 0)},
+        {"mark": "saved", "upto": state.get("last_consolidated", 0)},
+    ]
 
 
 # ---- Files: writing that survives a full disk, a kill and a power cut; locks ----
@@ -790,16 +779,13 @@ def write_atomically(path: Path, content: str) -> None:
     """The old content or the new one, never half of it. A link stays a link, a mode stays."""
     path = path.resolve()
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open_private(draft, "wb") as file:
-            file.write(content.encode("utf-8", errors="replace"))
-            file.flush()
-            os.fsync(file.fileno())
-        if path.exists():
-            shutil.copymode(path, draft)
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
+    with open_private(draft, "wb") as file:
+        file.write(content.encode("utf-8", errors="replace"))
+        file.flush()
+        os.fsync(file.fileno())
+    if path.exists():
+        shutil.copymode(path, draft)
+    os.replace(draft, path)
     fsync(path)
 
 
@@ -819,20 +805,14 @@ def file_size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def read_regular_file(path: Path, most: int = 100_000) -> bytes:
-    """At most so many bytes of a file. Raises OSError, also for a FIFO, a device or a larger file."""
-    without_waiting = getattr(os, "O_NONBLOCK", 0)  # for somebody who writes into a FIFO
-    descriptor = os.open(path, os.O_RDONLY | without_waiting)
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError("it is no regular file but a directory, FIFO or device")
-        with open(descriptor, "rb", closefd=False) as file:
-            data = file.read(most + 1)
-    finally:
-        os.close(descriptor)
-    if len(data) > most:
-        raise OSError(f"it has more than {most:,} bytes")
-    return data
+def read_regular_file(path: Path) -> bytes:
+    """Raises OSError, also for a FIFO, a device, or more than 100,000 bytes."""
+    details = path.stat()
+    if not stat.S_ISREG(details.st_mode):
+        raise OSError("it is no regular file but a directory, FIFO or device")
+    if details.st_size > 100_000:
+        raise OSError("it has more than 100,000 bytes")
+    return path.read_bytes()
 
 
 class SessionBusy(Exception):
@@ -1010,7 +990,6 @@ THOUGHTS = r"(?s)\s{0,100}<think>.*?(</think>|\Z)"
 STAMP = r"(?s)\s{0,100}(?:\[(\d{4}-\d\d-\d\d \d\d:\d\d)\]\s{0,100})?(.{0,64000})"
 
 LETTERS = string.ascii_lowercase.encode() + b" \n"
-CAPITALS = string.ascii_uppercase.encode()
 ASCII = bytes(range(128))
 
 
@@ -1019,10 +998,9 @@ def estimate(text: str) -> int:
     where it is one or two characters."""
     data = text.encode("utf-8", errors="replace")
     rest = data.translate(None, LETTERS)
-    marks = rest.translate(None, CAPITALS)
-    foreign = marks.translate(None, ASCII)
-    letters, capitals = len(data) - len(rest), len(rest) - len(marks)
-    return int(letters / 5 + capitals / 1.3 + (len(marks) - len(foreign)) / 1.75 + len(foreign) / 4.5) + 1
+    foreign = rest.translate(None, ASCII)
+    letters, marks = len(data) - len(rest), len(rest) - len(foreign)
+    return int(letters / 5 + marks / 1.5 + len(foreign) / 4.5) + 1
 
 
 def load_vocabulary() -> Callable[[str], int]:
@@ -1077,7 +1055,7 @@ class MemoryRepository:
     """Facts, history and skills under git, in `.nanobot/memory.git`; without git no commits."""
 
     facts = (*DREAM_FILES, "skills")
-    history = ("memory/history.jsonl", "memory/history-archive.jsonl")
+    files = (*facts, "memory/history.jsonl", "memory/history-archive.jsonl")
     attributes = "* !text !eol !diff !filter !ident !working-tree-encoding\n"  # none of the user's
 
     def __init__(self, workspace: Path):
@@ -1090,9 +1068,10 @@ class MemoryRepository:
         own |= {"GIT_DIR": ".nanobot/memory.git", "GIT_WORK_TREE": ".", "LC_ALL": "C"}
         own |= {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull}
         me = ["-c", "user.name=nanobot", "-c", "user.email=nanobot@localhost"]
-        command = ["git", *me, "-c", "gc.autoDetach=false", *arguments]
-        options = {"cwd": self.workspace, "env": own, "capture_output": True}
-        done = subprocess.run(command, input=text.encode(errors="surrogateescape"), **options)
+        done = subprocess.run(
+            ["git", *me, "-c", "gc.autoDetach=false", *arguments], cwd=self.workspace, env=own,
+            input=text.encode(errors="surrogateescape"), capture_output=True,
+        )  # fmt: skip
         if done.returncode:
             problem = done.stderr.decode(errors="replace").strip()
             log.info("git %s: %s", arguments[0], problem)
@@ -1121,14 +1100,12 @@ class MemoryRepository:
             write_atomically(self.folder / "info" / "attributes", self.attributes)
         for lock in self.folder.glob("**/*.lock"):  # of a git that was killed
             lock.unlink()
-        there = [name for name in self.facts + self.history if (self.workspace / name).exists()]
-        for option, name in [("-u", "."), *(("-f", name) for name in there)]:
-            try:
-                self.git("add", option, "--ignore-errors", "--", name)
-            except OSError as problem:  # it cannot be read, lies behind a link, or is a repository
-                log.warning("not under git: %s", problem)
+        for name in self.files:
+            with contextlib.suppress(OSError):  # it does not exist, or lies behind a link: see the log
+                self.git("add", "-A", "-f", "--ignore-errors", "--", name)
         changed = self.git("diff", "--cached", "--numstat", "--no-renames", "--", *self.facts)
-        count = sum(map(int, re.findall(r"(?m)^\d+(?=\t)|(?<=\t)\d+(?=\t)", changed)))
+        counts = re.findall(r"(?m)^(\d+)\t(\d+)", changed)
+        count = sum(int(added) + int(removed) for added, removed in counts)
         if count:
             title = f"{subject}: {time.strftime('%Y-%m-%d %H:%M')}, {count} change(s)"
             self.git("commit", "-q", "-m", title)
@@ -1137,10 +1114,9 @@ class MemoryRepository:
     def log(self, sha: str = "") -> str:
         """All commits, one a line, or what one of them changed."""
         try:
+            commit = self._known(sha or "HEAD")
             if not sha:
-                self._known("HEAD")
                 return self.git("log", "--format=%h %s").strip()
-            commit = self._known(sha)
             shown = self.git("show", "--format=%h %s", commit, "--", *self.facts)[:16_000]
             return shown.encode(errors="surrogateescape").decode(errors="replace")
         except OSError as problem:
@@ -1169,10 +1145,8 @@ class MemoryRepository:
     def _known(self, sha: str) -> str:
         if not (self.folder / "HEAD").exists():
             raise OSError("there has been no dream yet, or git is not installed.")
-        why = "there is no such commit, or none before it. /dream-log lists them."
-        if sha == ":/^dream:":
-            why = "no dream has changed anything yet. /dream-log lists all commits."
-        elif not re.fullmatch(r"HEAD|[0-9a-f]{4,40}\^?", sha):
+        why = "there is no such dream or commit, or none before it. /dream-log lists them."
+        if not re.fullmatch(r":/\^dream:|HEAD|[0-9a-f]{4,40}\^?", sha):
             raise OSError(why)
         return self.git("rev-parse", "--verify", sha, why=why).strip()
 
@@ -1207,18 +1181,17 @@ class SkillsLoader:
         paths: dict[str, Path] = {}
         for folder in reversed(self.folders):
             paths |= {path.parent.name: path for path in folder.glob("*/SKILL.md")}
-        skills = [self._read(paths[name]) for name in sorted(paths)]
-        for skill in skills:
-            if skill.problem and (skill.path, skill.problem) not in self._warned:
-                self._warned.add((skill.path, skill.problem))
-                log.warning("%s is left out: %s", skill.path, skill.problem)
-        return skills
+        return [self._read(paths[name]) for name in sorted(paths)]
 
     def _read(self, path: Path) -> Skill:
         try:
             return skill_of(path, self.read(path))
         except Exception as problem:  # whatever it is: one bad skill must not end every turn
-            return Skill(path.parent.name, path, problem=str(problem) or type(problem).__name__)
+            why = f"{type(problem).__name__}: {problem}"
+        if (path, why) not in self._warned:
+            self._warned.add((path, why))
+            log.warning("%s is left out: %s", path, why)
+        return Skill(path.parent.name, path, problem=why)
 
 
 # "---\nname: weather\n---\n"

@@ -1449,7 +1449,7 @@ def test_what_is_left_out_first_is_what_matters_least():
     total = counter.total(messages)
     budgets = (total, total - 100, counter.total([messages[0], *new]) + 20, 300)
     notes = [Governed(messages, budget, counter).notes for budget in budgets]
-    assert notes[:2] == [[], ["1 old tool result left out (~786 tokens)"]]
+    assert notes[:2] == [[], ["1 old tool result left out (~785 tokens)"]]
     assert "1 turn left out" in notes[2][1] and "1 tool result cut" in notes[3][-1]
     sent = Governed(messages, total - 100, counter).messages
     assert sent[4]["content"] == "[4,000 characters that read_file returned are left out here]"
