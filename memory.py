@@ -1,4 +1,4 @@
-"""What survives the turn: the session's journal, its inbox, the memory, skills; what fits a request.
+"""What survives the turn: journal, inbox, memory and skills; and what fits a request.
 
 The journal is the truth; what is sent is derived from it. A session is two files of JSON lines:
 
@@ -23,7 +23,6 @@ import os
 import re
 import shutil
 import stat
-import string
 import subprocess
 import threading
 import time
@@ -37,12 +36,13 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 log = logging.getLogger("nanobot.memory")
+MOMENT = "%Y-%m-%dT%H:%M:%S%z"
 to_json = json.JSONEncoder(ensure_ascii=False).encode
 Ask = Callable[[list[dict], list[dict]], Awaitable[Any]]
 Read = Callable[[Path], bytes]  # reads a file for a request, or raises OSError
 
 
-# ---- The journal: each message is written once, when it exists ----
+# ---- Journal and inbox: each message is written once, when it exists ----
 
 
 class Session:
@@ -52,7 +52,7 @@ class Session:
     def __init__(self, key: str, path: Path):
         self.key = key
         self.path = path
-        self.created_at = now()
+        self.created_at = time.strftime(MOMENT)
         self.messages: list[dict] = []  # without those that the long-term memory has
         self.last = 0  # the number of the last message
         self.highest = 0  # of all numbers seen: the next message gets the one above
@@ -67,28 +67,26 @@ class Session:
         self.size = 0  # bytes that we read or wrote; the file has more if another program wrote
 
     def append(self, *messages: dict) -> None:
-        """Write messages in one go, numbered. They survive a kill, and a power cut after `synced()`.
-        Raises OSError; then none of them is written."""
+        """Number and write them, all or none; `synced()` before it is told. Raises OSError."""
         numbered = enumerate(messages, self.highest + 1)
         self._write([{"n": n} | without_images(message) for n, message in numbered])
 
     def mark(self, name: str, **details: Any) -> None:
-        """Append a mark: new, ended (why), resumed, saved (upto, summary), delivered (upto)."""
         self._write([{"mark": name, **details}])
 
     def _write(self, lines: list[dict]) -> None:
         if not self.size:
             lines = [{"mark": "session", "key": self.key, "created_at": self.created_at}, *lines]
-        lines = [line | {"timestamp": line.get("timestamp") or now()} for line in lines]
+        moment = {"timestamp": time.strftime(MOMENT)}
+        lines = [line if "timestamp" in line else line | moment for line in lines]
         self.size += append_lines(self.path, lines)
         for line in lines:
             self.take(line)
 
     def take(self, line: dict) -> None:
-        """Apply a line of the journal, in the order of the file. `upto` is clamped to the numbers
-        that exist: a mark that was damaged hides nothing that comes later."""
-        numbers = [number for number in (line.get("n"), line.get("upto")) if isinstance(number, int)]
-        self.highest = max([self.highest, *numbers])
+        """Apply the next line of the journal; a damaged `upto` hides nothing that comes later."""
+        uptos = [line[name] for name in ("n", "upto") if isinstance(line.get(name), int)]
+        self.highest = max([self.highest, *uptos])
         match line:
             case {"mark": "saved", "upto": int(upto)}:
                 self.saved = max(self.saved, min(upto, self.last))
@@ -97,7 +95,7 @@ class Session:
             case {"mark": "delivered", "upto": int(upto)}:
                 self.undelivered = [answer for answer in self.undelivered if answer["n"] > upto]
             case {"mark": "new"}:
-                self.start = min([self.last, *numbers])
+                self.start = min([self.last, *uptos])
                 self.turn_ends.add(self.start)
             case {"mark": "ended"}:
                 self.ended[self.last] = str(line.get("why") or "interrupted")
@@ -114,7 +112,7 @@ class Session:
             if message["role"] == "user":
                 self.turn_ends.add(self.last)
         self.last = message["n"]
-        self.start = min(self.start, self.last - 1)  # whatever damaged numbers say: it is behind /new
+        self.start = min(self.start, self.last - 1)  # even if a number is damaged
         self.messages.append(message)
         if "id" in message:
             self.known_ids.append(message["id"])
@@ -122,11 +120,10 @@ class Session:
             self.undelivered.append(message)
 
     async def synced(self) -> None:
-        """Return when all that was appended survives a power cut. Raises OSError."""
         await asyncio.to_thread(fsync, self.path)
 
     def conversation(self) -> list[dict]:
-        """The messages since `/new` that are not in the long-term memory."""
+        """The messages since `/new`, without those that the long-term memory has."""
         return [message for message in self.messages if message["n"] > self.start]
 
     def history(self, *later: dict) -> list[dict]:
@@ -148,8 +145,7 @@ class Session:
         return sent
 
     def gap_behind(self, message: dict) -> str:
-        """A note if an answer is missing or broke off. The next user message begins with it: models
-        repeat what seems to be their own words, so it is in no assistant message."""
+        """A note for the next user message: in the answer itself models would repeat it."""
         if message.get("cut"):
             return f"[the answer above broke off: {message['cut']}]"
         why = self.ended.get(message.get("n", 0))
@@ -197,8 +193,8 @@ class Session:
 
 def is_answer(message: dict) -> bool:
     """It ends a turn: a whole assistant message without calls."""
-    is_whole = not message.get("tool_calls") and "cut" not in message
-    return message["role"] == "assistant" and is_whole
+    is_part = bool(message.get("tool_calls")) or "cut" in message
+    return message["role"] == "assistant" and not is_part
 
 
 OWN_KEYS = ("timestamp", "runtime", "cut", "id")  # of the journal, for no model
@@ -209,21 +205,13 @@ def as_sent(message: dict, gap: str) -> dict:
     sent = {key: value for key, value in message.items() if key not in OWN_KEYS}
     notes = [note for note in (gap, message.get("runtime")) if note]
     if notes and message["role"] == "user":
-        sent["content"] = "\n\n".join([*notes, as_text(message.get("content"))])
+        sent["content"] = "\n\n".join([*notes, str(message.get("content") or "")])
     return sent
 
 
-# ---- The inbox: what waits for its turn ----
-
-
 class Inbox:
-    """Messages that wait for a session, in a file that is removed when it is empty. Anybody may
-    write to it; the holder of the session's lock moves its lines into the journal.
-
-    {"id": "502", "kind": "user", "sender": "Ada", "content": "And in b.txt?", "media": []}
-
-    Kinds: user; command (`/new`, `/continue`); report (of a job or a helper, between turns).
-    """
+    """What waits for a session: kind user, command (`/new`, `/continue`), or report (of a job, a
+    helper). Anybody writes to it; the holder of the session's lock moves lines into the journal."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -233,7 +221,7 @@ class Inbox:
         """Return when the line survives a power cut; a line with a known id is left out."""
         with locked(self.lock):
             if line["id"] not in [known["id"] for known in self.read()]:
-                append_lines(self.path, [line | {"timestamp": now()}])
+                append_lines(self.path, [line | {"timestamp": time.strftime(MOMENT)}])
                 fsync(self.path)
 
     def read(self) -> list[dict]:
@@ -252,9 +240,9 @@ class Inbox:
 
 
 class Governed:
-    """The copy of a conversation that is sent, fitted into `budget` tokens. What is taken away first:
-    old results (one line each stays), the oldest turns, the oldest steps of this turn, the ends of
-    its last results. System prompt, task and whatever the user said in this turn stay."""
+    """The copy of a conversation that is sent, fitted into `budget` tokens. What goes first: old
+    results (one line each stays), the oldest turns, the oldest steps of this turn, parts of its
+    last results. System prompt, task and whatever the user said in this turn stay."""
 
     def __init__(
         self, messages: list[dict], budget: float, counter: "TokenCounter",
@@ -288,20 +276,20 @@ class Governed:
                 freed[what] += self.counter.size(kept[n]) - (self.counter.size(rest) if rest else 0)
                 kept[n] = rest
         if counts["step"]:
-            text = f"[{counts['step']} earlier steps of this turn are left out; what they did is done]"
+            steps = f"{counts['step']} earlier steps of this turn"
+            text = f"[{steps} are left out; what they did is done]"
             kept.insert(self.begin + 1, {"role": "user", "content": text})
         self.messages = [message for message in kept if message]
         for what, count in counts.items():
             self.notes.append(f"{counted(count, what)} left out (~{freed[what]:,} tokens)")
 
     def _what_may_go(self) -> Iterator[tuple[str, dict[int, dict | None]]]:
-        """What may be taken away, in this order: the places of its messages, and what stays there."""
+        """What may go, in this order: the places of its messages, and what stays there."""
         messages, begin, last_step = self.messages, self.begin, self.last_step
         for n, message in enumerate(messages[:last_step]):
-            length = len(as_text(message.get("content")))
-            if message["role"] == "tool" and length >= 500:
-                # worded so that no model takes it for an answer of its own
-                text = f"[{length:,} characters that {message.get('name')} returned are left out here]"
+            length, name = len(message.get("content") or ""), message.get("name")
+            if message["role"] == "tool" and length >= 500:  # no model takes this for its own words
+                text = f"[{length:,} characters that {name} returned are left out here]"
                 yield "old tool result", {n: {**message, "content": text}}
         past = [n for n in range(begin) if messages[n]["role"] != "system"]
         summaries = [n for n in past if "is_summary" in messages[n]]
@@ -326,7 +314,7 @@ class Governed:
         results = [n for n, message in enumerate(self.messages) if message["role"] == "tool"]
         room = self.counter.total([self.messages[n] for n in results]) - excess
         for n in results:
-            text = as_text(self.messages[n].get("content"))
+            text = str(self.messages[n].get("content") or "")
             cut = fitted(text, max(int(room) // len(results) - 20, 10), self.counter.count)
             note = "" if cut == text else "\n[not all of it: ask for a part]"
             self.messages[n] = {**self.messages[n], "content": cut + note}
@@ -341,7 +329,7 @@ class MemoryStore:
 
     {"cursor": 42, "timestamp": "2026-04-03 00:02", "content": "The user planned a trip to Rome."}
 
-    An entry of a conversation also says what it stands for: session, created_at, upto, summary.
+    The entry of a round has its session, created_at, upto and summary, too.
     """
 
     def __init__(self, workspace: Path, read: Read | None = None):
@@ -364,8 +352,7 @@ class MemoryStore:
         return self.text_of(self.facts)
 
     def write_facts(self, text: str, instead_of: str) -> bool:
-        """False if somebody else changed the file meanwhile: then it stays as it is. No answer of a
-        model may empty MEMORY.md, or leave less than half of a long one."""
+        """False if somebody changed it meanwhile. No model may empty it, or halve a long one."""
         with locked(self.lock):
             if self.read_facts() != instead_of:
                 return False
@@ -378,7 +365,6 @@ class MemoryStore:
             return True
 
     def entries(self) -> list[dict]:
-        """All entries of the history, the oldest first."""
         return read_records(self.history, partial(has, cursor=int, timestamp=str, content=str))
 
     def append_history(self, *texts: str, **origin: Any) -> None:
@@ -411,7 +397,7 @@ class MemoryStore:
         return int(digits) if re.fullmatch(rb"\d{1,18}", digits) else 0
 
     def unread(self) -> list[dict]:
-        """The entries that Dream has not read, the oldest first."""
+        """By Dream."""
         dreamt = self.dream_cursor
         return [entry for entry in self.entries() if entry["cursor"] > dreamt]
 
@@ -467,8 +453,8 @@ class Consolidator:
     one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def make_room(self, session: Session, tokens: int) -> int:
-        """Before each request of a turn, which has so many tokens: if it would pass 80 % of the
-        budget, move turns until half of it is used. Returns how many messages have moved."""
+        """Before each request: if it would pass 80 % of the budget, move turns until half of the
+        budget is used. Returns how many messages have moved."""
         if tokens <= 0.8 * self.budget:
             return 0
         upto = session.end_behind(tokens - self.budget // 2, self.counter.size)
@@ -485,8 +471,7 @@ class Consolidator:
         return count
 
     async def move(self, session: Session, upto: int) -> int:
-        """Five rounds at most, as somebody may wait for the answer; the next turn goes on. If the
-        model cannot be reached, nothing is lost: the round waits."""
+        """Five rounds at most, as somebody may wait; what cannot be saved now waits, too."""
         numbers = [message["n"] for message in session.messages]
         async with self.one_at_a_time:
             for _ in range(5):
@@ -497,14 +482,14 @@ class Consolidator:
         return len([n for n in numbers if n <= session.saved])
 
     def _write(self, session: Session, upto: int, entries: list[str], summary: str) -> bool:
-        """False if another program has the session, or wrote to it. A kill between the two writes
-        is healed when the session is loaded."""
+        """False if another program has the session or wrote to it."""
         try:
             with self.sessions.lock(session.key):  # no `await`, so no cancellation in between
                 if session.size != file_size(session.path):
                     return False
                 origin = {"session": session.key, "created_at": session.created_at}
                 self.store.append_history(*entries, **origin, upto=upto, summary=summary)
+                # a kill between these two: `SessionManager._load` adds the mark
                 session.mark("saved", upto=upto, summary=summary)
                 return True
         except SessionBusy:
@@ -526,8 +511,8 @@ class Consolidator:
         return end, fitted(text, room)  # one turn alone may be too long
 
     async def _save(self, session: Session, text: str) -> tuple[list[str], str] | None:
-        """The history entries and the summary that stand for a text; MEMORY.md is written. None if
-        the model cannot be reached. If it is of no help, the text is kept as it is."""
+        """Writes MEMORY.md; gives history entries and summary. The text itself if the model is of no
+        help, None if it cannot be reached."""
         earlier = [message["content"] for message in session.summary_messages()]
         for _ in range(3):  # MEMORY.md may change while the model thinks, an answer may be cut
             facts = self.store.read_facts()
@@ -628,8 +613,8 @@ class Dream:
         return [f"# {path}\n\n{fitted(self.store.text_of(path), most)}" for path in paths]
 
     def refuse(self, name: str, arguments: dict) -> str:
-        """Why a call must not run; "" if it may. What a dream reads may come from a stranger's page,
-        and nobody watches it. `arguments` are those that the tool will get."""
+        """Why a call must not run; "" if it may. What a dream reads may come from a stranger's
+        page, and nobody watches it. `arguments` are those that the tool will get."""
         home = self.store.workspace.resolve()
         own, *kits = [folder.resolve() for folder in self.skills.folders]
         try:
@@ -665,8 +650,7 @@ def read_records(path: Path, is_valid: Callable[[dict], bool]) -> list[dict]:
     records, damaged = [], []
     for line in raw.split(b"\n"):  # not splitlines(): U+2028 and \x85 are ordinary text here
         try:
-            text = line.decode("utf-8", errors="surrogatepass")
-            record = json.loads(text, parse_constant=int)  # no NaN: int("NaN") is a ValueError
+            record = json.loads(line, parse_constant=int)  # no NaN: int("NaN") is a ValueError
         except (ValueError, RecursionError):
             record = None
         if isinstance(record, dict) and is_valid(record):
@@ -677,7 +661,8 @@ def read_records(path: Path, is_valid: Callable[[dict], bool]) -> list[dict]:
     known = aside.read_bytes().split(b"\n") if aside.exists() else []
     lines = [line for line in damaged if line not in known]
     if lines:
-        log.warning("%s: %s skipped, kept in %s", path, counted(len(lines), "unreadable line"), aside.name)
+        skipped = counted(len(lines), "unreadable line")
+        log.warning("%s: %s skipped, kept in %s", path, skipped, aside.name)
         with open_private(aside) as file:
             file.write(b"\n".join(lines) + b"\n")
     return records
@@ -691,8 +676,7 @@ def has(record: Any, **kinds: Any) -> bool:
 
 
 def journal_lines(path: Path) -> list[dict]:
-    """The lines of a journal, in today's format whatever wrote it. A file in which nothing can be
-    read is moved aside."""
+    """In today's format whatever wrote them. A file without one valid line is moved aside."""
     lines = read_records(path, is_journal_line)
     if not lines and path.exists() and path.read_bytes().strip():
         aside = path.with_name(f"{path.name}.corrupt-{time.time_ns()}")
@@ -716,12 +700,8 @@ def is_journal_line(line: dict) -> bool:
 
 
 def numbered(lines: list[dict]) -> list[dict]:
-    """A journal of an older version as marks and numbered messages: counts of lines become numbers.
-    If it does not say what was delivered, everything was; nothing of it is resumed.
-
-    {"_type": "metadata", "start": 2, "last_consolidated": 1}, messages
-    →  messages 1 … 4, {"mark": "new", "upto": 2}, {"mark": "saved", "upto": 1}, …
-    """
+    """An older version's journal: its counts of lines become numbers and marks. Nothing is resumed,
+    and nothing sent again unless it says that it was not delivered."""
     state: dict = {}
     messages: list[dict] = []
     for line in lines:
@@ -742,10 +722,6 @@ def numbered(lines: list[dict]) -> list[dict]:
 
 
 # ---- Files: writing that survives a full disk, a kill and a power cut; locks ----
-
-
-def now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
 def as_lines(records: list[dict]) -> str:
@@ -781,8 +757,7 @@ def write_atomically(path: Path, content: str) -> None:
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with open_private(draft, "wb") as file:
         file.write(content.encode("utf-8", errors="replace"))
-        file.flush()
-        os.fsync(file.fileno())
+    fsync(draft)
     if path.exists():
         shutil.copymode(path, draft)
     os.replace(draft, path)
@@ -822,32 +797,21 @@ class SessionBusy(Exception):
 @contextlib.contextmanager
 def locked(path: Path, busy: str = "") -> Iterator[None]:
     """Hold a lock against other programs: wait for it, or raise SessionBusy with the text `busy`.
-    It ends with the file's closing, or the program's death. Open what it protects behind it."""
+    It ends with the program's death, too. What it protects must be opened inside."""
     with open_private(path) as file:
-        while not try_lock(file):
-            if busy:
-                raise SessionBusy(busy)
-            time.sleep(0.01)
+        try:
+            if os.name == "nt":
+                import msvcrt
+
+                file.seek(0)
+                msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK if busy else msvcrt.LK_LOCK, 1)
+            else:
+                import fcntl
+
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB if busy else fcntl.LOCK_EX)
+        except (BlockingIOError, PermissionError):
+            raise SessionBusy(busy) from None
         yield
-
-
-def try_lock(file: Any) -> bool:
-    try:
-        if os.name == "nt":
-            import msvcrt
-
-            file.seek(0)
-            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-        else:
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        return False
-    return True
-
-
-# ---- The sessions of a workspace ----
 
 
 class SessionManager:
@@ -860,8 +824,8 @@ class SessionManager:
         self._held: set[str] = set()
 
     def path(self, key: str) -> Path:
-        """A file name that decodes to the key: `telegram:a_b` → `telegram%3Aa_b.jsonl`. A journal of
-        the first format goes on under its name: `cli:direct` → `cli_direct.jsonl`."""
+        """`telegram:a_b` → `telegram%3Aa_b.jsonl`; a journal of the first format keeps its name:
+        `cli:direct` → `cli_direct.jsonl`."""
         name = quote(key, " @+,=", errors="replace").replace(".", "%2E")
         path = self.folder / f"{name}.jsonl"
         older = self.folder / f"{key.replace(':', '_')}.jsonl"
@@ -883,8 +847,7 @@ class SessionManager:
         return session
 
     def _load(self, key: str, path: Path) -> Session:
-        """Read a journal. The history knows better than a damaged `saved` mark, or one that a
-        killed program did not write."""
+        """The history knows better than a `saved` mark that is damaged, or was never written."""
         session = Session(key, path)
         size = file_size(path)
         lines = journal_lines(path)
@@ -906,18 +869,16 @@ class SessionManager:
 
     def list_keys(self) -> list[str]:
         """All session keys, also of those in which a message waits; the one used last first."""
-        times: dict[str, float] = {}
-        for path in [*self.folder.glob("*.jsonl"), *self.folder.glob("*.inbox")]:
-            name = unquote(path.stem)
-            key = name if ":" in name else name.replace("_", ":", 1)  # of the first format
-            if path.exists() and "\ufffd" not in key:  # not of others: Emacs leaves links to nowhere
-                times[key] = max(times.get(key, 0.0), path.stat().st_mtime)
-        return sorted(times, key=times.__getitem__, reverse=True)
+        files = [path for path in self.folder.glob("*") if path.suffix in (".jsonl", ".inbox")]
+        there = [path for path in files if path.exists()]  # Emacs leaves links to nowhere
+        there.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+        names = [unquote(path.stem) for path in there]
+        keys = [name if ":" in name else name.replace("_", ":", 1) for name in names]  # of old ones
+        return [key for key in dict.fromkeys(keys) if "\ufffd" not in key]
 
     @contextlib.contextmanager
     def lock(self, key: str) -> Iterator[None]:
-        """Hold a session against other programs. Raises SessionBusy. A block without `await` may
-        lie inside a turn of this program that holds it."""
+        """Hold a session against other programs; may be nested. Raises SessionBusy."""
         if key in self._held:
             yield
             return
@@ -936,20 +897,12 @@ class SessionManager:
 
 def readable(message: dict) -> str:
     """[2026-04-03T10:00:00+0200] assistant: calls read_file({"path": "a.txt"})"""
-    parts = [as_text(message.get("content"))]
-    for call in message.get("tool_calls") or []:
-        function = call.get("function") or {}
+    parts = [str(message.get("content") or "")]
+    for function in [call["function"] for call in message.get("tool_calls") or []]:
         parts.append(f"calls {function.get('name')}({function.get('arguments')})")
     text = "\n".join(part for part in parts if part)
     cut = f" [broke off: {message['cut']}]" if message.get("cut") else ""
     return f"[{message.get('timestamp', 'no time')}] {message['role']}: {text}{cut}"
-
-
-def as_text(content: Any) -> str:
-    """Blocks, which only other programs write into a journal, as JSON."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    return to_json(content)
 
 
 def without_images(message: dict) -> dict:
@@ -989,13 +942,12 @@ THOUGHTS = r"(?s)\s{0,100}<think>.*?(</think>|\Z)"
 # "[2026-04-03 00:02] The user planned a trip."
 STAMP = r"(?s)\s{0,100}(?:\[(\d{4}-\d\d-\d\d \d\d:\d\d)\]\s{0,100})?(.{0,64000})"
 
-LETTERS = string.ascii_lowercase.encode() + b" \n"
+LETTERS = b"abcdefghijklmnopqrstuvwxyz \n"
 ASCII = bytes(range(128))
 
 
 def estimate(text: str) -> int:
-    """Tokens, 0.6 to 2.4 times the true number: of prose, where a token is five letters, as of data,
-    where it is one or two characters."""
+    """Tokens, 0.6 to 2.4 times the true number, of prose (five letters each) as of data (1.5)."""
     data = text.encode("utf-8", errors="replace")
     rest = data.translate(None, LETTERS)
     foreign = rest.translate(None, ASCII)
@@ -1015,17 +967,17 @@ class TokenCounter:
     """Sizes in tokens, each text measured once: estimated until `load() -> count` has come."""
 
     def __init__(self, load: Callable[[], Callable[[str], int]] = load_vocabulary):
-        self._load: Callable | None = load
+        self._fetching = threading.Thread(target=self._fetch, args=(load,), daemon=True)
         self.count = lru_cache(maxsize=1_000)(estimate)
 
     def size(self, message: dict) -> int:
         """Of a message; an image counts as 1,000."""
         content = message.get("content")
-        blocks = content if isinstance(content, list) else [{"text": as_text(content)}]
+        blocks = content if isinstance(content, list) else [{"text": content}]
         images = [block for block in blocks if block.get("type") == "image_url"]
-        texts = [as_text(block.get("text")) for block in blocks if block not in images]
+        texts = [block["text"] for block in blocks if block.get("text")]
         texts += [to_json(call) for call in message.get("tool_calls") or []]
-        return 4 + 1_000 * len(images) + sum(self.count(text) for text in texts if text)
+        return 4 + 1_000 * len(images) + sum(self.count(text) for text in texts)
 
     def total(self, messages: list[dict]) -> int:
         return sum(map(self.size, messages))
@@ -1035,9 +987,8 @@ class TokenCounter:
 
     def count_exactly_from_now_on(self) -> None:
         """As soon as the vocabulary is there: it comes in the background, however long it takes."""
-        if self._load:
-            threading.Thread(target=self._fetch, args=(self._load,), daemon=True).start()
-        self._load = None
+        if not self._fetching.ident:
+            self._fetching.start()
 
     def _fetch(self, load: Callable) -> None:
         try:
@@ -1079,15 +1030,14 @@ class MemoryRepository:
         return done.stdout.decode(errors="surrogateescape")  # a patch comes back byte for byte
 
     def commit(self, subject: str) -> tuple[str, int]:
-        """A problem for the user ("" if there is none), and how many lines have changed since the
-        last commit. A broken repository is put aside and a new one begun."""
+        """A problem for the user, or "", and how many lines have changed since the last commit."""
         if not shutil.which("git"):
             return "There is no git, so it cannot be looked at or undone.", 0
         try:
             return "", self._commit(subject)
         except OSError as problem:
             aside = self.folder.with_name(f"memory.git.broken-{time.time_ns()}")
-            told = f"The memory's repository is broken ({problem}): it is {aside} now, a new one begins."
+            told = f"The memory's repository is broken ({problem}). It is {aside} now, a new one begins."
         log.warning("%s", told)
         if self.folder.exists():
             os.replace(self.folder, aside)
@@ -1101,7 +1051,7 @@ class MemoryRepository:
         for lock in self.folder.glob("**/*.lock"):  # of a git that was killed
             lock.unlink()
         for name in self.files:
-            with contextlib.suppress(OSError):  # it does not exist, or lies behind a link: see the log
+            with contextlib.suppress(OSError):  # there is no such file, or it lies behind a link
                 self.git("add", "-A", "-f", "--ignore-errors", "--", name)
         changed = self.git("diff", "--cached", "--numstat", "--no-renames", "--", *self.facts)
         counts = re.findall(r"(?m)^(\d+)\t(\d+)", changed)
@@ -1169,7 +1119,7 @@ class Skill:
 
 
 class SkillsLoader:
-    """Skills of the workspace and of the kit; one of the workspace shadows the kit's of its name."""
+    """Skills of the workspace and of the kit; of two with one name the workspace's counts."""
 
     def __init__(self, *folders: Path, read: Read = read_regular_file):
         self.folders = folders  # the first one wins
@@ -1177,7 +1127,7 @@ class SkillsLoader:
         self._warned: set[tuple[Path, str]] = set()
 
     def load(self) -> list[Skill]:
-        """All of them, by name, the broken ones too: look at `problem`."""
+        """All of them, the broken ones too: look at `problem`."""
         paths: dict[str, Path] = {}
         for folder in reversed(self.folders):
             paths |= {path.parent.name: path for path in folder.glob("*/SKILL.md")}
@@ -1195,28 +1145,32 @@ class SkillsLoader:
 
 
 # "---\nname: weather\n---\n"
-FRONT_MATTER = r"(?s)---[ \t]{0,20}\n(.*?\n|)---[ \t]{0,20}(?:\n|\Z)"
+FRONT_MATTER = r"(?s)(?:---[ \t]{0,20}\n(.*?\n|)---[ \t]{0,20}(?:\n|\Z))?"
 # `"bins": ["gh", "jq"]`, `bins: [gh, jq]`, "bins:\n  - gh\n  - jq"
 NEEDS = r"\b{}[\"']?:\s{{0,100}}(\[[^\]]{{0,2000}}\]|(?:-[^\n]{{0,200}}\s{{0,100}}){{1,50}})"
+NEEDED = (("bins", shutil.which, "program"), ("env", os.getenv, "environment variable"))
+NAME = r"[^\s,\[\]\"'-][^\s,\[\]\"']{0,200}"
 
 
 def skill_of(path: Path, data: bytes) -> Skill:
-    """The skill in a file's bytes. Front matter is YAML between two `---`; any part may be missing."""
+    """A skill from a file's bytes; any part of it may be missing."""
     text = data.decode("utf-8-sig", errors="replace").replace("\r\n", "\n")
     match = re.match(FRONT_MATTER, text)
-    front = match[1] if match else ""
+    front = match[1] or ""
     fields = fields_of(front)
-    missing = [f"program {name}" for name in needs(front, "bins") if not shutil.which(name)]
-    variables = [name for name in needs(front, "env") if not os.getenv(name)]
+    missing = []
+    for key, find, kind in NEEDED:
+        needs = re.search(NEEDS.format(key), front)
+        names = re.findall(NAME, needs[1]) if needs else []
+        missing += [f"{kind} {name}" for name in names if not find(name)]
     return Skill(
         fields.get("name") or path.parent.name, path, fields.get("description", ""),
-        text[match.end() if match else 0 :].strip(), fields.get("always", "") in ("true", "yes"),
-        missing + [f"environment variable {name}" for name in variables],
+        text[match.end() :].strip(), fields.get("always") in ("true", "yes"), missing,
     )  # fmt: skip
 
 
 def fields_of(front: str) -> dict[str, str]:
-    """`key: value` of YAML; a value may be in quotes, go on in indented lines, or stand behind `>`."""
+    """`key: value` of YAML; a value may be in quotes, or go on in indented lines (behind `>`)."""
     fields = {}
     front = re.sub(r"\n\n+", "\n", front)  # in two steps: in one it would not be linear
     for line in re.sub(r"\n[ \t]+", " ", front).split("\n"):
@@ -1230,9 +1184,3 @@ def fields_of(front: str) -> dict[str, str]:
             value = value.partition(" #")[0]
         fields[key] = value.strip()
     return fields
-
-
-def needs(front: str, kind: str) -> list[str]:
-    """What a skill requires, as JSON or as YAML: `requires: {bins: [gh]}` → ["gh"]"""
-    match = re.search(NEEDS.format(kind), front)
-    return re.findall(r"[^\s,\[\]\"'-][^\s,\[\]\"']{0,200}", match[1]) if match else []
