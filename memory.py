@@ -241,8 +241,8 @@ class Inbox:
 
 class Governed:
     """The copy of a conversation that is sent, fitted into `budget` tokens. What goes first: old
-    results (one line each stays), the oldest turns, the oldest steps of this turn, parts of its
-    last results. System prompt, task and whatever the user said in this turn stay."""
+    results (one line each stays), the oldest turns, pictures, the oldest steps of this turn, parts
+    of its last results. System prompt, task and whatever the user said in this turn stay."""
 
     def __init__(
         self, messages: list[dict], budget: float, counter: "TokenCounter",
@@ -291,26 +291,21 @@ class Governed:
             if message["role"] == "tool" and length >= 500:  # no model takes this for its own words
                 text = f"[{length:,} characters that {name} returned are left out here]"
                 yield "old tool result", {n: {**message, "content": text}}
-        past = [n for n in range(begin) if messages[n]["role"] != "system"]
-        summaries = [n for n in past if "is_summary" in messages[n]]
-        begins = [n for n in past if messages[n]["role"] == "user" and n not in summaries]
-        for first, end in pairwise(sorted({*past[len(summaries) :][:1], *begins, begin})):
+        users = [n for n in range(begin) if messages[n]["role"] == "user"]
+        summaries = [n for n in users if "is_summary" in messages[n]]
+        for first, end in pairwise([*(n for n in users if n not in summaries), begin]):
             yield "turn", dict.fromkeys(range(first, end))
         for n in summaries:
             yield "summary", {n: None}
-        of_turn = range(begin + 1, len(messages))
-        pictures = [n for n in of_turn if isinstance(messages[n].get("content"), list)]
-        said = [n for n in of_turn if messages[n]["role"] == "user" and n not in pictures]
-        said += [n for n in pictures if "is_said" in messages[n]]  # not what a tool showed
+        for n in range(begin + 1, len(messages)):
+            if isinstance(messages[n].get("content"), list):
+                yield "picture", {n: without_images(messages[n])}
         steps = [n for n in range(begin + 1, last_step) if messages[n]["role"] == "assistant"]
         for first, end in pairwise([*steps, last_step]):
-            yield "step", dict.fromkeys(n for n in range(first, end) if n not in said)
-        for n in pictures:
-            if n in said or n > last_step:
-                yield "picture", {n: without_images(messages[n])}
+            yield "step", {n: None for n in range(first, end) if messages[n]["role"] != "user"}
 
     def _cut_results(self, excess: float) -> None:
-        """The last resort: the results that are left share the room that is left."""
+        """The last resort: they share the room that is left."""
         results = [n for n, message in enumerate(self.messages) if message["role"] == "tool"]
         room = self.counter.total([self.messages[n] for n in results]) - excess
         for n in results:
@@ -397,7 +392,6 @@ class MemoryStore:
         return int(digits) if re.fullmatch(rb"\d{1,18}", digits) else 0
 
     def unread(self) -> list[dict]:
-        """By Dream."""
         dreamt = self.dream_cursor
         return [entry for entry in self.entries() if entry["cursor"] > dreamt]
 
@@ -477,23 +471,17 @@ class Consolidator:
             for _ in range(5):
                 end, text = self._next_part(session, upto)
                 saved = await self._save(session, text) if end else None
-                if saved is None or not self._write(session, end, *saved):
+                if saved is None or session.size != file_size(session.path):
+                    break  # another program has written to the session
+                entries, summary = saved
+                origin = {"session": session.key, "created_at": session.created_at, "upto": end}
+                try:
+                    with self.sessions.lock(session.key):  # no `await`: nothing is cancelled here
+                        self.store.append_history(*entries, **origin, summary=summary)
+                        session.mark("saved", upto=end, summary=summary)
+                except SessionBusy:
                     break
         return len([n for n in numbers if n <= session.saved])
-
-    def _write(self, session: Session, upto: int, entries: list[str], summary: str) -> bool:
-        """False if another program has the session or wrote to it."""
-        try:
-            with self.sessions.lock(session.key):  # no `await`, so no cancellation in between
-                if session.size != file_size(session.path):
-                    return False
-                origin = {"session": session.key, "created_at": session.created_at}
-                self.store.append_history(*entries, **origin, upto=upto, summary=summary)
-                # a kill between these two: `SessionManager._load` adds the mark
-                session.mark("saved", upto=upto, summary=summary)
-                return True
-        except SessionBusy:
-            return False
 
     def _next_part(self, session: Session, upto: int) -> tuple[int, str]:
         """The number up to which the next round goes, and its conversation as text."""
@@ -511,8 +499,7 @@ class Consolidator:
         return end, fitted(text, room)  # one turn alone may be too long
 
     async def _save(self, session: Session, text: str) -> tuple[list[str], str] | None:
-        """Writes MEMORY.md; gives history entries and summary. The text itself if the model is of no
-        help, None if it cannot be reached."""
+        """History entries and summary: the text if the model is of no help, None without a model."""
         earlier = [message["content"] for message in session.summary_messages()]
         for _ in range(3):  # MEMORY.md may change while the model thinks, an answer may be cut
             facts = self.store.read_facts()
@@ -591,7 +578,10 @@ class Dream:
         most = self.budget // 2
         lines = [f"[{entry['timestamp']}] {fitted(entry['content'], most)}" for entry in batch]
         today = time.strftime("Today is %Y-%m-%d, %A.")
-        question = "\n\n".join([today, *self._files(), "# History", *lines])
+        paths = [self.store.workspace / name for name in DREAM_FILES]
+        texts = [fitted(self.store.text_of(path), self.budget // 8) for path in paths]
+        files = [f"# {path}\n\n{text}" for path, text in zip(paths, texts, strict=True)]
+        question = "\n\n".join([today, *files, "# History", *lines])
         response = await self.ask(request(self.find_prompt, question), [])
         if response.finish_reason == "error":
             return "failed" if response.is_overflow else UNREACHABLE
@@ -601,16 +591,10 @@ class Dream:
             return "completed" if "[SKIP]" in answer else "failed"
         skills = [skill for skill in self.skills.load() if not skill.problem]
         known = [f"- {skill.name}: {skill.description} ({skill.path})" for skill in skills]
-        question = "\n\n".join(["# Findings", *findings, *self._files(), "# Skills", *known])
+        question = "\n\n".join(["# Findings", *findings, *files, "# Skills", *known])
         result = await self.run_agent(request(self.edit_prompt, question), self.refuse)
         outcomes = {"completed": "completed", "error": UNREACHABLE}
         return outcomes.get(result.stop_reason, "failed")
-
-    def _files(self) -> list[str]:
-        """Path and text of the files that a dream may edit; those and a batch must fit."""
-        paths = [self.store.workspace / name for name in DREAM_FILES]
-        most = self.budget // 8
-        return [f"# {path}\n\n{fitted(self.store.text_of(path), most)}" for path in paths]
 
     def refuse(self, name: str, arguments: dict) -> str:
         """Why a call must not run; "" if it may. What a dream reads may come from a stranger's
@@ -670,9 +654,7 @@ def read_records(path: Path, is_valid: Callable[[dict], bool]) -> list[dict]:
 
 def has(record: Any, **kinds: Any) -> bool:
     """Is it a dict in which the values of these keys are of these kinds?"""
-    return isinstance(record, dict) and all(
-        isinstance(record.get(key), kind) for key, kind in kinds.items()
-    )
+    return isinstance(record, dict) and all(isinstance(record.get(k), kinds[k]) for k in kinds)
 
 
 def journal_lines(path: Path) -> list[dict]:
@@ -765,7 +747,6 @@ def write_atomically(path: Path, content: str) -> None:
 
 
 def fsync(path: Path) -> None:
-    """Bring a file and its name to the disk."""
     with open(path, "r+b") as file:  # Windows syncs nothing that is open to read only
         os.fsync(file.fileno())
     with contextlib.suppress(OSError):  # not every system can sync a folder
@@ -851,8 +832,7 @@ class SessionManager:
         session = Session(key, path)
         size = file_size(path)
         lines = journal_lines(path)
-        created = [line.get("created_at") for line in lines if line.get("mark") == "session"]
-        rounds = self.store.rounds(key, str(created[0])) if created else {}
+        rounds = self.store.rounds(key, str(lines[0].get("created_at"))) if lines else {}
         for line in lines:
             if line.get("mark") != "saved" or not rounds or line.get("upto") in rounds:
                 session.take(line)
@@ -864,7 +844,6 @@ class SessionManager:
         return session
 
     def transcript(self, key: str) -> list[str]:
-        """All messages of a journal, for people."""
         return [readable(line) for line in journal_lines(self.path(key)) if "role" in line]
 
     def list_keys(self) -> list[str]:
@@ -924,7 +903,6 @@ def counted(count: int, one: str, several: str = "") -> str:
 
 
 def middle_out(text: str, most: int) -> str:
-    """The beginning and the end, about `most` characters."""
     if len(text) <= most:
         return text
     return f"{text[: most * 2 // 3]} […] {text[-most // 3 :]}"
@@ -1037,7 +1015,7 @@ class MemoryRepository:
             return "", self._commit(subject)
         except OSError as problem:
             aside = self.folder.with_name(f"memory.git.broken-{time.time_ns()}")
-            told = f"The memory's repository is broken ({problem}). It is {aside} now, a new one begins."
+            told = f"The memory's repository is broken ({problem}): it is put into {aside}."
         log.warning("%s", told)
         if self.folder.exists():
             os.replace(self.folder, aside)
@@ -1131,17 +1109,17 @@ class SkillsLoader:
         paths: dict[str, Path] = {}
         for folder in reversed(self.folders):
             paths |= {path.parent.name: path for path in folder.glob("*/SKILL.md")}
-        return [self._read(paths[name]) for name in sorted(paths)]
+        return [self._read(path) for _, path in sorted(paths.items())]
 
     def _read(self, path: Path) -> Skill:
         try:
             return skill_of(path, self.read(path))
         except Exception as problem:  # whatever it is: one bad skill must not end every turn
             why = f"{type(problem).__name__}: {problem}"
-        if (path, why) not in self._warned:
+            if (path, why) not in self._warned:
+                log.warning("%s is left out: %s", path, why)
             self._warned.add((path, why))
-            log.warning("%s is left out: %s", path, why)
-        return Skill(path.parent.name, path, problem=why)
+            return Skill(path.parent.name, path, problem=why)
 
 
 # "---\nname: weather\n---\n"
@@ -1176,11 +1154,9 @@ def fields_of(front: str) -> dict[str, str]:
     for line in re.sub(r"\n[ \t]+", " ", front).split("\n"):
         key, _, value = line.partition(":")
         value = value.strip()
-        if value.startswith((">", "|")):
-            value = value.lstrip(">|+-")
-        elif value.startswith(("'", '"')):
+        if value.startswith(("'", '"')):
             value = value[1:].partition(value[0])[0]
         else:
-            value = value.partition(" #")[0]
+            value = value.lstrip(">|+-").partition(" #")[0]
         fields[key] = value.strip()
     return fields
