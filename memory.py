@@ -123,7 +123,6 @@ class Session:
         await asyncio.to_thread(fsync, self.path)
 
     def conversation(self) -> list[dict]:
-        """The messages since `/new`, without those that the long-term memory has."""
         return [message for message in self.messages if message["n"] > self.start]
 
     def history(self, *later: dict) -> list[dict]:
@@ -197,12 +196,10 @@ def is_answer(message: dict) -> bool:
     return message["role"] == "assistant" and not is_part
 
 
-OWN_KEYS = ("timestamp", "runtime", "cut", "id")  # of the journal, for no model
-
-
 def as_sent(message: dict, gap: str) -> dict:
     """Keeps `n`, which tells what may leave a request; `LLMProvider.chat` sends no such key."""
-    sent = {key: value for key, value in message.items() if key not in OWN_KEYS}
+    own_keys = ("timestamp", "runtime", "cut", "id")  # of the journal, for no model
+    sent = {key: value for key, value in message.items() if key not in own_keys}
     notes = [note for note in (gap, message.get("runtime")) if note]
     if notes and message["role"] == "user":
         sent["content"] = "\n\n".join([*notes, str(message.get("content") or "")])
@@ -276,12 +273,11 @@ class Governed:
                 freed[what] += self.counter.size(kept[n]) - (self.counter.size(rest) if rest else 0)
                 kept[n] = rest
         if counts["step"]:
-            steps = f"{counts['step']} earlier steps of this turn"
-            text = f"[{steps} are left out; what they did is done]"
+            text = f"[{counts['step']} earlier steps of this turn are left out; they are done]"
             kept.insert(self.begin + 1, {"role": "user", "content": text})
         self.messages = [message for message in kept if message]
-        for what, count in counts.items():
-            self.notes.append(f"{counted(count, what)} left out (~{freed[what]:,} tokens)")
+        for what in counts:
+            self.notes.append(f"{counted(counts[what], what)} left out (~{freed[what]:,} tokens)")
 
     def _what_may_go(self) -> Iterator[tuple[str, dict[int, dict | None]]]:
         """What may go, in this order: the places of its messages, and what stays there."""
@@ -374,16 +370,6 @@ class MemoryStore:
             append_lines(self.history, entries)
             fsync(self.history)
 
-    def rounds(self, key: str, created_at: str) -> dict[int, str]:
-        """What the history has of a session: the number up to which → the summary."""
-        own = {"session": key, "created_at": created_at}.items()
-        rounds = {}
-        for entry in self.entries():
-            upto = entry.get("upto", entry.get("until"))  # `until` of an older version
-            if entry.items() >= own and isinstance(upto, int):
-                rounds[upto] = str(entry.get("summary") or entry["content"])
-        return rounds
-
     @property
     def dream_cursor(self) -> int:
         """0 if the file is missing or damaged: then nothing counts as read by Dream."""
@@ -407,8 +393,7 @@ class MemoryStore:
         """Move the oldest entries that Dream has read to the archive, so that `keep` are left."""
         with locked(self.lock):
             entries = self.entries()
-            unread = self.unread()
-            old = [entry for entry in entries[:-keep] if entry not in unread]
+            old = [entry for entry in entries[:-keep] if entry["cursor"] <= self.dream_cursor]
             if old:
                 append_lines(self.archive, old)
                 rest = [entry for entry in entries if entry not in old]
@@ -499,7 +484,7 @@ class Consolidator:
         return end, fitted(text, room)  # one turn alone may be too long
 
     async def _save(self, session: Session, text: str) -> tuple[list[str], str] | None:
-        """History entries and summary: the text if the model is of no help, None without a model."""
+        """History entries and summary: the text if the model is no help, None if it is unreachable."""
         earlier = [message["content"] for message in session.summary_messages()]
         for _ in range(3):  # MEMORY.md may change while the model thinks, an answer may be cut
             facts = self.store.read_facts()
@@ -832,7 +817,12 @@ class SessionManager:
         session = Session(key, path)
         size = file_size(path)
         lines = journal_lines(path)
-        rounds = self.store.rounds(key, str(lines[0].get("created_at"))) if lines else {}
+        own = {"session": key, "created_at": lines[0].get("created_at") if lines else ""}.items()
+        rounds = {}  # the number up to which → the summary
+        for entry in self.store.entries():
+            upto = entry.get("upto", entry.get("until"))  # `until` of an older version
+            if entry.items() >= own and isinstance(upto, int):
+                rounds[upto] = str(entry.get("summary") or entry["content"])
         for line in lines:
             if line.get("mark") != "saved" or not rounds or line.get("upto") in rounds:
                 session.take(line)
@@ -1059,8 +1049,7 @@ class MemoryRepository:
                 parent = self._known(f"{commit}^")
                 self._commit("changes outside of dreams")
                 patch = self.git("diff-tree", "-p", "--binary", parent, commit, "--", *self.facts)
-                files = [self.workspace / name for name in DREAM_FILES]
-                files += (self.workspace / "skills").glob("*/*")
+                files = [*map(self.workspace.joinpath, DREAM_FILES), *self.workspace.glob("skills/*/*")]
                 modes = [(path, path.stat().st_mode) for path in files if path.is_file()]
                 self.git("apply", "-R", "--whitespace=nowarn", text=patch, why=why)
                 for path, mode in modes:  # git writes each file anew, readable for all

@@ -1422,7 +1422,7 @@ class BusService:
             message = as_sent(line, "")
             if images:
                 text = {"type": "text", "text": message["content"]}
-                message |= {"content": [*images, text], "is_said": True}
+                message |= {"content": [*images, text]}
             sent.append(message)
         return sent
 
