@@ -1,4 +1,4 @@
-"""What survives the turn: the session's journal, its inbox, the memory, skills; what fits a request.
+"""What survives the turn: journal, inbox, memory and skills; and what fits a request.
 
 The journal is the truth; what is sent is derived from it. A session is two files of JSON lines:
 
@@ -12,7 +12,7 @@ The journal is the truth; what is sent is derived from it. A session is two file
 
 Numbers never change, so a damaged line moves nothing. Old messages move from the journal into the
 history (Consolidator), from there into facts and skills (Dream). The model is passed in:
-`ask(messages, tools, tool_choice) -> response`. Not covered: when a session is written to.
+`ask(messages, tools) -> response`. Not covered: when a session is written to.
 """
 
 import asyncio
@@ -23,7 +23,6 @@ import os
 import re
 import shutil
 import stat
-import string
 import subprocess
 import threading
 import time
@@ -37,12 +36,13 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 log = logging.getLogger("nanobot.memory")
+MOMENT = "%Y-%m-%dT%H:%M:%S%z"
 to_json = json.JSONEncoder(ensure_ascii=False).encode
-Ask = Callable[[list[dict], list[dict], str | None], Awaitable[Any]]
+Ask = Callable[[list[dict], list[dict]], Awaitable[Any]]
 Read = Callable[[Path], bytes]  # reads a file for a request, or raises OSError
 
 
-# ---- The journal: each message is written once, when it exists ----
+# ---- Journal and inbox: each message is written once, when it exists ----
 
 
 class Session:
@@ -52,14 +52,14 @@ class Session:
     def __init__(self, key: str, path: Path):
         self.key = key
         self.path = path
-        self.created_at = now()
+        self.created_at = time.strftime(MOMENT)
         self.messages: list[dict] = []  # without those that the long-term memory has
         self.last = 0  # the number of the last message
         self.highest = 0  # of all numbers seen: the next message gets the one above
         self.start = 0  # `/new`: the conversation begins behind this number
         self.saved = 0  # the messages up to this number are in the long-term memory
         self.summary = ""  # what stands for the saved messages
-        self.turn_ends: list[int] = []  # last messages of all turns but the newest: cut only there
+        self.turn_ends: set[int] = set()  # last messages of all turns but the newest
         self.ended: dict[int, str] = {}  # why the turn with this last message has no answer
         self.resumed = 0  # how often the open turn was resumed after a restart
         self.undelivered: list[dict] = []  # answers
@@ -67,39 +67,36 @@ class Session:
         self.size = 0  # bytes that we read or wrote; the file has more if another program wrote
 
     def append(self, *messages: dict) -> None:
-        """Write messages in one go, numbered. They survive a kill, and a power cut after `synced()`.
-        Raises OSError; then none of them is written."""
+        """Number and write them, all or none; `synced()` before it is told. Raises OSError."""
         numbered = enumerate(messages, self.highest + 1)
         self._write([{"n": n} | without_images(message) for n, message in numbered])
 
     def mark(self, name: str, **details: Any) -> None:
-        """Append a mark: new, ended (why), resumed, saved (upto, summary), delivered (upto)."""
         self._write([{"mark": name, **details}])
 
     def _write(self, lines: list[dict]) -> None:
         if not self.size:
             lines = [{"mark": "session", "key": self.key, "created_at": self.created_at}, *lines]
-        lines = [line | {"timestamp": line.get("timestamp") or now()} for line in lines]
+        moment = {"timestamp": time.strftime(MOMENT)}
+        lines = [line if "timestamp" in line else line | moment for line in lines]
         self.size += append_lines(self.path, lines)
         for line in lines:
             self.take(line)
 
     def take(self, line: dict) -> None:
-        """Apply a line of the journal, in the order of the file. `upto` is clamped to the numbers
-        that exist: a mark that was damaged hides nothing that comes later."""
-        numbers = [number for number in (line.get("n"), line.get("upto")) if isinstance(number, int)]
-        self.highest = max(self.highest, *numbers, 0)
+        """Apply the next line of the journal; a damaged `upto` hides nothing that comes later."""
+        uptos = [line[name] for name in ("n", "upto") if isinstance(line.get(name), int)]
+        self.highest = max([self.highest, *uptos])
         match line:
             case {"mark": "saved", "upto": int(upto)}:
                 self.saved = max(self.saved, min(upto, self.last))
                 self.summary = str(line.get("summary") or "")
                 self.messages = [message for message in self.messages if message["n"] > self.saved]
-                self.turn_ends = [end for end in self.turn_ends if end > self.saved]
             case {"mark": "delivered", "upto": int(upto)}:
                 self.undelivered = [answer for answer in self.undelivered if answer["n"] > upto]
             case {"mark": "new"}:
-                self.start = min([self.last, *numbers])
-                self.turn_ends = sorted({*self.turn_ends, self.start} - {0})
+                self.start = min([self.last, *uptos])
+                self.turn_ends.add(self.start)
             case {"mark": "ended"}:
                 self.ended[self.last] = str(line.get("why") or "interrupted")
             case {"mark": "resumed"}:
@@ -112,22 +109,20 @@ class Session:
     def _take_message(self, message: dict) -> None:
         if not self.is_open:
             self.resumed = 0
-            if message["role"] == "user" and self.last not in (0, *self.turn_ends[-1:]):
-                self.turn_ends.append(self.last)
+            if message["role"] == "user":
+                self.turn_ends.add(self.last)
         self.last = message["n"]
-        self.start = min(self.start, self.last - 1)  # whatever damaged numbers say: it is behind /new
+        self.start = min(self.start, self.last - 1)  # even if a number is damaged
         self.messages.append(message)
         if "id" in message:
             self.known_ids.append(message["id"])
-        if is_answer(message) and message.get("content") and "cut" not in message:
+        if is_answer(message) and message.get("content"):
             self.undelivered.append(message)
 
     async def synced(self) -> None:
-        """Return when all that was appended survives a power cut. Raises OSError."""
         await asyncio.to_thread(fsync, self.path)
 
     def conversation(self) -> list[dict]:
-        """The messages since `/new` that are not in the long-term memory."""
         return [message for message in self.messages if message["n"] > self.start]
 
     def history(self, *later: dict) -> list[dict]:
@@ -149,8 +144,7 @@ class Session:
         return sent
 
     def gap_behind(self, message: dict) -> str:
-        """A note if an answer is missing or broke off. The next user message begins with it: models
-        repeat what seems to be their own words, so it is in no assistant message."""
+        """A note for the next user message: in the answer itself models would repeat it."""
         if message.get("cut"):
             return f"[the answer above broke off: {message['cut']}]"
         why = self.ended.get(message.get("n", 0))
@@ -165,16 +159,14 @@ class Session:
 
     def without_saved(self, messages: list[dict]) -> list[dict]:
         """The messages of a request after some of them went into the memory."""
-        kept = [m for m in messages if m.get("n", self.saved + 1) > self.saved]
-        system = [m for m in kept if m["role"] == "system"]
-        rest = [m for m in kept if m["role"] != "system" and "is_summary" not in m]
-        return [*system, *self.summary_messages(), *rest]
+        system, *rest = [m for m in messages if "is_summary" not in m]
+        unsaved = [m for m in rest if m.get("n", self.saved + 1) > self.saved]
+        return [system, *self.summary_messages(), *unsaved]
 
     @property
     def unfinished(self) -> bool:
         """Is there anything that `/continue` could go on with?"""
-        last = self.messages[-1] if self.messages else {"n": 0}
-        return last["n"] > self.start and (not is_answer(last) or "cut" in last)
+        return self.last > max(self.start, self.saved) and not is_answer(self.messages[-1])
 
     @property
     def is_open(self) -> bool:
@@ -188,44 +180,35 @@ class Session:
 
     def end_behind(self, excess: float, size: Callable[[dict], int]) -> int:
         """The first end of a turn up to which the messages have this size, else the last one."""
-        ends = set(self.turn_ends)
         found = 0
         for message in self.conversation():
             excess -= size(message)
-            found = message["n"] if message["n"] in ends else found
-            if excess <= 0 and found == message["n"]:
-                break
+            if message["n"] in self.turn_ends:
+                found = message["n"]
+                if excess <= 0:
+                    break
         return found
 
 
 def is_answer(message: dict) -> bool:
-    """Something for the user, which ends a turn: an assistant message without calls."""
-    return message["role"] == "assistant" and not message.get("tool_calls")
-
-
-OWN_KEYS = ("timestamp", "runtime", "cut", "id")  # of the journal, for no model
+    """It ends a turn: a whole assistant message without calls."""
+    is_part = bool(message.get("tool_calls")) or "cut" in message
+    return message["role"] == "assistant" and not is_part
 
 
 def as_sent(message: dict, gap: str) -> dict:
     """Keeps `n`, which tells what may leave a request; `LLMProvider.chat` sends no such key."""
-    sent = {key: value for key, value in message.items() if key not in OWN_KEYS}
+    own_keys = ("timestamp", "runtime", "cut", "id")  # of the journal, for no model
+    sent = {key: value for key, value in message.items() if key not in own_keys}
     notes = [note for note in (gap, message.get("runtime")) if note]
     if notes and message["role"] == "user":
-        sent["content"] = "\n\n".join([*notes, as_text(message.get("content"))])
+        sent["content"] = "\n\n".join([*notes, str(message.get("content") or "")])
     return sent
 
 
-# ---- The inbox: what waits for its turn ----
-
-
 class Inbox:
-    """Messages that wait for a session, in a file that is removed when it is empty. Anybody may
-    write to it; the holder of the session's lock moves its lines into the journal.
-
-    {"id": "502", "kind": "user", "sender": "Ada", "content": "And in b.txt?", "media": []}
-
-    Kinds: user; command (`/new`, `/continue`); report (of a job or a helper, between turns).
-    """
+    """What waits for a session: kind user, command (`/new`, `/continue`), or report (of a job, a
+    helper). Anybody writes to it; the holder of the session's lock moves lines into the journal."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -235,7 +218,7 @@ class Inbox:
         """Return when the line survives a power cut; a line with a known id is left out."""
         with locked(self.lock):
             if line["id"] not in [known["id"] for known in self.read()]:
-                append_lines(self.path, [line | {"timestamp": now()}])
+                append_lines(self.path, [line | {"timestamp": time.strftime(MOMENT)}])
                 fsync(self.path)
 
     def read(self) -> list[dict]:
@@ -254,9 +237,9 @@ class Inbox:
 
 
 class Governed:
-    """The copy of a conversation that is sent, fitted into `budget` tokens. What is taken away first:
-    old results (one line each stays), the oldest turns, the oldest steps of this turn, the ends of
-    its last results. System prompt, task and whatever the user said in this turn stay."""
+    """The copy of a conversation that is sent, fitted into `budget` tokens. What goes first: old
+    results (one line each stays), the oldest turns, pictures, the oldest steps of this turn, parts
+    of its last results. System prompt, task and whatever the user said in this turn stay."""
 
     def __init__(
         self, messages: list[dict], budget: float, counter: "TokenCounter",
@@ -268,77 +251,65 @@ class Governed:
         users = [n for n, message in enumerate(messages) if message["role"] == "user"]
         tasks = [n for n in users if messages[n] is task]  # a hook may have taken it out
         self.begin = [len(messages), *users[-1:], *tasks][-1]  # of the turn
-        self.task = messages[self.begin] if users else None
         steps = [n for n, message in enumerate(messages) if message.get("tool_calls")]
         self.last_step = [len(messages), *steps][-1]  # the model has not seen its results yet
         self.tokens = counter.total(messages) + beside  # `beside`: of the tools
         if 4 * self.tokens > budget:  # near enough for an exact count
             counter.count_exactly_from_now_on()
-        if self.tokens > budget:
-            self._fit(budget)
-            self.tokens = counter.total(self.messages) + beside
-        if self.tokens > budget:
-            self._cut_last_results(self.tokens - budget)
-            self.tokens = counter.total(self.messages) + beside
+        for make_shorter in (self._leave_out, self._cut_results):
+            if self.tokens > budget:
+                make_shorter(self.tokens - budget)
+                self.tokens = counter.total(self.messages) + beside
 
-    def _fit(self, budget: float) -> None:
+    def _leave_out(self, excess: float) -> None:
         kept: list[dict | None] = list(self.messages)
-        sizes = [self.counter.size(message) for message in self.messages]
         counts: Counter[str] = Counter()
         freed: Counter[str] = Counter()
-        for what, places in self._what_may_go():
-            if self.tokens - sum(freed.values()) <= budget:
+        for what, changes in self._what_may_go():
+            if freed.total() >= excess:
                 break
             counts[what] += 1
-            for n in places:
-                kept[n] = None
-                if what == RESULT:  # worded so that no model takes it for an answer of its own
-                    name, length = self.messages[n].get("name"), len(as_text(self.messages[n]["content"]))
-                    text = f"[{length:,} characters that {name} returned are left out here]"
-                    kept[n] = {**self.messages[n], "content": text}
-                size = self.counter.size(kept[n]) if kept[n] else 0
-                freed[what] += sizes[n] - size
-                sizes[n] = size
-        if counts[STEP]:
-            text = f"[{counts[STEP]} earlier steps of this turn are left out; what they did is done]"
+            for n, rest in changes.items():
+                freed[what] += self.counter.size(kept[n]) - (self.counter.size(rest) if rest else 0)
+                kept[n] = rest
+        if counts["step"]:
+            text = f"[{counts['step']} earlier steps of this turn are left out; they are done]"
             kept.insert(self.begin + 1, {"role": "user", "content": text})
         self.messages = [message for message in kept if message]
-        for what, count in counts.items():
-            self.notes.append(f"{counted(count, what)} left out (~{freed[what]:,} tokens)")
+        for what in counts:
+            self.notes.append(f"{counted(counts[what], what)} left out (~{freed[what]:,} tokens)")
 
-    def _what_may_go(self) -> Iterator[tuple[str, list[int]]]:
-        """What may be taken away, in this order, and the places of its messages."""
-        messages, begin = self.messages, self.begin
-        for n, message in enumerate(messages[: self.last_step]):
-            if message["role"] == "tool" and len(as_text(message.get("content"))) >= 500:
-                yield RESULT, [n]
-        past = [n for n in range(begin) if "is_summary" not in messages[n]]
-        past = [n for n in past if messages[n]["role"] != "system"]
-        questions = [n for n in past if messages[n]["role"] == "user"]
-        for first, end in pairwise([*past[:1], *questions[1:], begin]):
-            yield TURN, list(range(first, end))
-        yield SUMMARY, [n for n in range(begin) if "is_summary" in messages[n]]
-        steps = [n for n in range(begin + 1, self.last_step) if messages[n]["role"] == "assistant"]
-        for first, end in pairwise([*steps, self.last_step]):
-            users = [n for n in range(first, end) if messages[n]["role"] == "user"]
-            pictures = [n for n in users if isinstance(messages[n].get("content"), list)]
-            of_tools = [n for n in pictures if "is_said" not in messages[n]]  # not of the user
-            yield STEP, [n for n in range(first, end) if n not in users or n in of_tools]
+    def _what_may_go(self) -> Iterator[tuple[str, dict[int, dict | None]]]:
+        """What may go, in this order: the places of its messages, and what stays there."""
+        messages, begin, last_step = self.messages, self.begin, self.last_step
+        for n, message in enumerate(messages[:last_step]):
+            length, name = len(message.get("content") or ""), message.get("name")
+            if message["role"] == "tool" and length >= 500:  # no model takes this for its own words
+                text = f"[{length:,} characters that {name} returned are left out here]"
+                yield "old tool result", {n: {**message, "content": text}}
+        users = [n for n in range(begin) if messages[n]["role"] == "user"]
+        summaries = [n for n in users if "is_summary" in messages[n]]
+        for first, end in pairwise([*(n for n in users if n not in summaries), begin]):
+            yield "turn", dict.fromkeys(range(first, end))
+        for n in summaries:
+            yield "summary", {n: None}
+        for n in range(begin + 1, len(messages)):
+            if isinstance(messages[n].get("content"), list):
+                yield "picture", {n: without_images(messages[n])}
+        steps = [n for n in range(begin + 1, last_step) if messages[n]["role"] == "assistant"]
+        for first, end in pairwise([*steps, last_step]):
+            yield "step", {n: None for n in range(first, end) if messages[n]["role"] != "user"}
 
-    def _cut_last_results(self, excess: float) -> None:
-        """The last resort: pictures go, and the results share the room that is left."""
-        self.messages = [m if m is self.task else without_images(m) for m in self.messages]
+    def _cut_results(self, excess: float) -> None:
+        """The last resort: they share the room that is left."""
         results = [n for n, message in enumerate(self.messages) if message["role"] == "tool"]
         room = self.counter.total([self.messages[n] for n in results]) - excess
         for n in results:
-            text = as_text(self.messages[n].get("content"))
+            text = str(self.messages[n].get("content") or "")
             cut = fitted(text, max(int(room) // len(results) - 20, 10), self.counter.count)
             note = "" if cut == text else "\n[not all of it: ask for a part]"
             self.messages[n] = {**self.messages[n], "content": cut + note}
         self.notes.append(f"{counted(len(results), 'tool result')} cut")
-
-
-RESULT, TURN, SUMMARY, STEP = "old tool result", "turn", "summary", "step"
 
 
 # ---- Long-term memory: facts that are true, and the history of what was ----
@@ -349,7 +320,7 @@ class MemoryStore:
 
     {"cursor": 42, "timestamp": "2026-04-03 00:02", "content": "The user planned a trip to Rome."}
 
-    An entry of a conversation also says what it stands for: session, created_at, upto, summary.
+    The entry of a round has its session, created_at, upto and summary, too.
     """
 
     def __init__(self, workspace: Path, read: Read | None = None):
@@ -372,8 +343,7 @@ class MemoryStore:
         return self.text_of(self.facts)
 
     def write_facts(self, text: str, instead_of: str) -> bool:
-        """False if somebody else changed the file meanwhile: then it stays as it is. No answer of a
-        model may empty MEMORY.md, or leave less than half of a long one."""
+        """False if somebody changed it meanwhile. No model may empty it, or halve a long one."""
         with locked(self.lock):
             if self.read_facts() != instead_of:
                 return False
@@ -386,7 +356,6 @@ class MemoryStore:
             return True
 
     def entries(self) -> list[dict]:
-        """All entries of the history, the oldest first."""
         return read_records(self.history, partial(has, cursor=int, timestamp=str, content=str))
 
     def append_history(self, *texts: str, **origin: Any) -> None:
@@ -401,16 +370,6 @@ class MemoryStore:
             append_lines(self.history, entries)
             fsync(self.history)
 
-    def rounds(self, key: str, created_at: str) -> dict[int, str]:
-        """What the history has of a session: the number up to which → the summary."""
-        own = {"session": key, "created_at": created_at}.items()
-        rounds = {}
-        for entry in self.entries():
-            upto = entry.get("upto", entry.get("until"))  # `until` of an older version
-            if entry.items() >= own and isinstance(upto, int):
-                rounds[upto] = str(entry.get("summary") or entry["content"])
-        return rounds
-
     @property
     def dream_cursor(self) -> int:
         """0 if the file is missing or damaged: then nothing counts as read by Dream."""
@@ -419,15 +378,14 @@ class MemoryStore:
         return int(digits) if re.fullmatch(rb"\d{1,18}", digits) else 0
 
     def unread(self) -> list[dict]:
-        """The entries that Dream has not read, the oldest first."""
         dreamt = self.dream_cursor
         return [entry for entry in self.entries() if entry["cursor"] > dreamt]
 
-    def recent_history(self, most: int = 4_000) -> list[str]:
-        """`[2026-04-03 00:02] text` of the newest unread entries, at most so many characters."""
+    def recent_history(self) -> list[str]:
+        """`[2026-04-03 00:02] text` of the newest unread entries, at most 4,000 characters."""
         entries = self.unread()[-50:]
         lines = [f"[{e['timestamp']}] {middle_out(e['content'], 1_000)}" for e in entries]
-        while len("\n".join(lines)) > most:
+        while len("\n".join(lines)) > 4_000:
             lines.pop(0)
         return lines
 
@@ -435,8 +393,7 @@ class MemoryStore:
         """Move the oldest entries that Dream has read to the archive, so that `keep` are left."""
         with locked(self.lock):
             entries = self.entries()
-            dreamt = self.dream_cursor
-            old = [entry for entry in entries[:-keep] if entry["cursor"] <= dreamt]
+            old = [entry for entry in entries[:-keep] if entry["cursor"] <= self.dream_cursor]
             if old:
                 append_lines(self.archive, old)
                 rest = [entry for entry in entries if entry not in old]
@@ -475,8 +432,8 @@ class Consolidator:
     one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def make_room(self, session: Session, tokens: int) -> int:
-        """Before each request of a turn, which has so many tokens: if it would pass 80 % of the
-        budget, move turns until half of it is used. Returns how many messages have moved."""
+        """Before each request: if it would pass 80 % of the budget, move turns until half of the
+        budget is used. Returns how many messages have moved."""
         if tokens <= 0.8 * self.budget:
             return 0
         upto = session.end_behind(tokens - self.budget // 2, self.counter.size)
@@ -493,30 +450,23 @@ class Consolidator:
         return count
 
     async def move(self, session: Session, upto: int) -> int:
-        """Five rounds at most, as somebody may wait for the answer; the next turn goes on. If the
-        model cannot be reached, nothing is lost: the round waits."""
+        """Five rounds at most, as somebody may wait; what cannot be saved now waits, too."""
         numbers = [message["n"] for message in session.messages]
         async with self.one_at_a_time:
             for _ in range(5):
                 end, text = self._next_part(session, upto)
                 saved = await self._save(session, text) if end else None
-                if saved is None or not self._write(session, end, *saved):
+                if saved is None or session.size != file_size(session.path):
+                    break  # another program has written to the session
+                entries, summary = saved
+                origin = {"session": session.key, "created_at": session.created_at, "upto": end}
+                try:
+                    with self.sessions.lock(session.key):  # no `await`: nothing is cancelled here
+                        self.store.append_history(*entries, **origin, summary=summary)
+                        session.mark("saved", upto=end, summary=summary)
+                except SessionBusy:
                     break
         return len([n for n in numbers if n <= session.saved])
-
-    def _write(self, session: Session, upto: int, entries: list[str], summary: str) -> bool:
-        """False if another program has the session, or wrote to it. A kill between the two writes
-        is healed when the session is loaded."""
-        origin = {"session": session.key, "created_at": session.created_at}
-        if session.size != file_size(session.path):
-            return False
-        try:
-            with self.sessions.lock(session.key):  # no `await`, so no cancellation in between
-                self.store.append_history(*entries, **origin, upto=upto, summary=summary)
-                session.mark("saved", upto=upto, summary=summary)
-        except SessionBusy:
-            return False
-        return True
 
     def _next_part(self, session: Session, upto: int) -> tuple[int, str]:
         """The number up to which the next round goes, and its conversation as text."""
@@ -525,7 +475,7 @@ class Consolidator:
         if session.saved < session.start:
             upto = min(upto, session.start)  # what `/new` dropped is in no summary
         end, text = 0, ""
-        for turn_end in [end for end in session.turn_ends if end > session.saved]:
+        for turn_end in sorted(end for end in session.turn_ends if end > session.saved):
             part = [readable(message) for message in session.messages if message["n"] <= turn_end]
             longer = "\n".join(middle_out(line, 2_000) for line in part)
             if turn_end > upto or (end and estimate(longer) > room):
@@ -534,19 +484,18 @@ class Consolidator:
         return end, fitted(text, room)  # one turn alone may be too long
 
     async def _save(self, session: Session, text: str) -> tuple[list[str], str] | None:
-        """The history entries and the summary that stand for a text; MEMORY.md is written. None if
-        the model cannot be reached. If it is of no help, the text is kept as it is."""
+        """History entries and summary: the text if the model is no help, None if it is unreachable."""
         earlier = [message["content"] for message in session.summary_messages()]
         for _ in range(3):  # MEMORY.md may change while the model thinks, an answer may be cut
             facts = self.store.read_facts()
             question = "\n\n".join(["# MEMORY.md", facts, "# Conversation", *earlier, text])
-            response = await self.ask(request(self.prompt, question), [SAVE_MEMORY], None)
+            response = await self.ask(request(self.prompt, question), [SAVE_MEMORY])
             if response.finish_reason == "error" and not response.is_overflow:
                 return None
             if response.finish_reason in ("length", "content_filter"):
                 continue
             calls = [call.arguments for call in response.tool_calls if call.name == "save_memory"]
-            valid = [saved for saved in calls if has(saved, history_entry=str, memory_update=str)]
+            valid = [each for each in calls if has(each, history_entry=str, memory_update=str)]
             entry = re.sub(THOUGHTS, "", valid[0]["history_entry"]).strip() if valid else ""
             if not entry:
                 break
@@ -611,38 +560,30 @@ class Dream:
 
     async def _dream(self, batch: list[dict]) -> str:
         """Both phases, to an outcome: completed, failed, or did not reach the model."""
-        response = await self.ask(self._what_happened(batch), [], None)
+        most = self.budget // 2
+        lines = [f"[{entry['timestamp']}] {fitted(entry['content'], most)}" for entry in batch]
+        today = time.strftime("Today is %Y-%m-%d, %A.")
+        paths = [self.store.workspace / name for name in DREAM_FILES]
+        texts = [fitted(self.store.text_of(path), self.budget // 8) for path in paths]
+        files = [f"# {path}\n\n{text}" for path, text in zip(paths, texts, strict=True)]
+        question = "\n\n".join([today, *files, "# History", *lines])
+        response = await self.ask(request(self.find_prompt, question), [])
         if response.finish_reason == "error":
             return "failed" if response.is_overflow else UNREACHABLE
         answer = re.sub(THOUGHTS, "", response.content or "")
         findings = re.findall(FINDING, answer)
         if not findings:
             return "completed" if "[SKIP]" in answer else "failed"
-        result = await self.run_agent(self._what_to_edit(findings), self.refuse)
+        skills = [skill for skill in self.skills.load() if not skill.problem]
+        known = [f"- {skill.name}: {skill.description} ({skill.path})" for skill in skills]
+        question = "\n\n".join(["# Findings", *findings, *files, "# Skills", *known])
+        result = await self.run_agent(request(self.edit_prompt, question), self.refuse)
         outcomes = {"completed": "completed", "error": UNREACHABLE}
         return outcomes.get(result.stop_reason, "failed")
 
-    def _what_happened(self, batch: list[dict]) -> list[dict]:
-        most = self.budget // 2
-        lines = [f"[{entry['timestamp']}] {fitted(entry['content'], most)}" for entry in batch]
-        today = time.strftime("Today is %Y-%m-%d, %A.")
-        return request(self.find_prompt, "\n\n".join([today, *self._files(), "# History", *lines]))
-
-    def _what_to_edit(self, findings: list[str]) -> list[dict]:
-        skills = [skill for skill in self.skills.load() if not skill.problem]
-        known = [f"- {skill.name}: {skill.description} ({skill.path})" for skill in skills]
-        parts = ["# Findings", *findings, *self._files(), "# Skills", *known]
-        return request(self.edit_prompt, "\n\n".join(parts))
-
-    def _files(self) -> list[str]:
-        """Path and text of the files that a dream may edit; those and a batch must fit."""
-        paths = [self.store.workspace / name for name in DREAM_FILES]
-        most = self.budget // 8
-        return [f"# {path}\n\n{fitted(self.store.text_of(path), most)}" for path in paths]
-
     def refuse(self, name: str, arguments: dict) -> str:
-        """Why a call must not run; "" if it may. What a dream reads may come from a stranger's page,
-        and nobody watches it. `arguments` are those that the tool will get."""
+        """Why a call must not run; "" if it may. What a dream reads may come from a stranger's
+        page, and nobody watches it. `arguments` are those that the tool will get."""
         home = self.store.workspace.resolve()
         own, *kits = [folder.resolve() for folder in self.skills.folders]
         try:
@@ -677,13 +618,16 @@ def read_records(path: Path, is_valid: Callable[[dict], bool]) -> list[dict]:
     raw = path.read_bytes() if path.exists() else b""
     records, damaged = [], []
     for line in raw.split(b"\n"):  # not splitlines(): U+2028 and \x85 are ordinary text here
-        record = parse(line)
-        if record and is_valid(record):
+        try:
+            record = json.loads(line, parse_constant=int)  # no NaN: int("NaN") is a ValueError
+        except (ValueError, RecursionError):
+            record = None
+        if isinstance(record, dict) and is_valid(record):
             records.append(record)
         elif line.strip(b"\0 \t\r"):
             damaged.append(line)
     aside = path.with_name(f"{path.name}.corrupt")
-    known = aside.read_bytes().split(b"\n") if damaged and aside.exists() else []
+    known = aside.read_bytes().split(b"\n") if aside.exists() else []
     lines = [line for line in damaged if line not in known]
     if lines:
         skipped = counted(len(lines), "unreadable line")
@@ -693,23 +637,13 @@ def read_records(path: Path, is_valid: Callable[[dict], bool]) -> list[dict]:
     return records
 
 
-def has(record: dict, **kinds: Any) -> bool:
-    """Are the values of these keys of these kinds?"""
-    return all(isinstance(record.get(key), kind) for key, kind in kinds.items())
-
-
-def parse(line: bytes) -> dict | None:
-    try:
-        text = line.decode("utf-8", errors="surrogatepass")
-        record = json.loads(text, parse_constant=int)  # no NaN: int("NaN") is a ValueError
-    except (ValueError, RecursionError):
-        return None
-    return record if isinstance(record, dict) else None
+def has(record: Any, **kinds: Any) -> bool:
+    """Is it a dict in which the values of these keys are of these kinds?"""
+    return isinstance(record, dict) and all(isinstance(record.get(k), kinds[k]) for k in kinds)
 
 
 def journal_lines(path: Path) -> list[dict]:
-    """The lines of a journal, in today's format whatever wrote it. A file in which nothing can be
-    read is moved aside."""
+    """In today's format whatever wrote them. A file without one valid line is moved aside."""
     lines = read_records(path, is_journal_line)
     if not lines and path.exists() and path.read_bytes().strip():
         aside = path.with_name(f"{path.name}.corrupt-{time.time_ns()}")
@@ -717,7 +651,7 @@ def journal_lines(path: Path) -> list[dict]:
         log.warning("%s is not readable: moved to %s, the session starts anew", path, aside)
     old = [line for line in lines if "mark" not in line and "n" not in line]
     new = [line for line in lines if "mark" in line or "n" in line]
-    return [*numbered(old), *new]  # today's lines stand behind those of an older version
+    return [*(numbered(old) if old else []), *new]  # an older version's lines come first
 
 
 def is_journal_line(line: dict) -> bool:
@@ -726,45 +660,35 @@ def is_journal_line(line: dict) -> bool:
         return True
     calls = line.get("tool_calls") or []
     blocks = line["content"] if isinstance(line.get("content"), list) else []
-    if not isinstance(calls, list) or not all(isinstance(part, dict) for part in [*calls, *blocks]):
-        return False
-    functions = [call.get("function") or {} for call in calls]
     texts = dict.fromkeys({"runtime", "cut", "id", "timestamp", "tool_call_id"} & line.keys(), str)
     is_message = has({"n": 1} | line, n=int, role=str, content=str | list | None, **texts)
-    are_dicts = all(isinstance(function, dict) for function in functions)
-    return is_message and are_dicts and ("content" in line or bool(calls))
+    has_dicts = isinstance(calls, list) and all(has(call, function=dict) for call in calls)
+    return is_message and has_dicts and all(map(has, blocks)) and ("content" in line or bool(calls))
 
 
 def numbered(lines: list[dict]) -> list[dict]:
-    """A journal of an older version as marks and numbered messages: counts of lines become numbers.
-    If it does not say what was delivered, everything was; nothing of it is resumed.
-
-    {"_type": "metadata", "start": 2, "last_consolidated": 1}, messages
-    →  messages 1 … 4, {"mark": "new", "upto": 2}, {"mark": "saved", "upto": 1}, …
-    """
+    """An older version's journal: its counts of lines become numbers and marks. Nothing is resumed,
+    and nothing sent again unless it says that it was not delivered."""
     state: dict = {}
     messages: list[dict] = []
     for line in lines:
         if line.get("_type") == "metadata":
-            state |= line
+            state |= line | (line.get("metadata") or {})
         elif line.get("cut") and not line.get("content"):  # a turn without a word of its answer
             messages.append({"mark": "ended", "why": line["cut"]})
         else:
             messages.append({"n": len(messages) + 1} | line)
-    details = state.get("metadata")
-    counts = {"delivered": len(messages), "start": 0, "last_consolidated": 0} | state
-    counts |= details if isinstance(details, dict) else {}
-    uptos = [("delivered", "delivered"), ("new", "start"), ("saved", "last_consolidated")]
-    marks = [{"mark": mark, "upto": counts[name]} for mark, name in uptos if has(counts, **{name: int})]
-    session = {"mark": "session", "created_at": state.get("created_at")}
-    return [session, *messages, {"mark": "ended"}, *marks] if lines else []
+    return [
+        {"mark": "session", "created_at": state.get("created_at")},
+        *messages,
+        {"mark": "ended"},
+        {"mark": "delivered", "upto": state.get("delivered", len(messages))},
+        {"mark": "new", "upto": state.get("start", 0)},
+        {"mark": "saved", "upto": state.get("last_consolidated", 0)},
+    ]
 
 
 # ---- Files: writing that survives a full disk, a kill and a power cut; locks ----
-
-
-def now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
 def as_lines(records: list[dict]) -> str:
@@ -798,21 +722,16 @@ def write_atomically(path: Path, content: str) -> None:
     """The old content or the new one, never half of it. A link stays a link, a mode stays."""
     path = path.resolve()
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open_private(draft, "wb") as file:
-            file.write(content.encode("utf-8", errors="replace"))
-            file.flush()
-            os.fsync(file.fileno())
-        if path.exists():
-            shutil.copymode(path, draft)
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
+    with open_private(draft, "wb") as file:
+        file.write(content.encode("utf-8", errors="replace"))
+    fsync(draft)
+    if path.exists():
+        shutil.copymode(path, draft)
+    os.replace(draft, path)
     fsync(path)
 
 
 def fsync(path: Path) -> None:
-    """Bring a file and its name to the disk."""
     with open(path, "r+b") as file:  # Windows syncs nothing that is open to read only
         os.fsync(file.fileno())
     with contextlib.suppress(OSError):  # not every system can sync a folder
@@ -827,20 +746,14 @@ def file_size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def read_regular_file(path: Path, most: int = 100_000) -> bytes:
-    """At most so many bytes of a file. Raises OSError, also for a FIFO, a device or a larger file."""
-    without_waiting = getattr(os, "O_NONBLOCK", 0)  # for somebody who writes into a FIFO
-    descriptor = os.open(path, os.O_RDONLY | without_waiting)
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError("it is no regular file but a directory, FIFO or device")
-        with open(descriptor, "rb", closefd=False) as file:
-            data = file.read(most + 1)
-    finally:
-        os.close(descriptor)
-    if len(data) > most:
-        raise OSError(f"it has more than {most:,} bytes")
-    return data
+def read_regular_file(path: Path) -> bytes:
+    """Raises OSError, also for a FIFO, a device, or more than 100,000 bytes."""
+    details = path.stat()
+    if not stat.S_ISREG(details.st_mode):
+        raise OSError("it is no regular file but a directory, FIFO or device")
+    if details.st_size > 100_000:
+        raise OSError("it has more than 100,000 bytes")
+    return path.read_bytes()
 
 
 class SessionBusy(Exception):
@@ -850,32 +763,21 @@ class SessionBusy(Exception):
 @contextlib.contextmanager
 def locked(path: Path, busy: str = "") -> Iterator[None]:
     """Hold a lock against other programs: wait for it, or raise SessionBusy with the text `busy`.
-    It ends with the file's closing, or the program's death. Open what it protects behind it."""
+    It ends with the program's death, too. What it protects must be opened inside."""
     with open_private(path) as file:
-        while not try_lock(file):
-            if busy:
-                raise SessionBusy(busy)
-            time.sleep(0.01)
+        try:
+            if os.name == "nt":
+                import msvcrt
+
+                file.seek(0)
+                msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK if busy else msvcrt.LK_LOCK, 1)
+            else:
+                import fcntl
+
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB if busy else fcntl.LOCK_EX)
+        except (BlockingIOError, PermissionError):
+            raise SessionBusy(busy) from None
         yield
-
-
-def try_lock(file: Any) -> bool:
-    try:
-        if os.name == "nt":
-            import msvcrt
-
-            file.seek(0)
-            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-        else:
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        return False
-    return True
-
-
-# ---- The sessions of a workspace ----
 
 
 class SessionManager:
@@ -888,8 +790,8 @@ class SessionManager:
         self._held: set[str] = set()
 
     def path(self, key: str) -> Path:
-        """A file name that decodes to the key: `telegram:a_b` → `telegram%3Aa_b.jsonl`. A journal of
-        the first format goes on under its name: `cli:direct` → `cli_direct.jsonl`."""
+        """`telegram:a_b` → `telegram%3Aa_b.jsonl`; a journal of the first format keeps its name:
+        `cli:direct` → `cli_direct.jsonl`."""
         name = quote(key, " @+,=", errors="replace").replace(".", "%2E")
         path = self.folder / f"{name}.jsonl"
         older = self.folder / f"{key.replace(':', '_')}.jsonl"
@@ -911,13 +813,16 @@ class SessionManager:
         return session
 
     def _load(self, key: str, path: Path) -> Session:
-        """Read a journal. The history knows better than a damaged `saved` mark, or one that a
-        killed program did not write."""
+        """The history knows better than a `saved` mark that is damaged, or was never written."""
         session = Session(key, path)
         size = file_size(path)
         lines = journal_lines(path)
-        created = [line.get("created_at") for line in lines if line.get("mark") == "session"]
-        rounds = self.store.rounds(key, str(created[0])) if created else {}
+        own = {"session": key, "created_at": lines[0].get("created_at") if lines else ""}.items()
+        rounds = {}  # the number up to which → the summary
+        for entry in self.store.entries():
+            upto = entry.get("upto", entry.get("until"))  # `until` of an older version
+            if entry.items() >= own and isinstance(upto, int):
+                rounds[upto] = str(entry.get("summary") or entry["content"])
         for line in lines:
             if line.get("mark") != "saved" or not rounds or line.get("upto") in rounds:
                 session.take(line)
@@ -929,23 +834,20 @@ class SessionManager:
         return session
 
     def transcript(self, key: str) -> list[str]:
-        """All messages of a journal, for people."""
         return [readable(line) for line in journal_lines(self.path(key)) if "role" in line]
 
     def list_keys(self) -> list[str]:
         """All session keys, also of those in which a message waits; the one used last first."""
-        times: dict[str, float] = {}
-        for path in [*self.folder.glob("*.jsonl"), *self.folder.glob("*.inbox")]:
-            name = unquote(path.stem)
-            key = name if ":" in name else name.replace("_", ":", 1)  # of the first format
-            if path.exists() and "\ufffd" not in key:  # not of others: Emacs leaves links to nowhere
-                times[key] = max(times.get(key, 0.0), path.stat().st_mtime)
-        return sorted(times, key=times.__getitem__, reverse=True)
+        files = [path for path in self.folder.glob("*") if path.suffix in (".jsonl", ".inbox")]
+        there = [path for path in files if path.exists()]  # Emacs leaves links to nowhere
+        there.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+        names = [unquote(path.stem) for path in there]
+        keys = [name if ":" in name else name.replace("_", ":", 1) for name in names]  # of old ones
+        return [key for key in dict.fromkeys(keys) if "\ufffd" not in key]
 
     @contextlib.contextmanager
     def lock(self, key: str) -> Iterator[None]:
-        """Hold a session against other programs. Raises SessionBusy. A block without `await` may
-        lie inside a turn of this program that holds it."""
+        """Hold a session against other programs; may be nested. Raises SessionBusy."""
         if key in self._held:
             yield
             return
@@ -964,20 +866,12 @@ class SessionManager:
 
 def readable(message: dict) -> str:
     """[2026-04-03T10:00:00+0200] assistant: calls read_file({"path": "a.txt"})"""
-    parts = [as_text(message.get("content"))]
-    for call in message.get("tool_calls") or []:
-        function = call.get("function") or {}
+    parts = [str(message.get("content") or "")]
+    for function in [call["function"] for call in message.get("tool_calls") or []]:
         parts.append(f"calls {function.get('name')}({function.get('arguments')})")
     text = "\n".join(part for part in parts if part)
     cut = f" [broke off: {message['cut']}]" if message.get("cut") else ""
     return f"[{message.get('timestamp', 'no time')}] {message['role']}: {text}{cut}"
-
-
-def as_text(content: Any) -> str:
-    """Blocks, which only other programs write into a journal, as JSON."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    return to_json(content)
 
 
 def without_images(message: dict) -> dict:
@@ -999,7 +893,6 @@ def counted(count: int, one: str, several: str = "") -> str:
 
 
 def middle_out(text: str, most: int) -> str:
-    """The beginning and the end, about `most` characters."""
     if len(text) <= most:
         return text
     return f"{text[: most * 2 // 3]} […] {text[-most // 3 :]}"
@@ -1017,20 +910,17 @@ THOUGHTS = r"(?s)\s{0,100}<think>.*?(</think>|\Z)"
 # "[2026-04-03 00:02] The user planned a trip."
 STAMP = r"(?s)\s{0,100}(?:\[(\d{4}-\d\d-\d\d \d\d:\d\d)\]\s{0,100})?(.{0,64000})"
 
-LETTERS = string.ascii_lowercase.encode() + b" \n"
-CAPITALS = string.ascii_uppercase.encode()
+LETTERS = b"abcdefghijklmnopqrstuvwxyz \n"
 ASCII = bytes(range(128))
 
 
 def estimate(text: str) -> int:
-    """Tokens, 0.6 to 2.4 times the true number: of prose, where a token is five letters, as of data,
-    where it is one or two characters."""
+    """Tokens, 0.6 to 2.4 times the true number, of prose (five letters each) as of data (1.5)."""
     data = text.encode("utf-8", errors="replace")
     rest = data.translate(None, LETTERS)
-    marks = rest.translate(None, CAPITALS)
-    foreign = marks.translate(None, ASCII)
-    letters, capitals = len(data) - len(rest), len(rest) - len(marks)
-    return int(letters / 5 + capitals / 1.3 + (len(marks) - len(foreign)) / 1.75 + len(foreign) / 4.5) + 1
+    foreign = rest.translate(None, ASCII)
+    letters, marks = len(data) - len(rest), len(rest) - len(foreign)
+    return int(letters / 5 + marks / 1.5 + len(foreign) / 4.5) + 1
 
 
 def load_vocabulary() -> Callable[[str], int]:
@@ -1045,17 +935,17 @@ class TokenCounter:
     """Sizes in tokens, each text measured once: estimated until `load() -> count` has come."""
 
     def __init__(self, load: Callable[[], Callable[[str], int]] = load_vocabulary):
-        self._load: Callable | None = load
+        self._fetching = threading.Thread(target=self._fetch, args=(load,), daemon=True)
         self.count = lru_cache(maxsize=1_000)(estimate)
 
     def size(self, message: dict) -> int:
         """Of a message; an image counts as 1,000."""
         content = message.get("content")
-        blocks = content if isinstance(content, list) else [{"text": as_text(content)}]
+        blocks = content if isinstance(content, list) else [{"text": content}]
         images = [block for block in blocks if block.get("type") == "image_url"]
-        texts = [as_text(block.get("text")) for block in blocks if block not in images]
+        texts = [block["text"] for block in blocks if block.get("text")]
         texts += [to_json(call) for call in message.get("tool_calls") or []]
-        return 4 + 1_000 * len(images) + sum(self.count(text) for text in texts if text)
+        return 4 + 1_000 * len(images) + sum(self.count(text) for text in texts)
 
     def total(self, messages: list[dict]) -> int:
         return sum(map(self.size, messages))
@@ -1065,9 +955,8 @@ class TokenCounter:
 
     def count_exactly_from_now_on(self) -> None:
         """As soon as the vocabulary is there: it comes in the background, however long it takes."""
-        if self._load:
-            threading.Thread(target=self._fetch, args=(self._load,), daemon=True).start()
-        self._load = None
+        if not self._fetching.ident:
+            self._fetching.start()
 
     def _fetch(self, load: Callable) -> None:
         try:
@@ -1085,7 +974,7 @@ class MemoryRepository:
     """Facts, history and skills under git, in `.nanobot/memory.git`; without git no commits."""
 
     facts = (*DREAM_FILES, "skills")
-    history = ("memory/history.jsonl", "memory/history-archive.jsonl")
+    files = (*facts, "memory/history.jsonl", "memory/history-archive.jsonl")
     attributes = "* !text !eol !diff !filter !ident !working-tree-encoding\n"  # none of the user's
 
     def __init__(self, workspace: Path):
@@ -1098,9 +987,10 @@ class MemoryRepository:
         own |= {"GIT_DIR": ".nanobot/memory.git", "GIT_WORK_TREE": ".", "LC_ALL": "C"}
         own |= {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull}
         me = ["-c", "user.name=nanobot", "-c", "user.email=nanobot@localhost"]
-        command = ["git", *me, "-c", "gc.autoDetach=false", *arguments]
-        options = {"cwd": self.workspace, "env": own, "capture_output": True}
-        done = subprocess.run(command, input=text.encode(errors="surrogateescape"), **options)
+        done = subprocess.run(
+            ["git", *me, "-c", "gc.autoDetach=false", *arguments], cwd=self.workspace, env=own,
+            input=text.encode(errors="surrogateescape"), capture_output=True,
+        )  # fmt: skip
         if done.returncode:
             problem = done.stderr.decode(errors="replace").strip()
             log.info("git %s: %s", arguments[0], problem)
@@ -1108,15 +998,14 @@ class MemoryRepository:
         return done.stdout.decode(errors="surrogateescape")  # a patch comes back byte for byte
 
     def commit(self, subject: str) -> tuple[str, int]:
-        """A problem for the user ("" if there is none), and how many lines have changed since the
-        last commit. A broken repository is put aside and a new one begun."""
+        """A problem for the user, or "", and how many lines have changed since the last commit."""
         if not shutil.which("git"):
             return "There is no git, so it cannot be looked at or undone.", 0
         try:
             return "", self._commit(subject)
         except OSError as problem:
             aside = self.folder.with_name(f"memory.git.broken-{time.time_ns()}")
-            told = f"The memory's repository is broken ({problem}): it is {aside} now, a new one begins."
+            told = f"The memory's repository is broken ({problem}): it is put into {aside}."
         log.warning("%s", told)
         if self.folder.exists():
             os.replace(self.folder, aside)
@@ -1129,14 +1018,12 @@ class MemoryRepository:
             write_atomically(self.folder / "info" / "attributes", self.attributes)
         for lock in self.folder.glob("**/*.lock"):  # of a git that was killed
             lock.unlink()
-        there = [name for name in self.facts + self.history if (self.workspace / name).exists()]
-        for option, name in [("-u", "."), *(("-f", name) for name in there)]:
-            try:
-                self.git("add", option, "--ignore-errors", "--", name)
-            except OSError as problem:  # it cannot be read, lies behind a link, or is a repository
-                log.warning("not under git: %s", problem)
+        for name in self.files:
+            with contextlib.suppress(OSError):  # there is no such file, or it lies behind a link
+                self.git("add", "-A", "-f", "--ignore-errors", "--", name)
         changed = self.git("diff", "--cached", "--numstat", "--no-renames", "--", *self.facts)
-        count = sum(map(int, re.findall(r"(?m)^\d+(?=\t)|(?<=\t)\d+(?=\t)", changed)))
+        counts = re.findall(r"(?m)^(\d+)\t(\d+)", changed)
+        count = sum(int(added) + int(removed) for added, removed in counts)
         if count:
             title = f"{subject}: {time.strftime('%Y-%m-%d %H:%M')}, {count} change(s)"
             self.git("commit", "-q", "-m", title)
@@ -1145,10 +1032,9 @@ class MemoryRepository:
     def log(self, sha: str = "") -> str:
         """All commits, one a line, or what one of them changed."""
         try:
+            commit = self._known(sha or "HEAD")
             if not sha:
-                self._known("HEAD")
                 return self.git("log", "--format=%h %s").strip()
-            commit = self._known(sha)
             shown = self.git("show", "--format=%h %s", commit, "--", *self.facts)[:16_000]
             return shown.encode(errors="surrogateescape").decode(errors="replace")
         except OSError as problem:
@@ -1163,8 +1049,7 @@ class MemoryRepository:
                 parent = self._known(f"{commit}^")
                 self._commit("changes outside of dreams")
                 patch = self.git("diff-tree", "-p", "--binary", parent, commit, "--", *self.facts)
-                files = [self.workspace / name for name in DREAM_FILES]
-                files += (self.workspace / "skills").glob("*/*")
+                files = [*map(self.workspace.joinpath, DREAM_FILES), *self.workspace.glob("skills/*/*")]
                 modes = [(path, path.stat().st_mode) for path in files if path.is_file()]
                 self.git("apply", "-R", "--whitespace=nowarn", text=patch, why=why)
                 for path, mode in modes:  # git writes each file anew, readable for all
@@ -1177,10 +1062,8 @@ class MemoryRepository:
     def _known(self, sha: str) -> str:
         if not (self.folder / "HEAD").exists():
             raise OSError("there has been no dream yet, or git is not installed.")
-        why = "there is no such commit, or none before it. /dream-log lists them."
-        if sha == ":/^dream:":
-            why = "no dream has changed anything yet. /dream-log lists all commits."
-        elif not re.fullmatch(r"HEAD|[0-9a-f]{4,40}\^?", sha):
+        why = "there is no such dream or commit, or none before it. /dream-log lists them."
+        if not re.fullmatch(r":/\^dream:|HEAD|[0-9a-f]{4,40}\^?", sha):
             raise OSError(why)
         return self.git("rev-parse", "--verify", sha, why=why).strip()
 
@@ -1203,7 +1086,7 @@ class Skill:
 
 
 class SkillsLoader:
-    """Skills of the workspace and of the kit; one of the workspace shadows the kit's of its name."""
+    """Skills of the workspace and of the kit; of two with one name the workspace's counts."""
 
     def __init__(self, *folders: Path, read: Read = read_regular_file):
         self.folders = folders  # the first one wins
@@ -1211,63 +1094,58 @@ class SkillsLoader:
         self._warned: set[tuple[Path, str]] = set()
 
     def load(self) -> list[Skill]:
-        """All of them, by name, the broken ones too: look at `problem`."""
+        """All of them, the broken ones too: look at `problem`."""
         paths: dict[str, Path] = {}
         for folder in reversed(self.folders):
             paths |= {path.parent.name: path for path in folder.glob("*/SKILL.md")}
-        skills = [self._read(paths[name]) for name in sorted(paths)]
-        for skill in skills:
-            if skill.problem and (skill.path, skill.problem) not in self._warned:
-                self._warned.add((skill.path, skill.problem))
-                log.warning("%s is left out: %s", skill.path, skill.problem)
-        return skills
+        return [self._read(path) for _, path in sorted(paths.items())]
 
     def _read(self, path: Path) -> Skill:
         try:
             return skill_of(path, self.read(path))
         except Exception as problem:  # whatever it is: one bad skill must not end every turn
-            return Skill(path.parent.name, path, problem=str(problem) or type(problem).__name__)
+            why = f"{type(problem).__name__}: {problem}"
+            if (path, why) not in self._warned:
+                log.warning("%s is left out: %s", path, why)
+            self._warned.add((path, why))
+            return Skill(path.parent.name, path, problem=why)
 
 
 # "---\nname: weather\n---\n"
-FRONT_MATTER = r"(?s)---[ \t]{0,20}\n(.*?\n|)---[ \t]{0,20}(?:\n|\Z)"
+FRONT_MATTER = r"(?s)(?:---[ \t]{0,20}\n(.*?\n|)---[ \t]{0,20}(?:\n|\Z))?"
 # `"bins": ["gh", "jq"]`, `bins: [gh, jq]`, "bins:\n  - gh\n  - jq"
 NEEDS = r"\b{}[\"']?:\s{{0,100}}(\[[^\]]{{0,2000}}\]|(?:-[^\n]{{0,200}}\s{{0,100}}){{1,50}})"
+NEEDED = (("bins", shutil.which, "program"), ("env", os.getenv, "environment variable"))
+NAME = r"[^\s,\[\]\"'-][^\s,\[\]\"']{0,200}"
 
 
 def skill_of(path: Path, data: bytes) -> Skill:
-    """The skill in a file's bytes. Front matter is YAML between two `---`; any part may be missing."""
+    """A skill from a file's bytes; any part of it may be missing."""
     text = data.decode("utf-8-sig", errors="replace").replace("\r\n", "\n")
     match = re.match(FRONT_MATTER, text)
-    front = match[1] if match else ""
+    front = match[1] or ""
     fields = fields_of(front)
-    missing = [f"program {name}" for name in needs(front, "bins") if not shutil.which(name)]
-    variables = [name for name in needs(front, "env") if not os.getenv(name)]
+    missing = []
+    for key, find, kind in NEEDED:
+        needs = re.search(NEEDS.format(key), front)
+        names = re.findall(NAME, needs[1]) if needs else []
+        missing += [f"{kind} {name}" for name in names if not find(name)]
     return Skill(
         fields.get("name") or path.parent.name, path, fields.get("description", ""),
-        text[match.end() if match else 0 :].strip(), fields.get("always", "") in ("true", "yes"),
-        missing + [f"environment variable {name}" for name in variables],
+        text[match.end() :].strip(), fields.get("always") in ("true", "yes"), missing,
     )  # fmt: skip
 
 
 def fields_of(front: str) -> dict[str, str]:
-    """`key: value` of YAML; a value may be in quotes, go on in indented lines, or stand behind `>`."""
+    """`key: value` of YAML; a value may be in quotes, or go on in indented lines (behind `>`)."""
     fields = {}
     front = re.sub(r"\n\n+", "\n", front)  # in two steps: in one it would not be linear
     for line in re.sub(r"\n[ \t]+", " ", front).split("\n"):
         key, _, value = line.partition(":")
         value = value.strip()
-        if value.startswith((">", "|")):
-            value = value.lstrip(">|+-")
-        elif value.startswith(("'", '"')):
+        if value.startswith(("'", '"')):
             value = value[1:].partition(value[0])[0]
         else:
-            value = value.partition(" #")[0]
+            value = value.lstrip(">|+-").partition(" #")[0]
         fields[key] = value.strip()
     return fields
-
-
-def needs(front: str, kind: str) -> list[str]:
-    """What a skill requires, as JSON or as YAML: `requires: {bins: [gh]}` → ["gh"]"""
-    match = re.search(NEEDS.format(kind), front)
-    return re.findall(r"[^\s,\[\]\"'-][^\s,\[\]\"']{0,200}", match[1]) if match else []

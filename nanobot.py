@@ -1456,7 +1456,7 @@ class BusService:
             message = as_sent(line, "")
             if images:
                 text = {"type": "text", "text": message["content"]}
-                message |= {"content": [*images, text], "is_said": True}
+                message |= {"content": [*images, text]}
             sent.append(message)
         return sent
 
@@ -1774,12 +1774,9 @@ def make_dream(loop: AgentLoop) -> Dream:
     )  # fmt: skip
 
 
-async def ask_model(
-    loop: AgentLoop, messages: list[dict], tools: list[dict], choice: str | None
-) -> LLMResponse:
-    response = await loop.provider.chat(
-        messages, tools, max_tokens=loop.config.defaults.max_tokens, tool_choice=choice
-    )
+async def ask_model(loop: AgentLoop, messages: list[dict], tools: list[dict]) -> LLMResponse:
+    most = loop.config.defaults.max_tokens
+    response = await loop.provider.chat(messages, tools, max_tokens=most)
     add_up(loop.cost.total, response.usage)
     return response
 
