@@ -431,16 +431,20 @@ class MemoryStore:
 
     def entries(self) -> list[dict]:
         """All entries of the history, the oldest first. 1,000 take 5 ms: read again if changed."""
-        there = self.history.exists()
-        stamp = (self.history.stat().st_size, self.history.stat().st_mtime_ns) if there else ()
+        stamp = self._stamp()
         if stamp != self._entries[0]:
             self._entries = (stamp, read_records(self.history, is_entry))
         return self._entries[1]
 
+    def _stamp(self) -> tuple:
+        there = self.history.exists()
+        return (self.history.stat().st_size, self.history.stat().st_mtime_ns) if there else ()
+
     def append_history(self, *texts: str, **origin: Any) -> None:
         """Entries with the next cursors, in one write. A text may begin `[2026-04-03 00:02]`."""
         with locked(self.folder / ".lock"):
-            cursor = max([self.dream_cursor, *(entry["cursor"] for entry in self.entries())])
+            known = self.entries()
+            cursor = max([self.dream_cursor, *[entry["cursor"] for entry in known]])
             entries = []
             for number, text in enumerate(texts, cursor + 1):
                 stamp = re.match(STAMP, text)
@@ -450,6 +454,7 @@ class MemoryStore:
                 entries.append(entry | origin)
             append_lines(self.history, entries)
             fsync(self.history)
+            self._entries = (self._stamp(), [*known, *entries])  # not read again after each round
 
     def rounds(self, key: str, created_at: str) -> dict[int, str]:
         """What the history has of a session: the number up to which → the summary."""
