@@ -67,11 +67,12 @@ class Session:
         self.size = 0  # bytes that we read or wrote; the file has more if another program wrote
 
     def append(self, *messages: dict) -> None:
-        """Number and write them, all or none; `synced()` before it is told. Raises OSError."""
+        """Number and write them, all or none. A power cut may take what is not `synced`."""
         numbered = enumerate(messages, self.highest + 1)
         self._write([{"n": n} | without_images(message) for n, message in numbered])
 
     def mark(self, name: str, **details: Any) -> None:
+        """Append new, ended (why), resumed, saved (upto, summary) or delivered (upto)."""
         self._write([{"mark": name, **details}])
 
     def _write(self, lines: list[dict]) -> None:
@@ -151,7 +152,6 @@ class Session:
         return f"[the message above was not answered: {why}]" if why else ""
 
     def summary_messages(self) -> list[dict]:
-        """The message that stands for the saved part of the conversation, if there is one."""
         if not self.summary or self.saved <= self.start:
             return []
         content = f"[Summary of the earlier part of this conversation]\n\n{self.summary}"
@@ -207,8 +207,8 @@ def as_sent(message: dict, gap: str) -> dict:
 
 
 class Inbox:
-    """What waits for a session: kind user, command (`/new`, `/continue`), or report (of a job, a
-    helper). Anybody writes to it; the holder of the session's lock moves lines into the journal."""
+    """What waits for a session, of kind user, command (`/new`, `/continue`) or report (of a job or
+    helper). Anybody appends; the holder of the session's lock moves lines into the journal."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -287,9 +287,11 @@ class Governed:
             if message["role"] == "tool" and length >= 500:  # no model takes this for its own words
                 text = f"[{length:,} characters that {name} returned are left out here]"
                 yield "old tool result", {n: {**message, "content": text}}
-        users = [n for n in range(begin) if messages[n]["role"] == "user"]
-        summaries = [n for n in users if "is_summary" in messages[n]]
-        for first, end in pairwise([*(n for n in users if n not in summaries), begin]):
+        past = [n for n in range(begin) if messages[n]["role"] != "system"]
+        summaries = [n for n in past if "is_summary" in messages[n]]
+        past = past[len(summaries) :]  # they stand before the turns
+        begins = [n for n in past if messages[n]["role"] == "user"]
+        for first, end in pairwise(sorted({*past[:1], *begins, begin})):
             yield "turn", dict.fromkeys(range(first, end))
         for n in summaries:
             yield "summary", {n: None}
@@ -316,11 +318,10 @@ class Governed:
 
 
 class MemoryStore:
-    """MEMORY.md, which people edit too, and the history, which only grows: memory/history.jsonl
+    """MEMORY.md, which people edit too, and memory/history.jsonl, which only grows. An entry that
+    stands for messages of a session also has session, created_at, upto and summary.
 
     {"cursor": 42, "timestamp": "2026-04-03 00:02", "content": "The user planned a trip to Rome."}
-
-    The entry of a round has its session, created_at, upto and summary, too.
     """
 
     def __init__(self, workspace: Path, read: Read | None = None):
@@ -457,7 +458,7 @@ class Consolidator:
                 end, text = self._next_part(session, upto)
                 saved = await self._save(session, text) if end else None
                 if saved is None or session.size != file_size(session.path):
-                    break  # another program has written to the session
+                    break  # no model, or another program wrote to the session
                 entries, summary = saved
                 origin = {"session": session.key, "created_at": session.created_at, "upto": end}
                 try:
@@ -484,7 +485,7 @@ class Consolidator:
         return end, fitted(text, room)  # one turn alone may be too long
 
     async def _save(self, session: Session, text: str) -> tuple[list[str], str] | None:
-        """History entries and summary: the text if the model is no help, None if it is unreachable."""
+        """History entries and summary (raw if the model is no help); None if it is unreachable."""
         earlier = [message["content"] for message in session.summary_messages()]
         for _ in range(3):  # MEMORY.md may change while the model thinks, an answer may be cut
             facts = self.store.read_facts()
@@ -562,11 +563,10 @@ class Dream:
         """Both phases, to an outcome: completed, failed, or did not reach the model."""
         most = self.budget // 2
         lines = [f"[{entry['timestamp']}] {fitted(entry['content'], most)}" for entry in batch]
-        today = time.strftime("Today is %Y-%m-%d, %A.")
         paths = [self.store.workspace / name for name in DREAM_FILES]
         texts = [fitted(self.store.text_of(path), self.budget // 8) for path in paths]
         files = [f"# {path}\n\n{text}" for path, text in zip(paths, texts, strict=True)]
-        question = "\n\n".join([today, *files, "# History", *lines])
+        question = "\n\n".join([time.strftime("Today: %Y-%m-%d, %A"), *files, "# History", *lines])
         response = await self.ask(request(self.find_prompt, question), [])
         if response.finish_reason == "error":
             return "failed" if response.is_overflow else UNREACHABLE
@@ -667,8 +667,7 @@ def is_journal_line(line: dict) -> bool:
 
 
 def numbered(lines: list[dict]) -> list[dict]:
-    """An older version's journal: its counts of lines become numbers and marks. Nothing is resumed,
-    and nothing sent again unless it says that it was not delivered."""
+    """An older version's journal: its counts of lines become numbers, all its turns are ended."""
     state: dict = {}
     messages: list[dict] = []
     for line in lines:
@@ -790,8 +789,7 @@ class SessionManager:
         self._held: set[str] = set()
 
     def path(self, key: str) -> Path:
-        """`telegram:a_b` → `telegram%3Aa_b.jsonl`; a journal of the first format keeps its name:
-        `cli:direct` → `cli_direct.jsonl`."""
+        """`cli:direct` → `cli%3Adirect.jsonl`; one of the first format stays `cli_direct.jsonl`."""
         name = quote(key, " @+,=", errors="replace").replace(".", "%2E")
         path = self.folder / f"{name}.jsonl"
         older = self.folder / f"{key.replace(':', '_')}.jsonl"
@@ -842,7 +840,7 @@ class SessionManager:
         there = [path for path in files if path.exists()]  # Emacs leaves links to nowhere
         there.sort(key=lambda path: path.stat().st_mtime, reverse=True)
         names = [unquote(path.stem) for path in there]
-        keys = [name if ":" in name else name.replace("_", ":", 1) for name in names]  # of old ones
+        keys = [name if ":" in name else name.replace("_", ":", 1) for name in names]  # cli_direct
         return [key for key in dict.fromkeys(keys) if "\ufffd" not in key]
 
     @contextlib.contextmanager
@@ -935,7 +933,7 @@ class TokenCounter:
     """Sizes in tokens, each text measured once: estimated until `load() -> count` has come."""
 
     def __init__(self, load: Callable[[], Callable[[str], int]] = load_vocabulary):
-        self._fetching = threading.Thread(target=self._fetch, args=(load,), daemon=True)
+        self._fetching = threading.Thread(target=self._fetch, args=[load], daemon=True)
         self.count = lru_cache(maxsize=1_000)(estimate)
 
     def size(self, message: dict) -> int:
@@ -1049,7 +1047,8 @@ class MemoryRepository:
                 parent = self._known(f"{commit}^")
                 self._commit("changes outside of dreams")
                 patch = self.git("diff-tree", "-p", "--binary", parent, commit, "--", *self.facts)
-                files = [*map(self.workspace.joinpath, DREAM_FILES), *self.workspace.glob("skills/*/*")]
+                files = [self.workspace / name for name in DREAM_FILES]
+                files += self.workspace.glob("skills/*/*")
                 modes = [(path, path.stat().st_mode) for path in files if path.is_file()]
                 self.git("apply", "-R", "--whitespace=nowarn", text=patch, why=why)
                 for path, mode in modes:  # git writes each file anew, readable for all

@@ -1103,7 +1103,7 @@ def test_sessions_show_of_a_stranger_is_an_error(own_home):
 
 def test_odd_lines_of_a_journal_are_shown_too(own_home):
     nanobot("--offline", "-m", "x")
-    odd_calls = [{"id": "c1"}, {"function": None}, {"function": {"name": "f", "arguments": {}}}]
+    odd_calls = [{"function": {"name": "f", "arguments": {}}}]
     odd = [{"role": "user", "content": [{"type": "text", "text": "in blocks"}], "timestamp": "5"},
            {"role": "assistant", "content": None, "tool_calls": None},
            {"role": "assistant", "tool_calls": odd_calls},

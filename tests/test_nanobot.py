@@ -4222,9 +4222,9 @@ def test_what_is_asked_for_the_memory_has_the_limits_of_the_settings_and_is_paid
     usage = {"prompt_tokens": 10, "completion_tokens": 1}
     loop = make_loop(tmp_path, [LLMResponse("ok", usage=usage)], max_tokens=99)
     messages, tools = [{"role": "user", "content": "x"}], [{"function": {"name": "keep"}}]
-    assert asyncio.run(nanobot.ask_model(loop, messages, tools, "keep")).content == "ok"
+    assert asyncio.run(nanobot.ask_model(loop, messages, tools)).content == "ok"
     (request,) = loop.provider.requests
-    assert (request.options, request.tools) == ({"max_tokens": 99, "tool_choice": "keep"}, tools)
+    assert (request.options, request.tools) == ({"max_tokens": 99}, tools)
     assert loop.cost.total == {
         "prompt_tokens": 10, "completion_tokens": 1, "cached_tokens": 0, "estimated": False}  # fmt: skip
 
