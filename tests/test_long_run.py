@@ -22,10 +22,9 @@ from memory import MemoryStore, SessionManager
 from providers import OfflineProvider
 from test_command_line import nanobot
 from test_memory import CHAT, HOUR, KEY, Model, answer, call, contents, history_of, lines_of, loaded
-from test_memory import make_loop, no_network, posix, said, saving, say, told, tokens_in, user
+from test_memory import make_loop, no_network, posix, said, saving, say, told, tokens_in, user  # noqa: F401
 from tools import tool
 
-__all__ = ["no_network"]  # a fixture of all tests here, too
 slow = pytest.mark.slow
 
 
@@ -137,13 +136,13 @@ def dream(workspace: Path) -> None:
 @pytest.mark.parametrize("every", [11, pytest.param(1, marks=slow)])
 @pytest.mark.parametrize("work", [consolidate, dream])
 def test_kill_9_between_any_two_writes_loses_and_doubles_nothing(tmp_path, work, every):
-    memory = MemoryStore(tmp_path / "0")
+    memory, session = MemoryStore(tmp_path / "0"), loaded(tmp_path / "0")
     tokens = [f"<{n}>" for n in range(40 if work is consolidate else 4)]
     if work is consolidate:
         for token in tokens:
-            loaded(tmp_path / "0").append(user(f"{token} " + "x " * 100), answer("Yes."))
+            session.append(user(f"{token} " + "x " * 100), answer("Yes."))
     else:
-        memory.append_history(*(f"The user said {token}." for token in tokens))
+        memory.append_history(*tokens)
         memory.facts.write_text("- Tom\n")
     for kills in itertools.count():
         workspace = tmp_path / f"killed-{kills}"
@@ -168,8 +167,7 @@ def test_kill_9_between_any_two_writes_loses_and_doubles_nothing(tmp_path, work,
 # A gateway in a process of its own; the test is its channel: it sends again what was not confirmed.
 
 FORKS = multiprocessing.get_context("forkserver" if hasattr(os, "fork") else "spawn")
-if hasattr(os, "fork"):
-    FORKS.set_forkserver_preload(["nanobot", "test_memory"])  # to load them takes longer than the test
+FORKS.set_forkserver_preload(["nanobot", "test_memory"])  # to load them takes longer than the test
 
 
 def die_at_write(workspace: Path, moment: int) -> None:
@@ -189,7 +187,6 @@ class Wire(Channel):
     name = "desk"
 
     def __init__(self, pipe):
-        super().__init__(["*"])
         self.pipe = pipe
 
     async def start(self, bus):
@@ -282,7 +279,7 @@ class Line:
         return True
 
     def has_sent(self, words: str) -> bool:
-        return any(words in text for text in self.heard["sent"])
+        return words in str(self.heard["sent"])
 
     def kill(self) -> None:
         self.process.kill()
