@@ -28,9 +28,6 @@ from tools import tool
 slow = pytest.mark.slow
 
 
-# ---- The whole cycle, without a key ----
-
-
 def test_what_was_said_is_known_in_a_new_session_and_a_dream_is_seen_and_undone(own_home):
     def ask(text: str, *options: str) -> str:
         return nanobot("--offline", *options, "-m", text)[1]
@@ -47,15 +44,16 @@ def test_what_was_said_is_known_in_a_new_session_and_a_dream_is_seen_and_undone(
     assert "There is nothing new" in ask("/dream"), "what was undone stays undone"
 
 
-# ---- 2,000 turns ----
+def keeping(pattern: str):
+    """A model that saves what it finds in a conversation, and gives MEMORY.md back whole."""
 
+    def save(request):
+        facts, _, talked = request.messages[1]["content"].partition("# Conversation")
+        found = re.findall(pattern, talked)
+        lines = re.findall(r"(?m)^- .*$", facts) + [f"- The user's {each}" for each in found]
+        return saving(f"{HOUR}Saved: {' '.join(found)}", "\n".join(dict.fromkeys(lines)), "This and that.")
 
-def keep_favourites(request):
-    """Saves what begins with `my favourite`, and gives MEMORY.md back whole."""
-    facts, _, talked = request.messages[1]["content"].partition("# Conversation")
-    old = re.findall(r"^- .*$", facts, re.MULTILINE)
-    new = [f"- The user's {fact}" for fact in re.findall(r"my (favourite \w+ is \w+)", talked)]
-    return saving(f"{HOUR}They talked.", "\n".join(dict.fromkeys([*old, *new])), "This and that.")
+    return save
 
 
 def reads_now_and_then(request):
@@ -69,7 +67,7 @@ def reads_now_and_then(request):
 @pytest.mark.parametrize("turns", [210, pytest.param(2_000, marks=slow)])
 def test_a_conversation_of_2000_turns_costs_late_as_early_and_forgets_nothing(tmp_path, window, turns):
     """The cost is what is sent, and how many functions are called for it."""
-    model = Model(reads_now_and_then, keep_favourites)
+    model = Model(reads_now_and_then, keeping(r"my (favourite \w+ is \w+)"))
     loop = make_loop(tmp_path, model, context_window_tokens=window, max_tokens=2_000)
     (tmp_path / "small.txt").write_text("a line\n" * 30)
     (tmp_path / "large.txt").write_text("a longer line of text\n" * 400)
@@ -107,14 +105,8 @@ def run_until_killed(work, workspace: Path, moment: int) -> None:
 
 
 def consolidate(workspace: Path) -> None:
-    def save(request):
-        facts, _, talked = request.messages[1]["content"].partition("# Conversation")
-        tokens = tokens_in(re.findall("user: .*", talked))
-        lines = dict.fromkeys(re.findall(r"^- .*$", facts, re.MULTILINE) + [f"- {token}" for token in tokens])
-        return saving(" ".join(tokens), "\n".join(lines), "Things.") if "<5>" not in tokens else "I refuse."
-
-    loop = make_loop(workspace, Model(save=save), context_window_tokens=6_000, max_tokens=2_000)
-    say(loop, "/status", "/new")
+    model = Model(save=keeping(r"user: (<\d+>)"))
+    say(make_loop(workspace, model, context_window_tokens=6_000, max_tokens=2_000), "/status", "/new")
 
 
 def dream(workspace: Path) -> None:
@@ -155,8 +147,7 @@ def test_kill_9_between_any_two_writes_loses_and_doubles_nothing(tmp_path, work,
         with told(f"killed before write {1 + kills * every}"):
             entries, facts = history_of(workspace), MemoryStore(workspace).read_facts().splitlines()
             assert sorted(re.findall(r"<\d+>", " ".join(entries))) == sorted(tokens)
-            raw = tokens_in([entry for entry in entries if entry.startswith("[RAW]")])
-            assert len(facts) == len(set(facts)) and {*tokens_in(facts), *raw} >= set(tokens)
+            assert len(facts) == len(set(facts)) and sorted(tokens_in(facts)) == sorted(tokens)
             assert MemoryStore(workspace).unread() == [] or loaded(workspace).saved == 80
         if process.exitcode != -signal.SIGKILL:
             break
@@ -212,13 +203,8 @@ def gateway(workspace: Path, pipe, seed: int, moment: int, window: int) -> None:
         is_first = request.messages[-1]["role"] == "user"
         if dice.random() < 0.5 if seed else is_first and "<go.on>" not in asked:
             return call("work", times=dice.choice([0, 1, 3, 20]) if seed else -1)
-        await asyncio.sleep(dice.choice([0, 0, 0.002]))
         answers = " ".join(str(m["content"]) for m in request.messages if m["role"] == "assistant")
         return " ".join(token for token in asked if token not in answers) or "nothing is open"
-
-    def save(request):
-        questions = re.findall(r"(?m)^\[\S+\] user: .*", request.messages[1]["content"])
-        return saving(HOUR + " ".join(tokens_in(questions)), "- A fact", "Some words.")
 
     @tool
     async def work(times: int) -> str:
@@ -233,7 +219,8 @@ def gateway(workspace: Path, pipe, seed: int, moment: int, window: int) -> None:
     async def serve() -> None:
         bus = MessageBus()
         bus.open(Wire(pipe))
-        await make_loop(workspace, Model(talk, save), work, memory_window=window).run(bus)
+        model = Model(talk, keeping(r"user: (<[\w.]+>)"))
+        await make_loop(workspace, model, work, memory_window=window).run(bus)
 
     die_at_write(workspace, moment)
     asyncio.run(serve())
@@ -295,16 +282,15 @@ class Line:
         """Each message stands in the journal once, was seen in order, and was answered once."""
         tokens = [text for text in self.said if text[0] != "/"]
         lines = [line for line in lines_of(SessionManager(self.workspace).path(CHAT)) if "role" in line]
-        users = [line["content"] for line in lines if line["role"] == "user"]
-        assert [token for text in users for token in tokens_in(text)] == tokens, "journalled once, in order"
+        assert [line["content"] for line in lines if line["role"] == "user"] == tokens
         seen = dict.fromkeys(itertools.chain.from_iterable(self.heard["asked"]))
         assert list(seen) == tokens, "seen by the model, in order"
         answered = Counter(token for text in self.heard["sent"] for token in tokens_in(text))
         for token in tokens:
             least = 0 if token in may_be_unanswered else 1
             assert least <= answered[token] <= 1 + self.unmarked[token], (token, answered[token])
-        results = Counter(line["tool_call_id"] for line in lines if line["role"] == "tool")
-        assert set(results.values()) <= {1}
+        results = [line["tool_call_id"] for line in lines if line["role"] == "tool"]
+        assert len(results) == len(set(results))
 
 
 # What is said, and what is sent when it is done; the tool works until `<b>` is there.
@@ -316,7 +302,6 @@ LIFE = [("<a>", None), ("<b>", "<b>"), ("/new", "A new session"), ("<c>", "<c>")
 @pytest.mark.parametrize("every", [13, pytest.param(1, marks=slow)])
 def test_kill_9_before_any_write_of_a_message_s_life_loses_and_doubles_nothing(tmp_path, window, every):
     """The table of DESIGN 6, step by step: two messages, one while a tool works, /new, two more."""
-    kills = 0
     for moment in itertools.count(2, every):
         line = Line(tmp_path / str(moment), window)
         line.start(moment=moment)
@@ -335,8 +320,7 @@ def test_kill_9_before_any_write_of_a_message_s_life_loses_and_doubles_nothing(t
             assert window == 2 or not {"<a>", "<b>"} & set(line.heard["asked"][-1]), "/new was done"
         if not was_killed:
             break
-        kills += 1
-    assert kills > 30 // every, "else nothing was tested"
+    assert moment > 30, "else nothing was tested"
 
 
 def tokens_of_ended_turns(workspace: Path) -> set[str]:
@@ -355,19 +339,16 @@ def test_whatever_comes_when_each_message_is_seen_in_order_and_answered_once(tmp
         line.start(seed=seed + life)
         for _ in range(dice.randint(2, 8)):
             line.say("/stop" if dice.random() < 0.07 else f"<{len(line.said)}>")
-            for _ in range(dice.choice([0, 0, 1, 3, 10])):
-                line.hear(0.01)
-        for _ in range(dice.randint(0, 12)):
-            line.hear(0.02)
+            for _ in range(dice.choice([0, 0, 1, 3, 12])):
+                line.hear(0.02)
         line.kill()
     line.start(seed=seed)
-    for n in range(5):
-        line.say(f"<end.{n}>")
-        assert line.until(partial(line.has_sent, f"<end.{n}>"))
+    for text in ("<end.1>", "<end.2>", "<end.3>", "<end.4>", "<end.5>"):
+        line.say(text)
+        assert line.until(partial(line.has_sent, text))
     line.until(lambda: history_of(tmp_path))
     line.kill()
     line.check(tokens_of_ended_turns(tmp_path))
     moved = Counter(token for entry in history_of(tmp_path) for token in tokens_in(entry))
-    assert set(moved.values()) == {1}, "each moved into the memory once"
     left = tokens_in(said(loaded(tmp_path, CHAT).messages))
-    assert sorted([*moved, *left]) == sorted(set(line.said) - {"/stop"})
+    assert sorted([*moved.elements(), *left]) == sorted(set(line.said) - {"/stop"}), "each moved once"

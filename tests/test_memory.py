@@ -238,7 +238,6 @@ def serve(workspace: Path, model: LLMProvider, work, *tools: Tool, **defaults: o
 
 def chat(workspace: Path, model: LLMProvider, *texts: str) -> list[str]:
     """What a gateway sends that lives as long as this takes: each is said when the last was answered."""
-
     async def work(chats):
         for _ in range(100):  # it goes on with what there is
             await asyncio.sleep(0)
