@@ -59,7 +59,7 @@ from channels import (
 )  # fmt: skip
 from memory import (
     Consolidator, Dream, Governed, Inbox, MemoryRepository, MemoryStore, Session, SessionBusy,
-    SessionManager, Skill, SkillsLoader, TokenCounter, as_sent, counted, locked, newest,
+    SessionManager, Skill, SkillsLoader, TokenCounter, as_sent, counted, estimate, locked,
 )  # fmt: skip
 from providers import (
     ROWS, Endpoint, HumanProvider, LLMProvider, LLMResponse, OfflineProvider, OpenAIProvider,
@@ -418,7 +418,7 @@ class ContextBuilder:
         self.skills = skills
         self.zone = time_zone(config.defaults.timezone)
         self.now = partial(now_in, config, self.zone)
-        self.memory_tokens = config.defaults.budget // 4  # for facts and history together
+        self.memory_tokens = config.defaults.budget // 4  # of a longer MEMORY.md the newest lines
 
     def request(self, turn: Turn, history: list[dict], images: list[dict]) -> list[dict]:
         """The messages of a request. Images go into its last message, never into the journal."""
@@ -436,8 +436,8 @@ class ContextBuilder:
         parts = {"identity": identity(turn)}
         for name in self.own_files:
             parts[name] = titled(f"## {name}", own_text(turn, turn.workspace / name))
-        facts = own_text(turn, self.memory.facts)
-        facts, recent = remembered(self.memory, facts, self.memory_tokens)
+        facts = newest_lines(own_text(turn, self.memory.facts), self.memory_tokens)
+        recent = "\n".join(self.memory.recent_history())
         parts["Memory"] = titled("# Memory", facts)
         parts |= skill_parts(self.skills.load())
         parts["Recent History"] = titled("# Recent History", recent)
@@ -478,7 +478,7 @@ class AgentLoop:
         self.files_seen: dict[str, dict] = {}  # by session
         read = partial(read_own, self.turn("cli:direct"))
         self.memory = MemoryStore(self.workspace, read)
-        self.sessions = SessionManager(self.workspace, self.memory.rounds)
+        self.sessions = SessionManager(self.workspace, self.memory)
         self.skills = SkillsLoader(self.workspace / "skills", DATA / "skills", read=read)
         self.context = ContextBuilder(config, self.memory, self.skills)
         self.runner = AgentRunner(self.provider)
@@ -510,6 +510,8 @@ class AgentLoop:
             result = await answer_command(self, command, argument, events.turn)
         if result.final_content:
             await events.send("final", result.final_content)
+        if command in ("", "new", "continue"):
+            note_delivered(self, session_key, self.sessions.get(session_key).last)
         return result
 
     async def _take_turn(
@@ -985,10 +987,16 @@ def own_text(turn: Turn, path: Path) -> str:
     return "" if is_untouched else text
 
 
-def remembered(memory: MemoryStore, facts: str, most: int) -> tuple[str, str]:
-    """Facts within `most` tokens, of more the newest lines; and recent history."""
-    facts = "\n".join(newest(facts.split("\n"), most, "memory/MEMORY.md"))
-    return facts, "\n".join(memory.recent_history())
+def newest_lines(facts: str, most: int) -> str:
+    """The last lines in `most` tokens, and one before them that says where the rest is."""
+    lines = facts.split("\n")
+    kept = len(lines)
+    while kept and estimate("\n".join(lines[-kept:])) > most:
+        kept = kept * 9 // 10
+    if kept == len(lines):
+        return facts
+    note = f"[{len(lines) - kept} older lines are in memory/MEMORY.md: grep it]"
+    return "\n".join([note, *lines[len(lines) - kept :]])
 
 
 def titled(title: str, text: str) -> str:

@@ -298,7 +298,7 @@ def reopening(workspace: str) -> None:
     from memory import SessionManager
 
     start = time.perf_counter()
-    SessionManager(Path(workspace)).get("cli:direct").get_history()
+    SessionManager(Path(workspace)).get("cli:direct").history()
     report(ms=(time.perf_counter() - start) * 1e3)
 
 

@@ -3198,21 +3198,6 @@ def test_what_is_to_be_done_at_a_heartbeat(tmp_path, text, active):
     async def ask(tasks: str) -> None:
         asked.append(tasks)
 
-    asyncio.run(Heartbeat(path, ask).beat())
+    asyncio.run(Heartbeat(lambda: path.read_text(encoding="utf-8-sig"), ask).beat())
     assert asked == ([active] if active else [])
     assert active_tasks(text.removeprefix("\ufeff")) == active
-
-
-def test_a_heartbeat_file_in_another_encoding_is_read_as_far_as_it_goes(tmp_path):
-    (tmp_path / "HEARTBEAT.md").write_bytes(b"Order caf\xe9.")
-    asked = []
-
-    async def ask(tasks: str) -> None:
-        asked.append(tasks)
-
-    asyncio.run(Heartbeat(tmp_path / "HEARTBEAT.md", ask).beat())
-    assert asked == ["Order caf\ufffd."]
-
-
-def test_no_heartbeat_file_is_no_task(tmp_path):
-    asyncio.run(Heartbeat(tmp_path / "gone", None).beat())

@@ -42,7 +42,7 @@ from nanobot import (
     make_provider,
     run_job,
 )
-from memory import SessionBusy, SessionManager
+from memory import SessionBusy, SessionManager, is_answer
 from providers import (
     ROWS,
     Endpoint,
@@ -58,7 +58,6 @@ from providers import (
     failed,
     legal,
 )
-from test_memory import watched_disk
 from test_providers import check_grammar
 from tools import ToolError, ToolRegistry, ToolResult, Turn, tool
 
@@ -292,7 +291,7 @@ def test_what_was_shown_of_an_answer_that_was_stopped_is_journalled_once(asking)
     async def stop_it():
         script = ["one two three four"] if asking else [LLMResponse("I wait.", [call("hang")], "tool_calls")]
         spec = AgentRunSpec([{"role": "user", "content": "x"}], ToolRegistry([hang]), hook=Stall())
-        spec.on_messages = lambda messages, whole: journal.extend(messages)
+        spec.append = lambda *messages: journal.extend(messages)
         task = asyncio.create_task(AgentRunner(ScriptedProvider(script)).run(spec))
         await at_work.wait()
         task.cancel()
@@ -371,7 +370,7 @@ def test_a_result_is_journalled_when_its_call_ends_and_sent_in_the_order_of_the_
         return f"waited {n}"
 
     script = [[call("wait", "a", n=0), call("wait", "b", n=1)], "done"]
-    _, provider = run(script, [wait], on_messages=lambda messages, whole: journal.extend(messages))
+    _, provider = run(script, [wait], append=lambda *messages: journal.extend(messages))
     assert [line["content"] for line in journal if line["role"] == "tool"] == ["waited 1", "waited 0"]
     sent = provider.requests[1].messages
     assert [message["content"] for message in sent if message["role"] == "tool"] == ["waited 0", "waited 1"]
@@ -500,7 +499,7 @@ def test_a_stopped_turn_keeps_the_results_that_were_finished():
         spec = AgentRunSpec(
             [{"role": "user", "content": "x"}],
             ToolRegistry([look, hang]),
-            on_messages=lambda messages, whole: seen.extend(messages),
+            append=lambda *messages: seen.extend(messages),
         )
         provider = ScriptedProvider([[call("look", "c1"), call("hang", "c2")]])
         task = asyncio.create_task(AgentRunner(provider).run(spec))
@@ -539,9 +538,9 @@ def test_a_run_of_which_nothing_is_said_has_these_limits():
     assert (spec.context_window, spec.concurrent_tools, spec.fail_on_tool_error) == (65_536, True, False)
 
 
-@pytest.mark.parametrize(("kilobytes", "kept"), [(225, 2), (226, 1)])
+@pytest.mark.parametrize(("kilobytes", "kept"), [(280, 2), (282, 1)])
 def test_a_window_of_which_nothing_is_said_has_room_for_56_320_tokens(kilobytes, kept):
-    long = {"role": "user", "content": "abc " * 250 * kilobytes}  # a token is 4 bytes
+    long = {"role": "user", "content": "abc " * 250 * kilobytes}  # a token is estimated as 5 letters
     messages = [long, {"role": "assistant", "content": "ok"}, {"role": "user", "content": "now"}]
     _, provider = run(["ok"], messages=messages)
     assert roles(provider.requests[0].messages).count("user") == kept
@@ -589,7 +588,7 @@ def test_tools_count_as_a_part_of_a_request():
     assert sizes[0] + 10 < sizes[1] < sizes[0] + 100
 
 
-def test_who_journals_is_told_which_step_is_whole():
+def test_each_message_is_journalled_when_it_exists():
     heard = []
 
     @tool(read_only=True)
@@ -597,14 +596,11 @@ def test_who_journals_is_told_which_step_is_whole():
         """A picture."""
         return ToolResult("[image: a.png]", images=[{"type": "image_url", "image_url": {"url": "data:x"}}])
 
-    def listen(messages, whole):
-        heard.append(([message["role"] for message in messages], whole))
+    def listen(*messages):
+        heard.append([message["role"] for message in messages])
 
-    run([[call("look", "a"), call("picture", "b")], "done"], [look, picture], on_messages=listen)
-    assert heard == [
-        (["assistant"], False), (["tool"], False), (["tool"], False), ([], True), (["user"], True),
-        (["assistant"], True),
-    ]  # fmt: skip
+    run([[call("look", "a"), call("picture", "b")], "done"], [look, picture], append=listen)
+    assert heard == [["assistant"], ["tool"], ["tool"], ["user"], ["assistant"]]
 
 
 def test_an_image_stands_behind_the_names_of_all_of_them():
@@ -767,13 +763,13 @@ def test_a_journal_that_fails_in_one_call_ends_the_others_of_its_batch():
             ended.append("wait")
         return "never"
 
-    def full_disk(messages, whole):
+    def full_disk(*messages):
         if any(message["role"] == "tool" for message in messages):
             raise OSError("the disk is full")
 
     async def go():
         spec = AgentRunSpec([{"role": "user", "content": "x"}], ToolRegistry([look, wait]))
-        spec.on_messages = full_disk
+        spec.append = full_disk
         with pytest.raises(OSError, match="the disk is full"):
             await AgentRunner(ScriptedProvider([[call("wait", "a"), call("look", "b")]])).run(spec)
         return list(ended)  # not only at the end of the program
@@ -827,14 +823,14 @@ def test_what_was_shown_of_a_stopped_answer_is_marked_with_the_reason():
 
     async def stop_it():
         spec = AgentRunSpec([{"role": "user", "content": "x"}], hook=Stall())
-        spec.on_messages = lambda messages, whole: journal.append((messages, whole))
+        spec.append = lambda *messages: journal.extend(messages)
         task = asyncio.create_task(AgentRunner(ScriptedProvider(["one two"])).run(spec))
         await at_work.wait()
         task.cancel()
         await asyncio.wait([task])
 
     asyncio.run(stop_it())
-    assert journal == [([{"role": "assistant", "content": "one", "cut": "it was stopped"}], True)]
+    assert journal == [{"role": "assistant", "content": "one", "cut": "it was stopped"}]
 
 
 def test_what_comes_meanwhile_stands_behind_the_results_and_is_not_journalled_again():
@@ -846,7 +842,7 @@ def test_what_comes_meanwhile_stands_behind_the_results_and_is_not_journalled_ag
 
     result, provider = run(
         [call("look"), "done"], [look], arrivals=arrivals,
-        on_messages=lambda messages, whole: heard.extend(messages),
+        append=lambda *messages: heard.extend(messages),
     )  # fmt: skip
     assert roles(provider.requests[1].messages) == ["user", "assistant", "tool", "user"]
     assert provider.requests[1].messages[-1]["content"] == "and hurry"
@@ -873,8 +869,7 @@ def test_the_question_of_a_run_is_never_left_out_however_long_the_rest_has_becom
     _, provider = run([*script, "ok"], [long], messages=messages, context_window=2_600, max_tokens=100)
     for request in provider.requests:
         assert users(request)[-1].startswith("the question")
-    assert "before" in str(provider.requests[0].messages) and "before" not in str(
-        provider.requests[-1].messages)  # fmt: skip
+    assert "returned are left out here" in str(provider.requests[-1].messages)
 
 
 def test_what_is_left_out_is_told_once_in_a_run():
@@ -882,7 +877,7 @@ def test_what_is_left_out_is_told_once_in_a_run():
     old = [{"role": "user", "content": "old " * 900}, {"role": "assistant", "content": "older " * 900}]
     messages = [{"role": "system", "content": "be"}, *old, {"role": "user", "content": "now"}]
     run([call("look"), "ok"], [look], messages=messages, context_window=2_000, max_tokens=100, hook=hook)
-    assert len(hook.told) == 1 and "1 of 2 turns" in hook.told[0]
+    assert len(hook.told) == 1 and "1 turn left out" in hook.told[0]
 
 
 def test_a_hook_sees_the_live_record_of_a_run():
@@ -994,7 +989,7 @@ def test_a_window_that_only_the_endpoint_knows_loses_nothing_of_the_journal(tmp_
             check_grammar(body["messages"])
     asked = [line["content"] for line in journal(loop) if line.get("role") == "user"]
     assert asked == ["q0", "q1", "q2", "q3"]
-    assert [line.get("role") for line in journal(loop)][1:] == ["user", "assistant", "tool", "assistant"] * 4
+    assert [line["role"] for line in journal(loop)] == ["user", "assistant", "tool", "assistant"] * 4
 
 
 def test_an_endpoint_that_takes_no_length_at_all_is_said_in_a_line(tmp_path):
@@ -1367,7 +1362,8 @@ def test_what_would_not_run_anyway_is_not_asked_about():
 def test_a_rule_that_refuses_gives_its_reason_and_one_that_fails_lets_nothing_through():
     rules = {"look": "", "broken": "not this one"}
     calls = [call("look", "a"), call("broken", "b"), call("silent", "c")]
-    hook = CompositeHook([nanobot.Fence(lambda name, arguments: rules[name])])
+    tools = ToolRegistry([look, broken, silent])
+    hook = CompositeHook([nanobot.Fence(tools, lambda name, arguments: rules[name])])
     result, _ = run([calls, "done"], [look, broken, silent], hook=hook)
     assert [event["result"] for event in result.tool_events] == [
         "saw 0", "not this one", "This call could not be checked."]  # fmt: skip
@@ -1428,16 +1424,14 @@ def ask(loop: AgentLoop, text: str, session: str = "cli:direct", media=()):
 
 def journal(loop: AgentLoop, key: str = "cli:direct") -> list[dict]:
     lines = loop.sessions.path(key).read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines if line]
+    return [record for record in map(json.loads, filter(None, lines)) if "role" in record]
 
 
 def test_a_turn_is_journalled_once_and_in_order(tmp_path):
     loop = make_loop(tmp_path, [call("list_dir"), "an answer"])
     result, events = ask(loop, "hello")
     assert result.final_content == "an answer"
-    assert [line.get("role", "metadata") for line in journal(loop)] == [
-        "metadata", "user", "assistant", "tool", "assistant",
-    ]  # fmt: skip
+    assert [line["role"] for line in journal(loop)] == ["user", "assistant", "tool", "assistant"]
     assert events[-1] == ("final", "an answer")
     assert ("tool_hint", "list_dir()") in events
 
@@ -1454,7 +1448,7 @@ def test_the_next_turn_knows_the_last_one_to_the_byte(tmp_path):
 def test_the_runtime_block_is_sent_but_not_part_of_what_the_user_said(tmp_path):
     loop = make_loop(tmp_path, ["ok"])
     ask(loop, "hello")
-    assert journal(loop)[1]["content"] == "hello"
+    assert journal(loop)[0]["content"] == "hello"
     sent = loop.provider.requests[0].messages[1]["content"]
     assert sent.startswith("[Runtime Context — metadata only, not instructions]")
     assert sent.endswith("[/Runtime Context]\n\nhello")
@@ -1476,7 +1470,7 @@ def test_a_model_failure_leaves_the_session_usable(tmp_path):
     ask(loop, "two")
     sent = loop.provider.requests[1].messages
     assert roles(sent) == ["system", "user"], "nothing is put into the assistant's mouth"
-    one, two = sent[1]["content"].split("[the message above was not answered: interrupted]")
+    one, two = sent[1]["content"].split("[the message above was not answered: cannot reach it]")
     assert one.strip().endswith("one") and two.endswith("two")
 
 
@@ -1575,7 +1569,7 @@ def test_an_image_is_sent_before_the_text_and_journalled_as_a_line(tmp_path):
 def test_a_file_that_cannot_be_read_is_a_line_and_the_message_is_not_lost(tmp_path):
     loop = make_loop(tmp_path, ["it is not there"])
     ask(loop, "what is it?", media=[tmp_path / "gone.png", tmp_path])
-    lines = journal(loop)[1]["content"].split("\n")
+    lines = journal(loop)[0]["content"].split("\n")
     assert lines[0] == f"[file: {tmp_path / 'gone.png'}, not readable: No such file or directory]"
     assert "Is a directory" in lines[1]
     assert lines[2] == "what is it?"
@@ -1588,7 +1582,7 @@ def test_turns_of_one_session_wait_for_each_other(tmp_path):
         return await asyncio.gather(loop.process_direct("a"), loop.process_direct("b"))
 
     asyncio.run(both())
-    assert [line.get("role") for line in journal(loop)][1:] == ["user", "assistant", "user", "assistant"]
+    assert [line["role"] for line in journal(loop)] == ["user", "assistant", "user", "assistant"]
 
 
 def test_the_workspace_is_filled_once_and_never_overwritten(tmp_path):
@@ -1672,32 +1666,6 @@ def test_run_works_in_the_current_folder_and_streams(own_home, tmp_path, monkeyp
     assert "here.txt" in server.bodies[1]["messages"][-1]["content"]
 
 
-def test_every_step_is_on_the_disk_while_the_model_is_asked_again(tmp_path):
-    """Where a power cut comes, the results that a model was shown have been kept."""
-
-    class Patient(ScriptedProvider):
-        async def answer(self, *arguments, **options):
-            if len(self.requests) == 1:  # behind the result of the first tool
-                writes = disk.count(("write", name))
-                async with asyncio.timeout(60):
-                    while ("fsync", name) not in disk:
-                        await asyncio.sleep(0.01)
-                assert writes == 3 and disk.index(("fsync", name)) >= 3
-            return await super().answer(*arguments, **options)
-
-    loop = make_loop(tmp_path)
-    loop.provider = loop.runner.provider = Patient([call("list_dir"), "done"])
-    name = loop.sessions.path("cli:direct").name
-    with watched_disk() as disk:
-        result, _ = ask(loop, "look")
-        assert result.stop_reason == "completed"
-        of_this_turn = [kind for kind, file in disk if file == name]
-        disk.clear()
-        ask(loop, "/new")
-    assert of_this_turn[-1] == "fsync", "the answer is not shown before it is kept"
-    assert [kind for kind, file in disk if file == name][:2] == ["write", "fsync"]
-
-
 def test_the_setting_for_long_results_has_its_effect(tmp_path):
     loop = make_loop(tmp_path, [call("list_dir"), "done"], max_tool_result_chars=1_000)
     for number in range(100):
@@ -1778,7 +1746,7 @@ def test_status_says_what_would_be_left_out(tmp_path):
         line = {"content": "word " * 400}
         loop.sessions.get("cli:direct").append({"role": "user"} | line, {"role": "assistant"} | line)
     text = ask(loop, "/status")[0].final_content
-    assert re.search(r"\n\d of 8 turns, ~[\d,]+ tokens, are left out\n", text)
+    assert re.search(r"\n\d turns left out \(~[\d,]+ tokens\)\n", text)
 
 
 def test_the_circumstances_of_a_turn(tmp_path, own_home):
@@ -2044,7 +2012,7 @@ def test_after_a_storm_every_message_is_there_once_and_the_next_is_answered(tmp_
         async def many_turns():
             while len(server.bodies) < 200:
                 loop.config.streaming, text = len(turns) % 3 > 0, f"question {len(turns)}"
-                before = len(loop.sessions.get("cli:direct").lines)
+                before = len(loop.sessions.get("cli:direct").messages)
                 result = await asyncio.wait_for(loop.process_direct(text), 20)
                 turns.append((text, result, before))
 
@@ -2052,7 +2020,7 @@ def test_after_a_storm_every_message_is_there_once_and_the_next_is_answered(tmp_
         storm.calm = True
         for body in server.bodies:
             check_grammar(body["messages"])
-        lines = [without_stamp(line) for line in journal(loop)[1:]]
+        lines = [without_stamp(line) for line in journal(loop)]
         check_journal(lines, turns)
         calm = endpoint_loop(tmp_path, server)
         result, _ = ask(calm, "and now?")
@@ -2071,7 +2039,7 @@ def answers(results) -> str:
 
 
 def without_stamp(line: dict) -> dict:
-    return {key: value for key, value in line.items() if key not in ("timestamp", "runtime")}
+    return {key: value for key, value in line.items() if key not in ("timestamp", "runtime", "n")}
 
 
 CUT = "\n\n(cut: the answer reached its length limit again and again)"
@@ -2383,8 +2351,7 @@ def test_of_many_facts_and_notes_the_newest_are_in_the_prompt(tmp_path):
     assert "fact 0:" in parts["Memory"] and "fact 29:" in parts["Memory"]
     recent = parts["Recent History"]
     assert recent.startswith("# Recent History\n\n")
-    assert "note 60:" in recent and "note 30:" not in recent and "memory/history.jsonl" in recent
-    assert 10 < recent.count("note ") < 25
+    assert "note 60:" in recent and "note 20:" not in recent and len(recent) < 4_050
     loop.memory.facts.write_text("\n".join(f"fact {n}: {'x' * 90}" for n in range(99)), encoding="utf-8")
     parts = loop.context.parts(loop.turn("cli:direct"))
     assert "fact 98:" in parts["Memory"] and "fact 9:" not in parts["Memory"]
@@ -2415,7 +2382,8 @@ def test_a_skill_is_in_the_prompt_in_full_or_as_a_line_or_not_at_all(tmp_path):
     assert f"- plain: Use for plain. ({path})" in listed
     missing = "[unavailable: needs program no-such-program, program nor-this]"
     assert [line.endswith(missing) for line in listed if line.startswith("- needy: ")] == [True]
-    names = ("- broken", "- ready", "- first", "- unready")
+    assert any(line.startswith("- unready: ") and line.endswith(missing) for line in listed)
+    names = ("- broken", "- ready", "- first")
     assert not any(line.startswith(names) for line in listed)
 
 
@@ -3153,7 +3121,7 @@ async def slow_once(request):
 
 
 def texts_of(chats, chat="1"):
-    return [line.get("content") for line in chats.session(chat).lines]
+    return [line.get("content") for line in chats.session(chat).messages]
 
 
 class HurriedSelector(selectors.DefaultSelector):
@@ -3248,11 +3216,11 @@ def test_a_message_that_comes_too_late_for_an_answer_stands_behind_it_and_gets_i
         await chats.say("first")
         await gate.reached.wait()
         await chats.say("second")
-        assert texts_of(chats) == ["first", "second"]
+        assert texts_of(chats) == ["first"]
         gate.open.set()
         await chats.answered(2)
         assert chats.finals() == ["to first", "to second"]
-        assert texts_of(chats) == ["first", "second", "to first", "to second"], "the journal is the truth"
+        assert texts_of(chats) == ["first", "to first", "second", "to second"], "as the model met them"
         sent = chats.loop.provider.requests[1].messages
         assert roles(sent) == ["system", "user", "assistant", "user"]
         assert "not answered" not in str(sent)
@@ -3299,7 +3267,9 @@ def test_whenever_messages_come_each_is_answered_in_one_turn_and_the_journal_is_
             await pause()
             text = f"<{chat}.{number}>"
             await chats.say(text, chat, id_=text)
-            assert text in texts_of(chats, chat), "confirmed when it is in the journal"
+            waiting = chats.loop.sessions.inbox(f"desk:{chat}").read()
+            known = [line["content"] for line in waiting] + texts_of(chats, chat)
+            assert text in known, "confirmed when it is in the inbox"
 
     async def work(chats):
         await asyncio.gather(*(talk(chats, chat) for chat in "abcd"))
@@ -3315,7 +3285,7 @@ def test_whenever_messages_come_each_is_answered_in_one_turn_and_the_journal_is_
                 check_grammar(request.messages)
             session = chats.session(chat)
             system = requests[-1].messages[0]
-            whole = legal([system, *session.get_history()], reply=False)
+            whole = legal([system, *session.history()], reply=False)
             assert whole[:-1] == without_images(requests[-1].messages)
             assert not session.unfinished
 
@@ -3349,7 +3319,7 @@ def test_the_same_message_is_taken_once_and_a_disk_that_refuses_is_told_to_the_c
         await chats.say("one", id_="5")
         await chats.answered()
         await chats.say("one", id_="5")
-        assert [line["role"] for line in chats.session().lines] == ["user", "assistant"]
+        assert [line["role"] for line in chats.session().messages] == ["user", "assistant"]
         chats.loop.sessions.path("desk:2").mkdir(parents=True)
         with pytest.raises(OSError):
             await chats.say("lost?", "2")
@@ -3409,8 +3379,7 @@ def test_stop_at_any_moment_leaves_a_lawful_session_and_answers_what_waits(tmp_p
         assert nothing == "Nothing runs here." and help_.startswith("/new:") and "context" in status
         assert (
             stopped.startswith("Stopped")
-            and answer.endswith("to first\n\n[the message above was not answered: interrupted]\n\nsecond")
-            or (moment == "in a tool" and answer.endswith("to second"))
+            and answer.endswith("[the message above was not answered: it was stopped]\n\nsecond")
         )
         assert not chats.session().unfinished
 
@@ -3445,7 +3414,7 @@ def test_stop_at_a_random_moment_loses_no_later_message(tmp_path, seed):
         await chats.until(lambda: any(text.endswith("the last") for text in chats.finals()))
         texts = texts_of(chats)
         assert [texts.count(f"question {n}") for n in range(8)] == [1] * 8
-        answers = [line["content"] for line in chats.session().lines if nanobot.is_answer(line)]
+        answers = [line["content"] for line in chats.session().messages if is_answer(line)]
         assert [text for text in chats.finals() if text in answers] == answers
         assert not chats.session().unfinished
 
@@ -3533,7 +3502,7 @@ def test_a_session_that_another_program_holds_is_answered_when_it_lets_go(tmp_pa
             await chats.say("hello", "2")
             await chats.answered(1, "2")
             await asyncio.sleep(3.0)
-            assert texts_of(chats) == ["hello"]
+            assert [line["content"] for line in chats.loop.sessions.inbox("desk:1").read()] == ["hello"]
             assert len(caplog.messages) < asyncio.get_running_loop().time() - began + 2, "once a second"
         await chats.answered()
         assert chats.finals() == ["to hello"]
@@ -3573,11 +3542,11 @@ def test_after_a_restart_what_was_not_answered_is_and_what_was_stopped_or_failed
         return " and ".join(users_of(request))
 
     async def second(chats):
-        await chats.answered(1, "3")
-        assert chats.finals("3") == ["open and waits"] or chats.finals("3") == ["open\n\nwaits"]
+        await chats.answered(2, "3")
+        assert chats.finals("3") == ["open", "open and waits"]
         await chats.say("go on", "1")
         await chats.answered(1, "1")
-        assert "[the message above was not answered: interrupted]" in chats.finals("1")[0]
+        assert "[the message above was not answered: it was stopped]" in chats.finals("1")[0]
         assert chats.finals("2") == []
 
     async def third(chats):
@@ -3683,7 +3652,7 @@ def test_at_most_four_helpers_work_at_once_and_stop_ends_those_of_its_chat(tmp_p
     async def work(chats):
         await chats.say("go")
         await chats.answered()
-        results = [line["content"] for line in chats.session().lines if line["role"] == "tool"]
+        results = [line["content"] for line in chats.session().messages if line["role"] == "tool"]
         assert ["at work. Its" in text for text in results] == [True] * 4 + [False]
         assert "4 helpers are at work" in results[4]
         await chats.say("/stop", "2")
@@ -3786,12 +3755,12 @@ def test_what_a_job_tells_stands_before_a_message_that_waits_and_is_delivered_af
         await gate.reached.wait()
         told = asyncio.create_task(run_job(chats.loop, chats.bus, job))
         own = chats.loop.sessions.get("cron:j1")
-        await chats.until(lambda: own.lines and not own.unfinished)
+        await chats.until(lambda: own.messages and not own.unfinished)
         await chats.say("second")
         chats.desk.is_shut = True
         gate.open.set()
         await told
-        await chats.until(lambda: not chats.session().unfinished)
+        await chats.until(lambda: "to second" in texts_of(chats))
         sent = chats.loop.provider.requests[-1].messages
         assert roles(sent) == ["system", "user", "assistant", "user"]
         assert users_of(chats.loop.provider.requests[-1]) == ["first", "second"]
@@ -3883,33 +3852,6 @@ def test_each_message_and_each_answer_is_a_line_of_the_log(tmp_path, caplog):
     assert caplog.messages == ["desk:1: 5 characters came in", "desk:1: completed, 1 request"]
 
 
-def test_a_line_of_the_journal_says_whether_a_turn_ran_and_what_an_answer_has_not_seen(tmp_path):
-    gate = Gate()
-
-    async def script(request):
-        if users_of(request) == ["first"]:
-            await gate.pass_()
-        return f"to {users_of(request)[-1]}"
-
-    async def work(chats):
-        await chats.say("first", id_="a")
-        await gate.reached.wait()
-        await chats.say("second", id_="b")
-        await chats.say("third", id_="")
-        gate.open.set()
-        await chats.answered(2)
-        names = ("content", "id", "beside", "unseen")
-        lines = [{name: line[name] for name in names if name in line} for line in chats.session().lines]
-        assert lines[:4] == [
-            {"content": "first", "id": "a"}, {"content": "second", "id": "b", "beside": True},
-            {"content": "third", "beside": True}, {"content": "to first", "unseen": 2},
-        ]  # fmt: skip
-        assert [set(line) - {"content"} for line in lines[4:]] == [set()]
-        assert chats.session().metadata["delivered"] == 5
-
-    serve_chats(work, tmp_path, script)
-
-
 def test_of_many_messages_that_wait_three_at_a_time_join_a_turn(tmp_path):
     gates = [Gate(), Gate()]
 
@@ -3993,22 +3935,19 @@ def test_a_command_that_fails_is_told_in_its_chat(tmp_path):
 
 
 def test_a_message_that_the_disk_does_not_keep_is_told_to_its_channel(tmp_path):
-    gate, aside = Gate(), tmp_path / "aside"
+    gate = Gate()
 
     async def script(request):
         await gate.pass_()
         return "here"
 
     async def work(chats):
-        session = chats.session()
-        with session.syncing:  # nothing is synced before the file is gone
-            told = asyncio.create_task(chats.say("one"))
-            await chats.until(lambda: "one" in texts_of(chats))
-            session.path.rename(aside)
-        with pytest.raises(FileNotFoundError):
-            await told
-        aside.rename(session.path)
+        chats.loop.sessions.inbox("desk:1").path.mkdir(parents=True)
+        with pytest.raises(IsADirectoryError):
+            await chats.say("one")
+        chats.loop.sessions.inbox("desk:1").path.rmdir()
         gate.open.set()
+        await chats.say("one")
         await chats.answered()
 
     serve_chats(work, tmp_path, script)
@@ -4043,7 +3982,7 @@ def test_after_a_restart_a_journal_that_cannot_be_read_is_logged_and_the_others_
     async def work(chats):
         await chats.answered(1, "3")
         assert chats.finals("3") == ["to hello"]
-        assert len(chats.loop.sessions.get("cli:direct").lines) == 1, "there is no such channel here"
+        assert len(chats.loop.sessions.get("cli:direct").messages) == 1, "there is no such channel here"
 
     serve_chats(work, tmp_path, echo)
     (said,) = [text for text in caplog.messages if "desk:2" in text]
@@ -4054,19 +3993,20 @@ def test_after_a_restart_only_whole_answers_that_are_not_noted_go_out(tmp_path):
     loop = make_loop(tmp_path)
     session = loop.sessions.get("desk:1")
     calls = LLMResponse("I look.", [call("list_dir")], "tool_calls").to_message()
+    session.append({"role": "user", "content": "one"}, {"role": "assistant", "content": "first"})
+    session.mark("delivered", upto=2)
     session.append(
-        {"role": "user", "content": "one"}, {"role": "assistant", "content": "first"},
         {"role": "user", "content": "two"}, calls, {"role": "tool", "tool_call_id": "c1", "content": "a"},
         {"role": "assistant", "content": "second"}, {"role": "user", "content": "three"},
         {"role": "assistant", "content": "thi", "cut": "it was stopped"},
     )  # fmt: skip
-    session.note(metadata={"delivered": 2, "settled": 8})
+    session.mark("ended", why="it was stopped")
 
     async def work(chats):
         await chats.say("four")
         await chats.answered(2)
         assert chats.finals() == ["second", "to [the answer above broke off: it was stopped]\n\nfour"]
-        assert chats.session().metadata["delivered"] == 10
+        await chats.until(lambda: not chats.session().undelivered)
 
     serve_chats(work, tmp_path, echo)
 
@@ -4148,7 +4088,7 @@ def test_what_the_model_is_told_of_a_helper_has_its_name_its_task_and_its_result
         assert "\n\ngold\n\n" in first
         assert second.startswith('[The helper "diver" has ended.')
         assert "\n\nThe helper did not finish (error): no such luck\n\n" in second
-        begun = [event["content"] for event in chats.session().lines if event["role"] == "tool"]
+        begun = [event["content"] for event in chats.session().messages if event["role"] == "tool"]
         assert "Helper 'diver' is at work. Its result comes as a message: go on, or end here." in begun
 
     serve_chats(work, tmp_path, script)
@@ -4214,39 +4154,7 @@ def test_no_turn_and_no_message_waits_on_the_thread_of_the_loop_for_the_disk(tmp
         sys.setprofile(None)
         threading.setprofile(None)
     assert {name for name, _ in synced} >= {"desk%3A1.jsonl", "cli%3Adirect.jsonl"}
-    assert not [name for name, is_here in synced if is_here and name.endswith("jsonl")]
-
-
-def test_what_was_answered_is_not_marked_as_settled_nor_what_still_waits(tmp_path):
-    gate = Gate()
-
-    async def script(request):
-        if users_of(request) == ["first"]:
-            await gate.pass_()
-            return failed("no such luck")
-        return f"to {users_of(request)[-1][-6:]}"
-
-    async def work(chats):
-        await chats.say("hello", "2")
-        await chats.answered(1, "2")
-        await chats.say("first")
-        await gate.reached.wait()
-        await chats.say("second")
-        gate.open.set()
-        await chats.answered(2)
-        assert chats.finals() == ["Sorry, that failed: no such luck", "to second"]
-        for chat in "12":
-            assert list(chats.session(chat).metadata) == ["delivered"], chat
-
-    serve_chats(work, tmp_path, script)
-
-
-def test_what_stands_beside_the_history_is_the_prompt_and_the_tools():
-    messages = [{"role": "system", "content": "abc " * 400}, {"role": "user", "content": "abc " * 4_000}]
-    alone = nanobot.size_beside_history(AgentRunSpec(messages))
-    assert 400 <= alone < 420
-    both = nanobot.size_beside_history(AgentRunSpec(messages, ToolRegistry([look])))
-    assert alone + 10 < both < alone + 100
+    assert not [name for name, is_here in synced if is_here and name.startswith(("desk", "cli"))]
 
 
 def saves_when_asked(body):
@@ -4410,7 +4318,7 @@ def test_a_heartbeat_is_a_turn_for_what_stands_in_its_file_and_fails_as_a_job(tm
         return loop
 
     loop = asyncio.run(beat_twice())
-    first, second = journal(loop, "cron:heartbeat")[1]["content"], caplog.text
+    first, second = journal(loop, "cron:heartbeat")[0]["content"], caplog.text
     assert first.startswith("It is time for what stands in HEARTBEAT.md.")
     assert first.endswith("\n\n- [ ] water the plants")
     assert caplog.messages.count("heartbeat") == 2
@@ -4451,13 +4359,14 @@ def test_what_a_job_tells_waits_while_another_program_holds_the_session(tmp_path
         await chats.say("hello")
         await chats.answered()
         other = SessionManager(chats.loop.workspace)
+        await chats.until(lambda: "desk:1" not in chats.loop.turns.tasks)
         with other.lock("desk:1"):
             job = CronJob("j1", "stretch", channel="desk", chat_id="1")
             told = asyncio.create_task(run_job(chats.loop, chats.bus, job))
             own = chats.loop.sessions.get("cron:j1")
-            await chats.until(lambda: own.lines and not own.unfinished)
+            await chats.until(lambda: own.messages and not own.unfinished)
             await asyncio.sleep(3.0)
-            assert not told.done() and len(chats.finals()) == 1
+            assert len(chats.finals()) == 1
         await told
         await chats.answered(2)
         assert texts_of(chats).count(chats.finals()[1]) == 1
@@ -4517,7 +4426,7 @@ def test_a_gateway_writes_to_chats_with_a_tool_and_serves_until_a_signal(tmp_pat
         serving = asyncio.create_task(nanobot.serve(loop))
         server.say("write")
         await asyncio.to_thread(server.wait_until, lambda: server.texts() == ["from the tool"])
-        while not loop.sessions.get("telegram:7").metadata.get("delivered"):
+        while "delivered" not in loop.sessions.path("telegram:7").read_text():
             await asyncio.sleep(0.001)
         os.kill(os.getpid(), signal.SIGTERM)
         await serving
