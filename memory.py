@@ -233,87 +233,6 @@ class Inbox:
                 self.path.unlink(missing_ok=True)
 
 
-# ---- What fits the context window ----
-
-
-class Governed:
-    """The copy of a conversation that is sent, fitted into `budget` tokens. What goes first: old
-    results (one line each stays), the oldest turns, pictures, the oldest steps of this turn, parts
-    of its last results. System prompt, task and whatever the user said in this turn stay."""
-
-    def __init__(
-        self, messages: list[dict], budget: float, counter: "TokenCounter",
-        task: dict | None = None, beside: int = 0,
-    ):  # fmt: skip
-        self.counter = counter
-        self.messages = list(messages)
-        self.notes: list[str] = []  # `8 turns left out (~7,900 tokens)`
-        users = [n for n, message in enumerate(messages) if message["role"] == "user"]
-        tasks = [n for n in users if messages[n] is task]  # a hook may have taken it out
-        self.begin = [len(messages), *users[-1:], *tasks][-1]  # of the turn
-        steps = [n for n, message in enumerate(messages) if message.get("tool_calls")]
-        self.last_step = [len(messages), *steps][-1]  # the model has not seen its results yet
-        self.tokens = counter.total(messages) + beside  # `beside`: of the tools
-        if 4 * self.tokens > budget:  # near enough for an exact count
-            counter.count_exactly_from_now_on()
-        for make_shorter in (self._leave_out, self._cut_results):
-            if self.tokens > budget:
-                make_shorter(self.tokens - budget)
-                self.tokens = counter.total(self.messages) + beside
-
-    def _leave_out(self, excess: float) -> None:
-        kept: list[dict | None] = list(self.messages)
-        counts: Counter[str] = Counter()
-        freed: Counter[str] = Counter()
-        for what, changes in self._what_may_go():
-            if freed.total() >= excess:
-                break
-            counts[what] += 1
-            for n, rest in changes.items():
-                freed[what] += self.counter.size(kept[n]) - (self.counter.size(rest) if rest else 0)
-                kept[n] = rest
-        if counts["step"]:
-            text = f"[{counts['step']} earlier steps of this turn are left out; they are done]"
-            kept.insert(self.begin + 1, {"role": "user", "content": text})
-        self.messages = [message for message in kept if message]
-        for what in counts:
-            self.notes.append(f"{counted(counts[what], what)} left out (~{freed[what]:,} tokens)")
-
-    def _what_may_go(self) -> Iterator[tuple[str, dict[int, dict | None]]]:
-        """What may go, in this order: the places of its messages, and what stays there."""
-        messages, begin, last_step = self.messages, self.begin, self.last_step
-        for n, message in enumerate(messages[:last_step]):
-            length, name = len(message.get("content") or ""), message.get("name")
-            if message["role"] == "tool" and length >= 500:  # no model takes this for its own words
-                text = f"[{length:,} characters that {name} returned are left out here]"
-                yield "old tool result", {n: {**message, "content": text}}
-        past = [n for n in range(begin) if messages[n]["role"] != "system"]
-        summaries = [n for n in past if "is_summary" in messages[n]]
-        past = past[len(summaries) :]  # they stand before the turns
-        begins = [n for n in past if messages[n]["role"] == "user"]
-        for first, end in pairwise(sorted({*past[:1], *begins, begin})):
-            yield "turn", dict.fromkeys(range(first, end))
-        for n in summaries:
-            yield "summary", {n: None}
-        for n in range(begin + 1, len(messages)):
-            if isinstance(messages[n].get("content"), list):
-                yield "picture", {n: without_images(messages[n])}
-        steps = [n for n in range(begin + 1, last_step) if messages[n]["role"] == "assistant"]
-        for first, end in pairwise([*steps, last_step]):
-            yield "step", {n: None for n in range(first, end) if messages[n]["role"] != "user"}
-
-    def _cut_results(self, excess: float) -> None:
-        """The last resort: they share the room that is left."""
-        results = [n for n, message in enumerate(self.messages) if message["role"] == "tool"]
-        room = self.counter.total([self.messages[n] for n in results]) - excess
-        for n in results:
-            text = str(self.messages[n].get("content") or "")
-            cut = fitted(text, max(int(room) // len(results) - 20, 10), self.counter.count)
-            note = "" if cut == text else "\n[not all of it: ask for a part]"
-            self.messages[n] = {**self.messages[n], "content": cut + note}
-        self.notes.append(f"{counted(len(results), 'tool result')} cut")
-
-
 # ---- Long-term memory: facts that are true, and the history of what was ----
 
 
@@ -507,106 +426,88 @@ class Consolidator:
         return raw, "\n\n".join([*earlier, middle_out(text, 2_000)])[-4_000:]
 
 
-# ---- Dream: from the history into facts and skills ----
+# ======== Second reading: what fits, damage, files and locks, sizes, Dream, skills ========
 
-DREAM_FILES = ("memory/MEMORY.md", "SOUL.md", "USER.md")
-# "- [MEMORY] Favourite colour: blue"
-FINDING = r"(?m)^[\s*-]{0,20}(\[(?:USER|SOUL|MEMORY|SKILL)(?:-REMOVE)?\] {0,20}\S.*)$"
-UNREACHABLE = "did not reach the model"
+# ---- What fits the context window ----
 
 
-@dataclass
-class Dream:
-    """Reads what happened, notes what it means, and edits facts and skills accordingly:
+class Governed:
+    """The copy of a conversation that is sent, fitted into `budget` tokens. What goes first: old
+    results (one line each stays), the oldest turns, pictures, the oldest steps of this turn, parts
+    of its last results. System prompt, task and whatever the user said in this turn stay."""
 
-    [2026-04-03 00:02] The user likes blue best now, not green.        what happened
-    [MEMORY-REMOVE] favourite colour: green                            findings, phase 1
-    [MEMORY] favourite colour: blue
-    edit_file("memory/MEMORY.md", "colour: green", "colour: blue")     calls of tools, phase 2
-    """
+    def __init__(
+        self, messages: list[dict], budget: float, counter: "TokenCounter",
+        task: dict | None = None, beside: int = 0,
+    ):  # fmt: skip
+        self.counter = counter
+        self.messages = list(messages)
+        self.notes: list[str] = []  # `8 turns left out (~7,900 tokens)`
+        users = [n for n, message in enumerate(messages) if message["role"] == "user"]
+        tasks = [n for n in users if messages[n] is task]  # a hook may have taken it out
+        self.begin = [len(messages), *users[-1:], *tasks][-1]  # of the turn
+        steps = [n for n, message in enumerate(messages) if message.get("tool_calls")]
+        self.last_step = [len(messages), *steps][-1]  # the model has not seen its results yet
+        self.tokens = counter.total(messages) + beside  # `beside`: of the tools
+        if 4 * self.tokens > budget:  # near enough for an exact count
+            counter.count_exactly_from_now_on()
+        for make_shorter in (self._leave_out, self._cut_results):
+            if self.tokens > budget:
+                make_shorter(self.tokens - budget)
+                self.tokens = counter.total(self.messages) + beside
 
-    store: MemoryStore
-    ask: Ask
-    run_agent: Callable[..., Awaitable[Any]]  # (messages, refuse) -> result with stop_reason
-    find_prompt: str
-    edit_prompt: str
-    skills: "SkillsLoader"
-    budget: int = 56_320  # tokens
-    max_batch: int = 20  # entries
-    failures: int = field(default=0, init=False)  # in a row
+    def _leave_out(self, excess: float) -> None:
+        kept: list[dict | None] = list(self.messages)
+        counts: Counter[str] = Counter()
+        freed: Counter[str] = Counter()
+        for what, changes in self._what_may_go():
+            if freed.total() >= excess:
+                break
+            counts[what] += 1
+            for n, rest in changes.items():
+                freed[what] += self.counter.size(kept[n]) - (self.counter.size(rest) if rest else 0)
+                kept[n] = rest
+        if counts["step"]:
+            text = f"[{counts['step']} earlier steps of this turn are left out; they are done]"
+            kept.insert(self.begin + 1, {"role": "user", "content": text})
+        self.messages = [message for message in kept if message]
+        for what in counts:
+            self.notes.append(f"{counted(counts[what], what)} left out (~{freed[what]:,} tokens)")
 
-    async def run(self) -> str:
-        """One dream. Returns what to tell the user; raises SessionBusy while another goes on."""
-        with locked(self.store.workspace / ".nanobot" / "dream.lock", "Another dream is going on."):
-            batch = self.store.unread()[: self.max_batch]
-            while len(batch) > 1 and estimate(str(batch)) > self.budget // 2:
-                batch.pop()  # a request has room for the batch and the files
-            if not batch:
-                return "There is nothing new to dream about."
-            repository = MemoryRepository(self.store.workspace)
-            problem, _ = await asyncio.to_thread(repository.commit, "changes outside of dreams")
-            outcome = await self._dream(batch)
-            self.failures = self.failures + 1 if outcome == "failed" else 0
-            if outcome != "completed" and self.failures < 3:
-                return f"The dream {outcome}. Nothing is lost: the next one tries again."
-            if self.failures:
-                log.warning("three dreams about the same entries failed: these are skipped")
-                self.failures = 0
-            write_atomically(self.store.folder / ".dream_cursor", str(batch[-1]["cursor"]))
-            self.store.archive_old()
-            second_problem, changes = await asyncio.to_thread(repository.commit, "dream")
-            problem = problem or second_problem or "/dream-log shows them."
-            told = f"Dreamt about {counted(len(batch), 'entry', 'entries')}"
-            return f"{told}: {counted(changes, 'change')}. {problem}"
+    def _what_may_go(self) -> Iterator[tuple[str, dict[int, dict | None]]]:
+        """What may go, in this order: the places of its messages, and what stays there."""
+        messages, begin, last_step = self.messages, self.begin, self.last_step
+        for n, message in enumerate(messages[:last_step]):
+            length, name = len(message.get("content") or ""), message.get("name")
+            if message["role"] == "tool" and length >= 500:  # no model takes this for its own words
+                text = f"[{length:,} characters that {name} returned are left out here]"
+                yield "old tool result", {n: {**message, "content": text}}
+        past = [n for n in range(begin) if messages[n]["role"] != "system"]
+        summaries = [n for n in past if "is_summary" in messages[n]]
+        past = past[len(summaries) :]  # they stand before the turns
+        begins = [n for n in past if messages[n]["role"] == "user"]
+        for first, end in pairwise(sorted({*past[:1], *begins, begin})):
+            yield "turn", dict.fromkeys(range(first, end))
+        for n in summaries:
+            yield "summary", {n: None}
+        for n in range(begin + 1, len(messages)):
+            if isinstance(messages[n].get("content"), list):
+                yield "picture", {n: without_images(messages[n])}
+        steps = [n for n in range(begin + 1, last_step) if messages[n]["role"] == "assistant"]
+        for first, end in pairwise([*steps, last_step]):
+            yield "step", {n: None for n in range(first, end) if messages[n]["role"] != "user"}
 
-    async def _dream(self, batch: list[dict]) -> str:
-        """Both phases, to an outcome: completed, failed, or did not reach the model."""
-        most = self.budget // 2
-        lines = [f"[{entry['timestamp']}] {fitted(entry['content'], most)}" for entry in batch]
-        paths = [self.store.workspace / name for name in DREAM_FILES]
-        texts = [fitted(self.store.text_of(path), self.budget // 8) for path in paths]
-        files = [f"# {path}\n\n{text}" for path, text in zip(paths, texts, strict=True)]
-        question = "\n\n".join([time.strftime("Today: %Y-%m-%d, %A"), *files, "# History", *lines])
-        response = await self.ask(request(self.find_prompt, question), [])
-        if response.finish_reason == "error":
-            return "failed" if response.is_overflow else UNREACHABLE
-        answer = re.sub(THOUGHTS, "", response.content or "")
-        findings = re.findall(FINDING, answer)
-        if not findings:
-            return "completed" if "[SKIP]" in answer else "failed"
-        skills = [skill for skill in self.skills.load() if not skill.problem]
-        known = [f"- {skill.name}: {skill.description} ({skill.path})" for skill in skills]
-        question = "\n\n".join(["# Findings", *findings, *files, "# Skills", *known])
-        result = await self.run_agent(request(self.edit_prompt, question), self.refuse)
-        outcomes = {"completed": "completed", "error": UNREACHABLE}
-        return outcomes.get(result.stop_reason, "failed")
+    def _cut_results(self, excess: float) -> None:
+        """The last resort: they share the room that is left."""
+        results = [n for n, message in enumerate(self.messages) if message["role"] == "tool"]
+        room = self.counter.total([self.messages[n] for n in results]) - excess
+        for n in results:
+            text = str(self.messages[n].get("content") or "")
+            cut = fitted(text, max(int(room) // len(results) - 20, 10), self.counter.count)
+            note = "" if cut == text else "\n[not all of it: ask for a part]"
+            self.messages[n] = {**self.messages[n], "content": cut + note}
+        self.notes.append(f"{counted(len(results), 'tool result')} cut")
 
-    def refuse(self, name: str, arguments: dict) -> str:
-        """Why a call must not run; "" if it may. What a dream reads may come from a stranger's
-        page, and nobody watches it. `arguments` are those that the tool will get."""
-        home = self.store.workspace.resolve()
-        own, *kits = [folder.resolve() for folder in self.skills.folders]
-        try:
-            path = (home / os.path.expanduser(str(arguments.get("path", "")))).resolve()
-        except (OSError, ValueError, RuntimeError) as problem:  # a NUL, a loop of links
-            return f"That is no usable path: {problem}"
-        if name == "read_file":
-            is_inside = any(path.is_relative_to(root) for root in (home, *kits))
-            return "" if is_inside else f"Read files below {home} only."
-        if name == "edit_file":
-            is_one = path in [(home / file).resolve() for file in DREAM_FILES]
-            return "" if is_one else f"Edit {', '.join(DREAM_FILES)} only."
-        if name != "write_file" or not path.is_relative_to(own) or path.parent == own:
-            return f"Write only skills, like {own}/NAME/SKILL.md."
-        content = str(arguments.get("content", "")).encode(errors="replace")
-        skill = skill_of(path, content)  # as it is loaded later
-        names = {skill.name, path.relative_to(own).parts[0]}
-        if skill.always or any((kit / known).exists() for kit in kits for known in names):
-            return "A skill may not be `always`, nor have the name of one of the kit's."
-        return ""
-
-
-# ======== Second reading: damage, files and locks, sizes, git, skills ========
 
 # ---- Reading what is left of a file of JSON lines ----
 # Seen: 4,096 zero bytes at the end after a power cut, half a line after a full disk, a `NaN` that
@@ -961,6 +862,105 @@ class TokenCounter:
             self.count = lru_cache(maxsize=1_000)(load())
         except Exception as problem:  # no network, no tiktoken: the estimate is good enough
             log.info("tokens are estimated: %s", problem)
+
+
+# ---- Dream: from the history into facts and skills ----
+
+DREAM_FILES = ("memory/MEMORY.md", "SOUL.md", "USER.md")
+# "- [MEMORY] Favourite colour: blue"
+FINDING = r"(?m)^[\s*-]{0,20}(\[(?:USER|SOUL|MEMORY|SKILL)(?:-REMOVE)?\] {0,20}\S.*)$"
+UNREACHABLE = "did not reach the model"
+
+
+@dataclass
+class Dream:
+    """Reads what happened, notes what it means, and edits facts and skills accordingly:
+
+    [2026-04-03 00:02] The user likes blue best now, not green.        what happened
+    [MEMORY-REMOVE] favourite colour: green                            findings, phase 1
+    [MEMORY] favourite colour: blue
+    edit_file("memory/MEMORY.md", "colour: green", "colour: blue")     calls of tools, phase 2
+    """
+
+    store: MemoryStore
+    ask: Ask
+    run_agent: Callable[..., Awaitable[Any]]  # (messages, refuse) -> result with stop_reason
+    find_prompt: str
+    edit_prompt: str
+    skills: "SkillsLoader"
+    budget: int = 56_320  # tokens
+    max_batch: int = 20  # entries
+    failures: int = field(default=0, init=False)  # in a row
+
+    async def run(self) -> str:
+        """One dream. Returns what to tell the user; raises SessionBusy while another goes on."""
+        with locked(self.store.workspace / ".nanobot" / "dream.lock", "Another dream is going on."):
+            batch = self.store.unread()[: self.max_batch]
+            while len(batch) > 1 and estimate(str(batch)) > self.budget // 2:
+                batch.pop()  # a request has room for the batch and the files
+            if not batch:
+                return "There is nothing new to dream about."
+            repository = MemoryRepository(self.store.workspace)
+            problem, _ = await asyncio.to_thread(repository.commit, "changes outside of dreams")
+            outcome = await self._dream(batch)
+            self.failures = self.failures + 1 if outcome == "failed" else 0
+            if outcome != "completed" and self.failures < 3:
+                return f"The dream {outcome}. Nothing is lost: the next one tries again."
+            if self.failures:
+                log.warning("three dreams about the same entries failed: these are skipped")
+                self.failures = 0
+            write_atomically(self.store.folder / ".dream_cursor", str(batch[-1]["cursor"]))
+            self.store.archive_old()
+            second_problem, changes = await asyncio.to_thread(repository.commit, "dream")
+            problem = problem or second_problem or "/dream-log shows them."
+            told = f"Dreamt about {counted(len(batch), 'entry', 'entries')}"
+            return f"{told}: {counted(changes, 'change')}. {problem}"
+
+    async def _dream(self, batch: list[dict]) -> str:
+        """Both phases, to an outcome: completed, failed, or did not reach the model."""
+        most = self.budget // 2
+        lines = [f"[{entry['timestamp']}] {fitted(entry['content'], most)}" for entry in batch]
+        paths = [self.store.workspace / name for name in DREAM_FILES]
+        texts = [fitted(self.store.text_of(path), self.budget // 8) for path in paths]
+        files = [f"# {path}\n\n{text}" for path, text in zip(paths, texts, strict=True)]
+        question = "\n\n".join([time.strftime("Today: %Y-%m-%d, %A"), *files, "# History", *lines])
+        response = await self.ask(request(self.find_prompt, question), [])
+        if response.finish_reason == "error":
+            return "failed" if response.is_overflow else UNREACHABLE
+        answer = re.sub(THOUGHTS, "", response.content or "")
+        findings = re.findall(FINDING, answer)
+        if not findings:
+            return "completed" if "[SKIP]" in answer else "failed"
+        skills = [skill for skill in self.skills.load() if not skill.problem]
+        known = [f"- {skill.name}: {skill.description} ({skill.path})" for skill in skills]
+        question = "\n\n".join(["# Findings", *findings, *files, "# Skills", *known])
+        result = await self.run_agent(request(self.edit_prompt, question), self.refuse)
+        outcomes = {"completed": "completed", "error": UNREACHABLE}
+        return outcomes.get(result.stop_reason, "failed")
+
+    def refuse(self, name: str, arguments: dict) -> str:
+        """Why a call must not run; "" if it may. What a dream reads may come from a stranger's
+        page, and nobody watches it. `arguments` are those that the tool will get."""
+        home = self.store.workspace.resolve()
+        own, *kits = [folder.resolve() for folder in self.skills.folders]
+        try:
+            path = (home / os.path.expanduser(str(arguments.get("path", "")))).resolve()
+        except (OSError, ValueError, RuntimeError) as problem:  # a NUL, a loop of links
+            return f"That is no usable path: {problem}"
+        if name == "read_file":
+            is_inside = any(path.is_relative_to(root) for root in (home, *kits))
+            return "" if is_inside else f"Read files below {home} only."
+        if name == "edit_file":
+            is_one = path in [(home / file).resolve() for file in DREAM_FILES]
+            return "" if is_one else f"Edit {', '.join(DREAM_FILES)} only."
+        if name != "write_file" or not path.is_relative_to(own) or path.parent == own:
+            return f"Write only skills, like {own}/NAME/SKILL.md."
+        content = str(arguments.get("content", "")).encode(errors="replace")
+        skill = skill_of(path, content)  # as it is loaded later
+        names = {skill.name, path.relative_to(own).parts[0]}
+        if skill.always or any((kit / known).exists() for kit in kits for known in names):
+            return "A skill may not be `always`, nor have the name of one of the kit's."
+        return ""
 
 
 # ---- What was dreamt can be looked at and undone ----

@@ -1346,7 +1346,9 @@ class BusService:
             self.conversations[key] = Conversation(key, self.loop.sessions.inbox(key))
         return self.conversations[key]
 
-    async def _take_in(self, conversation: Conversation, kind: str, message: InboundMessage) -> None:
+    async def _take_in(
+        self, conversation: Conversation, kind: str, message: InboundMessage
+    ) -> None:
         """Into the inbox; the channel is told when that survives a power cut."""
         line = {
             "id": message.message_id or uuid.uuid4().hex, "kind": kind,
@@ -1547,7 +1549,7 @@ class BusService:
                 send_final(self.loop, self.bus, session.key, answer["content"], answer["n"])
 
     async def end(self) -> None:
-        """Stop what runs: each turn is journalled as far as it came, and goes on at the next start."""
+        """Stop what runs. Each turn is journalled as far as it came; the next start goes on with it."""
         self.loop.is_ending = True
         await end_all([*self.tasks, *self.loop.subagents.running], 5.0)
 
