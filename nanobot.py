@@ -1549,7 +1549,7 @@ class BusService:
                 send_final(self.loop, self.bus, session.key, answer["content"], answer["n"])
 
     async def end(self) -> None:
-        """Stop what runs. Each turn is journalled as far as it came; the next start goes on with it."""
+        """Stop what runs; each turn is journalled so far, and the next start goes on with it."""
         self.loop.is_ending = True
         await end_all([*self.tasks, *self.loop.subagents.running], 5.0)
 
