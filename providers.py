@@ -510,7 +510,7 @@ def with_neighbours_joined(messages: list[dict]) -> list[dict]:
 
 
 def with_whole_letters(value: Any) -> Any:
-    """The same value; a repaired copy if UTF-8 cannot hold it: "\\ud83d\\ude00 \\ud83d" → "😀 ?"."""
+    """The same value; repaired if UTF-8 cannot hold it: "\\ud83d\\ude00 \\ud83d" → "😀 ?"."""
     try:
         to_json(value).encode()
     except UnicodeEncodeError:
