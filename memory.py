@@ -251,6 +251,7 @@ class MemoryStore:
         self.history = self.folder / "history.jsonl"
         self.archive = self.folder / "history-archive.jsonl"
         self.lock = self.folder / ".lock"
+        self._entries: tuple[int, list[dict]] = (0, [])  # of the history, when it had this size
 
     def text_of(self, path: Path) -> str:
         """A file's text; "" if it is not there. Raises OSError if it may not be read."""
@@ -276,7 +277,12 @@ class MemoryStore:
             return True
 
     def entries(self) -> list[dict]:
-        return read_records(self.history, partial(has, cursor=int, timestamp=str, content=str))
+        """The history's, read again only if it has changed: 1,000 take 5 ms, and each turn asks."""
+        size = file_size(self.history)
+        if size != self._entries[0]:
+            is_entry = partial(has, cursor=int, timestamp=str, content=str)
+            self._entries = (size, read_records(self.history, is_entry))
+        return self._entries[1]
 
     def append_history(self, *texts: str, **origin: Any) -> None:
         """Entries with the next cursors, in one write. A text may begin `[2026-04-03 00:02]`."""
@@ -510,8 +516,8 @@ class Governed:
 
 
 # ---- Reading what is left of a file of JSON lines ----
-# Seen: 4,096 zero bytes at the end after a power cut, half a line after a full disk, a `NaN` that
-# made every later request invalid. Such a line is skipped, and kept in a file beside.
+# Seen: 4,096 zero bytes after a power cut, half a line after a full disk, a `NaN` that made every
+# later request invalid. Such a line is skipped, and kept in a file beside.
 
 
 def read_records(path: Path, is_valid: Callable[[dict], bool]) -> list[dict]:
@@ -804,20 +810,18 @@ def fitted(text: str, most: int, count: Callable[[str], int] | None = None) -> s
     return text
 
 
-# "<think>The user wants …</think>"
-THOUGHTS = r"(?s)\s{0,100}<think>.*?(</think>|\Z)"
+THOUGHTS = r"(?s)\s{0,100}<think>.*?(</think>|\Z)"  # "<think>The user wants …</think>"
 # "[2026-04-03 00:02] The user planned a trip."
 STAMP = r"(?s)\s{0,100}(?:\[(\d{4}-\d\d-\d\d \d\d:\d\d)\]\s{0,100})?(.{0,64000})"
 
 LETTERS = b"abcdefghijklmnopqrstuvwxyz \n"
-ASCII = bytes(range(128))
 
 
 def estimate(text: str) -> int:
     """Tokens, 0.6 to 2.4 times the true number, of prose (five letters each) as of data (1.5)."""
     data = text.encode("utf-8", errors="replace")
     rest = data.translate(None, LETTERS)
-    foreign = rest.translate(None, ASCII)
+    foreign = rest.translate(None, bytes(range(128)))
     letters, marks = len(data) - len(rest), len(rest) - len(foreign)
     return int(letters / 5 + marks / 1.5 + len(foreign) / 4.5) + 1
 
@@ -848,9 +852,6 @@ class TokenCounter:
 
     def total(self, messages: list[dict]) -> int:
         return sum(map(self.size, messages))
-
-    def size_of_tools(self, definitions: list[dict]) -> int:
-        return self.count(to_json(definitions)) if definitions else 0
 
     def count_exactly_from_now_on(self) -> None:
         """As soon as the vocabulary is there: it comes in the background, however long it takes."""
@@ -964,8 +965,7 @@ class Dream:
 
 
 # ---- What was dreamt can be looked at and undone ----
-# A repository of its own, and not named `.git`: one of the user's around the workspace would take
-# it for a submodule, and the user's settings (hooks, signatures) are not meant for it.
+# A repository of its own, not named `.git`: one around the workspace would take it for a submodule.
 
 
 class MemoryRepository:

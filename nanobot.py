@@ -231,7 +231,7 @@ class AgentRunner:
         spec = state.spec
         if spec.make_room:
             tokens = spec.counter.total(state.context.messages)
-            tokens += spec.counter.size_of_tools(spec.tools.get_definitions())
+            tokens += spec.counter.count(lines_of_json(spec.tools.get_definitions()))
             state.context.messages = await spec.make_room(state.context.messages, tokens)
 
     def govern(self, state: RunState) -> Governed:
@@ -244,7 +244,7 @@ class AgentRunner:
         if state.context.iteration >= spec.max_iterations:
             state.tools_end = "out_of_iterations"
         state.tools = [] if state.tools_end else spec.tools.get_definitions()
-        tools = spec.counter.size_of_tools(state.tools)
+        tools = spec.counter.count(lines_of_json(state.tools)) if state.tools else 0
         budget = min(spec.context_window - spec.max_tokens - 1_024, state.room)
         messages = state.context.messages
         request = Governed(messages, budget, spec.counter, task_of(spec), tools)

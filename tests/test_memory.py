@@ -1087,7 +1087,7 @@ def test_a_turn_runs_within_80_percent_of_the_budget_and_its_system_prompt_stays
     counter = TokenCounter()
     budget = 16_000 - 2_000 - 1_024
     for request in model.asked:
-        size = counter.total(request.messages) + counter.size_of_tools(request.tools)
+        size = counter.total(request.messages) + counter.count(json.dumps(request.tools))
         assert size <= 0.8 * budget + 50
         assert "<task>" in str(request.messages) and "left out" not in str(request.messages)
     moved = [kind for kind, text in loop.shown if "went into the memory" in text]
