@@ -1194,7 +1194,7 @@ HELP = {
     "prompt": ["[TEXT]|[text]", "--session NAME"],
     "sessions": ["[{show}] [KEY]"],
     "gateway": ["--verbose ", "log more than events"],
-    "cron": ["[{list}]"],
+    "cron": ["[{list,remove}] [ID]"],
     "onboard": [],
     "status": [],
 }  # fmt: skip
@@ -1214,7 +1214,7 @@ def test_the_program_explains_its_commands(run_here):
     explained = {
         "agent": "ask, or talk at a prompt", "replay": "run a trace again: no network",
         "prompt": "print what would be sent", "sessions": "list, or `show KEY`",
-        "gateway": "serve channels and cron", "cron": "list what is planned",
+        "gateway": "serve channels and cron", "cron": "list what is planned; remove ID",
         "onboard": "write settings and workspace", "status": "check each part",
     }  # fmt: skip
     lines = [line.split(maxsplit=1) for line in out.split("COMMAND", 2)[2].split("\n") if line.strip()]
@@ -1407,7 +1407,7 @@ def test_sessions_are_listed_with_their_messages_and_shown_by_name(run_here, own
 
 def test_what_is_planned_is_listed_and_that_no_gateway_runs(run_here, own_home):
     status, out, _ = run_here("cron")
-    never = "No gateway runs: nothing of this happens until `nanobot gateway` is started.\n"
+    never = f"{program.NOBODY_RUNS_JOBS}\n"
     assert (status, out) == (0, f"There are no jobs.\n{never}")
     with program.one_gateway(own_home / ".nanobot" / "workspace"):
         assert run_here("cron", "list")[:2] == (0, "There are no jobs.\n")

