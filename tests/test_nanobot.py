@@ -9,6 +9,7 @@ import re
 import random
 import selectors
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -4214,6 +4215,230 @@ def test_what_is_asked_for_the_memory_has_the_limits_of_the_settings_and_is_paid
     assert (request.options, request.tools) == ({"max_tokens": 99, "tool_choice": "keep"}, tools)
     assert loop.cost.total == {
         "prompt_tokens": 10, "completion_tokens": 1, "cached_tokens": 0, "estimated": False}  # fmt: skip
+
+
+# ---- Many chats: answers that arrive ----
+
+
+def test_a_stopped_answer_that_a_chat_has_not_seen_is_asked_for_anew(tmp_path):
+    """A chat that shows no deltas got only the second half of it; the terminal goes on with it."""
+    gate, halves = Gate(), []
+
+    async def script(request):
+        if "half" in str(request.messages):
+            halves.append(request)
+        if not gate.reached.is_set():
+            await request.on_delta("the first half, ")
+            await gate.pass_()
+        return "the whole answer"
+
+    async def work(chats):
+        await chats.say("tell me all")
+        await gate.reached.wait()
+        await chats.say("/stop")
+        await chats.answered()
+        await chats.say("/continue")
+        await chats.answered(2)
+        assert chats.finals()[1] == "the whole answer" and halves == []
+        assert texts_of(chats) == ["tell me all", "the whole answer"]
+
+    serve_chats(work, tmp_path, script)
+
+
+def test_every_run_ends_with_an_answer_or_an_error_line(tmp_path):
+    steps = {"broken": LLMResponse(None, finish_reason="error"), "at work": call("list_dir")}
+
+    async def script(request):
+        said = users_of(request)[0]
+        return LLMResponse("so far so good") if not request.tools else steps[said]
+
+    async def work(chats):
+        for chat, text in enumerate(steps):
+            await chats.say(text, str(chat))
+            await chats.answered(1, str(chat))
+        assert chats.finals("0") == ["Sorry, that failed: the endpoint ended its answer with an error"]
+        assert chats.finals("1")[-1].startswith("so far so good\n\n(the limit of steps (maxToolIter")
+
+    serve_chats(work, tmp_path, script, max_tool_iterations=2)
+
+
+def test_stop_between_the_journalled_answer_and_its_delivery_loses_nothing(tmp_path):
+    async def work(chats):
+        chats.desk.is_shut = True
+        await chats.say("one")
+        await chats.until(lambda: "to one" in texts_of(chats))
+        await chats.say("/stop")
+        chats.desk.is_shut = False
+        await chats.answered(2)
+        assert chats.finals()[0] == "to one"
+        await chats.until(lambda: not chats.session().undelivered)
+
+    serve_chats(work, tmp_path, echo, in_hurry=True)
+
+
+def test_in_a_group_the_text_begins_with_who_said_it_but_a_command_stays_one(tmp_path):
+    async def work(chats):
+        for text, speaker in (("hello", "Ada"), ("/status", "Ada"), ("/new", "Bob"), ("hi", "Bob")):
+            message = InboundMessage("desk", "7", "1", text, message_id=text, speaker=speaker)
+            await chats.bus.publish(message)
+            await chats.until(lambda: not chats.loop.turns.tasks)
+        await chats.answered(4)
+        assert [text for text in texts_of(chats) if "hi" in text] == ["Bob: hi", "to Bob: hi"]
+        assert "to Ada: hello" in chats.finals() and "to Bob: hi" in chats.finals()
+
+    serve_chats(work, tmp_path, echo)
+
+
+# ---- Many chats: jobs ----
+
+
+def job_runner(chats) -> JobRunner:
+    return JobRunner(chats.loop, chats.bus.publish)
+
+
+STRETCH = CronJob("j1", "stretch", channel="desk", chat_id="1")
+
+
+def test_a_run_that_was_killed_behind_its_report_does_not_report_twice(tmp_path):
+    """The run begins again under its name; what it said is in the inbox, the journal, or delivered."""
+
+    async def first(chats):
+        await job_runner(chats).run_job(STRETCH, "j1@12:00")
+        await chats.answered()
+        await chats.until(lambda: not chats.session().undelivered)
+        chats.desk.is_shut = True
+        await job_runner(chats).run_job(STRETCH, "j1@13:00")
+        await chats.until(lambda: len(texts_of(chats)) == 2)
+
+    async def second(chats):
+        before = len(chats.loop.provider.requests)
+        for name in ("j1@12:00", "j1@13:00"):
+            await job_runner(chats).run_job(STRETCH, name)
+        assert len(chats.loop.provider.requests) == before, "no run is needed"
+        await job_runner(chats).run_job(STRETCH, "j1@14:00")
+        await chats.answered(2)
+        await chats.until(lambda: not chats.session().undelivered)
+        assert len(chats.finals()) == 2 and len(texts_of(chats)) == 3
+
+    serve_chats(first, tmp_path, echo, in_hurry=True)
+    serve_chats(second, tmp_path, echo)
+
+
+def test_each_run_of_a_job_begins_afresh_and_stays_out_of_the_long_term_memory(tmp_path):
+    async def work(chats):
+        for number in range(30):
+            await job_runner(chats).run_job(STRETCH, f"j1@{number}")
+        sizes = {len(request.messages) for request in chats.loop.provider.requests}
+        assert sizes == {2}
+        await chats.loop.background.settled()
+        assert not [entry for entry in chats.loop.memory.entries() if entry["session"].startswith("cron:")]
+        assert len(chats.loop.sessions.get("cron:j1").messages) == 2
+
+    serve_chats(work, tmp_path, echo, memory_window=4)
+
+
+def test_stop_in_a_chat_stops_the_job_that_runs_for_it_and_the_clock_goes_on(tmp_path):
+    gate = Gate()
+
+    async def script(request):
+        if "stretch" in users_of(request)[-1]:
+            await gate.pass_()
+        return "done"
+
+    async def work(chats):
+        clock = Clock()
+        chats.loop.config.now = clock.now
+        jobs = job_runner(chats)
+        await chats.say("hello")
+        await chats.answered()
+        jobs.clock.cron("add", "stretch", every_seconds=60, turn=chats.loop.turn("desk:1"))
+        clock.move(60)
+        (running,) = await jobs.clock.tick()
+        await gate.reached.wait()
+        await chats.say("/stop")
+        await chats.answered(2)
+        assert chats.finals()[1].startswith("Stopped")
+        await running
+        assert await jobs.clock.tick() == [], "it waits for its next time"
+        (row,) = jobs.clock.store.read()
+        assert row["runs"][-1]["error"] == "stopped"
+        assert chats.loop.turns.chats == {}
+
+    serve_chats(work, tmp_path, script)
+
+
+def test_what_a_job_of_a_terminal_says_waits_for_the_terminal(tmp_path):
+    async def work(chats):
+        job = CronJob("j2", "call Ann", channel="cli", chat_id="direct")
+        await job_runner(chats).run_job(job, "j2@1")
+        (line,) = chats.loop.sessions.inbox("cli:direct").read()
+        assert (line["id"], line["kind"]) == ("j2@1", "report") and "call Ann" in line["content"]
+        await chats.say("hello")
+        await chats.answered()
+        assert len(chats.desk.sent) == 1
+
+    serve_chats(work, tmp_path, echo)
+
+
+def test_nobody_is_asked_for_a_job_what_needs_approval_is_refused(tmp_path):
+    async def ask(question):
+        pytest.fail(f"asked: {question}")
+
+    loop = make_loop(tmp_path, [call("write_file", path="a.txt", content="x"), "could not"])
+    loop.hooks.append(ApprovalHook(loop.tools, ask))
+
+    async def run():
+        jobs = JobRunner(loop)
+        await jobs.run_job(CronJob("j", "write", channel="cli", chat_id="direct"), "j@1")
+
+    asyncio.run(run())
+    assert not (loop.workspace / "a.txt").exists()
+    assert "did not approve" in str(loop.provider.requests[1].messages)
+
+
+APPENDING = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from memory import SessionManager
+inbox = SessionManager(Path(sys.argv[2])).inbox("cli:direct")
+for number in range(50):
+    inbox.append({"id": f"{sys.argv[3]}{number}", "kind": "report", "content": "x"})
+    if number % 10 == 9:
+        inbox.remove({f"{sys.argv[3]}{number - 9}"})
+"""
+
+
+def test_programs_that_write_to_one_inbox_lose_no_line(tmp_path):
+    root = str(Path(nanobot.__file__).parent)
+    command = [sys.executable, "-c", APPENDING, root, str(tmp_path)]
+    programs = [subprocess.Popen([*command, name]) for name in "ab"]
+    assert [program.wait(60) for program in programs] == [0, 0]
+    ids = [line["id"] for line in SessionManager(tmp_path).inbox("cli:direct").read()]
+    assert sorted(ids) == sorted(f"{name}{n}" for name in "ab" for n in range(50) if n % 10)
+
+
+def test_a_helper_knows_the_date_and_the_skills_and_status_counts_it(tmp_path):
+    gate = Gate()
+
+    async def script(request):
+        if users_of(request)[-1] == "dig":
+            assert "# Skills" in request.messages[0]["content"]
+            assert "Time: 2" in request.messages[-1]["content"]
+            await gate.pass_()
+            return "gold"
+        return call("spawn", task="dig") if roles(request.messages)[-1] == "user" else "begun"
+
+    async def work(chats):
+        await chats.say("go")
+        await gate.reached.wait()
+        await chats.answered()
+        await chats.say("/status")
+        await chats.answered(2)
+        assert "\n1 helper at work\n" in chats.finals()[1]
+        gate.open.set()
+
+    serve_chats(work, tmp_path, script)
 
 
 # ---- The message tool ----
