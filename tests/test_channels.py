@@ -2188,8 +2188,8 @@ def test_whatever_the_markdown_telegram_can_parse_it():
         assert Parser(text).text == plain_text(text), seed
 
 
-PIECES = ("`", "` ", "`` ", "```a", "```\n", "[", "[a", "[a](http://", "[x](http://(", "# ", "#  ", "* ",
-          "*a ", "**a ", "**a", "*a**b ", "***a ", "_a ", "_a*b ", "<b>", "(", "&", "\t", "\u2800")  # fmt: skip
+PIECES = ["`", "` ", "`` ", "```a", "```\n", "[", "[a", "[a](http://", "[x](http://(", "# ", "#  ", "* "]
+PIECES += ["*a ", "**a ", "**a", "*a**b ", "***a ", "_a ", "_a*b ", "<b>", "(", "&", "\t", "\u2800"]
 
 
 @pytest.mark.parametrize("piece", PIECES)
