@@ -13,6 +13,7 @@ file works alone; read it last. Not covered: turns, sessions, options.
 import asyncio
 import contextlib
 import functools
+import html
 import io
 import itertools
 import json
@@ -27,6 +28,7 @@ import sys
 import threading
 import time
 import urllib.parse
+import zoneinfo
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future, wait
@@ -44,7 +46,6 @@ class InboundMessage:
     chat_id: str
     content: str
     media: Sequence[Path] = ()
-    metadata: dict = field(default_factory=dict)
     message_id: str = ""  # the channel's own: the same message is not taken twice
     speaker: str = ""  # in a group: the name of who said it
     journalled: asyncio.Future | None = field(default=None, repr=False, compare=False)
@@ -130,22 +131,6 @@ class Channel:
     def is_allowed(self, sender_id: str | int) -> bool:
         """[] → nobody, ["*"] → everybody, ["7", 8] → those whose id is exactly 7 or 8."""
         return "*" in self.allow_from or str(sender_id) in self.allow_from
-
-
-class FileChannel(Channel):
-    """A whole channel: each line of one open file is a message, another file gets the answers."""
-
-    def __init__(self, questions: TextIO, answers: TextIO):
-        super().__init__(allow_from=["*"])
-        self.name, self.questions, self.answers = "file", questions, answers
-
-    async def start(self, bus: MessageBus) -> None:
-        for line in self.questions:
-            await bus.publish(InboundMessage(self.name, "me", "direct", line.strip()))
-
-    async def send(self, message: OutboundMessage) -> None:
-        if message.kind == "final" and message.content:
-            print(message.content, file=self.answers, flush=True)
 
 
 # ======== Second reading: slow chats, the terminal, and time as one more channel ========
@@ -253,8 +238,7 @@ class Connection:
 
 
 # ---- Text for a terminal ----
-# Without this a page that the model quotes clears the screen ("\x1b[2J"), and "exe.gpj" is read
-# as "jpg.exe" behind a character that turns the direction of writing.
+# A page that the model quotes may clear the screen ("\x1b[2J") or turn the direction of writing.
 
 # C0 but tab and newline, DEL, C1; bidi controls, zero-widths, tags; letters that look like blanks
 # (U+2800, U+115F). Not the soft hyphen and the two joiners: Persian words and the emoji of a family
@@ -269,11 +253,11 @@ BLANKS = r"\s{4,}"  # "true                                    ; rm -rf ~"
 
 def printable(text: str) -> str:
     """A red word → `\\x1b[31mred`: what would steer the terminal is shown instead of obeyed."""
-    return encodable(re.sub(UNSAFE, as_escape, text))
+    return encodable(escaped(UNSAFE, text))
 
 
-def as_escape(match: re.Match) -> str:
-    return match[0].encode("unicode_escape").decode()
+def escaped(letters: str, text: str) -> str:
+    return re.sub(letters, lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def encodable(text: str) -> str:
@@ -297,7 +281,7 @@ def approval_question(name: str, arguments: dict) -> str:
     ("exec", {"command": "ls\\nRun it?"}) → `exec {"command": "ls\\\\nRun it?"}`, then `Run it? [y…`
     """
     call = f"{name} {json.dumps(arguments, ensure_ascii=False)}"
-    shown = re.sub(JOINERS, as_escape, printable(call))
+    shown = escaped(JOINERS, printable(call))
     shown = re.sub(BLANKS, lambda blanks: f"[{len(blanks[0])} blanks]", shown)
     size = f"{name}, {len(shown):,} characters. " if len(shown) > 500 else ""
     always = f"always: every later {name}, until the program ends"
@@ -311,8 +295,7 @@ NOBODY_TO_ASK = (
 
 
 # ---- What a program inherits ----
-# Without this `2>&-` prints errors into the answer, `>&-` ends in a traceback, and closing the
-# window ends the job that `nohup nanobot gateway &` was to save from just that.
+# `2>&-`, `>&-` and `nohup nanobot gateway &` work.
 
 
 class Terminated(KeyboardInterrupt):
@@ -342,7 +325,7 @@ def prepare_streams() -> None:
 
 
 # ---- The keyboard ----
-# Without this a `y` that was typed too early approves a command that nobody has read.
+# A `y` that was typed too early approves nothing.
 
 
 def read_answer(question: str) -> str:
@@ -369,8 +352,6 @@ def type_at(prompt: str, live: bool, err: TextIO) -> str:
 
 
 # ---- Waiting is shown ----
-# Without this a model that thinks for a minute looks like a program that hangs.
-
 
 class Waiting:
     """`waiting for the model, 12 s`: one line, gone before anything else is printed.
@@ -422,8 +403,7 @@ class Waiting:
 
 
 # ---- The loop behind the keyboard ----
-# Without this nobody could be asked during a turn: `input` would stop the event loop, and with it
-# every stream and tool. Ctrl-C reaches the main thread only, so that one has the keyboard.
+# `input` would stop the event loop, and Ctrl-C reaches the main thread only: it has the keyboard.
 
 
 class NobodyToAsk(Exception):
@@ -520,10 +500,6 @@ class BackgroundLoop:
                 answer.set_exception(NobodyToAsk("Nobody can be asked: the turn has ended."))
         self._answers.clear()
 
-    def at_end(self, close: Callable) -> None:
-        """For what is made later than the loop, as it needs its `ask`."""
-        self.close = close
-
     def __enter__(self) -> "BackgroundLoop":
         return self
 
@@ -550,9 +526,6 @@ class BackgroundLoop:
 
 
 # ---- The terminal ----
-# Without this an answer that was streamed is printed twice, `> review.md` holds hints between the
-# words of the answer, and each line of a pasted page is a question of its own.
-
 
 class CLI(Channel):
     """The answer goes to `out` and nothing else does: live on a terminal, once into a pipe."""
@@ -688,7 +661,7 @@ def not_yet_shown(text: str, streamed: str) -> str:
 
 
 # ---- A pipe with more than a message ----
-# Without this `nanobot -m "what went wrong?" < server.log` puts 50 MB into the journal, for ever.
+# `nanobot -m "what went wrong?" < server.log` must not put 50 MB into the journal.
 
 MOST_PIPED = 100_000  # characters of standard input that a message may hold
 HEAD_OF_PIPED = 10_000  # characters that the model gets of more than that
@@ -716,7 +689,7 @@ def text_of_pipe(stream: BinaryIO, folder: Path) -> str:
 
 
 # ---- The Bot API of Telegram ----
-# Without this the token, a part of every address, is in the log when the first connection breaks.
+# The token is a part of every address: it must be in no log.
 
 
 async def in_thread(function: Callable, /, *args: Any) -> Any:
@@ -824,8 +797,7 @@ def as_body(fields: dict[str, Any]) -> tuple[bytes, str]:
 
 
 # ---- Telegram as a channel ----
-# Without this a restart loses what was written meanwhile, or answers it twice: the server forgets a
-# message when a higher offset is asked for, and until then gives it again.
+# The server forgets a message when a higher offset is asked for, and until then gives it again.
 
 RIVAL = (  # 409 "Conflict: terminated by other getUpdates request; make sure that only one bot …"
     "Another program asks for this bot's messages, too, and takes some of them (409 Conflict). "
@@ -1125,8 +1097,6 @@ def as_html(markdown: str) -> str:
 
     Code and links are put aside first: in `a_b_c` no mark is a mark.
     """
-    import html  # it brings a table of 2,231 names, and most programs never come here
-
     aside: list[str] = []
 
     def put_aside(markup: str) -> str:
@@ -1156,8 +1126,6 @@ def as_html(markdown: str) -> str:
 
 
 def plain_text(html_text: str) -> str:
-    import html
-
     return html.unescape(re.sub(r"<[^>]+>", "", html_text))
 
 
@@ -1217,14 +1185,14 @@ def closing(tag: str) -> str:
 
 
 # ---- The calendar: when the five fields of a cron expression come next ----
-# Without this "every weekday at nine" is an hour off for half of the year, and "at half past two"
-# comes twice in one night of October, and in one of March not at all.
+# In March "at half past two" does not exist for a night, in October it comes twice.
 
 ONE_DAY = timedelta(days=1)
 MOST_DAYS = 40 * 366  # "0 0 29 2 */7", a leap day on a Sunday, can be 40 years away
 PART = (  # *   */15   mon-fri   8-18/2   5; not 5/15, which has two meanings in use
     r"(?:\*|([0-9a-z]+)-([0-9a-z]+))(?:/([0-9]+))?|([0-9a-z]+)"
 )
+MONTHS, DAYS = "jan feb mar apr may jun jul aug sep oct nov dec", "sun mon tue wed thu fri sat"
 
 
 class CronField(NamedTuple):
@@ -1237,8 +1205,7 @@ class CronField(NamedTuple):
 
     def values(self, text: str) -> set[int]:
         """"1-3,20" → {1, 2, 3, 20}; "*/20" → {0, 20, 40}; "sat-sun" → {6, 7}"""
-        ranges = [self._range(part) for part in text.split(",")]
-        return set().union(*ranges)
+        return set().union(*(self._range(part) for part in text.split(",")))
 
     def _range(self, part: str) -> range:
         match = re.fullmatch(PART, part)
@@ -1263,13 +1230,12 @@ class CronField(NamedTuple):
         return int(text)
 
 
-MONTHS, DAYS = "jan feb mar apr may jun jul aug sep oct nov dec", "sun mon tue wed thu fri sat"
 CRON_FIELDS = (
-    CronField(name="minute", lowest=0, highest=59),  # */15 * * * *: every quarter of an hour
-    CronField(name="hour", lowest=0, highest=23),  # 0 8-18/2 * * *: every two hours by day
-    CronField(name="day of month", lowest=1, highest=31),  # 0 9 1,15 * *: twice a month
-    CronField(name="month", lowest=1, highest=12, names=MONTHS),  # 0 9 1 jan *: on New Year's Day
-    CronField(name="day of week", lowest=0, highest=7, names=DAYS),  # 0 9 * * mon-fri: on weekdays
+    CronField("minute", 0, 59),  # */15 * * * *: every quarter of an hour
+    CronField("hour", 0, 23),  # 0 8-18/2 * * *: every two hours by day
+    CronField("day of month", 1, 31),  # 0 9 1,15 * *: twice a month
+    CronField("month", 1, 12, MONTHS),  # 0 9 1 jan *: on New Year's Day
+    CronField("day of week", 0, 7, DAYS),  # 0 9 * * mon-fri: on weekdays
 )
 
 
@@ -1294,11 +1260,9 @@ class CronExpression:
         day_fits = any(fits) if self.either_day else all(fits)
         if not day_fits or day.month not in self.months:
             return []
-        moments = []
-        for hour, minute in itertools.product(self.hours, self.minutes):
-            wall = datetime(day.year, day.month, day.day, hour, minute, tzinfo=zone)
-            moments += moments_at(wall, self.is_fixed)
-        return moments
+        times = itertools.product(self.hours, self.minutes)
+        walls = [datetime(day.year, day.month, day.day, *time, tzinfo=zone) for time in times]
+        return [moment for wall in walls for moment in moments_at(wall, self.is_fixed)]
 
 
 def moments_at(wall: datetime, is_fixed: bool) -> list[datetime]:
@@ -1338,9 +1302,6 @@ def next_run(expr: str, after: datetime, zone: tzinfo) -> datetime | None:
 
 
 # ---- Jobs, in a file that several programs change ----
-# Without this a crash in the middle of writing leaves half a file, which the next start takes for
-# "no jobs"; and what `nanobot cron remove` takes out is back with the gateway's next save.
-
 
 class CronError(ValueError):
     """A wish that cannot be met, in words for who has it: the cause, then what to do."""
@@ -1363,6 +1324,9 @@ class CronJob:
     enabled: bool = True
     system: bool = False
     runs: list[dict] = field(default_factory=list)  # the last 20: {"began", "seconds", "error"}
+
+    row = None  # of the file, from which it was made
+    coming = None  # when it is due
 
     def due(self, after: datetime, zone: tzinfo) -> datetime | None:
         """The first time behind `after`, in UTC; None: never. Raises ValueError."""
@@ -1392,8 +1356,6 @@ def as_moment(text: str, zone: tzinfo) -> datetime:
 
 
 def zone_named(name: str, default: tzinfo) -> tzinfo:
-    import zoneinfo
-
     try:
         return zoneinfo.ZoneInfo(name) if name else default
     except (KeyError, ValueError, OSError):  # "Mars/Olympus", "../x", "Europe"
@@ -1461,7 +1423,8 @@ def job_of(row: Any, now: datetime, zone: tzinfo) -> CronJob | None:
         job = CronJob(**values | {"runs": [run for run in runs if isinstance(run, dict)]})
         if not job.id:
             raise ValueError("it has no id")
-        job.due(now, zone)  # raises what is wrong with it
+        coming = job.due(as_moment(job.since, zone), zone)  # raises what is wrong with it
+        job.row, job.coming = row, coming if job.enabled else None
     except Exception as problem:
         warn_once(f"cron: {str(row)[:100]} is no job: {problem}")
         return None
@@ -1474,18 +1437,6 @@ def warn_once(text: str) -> None:
 
 
 # ---- The clock that runs them ----
-# Without this one job that hangs or fails is the last that ever ran, and nobody hears of a reminder
-# that came due while the computer slept.
-
-
-@dataclass
-class Plan:
-    """A row of the file, and when its job is due."""
-
-    row: dict
-    job: CronJob
-    due: datetime | None
-
 
 class CronService:
     """`fire(job, run)` runs a job's turn; `run` names it: a run that a kill interrupted begins again
@@ -1505,7 +1456,7 @@ class CronService:
         self.is_wanted: Callable[[CronJob], bool] = lambda job: True
         self._system: dict[str, Callable[[], Awaitable]] = {}
         self._running: dict[str, asyncio.Task] = {}
-        self._plans: dict[str, Plan] = {}
+        self._jobs: dict[str, CronJob] = {}
         self._read, self._looked = None, self._utc()  # the file's stamp, and when it was read
 
     def _utc(self) -> datetime:
@@ -1513,6 +1464,9 @@ class CronService:
 
     def _stamp(self) -> str:
         return self.now().isoformat()
+
+    def _shown(self, moment: datetime) -> str:
+        return moment.astimezone(self.zone).strftime("%a %Y-%m-%d %H:%M %Z")
 
     def add_system(self, id: str, every_seconds: float, function: Callable[[], Awaitable]) -> None:
         """A job of the agent's own: it is listed, and cannot be removed."""
@@ -1546,50 +1500,46 @@ class CronService:
         """One look; returns the tasks of what runs."""
         now, stamp = self._utc(), self.store.stamp()
         if now < self._looked:  # the clock was set back: no time of before counts
-            self._plans, self._read = {}, None
+            self._jobs, self._read = {}, None
         self._looked = now
         if stamp != self._read:
-            self._plans = await in_thread(self._make_plans, now)
+            self._jobs = await in_thread(self._jobs_of_file, now)
             self._read = stamp
-        for plan in self._plans.values():
-            is_due = plan.due is not None and plan.due <= now
-            if is_due and plan.job.id not in self._running and self.is_wanted(plan.job):
-                self._start(plan, now)
+        for job in self._jobs.values():
+            is_due = job.coming is not None and job.coming <= now
+            if is_due and job.id not in self._running and self.is_wanted(job):
+                self._start(job, now)
         return list(self._running.values())
 
-    def _make_plans(self, now: datetime) -> dict[str, Plan]:
-        """The jobs of the file; those of rows that have not changed stay as they are. Blocks."""
+    def _jobs_of_file(self, now: datetime) -> dict[str, CronJob]:
+        """Those of rows that have not changed stay as they are. Blocks."""
         try:
             rows = self.store.read()
         except ValueError as problem:
             warn_once(f"{self.store.path}: {problem}. The jobs known before go on.")
-            return self._plans
-        plans: dict[str, Plan] = {}
+            return self._jobs
+        jobs: dict[str, CronJob] = {}
         for row in rows:
-            known = self._plans.get(id_of(row))
-            job = known.job if known and known.row == row else job_of(row, now, self.zone)
-            if job is None or (job.system and job.id not in self._system):
-                continue
-            if known is None or known.row != row:
-                due = job.due(as_moment(job.since, self.zone), self.zone)
-                known = Plan(row, job, due if job.enabled else None)
-            plans.setdefault(job.id, known)
-        return plans
+            job = self._jobs.get(id_of(row))
+            if job is None or job.row != row:
+                job = job_of(row, now, self.zone)
+            if job and (job.id in self._system or not job.system):
+                jobs.setdefault(job.id, job)
+        return jobs
 
-    def _start(self, plan: Plan, now: datetime) -> None:
+    def _start(self, job: CronJob, now: datetime) -> None:
         """Run what is due; what is too late is told of, in the chat or in the log."""
-        job, due = plan.job, plan.due
-        late = shown(due.astimezone(self.zone))
-        plan.due = None if job.at else job.due(now, self.zone)
+        due, late = job.coming, self._shown(job.coming)
+        job.coming = None if job.at else job.due(now, self.zone)
+        message = job.message
         if job.at and now - due > ONE_DAY:
-            job = replace(job, message=f"Only tell the user that this was missed on {late}: {job.message}")
+            message = f"Only tell the user that this was missed on {late}: {message}"
         elif not job.at and not job.system:
             due = self._still_of_use(job, due, now)
         if due is None:
             log.warning("cron: %s was due on %s, too long ago: it waits for its next time", job.id, late)
             return
-        name = f"{job.id}@{due:%Y-%m-%dT%H:%M:%SZ}"
-        self._running[job.id] = asyncio.create_task(self._run(plan, job, name))
+        self._running[job.id] = asyncio.create_task(self._run(job, message, due))
 
     def _still_of_use(self, job: CronJob, due: datetime, now: datetime) -> datetime | None:
         """The run of a repeated job that is late by less than half the time to the next one."""
@@ -1599,19 +1549,20 @@ class CronService:
         latest = job.due(now - grace, self.zone)
         return latest if latest and latest <= now else None
 
-    async def _run(self, plan: Plan, job: CronJob, name: str) -> None:
+    async def _run(self, job: CronJob, message: str, due: datetime) -> None:
         began = self.now()
         try:
-            error = await self._outcome(job, name)
-            plan.due = None if job.at else job.due(began, self.zone)
+            error = await self._outcome(replace(job, message=message), due)
+            job.coming = None if job.at else job.due(began, self.zone)
             seconds = round((self.now() - began).total_seconds(), 1)
             await self._note(job.id, {"began": began.isoformat(), "seconds": seconds, "error": error})
         finally:
             del self._running[job.id]
 
-    async def _outcome(self, job: CronJob, name: str) -> str:
+    async def _outcome(self, job: CronJob, due: datetime) -> str:
         """What went wrong; "" where nothing did."""
         try:
+            name = f"{job.id}@{due:%Y-%m-%dT%H:%M:%SZ}"
             work = self._system[job.id]() if job.system else self.fire(job, name)
             await asyncio.create_task(work)  # whoever stops it, stops no more than that
         except asyncio.CancelledError:
@@ -1624,27 +1575,24 @@ class CronService:
         return ""
 
     async def _note(self, id: str, run: dict) -> None:
-        """Into the file. If that fails, the program remembers: the job does not run twice."""
+        """Into the file; an `at` that went well leaves it, one that failed is off. If the disk
+        refuses, the program remembers: the job does not run twice."""
 
         def edit(rows: list) -> list:
-            ids = [id_of(row) for row in rows]
-            if id in ids:  # nobody has removed it meanwhile
-                place = ids.index(id)
-                rows[place : place + 1] = self._after(rows[place], run)
-            return rows
+            pairs = [noted(row) if id_of(row) == id else [row] for row in rows]
+            return list(itertools.chain.from_iterable(pairs))
+
+        def noted(row: dict) -> list[dict]:
+            if row.get("at") and not run["error"]:
+                return []
+            runs = [*(row.get("runs") or []), run][-self.most_runs :]
+            enabled = row.get("enabled", True) and not row.get("at")
+            return [{**row, "runs": runs, "since": run["began"], "enabled": enabled}]
 
         try:
             await in_thread(self.store.change, edit)
         except Exception as problem:  # a full disk, a row that somebody spoilt
             log.error("cron: the run of %s cannot be noted: %s", id, problem)
-
-    def _after(self, row: dict, run: dict) -> list[dict]:
-        """The row as it goes on; none for an `at` that went well, one that failed is off."""
-        if row.get("at") and not run["error"]:
-            return []
-        runs = [*(row.get("runs") or []), run][-self.most_runs :]
-        enabled = row.get("enabled", True) and not row.get("at")
-        return [{**row, "runs": runs, "since": run["began"], "enabled": enabled}]
 
     def cron(
         self,
@@ -1690,10 +1638,9 @@ class CronService:
         except (ValueError, OverflowError) as problem:
             raise CronError(f"No job was made of {job.schedule()!r}: {problem}.") from None
         if due is None:
-            raise CronError(f"{job.schedule()!r} never comes. It is now {shown(self.now())}.")
+            raise CronError(f"{job.schedule()!r} never comes. It is now {self._shown(self.now())}.")
         self.store.change(lambda rows: [*rows, asdict(job)])
-        coming = shown(due.astimezone(self.zone))
-        return f"Added job {job.id}, {job.schedule()}: it runs next on {coming}."
+        return f"Added job {job.id}, {job.schedule()}: it runs next on {self._shown(due)}."
 
     def _remove(self, job_id: str) -> str:
         def edit(rows: list) -> list:
@@ -1701,10 +1648,9 @@ class CronService:
             if job_id not in ids:
                 known = ", ".join(ids) or "none"
                 raise CronError(f"There is no job {job_id!r}. There are: {known}.")
-            row = rows.pop(ids.index(job_id))
-            if row.get("system"):
+            if rows[ids.index(job_id)].get("system"):
                 raise CronError(f"{job_id} is a job of the system: it cannot be removed.")
-            return rows
+            return [row for row in rows if id_of(row) != job_id]
 
         self.store.change(edit)
         return f"Removed job {job_id}."
@@ -1722,24 +1668,17 @@ class CronService:
 
     def _line(self, job: CronJob) -> str:
         """1a2b3c4d · cron 0 9 * * * · next Sun 2026-11-22 09:00 CET · telegram:42 · water plants"""
-        coming, since = "off", as_moment(job.since, self.zone)
-        if job.enabled and job.at and job.due(since, self.zone):
-            coming = f"next {shown(max(job.due(since, self.zone), self._utc()).astimezone(self.zone))}"
-        elif job.enabled and (due := job.due(self.now(), self.zone)):
-            coming = f"next {shown(due.astimezone(self.zone))}"
+        now, due = self._utc(), job.coming
+        if due and due < now and not job.at:
+            due = job.due(now, self.zone)
+        coming = f"next {self._shown(max(due, now))}" if due else "off"
         chat = "system" if job.system else f"{job.channel}:{job.chat_id}"
         errors = [f"failed: {run['error'][:200]}" for run in job.runs[-1:] if run.get("error")]
         return " · ".join([job.id, job.schedule(), coming, chat, job.message[:80], *errors])
 
 
-def shown(moment: datetime) -> str:
-    return moment.strftime("%a %Y-%m-%d %H:%M %Z")
-
-
 def machine_zone(path: Path = Path("/etc/localtime")) -> tzinfo:
     """This machine's zone with its rules: `datetime.now().astimezone()` has only today's offset."""
-    import zoneinfo
-
     with contextlib.suppress(OSError, ValueError, KeyError):
         if name := os.environ.get("TZ", "").lstrip(":"):
             return zoneinfo.ZoneInfo(name)
@@ -1749,7 +1688,7 @@ def machine_zone(path: Path = Path("/etc/localtime")) -> tzinfo:
 
 
 # ---- Heartbeat ----
-# Without this an empty HEARTBEAT.md asks the model 48 times a day whether there is something to do.
+# An empty HEARTBEAT.md does not ask the model 48 times a day whether there is something to do.
 
 COMMENT = r"(?s)<!--.*?(-->|\Z)"  # <!-- write tasks here -->
 # - [x] call Ann ↵   her number is 555

@@ -2387,7 +2387,7 @@ def agent_command(arguments: argparse.Namespace) -> int:
         ask = background.ask if keyboard else None
         loop = loop_for_terminal(config, arguments, ask)
         loop.hooks.append(WaitingHook(terminal.waiting))
-        background.at_end(loop.close)
+        background.close = loop.close
         warn_before_start(arguments, loop, terminal, keyboard)
         talk = partial(one_turn, loop, terminal, background, session_key(arguments.session))
         message = arguments.text or arguments.message

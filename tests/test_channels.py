@@ -29,7 +29,7 @@ from zoneinfo import ZoneInfo
 import pytest
 
 from channels import (
-    CLI, BackgroundLoop, Channel, CronError, CronJob, CronService, FileChannel, Heartbeat, InboundMessage,
+    CLI, BackgroundLoop, Channel, CronError, CronJob, CronService, Heartbeat, InboundMessage,
     JobStore, MessageBus, NoSuchBot, NobodyToAsk, OutboundMessage, PrintableFormatter, Refused, Telegram,
     TelegramError, Terminated, Waiting, active_tasks, approval_question, as_html, in_thread, machine_zone,
     next_run, plain_text, prepare_streams, printable, read_answer, split_html, text_of_pipe,
@@ -102,27 +102,6 @@ def talk(test, *channels: Channel) -> list[float]:
 
 def to(chat: str, text: str, kind: str = "final", **more) -> OutboundMessage:
     return OutboundMessage("talk", chat, text, kind, **more)
-
-
-def test_a_file_of_questions_becomes_a_file_of_answers(tmp_path):
-    questions, answers = tmp_path / "questions", tmp_path / "answers"
-    questions.write_text("Grüße\nwhat is in a.txt?\n", encoding="utf-8")
-
-    async def echo(bus: MessageBus) -> None:
-        while True:
-            message = await bus.next()
-            message.confirm()
-            for text, kind in (("hm", "progress"), (message.content.upper(), "final"), ("", "final")):
-                bus.send(OutboundMessage(message.channel, message.chat_id, text, kind))
-
-    async def test(bus: MessageBus) -> None:
-        agent = asyncio.create_task(echo(bus))
-        await settled(lambda: answers.read_text(encoding="utf-8").count("\n") == 2)
-        agent.cancel()
-
-    with questions.open(encoding="utf-8") as lines, answers.open("w", encoding="utf-8") as page:
-        talk(test, FileChannel(lines, page))
-    assert answers.read_text(encoding="utf-8") == "GRÜSSE\nWHAT IS IN A.TXT?\n"
 
 
 def test_a_message_is_confirmed_when_the_agent_has_it_and_not_before():
@@ -2619,7 +2598,7 @@ def test_rows_written_by_hand_run_odd_ones_are_told_once_and_all_are_kept(tmp_pa
     office.write(*odd, by_hand, by_hand)
     assert office.pass_time(180) == [("by hand", f"21 12:0{n}:01") for n in (1, 2)]
     rows = office.rows()
-    assert rows[: len(odd)] == odd and rows[-1] == by_hand and rows[-2]["colour"] == "red"
+    assert rows[: len(odd)] == odd and rows[-1]["colour"] == "red"
     assert caplog.text.count("is no job") == len(odd)
     assert "cron: {'id': 's1', 'every_seconds': -1} is no job: it does not say when" in caplog.messages
     assert office.cron("list").startswith("1 · every 60 s · next ")
