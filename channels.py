@@ -145,16 +145,16 @@ log = logging.getLogger("nanobot.channels")
 
 
 class Outbox:
-    """What is on its way to one chat, in order."""
+    """What is on its way to one chat, in order. It is forgotten when nothing waits."""
 
     first_pause, longest_pause = 1.0, 60.0  # seconds between two tries of an answer
     most_waiting = 100  # messages; behind them only final answers are sure of a place
 
-    def __init__(self, channel: Channel, sleep: Callable[[float], Awaitable]):
-        self.channel, self.sleep = channel, sleep
+    def __init__(self, connection: "Connection", chat_id: str):
+        self.connection, self.chat_id = connection, chat_id
         self.waiting: deque[OutboundMessage] = deque()
         self.complaint = ""
-        self.task = asyncio.create_task(self._deliver())  # ends when nothing waits
+        self.task = asyncio.create_task(self._deliver())
 
     def put(self, message: OutboundMessage) -> None:
         """Never waits. Without room an event is dropped: the final answer says it again."""
@@ -166,6 +166,7 @@ class Outbox:
     async def _deliver(self) -> None:
         while self.waiting:
             await self._deliver_one(self.waiting.popleft())
+        del self.connection.outboxes[self.chat_id]
 
     async def _deliver_one(self, message: OutboundMessage) -> None:
         """An event is tried once, an answer until it arrives or is refused."""
@@ -173,14 +174,14 @@ class Outbox:
         while problem := await self._try(message):
             if message.kind != "final":
                 return
-            await self.sleep(getattr(problem, "retry_after", 0) or pause)
+            await self.connection.sleep(getattr(problem, "retry_after", 0) or pause)
             pause = min(2 * pause, self.longest_pause)
 
     async def _try(self, message: OutboundMessage) -> Exception | None:
         """Returns why another try is needed."""
-        name, chat_id = self.channel.name, message.chat_id
+        name, chat_id = self.connection.channel.name, self.chat_id
         try:
-            await self.channel.send(message)
+            await self.connection.channel.send(message)
         except Refused as refusal:
             log.error("%s: chat %s refuses a message, it is dropped: %s", name, chat_id, refusal)
         except Exception as problem:
@@ -206,16 +207,9 @@ class Connection:
         self.listening = asyncio.create_task(self._listen(bus))
 
     def put(self, message: OutboundMessage) -> None:
-        chat_id = message.chat_id
-        outbox = self.outboxes.get(chat_id)
-        if outbox is None or outbox.task.done():
-            outbox = self.outboxes[chat_id] = Outbox(self.channel, self.sleep)
-            outbox.task.add_done_callback(lambda task: self._forget(chat_id, task))
-        outbox.put(message)
-
-    def _forget(self, chat_id: str, task: asyncio.Task) -> None:
-        if chat_id in self.outboxes and self.outboxes[chat_id].task is task:
-            del self.outboxes[chat_id]
+        if message.chat_id not in self.outboxes:
+            self.outboxes[message.chat_id] = Outbox(self, message.chat_id)
+        self.outboxes[message.chat_id].put(message)
 
     async def _listen(self, bus: MessageBus) -> None:
         try:
@@ -632,11 +626,11 @@ class CLI(Channel):
             line = type_at(prompt, self.live, self.err)
         finally:
             self._prompt = ""
-        with contextlib.suppress(ImportError, OSError):
-            import readline
+        if line and self.live:
+            with contextlib.suppress(ImportError, OSError):
+                import readline
 
-            # it keeps no empty line
-            readline.append_history_file(int(bool(line) and self.live), history)
+                readline.append_history_file(1, history)
         return line
 
     def read_piped(self, beside_message: bool, folder: Path) -> str:
@@ -1368,13 +1362,10 @@ class JobStore:
     def __init__(self, path: Path, lock: Callable[[Path], Any]):
         self.path, self.lock, self.rows = path, lock, []
 
-    def stamp(self) -> tuple:
+    def stamp(self) -> tuple | None:
         """Another one when the file has changed."""
-        try:
-            status = self.path.stat()
-        except OSError:
-            return ()
-        return status.st_mtime_ns, status.st_size, status.st_ino
+        status = self.path.stat() if self.path.exists() else None
+        return status and (status.st_mtime_ns, status.st_size, status.st_ino)
 
     def read(self) -> list:
         """Raises ValueError where the file is damaged; `rows` still has what was known before."""
@@ -1457,7 +1448,7 @@ class CronService:
         self._system: dict[str, Callable[[], Awaitable]] = {}
         self._running: dict[str, asyncio.Task] = {}
         self._jobs: dict[str, CronJob] = {}
-        self._read, self._looked = None, self._utc()  # the file's stamp, and when it was read
+        self._read, self._looked = (), self._utc()  # the file's stamp, and when it was read
 
     def _utc(self) -> datetime:
         return self.now().astimezone(UTC)
@@ -1500,7 +1491,7 @@ class CronService:
         """One look; returns the tasks of what runs."""
         now, stamp = self._utc(), self.store.stamp()
         if now < self._looked:  # the clock was set back: no time of before counts
-            self._jobs, self._read = {}, None
+            self._jobs, self._read = {}, ()
         self._looked = now
         if stamp != self._read:
             self._jobs = await in_thread(self._jobs_of_file, now)
@@ -1704,15 +1695,3 @@ def active_tasks(text: str) -> str:
     rest = re.sub(DONE, "", re.sub(COMMENT, "", text))
     tasks = [line for line in rest.splitlines() if not re.fullmatch(NO_TASK, line)]
     return rest.strip() if tasks else ""
-
-
-class Heartbeat:
-    """`cron.add_system("heartbeat", 1800, Heartbeat(read, ask).beat)`: `read()` gives the text of
-    HEARTBEAT.md, "" if there is none; `ask(tasks)` runs a turn."""
-
-    def __init__(self, read: Callable[[], str], ask: Callable[[str], Awaitable]):
-        self.read, self.ask = read, ask
-
-    async def beat(self) -> None:
-        if tasks := active_tasks(self.read()):
-            await self.ask(tasks)

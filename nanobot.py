@@ -53,9 +53,9 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 from weakref import WeakValueDictionary
 
 from channels import (
-    CLI, NOBODY_TO_ASK, BackgroundLoop, Channel, CronError, CronJob, CronService, Heartbeat,
+    CLI, NOBODY_TO_ASK, BackgroundLoop, Channel, CronError, CronJob, CronService,
     InboundMessage, MessageBus, OutboundMessage, PrintableFormatter, Telegram, Waiting,
-    approval_question, end_on_signals, machine_zone, prepare_streams, printable,
+    active_tasks, approval_question, end_on_signals, machine_zone, prepare_streams, printable,
 )  # fmt: skip
 from memory import (
     Consolidator, Dream, Governed, Inbox, MemoryRepository, MemoryStore, Session, SessionBusy,
@@ -1342,17 +1342,15 @@ class BusService:
         self._see_to(conversation)
 
     def _see_to(self, conversation: Conversation) -> None:
-        """What is for a terminal waits in its inbox for the terminal."""
+        """Let it be answered, or forget it. What is for a terminal waits in its inbox for that."""
         is_here = conversation.key.partition(":")[0] in self.bus.channels
         is_wanted = conversation.is_due or bool(conversation.waiting)
         if is_here and is_wanted and conversation.task is None:
             conversation.task = self._begin(self._converse(conversation))
-        elif conversation.task is None:
-            self._let_go(conversation)
-
-    def _let_go(self, conversation: Conversation) -> None:
-        if not conversation.order.locked():
+        elif conversation.task is None and not conversation.order.locked():
             self.conversations.pop(conversation.key, None)
+            if not is_here and not conversation.key.startswith("cli:"):
+                log.warning("%s: no such channel is open: its messages wait", conversation.key)
 
     async def _converse(self, conversation: Conversation) -> None:
         """Turn after turn, while something waits. A turn that is stopped ends only itself."""
@@ -1367,7 +1365,7 @@ class BusService:
                 pause = turn.result()
                 await asyncio.sleep(1.0 if pause is None else pause)  # None: it failed, see the log
         conversation.task = None
-        self._let_go(conversation)
+        self._see_to(conversation)
 
     async def _turn(self, conversation: Conversation) -> float:
         """One turn. Gives the seconds until the next try if the session is not to be had."""
@@ -1685,11 +1683,13 @@ class JobRunner:
         self.clock.add_system("dream", loop.config.defaults.dream.interval_h * 3_600, loop.dream.run)
         heartbeat = loop.config.gateway.heartbeat
         if heartbeat.enabled:
-            read = partial(loop.memory.text_of, loop.workspace / "HEARTBEAT.md")
-            self.clock.add_system("heartbeat", heartbeat.interval_s, Heartbeat(read, self._do_tasks).beat)
+            self.clock.add_system("heartbeat", heartbeat.interval_s, self._beat)
 
-    async def _do_tasks(self, tasks: str) -> None:
+    async def _beat(self) -> None:
         """A turn for what stands in HEARTBEAT.md; it tells people with the `message` tool."""
+        tasks = active_tasks(self.loop.memory.text_of(self.loop.workspace / "HEARTBEAT.md"))
+        if not tasks:
+            return
         GATEWAY_LOG.info("heartbeat")
         result = await self._answer("cron:heartbeat", template("heartbeat", tasks=tasks))
         if result.stop_reason in NOT_ANSWERED:
@@ -2394,14 +2394,15 @@ def agent_command(arguments: argparse.Namespace) -> int:
         folder = loop.workspace / ".nanobot" / "piped"
         piped = "" if keyboard else terminal.read_piped(message is not None, folder)
         text = join_message(message, piped)
+        reminders = Reminders(loop, terminal, session_key(arguments.session))
+        if terminal.live:
+            background.complete(logged(reminders.show("While you were away:")))
         if text or not keyboard or message is not None:
             status = ask_once(talk, terminal, text)
         else:
             threading.Thread(target=loop.provider.warm_up, daemon=True).start()
             config.patience = 5.0  # a server that comes later serves the next message
             greet(terminal, loop)
-            reminders = Reminders(loop, terminal, session_key(arguments.session))
-            background.complete(reminders.show("While you were away:"))
             asyncio.run_coroutine_threadsafe(reminders.watch(), background.loop)
             status = terminal.converse(talk, prompt_history(loop))
         terminal.waiting.begin("the memory")

@@ -29,7 +29,7 @@ from zoneinfo import ZoneInfo
 import pytest
 
 from channels import (
-    CLI, BackgroundLoop, Channel, CronError, CronJob, CronService, Heartbeat, InboundMessage,
+    CLI, BackgroundLoop, Channel, CronError, CronJob, CronService, InboundMessage,
     JobStore, MessageBus, NoSuchBot, NobodyToAsk, OutboundMessage, PrintableFormatter, Refused, Telegram,
     TelegramError, Terminated, Waiting, active_tasks, approval_question, as_html, in_thread, machine_zone,
     next_run, plain_text, prepare_streams, printable, read_answer, split_html, text_of_pipe,
@@ -289,8 +289,8 @@ def test_a_log_line_is_made_harmless_with_its_traceback():
     try:
         raise ValueError("\x1b]0;owned\x07")
     except ValueError:
-        logger.warning("a tool said %s", "\u202egnp.exe", exc_info=True)
-    assert out.getvalue().startswith("WARNING a tool said \\u202egnp.exe\nTraceback")
+        logger.warning("a job: %s", "\u202egnp.exe\n12:00 INFO forged", exc_info=True)
+    assert out.getvalue().startswith("WARNING a job: \\u202egnp.exe\\n12:00 INFO forged\nTraceback")
     assert out.getvalue().endswith("ValueError: \\x1b]0;owned\\x07\n")
 
 
@@ -2435,16 +2435,8 @@ def test_the_service_runs_until_it_is_cancelled_whatever_happens(tmp_path, caplo
         ("# Tasks\n- [x] call Ann\n- [ ] water the plants\n", "# Tasks\n\n- [ ] water the plants"),
         ("Look at the inbox.", "Look at the inbox."),
         ("#5 is open", "#5 is open"),
-        ("\ufeff# Tasks\r\n- [x] done\r\n", ""),
+        ("# Tasks\r\n- [x] done\r\n", ""),
     ],
 )
-def test_what_is_to_be_done_at_a_heartbeat(tmp_path, text, active):
-    path, asked = tmp_path / "HEARTBEAT.md", []
-    path.write_text(text, encoding="utf-8", newline="")
-
-    async def ask(tasks: str) -> None:
-        asked.append(tasks)
-
-    asyncio.run(Heartbeat(lambda: path.read_text(encoding="utf-8-sig"), ask).beat())
-    assert asked == ([active] if active else [])
-    assert active_tasks(text.removeprefix("\ufeff")) == active
+def test_what_is_to_be_done_at_a_heartbeat(text, active):
+    assert active_tasks(text) == active

@@ -4220,6 +4220,26 @@ def test_what_is_asked_for_the_memory_has_the_limits_of_the_settings_and_is_paid
 # ---- Many chats: answers that arrive ----
 
 
+def test_each_of_many_chats_gets_every_answer_once_and_in_order(tmp_path):
+    """The full count, 300 chats of 50 messages, is in bench.py."""
+    chats, count = 20, 5
+
+    async def script(request):
+        return f"to {users_of(request)[-1]}"
+
+    async def talk(desk, chat):
+        for number in range(count):
+            await desk.say(f"m{number}", chat)
+            await desk.answered(number + 1, chat)
+
+    async def work(desk):
+        await asyncio.gather(*(talk(desk, str(chat)) for chat in range(chats)))
+        for chat in range(chats):
+            assert desk.finals(str(chat)) == [f"to m{number}" for number in range(count)]
+
+    serve_chats(work, tmp_path, script)
+
+
 def test_a_stopped_answer_that_a_chat_has_not_seen_is_asked_for_anew(tmp_path):
     """A chat that shows no deltas got only the second half of it; the terminal goes on with it."""
     gate, halves = Gate(), []
