@@ -1332,7 +1332,7 @@ class BusService:
             async with conversation.order:
                 known = self.loop.sessions.get(conversation.key).known_ids
                 if line["id"] not in (*known, *(other["id"] for other in conversation.waiting)):
-                    await in_thread(conversation.inbox.append, line)
+                    await asyncio.to_thread(conversation.inbox.append, line)
                     conversation.waiting.append(line)
                     size = len(message.content)
                     GATEWAY_LOG.info("%s: %d characters came in", conversation.key, size)
@@ -1379,7 +1379,7 @@ class BusService:
                     raise
                 finally:
                     entered, conversation.entered = conversation.entered, set()
-                    await in_thread(conversation.inbox.remove, entered)
+                    await asyncio.to_thread(conversation.inbox.remove, entered)
         except (SessionBusy, OSError) as problem:
             GATEWAY_LOG.warning("%s: %s", conversation.key, problem)
             return 1.0
@@ -1400,7 +1400,7 @@ class BusService:
                 message, _ = self.loop.context.user_message(reports[0]["content"], turn)
                 session.append(message | {"id": reports[0]["id"]})
             elif commands := conversation.take("command", 1):
-                await in_thread(conversation.inbox.remove, {commands[0]["id"]})
+                await asyncio.to_thread(conversation.inbox.remove, {commands[0]["id"]})
                 if slash_command(commands[0]["content"])[0] == "new":
                     return await start_afresh(self.loop, session, turn)
                 if not session.unfinished:
