@@ -6,8 +6,8 @@ A channel turns what somebody writes into a message, and an event of the agent i
     OutboundMessage("telegram", "42", "It says hello.")         ← bus ←  the agent
 
 The one idea: whoever hands a message over is told when it is safe, and repeats it until then:
-`publish` returns when a message is on disk, `on_delivered` is called when an answer has arrived. The
-file works alone; read it last. Not covered: turns, sessions, options.
+`publish` returns when a message is on disk, `on_delivered` is called when an answer has arrived.
+The file works alone; read it last. Not covered: turns, sessions, options.
 """
 
 import asyncio
@@ -137,8 +137,8 @@ class Channel:
 
 
 # ---- An outbox per chat ----
-# Without this one user who blocked the bot, or one "429 Too Many Requests: retry after 30", holds up
-# all other chats.
+# Without this one user who blocked the bot, or one "429 Too Many Requests: retry after 30", holds
+# up all other chats.
 
 
 log = logging.getLogger("nanobot.channels")
@@ -724,8 +724,8 @@ class BotAPI:
         self.token, self.base = token.strip(), base.rstrip("/")
 
     async def call(self, method: str, seconds: float = 60, **fields: Any) -> Any:
-        """The method's result. A path among the fields is uploaded. Raises TelegramError; OSError if
-        a file cannot be read."""
+        """The method's result. A path among the fields is uploaded. Raises TelegramError; OSError
+        if a file cannot be read."""
         body, kind = await in_thread(as_body, fields)
         status, data = await self._exchange(f"bot{self.token}/{method}", body, kind, seconds)
         answer = {"error_code": status, "description": "not the Bot API"}  # but a proxy's page
@@ -1069,7 +1069,7 @@ def is_call(message: dict, bot: dict) -> bool:
 # It is cut when it is formatted, `<` being the four of `&lt;` by then, and leaves no tag open.
 # Each expression is linear: what it may reach over ends at the next mark of its own kind.
 
-FENCE = (  # ```py ↵ a = 1 ↵ ```   or, never closed, to the end; not ```npm install``` in one line
+FENCE = (  # ```py ↵ a = 1 ↵ ```   or, never closed, to the end; not ```npm install```
     r"(?m)^[ \t]*```([\w+-]*)[^`\n]*\n((?:.*\n)*?.*?)(?:^[ \t]*```[ \t]*$|\Z)"
 )
 CODE = r"(?<!`)(`{1,3})(?!`)(.{1,2000}?)(?<!`)\1(?!`)"  # `a < b`   ``a ` b``
@@ -1405,7 +1405,8 @@ def job_of(row: Any, now: datetime, zone: tzinfo) -> CronJob | None:
     the log."""
     try:
         values = {key: row[key] for key in CronJob.__dataclass_fields__ if row.get(key) is not None}
-        for name in {"id", "message", "cron_expr", "tz", "at", "channel", "chat_id"} & values.keys():
+        texts = {"id", "message", "cron_expr", "tz", "at", "channel", "chat_id"}
+        for name in texts & values.keys():
             values[name] = str(values[name])
         for name in ("since", "created"):
             now = min(as_moment(values.get(name) or now.isoformat(), zone), now)
@@ -1430,8 +1431,8 @@ def warn_once(text: str) -> None:
 # ---- The clock that runs them ----
 
 class CronService:
-    """`fire(job, run)` runs a job's turn; `run` names it: a run that a kill interrupted begins again
-    under the same name. `run()` is the clock. `lock(path)` keeps other programs out of the file."""
+    """`fire(job, run)` runs a job's turn; `run` names it: a run that a kill interrupted begins
+    again under the same name. `run()` is the clock. `lock(path)` keeps others out of the file."""
 
     most_runs = 20  # that a job remembers
     longest_delay = timedelta(hours=12)  # behind it a repeated job waits for its next time
@@ -1472,8 +1473,8 @@ class CronService:
         self.store.change(edit)
 
     async def run(self, may_go_on: Callable[[], bool] = lambda: True) -> None:
-        """A look at the clock and at the file each second. Cancelled, it cancels what runs; if it may
-        not go on, it waits for that."""
+        """A look at the clock and at the file each second. Cancelled, it cancels what runs; if it
+        may not go on, it waits for that."""
         try:
             while may_go_on():
                 try:
@@ -1528,7 +1529,8 @@ class CronService:
         elif not job.at and not job.system:
             due = self._still_of_use(job, due, now)
         if due is None:
-            log.warning("cron: %s was due on %s, too long ago: it waits for its next time", job.id, late)
+            told = "cron: %s was due on %s, too long ago: it waits for its next time"
+            log.warning(told, job.id, late)
             return
         self._running[job.id] = asyncio.create_task(self._run(job, message, due))
 
@@ -1546,7 +1548,8 @@ class CronService:
             error = await self._outcome(replace(job, message=message), due)
             job.coming = None if job.at else job.due(began, self.zone)
             seconds = round((self.now() - began).total_seconds(), 1)
-            await self._note(job.id, {"began": began.isoformat(), "seconds": seconds, "error": error})
+            run = {"began": began.isoformat(), "seconds": seconds, "error": error}
+            await self._note(job.id, run)
         finally:
             del self._running[job.id]
 

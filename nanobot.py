@@ -1320,7 +1320,9 @@ class BusService:
             self.conversations[key] = Conversation(key, self.loop.sessions.inbox(key))
         return self.conversations[key]
 
-    async def _take_in(self, conversation: Conversation, kind: str, message: InboundMessage) -> None:
+    async def _take_in(
+        self, conversation: Conversation, kind: str, message: InboundMessage
+    ) -> None:
         """Into the inbox; the channel is told when that survives a power cut."""
         said = f"{message.speaker}: " if message.speaker and kind == "user" else ""
         line = {
@@ -1395,7 +1397,7 @@ class BusService:
                 session.mark("resumed")
             elif reports := conversation.take("report", 1):
                 session.end_open_turn("interrupted")
-                if reports[0]["sender"] != "subagent":
+                if reports[0].get("sender") != "subagent":
                     return await self._report(session, reports[0])
                 message, _ = self.loop.context.user_message(reports[0]["content"], turn)
                 session.append(message | {"id": reports[0]["id"]})
@@ -1451,8 +1453,8 @@ class BusService:
     def _deliver(
         self, session: Session, conversation: Conversation, result: AgentRunResult
     ) -> None:
-        """Not twice: the answer may be what the `message` tool said here. Every turn sends something,
-        if only its end: so `delivered` moves in order."""
+        """Not twice: the answer may be what the `message` tool said here. Every turn sends
+        something, if only its end: so `delivered` moves in order."""
         requests = counted(result.requests, "request")
         GATEWAY_LOG.info("%s: %s, %s", session.key, result.stop_reason, requests)
         text = text_for_chat(result)
@@ -1461,11 +1463,12 @@ class BusService:
         self._send(session.key, text, session.last, conversation.reply_to)
 
     def _send(self, key: str, text: str, n: int, reply_to: str = "") -> None:
-        """An answer with this number in the journal. It goes out again unless its arrival is noted."""
+        """The answer with this number in the journal: sent again until `delivered` names it."""
         self.sent[key] = n
         channel, _, chat_id = key.partition(":")
-        noted = partial(self._note_delivered, key, n)
-        self.bus.send(OutboundMessage(channel, chat_id, text, reply_to=reply_to, on_delivered=noted))
+        answer = OutboundMessage(channel, chat_id, text, reply_to=reply_to)
+        answer.on_delivered = partial(self._note_delivered, key, n)
+        self.bus.send(answer)
 
     def _note_delivered(self, key: str, n: int) -> None:
         session = self.loop.sessions.get(key)
@@ -1523,7 +1526,7 @@ class BusService:
         self._see_to(conversation)
 
     async def end(self) -> None:
-        """Stop what runs: each turn is journalled as far as it came, and goes on at the next start."""
+        """Stop what runs: each turn is journalled as far as it came; the next start goes on."""
         self.loop.is_ending = True
         await end_all([*self.tasks, *self.loop.subagents.running], 5.0)
 
@@ -1582,8 +1585,7 @@ def is_held(workspace: Path, name: str) -> bool:
         return True
 
 
-def gateway_runs(workspace: Path) -> bool:
-    return is_held(workspace, "gateway")
+gateway_runs = partial(is_held, name="gateway")  # (workspace)
 
 
 async def serve(loop: AgentLoop) -> None:
@@ -1641,14 +1643,14 @@ def make_channels(loop: AgentLoop) -> list[Channel]:
 
 RUNS_JOBS = {"cli": "jobs"}  # by channel: the lock whose holder runs its jobs; else the gateway's
 NOBODY_RUNS_JOBS = (
-    "No gateway runs: a job happens only while `nanobot gateway` runs; one of the terminal also while "
-    "a prompt is open."
+    "No gateway runs: a job happens only while `nanobot gateway` runs; one of the terminal also "
+    "while a prompt is open."
 )
 
 
 class JobRunner:
-    """What is due runs as a turn of its own; `tell(message)` brings what it says to its chat. Whoever
-    runs jobs holds their lock: one program of a workspace."""
+    """What is due runs as a turn of its own; `tell(message)` brings what it says to its chat.
+    Whoever runs jobs holds their lock: one program of a workspace."""
 
     def __init__(self, loop: AgentLoop, tell: Callable[[InboundMessage], Awaitable] | None = None):
         self.loop = loop
@@ -1679,9 +1681,9 @@ class JobRunner:
 
     def add_system_jobs(self) -> None:
         """Dream, and the heartbeat where it is wanted."""
-        loop = self.loop
-        self.clock.add_system("dream", loop.config.defaults.dream.interval_h * 3_600, loop.dream.run)
-        heartbeat = loop.config.gateway.heartbeat
+        hours = self.loop.config.defaults.dream.interval_h
+        self.clock.add_system("dream", hours * 3_600, self.loop.dream.run)
+        heartbeat = self.loop.config.gateway.heartbeat
         if heartbeat.enabled:
             self.clock.add_system("heartbeat", heartbeat.interval_s, self._beat)
 
@@ -1722,7 +1724,7 @@ class JobRunner:
         return await self.loop.process_direct(text, key)
 
     async def _into_inbox(self, report: InboundMessage) -> None:
-        line = {"id": report.message_id, "kind": "report", "sender": "job", "content": report.content}
+        line = {"id": report.message_id, "kind": "report", "content": report.content}
         await in_thread(self.loop.sessions.inbox(report.chat_id).append, line)
 
     def cron_tool(self) -> Tool:
@@ -1732,7 +1734,8 @@ class JobRunner:
                 text = self.clock.cron(action, turn=turn, **arguments)
             except CronError as mistake:
                 raise ToolError(str(mistake)) from None
-            if action == "add" and not is_held(turn.workspace, RUNS_JOBS.get(turn.channel, "gateway")):
+            runs_jobs = RUNS_JOBS.get(turn.channel, "gateway")
+            if action == "add" and not is_held(turn.workspace, runs_jobs):
                 text += f"\n({NOBODY_RUNS_JOBS} Tell the user.)"
             return text
 
