@@ -164,9 +164,11 @@ class Outbox:
             self.waiting[-1].content += message.content
 
     async def _deliver(self) -> None:
-        while self.waiting:
-            await self._deliver_one(self.waiting.popleft())
-        del self.connection.outboxes[self.chat_id]
+        try:
+            while self.waiting:
+                await self._deliver_one(self.waiting.popleft())
+        finally:
+            del self.connection.outboxes[self.chat_id]
 
     async def _deliver_one(self, message: OutboundMessage) -> None:
         """An event is tried once, an answer until it arrives or is refused."""

@@ -90,6 +90,7 @@ class FakeTelegram(ThreadingHTTPServer):
     """The server: it listens as soon as it is made, and answers inside its `with` block."""
 
     daemon_threads = True
+    request_queue_size = 128  # with 5 a burst of connections waits for seconds on a busy machine
 
     def __init__(self, token: str = "123456:AAE-secret_token") -> None:
         super().__init__(("127.0.0.1", 0), Handler)
