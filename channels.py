@@ -5,14 +5,15 @@ A channel turns what somebody writes into a message, and an event of the agent i
     InboundMessage("telegram", "7", "42", "What is in a.txt?")  → bus →  the agent
     OutboundMessage("telegram", "42", "It says hello.")         ← bus ←  the agent
 
-The one idea: who hands a message over is told when it is safe, and repeats it until then: `publish`
-returns when a question is journalled, `on_delivered` is called when an answer has arrived. The file
-works alone; read it last. Not covered: turns, sessions, options.
+The one idea: whoever hands a message over is told when it is safe, and repeats it until then:
+`publish` returns when a message is on disk, `on_delivered` is called when an answer has arrived.
+The file works alone; read it last. Not covered: turns, sessions, options.
 """
 
 import asyncio
 import contextlib
 import functools
+import html
 import io
 import itertools
 import json
@@ -27,6 +28,7 @@ import sys
 import threading
 import time
 import urllib.parse
+import zoneinfo
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future, wait
@@ -44,8 +46,8 @@ class InboundMessage:
     chat_id: str
     content: str
     media: Sequence[Path] = ()
-    metadata: dict = field(default_factory=dict)
     message_id: str = ""  # the channel's own: the same message is not taken twice
+    speaker: str = ""  # in a group: the name of who said it
     journalled: asyncio.Future | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -53,7 +55,7 @@ class InboundMessage:
         return f"{self.channel}:{self.chat_id}"
 
     def confirm(self, problem: Exception | None = None) -> None:
-        """Lets `publish` return: the message is journalled, or this problem kept it from that."""
+        """Lets `publish` return: the message is on disk, or this problem kept it from that."""
         if self.journalled and not self.journalled.done():  # else nobody waits for it
             self.journalled.set_result(problem)
 
@@ -69,25 +71,25 @@ class MessageBus:
         self._open[channel.name] = Connection(channel, self, self._sleep)
 
     @property
-    def channels(self) -> list[str]:
-        return list(self._open)
+    def channels(self) -> "dict[str, Channel]":
+        return {name: connection.channel for name, connection in self._open.items()}
 
     def shows_deltas(self, channel: str) -> bool:
         return channel in self._open and self._open[channel].channel.shows_deltas
 
     async def publish(self, message: InboundMessage) -> None:
-        """Returns when the agent has journalled the message, or raises what kept it from that."""
+        """Returns when the agent has the message on disk, or raises what kept it from that."""
         message.journalled = asyncio.get_running_loop().create_future()
         self._inbound.put_nowait(message)
         if problem := await message.journalled:
             raise problem
 
     async def next(self) -> InboundMessage:
-        """The oldest message, for the agent: it journals it and calls `message.confirm()`."""
+        """The oldest message, for the agent: it keeps it and calls `message.confirm()`."""
         return await self._inbound.get()
 
     def send(self, message: "OutboundMessage") -> None:
-        """Queue it for its channel: a slow one holds up neither the agent nor other channels."""
+        """Queue it for its chat: a slow one holds up neither the agent nor other chats."""
         if message.channel in self._open:
             self._open[message.channel].put(message)
         elif message.kind == "final":
@@ -102,19 +104,25 @@ class MessageBus:
 class OutboundMessage:
     channel: str
     chat_id: str
-    content: str
+    content: str  # of a final one it may be empty: the turn has ended, nothing is to be shown
     kind: str = "final"  # or delta (a piece of the answer), progress, tool_hint, retry
     media: Sequence[Path] = ()
     reply_to: str = ""  # the message_id that it answers
+    parts_sent: int = 0  # of a long one: another try goes on behind them
     on_delivered: Callable[[], None] | None = field(default=None, repr=False, compare=False)
+
+
+class Refused(Exception):
+    """`Channel.send` raises it if a message will never be taken: it is not tried again."""
 
 
 class Channel:
     """A place where people write. `start` listens and publishes what is allowed, `stop` lets go of
-    what it holds, `send` delivers, or raises where another try may help (no network)."""
+    what it holds, `send` delivers. `send` raises Refused, or any other exception if another try may
+    help (no network); that may have an attribute `retry_after`, in seconds."""
 
     name = ""
-    shows_deltas = False  # the pieces of an answer while it is written
+    shows_deltas = False  # do people see an answer while it is written?
 
     def __init__(self, allow_from: Sequence[str | int] = ()):
         self.allow_from = [str(sender_id) for sender_id in allow_from]
@@ -128,62 +136,85 @@ class Channel:
         return "*" in self.allow_from or str(sender_id) in self.allow_from
 
 
-class FileChannel(Channel):
-    """A whole channel: each line of one open file is a message, another file gets the answers."""
-
-    def __init__(self, questions: TextIO, answers: TextIO):
-        super().__init__(allow_from=["*"])
-        self.name, self.questions, self.answers = "file", questions, answers
-
-    async def start(self, bus: MessageBus) -> None:
-        for line in self.questions:
-            await bus.publish(InboundMessage(self.name, "me", "direct", line.strip()))
-
-    async def send(self, message: OutboundMessage) -> None:
-        if message.kind == "final":
-            print(message.content, file=self.answers, flush=True)
+# ======== Second reading: slow chats, the terminal, and time as one more channel ========
 
 
-# ======== Second reading: slow channels, the terminal, and time as one more channel ========
-
-
-# ---- A channel that is slow or fails ----
-# Without this a phone without a network holds up every other chat, and so does Telegram's
-# "429 Too Many Requests: retry after 30".
+# ---- An outbox per chat ----
+# Without this one user who blocked the bot, or one "429 Too Many Requests: retry after 30", holds
+# up all other chats.
 
 
 log = logging.getLogger("nanobot.channels")
 
 
-class Connection:
-    """An open channel: one task listens to it, another delivers what is for it, in order."""
+class Outbox:
+    """What is on its way to one chat, in order. It is forgotten when nothing waits."""
 
-    pauses = (1.0, 2.0, 4.0)  # seconds, each behind a failed try
+    first_pause, longest_pause = 1.0, 60.0  # seconds between two tries of an answer
     most_waiting = 100  # messages; behind them only final answers are sure of a place
-    most_kept = 20  # final answers that could not be delivered
+
+    def __init__(self, connection: "Connection", chat_id: str):
+        self.connection, self.chat_id = connection, chat_id
+        self.waiting: deque[OutboundMessage] = deque()
+        self.complaint = ""
+        self.task = asyncio.create_task(self._deliver())
+
+    def put(self, message: OutboundMessage) -> None:
+        """Never waits. Without room an event is dropped: the final answer says it again."""
+        if message.kind == "final" or len(self.waiting) < self.most_waiting:
+            self.waiting.append(replace(message))  # a copy: a delta may be joined to it
+        elif message.kind == "delta" and self.waiting[-1].kind == "delta":
+            self.waiting[-1].content += message.content
+
+    async def _deliver(self) -> None:
+        try:
+            while self.waiting:
+                await self._deliver_one(self.waiting.popleft())
+        finally:
+            del self.connection.outboxes[self.chat_id]
+
+    async def _deliver_one(self, message: OutboundMessage) -> None:
+        """An event is tried once, an answer until it arrives or is refused."""
+        pause = self.first_pause
+        while problem := await self._try(message):
+            if message.kind != "final":
+                return
+            await self.connection.sleep(getattr(problem, "retry_after", 0) or pause)
+            pause = min(2 * pause, self.longest_pause)
+
+    async def _try(self, message: OutboundMessage) -> Exception | None:
+        """Returns why another try is needed."""
+        name, chat_id = self.connection.channel.name, self.chat_id
+        try:
+            await self.connection.channel.send(message)
+        except Refused as refusal:
+            log.error("%s: chat %s refuses a message, it is dropped: %s", name, chat_id, refusal)
+        except Exception as problem:
+            if self.complaint != str(problem):  # a line where trouble begins, none for each try
+                log.warning("%s: cannot deliver to chat %s yet: %s", name, chat_id, problem)
+            self.complaint = str(problem)
+            return problem
+        self.complaint = ""
+        try:
+            if message.on_delivered:
+                message.on_delivered()
+        except Exception as problem:  # it has arrived all the same: not to be sent again
+            log.error("%s: a delivery could not be noted: %s", name, problem)
+        return None
+
+
+class Connection:
+    """An open channel: a task that listens to it, and the outboxes of its chats."""
 
     def __init__(self, channel: Channel, bus: MessageBus, sleep: Callable[[float], Awaitable]):
         self.channel, self.sleep = channel, sleep
-        self.waiting: deque[OutboundMessage | None] = deque()  # None: the end
-        self.kept: deque[OutboundMessage] = deque(maxlen=self.most_kept)
-        self.news = asyncio.Event()
+        self.outboxes: dict[str, Outbox] = {}  # of chats for which something is on its way
         self.listening = asyncio.create_task(self._listen(bus))
-        self.delivering = asyncio.create_task(self._deliver())
 
     def put(self, message: OutboundMessage) -> None:
-        """Never waits. Without room an event is left out: what it tells is in the final answer."""
-        if message.kind == "final" or len(self.waiting) < self.most_waiting:
-            self.waiting.append(replace(message))  # a copy: a piece may be joined to it
-            self.news.set()
-        elif message.kind == "delta":
-            self._join(message)
-
-    def _join(self, delta: OutboundMessage) -> None:
-        """`Hel` waits, `lo.` comes → `Hello.` waits, if nothing of that chat stands in between."""
-        messages = filter(None, reversed(self.waiting))
-        last = next((old for old in messages if old.chat_id == delta.chat_id), None)
-        if last and last.kind == "delta":
-            last.content += delta.content
+        if message.chat_id not in self.outboxes:
+            self.outboxes[message.chat_id] = Outbox(self, message.chat_id)
+        self.outboxes[message.chat_id].put(message)
 
     async def _listen(self, bus: MessageBus) -> None:
         try:
@@ -191,65 +222,29 @@ class Connection:
         except Exception as problem:
             log.error("%s: nobody listens there any more: %s", self.channel.name, problem)
 
-    async def _deliver(self) -> None:
-        while await self.news.wait():
-            self.news.clear()
-            while self.waiting:
-                message = self.waiting.popleft()
-                if message is None:
-                    return
-                await self._deliver_one(message)
-
-    async def _deliver_one(self, message: OutboundMessage) -> None:
-        """An event is tried once; a final answer three times, then again when one gets through."""
-        if message.kind != "final":
-            await self._try(message)
-            return
-        for seconds in self.pauses:
-            if await self._try(message):
-                self.waiting.extend(self.kept)
-                self.kept.clear()
-                return
-            await self.sleep(seconds)
-        log.error("%s: an answer for %s is kept for later", self.channel.name, message.chat_id)
-        self.kept.append(message)
-
-    async def _try(self, message: OutboundMessage) -> bool:
-        try:
-            await self.channel.send(message)
-        except Exception as problem:
-            log.warning("%s: cannot deliver (%s): %s", self.channel.name, message.kind, problem)
-            return False
-        try:
-            if message.on_delivered:
-                message.on_delivered()
-        except Exception as problem:  # it has arrived all the same: not to be sent again
-            log.error("%s: a delivery could not be noted: %s", self.channel.name, problem)
-        return True
-
     async def close(self, seconds: float) -> None:
-        self.waiting.append(None)
-        self.news.set()
-        await asyncio.wait([self.delivering], timeout=seconds)
+        delivering = [outbox.task for outbox in self.outboxes.values()]
+        if delivering:
+            await asyncio.wait(delivering, timeout=seconds)
         try:
             await asyncio.wait_for(self.channel.stop(), 2.0)
         except Exception as problem:
             log.warning("%s: did not stop as it should: %r", self.channel.name, problem)
-        tasks = [self.listening, self.delivering]
+        tasks = [self.listening, *delivering]
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks, timeout=1.0)
 
 
 # ---- Text for a terminal ----
-# Without this a page that the model quotes clears the screen ("\x1b[2J"), and "exe.gpj" is read
-# as "jpg.exe" behind a character that turns the direction of writing.
+# A page that the model quotes may clear the screen ("\x1b[2J") or turn the direction of writing.
 
-# C0 but tab and newline, DEL, C1; bidi controls, zero-widths, tags. Not the soft hyphen and the
-# two joiners: Persian words and the emoji of a family are made with them.
+# C0 but tab and newline, DEL, C1; bidi controls, zero-widths, tags; letters that look like blanks
+# (U+2800, U+115F). Not the soft hyphen and the two joiners: Persian words and the emoji of a family
+# are made with them.
 UNSAFE = (
-    "[\0-\b\v-\x1f\x7f-\x9f\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\u3164\ufeff"
-    "\ufff9-\ufffb\U000e0000-\U000e01ef]"
+    "[\0-\b\v-\x1f\x7f-\x9f\u061c\u115f\u1160\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f"
+    "\u2800\u3164\ufeff\uffa0\ufff9-\ufffb\U000e0000-\U000e01ef]"
 )  # "\x1b[2J"
 JOINERS = "[\xad\u200c\u200d]"  # "می\u200cخواهم"; between Latin letters nobody sees it
 BLANKS = r"\s{4,}"  # "true                                    ; rm -rf ~"
@@ -257,11 +252,11 @@ BLANKS = r"\s{4,}"  # "true                                    ; rm -rf ~"
 
 def printable(text: str) -> str:
     """A red word → `\\x1b[31mred`: what would steer the terminal is shown instead of obeyed."""
-    return encodable(re.sub(UNSAFE, as_escape, text))
+    return encodable(escaped(UNSAFE, text))
 
 
-def as_escape(match: re.Match) -> str:
-    return match[0].encode("unicode_escape").decode()
+def escaped(letters: str, text: str) -> str:
+    return re.sub(letters, lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def encodable(text: str) -> str:
@@ -269,10 +264,14 @@ def encodable(text: str) -> str:
 
 
 class PrintableFormatter(logging.Formatter):
-    """For logs on a terminal: what a tool or an endpoint said is in warnings, too."""
+    """For logs on a terminal: what a tool or an endpoint said is in warnings, too. A line end in it
+    begins no line that looks like ours."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        return super().formatMessage(record).replace("\n", "\\n")
 
 
 def approval_question(name: str, arguments: dict) -> str:
@@ -281,10 +280,11 @@ def approval_question(name: str, arguments: dict) -> str:
     ("exec", {"command": "ls\\nRun it?"}) → `exec {"command": "ls\\\\nRun it?"}`, then `Run it? [y…`
     """
     call = f"{name} {json.dumps(arguments, ensure_ascii=False)}"
-    shown = re.sub(JOINERS, as_escape, printable(call))
+    shown = escaped(JOINERS, printable(call))
     shown = re.sub(BLANKS, lambda blanks: f"[{len(blanks[0])} blanks]", shown)
     size = f"{name}, {len(shown):,} characters. " if len(shown) > 500 else ""
-    return f"{shown}\n{size}Run it? [y/n/always] "
+    always = f"always: every later {name}, until the program ends"
+    return f"{shown}\n{size}Run it? [y/n/always] ({always}) "
 
 
 NOBODY_TO_ASK = (
@@ -294,8 +294,7 @@ NOBODY_TO_ASK = (
 
 
 # ---- What a program inherits ----
-# Without this `2>&-` prints errors into the answer, `>&-` ends in a traceback, and closing the
-# window ends the job that `nohup nanobot gateway &` was to save from just that.
+# `2>&-`, `>&-` and `nohup nanobot gateway &` work.
 
 
 class Terminated(KeyboardInterrupt):
@@ -325,7 +324,7 @@ def prepare_streams() -> None:
 
 
 # ---- The keyboard ----
-# Without this a `y` that was typed too early approves a command that nobody has read.
+# A `y` that was typed too early approves nothing.
 
 
 def read_answer(question: str) -> str:
@@ -352,8 +351,6 @@ def type_at(prompt: str, live: bool, err: TextIO) -> str:
 
 
 # ---- Waiting is shown ----
-# Without this a model that thinks for a minute looks like a program that hangs.
-
 
 class Waiting:
     """`waiting for the model, 12 s`: one line, gone before anything else is printed.
@@ -405,17 +402,7 @@ class Waiting:
 
 
 # ---- The loop behind the keyboard ----
-# Without this nobody could be asked during a turn: `input` would stop the event loop, and with it
-# every stream and tool. Ctrl-C reaches the main thread only, so that one has the keyboard.
-
-
-def wait_for(questions: queue.SimpleQueue, waiting: Waiting) -> Any:
-    """The next one. Looks up now and then: a Ctrl-C that another thread was given wakes nobody."""
-    while True:
-        try:
-            return questions.get(timeout=0.2)
-        except queue.Empty:
-            waiting.draw()
+# `input` would stop the event loop, and Ctrl-C reaches the main thread only: it has the keyboard.
 
 
 class NobodyToAsk(Exception):
@@ -460,12 +447,12 @@ class BackgroundLoop:
 
         try:
             self.loop.call_soon_threadsafe(start)
-            while question := wait_for(questions, self.waiting):
+            while question := self._next(questions):
                 self._answer(*question)
         except BaseException as stop:
             self.loop.call_soon_threadsafe(lambda: task.cancel())
             self.loop.call_soon_threadsafe(self._refuse)
-            while wait_for(questions, self.waiting):
+            while self._next(questions):
                 pass  # these are refused, too
             if isinstance(stop, EOFError):  # Ctrl-D at a question
                 raise KeyboardInterrupt from None
@@ -474,6 +461,15 @@ class BackgroundLoop:
             self.waiting.end()
             self.loop.call_soon_threadsafe(self._refuse)
         return task.result()
+
+    def _next(self, questions: queue.SimpleQueue) -> Any:
+        """A question, or None at the end. Looks up now and then: a Ctrl-C that another thread was
+        given wakes nobody."""
+        while True:
+            try:
+                return questions.get(timeout=0.2)
+            except queue.Empty:
+                self.waiting.draw()
 
     def _answer(self, answer: asyncio.Future, question: str) -> None:
         if not answer.done():  # else whoever asked is gone
@@ -503,10 +499,6 @@ class BackgroundLoop:
                 answer.set_exception(NobodyToAsk("Nobody can be asked: the turn has ended."))
         self._answers.clear()
 
-    def at_end(self, close: Callable) -> None:
-        """For what is made later than the loop, as it needs its `ask`."""
-        self.close = close
-
     def __enter__(self) -> "BackgroundLoop":
         return self
 
@@ -533,14 +525,12 @@ class BackgroundLoop:
 
 
 # ---- The terminal ----
-# Without this an answer that was streamed is printed twice, `> review.md` holds hints between the
-# words of the answer, and each line of a pasted page is a question of its own.
-
 
 class CLI(Channel):
     """The answer goes to `out` and nothing else does: live on a terminal, once into a pipe."""
 
     name = "cli"
+    shows_deltas = True
 
     def __init__(self, out: TextIO | None = None, err: TextIO | None = None, kinds: Sequence = ()):
         super().__init__(allow_from=["*"])
@@ -550,6 +540,7 @@ class CLI(Channel):
         self.live = self.out.isatty()
         self.waiting = Waiting(self.err)
         self._streamed = ""  # of a text whose end has not come yet
+        self._prompt = ""  # that is waited at
 
     async def send(self, message: OutboundMessage) -> None:
         match message.kind:
@@ -586,6 +577,21 @@ class CLI(Channel):
         with self.waiting.silence():
             print(line, file=self.err, flush=True)
 
+    def report(self, text: str) -> None:
+        """What a job says, at once. A prompt comes again below it, with what was typed so far."""
+        typed = ""
+        with contextlib.suppress(ImportError):
+            import readline
+
+            typed = readline.get_line_buffer()
+        with self.waiting.silence():
+            screen = self.out if self.live else self.err
+            if self._prompt:
+                print("\r\x1b[K" if screen.isatty() else "", end="", file=screen, flush=True)
+            self._print(text.removesuffix("\n") + "\n")
+            if self._prompt:
+                print(self._prompt + printable(typed), end="", file=screen, flush=True)
+
     def converse(self, ask: Callable[[str], Any], history: Path) -> int:
         """Line by line, until the user leaves. Ctrl-C stops a turn, Ctrl-D leaves."""
         while True:
@@ -620,12 +626,16 @@ class CLI(Channel):
                 history.parent.mkdir(parents=True, exist_ok=True)
                 history.touch(0o600)  # nothing can be appended to a file that is not there
                 readline.read_history_file(history)
-        line = type_at(prompt, self.live, self.err)
-        with contextlib.suppress(ImportError, OSError):
-            import readline
+        self._prompt = prompt
+        try:
+            line = type_at(prompt, self.live, self.err)
+        finally:
+            self._prompt = ""
+        if line and self.live:
+            with contextlib.suppress(ImportError, OSError):
+                import readline
 
-            # it keeps no empty line
-            readline.append_history_file(int(bool(line) and self.live), history)
+                readline.append_history_file(1, history)
         return line
 
     def read_piped(self, beside_message: bool, folder: Path) -> str:
@@ -650,7 +660,7 @@ def not_yet_shown(text: str, streamed: str) -> str:
 
 
 # ---- A pipe with more than a message ----
-# Without this `nanobot -m "what went wrong?" < server.log` puts 50 MB into the journal, for ever.
+# `nanobot -m "what went wrong?" < server.log` must not put 50 MB into the journal.
 
 MOST_PIPED = 100_000  # characters of standard input that a message may hold
 HEAD_OF_PIPED = 10_000  # characters that the model gets of more than that
@@ -678,8 +688,7 @@ def text_of_pipe(stream: BinaryIO, folder: Path) -> str:
 
 
 # ---- The Bot API of Telegram ----
-# Without this the token, a part of every address, is in the log when the first connection breaks,
-# and a flood wait that is not kept ("429 Too Many Requests: retry after 30") becomes a longer one.
+# The token is a part of every address: it must be in no log.
 
 
 async def in_thread(function: Callable, /, *args: Any) -> Any:
@@ -700,9 +709,11 @@ async def in_thread(function: Callable, /, *args: Any) -> Any:
 class TelegramError(Exception):
     """What the Bot API refuses, or why it cannot be reached. The text never holds the token."""
 
-    def __init__(self, text: str, status: int = 0):
+    def __init__(self, text: str, status: int = 0, retry_after: float = 0, is_final: bool = False):
         super().__init__(text)
-        self.status = status
+        self.status = status  # 0: nothing came back
+        self.retry_after = retry_after  # seconds, after 429 "Too Many Requests"
+        self.is_final = is_final  # the same call is refused again: 400, 403 "bot was blocked", 413
 
 
 class NoSuchBot(TelegramError):
@@ -712,26 +723,25 @@ class NoSuchBot(TelegramError):
 class BotAPI:
     """`await api.call("sendMessage", chat_id=1, text="Hi")`: https://core.telegram.org/bots/api"""
 
-    def __init__(self, token: str, base: str, sleep: Callable[[float], Awaitable]):
-        self.token, self.base, self.sleep = token.strip(), base.rstrip("/"), sleep
+    may_pass = (401, 404, 408, 409, 429)  # of the 4xx: the token, a time-out, a rival, a flood
+
+    def __init__(self, token: str, base: str):
+        self.token, self.base = token.strip(), base.rstrip("/")
 
     async def call(self, method: str, seconds: float = 60, **fields: Any) -> Any:
-        """The method's result. A path among the fields is uploaded; a flood wait is waited out."""
+        """The method's result. A path among the fields is uploaded. Raises TelegramError; OSError
+        if a file cannot be read."""
         body, kind = await in_thread(as_body, fields)
-        for _ in range(5):  # flood waits behind one another
-            status, data = await self._exchange(f"bot{self.token}/{method}", body, kind, seconds)
-            answer = {"error_code": status, "description": "not the Bot API"}  # but a proxy's page
-            with contextlib.suppress(ValueError, TypeError):
-                answer |= json.loads(data)
-            if answer.get("ok"):
-                return answer["result"]
-            flood_wait = answer.get("parameters", {}).get("retry_after")
-            if not flood_wait:
-                break
-            log.warning("Telegram lets %s wait %s s (429).", method, flood_wait)
-            await self.sleep(flood_wait)
+        status, data = await self._exchange(f"bot{self.token}/{method}", body, kind, seconds)
+        answer = {"error_code": status, "description": "not the Bot API"}  # but a proxy's page
+        with contextlib.suppress(ValueError, TypeError):
+            answer |= json.loads(data)
+        if answer.get("ok"):
+            return answer.get("result")
         problem = f"{method}: {answer['error_code']} {answer['description']}"
-        raise TelegramError(self._scrub(problem), answer["error_code"])
+        pause = (answer.get("parameters") or {}).get("retry_after") or 0
+        is_final = "ok" in answer and 400 <= status < 500 and status not in self.may_pass
+        raise TelegramError(self._scrub(problem), status, pause, is_final)
 
     async def download(self, path: str) -> bytes:
         """A file by its `file_path`, which getFile tells; the server gives none over 20 MB."""
@@ -786,8 +796,7 @@ def as_body(fields: dict[str, Any]) -> tuple[bytes, str]:
 
 
 # ---- Telegram as a channel ----
-# Without this a restart loses what was written meanwhile, or answers it twice: the server forgets a
-# message when a higher offset is asked for, and until then gives it again.
+# The server forgets a message when a higher offset is asked for, and until then gives it again.
 
 RIVAL = (  # 409 "Conflict: terminated by other getUpdates request; make sure that only one bot …"
     "Another program asks for this bot's messages, too, and takes some of them (409 Conflict). "
@@ -805,9 +814,10 @@ class Telegram(Channel):
     name = "telegram"
     poll_seconds = 50  # the server answers by then, with nothing if there is nothing
     slack_seconds = 15  # after these on top the line is dead, and another one is opened
-    album_seconds = 1.0
+    album_seconds = 3  # at most: the pictures of an album come one by one
     typing_seconds = 4.0  # the signal lasts 5
     most_typing = 75  # signals: five minutes
+    most_sending = 20  # messages at once: each has a socket
 
     def __init__(
         self, token: str, allow_from: Sequence[str | int] = (), *,
@@ -817,13 +827,13 @@ class Telegram(Channel):
         sleep: Callable[[float], Awaitable] = asyncio.sleep,
     ):  # fmt: skip
         super().__init__(allow_from)
-        self.api = BotAPI(token, api_base, sleep)
+        self.api = BotAPI(token, api_base)
         self.group_policy, self.media_folder, self.sleep = group_policy, media_folder, sleep
         self.bot: dict = {}  # its id and username, once the server told
         self._offset, self._complaint = 0, ""
-        self._taken: deque[int] = deque(maxlen=1_000)  # updates that are in the journal
+        self._taken: deque[int] = deque(maxlen=1_000)  # updates that are on disk, or left out
         self._typing: dict[str, asyncio.Task] = {}
-        self._broken_off: tuple[OutboundMessage | None, int] = (None, 0)  # and at which part
+        self._sending = asyncio.Semaphore(self.most_sending)
 
     async def start(self, bus: "MessageBus") -> None:
         """Listens until it is cancelled. Raises NoSuchBot."""
@@ -843,7 +853,8 @@ class Telegram(Channel):
                 complaint = RIVAL if is_rival else f"Telegram: {failure}. It is tried again."
                 self._complain(complaint)
                 self.bot = {}  # introduced anew, without the webhook that may be the trouble
-                await self.sleep(min(60.0, 5.0 * failures))
+                pause = min(60.0, 5.0 * failures)
+                await self.sleep(max(pause, getattr(failure, "retry_after", 0)))
 
     async def stop(self) -> None:
         for task in self._typing.values():
@@ -869,13 +880,15 @@ class Telegram(Channel):
         self.bot = bot
 
     async def _poll(self, bus: "MessageBus") -> None:
-        """Take what is new. The offset moves up to the first that is not in the journal."""
+        """Take what is new. The offset moves up to the first that is not on disk."""
         updates = await self._get_updates(self.poll_seconds)
-        parts, before = album_parts(updates), 0
-        while parts > before:  # an album still grows: the same again, a second later
-            await self.sleep(self.album_seconds)
-            updates, before = await self._get_updates(0), parts
-            parts = album_parts(updates)
+        parts = 0
+        for _ in range(self.album_seconds):
+            before, parts = parts, self._album_parts(updates)
+            if parts == before:
+                break
+            await self.sleep(1.0)
+            updates = await self._get_updates(0)  # the same again, and what came since
         try:
             await self._take(updates, bus)
         finally:
@@ -883,6 +896,10 @@ class Telegram(Channel):
             waiting = [number for number in ids if number not in self._taken]
             if ids:
                 self._offset = min(waiting, default=ids[-1] + 1)
+
+    def _album_parts(self, updates: list[dict]) -> int:
+        messages = [update.get("message") or {} for update in updates]
+        return sum("media_group_id" in each and self._is_from_people(each) for each in messages)
 
     async def _take(self, updates: list[dict], bus: "MessageBus") -> None:
         fresh = [update for update in updates if update["update_id"] not in self._taken]
@@ -908,13 +925,15 @@ class Telegram(Channel):
             log.warning("Telegram: a message cannot be read, it is left out", exc_info=True)
         return None
 
-    def _is_for_agent(self, messages: list[dict]) -> bool:
+    def _is_from_people(self, message: dict) -> bool:
         """No answer to strangers, not even a refusal: it would tell them that somebody is here."""
-        first = messages[0]
-        sender = first.get("from") or {}
-        if sender.get("is_bot", True) or not self.is_allowed(sender["id"]):
+        sender = message.get("from") or {}
+        return not sender.get("is_bot", True) and self.is_allowed(sender.get("id", ""))
+
+    def _is_for_agent(self, messages: list[dict]) -> bool:
+        if not self._is_from_people(messages[0]):
             return False
-        if first["chat"]["type"] == "private" or self.group_policy == "open":
+        if messages[0]["chat"]["type"] == "private" or self.group_policy == "open":
             return True
         return any(is_call(message, self.bot) for message in messages)
 
@@ -926,18 +945,19 @@ class Telegram(Channel):
             except (TelegramError, OSError) as failure:
                 texts.append(f"[a file came with this, but it cannot be fetched: {failure}]")
         content, first = "\n".join(filter(None, texts)), messages[0]
-        sender, chat, message_id = first["from"]["id"], first["chat"]["id"], first["message_id"]
         if not content and not media:
             return None  # somebody joined the group, a message was pinned
+        chat, sender = first["chat"], first["from"]
         return InboundMessage(
-            self.name, str(sender), str(chat), content, media, message_id=str(message_id)
-        )
+            self.name, str(sender["id"]), str(chat["id"]), content, media,
+            message_id=str(first["message_id"]),
+            speaker="" if chat["type"] == "private" else name_of(sender),
+        )  # fmt: skip
 
     async def _save(self, file: dict) -> Path:
         """Two files named report.pdf are two: `AgADBQ-report.pdf`. Sent again, one is the same."""
         place = (await self.api.call("getFile", file_id=file["file_id"]))["file_path"]
-        name = f"{file['file_unique_id']}-{file.get('file_name') or Path(place).name}"
-        path = self.media_folder / re.sub(r"[^\w.-]+", "_", name)[-100:].lstrip(".")  # no "../"
+        path = self.media_folder / file_name(file, place)
         data = await self.api.download(place)
         path.parent.mkdir(parents=True, exist_ok=True)
         await in_thread(path.write_bytes, data)
@@ -959,42 +979,49 @@ class Telegram(Channel):
             return
         if message.kind == "final":
             self._stop_typing(message.chat_id)
-        parts = [*split_html(as_html(message.content)), *map(Path, message.media)]
-        broken_off, begin = self._broken_off
-        if message is not broken_off:
-            begin = 0
         target: dict[str, Any] = {"chat_id": message.chat_id}
         if message.reply_to.isdigit():
             reply = {"message_id": int(message.reply_to), "allow_sending_without_reply": True}
             target["reply_parameters"] = reply
-        for number in range(begin, len(parts)):
-            self._broken_off = (message, number)
-            await self._send_part(parts[number], target)
-        self._broken_off = (None, 0)
+        parts = [*split_html(as_html(message.content)), *map(Path, message.media)]
+        for part in parts[message.parts_sent :]:
+            try:
+                async with self._sending:
+                    await self._send_part(part, target)
+            except TelegramError as failure:
+                if failure.is_final:
+                    raise Refused(str(failure)) from None
+                raise
+            message.parts_sent += 1
 
     async def _send_part(self, part: str | Path, target: dict) -> None:
-        """As plain text only where the HTML is at fault: after a timeout it would arrive twice."""
-        if isinstance(part, Path):
-            return await self._send_file(part, target)
+        """A file that is refused is told of, so that nobody waits for it."""
+        if isinstance(part, str):
+            return await self._send_text(part, target)
         try:
-            await self.api.call("sendMessage", text=part, parse_mode="HTML", **target)
-        except TelegramError as refusal:
-            if "entities" not in str(refusal).lower():  # also "ENTITIES_TOO_LONG"
+            await self._send_file(part, target)
+        except (TelegramError, OSError) as failure:
+            if isinstance(failure, TelegramError) and not failure.is_final:
                 raise
-            await self.api.call("sendMessage", text=plain_text(part), **target)
+            await self._send_text(as_html(f"[{part.name} cannot be sent: {failure}]"), target)
+
+    async def _send_text(self, text: str, target: dict) -> None:
+        """As plain text only if it was refused: after a time-out it would arrive twice."""
+        try:
+            await self.api.call("sendMessage", text=text, parse_mode="HTML", **target)
+        except TelegramError as refusal:
+            if not refusal.is_final or refusal.status != 400:  # 400 can't parse entities
+                raise
+            await self.api.call("sendMessage", text=plain_text(text), **target)
 
     async def _send_file(self, path: Path, target: dict) -> None:
         if path.suffix.lower() in (".jpg", ".jpeg", ".png", ".webp"):
             try:
                 return await self.api.call("sendPhoto", 300, photo=path, **target)
             except TelegramError as refusal:
-                if refusal.status != 400:  # 400 PHOTO_INVALID_DIMENSIONS: for a file it will do
+                if not refusal.is_final:  # 400 PHOTO_INVALID_DIMENSIONS: for a file it will do
                     raise
         await self.api.call("sendDocument", 300, document=path, **target)
-
-
-def album_parts(updates: list[dict]) -> int:
-    return sum("media_group_id" in (update.get("message") or {}) for update in updates)
 
 
 def arrivals(updates: list[dict]) -> list[list[dict]]:
@@ -1004,6 +1031,21 @@ def arrivals(updates: list[dict]) -> list[list[dict]]:
         album = (update.get("message") or {}).get("media_group_id")
         groups.setdefault(album or update["update_id"], []).append(update)
     return list(groups.values())
+
+
+def name_of(sender: dict) -> str:
+    """{"first_name": "Ada\\n", "last_name": "Lovelace"} → "Ada Lovelace", at most 40 characters"""
+    names = f"{sender.get('first_name', '')} {sender.get('last_name', '')}"
+    return " ".join(names.split())[:40]
+
+
+def file_name(file: dict, place: str) -> str:
+    """The id that no other file has, then the sender's name for it, cut in the middle: a name may
+    have 255 bytes. No "../" is left."""
+    path = Path(re.sub(r"[^\w.-]+", "_", file.get("file_name") or Path(place).name))
+    stem = path.stem.encode()[:100].decode(errors="ignore")
+    unique = re.sub(r"[^\w-]+", "_", file["file_unique_id"])
+    return f"{unique}-{stem}{path.suffix[:10]}"
 
 
 def words_in(message: dict) -> str:
@@ -1030,14 +1072,17 @@ def is_call(message: dict, bot: dict) -> bool:
 # ---- Telegram: Markdown as its HTML, in parts that it takes ----
 # Without this `a < b` is "400 can't parse entities", and a long answer "400 message is too long".
 # It is cut when it is formatted, `<` being the four of `&lt;` by then, and leaves no tag open.
+# Each expression is linear: what it may reach over ends at the next mark of its own kind.
 
-FENCE = (  # ```py ↵ a = 1 ↵ ```   or, never closed, to the end
-    r"(?m)^[ \t]*```([\w+-]*).*\n((?:.*\n)*?.*?)(?:^[ \t]*```[ \t]*$|\Z)"
+FENCE = (  # ```py ↵ a = 1 ↵ ```   or, never closed, to the end; not ```npm install```
+    r"(?m)^[ \t]*```([\w+-]*)[^`\n]*\n((?:.*\n)*?.*?)(?:^[ \t]*```[ \t]*$|\Z)"
 )
-CODE = r"(`+)(.+?)\1"  # `a < b`
-LINK = r"\[([^\]\n]+)\]\((https?://(?:[^\s()]|\([^\s()]*\))+)\)"  # [a](http://b/c_(d))
-HEADING = r"(?m)^#{1,6} +(.+?)[ #]*$"  # ## What to do
-BOLD = r"\*\*(?=[^\s*])(.+?)(?<=[^\s*])\*\*"  # **now**
+CODE = r"(?<!`)(`{1,3})(?!`)(.{1,2000}?)(?<!`)\1(?!`)"  # `a < b`   ``a ` b``
+LINK = (  # [a](http://b/c_(d))
+    r"\[([^\[\]\n]{1,500})\]\((https?://(?:[^\s()]|\([^\s()]*\)){1,2000})\)"
+)
+HEADING = r"(?m)^#{1,6} +(\S.*)$"  # ## What to do
+BOLD = r"\*\*(?=[^\s*])((?:[^*\n]|\*(?!\*))+?)(?<=[^\s*])\*\*"  # **now**
 ITALIC = (  # *now*   *now and **then***   not 2 * 3 * 4; it reaches over no tag's end
     r"(?<![\w*])\*(?=[^\s*])((?:[^*<>\n]|<b>[^<>\n]*</b>)+)(?<!\s)\*(?![\w*])"
 )
@@ -1051,8 +1096,6 @@ def as_html(markdown: str) -> str:
 
     Code and links are put aside first: in `a_b_c` no mark is a mark.
     """
-    import html  # it brings a table of 2,231 names, and most programs never come here
-
     aside: list[str] = []
 
     def put_aside(markup: str) -> str:
@@ -1063,26 +1106,25 @@ def as_html(markdown: str) -> str:
         language = f' class="language-{match[1]}"' if match[1] else ""
         return put_aside(f"<pre><code{language}>{html.escape(match[2])}</code></pre>")
 
-    def code(match: re.Match) -> str:
-        return put_aside(f"<code>{html.escape(match[2])}</code>")
-
-    def link(match: re.Match) -> str:
-        return put_aside(f'<a href="{html.escape(match[2])}">{html.escape(match[1])}</a>')
+    def code_or_link(match: re.Match) -> str:
+        if match[2]:
+            return put_aside(f"<code>{html.escape(match[2])}</code>")
+        words = html.escape(match[3].replace("`", ""))  # [`run.py`](…): no code in a link
+        return put_aside(f'<a href="{html.escape(match[4])}">{words}</a>')
 
     def heading(match: re.Match) -> str:
-        return f"**{match[1].replace('**', '')}**"
+        words = match[1].rstrip(" #") or match[1]
+        return f"**{words.replace('**', '')}**"
 
     text = markdown.encode("utf-8", "replace").decode()  # a lone surrogate has no UTF-8
     text = re.sub(FENCE, fence, re.sub("[\0\ue000\ue001]", "", text))
-    text = html.escape(re.sub(HEADING, heading, re.sub(LINK, link, re.sub(CODE, code, text))))
+    text = html.escape(re.sub(HEADING, heading, re.sub(f"{CODE}|{LINK}", code_or_link, text)))
     text = re.sub(ITALIC, r"<i>\1</i>", re.sub(BOLD, r"<b>\1</b>", text))
     text = re.sub(UNDERLINED, r"<i>\1</i>", text)
     return re.sub(ASIDE, lambda match: aside[int(match[1])], text)
 
 
 def plain_text(html_text: str) -> str:
-    import html
-
     return html.unescape(re.sub(r"<[^>]+>", "", html_text))
 
 
@@ -1142,14 +1184,14 @@ def closing(tag: str) -> str:
 
 
 # ---- The calendar: when the five fields of a cron expression come next ----
-# Without this "every weekday at nine" is an hour off for half of the year, and "at half past two"
-# comes twice in one night of October, and in one of March not at all.
+# In March "at half past two" does not exist for a night, in October it comes twice.
 
 ONE_DAY = timedelta(days=1)
 MOST_DAYS = 40 * 366  # "0 0 29 2 */7", a leap day on a Sunday, can be 40 years away
 PART = (  # *   */15   mon-fri   8-18/2   5; not 5/15, which has two meanings in use
     r"(?:\*|([0-9a-z]+)-([0-9a-z]+))(?:/([0-9]+))?|([0-9a-z]+)"
 )
+MONTHS, DAYS = "jan feb mar apr may jun jul aug sep oct nov dec", "sun mon tue wed thu fri sat"
 
 
 class CronField(NamedTuple):
@@ -1162,8 +1204,7 @@ class CronField(NamedTuple):
 
     def values(self, text: str) -> set[int]:
         """"1-3,20" → {1, 2, 3, 20}; "*/20" → {0, 20, 40}; "sat-sun" → {6, 7}"""
-        ranges = [self._range(part) for part in text.split(",")]
-        return set().union(*ranges)
+        return set().union(*(self._range(part) for part in text.split(",")))
 
     def _range(self, part: str) -> range:
         match = re.fullmatch(PART, part)
@@ -1188,13 +1229,12 @@ class CronField(NamedTuple):
         return int(text)
 
 
-MONTHS, DAYS = "jan feb mar apr may jun jul aug sep oct nov dec", "sun mon tue wed thu fri sat"
 CRON_FIELDS = (
-    CronField(name="minute", lowest=0, highest=59),  # */15 * * * *: every quarter of an hour
-    CronField(name="hour", lowest=0, highest=23),  # 0 8-18/2 * * *: every two hours by day
-    CronField(name="day of month", lowest=1, highest=31),  # 0 9 1,15 * *: twice a month
-    CronField(name="month", lowest=1, highest=12, names=MONTHS),  # 0 9 1 jan *: on New Year's Day
-    CronField(name="day of week", lowest=0, highest=7, names=DAYS),  # 0 9 * * mon-fri: on weekdays
+    CronField("minute", 0, 59),  # */15 * * * *: every quarter of an hour
+    CronField("hour", 0, 23),  # 0 8-18/2 * * *: every two hours by day
+    CronField("day of month", 1, 31),  # 0 9 1,15 * *: twice a month
+    CronField("month", 1, 12, MONTHS),  # 0 9 1 jan *: on New Year's Day
+    CronField("day of week", 0, 7, DAYS),  # 0 9 * * mon-fri: on weekdays
 )
 
 
@@ -1219,11 +1259,9 @@ class CronExpression:
         day_fits = any(fits) if self.either_day else all(fits)
         if not day_fits or day.month not in self.months:
             return []
-        moments = []
-        for hour, minute in itertools.product(self.hours, self.minutes):
-            wall = datetime(day.year, day.month, day.day, hour, minute, tzinfo=zone)
-            moments += moments_at(wall, self.is_fixed)
-        return moments
+        times = itertools.product(self.hours, self.minutes)
+        walls = [datetime(day.year, day.month, day.day, *time, tzinfo=zone) for time in times]
+        return [moment for wall in walls for moment in moments_at(wall, self.is_fixed)]
 
 
 def moments_at(wall: datetime, is_fixed: bool) -> list[datetime]:
@@ -1263,9 +1301,6 @@ def next_run(expr: str, after: datetime, zone: tzinfo) -> datetime | None:
 
 
 # ---- Jobs, in a file that several programs change ----
-# Without this a crash in the middle of writing leaves half a file, which the next start takes for
-# "no jobs"; and what `nanobot cron remove` takes out is back with the gateway's next save.
-
 
 class CronError(ValueError):
     """A wish that cannot be met, in words for who has it: the cause, then what to do."""
@@ -1284,24 +1319,27 @@ class CronJob:
     channel: str = ""  # the chat that asked for it
     chat_id: str = ""
     created: str = ""  # from here `every_seconds` are counted, whatever happens between
-    since: str = ""  # what was due until then is done; `id` and `since` name the coming run
+    since: str = ""  # what was due until then is done
     enabled: bool = True
     system: bool = False
     runs: list[dict] = field(default_factory=list)  # the last 20: {"began", "seconds", "error"}
 
-    def due(self, zone: tzinfo) -> datetime | None:
-        """When it is to run next, or was to; None: never. Raises ValueError."""
-        since = as_moment(self.since, zone)
+    row = None  # of the file, from which it was made
+    coming = None  # when it is due
+
+    def due(self, after: datetime, zone: tzinfo) -> datetime | None:
+        """The first time behind `after`, in UTC; None: never. Raises ValueError."""
+        after = after.astimezone(UTC)
         if self.at:
             at = as_moment(self.at, zone)
-            return at.astimezone(zone) if at > since else None
+            return at if at > after else None
         if self.cron_expr:
-            return next_of(self.cron_expr, since.astimezone(UTC), zone_named(self.tz, zone))
+            coming = next_run(self.cron_expr, after, zone_named(self.tz, zone))
+            return coming and coming.astimezone(UTC)
         if self.every_seconds <= 0:
             raise ValueError("it does not say when")
         first, period = as_moment(self.created, zone), timedelta(seconds=self.every_seconds)
-        coming = first.astimezone(UTC) + period * ((since - first) // period + 1)
-        return coming.astimezone(zone)
+        return first + period * ((after - first) // period + 1)
 
     def schedule(self) -> str:
         if self.every_seconds:
@@ -1309,21 +1347,14 @@ class CronJob:
         return f"at {self.at}" if self.at else f"cron {self.cron_expr} {self.tz}".rstrip()
 
 
-@functools.lru_cache(maxsize=1_000)
-def next_of(expr: str, after: datetime, zone: tzinfo) -> datetime | None:
-    """`next_run`, which takes 10 ms for "* * * * *", for a clock that asks each second."""
-    return next_run(expr, after, zone)
-
-
 def as_moment(text: str, zone: tzinfo) -> datetime:
-    """"2026-11-21T17:00" → that time in the zone; with an offset, or a Z, it is its own."""
+    """"2026-11-21T17:00" in the zone, or with an offset or a Z of its own, in UTC: two times of one
+    zone are compared by the clock on the wall, wrong for an hour each autumn."""
     moment = datetime.fromisoformat(text)
-    return moment if moment.tzinfo else moment.replace(tzinfo=zone)
+    return (moment if moment.tzinfo else moment.replace(tzinfo=zone)).astimezone(UTC)
 
 
 def zone_named(name: str, default: tzinfo) -> tzinfo:
-    import zoneinfo
-
     try:
         return zoneinfo.ZoneInfo(name) if name else default
     except (KeyError, ValueError, OSError):  # "Mars/Olympus", "../x", "Europe"
@@ -1333,8 +1364,13 @@ def zone_named(name: str, default: tzinfo) -> tzinfo:
 class JobStore:
     """The file `{"jobs": [{…}, …]}`. Rows and keys that mean nothing here are kept as they are."""
 
-    def __init__(self, path: Path):
-        self.path, self.rows = path, []
+    def __init__(self, path: Path, lock: Callable[[Path], Any]):
+        self.path, self.lock, self.rows = path, lock, []
+
+    def stamp(self) -> tuple | None:
+        """Another one when the file has changed."""
+        status = self.path.stat() if self.path.exists() else None
+        return status and (status.st_mtime_ns, status.st_size, status.st_ino)
 
     def read(self) -> list:
         """Raises ValueError where the file is damaged; `rows` still has what was known before."""
@@ -1349,11 +1385,7 @@ class JobStore:
     def change(self, edit: Callable[[list], list]) -> None:
         """Let `edit` make new rows of the file's, and write all of them or none. Blocks."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.path.with_suffix(".lock"), "ab") as lock:  # freed when its owner dies, too
-            with contextlib.suppress(ImportError):  # Windows has no fcntl: one program has to do
-                import fcntl
-
-                fcntl.flock(lock, fcntl.LOCK_EX)
+        with self.lock(self.path.with_suffix(".lock")):
             try:
                 self.read()
             except ValueError as problem:
@@ -1372,12 +1404,24 @@ def id_of(row: Any) -> str:
     return str(row.get("id", "")) if isinstance(row, dict) else ""
 
 
-def job_of(row: Any, stamp: str, zone: tzinfo) -> CronJob | None:
-    """Keys that are null or not known do no harm; what is no job is None, and a line in the log."""
+def job_of(row: Any, now: datetime, zone: tzinfo) -> CronJob | None:
+    """People write rows by hand, too: numbers become texts, what is missing or null is left out,
+    and no time lies in the future: created <= since <= now. What is no job is None, and a line in
+    the log."""
     try:
         values = {key: row[key] for key in CronJob.__dataclass_fields__ if row.get(key) is not None}
-        job = CronJob(**{"created": stamp, "since": stamp, **values})  # by hand nobody writes them
-        job.due(zone)
+        texts = {"id", "message", "cron_expr", "tz", "at", "channel", "chat_id"}
+        for name in texts & values.keys():
+            values[name] = str(values[name])
+        for name in ("since", "created"):
+            now = min(as_moment(values.get(name) or now.isoformat(), zone), now)
+            values[name] = now.astimezone(zone).isoformat()
+        runs = values.get("runs") or []
+        job = CronJob(**values | {"runs": [run for run in runs if isinstance(run, dict)]})
+        if not job.id:
+            raise ValueError("it has no id")
+        coming = job.due(as_moment(job.since, zone), zone)  # raises what is wrong with it
+        job.row, job.coming = row, coming if job.enabled else None
     except Exception as problem:
         warn_once(f"cron: {str(row)[:100]} is no job: {problem}")
         return None
@@ -1390,46 +1434,36 @@ def warn_once(text: str) -> None:
 
 
 # ---- The clock that runs them ----
-# Without this one job that hangs or fails is the last that ever ran, and nobody hears of a reminder
-# that came due while the computer slept.
-
-
-def verdict(job: CronJob, due: datetime | None, now: datetime) -> str:
-    """What a look at the clock means for a job:
-
-    wait     it is not yet due, or switched off     → nothing
-    fire     it is due, or late and still of use    → its turn runs
-    missed   an `at`, and more than a day late      → its turn only says so in its chat
-    skip     repeated, and more than a minute late  → it is due again in its old rhythm
-    """
-    if not job.enabled or due is None or due > now:
-        return "wait"
-    late = now - due
-    if job.at:
-        return "fire" if late <= ONE_DAY else "missed"
-    is_in_time = job.system or late <= timedelta(minutes=1)  # to Dream it is all one
-    return "fire" if is_in_time else "skip"
-
 
 class CronService:
-    """`fire(job)` runs a job's turn, whose answer goes to the job's chat. `run` is its clock."""
+    """`fire(job, run)` runs a job's turn; `run` names it: a run that a kill interrupted begins
+    again under the same name. `run()` is the clock. `lock(path)` keeps others out of the file."""
 
     most_runs = 20  # that a job remembers
+    longest_delay = timedelta(hours=12)  # behind it a repeated job waits for its next time
 
     def __init__(
-        self, path: Path, fire: Callable[[CronJob], Awaitable], *,
+        self, path: Path, fire: Callable[[CronJob, str], Awaitable], *,
         now: Callable[[], datetime], zone: tzinfo,
         sleep: Callable[[float], Awaitable] = asyncio.sleep,
+        lock: Callable[[Path], Any] = contextlib.nullcontext,
     ):  # fmt: skip
-        self.store, self.fire, self.now, self.zone = JobStore(path), fire, now, zone
+        self.store, self.fire, self.now, self.zone = JobStore(path, lock), fire, now, zone
         self.sleep = sleep
-        self._born = self._stamp()
+        self.is_wanted: Callable[[CronJob], bool] = lambda job: True
         self._system: dict[str, Callable[[], Awaitable]] = {}
         self._running: dict[str, asyncio.Task] = {}
-        self._since: dict[str, str] = {}  # what this program knows better than the file
+        self._jobs: dict[str, CronJob] = {}
+        self._read, self._looked = (), self._utc()  # the file's stamp, and when it was read
+
+    def _utc(self) -> datetime:
+        return self.now().astimezone(UTC)
 
     def _stamp(self) -> str:
         return self.now().isoformat()
+
+    def _shown(self, moment: datetime) -> str:
+        return moment.astimezone(self.zone).strftime("%a %Y-%m-%d %H:%M %Z")
 
     def add_system(self, id: str, every_seconds: float, function: Callable[[], Awaitable]) -> None:
         """A job of the agent's own: it is listed, and cannot be removed."""
@@ -1443,15 +1477,17 @@ class CronService:
 
         self.store.change(edit)
 
-    async def run(self) -> None:
-        """A look at the clock and at the file each second. Cancelled, it cancels what runs."""
+    async def run(self, may_go_on: Callable[[], bool] = lambda: True) -> None:
+        """A look at the clock and at the file each second. Cancelled, it cancels what runs; if it
+        may not go on, it waits for that."""
         try:
-            while True:
+            while may_go_on():
                 try:
                     await self.tick()
                 except Exception as problem:  # a file that may not be opened, say
                     warn_once(f"cron: the jobs cannot be looked at: {problem}")
                 await self.sleep(1)
+            await asyncio.gather(*self._running.values(), return_exceptions=True)
         finally:
             for task in self._running.values():
                 task.cancel()
@@ -1459,45 +1495,75 @@ class CronService:
 
     async def tick(self) -> list[asyncio.Task]:
         """One look; returns the tasks of what runs."""
+        now, stamp = self._utc(), self.store.stamp()
+        if now < self._looked:  # the clock was set back: no time of before counts
+            self._jobs, self._read = {}, ()
+        self._looked = now
+        if stamp != self._read:
+            self._jobs = await in_thread(self._jobs_of_file, now)
+            self._read = stamp
+        for job in self._jobs.values():
+            is_due = job.coming is not None and job.coming <= now
+            if is_due and job.id not in self._running and self.is_wanted(job):
+                self._start(job, now)
+        return list(self._running.values())
+
+    def _jobs_of_file(self, now: datetime) -> dict[str, CronJob]:
+        """Those of rows that have not changed stay as they are. Blocks."""
         try:
             rows = self.store.read()
         except ValueError as problem:
             warn_once(f"{self.store.path}: {problem}. The jobs known before go on.")
-            rows = self.store.rows
-        jobs = [job_of(row, self._born, self.zone) for row in rows]
-        for job in filter(None, jobs):
-            is_known = job.id in self._system or not job.system
-            if is_known and job.id not in self._running:
-                self._look_at(job)
-        return list(self._running.values())
+            return self._jobs
+        jobs: dict[str, CronJob] = {}
+        for row in rows:
+            job = self._jobs.get(id_of(row))
+            if job is None or job.row != row:
+                job = job_of(row, now, self.zone)
+            if job and (job.id in self._system or not job.system):
+                jobs.setdefault(job.id, job)
+        return jobs
 
-    def _look_at(self, job: CronJob) -> None:
-        job.since = self._since.get(job.id, job.since)
-        due = job.due(self.zone)
-        match verdict(job, due, self.now()):
-            case "skip":
-                self._since[job.id] = self._stamp()
-            case "missed":
-                text = f"Only tell the user that this was missed on {shown(due)}: {job.message}"
-                self._running[job.id] = asyncio.create_task(self._run(replace(job, message=text)))
-            case "fire":
-                self._running[job.id] = asyncio.create_task(self._run(job))
+    def _start(self, job: CronJob, now: datetime) -> None:
+        """Run what is due; what is too late is told of, in the chat or in the log."""
+        due, late = job.coming, self._shown(job.coming)
+        job.coming = None if job.at else job.due(now, self.zone)
+        message = job.message
+        if job.at and now - due > ONE_DAY:
+            message = f"Only tell the user that this was missed on {late}: {message}"
+        elif not job.at and not job.system:
+            due = self._still_of_use(job, due, now)
+        if due is None:
+            told = "cron: %s was due on %s, too long ago: it waits for its next time"
+            log.warning(told, job.id, late)
+            return
+        self._running[job.id] = asyncio.create_task(self._run(job, message, due))
 
-    async def _run(self, job: CronJob) -> None:
+    def _still_of_use(self, job: CronJob, due: datetime, now: datetime) -> datetime | None:
+        """The run of a repeated job that is late by less than half the time to the next one."""
+        following = job.due(due, self.zone)
+        half = (following - due) / 2 if following else ONE_DAY
+        grace = max(min(half, self.longest_delay), timedelta(seconds=5))
+        latest = job.due(now - grace, self.zone)
+        return latest if latest and latest <= now else None
+
+    async def _run(self, job: CronJob, message: str, due: datetime) -> None:
         began = self.now()
         try:
-            error = await self._outcome(job)
+            error = await self._outcome(replace(job, message=message), due)
+            job.coming = None if job.at else job.due(began, self.zone)
             seconds = round((self.now() - began).total_seconds(), 1)
-            stamp = self._since[job.id] = began.isoformat()
-            await self._note(job.id, {"began": stamp, "seconds": seconds, "error": error})
+            run = {"began": began.isoformat(), "seconds": seconds, "error": error}
+            await self._note(job.id, run)
         finally:
             del self._running[job.id]
 
-    async def _outcome(self, job: CronJob) -> str:
+    async def _outcome(self, job: CronJob, due: datetime) -> str:
         """What went wrong; "" where nothing did."""
         try:
-            work = self._system[job.id]() if job.system else self.fire(job)
-            await work
+            name = f"{job.id}@{due:%Y-%m-%dT%H:%M:%SZ}"
+            work = self._system[job.id]() if job.system else self.fire(job, name)
+            await asyncio.create_task(work)  # whoever stops it, stops no more than that
         except asyncio.CancelledError:
             if asyncio.current_task().cancelling():
                 raise  # the program ends; when it is back, the job runs again
@@ -1508,28 +1574,24 @@ class CronService:
         return ""
 
     async def _note(self, id: str, run: dict) -> None:
-        """Into the file. Where that fails, the program remembers: the job does not run twice."""
+        """Into the file; an `at` that went well leaves it, one that failed is off. If the disk
+        refuses, the program remembers: the job does not run twice."""
 
         def edit(rows: list) -> list:
-            ids = [id_of(row) for row in rows]
-            if id in ids:  # nobody has removed it meanwhile
-                place = ids.index(id)
-                rows[place : place + 1] = self._after(rows[place], run)
-            return rows
+            pairs = [noted(row) if id_of(row) == id else [row] for row in rows]
+            return list(itertools.chain.from_iterable(pairs))
+
+        def noted(row: dict) -> list[dict]:
+            if row.get("at") and not run["error"]:
+                return []
+            runs = [*(row.get("runs") or []), run][-self.most_runs :]
+            enabled = row.get("enabled", True) and not row.get("at")
+            return [{**row, "runs": runs, "since": run["began"], "enabled": enabled}]
 
         try:
             await in_thread(self.store.change, edit)
-            del self._since[id]
         except Exception as problem:  # a full disk, a row that somebody spoilt
             log.error("cron: the run of %s cannot be noted: %s", id, problem)
-
-    def _after(self, row: dict, run: dict) -> list[dict]:
-        """The row as it goes on; none for an `at` that went well, one that failed is off."""
-        if row.get("at") and not run["error"]:
-            return []
-        runs = [*(row.get("runs") or []), run][-self.most_runs :]
-        enabled = row.get("enabled", True) and not row.get("at")
-        return [{**row, "runs": runs, "since": run["began"], "enabled": enabled}]
 
     def cron(
         self,
@@ -1564,20 +1626,20 @@ class CronService:
         schedules = [job.every_seconds != 0, job.cron_expr != "", job.at != ""]
         if not job.message:
             raise CronError("message is empty: say what is to be done then.")
-        if sum(schedules) != 1:
+        if schedules.count(True) != 1:
             raise CronError("Give exactly one of every_seconds, cron_expr and at.")
         if job.tz and not job.cron_expr:
             raise CronError("tz is for cron_expr. Give `at` an offset: 2026-11-21T17:00+01:00.")
         try:
             if job.at:
-                job.at = as_moment(job.at, self.zone).isoformat()
-            due = job.due(self.zone)
+                job.at = as_moment(job.at, self.zone).astimezone(self.zone).isoformat()
+            due = job.due(self.now(), self.zone)
         except (ValueError, OverflowError) as problem:
             raise CronError(f"No job was made of {job.schedule()!r}: {problem}.") from None
         if due is None:
-            raise CronError(f"{job.schedule()!r} never comes. It is now {shown(self.now())}.")
+            raise CronError(f"{job.schedule()!r} never comes. It is now {self._shown(self.now())}.")
         self.store.change(lambda rows: [*rows, asdict(job)])
-        return f"Added job {job.id}, {job.schedule()}: it runs next on {shown(due)}."
+        return f"Added job {job.id}, {job.schedule()}: it runs next on {self._shown(due)}."
 
     def _remove(self, job_id: str) -> str:
         def edit(rows: list) -> list:
@@ -1585,10 +1647,9 @@ class CronService:
             if job_id not in ids:
                 known = ", ".join(ids) or "none"
                 raise CronError(f"There is no job {job_id!r}. There are: {known}.")
-            row = rows.pop(ids.index(job_id))
-            if row.get("system"):
+            if rows[ids.index(job_id)].get("system"):
                 raise CronError(f"{job_id} is a job of the system: it cannot be removed.")
-            return rows
+            return [row for row in rows if id_of(row) != job_id]
 
         self.store.change(edit)
         return f"Removed job {job_id}."
@@ -1598,7 +1659,7 @@ class CronService:
             rows = self.store.read()
         except ValueError as problem:
             raise CronError(f"{self.store.path} cannot be read: {problem}. Mend it.") from None
-        jobs = [job_of(row, self._stamp(), self.zone) for row in rows]
+        jobs = [job_of(row, self._utc(), self.zone) for row in rows]
         lines = [self._line(job) for job in jobs if job]
         for aside in self.store.path.parent.glob(f"{self.store.path.name}.corrupt-*"):
             lines.append(f"{aside} was damaged; its jobs do not run. Mend it, or delete it.")
@@ -1606,21 +1667,17 @@ class CronService:
 
     def _line(self, job: CronJob) -> str:
         """1a2b3c4d · cron 0 9 * * * · next Sun 2026-11-22 09:00 CET · telegram:42 · water plants"""
-        due = job.due(self.zone) if job.enabled else None
-        coming = f"next {shown(due)}" if due else "off"
+        now, due = self._utc(), job.coming
+        if due and due < now and not job.at:
+            due = job.due(now, self.zone)
+        coming = f"next {self._shown(max(due, now))}" if due else "off"
         chat = "system" if job.system else f"{job.channel}:{job.chat_id}"
         errors = [f"failed: {run['error'][:200]}" for run in job.runs[-1:] if run.get("error")]
         return " · ".join([job.id, job.schedule(), coming, chat, job.message[:80], *errors])
 
 
-def shown(moment: datetime) -> str:
-    return moment.strftime("%a %Y-%m-%d %H:%M %Z")
-
-
 def machine_zone(path: Path = Path("/etc/localtime")) -> tzinfo:
     """This machine's zone with its rules: `datetime.now().astimezone()` has only today's offset."""
-    import zoneinfo
-
     with contextlib.suppress(OSError, ValueError, KeyError):
         if name := os.environ.get("TZ", "").lstrip(":"):
             return zoneinfo.ZoneInfo(name)
@@ -1630,7 +1687,7 @@ def machine_zone(path: Path = Path("/etc/localtime")) -> tzinfo:
 
 
 # ---- Heartbeat ----
-# Without this an empty HEARTBEAT.md asks the model 48 times a day whether there is something to do.
+# An empty HEARTBEAT.md does not ask the model 48 times a day whether there is something to do.
 
 COMMENT = r"(?s)<!--.*?(-->|\Z)"  # <!-- write tasks here -->
 # - [x] call Ann ↵   her number is 555
@@ -1646,15 +1703,3 @@ def active_tasks(text: str) -> str:
     rest = re.sub(DONE, "", re.sub(COMMENT, "", text))
     tasks = [line for line in rest.splitlines() if not re.fullmatch(NO_TASK, line)]
     return rest.strip() if tasks else ""
-
-
-class Heartbeat:
-    """`cron.add_system("heartbeat", 1800, Heartbeat(read, ask).beat)`: `read()` gives the text of
-    HEARTBEAT.md, "" if there is none; `ask(tasks)` runs a turn."""
-
-    def __init__(self, read: Callable[[], str], ask: Callable[[str], Awaitable]):
-        self.read, self.ask = read, ask
-
-    async def beat(self) -> None:
-        if tasks := active_tasks(self.read()):
-            await self.ask(tasks)

@@ -53,9 +53,9 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 from weakref import WeakValueDictionary
 
 from channels import (
-    CLI, NOBODY_TO_ASK, BackgroundLoop, Channel, CronError, CronJob, CronService, Heartbeat,
+    CLI, NOBODY_TO_ASK, BackgroundLoop, Channel, CronError, CronJob, CronService,
     InboundMessage, MessageBus, OutboundMessage, PrintableFormatter, Telegram, Waiting,
-    approval_question, end_on_signals, machine_zone, prepare_streams, printable,
+    active_tasks, approval_question, end_on_signals, machine_zone, prepare_streams, printable,
 )  # fmt: skip
 from memory import (
     Consolidator, Dream, Governed, Inbox, MemoryRepository, MemoryStore, Session, SessionBusy,
@@ -99,7 +99,7 @@ class AgentRunSpec:
     append: Callable[..., None] = lambda *messages: None  # is given new messages as they appear
     arrivals: Callable[[], list[dict]] = list  # what the user said meanwhile; journalled already
     make_room: MakeRoom | None = None  # called before each request
-    shows_deltas: bool = True  # then what the user saw of a stopped answer is kept
+    keeps_half: bool = True  # of a stopped answer: did the user see its pieces?
 
 
 @dataclass
@@ -218,7 +218,7 @@ class AgentRunner:
                         await self._conclude(state, response, outcome)
                 await spec.hook.after_iteration(state.context)
         except asyncio.CancelledError:
-            if spec.shows_deltas:
+            if spec.keeps_half:
                 self._keep_half_answer(state, "it was stopped")
             raise
         state.result.messages = state.context.messages
@@ -356,8 +356,8 @@ class AgentRunner:
                 end_without_answer(state, why)
             case "failed":
                 state.result.stop_reason = "error"
-                state.result.error = response.error
-                state.result.final_content = self._keep_half_answer(state, response.error)
+                state.result.error = response.error or "the endpoint ended its answer with an error"
+                state.result.final_content = self._keep_half_answer(state, state.result.error)
         await state.spec.hook.on_stream_end(resuming=not state.result.stop_reason)
 
     async def _finish(self, state: RunState, reason: str, text: str | None, cut: str = "") -> None:
@@ -498,7 +498,7 @@ class AgentLoop:
         self.hooks = [self.cost, *hooks]
         self.subagents = SubagentManager(self)
         self.tools.register(tool(self.subagents.spawn))
-        self.tools.register(cron_tool(self))
+        self.tools.register(JobRunner(self).cron_tool())
         self.started = time.monotonic()
         self.turns = RunningTurns(self.sessions)
         self.background = Background()
@@ -519,8 +519,9 @@ class AgentLoop:
             result = await answer_command(self, command, argument, events.turn)
         if result.final_content:
             await events.send("final", result.final_content)
-        if command in ("", "new", "continue"):
-            note_delivered(self, session_key, self.sessions.get(session_key).last)
+        session = self.sessions.get(session_key)
+        if command in ("", "new", "continue") and session.undelivered:
+            session.mark("delivered", upto=session.last)
         return result
 
     async def _take_turn(
@@ -567,6 +568,8 @@ class AgentLoop:
         self, session: Session, events: EventHook, messages: list[dict], tokens: int
     ) -> list[dict]:
         """Old turns go into the memory; gives the messages that are left, with a summary."""
+        if events.turn.channel == "cron":
+            return messages
         try:
             count = await self.consolidator.make_room(session, tokens)
         except OSError as problem:
@@ -577,6 +580,8 @@ class AgentLoop:
         return session.without_saved(messages) if count else messages
 
     async def _after_turn(self, session: Session) -> None:
+        if session.key.startswith("cron:"):  # each run of a job begins afresh
+            return
         count = await self.consolidator.after_turn(session)
         if count and session.key.startswith("cli:"):
             self.notes[session.key] = moved_note(count)
@@ -631,13 +636,17 @@ def run_spec(
     loop: AgentLoop, history: list[dict], images: list[dict], events: EventHook
 ) -> AgentRunSpec:
     """What the runner gets: the journal's projection, the tools, the limits of the settings."""
-    limits = loop.config.defaults
+    limits, hooks = loop.config.defaults, loop.hooks
+    if events.turn.channel == "cron":  # nobody sits there who could be asked
+        is_asking = [isinstance(hook, ApprovalHook) for hook in hooks]
+        silent = ApprovalHook(loop.tools, None)
+        hooks = [silent if asks else hook for asks, hook in zip(is_asking, hooks, strict=True)]
     return AgentRunSpec(
         loop.context.request(events.turn, history, images), loop.tools,
         max_iterations=limits.max_tool_iterations, max_tokens=limits.max_tokens,
         temperature=limits.temperature, context_window=limits.context_window_tokens,
-        hook=CompositeHook([events, *loop.hooks]), turn=events.turn, counter=loop.counter,
-        shows_deltas=events.shows_deltas,
+        hook=CompositeHook([events, *hooks]), turn=events.turn, counter=loop.counter,
+        keeps_half=events.shows_deltas,
     )  # fmt: skip
 
 
@@ -679,6 +688,7 @@ Media = Iterable[Path]  # files that came with a message
 NO_USAGE = {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0, "estimated": False}
 TOO_LONG = "too long for the model: asking again without the oldest turns"  # a 400, a 413
 NOTHING = "the model sent nothing of use"
+LIMIT_REACHED = "the limit of steps (maxToolIterations) is reached; ask it to go on"
 NOT_ANSWERED = ("error", "tool_error", "empty")  # stop reasons of a run without an answer
 
 
@@ -769,6 +779,7 @@ class RunningTurns:
     def __init__(self, sessions: SessionManager):
         self.sessions = sessions
         self.tasks: dict[str, asyncio.Task] = {}  # by session
+        self.chats: dict[str, str] = {}  # by session of a job: the chat that it runs for
         self.locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     @contextlib.asynccontextmanager
@@ -783,7 +794,9 @@ class RunningTurns:
                     del self.tasks[session_key]
 
     def stop(self, session_key: str, helpers: list[asyncio.Task]) -> bool:
-        running = [task for key, task in self.tasks.items() if key == session_key]
+        """Cancel the turn of a session, its helpers and the jobs that run for it."""
+        keys = [key for key in self.tasks if session_key in (key, self.chats.get(key))]
+        running = [self.tasks[key] for key in keys]
         for task in running + helpers:
             task.cancel()
         return bool(running + helpers)
@@ -809,12 +822,13 @@ class Background:
             await end_all(list(self.tasks))
 
 
-async def logged(work: Coroutine) -> None:
+async def logged(work: Coroutine) -> Any:
     """For work that nobody awaits: what goes wrong in it is told in the log."""
     try:
-        await work
+        return await work
     except Exception as problem:
         log.warning("in the background: %s", problem, exc_info=log.isEnabledFor(logging.INFO))
+        return None
 
 
 async def side_by_side(works: list[Coroutine]) -> None:
@@ -1213,13 +1227,11 @@ class ApprovalHook(AgentHook):
 class EventHook(AgentHook):
     """Tells a channel what is going on: deltas, text beside tool calls, tool hints, the answer."""
 
-    def __init__(
-        self, emit: Emit | None, turn: Turn, streaming: bool, shows_deltas: bool = True
-    ):  # fmt: skip
+    def __init__(self, emit: Emit | None, turn: Turn, streaming: bool):
         self.emit = emit
         self.turn = turn
         self.wants_streaming = streaming
-        self.shows_deltas = shows_deltas
+        self.shows_deltas = True  # in its channel
 
     async def send(self, kind: str, content: str) -> None:
         if self.emit:
@@ -1350,16 +1362,17 @@ class BusService:
         self, conversation: Conversation, kind: str, message: InboundMessage
     ) -> None:
         """Into the inbox; the channel is told when that survives a power cut."""
+        said = f"{message.speaker}: " if message.speaker and kind == "user" else ""
         line = {
             "id": message.message_id or uuid.uuid4().hex, "kind": kind,
-            "sender": message.sender_id, "content": message.content,
+            "sender": message.sender_id, "content": said + message.content,
             "media": [str(path) for path in message.media],
         }  # fmt: skip
         try:
             async with conversation.order:
                 known = self.loop.sessions.get(conversation.key).known_ids
                 if line["id"] not in (*known, *(other["id"] for other in conversation.waiting)):
-                    await in_thread(conversation.inbox.append, line)
+                    await asyncio.to_thread(conversation.inbox.append, line)
                     conversation.waiting.append(line)
                     size = len(message.content)
                     GATEWAY_LOG.info("%s: %d characters came in", conversation.key, size)
@@ -1369,24 +1382,30 @@ class BusService:
         self._see_to(conversation)
 
     def _see_to(self, conversation: Conversation) -> None:
+        """Let it be answered, or forget it. What is for a terminal waits in its inbox for that."""
+        is_here = conversation.key.partition(":")[0] in self.bus.channels
         is_wanted = conversation.is_due or bool(conversation.waiting)
-        if is_wanted and conversation.task is None:
+        if is_here and is_wanted and conversation.task is None:
             conversation.task = self._begin(self._converse(conversation))
+        elif conversation.task is None and not conversation.order.locked():
+            self.conversations.pop(conversation.key, None)
+            if not is_here and not conversation.key.startswith("cli:"):
+                log.warning("%s: no such channel is open: its messages wait", conversation.key)
 
     async def _converse(self, conversation: Conversation) -> None:
         """Turn after turn, while something waits. A turn that is stopped ends only itself."""
         while conversation.is_due or conversation.waiting:
             async with self.slots:
-                turn = asyncio.create_task(self._turn(conversation))
+                turn = asyncio.create_task(logged(self._turn(conversation)))
                 try:
                     await asyncio.wait([turn])
                 finally:
                     await end_all([turn])
-            if not turn.cancelled() and turn.exception() is None:
-                await asyncio.sleep(turn.result())
+            if not turn.cancelled():
+                pause = turn.result()
+                await asyncio.sleep(1.0 if pause is None else pause)  # None: it failed, see the log
         conversation.task = None
-        if not conversation.order.locked():
-            self.conversations.pop(conversation.key, None)
+        self._see_to(conversation)
 
     async def _turn(self, conversation: Conversation) -> float:
         """One turn. Gives the seconds until the next try if the session is not to be had."""
@@ -1400,7 +1419,7 @@ class BusService:
                     raise
                 finally:
                     entered, conversation.entered = conversation.entered, set()
-                    await in_thread(conversation.inbox.remove, entered)
+                    await asyncio.to_thread(conversation.inbox.remove, entered)
         except (SessionBusy, OSError) as problem:
             GATEWAY_LOG.warning("%s: %s", conversation.key, problem)
             return 1.0
@@ -1415,7 +1434,12 @@ class BusService:
                 conversation.is_due = False
                 session.mark("resumed")
             elif reports := conversation.next("report", 1):
-                return await self._report(session, conversation, reports[0])
+                session.end_open_turn("interrupted")
+                if reports[0].get("sender") != "subagent":
+                    return await self._report(session, conversation, reports[0])
+                message, _ = self.loop.context.user_message(reports[0]["content"], turn)
+                session.append(message | {"id": reports[0]["id"]})
+                conversation.enter(reports[0])
             elif commands := conversation.next("command", 1):
                 conversation.enter(commands[0])
                 if slash_command(commands[0]["content"])[0] == "new":
@@ -1427,7 +1451,8 @@ class BusService:
                 session.end_open_turn("interrupted")
                 entered = self._enter(session, conversation, sys.maxsize)
                 images = list(itertools.chain.from_iterable(images for _, images in entered))
-            events = self._events(turn)
+            events = EventHook(self._emit, turn, self.loop.config.streaming)
+            events.shows_deltas = self.bus.shows_deltas(turn.channel)
             arrivals = partial(self._arrivals, session, conversation)
             return await self.loop.answer(session, events, images, arrivals)
         except Exception as problem:
@@ -1465,37 +1490,42 @@ class BusService:
     async def _report(
         self, session: Session, conversation: Conversation, line: dict
     ) -> AgentRunResult:
-        """Of a job: a message for the user. Of a helper: the model tells the user about it."""
-        session.end_open_turn("interrupted")
-        if line["sender"] != "subagent":
-            session.append({"role": "assistant", "content": line["content"], "id": line["id"]})
-            conversation.enter(line)
-            await session.synced()
-            return AgentRunResult(line["content"])
-        turn = self.loop.turn(session.key)
-        message, _ = self.loop.context.user_message(line["content"], turn)
-        session.append(message | {"id": line["id"]})
+        """What a job says stands in the journal, too: the user may answer it."""
+        session.append({"role": "assistant", "content": line["content"], "id": line["id"]})
         conversation.enter(line)
-        events = self._events(turn)
-        arrivals = partial(self._arrivals, session, conversation)
-        return await self.loop.answer(session, events, [], arrivals)
+        await session.synced()
+        return AgentRunResult(line["content"])
 
     def _deliver(
         self, session: Session, conversation: Conversation, result: AgentRunResult
     ) -> None:
+        """Not twice: the answer may be what the `message` tool said here. Every turn sends
+        something, if only its end: so `delivered` moves in order."""
         requests = counted(result.requests, "request")
         GATEWAY_LOG.info("%s: %s, %s", session.key, result.stop_reason, requests)
         text = text_for_chat(result)
-        self.sent[session.key] = session.last
-        if wrote_to_chat(result, session.key) or not text:
-            note_delivered(self.loop, session.key, session.last)
-        else:
-            reply_to = conversation.reply_to
-            send_final(self.loop, self.bus, session.key, text, session.last, reply_to)
+        if text in texts_written(result, session.key):
+            text = ""
+        self._send(session.key, text, session.last, conversation.reply_to)
 
-    def _events(self, turn: Turn) -> EventHook:
-        is_shown = self.bus.shows_deltas(turn.channel)
-        return EventHook(self._emit, turn, self.loop.config.streaming, is_shown)
+    def _send(self, key: str, text: str, n: int, reply_to: str = "") -> None:
+        """The answer with this number in the journal: sent again until `delivered` names it."""
+        self.sent[key] = n
+        channel, _, chat_id = key.partition(":")
+        answer = OutboundMessage(channel, chat_id, text, reply_to=reply_to)
+        answer.on_delivered = partial(self._note_delivered, key, n)
+        self.bus.send(answer)
+
+    def _note_delivered(self, key: str, n: int) -> None:
+        session = self.loop.sessions.get(key)
+        if any(answer["n"] <= n for answer in session.undelivered):
+            session.mark("delivered", upto=n)
+
+    def _send_answers(self, session: Session) -> None:
+        """Those that are journalled and were not handed to the bus."""
+        for answer in session.undelivered:
+            if answer["n"] > self.sent.get(session.key, 0):
+                self._send(session.key, answer["content"], answer["n"])
 
     async def _emit(self, event: OutboundMessage) -> None:
         if event.kind in ("final", "delta", *kinds_to_show(self.loop.config.channels)):
@@ -1541,13 +1571,6 @@ class BusService:
             conversation.is_due = age < 86_400
         self._see_to(conversation)
 
-    def _send_answers(self, session: Session) -> None:
-        """Those that are journalled and were not handed to the bus."""
-        for answer in session.undelivered:
-            if answer["n"] > self.sent.get(session.key, 0):
-                self.sent[session.key] = answer["n"]
-                send_final(self.loop, self.bus, session.key, answer["content"], answer["n"])
-
     async def end(self) -> None:
         """Stop what runs; each turn is journalled so far, and the next start goes on with it."""
         self.loop.is_ending = True
@@ -1557,31 +1580,18 @@ class BusService:
 def text_for_chat(result: AgentRunResult) -> str:
     text = result.final_content or ""
     failed = result.stop_reason in ("error", "tool_error")
-    if failed and result.error not in text:
+    if failed and str(result.error) not in text:
         text = f"{text}\n\nSorry, that failed: {result.error}"
+    if result.stop_reason == "max_iterations":
+        text = f"{text}\n\n({LIMIT_REACHED})"
     return text.strip()
 
 
-def send_final(
-    loop: AgentLoop, bus: MessageBus, key: str, text: str, n: int, reply_to: str = ""
-) -> None:
-    """An answer with this number in the journal. It goes out again unless its arrival is noted."""
-    channel, _, chat_id = key.partition(":")
-    noted = partial(note_delivered, loop, key, n)
-    bus.send(OutboundMessage(channel, chat_id, text, reply_to=reply_to, on_delivered=noted))
-
-
-def note_delivered(loop: AgentLoop, key: str, n: int) -> None:
-    session = loop.sessions.get(key)
-    if session.undelivered:
-        session.mark("delivered", upto=n)
-
-
-def wrote_to_chat(result: AgentRunResult, key: str) -> bool:
-    """Has the `message` tool said it in this same chat already?"""
-    messages = [event for event in result.tool_events if event["name"] == "message"]
-    targets = [target_of(event["arguments"], key) for event in messages if not event["is_error"]]
-    return key in targets
+def texts_written(result: AgentRunResult, key: str) -> list[str]:
+    """What the `message` tool said in this same chat already."""
+    calls = [event for event in result.tool_events if event["name"] == "message"]
+    here = [call for call in calls if target_of(call["arguments"], key) == key]
+    return [str(call["arguments"].get("content")).strip() for call in here if not call["is_error"]]
 
 
 def target_of(arguments: dict, key: str) -> str:
@@ -1596,18 +1606,32 @@ def target_of(arguments: dict, key: str) -> str:
 GATEWAY_LOG = logging.getLogger("nanobot.gateway")  # one line an event
 
 
-def one_gateway(workspace: Path) -> contextlib.AbstractContextManager:
+@contextlib.contextmanager
+def one_gateway(workspace: Path) -> Iterator[None]:
     """Raises SessionBusy where another gateway serves this workspace."""
     busy = f"A gateway serves {workspace} already. End it first, or name another --workspace."
-    return locked(workspace / ".nanobot" / "gateway.lock", busy)
+    with contextlib.ExitStack() as held:
+        for pause in (0.02, 0.05, 0.1, 0.0):  # others look for a moment whether it is free
+            try:
+                held.enter_context(locked(workspace / ".nanobot" / "gateway.lock", busy))
+                break
+            except SessionBusy:
+                if not pause:
+                    raise
+                time.sleep(pause)
+        yield
 
 
-def gateway_runs(workspace: Path) -> bool:
+def is_held(workspace: Path, name: str) -> bool:
+    """Does a program hold this lock of the workspace: gateway, jobs?"""
     try:
-        with one_gateway(workspace):
+        with locked(workspace / ".nanobot" / f"{name}.lock", "it is held"):
             return False
     except SessionBusy:
         return True
+
+
+gateway_runs = partial(is_held, name="gateway")  # (workspace)
 
 
 async def serve(loop: AgentLoop) -> None:
@@ -1619,9 +1643,9 @@ async def serve(loop: AgentLoop) -> None:
     for channel in make_channels(loop):
         bus.open(channel)
     loop.tools.register(tool(Messenger(loop, bus).message))
-    clock = make_cron(loop, partial(run_job, loop, bus))
-    await in_thread(add_system_jobs, loop, clock)
-    work = [asyncio.create_task(part) for part in (loop.run(bus), clock.run(), stop.wait())]
+    jobs = JobRunner(loop, bus.publish)
+    await in_thread(jobs.add_system_jobs)
+    work = [asyncio.create_task(part) for part in (loop.run(bus), jobs.run(), stop.wait())]
     GATEWAY_LOG.info("serving %s", ", ".join([*bus.channels, "cron"]))
     try:
         ended, _ = await asyncio.wait(work, return_when="FIRST_COMPLETED")
@@ -1663,67 +1687,105 @@ def make_channels(loop: AgentLoop) -> list[Channel]:
     )]  # fmt: skip
 
 
-def make_cron(loop: AgentLoop, fire: Callable[[CronJob], Awaitable]) -> CronService:
-    path = loop.workspace / "cron" / "jobs.json"
-    zone = loop.context.zone or machine_zone()
-    now = partial(now_in, loop.config, zone)
-    return CronService(path, fire, now=now, zone=zone, sleep=loop.config.sleep)
+RUNS_JOBS = {"cli": "jobs"}  # by channel: the lock whose holder runs its jobs; else the gateway's
+NOBODY_RUNS_JOBS = (
+    "No gateway runs: a job happens only while `nanobot gateway` runs; one of the terminal also "
+    "while a prompt is open."
+)
 
 
-def add_system_jobs(loop: AgentLoop, clock: CronService) -> None:
-    """Dream, and the heartbeat where it is wanted."""
-    clock.add_system("dream", loop.config.defaults.dream.interval_h * 3_600, loop.dream.run)
-    heartbeat = loop.config.gateway.heartbeat
-    if heartbeat.enabled:
-        read = partial(loop.memory.text_of, loop.workspace / "HEARTBEAT.md")
-        beat = Heartbeat(read, partial(do_tasks, loop)).beat
-        clock.add_system("heartbeat", heartbeat.interval_s, beat)
+class JobRunner:
+    """What is due runs as a turn of its own; `tell(message)` brings what it says to its chat.
+    Whoever runs jobs holds their lock: one program of a workspace."""
 
+    def __init__(self, loop: AgentLoop, tell: Callable[[InboundMessage], Awaitable] | None = None):
+        self.loop = loop
+        self.tell = tell or self._into_inbox
+        zone = loop.context.zone or machine_zone()
+        now = partial(now_in, loop.config, zone)
+        path = loop.workspace / "cron" / "jobs.json"
+        self.clock = CronService(
+            path, self.run_job, now=now, zone=zone, sleep=loop.config.sleep, lock=locked
+        )
 
-async def do_tasks(loop: AgentLoop, tasks: str) -> None:
-    """A turn for what stands in HEARTBEAT.md; it tells people with the `message` tool."""
-    GATEWAY_LOG.info("heartbeat")
-    result = await loop.process_direct(template("heartbeat", tasks=tasks), "cron:heartbeat")
-    if result.stop_reason in NOT_ANSWERED:
-        raise RuntimeError(text_for_chat(result))
+    async def run(self, may_go_on: Callable[[], bool] = lambda: True) -> None:
+        """Until cancelled: while nobody else runs the jobs."""
+        lock = self.loop.workspace / ".nanobot" / "jobs.lock"
+        while True:
+            try:
+                if may_go_on():
+                    with locked(lock, "another program runs the jobs"):
+                        await self.clock.run(may_go_on)
+            except SessionBusy as busy:
+                log.info("cron: %s", busy)
+            await self.loop.config.sleep(1.0)
 
+    async def run_for_terminal(self) -> None:
+        """The jobs of terminals, while no gateway runs."""
+        self.clock.is_wanted = lambda job: job.channel == "cli"
+        await self.run(lambda: not gateway_runs(self.loop.workspace))
 
-async def run_job(loop: AgentLoop, bus: MessageBus, job: CronJob) -> None:
-    """A job is a turn in a session of its own; its answer goes to its chat, a failure too."""
-    GATEWAY_LOG.info("cron %s: %s", job.id, job.message[:80])
-    message = template("job", message=job.message)
-    result = await loop.process_direct(message, f"cron:{job.id}")
-    failed = result.stop_reason in NOT_ANSWERED
-    text = text_for_chat(result)
-    report = f"The job {job.id} ({job.message[:80]}) failed. {text}" if failed else text
-    await write_to_chat(bus, f"{job.channel}:{job.chat_id}", report)
-    if failed:
-        raise RuntimeError(text)
+    def add_system_jobs(self) -> None:
+        """Dream, and the heartbeat where it is wanted."""
+        hours = self.loop.config.defaults.dream.interval_h
+        self.clock.add_system("dream", hours * 3_600, self.loop.dream.run)
+        heartbeat = self.loop.config.gateway.heartbeat
+        if heartbeat.enabled:
+            self.clock.add_system("heartbeat", heartbeat.interval_s, self._beat)
 
+    async def _beat(self) -> None:
+        """A turn for what stands in HEARTBEAT.md; it tells people with the `message` tool."""
+        tasks = active_tasks(self.loop.memory.text_of(self.loop.workspace / "HEARTBEAT.md"))
+        if not tasks:
+            return
+        GATEWAY_LOG.info("heartbeat")
+        result = await self._answer("cron:heartbeat", template("heartbeat", tasks=tasks))
+        if result.stop_reason in NOT_ANSWERED:
+            raise RuntimeError(text_for_chat(result))
 
-async def write_to_chat(bus: MessageBus, key: str, text: str) -> None:
-    """What nobody there has asked for stands in the journal, too: the user may answer it."""
-    await bus.publish(InboundMessage("system", "job", key, text))
-
-
-async def no_clock_here(job: CronJob) -> None:
-    """Only a gateway has a clock; whoever else changes jobs changes the file."""
-
-
-def cron_tool(loop: AgentLoop) -> Tool:
-    service = make_cron(loop, no_clock_here)
-
-    @functools.wraps(service.cron)
-    def cron(action: str, **arguments: Any) -> str:
+    async def run_job(self, job: CronJob, run: str) -> None:
+        """Its answer goes to its chat, a failure too; once, however often it was killed."""
+        chat, key = f"{job.channel}:{job.chat_id}", f"cron:{job.id}"
+        waiting = [line["id"] for line in self.loop.sessions.inbox(chat).read()]
+        if run in (*self.loop.sessions.get(chat).known_ids, *waiting):
+            return
+        GATEWAY_LOG.info("cron %s: %s", job.id, job.message[:80])
+        self.loop.turns.chats[key] = chat
         try:
-            text = service.cron(action, **arguments)
-        except CronError as mistake:
-            raise ToolError(str(mistake)) from None
-        if action == "add" and not gateway_runs(loop.workspace):
-            text += "\n(No gateway runs: it happens only while one does. Tell the user.)"
-        return text
+            result = await self._answer(key, template("job", message=job.message))
+        finally:
+            del self.loop.turns.chats[key]
+        failed = result.stop_reason in NOT_ANSWERED
+        text = text_for_chat(result)
+        report = f"The job {job.id} ({job.message[:80]}) failed. {text}" if failed else text
+        await self.tell(InboundMessage("system", "job", chat, report, message_id=run))
+        if failed:
+            raise RuntimeError(text)
 
-    return tool(cron)
+    async def _answer(self, key: str, text: str) -> AgentRunResult:
+        """Each run begins afresh, and nothing of it goes into the long-term memory."""
+        async with self.loop.turns.hold(key) as session:
+            session.mark("new")
+            session.mark("saved", upto=session.last)
+        return await self.loop.process_direct(text, key)
+
+    async def _into_inbox(self, report: InboundMessage) -> None:
+        line = {"id": report.message_id, "kind": "report", "content": report.content}
+        await in_thread(self.loop.sessions.inbox(report.chat_id).append, line)
+
+    def cron_tool(self) -> Tool:
+        @functools.wraps(self.clock.cron)
+        def cron(action: str, *, turn: Turn, **arguments: Any) -> str:
+            try:
+                text = self.clock.cron(action, turn=turn, **arguments)
+            except CronError as mistake:
+                raise ToolError(str(mistake)) from None
+            runs_jobs = RUNS_JOBS.get(turn.channel, "gateway")
+            if action == "add" and not is_held(turn.workspace, runs_jobs):
+                text += f"\n({NOBODY_RUNS_JOBS} Tell the user.)"
+            return text
+
+        return tool(cron)
 
 
 class Messenger:
@@ -1748,8 +1810,9 @@ class Messenger:
         missing = [str(path) for path in files if not path.is_file()]
         if missing:
             raise ToolError(f"There is no file {', '.join(missing)}.")
-        if key != turn.session_key and content:
-            self.loop.background.start(write_to_chat(self.bus, key, content))
+        if key != turn.session_key and content:  # it stands in the journal there, too
+            report = InboundMessage("system", "job", key, content)
+            self.loop.background.start(self.bus.publish(report))
             content = ""
         if content or files:
             self.bus.send(OutboundMessage(*key.split(":", 1), content, media=files))
@@ -1854,7 +1917,9 @@ class SubagentManager:
         names = [tool["function"]["name"] for tool in self.loop.tools.get_definitions()]
         tools = [self.loop.tools.get(name) for name in names if name not in self.kept_from_them]
         prompt = template("subagent", cwd=turn.cwd, workspace=turn.workspace)
-        messages = [{"role": "system", "content": prompt}, {"role": "user", "content": task}]
+        parts = [prompt, *skill_parts(self.loop.skills.load()).values()]
+        message, _ = self.loop.context.user_message(task, turn)  # with the date
+        messages = [{"role": "system", "content": "\n\n".join(parts)}, as_sent(message, "")]
         limits = self.loop.config.defaults
         spec = AgentRunSpec(
             messages, ToolRegistry(tools), max_iterations=self.steps, max_tokens=limits.max_tokens,
@@ -1899,9 +1964,11 @@ async def answer_with_helpers(
 # ---- Slash commands ----
 # Without them a user who is stuck has no way to say so but to the model that he is stuck with.
 
-# "/status@my_bot", "/dream-log 1f3a9c", but not "/etc/hosts?"
-SLASH = r"/([a-z][a-z-]*)(?:@\w+)?(?:\s+([0-9a-f]{4,40}))?"
+# "/status@my_bot", "/dream-log 1f3a9c", but not "/etc/hosts?" nor "/new York is where?"
+SLASH = r"/([a-z][a-z-]*)(?:@\w+)?(?:\s+(.+))?"
+TAKE_A_COMMIT = ("dream-log", "dream-restore")
 COMMANDS = {
+    "start": "what this is",
     "new": "start afresh; the old conversation stays in its journal",
     "stop": "end the turn that runs, and its subagents",
     "continue": "go on with a turn that was interrupted",
@@ -1916,7 +1983,7 @@ COMMANDS = {
 def slash_command(text: str) -> tuple[str, str]:
     """`/NEW ` → ("new", ""), `/dream-log 1f3a` → ("dream-log", "1f3a"); "" for no command."""
     match = re.fullmatch(SLASH, text.strip().lower())
-    if match is None:
+    if match is None or (match[2] and match[1] not in TAKE_A_COMMIT):
         return "", ""
     return match[1], match[2] or ""
 
@@ -1929,7 +1996,12 @@ async def answer_command(
     loop: AgentLoop, command: str, argument: str, turn: Turn
 ) -> AgentRunResult:
     repository = MemoryRepository(loop.workspace)
+    if argument and not re.fullmatch("[0-9a-f]{4,40}", argument):
+        form = f"Write /{command}, or with a commit: /{command} 1f3a9c"
+        return AgentRunResult(f"{argument[:40]!r} is no commit. {form}")
     match command:
+        case "start":
+            lines = [template("start", commands=", ".join(f"/{name}" for name in COMMANDS))]
         case "dream":
             lines = [await loop.dream.run()]
         case "dream-log":
@@ -1939,7 +2011,10 @@ async def answer_command(
         case "stop":
             lines = [stop_report(loop.stop(turn.session_key))]
         case "help":
-            lines = [f"/{name}: {meaning}" for name, meaning in COMMANDS.items()]
+            shown = {f"/{name}": meaning for name, meaning in COMMANDS.items()}
+            if turn.channel == "cli":
+                shown["/stop"] = "press Ctrl-C: a line typed during a turn is read after it"
+            lines = [f"{name}: {meaning}" for name, meaning in shown.items()]
         case "status":
             lines = session_status(loop, turn)
         case _:
@@ -1970,9 +2045,11 @@ def session_status(loop: AgentLoop, turn: Turn) -> list[str]:
     request = preview(loop, turn)
     window = loop.config.defaults.context_window_tokens
     messages = counted(len(loop.sessions.get(turn.session_key).history()), "message")
+    helpers = counted(len(loop.subagents.of(turn.session_key)), "helper")
     hours, minutes = divmod(int(time.monotonic() - loop.started) // 60, 60)
     return [
         f"nanobot {__version__}, model {loop.model}, session {turn.session_key}, {messages}",
+        f"{helpers} at work",
         f"context {request.tokens:,} of {window:,}",
         *request.notes,
         f"since the start: {loop.cost.line(loop.cost.total)}, {hours} h {minutes} min",
@@ -2371,24 +2448,64 @@ def agent_command(arguments: argparse.Namespace) -> int:
         ask = background.ask if keyboard else None
         loop = loop_for_terminal(config, arguments, ask)
         loop.hooks.append(WaitingHook(terminal.waiting))
-        background.at_end(loop.close)
+        background.close = loop.close
         warn_before_start(arguments, loop, terminal, keyboard)
         talk = partial(one_turn, loop, terminal, background, session_key(arguments.session))
         message = arguments.text or arguments.message
         folder = loop.workspace / ".nanobot" / "piped"
         piped = "" if keyboard else terminal.read_piped(message is not None, folder)
         text = join_message(message, piped)
+        reminders = Reminders(loop, terminal, session_key(arguments.session))
+        if terminal.live:
+            background.complete(logged(reminders.show("While you were away:")))
         if text or not keyboard or message is not None:
             status = ask_once(talk, terminal, text)
         else:
             threading.Thread(target=loop.provider.warm_up, daemon=True).start()
             config.patience = 5.0  # a server that comes later serves the next message
             greet(terminal, loop)
+            asyncio.run_coroutine_threadsafe(reminders.watch(), background.loop)
             status = terminal.converse(talk, prompt_history(loop))
         terminal.waiting.begin("the memory")
         with contextlib.suppress(KeyboardInterrupt):  # the next turn goes on with it
             background.complete(loop.background.settled())
         return status
+
+
+class Reminders:
+    """At a prompt: runs the jobs of terminals while no gateway does, and shows what they say."""
+
+    def __init__(self, loop: AgentLoop, terminal: CLI, key: str):
+        self.loop = loop
+        self.terminal = terminal
+        self.key = key
+        self.inbox = loop.sessions.inbox(key)
+
+    async def watch(self) -> None:
+        await asyncio.gather(logged(JobRunner(self.loop).run_for_terminal()), self._look())
+
+    async def _look(self) -> None:
+        while True:
+            await self.loop.config.sleep(1.0)
+            await logged(self.show())
+
+    async def show(self, title: str = "") -> None:
+        """What waits in the inbox. It leaves it when it was shown: a kill before shows it again."""
+        if not self.inbox.path.exists():
+            return
+        try:
+            async with self.loop.turns.hold(self.key) as session:
+                lines = [line for line in self.inbox.read() if line["kind"] == "report"]
+                for line in lines:
+                    if line["id"] not in session.known_ids:
+                        said = {"role": "assistant", "content": line["content"], "id": line["id"]}
+                        session.append(said)
+                if lines:
+                    texts = [line["content"] for line in lines]
+                    self.terminal.report("\n\n".join([*filter(None, [title]), *texts]))
+                self.inbox.remove({line["id"] for line in lines})
+        except SessionBusy as busy:  # the program that holds it shows them
+            log.info("%s", busy)
 
 
 def prompt_history(loop: AgentLoop) -> Path:
@@ -2467,7 +2584,7 @@ def one_turn(
     if result.requests:
         terminal.note(token_line(loop, result))
     if result.stop_reason == "max_iterations":
-        terminal.note("nanobot: the limit of steps (maxToolIterations) is reached; ask it to go on")
+        terminal.note(f"nanobot: {LIMIT_REACHED}")
     failed = result.stop_reason in NOT_ANSWERED
     cause = result.error or result.final_content or ""
     was_shown = terminal.live and cause in (result.final_content or "")
@@ -2543,7 +2660,7 @@ def report_gateway(loop: AgentLoop, report: StatusReport) -> None:
     beat = f"heartbeat every {heartbeat.interval_s:,} s" if heartbeat.enabled else "heartbeat off"
     jobs, problem = [], ""
     try:
-        jobs = make_cron(loop, no_clock_here).store.read()
+        jobs = JobRunner(loop).clock.store.read()
     except (OSError, ValueError) as damage:
         problem = f"jobs.json cannot be read ({damage}). Mend it, or delete it."
     report.line("cron", f"{counted(len(jobs), 'job')}, {beat}", problem)
@@ -2641,9 +2758,13 @@ def gateway_command(arguments: argparse.Namespace) -> None:
 def cron_command(arguments: argparse.Namespace) -> None:
     loop = AgentLoop(settings_of(arguments))
     turn = loop.turn("cli:direct")
-    print(printable(make_cron(loop, no_clock_here).cron(arguments.action, turn=turn)))
+    clock = JobRunner(loop).clock
+    try:
+        print(printable(clock.cron(arguments.action, job_id=arguments.job_id, turn=turn)))
+    except CronError as mistake:
+        raise ConfigError(str(mistake)) from None
     if not gateway_runs(loop.workspace):
-        print("No gateway runs: nothing of this happens until `nanobot gateway` is started.")
+        print(NOBODY_RUNS_JOBS)
 
 
 def replay_command(arguments: argparse.Namespace) -> int:
@@ -2705,8 +2826,9 @@ def parser() -> argparse.ArgumentParser:
     sessions.add_argument("show", nargs="?", metavar="KEY")
     gateway = commands.add_parser("gateway", parents=[common], help="serve channels and cron")
     gateway.add_argument("--verbose", action="store_true", help="log more than events")
-    cron = commands.add_parser("cron", parents=[common], help="list what is planned")
-    cron.add_argument("action", nargs="?", choices=["list"], default="list")
+    cron = commands.add_parser("cron", parents=[common], help="list what is planned; remove ID")
+    cron.add_argument("action", nargs="?", choices=["list", "remove"], default="list")
+    cron.add_argument("job_id", nargs="?", default="", metavar="ID", help="of the job to remove")
     commands.add_parser("onboard", parents=[common], help="write settings and workspace")
     commands.add_parser("status", parents=[common], help="check each part")
     return main_parser

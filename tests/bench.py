@@ -10,6 +10,7 @@ busy machine may not make the suite fail.
 
 import asyncio
 import json
+import logging
 import os
 import re
 import shutil
@@ -302,8 +303,8 @@ def reopening(workspace: str) -> None:
     report(ms=(time.perf_counter() - start) * 1e3)
 
 
-def many_chats() -> None:
-    """200 chats of 10 messages each, the next one when the last is answered: one loop, 50 ms a request."""
+def many_chats(messages: int) -> None:
+    """300 chats, the next message when the last is answered: one loop, 50 ms a request."""
     import resource
 
     import channels
@@ -328,12 +329,10 @@ def many_chats() -> None:
 
     async def talk(bus, phone, chat):
         answers = phone.answers[chat] = asyncio.Queue()
-        for number in range(10):
-            await bus.publish(
-                channels.InboundMessage("phone", "7", chat, f"m{number}", message_id=f"{number}")
-            )
-            assert await answers.get() == f"to m{number}"
-            done.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+        for number in range(messages):
+            message = channels.InboundMessage("phone", "7", chat, f"m{number}", message_id=f"{number}")
+            await bus.publish(message)
+            assert await answers.get() == f"to m{number}", "every message once and in order"
 
     async def everyone():
         config = nanobot.Config()
@@ -342,14 +341,43 @@ def many_chats() -> None:
         bus.open(phone)
         serving = asyncio.create_task(loop.run(bus))
         start = time.perf_counter()
-        await asyncio.gather(*(talk(bus, phone, str(chat)) for chat in range(200)))
+        await asyncio.gather(*(talk(bus, phone, str(chat)) for chat in range(300)))
         wall = (time.perf_counter() - start) * 1e3
         serving.cancel()
+        assert all(answers.empty() for answers in phone.answers.values())
         return wall
 
-    done = []
     ms = asyncio.run(everyone())
-    report(ms=ms, first=done[999] / 1024, last=done[-1] / 1024)
+    report(ms=ms, peak=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+
+
+def one_blocked_one_flooded() -> None:
+    """A chat that blocked the bot, one that is told to wait, and a healthy one: ms of its 20 answers."""
+    import channels
+    from fake_telegram import FakeTelegram, Refusal
+
+    async def answers(server, others):
+        bus, arrived = channels.MessageBus(), asyncio.Semaphore(0)
+        bus.open(channels.Telegram(server.token, ["*"], api_base=server.base_url))
+        start = time.perf_counter()
+        for number in range(20):
+            for chat in others:
+                bus.send(channels.OutboundMessage("telegram", chat, f"{number}"))
+            bus.send(channels.OutboundMessage("telegram", "7", f"{number}", on_delivered=arrived.release))
+        for _ in range(20):
+            await arrived.acquire()
+        ms = (time.perf_counter() - start) * 1e3
+        await bus.close(0)
+        return ms
+
+    def measure(*others):
+        with FakeTelegram() as server:
+            server.chats["8"] = Refusal(403, "Forbidden: bot was blocked by the user")
+            server.chats["9"] = Refusal(429, "Too Many Requests", {"retry_after": 3})
+            return asyncio.run(answers(server, others))
+
+    logging.disable()
+    report(alone=measure(), beside=measure("8", "9"))
 
 
 def ten_blocking_tools() -> None:
@@ -532,11 +560,16 @@ def race_sessions(race: Race) -> None:
 
 
 def race_chats(race: Race) -> None:
-    figures = race.inside("many_chats")
-    race.show("200 chats of 10 messages", [figures["ms"]], [2_000 * 50 / 8], 1.5)
-    print(
-        f"{'':34}peak memory {figures['first']:.1f} MB, at the end {figures['last']:.1f} MB (aim: the same)"
-    )
+    few, many = race.inside("many_chats", 5), race.inside("many_chats", 50)
+    race.show("300 chats of 50 messages", [many["ms"]], [15_000 * 50 / 8], 1.5)
+    grown = many["peak"] - few["peak"]
+    print(f"{'':34}peak memory {grown:.1f} MB above that of 300 chats of 5 messages (aim: 20)")
+
+
+def race_outboxes(race: Race) -> None:
+    figures = race.inside("one_blocked_one_flooded")
+    text = f"{figures['beside']:.0f} ms beside a blocked and a flooded chat, alone {figures['alone']:.0f} ms"
+    print(f"{'20 answers of a healthy chat':34}{text}")
 
 
 def race_parallel_tools(race: Race) -> None:

@@ -90,6 +90,7 @@ class FakeTelegram(ThreadingHTTPServer):
     """The server: it listens as soon as it is made, and answers inside its `with` block."""
 
     daemon_threads = True
+    request_queue_size = 128  # with 5 a burst of connections waits for seconds on a busy machine
 
     def __init__(self, token: str = "123456:AAE-secret_token") -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -100,6 +101,7 @@ class FakeTelegram(ThreadingHTTPServer):
         self.files: dict[str, tuple[str, bytes]] = {}  # file_id → path and content
         self.webhook = ""
         self.refusals: dict[str, list[Refusal]] = {}
+        self.chats: dict[str, Refusal] = {}  # by chat: whatever goes there fails so
         self.changed = threading.Condition()
         self.stopped = False
         self._polls, self._next_update, self._next_message = 0, 1_000, 1
@@ -160,8 +162,10 @@ class FakeTelegram(ThreadingHTTPServer):
     def calls(self, method: str) -> list[Json]:
         return [request.fields for request in self.requests if request.method == method]
 
-    def texts(self) -> list[str]:
-        return [fields["text"] for fields in self.calls("sendMessage")]
+    def texts(self, chat: Any = None) -> list[str]:
+        """What was sent, to one chat or to all; refused or not."""
+        calls = self.calls("sendMessage")
+        return [each["text"] for each in calls if chat is None or each["chat_id"] == str(chat)]
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         with self.changed:
@@ -174,7 +178,7 @@ class FakeTelegram(ThreadingHTTPServer):
             self.requests.append(request)
             self.changed.notify_all()
             refusals = self.refusals.get(request.method)
-            refusal = refusals.pop(0) if refusals else None
+            refusal = refusals.pop(0) if refusals else self.chats.get(str(request.fields.get("chat_id")))
         if refusal and not refusal.after:
             return refusal
         result = getattr(self, f"do_{request.method}", lambda **fields: True)(**request.fields)

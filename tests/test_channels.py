@@ -14,11 +14,13 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
 import zoneinfo
 from concurrent.futures import Future
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -27,11 +29,12 @@ from zoneinfo import ZoneInfo
 import pytest
 
 from channels import (
-    CLI, BackgroundLoop, Channel, CronError, CronJob, CronService, FileChannel, Heartbeat, InboundMessage,
-    JobStore, MessageBus, NoSuchBot, NobodyToAsk, OutboundMessage, PrintableFormatter, Telegram,
+    CLI, BackgroundLoop, Channel, CronError, CronJob, CronService, InboundMessage,
+    JobStore, MessageBus, NoSuchBot, NobodyToAsk, OutboundMessage, PrintableFormatter, Refused, Telegram,
     TelegramError, Terminated, Waiting, active_tasks, approval_question, as_html, in_thread, machine_zone,
-    next_run, plain_text, prepare_streams, printable, read_answer, split_html, text_of_pipe, verdict,
+    next_run, plain_text, prepare_streams, printable, read_answer, split_html, text_of_pipe,
 )  # fmt: skip
+from memory import locked
 from fake_telegram import CONFLICT, PATIENCE, FakeTelegram, Parser, Refusal, units
 
 pty = pytest.importorskip("pty", reason="pseudo-terminals are POSIX")
@@ -40,77 +43,69 @@ ROOT = Path(__file__).parent.parent
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 
-# ---- The bus ----
+# ---- The bus and the outboxes ----
 
 
 class Talk(Channel):
-    """Publishes what it is given and keeps what arrives; `failures` are raised first, one a try."""
+    """Publishes what it is given; a chat in `trouble` fails with its exceptions first, one a try."""
 
-    def __init__(self, name: str, *lines: str, failures: int = 0):
+    def __init__(self, name: str = "talk", *lines: str, **trouble: list[Exception]):
         super().__init__(["*"])
-        self.name, self.lines, self.failures = name, lines, failures
+        self.name, self.lines, self.trouble = name, lines, trouble
         self.arrived: list[OutboundMessage] = []
-        self.tries = 0
-        self.is_open, self.ended = asyncio.Event(), False
-        self.is_open.set()
+        self.ended = False
 
     async def start(self, bus: MessageBus) -> None:
         try:
             for line in self.lines:
-                await bus.publish(InboundMessage(self.name, "7", "42", line))
+                await bus.publish(InboundMessage(self.name, "7", "ann", line))
             await asyncio.Event().wait()
         finally:
             self.ended = True
 
     async def send(self, message: OutboundMessage) -> None:
-        self.tries += 1
-        await self.is_open.wait()
-        if self.failures:
-            self.failures -= 1
-            raise ConnectionError("no network")
+        if self.trouble.get(message.chat_id):
+            raise self.trouble[message.chat_id].pop(0)
         self.arrived.append(message)
 
-    def texts(self) -> list[str]:
-        return [message.content for message in self.arrived]
+    def texts(self, chat: str = "ann") -> list[str]:
+        return [message.content for message in self.arrived if message.chat_id == chat]
 
 
 async def settled(condition) -> None:
     """Gives the other tasks their turn until the condition holds: nothing here waits for a time."""
-    for _ in range(10_000):
+    for _ in range(100_000):
         if condition():
             return
         await asyncio.sleep(0)
     pytest.fail("it never happened")
 
 
-async def echo(bus: MessageBus) -> None:
-    """The smallest agent."""
-    while True:
-        message = await bus.next()
-        message.confirm()
-        bus.send(OutboundMessage(message.channel, message.chat_id, message.content.upper()))
+def talk(test, *channels: Channel) -> list[float]:
+    """Runs `test(bus)` with these channels; gives the pauses that were made."""
+    pauses = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        await asyncio.sleep(0)
+
+    async def run() -> None:
+        bus = MessageBus(sleep)
+        for channel in channels:
+            bus.open(channel)
+        await test(bus)
+        await bus.close(0.1)
+
+    asyncio.run(run())
+    return pauses
 
 
-def test_a_file_of_questions_becomes_a_file_of_answers(tmp_path):
-    questions, answers = tmp_path / "questions", tmp_path / "answers"
-    questions.write_text("Grüße\nwhat is in a.txt?\n", encoding="utf-8")
-
-    async def gateway() -> None:
-        bus = MessageBus()
-        with questions.open(encoding="utf-8") as lines, answers.open("w", encoding="utf-8") as page:
-            bus.open(FileChannel(lines, page))
-            agent = asyncio.create_task(echo(bus))
-            await settled(lambda: answers.read_text(encoding="utf-8").count("\n") == 2)
-            agent.cancel()
-            await bus.close()
-
-    asyncio.run(gateway())
-    assert answers.read_text(encoding="utf-8") == "GRÜSSE\nWHAT IS IN A.TXT?\n"
+def to(chat: str, text: str, kind: str = "final", **more) -> OutboundMessage:
+    return OutboundMessage("talk", chat, text, kind, **more)
 
 
 def test_a_message_is_confirmed_when_the_agent_has_it_and_not_before():
-    async def talk() -> None:
-        bus = MessageBus()
+    async def test(bus: MessageBus) -> None:
         first, second = InboundMessage("a", "7", "1", "one"), InboundMessage("b", "7", "2", "two")
         publishing = [asyncio.create_task(bus.publish(message)) for message in (first, second)]
         assert [await bus.next(), await bus.next()] == [first, second]
@@ -121,285 +116,122 @@ def test_a_message_is_confirmed_when_the_agent_has_it_and_not_before():
         first.confirm(OSError("No space left on device"))
         with pytest.raises(OSError, match="No space left"):
             await publishing[0]
+        first.confirm(OSError("once more"))  # nobody waits for it: that is no trouble
 
-    asyncio.run(talk())
+    talk(test)
     assert InboundMessage("telegram", "7", "42", "hi").session_key == "telegram:42"
 
 
-def test_a_channel_that_no_longer_waits_does_not_disturb_the_agent():
-    async def talk() -> None:
-        bus = MessageBus()
-        publishing = asyncio.create_task(bus.publish(InboundMessage("a", "7", "1", "one")))
-        message = await bus.next()
-        publishing.cancel()
-        await asyncio.wait([publishing])
-        message.confirm()
-        message.confirm(OSError("and once more"))
+def test_a_chat_that_is_blocked_flooded_or_unreachable_delays_no_other(caplog):
+    """Each chat gets its answers in order; only a refused one is dropped, and told of as delivered."""
+    flood = ConnectionError("429 Too Many Requests")
+    flood.retry_after = 17
+    trouble = {"blocked": [Refused("403 bot was blocked by the user")] * 3, "flooded": [flood],
+               "down": [ConnectionError("no network")] * 9}  # fmt: skip
+    phone, delivered = Talk(**trouble), []
 
-    asyncio.run(talk())
+    async def test(bus: MessageBus) -> None:
+        for number in range(3):
+            for chat in ("blocked", "flooded", "down", "ann"):
+                noted = partial(delivered.append, (chat, number))
+                bus.send(to(chat, str(number), on_delivered=noted))
+        await settled(lambda: len(delivered) == 12)
 
-
-def test_a_slow_channel_slows_nobody_and_loses_no_answer():
-    slow, quick = Talk("slow"), Talk("quick")
-
-    async def talk() -> None:
-        bus = MessageBus()
-        bus.open(slow)
-        bus.open(quick)
-        slow.is_open.clear()
-        for number in range(1_000):
-            bus.send(OutboundMessage("slow", "42", f"{number} ", "delta"))
-            bus.send(OutboundMessage("slow", "42", "a hint", "tool_hint"))
-        for number in range(300):
-            bus.send(OutboundMessage("slow", "42", f"answer {number}"))
-        bus.send(OutboundMessage("quick", "1", "at once"))
-        await settled(lambda: quick.texts() == ["at once"])
-        slow.is_open.set()
-        await bus.close(seconds=600)  # it ends as soon as all is delivered
-
-    asyncio.run(talk())
-    finals = [message.content for message in slow.arrived if message.kind == "final"]
-    assert finals == [f"answer {number}" for number in range(300)]
-    assert len(slow.arrived) == 300 + 100
-    assert slow.texts()[:3] == ["0 ", "a hint", "1 "]
-    assert slow.texts()[99] == "a hint", "no piece of an answer joins a hint"
-
-
-def test_pieces_of_an_answer_that_find_no_room_join_those_of_their_chat():
-    slow = Talk("slow")
-
-    async def talk() -> None:
-        bus = MessageBus()
-        bus.open(slow)
-        slow.is_open.clear()
-        sent = [OutboundMessage("slow", str(n % 2), f"{n} ", "delta") for n in range(500)]
-        for message in sent:
-            bus.send(message)
-        assert sent[99].content == "99 ", "not ours"
-        slow.is_open.set()
-        await bus.close()
-
-    asyncio.run(talk())
-    for chat in ("0", "1"):
-        text = "".join(message.content for message in slow.arrived if message.chat_id == chat)
-        assert text == "".join(f"{n} " for n in range(int(chat), 500, 2))
-
-
-def test_an_answer_is_tried_three_times_and_then_once_more_when_another_gets_through(caplog):
-    channel, slept, delivered = Talk("phone", failures=3 + 1), [], []
-
-    async def sleep(seconds: float) -> None:
-        slept.append(seconds)
-
-    def answer(text: str) -> OutboundMessage:
-        return OutboundMessage("phone", "42", text, on_delivered=lambda: delivered.append(text))
-
-    async def talk() -> None:
-        bus = MessageBus(sleep)
-        bus.open(channel)
-        bus.send(answer("one"))
-        await settled(lambda: channel.tries == 3 and len(slept) == 3)
-        assert (channel.texts(), delivered) == ([], [])
-        bus.send(answer("two"))
-        await settled(lambda: len(delivered) == 2)
-        await bus.close()
-
-    asyncio.run(talk())
-    assert slept == [1.0, 2.0, 4.0, 1.0]
-    assert channel.texts() == delivered == ["two", "one"]
-    assert "no network" in caplog.text
+    pauses = talk(test, phone)
+    for chat in ("ann", "flooded", "down"):
+        assert phone.texts(chat) == ["0", "1", "2"]
+    assert phone.texts("blocked") == []
+    assert delivered.index(("ann", 2)) < delivered.index(("flooded", 0)) < delivered.index(("down", 0))
+    assert [number for chat, number in delivered if chat == "blocked"] == [0, 1, 2]
+    assert pauses[:3] == [17, 1, 2] and sorted(pauses)[-4:] == [32, 60, 60, 60]
+    told = "talk: chat blocked refuses a message, it is dropped: 403 bot was blocked by the user"
+    assert [record.getMessage() for record in caplog.records].count(told) == 3
+    assert caplog.text.count("no network") == 1, "a line where trouble begins, none for each try"
 
 
 def test_an_event_is_tried_once_and_what_fails_behind_a_delivery_sends_nothing_twice(caplog):
-    channel = Talk("phone", failures=1)
-
-    def full() -> None:
+    def broken() -> None:
         raise OSError("No space left on device")
 
-    async def talk() -> None:
-        bus = MessageBus()
-        bus.open(channel)
-        bus.send(OutboundMessage("phone", "42", "looking", "progress"))
-        bus.send(OutboundMessage("phone", "42", "done", on_delivered=full))
-        await bus.close()
+    async def test(bus: MessageBus) -> None:
+        bus.send(to("ann", "looking", "progress"))
+        bus.send(to("ann", "the answer", on_delivered=broken))
+        bus.send(OutboundMessage("nowhere", "1", "lost", "progress"))
+        bus.send(OutboundMessage("nowhere", "1", "lost"))
+        await settled(lambda: phone.texts() == ["the answer"])
 
-    asyncio.run(talk())
-    assert (channel.texts(), channel.tries) == (["done"], 2)
-    assert "No space left" in caplog.text
+    phone = Talk(ann=[ConnectionError("no network")])
+    assert talk(test, phone) == []
+    assert "a delivery could not be noted: No space left" in caplog.text
+    assert caplog.text.count("There is no channel 'nowhere': its answer is shown nowhere") == 1
 
 
-def test_a_channel_that_fails_does_not_stop_the_others(caplog):
-    class Broken(Talk):
+def test_a_slow_chat_gets_every_answer_and_its_pieces_take_no_room_without_end():
+    gate = asyncio.Event()
+
+    class Slow(Talk):
+        async def send(self, message: OutboundMessage) -> None:
+            await gate.wait()
+            await super().send(message)
+
+    async def test(bus: MessageBus) -> None:
+        for _ in range(300):
+            bus.send(to("ann", "x", "delta"))
+        for number in range(200):
+            bus.send(to("ann", str(number)))
+        bus.send(to("ann", "too late for an event", "progress"))
+        gate.set()
+        await settled(lambda: phone.texts() and phone.texts()[-1] == "199")
+
+    phone = Slow()
+    talk(test, phone)
+    deltas = [message.content for message in phone.arrived if message.kind == "delta"]
+    assert len(deltas) == 100 and "".join(deltas) == "x" * 300
+    assert phone.texts()[100:] == [str(number) for number in range(200)]
+
+
+def test_a_channel_that_fails_stops_no_other_and_one_that_hangs_does_not_hold_the_end(caplog):
+    class Deaf(Talk):
         async def start(self, bus: MessageBus) -> None:
-            raise LookupError("the token is wrong")
-
-        async def stop(self) -> None:
-            raise LookupError("it never began")
-
-    broken, fine = Broken("broken"), Talk("fine", "hello", "again")
-
-    async def talk() -> None:
-        bus = MessageBus()
-        bus.open(broken)
-        bus.open(fine)
-        agent = asyncio.create_task(echo(bus))
-        await settled(lambda: fine.texts() == ["HELLO", "AGAIN"])
-        bus.send(OutboundMessage("broken", "42", "can you hear me?"))
-        bus.send(OutboundMessage("nowhere", "42", "is there anybody?"))
-        agent.cancel()
-        await bus.close()
-
-    asyncio.run(talk())
-    assert (broken.texts(), fine.ended) == (["can you hear me?"], True)
-    for complaint in ("the token is wrong", "it never began", "no channel 'nowhere'"):
-        assert complaint in caplog.text
-
-
-def test_a_channel_that_never_delivers_does_not_hold_the_end():
-    channel = Talk("stuck")
-
-    async def talk() -> None:
-        bus = MessageBus()
-        bus.open(channel)
-        channel.is_open.clear()
-        bus.send(OutboundMessage("stuck", "42", "lost for now", on_delivered=pytest.fail))
-        await settled(lambda: channel.tries == 1)
-        await bus.close(seconds=0.01)
-        assert [task for task in asyncio.all_tasks() if task is not asyncio.current_task()] == []
-
-    asyncio.run(talk())
-    assert channel.ended
-
-
-def test_what_channels_exist_is_known_and_an_event_for_another_one_is_no_news(caplog):
-    async def talk() -> None:
-        bus = MessageBus()
-        bus.open(Talk("a"))
-        bus.open(Talk("b"))
-        assert bus.channels == ["a", "b"]
-        bus.send(OutboundMessage("nowhere", "42", "Hel", "delta"))
-        await bus.close()
-
-    asyncio.run(talk())
-    assert caplog.text == ""
-
-
-def test_messages_that_say_the_same_are_equal_whoever_waits_for_them():
-    async def talk() -> None:
-        waited_for = InboundMessage("a", "7", "1", "one")
-        publishing = asyncio.create_task(MessageBus().publish(waited_for))
-        await settled(lambda: waited_for.journalled)
-        publishing.cancel()
-        assert waited_for == InboundMessage("a", "7", "1", "one", media=(), metadata={}, message_id="")
-        assert "Future" not in repr(waited_for)
-
-    asyncio.run(talk())
-    answer = OutboundMessage("a", "1", "one", on_delivered=print)
-    assert answer == OutboundMessage("a", "1", "one", kind="final", media=(), reply_to="")
-    assert "print" not in repr(answer)
-
-
-def test_the_lines_of_a_file_are_messages_and_only_answers_go_into_the_other(tmp_path):
-    async def gateway() -> None:
-        bus, page = MessageBus(), io.StringIO()
-        channel = FileChannel(io.StringIO("  hello \n"), page)
-        bus.open(channel)
-        message = await bus.next()
-        assert message == InboundMessage("file", "me", "direct", "hello")
-        assert channel.is_allowed("me")
-        bus.send(OutboundMessage("file", "direct", "looking", "progress"))
-        bus.send(OutboundMessage("file", "direct", "It says hello."))
-        await bus.close()
-        assert page.getvalue() == "It says hello.\n"
-
-    asyncio.run(gateway())
-
-
-def test_of_answers_that_nobody_could_get_the_newest_twenty_are_kept():
-    channel = Talk("phone", failures=3 * 25)
-
-    async def talk() -> None:
-        bus = MessageBus(lambda seconds: asyncio.sleep(0))
-        bus.open(channel)
-        for number in range(25):
-            bus.send(OutboundMessage("phone", "42", str(number)))
-        await settled(lambda: channel.tries == 3 * 25)
-        for text in ("through", "again"):
-            bus.send(OutboundMessage("phone", "42", text))
-        await settled(lambda: len(channel.arrived) == 22)
-        await bus.close()
-
-    asyncio.run(talk())
-    assert channel.texts() == ["through", "again", *map(str, range(5, 25))]
-
-
-def test_an_end_waits_for_what_is_on_its_way_and_for_whoever_puts_things_in_order():
-    class Unhurried(Talk):
-        async def start(self, bus: MessageBus) -> None:
-            try:
-                await asyncio.Event().wait()
-            finally:
-                await self.pause()
-                self.ended = True
+            raise ConnectionError("no such host")
 
         async def send(self, message: OutboundMessage) -> None:
-            await self.pause()
-            self.arrived.append(message)
-
-        async def pause(self) -> None:
-            for _ in range(50):
-                await asyncio.sleep(0)
-
-    channel = Unhurried("phone")
-
-    async def talk() -> None:
-        bus = MessageBus()
-        bus.open(channel)
-        await asyncio.sleep(0)
-        for text in ("one", "two"):
-            bus.send(OutboundMessage("phone", "42", text))
-        await bus.close()
-        assert (channel.texts(), channel.ended) == (["one", "two"], True)
-
-    asyncio.run(talk())
-
-
-def test_the_log_says_which_channel_has_which_trouble_and_how_bad_it_is(caplog):
-    class Broken(Talk):
-        async def start(self, bus: MessageBus) -> None:
-            raise LookupError("the token is wrong")
+            await asyncio.Event().wait()
 
         async def stop(self) -> None:
-            raise LookupError("it never began")
+            raise OSError("it was gone already")
 
-    def full() -> None:
-        raise OSError("disk full")
+    async def test(bus: MessageBus) -> None:
+        bus.send(OutboundMessage("deaf", "1", "never"))
+        message = await bus.next()
+        message.confirm()
+        bus.send(replace(message and to("ann", "hello"), channel="other"))
+        await settled(lambda: other.texts() == ["hello"])
+        assert list(bus.channels) == ["deaf", "other"]
 
-    async def talk() -> None:
-        bus = MessageBus(lambda seconds: asyncio.sleep(0))
-        channel = Broken("phone", failures=4)
-        bus.open(channel)
-        bus.send(OutboundMessage("phone", "42", "looking", "progress"))
-        bus.send(OutboundMessage("phone", "42", "one"))
-        bus.send(OutboundMessage("phone", "42", "two", on_delivered=full))
-        bus.send(OutboundMessage("nowhere", "42", "three"))
-        await settled(lambda: len(channel.arrived) == 2)
-        await bus.close()
+    other = Talk("other", "hi")
+    talk(test, Deaf("deaf"), other)
+    assert other.ended
+    assert "deaf: nobody listens there any more: no such host" in caplog.text
+    assert "deaf: did not stop as it should: OSError('it was gone already')" in caplog.text
 
-    asyncio.run(talk())
-    assert {record.name for record in caplog.records} == {"nanobot.channels"}
-    told = [(record.levelname, record.getMessage()) for record in caplog.records]
-    assert told == [
-        ("WARNING", "There is no channel 'nowhere': its answer is shown nowhere"),
-        ("ERROR", "phone: nobody listens there any more: the token is wrong"),
-        ("WARNING", "phone: cannot deliver (progress): no network"),
-        ("WARNING", "phone: cannot deliver (final): no network"),
-        ("WARNING", "phone: cannot deliver (final): no network"),
-        ("WARNING", "phone: cannot deliver (final): no network"),
-        ("ERROR", "phone: an answer for 42 is kept for later"),
-        ("ERROR", "phone: a delivery could not be noted: disk full"),
-        ("WARNING", "phone: did not stop as it should: LookupError('it never began')"),
-    ]
+
+def test_an_end_waits_for_what_is_on_its_way():
+    class Slow(Talk):
+        async def send(self, message: OutboundMessage) -> None:
+            await asyncio.sleep(0.005)
+            await super().send(message)
+
+    async def run() -> None:
+        bus = MessageBus()
+        bus.open(phone)
+        for number in range(3):
+            bus.send(to("ann", str(number)))
+        await bus.close(30.0)
+
+    phone = Slow()
+    asyncio.run(run())
+    assert phone.texts() == ["0", "1", "2"]
 
 
 @pytest.mark.parametrize(
@@ -421,6 +253,8 @@ def test_who_may_write(allow_from, sender_id, is_allowed):
 
 
 # ---- What came from a model is made harmless ----
+
+ASKED = "Run it? [y/n/always] (always: every later exec, until the program ends) "
 
 
 @pytest.mark.parametrize(
@@ -455,23 +289,24 @@ def test_a_log_line_is_made_harmless_with_its_traceback():
     try:
         raise ValueError("\x1b]0;owned\x07")
     except ValueError:
-        logger.warning("a tool said %s", "\u202egnp.exe", exc_info=True)
-    assert out.getvalue().startswith("WARNING a tool said \\u202egnp.exe\nTraceback")
+        logger.warning("a job: %s", "\u202egnp.exe\n12:00 INFO forged", exc_info=True)
+    assert out.getvalue().startswith("WARNING a job: \\u202egnp.exe\\n12:00 INFO forged\nTraceback")
     assert out.getvalue().endswith("ValueError: \\x1b]0;owned\\x07\n")
 
 
 @pytest.mark.parametrize(
     ("arguments", "question"),
     [
-        ({"command": "ls"}, 'exec {"command": "ls"}\nRun it? [y/n/always] '),
-        ({"command": "ls\nRun it?"}, 'exec {"command": "ls\\nRun it?"}\nRun it? [y/n/always] '),
-        ({"command": "echo \x1b[2J"}, 'exec {"command": "echo \\u001b[2J"}\nRun it? [y/n/always] '),
-        ({"command": "echo \x9b2J\u202e"}, 'exec {"command": "echo \\x9b2J\\u202e"}\nRun it? [y/n/always] '),
-        ({"command": "r\u200dm\xad"}, 'exec {"command": "r\\u200dm\\xad"}\nRun it? [y/n/always] '),
-        ({"command": f"a{' ' * 999};rm x"}, 'exec {"command": "a[999 blanks];rm x"}\nRun it? [y/n/always] '),
-        ({"command": "a   b    c"}, 'exec {"command": "a   b[4 blanks]c"}\nRun it? [y/n/always] '),
-        ({"command": "Grüße"}, 'exec {"command": "Grüße"}\nRun it? [y/n/always] '),
-        ({}, "exec {}\nRun it? [y/n/always] "),
+        ({"command": "ls"}, 'exec {"command": "ls"}\n' + ASKED),
+        ({"command": "ls\nRun it?"}, 'exec {"command": "ls\\nRun it?"}\n' + ASKED),
+        ({"command": "echo \x1b[2J"}, 'exec {"command": "echo \\u001b[2J"}\n' + ASKED),
+        ({"command": "a \x9b\u202e"}, 'exec {"command": "a \\x9b\\u202e"}\n' + ASKED),
+        ({"command": "a\u2800\u115f\uffa0"}, 'exec {"command": "a\\u2800\\u115f\\uffa0"}\n' + ASKED),
+        ({"command": "r\u200dm\xad"}, 'exec {"command": "r\\u200dm\\xad"}\n' + ASKED),
+        ({"command": f"a{' ' * 999};rm x"}, 'exec {"command": "a[999 blanks];rm x"}\n' + ASKED),
+        ({"command": "a   b    c"}, 'exec {"command": "a   b[4 blanks]c"}\n' + ASKED),
+        ({"command": "Grüße"}, 'exec {"command": "Grüße"}\n' + ASKED),
+        ({}, "exec {}\n" + ASKED),
     ],
 )
 def test_a_call_to_be_approved_is_shown_whole_on_one_line(arguments, question):
@@ -480,16 +315,8 @@ def test_a_call_to_be_approved_is_shown_whole_on_one_line(arguments, question):
 
 def test_the_size_of_a_long_call_stands_where_it_is_seen():
     question = approval_question("write_file", {"content": "x" * 3_000})
-    assert question.endswith("\nwrite_file, 3,026 characters. Run it? [y/n/always] ")
+    assert "\nwrite_file, 3,026 characters. Run it? [y/n/always] (always: " in question
     assert question.count("x") == 3_000
-
-
-@pytest.mark.parametrize(
-    ("length", "prompt"), [(500, "Run it? "), (501, "write_file, 501 characters. Run it? ")]
-)
-def test_a_call_that_fills_no_screen_is_shown_without_its_size(length, prompt):
-    question = approval_question("write_file", {"a": "x" * (length - len('write_file {"a": ""}'))})
-    assert question.splitlines()[1] == f"{prompt}[y/n/always] "
 
 
 # ---- The answer and what stands beside it ----
@@ -551,21 +378,10 @@ def test_into_a_pipe_goes_the_final_answer_once_and_nothing_else():
     assert err.getvalue() == 'Let me look.\nread_file("a.txt")\nagain in 2 s\n'
 
 
-def test_whoever_sits_at_the_terminal_may_write():
-    cli = CLI(io.StringIO(), io.StringIO())
-    assert (cli.name, cli.is_allowed("me")) == ("cli", True)
-
-
 def test_only_the_kinds_that_are_wanted_are_shown_beside_the_answer():
     out, err = io.StringIO(), io.StringIO()
     send(CLI(out, err, kinds=("retry",)), *TURN)
     assert (out.getvalue(), err.getvalue()) == ("It says hello.\n", "again in 2 s\n")
-
-
-def test_an_answer_keeps_its_indentation_in_a_pipe():
-    out = io.StringIO()
-    send(CLI(out, io.StringIO()), event("final", "    code\n  more"))
-    assert out.getvalue() == "    code\n  more\n"
 
 
 def test_into_a_file_an_answer_goes_byte_for_byte(tmp_path):
@@ -574,33 +390,6 @@ def test_into_a_file_an_answer_goes_byte_for_byte(tmp_path):
         send(CLI(out, io.StringIO()), event("delta", answer), event("final", answer))
         send(CLI(out, io.StringIO()), event("final", "lone \ud800\n"))
     assert (tmp_path / "review.md").read_bytes() == f"{answer}\nlone ?\n".encode()
-
-
-ANSWER_AND_WAIT = """
-import asyncio, sys
-from channels import CLI, OutboundMessage
-asyncio.run(CLI().send(OutboundMessage("cli", "direct", "Hello.")))
-sys.stdin.readline()
-"""
-
-
-def test_an_answer_comes_out_of_a_pipe_at_once():
-    command = [sys.executable, "-c", ANSWER_AND_WAIT]
-    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    environ = {**os.environ, "PYTHONUNBUFFERED": ""}
-    with subprocess.Popen(command, cwd=ROOT, env=environ, **streams) as process:
-        clock = threading.Timer(30, process.kill)
-        clock.start()
-        assert process.stdout.readline() == "Hello.\n"  # before it may end
-        process.communicate("\n")
-        clock.cancel()
-
-
-def test_on_a_terminal_a_piece_is_shown_as_soon_as_it_comes(terminal):
-    cli = CLI(terminal.stream, terminal.stream)
-    for piece in ("It ", "says ", "\x1b[2J"):
-        send(cli, event("delta", piece))
-        assert terminal.read() == printable(piece)
 
 
 def test_on_a_terminal_a_turn_reads_from_top_to_bottom_with_nothing_twice(terminal):
@@ -625,14 +414,6 @@ def test_on_a_terminal_the_final_answer_adds_only_what_was_not_streamed(terminal
     cli = CLI(terminal.stream, terminal.stream)
     send(cli, *(event("delta", piece) for piece in pieces), event("final", final))
     assert terminal.read() == screen
-
-
-def test_on_a_terminal_the_rest_of_a_text_beside_calls_is_shown_too(terminal):
-    cli = CLI(terminal.stream, terminal.stream)
-    send(cli, event("delta", "Let me"), event("progress", "Let me look."), event("tool_hint", "ls"))
-    assert terminal.read() == "Let me look.\nls\n"
-    send(cli, event("progress", "Text that was not streamed."))
-    assert terminal.read() == "Text that was not streamed.\n"
 
 
 def test_a_note_after_half_an_answer_begins_a_line_of_its_own(terminal):
@@ -707,16 +488,6 @@ def test_pasted_lines_are_one_message(tmp_path, monkeypatch):
     assert typed(pasted, tmp_path / "history", paste_is_marked) in (r"'one\ntwo\n'", r"'one\ntwo'")
 
 
-def test_ctrl_d_is_the_end(tmp_path):
-    assert typed(b"\x04", tmp_path / "history") == "the end"
-
-
-def test_with_output_into_a_pipe_the_prompt_goes_to_standard_error(tmp_path):
-    command = [sys.executable, "-c", READ_A_LINE, str(tmp_path / "history")]
-    done = subprocess.run(command, cwd=ROOT, input="hello\n", capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("", "> 'hello'\n")
-
-
 class Script:
     """Stands for sys.stdin: a text is read as a line, an exception is raised; then comes the end."""
 
@@ -787,14 +558,6 @@ def test_a_conversation_ends_with_its_program_and_with_its_terminal(tmp_path, mo
         converse(tmp_path, monkeypatch, [OSError("the terminal is gone")])
 
 
-def test_a_turn_that_fails_leaves_its_traceback_in_a_log_that_wants_it(tmp_path, monkeypatch, caplog):
-    caplog.set_level(logging.INFO)
-    converse(tmp_path, monkeypatch, ["hello\n"], LookupError("no model"))
-    [record] = caplog.records
-    assert (record.levelname, record.getMessage()) == ("INFO", "the turn failed")
-    assert record.exc_info[0] is LookupError
-
-
 def test_a_question_of_several_lines_is_shown_whole(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", Script("y\n"))
     assert read_answer('exec {"command": "\x9b2J"}\nRun it? ') == "y"
@@ -852,27 +615,6 @@ def test_a_coroutine_runs_to_its_result_also_inside_a_running_loop():
     assert asyncio.run(outer()) == 2
 
 
-def test_an_exception_comes_out_as_it_was_raised_and_the_loop_goes_on():
-    async def fail() -> None:
-        raise LookupError("no such thing")
-
-    with PatientLoop() as background:
-        for _ in range(2):
-            with pytest.raises(LookupError, match="no such thing"):
-                background.complete(fail())
-        assert background.complete(asyncio.sleep(0, "fine")) == "fine"
-
-
-def test_the_thread_of_a_loop_ends_with_its_block():
-    before = set(threading.enumerate())
-    with PatientLoop() as background:
-        [thread] = set(threading.enumerate()) - before
-        assert thread.daemon, "no thread may hold the exit"
-    thread.join(5)
-    assert not thread.is_alive()
-    assert background.loop.is_closed(), "its pipes and threads are let go of"
-
-
 QUESTIONS = """
 import asyncio
 from channels import BackgroundLoop
@@ -899,20 +641,6 @@ def test_questions_are_answered_at_the_keyboard_in_their_order_and_kept_out_of_t
     assert done.returncode == 0
     assert done.stdout == "['y', 'n', 'always']\nnobody is there to answer\n"
     assert done.stderr == "one? two? three? more? "
-
-
-ONE_QUESTION = """
-from channels import BackgroundLoop
-background = BackgroundLoop()
-print(repr(background.complete(background.ask("Run it? "))))
-"""
-
-
-def test_an_answer_that_is_no_text_is_no_yes():
-    environ = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
-    command = [sys.executable, "-c", ONE_QUESTION]
-    done = subprocess.run(command, cwd=ROOT, env=environ, input=b"y\xff\n", capture_output=True, timeout=20)
-    assert (done.returncode, done.stdout) == (0, b"''\n"), done.stderr
 
 
 INTERRUPTED = """
@@ -992,12 +720,6 @@ def test_a_second_ctrl_c_does_not_wait_and_the_next_turn_can_still_ask():
     assert printed == "working\ntidying\ninterrupted\ntidy\nyes\n"
 
 
-def test_ctrl_c_is_not_lost_when_it_comes_before_the_work_has_begun():
-    printed = interrupted("busy", at=("working",))
-    assert printed.endswith("interrupted\nyes\n")
-    assert "tidying" not in printed
-
-
 @pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="signals to a thread are POSIX")
 def test_a_ctrl_c_that_the_system_gave_to_another_thread_is_noticed():
     assert interrupted("elsewhere", at=()) == "working\ntidying\ntidy\ninterrupted\nyes\n"
@@ -1075,53 +797,6 @@ def test_a_question_from_beside_the_turn_is_answered_or_refused_and_a_given_up_o
     assert str(refused) == "Nobody can be asked: the turn has ended."
     assert capsys.readouterr().err == "first? aside? turn? nobody answers? "
     assert caplog.records == []
-
-
-def test_a_question_while_a_stopped_turn_tidies_up_is_refused(monkeypatch):
-    keyboard, refused = Keyboard(), []
-    monkeypatch.setattr(sys, "stdin", keyboard)
-    keyboard.lines.put("")
-
-    async def turn() -> None:
-        try:
-            await background.ask("one? ")
-        finally:
-            with pytest.raises(NobodyToAsk, match="Nobody can be asked"):
-                await background.ask("save it? ")
-            refused.append("save it? ")
-
-    with PatientLoop() as background, pytest.raises(KeyboardInterrupt):
-        background.complete(turn())
-    assert refused == ["save it? "]
-
-
-STOPPED_AT_THE_END = """
-import asyncio, signal, sys, threading
-from channels import BackgroundLoop
-signal.signal(signal.SIGINT, signal.default_int_handler)
-
-async def close():
-    while sys._current_frames()[threading.main_thread().ident].f_code.co_name != "wait":
-        await asyncio.sleep(0.01)  # until the main thread waits for this
-    print("closing", flush=True)
-    await asyncio.to_thread(sys.stdin.readline)
-    print("closed", flush=True)
-
-with BackgroundLoop(close):
-    pass
-print("the end", flush=True)
-"""
-
-
-def test_ctrl_c_at_the_end_leaves_nothing_behind():
-    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", STOPPED_AT_THE_END], cwd=ROOT, **streams) as process:
-        clock = threading.Timer(20, process.kill)
-        clock.start()
-        assert process.stdout.readline() == "closing\n"
-        process.send_signal(signal.SIGINT)
-        assert process.communicate("\n")[0] == "closed\nthe end\n"
-        clock.cancel()
 
 
 def test_at_the_end_what_works_in_the_background_gets_its_finally(caplog):
@@ -1222,121 +897,6 @@ def test_how_a_wait_is_shown(terminal, seconds, what, shown):
     assert shown_on(terminal) == shown
 
 
-class Screen(io.TextIOWrapper):
-    """A terminal as a program sees it that keeps back what is not flushed."""
-
-    def __init__(self):
-        super().__init__(io.BufferedWriter(io.BytesIO()), encoding="utf-8")
-
-    def isatty(self) -> bool:
-        return True
-
-    def seen(self) -> str:
-        text = self.buffer.raw.getvalue().decode()
-        for escape, mark in (("\r\x1b[K\x1b[?7l", "<"), ("\x1b[?7h\r", ">"), ("\r\x1b[K", "|")):
-            text = text.replace(escape, mark)
-        return text.replace(DIM, "").replace(PLAIN, "")
-
-
-def test_all_that_is_shown_is_seen_at_once(tmp_path, monkeypatch):
-    clock, out, err = Clock(), Screen(), Screen()
-    cli = CLI(out, err)
-    cli.waiting = waiting = Waiting(err, clock)
-    send(cli, event("delta", "Hel"))
-    assert out.seen() == "Hel"
-    send(cli, event("final", "Hello."))
-    assert out.seen() == "Hello.\n"
-    cli.note("a note")
-    assert err.seen() == "a note\n"
-    waiting.begin("the model")
-    clock.now += 2
-    waiting.draw()
-    assert err.seen() == "a note\n<waiting for the model, 2 s>"
-    waiting.end()
-    assert err.seen() == "a note\n<waiting for the model, 2 s>|"
-    piped, seen = CLI(io.StringIO(), err), []
-    monkeypatch.setattr(sys, "stdin", SimpleNamespace(readline=lambda: seen.append(err.seen()) or "\n"))
-    piped.read_line("> ", tmp_path / "history")
-    assert seen[0].endswith("|> ")
-
-
-def test_into_a_pipe_and_on_a_dumb_terminal_no_waiting_is_shown(terminal, monkeypatch):
-    clock, pipe = Clock(), io.StringIO()
-    monkeypatch.setenv("TERM", "dumb")
-    for stream in (pipe, terminal.stream, None):
-        waiting = Waiting(stream, clock)
-        waiting.begin("the model")
-        clock.now += 5
-        waiting.draw()
-        waiting.end()
-    assert (pipe.getvalue(), shown_on(terminal)) == ("", "")
-
-
-def test_a_turn_shows_its_waiting_and_takes_it_away_at_its_end(terminal):
-    clock = Clock()
-    waiting = Waiting(terminal.stream, clock)
-    seen = []
-
-    def read_screen() -> None:
-        while "9 s" not in "".join(seen) and select.select([terminal.screen], [], [], 20)[0]:
-            seen.append(os.read(terminal.screen, 1_000).decode())
-
-    async def turn() -> None:
-        waiting.begin("the model")
-        clock.now += 9
-        await asyncio.to_thread(read_screen)
-
-    with PatientLoop(waiting=waiting) as background:
-        background.complete(turn())
-        assert shown_on(terminal) == "|"
-    assert "waiting for the model, 9 s" in "".join(seen)
-
-
-QUESTION_WHILE_WAITING = """
-import asyncio, sys
-from channels import BackgroundLoop, Waiting
-
-class Clock:
-    now = 0.0
-    def __call__(self):
-        self.now += 1.0
-        return self.now
-
-waiting = Waiting(sys.stderr, Clock())
-
-async def turn():
-    waiting.begin("the model")
-    while not waiting.drawn:
-        await asyncio.sleep(0.01)
-    answer = await background.ask("Run it? ")
-    return answer
-
-with BackgroundLoop(waiting=waiting) as background:
-    print("answer:", background.complete(turn()))
-"""
-
-
-def test_a_question_stands_on_a_line_of_its_own():
-    screen, keyboard = pty.openpty()
-    command = [sys.executable, "-c", QUESTION_WHILE_WAITING]
-    streams = {"stdin": keyboard, "stdout": keyboard, "stderr": keyboard}
-    shown = b""
-    with subprocess.Popen(command, cwd=ROOT, env={**os.environ, "TERM": "xterm"}, **streams) as process:
-        clock = threading.Timer(20, process.kill)
-        clock.start()
-        os.close(keyboard)
-        for expected, keys in ((b"Run it? ", b"y\n"), (b"answer: y", b"")):
-            while expected not in shown:
-                shown += os.read(screen, 1_000)
-            os.write(screen, keys)
-        clock.cancel()
-    os.close(screen)
-    drawn, question = shown.split(b"Run it? ")
-    assert b"waiting for the model" in drawn
-    assert drawn.rindex(b"\r\x1b[K") > drawn.rindex(b"waiting for the model")
-    assert b"waiting" not in question.split(b"y\r\n")[0]
-
-
 # ---- What the program inherits, and what is piped in ----
 
 
@@ -1413,19 +973,6 @@ def test_a_letter_that_an_encoding_does_not_have_is_replaced_going_in_and_out(mo
     assert sys.stderr.getvalue() == "Grüße\n"
 
 
-def test_streams_that_are_closed_are_opened_to_nothing(monkeypatch):
-    for name in ("stdin", "stdout", "stderr"):
-        monkeypatch.setattr(sys, name, None)
-    prepare_streams()
-    streams = [sys.stdin, sys.stdout, sys.stderr]
-    monkeypatch.undo()
-    assert [stream.name for stream in streams] == [os.devnull] * 3
-    assert [stream.mode for stream in streams] == ["r", "w", "w"]
-    assert {(stream.encoding, stream.errors) for stream in streams} == {("utf-8", "replace")}
-    for stream in streams:
-        stream.close()
-
-
 def test_a_pipe_beside_a_message_is_read_if_it_begins_in_time(tmp_path, monkeypatch):
     err, waited = io.StringIO(), []
     cli = CLI(io.StringIO(), err)
@@ -1482,18 +1029,6 @@ def test_only_so_many_piped_files_are_kept(tmp_path):
     assert str(kept[-1]) in text
 
 
-def test_another_program_may_have_removed_the_same_old_files(tmp_path):
-    class Shared(type(Path())):
-        """A folder that was listed just before the other program was there."""
-
-        def glob(self, pattern: str) -> list[Path]:
-            return [self / f"20200101-0000{number:02}-1.txt" for number in range(30)]
-
-    text = text_of_pipe(io.BytesIO(b"x" * 100_001), Shared(tmp_path / "piped"))
-    assert "100,001 bytes" in text
-    assert len(list((tmp_path / "piped").iterdir())) == 1
-
-
 # ---- What blocks gets a thread ----
 
 
@@ -1513,27 +1048,6 @@ def test_a_function_on_a_thread_gives_its_result_or_its_failure_and_holds_no_exi
         asyncio.run(test())
 
 
-def test_a_waiter_that_gives_up_lets_the_thread_finish_in_peace(monkeypatch):
-    goes_on, threads, complaints = threading.Event(), [], []
-    monkeypatch.setattr(threading, "excepthook", complaints.append)
-
-    def work() -> None:
-        threads.append(threading.current_thread())
-        goes_on.wait(PATIENCE)
-
-    async def test() -> None:
-        waiter = asyncio.create_task(in_thread(work))
-        await settled(lambda: threads)
-        waiter.cancel()
-        await asyncio.wait([waiter])
-        assert waiter.cancelled()
-
-    asyncio.run(test())
-    goes_on.set()
-    threads[0].join(PATIENCE)
-    assert complaints == []
-
-
 # ---- Telegram ----
 
 GROUP = {"id": -100, "type": "supergroup", "title": "Friends"}
@@ -1543,8 +1057,8 @@ class Desk:
     """A bot in a test: the server, the bus, a clock that does not wait, and the journal."""
 
     def __init__(self, server: FakeTelegram, folder: Path, allow_from=(7,), **options):
-        self.server, self.naps, self.journal = server, [], []
-        self.bus, self.sent = MessageBus(), []
+        self.server, self.naps = server, []
+        self.bus = MessageBus(self.pause)
         settings = {"api_base": server.base_url, "media_folder": folder / "w" / "media", "sleep": self.sleep}
         self.bot = Telegram(options.pop("token", server.token), allow_from, **{**settings, **options})
 
@@ -1554,15 +1068,17 @@ class Desk:
             await asyncio.Event().wait()  # one signal is enough here
         await asyncio.sleep(0)
 
+    async def pause(self, seconds: float) -> None:
+        """Between two tries of an answer."""
+        self.naps.append(seconds)
+        await asyncio.sleep(0)
+
     async def __aenter__(self):
-        self.listening = asyncio.create_task(self.bot.start(self.bus))
+        self.bus.open(self.bot)
         return self
 
     async def __aexit__(self, *exception):
-        self.listening.cancel()
-        await self.bot.stop()
-        await asyncio.wait([self.listening], timeout=PATIENCE)
-        assert self.listening.cancelled()
+        await self.bus.close(1.0)
 
     async def next(self) -> InboundMessage:
         """The next message, not yet in the journal."""
@@ -1572,6 +1088,12 @@ class Desk:
         message = await self.next()
         message.confirm()
         return message
+
+    async def deliver(self, text: str, chat: str = "7", **more) -> None:
+        """Through the outbox of a chat, until it has arrived or was dropped."""
+        arrived = asyncio.Event()
+        self.bus.send(OutboundMessage("telegram", chat, text, on_delivered=arrived.set, **more))
+        await asyncio.wait_for(arrived.wait(), PATIENCE)
 
     async def until(self, condition) -> None:
         await asyncio.to_thread(self.server.wait_until, condition)
@@ -1631,34 +1153,6 @@ def test_an_update_is_confirmed_only_when_it_is_in_the_journal(tmp_path):
     in_telegram(test)
 
 
-def test_over_kills_at_any_moment_nothing_is_lost_and_nothing_doubled(tmp_path):
-    """The journal knows a message by its id, as the agent's does; all else is forgotten with each kill."""
-
-    async def test(server):
-        journal, random = {}, Random(5)
-        for number in range(30):
-            server.say(f"message {number}", sender=random.choice([7, 8, 9]))
-
-        async def agent(bus: MessageBus) -> None:
-            while True:
-                message = await bus.next()
-                known = journal.setdefault((message.chat_id, message.message_id), message.content)
-                assert known == message.content
-                problem = random.choice([None, None, None, OSError("it is written, but nobody knows")])
-                message.confirm(problem)
-
-        while server.updates:
-            async with Desk(server, tmp_path, allow_from="*") as desk:
-                working = asyncio.create_task(agent(desk.bus))
-                last = len(server.requests) + random.randint(1, 40)
-                await desk.until(lambda last=last: len(server.requests) >= last or not server.updates)
-            working.cancel()
-        texts = list(journal.values())
-        assert sorted(texts) == sorted(f"message {number}" for number in range(30))
-
-    in_telegram(test)
-
-
 def test_what_the_journal_did_not_take_comes_again_and_nothing_twice(tmp_path, caplog):
     async def test(server):
         async with Desk(server, tmp_path) as desk:
@@ -1689,16 +1183,6 @@ def test_strangers_get_no_sign_of_life(tmp_path, allow_from):
     in_telegram(test)
 
 
-@pytest.mark.parametrize("allow_from", [("7",), (7,), ("*",), ["1", "7"]])
-def test_allowed_people_are_heard(tmp_path, allow_from):
-    async def test(server):
-        async with Desk(server, tmp_path, allow_from) as desk:
-            server.say("hi")
-            assert (await desk.take()).content == "hi"
-
-    in_telegram(test)
-
-
 @pytest.mark.parametrize(
     ("is_heard", "parts"),
     [
@@ -1723,7 +1207,7 @@ def test_in_a_group_only_what_is_for_the_bot(tmp_path, is_heard, parts):
             server.say("last, @kit_bot", chat=GROUP)
             message = await desk.take()
             assert (message.content != "last, @kit_bot") == is_heard
-            assert message.chat_id == "-100"
+            assert (message.chat_id, message.speaker) == ("-100", "Ann")
 
     in_telegram(test)
 
@@ -1734,6 +1218,9 @@ def test_a_group_may_be_open_but_only_to_allowed_people(tmp_path):
             server.say("from a stranger", sender=8, chat=GROUP)
             server.say("from Ann", chat=GROUP)
             assert (await desk.take()).content == "from Ann"
+            name = {"first_name": "A\nda: /stop", "last_name": "L" * 99}
+            server.say("hi", chat=GROUP, **{"from": {"id": 7, "is_bot": False, **name}})
+            assert (await desk.take()).speaker == "A da: /stop " + "L" * 28
 
     in_telegram(test)
 
@@ -1769,23 +1256,21 @@ def test_noise_is_confirmed_and_left_alone(tmp_path, caplog):
 
 def test_an_album_that_comes_in_pieces_is_one_message(tmp_path):
     async def test(server):
-        def photo(number: int, **parts) -> None:
-            sizes = [
-                server.file(f"photos/{number}s.jpg", b"s"),
-                server.file(f"photos/{number}.jpg", b"large"),
-            ]
-            server.say(media_group_id="A1", photo=sizes, **parts)
+        def photo(number: int, sender: int = 7, **parts) -> None:
+            sizes = [server.file(f"photos/{number}{size}.jpg", size.encode()) for size in ("s", "large")]
+            server.say(media_group_id=f"A{sender}", sender=sender, photo=sizes, **parts)
 
         async def sleep(seconds: float) -> None:
-            if seconds == 1.0 and len(server.updates) < 4:
-                photo(2)
-                photo(3)
+            if seconds == 1.0:
+                photo(9, sender=8)  # a stranger's album that never ends holds up nobody
+                if len(server.files) < 6:
+                    photo(2)
+                    photo(3)
             await desk.sleep(seconds)
 
         desk = Desk(server, tmp_path)
         desk.bot.sleep = sleep
         photo(1, caption="Where is this?")
-        server.say("something else", sender=8)
         async with desk:
             message = await desk.take()
             assert (message.content, len(message.media)) == ("Where is this?", 3)
@@ -1794,8 +1279,24 @@ def test_an_album_that_comes_in_pieces_is_one_message(tmp_path):
             await desk.until(lambda: not server.updates)
             server.say("next")
             assert (await desk.take()).content == "next"
-        assert [nap for nap in desk.naps if nap != 4.0] == [1.0, 1.0]
-        assert [poll["timeout"] for poll in server.calls("getUpdates")][:4] == [50, 0, 0, 50]
+        assert desk.naps.count(1.0) == 2, "it waits until nothing of the album came for a second"
+
+    in_telegram(test)
+
+
+def test_an_album_is_waited_for_three_seconds_at_most(tmp_path):
+    async def test(server):
+        async def sleep(seconds: float) -> None:
+            if seconds == 1.0:
+                server.say(media_group_id="A", photo=[server.file("photos/1.jpg", b"x")])
+            await desk.sleep(seconds)
+
+        desk = Desk(server, tmp_path)
+        desk.bot.sleep = sleep
+        server.say(media_group_id="A", photo=[server.file("photos/0.jpg", b"x")])
+        async with desk:
+            assert len((await desk.take()).media) >= 3
+        assert desk.naps.count(1.0) == 3
 
     in_telegram(test)
 
@@ -1814,29 +1315,11 @@ def test_files_come_in_under_names_of_their_own(tmp_path):
             messages = [await desk.take() for _ in range(6)]
         names = [message.media[0].name for message in messages]
         assert names[:4] == ["U1-a_b.pdf", "U2-a_b.pdf", "U3-3.oga", "U4-.._.._.._evil"]
-        assert names[4:] == ["é" * 96 + ".txt", "y" * 99], "cut, and hidden from nobody"
+        assert names[4:] == ["U5-" + "é" * 50 + ".txt", "U6-x." + "y" * 9], "the id stays"
         assert {path.parent for message in messages for path in message.media} == {tmp_path / "w" / "media"}
         contents = [message.media[0].read_bytes() for message in messages]
         assert contents == [b"one", b"two", b"three", b"four", b"", b"six"]
         assert [message.content for message in messages] == ["two", "", "", "", "", ""]
-
-    in_telegram(test)
-
-
-def test_whatever_a_message_holds_its_words_and_its_file_are_taken(tmp_path):
-    async def test(server):
-        async with Desk(server, tmp_path) as desk:
-            for number, kind in enumerate(("document", "voice", "audio", "video", "video_note")):
-                server.say(**{kind: server.file(f"files/{kind} {number}", b"x")})
-                server.files[f"quoted {number}"] = (f"files/{kind}%20{number}", kind.encode())
-            server.say(sticker={"file_id": "S", "emoji": "🙂"})
-            server.say(photo=[], caption="no photo")
-            server.say(sticker={"file_id": "S"})  # no word and no file
-            server.say("the end")
-            messages = [await desk.take() for _ in range(8)]
-        assert [message.content for message in messages] == [""] * 5 + ["🙂", "no photo", "the end"]
-        contents = [[path.read_text() for path in message.media] for message in messages]
-        assert contents == [["document"], ["voice"], ["audio"], ["video"], ["video_note"], [], [], []]
 
     in_telegram(test)
 
@@ -1899,44 +1382,17 @@ def test_a_wrong_token_ends_the_channel_with_what_to_do(tmp_path, token):
     in_telegram(test)
 
 
-def test_a_flood_wait_is_kept_to_the_second(tmp_path, caplog):
+def test_a_flood_wait_is_kept_to_the_second(tmp_path):
     async def test(server):
         wait = Refusal(429, "Too Many Requests: retry after 17", {"retry_after": 17})
         server.refuse("getUpdates", wait)
-        server.refuse("sendMessage", wait, wait)
+        server.refuse("sendMessage", wait, Refusal(429, "Too Many Requests", {"retry_after": 7}))
         async with Desk(server, tmp_path) as desk:
-            await desk.bot.send(OutboundMessage("telegram", "7", "hello"))
+            await desk.deliver("hello")
             server.say("hi")
             await desk.take()
-        assert [nap for nap in desk.naps if nap > 4] == [17, 17, 17]
+        assert sorted(nap for nap in desk.naps if nap != 4.0) == [7, 17, 17]
         assert server.texts() == ["hello"] * 3
-        assert caplog.text.count("Telegram lets sendMessage wait 17 s (429).") == 2
-
-    in_telegram(test)
-
-
-@pytest.mark.parametrize(("parameters", "tries"), [({"retry_after": 7}, 5), ({}, 1)])
-def test_a_flood_that_does_not_end_is_an_error(tmp_path, parameters, tries):
-    async def test(server):
-        server.refuse("sendMessage", *[Refusal(429, "Too Many Requests", parameters)] * 6)
-        desk = Desk(server, tmp_path)
-        with pytest.raises(TelegramError, match="^sendMessage: 429 Too Many Requests$") as failure:
-            await desk.bot.send(OutboundMessage("telegram", "7", "hello"))
-        assert failure.value.status == 429
-        assert (desk.naps, len(server.texts())) == ([7] * (tries if parameters else 0), tries)
-
-    in_telegram(test)
-
-
-@pytest.mark.parametrize("page", [b"<html>bad gateway</html>", b"7", b'["no"]', b"", b"\xff"])
-def test_what_is_no_answer_of_telegrams_is_an_error_with_its_status(tmp_path, page):
-    async def test(server):
-        server.refuse("sendMessage", Refusal(502, body=page or b" "), Refusal(0))
-        bot = Desk(server, tmp_path).bot
-        for text, status in (("^sendMessage: 502 not the Bot API$", 502), ("RemoteDisconnected", 0)):
-            with pytest.raises(TelegramError, match=text) as failure:
-                await bot.send(OutboundMessage("telegram", "7", "hello"))
-            assert failure.value.status == status
 
     in_telegram(test)
 
@@ -1962,57 +1418,6 @@ def test_between_tries_it_waits_longer_and_longer_up_to_a_minute_and_then_begins
         assert {record.levelname for record in caplog.records} == {"WARNING"}
 
     in_telegram(test)
-
-
-@pytest.mark.parametrize(("status", "ends"), [(401, True), (404, True), (403, False), (500, False)])
-def test_only_a_token_that_telegram_does_not_know_ends_the_channel(tmp_path, status, ends):
-    async def test(server):
-        server.refuse("getMe", Refusal(status, "no"))
-        async with contextlib.AsyncExitStack() as stack:
-            if ends:
-                desk = Desk(server, tmp_path)
-                with pytest.raises(NoSuchBot):
-                    await asyncio.wait_for(desk.bot.start(desk.bus), PATIENCE)
-            else:
-                await stack.enter_async_context(Desk(server, tmp_path))
-                await asyncio.to_thread(server.wait_until, lambda: server.calls("getUpdates"))
-        assert len(server.calls("getMe")) == (1 if ends else 2)
-
-    in_telegram(test)
-
-
-def test_a_token_and_an_address_may_have_a_blank_or_a_slash_too_many(tmp_path):
-    async def test(server):
-        desk = Desk(server, tmp_path, token=f" {server.token}\n", api_base=f"{server.base_url}/")
-        assert desk.bot.api.base == server.base_url
-        await desk.bot.send(OutboundMessage("telegram", "7", "hello", reply_to="no number"))
-        assert server.calls("sendMessage") == [{"chat_id": "7", "text": "hello", "parse_mode": "HTML"}]
-
-    in_telegram(test)
-    bot = Telegram("110201543:AAH")
-    assert (bot.api.base, bot.media_folder) == ("https://api.telegram.org", Path("media"))
-    assert (bot.name, bot.group_policy, bot.allow_from) == ("telegram", "mention", [])
-
-
-def test_typing_is_shown_for_five_minutes_at_most_and_its_trouble_is_no_trouble(tmp_path, caplog):
-    naps = []
-
-    async def sleep(seconds: float) -> None:
-        naps.append(seconds)
-
-    async def test(server):
-        async with Desk(server, tmp_path, sleep=sleep) as desk:
-            for before, signals in ((0, 75), (75, 76)):
-                server.say("hi")
-                await desk.take()
-                await desk.until(lambda before=before: len(server.calls("sendChatAction")) > before)
-                await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task(), desk.listening})
-                assert len(server.calls("sendChatAction")) == signals
-                server.refuse("sendChatAction", Refusal(400, "chat not found"))
-        assert naps == [4.0] * 75
-
-    in_telegram(test)
-    assert caplog.records == []
 
 
 def test_typing_ends_with_the_answer_with_the_next_message_and_with_the_bot(tmp_path):
@@ -2049,22 +1454,6 @@ def test_typing_ends_with_the_answer_with_the_next_message_and_with_the_bot(tmp_
     in_telegram(test)
 
 
-def test_network_trouble_is_told_once_and_waited_out(tmp_path, caplog):
-    async def test(server):
-        page = Refusal(502, body=b"<html>bad gateway</html>")
-        server.refuse("getUpdates", page, page, Refusal(0), Refusal(500, "Internal Server Error"))
-        async with Desk(server, tmp_path) as desk:
-            server.say("hi")
-            assert (await desk.take()).content == "hi"
-            await desk.until(lambda: not server.updates)
-        waits = [nap for nap in desk.naps if nap != 4.0]
-        assert len(waits) == 4
-        assert 5 <= waits[0] < waits[3] <= 24
-        assert caplog.text.count("502") == 1
-
-    in_telegram(test)
-
-
 def test_a_line_that_went_dead_is_noticed(tmp_path, caplog):
     async def test(server):
         server.refuse("getUpdates", Refusal(0, stalls=True))
@@ -2080,19 +1469,51 @@ def test_a_line_that_went_dead_is_noticed(tmp_path, caplog):
     in_telegram(test)
 
 
-def test_plain_text_only_where_the_html_is_at_fault(tmp_path):
+def test_plain_text_only_where_the_html_was_refused(tmp_path):
     async def test(server):
         desk = Desk(server, tmp_path)
         server.refuse("sendMessage", Refusal(400, "Bad Request: can't parse entities: Unexpected end tag"))
         await desk.bot.send(OutboundMessage("telegram", "7", "**a** < b"))
         assert server.texts() == ["<b>a</b> &lt; b", "a < b"]
         assert "parse_mode" not in server.calls("sendMessage")[1]
-        for refusal in (Refusal(400, "Bad Request: chat not found"), Refusal(0), Refusal(0, after=True)):
+        for refusal in (Refusal(500, "x"), Refusal(0), Refusal(0, after=True), Refusal(400, body=b"a proxy")):
             server.requests.clear()
             server.refuse("sendMessage", refusal)
             with pytest.raises(TelegramError):
                 await desk.bot.send(OutboundMessage("telegram", "7", "**a**"))
-            assert len(server.texts()) == 1
+            assert len(server.texts()) == 1, "it may have arrived"
+
+    in_telegram(test)
+
+
+def test_chats_that_block_flood_or_fail_delay_no_other_and_nothing_comes_twice(tmp_path, caplog):
+    """Long answers go on where they broke off, whatever other chats do meanwhile."""
+
+    async def test(server):
+        long = "\n".join(letter * 4_000 for letter in "abc")
+        server.chats["8"] = Refusal(403, "Forbidden: bot was blocked by the user")
+        server.chats["9"] = Refusal(429, "Too Many Requests", {"retry_after": 3_600})
+        server.chats["10"] = Refusal(502, body=b"<html>bad gateway</html>")
+        async with Desk(server, tmp_path) as desk:
+            for chat in ("9", "10"):
+                desk.bus.send(OutboundMessage("telegram", chat, long))
+                desk.bus.send(OutboundMessage("telegram", chat, "the end"))
+            await desk.until(lambda: len(server.texts("9")) > 3 and len(server.texts("10")) > 3)
+            for number in range(12):
+                await desk.deliver(f"report {number}", "8")  # it counts as delivered
+            for number in range(3):
+                await desk.deliver(f"{number}")
+            assert server.texts("7") == ["0", "1", "2"]
+            assert server.texts("8") == [f"report {number}" for number in range(12)]
+            server.refuse("sendMessage", *[Refusal(500, "x")] * 5)
+            server.chats.clear()
+            await desk.until(lambda: all("the end" in server.texts(chat) for chat in ("9", "10")))
+        for chat in ("9", "10"):
+            texts = [text[:3] for text in server.texts(chat)]
+            first = [texts.index(part) for part in ("aaa", "bbb", "ccc", "the")]
+            assert first == sorted(first)
+        assert len([line for line in caplog.messages if "chat 8 refuses a message" in line]) == 12
+        assert caplog.text.count("bad gateway") == 0 and caplog.text.count("502 not the Bot API") == 1
 
     in_telegram(test)
 
@@ -2100,22 +1521,30 @@ def test_plain_text_only_where_the_html_is_at_fault(tmp_path):
 def test_a_second_try_goes_on_where_the_first_broke_off(tmp_path):
     async def test(server):
         desk = Desk(server, tmp_path)
-        message = OutboundMessage("telegram", "7", "a" * 4_000 + "\n" + "b" * 4_000 + "\n" + "c" * 4_000)
-        server.refuse("sendMessage", Refusal(500, "x"))
-        with pytest.raises(TelegramError):
-            await desk.bot.send(message)
-        server.requests.clear()
-        await desk.bot.send(replace(message, content="first\n" + "x" * 5_000))
-        server.requests.clear()
-        server.refuse("sendDocument", Refusal(500, "x"))
         file = tmp_path / "a.txt"
         file.write_text("hello")
-        message = replace(message, media=[file])
-        for _ in range(2):
-            with contextlib.suppress(TelegramError):
-                await desk.bot.send(message)
-        assert [text[0] for text in server.texts()] == ["a", "b", "c"]
+        message = OutboundMessage("telegram", "7", "a" * 4_000 + "\n" + "b" * 4_000, media=[file])
+        server.refuse("sendDocument", Refusal(500, "x"))
+        with pytest.raises(TelegramError):
+            await desk.bot.send(message)
+        await desk.bot.send(OutboundMessage("telegram", "7", "x" * 5_000))
+        await desk.bot.send(message)
+        assert [text[0] for text in server.texts()] == ["a", "b", "x", "x"]
         assert len(server.calls("sendDocument")) == 2
+
+    in_telegram(test)
+
+
+def test_a_file_that_cannot_be_sent_is_told_of(tmp_path):
+    async def test(server):
+        desk = Desk(server, tmp_path)
+        (tmp_path / "big_one.zip").write_bytes(b"x")
+        server.refuse("sendDocument", Refusal(413, "Request Entity Too Large"))
+        media = [tmp_path / "big_one.zip", tmp_path / "gone"]
+        await desk.bot.send(OutboundMessage("telegram", "7", "", media=media))
+        first, second = server.texts()
+        assert first == "[big_one.zip cannot be sent: sendDocument: 413 Request Entity Too Large]"
+        assert second.startswith("[gone cannot be sent: [Errno 2] No such file or directory")
 
     in_telegram(test)
 
@@ -2125,7 +1554,7 @@ def test_only_what_is_worth_a_message_is_sent(tmp_path):
         desk = Desk(server, tmp_path)
         for kind in ("delta", "retry"):
             await desk.bot.send(OutboundMessage("telegram", "7", "x", kind=kind))
-        for blank in ("", " \n ", "**", "``` ```"):
+        for blank in ("", " \n ", "**", "``` ```", "```\n \n```"):
             await desk.bot.send(OutboundMessage("telegram", "7", blank))
         for kind in ("progress", "tool_hint"):
             await desk.bot.send(OutboundMessage("telegram", "7", kind, kind=kind))
@@ -2156,26 +1585,6 @@ def test_photos_and_files_go_out(tmp_path):
         with pytest.raises(TelegramError):
             await desk.bot.send(OutboundMessage("telegram", "7", "", media=[photo]))
         assert [request.method for request in server.requests] == ["sendPhoto"], "it may have arrived"
-        with pytest.raises(FileNotFoundError):
-            await desk.bot.send(OutboundMessage("telegram", "7", "", media=[tmp_path / "gone"]))
-
-    in_telegram(test)
-
-
-def test_photos_are_told_from_other_files_by_their_names(tmp_path):
-    names = dict.fromkeys(["a.jpg", "b.JPEG", "c.png", "d.webp"], "photo")
-    names |= dict.fromkeys(["e.gif", "f.svg", "jpg", 'a b"c.txt'], "document")
-
-    async def test(server):
-        for name in names:
-            (tmp_path / name).write_text(name)
-        media = [tmp_path / name for name in names]
-        await Desk(server, tmp_path).bot.send(OutboundMessage("telegram", "7", "all", media=media))
-        sent = [(request.method, request.files) for request in server.requests[1:]]
-        assert sent == [
-            (f"send{kind.title()}", {kind: (name.replace(" ", "_").replace('"', "_"), name.encode())})
-            for name, kind in names.items()
-        ]
 
     in_telegram(test)
 
@@ -2189,7 +1598,7 @@ def test_the_token_is_in_no_log_and_no_error(tmp_path, caplog, base):
     async def test(server):
         secret = server.token.partition(":")[2]
         server.refuse("getMe", Refusal(500, f"no such bot{server.token}"), Refusal(0))
-        server.refuse("sendMessage", Refusal(400, f"bad /bot{server.token}/sendMessage"))
+        server.refuse("sendMessage", Refusal(500, f"bad /bot{server.token}/sendMessage"))
         desk = Desk(server, tmp_path, api_base=base.replace("{}", server.base_url))
         with pytest.raises(TelegramError) as failure:
             await desk.bot.send(OutboundMessage("telegram", "7", "x"))
@@ -2205,7 +1614,7 @@ def test_the_token_is_in_no_log_and_no_error(tmp_path, caplog, base):
         assert secret not in shown
         assert secret not in caplog.text
         if base == "{}":
-            assert str(failure.value) == "sendMessage: 400 bad /bot<token>/sendMessage"
+            assert str(failure.value) == "sendMessage: 500 bad /bot<token>/sendMessage"
 
     in_telegram(test)
 
@@ -2245,6 +1654,9 @@ def test_a_bot_stops_at_once_in_the_middle_of_a_long_poll(tmp_path):
         ("```\nnever closed <b>", "<pre><code>never closed &lt;b&gt;</code></pre>"),
         ("<b>&amp;</b>", "&lt;b&gt;&amp;amp;&lt;/b&gt;"),
         ("\ue0000\ue001 lone \ud800", "0 lone ?"),
+        ("[`run.py`](https://x.y) is `it`", '<a href="https://x.y">run.py</a> is <code>it</code>'),
+        ("```npm install```\nand **more**", "<code>npm install</code>\nand <b>more</b>"),
+        ("# #\n## a  # b ##", "<b>#</b>\n<b>a  # b</b>"),
     ],
 )  # fmt: skip
 def test_markdown_as_telegrams_html(markdown, shown):
@@ -2279,6 +1691,19 @@ def test_whatever_the_markdown_telegram_can_parse_it():
         assert Parser(text).text == plain_text(text), seed
 
 
+PIECES = ["`", "` ", "`` ", "```a", "```\n", "[", "[a", "[a](http://", "[x](http://(", "# ", "#  ", "* "]
+PIECES += ["*a ", "**a ", "**a", "*a**b ", "***a ", "_a ", "_a*b ", "<b>", "(", "&", "\t", "\u2800"]
+
+
+@pytest.mark.parametrize("piece", PIECES)
+def test_an_answer_of_whatever_mark_is_converted_in_no_time(piece):
+    """One answer with many backquotes held up a gateway for 84 s, and again after each restart."""
+    before = time.process_time()
+    split_html(as_html((piece * 100_000)[:100_000]))
+    split_html(as_html(("x" + piece * 3 + "y") * 1_000 + "x"))
+    assert time.process_time() - before < 2, "a second for 100,000 characters"
+
+
 @pytest.mark.parametrize("limit", [1, 20, 60, 300])
 def test_parts_fit_lose_nothing_and_leave_no_tag_open(limit):
     for seed in range(60):
@@ -2307,11 +1732,6 @@ def test_parts_fit_lose_nothing_and_leave_no_tag_open(limit):
 )
 def test_where_a_text_is_cut(text, limit, parts):
     assert split_html(text, limit) == parts
-
-
-def test_a_text_that_telegram_takes_whole_is_one_part():
-    assert split_html("a" * 4_096) == ["a" * 4_096]
-    assert split_html("a" * 4_097) == ["a" * 4_096, "a"]
 
 
 def test_long_code_is_closed_and_opened_again():
@@ -2375,14 +1795,6 @@ def test_when_an_expression_comes_next(expr, after, expected):
     moment = next_run(expr, local(after), BERLIN)
     assert moment == (local(expected) if expected else None)
     assert expected is None or moment.tzinfo is BERLIN
-
-
-def test_months_and_days_have_names():
-    names = ["jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec"]
-    for number, name in enumerate(names, 1):
-        assert next_run(f"0 0 1 {name} *", local("2026-01-01T00:00"), BERLIN).month == number
-    for number, name in enumerate(["mon", "tue", "wed", "thu", "fri", "sat", "sun"], 1):
-        assert next_run(f"0 0 * * {name}", local("2026-01-01T00:00"), BERLIN).isoweekday() == number
 
 
 @pytest.mark.parametrize(
@@ -2546,29 +1958,39 @@ CHAT = SimpleNamespace(channel="telegram", chat_id="42")
 class Office:
     """A service in a test: a clock that the test sets, and what was fired."""
 
-    def __init__(self, folder: Path, now: datetime = START):
-        self.now, self.fired, self.fire = now, [], None
+    def __init__(self, folder: Path, now: datetime = START, zone: ZoneInfo = BERLIN):
+        self.now, self.fired, self.names, self.fire, self.zone = now, [], [], None, zone
         self.path = folder / "w" / "cron" / "jobs.json"
-        self.service = CronService(self.path, self.on_fire, now=lambda: self.now, zone=BERLIN)
+        self.service = CronService(
+            self.path, self.on_fire, now=lambda: self.now.astimezone(zone), zone=zone, lock=locked
+        )
 
-    async def on_fire(self, job: CronJob) -> None:
-        self.fired.append((job.message, self.now.strftime("%d %H:%M:%S")))
+    async def on_fire(self, job: CronJob, name: str) -> None:
+        self.names.append(name)
+        self.fired.append((job.message, self.now.astimezone(self.zone).strftime("%d %H:%M:%S")))
         if self.fire:
             await self.fire(job)
 
+    def cron(self, action: str, *details, **more) -> str:
+        return self.service.cron(action, *details, turn=CHAT, **more)
+
     def add(self, message: str, **schedule) -> str:
         """The new job's id."""
-        return self.service.cron("add", message, turn=CHAT, **schedule).split()[2].rstrip(",")
+        return self.cron("add", message, **schedule).split()[2].rstrip(",")
 
     def rows(self) -> list:
         return json.loads(self.path.read_text())["jobs"]
+
+    def write(self, *rows) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps({"jobs": list(rows)}))
 
     def pass_time(self, seconds: float, step: float = 1) -> list:
         """What was fired meanwhile, as (message, time)."""
 
         async def run() -> None:
             for _ in range(round(seconds / step)):
-                self.now = (self.now.astimezone(UTC) + timedelta(seconds=step)).astimezone(BERLIN)
+                self.now = self.now.astimezone(UTC) + timedelta(seconds=step)
                 await asyncio.gather(*await self.service.tick())
 
         self.fired.clear()
@@ -2576,128 +1998,147 @@ class Office:
         return self.fired
 
 
-def test_every_cron_and_at_each_in_its_time(tmp_path):
+def test_every_cron_and_at_each_in_its_time_and_by_a_name_that_a_kill_does_not_change(tmp_path):
     office = Office(tmp_path)
-    office.add("drink", every_seconds=600)
+    drink = office.add("drink", every_seconds=600)
     office.add("lunch", cron_expr="30 12 * * *")
     office.add("stretch", at="2026-11-21T12:25")
+    before = office.path.read_bytes()
     assert office.pass_time(1_800, step=60) == [
         ("drink", "21 12:10:00"), ("drink", "21 12:20:00"), ("stretch", "21 12:25:00"),
         ("drink", "21 12:30:00"), ("lunch", "21 12:30:00"),
     ]  # fmt: skip
     assert [row["message"] for row in office.rows()] == ["drink", "lunch"]
-    assert office.pass_time(86_400 - 600, step=600)[-1] == ("drink", "22 12:20:00")
-    assert office.pass_time(600, step=600) == [("drink", "22 12:30:00"), ("lunch", "22 12:30:00")]
+    assert office.names[0] == f"{drink}@2026-11-21T11:10:00Z"
+    office.path.write_bytes(before)  # the file as it was when a kill kept the runs from being noted
+    again = Office(tmp_path, local("2026-11-21T12:09"))
+    again.pass_time(1_260, step=60)
+    assert again.names == office.names
 
 
-def test_each_job_remembers_its_chat_and_names_its_run(tmp_path):
-    office, names = Office(tmp_path), []
+NIGHTS = {
+    "Europe/Berlin": ("2026-03-29T00:00", "2026-10-25T00:00"),
+    "America/New_York": ("2026-03-08T00:00", "2026-11-01T00:00"),
+    "Australia/Lord_Howe": ("2026-10-04T00:00", "2026-04-05T00:00"),
+    "Australia/Sydney": ("2026-10-04T00:00", "2026-04-05T00:00"),
+}
 
-    async def fire(job: CronJob) -> None:
-        names.append((job.channel, job.chat_id, job.id, job.since))
 
-    office.fire = fire
-    id = office.add("drink", every_seconds=60)
-    office.pass_time(120, step=60)
-    assert [name[:3] for name in names] == [("telegram", "42", id)] * 2
-    assert names[0] != names[1]
+@pytest.mark.parametrize("name", NIGHTS)
+@pytest.mark.parametrize("number", [0, 1], ids=["clocks go forward", "clocks go back"])
+def test_in_the_nights_when_clocks_are_set_each_job_runs_as_often_as_it_should(tmp_path, name, number):
+    """`every` and `at` are right to the minute of real time, `cron` once, the heartbeat each half hour."""
+    zone = ZoneInfo(name)
+    begin = datetime.fromisoformat(NIGHTS[name][number]).replace(tzinfo=zone)
+    office, beats = Office(tmp_path, begin, zone), []
+
+    async def beat() -> None:
+        beats.append(office.now.astimezone(UTC))
+
+    office.service.add_system("heartbeat", 1_800, beat)
+    office.add("every", every_seconds=1_800)
+    office.add("daily", cron_expr="30 4 * * *")
+    moment = begin.astimezone(UTC) + timedelta(minutes=95)
+    office.add("at", at=moment.isoformat())
+    office.add("local", at=moment.astimezone(zone).isoformat())
+    fired = office.pass_time(6 * 3_600, step=60)
+    assert [message for message, _ in fired].count("every") == 12
+    assert [message for message, _ in fired].count("daily") == 1
+    assert beats == [begin.astimezone(UTC) + timedelta(minutes=30 * n) for n in range(1, 13)]
+    wall = moment.astimezone(zone).strftime("%d %H:%M:%S")
+    assert [each for each in fired if each[0] in ("at", "local")] == [("at", wall), ("local", wall)]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "started", "fires"),
+    [
+        ({"cron_expr": "0 13 * * *"}, "2026-11-21T13:05", True),  # 61 s late was too late once
+        ({"cron_expr": "0 13 * * *"}, "2026-11-22T00:59", True),
+        ({"cron_expr": "0 13 * * *"}, "2026-11-22T01:01", False),
+        ({"cron_expr": "0 13 * * *"}, "2026-11-25T13:30", True),  # of several days the last one
+        ({"cron_expr": "0 13 * * mon"}, "2026-11-24T01:30", False),  # twelve hours at most
+        ({"every_seconds": 3_600}, "2026-11-21T15:29", True),
+        ({"every_seconds": 3_600}, "2026-11-21T15:31", False),
+        ({"at": "2026-11-21T13:00"}, "2026-11-22T12:45", True),
+    ],
+)
+def test_a_job_that_is_late_runs_once_if_that_is_of_use_and_else_the_log_says_so(
+    tmp_path, caplog, schedule, started, fires
+):
+    Office(tmp_path).add("water", **schedule)
+    office = Office(tmp_path, local(started))
+    assert [message for message, _ in office.pass_time(30)] == ["water"] * fires
+    assert ("too long ago: it waits for its next time" in caplog.text) == (not fires)
+    assert Office(tmp_path, office.now).pass_time(30) == []
+
+
+def test_a_reminder_of_long_ago_is_only_told_and_the_list_never_shows_the_past(tmp_path):
+    office = Office(tmp_path)
+    office.add("old", at="2026-11-21T12:30")
+    id = office.add("daily", cron_expr="0 13 * * *")
+    office = Office(tmp_path, local("2026-11-22T13:45"))
+    listed = office.cron("list").splitlines()
+    assert " · next Sun 2026-11-22 13:45 CET · " in listed[0]
+    assert listed[1] == f"{id} · cron 0 13 * * * · next Mon 2026-11-23 13:00 CET · telegram:42 · daily"
+    told = "Only tell the user that this was missed on Sat 2026-11-21 12:30 CET: old"
+    assert told in [message for message, _ in office.pass_time(5)]
+    assert Office(tmp_path, office.now).pass_time(5) == []
+    assert [row["message"] for row in office.rows()] == ["daily"]
 
 
 def test_a_repeated_job_keeps_its_phase_over_a_restart_and_a_long_run(tmp_path):
     office = Office(tmp_path)
     office.add("drink", every_seconds=3_600)
-    office = Office(tmp_path, local("2026-11-21T15:20"))
-    assert office.pass_time(3_600, step=60) == [("drink", "21 16:00:00")]
+    office = Office(tmp_path, local("2026-11-21T15:40"))
 
     async def slow(job: CronJob) -> None:
         office.now += timedelta(minutes=90)
 
     office.fire = slow
-    assert office.pass_time(3_000, step=60)[:1] == [("drink", "21 17:00:00")]
+    assert office.pass_time(3_000, step=60)[:1] == [("drink", "21 16:00:00")]
     office.fire = None
     assert office.pass_time(3_600, step=60)[0][1].endswith(":00:00")
 
 
-@pytest.mark.parametrize(
-    ("job", "due", "expected"),
-    [
-        (CronJob("a", every_seconds=60), "12:00:01", "wait"),
-        (CronJob("a", every_seconds=60), None, "wait"),
-        (CronJob("a", every_seconds=60, enabled=False), "12:00", "wait"),
-        (CronJob("a", every_seconds=60), "12:00", "fire"),
-        (CronJob("a", every_seconds=60), "11:59", "fire"),
-        (CronJob("a", every_seconds=60), "11:58:59", "skip"),
-        (CronJob("a", cron_expr="* * * * *"), "11:58:59", "skip"),
-        (CronJob("a", every_seconds=60, system=True), "06:00", "fire"),
-        (CronJob("a", at="x"), "06:00", "fire"),
-    ],
-)
-def test_what_a_look_at_the_clock_means(job, due, expected):
-    assert verdict(job, local(f"2026-11-21T{due}") if due else None, START) == expected
-
-
-@pytest.mark.parametrize(
-    ("due", "expected"),
-    [("2026-11-20T12:00", "fire"), ("2026-11-20T11:59:59", "missed"), ("2026-11-21T12:00", "fire")],
-)
-def test_a_reminder_is_of_use_for_a_day(due, expected):
-    assert verdict(CronJob("a", at=due), local(due), START) == expected
-
-
-def test_a_job_stands_in_the_file_with_all_that_is_known_of_it(tmp_path):
+def test_rows_written_by_hand_run_odd_ones_are_told_once_and_all_are_kept(tmp_path, caplog):
     office = Office(tmp_path)
-    id = office.add("drink \ud800 Grüße", every_seconds=600)
-    [row] = office.rows()
-    assert row == {
-        "id": id, "message": "drink ? Grüße", "every_seconds": 600, "cron_expr": "", "tz": "", "at": "",
-        "channel": "telegram", "chat_id": "42", "created": "2026-11-21T12:00:00+01:00",
-        "since": "2026-11-21T12:00:00+01:00", "enabled": True, "system": False, "runs": [],
-    }  # fmt: skip
-    assert "Grüße" in office.path.read_text(encoding="utf-8"), "a person reads it, too"
-    assert sorted(path.name for path in office.path.parent.iterdir()) == ["jobs.json", "jobs.lock"]
-
-    async def slow(job: CronJob) -> None:
-        office.now += timedelta(seconds=2.34)
-
-    office.fire = slow
-    office.pass_time(600, step=600)
-    [done] = office.rows()
-    began = "2026-11-21T12:10:00+01:00"
-    assert done == {**row, "since": began, "runs": [{"began": began, "seconds": 2.3, "error": ""}]}
+    odd = ["text", 7, None, {}, {"id": "x"}, {"id": "s1", "every_seconds": -1}]
+    odd += [{"id": "n", "every_seconds": "often"}, {"id": "z", "cron_expr": "x"}]
+    odd += [{"id": "t", "cron_expr": "1 1 * * *", "tz": "Mars/Olympus"}, {"id": "q", "since": 5, "at": [1]}]
+    by_hand = {"id": 1, "message": "by hand", "every_seconds": 60, "tz": None, "colour": "red", "runs": [7]}
+    office.write(*odd, by_hand, by_hand)
+    assert office.pass_time(180) == [("by hand", f"21 12:0{n}:01") for n in (1, 2)]
+    rows = office.rows()
+    assert rows[: len(odd)] == odd and rows[-1]["colour"] == "red"
+    assert caplog.text.count("is no job") == len(odd)
+    assert "cron: {'id': 's1', 'every_seconds': -1} is no job: it does not say when" in caplog.messages
+    assert office.cron("list").startswith("1 · every 60 s · next ")
+    assert office.cron("remove", job_id="1") == "Removed job 1."
 
 
-def test_a_list_tells_of_the_last_run_only_and_cuts_what_is_long(tmp_path):
-    office, failures = Office(tmp_path), [LookupError("no model " * 30), None, LookupError("again")]
-    id = office.add("drink " * 20, cron_expr="*/10 * * * *", tz="Asia/Tokyo")
-
-    async def fire(job: CronJob) -> None:
-        if failure := failures.pop(0):
-            raise failure
-
-    office.fire, tails = fire, []
-    for _ in range(3):
-        office.pass_time(600, step=600)
-        line = office.service.cron("list", turn=CHAT)
-        schedule, _, tail = line.partition(" · telegram:42 · ")
-        tails.append(tail)
-    assert schedule == f"{id} · cron */10 * * * * Asia/Tokyo · next Sat 2026-11-21 20:40 JST"
-    message = ("drink " * 20)[:80]
-    error = f"LookupError: {'no model ' * 30}"[:200]
-    assert tails == [f"{message} · failed: {error}", message, f"{message} · failed: LookupError: again"]
+def test_a_clock_that_was_ahead_stops_nothing(tmp_path):
+    office = Office(tmp_path, local("2030-01-01T12:00"))
+    office.add("drink", every_seconds=60)
+    assert len(office.pass_time(60, step=60)) == 1
+    office.now = START  # the same program: the clock is set back
+    assert len(office.pass_time(130)) == 2
+    row = office.rows()[0]
+    office.write(row | {"since": "2030-01-01T12:00:00+01:00", "created": "2030-01-01T12:00:00+01:00"})
+    assert len(Office(tmp_path).pass_time(120)) == 1
 
 
-def test_a_missed_at_comes_once_and_one_of_long_ago_is_only_told(tmp_path):
+def test_a_thousand_jobs_are_read_when_the_file_changes_and_not_each_second(tmp_path, monkeypatch):
     office = Office(tmp_path)
-    office.add("call Ann", at="2026-11-21T13:00")
-    office.add("old", at="2026-11-21T12:30")
-    office = Office(tmp_path, local("2026-11-22T12:45"))
-    told = "Only tell the user that this was missed on Sat 2026-11-21 12:30 CET: old"
-    assert office.pass_time(5) == [("call Ann", "22 12:45:01"), (told, "22 12:45:01")]
-    assert Office(tmp_path, office.now).pass_time(5) == []
-    assert office.rows() == []
+    office.write(*({"id": f"j{n}", "cron_expr": f"{n % 60} 9 * * *", "message": "x"} for n in range(1_000)))
+    office.pass_time(1)
+    calls = []
+    monkeypatch.setattr("channels.next_run", lambda *details: calls.append(1))
+    monkeypatch.setattr(Path, "read_bytes", lambda path: calls.append(2))
+    office.pass_time(60)
+    assert calls == []
 
 
-def test_a_job_that_fails_keeps_its_times_and_the_clock_goes_on(tmp_path):
+def test_a_job_that_fails_keeps_its_times_and_the_clock_goes_on(tmp_path, caplog):
     office = Office(tmp_path)
 
     async def fail(job: CronJob) -> None:
@@ -2712,13 +2153,10 @@ def test_a_job_that_fails_keeps_its_times_and_the_clock_goes_on(tmp_path):
     rows = {row["message"]: row for row in office.rows()}
     assert [len(rows[name]["runs"]) for name in ("bad", "good")] == [20, 20]
     assert rows["bad"]["runs"][-1]["error"] == "ConnectionError: no model"
-    assert rows["good"]["runs"][-1]["error"] == ""
-    assert rows["once"]["enabled"] is False
-    listing = office.service.cron("list", turn=CHAT)
-    assert (
-        f"{once} · at 2026-11-21T12:01:00+01:00 · off · telegram:42 · once · failed: ConnectionError"
-        in listing
-    )
+    assert (rows["good"]["runs"][-1]["error"], rows["once"]["enabled"]) == ("", False)
+    line = f"{once} · at 2026-11-21T12:01:00+01:00 · off · telegram:42 · once · failed: ConnectionError"
+    assert line in office.cron("list")
+    assert caplog.records[0].exc_info[0] is ConnectionError
 
 
 def test_a_job_that_hangs_or_is_stopped_holds_up_no_other(tmp_path):
@@ -2731,7 +2169,8 @@ def test_a_job_that_hangs_or_is_stopped_holds_up_no_other(tmp_path):
             if job.message == "slow":
                 await gate.wait()
             if job.message == "stopped":
-                raise asyncio.CancelledError
+                asyncio.current_task().cancel()
+                await asyncio.sleep(0)
 
         office.fire = fire
         for name in ("slow", "quick", "stopped"):
@@ -2740,8 +2179,8 @@ def test_a_job_that_hangs_or_is_stopped_holds_up_no_other(tmp_path):
             office.now = START + timedelta(minutes=minute)
             tasks = await office.service.tick()
             await asyncio.wait(tasks[-2:], timeout=PATIENCE)
-        assert [message for message, _ in office.fired].count("slow") == 1
-        assert [message for message, _ in office.fired].count("quick") == 3
+        messages = [message for message, _ in office.fired]
+        assert (messages.count("slow"), messages.count("quick")) == (1, 3)
         rows = {row["message"]: row for row in office.rows()}
         assert [run["error"] for run in rows["stopped"]["runs"]] == ["stopped"] * 3
         gate.set()
@@ -2756,12 +2195,12 @@ def test_other_programs_changes_are_picked_up_and_not_undone(tmp_path):
 
     async def meanwhile(job: CronJob) -> None:  # while the jobs run
         if job.id == kept:
-            other.service.cron("remove", job_id=removed, turn=CHAT)
+            other.cron("remove", job_id=removed)
             other.now = office.now
             other.add("new", every_seconds=60)
             rows = other.rows()
             next(row for row in rows if row["id"] == off)["enabled"] = False
-            other.path.write_text(json.dumps({"jobs": rows}))
+            other.write(*rows)
 
     office.fire = meanwhile
     office.pass_time(60, step=60)
@@ -2770,83 +2209,29 @@ def test_other_programs_changes_are_picked_up_and_not_undone(tmp_path):
     assert sorted(message for message, _ in office.pass_time(60, step=60)) == ["kept", "new"]
 
 
-def test_a_job_may_be_added_while_one_runs(tmp_path):
-    office = Office(tmp_path)
-
-    async def fire(job: CronJob) -> None:
-        if job.message == "first":
-            await asyncio.to_thread(office.add, "second", at="2026-11-21T12:02")
-
-    office.fire = fire
-    office.add("first", at="2026-11-21T12:01")
-    assert [message for message, _ in office.pass_time(120, step=60)] == ["first", "second"]
-
-
-def test_a_failure_is_in_the_log_with_its_traceback(tmp_path, caplog):
-    office = Office(tmp_path)
-    id = office.add("drink", every_seconds=60)
-
-    async def fail(job: CronJob) -> None:
-        raise LookupError("no model")
-
-    office.fire = fail
-    office.pass_time(60, step=60)
-    [record] = caplog.records
-    assert (record.levelname, record.getMessage()) == ("WARNING", f"cron: job {id} failed")
-    assert record.exc_info[0] is LookupError
-
-
-def test_a_system_job_goes_on_with_its_runs_at_the_pace_of_the_newest_start(tmp_path):
+def test_system_jobs_keep_their_pace_are_listed_and_protected(tmp_path):
     beats = []
-
-    async def beat() -> None:
-        beats.append(1)
 
     def started(now: datetime, seconds: float) -> Office:
         office = Office(tmp_path, now)
+
+        async def beat() -> None:
+            beats.append(office.now.astimezone(BERLIN).strftime("%H:%M"))
+
         office.service.add_system("heartbeat", seconds, beat)
         return office
 
     office = started(START, 1_800)
-    office.add("drink", at="2026-11-21T23:00")
-    office.pass_time(1_800, step=600)
-    rows = office.rows()
-    heartbeat = next(row for row in rows if row["id"] == "heartbeat")
-    heartbeat["enabled"] = False  # by hand; the settings decide
-    office.path.write_text(json.dumps({"jobs": rows}))
-    office = started(office.now, 600)
-    heartbeat = next(row for row in office.rows() if row["id"] == "heartbeat")
-    assert (heartbeat["every_seconds"], heartbeat["enabled"], heartbeat["system"]) == (600, True, True)
-    assert len(heartbeat["runs"]) == 1
-    office.pass_time(600, step=600)
-    assert len(beats) == 2
-    assert [row["id"] == "heartbeat" for row in office.rows()] == [False, True]
-
-
-def test_system_jobs_are_listed_and_protected(tmp_path):
-    beats = []
-
-    def started(now: datetime) -> Office:
-        office = Office(tmp_path, now)
-
-        async def beat() -> None:
-            beats.append(office.now.strftime("%H:%M"))
-
-        office.service.add_system("heartbeat", 1_800, beat)
-        return office
-
-    office = started(START)
     office.pass_time(3_600, step=600)
     assert beats == ["12:30", "13:00"]
-    assert "heartbeat · every 1800 s · next Sat 2026-11-21 13:30 CET · system · " in office.service.cron(
-        "list", turn=CHAT
-    )
+    assert "heartbeat · every 1800 s · next Sat 2026-11-21 13:30 CET · system · " in office.cron("list")
     with pytest.raises(CronError, match="heartbeat is a job of the system: it cannot be removed"):
-        office.service.cron("remove", job_id="heartbeat", turn=CHAT)
-    office = started(local("2026-11-21T15:10"))  # it missed some: one at once, then in its rhythm
+        office.cron("remove", job_id="heartbeat")
+    office.write(office.rows()[0] | {"enabled": False})  # by hand; the settings decide
+    office = started(local("2026-11-21T15:10"), 1_200)  # it missed some: one at once, then in its rhythm
     office.pass_time(1_800, step=600)
-    assert beats[2:] == ["15:20", "15:30"]
-    assert len(office.rows()) == 1
+    assert beats[2:] == ["15:20", "15:40"]
+    assert len(office.rows()[0]["runs"]) == 4
     assert Office(tmp_path, office.now).pass_time(7_200, step=600) == []  # nobody here knows what it does
 
 
@@ -2854,20 +2239,13 @@ def test_a_disk_that_refuses_makes_nothing_run_twice(tmp_path, caplog):
     office = Office(tmp_path)
     office.add("drink", every_seconds=60)
     once = office.add("once", at="2026-11-21T12:01")
-    assert len(office.pass_time(1)) == 0
     temporary = office.path.with_suffix(".tmp")
     temporary.mkdir()  # no file can be written there
-    assert office.pass_time(120) == [
-        ("drink", "21 12:01:00"),
-        ("once", "21 12:01:00"),
-        ("drink", "21 12:02:00"),
-    ]
+    drinks = [("drink", f"21 12:0{minute}:00") for minute in range(1, 5)]
+    assert office.pass_time(120) == [drinks[0], ("once", "21 12:01:00"), drinks[1]]
     assert f"cron: the run of {once} cannot be noted: " in caplog.text
-    assert "Is a directory" in caplog.text
-    assert {record.levelname for record in caplog.records} == {"ERROR"}
     temporary.rmdir()
-    assert office.pass_time(60) == [("drink", "21 12:03:00")]
-    assert office.pass_time(60) == [("drink", "21 12:04:00")]
+    assert office.pass_time(120) == drinks[2:]
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"jobs": {}}', b"\x00" * 50, b"\xff\xfe{", b"null"])
@@ -2877,71 +2255,24 @@ def test_a_damaged_file_is_set_aside_and_never_taken_for_no_jobs(tmp_path, caplo
     office.path.write_bytes(damage)
     office = Office(tmp_path)
     with pytest.raises(CronError, match="jobs.json cannot be read"):
-        office.service.cron("list", turn=CHAT)
+        office.cron("list")
     assert office.pass_time(60, step=60) == []
     assert office.path.read_bytes() == damage
     office.add("new", every_seconds=60)
     [aside] = office.path.parent.glob("jobs.json.corrupt-*")
-    assert aside.read_bytes() == damage
-    assert f"it is now {aside}. Mend it." in caplog.text
-    assert ("it holds no list of jobs" in caplog.text) == (damage in (b"[]", b'{"jobs": {}}', b"null"))
-    assert f"{aside} was damaged" in office.service.cron("list", turn=CHAT)
+    assert aside.read_bytes() == damage and f"it is now {aside}. Mend it." in caplog.text
+    assert f"{aside} was damaged" in office.cron("list")
     assert [row["message"] for row in office.rows()] == ["new"]
-
-
-def test_a_file_that_is_damaged_meanwhile_is_made_new_from_what_is_known(tmp_path, caplog):
-    office = Office(tmp_path)
-    office.add("drink", every_seconds=60)
-    assert len(office.pass_time(60, step=60)) == 1
     office.path.write_bytes(office.path.read_bytes()[:40])  # somebody is just writing it
-    assert len(office.pass_time(60, step=60)) == 1
-    assert [row["message"] for row in office.rows()] == ["drink"]
-    told = caplog.records[0].getMessage()
-    assert told.startswith(f"{office.path}: ") and told.endswith(". The jobs known before go on.")
-
-
-def test_what_means_nothing_in_the_file_is_told_once(tmp_path, caplog):
-    office = Office(tmp_path)
-    strange = [{"id": "s1", "every_seconds": -1}, {"id": "s2", "cron_expr": "x"}, "s3" * 100]
-    strange += [{"id": "s4", "cron_expr": "1 1 * * *", "tz": "Mars/Olympus"}, {"id": "s5"}]
-    JobStore(office.path).change(lambda rows: strange)
-    office.pass_time(3)
-    told = [(record.levelname, record.getMessage()) for record in caplog.records]
-    assert told == [
-        ("WARNING", "cron: {'id': 's1', 'every_seconds': -1} is no job: it does not say when"),
-        ("WARNING", "cron: {'id': 's2', 'cron_expr': 'x'} is no job: 'x' has 1 fields instead of five: "
-         "minute, hour, day of month, month, day of week"),
-        ("WARNING", f"cron: {'s3' * 50} is no job: 'str' object has no attribute 'get'"),
-        ("WARNING", "cron: {'id': 's4', 'cron_expr': '1 1 * * *', 'tz': 'Mars/Olympus'} is no job: "
-         "there is no time zone 'Mars/Olympus'; write it like Europe/Berlin"),
-        ("WARNING", "cron: {'id': 's5'} is no job: it does not say when"),
-    ]  # fmt: skip
-
-
-def test_what_means_nothing_in_the_file_is_kept(tmp_path):
-    office = Office(tmp_path)
-    office.path.parent.mkdir(parents=True)
-    by_hand = {"id": "hand", "message": "by hand", "cron_expr": "1 12 * * *", "tz": None, "colour": "red"}
-    strange = ["text", 7, None, {}, {"id": "x"}, {"id": "y", "every_seconds": -1}]
-    strange += [{"id": "z", "cron_expr": "x"}, {"id": "n", "every_seconds": "often"}]
-    strange += [{"id": "t", "cron_expr": "1 1 * * *", "tz": "Mars/Olympus"}]
-    office.path.write_text(json.dumps({"jobs": [*strange, by_hand]}))
-    assert office.pass_time(120, step=60) == [("by hand", "21 12:01:00")]
-    rows = office.rows()
-    assert rows[:-1] == strange
-    assert rows[-1].pop("runs")
-    assert rows[-1].pop("since")
-    assert rows[-1] == {**by_hand, "enabled": True}
-    listed = office.service.cron("list", turn=CHAT)
-    assert listed == "hand · cron 1 12 * * * · next Sun 2026-11-22 12:01 CET · : · by hand"
+    office.now += timedelta(seconds=120)
+    assert office.service.store.rows != []
 
 
 KILLED = """
 import os, sys
-from datetime import datetime, timezone
 from pathlib import Path
-from channels import CronJob, JobStore
-from dataclasses import asdict
+from channels import JobStore
+from memory import locked
 step, kept = int(sys.argv[2]), []
 
 def audit(event, arguments):
@@ -2952,7 +2283,7 @@ def audit(event, arguments):
             os._exit(9)
 
 sys.addaudithook(audit)
-JobStore(Path(sys.argv[1])).change(lambda rows: [*rows, {"id": "new", "message": "x" * 100_000}])
+JobStore(Path(sys.argv[1]), locked).change(lambda rows: [*rows, {"id": "new", "message": "x" * 100_000}])
 """
 
 
@@ -2963,64 +2294,33 @@ def test_a_kill_between_any_two_steps_of_writing_leaves_all_or_nothing(tmp_path)
         path.parent.mkdir()
         path.write_text('{"jobs": [{"id": "old"}]}')
         done = subprocess.run([sys.executable, "-c", KILLED, path, str(step)], cwd=ROOT)
-        ids = [row["id"] for row in JobStore(path).read()]
+        store = JobStore(path, locked)
+        ids = [row["id"] for row in store.read()]
         assert ids in (["old"], ["old", "new"])
         ends.add(tuple(ids))
-        JobStore(path).change(lambda rows: [*rows, {"id": "next"}])  # no lock and no rest is in the way
-        assert [row["id"] for row in JobStore(path).read()] == [*ids, "next"]
+        store.change(lambda rows: [*rows, {"id": "next"}])  # no lock and no rest is in the way
+        assert [row["id"] for row in store.read()] == [*ids, "next"]
         if done.returncode == 0:
             break
     assert step >= 3
     assert len(ends) == 2
 
 
-def test_a_write_that_stopped_at_any_byte_does_no_harm(tmp_path):
-    office = Office(tmp_path)
-    office.add("drink", every_seconds=60)
-    whole = office.path.read_bytes()
-    for size in range(0, len(whole), 7):
-        office.path.with_suffix(".tmp").write_bytes(whole[:size])
-        assert [row["message"] for row in JobStore(office.path).read()] == ["drink"]
-    office.add("second", every_seconds=60)
-    assert len(office.rows()) == 2
-
-
-def test_the_new_file_is_on_the_disk_before_it_takes_the_place_of_the_old_one(tmp_path, monkeypatch):
-    office, synced = Office(tmp_path), []
-    office.add("drink", every_seconds=60)
-
-    def fsync(number: int) -> None:
-        synced.append((os.fstat(number).st_size, len(office.rows())))
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    office.add("second", every_seconds=60)
-    assert synced == [(office.path.stat().st_size, 1)]
-    assert len(office.rows()) == 2
-
-
 ADDING = """
 import sys
 from pathlib import Path
 from channels import JobStore
+from memory import locked
 for number in range(20):
-    JobStore(Path(sys.argv[1])).change(lambda rows: [*rows, {"id": f"{sys.argv[2]}{number}"}])
+    JobStore(Path(sys.argv[1]), locked).change(lambda rows: [*rows, {"id": f"{sys.argv[2]}{number}"}])
 """
 
 
 def test_two_programs_that_add_at_the_same_time_lose_nothing(tmp_path):
     path = tmp_path / "jobs.json"
-
-    def add() -> None:
-        JobStore(path).change(lambda rows: [*rows, {"id": "t"}])
-
     processes = [subprocess.Popen([sys.executable, "-c", ADDING, path, name], cwd=ROOT) for name in "ab"]
-    threads = [threading.Thread(target=add) for _ in range(20)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
     assert [process.wait(PATIENCE) for process in processes] == [0, 0]
-    assert len(JobStore(path).read()) == 60
+    assert len(JobStore(path, locked).read()) == 40
 
 
 @pytest.mark.parametrize(
@@ -3036,7 +2336,6 @@ def test_two_programs_that_add_at_the_same_time_lose_nothing(tmp_path):
         ({"message": "x", "cron_expr": "0 9 * * *", "tz": "../etc/passwd"}, "no time zone"),
         ({"message": "x", "cron_expr": "0 25 * * *"}, "hour: '25' is not within 0-23"),
         ({"message": "x", "cron_expr": "0 0 31 2 *"}, "never comes. It is now Sat 2026-11-21 12:00 CET"),
-        ({"message": "x", "at": "2026-11-21T11:59"}, "never comes. It is now Sat 2026-11-21 12:00 CET"),
         ({"message": "x", "at": "2026-11-21T12:00"}, "never comes. It is now Sat 2026-11-21 12:00 CET"),
         ({"message": "x", "at": "tomorrow"}, "No job was made of 'at tomorrow'"),
     ],
@@ -3044,111 +2343,48 @@ def test_two_programs_that_add_at_the_same_time_lose_nothing(tmp_path):
 def test_a_wish_that_cannot_be_met_says_why(tmp_path, arguments, complaint):
     office = Office(tmp_path)
     with pytest.raises(CronError, match=complaint):
-        office.service.cron("add", turn=CHAT, **arguments)
+        office.cron("add", **arguments)
     assert not office.path.exists()
 
 
 @pytest.mark.parametrize(
-    ("schedule", "answer"),
+    ("schedule", "shown", "answer"),
     [
-        ({"at": "2026-11-21T17:00"}, "Sat 2026-11-21 17:00 CET"),
-        ({"at": "2026-11-21T17:00:00Z"}, "Sat 2026-11-21 18:00 CET"),
-        ({"at": "2027-07-01T17:00"}, "Thu 2027-07-01 17:00 CEST"),
-        ({"cron_expr": "0 9 * * *", "tz": "America/New_York"}, "Sat 2026-11-21 09:00 EST"),
-        ({"cron_expr": " 0 9 * * * "}, "Sun 2026-11-22 09:00 CET"),
-        ({"every_seconds": 90}, "Sat 2026-11-21 12:01 CET"),
+        ({"at": "2026-11-21T17:00"}, "at 2026-11-21T17:00:00+01:00", "Sat 2026-11-21 17:00 CET"),
+        ({"at": "2026-11-21T17:00Z"}, "at 2026-11-21T18:00:00+01:00", "Sat 2026-11-21 18:00 CET"),
+        ({"at": "2027-07-01T17:00"}, "at 2027-07-01T17:00:00+02:00", "Thu 2027-07-01 17:00 CEST"),
+        ({"cron_expr": "0 9 * * *"}, "cron 0 9 * * *", "Sun 2026-11-22 09:00 CET"),
+        ({"cron_expr": "0 9 1 1 *", "tz": "UTC"}, "cron 0 9 1 1 * UTC", "Fri 2027-01-01 10:00 CET"),
+        ({"every_seconds": 90}, "every 90 s", "Sat 2026-11-21 12:01 CET"),
     ],
-)
-def test_the_model_is_told_when_a_job_comes(tmp_path, schedule, answer):
+)  # fmt: skip
+def test_the_model_is_told_when_a_job_comes(tmp_path, schedule, shown, answer):
     office = Office(tmp_path)
-    added = office.service.cron("add", "stretch", turn=CHAT, **schedule)
-    job = CronJob(**office.rows()[0])
-    assert added == f"Added job {job.id}, {job.schedule()}: it runs next on {answer}."
-    assert re.fullmatch("[0-9a-f]{8}", job.id)
+    added = office.cron("add", "stretch", **schedule)
+    id = office.rows()[0]["id"]
+    assert added == f"Added job {id}, {shown}: it runs next on {answer}."
+    assert office.cron("list") == f"{id} · {shown} · next {answer} · telegram:42 · stretch"
+    assert re.fullmatch("[0-9a-f]{8}", id)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "shown"),
-    [
-        ({"every_seconds": 1}, "every 1 s"),
-        ({"at": "2026-11-21T17:00"}, "at 2026-11-21T17:00:00+01:00"),
-        ({"cron_expr": "0 9 * * *"}, "cron 0 9 * * *"),
-        ({"cron_expr": "0 9 * * *", "tz": "America/New_York"}, "cron 0 9 * * * America/New_York"),
-    ],
-)
-def test_a_schedule_is_shown_as_it_was_given(tmp_path, schedule, shown):
+def test_the_tool_removes_and_makes_no_job_in_a_job(tmp_path):
     office = Office(tmp_path)
-    office.add("stretch", **schedule)
-    assert f" · {shown} · next " in office.service.cron("list", turn=CHAT)
-
-
-def test_the_tool_lists_and_removes_and_makes_no_job_in_a_job(tmp_path):
-    office = Office(tmp_path)
-    assert office.service.cron("list", turn=CHAT) == "There are no jobs."
+    assert office.cron("list") == "There are no jobs."
     id = office.add("water the plants", cron_expr="0 9 * * *")
-    assert office.service.cron("list", turn=CHAT) == (
-        f"{id} · cron 0 9 * * * · next Sun 2026-11-22 09:00 CET · telegram:42 · water the plants"
-    )
-    with pytest.raises(CronError, match=f"no job 'x'. There are: {id}"):
-        office.service.cron("remove", job_id="x", turn=CHAT)
     in_a_job = SimpleNamespace(channel="cron", chat_id=id)
     with pytest.raises(CronError, match="A job that runs adds no others"):
         office.service.cron("add", "more", every_seconds=60, turn=in_a_job)
-    other = office.add("drink", every_seconds=60)
-    lines = office.service.cron("list", turn=CHAT).splitlines()
-    assert [line.partition(" ")[0] for line in lines] == [id, other]
-    with pytest.raises(CronError, match=f"no job 'x'. There are: {id}, {other}."):
-        office.service.cron("remove", job_id="x", turn=CHAT)
-    assert office.service.cron("remove", job_id=other, turn=CHAT) == f"Removed job {other}."
+    with pytest.raises(CronError, match=f"no job 'x'. There are: {id}."):
+        office.cron("remove", job_id="x")
     assert office.service.cron("remove", job_id=id, turn=in_a_job) == f"Removed job {id}."
     assert office.rows() == []
-    with pytest.raises(CronError, match=f"no job '{id}'. There are: none."):
-        office.service.cron("remove", job_id=id, turn=CHAT)
 
 
 def test_the_service_runs_until_it_is_cancelled_whatever_happens(tmp_path, caplog):
-    office, naps = Office(tmp_path), []
-    office.add("drink", every_seconds=60)
+    office, naps, ended = Office(tmp_path), [], []
+    for name in ("slow", "quick"):
+        office.add(name, every_seconds=60)
     good = office.path.read_text()
-
-    async def test() -> None:
-        gate, cancelled = asyncio.Event(), []
-
-        async def fire(job: CronJob) -> None:
-            try:
-                await gate.wait()
-            finally:
-                cancelled.append(job.message)
-
-        async def sleep(seconds: float) -> None:
-            naps.append(seconds)
-            office.now += timedelta(seconds=seconds)
-            if len(naps) == 10:
-                office.path.unlink()
-                office.path.mkdir()  # what cannot be read
-            if len(naps) == 12:
-                office.path.rmdir()
-                office.path.write_text(good)
-            if len(naps) == 70:
-                await gate.wait()
-            await asyncio.sleep(0)
-
-        office.fire, office.service.sleep = fire, sleep
-        task = asyncio.create_task(office.service.run())
-        while len(naps) < 70:
-            await asyncio.sleep(0)
-        task.cancel()
-        await asyncio.wait([task], timeout=PATIENCE)
-        assert cancelled == ["drink"]
-
-    asyncio.run(test())
-    assert "cron: the jobs cannot be looked at: [Errno 21] Is a directory" in caplog.text
-    assert naps == [1] * 70
-    assert office.rows()[0]["runs"] == []  # it was cut off: at the next start it runs again
-
-
-def test_the_end_of_the_service_waits_for_every_job_that_puts_things_in_order(tmp_path):
-    office, tidied = Office(tmp_path), []
 
     async def fire(job: CronJob) -> None:
         try:
@@ -3156,21 +2392,32 @@ def test_the_end_of_the_service_waits_for_every_job_that_puts_things_in_order(tm
         finally:
             for _ in range(50 if job.message == "slow" else 1):
                 await asyncio.sleep(0)
-            tidied.append(job.message)
+            ended.append(job.message)
+
+    async def sleep(seconds: float) -> None:
+        naps.append(seconds)
+        office.now += timedelta(seconds=seconds)
+        if len(naps) == 10:
+            office.path.unlink()
+            office.path.mkdir()  # what cannot be read
+        if len(naps) == 12:
+            office.path.rmdir()
+            office.path.write_text(good)
+        await asyncio.sleep(0 if len(naps) < 70 else 3_600)
 
     async def test() -> None:
-        office.fire, office.service.sleep = fire, lambda seconds: asyncio.Event().wait()
-        for name in ("slow", "quick"):
-            office.add(name, every_seconds=60)
-        office.now += timedelta(seconds=60)
+        office.fire, office.service.sleep = fire, sleep
         task = asyncio.create_task(office.service.run())
-        await settled(lambda: len(office.fired) == 2)
+        while len(naps) < 70:
+            await asyncio.sleep(0)
         task.cancel()
         await asyncio.wait([task], timeout=PATIENCE)
         assert task.cancelled()
-        assert tidied == ["quick", "slow"]
 
     asyncio.run(test())
+    assert ended == ["quick", "slow"], "it waits for every job that puts things in order"
+    assert "cron: the jobs cannot be looked at: [Errno 21] Is a directory" in caplog.text
+    assert office.rows()[0]["runs"] == []  # it was cut off: at the next start it runs again
 
 
 # ---- Heartbeat ----
@@ -3188,16 +2435,8 @@ def test_the_end_of_the_service_waits_for_every_job_that_puts_things_in_order(tm
         ("# Tasks\n- [x] call Ann\n- [ ] water the plants\n", "# Tasks\n\n- [ ] water the plants"),
         ("Look at the inbox.", "Look at the inbox."),
         ("#5 is open", "#5 is open"),
-        ("\ufeff# Tasks\r\n- [x] done\r\n", ""),
+        ("# Tasks\r\n- [x] done\r\n", ""),
     ],
 )
-def test_what_is_to_be_done_at_a_heartbeat(tmp_path, text, active):
-    path, asked = tmp_path / "HEARTBEAT.md", []
-    path.write_text(text, encoding="utf-8", newline="")
-
-    async def ask(tasks: str) -> None:
-        asked.append(tasks)
-
-    asyncio.run(Heartbeat(lambda: path.read_text(encoding="utf-8-sig"), ask).beat())
-    assert asked == ([active] if active else [])
-    assert active_tasks(text.removeprefix("\ufeff")) == active
+def test_what_is_to_be_done_at_a_heartbeat(text, active):
+    assert active_tasks(text) == active

@@ -16,13 +16,16 @@ import sys
 import tempfile
 import threading
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 import nanobot as program
+from channels import JobStore
 from fake_llm import Failure, FakeLLM, Hang, Reply, call, calls
 from fake_telegram import FakeTelegram
+from memory import SessionManager, locked
 from test_providers import check_grammar as is_lawful
 
 ROOT = Path(__file__).parent.parent
@@ -687,6 +690,44 @@ def test_a_conversation_at_the_prompt(own_home, needs_terminal):
         assert terminal.close() == 0
 
 
+def test_a_reminder_comes_to_the_prompt_while_no_gateway_runs(own_home, needs_terminal):
+    """What came while nobody was there is told at the start; what comes now, above the prompt."""
+
+    def script(body):
+        found = re.findall(r"<[\w.]+>", str(body["messages"][-1]["content"]))
+        return f"Remember {found[-1]}!" if found else "Hello."
+
+    inbox = SessionManager(own_home / ".nanobot" / "workspace").inbox("cli:direct")
+    inbox.append({"id": "j@1", "kind": "report", "sender": "job", "content": "Water the plants."})
+    with FakeLLM(script) as server, FakeTelegram() as telegram:
+        terminal = Terminal(server=server)
+        terminal.expect("While you were away:")
+        terminal.expect("Water the plants.")
+        terminal.expect("> ")
+        write_reminders(own_home, "telegram:7", ["for.telegram"])
+        write_reminders(own_home, "cli:direct", ["one"])
+        terminal.type("half a li")
+        terminal.expect("Remember <one>!")
+        terminal.expect("> half a li")
+        terminal.type("\b" * 20 + "hi\n")
+        terminal.expect("Hello.")
+        terminal.expect("> ")
+        gateway = Gateway(own_home, telegram, server)
+        telegram.wait_until(lambda: "Remember &lt;for.telegram&gt;!" in telegram.texts(7))
+        write_reminders(own_home, "cli:direct", ["two"])  # the gateway runs it, the prompt shows it
+        terminal.expect("Remember <two>!")
+        gateway.end()
+        terminal.type("\x04")
+        assert terminal.close() == 0
+        terminal = Terminal(server=server)
+        terminal.expect("> ")
+        assert "Remember" not in terminal.everything and "away" not in terminal.everything
+        terminal.type("\x04")
+        assert terminal.close() == 0
+    said = [line["content"] for line in journal(own_home) if line.get("role") == "assistant"]
+    assert said == ["Water the plants.", "Remember <one>!", "Hello.", "Remember <two>!"]
+
+
 def test_ctrl_c_at_the_prompt_stops_the_turn_and_the_talk_goes_on(own_home, needs_terminal):
     with FakeLLM([Hang(30), "Here again."]) as server:
         terminal = Terminal(server=server)
@@ -1199,7 +1240,7 @@ HELP = {
     "prompt": ["[TEXT]|[text]", "--session NAME"],
     "sessions": ["[{show}] [KEY]"],
     "gateway": ["--verbose ", "log more than events"],
-    "cron": ["[{list}]"],
+    "cron": ["[{list,remove}] [ID]"],
     "onboard": [],
     "status": [],
 }  # fmt: skip
@@ -1219,7 +1260,7 @@ def test_the_program_explains_its_commands(run_here):
     explained = {
         "agent": "ask, or talk at a prompt", "replay": "run a trace again: no network",
         "prompt": "print what would be sent", "sessions": "list, or `show KEY`",
-        "gateway": "serve channels and cron", "cron": "list what is planned",
+        "gateway": "serve channels and cron", "cron": "list what is planned; remove ID",
         "onboard": "write settings and workspace", "status": "check each part",
     }  # fmt: skip
     lines = [line.split(maxsplit=1) for line in out.split("COMMAND", 2)[2].split("\n") if line.strip()]
@@ -1410,9 +1451,16 @@ def test_sessions_are_listed_with_their_messages_and_shown_by_name(run_here, own
     assert run_here("sessions", "show", "7")[0] == 1
 
 
+def test_a_job_is_removed_by_its_id(run_here, own_home):
+    write_reminders(own_home, "cli:direct", ["r1", "r2"])
+    assert run_here("cron", "remove", "r1")[:2] == (0, f"Removed job r1.\n{program.NOBODY_RUNS_JOBS}\n")
+    status, out, err = run_here("cron", "remove", "r1")
+    assert (status, out) == (1, "") and "There is no job 'r1'. There are: r2." in err
+
+
 def test_what_is_planned_is_listed_and_that_no_gateway_runs(run_here, own_home):
     status, out, _ = run_here("cron")
-    never = "No gateway runs: nothing of this happens until `nanobot gateway` is started.\n"
+    never = f"{program.NOBODY_RUNS_JOBS}\n"
     assert (status, out) == (0, f"There are no jobs.\n{never}")
     with program.one_gateway(own_home / ".nanobot" / "workspace"):
         assert run_here("cron", "list")[:2] == (0, "There are no jobs.\n")
@@ -1646,9 +1694,19 @@ def test_a_wrong_token_is_said_plainly_and_cron_goes_on(own_home):
         gateway.end()
 
 
-def test_kill_9_of_a_gateway_under_load_loses_nothing_and_doubles_nothing(own_home):
-    """Killed at random moments; each chat gets an answer for each message, at least once."""
-    dice, chats, rounds = random.Random(5), range(100, 106), 20 if FULL else 2
+def write_reminders(home: Path, chat: str, names: list[str]) -> None:
+    """Reminders that are due at once, beside what stands in jobs.json."""
+    moment = datetime.now(UTC).isoformat()
+    rows = [{"id": name, "message": f"<{name}>", "at": moment, "channel": chat.split(":")[0],
+             "chat_id": chat.split(":")[1], "since": "2026-01-01T00:00:00Z"} for name in names]  # fmt: skip
+    store = JobStore(home / ".nanobot" / "workspace" / "cron" / "jobs.json", locked)
+    store.change(lambda old: [*old, *rows])
+
+
+@pytest.mark.parametrize("rounds", [2, pytest.param(20, marks=pytest.mark.slow)])
+def test_kill_9_of_a_gateway_under_load_loses_nothing_and_doubles_nothing(own_home, rounds):
+    """Killed at random moments; each chat gets an answer for each message, and each reminder."""
+    dice, chats = random.Random(5), range(100, 106)
 
     def script(body):
         last = str(body["messages"][-1]["content"])
@@ -1656,10 +1714,11 @@ def test_kill_9_of_a_gateway_under_load_loses_nothing_and_doubles_nothing(own_ho
         users = [each["content"] for each in body["messages"] if each["role"] == "user"]
         if is_task and last:
             return Reply(None, [call("list_dir", path=".")], "tool_calls", delay=0.02)
-        return Reply(" ".join(re.findall(r"<\d+\.\d+>", str(users))), delay=0.02)
+        return Reply(" ".join(re.findall(r"<[\d.r]+>", str(users))), delay=0.02)
 
     with FakeTelegram() as telegram, FakeLLM(script) as server:
         for number in range(rounds):
+            write_reminders(own_home, "telegram:100", [f"r{number}.{n}" for n in range(3)])
             gateway = Gateway(own_home, telegram, server)
             for chat in chats:
                 for count in range(3):
@@ -1669,13 +1728,11 @@ def test_kill_9_of_a_gateway_under_load_loses_nothing_and_doubles_nothing(own_ho
             gateway.process.kill()
             gateway.process.wait()
         gateway = Gateway(own_home, telegram, server)
-
-        def is_answered(chat, number):
-            texts = [each["text"] for each in telegram.calls("sendMessage") if each["chat_id"] == str(chat)]
-            return f"{chat}.{number}&" in " ".join(texts)
-
-        expected = [(chat, number) for chat in chats for number in range(3 * rounds)]
-        telegram.wait_until(lambda: all(is_answered(*each) for each in expected))
+        expected = [(chat, f"{chat}.{n}") for chat in chats for n in range(3 * rounds)]
+        expected += [(100, f"r{number}.{n}") for number in range(rounds) for n in range(3)]
+        telegram.wait_until(
+            lambda: all(f"{name}&gt;" in " ".join(telegram.texts(chat)) for chat, name in expected)
+        )
         gateway.end()
         for body in filter(None, server.bodies):
             is_lawful(body["messages"])
@@ -1683,6 +1740,9 @@ def test_kill_9_of_a_gateway_under_load_loses_nothing_and_doubles_nothing(own_ho
         lines = [line for line in journal_whatever(own_home, f"telegram%3A{chat}") if line.get("role")]
         asked = [line["content"] for line in lines if line["role"] == "user"]
         assert sorted(asked) == sorted(f"<{chat}.{number}>" for number in range(3 * rounds))
+        told = [line["content"] for line in lines if "@" in line.get("id", "")]
+        reminders = [f"<r{number}.{n}>" for number in range(rounds) for n in range(3)]
+        assert sorted(told) == sorted(reminders if chat == 100 else [])
 
 
 def test_a_one_shot_waits_for_its_helpers_and_tells_what_they_found(own_home):

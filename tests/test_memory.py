@@ -16,14 +16,13 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from channels import Channel, InboundMessage, MessageBus
 from memory import Governed, Inbox, MemoryRepository, MemoryStore, Session, SessionBusy, SessionManager
 from memory import SkillsLoader, TokenCounter, estimate
-from nanobot import AgentLoop, Config, add_system_jobs
+from nanobot import AgentLoop, Config, JobRunner
 from providers import LLMProvider, LLMResponse, ToolCallRequest, legal
 from tools import FILE_TOOLS, Tool, ToolRegistry, tool
 
@@ -1408,7 +1407,9 @@ def test_no_file_that_a_command_planted_gets_into_a_request_or_holds_it_up(tmp_p
 
     async def work() -> None:
         jobs = [partial(loop.process_direct, "hi", KEY)]
-        add_system_jobs(loop, SimpleNamespace(add_system=lambda name, seconds, job: jobs.append(job)))
+        runner = JobRunner(loop)
+        runner.clock.add_system = lambda name, seconds, job: jobs.append(job)
+        runner.add_system_jobs()
         for job in jobs:
             with contextlib.suppress(OSError, ValueError):  # a dream that may not read its files
                 await job()

