@@ -26,21 +26,9 @@ import nanobot
 import providers
 from nanobot import AgentRunner, AgentRunSpec, CostTrackingHook
 from providers import (
-    ROWS,
-    Endpoint,
-    HumanProvider,
-    LLMResponse,
-    OfflineProvider,
-    OpenAIProvider,
-    RecordedTools,
-    ReplayDiffers,
-    ReplayProvider,
-    ScriptedProvider,
-    ToolCallRequest,
-    Trace,
-    choose_endpoint,
-    legal,
-)
+    ROWS, Endpoint, HumanProvider, LLMResponse, OfflineProvider, OpenAIProvider, RecordedTools, ReplayDiffers,
+    ReplayProvider, ScriptedProvider, ToolCallRequest, Trace, choose_endpoint, legal,
+)  # fmt: skip
 from tools import FILE_TOOLS, Exec, ToolRegistry, Turn, Web, WebFetch, WebSearch
 
 SYSTEM = {"role": "system", "content": "You are a test."}
@@ -269,12 +257,6 @@ def test_headers_never_go_to_another_rows_host():
         assert (end.api_key, end.extra_headers) == ("", {})
 
 
-def test_headers_and_body_of_the_settings_come_along():
-    own = Endpoint(ROWS["openrouter"], "sk-or-1", extra_headers={"X-Title": "kit"}, extra_body={"top_k": 1})
-    end = choose_endpoint({"openrouter": own})
-    assert (end.extra_headers, end.extra_body) == ({"X-Title": "kit"}, {"top_k": 1})
-
-
 @pytest.mark.parametrize(("key", "name"), [
     ("sk-or-v1-0", "openrouter"), ("sk-ant-0", "anthropic"), ("AIzaSy0", "gemini"), ("gsk_0", "groq"),
     ("xai-0", "xai"), ("sk-proj-0", "openai"), ("0", "openai")])  # fmt: skip
@@ -325,11 +307,6 @@ def test_an_address_says_whose_it_is(base):
     ("https://models.example", "https://models.example")])  # fmt: skip
 def test_only_a_local_address_without_a_path_gets_v1(base, address):
     assert choose_endpoint({}, "m", base_url=base).api_base == address
-
-
-def test_a_gateway_that_knows_models_without_their_maker_gets_them_so():
-    end = choose_endpoint(settings(aihubmix="sk-1"), "openai/gpt-4o", "aihubmix")
-    assert end.model == "gpt-4o"
 
 
 # ---- What the server receives ----
@@ -442,10 +419,7 @@ def test_the_system_message_and_the_last_tool_are_marked_for_the_cache(row):
 
 
 ODD_BODIES = {
-    "choices null with an error beside": (
-        {"choices": None, "error": {"message": "No credits"}},
-        "No credits",
-    ),
+    "choices null with an error beside": ({"choices": None, "error": {"message": "No credits"}}, "No credits"),
     "an error within a 200": ({"error": {"message": "Overloaded", "code": 529}}, "Overloaded"),
     "an error within a choice": (
         {"choices": [{"message": {"content": ""}, "finish_reason": "error", "error": {"message": "Gone."}}]},
@@ -715,16 +689,6 @@ def test_what_an_answer_says_beside_its_parts_is_sent_back_under_its_own_name():
     assert "reasoning_content" not in sent and sent["content"] is None
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_reasoning_content_is_kept_and_sent_back(stream):
-    with FakeLLM([Reply("Noon.", extra={"reasoning_content": "It is day."}), "Yes."]) as server:
-        answer, shown = ask(made(server), stream=stream)
-        assert (answer.content, answer.reasoning_content) == ("Noon.", "It is day.")
-        assert "day" not in "".join(shown)
-        ask(made(server), [*HELLO, answer.to_message(), {"role": "user", "content": "Sure?"}])
-        assert server.bodies[1]["messages"][2]["reasoning_content"] == "It is day."
-
-
 USAGES = {
     "OpenAI": {"prompt_tokens_details": {"cached_tokens": 3}},
     "Moonshot": {"cached_tokens": 3},
@@ -738,12 +702,8 @@ USAGES = {
 def test_cached_tokens_are_found_under_any_name(name, stream):
     usage = {"prompt_tokens": 10, "completion_tokens": 5, **USAGES[name]}
     answer, _ = reply_to(Reply("Hi.", usage=usage), stream)
-    assert answer.usage == {
-        "prompt_tokens": 10,
-        "completion_tokens": 5,
-        "cached_tokens": 3,
-        "estimated": False,
-    }
+    counts = {"prompt_tokens": 10, "completion_tokens": 5, "cached_tokens": 3}
+    assert answer.usage == {**counts, "estimated": False}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -819,7 +779,8 @@ def test_a_stream_may_take_longer_than_the_timeouts_while_it_is_not_silent():
     assert answer.content == "x" * 8
 
 
-@pytest.mark.parametrize("line", [Hang(5), Raw(chunks=[sse(delta(content="Hi."), done=False).body], hang=5)])
+@pytest.mark.parametrize("line", [
+    Hang(5), Raw(chunks=[sse(delta(content="Hi."), done=False).body], hang=5), error(429, "try again in 50s")])
 def test_a_cancellation_is_raised_and_immediate(line):
     async def cancelled(provider):
         task = asyncio.ensure_future(provider.chat(HELLO, on_delta=lambda text: asyncio.sleep(0)))
@@ -832,7 +793,9 @@ def test_a_cancellation_is_raised_and_immediate(line):
         return time.monotonic() - start
 
     with FakeLLM([line]) as server:
-        assert asyncio.run(cancelled(made(server))) < 0.5
+        provider = made(server)
+        provider.pace = 1.0
+        assert asyncio.run(cancelled(provider)) < 0.5
 
 
 def test_the_idle_clock_stands_still_while_the_consumer_works():
@@ -911,7 +874,7 @@ def test_a_model_that_is_being_loaded_is_waited_for_and_told_once():
 
     with FakeLLM([*[loading] * 9, "Here."]) as server:
         assert ask(made(server, "local"), HELLO, told=told)[0].content == "Here."
-    assert told == ["HTTP 503: Loading model; waiting up to 60 s for it"]
+    assert told == ["HTTP 503: Loading model; asking again in 4 s"]
 
 
 KEY = "sk-proj-very-secret-0123456789"
@@ -1205,12 +1168,8 @@ def test_what_one_image_taught_is_not_held_against_the_next():
     with FakeLLM([Failure(400, too_large["body"]), "Fine.", "Fine again."]) as server:
         provider = made(server)
         told = []
-
-        async def tell(line):
-            told.append(line)
-
         for _ in range(2):
-            ask(provider, EVERYTHING, told=told)[0]
+            ask(provider, EVERYTHING, told=told)
         contents = [body["messages"][1]["content"] for body in server.bodies]
     assert contents[0] == contents[2] and "[an image: this model cannot see it]" in contents[1]
     assert told == ["custom, test-model: images are left out of this request: one of them is refused"]
@@ -1234,12 +1193,6 @@ def test_a_change_that_does_not_help_is_tried_once_and_not_remembered():
     answer, bodies, _, provider = after_refusal(refusal, retries=9)
     assert answer.finish_reason == "error" and "temperature" in answer.error
     assert len(bodies) < 5 and provider.learnt == {}
-
-
-def test_a_provider_may_be_asked_in_one_event_loop_after_another():
-    with FakeLLM(["One.", "Two."]) as server:
-        provider = made(server)
-        assert [ask(provider)[0].content for _ in range(2)] == ["One.", "Two."]
 
 
 def test_a_parameter_of_a_strange_name_is_no_regular_expression():
@@ -1267,13 +1220,13 @@ def test_a_call_that_the_endpoint_could_not_read_is_read(name):
     assert (answer.content, answer.finish_reason, answer.usage["estimated"]) == (None, "tool_calls", True)
 
 
-@pytest.mark.parametrize(("row", "sent"), [("openai", False), ("custom", False), ("groq", False)])
-def test_the_names_of_an_openai_account_go_to_openai_only(monkeypatch, row, sent):
+@pytest.mark.parametrize("row", ["openai", "custom", "groq"])
+def test_the_names_of_an_openai_account_go_to_openai_only(monkeypatch, row):
     monkeypatch.setenv("OPENAI_ORG_ID", "org-of-mine")
     monkeypatch.setenv("OPENAI_PROJECT_ID", "project-of-mine")
     with FakeLLM(["Hi."]) as server:
         ask(made(server, row))
-        assert ("of-mine" in str(server.requests[0].headers)) == sent
+        assert "of-mine" not in str(server.requests[0].headers)
 
 
 # ---- Waiting, and asking again ----
@@ -1326,29 +1279,6 @@ def test_comments_do_not_keep_a_request_waiting_for_ever():
         answer, _ = ask(made(server, request_timeout=0.3), stream=True)
         assert time.monotonic() - start < 1.5
     assert "no answer in time" in answer.error
-
-
-def test_a_cancellation_while_it_waits_is_immediate():
-    async def cancelled(provider):
-        task = asyncio.ensure_future(provider.chat(HELLO))
-        await asyncio.sleep(0.2)
-        task.cancel()
-        start = time.monotonic()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        return time.monotonic() - start
-
-    with FakeLLM(lambda body: error(429, "Please try again in 50s")) as server:
-        provider = made(server)
-        provider.pace = 1.0
-        assert asyncio.run(cancelled(provider)) < 0.2
-        assert len(server.bodies) == 1
-
-
-def test_nothing_is_asked_again_after_text_was_shown():
-    with FakeLLM([Raw(chunks=[sse(delta(content="Well"), done=False).body], cut=True), "Never."]) as server:
-        answer, shown = ask(made(server), stream=True)
-        assert shown == ["Well"] and answer.finish_reason == "error" and len(server.bodies) == 1
 
 
 @pytest.mark.parametrize("line", [
@@ -1438,8 +1368,6 @@ TEXT_CALLS = {
     "a function and JSON": '<function=look>{"path": "a.txt"}</function>',
     "a function and parameters": "<function=look>\n<parameter=path>\na.txt\n</parameter>\n</function>",
     "the same, half in a tag": "<function=look><parameter=path>a.txt</parameter></function>\n</tool_call>",
-    "of MiniMax": '<minimax:tool_call><invoke name="look"><parameter name="path">a.txt</parameter></invoke>'
-                  "</minimax:tool_call>",
     "in a fence": '```json\n{"name": "look", "arguments": {"path": "a.txt"}}\n```',
     "in <tools>": '<tools>{"name": "look", "arguments": {"path": "a.txt"}}</tools>',
     "in a list": '[{"name": "look", "arguments": {"path": "a.txt"}}]',
@@ -1795,7 +1723,7 @@ def test_a_person_sees_what_a_model_sees_and_later_only_what_is_new():
     person, questions = in_person("read_file {}", "Hi.", "Bye.")
     asked = ask(person, tools=[TOOL])[0].tool_calls[0]
     tool = '{"name": "read_file", "description": "Read.", "parameters": {}}'
-    how = 'You are the model. Answer in a line, or call tools: NAME {"path": "a"}'
+    how = 'You are the model. Answer in a line, or call a tool: NAME {"path": "a"}'
     assert questions.pop() == (
         f"---- system ----\nYou are a test.\n---- user ----\nHello\n---- tools ----\n{tool}\n{how}\nmodel> "
     )
@@ -1814,21 +1742,6 @@ def test_a_person_sees_what_a_model_sees_and_later_only_what_is_new():
 def test_without_a_terminal_nobody_can_be_the_model():
     answer, _ = ask(HumanProvider())
     assert (answer.finish_reason, answer.error) == ("error", "To be the model you need a terminal.")
-
-
-def test_the_file_works_alone_in_an_empty_folder(tmp_path):
-    shutil.copy(providers.__file__, tmp_path)
-    program = (
-        "import asyncio, sys, providers\n"
-        "model = providers.ScriptedProvider(['Hi.'])\n"
-        "answer = asyncio.run(model.chat([{'role': 'user', 'content': 'Hello'}]))\n"
-        "print(answer.content, 'openai' in sys.modules, providers.__file__)"
-    )
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": ""}, capture_output=True, text=True
-    )
-    assert (done.stdout, done.stderr) == (f"Hi. False {tmp_path}/providers.py\n", "")
 
 
 # ---- A trace of each attempt ----
@@ -2139,7 +2052,6 @@ def test_without_its_rules_or_its_tools_the_offline_model_says_so(tmp_path):
     code = "import asyncio, providers as p; print(asyncio.run(p.OfflineProvider().chat([])).content)"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert "I know no rule for that: there is no templates/offline/rules.md." in done.stdout
-    assert "I need the tool cron" in offline("remind me in 1 minute to stretch", tools=["read_file"])[1]
     assert "the turn has no steps left" in offline("read a.txt", tools=[])[1]
 
 
@@ -2179,25 +2091,8 @@ def test_the_offline_model_saves_a_conversation():
     saved = ask(OFFLINE, [{"role": "system", "content": "Save."}, question], SAVE)[0].tool_calls[0]
     entry = saved.arguments["history_entry"]
     assert saved.name == "save_memory" and entry.startswith("[2026-04-03 10:00] The user sent 2 messages.")
-    assert "The user's favourite colour is green" in entry and 2 <= entry.count(". ") <= 5
-    assert saved.arguments["memory_update"] == (
-        "# Long-term memory\n\n- The user's favourite colour is green\n- The user's name is Maria")  # fmt: skip
-
-
-def test_the_offline_model_dreams(tmp_path):
+    assert "my favourite colour is green; My name is Maria." in entry
+    assert saved.arguments["memory_update"] == memory
     find = {"role": "system", "content": "One a line: [USER|SOUL|MEMORY] fact, or [SKIP]. [MEMORY] is for facts."}
-    files = f"Today is 2026-04-04.\n\n# {tmp_path}/USER.md\n\n- The user's city is Rome\n\n"
-    history = "[2026-04-03 10:00] The user sent 2 messages. The user's city is Rome; The user's name is Maria."
-    found = ask(OFFLINE, [find, user(f"{files}# History\n\n{history}")])[0].content
-    assert found == "[USER] The user's name is Maria"
-    nothing = [find, user(f"{files}# History\n\n[2026-04-03 10:00] Nothing.")]
-    assert ask(OFFLINE, nothing)[0].content == "[SKIP]"
-    about_user = tmp_path / "USER.md"
-    about_user.write_text("- The user's city is Rome\n- The user's name is Bob\n")
-    edit = user(f"# Findings\n{found}\n[USER] The user: I like tea\n{files}")
-    turn = Turn(workspace=tmp_path, cwd=tmp_path)
-    spec = AgentRunSpec([{"role": "system", "content": "Edit."}, edit], ToolRegistry(FILE_TOOLS), turn=turn)
-    run = asyncio.run(AgentRunner(OFFLINE).run(spec))
-    assert run.stop_reason == "completed" and 'offline rule "dream"' in run.final_content
-    assert about_user.read_text() == (
-        "- The user's city is Rome\n- The user's name is Maria\n- The user: I like tea\n")  # fmt: skip
+    assert ask(OFFLINE, [find, user("# History\n\nHello.")])[0].content == "[SKIP]"
+
