@@ -1703,10 +1703,9 @@ class HumanProvider(LLMProvider):
         while True:
             line = (await self.ask("\n".join([*shown, "model> "]))).strip()
             name, _, written = line.partition(" ")
-            if name not in parameters_by_name(request.tools):
-                answer = LLMResponse(line)
-            else:
-                arguments, error = parse_arguments(written, repair=False)
+            answer = LLMResponse(line)
+            if name in parameters_by_name(request.tools):
+                arguments, error = parse_arguments(written or "?", repair=False)
                 answer = calling(name, arguments)
                 if error:
                     shown = [f'Is this a call? Then say {name} {{"argument": "value"}} ({error}).']
@@ -1717,9 +1716,11 @@ class HumanProvider(LLMProvider):
     def news(self, request: LLMRequest) -> list[str]:
         """What the last request did not have: messages, and the tools if they are others."""
         before, self.seen = self.seen, request
-        new = [message for message in request.messages if message not in before.messages]
-        texts = [as_text(calls_as_text(message))["content"] for message in new]
-        lines = [f"---- {new[n]['role']} ----\n{text}" for n, text in enumerate(texts)]
+        lines = []
+        for number, message in enumerate(request.messages):
+            if before.messages[number : number + 1] != [message]:
+                text = as_text(calls_as_text(message))["content"]
+                lines.append(f"---- {message['role']} ----\n{text}")
         if request.tools != before.tools:
             tools = [to_json(tool["function"]) for tool in request.tools]
             how = 'You are the model. Answer in a line, or call a tool: NAME {"path": "a"}'
