@@ -24,13 +24,14 @@ import itertools
 import json
 import logging
 import os
+import random
 import re
 import shlex
 import time
 import warnings
 import zlib
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timedelta
 from functools import partial
@@ -91,6 +92,10 @@ class LLMResponse:
         if self.tool_calls:
             message["tool_calls"] = [call.to_message() for call in self.tool_calls]
         return message
+
+
+def calling(tool: str, arguments: dict) -> LLMResponse:
+    return LLMResponse(None, [ToolCallRequest(new_id(), tool, arguments)], "tool_calls")
 
 
 def failed(cause: str, **fields: Any) -> LLMResponse:
@@ -262,23 +267,26 @@ class OpenAIProvider(LLMProvider):
                 why, shown = await self._explain(failure), failure.shown or None
                 return failed(why, content=shown, usage=usage, is_overflow=failure.is_overflow)
             if self.trace:
-                outcome = "healed" if remedy else "retried"
                 problem = failed(failure.with_status, content=failure.shown or None)
-                self.trace(request, problem, outcome)
+                self.trace(request, problem, "healed" if remedy else "retried")
             if remedy:
                 healed.append((remedy, failure.text))
                 body = remedy.change(body, failure.text)
                 await request.tell(f"{self.endpoint.spec.name}, {request.model}: {remedy.notice}")
-            else:
-                tries += 1
-                await wait(request, failure, seconds, self.pace)
+                continue
+            tries += 1
+            if seconds and (tries == 1 or not failure.is_loading):
+                await request.tell(f"{failure.with_status}; asking again in {seconds:.0f} s")
+            jitter = random.uniform(1, 1.2)  # or all who wait would come back at once
+            await asyncio.sleep(seconds * self.pace * jitter)
 
     async def _ask(self, request: LLMRequest, body: dict) -> LLMResponse:
         """One HTTP attempt. Raises Failure if the endpoint fails, and what `on_delta` raises."""
         request.sent, request.began = body, time.monotonic()
         is_weak = self.endpoint.spec.is_local or "tools" not in body  # its calls may be text
         reads_text = {"auto": is_weak, "on": True}.get(self.endpoint.text_tool_calls)
-        reader = AnswerReader(parameters_by_name(request.tools) if reads_text else {})
+        known = parameters_by_name(request.tools)
+        reader = AnswerReader(known if reads_text else {})
         chunks = self.connection.chunks({"model": request.model, **body})
         try:
             async with contextlib.aclosing(chunks):
@@ -289,27 +297,31 @@ class OpenAIProvider(LLMProvider):
         except Failure as failure:
             failure.cause = self.endpoint.without_secrets(failure.cause)
             failure.shown = reader.shown if request.on_delta else ""
-            if repaired := answer_in_failure(failure, request):
-                return repaired
+            _, calls = read_text_calls(failure.generation, known)  # of Groq's 400
+            if calls and not failure.shown:
+                usage = estimate_usage(request, LLMResponse())
+                return LLMResponse(None, calls, "tool_calls", usage)
             raise
 
-    async def _learn(
-        self, request: LLMRequest, response: LLMResponse, healed: list[Healed]
-    ) -> None:
+    async def _learn(self, request: LLMRequest, answer: LLMResponse, healed: list[Healed]) -> None:
         """Keep what helped. Requests side by side add to it; none takes away from it."""
         known = self.learnt.setdefault(request.model, [])
         known += [entry for entry in healed if entry[0].is_remembered and entry not in known]
-        warning = window_warning(self.endpoint, request, response)
-        if warning and not self.is_warned:
+        seen = answer.usage["prompt_tokens"]
+        sent = estimate_usage(request, answer)["prompt_tokens"]
+        # Ollama cuts what is over its window, 4,096 tokens by default, without a word
+        is_cut = self.endpoint.spec.is_local and 1_000 < seen < 5_000 and sent > 2 * seen
+        if is_cut and not self.is_warned:
             self.is_warned = True
-            await request.tell(warning)
+            fix = "Widen its window, for Ollama: OLLAMA_CONTEXT_LENGTH=64000 ollama serve"
+            await request.tell(f"The server saw {seen:,} of about {sent:,} tokens. {fix}")
 
     async def _explain(self, failure: Failure) -> str:
         text = explanation(failure, self.endpoint)
         if not text.endswith(OFFER):
             return text
         try:
-            return text + (", ".join((await self.list_models())[:20]) or "no models")
+            return text + (", ".join((await self.connection.models())[:20]) or "no models")
         except Failure as problem:  # this is an error message already: nothing may break it
             cause = self.endpoint.without_secrets(problem.with_status)
             return f"{text}an error instead of a list ({cause})"
@@ -321,14 +333,10 @@ class OpenAIProvider(LLMProvider):
     async def close(self) -> None:
         await self.connection.close()
 
-    async def list_models(self) -> list[str]:
-        """The ids of the models that the endpoint offers; raises Failure."""
-        return await self.connection.models()
-
     async def check(self) -> str | None:
         """Check address, key and model. Returns the problem in one line, or None."""
         try:
-            offered = await self.list_models()
+            offered = await self.connection.models()
         except Failure as failure:
             return await self._explain(failure)
         is_known = not offered or self.model in offered
@@ -341,15 +349,14 @@ def retry_after(failure: Failure) -> float | None:
     429 "Rate limit reached, try again in 20s" → 20.0;  503 → 1.0, then 2.0, then 4.0;  401 → None;
     a kept connection that the server had closed → 0.0, then as for any other
     """
-    if failure.shown:  # a second answer would stand behind the part that the user has read
-        return None
-    if failure.is_loading:
-        return LOADING_PAUSE if failure.tries < LOADING_TRIES else None
-    if failure.tries >= MOST_TRIES or not failure.is_passing:
+    if failure.is_loading and failure.tries < LOADING_TRIES:
+        return LOADING_PAUSE
+    is_too_late = bool(failure.shown)  # a second answer would stand behind what the user has read
+    if is_too_late or failure.tries >= MOST_TRIES or not failure.is_passing:
         return None
     if failure.kind == "closed" and failure.tries == 0:
         return 0.0
-    return min(seconds_asked_for(failure) or 2.0**failure.tries, 60.0)
+    return min(failure.seconds_asked_for or 2.0**failure.tries, 60.0)
 
 
 # ---- A model without a network ----
@@ -370,26 +377,16 @@ class OfflineProvider(LLMProvider):
             log.warning("%s", problem)
 
     async def answer(self, request: LLMRequest) -> LLMResponse:
-        talk = Talk(request)
-        answer = memory_answer(talk, self.rules) or self._next_step(talk)
+        plan = Plan(request, self.rules)
+        steps = plan.steps()
+        answer = next(steps)
+        for result in plan.results:
+            answer = steps.send(result) if answer.tool_calls else answer
+        while answer.tool_calls and not plan.tools:
+            answer = steps.send("(the turn has no steps left)")
         await request.show(*words(answer.content or ""))
         answer.usage = estimate_usage(request, answer)
         return answer
-
-    def _next_step(self, talk: Talk) -> LLMResponse:
-        steps = plan(talk, self.rules)
-        calls = [step for step in steps if step.tool]
-        if len(calls) > len(talk.results) and talk.tools:
-            step = calls[len(talk.results)]
-            return calling(step.tool, step.arguments)
-        results = iter(talk.results)
-        reports = []
-        for step in steps:
-            result = next(results, "(the turn has no steps left)") if step.tool else ""
-            reports.append(step.answer.replace("<result>", result))
-        titles = ", ".join(dict.fromkeys(f'"{step.title}"' for step in steps))
-        source = f"[offline rule {titles}, {OFFLINE_RULES}]"
-        return LLMResponse("\n\n".join([self.intro, *filter(None, reports), source]))
 
 
 # ======== Second reading: what real histories, endpoints and answers are like ========
@@ -425,7 +422,7 @@ def clean_content(content: Any, filler: str) -> str | list[dict]:
         return text if text.strip() else filler
     blocks = as_blocks(content)
     for block in blocks:
-        if block.get("type") == "text":
+        if block["type"] == "text":
             block["text"] = clean_content(block.get("text") or "", filler)
     return [block for block in blocks if block.get("text") != ""] or filler
 
@@ -500,12 +497,11 @@ def with_neighbours_joined(messages: list[dict]) -> list[dict]:
         if not joined or joined[-1]["role"] != message["role"] or message["role"] == "tool":
             joined.append(message)
             continue
-        first = joined.pop()
-        contents = [part["content"] for part in (first, message) if part["content"]]
+        contents = [part["content"] for part in (joined[-1], message) if part["content"]]
         content = sum(map(as_blocks, contents), [])
         if all(isinstance(part, str) for part in contents):
             content = "\n\n".join(contents)
-        joined.append({**message, **first, "content": content or None})
+        joined[-1] = {**message, **joined[-1], "content": content or None}
     return joined
 
 
@@ -551,7 +547,6 @@ def load_json(text: str, repair: bool) -> Any:
     except ValueError:
         if not repair or len(text) > MOST_REPAIRED or ends_within(text):
             raise
-    log.info("repairing the JSON of a call's arguments: %.200s", text)
     try:
         with warnings.catch_warnings(action="ignore"):  # of a "\\d" in a text
             return ast.literal_eval(text)  # {'path': 'a.txt', 'all': True}
@@ -566,15 +561,9 @@ def ends_within(text: str) -> bool:
 
     {path: 'a.txt',}  → False        {"command": "rm -rf bui  → True
     """
-    depth = 0
-    for mark in JSON_MARKS.findall(text):
-        if mark in ('"', "'"):
-            return True
-        if mark in ("{", "["):
-            depth += 1
-        elif mark in ("}", "]"):
-            depth -= 1
-    return depth > 0
+    marks = [mark for mark in JSON_MARKS.findall(text) if len(mark) == 1]
+    opened = marks.count("{") + marks.count("[") - marks.count("}") - marks.count("]")
+    return '"' in marks or "'" in marks or opened > 0
 
 
 # ---- Which endpoint ----
@@ -594,7 +583,6 @@ class ProviderSpec:
     default_model: str = ""
     is_gateway: bool = False  # serves any maker's models, as maker/model
     is_local: bool = False  # needs no key and no proxy
-    strip_model_prefix: bool = False  # wants the model without its maker
     supports_prompt_caching: bool = False  # by marks in the request; others do it unasked
     max_tokens_field: str = "max_tokens"
 
@@ -639,8 +627,7 @@ PROVIDERS = [  # name, words in names of its models, its key's variable, address
                  (".dashscope-intl.aliyuncs.com",)),
     ProviderSpec("siliconflow", (), "SILICONFLOW_API_KEY", "https://api.siliconflow.cn/v1",
                  (".api.siliconflow.com",), is_gateway=True),
-    ProviderSpec("aihubmix", (), "AIHUBMIX_API_KEY", "https://aihubmix.com/v1", is_gateway=True,
-                 strip_model_prefix=True),
+    ProviderSpec("aihubmix", (), "AIHUBMIX_API_KEY", "https://aihubmix.com/v1", is_gateway=True),
     ProviderSpec("volcengine", ("doubao",), "ARK_API_KEY",
                  "https://ark.cn-beijing.volces.com/api/v3"),
     ProviderSpec("xai", ("grok",), "XAI_API_KEY", "https://api.x.ai/v1", key_prefix="xai-"),
@@ -704,8 +691,6 @@ def choose_endpoint(
     maker, _, rest = model.partition("/")
     if maker == spec.name and ("/" in rest or not spec.is_gateway):  # but openrouter/auto stays
         model = rest
-    if spec.strip_model_prefix:
-        model = model.rpartition("/")[2]
     chosen = replace(own, spec=spec, api_base=address, model=model or spec.default_model)
     if host not in (None, spec) and address != own.api_base and spec.has_own_host:
         chosen.api_key, chosen.extra_headers = "", {}
@@ -718,13 +703,12 @@ def choose_endpoint(
 
 def with_keys_in_place(settings: dict[str, Endpoint]) -> dict[str, Endpoint]:
     """A key in OPENAI_API_KEY that has another row's prefix (sk-or-…) is that row's key."""
-    general = settings.get("openai")
+    general = settings.get("openai") or Endpoint(ROWS["openai"])
     for row in PROVIDERS:
-        if general and row.key_prefix and general.api_key.startswith(row.key_prefix):
+        if row.key_prefix and general.api_key.startswith(row.key_prefix):
             owner = settings.get(row.name) or Endpoint(row)
-            key = owner.api_key or general.api_key
-            placed = {"openai": replace(general, api_key=""), row.name: replace(owner, api_key=key)}
-            return settings | placed
+            owner = replace(owner, api_key=owner.api_key or general.api_key)
+            return settings | {"openai": replace(general, api_key=""), row.name: owner}
     return settings
 
 
@@ -810,6 +794,16 @@ class Failure(Exception):
         return f"HTTP {self.status}: {self.cause}" if self.status else self.cause
 
     @property
+    def seconds_asked_for(self) -> float:
+        """From a header or from the text; 0 if there is none. A date is not understood."""
+        for name, unit in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
+            written = self.headers.get(name, "")
+            if re.fullmatch(r"\d{1,9}(\.\d*)?", written) and float(written):
+                return float(written) * unit
+        soon = re.search(SOON, self.text)
+        return float(soon[1]) * SECONDS[soon[2].lower()] if soon else 0.0
+
+    @property
     def is_unpaid(self) -> bool:
         is_theirs = (self.status or 0) >= 500  # "load balancer: insufficient capacity"
         return self.status == 402 or (self.says(UNPAID) and not is_theirs)
@@ -840,26 +834,23 @@ def explanation(failure: Failure, endpoint: Endpoint) -> str:
     """The cause, then what to do. It ends in OFFER if the list of models belongs behind it."""
     status, where = failure.status, endpoint.without_secrets(endpoint.api_base)
     cause = endpoint.without_secrets(failure.cause)
+    is_wrong_key = status == 401 or failure.says(WRONG_KEY)
     if failure.kind == "package":
         return cause
     if failure.kind == "timeout":
         return f"{where} gave no answer in time. Ask again, or try a smaller model."
     if failure.kind == "network":
         return f"Cannot reach {where} ({cause}). Is the address right, and is the server running?"
-    if failure.kind in ("cut", "closed"):
-        return f"{where} failed: {cause}. Ask again; if it happens again, see the server's log."
     if failure.is_overflow:
         fix = "Begin a /new one; if a single message is that long, put its text into a file."
         return f"{where}: the conversation is too long for {endpoint.model} ({cause}). {fix}"
-    is_wrong_key = status == 401 or failure.says(WRONG_KEY)
     if failure.is_unpaid and not is_wrong_key:
         fix = "Look at your account there, or choose another --provider."
         return f"{where} reports a billing problem ({cause}). {fix}"
     if is_wrong_key or status == 403:
         variable = endpoint.spec.env_key or "OPENAI_API_KEY"
         return f"{where} refuses the key ({cause}). Set {variable}."
-    names_a_model = status == 404 and "model" in cause.lower()
-    if names_a_model or re.search(NO_MODEL, cause):
+    if re.search(NO_MODEL, cause) or (status == 404 and "model" in cause.lower()):
         return f"{where} has no such model ({cause}). {OFFER}"
     if status in (404, 405) or failure.kind == "nonsense":
         return f"{where} does not answer like a model ({cause}). A base URL mostly ends in /v1."
@@ -885,9 +876,8 @@ def as_failure(problem: Exception) -> Failure:
         failure.cause, failure.kind = "no answer in time", "timeout"
     elif library == "openai" and below in ("RemoteProtocolError", "ReadError", "WriteError"):
         failure.cause, failure.kind = "the connection was closed before an answer came", "closed"
-    elif library.startswith("httpx"):  # while the answer was read
-        failure.cause = "the connection was closed in the middle of the answer"
-        failure.kind = "cut"
+    elif library.startswith("httpx"):
+        failure.cause, failure.kind = "the connection was closed in the middle of the answer", "cut"
     elif name == "APIConnectionError":
         failure.kind = "network"
     return failure
@@ -910,28 +900,6 @@ def refusal(body: Any, problem: Exception | None = None) -> Failure:
     status = fields.get("code") if isinstance(fields.get("code"), int) else None
     text = str(body or "")[:4_000]  # the expressions that search it are for a few lines
     return Failure(line, text, status, generation=str(fields.get("failed_generation") or ""))
-
-
-async def wait(request: LLMRequest, failure: Failure, seconds: float, pace: float) -> None:
-    line = f"{failure.with_status}; asking again in {seconds:.0f} s"
-    if failure.is_loading:
-        minute = LOADING_TRIES * LOADING_PAUSE
-        line = f"{failure.with_status}; waiting up to {minute:.0f} s for it"
-    is_told = failure.is_loading and failure.tries > 0
-    if seconds and not is_told:
-        await request.tell(line)
-    jitter = os.urandom(1)[0] / 1280  # up to a fifth, or all who wait would come back at once
-    await asyncio.sleep(seconds * pace * (1 + jitter))
-
-
-def seconds_asked_for(failure: Failure) -> float:
-    """From a header or from the text; 0 if there is none. A date is not understood."""
-    for name, unit in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
-        written = failure.headers.get(name, "")
-        if re.fullmatch(r"\d{1,9}(\.\d*)?", written) and float(written):
-            return float(written) * unit
-    soon = re.search(SOON, failure.text)
-    return float(soon[1]) * SECONDS[soon[2].lower()] if soon else 0.0
 
 
 # ---- What endpoints refuse, and what helps ----
@@ -975,16 +943,14 @@ def each_message(body: dict, complaint: str, change: Callable[[dict], dict]) -> 
     return {**body, "messages": [change(message) for message in body["messages"]]}
 
 
-def without_keys(
-    value: Any, complaint: str, unwanted: tuple[str, ...], are_names: bool = False
-) -> Any:
+def without_keys(value: Any, complaint: str, unwanted: tuple[str, ...], above: str = "") -> Any:
     """Leave out keys, however deep; in "properties" the keys are names of parameters, and stay."""
     if isinstance(value, list):
         return [without_keys(item, complaint, unwanted) for item in value]
     if not isinstance(value, dict):
         return value
-    kept = [key for key in value if are_names or key not in unwanted]
-    return {key: without_keys(value[key], complaint, unwanted, key == "properties") for key in kept}
+    kept = [key for key in value if above == "properties" or key not in unwanted]
+    return {key: without_keys(value[key], complaint, unwanted, key) for key in kept}
 
 
 def with_other_limit(body: dict, complaint: str) -> dict:
@@ -1142,14 +1108,6 @@ HEALING = [
 ]  # fmt: skip
 
 
-def answer_in_failure(failure: Failure, request: LLMRequest) -> LLMResponse | None:
-    """Of Groq's 400 "Failed to call a function. …" the calls in its `failed_generation`."""
-    _, calls = read_text_calls(failure.generation, parameters_by_name(request.tools))
-    if failure.shown or not calls:
-        return None
-    return LLMResponse(None, calls, "tool_calls", estimate_usage(request, LLMResponse()))
-
-
 # ---- What goes over the wire ----
 # The fewest parameters, as any other one is refused somewhere.
 
@@ -1186,11 +1144,7 @@ def cache_marks(body: dict) -> dict:
 
 
 class Connection:
-    """The SDK's client for an endpoint, made when it is needed, and what comes over it.
-
-    Chunks are read as plain JSON, 10 µs each: the SDK's own way takes 77 µs, and 122 ms to type
-    the body of a request with 1,000 messages.
-    """
+    """The SDK's client for an endpoint, made when it is needed; answers are read as plain JSON."""
 
     connect_timeout = 10.0
 
@@ -1219,18 +1173,18 @@ class Connection:
         import openai
 
         gc.freeze()  # the modules live for ever: the collector need never look at them
-        where = self.endpoint
+        where, base = self.endpoint, self.endpoint.api_base
         http = openai.DefaultAsyncHttpxClient(
-            verify=where.api_base.startswith("https://"),  # loading certificates takes 30 ms
+            verify=base.startswith("https://"),  # loading certificates takes 30 ms
             trust_env=not where.spec.is_local, follow_redirects=False,
         )  # fmt: skip
-        limits = openai.Timeout(
-            self.request_timeout, connect=min(self.connect_timeout, self.request_timeout))
+        connect = min(self.connect_timeout, self.request_timeout)
         client = openai.AsyncOpenAI(
-            api_key=where.api_key or "none", base_url=where.api_base, max_retries=0,
-            timeout=limits, default_headers=where.extra_headers, http_client=http,
+            api_key=where.api_key or "none", base_url=base, max_retries=0, http_client=http,
+            timeout=openai.Timeout(self.request_timeout, connect=connect),
+            default_headers=where.extra_headers,
         )  # fmt: skip
-        if row_of_address(where.api_base).name != "openai":  # OPENAI_ORG_ID is for OpenAI alone
+        if row_of_address(base).name != "openai":  # OPENAI_ORG_ID is for OpenAI alone
             client.organization = client.project = None
         return client
 
@@ -1271,14 +1225,14 @@ class Connection:
             raise as_failure(problem) from problem
 
     async def models(self) -> list[str]:
-        """The ids of the models; raises Failure."""
+        """The ids of the models that the endpoint offers; raises Failure."""
         try:
             list_models = self._client_here().models.with_raw_response.list
             response = await list_models(timeout=min(self.request_timeout, 10.0))
             rows = parse_answer(response.content).get("data") or []
+            return [str(row.get("id")).removeprefix("models/") for row in rows]  # Gemini's prefix
         except Exception as problem:
             raise as_failure(problem) from problem
-        return [str(row.get("id")).removeprefix("models/") for row in rows]  # Gemini's prefix
 
 
 async def chunks_of(response: Any) -> AsyncIterator[dict]:
@@ -1294,13 +1248,11 @@ async def chunks_of(response: Any) -> AsyncIterator[dict]:
 
 async def lines_of(response: Any) -> AsyncIterator[bytes]:
     """Lines end at \\n alone: a U+2028 may stand within a text."""
-    rest = bytearray()
+    rest = b""
     async for data in response.iter_bytes():
-        rest += data
-        if b"\n" in data:
-            *lines, rest = rest.split(b"\n")
-            for line in lines:
-                yield line
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            yield line
     yield rest
 
 
@@ -1482,16 +1434,6 @@ def estimate_usage(request: LLMRequest, answer: LLMResponse) -> dict:
     return NO_TOKENS | {"prompt_tokens": sent, "completion_tokens": received, "estimated": True}
 
 
-def window_warning(endpoint: Endpoint, request: LLMRequest, answer: LLMResponse) -> str:
-    """Ollama cuts what is over its window, 4,096 tokens by default, without a word."""
-    seen = answer.usage["prompt_tokens"]
-    sent = estimate_usage(request, answer)["prompt_tokens"]
-    if not endpoint.spec.is_local or not 1_000 < seen < 5_000 or sent <= 2 * seen:
-        return ""
-    fix = "Widen its window, for Ollama: OLLAMA_CONTEXT_LENGTH=64000 ollama serve"
-    return f"The server saw {seen:,} of about {sent:,} tokens. {fix}"
-
-
 # ---- Calls that a weak model wrote as text ----
 # Qwen2.5-Coder-1.5B behind llama.cpp writes "I will use the `read_file` function." and then its
 # call as JSON in a fence, each third time. Only of local models, for known tools, at the end.
@@ -1499,15 +1441,13 @@ def window_warning(endpoint: Endpoint, request: LLMRequest, answer: LLMResponse)
 TAG = r"(?:\w{1,20}:)?(?:tool_calls?|function_calls?|tools)>"  # <tool_call>, </minimax:tool_call>
 # where a call may begin: <tool_call>, <function=now>, a fence and a brace; or "<tool_c", "``"
 CALL_START = re.compile(
-    rf"<{TAG}|<function=|<invoke name=|^```\w{{0,20}}\s{{0,9}}(?:[{{\[<]|\Z)|^`{{1,2}}\Z|"
+    rf"<{TAG}|<function=|^```\w{{0,20}}\s{{0,9}}(?:[{{\[<]|\Z)|^`{{1,2}}\Z|"
     r"<[\w:]{0,24}\Z", re.MULTILINE)  # fmt: skip
 BARE_CALL = re.compile(r"\s{0,99}[{\[]")  # an answer that begins with JSON may be a call
-AROUND = re.compile(rf"(?:[\s,;\[\]]|```\w{{0,20}}|</?{TAG}|</function>|</invoke>)*")
-NAMED = re.compile(r"<function=([\w-]+)>\s*|<invoke name=\"([\w-]+)\">\s*")
-# <parameter=path>a.txt</parameter>, <parameter name="path">a.txt</parameter>
-PARAMETER = re.compile(
-    r"<parameter(?:=| name=\")(\w+)\"?>\n?((?:(?!<parameter[= ]).)*?)\n?</parameter>", re.DOTALL)
-NAMED_END = re.compile(r"</(?:function|invoke)>|\Z")
+AROUND = re.compile(rf"(?:[\s,;\[\]]|```\w{{0,20}}|</?{TAG}|</function>)*")
+NAMED = re.compile(r"<function=([\w-]+)>\s*")
+PARAMETER = re.compile(r"(?s)<parameter=(\w+)>\n?((?:(?!<parameter=).)*?)\n?</parameter>")
+NAMED_END = re.compile(r"</function>|\Z")
 
 
 def parameters_by_name(tools: list[dict]) -> dict[str, dict]:
@@ -1539,7 +1479,7 @@ def calls_in(text: str, place: int) -> list[ToolCallRequest]:
     calls = []
     while (place := AROUND.match(text, place).end()) < len(text):
         if named := NAMED.match(text, place):
-            name = named[1] or named[2]
+            name = named[1]
             try:
                 written, place = JSON.raw_decode(text, named.end())
             except ValueError:
@@ -1593,16 +1533,14 @@ class ThinkFilter:
             return piece
         text = self.pending + piece
         while tag := (self.end.search(text) if self.is_thought else self.tag.match(text)):
-            self.is_thought = not self.is_thought and not tag[1]
+            self.is_thought = tag[0].lstrip().startswith("<t")
             text = text[tag.end() :]
         self.is_text = not self.is_thought and not self.unclear.fullmatch(text)
-        self.pending = "" if self.is_text else text
-        if self.is_thought:
-            self.pending = text[-12:]
+        self.pending = text[-12:] if self.is_thought else text
         return text if self.is_text else ""
 
     def close(self) -> str:
-        return "" if self.is_thought else self.pending
+        return "" if self.is_thought or self.is_text else self.pending
 
 
 # ---- Traces and replays ----
@@ -1658,9 +1596,8 @@ class Trace:
 class ReplayDiffers(Exception):
     """A request is not the recorded one; shows the first 40 lines in which they differ."""
 
-    def __init__(self, recorded: dict, now: dict):
-        old = json.dumps(recorded, ensure_ascii=False, indent=1).split("\n")
-        new = json.dumps(now, ensure_ascii=False, indent=1).split("\n")
+    def __init__(self, *requests: dict):
+        old, new = (json.dumps(each, ensure_ascii=False, indent=1).split("\n") for each in requests)
         changes = difflib.unified_diff(old, new, "recorded", "now", lineterm="", n=2)
         shown = "\n".join(line[:300] for line in itertools.islice(changes, 40))
         super().__init__(f"This request is not the recorded one:\n{shown}")
@@ -1754,15 +1691,17 @@ class HumanProvider(LLMProvider):
     async def answer(self, request: LLMRequest) -> LLMResponse:
         if not self.ask:
             return failed("To be the model you need a terminal.")
-        names = [tool["function"]["name"] for tool in request.tools]
         shown = self.news(request)
         while True:
             line = (await self.ask("\n".join([*shown, "model> "]))).strip()
-            try:
-                answer = self.read(line, names)
-            except ValueError as problem:
-                shown = [str(problem)]
-                continue
+            name, _, written = line.partition(" ")
+            answer = LLMResponse(line)
+            if name in parameters_by_name(request.tools):
+                arguments, error = parse_arguments(written or "?", repair=False)
+                answer = calling(name, arguments)
+                if error:
+                    shown = [f'Is this a call? Then say {name} {{"argument": "value"}} ({error}).']
+                    continue
             answer.usage = estimate_usage(request, answer)
             return answer
 
@@ -1776,29 +1715,9 @@ class HumanProvider(LLMProvider):
                 lines.append(f"---- {message['role']} ----\n{text}")
         if request.tools != before.tools:
             tools = [to_json(tool["function"]) for tool in request.tools]
-            how = 'You are the model. Answer in a line, or call tools: NAME {"path": "a"}'
+            how = 'You are the model. Answer in a line, or call a tool: NAME {"path": "a"}'
             lines += ["---- tools ----", *tools, how]
         return lines
-
-    def read(self, line: str, names: list[str]) -> LLMResponse:
-        """`list_dir {} read_file {"path": "a"}` → two calls; ValueError if one is not whole."""
-        calls, rest = [], line
-        while rest:
-            name = re.match(r"[\w-]*", rest)[0]
-            if name not in names:
-                break
-            written = rest[len(name) :].lstrip()
-            try:
-                value, end = JSON.raw_decode(written)
-            except (ValueError, RecursionError) as problem:
-                example = f'Is this a call? Then say {name} {{"argument": "value"}}'
-                raise ValueError(f"{example} (this is not whole JSON: {problem}).") from None
-            arguments, error = parse_arguments(value, repair=False)
-            calls.append(ToolCallRequest(new_id(name + rest), name, arguments, error))
-            rest = written[end:].lstrip(" \t\r\n,;")
-        if calls and rest:
-            raise ValueError(f"Behind the call stands what is none: {rest[:100]}")
-        return LLMResponse(None, calls, "tool_calls") if calls else LLMResponse(line)
 
 
 # ---- The offline model ----
@@ -1807,9 +1726,8 @@ class HumanProvider(LLMProvider):
 
 OFFLINE_RULES = "templates/offline/rules.md"  # beside this file, or in nanobot_data/ of a wheel
 FIELDS = ("tool", "answer", "line", "schedule", "path", "command", "pattern", "content", "query")
-BUILT_IN = {"result", "time", "tools", "memory", "file"}  # <words> that nobody has to say
-# [me], (read|open), (list|show [me]), <file>, of
-TOKEN = re.compile(r"\[[^\[\]]*\]|\((?:[^()\[\]]|\[[^\[\]]*\])*\)|<\w+>|[^\s<>()\[\]|]+")
+BUILT_IN = {"result", "time", "memory", "file"}  # <words> that nobody has to say
+MARKS = {"[": "(?:", "]": ")?", "(": "(?:", ")": ")", "|": "|"}
 
 
 class Sentence(NamedTuple):
@@ -1825,34 +1743,29 @@ class Rules:
         self.kinds: dict[str, str] = defaultdict(lambda: "(?!)")  # {"url": "(?:https?://\\S+)"}
         self.sentences: list[Sentence] = []
         self.problems: list[str] = []
+        self.otherwise = {"title": "anything else", "answer": "I know no rule for that."}
         self.last: dict[str, str] = {}  # the rule that is being read
-        self.otherwise = {"answer": "I know no rule for that."}
         for number, line in enumerate(text.split("\n"), 1):
             try:
                 self._read(line.rstrip())
             except (ValueError, re.error) as problem:
-                if self.last:
-                    self.last["is broken"] = "yes"
                 self.problems.append(f"{OFFLINE_RULES}, line {number}: {problem}")
-        self.sentences = [row for row in self.sentences if "is broken" not in row.rule]
+                self.sentences = [row for row in self.sentences if row.rule is not self.last]
+                self.last = {}
 
     def _read(self, line: str) -> None:
         """Take a line in; raises ValueError, or re.error, that says what is wrong with it."""
         kind = re.fullmatch(r"<(\w+)>(?: \([^()]*\))?: (.+)", line)  # <files> (a.txt): …
         key = re.match(r"(\w+): ?(.*)", line)
-        if line.startswith("## "):
+        if line == "## anything else":
+            self.last = self.otherwise
+        elif line.startswith("## "):
             self.last = {"title": line[3:]}
-            if line == "## anything else":
-                self.otherwise |= self.last
-                self.last = self.otherwise
         elif kind:
             regex = re.sub(r"<(\w+)>", lambda name: self.kinds[name[1]], kind[2])
             re.compile(regex)
             self.kinds[kind[1]] = f"(?:{regex})"
         elif line.startswith("- ") and self.last:
-            kinds = re.findall(r"<\w+>", line)
-            if len(kinds) > len(set(kinds)):
-                raise ValueError(f"`{line[2:]}`: one of the <words> is in it twice")
             self.sentences.append(Sentence(line[2:], self._regex(line[2:]), self.last))
         elif key and self.last:
             self._check_field(key[1], key[2])
@@ -1874,29 +1787,23 @@ class Rules:
 
     def _regex(self, sentence: str) -> str:
         """`show [me] <file>` → an expression for ` show a.txt` and ` show me "my notes"`."""
-        tokens = TOKEN.findall(sentence)
-        if "".join(tokens).replace(" ", "") != sentence.replace(" ", ""):
+        if any(sentence.count(pair[0]) != sentence.count(pair[1]) for pair in ("[]", "()", "<>")):
             raise ValueError(f"`{sentence}`: a bracket is not closed")
+        kinds = re.findall(r"<(\w+)>", sentence)
+        if len(kinds) > len(set(kinds)):
+            raise ValueError(f"`{sentence}`: one of the <words> is in it twice")
         regex = ""
-        for token in tokens:
-            name = token[1:-1]
-            if token[0] in "[(":
-                either = "|".join(self._regex(part) for part in name.split("|"))
-                regex += f"(?:{either})" + ("?" if token[0] == "[" else "")
-            elif token[0] != "<":
-                said = f"said_{token}"
-                regex += self.kinds[said] if said in self.kinds else rf"\s+{re.escape(token)}"
-            elif name in self.kinds:
-                regex += rf"\s+(?P<{name}>{self.kinds[name]})"
-            else:
+        for token in re.findall(r"[\[\]()|]|[^\s\[\]()|]+", sentence):
+            if token[0] == "<" and token[1:-1] not in self.kinds:
                 raise ValueError(f"nothing says what {token} can be")
+            said = self.kinds.get(f"said_{token}", rf"\s+{re.escape(token)}")
+            if token[0] == "<":
+                said = rf"\s+(?P{token}{self.kinds[token[1:-1]]})"
+            regex += MARKS.get(token, said)
         return regex
 
     def match(self, text: str) -> tuple[dict, dict] | None:
-        """The first rule with this sentence, with or without "could you please"; and its <words>.
-
-        No rule is for more than 1,000 characters.
-        """
+        """The first rule with this sentence, of at most 1,000 characters; and its <words>."""
         request = re.sub(f"(?i){self.kinds['after']}", "", text.strip()[:1_001])
         for spoken in (request, re.sub(f"(?i){self.kinds['before']}", "", request)):
             start = re.match(r"\w{0,2}", spoken.lower())[0]
@@ -1940,98 +1847,108 @@ def rules_beside_this_file() -> str:
 
 
 RUNTIME_END = "[/Runtime Context]"
-OF_THE_LOOP = r"(?m)^\[(?:image|file|an image|the message|the answer)\b.*\]$"  # [image: /tmp/a.png]
 # - Long-term facts: /home/a b/memory/MEMORY.md
 MEMORY_PATH = r"(?m)^.*?[:`] ?((?:/|~|\w:\\).*?MEMORY\.md)"
+USER_LINE = r"(?m)^\[([^\]\n]{16})[^\]\n]*\] user: (.+)$"  # [2026-04-03T10:00:00+0200] user: hi
+SUBJECT = r"- The user(?:'s .+? is |: I (?:live in|work) )"  # a newer such line replaces this one
 
 
-class Talk:
-    """A request, as the rules see it: the user's words since the last answer, and what was done."""
+class Plan:
+    """What the user asks for. Its generators yield calls, and are sent what these returned."""
 
-    def __init__(self, request: LLMRequest):
-        self.messages = [as_text(message) for message in request.messages]
-        begin = 0
-        self.it = file = ""  # the file of the last call before the question
-        for number, message in enumerate(self.messages, 1):
-            calls = message.get("tool_calls", [])
-            for call in calls:
+    def __init__(self, request: LLMRequest, rules: Rules):
+        self.rules = rules
+        messages = [as_text(message) for message in request.messages]
+        begin, self.it, file = 0, "", ""  # `it` is the file that was named last
+        for number, message in enumerate(messages, 1):
+            for call in message.get("tool_calls", []):
                 file = file_of(json.loads(call["function"]["arguments"])) or file
-            if message["role"] == "assistant" and not calls:
+            if message["role"] == "assistant" and "tool_calls" not in message:
                 begin, self.it = number, file
-        asked = self._texts("user", begin)
-        typed = asked[:1] + [text for text in asked[1:] if RUNTIME_END in text]  # not the loop's
-        questions = [re.sub(OF_THE_LOOP, "", text.rpartition(RUNTIME_END)[2]) for text in typed]
-        self.question = "\n".join(question.strip() for question in questions)
+        texts: dict[str, list[str]] = defaultdict(list)
+        for message in messages[begin:]:
+            texts[message["role"]].append(message["content"])
+        self.prompt, self.results, asked = messages[0]["content"], texts["tool"], texts["user"]
+        typed = [text for text in asked if RUNTIME_END in text] or asked[:1]  # not the loop's
+        self.question = "\n".join(text.rpartition(RUNTIME_END)[2].strip() for text in typed)
         self.text = "\n".join(asked)
-        self.prompt = "".join(self._texts("system"))
-        self.results = self._texts("tool", begin)
-        self.tools = [tool["function"]["name"] for tool in request.tools]
-        times = re.findall(r"(?m)^Time: (.*)", "\n".join(typed)) or ["a time that nobody told me"]
-        memory = [*re.findall(MEMORY_PATH, self.prompt), "MEMORY.md"][0]
-        self.known = {"time": times[-1], "tools": ", ".join(self.tools), "memory": memory}
+        self.tools = parameters_by_name(request.tools)
+        times = re.findall("(?m)^Time: (.*)", "\n".join(typed)) or [str(datetime.now())]
+        memory = re.findall(MEMORY_PATH, self.prompt) or ["MEMORY.md"]
+        self.known = {"time": times[-1], "memory": memory[0]}
 
-    def _texts(self, role: str, begin: int = 0) -> list[str]:
-        return [each["content"] for each in self.messages[begin:] if each["role"] == role]
+    def steps(self) -> Generator[LLMResponse, str, None]:
+        """The calls, in order; then the answer."""
+        if "save_memory" in self.tools:
+            yield saved_memory(self.text)
+        if "[SKIP]" in self.prompt and "[MEMORY]" in self.prompt:
+            yield LLMResponse("[SKIP]")  # Dream: what is a fact was noted when it was said
+        titles, reports = [], [OfflineProvider.intro]
+        for rule, said in self._rules_and_words():
+            titles.append(f'"{rule["title"]}"')
+            files = re.findall(self.rules.kinds["a_file"], said.get("files", ""), re.IGNORECASE)
+            for file in (files or [self.it]) if "<file>" in str(rule) else [""]:
+                known = {name: unquoted(text) for name, text in [*said.items(), ("file", file)]}
+                reports.append((yield from self._follow(rule, known | self.known)))
+        source = f"[offline rule {', '.join(dict.fromkeys(titles))}, {OFFLINE_RULES}]"
+        yield LLMResponse("\n\n".join([*reports, source]))
+
+    def _rules_and_words(self) -> list[tuple[dict, dict]]:
+        match, otherwise = self.rules.match, self.rules.otherwise
+        head = self.question.partition("\n\n")[0]  # piped text stands behind it
+        requests = self.rules.split(head)
+        if len(requests) > 1:
+            return [match(text) or (otherwise, {}) for text in requests]
+        offered = otherwise | {"answer": self.rules.suggestion(head) or otherwise["answer"]}
+        return [match(self.question) or match(head) or (offered, {})]
+
+    def _follow(self, rule: dict, known: dict) -> Generator[LLMResponse, str, str]:
+        """One rule, for one file. Returns what is said then."""
+        if "<file>" in str(rule) and not known["file"]:
+            return "Which file do you mean? Name it, like: read a.txt"
+        if "line" in rule:
+            path, line = fill(rule["path"], known), fill(rule["line"], known)
+            return (yield from self._add_line(path, line))
+        if "tool" in rule:
+            arguments = arguments_of(rule, known)
+            self.it = file_of(arguments) or self.it
+            if rule["tool"] == "edit_file":  # it changes only what was read
+                yield calling("read_file", {"path": arguments["path"]})
+            known["result"] = yield calling(rule["tool"], arguments)
+        return fill(rule.get("answer", "<result>").strip(), known)
+
+    def _add_line(self, path: str, line: str) -> Generator[LLMResponse, str, str]:
+        """Put a line behind a file's text. `- The user's name is Maria` replaces that of Bob."""
+        self.it = file_of({"path": path}) or self.it
+        result = yield calling("read_file", {"path": path})
+        page = re.findall(r"(?m)^\d+\| (.*)$", result)
+        fact, subject = line.removeprefix("- "), re.match(SUBJECT, line)
+        if "go on with offset=" in result:
+            return f"{path} is too long for me: I read one page of it."
+        if fact != line and line in page:
+            return f"I know that already: {fact}"
+        kept = [old for old in page if not (subject and old.startswith(subject[0]))]
+        edit = {"path": path, "old_text": "\n".join(page), "new_text": "\n".join([*kept, line])}
+        result = yield calling("edit_file", edit)
+        return result if fact == line else f"I note: {fact}\n{result}"
 
 
 def file_of(arguments: dict) -> str:
     """The file that "it" means after a call: of `mv -v -- a.txt b.txt` it is b.txt."""
-    path, command = (str(arguments.get(name) or "") for name in ("path", "command"))
+    path, command = arguments.get("path", ""), arguments.get("command", "")
     if re.match(r"(?:if \[ -f .*; fi; )?(?:mv|cp|touch|rm) .*-- ", command):
-        path = re.findall(r"'[^']+'|\S+", command)[-1].strip("'")
+        path = shlex.split(command)[-1]
     return "" if path.endswith("MEMORY.md") else path
 
 
-class Step(NamedTuple):
-    """A call, or none if `tool` is empty; and what is said then, with <result> in it."""
-
-    title: str
-    answer: str
-    tool: str = ""
-    arguments: dict = {}
-
-
-def calling(tool: str, arguments: dict) -> LLMResponse:
-    return LLMResponse(None, [ToolCallRequest(new_id(), tool, arguments)], "tool_calls")
-
-
-def plan(talk: Talk, rules: Rules) -> list[Step]:
-    """All that the message asks for, in order. Results that are there go into later steps."""
-    if "# Findings\n" in talk.text:
-        return dreamt_steps(talk)
-    steps: list[Step] = []
-    it = talk.it
-    head = talk.question.partition("\n\n")[0]  # piped text stands behind it
-    requests = rules.split(head)
-    for text in [talk.question] if len(requests) == 1 else requests:
-        rule, spoken = rules.match(text) or rules.match(head) or ({}, {})
-        if not rule:
-            answer = rules.suggestion(head) or rules.otherwise["answer"]
-            rule = {"title": "anything else", "answer": answer}
-        said = re.findall(rules.kinds["a_file"], spoken.get("files", ""), re.IGNORECASE)
-        files = (said or [it]) if "<file>" in str(rule) else [""]
-        for file in files:
-            known = {name: unquoted(text) for name, text in [*spoken.items(), ("file", file)]}
-            done = len([step for step in steps if step.tool])
-            steps += steps_of(rule, talk, known, talk.results[done:])
-            it = file_of(steps[-1].arguments) or it
-    return steps
-
-
-def steps_of(rule: dict, talk: Talk, known: dict, results: list[str]) -> list[Step]:
-    title, tool = rule["title"], rule.get("tool", "")
-    if "<file>" in str(rule) and not known["file"]:
-        return [Step(title, "Which file do you mean? Name it, like: read a.txt")]
-    if tool and talk.tools and tool not in talk.tools:
-        return [Step(title, f"For that I need the tool {tool}, which is not here.")]
-    known |= {"result": "<result>", **talk.known}
-    step = Step(title, fill(rule.get("answer", "<result>").strip(), known), tool)
-    if "line" in rule:
-        return added_line(step, fill(rule["path"], known), fill(rule["line"], known), results)
-    step = step._replace(arguments=arguments_of(rule, known))
-    if tool == "edit_file":  # it changes only what was read
-        return [Step(title, "", "read_file", {"path": step.arguments["path"]}), step]
-    return [step]
+def saved_memory(text: str) -> LLMResponse:
+    """What the user said becomes history. Facts are in MEMORY.md already, by rules with `line:`."""
+    memory, _, conversation = text.partition("\n# Conversation\n")
+    spoken = re.findall(USER_LINE, conversation) or [(time.strftime("%Y-%m-%d %H:%M"), "nothing")]
+    quotes = "; ".join(text[:200] for _, text in spoken[:20])
+    entry = f"[{spoken[0][0]}] The user sent {len(spoken)} messages. {quotes}".replace("T", " ", 1)
+    facts = memory.partition("# MEMORY.md\n")[2].strip()
+    return calling("save_memory", {"history_entry": entry, "memory_update": facts})
 
 
 def unquoted(text: str) -> str:
@@ -2049,12 +1966,11 @@ def arguments_of(rule: dict, known: dict) -> dict:
     arguments: dict[str, Any] = {}
     for name, template in rule.items():
         is_said = all(word in known for word in re.findall(r"<(\w+)>", template))
-        if name in ("title", "tool", "answer", "schedule") or not is_said:
-            continue
-        is_put_together = name == "command" and template != "<command>"
-        arguments[name] = fill(template, known, shlex.quote if is_put_together else str)
-        if re.fullmatch(r"\d+|true|false", template):
-            arguments[name] = json.loads(template)
+        if name not in ("title", "tool", "answer", "schedule") and is_said:
+            is_put_together = name == "command" and template != "<command>"
+            text = fill(template, known, shlex.quote if is_put_together else str)
+            is_plain = re.fullmatch(r"\d+|true|false", template)
+            arguments[name] = json.loads(template) if is_plain else text
     if "schedule" in rule:
         arguments |= schedule(known["when"].lower(), known["time"])
     return arguments
@@ -2065,8 +1981,7 @@ SECONDS_OF = {"sec": 1, "min": 60, "hour": 3_600, "hr": 3_600, "day": 86_400, "w
 
 def schedule(when: str, moment: str) -> dict:
     """`in 5 minutes` → {"at": "2026-04-03T10:07:00"}; `every hour` → {"every_seconds": 3600}"""
-    date = re.match(r"[\d-]+ [\d:]+", moment)  # 2026-04-03 10:02 (Friday), CEST
-    now = datetime.fromisoformat(date[0]) if date else datetime.now().replace(microsecond=0)
+    now = datetime.fromisoformat(moment[:16])  # of 2026-04-03 10:02 (Friday), CEST
     span = re.search(rf"(\d*) ?({'|'.join(SECONDS_OF)})", when)
     if span:
         seconds = int(span[1] or 1) * SECONDS_OF[span[2]]
@@ -2077,81 +1992,3 @@ def schedule(when: str, moment: str) -> dict:
     if "tomorrow" in when or due <= now:
         due += timedelta(days=1)
     return {"at": due.isoformat()}
-
-
-# ---- The offline model: what it writes into memory ----
-# Nobody without a key would see otherwise how a conversation becomes history, and history facts.
-
-# [2026-04-03T10:00:00+0200] user: hello; in a history [2026-04-03 10:00] [RAW] stands before it
-USER_LINE = r"(?m)^(?:\[[^\]\n]+\] )*?(?:\[([^\]\n]{16})[^\]\n]*\] )?user: (.+)$"
-OWN_FACT = r"The user(?:'s [^.;\n]+? is |: I )[^.;\n]+"
-SUBJECT = r"- The user(?:'s .+? is |: I (?:live in|work) )"  # a newer such line replaces this one
-FINDING = r"(?m)^\[(MEMORY|USER|SOUL)\] (.+)$"
-
-
-def memory_answer(talk: Talk, rules: Rules) -> LLMResponse | None:
-    """What Consolidator and Dream ask for: save a conversation, sum it up, find facts."""
-    memory, _, conversation = talk.text.partition("\n# Conversation\n")
-    spoken = re.findall(USER_LINE, conversation or talk.text)
-    facts: list[str] = []
-    for _, text in spoken:
-        matches = [rules.match(request) or ({}, {}) for request in rules.split(text)]
-        lines = [fill(rule.get("line", ""), known) for rule, known in matches]
-        facts += [line.removeprefix("- ") for line in lines if line.startswith("- ")]
-    if "save_memory" in talk.tools:
-        lines = memory.partition("# MEMORY.md\n")[2].strip().split("\n")
-        for fact in facts:
-            lines = [line for line in lines if not is_newer(f"- {fact}", line)] + [f"- {fact}"]
-        entry, update = history_entry(spoken, facts), "\n".join(lines).strip()
-        return calling("save_memory", {"history_entry": entry, "memory_update": update})
-    if "[SKIP]" in talk.prompt and "[MEMORY]" in talk.prompt:
-        files, _, history = talk.text.rpartition("# History\n")
-        about_user = files.rpartition("USER.md\n")[2]
-        facts += re.findall(OWN_FACT, history)
-        new = [f"[USER] {fact}" for fact in dict.fromkeys(facts) if fact not in about_user]
-        return LLMResponse("\n".join(new) or "[SKIP]")
-    is_transcript = spoken and not talk.tools and RUNTIME_END not in talk.text
-    return LLMResponse(history_entry(spoken, facts)) if is_transcript else None
-
-
-def is_newer(line: str, old: str) -> bool:
-    """Does a line replace an older one? `- The user's name is Maria` that of Bob."""
-    subject = re.match(SUBJECT, line)
-    return line == old or bool(subject and old.startswith(subject[0]))
-
-
-def history_entry(spoken: list[tuple[str, str]], facts: list[str]) -> str:
-    """`[2026-04-03 10:00] The user sent 2 messages. The first was "hi" … They live in Rome.`"""
-    stamp, first = spoken[0] if spoken else ("", "")
-    stamp = stamp.replace("T", " ") or time.strftime("%Y-%m-%d %H:%M")
-    learnt = "; ".join(dict.fromkeys(facts)) or "They told nothing about themselves"
-    messages = f'{len(spoken)} messages. The first was "{first[:200]}"'
-    return f"[{stamp}] The user sent {messages}. {learnt}."
-
-
-def added_line(step: Step, path: str, line: str, results: list[str]) -> list[Step]:
-    """Two calls: read the file, then put a line behind what was read, or in place of an older one.
-    """
-    reading = Step(step.title, "", "read_file", {"path": path})
-    result = "".join(results[:1])
-    page = re.findall(r"(?m)^\d+\| (.*)$", result)
-    if "offset=" in result:
-        return [reading, Step(step.title, f"{path} is too long for me: I read one page of it.")]
-    if line in page and line.startswith("- "):
-        return [reading, Step(step.title, f"I know that already: {line[2:]}")]
-    old = [before for before in page if is_newer(line, before)]
-    new_text = "\n".join([before for before in page if before not in old] + [line])
-    edit = {"path": path, "old_text": "\n".join(page), "new_text": new_text}
-    return [reading, step._replace(tool="edit_file", arguments=edit)]
-
-
-def dreamt_steps(talk: Talk) -> list[Step]:
-    """`[MEMORY] The user's name is Bob` below `# Findings` → the calls that write it there."""
-    findings = talk.text.partition("# Findings\n")[2]
-    paths = {name: path for path, name in re.findall(r"(?m)^# (.*?(\w+)\.md)$", findings)}
-    steps: list[Step] = []
-    for name, fact in re.findall(FINDING, findings):
-        done = len([step for step in steps if step.tool])
-        step, path = Step("dream", f"I note: {fact}\n\n<result>"), paths.get(name, f"{name}.md")
-        steps += added_line(step, path, f"- {fact}", talk.results[done:])
-    return steps

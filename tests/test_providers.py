@@ -12,7 +12,6 @@ import os
 import random
 import re
 import shutil
-import socket
 import ssl
 import subprocess
 import sys
@@ -26,21 +25,9 @@ import nanobot
 import providers
 from nanobot import AgentRunner, AgentRunSpec, CostTrackingHook
 from providers import (
-    ROWS,
-    Endpoint,
-    HumanProvider,
-    LLMResponse,
-    OfflineProvider,
-    OpenAIProvider,
-    RecordedTools,
-    ReplayDiffers,
-    ReplayProvider,
-    ScriptedProvider,
-    ToolCallRequest,
-    Trace,
-    choose_endpoint,
-    legal,
-)
+    ROWS, Endpoint, HumanProvider, LLMResponse, OfflineProvider, OpenAIProvider, ReplayDiffers,
+    ReplayProvider, ScriptedProvider, ToolCallRequest, Trace, choose_endpoint, legal,
+)  # fmt: skip
 from tools import FILE_TOOLS, Exec, ToolRegistry, Turn, Web, WebFetch, WebSearch
 
 SYSTEM = {"role": "system", "content": "You are a test."}
@@ -119,18 +106,9 @@ CHOICES = {
     "a base URL wins over the row's address": (
         settings(openai="sk-1"), {"provider": "openai", "base_url": "http://127.0.0.1:9/v1"},
         ("openai", "sk-1", "http://127.0.0.1:9/v1", "gpt-5-mini")),
-    "the general key goes to an address that was given and is nobody's": (
-        settings(openai="sk-1"), {"base_url": "http://localhost:8000/v1", "model": "m"},
-        ("vllm", "sk-1", "http://localhost:8000/v1", "m")),
     "a base URL in the world is a custom endpoint": (
         settings(openai="sk-1"), {"base_url": "https://models.example/v1", "model": "gpt-5"},
         ("custom", "sk-1", "https://models.example/v1", "gpt-5")),
-    "a key's prefix says whose it is": (
-        settings(openai="sk-or-1"), {"model": "gpt-5"},
-        ("openrouter", "sk-or-1", "https://openrouter.ai/api/v1", "gpt-5")),
-    "a maker before the model": (
-        settings(openai="sk-1"), {"model": "ollama/llama3:8b"},
-        ("ollama", "", "http://localhost:11434/v1", "llama3:8b")),
     "a gateway's own model keeps its whole name": (
         settings(openrouter="sk-or-1"), {"model": "openrouter/auto"},
         ("openrouter", "sk-or-1", "https://openrouter.ai/api/v1", "openrouter/auto")),
@@ -157,7 +135,6 @@ FOREIGN_HOSTS = {
         settings(openai="sk-1"), {"provider": "ollama", "model": "m"}),
     "nor for a custom endpoint that has settings of its own": (
         settings(openai="sk-1", custom="http://models.example/v1"), {"provider": "custom", "model": "m"}),
-    "OpenAI's key is not for OpenRouter": (settings(openai="sk-1"), {"provider": "openrouter"}),
     "not even where the address is given and the provider named": (
         settings(openai="sk-1"), {"provider": "openai", "base_url": "https://openrouter.ai/api/v1"}),
     "OpenRouter's key is not for OpenAI": (
@@ -168,8 +145,6 @@ FOREIGN_HOSTS = {
         settings(openrouter="sk-or-1"), {"base_url": "https://notopenrouter.ai/v1", "model": "m"}),
     "nor one that has the name in its path": (
         settings(openrouter="sk-or-1"), {"base_url": "https://evil.example/openrouter.ai", "model": "m"}),
-    "nor is a host that only the environment named": (
-        settings(openrouter="sk-or-1"), {"provider": "openrouter", "base_url": "http://127.0.0.1:9/v1"}),
 }  # fmt: skip
 
 
@@ -269,12 +244,6 @@ def test_headers_never_go_to_another_rows_host():
         assert (end.api_key, end.extra_headers) == ("", {})
 
 
-def test_headers_and_body_of_the_settings_come_along():
-    own = Endpoint(ROWS["openrouter"], "sk-or-1", extra_headers={"X-Title": "kit"}, extra_body={"top_k": 1})
-    end = choose_endpoint({"openrouter": own})
-    assert (end.extra_headers, end.extra_body) == ({"X-Title": "kit"}, {"top_k": 1})
-
-
 @pytest.mark.parametrize(("key", "name"), [
     ("sk-or-v1-0", "openrouter"), ("sk-ant-0", "anthropic"), ("AIzaSy0", "gemini"), ("gsk_0", "groq"),
     ("xai-0", "xai"), ("sk-proj-0", "openai"), ("0", "openai")])  # fmt: skip
@@ -327,11 +296,6 @@ def test_only_a_local_address_without_a_path_gets_v1(base, address):
     assert choose_endpoint({}, "m", base_url=base).api_base == address
 
 
-def test_a_gateway_that_knows_models_without_their_maker_gets_them_so():
-    end = choose_endpoint(settings(aihubmix="sk-1"), "openai/gpt-4o", "aihubmix")
-    assert end.model == "gpt-4o"
-
-
 # ---- What the server receives ----
 
 
@@ -364,15 +328,6 @@ def test_options_tools_headers_and_extra_body_arrive_as_given():
         assert server.requests[0].headers["x-title"] == "kit"
 
 
-def test_what_is_sent_is_lawful_and_the_callers_messages_stay_as_they_are():
-    messages = [{"role": "user", "content": "a", "timestamp": 1}, {"role": "user", "content": "b\ud800c"}]
-    before = copy.deepcopy(messages)
-    with FakeLLM(["Hi."]) as server:
-        assert ask(made(server), messages)[0].content == "Hi."
-        assert server.bodies[0]["messages"] == [{"role": "user", "content": "a\n\nb?c"}]
-    assert messages == before
-
-
 def test_keys_and_addresses_of_the_environment_are_not_used_by_a_row_without_a_key(monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-of-the-environment")
     monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:1/v1")
@@ -390,14 +345,6 @@ def test_a_local_endpoint_ignores_the_proxy_of_the_environment(monkeypatch):
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
     with FakeLLM(["Hi."]) as server:
         assert ask(made(server, "local"))[0].content == "Hi."
-
-
-def test_an_endpoint_in_the_world_is_reached_by_the_proxy_of_the_environment(monkeypatch):
-    with FakeLLM([]) as server:
-        monkeypatch.setenv("HTTP_PROXY", server.base_url)
-        end = Endpoint(ROWS["custom"], "k", "http://models.example/v1", "m")
-        assert "Invalid URL" in ask(OpenAIProvider(end, pace=0.0))[0].error
-        assert server.requests[0].path == "http://models.example/v1/chat/completions"
 
 
 OWN_CERTIFICATE = """\
@@ -442,10 +389,7 @@ def test_the_system_message_and_the_last_tool_are_marked_for_the_cache(row):
 
 
 ODD_BODIES = {
-    "choices null with an error beside": (
-        {"choices": None, "error": {"message": "No credits"}},
-        "No credits",
-    ),
+    "choices null with an error beside": ({"choices": None, "error": {"message": "No credits"}}, "No credits"),
     "an error within a 200": ({"error": {"message": "Overloaded", "code": 529}}, "Overloaded"),
     "an error within a choice": (
         {"choices": [{"message": {"content": ""}, "finish_reason": "error", "error": {"message": "Gone."}}]},
@@ -480,7 +424,6 @@ FINE = {  # an odd answer: its text and its calls
         {"message": {"content": "Look."}, "finish_reason": "stop"},
         {"message": {"tool_calls": [NOW]}, "finish_reason": "tool_calls"}]}), "Look.", [{}]),
     "blocks": (whole({"content": BLOCKS}), "Hi.", []),
-    "blocks in a stream": (sse(delta(content=BLOCKS), delta("stop")), "Hi.", []),
     "arguments that are an object": (whole({"tool_calls": [OBJECT]}, "tool_calls"), None, [{"zone": "UTC"}]),
     "comments, events, no choices, a null delta, blank data": (
         sse(": PROCESSING\n\n", {"id": "x"}, {"choices": [], "prompt_filter_results": [{}]}, "event: message\n",
@@ -491,7 +434,6 @@ FINE = {  # an odd answer: its text and its calls
     "no reason but [DONE]": (sse(delta(content="Hi.")), "Hi.", []),
     "whole calls and no end": (sse(piece(id="a", name="f", arguments='{"a": 1}'), done=False), None, [{"a": 1}]),
     "a refusal": (sse(delta(refusal="I can"), delta(refusal="not.", content=None), delta("stop")), "I cannot.", []),
-    "a refusal in a whole answer": (whole({"content": None, "refusal": "No."}), "No.", []),
     "a usage that is no number": (whole({"content": "Hi."}, usage={"prompt_tokens": "many"}), "Hi.", []),
     "an endless usage": (Failure(200, '{"choices": [{"message": {"content": "Hi."}}], "usage": {"prompt_tokens": '
                                       '1e999}}'), "Hi.", []),
@@ -562,13 +504,10 @@ ODD_STREAMS = {
     "an error in the middle": (sse(delta(content="Well"), {"error": {"message": "Overloaded"}}),
         "Overloaded"),
     "an error event": (sse('event: error\ndata: {"error": {"message": "Boom"}}\n\n'), "Boom"),
-    "an error that is a text": (sse({"error": "Boom"}), "Boom"),
     "garbage": (sse(delta(content="a"), "data: {oops\n\n"), "not JSON but: {oops"),
     "no end": (sse(delta(content="Well"), done=False), "broke off"),
     "a call without an end": (sse(piece(id="a", name="f", arguments='{"a": '), done=False), "broke off"),
-    "nothing at all": (Raw(b""), "sent no answer"),
     "only comments": (Raw(b": ping\n\n"), "sent no answer"),
-    "a connection that dies": (Raw(chunks=[sse(delta(content="Well"), done=False).body], cut=True), "failed"),
 }  # fmt: skip
 
 
@@ -625,8 +564,6 @@ CALL_STREAMS = {
     "id only in the first chunk, no index": [
         piece(id="1", name="a", arguments='{"x"'), piece(arguments=": 1}"),
         piece(id="2", name="b", arguments='{"y"'), piece(arguments=": 2}")],
-    "whole, without an index": [
-        piece(id="1", name="a", arguments=X), piece(id="2", name="b", arguments=Y)],
     "whole, every index 0": [
         piece(index=0, id="1", name="a", arguments=X), piece(index=0, id="2", name="b", arguments=Y)],
     "in pieces, every index 0": [
@@ -646,15 +583,6 @@ CALL_STREAMS = {
     "the name repeated in every chunk, without ids": [
         piece(name="a", arguments='{"x": 1'), piece(name="a", arguments="}"),
         piece(name="b", arguments='{"y": 2'), piece(name="b", arguments="}")],
-    "the name repeated, the id late": [
-        piece(index=0, name="a", arguments='{"x"'), piece(index=0, id="1", name="a", arguments=": 1}"),
-        piece(index=1, id="2", name="b", arguments=Y)],
-    "both in one chunk": [delta(tool_calls=[
-        {"index": 0, "id": "1", "function": {"name": "a", "arguments": '{"x": 1}'}},
-        {"index": 1, "id": "2", "function": {"name": "b", "arguments": '{"y": 2}'}}])],
-    "objects for arguments": [
-        piece(index=0, id="1", name="a", arguments={"x": 1}),
-        piece(index=1, id="2", name="b", arguments={"y": 2})],
 }  # fmt: skip
 
 
@@ -667,7 +595,6 @@ def test_streamed_calls_are_put_together(name):
 
 
 ARGUMENTS = {
-    "nothing": ("", "stop", {}, ""),
     "a raw line end in a text": ('{"a": "1\n2"}', "stop", {"a": "1\n2"}, ""),
     "broken, but the answer is whole": ("{path: 'a',}", "tool_calls", {"path": "a"}, ""),
     "a Python dict": ("{'a': True, 'b': None, 'c': 'it\\'s'}", "stop", {"a": True, "b": None, "c": "it's"}, ""),
@@ -676,10 +603,7 @@ ARGUMENTS = {
     "cut in a text, whatever the reason": ('{"command": "rm -rf bui', "tool_calls", {}, "not whole JSON"),
     "cut with a brace in the text": ('{"a": "b {c}', "stop", {}, "not whole JSON"),
     "cut in a text of single quotes": ("{'a': 'echo }", "stop", {}, "not whole JSON"),
-    "cut behind a text": ('{"a": "b"', "stop", {}, "not whole JSON"),
     "broken, with a quote in a quote": ('{"a": \'it", b\',}', "stop", {"a": 'it", b'}, ""),
-    "broken, and withheld": ('{"command": "rm -r bui', "content_filter", {}, "not whole JSON"),
-    "a list": ("[1]", "stop", {}, "must be one JSON object"),
     "two objects": ('{"a": 1}{"b": 2}', "stop", {}, "must be one JSON object"),
     "not a number": ('{"a": NaN}', "stop", {}, "not whole JSON"),
     "a number beyond all numbers": ('{"a": 1e400}', "stop", {}, "not whole JSON"),
@@ -715,21 +639,10 @@ def test_what_an_answer_says_beside_its_parts_is_sent_back_under_its_own_name():
     assert "reasoning_content" not in sent and sent["content"] is None
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_reasoning_content_is_kept_and_sent_back(stream):
-    with FakeLLM([Reply("Noon.", extra={"reasoning_content": "It is day."}), "Yes."]) as server:
-        answer, shown = ask(made(server), stream=stream)
-        assert (answer.content, answer.reasoning_content) == ("Noon.", "It is day.")
-        assert "day" not in "".join(shown)
-        ask(made(server), [*HELLO, answer.to_message(), {"role": "user", "content": "Sure?"}])
-        assert server.bodies[1]["messages"][2]["reasoning_content"] == "It is day."
-
-
 USAGES = {
     "OpenAI": {"prompt_tokens_details": {"cached_tokens": 3}},
     "Moonshot": {"cached_tokens": 3},
     "DeepSeek": {"prompt_cache_hit_tokens": 3},
-    "with a null beside": {"prompt_tokens_details": None, "cached_tokens": 3},
 }
 
 
@@ -738,12 +651,8 @@ USAGES = {
 def test_cached_tokens_are_found_under_any_name(name, stream):
     usage = {"prompt_tokens": 10, "completion_tokens": 5, **USAGES[name]}
     answer, _ = reply_to(Reply("Hi.", usage=usage), stream)
-    assert answer.usage == {
-        "prompt_tokens": 10,
-        "completion_tokens": 5,
-        "cached_tokens": 3,
-        "estimated": False,
-    }
+    counts = {"prompt_tokens": 10, "completion_tokens": 5, "cached_tokens": 3}
+    assert answer.usage == {**counts, "estimated": False}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -765,7 +674,6 @@ def test_the_space_at_the_seam_of_a_cut_answer_is_kept(stream):
 # ---- Thoughts ----
 THOUGHTS = {
     "a closed block": ("<think>hm</think>\n\nHi.", "Hi."),
-    "blanks before it": ("\n <think>hm</think>Hi.", "Hi."),
     "two blocks": ("<think>a</think>\n<think>b</think>\nHi.", "Hi."),
     "other names": ("<thinking>hm</thinking><thought>so</thought>Hi.", "Hi."),
     "a block that is never closed": ("<think>hm, and so on", None),
@@ -776,7 +684,6 @@ THOUGHTS = {
     "a mention": ("Wrap it in <think> and </think> tags.", "Wrap it in <think> and </think> tags."),
     "a fence": ("```xml\n<think>a</think>", "```xml\n<think>a</think>"),
     "look-alikes": ("<thinker> <think-foo> <think/>", "<thinker> <think-foo> <think/>"),
-    "the beginning of a tag": ("<thi", "<thi"),
     "less-than signs": ("< 2 << 3 </ b", "< 2 << 3 </ b"),
 }
 
@@ -804,14 +711,6 @@ def test_a_server_that_says_nothing_times_out(stream):
     assert answer.finish_reason == "error" and "no answer in time" in answer.error
 
 
-def test_a_stream_that_falls_silent_times_out():
-    with FakeLLM([Raw(chunks=[sse(delta(content="Hi."), done=False).body], hang=5)]) as server:
-        start = time.monotonic()
-        answer, shown = ask(made(server, idle_timeout=0.2), stream=True)
-        assert time.monotonic() - start < 2
-    assert "no answer in time" in answer.error and shown == ["Hi."]
-
-
 def test_a_stream_may_take_longer_than_the_timeouts_while_it_is_not_silent():
     chunks = [sse(delta(content="x"), done=False).body] * 8 + [sse(delta("stop")).body]
     with FakeLLM([Raw(chunks=chunks, pause=0.06)]) as server:
@@ -819,7 +718,8 @@ def test_a_stream_may_take_longer_than_the_timeouts_while_it_is_not_silent():
     assert answer.content == "x" * 8
 
 
-@pytest.mark.parametrize("line", [Hang(5), Raw(chunks=[sse(delta(content="Hi."), done=False).body], hang=5)])
+@pytest.mark.parametrize("line", [
+    Hang(5), Raw(chunks=[sse(delta(content="Hi."), done=False).body], hang=5), error(429, "try again in 50s")])
 def test_a_cancellation_is_raised_and_immediate(line):
     async def cancelled(provider):
         task = asyncio.ensure_future(provider.chat(HELLO, on_delta=lambda text: asyncio.sleep(0)))
@@ -832,7 +732,9 @@ def test_a_cancellation_is_raised_and_immediate(line):
         return time.monotonic() - start
 
     with FakeLLM([line]) as server:
-        assert asyncio.run(cancelled(made(server))) < 0.5
+        provider = made(server)
+        provider.pace = 1.0
+        assert asyncio.run(cancelled(provider)) < 0.5
 
 
 def test_the_idle_clock_stands_still_while_the_consumer_works():
@@ -858,23 +760,6 @@ def test_what_a_consumer_raises_is_raised_as_it_is(problem):
             asyncio.run(provider.chat(HELLO, on_delta=failing))
         assert caught.value is problem and len(server.bodies) == 1
         assert ask(provider)[0].content == "Hi again."
-
-
-def test_a_server_that_does_not_take_the_connection_is_waited_for_a_short_time():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(0)  # whoever comes after these has to wait
-        crowd = [socket.socket() for _ in range(4)]
-        for one in crowd:
-            one.setblocking(False)
-            one.connect_ex(listener.getsockname())
-        base = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-        provider = OpenAIProvider(Endpoint(ROWS["local"], "", base, "m"), pace=0.0)
-        provider.connection.connect_timeout = 0.05  # of 300 for the answer
-        answer, _ = ask(provider)
-        for one in crowd:
-            one.close()
-    assert f"Cannot reach {base} (no connection in time)" in answer.error
 
 
 @pytest.mark.parametrize(("line", "cause"), [
@@ -911,17 +796,10 @@ def test_a_model_that_is_being_loaded_is_waited_for_and_told_once():
 
     with FakeLLM([*[loading] * 9, "Here."]) as server:
         assert ask(made(server, "local"), HELLO, told=told)[0].content == "Here."
-    assert told == ["HTTP 503: Loading model; waiting up to 60 s for it"]
+    assert told == ["HTTP 503: Loading model; asking again in 4 s"]
 
 
 KEY = "sk-proj-very-secret-0123456789"
-
-
-def test_a_wrong_key_names_the_variable_and_not_the_key():
-    with FakeLLM(["Hi."], required_key="another") as server:
-        answer, _ = ask(made(server, "openrouter", KEY))
-    assert "refuses the key" in answer.error and "OPENROUTER_API_KEY" in answer.error
-    assert KEY not in answer.error
 
 
 @pytest.mark.parametrize("line", [
@@ -933,12 +811,6 @@ def test_a_key_that_the_endpoint_repeats_is_not_shown(line, key):
     with FakeLLM(lambda body: line) as server:
         answer, _ = ask(made(server, key=key), stream=True)
     assert answer.finish_reason == "error" and KEY not in answer.error
-
-
-def test_an_unknown_model_brings_the_list_of_models():
-    with FakeLLM(["Hi."], known_models=["good-model", "better-model"]) as server:
-        answer, _ = ask(made(server, model="odd-model"))
-        assert all(part in answer.error for part in ("odd-model", "good-model, better-model", "--model"))
 
 
 @pytest.mark.parametrize(("models", "said_of_it"), [
@@ -957,13 +829,6 @@ def test_a_key_that_a_list_of_models_repeats_is_not_shown():
         server.answer = lambda method, request: refused
         said_of_it = asyncio.run(made(server, key=KEY).check())
     assert "refuses the key (Invalid key [key])" in said_of_it
-
-
-def test_a_wrong_path_brings_the_hint_at_v1():
-    with FakeLLM(["Hi."]) as server:
-        provider = OpenAIProvider(Endpoint(ROWS["custom"], "k", server.base_url.removesuffix("/v1"), "m"))
-        answer, _ = ask(provider)
-    assert "Invalid URL" in answer.error and "/v1" in answer.error
 
 
 @pytest.mark.parametrize(
@@ -1094,11 +959,6 @@ def test_a_complaint_has_its_remedy_and_the_user_is_told_of_it(name):
     assert before == EVERYTHING
 
 
-def test_marks_for_the_cache_are_taken_off_where_they_are_refused():
-    _, bodies, told, _ = after_refusal(by_id("groq-cache-control"), row="openrouter", more={})
-    assert "cache_control" in str(bodies[0]) and "cache_control" not in str(bodies[1])
-
-
 def test_what_one_request_learnt_is_not_lost_by_an_older_one_that_ends_later():
     refused = error(400, "Unknown parameter: 'seed'.")
 
@@ -1205,12 +1065,8 @@ def test_what_one_image_taught_is_not_held_against_the_next():
     with FakeLLM([Failure(400, too_large["body"]), "Fine.", "Fine again."]) as server:
         provider = made(server)
         told = []
-
-        async def tell(line):
-            told.append(line)
-
         for _ in range(2):
-            ask(provider, EVERYTHING, told=told)[0]
+            ask(provider, EVERYTHING, told=told)
         contents = [body["messages"][1]["content"] for body in server.bodies]
     assert contents[0] == contents[2] and "[an image: this model cannot see it]" in contents[1]
     assert told == ["custom, test-model: images are left out of this request: one of them is refused"]
@@ -1236,25 +1092,6 @@ def test_a_change_that_does_not_help_is_tried_once_and_not_remembered():
     assert len(bodies) < 5 and provider.learnt == {}
 
 
-def test_a_provider_may_be_asked_in_one_event_loop_after_another():
-    with FakeLLM(["One.", "Two."]) as server:
-        provider = made(server)
-        assert [ask(provider)[0].content for _ in range(2)] == ["One.", "Two."]
-
-
-def test_a_parameter_of_a_strange_name_is_no_regular_expression():
-    with FakeLLM([error(400, "Unknown parameter: 'a(b'."), "Fine."]) as server:
-        assert ask(made(server, extra_body={"a(b": 1}))[0].content == "Fine."
-
-
-def test_one_unknown_parameter_after_another_is_left_out():
-    lines = [error(400, f"Unknown parameter: '{name}'.") for name in ("store", "seed", "verbosity")]
-    with FakeLLM([*lines, "Fine.", "Fine."]) as server:
-        provider = made(server, extra_body={"store": 1, "seed": 1, "verbosity": 1, "stop": 1})
-        assert [ask(provider)[0].content for _ in range(2)] == ["Fine.", "Fine."]
-        assert server.bodies[3] == server.bodies[4] == {"model": "test-model", "messages": HELLO, "stop": 1}
-
-
 @pytest.mark.parametrize("name", ["groq-failed-generation", "groq-failed-generation-sse"])
 def test_a_call_that_the_endpoint_could_not_read_is_read(name):
     error_body = by_id("groq-failed-generation")["body"]
@@ -1267,13 +1104,13 @@ def test_a_call_that_the_endpoint_could_not_read_is_read(name):
     assert (answer.content, answer.finish_reason, answer.usage["estimated"]) == (None, "tool_calls", True)
 
 
-@pytest.mark.parametrize(("row", "sent"), [("openai", False), ("custom", False), ("groq", False)])
-def test_the_names_of_an_openai_account_go_to_openai_only(monkeypatch, row, sent):
+@pytest.mark.parametrize("row", ["openai", "custom", "groq"])
+def test_the_names_of_an_openai_account_go_to_openai_only(monkeypatch, row):
     monkeypatch.setenv("OPENAI_ORG_ID", "org-of-mine")
     monkeypatch.setenv("OPENAI_PROJECT_ID", "project-of-mine")
     with FakeLLM(["Hi."]) as server:
         ask(made(server, row))
-        assert ("of-mine" in str(server.requests[0].headers)) == sent
+        assert "of-mine" not in str(server.requests[0].headers)
 
 
 # ---- Waiting, and asking again ----
@@ -1283,18 +1120,13 @@ WAITS = {  # a refusal: the seconds that the user is told, or None: it is said a
     "at most a minute": (Failure(429, "", {"retry-after": "3600"}), 60),
     "nonsense in the header": (Failure(429, "", {"retry-after": "soon"}), 1),
     "seconds in the text": (error(429, "Please try again in 5.2s."), 5),
-    "minutes in the text": (error(429, "Please try again in 6m0s."), 60),
     "in words": (error(429, "Please retry after 20 seconds."), 20),
     "money is final": (error(429, "insufficient_quota"), None),
     "a quota that comes back is not": (error(429, "exceeded your quota … retry in 34.07s"), 34),
-    "payment required": (error(402, "pay"), None),
     "a load balancer has no balance": (error(503, "load balancer: insufficient capacity"), 1),
-    "a wrong key": (error(401, "no"), None),
     "a bad request": (error(400, "no"), None),
     "a bad request of a busy server": (error(400, "该模型当前访问量过大"), 1),
     "half an answer": (Raw(b""), 1),
-    "a page of HTML": (Failure(200, "<p>Sign in", content_type="text/html"), None),
-    "too long a conversation": (error(413, "no"), None),
 }
 
 
@@ -1328,29 +1160,6 @@ def test_comments_do_not_keep_a_request_waiting_for_ever():
     assert "no answer in time" in answer.error
 
 
-def test_a_cancellation_while_it_waits_is_immediate():
-    async def cancelled(provider):
-        task = asyncio.ensure_future(provider.chat(HELLO))
-        await asyncio.sleep(0.2)
-        task.cancel()
-        start = time.monotonic()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        return time.monotonic() - start
-
-    with FakeLLM(lambda body: error(429, "Please try again in 50s")) as server:
-        provider = made(server)
-        provider.pace = 1.0
-        assert asyncio.run(cancelled(provider)) < 0.2
-        assert len(server.bodies) == 1
-
-
-def test_nothing_is_asked_again_after_text_was_shown():
-    with FakeLLM([Raw(chunks=[sse(delta(content="Well"), done=False).body], cut=True), "Never."]) as server:
-        answer, shown = ask(made(server), stream=True)
-        assert shown == ["Well"] and answer.finish_reason == "error" and len(server.bodies) == 1
-
-
 @pytest.mark.parametrize("line", [
     error(500, "Oops"), Raw(b""), sse("data: {oops\n\n"), Failure(200, '{"choices": ['), Raw(cut=True),
     sse({"error": {"message": "Overloaded", "code": 529}}), Hang(0.0),
@@ -1382,30 +1191,6 @@ def test_a_connection_is_kept_open(row):
         assert len({request.client for request in server.requests}) == 1
 
 
-def test_an_answer_that_its_consumer_broke_off_holds_no_connection():
-    async def serve(reader, writer):
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: 9999\r\n\r\n")
-        writer.write(b'data: {"choices": [{"index": 0, "delta": {"content": "Hi"}}]}\n\n')
-        await reader.read()  # to the end: what the client sent, and that it is gone
-        closed.set()
-        writer.close()
-
-    async def refuse(text):
-        raise KeyError("ours")
-
-    async def talk():
-        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-            address = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
-            provider = OpenAIProvider(Endpoint(ROWS["custom"], "k", address, "m"), pace=0.0)
-            with pytest.raises(KeyError, match="ours"):
-                await provider.chat(HELLO, on_delta=refuse)
-            await asyncio.wait_for(closed.wait(), 20)
-
-    closed = asyncio.Event()
-    asyncio.run(talk())
-
-
 def test_a_kept_connection_that_the_server_closed_is_no_reason_to_wait():
     told = []
 
@@ -1432,14 +1217,10 @@ def test_a_server_that_sees_less_than_it_was_sent_is_told_of_once():
 LOOK = [("look", {"path": "a.txt"})]
 TEXT_CALLS = {
     "a tag around JSON": '<tool_call>{"name": "look", "arguments": {"path": "a.txt"}}</tool_call>',
-    "without its end": '<tool_call>\n{"name": "look", "arguments": {"path": "a.txt"}}',
-    "parameters": '<tool_call>{"name": "look", "parameters": {"path": "a.txt"}}</tool_call>',
     "arguments in a text": r'<tool_call>{"name": "look", "arguments": "{\"path\": \"a.txt\"}"}</tool_call>',
     "a function and JSON": '<function=look>{"path": "a.txt"}</function>',
     "a function and parameters": "<function=look>\n<parameter=path>\na.txt\n</parameter>\n</function>",
     "the same, half in a tag": "<function=look><parameter=path>a.txt</parameter></function>\n</tool_call>",
-    "of MiniMax": '<minimax:tool_call><invoke name="look"><parameter name="path">a.txt</parameter></invoke>'
-                  "</minimax:tool_call>",
     "in a fence": '```json\n{"name": "look", "arguments": {"path": "a.txt"}}\n```',
     "in <tools>": '<tools>{"name": "look", "arguments": {"path": "a.txt"}}</tools>',
     "in a list": '[{"name": "look", "arguments": {"path": "a.txt"}}]',
@@ -1461,15 +1242,12 @@ def test_a_call_that_a_local_model_wrote_as_text_is_a_call(name, stream):
 NO_TEXT_CALLS = {
     "an unknown tool": '<tool_call>{"name": "rm", "arguments": {}}</tool_call>',
     "words behind it": 'I would call <tool_call>{"name": "look", "arguments": {}}</tool_call> now.',
-    "words behind a function": "I would call <function=look>{}</function> now.",
     "words before bare JSON": 'I would call {"name": "look", "arguments": {}}',
     "words between two calls": '<tool_call>{"name": "look", "arguments": {}}</tool_call>\nand\n'
     '<tool_call>{"name": "look", "arguments": {}}</tool_call>!',
     "a call that is cut": '```json\n{"name": "look", "arguments": {"path": "a',
     "JSON that was asked for": '{"name": "look", "age": 7}',
     "a name that is none": '{"name": ["look"], "arguments": {}}',
-    "a list with a call's words": "[[1, (2)]",
-    "code": "```python\nlook()\n```",
 }
 
 
@@ -1603,17 +1381,8 @@ MISSING = "[interrupted before it finished]"
 LEFT_OUT = user("(earlier messages are left out)")
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 LEGAL = {
-    "a lawful history stays as it is": (
-        [SYSTEM, user(), called("a", "b"), result("a"), result("b"), said(), user()],) * 2,
     "a result that nobody asked for is dropped": ([user(), result("x"), said(), user()], [user(), said(),
         user()]),
-    "a result before its call is dropped": (
-        [user(), result("a"), called("a"), user()], [user(), called("a"), result("a", MISSING), user()]),
-    "a missing result is made up, right behind the others": (
-        [user(), called("a", "b"), result("a"), user()],
-        [user(), called("a", "b"), result("a"), result("b", MISSING), user()]),
-    "of two results for a call the first counts": (
-        [user(), called("a"), result("a", "1"), result("a", "2")], [user(), called("a"), result("a", "1")]),
     "a result that came late moves to its call": (
         [user(), called("a"), user("Well?"), result("a")], [user(), called("a"), result("a"), user("Well?")]),
     "results stand in the order of the calls": (
@@ -1631,16 +1400,12 @@ LEGAL = {
         [user([{"type": "text", "text": "a"}, IMAGE, {"type": "text", "text": "b"}])]),
     "a text and calls of the assistant are one": (
         [user(), said("Look"), called("a"), result("a")], [user(), called("a", content="Look"), result("a")]),
-    "the assistant first": ([SYSTEM, said(), user()], [SYSTEM, LEFT_OUT, said(), user()]),
     "nothing": ([], [LEFT_OUT]),
     "the assistant last": ([user(), said(), said()], [user()]),
     "system messages are one, first": (
         [user("a"), SYSTEM, {"role": "developer", "content": "Be brief."}],
         [{"role": "system", "content": "You are a test.\n\nBe brief."}, user("a")]),
     "an empty text of the user is said to be so": ([user("")], [user("(empty)")]),
-    "an empty block too": ([user([IMAGE, {"type": "text", "text": ""}])],
-                           [user([IMAGE, {"type": "text", "text": "(empty)"}])]),
-    "an assistant that says nothing is left out": ([user("a"), said(""), user("b")], [user("a\n\nb")]),
     "keys of our own are not sent": ([{**user(), "timestamp": "now", "usage": {}}], [user()]),
     "half a surrogate pair becomes a question mark": ([user("a\ud83db")], [user("a?b")]),
     "broken arguments become none": (
@@ -1649,9 +1414,6 @@ LEGAL = {
         [user(), called("a", name="read_a"), called("a", name="read_b"), result("a", "BBB")],
         [user(), called("a", name="read_a"), result("a", MISSING), called("a_2", name="read_b"),
          result("a_2", "BBB")]),
-    "of two joined messages the first one's thoughts stay": (
-        [user(), said("a", reasoning_content="one"), said("b", reasoning_content="two"), user()],
-        [user(), said("a\n\nb", reasoning_content="one"), user()]),
     "nothing is put into the assistant's mouth": (
         [user("a"), said([{"type": "text", "text": " "}]), said(""), user("b"),
          said([{"type": "text", "text": ""}, {"type": "text", "text": "ok"}]), user("c")],
@@ -1666,7 +1428,6 @@ LEGAL = {
         [user(), said(None, tool_calls=[{"id": "a", "type": "function", "extra_content": 7,
                                          "function": {"name": "5", "arguments": "{}"}}]),
          result("a", MISSING)]),
-    "strange roles are left out": ([user(), {"role": "critic", "content": "no"}, {}], [user()]),
 }  # fmt: skip
 
 
@@ -1795,7 +1556,7 @@ def test_a_person_sees_what_a_model_sees_and_later_only_what_is_new():
     person, questions = in_person("read_file {}", "Hi.", "Bye.")
     asked = ask(person, tools=[TOOL])[0].tool_calls[0]
     tool = '{"name": "read_file", "description": "Read.", "parameters": {}}'
-    how = 'You are the model. Answer in a line, or call tools: NAME {"path": "a"}'
+    how = 'You are the model. Answer in a line, or call a tool: NAME {"path": "a"}'
     assert questions.pop() == (
         f"---- system ----\nYou are a test.\n---- user ----\nHello\n---- tools ----\n{tool}\n{how}\nmodel> "
     )
@@ -1811,38 +1572,7 @@ def test_a_person_sees_what_a_model_sees_and_later_only_what_is_new():
         f"{how}\nmodel> ")  # fmt: skip
 
 
-def test_without_a_terminal_nobody_can_be_the_model():
-    answer, _ = ask(HumanProvider())
-    assert (answer.finish_reason, answer.error) == ("error", "To be the model you need a terminal.")
-
-
-def test_the_file_works_alone_in_an_empty_folder(tmp_path):
-    shutil.copy(providers.__file__, tmp_path)
-    program = (
-        "import asyncio, sys, providers\n"
-        "model = providers.ScriptedProvider(['Hi.'])\n"
-        "answer = asyncio.run(model.chat([{'role': 'user', 'content': 'Hello'}]))\n"
-        "print(answer.content, 'openai' in sys.modules, providers.__file__)"
-    )
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": ""}, capture_output=True, text=True
-    )
-    assert (done.stdout, done.stderr) == (f"Hi. False {tmp_path}/providers.py\n", "")
-
-
 # ---- A trace of each attempt ----
-
-
-def test_a_trace_is_played_back_though_its_keys_are_left_out(tmp_path):
-    talk = [user("api_key = abcdefghijkl")]
-    model = ScriptedProvider([ToolCallRequest("1", "now"), "Noon."])
-    model.trace = Trace(tmp_path / "trace")
-    answers = [ask(model, talk)[0], ask(model)[0]]
-    assert "abcdefghijkl" not in (tmp_path / "trace").read_text()
-    replay = ReplayProvider(tmp_path / "trace")
-    assert [ask(replay, talk)[0], ask(replay)[0]] == answers
-    assert "no further step" in ask(replay)[0].error
 
 
 def test_a_trace_has_every_attempt_and_a_replay_plays_the_answers(tmp_path):
@@ -1905,21 +1635,6 @@ def test_a_line_that_is_no_record_is_named_by_its_number(name, tmp_path):
     (tmp_path / "t").write_text(f"{good}\n{NO_RECORDS[name]}\n")
     with pytest.raises(ValueError, match=r"t, line 2: this is no record of a trace$"):
         ReplayProvider(tmp_path / "t")
-
-
-def test_recorded_tools_tell_calls_apart_by_their_arguments():
-    talk = [*HELLO, called("a", arguments='{"x":1}'), result("a", "one"),
-            called("b", arguments='{"x": 2}'), result("b", "two")]  # fmt: skip
-    tools = RecordedTools(
-        [
-            {"messages": HELLO, "tools": [], "answer": LLMResponse("x")},
-            {"messages": talk, "tools": [], "answer": LLMResponse("y")},
-        ],
-        str,
-    )
-    assert asyncio.run(tools.execute("now", {"x": 2}, Turn())) == "two"
-    assert asyncio.run(tools.execute("now", {"x": 1})) == "one"
-    assert asyncio.run(tools.execute("then", {"x": 1})).startswith("(the trace ends")
 
 
 # ---- The offline model ----
@@ -2140,7 +1855,6 @@ def test_without_its_rules_or_its_tools_the_offline_model_says_so(tmp_path):
     code = "import asyncio, providers as p; print(asyncio.run(p.OfflineProvider().chat([])).content)"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert "I know no rule for that: there is no templates/offline/rules.md." in done.stdout
-    assert "I need the tool cron" in offline("remind me in 1 minute to stretch", tools=["read_file"])[1]
     assert "the turn has no steps left" in offline("read a.txt", tools=[])[1]
 
 
@@ -2180,25 +1894,8 @@ def test_the_offline_model_saves_a_conversation():
     saved = ask(OFFLINE, [{"role": "system", "content": "Save."}, question], SAVE)[0].tool_calls[0]
     entry = saved.arguments["history_entry"]
     assert saved.name == "save_memory" and entry.startswith("[2026-04-03 10:00] The user sent 2 messages.")
-    assert "The user's favourite colour is green" in entry and 2 <= entry.count(". ") <= 5
-    assert saved.arguments["memory_update"] == (
-        "# Long-term memory\n\n- The user's favourite colour is green\n- The user's name is Maria")  # fmt: skip
-
-
-def test_the_offline_model_dreams(tmp_path):
+    assert "my favourite colour is green; My name is Maria." in entry
+    assert saved.arguments["memory_update"] == memory
     find = {"role": "system", "content": "One a line: [USER|SOUL|MEMORY] fact, or [SKIP]. [MEMORY] is for facts."}
-    files = f"Today is 2026-04-04.\n\n# {tmp_path}/USER.md\n\n- The user's city is Rome\n\n"
-    history = "[2026-04-03 10:00] The user sent 2 messages. The user's city is Rome; The user's name is Maria."
-    found = ask(OFFLINE, [find, user(f"{files}# History\n\n{history}")])[0].content
-    assert found == "[USER] The user's name is Maria"
-    nothing = [find, user(f"{files}# History\n\n[2026-04-03 10:00] Nothing.")]
-    assert ask(OFFLINE, nothing)[0].content == "[SKIP]"
-    about_user = tmp_path / "USER.md"
-    about_user.write_text("- The user's city is Rome\n- The user's name is Bob\n")
-    edit = user(f"# Findings\n{found}\n[USER] The user: I like tea\n{files}")
-    turn = Turn(workspace=tmp_path, cwd=tmp_path)
-    spec = AgentRunSpec([{"role": "system", "content": "Edit."}, edit], ToolRegistry(FILE_TOOLS), turn=turn)
-    run = asyncio.run(AgentRunner(OFFLINE).run(spec))
-    assert run.stop_reason == "completed" and 'offline rule "dream"' in run.final_content
-    assert about_user.read_text() == (
-        "- The user's city is Rome\n- The user's name is Maria\n- The user: I like tea\n")  # fmt: skip
+    assert ask(OFFLINE, [find, user("# History\n\nHello.")])[0].content == "[SKIP]"
+
