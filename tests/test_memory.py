@@ -116,8 +116,7 @@ def say(loop: AgentLoop, *texts: str, key: str = KEY) -> list[str]:
     async def talk() -> list[str]:
         answers = []
         for text in texts:
-            told = await loop.process_direct(text, key, note)
-            answers.append(told.final_content)
+            answers.append((await loop.process_direct(text, key, note)).final_content)
             await loop.background.settled()
         return answers
 
@@ -720,7 +719,13 @@ def test_programs_that_append_and_remove_at_once_lose_nothing(tmp_path):
 # ---- Locks ----
 
 HOLD = """
-with SessionManager(Path(sys.argv[1])).lock(sys.argv[2]):
+sessions = SessionManager(Path(sys.argv[1]))
+if len(sys.argv) > 3:  # as if it were Windows
+    import fcntl, os, types
+    lock = lambda descriptor, mode, count: fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    sys.modules |= {"fcntl": None, "msvcrt": types.SimpleNamespace(locking=lock, LK_NBLCK=2)}
+    os.name = "nt"
+with sessions.lock(sys.argv[2]):
     print("held", flush=True)
     sys.stdin.readline()
 """
@@ -757,17 +762,13 @@ def test_a_session_that_another_program_wrote_to_is_read_again(tmp_path):
     assert ours.get(KEY).messages == []
 
 
-def test_a_chat_waits_while_a_terminal_holds_its_session(tmp_path):
-    async def work(chats):
-        with another_program(HOLD, tmp_path, CHAT) as other:
-            other.stdout.readline()
-            await chats.say("hi")
-            await asyncio.sleep(0.05)
-            assert chats.finals() == [] and chats.model.asked == []
-            other.communicate("\n")
-        await chats.answered(1)
-
-    serve(tmp_path, Model(), work)
+@posix
+def test_windows_has_a_lock_too(tmp_path):
+    with another_program(HOLD, tmp_path, KEY, "nt") as first:
+        assert first.stdout.readline() == "held\n"
+        assert another_program(HOLD, tmp_path, KEY, "nt").communicate("\n")[0] == ""
+        first.kill()
+    assert another_program(HOLD, tmp_path, KEY, "nt").communicate("\n")[0] == "held\n"
 
 
 # ---- Turns that were killed, stopped or failed ----
