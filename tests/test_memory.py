@@ -454,7 +454,7 @@ def check_damaged(workspace: Path, path: Path, whole: bytes, data: bytes) -> Non
         assert is_kept, "a line that cannot be read is put aside, not deleted"
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [150, pytest.param(0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("with_new", [True, False])
 def test_of_a_journal_with_one_damaged_byte_every_other_line_goes_on(tmp_path, with_new, count):
     path = damaged_sample(tmp_path, with_new)
@@ -469,11 +469,12 @@ def test_of_a_journal_with_one_damaged_byte_every_other_line_goes_on(tmp_path, w
             check_damaged(tmp_path, path, whole, data)
 
 
+@pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("with_new", [True, False])
-def test_a_journal_that_is_cut_at_any_byte_goes_on(tmp_path, with_new):
+def test_a_journal_that_is_cut_at_any_byte_goes_on(tmp_path, with_new, every):
     path = damaged_sample(tmp_path, with_new)
     whole = path.read_bytes()
-    for place in range(0, len(whole), 1 if with_new else 7):
+    for place in range(0, len(whole), every):
         for tail in (b"", b"\0" * 4_096):
             with told(f"cut at byte {place}"):
                 check_damaged(tmp_path, path, whole, whole[:place] + tail)
@@ -487,7 +488,6 @@ ODD_LINES = [
     ("a content that is a number", '{"n": 2, "role": "user", "content": 1.5}'),
     ("a role that is a list", '{"n": 2, "role": ["user"], "content": "x"}'),
     ("a function that is none", '{"n": 2, "role": "assistant", "tool_calls": [{"function": "f"}]}'),
-    ("a number that is a text", '{"n": "2", "role": "user", "content": "x"}'),
     ("nested too deep", "[" * 50_000),
     ("a number with 5,000 digits", '{"n": 2, "role": "user", "content": "x", "y": ' + "9" * 5_000 + "}"),
 ]
