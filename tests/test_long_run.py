@@ -25,7 +25,6 @@ from test_memory import CHAT, HOUR, KEY, Model, answer, call, contents, history_
 from test_memory import make_loop, no_network, posix, said, saving, say, told, tokens_in, user  # noqa: F401
 from tools import tool
 
-slow = pytest.mark.slow
 
 
 def test_what_was_said_is_known_in_a_new_session_and_the_offline_model_dreams_nothing(own_home):
@@ -59,7 +58,7 @@ def reads_now_and_then(request):
 
 
 @pytest.mark.parametrize("window", [8_000, 65_536])
-@pytest.mark.parametrize("turns", [210, pytest.param(2_000, marks=slow)])
+@pytest.mark.parametrize("turns", [210, pytest.param(2_000, marks=pytest.mark.slow)])
 def test_a_conversation_of_2000_turns_costs_late_as_early_and_forgets_nothing(tmp_path, window, turns):
     """The cost is what is sent, and how many functions are called for it."""
     model = Model(reads_now_and_then, keeping(r"my (favourite \w+ is \w+)"))
@@ -120,7 +119,7 @@ def dream(workspace: Path) -> None:
 
 
 @posix
-@pytest.mark.parametrize("every", [11, pytest.param(1, marks=slow)])
+@pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("work", [consolidate, dream])
 def test_kill_9_between_any_two_writes_loses_and_doubles_nothing(tmp_path, work, every):
     memory, session = MemoryStore(tmp_path / "0"), loaded(tmp_path / "0")
@@ -146,7 +145,7 @@ def test_kill_9_between_any_two_writes_loses_and_doubles_nothing(tmp_path, work,
             assert MemoryStore(workspace).unread() == [] or loaded(workspace).saved == 80
         if process.exitcode != -signal.SIGKILL:
             break
-    assert kills > 15 // every, "else nothing was tested"
+    assert kills > 15 // every
 
 
 # ---- The life of a chat message ----
@@ -171,9 +170,6 @@ def die_at_write(workspace: Path, moment: int) -> None:
 
 class Wire(Channel):
     name = "desk"
-
-    def __init__(self, pipe):
-        self.pipe = pipe
 
     async def start(self, bus):
         here, arrived = asyncio.get_running_loop(), asyncio.Queue()
@@ -212,8 +208,9 @@ def gateway(workspace: Path, pipe, seed: int, moment: int, window: int) -> None:
         return "worked"
 
     async def serve() -> None:
-        bus = MessageBus()
-        bus.open(Wire(pipe))
+        bus, wire = MessageBus(), Wire()
+        wire.pipe = pipe
+        bus.open(wire)
         model = Model(talk, keeping(r"user: (<[\w.]+>)"))
         await make_loop(workspace, model, work, memory_window=window).run(bus)
 
@@ -225,8 +222,7 @@ class Line:
     """The other end: what was said to it, and heard from it, over all its lives."""
 
     def __init__(self, workspace: Path, window: int = 100):
-        self.workspace, self.window = workspace, window
-        self.said: list[str] = []
+        self.workspace, self.window, self.said = workspace, window, []
         self.heard: dict[str, list] = defaultdict(list)  # confirmed, sent, asked, works
         self.unmarked = Counter()  # answers that were sent when it was killed, and not noted
 
@@ -293,8 +289,8 @@ LIFE = [("<a>", None), ("<b>", "<b>"), ("/new", "A new session"), ("<c>", "<c>")
 
 
 @posix
-@pytest.mark.parametrize("window", [100, pytest.param(2, marks=slow)])
-@pytest.mark.parametrize("every", [13, pytest.param(1, marks=slow)])
+@pytest.mark.parametrize("window", [100, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [13, pytest.param(1, marks=pytest.mark.slow)])
 def test_kill_9_before_any_write_of_a_message_s_life_loses_and_doubles_nothing(tmp_path, window, every):
     """The table of DESIGN 6, step by step: two messages, one while a tool works, /new, two more."""
     for moment in itertools.count(2, every):
@@ -315,7 +311,7 @@ def test_kill_9_before_any_write_of_a_message_s_life_loses_and_doubles_nothing(t
             assert window == 2 or not {"<a>", "<b>"} & set(line.heard["asked"][-1]), "/new was done"
         if not was_killed:
             break
-    assert moment > 30, "else nothing was tested"
+    assert moment > 30
 
 
 def tokens_of_ended_turns(workspace: Path) -> set[str]:
@@ -325,7 +321,7 @@ def tokens_of_ended_turns(workspace: Path) -> set[str]:
 
 
 @posix
-@pytest.mark.parametrize(("seed", "kills"), [(1, 6), pytest.param(2, 200, marks=slow)])
+@pytest.mark.parametrize(("seed", "kills"), [(1, 6), pytest.param(2, 200, marks=pytest.mark.slow)])
 def test_whatever_comes_when_each_message_is_seen_in_order_and_answered_once(tmp_path, seed, kills):
     """Fault 1: random arrivals, stops, kills in mid turn and consolidations."""
     dice = random.Random(seed)

@@ -115,8 +115,7 @@ def say(loop: AgentLoop, *texts: str, key: str = KEY) -> list[str]:
     async def talk() -> list[str]:
         answers = []
         for text in texts:
-            told = await loop.process_direct(text, key, note)
-            answers.append(told.final_content)
+            answers.append((await loop.process_direct(text, key, note)).final_content)
             await loop.background.settled()
         return answers
 
@@ -454,7 +453,7 @@ def check_damaged(workspace: Path, path: Path, whole: bytes, data: bytes) -> Non
         assert is_kept, "a line that cannot be read is put aside, not deleted"
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [150, pytest.param(0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("with_new", [True, False])
 def test_of_a_journal_with_one_damaged_byte_every_other_line_goes_on(tmp_path, with_new, count):
     path = damaged_sample(tmp_path, with_new)
@@ -469,11 +468,12 @@ def test_of_a_journal_with_one_damaged_byte_every_other_line_goes_on(tmp_path, w
             check_damaged(tmp_path, path, whole, data)
 
 
+@pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("with_new", [True, False])
-def test_a_journal_that_is_cut_at_any_byte_goes_on(tmp_path, with_new):
+def test_a_journal_that_is_cut_at_any_byte_goes_on(tmp_path, with_new, every):
     path = damaged_sample(tmp_path, with_new)
     whole = path.read_bytes()
-    for place in range(0, len(whole), 1 if with_new else 7):
+    for place in range(0, len(whole), every):
         for tail in (b"", b"\0" * 4_096):
             with told(f"cut at byte {place}"):
                 check_damaged(tmp_path, path, whole, whole[:place] + tail)
@@ -487,7 +487,6 @@ ODD_LINES = [
     ("a content that is a number", '{"n": 2, "role": "user", "content": 1.5}'),
     ("a role that is a list", '{"n": 2, "role": ["user"], "content": "x"}'),
     ("a function that is none", '{"n": 2, "role": "assistant", "tool_calls": [{"function": "f"}]}'),
-    ("a number that is a text", '{"n": "2", "role": "user", "content": "x"}'),
     ("nested too deep", "[" * 50_000),
     ("a number with 5,000 digits", '{"n": 2, "role": "user", "content": "x", "y": ' + "9" * 5_000 + "}"),
 ]
@@ -719,7 +718,13 @@ def test_programs_that_append_and_remove_at_once_lose_nothing(tmp_path):
 # ---- Locks ----
 
 HOLD = """
-with SessionManager(Path(sys.argv[1])).lock(sys.argv[2]):
+sessions = SessionManager(Path(sys.argv[1]))
+if len(sys.argv) > 3:  # as if it were Windows
+    import fcntl, os, types
+    lock = lambda descriptor, mode, count: fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    sys.modules |= {"fcntl": None, "msvcrt": types.SimpleNamespace(locking=lock, LK_NBLCK=2)}
+    os.name = "nt"
+with sessions.lock(sys.argv[2]):
     print("held", flush=True)
     sys.stdin.readline()
 """
@@ -756,17 +761,13 @@ def test_a_session_that_another_program_wrote_to_is_read_again(tmp_path):
     assert ours.get(KEY).messages == []
 
 
-def test_a_chat_waits_while_a_terminal_holds_its_session(tmp_path):
-    async def work(chats):
-        with another_program(HOLD, tmp_path, CHAT) as other:
-            other.stdout.readline()
-            await chats.say("hi")
-            await asyncio.sleep(0.05)
-            assert chats.finals() == [] and chats.model.asked == []
-            other.communicate("\n")
-        await chats.answered(1)
-
-    serve(tmp_path, Model(), work)
+@posix
+def test_windows_has_a_lock_too(tmp_path):
+    with another_program(HOLD, tmp_path, KEY, "nt") as first:
+        assert first.stdout.readline() == "held\n"
+        assert another_program(HOLD, tmp_path, KEY, "nt").communicate("\n")[0] == ""
+        first.kill()
+    assert another_program(HOLD, tmp_path, KEY, "nt").communicate("\n")[0] == "held\n"
 
 
 # ---- Turns that were killed, stopped or failed ----
