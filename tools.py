@@ -1679,11 +1679,13 @@ ATTRIBUTES = r"""([^<>"']*(?:"[^"<]*"[^<>"']*|'[^'<]*'[^<>"']*)*)>"""  # a > in 
 TAG = rf"(?i)<(/?[a-z][\w:-]*){ATTRIBUTES}|<(/?[a-z][\w:-]*)([^<>]*)>?|<[!?/][^<>]*>?"
 LINK = rf"(?is)<a\b{ATTRIBUTES}(.*?)(?:</a\b[^<>]*>?|(?=<a\b)|\Z)"
 NOT_TEXT = r"(?is)<(script|style|template|svg|iframe|title)\b.*?(?:</\1\b[^<>]*>?|\Z)"
-NOT_TEXT += r"|<!--.*?(?:-->|\Z)|&#\d{8,};?"  # no letter has such a number
+NOT_TEXT += r"|<!--.*?(?:-->|\Z)|&#\d{8,};?|[\0\1]"  # no letter has such a number
 BESIDE = r"(?is)<(nav|select|footer|aside)\b([^<>]*).*?(?:(</\1\b[^<>]*>?)|\Z)"
+CODE = r"(?is)<pre\b[^<>]*>(.*?)(?:</pre\b[^<>]*>?|\Z)"
 BLOCK = r"/?(p|div|[uod]l|d[dt]|table|blockquote|section|article|main|header|footer|aside|details"
-BLOCK += r"|summary|figure|figcaption|hr|h\d|pre)"
+BLOCK += r"|summary|figure|figcaption|hr|h\d)"
 INLINE = {"code": "`", "/code": "`", "sup": "^", "td": " | ", "th": " | "}  # 10<sup>6</sup> → 10^6
+GAP = "\n\f\n"  # a blank line, unless there is one already
 
 
 def page_text(source: str, url: str = "") -> str:
@@ -1695,14 +1697,23 @@ def page_text(source: str, url: str = "") -> str:
     mains = [tag.start() for tag in re.finditer(r"(?i)</?main\b", source)]
     source = source[mains[0] : mains[-1]] if len(mains) > 1 else source
     source = re.sub(LINK, functools.partial(link_text, url=url), source)
-    page, position = PageText(), 0
-    for tag in re.finditer(TAG, source):
-        page.parts.append(html.unescape(source[position : tag.start()]))
-        page.take_tag((tag[1] or tag[3] or "").lower(), tag[2] or tag[4] or "")
-        position = tag.end()
-    page.parts.append(html.unescape(source[position:]))
-    page.end_row()
-    return "\n".join(page.lines).strip()
+    codes = iter(re.findall(CODE, source))
+    one_line = re.sub(r"\s+", " ", re.sub(CODE, "\1", source))  # \1 stands for a block of code
+    text = re.sub(TAG, Layout().text_of, one_line).replace("\1", f"{GAP}\1{GAP}")
+    lines, mark = [""], ""
+    for line in html.unescape(text).split("\n"):
+        if "\0" in line:
+            _, mark, line = line.split("\0")
+        words = " ".join(line.split())
+        if words == "\1":
+            code = re.sub(TAG, "", re.sub(r"(?i)<br\b[^<>]*>", "\n", next(codes)))
+            lines += ["```", html.unescape(code).strip("\n"), "```"]
+        elif words.strip("| "):
+            lines.append(mark + words)
+            mark = ""
+        elif "\f" in line and lines[-1]:
+            lines.append("")
+    return "\n".join(lines).strip()
 
 
 def without_menu(match: re.Match) -> str:
@@ -1721,69 +1732,48 @@ def link_text(match: re.Match, url: str) -> str:
     return f"[{text}]({html.escape(target)})" if is_link else match[2]
 
 
-class PageText:
-    """The text of a page: finished `lines`, and `parts` of the line that is being written."""
+class Layout:
+    """What a tag becomes: nothing, a line end, a GAP, or a line end and the next line's mark.
+
+    <li> → ⏎ \\0- \\0, and the mark goes before the next line that has text.
+    """
 
     def __init__(self) -> None:
-        self.lines: list[str] = []
-        self.parts: list[str] = []
-        self.mark = ""  # begins the next line: "- ", "2. ", "## "
         self.lists: list[Iterator[str]] = []  # the marks to come, of each open list
-        self.is_code = self.is_row = False
+        self.is_row = False
 
-    def take_tag(self, name: str, attributes: str) -> None:
-        if self.is_code and name != "/pre":
-            self.parts.append("\n" if name == "br" else "")
-            return
+    def text_of(self, tag: re.Match) -> str:
+        name, attributes = (tag[1] or tag[3] or "").lower(), tag[2] or tag[4] or ""
         if name == "img":
-            alt = attribute(attributes, "alt")
-            self.parts.append(f"[image: {alt}]" if alt else "")
-        elif name == "br":
-            self.end_line()
-        elif name == "li":
-            self.end_line()
-            self.mark = next(self.lists[-1]) if self.lists else "- "
-        elif name in ("tr", "/tr", "table", "/table", "pre", "/pre"):
-            self.end_row()
-            self.is_row, self.is_code = name == "tr", name == "pre"
-        self.parts.append(INLINE.get(name, ""))
-        if re.fullmatch(BLOCK, name):
-            self.begin_block(name, attributes)
+            alt = html.escape(attribute(attributes, "alt"))
+            return f"[image: {alt}]" if alt else ""
+        if name in ("tr", "/tr", "table", "/table"):
+            self.is_row = name == "tr"
+            return GAP if "table" in name and not self.lists else "\n"
+        is_block = bool(re.fullmatch(BLOCK, name))
+        if self.is_row and (is_block or name in ("br", "li")):  # a row is one line
+            return " "
+        if name == "li":
+            mark = next(self.lists[-1]) if self.lists else "- "
+            return f"\n\0{mark}\0"
+        if is_block:
+            return self.block(name, attributes)
+        return "\n" if name == "br" else INLINE.get(name, "")
 
-    def begin_block(self, name: str, attributes: str) -> None:
-        self.end_line()
-        if self.is_row:
-            return
+    def block(self, name: str, attributes: str) -> str:
         if name in ("/ul", "/ol") and self.lists:
             self.lists.pop()
-        if self.lines and self.lines[-1] and not self.lists:
-            self.lines.append("")
+        gap = "\n" if self.lists else GAP
         if name == "ul":
             self.lists.append(itertools.repeat("- "))
         if name == "ol":
             start = attribute(attributes, "start")
             first = int(start) if re.fullmatch(r"\d{1,6}", start) else 1
             self.lists.append(f"{number}. " for number in itertools.count(first))
-        if re.fullmatch(r"/?(ul|ol|h\d)", name):  # a heading or item without text has no mark
-            self.mark = "#" * int(name[1]) + " " if name[0] == "h" else ""
-
-    def end_line(self) -> None:
-        if self.is_row:
-            self.parts.append(" ")
-            return
-        text = " ".join("".join(self.parts).split())
-        if text.strip("| "):
-            self.lines.append(self.mark + text)
-            self.mark = ""
-        self.parts = []
-
-    def end_row(self) -> None:
-        """End what runs over many tags: a row of a table, a block of code."""
-        if self.is_code:
-            self.lines += ["```", "".join(self.parts).strip("\n"), "```"]
-            self.parts = []
-        self.is_row = self.is_code = False
-        self.end_line()
+        if re.fullmatch(r"h\d", name):
+            return f"{gap}\0{'#' * int(name[1])} \0"
+        is_end = re.fullmatch(r"/?[uo]l|/h\d", name)  # an item or heading without text has no mark
+        return f"{gap}\0\0" if is_end else gap
 
 
 def attribute(attributes: str, name: str) -> str:
