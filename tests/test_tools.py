@@ -250,8 +250,6 @@ def test_definitions_stand_in_one_order_and_an_unknown_name_gets_the_closest_one
     names = [each["function"]["name"] for each in registry.get_definitions()]
     assert names == ["read_file", "mcp_B", "mcp_a"]
     assert "closest first: read_file" in registry.prepare_call("Read_File", {})[2]
-    registry.why_missing.append(lambda name: f"{name} is asleep.")
-    assert asyncio.run(registry.execute("db", {})) == ToolResult("db is asleep.", is_error=True)
     assert len(asyncio.run(ToolRegistry().execute("x" * 900, {})).text) < 200
 
 
@@ -1024,12 +1022,8 @@ TWO_LINES = METHOD.replace("        return 1", "        c = 1\n        return c"
 
 
 @pytest.mark.parametrize("before, old, new, after", [
-    # one level off, with a shallower end: all of it moves
-    (METHOD, "    if a:\n        b()\n    return 1",
-     "    if a:\n        b()\n    return 1\n\ndef g(self):\n    d()",
-     METHOD + "\n    def g(self):\n        d()\n"),
-    (TABS, "if a:\n\tb()", "if a:\n\tb()\nif c:\n\tif d:\n\t\te()",
-     TABS.replace("\t\treturn", "\t\tif c:\n\t\t\tif d:\n\t\t\t\te()\n\t\treturn")),
+    (TABS, "if a:\n\tb()", "if a:\n\tb()\nif c:\n\te()",
+     TABS.replace("\t\treturn", "\t\tif c:\n\t\t\te()\n\t\treturn")),
     (METHOD, "    return 1", "    c = 1\n    return c", TWO_LINES),  # in a line, and yet not the line
     (METHOD, "return 1", "c = 1\n        return c", TWO_LINES),
     (METHOD, "b()\n        return 1", "c()\n        return 1", METHOD.replace("b()", "c()")),
@@ -1056,6 +1050,7 @@ def test_a_passage_that_is_indented_otherwise_is_changed_by_one_move(turn, befor
     (METHOD, "return 1", "return 1\n            d()"),
     (TABS, "return 1", "return 1\n\t\td()\n        e()"),
     (METHOD, "    return 1", "return 1\n    c()"),
+    (METHOD, "    if a:\n        b()\n    return 1", "    if a:\n        b()\n    return 1\n\ndef g():\n    d()"),
     ("a\n\nb\n", " ", "x"),  # no line is meant by space alone
     ("a:\n  - x\n    - x\n", "a:\n- x\n- x", "a:\n- y\n- x"),  # equal lines at unequal depths
     ("aba-aba-aba", "aba-aba", "x"),  # overlapping: which?
@@ -1210,7 +1205,7 @@ def test_a_read_only_file_is_not_changed(turn):
     (b"a\n  b\n  c\nd\n", "b\nc", "", b"a\nd\n"),
     (b"  a: 1\n", "a: 1", "a: 1\n  b:", b"  a: 1\n  b:\n"),
     (b"a\n  b\n  c\nd\n", "\nb\nc\n", "\nB\nC\n", b"a\n  B\n  C\nd\n"),
-    (b"a\n  b\n  c\nd\n", " b\n c", " B\n c\n", b"a\n  B\n  c\n\nd\n"),
+    (b"a\n  b\n  c\nd\n", " b\n c", " B\n c\n", b"a\n  B\n  c\nd\n"),
     (b"if 1:\n    if 2:\n        go()\n", "if 2:\n    go()", "if 3:\n    stop()\n\n    go()",
      b"if 1:\n    if 3:\n        stop()\n\n        go()\n"),
     (b"  one  \n  two\n", "one\ntwo", "one\n2", b"  one  \n  2\n"),  # a line that stays, stays as it is
