@@ -450,17 +450,12 @@ def validate(value: Any, schema: Any, path: str = "") -> list[str]:
 
 
 def wrong_size(value: Any, schema: dict, name: str) -> list[str]:
-    if type(value) not in LIMITS:
-        return []
-    low, high = (schema.get(limit) for limit in LIMITS[type(value)])
-    size = value
+    low, high = (schema.get(limit) for limit in LIMITS.get(type(value), ("", "")))
     if isinstance(value, str | list):
-        size, name = len(value), f"{name}: its length"
-    if fits(low, ["number"]) and size < low:
+        value, name = len(value), f"{name}: its length"
+    if fits(low, ["number"]) and value < low:
         return [f"{name} must be >= {low}"]
-    if fits(high, ["number"]) and size > high:
-        return [f"{name} must be <= {high}"]
-    return []
+    return [f"{name} must be <= {high}"] if fits(high, ["number"]) and value > high else []
 
 
 def unexpected_keys(params: dict, schema: dict) -> list[str]:
@@ -1041,6 +1036,11 @@ TYPES = {
     "sh": "*.{,ba,z}sh", "tex": "*.{tex,bib,sty,cls}", "yaml": "*.y{,a}ml",
 }  # fmt: skip
 
+OF_OTHER_PROGRAMS = {  # re takes it literally
+    r"\[[^]]{0,99}\[:\^?\w{1,9}:\]": r"re knows no [[:space:]]: use \s, \d, \w, [A-Za-z].",
+    r"\\[<>]": r"In Python's re \< is a plain <: the edge of a word is \b.",
+}
+
 
 @tool(read_only=True)
 async def grep(
@@ -1072,12 +1072,9 @@ async def grep(
             raise ToolError(notes.strip())
     elif end:
         notes = f"\n({end} files skipped: binary, over 2 MB or not readable)"
-    if not items and not fixed_strings:  # re takes some syntax of other programs literally
-        if re.search(r"\[[^]]{0,99}\[:\^?\w{1,9}:\]", pattern):
-            advice = r"Python's re knows no [[:space:]]: use \s, \d, \w, [A-Za-z]."
+    for syntax, advice in OF_OTHER_PROGRAMS.items():
+        if not items and not fixed_strings and re.search(syntax, pattern):
             raise ToolError(f"{nothing} {advice}")
-        if re.search(r"\\[<>]", pattern):  # \<word\>
-            raise ToolError(rf"{nothing} In Python's re \< is a plain <: the edge of a word is \b.")
     return (result_page(items, offset, head_limit) or nothing) + notes
 
 
@@ -1211,7 +1208,6 @@ WRAPPERS = {"sudo", "env", "nohup", "time", "timeout", "command", "exec", "nice"
             "if", "then", "do", "else", "!", "{"}  # sudo nice rm: rm is the program  # fmt: skip
 SHELLS = {"sh", "bash", "dash", "zsh", "eval", "su"}  # bash -c 'rm -rf x': a word is a command
 WRITERS = {"tee", "mv", "rm", "truncate", "touch", "mkdir", "cp", "ln", "install"}
-SLASH_IS_TEXT = {"awk", "cut", "sed", "tr"}  # cut -d / -f 2
 HERE_DOCUMENT = r"(?<!<)<<-?\s*[\"'\\]?([A-Za-z_]\w*)"  # cat > a.txt <<'END'
 READ_BY_A_SHELL = r"(^|[\s;&|(/])((ba|da|z|s)?sh|su|eval|source)([\s<]|$)"  # bash <<END
 # `make 2> /dev/null`, `echo > /dev/tcp/localhost/80`
@@ -1224,17 +1220,19 @@ def check_command(command: str, turn: Turn) -> None:
     under the fence also for paths that lead outside and exist."""
     if re.search(FORK_BOMB, command):
         raise ToolError("Refused: this is a fork bomb.")
-    parts: list[list[str]] = [[]]
-    for word in shell_words(without_here_document(command)):
+    words = shell_words(without_here_document(command))
+    parts, part = {}, []
+    for word in [*words, ";"]:
         is_redirection = re.fullmatch(REDIRECTION, word) or not word.strip("<")
         is_border = re.fullmatch(OPERATOR, word) and not is_redirection
         if is_border or word in ("-exec", "-execdir"):
-            parts.append([])
+            parts[tuple(part)] = None  # each once
+            part = []
         else:
-            parts[-1].append(word)
-    moves = any({"cd", "pushd", "popd"} & set(part) for part in parts)
-    for part in dict.fromkeys(tuple(part) for part in parts if part):
-        check_program(list(part), turn, moves=moves)
+            part.append(word)
+    moves = bool({"cd", "pushd", "popd"} & set(words))
+    for each in parts:
+        check_program(list(each), turn, moves=moves)
 
 
 def check_program(words: list[str], turn: Turn, *, moves: bool) -> None:
@@ -1262,7 +1260,7 @@ def check_program(words: list[str], turn: Turn, *, moves: bool) -> None:
         raise ToolError(f"Refused: {why}. {advice}, or ask the user to run it.")
     for name in names if program in SHELLS else []:
         check_command(name if " " in name else "", turn)
-    if "/" in names and program not in SLASH_IS_TEXT:
+    if "/" in names and program not in ("awk", "cut", "sed", "tr"):  # cut -d / -f 2
         turn.path("/")
     edits_in_place = program == "sed" and "-i" in options
     if program in WRITERS or edits_in_place:
@@ -1451,11 +1449,9 @@ class Job:
 
     def output(self) -> str:
         """Output and errors of a process that has ended. Blocks."""
-        has_children = self.signal_group(0)
-        if not has_children:
+        if not self.signal_group(0):  # else a child in the background keeps the pipe open
             atexit.unregister(self.kill)
-        patience = 0.3 if has_children else 2.0  # a child in the background keeps the pipe open
-        text, errors = self.stdout.text(patience), self.stderr.text(patience)
+        text, errors = self.stdout.text(), self.stderr.text()
         text += f"\nSTDERR:\n{errors}" if errors else ""
         return shorten(text, MAX_OUTPUT_CHARS, self.stdout.missing + self.stderr.missing)
 
@@ -1476,9 +1472,9 @@ class Capture(threading.Thread):
                 self.tail = rest[-KEPT_BYTES:]
                 self.missing += len(rest) - len(self.tail)
 
-    def text(self, patience: float = 0.3) -> str:
-        """All until the end of the pipe, or what came in `patience` seconds. Blocks."""
-        self.join(patience)
+    def text(self) -> str:
+        """All until the end of the pipe, or what comes within half a second. Blocks."""
+        self.join(0.5)
         return (self.head + self.tail).decode("utf-8", errors="replace").rstrip("\n")
 
 
@@ -1548,7 +1544,7 @@ def web_url(text: str) -> urllib.parse.SplitResult:
 # ---- The web: a connection to an address that was checked ----
 # A name server may answer twice, first with a public address, then with 127.0.0.1.
 
-MAX_WEB_BYTES = 5_000_000  # of an answer, and of what it unpacks to
+MAX_WEB_BYTES = 5_000_000
 
 
 class Web:
@@ -1628,8 +1624,7 @@ class Web:
     def _exchange(self, line: Any, url: Any, body: Any = None, headers: Any = ()) -> tuple:
         from http.client import HTTPConnection
 
-        about = {"Host": url.netloc, "Accept-Encoding": "gzip, deflate",
-                 "User-Agent": "Mozilla/5.0 (compatible; nanobot)"}  # fmt: skip
+        about = {"Host": url.netloc, "User-Agent": "Mozilla/5.0 (compatible; nanobot)"}
         with contextlib.closing(HTTPConnection(url.hostname, 80)) as connection:
             connection.sock = line  # open already: http.client looks no name up
             is_for_proxy = self.proxy.hostname and url.scheme == "http"
@@ -1638,9 +1633,6 @@ class Web:
             connection.request(method, target.geturl(), body, about | dict(headers))
             response = connection.getresponse()
             response.url, data = url.geturl(), response.read(MAX_WEB_BYTES + 1)
-        if response.getheader("Content-Encoding", "identity") != "identity":
-            with contextlib.suppress(zlib.error):  # 47: gzip or zlib, as its first bytes say
-                data = zlib.decompressobj(47).decompress(data, MAX_WEB_BYTES + 1)
         return response, data
 
 
@@ -1919,32 +1911,21 @@ class MCPTool(Tool):
         self.server, self.name, self.method = server, name, MCP_METHODS[kind]
         self.request = {"uri": item["uri"]} if kind == "resources" else {"name": item["name"]}
         self.read_only = kind != "tools"
-        item = visible(item)
         label = f"[MCP {kind[:-1]} {server.name}: {item.get('uri', item['name'])}] "
-        default = f"{kind[:-1]} {item['name']} of {server.name}"
-        self.description = (item.get("description") or default)[:2_000]
-        if kind != "tools":
-            self.description = label + self.description
+        about = item.get("description") or f"{kind[:-1]} {item['name']} of {server.name}"
+        self.description = (about if kind == "tools" else label + about)[:2_000]
         schema = item.get("inputSchema", {})
-        arguments = item.get("arguments", [])  # a prompt has a list
+        if arguments := item.get("arguments"):  # of a prompt
+            texts = {each["name"]: StringSchema(each.get("description")) for each in arguments}
+            required = [each["name"] for each in arguments if each.get("required")]
+            schema = ObjectSchema(texts, required=required)
         properties = {name: as_schema(part) for name, part in schema.get("properties", {}).items()}
-        for argument in arguments:
-            properties[argument["name"]] = StringSchema(argument.get("description", ""))
-        required = [argument["name"] for argument in arguments if argument.get("required")]
         self.parameters = {**schema, "type": "object", "properties": properties}
-        if required:
-            self.parameters["required"] = required
 
     async def execute(self, /, **arguments: Any) -> ToolResult:
         if "uri" not in self.request:
             arguments = {**self.request, "arguments": arguments}
         return mcp_result(await self.server.call(self.method, arguments or self.request, self.name))
-
-
-def visible(item: dict) -> dict:
-    """{"description": "Read.\\u200b\\u202e"} → {"description": "Read."}, however deep"""
-    text = json.dumps(item, ensure_ascii=False)
-    return json.loads("".join(filter(str.isprintable, text)))
 
 
 def mcp_result(answer: dict) -> ToolResult:
@@ -2073,23 +2054,21 @@ class MCPServer:
         logging.getLogger("mcp").setLevel(logging.CRITICAL)  # a traceback for each line of junk
         logging.getLogger("httpx2").setLevel(logging.WARNING)  # whole URLs: some hold a key
         settings = self.settings
-        remote = "sse" if settings.url.endswith("/sse") else "http"
-        default = "stdio" if settings.command else remote
-        kind = settings.type.lower().replace("-", "") or default  # streamable-http, streamableHttp
-        if kind == "stdio" and settings.command:
+        kind = settings.type.lower() or settings.url.rpartition("/")[2]
+        if settings.command:
             reading, writing = os.pipe()
             self.stderr = Capture(os.fdopen(reading, "rb"))
             errors = stack.enter_context(os.fdopen(writing, "w"))
             program = {"command": settings.command, "args": settings.args, "env": settings.env}
             return stdio.stdio_client(stdio.StdioServerParameters(**program), errors)
-        if kind == "sse" and settings.url:
+        if not settings.url:
+            raise ValueError("it needs a command (type stdio) or a url (type sse, http)")
+        if kind == "sse":
             return sse.sse_client(settings.url, settings.headers)
-        if kind in ("http", "streamablehttp") and settings.url:
-            http = streamable_http.create_mcp_http_client(settings.headers)
-            await stack.enter_async_context(http)
-            limits = {"max_sse_event_size": MAX_FILE_BYTES}
-            return streamable_http.streamable_http_client(settings.url, http_client=http, **limits)
-        raise ValueError("it needs a command (type stdio) or a url (type sse, http)")
+        http = streamable_http.create_mcp_http_client(settings.headers)
+        await stack.enter_async_context(http)
+        limits = {"max_sse_event_size": MAX_FILE_BYTES}
+        return streamable_http.streamable_http_client(settings.url, http_client=http, **limits)
 
     async def cause(self, failure: BaseException) -> str:
         """The failure in a line: MCP server db: Connection closed: no key given. Check …"""
@@ -2121,10 +2100,9 @@ class MCPServer:
                 wanted = {"*", item["name"], name} & set(self.settings.enabled_tools)
                 if kind == "tools" and not wanted:
                     continue
-                if len(self.tools) >= MAX_MCP_TOOLS or len(json.dumps(item)) > MAX_MCP_CHARS:
-                    left_out.append(f"{item['name'][:64]} (too many, or too large)")
-                    continue
                 try:
+                    if len(self.tools) >= MAX_MCP_TOOLS or len(json.dumps(item)) > MAX_MCP_CHARS:
+                        raise ValueError("too many, or too large")
                     self.registry.register(MCPTool(self, name, kind, item))
                     self.tools.append(name)
                 except (AttributeError, KeyError, TypeError, ValueError) as problem:

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 # `wc -l` of each file. The aims stand in NOTES.md under "Ceilings"; a ceiling is never raised.
-CEILINGS = {"nanobot": 2720, "providers": 2158, "memory": 1280, "tools": 2246, "channels": 1670}
+CEILINGS = {"nanobot": 2720, "providers": 2158, "memory": 1280, "tools": 2162, "channels": 1670}
 FIRST_READINGS = 2_000  # lines in all, imports included
 FILES = list(CEILINGS)
 LEAVES = [name for name in FILES if name != "nanobot"]
