@@ -1237,8 +1237,8 @@ def check_command(command: str, turn: Turn) -> None:
 
 def check_program(words: list[str], turn: Turn, *, moves: bool) -> None:
     """`[sudo, tee, -a, log]`, `[make, &>, log]`, `[rm, -r, a]`; `moves`: the command has a cd."""
-    is_target = [False, *(bool(re.fullmatch(REDIRECTION, word)) for word in words)]
-    written = [word for word, is_written in zip(words, is_target, strict=False) if is_written]
+    pairs = itertools.pairwise(words)
+    written = [word for before, word in pairs if re.fullmatch(REDIRECTION, before)]
     plain = [word for word in words if not re.fullmatch(OPERATOR, word)]
     programs = [word for word in plain if not re.search(r"^[-\d]|=", word)]
     program = next((word for word in programs if word not in WRAPPERS), "")
