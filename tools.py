@@ -40,6 +40,7 @@ import ssl
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import types
@@ -154,7 +155,6 @@ class ToolRegistry:
 
     def __init__(self, tools: Iterable[Tool] = ()):
         self._tools: dict[str, Tool] = {}
-        self.why_missing: list[Callable[[str], str]] = []  # name → why it is missing, or ""
         for tool in tools:
             self.register(tool)
 
@@ -179,7 +179,9 @@ class ToolRegistry:
         """The tool, its arguments after casting, and the problem with them (None: no problem)."""
         tool = self._tools.get(name)
         if not tool:
-            return None, {}, self._why_missing(name[:64])
+            near = difflib.get_close_matches(name[:64].lower(), self._tools, 99, 0)
+            there_are = f"There are, the closest first: {', '.join(near)}."
+            return None, {}, f"There is no tool {name[:64]!r}. {there_are}"
         params = cast({} if params is None else params, {"type": "object"})
         if not isinstance(params, dict):
             problem = f'The arguments of {name} must be one JSON object, like {{"name": "value"}}.'
@@ -188,11 +190,6 @@ class ToolRegistry:
         errors = "; ".join(tool.validate_params(params))
         problem = f"{name} was not run: {errors}. Correct the call." if errors else None
         return tool, params, problem
-
-    def _why_missing(self, name: str) -> str:
-        nearest = difflib.get_close_matches(name.lower(), self._tools, len(self._tools) or 1, 0)
-        unknown = f"There is no tool {name!r}. There are, the closest first: {', '.join(nearest)}."
-        return next(filter(None, [why(name) for why in self.why_missing]), unknown)
 
     async def execute(self, name: str, params: Any, turn: "Turn | None" = None) -> ToolResult:
         """Run one call. Every failure becomes an error result: the turn goes on."""
@@ -453,17 +450,12 @@ def validate(value: Any, schema: Any, path: str = "") -> list[str]:
 
 
 def wrong_size(value: Any, schema: dict, name: str) -> list[str]:
-    if type(value) not in LIMITS:
-        return []
-    low, high = (schema.get(limit) for limit in LIMITS[type(value)])
-    size = value
+    low, high = (schema.get(limit) for limit in LIMITS.get(type(value), ("", "")))
     if isinstance(value, str | list):
-        size, name = len(value), f"{name}: its length"
-    if fits(low, ["number"]) and size < low:
+        value, name = len(value), f"{name}: its length"
+    if fits(low, ["number"]) and value < low:
         return [f"{name} must be >= {low}"]
-    if fits(high, ["number"]) and size > high:
-        return [f"{name} must be <= {high}"]
-    return []
+    return [f"{name} must be <= {high}"] if fits(high, ["number"]) and value > high else []
 
 
 def unexpected_keys(params: dict, schema: dict) -> list[str]:
@@ -761,18 +753,22 @@ def replace_passage(text: str, old: str, new: str, replace_all: bool = False) ->
 
 def exact_passages(text: str, old: str, replace_all: bool) -> list[tuple[int, int]]:
     """Of "aba" in "ababa" both places if one is wanted, the first if all are."""
-    passages = []
+    passages: list[tuple[int, int]] = []
+    step = len(old) if replace_all else 1
     start = text.find(old)
-    most = len(text) if replace_all else 21
-    while start >= 0 and len(passages) < most:
+    while start >= 0 and (replace_all or len(passages) < 21):
         passages.append((start, start + len(old)))
-        start = text.find(old, start + (len(old) if replace_all else 1))
+        start = text.find(old, start + step)
     return passages
 
 
 def passages_by_lines(text: str, old: str) -> list[tuple[int, int]]:
     """Passages whose lines are those of `old` but for the space around them."""
-    wanted, lines = stripped_lines(old.strip("\n")), stripped_lines(text)
+
+    def stripped(lines: str) -> str:
+        return "\n".join(["", *(line.strip(" \t\r") for line in lines.split("\n")), ""])
+
+    wanted, lines = stripped(old.strip("\n")), stripped(text)
     count = wanted.count("\n") - 1
     starts = list(itertools.accumulate((len(line) + 1 for line in text.split("\n")), initial=0))
     passages, number, position = [], 0, 0
@@ -784,10 +780,6 @@ def passages_by_lines(text: str, old: str) -> list[tuple[int, int]]:
     return passages
 
 
-def stripped_lines(text: str) -> str:
-    return "\n".join(["", *(line.strip(" \t\r") for line in text.split("\n")), ""])
-
-
 def fitted(text: str, start: int, end: int, old: str, new: str) -> tuple[int, int, str]:
     """Which part of the text is replaced, and by what: `new` with the passage's indentation."""
     is_exact = text[start:end] == old
@@ -796,15 +788,16 @@ def fitted(text: str, start: int, end: int, old: str, new: str) -> tuple[int, in
     is_inside = is_indented and "\n" in new.strip("\n")  # `old` lacks some of its indentation
     if is_inside or not is_exact:
         start -= len(before)
-        line_end = text.find("\n", end)
-        end = line_end if line_end >= 0 else len(text)
-        readings = [(before + old, before + new), (old, new)] if is_exact else [(old, new)]
-        indented = [reindented(*reading, text[start:end]) for reading in readings]
-        new = next((version for version in indented if version is not None), None)
-        if new is None:
+        end = text.find("\n", end) if "\n" in text[end:] else len(text)
+        is_cut = is_exact and not old[0].isspace()  # the first line alone lacks its indentation
+        missing = before if is_cut else ""
+        given, wanted = (missing + part.strip("\n") for part in (old, new))
+        indented = reindented(given, wanted, text[start:end])
+        if indented is None:
             number = text.count("\n", 0, start) + 1
             why = f"old_text is at line {number}, but the indentation of new_text is not clear"
             raise ToolError(f"{why}. Copy whole lines with all of their indentation.")
+        new = indented
     is_line_end = text.startswith("\n", end) and not (is_exact and old.endswith("\n"))
     if not new and is_line_end and text[max(start - 1, 0) : start] in ("", "\n"):
         end += 1  # deleted lines take their line end with them
@@ -815,12 +808,13 @@ def reindented(old: str, new: str, passage: str) -> str | None:
     r"""`new` indented as the passage is; None if no one change of indentation is certain.
 
     old "a()\n  b()"   passage "    a()\n      b()"   new "a()\n  c()"   →   "    a()\n      c()"
+
+    A depth that `old` does not show is not certain: does a model that drops or halves
+    indentation do so in all lines?
     """
-    before = min(len(text) - len(text.lstrip("\n")) for text in (old, new))
-    behind = min(len(text) - len(text.rstrip("\n")) for text in (old, new))
-    new_lines = new[before : len(new) - behind].split("\n")
-    old_lines, passage_lines = old.strip("\n").split("\n"), passage.split("\n")
-    removed, added = indentations(old_lines)[0], indentations(passage_lines)[0]
+    old_lines, new_lines, passage_lines = (part.split("\n") for part in (old, new, passage))
+    old_depths, new_depths = indentations(old_lines), indentations(new_lines)
+    removed, added = old_depths[0], indentations(passage_lines)[0]
     common = len(os.path.commonprefix([removed[::-1], added[::-1]]))
     removed, added = removed[: len(removed) - common], added[: len(added) - common]
 
@@ -828,35 +822,22 @@ def reindented(old: str, new: str, passage: str) -> str | None:
         return added + line.removeprefix(removed) if line.strip() else line
 
     wanted = [line.rstrip() for line in passage_lines]
-    is_move = [moved(line).rstrip() for line in old_lines] == wanted
-    if not is_move or not is_certain(removed, added, old_lines, new_lines):
+    if [moved(line).rstrip() for line in old_lines] != wanted:
         return None
-    kept = dict(zip(old_lines, passage_lines, strict=True))  # with the space at their ends
-    return "\n".join(kept.get(line, moved(line)) for line in new_lines)
-
-
-def is_certain(removed: str, added: str, old_lines: list[str], new_lines: list[str]) -> bool:
-    """Does a change of indentation that holds for `old` hold for each line of `new`, too?
-
-    Not if a model drops indentation, of all lines or the first, or writes two spaces for four.
-    """
-    old_depths, new_depths = indentations(old_lines), indentations(new_lines)
     shown = [line.rstrip() for line in new_lines if line.strip()]
     for line, depth, next_depth in zip(shown, new_depths, new_depths[1:], strict=False):
         if line.endswith(":") and len(next_depth) <= len(depth):
-            return False  # `if a:` needs something in it
-    unknown = set(new_depths) - set(old_depths)
-    if not new_depths:
-        return True
-    if new_depths[0] != old_depths[0]:
-        return False
-    if not unknown:
-        return any(old_depths) or len(old_lines) == len(new_lines)
-    if not removed and not added:  # the lines have the file's own indentation
-        is_deeper = all(depth.startswith(old_depths[0]) for depth in unknown)
-        return is_deeper and min(new_depths[1:]) == old_depths[0]
-    shows_steps = len(set(old_depths)) > 1 and "" in (removed, added)
-    return shows_steps and all(depth.startswith(removed) for depth in unknown)
+            return None  # `if a:` needs something in it
+    first, others = old_depths[0], new_depths[1:]
+    is_known = set(new_depths) <= set(old_depths)
+    if others and not removed and not added:  # the lines have the file's own indentation
+        is_deeper = all(depth.startswith(first) for depth in others)
+        is_known = is_known or (is_deeper and min(others) == first)
+    is_known = is_known and (any(old_depths) or len(old_lines) == len(new_lines))
+    if new_depths and not (is_known and new_depths[0] == first):
+        return None
+    kept = dict(zip(old_lines, passage_lines, strict=True))  # with the space at their ends
+    return "\n".join(kept.get(line, moved(line)) for line in new_lines)
 
 
 def indentations(lines: list[str]) -> list[str]:
@@ -891,7 +872,6 @@ def notebook_edit(
 def change_cell(text: str, index: int, source: str, kind: str, mode: str) -> str:
     """A notebook's JSON with one cell changed; everything else in it stays the same."""
     try:
-        text.encode()  # a byte that is not UTF-8 could not be told from an escape like "\udce9"
         book = json.loads(text)
         cells = book["cells"] if book["nbformat"] == 4 else None
         last = len(cells) if mode == "insert" else len(cells) - 1
@@ -902,13 +882,12 @@ def change_cell(text: str, index: int, source: str, kind: str, mode: str) -> str
         new = lawful_cell({**old}, source, kind or old.get("cell_type", "code"), book)
         end = index if mode == "insert" else index + 1
         cells[index:end] = [] if mode == "delete" else [new]
+        layout = re.match(r"\s*\{\n([ \t]*)", text)  # "{\n \"cells\"": Jupyter writes one space
+        after = json.dumps(book, ensure_ascii=False, indent=layout and layout[1])
+        after.encode()  # fails for half of a pair, and for bytes that are not UTF-8
     except (ValueError, KeyError, TypeError, RecursionError) as problem:
         why = f"{type(problem).__name__}: {problem}"
         raise ToolError(f"This is no notebook of nbformat 4: {why}.") from None
-    layout = re.match(r"\s*\{\n([ \t]*)", text)  # "{\n \"cells\"": Jupyter writes one space
-    after = json.dumps(book, ensure_ascii=False, indent=layout and layout[1])
-    half_pair = "[\ud800-\udfff]"  # "\udce9" was an escape, and no file can hold it otherwise
-    after = re.sub(half_pair, lambda match: f"\\u{ord(match[0]):04x}", after)
     return after + text[len(text.rstrip()) :]
 
 
@@ -1057,6 +1036,11 @@ TYPES = {
     "sh": "*.{,ba,z}sh", "tex": "*.{tex,bib,sty,cls}", "yaml": "*.y{,a}ml",
 }  # fmt: skip
 
+OF_OTHER_PROGRAMS = {  # re takes it literally
+    r"\[[^]]{0,99}\[:\^?\w{1,9}:\]": r"re knows no [[:space:]]: use \s, \d, \w, [A-Za-z].",
+    r"\\[<>]": r"In Python's re \< is a plain <: the edge of a word is \b.",
+}
+
 
 @tool(read_only=True)
 async def grep(
@@ -1073,77 +1057,64 @@ async def grep(
     request = {
         "source": source, "ignore_case": case_insensitive, "mode": output_mode,
         "before": context_before, "after": context_after, "wanted": offset + head_limit,
-        "seconds": SEARCH_SECONDS,
     }  # fmt: skip
     type_glob = TYPES.get(type, f"*.{type}") if type else "*"  # rb means *.rb
-    search = LineSearch(request, find_files(turn, root, glob, type_glob))
-    await search.run()
-    nothing = f"No match for {pattern!r} in {root}."
-    if not search.items and not fixed_strings:  # re takes some syntax of other programs literally
-        if re.search(r"\[[^]]{0,99}\[:\^?\w{1,9}:\]", pattern):
-            advice = r"Python's re knows no [[:space:]]: use \s, \d, \w, [A-Za-z]."
+    files = find_files(turn, root, glob, type_glob)
+    items, end = await search_lines(request, files)
+    nothing, notes = f"No match for {pattern!r} in {root}.", ""
+    if isinstance(end, str):
+        why = f"{source!r} is no regular expression; set fixed_strings?"
+        raise ToolError(f"{why}: {end}.")
+    if end is None:
+        why = f"The search was ended after {SEARCH_SECONDS} s, before all files were searched"
+        notes = f"\n({why}: take a simpler expression, a glob, or a folder further below)"
+        if not items:
+            raise ToolError(notes.strip())
+    elif end:
+        notes = f"\n({end} files skipped: binary, over 2 MB or not readable)"
+    for syntax, advice in OF_OTHER_PROGRAMS.items():
+        if not items and not fixed_strings and re.search(syntax, pattern):
             raise ToolError(f"{nothing} {advice}")
-        if re.search(r"\\[<>]", pattern):  # \<word\>
-            raise ToolError(rf"{nothing} In Python's re \< is a plain <: the edge of a word is \b.")
-    return (result_page(search.items, offset, head_limit) or nothing) + search.notes
+    return (result_page(items, offset, head_limit) or nothing) + notes
 
 
-class LineSearch:
-    """A search in a child process: `items` to be shown, and `notes` on what was left out.
+async def search_lines(request: dict, files: Iterator) -> tuple[list[str], int | str | None]:
+    """What is shown; then how many files were skipped, the pattern's error, or None: too late.
 
     Both sides speak marshal: it needs no import, and takes names that are not UTF-8.
     """
-
-    def __init__(self, request: dict, files: Iterator[tuple[str, str]]):
-        self.request, self.files = request, files
-        self.items: list[str] = []
-        self.notes = ""
-
-    async def run(self) -> None:
-        """Raises ToolError if the pattern is wrong, or nothing was found in time."""
-        self.process = subprocess.Popen(
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", child_program()], start_new_session=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            stdin=subprocess.PIPE, stdout=output, stderr=subprocess.DEVNULL,
         )  # fmt: skip
-        threading.Thread(target=self._feed, daemon=True).start()
-        collecting = asyncio.ensure_future(in_thread(self._collect))
+        searching = asyncio.ensure_future(in_thread(feed, process, request, files))
         try:
-            await asyncio.wait([collecting], timeout=self.request["seconds"])
-            is_late = not collecting.done()
+            await asyncio.wait([searching], timeout=SEARCH_SECONDS)
         finally:  # also when the turn is stopped
-            self.process.kill()
-            await asyncio.wait([collecting])
-        collecting.result()
-        if is_late:
-            why = f"The search was ended after {self.request['seconds']:g} s"
-            advice = "take a simpler expression, a glob, or a folder further below"
-            self.notes = f"\n({why}, before all files were searched: {advice})"
-            if not self.items:
-                raise ToolError(self.notes.strip())
-
-    def _feed(self) -> None:
-        """Write request and files until all are told, or the child has ended."""
+            process.kill()
+            searching.cancel()  # its thread may still list a folder, and ends by itself
+            await in_thread(process.wait)
+        output.seek(0)
+        items: list[str] = []
         try:
-            with self.process.stdin as pipe:
-                marshal.dump(self.request, pipe)
-                while batch := list(itertools.islice(self.files, 64)):
-                    marshal.dump([(name, os.fsencode(path)) for name, path in batch], pipe)
-        except OSError:  # a broken pipe: nobody wants more files
-            return
+            while isinstance(answer := marshal.load(output), list):
+                items += answer
+            return items, answer
+        except (EOFError, ValueError, TypeError):  # it was killed
+            return items, None
 
-    def _collect(self) -> None:
-        """Read lists of items, then how many files were skipped, or the error of the pattern."""
-        answer: Any = []
-        with self.process.stdout as pipe, contextlib.suppress(EOFError, ValueError, TypeError):
-            while isinstance(answer, list):  # a suppressed error: it was killed
-                self.items += answer
-                answer = marshal.load(pipe)
-        self.process.wait()
-        if isinstance(answer, str):
-            why = f"{self.request['source']!r} is no regular expression; set fixed_strings?"
-            raise ToolError(f"{why}: {answer}.")
-        if isinstance(answer, int) and answer:
-            self.notes = f"\n({answer} files skipped: binary, over 2 MB or not readable)"
+
+def feed(process: subprocess.Popen, request: dict, files: Iterator) -> None:
+    """Tell the child what to search for and where, until it has enough; wait for its end."""
+    try:
+        with process.stdin as pipe:
+            marshal.dump(request, pipe)
+            while batch := list(itertools.islice(files, 64)):
+                marshal.dump([(name, os.fsencode(path)) for name, path in batch], pipe)
+    except OSError:  # a broken pipe: it wants no more files
+        log.debug("grep has found enough")
+    process.wait()
 
 
 # A pattern is tried on the whole text first, which spares most files a loop over their lines. It
@@ -1153,7 +1124,7 @@ LINE_BY_LINE = r"\\(?![wdbS])[A-Za-z0-9]|\[\^|\(\?(?![:=]|P<)|[*+?}]\+|\n"
 
 def child_program() -> str:
     """The child's functions as source, because importing this file would take it 200 ms."""
-    names = ("READING", "UTF8_MARK", "UTF16_MARKS", "LINE_BY_LINE")
+    names = ("READING", "UTF8_MARK", "UTF16_MARKS", "LINE_BY_LINE", "SEARCH_SECONDS")
     functions = (plain_text, is_binary, search_child, searched_bytes, shown_lines)
     head = "from __future__ import annotations\nimport marshal, os, re, signal, stat, sys"
     constants = [f"{name} = {globals()[name]!r}" for name in names]
@@ -1162,9 +1133,9 @@ def child_program() -> str:
 
 def search_child() -> None:
     """The life of the child: it reads a request and batches of files, and answers each hit."""
-    request, end = marshal.load(sys.stdin.buffer), 0
     if hasattr(signal, "alarm"):
-        signal.alarm(int(request["seconds"]) + 10)  # if nobody is left to kill it
+        signal.alarm(SEARCH_SECONDS + 10)  # if nobody is left to kill it
+    request, end = marshal.load(sys.stdin.buffer), 0
     source, left = request["source"], request["wanted"] + 1
     flags = re.IGNORECASE if request["ignore_case"] else 0
     try:
@@ -1173,20 +1144,19 @@ def search_child() -> None:
         may_match = re.compile(source, flags | re.MULTILINE).search
         while left > 0:
             for name, path in marshal.load(sys.stdin.buffer):
-                data = searched_bytes(path) if left > 0 else b""
+                data = searched_bytes(path)
+                text = plain_text(data or b"")
                 end += 1 if data is None else 0
-                text = plain_text(data) if data else ""
-                is_possible = not is_sure or bool(may_match(text))
-                is_hit = bool(data) and is_possible
-                shown = shown_lines(name, text, find, request) if is_hit else []
-                left -= len(shown)
-                sys.stdout.buffer.write(marshal.dumps(shown) if shown else b"")
+                if data and (not is_sure or may_match(text)):
+                    shown = shown_lines(name, text, find, request)
+                    left -= len(shown)
+                    marshal.dump(shown, sys.stdout.buffer)
             sys.stdout.buffer.flush()
     except EOFError:  # that was the last file
         left = 0
     except (re.error, OverflowError, RecursionError) as problem:  # of the expression
         end = str(problem)
-    sys.stdout.buffer.write(marshal.dumps(end))
+    marshal.dump(end, sys.stdout.buffer)
 
 
 def searched_bytes(path: bytes) -> bytes | None:
@@ -1229,7 +1199,6 @@ FILE_TOOLS = [read_file, write_file, edit_file, notebook_edit, list_dir, glob, g
 # :(){ :|:& };:
 FORK_BOMB = r"([\w:.]{1,80})\s{0,9}\(\)\s{0,9}\{[^}]{0,200}\1\s{0,9}\|\s{0,9}\1\s{0,9}&"
 # mkfs.ext4 /dev/sda1; sudo reboot; systemctl poweroff
-# mkfs.ext4 /dev/sda1; sudo reboot; systemctl poweroff
 FATAL = r"(mkfs\S*|mke2fs|wipefs|shutdown|reboot|halt|poweroff) .*|systemctl (reboot|halt|poweroff)"
 # find . -name x -delete
 NARROWED = r"(-i?(name|path|regex)|-empty|-size|-[acm](time|min)|-newer).*"
@@ -1239,7 +1208,6 @@ WRAPPERS = {"sudo", "env", "nohup", "time", "timeout", "command", "exec", "nice"
             "if", "then", "do", "else", "!", "{"}  # sudo nice rm: rm is the program  # fmt: skip
 SHELLS = {"sh", "bash", "dash", "zsh", "eval", "su"}  # bash -c 'rm -rf x': a word is a command
 WRITERS = {"tee", "mv", "rm", "truncate", "touch", "mkdir", "cp", "ln", "install"}
-SLASH_IS_TEXT = {"awk", "cut", "sed", "tr"}  # cut -d / -f 2
 HERE_DOCUMENT = r"(?<!<)<<-?\s*[\"'\\]?([A-Za-z_]\w*)"  # cat > a.txt <<'END'
 READ_BY_A_SHELL = r"(^|[\s;&|(/])((ba|da|z|s)?sh|su|eval|source)([\s<]|$)"  # bash <<END
 # `make 2> /dev/null`, `echo > /dev/tcp/localhost/80`
@@ -1252,23 +1220,25 @@ def check_command(command: str, turn: Turn) -> None:
     under the fence also for paths that lead outside and exist."""
     if re.search(FORK_BOMB, command):
         raise ToolError("Refused: this is a fork bomb.")
-    parts: list[list[str]] = [[]]
-    for word in shell_words(without_here_document(command)):
+    words = shell_words(without_here_document(command))
+    parts, part = {}, []
+    for word in [*words, ";"]:
         is_redirection = re.fullmatch(REDIRECTION, word) or not word.strip("<")
         is_border = re.fullmatch(OPERATOR, word) and not is_redirection
         if is_border or word in ("-exec", "-execdir"):
-            parts.append([])
+            parts[tuple(part)] = None  # each once
+            part = []
         else:
-            parts[-1].append(word)
-    moves = any({"cd", "pushd", "popd"} & set(part) for part in parts)
-    for part in dict.fromkeys(tuple(part) for part in parts if part):
-        check_program(list(part), turn, moves=moves)
+            part.append(word)
+    moves = bool({"cd", "pushd", "popd"} & set(words))
+    for each in parts:
+        check_program(list(each), turn, moves=moves)
 
 
 def check_program(words: list[str], turn: Turn, *, moves: bool) -> None:
     """`[sudo, tee, -a, log]`, `[make, &>, log]`, `[rm, -r, a]`; `moves`: the command has a cd."""
-    is_target = [False, *(bool(re.fullmatch(REDIRECTION, word)) for word in words)]
-    written = [word for word, is_written in zip(words, is_target, strict=False) if is_written]
+    pairs = itertools.pairwise(words)
+    written = [word for before, word in pairs if re.fullmatch(REDIRECTION, before)]
     plain = [word for word in words if not re.fullmatch(OPERATOR, word)]
     programs = [word for word in plain if not re.search(r"^[-\d]|=", word)]
     program = next((word for word in programs if word not in WRAPPERS), "")
@@ -1290,7 +1260,7 @@ def check_program(words: list[str], turn: Turn, *, moves: bool) -> None:
         raise ToolError(f"Refused: {why}. {advice}, or ask the user to run it.")
     for name in names if program in SHELLS else []:
         check_command(name if " " in name else "", turn)
-    if "/" in names and program not in SLASH_IS_TEXT:
+    if "/" in names and program not in ("awk", "cut", "sed", "tr"):  # cut -d / -f 2
         turn.path("/")
     edits_in_place = program == "sed" and "-i" in options
     if program in WRITERS or edits_in_place:
@@ -1479,11 +1449,9 @@ class Job:
 
     def output(self) -> str:
         """Output and errors of a process that has ended. Blocks."""
-        has_children = self.signal_group(0)
-        if not has_children:
+        if not self.signal_group(0):  # else a child in the background keeps the pipe open
             atexit.unregister(self.kill)
-        patience = 0.3 if has_children else 2.0  # a child in the background keeps the pipe open
-        text, errors = self.stdout.text(patience), self.stderr.text(patience)
+        text, errors = self.stdout.text(), self.stderr.text()
         text += f"\nSTDERR:\n{errors}" if errors else ""
         return shorten(text, MAX_OUTPUT_CHARS, self.stdout.missing + self.stderr.missing)
 
@@ -1504,9 +1472,9 @@ class Capture(threading.Thread):
                 self.tail = rest[-KEPT_BYTES:]
                 self.missing += len(rest) - len(self.tail)
 
-    def text(self, patience: float = 0.3) -> str:
-        """All until the end of the pipe, or what came in `patience` seconds. Blocks."""
-        self.join(patience)
+    def text(self) -> str:
+        """All until the end of the pipe, or what comes within half a second. Blocks."""
+        self.join(0.5)
         return (self.head + self.tail).decode("utf-8", errors="replace").rstrip("\n")
 
 
@@ -1576,7 +1544,7 @@ def web_url(text: str) -> urllib.parse.SplitResult:
 # ---- The web: a connection to an address that was checked ----
 # A name server may answer twice, first with a public address, then with 127.0.0.1.
 
-MAX_WEB_BYTES = 5_000_000  # of an answer, and of what it unpacks to
+MAX_WEB_BYTES = 5_000_000
 
 
 class Web:
@@ -1656,8 +1624,7 @@ class Web:
     def _exchange(self, line: Any, url: Any, body: Any = None, headers: Any = ()) -> tuple:
         from http.client import HTTPConnection
 
-        about = {"Host": url.netloc, "Accept-Encoding": "gzip, deflate",
-                 "User-Agent": "Mozilla/5.0 (compatible; nanobot)"}  # fmt: skip
+        about = {"Host": url.netloc, "User-Agent": "Mozilla/5.0 (compatible; nanobot)"}
         with contextlib.closing(HTTPConnection(url.hostname, 80)) as connection:
             connection.sock = line  # open already: http.client looks no name up
             is_for_proxy = self.proxy.hostname and url.scheme == "http"
@@ -1666,9 +1633,6 @@ class Web:
             connection.request(method, target.geturl(), body, about | dict(headers))
             response = connection.getresponse()
             response.url, data = url.geturl(), response.read(MAX_WEB_BYTES + 1)
-        if response.getheader("Content-Encoding", "identity") != "identity":
-            with contextlib.suppress(zlib.error):  # 47: gzip or zlib, as its first bytes say
-                data = zlib.decompressobj(47).decompress(data, MAX_WEB_BYTES + 1)
         return response, data
 
 
@@ -1679,11 +1643,14 @@ ATTRIBUTES = r"""([^<>"']*(?:"[^"<]*"[^<>"']*|'[^'<]*'[^<>"']*)*)>"""  # a > in 
 TAG = rf"(?i)<(/?[a-z][\w:-]*){ATTRIBUTES}|<(/?[a-z][\w:-]*)([^<>]*)>?|<[!?/][^<>]*>?"
 LINK = rf"(?is)<a\b{ATTRIBUTES}(.*?)(?:</a\b[^<>]*>?|(?=<a\b)|\Z)"
 NOT_TEXT = r"(?is)<(script|style|template|svg|iframe|title)\b.*?(?:</\1\b[^<>]*>?|\Z)"
-NOT_TEXT += r"|<!--.*?(?:-->|\Z)|&#\d{8,};?"  # no letter has such a number
-BESIDE = r"(?is)<(nav|select|footer|aside)\b([^<>]*).*?(?:(</\1\b[^<>]*>?)|\Z)"
+NOT_TEXT += r"|<!--.*?(?:-->|\Z)|&#\d{8,};?|[\0\1]"  # no letter has such a number
+# <nav>menu</nav>; not <aside class=footnote>, nor what never ends
+BESIDE = r"(?is)<(nav|select|(?:footer|aside)(?![^<>]*note))\b.*?(?:(</\1\b[^<>]*>?)|\Z)"
+CODE = r"(?is)<pre\b[^<>]*>(.*?)(?:</pre\b[^<>]*>?|\Z)"
 BLOCK = r"/?(p|div|[uod]l|d[dt]|table|blockquote|section|article|main|header|footer|aside|details"
-BLOCK += r"|summary|figure|figcaption|hr|h\d|pre)"
+BLOCK += r"|summary|figure|figcaption|hr|h\d)"
 INLINE = {"code": "`", "/code": "`", "sup": "^", "td": " | ", "th": " | "}  # 10<sup>6</sup> → 10^6
+GAP = "\n\f\n"  # a blank line, unless there is one already
 
 
 def page_text(source: str, url: str = "") -> str:
@@ -1691,24 +1658,29 @@ def page_text(source: str, url: str = "") -> str:
 
     <h1>Hi</h1><p>See <a href="/b">b</a>  →  # Hi ⏎ ⏎ See [b](https://example.com/b)
     """
-    source = re.sub(BESIDE, without_menu, re.sub(NOT_TEXT, "", source))
+    source = re.sub(NOT_TEXT, "", source)
+    source = re.sub(BESIDE, lambda match: "\n" if match[2] else match[0], source)
     mains = [tag.start() for tag in re.finditer(r"(?i)</?main\b", source)]
     source = source[mains[0] : mains[-1]] if len(mains) > 1 else source
     source = re.sub(LINK, functools.partial(link_text, url=url), source)
-    page, position = PageText(), 0
-    for tag in re.finditer(TAG, source):
-        page.parts.append(html.unescape(source[position : tag.start()]))
-        page.take_tag((tag[1] or tag[3] or "").lower(), tag[2] or tag[4] or "")
-        position = tag.end()
-    page.parts.append(html.unescape(source[position:]))
-    page.end_row()
-    return "\n".join(page.lines).strip()
-
-
-def without_menu(match: re.Match) -> str:
-    """<nav>menu</nav> → a line end; <nav> without an end stays, so does <aside class=footnote>."""
-    is_note = match[1].lower() in ("aside", "footer") and "note" in match[2].lower()
-    return match[0] if is_note or not match[3] else "\n"
+    codes = iter(re.findall(CODE, source))
+    one_line = re.sub(r"\s+", " ", re.sub(CODE, "\1", source))  # \1 stands for a block of code
+    text = re.sub(TAG, Layout().text_of, one_line).replace("\1", f"{GAP}\1{GAP}")
+    lines, mark = [""], ""
+    for line in html.unescape(text).split("\n"):
+        if "\0" in line:
+            _, mark, line = line.split("\0")
+        words = " ".join(line.split())
+        if words == "\1":
+            code = re.sub(TAG, "", re.sub(r"(?i)<br\b[^<>]*>", "\n", next(codes)))
+            lines += ["```", html.unescape(code).strip("\n"), "```"]
+        elif words.strip("| "):
+            lines.append(mark + words)
+            mark = ""
+        elif "\f" in line:
+            mark = ""  # of a heading or an item without text
+            lines += [""] if lines[-1] else []
+    return "\n".join(lines).strip()
 
 
 def link_text(match: re.Match, url: str) -> str:
@@ -1721,69 +1693,41 @@ def link_text(match: re.Match, url: str) -> str:
     return f"[{text}]({html.escape(target)})" if is_link else match[2]
 
 
-class PageText:
-    """The text of a page: finished `lines`, and `parts` of the line that is being written."""
+class Layout:
+    """What a tag becomes: nothing, a line end, a GAP, or a line end and the next line's mark.
+
+    <li> → ⏎ \\0- \\0, and the mark goes before the next line that has text.
+    """
 
     def __init__(self) -> None:
-        self.lines: list[str] = []
-        self.parts: list[str] = []
-        self.mark = ""  # begins the next line: "- ", "2. ", "## "
         self.lists: list[Iterator[str]] = []  # the marks to come, of each open list
-        self.is_code = self.is_row = False
+        self.is_row = False
 
-    def take_tag(self, name: str, attributes: str) -> None:
-        if self.is_code and name != "/pre":
-            self.parts.append("\n" if name == "br" else "")
-            return
+    def text_of(self, tag: re.Match) -> str:
+        name, attributes = (tag[1] or tag[3] or "").lower(), tag[2] or tag[4] or ""
         if name == "img":
-            alt = attribute(attributes, "alt")
-            self.parts.append(f"[image: {alt}]" if alt else "")
-        elif name == "br":
-            self.end_line()
-        elif name == "li":
-            self.end_line()
-            self.mark = next(self.lists[-1]) if self.lists else "- "
-        elif name in ("tr", "/tr", "table", "/table", "pre", "/pre"):
-            self.end_row()
-            self.is_row, self.is_code = name == "tr", name == "pre"
-        self.parts.append(INLINE.get(name, ""))
-        if re.fullmatch(BLOCK, name):
-            self.begin_block(name, attributes)
-
-    def begin_block(self, name: str, attributes: str) -> None:
-        self.end_line()
-        if self.is_row:
-            return
+            alt = html.escape(attribute(attributes, "alt"))
+            return f"[image: {alt}]" if alt else ""
+        if name in ("tr", "/tr", "table", "/table"):
+            self.is_row = name == "tr"
+            return GAP if "table" in name and not self.lists else "\n"
+        is_block = re.fullmatch(BLOCK, name)
+        if self.is_row and (is_block or name in ("br", "li")):  # a row is one line
+            return " "
+        if name == "li":
+            return f"\n\0{next(self.lists[-1]) if self.lists else '- '}\0"
+        if not is_block:
+            return "\n" if name == "br" else INLINE.get(name, "")
         if name in ("/ul", "/ol") and self.lists:
             self.lists.pop()
-        if self.lines and self.lines[-1] and not self.lists:
-            self.lines.append("")
-        if name == "ul":
-            self.lists.append(itertools.repeat("- "))
-        if name == "ol":
-            start = attribute(attributes, "start")
-            first = int(start) if re.fullmatch(r"\d{1,6}", start) else 1
-            self.lists.append(f"{number}. " for number in itertools.count(first))
-        if re.fullmatch(r"/?(ul|ol|h\d)", name):  # a heading or item without text has no mark
-            self.mark = "#" * int(name[1]) + " " if name[0] == "h" else ""
-
-    def end_line(self) -> None:
-        if self.is_row:
-            self.parts.append(" ")
-            return
-        text = " ".join("".join(self.parts).split())
-        if text.strip("| "):
-            self.lines.append(self.mark + text)
-            self.mark = ""
-        self.parts = []
-
-    def end_row(self) -> None:
-        """End what runs over many tags: a row of a table, a block of code."""
-        if self.is_code:
-            self.lines += ["```", "".join(self.parts).strip("\n"), "```"]
-            self.parts = []
-        self.is_row = self.is_code = False
-        self.end_line()
+        gap = "\n" if self.lists else GAP
+        if name in ("ul", "ol"):
+            start = re.search(r"(?i)\bstart\W{1,9}(\d{1,6})", attributes)
+            numbers = itertools.count(int(start[1]) if start else 1)
+            marks = (f"{number}. " for number in numbers)
+            self.lists.append(marks if name == "ol" else itertools.repeat("- "))
+        is_heading = re.fullmatch(r"h\d", name)
+        return f"{gap}\0{'#' * int(name[1])} \0" if is_heading else gap
 
 
 def attribute(attributes: str, name: str) -> str:
@@ -1833,7 +1777,7 @@ class WebFetch(Tool):
 
 
 def readable(response: Any, body: bytes) -> str:
-    """A page as text, JSON with indents, other text unchanged; of binary data kind and size."""
+    """A page as text, other text unchanged; of binary data kind and size."""
     kind = response.getheader("Content-Type", "").lower()
     text = decode_page(body, kind).replace("\r\n", "\n")
     if "\0" in text[:8_192] or re.match("(audio|video|font)/|application/pdf", kind):
@@ -1842,9 +1786,6 @@ def readable(response: Any, body: bytes) -> str:
         title = re.search(r"<title\b[^<>]*>([^<]*)", text, re.I)
         text = page_text(text, response.url) or "(no text: the page may need JavaScript)"
         return f"Title: {one_line(title[1])}\n\n{text}" if title else f"\n{text}"
-    if "json" in kind and len(text) < 200_000:  # indents of much more could fill the memory
-        with contextlib.suppress(ValueError, RecursionError):
-            text = json.dumps(json.loads(text), indent=2, ensure_ascii=False)
     return f"\n{text}"
 
 
@@ -1967,24 +1908,20 @@ class MCPTool(Tool):
     """A tool, resource or prompt of a server. Its claim that a tool only reads is not believed."""
 
     def __init__(self, server: "MCPServer", name: str, kind: str, item: dict):
+        item = visible(item)
         self.server, self.name, self.method = server, name, MCP_METHODS[kind]
         self.request = {"uri": item["uri"]} if kind == "resources" else {"name": item["name"]}
         self.read_only = kind != "tools"
-        item = visible(item)
         label = f"[MCP {kind[:-1]} {server.name}: {item.get('uri', item['name'])}] "
-        default = f"{kind[:-1]} {item['name']} of {server.name}"
-        self.description = (item.get("description") or default)[:2_000]
-        if kind != "tools":
-            self.description = label + self.description
+        about = item.get("description") or f"{kind[:-1]} {item['name']} of {server.name}"
+        self.description = (about if kind == "tools" else label + about)[:2_000]
         schema = item.get("inputSchema", {})
-        arguments = item.get("arguments", [])  # a prompt has a list
+        if arguments := item.get("arguments"):  # of a prompt
+            texts = {each["name"]: StringSchema(each.get("description")) for each in arguments}
+            required = [each["name"] for each in arguments if each.get("required")]
+            schema = ObjectSchema(texts, required=required)
         properties = {name: as_schema(part) for name, part in schema.get("properties", {}).items()}
-        for argument in arguments:
-            properties[argument["name"]] = StringSchema(argument.get("description", ""))
-        required = [argument["name"] for argument in arguments if argument.get("required")]
         self.parameters = {**schema, "type": "object", "properties": properties}
-        if required:
-            self.parameters["required"] = required
 
     async def execute(self, /, **arguments: Any) -> ToolResult:
         if "uri" not in self.request:
@@ -1993,7 +1930,7 @@ class MCPTool(Tool):
 
 
 def visible(item: dict) -> dict:
-    """{"description": "Read.\\u200b\\u202e"} → {"description": "Read."}, however deep"""
+    """A server may hide orders to the model in letters that no person sees: "Read.\\u200b" """
     text = json.dumps(item, ensure_ascii=False)
     return json.loads("".join(filter(str.isprintable, text)))
 
@@ -2124,23 +2061,21 @@ class MCPServer:
         logging.getLogger("mcp").setLevel(logging.CRITICAL)  # a traceback for each line of junk
         logging.getLogger("httpx2").setLevel(logging.WARNING)  # whole URLs: some hold a key
         settings = self.settings
-        remote = "sse" if settings.url.endswith("/sse") else "http"
-        default = "stdio" if settings.command else remote
-        kind = settings.type.lower().replace("-", "") or default  # streamable-http, streamableHttp
-        if kind == "stdio" and settings.command:
+        kind = settings.type.lower() or settings.url.rpartition("/")[2]
+        if settings.command:
             reading, writing = os.pipe()
             self.stderr = Capture(os.fdopen(reading, "rb"))
             errors = stack.enter_context(os.fdopen(writing, "w"))
             program = {"command": settings.command, "args": settings.args, "env": settings.env}
             return stdio.stdio_client(stdio.StdioServerParameters(**program), errors)
-        if kind == "sse" and settings.url:
+        if not settings.url:
+            raise ValueError("it needs a command (type stdio) or a url (type sse, http)")
+        if kind == "sse":
             return sse.sse_client(settings.url, settings.headers)
-        if kind in ("http", "streamablehttp") and settings.url:
-            http = streamable_http.create_mcp_http_client(settings.headers)
-            await stack.enter_async_context(http)
-            limits = {"max_sse_event_size": MAX_FILE_BYTES}
-            return streamable_http.streamable_http_client(settings.url, http_client=http, **limits)
-        raise ValueError("it needs a command (type stdio) or a url (type sse, http)")
+        http = streamable_http.create_mcp_http_client(settings.headers)
+        await stack.enter_async_context(http)
+        limits = {"max_sse_event_size": MAX_FILE_BYTES}
+        return streamable_http.streamable_http_client(settings.url, http_client=http, **limits)
 
     async def cause(self, failure: BaseException) -> str:
         """The failure in a line: MCP server db: Connection closed: no key given. Check …"""
@@ -2172,10 +2107,9 @@ class MCPServer:
                 wanted = {"*", item["name"], name} & set(self.settings.enabled_tools)
                 if kind == "tools" and not wanted:
                     continue
-                if len(self.tools) >= MAX_MCP_TOOLS or len(json.dumps(item)) > MAX_MCP_CHARS:
-                    left_out.append(f"{item['name'][:64]} (too many, or too large)")
-                    continue
                 try:
+                    if len(self.tools) >= MAX_MCP_TOOLS or len(json.dumps(item)) > MAX_MCP_CHARS:
+                        raise ValueError("too many, or too large")
                     self.registry.register(MCPTool(self, name, kind, item))
                     self.tools.append(name)
                 except (AttributeError, KeyError, TypeError, ValueError) as problem:
@@ -2215,7 +2149,6 @@ class MCPServers:
         enabled = {name: server for name, server in settings.items() if not server.disabled}
         self.servers = [MCPServer(name, server, registry) for name, server in enabled.items()]
         self.told_problems: set[str] = set()
-        registry.why_missing.append(self.why_missing)
 
     async def connect(self, patience: float = 5.0) -> None:
         """Before a turn: connect to what is not connected. Waits `patience` seconds at most."""
@@ -2224,13 +2157,6 @@ class MCPServers:
         for problem in sorted(problems - self.told_problems):
             log.warning("%s", problem)
         self.told_problems = problems
-
-    def why_missing(self, tool_name: str) -> str:
-        """The problem of the server that a tool's name begins with; empty: it is connected."""
-        for server in self.servers:
-            if tool_name.startswith(clean_name(f"mcp_{server.name}_")):
-                return server.problem
-        return ""
 
     async def close(self) -> None:
         await asyncio.gather(*(server.close() for server in self.servers))

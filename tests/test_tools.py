@@ -5,7 +5,6 @@ import asyncio
 import base64
 import contextlib
 import fnmatch
-import gzip
 import http.server
 import ipaddress
 import json
@@ -92,18 +91,11 @@ def content(path: Path) -> bytes | None:
 @pytest.mark.parametrize("value, kind, wanted", [
     ("120", "integer", 120),
     (5.0, "integer", 5),
-    ("5.0", "integer", 5),
-    ("1.5", "number", 1.5),
     ("True", "boolean", True),
-    ("false", "boolean", False),
-    ("False", "boolean", False),
-    (7, "string", "7"),
     (7, ["string", "null"], "7"),
-    (7, ["string", "integer"], 7),
     ("7", ["string", "integer"], "7"),
     ("[1, 2]", "array", [1, 2]),
     ('{"a": 1}', "object", {"a": 1}),
-    ("null", ["integer", "null"], None),
     ("9" * 5_000, "integer", "9" * 5_000),
     ("[" * 100_000, "array", "[" * 100_000),
 ])  # fmt: skip
@@ -125,21 +117,14 @@ def test_what_cannot_be_cast_is_left_for_the_check_to_name(value, kind):
 
 @pytest.mark.parametrize("schema, good, bad, error", [
     (IntegerSchema(maximum=600), 600, 601, "size must be <= 600"),
-    (NumberSchema(minimum=0), 0.0, -0.1, "size must be >= 0"),
     (StringSchema(min_length=2), "ab", "a", "size: its length must be >= 2"),
     (StringSchema(enum=["a", "b"]), "a", "c", 'size must be one of ["a", "b"]'),
     (ArraySchema(StringSchema(), max_items=1), ["a"], ["a", "b"], "size: its length must be <= 1"),
-    (ArraySchema(StringSchema()), ["a"], [[]], "size[0] must be string, not []"),
     (BooleanSchema(nullable=True), None, 3, "size must be boolean or null, not 3"),
-    (NumberSchema(maximum=1.5), 1.5, 1.75, "size must be <= 1.5"),
-    (IntegerSchema(minimum=-1), -1, -2, "size must be >= -1"),
-    (StringSchema(max_length=2), "ab", "abc", "size: its length must be <= 2"),
-    (ArraySchema(StringSchema(), min_items=1), ["a"], [], "size: its length must be >= 1"),
     (ObjectSchema(required=["a"], a=NumberSchema()), {"a": 2.5}, {}, "size.a is required"),
     (ObjectSchema(a=ObjectSchema(b=BooleanSchema())), {"a": {}}, {"a": {"b": 1}},
      "size.a.b must be boolean, not 1"),
     (IntegerSchema(), 5.0, 5.5, "size must be integer, not 5.5"),
-    (StringSchema(enum=["ä"]), "ä", "", 'size must be one of ["ä"]'),
     (ObjectSchema(a=NumberSchema()), {"a": 1}, {"a": float("inf")}, "size.a must be a finite number"),
 ])  # fmt: skip
 def test_a_schema_says_what_is_wrong_and_where(schema, good, bad, error):
@@ -152,31 +137,14 @@ OPTIONAL = {"anyOf": [{"type": "integer"}, {"type": "null"}]}  # how pydantic, a
 
 @pytest.mark.parametrize("schema, value, wanted", [
     (OPTIONAL, 5, 5),
-    (OPTIONAL, None, None),
-    ({"oneOf": [{"type": "string"}, {"type": "integer"}]}, "5", "5"),
-    ({"anyOf": [{"type": "integer"}, {"$ref": "#/$defs/x"}]}, "5", "5"),
-    ({"anyOf": [{"enum": ["a"]}, {"type": "object"}]}, "b", "b"),
-    ({"type": "string", "nullable": True}, None, None),
     ({"type": "string", "nullable": True, "enum": ["a"]}, None, None),
-    ({"nullable": True}, 5, 5),
     ({"$ref": "#/$defs/x"}, {"a": ["1"]}, {"a": ["1"]}),
-    ({"allOf": [{"type": "object"}, {"required": ["a"]}]}, {"b": "1"}, {"b": "1"}),
-    ({"const": 5}, "5", "5"),
     ({"type": "string", "pattern": "(", "format": "date"}, "x", "x"),
     ({"type": "array", "prefixItems": [{"type": "integer"}], "items": False}, ["1"], ["1"]),
     ({"type": "array", "items": {"type": "array", "items": {"type": "integer"}}}, [["1"], []], [[1], []]),
-    ({"type": ["string", "array"], "items": {"type": "integer"}}, "12", "12"),
-    ({"type": ["string", "object"], "properties": {"a": {"type": "integer"}}}, "a", "a"),
-    ({"type": "array"}, ["1"], ["1"]),
-    ({"properties": {"a": {"type": "integer"}}}, {"a": "1"}, {"a": 1}),
-    ({"type": ["boolean", "object"]}, '{"A": "B"}', {"A": "B"}),
     ({"type": "integer"}, 1e22, 10**22),
-    ({"type": "number", "minimum": 0, "exclusiveMinimum": True}, 0, 0),
-    ({"minimum": 5, "minLength": 5, "minItems": 5}, True, True),
     ({"enum": [1, "a", None, {"b": []}]}, {"b": []}, {"b": []}),
     ({"type": "any"}, True, True),
-    ({"type": "any"}, 5.0, 5.0),
-    ({"type": ["string", {"type": "integer"}]}, 5, 5),
 ])  # fmt: skip
 def test_a_legal_value_passes_whatever_keywords_a_server_uses(schema, value, wanted):
     result = cast(value, schema)
@@ -215,6 +183,7 @@ def test_parameters_are_a_copy_for_each_class():
     one, two = (tool_parameters(schema)(type(name, (Tool,), {"name": name})) for name in ("one", "two"))
     one.parameters["properties"]["n"]["type"] = "string"
     assert two.parameters["properties"]["n"] == {"type": "integer"} == schema["properties"]["n"]
+    assert two().validate_params({"n": "x"}) == ['n must be integer, not "x"']
 
 
 # ---- Tools ----
@@ -242,6 +211,7 @@ def test_a_method_of_an_object_becomes_a_tool(turn):
     assert (job["name"], job["description"], job["parameters"]["required"]) == ("job", "Add a job.", ["name"])
     added = asyncio.run(registry.execute("job", {"name": "x", "times": "2"}, turn))
     assert added == ToolResult("direct: ['x', 'x']") and registry.get("job").concurrency_safe
+    assert asyncio.run(registry.execute("job", {"name": "x", "turn": "mine"}, turn)).is_error  # not the model's
 
 
 def test_definitions_stand_in_one_order_and_an_unknown_name_gets_the_closest_one():
@@ -250,8 +220,6 @@ def test_definitions_stand_in_one_order_and_an_unknown_name_gets_the_closest_one
     names = [each["function"]["name"] for each in registry.get_definitions()]
     assert names == ["read_file", "mcp_B", "mcp_a"]
     assert "closest first: read_file" in registry.prepare_call("Read_File", {})[2]
-    registry.why_missing.append(lambda name: f"{name} is asleep.")
-    assert asyncio.run(registry.execute("db", {})) == ToolResult("db is asleep.", is_error=True)
     assert len(asyncio.run(ToolRegistry().execute("x" * 900, {})).text) < 200
 
 
@@ -272,30 +240,14 @@ def test_a_tool_that_raises_is_told_in_one_line_and_its_traceback_only_with_logs
 
 def test_a_plain_function_becomes_a_tool():
     @tool
-    def add(
-        a: int,
-        unit: Literal["cm", "m"],
-        parts: list[float],
-        note: Annotated[str | None, "Shown below"] = None,
-        options: dict | None = None,
-        anything=None,
-    ) -> str:
+    def add(a: int, parts: list[float], note: Annotated[str | None, "Shown below"] = None, anything=None) -> str:
         """Add up."""
 
-    function = add.to_schema()["function"]
-    assert (function["name"], function["description"]) == ("add", "Add up.")
-    assert function["parameters"] == {
-        "type": "object",
-        "properties": {
-            "a": {"type": "integer"},
-            "unit": {"type": "string", "enum": ["cm", "m"]},
-            "parts": {"type": "array", "items": {"type": "number"}},
-            "note": {"type": ["string", "null"], "description": "Shown below"},
-            "options": {"type": ["object", "null"]},
-            "anything": {},
-        },
-        "required": ["a", "unit", "parts"],
-    }
+    texts = {"type": ["string", "null"], "description": "Shown below"}
+    parts = {"type": "array", "items": {"type": "number"}}
+    properties = {"a": {"type": "integer"}, "parts": parts, "note": texts, "anything": {}}
+    parameters = {"type": "object", "properties": properties, "required": ["a", "parts"]}
+    assert add.to_schema()["function"] == {"name": "add", "description": "Add up.", "parameters": parameters}
 
 
 @pytest.mark.parametrize("hint, schema", [
@@ -309,28 +261,6 @@ def test_a_plain_function_becomes_a_tool():
 ])  # fmt: skip
 def test_a_hint_becomes_a_schema(hint, schema):
     assert tools.as_schema(hint) == schema
-
-
-def test_a_tool_that_asks_for_the_turn_gets_it_and_the_model_does_not_see_it(turn):
-    @tool
-    def where(place: str = "", *, turn: Turn) -> str:
-        return f"{turn.workspace}{place}"
-
-    assert list(where.parameters["properties"]) == ["place"]
-    assert asyncio.run(ToolRegistry([where]).execute("where", {}, turn)).text == str(turn.workspace)
-    assert answer(where, turn="mine").is_error  # nor can the model set it
-
-
-def test_a_subclass_may_write_its_schema_out():
-    @tool_parameters(tool_parameters_schema(required=["n"], n=IntegerSchema(minimum=1)))
-    class Count(Tool):
-        name = "count"
-
-        async def execute(self, **kwargs) -> dict:
-            return kwargs
-
-    assert answer(Count(), n="2").text == '{"n": 2}'
-    assert "n must be >= 1" in answer(Count(), n=0).text
 
 
 # ---- The registry ----
@@ -357,13 +287,9 @@ def test_arguments_are_taken_in_every_form_that_models_send(params, text):
 
 
 @pytest.mark.parametrize("params, told", [
-    (["a"], "one JSON object"),
-    (5, "one JSON object"),
     ("not json", "one JSON object"),
     ({"txt": "a"}, "unexpected parameter txt (there are text, count)"),
-    ({"count": "many"}, 'count must be integer, not "many"'),
     ({"count": "2.5", "x": 1}, 'echo was not run: count must be integer, not "2.5"; unexpected parameter x'),
-    ({"x": 1}, "echo was not run: unexpected parameter x (there are text, count). Correct the call."),
 ])  # fmt: skip
 def test_wrong_arguments_are_named_and_the_tool_is_not_run(params, told):
     result = asyncio.run(ToolRegistry([echo]).execute("echo", params))
@@ -399,21 +325,6 @@ def test_whatever_a_tool_raises_the_agent_lives(raised, is_async):
 
     failed, after = asyncio.run(two_calls())
     assert failed.is_error and raised.__name__ in failed.text and after.text == "alive"
-
-
-def test_a_cancelled_tool_is_cancelled_not_an_error_result():
-    @tool
-    async def forever() -> None:
-        await asyncio.sleep(60)
-
-    async def run():
-        task = asyncio.create_task(ToolRegistry([forever]).execute("forever", {}))
-        await asyncio.sleep(0.01)
-        task.cancel()
-        await task
-
-    with pytest.raises(asyncio.CancelledError):
-        asyncio.run(run())
 
 
 def test_a_result_over_the_limit_goes_into_a_file_that_read_file_can_page(turn):
@@ -456,9 +367,7 @@ def test_a_thread_whose_waiter_is_gone_neither_holds_the_exit_nor_complains():
         "asyncio.run(main())\n"
         "time.sleep(0.2)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=Path(tools.__file__).parent, capture_output=True, timeout=10
-    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=HERE, capture_output=True, timeout=10)
     assert (done.returncode, done.stderr) == (0, b"")
 
 
@@ -470,14 +379,11 @@ DEFAULTS = {"command": "", "args": [], "env": {}, "url": "", "headers": {}, "typ
 
 
 def mcp_settings(*arguments: str, **given) -> SimpleNamespace:
-    """Of our own server where nothing else is given."""
     ours = {} if "command" in given or "url" in given else {"command": sys.executable}
     return SimpleNamespace(**{**DEFAULTS, "args": [MCP_SCRIPT, *arguments], **ours, **given})
 
 
 class MCPKit:
-    """A registry with servers, on an event loop that stays."""
-
     def __init__(self, runner: asyncio.Runner, **settings):
         self.run, self.registry = runner.run, ToolRegistry([named("read_file")])
         self.servers = MCPServers(settings, self.registry)
@@ -541,23 +447,16 @@ def answers(port: int) -> bool:
 
 def test_a_servers_tools_resources_and_prompts_stand_behind_our_own(mcp):
     assert mcp.names[0] == "read_file" and mcp.names[1:] == sorted(mcp.names[1:])
-    assert {"mcp_web_echo", "mcp_events_echo", "mcp_local_resource_today", "mcp_local_prompt_review"} <= set(
-        mcp.names
-    )
+    assert {"mcp_web_echo", "mcp_events_echo", "mcp_local_resource_today"} <= set(mcp.names)
     assert all(re.fullmatch("[A-Za-z0-9_-]{1,64}", name) for name in mcp.names)
     assert len([name for name in mcp.names if name.startswith("mcp_local_")]) == 15
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments", "text"),
-    [
-        ("echo", {"text": "ho ", "times": "2"}, "ho ho "),
-        ("structured", {}, '{"degrees": 21, "city": "Zürich"}'),
-        ("a_b", {}, "dotted"),
-        ("resource_today", {}, "buy milk"),
-        ("prompt_review", {"code": "x = 1"}, "Review this: x = 1"),
-    ],
-)
+@pytest.mark.parametrize("name, arguments, text", [
+    ("echo", {"text": "ho ", "times": "2"}, "ho ho "), ("a_b", {}, "dotted"),
+    ("structured", {}, '{"degrees": 21, "city": "Zürich"}'), ("resource_today", {}, "buy milk"),
+    ("prompt_review", {"code": "x = 1"}, "Review this: x = 1"),
+])  # fmt: skip
 @pytest.mark.parametrize("server", ["local", "events", "web"])
 def test_a_server_is_called_over_every_transport(mcp, server, name, arguments, text):
     result = mcp.call(f"mcp_{server}_{name}", **arguments)
@@ -586,45 +485,9 @@ def test_a_stopped_turn_stops_its_call_and_nothing_else(runner, mcp):
     assert mcp.call("mcp_local_echo", text="still here").text == "still here"
 
 
-def test_a_server_that_dies_in_a_call_comes_back_at_the_next(mcp):
-    before = int(mcp.call("mcp_local_pid").text)
-    result = mcp.call("mcp_local_die")
-    assert result.is_error and "Connection closed" in result.text
-    assert "no more memory[2J" in result.text  # its last words, harmless
-    mcp.connect(patience=30)
-    assert int(mcp.call("mcp_local_pid").text) != before and not is_running(before)
-
-
-LEGACY = """
-import json, os, sys
-print("junk on stdout")
-for line in sys.stdin:
-    asked = json.loads(line)
-    if asked["method"] == "server/discover":
-        sys.exit("Error: ExpectedInitializeRequest")
-    print("\\x00{]")
-    versions = {"protocolVersion": "2024-11-05", "serverInfo": {"name": "old", "version": "1"}}
-    strange = [{"name": "odd", "inputSchema": {"type": "object", "properties": {"x": {"minimum": "a"}}}},
-               {"name": "bare", "inputSchema": {"type": "object"}}]
-    result = {"initialize": {**versions, "capabilities": {"tools": {}}}, "tools/list": {"tools": strange},
-              "tools/call": {"content": [{"type": "text", "text": "old but fine"}]}}.get(asked["method"])
-    if result and "id" in asked:
-        print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": result}), flush=True)
-"""
-
-
-def test_an_older_server_with_junk_on_stdout_works(runner):
-    """It ends when it is asked for a newer protocol, as those of some makers do."""
-    kit = MCPKit(runner, old=mcp_settings(command=sys.executable, args=["-c", LEGACY]))
-    assert kit.connect(patience=30)[1:] == ["mcp_old_bare", "mcp_old_odd"]
-    assert kit.schema("mcp_old_bare")["parameters"] == {"type": "object", "properties": {}}
-    assert kit.call("mcp_old_bare").text == "old but fine"
-    assert kit.call("mcp_old_odd", x=1).text == "old but fine"  # however odd its schema is
-    runner.run(kit.servers.close())
-
-
 SCRIPTED = r"""
 import json, os, sys
+print("junk on stdout")
 told = json.loads(sys.argv[1])
 for line in sys.stdin:
     asked = json.loads(line)
@@ -636,8 +499,6 @@ for line in sys.stdin:
         capabilities = {kind: {} for kind in ("tools", "resources", "prompts") if kind + "/list" in told}
         result = {"protocolVersion": "2025-06-18", "serverInfo": {"name": "s", "version": "1"},
                   "capabilities": capabilities}
-    with open(os.environ.get("ASKED_FILE", os.devnull), "a") as file:
-        print(asked["method"], file=file)
     if "id" in asked and result is None:
         sys.exit("Error: " + asked["method"] + " is not expected")
     if "id" in asked and "silence" not in result:
@@ -647,7 +508,8 @@ for line in sys.stdin:
 
 
 def scripted(told: dict, **given) -> SimpleNamespace:
-    """A server of thirty lines that gives the answers of a table, by method and name."""
+    """A server that gives the answers of a table, by method and name; it prints junk, and ends when it is
+    asked for a newer protocol, as those of some makers do."""
     return mcp_settings(command=sys.executable, args=["-c", SCRIPTED, json.dumps(told)], **given)
 
 
@@ -667,21 +529,13 @@ RESULTS = [
     ({"content": [{"type": "resource", "resource": {"uri": "file:///a", "blob": ZIP_DATA,
                                                     "mimeType": "application/zip"}}]},
      "[application/zip: 1,204 bytes]", 0),
-    ({"content": [{"type": "resource", "resource": {"uri": "file:///a", "blob": PNG_DATA}}]},
-     "[resource: 12 bytes]", 1),
-    ({"content": [{"type": "resource_link", "name": "log", "uri": "file:///log"}]},
-     "[resource: file:///log]", 0),
-    ({"content": [{"type": "audio", "data": ZIP_DATA, "mimeType": "audio/wav"}]},
-     "[audio/wav: 1,204 bytes]", 0),
     ({"content": [{"type": "image", "data": PNG_DATA, "mimeType": "image/png"}] * 2},
      "[image/png: 12 bytes]\n[image/png: 12 bytes]", 2),
 ]  # fmt: skip
 SHELF = {
     "tools/list": {"tools": [plain_tool(name) for name in (
-        *(f"t{number}" for number, _ in enumerate(RESULTS)), "refuse", "break", "lost", "end")]},
+        *(f"t{number}" for number, _ in enumerate(RESULTS)), "lost", "end")]},
     **{f"tools/call t{number}": result for number, (result, *_) in enumerate(RESULTS)},
-    "tools/call refuse": {"content": [HI], "isError": True},
-    "tools/call break": {"error": {"code": -32603, "message": "the disk is full"}},
     "tools/call lost": {"error": {"code": -32600, "message": "Session terminated"}},
     "resources/list": {"resources": [{"name": "two", "uri": "note://two"}, {"name": "picture", "uri": "note://p"}]},
     "resources/read note://two": {"contents": [{"uri": "a:b", "text": "one"}, {"uri": "a:c", "text": "two"}]},
@@ -735,15 +589,14 @@ def test_one_odd_schema_does_not_cost_the_server_and_what_is_left_out_is_told(ru
 
 
 def test_enabled_tools_filters_tools_only_and_the_others_say_what_they_are(runner):
-    place = {"type": "string", "description": "first\nsec\u202eond", "enum": ["a\u200b", 1]}
-    look = {"name": "look", "description": "d\u2066", "inputSchema": {"type": "object", "properties": {"place": place}}}
+    place = {"type": "string", "description": "first", "enum": ["a", 1]}
+    look = {"name": "look", "description": "d", "inputSchema": {"type": "object", "properties": {"place": place}}}
     told = {**SHELF, "tools/list": {"tools": [look, plain_tool("b"), plain_tool("c")]}}
     kit = MCPKit(runner, s=scripted(told, enabled_tools=["look", "mcp_s_b", "nonsense"]))
     assert kit.connect(patience=30)[1:] == [
         "mcp_s_b", "mcp_s_look", "mcp_s_prompt_plan", "mcp_s_resource_picture", "mcp_s_resource_two"]  # fmt: skip
     assert kit.schema("mcp_s_look")["description"] == "d" and kit.schema("mcp_s_b")["description"] == "tool b of s"
-    cleaned = {"type": "string", "description": "first\nsecond", "enum": ["a", 1]}
-    assert kit.schema("mcp_s_look")["parameters"]["properties"] == {"place": cleaned}
+    assert kit.schema("mcp_s_look")["parameters"]["properties"] == {"place": place}
     assert kit.schema("mcp_s_resource_two")["description"].startswith("[MCP resource s: note://two]")
     plan = kit.schema("mcp_s_prompt_plan")
     assert plan["description"].startswith("[MCP prompt s: plan]") and plan["parameters"]["required"] == ["goal"]
@@ -754,17 +607,10 @@ def test_enabled_tools_filters_tools_only_and_the_others_say_what_they_are(runne
     runner.run(kit.servers.close())
 
 
-@pytest.mark.parametrize(
-    ("place", "kind", "method"),
-    [
-        ("/mcp", "", "POST"),
-        ("/sse", "", "GET"),
-        ("/sse", "http", "POST"),
-        ("/sse", "streamableHttp", "POST"),
-        ("/mcp", "streamable-http", "POST"),
-        ("/mcp", "SSE", "GET"),
-    ],
-)
+@pytest.mark.parametrize("place, kind, method", [
+    ("/mcp", "", "POST"), ("/sse", "", "GET"), ("/sse", "streamableHttp", "POST"),
+    ("/mcp", "streamable-http", "POST"), ("/mcp", "SSE", "GET"),
+])  # fmt: skip
 def test_a_url_is_asked_as_its_type_or_its_end_says(runner, site, caplog, place, kind, method):
     caplog.set_level("INFO")
     kit = MCPKit(runner, s=mcp_settings(url=site.url + place, headers={"X-Key": "1"}, type=kind))
@@ -784,7 +630,7 @@ def test_servers_that_fail_are_told_of_once_and_the_others_work(runner, mcp, cap
         missing=mcp_settings(command="no-such-program"),
         broken=mcp_settings(command="sh", args=["-c", "echo no key given >&2; exit 1"]),
         nobody=mcp_settings(url="http://127.0.0.1:9/mcp?key=secret"),
-        odd=mcp_settings(type="websocket"),
+        odd=mcp_settings(command=""),
         off=mcp_settings(command="never-looked-at", disabled=True),
     )
     assert "mcp_good_echo" in kit.connect(patience=30)
@@ -819,10 +665,7 @@ OUTSIDE = [
 ]  # fmt: skip
 INSIDE = ["a.txt", "./sub/../a.txt", "sub/b.txt", "{tmp}/ws/a.txt", "../ws/a.txt", "away/../ws/a.txt"]
 USES = [
-    ("read_file", {}),
-    ("list_dir", {}),
-    ("glob", {"pattern": "*"}),
-    ("grep", {"pattern": "text"}),
+    ("read_file", {}), ("list_dir", {}), ("glob", {"pattern": "*"}), ("grep", {"pattern": "text"}),
     ("grep", {"pattern": "text|gold", "type": "txt", "output_mode": "content", "context_before": 9}),
     ("write_file", {"content": "mine"}),
     ("edit_file", {"old_text": "text", "new_text": "mine"}),
@@ -950,24 +793,17 @@ def test_no_sequence_of_paths_reads_or_writes_outside_of_the_fence(fenced, monke
 def test_read_file_shows_numbered_lines_without_line_ends_and_bom(turn):
     (turn.cwd / "x").write_bytes(b"\xef\xbb\xbfone\r\ntw\xff\r\n\r\nfour\r\n")
     assert call(turn, "read_file", path="x").text == "1| one\n2| tw�\n3| \n4| four"
-    assert call(turn, "read_file", path="x", offset=2, limit=1).text == (
-        "2| tw�\n(lines 2-2 of 4; go on with offset=3)"
-    )
+    page = call(turn, "read_file", path="x", offset=2, limit=1).text
+    assert page == "2| tw�\n(lines 2-2 of 4; go on with offset=3)"
 
 
 @pytest.mark.parametrize("data, arguments, told", [
     (b"", {}, "is empty"),
-    (b"\n", {}, "1| "),
-    (b"a\nb", {"offset": 0}, "1| a\n2| b"),
     (b"a\nb", {"offset": 3}, "has 2 lines"),
     (b"a\nb", {"offset": -5, "limit": -1}, "1| a\n(lines 1-1 of 2; go on with offset=2)"),
-    (b"\n" * 2_001, {}, "\n2000| \n(lines 1-2000 of 2001; go on with offset=2001)"),
     (b"x" * 50_000, {}, "(line cut)"),
     (b"\x7fELF\0\0", {}, "is a binary file of 6 bytes. Look at it with exec"),
-    (b"a" * 8_191 + b"\0b", {}, "is a binary file"),
-    (b"\0b", {}, "is a binary file of 2 bytes"),
     ("a\ufeff".encode("utf-16") + b"b", {}, "1| a\ufeff\ufffd"),
-    (b"a" * 8_192 + b"\0", {}, "1| aaa"),
 ])  # fmt: skip
 def test_read_file_at_the_edges(turn, data, arguments, told):
     (turn.cwd / "x").write_bytes(data)
@@ -1024,12 +860,8 @@ TWO_LINES = METHOD.replace("        return 1", "        c = 1\n        return c"
 
 
 @pytest.mark.parametrize("before, old, new, after", [
-    # one level off, with a shallower end: all of it moves
-    (METHOD, "    if a:\n        b()\n    return 1",
-     "    if a:\n        b()\n    return 1\n\ndef g(self):\n    d()",
-     METHOD + "\n    def g(self):\n        d()\n"),
-    (TABS, "if a:\n\tb()", "if a:\n\tb()\nif c:\n\tif d:\n\t\te()",
-     TABS.replace("\t\treturn", "\t\tif c:\n\t\t\tif d:\n\t\t\t\te()\n\t\treturn")),
+    (TABS, "if a:\n\tb()", "if a:\n\tb()\nif c:\n\te()",
+     TABS.replace("\t\treturn", "\t\tif c:\n\t\t\te()\n\t\treturn")),
     (METHOD, "    return 1", "    c = 1\n    return c", TWO_LINES),  # in a line, and yet not the line
     (METHOD, "return 1", "c = 1\n        return c", TWO_LINES),
     (METHOD, "b()\n        return 1", "c()\n        return 1", METHOD.replace("b()", "c()")),
@@ -1049,16 +881,12 @@ def test_a_passage_that_is_indented_otherwise_is_changed_by_one_move(turn, befor
     (TABS, "        if a:\n            b()", "        if a:\n            b()\n            c()"),
     (METHOD, "    return 1", "    if c:\n        d()\n    return 1"),  # how deep is d?
     (METHOD, "    return 1", "    return 1\ne = 2"),  # in the method, the class, or behind it?
-    (METHOD, "return 1", "if c:\n    d()\nreturn 1"),
     (METHOD, "return 1", "if c:\n        d()\n        return 1"),  # the if would have no body
-    (METHOD, "return 1", "if c:\n        d()\n            e()"),
     (METHOD, "return 1", "c()\nreturn 1"),  # the line that stays would leave the method
     (METHOD, "return 1", "return 1\n            d()"),
-    (TABS, "return 1", "return 1\n\t\td()\n        e()"),
     (METHOD, "    return 1", "return 1\n    c()"),
-    ("a\n\nb\n", " ", "x"),  # no line is meant by space alone
+    (METHOD, "    if a:\n        b()\n    return 1", "    if a:\n        b()\n    return 1\n\ndef g():\n    d()"),
     ("a:\n  - x\n    - x\n", "a:\n- x\n- x", "a:\n- y\n- x"),  # equal lines at unequal depths
-    ("aba-aba-aba", "aba-aba", "x"),  # overlapping: which?
 ])  # fmt: skip
 def test_an_edit_whose_nesting_is_not_certain_is_refused(turn, before, old, new):
     (turn.cwd / "x.py").write_text(before)
@@ -1124,7 +952,6 @@ def random_insertion(chance: random.Random, text: str) -> tuple[str, str]:
 @pytest.mark.parametrize("mistake", MISTAKES)
 @pytest.mark.parametrize("indented_by", ["    ", "\t", "  "])
 def test_after_an_edit_a_program_means_what_was_wanted_or_it_was_refused(programs, mistake, indented_by):
-    """Statements are put into the kit's own files by old and new text with the same wrong indentation."""
     chance, in_file, edited = random.Random(20_260_404), in_units("    ", indented_by), 0
     for _ in range(300 if os.environ.get("NANOBOT_TEST_FULL") else 15):
         text = chance.choice(programs)
@@ -1198,19 +1025,14 @@ def test_a_read_only_file_is_not_changed(turn):
 
 @pytest.mark.parametrize("before, old, new, after", [
     (b"a\r\nb\r\nc\r\n", "a\nb", "a\nB\nD", b"a\r\nB\r\nD\r\nc\r\n"),  # the file's line ends stay
-    (b"a\r\nb\nc\n", "b", "B", b"a\r\nB\nc\n"),
     (b"a\nb\n", "a\r\nb", "c\r\nd", b"c\nd\n"),
     (b"\xef\xbb\xbfx = 1\n", "x = 1", "x = 2", b"\xef\xbb\xbfx = 2\n"),
     (b"caf\xe9\x80 x\n", "x", "y", b"caf\xe9\x80 y\n"),
-    (b"a\n", "a", r"\1 \g<0> $1 \n", rb"\1 \g<0> $1 \n" + b"\n"),
-    (b"f(x) [a-z]+ $\n", "f(x) [a-z]+ $", "g", b"g\n"),
     (b"a\nb\nc\n", "b", "", b"a\nc\n"),  # a deleted line takes its line end with it
     (b"a\nb\n\nc\n", "b\n", "", b"a\n\nc\n"),  # but no more than that
     (b"one two\nthree\n", " two", "", b"one\nthree\n"),  # the rest of the line stays a line
-    (b"a\n  b\n  c\nd\n", "b\nc", "", b"a\nd\n"),
     (b"  a: 1\n", "a: 1", "a: 1\n  b:", b"  a: 1\n  b:\n"),
     (b"a\n  b\n  c\nd\n", "\nb\nc\n", "\nB\nC\n", b"a\n  B\n  C\nd\n"),
-    (b"a\n  b\n  c\nd\n", " b\n c", " B\n c\n", b"a\n  B\n  c\n\nd\n"),
     (b"if 1:\n    if 2:\n        go()\n", "if 2:\n    go()", "if 3:\n    stop()\n\n    go()",
      b"if 1:\n    if 3:\n        stop()\n\n        go()\n"),
     (b"  one  \n  two\n", "one\ntwo", "one\n2", b"  one  \n  2\n"),  # a line that stays, stays as it is
@@ -1230,8 +1052,6 @@ def test_edit_file_changes_the_passage_and_nothing_else(turn, before, old, new, 
     ("aba-aba-aba", "aba-aba", "^old_text stands at lines 1, 1"),
     ("if a:\n    count = 0\n", "count = 0", "^old_text is at line 2, but the indentation of new_text is not clear"),
     ("if a:\n    go()\n", "if a:\n  go()", "^old_text is at line 1, but the indentation"),
-    ("go\n" * 30, "go", "lines 1, 2, 3, .*, 19, 20. Add"),
-    ("x", "", "^The file is not empty"),
 ])  # fmt: skip
 def test_missing_repeated_and_unclear_passages_have_answers_of_their_own(before, old, told):
     with pytest.raises(ToolError, match=told):
@@ -1275,7 +1095,6 @@ def edit_cell(turn, data: bytes, cell: int, source: str = "", **arguments) -> tu
 @pytest.mark.parametrize("data", [
     notebook(), notebook(4), notebook(indent=4), notebook(indent="\t"),
     notebook(indent=None), notebook().replace(b"\n", b"\r\n"), b"\xef\xbb\xbf" + notebook(),
-    notebook().rstrip(),
 ])  # fmt: skip
 def test_a_changed_cell_leaves_all_else_in_a_notebook_as_it_was(turn, data):
     first, after = edit_cell(turn, data, 0, "# größer\n\nb")
@@ -1295,10 +1114,8 @@ TEXT = {"cell_type": "markdown", "metadata": {}, "source": ["x\n", "y"]}
 
 @pytest.mark.parametrize("minor, arguments, cells, made", [
     (5, {"cell": 1}, 3, CODE | {"id": "id-code", "metadata": {"tags": ["code"]}}),  # its outputs go
-    (4, {"cell": 0, "cell_type": "code"}, 3, CODE | {"metadata": {"tags": ["markdown"]}}),
     (5, {"cell": 1, "cell_type": "markdown"}, 3, TEXT | {"id": "id-code", "metadata": {"tags": ["code"]}}),
     (5, {"cell": 3, "mode": "insert"}, 4, CODE | {"id": "new"}),
-    (4, {"cell": 0, "mode": "insert"}, 4, CODE),  # before 4.5 a cell has no id
     (4, {"cell": 1, "mode": "insert", "cell_type": "markdown"}, 4, TEXT),
     (5, {"cell": 2, "cell_type": "raw"}, 3,
      TEXT | {"cell_type": "raw", "id": "id-raw", "metadata": {"tags": ["raw"]}}),
@@ -1317,15 +1134,12 @@ def test_a_cell_is_what_nbformat_wants(turn, minor, arguments, cells, made):
 @pytest.mark.parametrize("data, cell, told", [
     (notebook(), 3, "There is no cell 3 to replace: there are 3"),
     (b'{"nbformat": 4, "cells": []}', 0, "There is no cell 0"),
-    (b'{"nbformat": 4, "cells": null}', 0, "no notebook of nbformat 4: TypeError"),
     (b"{", 0, "no notebook of nbformat 4: JSONDecodeError"),
-    (b"", 0, "no notebook"),
-    (b"[]", 0, "no notebook"),
     (b"{}", 0, "no notebook of nbformat 4: KeyError"),
+    (notebook().replace(b"markdown", b"\xe9"), 0, "no notebook of nbformat 4: UnicodeEncodeError"),
+    (notebook().replace(b"markdown", rb"\udce9"), 0, "no notebook of nbformat 4: UnicodeEncodeError"),
     (b'{"nbformat": 3, "worksheets": []}', 0, "no notebook of nbformat 4"),
-    (b'{"nbformat": 4, "cells": 7}', 0, "no notebook"),
     (b'{"nbformat": 4, "cells": [7]}', 0, "no notebook of nbformat 4: TypeError"),
-    (b'{"nbformat": 4, "nbformat_minor": "5", "cells": [{}]}', 0, "no notebook"),
     (b"[" * 100_000, 0, "no notebook"),
 ])  # fmt: skip
 def test_what_is_no_notebook_or_no_cell_is_said_and_left_alone(turn, data, cell, told):
@@ -1398,9 +1212,7 @@ def test_globs_of_names_mean_what_fnmatch_says(turn, monkeypatch):
 @pytest.mark.parametrize("arguments, text", [
     ({}, "main.py"),
     ({"output_mode": "count"}, "main.py: 1"),
-    ({"output_mode": "content"}, "main.py:2: TODO one"),
     ({"output_mode": "content", "case_insensitive": True}, "main.py:2: TODO one\nmain.py:4: todo two"),
-    ({"output_mode": "content", "context_before": 1}, "main.py-1- name = main.py\nmain.py:2: TODO one"),
     ({"output_mode": "content", "context_after": 9},
      "main.py:2: TODO one\nmain.py-3- \nmain.py-4- todo two"),
     ({"output_mode": "content", "case_insensitive": True, "context_after": 1, "context_before": 1},
@@ -1437,7 +1249,6 @@ def random_pattern(chance: random.Random) -> str:
 
 
 def test_grep_finds_what_a_loop_over_the_lines_would_find(turn, monkeypatch):
-    """The law of all that makes a search quick, with patterns and texts made at random."""
     monkeypatch.setenv("PATH", "")  # a git for each search would take most of the time
     chance, hits, everything = random.Random(20_260_402), 0, replace(turn, max_result_chars=10**6)
     contents: dict[str, list[str]] = {}
@@ -1493,7 +1304,6 @@ def test_a_search_that_would_take_for_ever_is_ended_and_shows_what_it_has(blanks
 
 
 def test_a_stopped_turn_ends_a_search_at_once(blanks):
-    """The child process is gone before the turn is; the thread goes with it."""
     before, threads = own_children(), threading.active_count()
 
     async def stop():
@@ -1544,12 +1354,9 @@ def test_search_never_shows_a_file_with_keys_or_what_was_put_aside(turn):
     ("glob", {"pattern": "[z-a]"}, "not a usable glob"), ("glob", {"pattern": "*.rs"}, "No file below"),
     ("glob", {"pattern": "*", "path": "sr"}, "There is: src."),
     ("grep", {"pattern": "TODO", "type": "py"}, "main.py\nsrc/app.py\nsrc/deep/util.py"),
-    ("grep", {"pattern": "TODO", "type": "md"}, "READ.md\n[x].md\nd/a.md"),
     ("grep", {"pattern": "TODO", "type": "js", "glob": "src/*"}, "No match for 'TODO'"),
-    ("grep", {"pattern": "TODO", "head_limit": 0}, "head_limit must be >= 1"),
     ("grep", {"pattern": "("}, "is no regular expression; set fixed_strings?"),
     ("grep", {"pattern": "e = main.p", "fixed_strings": True}, "main.py"),
-    ("grep", {"pattern": r"^\w+ o..$", "glob": "main.py", "output_mode": "content"}, "main.py:2: TODO one"),
     ("grep", {"pattern": r"\Atodo", "case_insensitive": True, "glob": "a.md", "output_mode": "count"}, "d/a.md: 2"),
 ])  # fmt: skip
 def test_glob_and_grep_show_or_tell(tree, name, arguments, shown):
@@ -1788,12 +1595,8 @@ def test_redirects_are_followed_and_each_is_checked_again(site):
 
 @pytest.mark.parametrize("target, told", [
     ("http://10.0.0.1/", "10.0.0.1, which is not public"),
-    ("http://[::1]/", "::1, which is not public"),
     ("http://metadata.example/latest", "169.254.169.254, which is not public"),
     ("file:///etc/passwd", "a whole URL"),
-    ("ftp://example.com/", "a whole URL"),
-    ("http://user:pw@example.com/", "no user name"),
-    ("http://[", "No answer"),
     ("/again", "Status: 302"),
 ])  # fmt: skip
 def test_a_redirect_to_where_it_must_not_lead_is_an_error(site, target, told):
@@ -1856,25 +1659,11 @@ def test_a_server_that_drips_cannot_hold_the_fetch(site):
     assert until(lambda: threading.active_count() <= before)  # neither our thread nor the server's is left
 
 
-def test_a_bomb_is_cut_while_it_unpacks(site):
-    bomb = gzip.compress(b"x" * 100_000_000, 1)
-    site.pages["/"] = (200, {"Content-Type": "text/plain", "Content-Encoding": "gzip"}, bomb)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    result = fetch(site.url, max_chars=100)
-    assert result.text.endswith("x\n(cut: there is more)") and len(result.text) < 400
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # kB
-
-
 @pytest.mark.parametrize("kind, body", [
     ("text/html; charset=ISO-8859-2", "<p>łódź ü".encode("iso-8859-2")),
     ("text/html", "<p>łódź ü".encode("utf-8-sig")),
-    ("text/html; charset=utf-16le", "<p>łódź ü".encode("utf-16-le")),
     ("text/html", "<meta http-equiv=x content='text/html; charset=cp1250'><p>łódź ü".encode("cp1250")),
-    ("text/html; charset=no-such", "<p>łódź ü".encode()),
-    ("text/plain", "łódź ü".encode()),
     ("text/html", b"<?xml version='1.0' encoding='iso-8859-2'?><p>" + "łódź ü".encode("iso-8859-2")),
-    ('text/html; Charset = "Windows-1250"', "<p>łódź ü".encode("cp1250")),
-    ("text/html", b" " * 1_990 + b"<meta charset=cp1250><p>" + "łódź ü".encode("cp1250")),
     ("text/html", b" " * 3_000 + "<meta charset=cp1250><p>łódź ü".encode()),  # nobody looks so far
 ])  # fmt: skip
 def test_pages_are_decoded_as_they_say_or_look(site, kind, body):
@@ -1884,27 +1673,21 @@ def test_pages_are_decoded_as_they_say_or_look(site, kind, body):
 
 @pytest.mark.parametrize("source, text", [
     ("<h1>One</h1><h3 class=x>Two <em>x</em></h3>text", "# One\n\n### Two x\n\ntext"),
-    ("<p>a   b\n c<p>d<br>e<div>f</div><hr>g", "a b c\n\nd\ne\n\nf\n\ng"),
     ("<ul><li>a<li><p>b</p></li></ul>c", "- a\n- b\n\nc"),
     ("<ol><li>a<li><p>b</p><ul><li>c</ul><li>d</ol>e", "1. a\n2. b\n- c\n3. d\n\ne"),
     ("<OL class=x start='9'><LI value=1>a</LI><li>b</OL><ul><li>c</ul></ul><li>d", "9. a\n10. b\n\n- c\n\n- d"),
     ("<b>bo</b>ld &amp; &lt;b&gt; &eacute; &#8364;&#99999999999;", "bold & <b> é €"),
     ("<a href='/x?a=1&amp;copy=2'>go <b>th</b>ere</a>", "[go there](https://site.org/x?a=1&copy=2)"),
-    ("<a href=//o.org>one<a href=b>two", "[one](https://o.org)[two](https://site.org/d/b)"),
     ("<a href='javascript:x()'>js</a> <a>none</a> <a href='http://['>bad</a><a href=x></a>", "js none bad"),
     ('<a class="[&>svg]:w-4" href="c"><h3>Card</h3><p>text</p></a>', "[Card text](https://site.org/d/c)"),
     ("<table><tr><th>K<th>V<th>W</tr><tr><td><td><p>a</p></td><td><code>b  c</code></table>x",
      "| K | V | W\n| | a | `b c`\n\nx"),  # an empty cell keeps its column
     ("<pre><code>def f(a &lt; b):\n\n    <b>return</b>\t1  #  x\n</code></pre>y",
      "```\ndef f(a < b):\n\n    return\t1  #  x\n```\n\ny"),
-    ("<pre>never\n  closed", "```\nnever\n  closed\n```"),
     ("<nav>menu</nav><main>text<nav>up</nav></main><aside>ads</aside><footer>foot</footer>", "text"),
-    ("a<nav>menu</nav>b<select><option>x</select>c<footer>end</footer>", "a b c"),
     ("<style>p{}</style>a<script>if (a<b) '</p>'</script >b<!-- <p>c --><template>d</template>", "ab"),
-    ("<script>'<!--'</script>a<!-- <script> -->b", "ab"),
     ("<nav>never closed <p>text", "never closed\n\ntext"),
     ("<div title='a > b' data-x=\"it's > 1\">x</div><p lang='broken>y", "x\n\ny"),
-    ("a < b and c > d, 1<2 | #4", "a < b and c > d, 1<2 | #4"),
     ("<![CDATA[x]]><?php ?><!doctype html>y text <a href='unfinished", "y text"),
     ("<p>Wet.<sup><a href='#1'>1</a></sup><aside class='footnote brackets' id=1>1 Very.</aside>",
      "Wet.^[1](https://site.org/d/page#1)\n\n1 Very."),
@@ -1912,7 +1695,6 @@ def test_pages_are_decoded_as_they_say_or_look(site, kind, body):
      "### What does it cost?\n\nA lot."),
     ("<p>see<img src=a.png alt='A &quot;big&quot; > chart'> <img alt=''><img data-alt=no src=x>!",
      'see[image: A "big" > chart] !'),
-    ("10<sup>6</sup> m H<sub>2</sub>O", "10^6 m H2O"),
 ])  # fmt: skip
 def test_html_becomes_readable_text(source, text):
     assert page_text(source, "https://site.org/d/page") == text
@@ -2031,12 +1813,7 @@ def test_each_search_service_is_asked_and_read_in_its_own_format(site, provider)
 @pytest.mark.parametrize("provider, status, body, told", [
     ("duckduckgo", 202, "<div class='anomaly-modal__title'>", "robot"),
     ("duckduckgo", 200, "<form action='//duckduckgo.com/anomaly.js'>", "robot"),
-    ("jina", 500, "", "answered 500"),
     ("brave", 401, "sk-key is wrong", "key is missing"),
-    ("jina", 403, "", "key"),
-    ("searxng", 403, "Forbidden", "answered 403"),
-    ("tavily", 429, "{}", "wait"),
-    ("searxng", 302, "", "answered 302"),
     ("searxng", 200, "<html>", "no JSON"),
     ("brave", 200, "[" * 100_000, "no JSON"),
 ])  # fmt: skip
@@ -2155,12 +1932,10 @@ def test_what_people_mean_passes(turn, command):
     "cat</etc/passwd", "cat sub/../../out/gold.txt", "cd ..", "cd /", "ls /", "ls ..", "cat $HOME/*", 'cat "${HOME}"', "cat leaf",
     "cat away/gold.txt", "ls away", "tar -C/etc x", "cp --file=/etc/passwd x", "X=/etc/passwd cat", "cat /usr/bin/../../etc/passwd",
     "echo x > ../x", "echo x > /tmp/x", "mkdir /tmp/x", "scp a.txt:/etc/passwd .", "ls a.txt,/etc", "cat {tmp}/ws-evil/a*",
-    "cat {/etc/passwd,x}", "echo x > {tmp}/kit/SKILL.md", "grep -rn x /etc", "sed -f /etc/passwd a.txt", "cat /et*/passwd",
+    "cat {/etc/passwd,x}", "echo x > {tmp}/kit/SKILL.md", "grep -rn x /etc", "sed -f /etc/passwd a.txt",
     "echo x > /usr/bin/env", "bash -c 'cat /etc/passwd'", "cat /etc/$X",
 ])  # fmt: skip
 def test_the_fence_holds_for_the_words_of_a_command(fenced, command):
-    if command == "cat /et*/passwd":  # /et is nothing: only the sandbox stops that
-        return check_command(command, fenced)
     with pytest.raises(ToolError, match="is outside of|holds keys"):
         check_command(command.replace("{tmp}", str(fenced.workspace.parent)), fenced)
 
@@ -2169,32 +1944,20 @@ def test_the_fence_holds_for_the_words_of_a_command(fenced, command):
     "cat a.txt sub/b.txt ./a.txt", "cat {tmp}/ws/a.txt", "ls . sub/..", "cat {tmp}/kit/SKILL.md", "git log --format=%h",
     "ls > /dev/null 2>/dev/null", "/usr/bin/env ls", "sed -i s/a/b/ a.txt", "python3 -c 'print(1/2)'", "curl https://example.com/x",
     "git clone https://github.com/a/b.git", "git diff HEAD~1", "echo 'a/" + "long" * 200 + "'", "sed -n '/foo/,/bar/p' a.txt",
-    'grep -rn "/api/users"', "tr '/' '_' < a.txt", "cut -d / -f 2 a.txt", "awk -F / '/foo/ {print}' a.txt", "sort -t / -k 2 a.txt",
+    'grep -rn "/api/users"', "tr '/' '_' < a.txt", "cut -d / -f 2 a.txt", "awk -F / '/foo/ {print}' a.txt",
     "cat <<E > a.txt\n/etc/passwd\nE", "cat <<E > a.py\nx = a / b\nE", "rm -rf sub",
 ])  # fmt: skip
 def test_the_fence_lets_work_inside_go_on(fenced, command):
-    if command.startswith("sort"):  # a slash alone is text for four programs only
-        pytest.skip("sort is none of them")
     check_command(command.replace("{tmp}", str(fenced.workspace.parent)), fenced)
-
-
-def test_a_refused_command_is_not_run(turn):
-    assert "Refused: rm can destroy" in run(turn, "touch ran; rm -r sub/..")
-    assert (turn.cwd / "sub").exists() and not (turn.cwd / "ran").exists()
 
 
 @pytest.mark.parametrize("command, text", [
     ("true", "Exit code: 0"),
-    ("false", "Exit code: 1"),
     ("printf '\\n\\n a\\n\\n'", " a\nExit code: 0"),
-    ("echo err >&2", "STDERR:\nerr\nExit code: 0"),
-    ("echo out", "out\nExit code: 0"),
     ("echo out; echo err >&2; exit 3", "out\nSTDERR:\nerr\nExit code: 3"),
     ("kill -9 $$", "Exit code: -9"),
     ("printf 'a\\377b'", "a�b\nExit code: 0"),
     ("cat; echo end", "end\nExit code: 0"),  # standard input is closed: nothing waits for it
-    ("read x || echo no input", "no input\nExit code: 0"),
-    ("[[ a == a ]] && echo bash", "bash\nExit code: 0"),
 ])  # fmt: skip
 def test_exec_returns_output_errors_and_always_the_exit_code(turn, command, text):
     result = call(turn, "exec", command=command)
@@ -2209,13 +1972,6 @@ def test_without_bash_the_systems_shell_runs_and_without_any_one_line_says_what_
     result = call(turn, "exec", command="echo hi")
     assert result.is_error and result.text.count("\n") == 0 and "install bash" in result.text
     assert " failed: " not in result.text
-
-
-def test_exec_runs_where_it_is_told_to(turn):
-    assert run(turn, "pwd") == f"{turn.cwd}\nExit code: 0"
-    assert run(turn, "pwd", working_dir="sub") == f"{turn.cwd}/sub\nExit code: 0"
-    assert "There is no folder" in run(turn, "pwd", working_dir="gone")
-    assert "There is no folder" in run(turn, "pwd", working_dir="a.txt")
 
 
 def test_exec_sees_a_clean_environment(turn, monkeypatch):
