@@ -1408,8 +1408,7 @@ def test_no_file_that_a_command_planted_gets_into_a_request_or_holds_it_up(tmp_p
 
     async def work() -> None:
         jobs = [partial(loop.process_direct, "hi", KEY)]
-        runner = JobRunner(loop)
-        runner.clock.add_system = lambda name, seconds, job: jobs.append(job)
+        (runner := JobRunner(loop)).clock.add_system = lambda name, seconds, job: jobs.append(job)
         runner.add_system_jobs()
         for job in jobs:
             with contextlib.suppress(OSError, ValueError):  # a dream that may not read its files

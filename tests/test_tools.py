@@ -49,8 +49,7 @@ def turn(tmp_path):
     ws/{a.txt, sub/b.txt, leaf → out/gold.txt, away → out/, dangling → out/new.txt, loop → loop},
     ws-evil/a.txt, out/gold.txt, kit/SKILL.md (may be read), home/config.json (holds keys).
     """
-    names = ["ws/a.txt", "ws/sub/b.txt", "ws-evil/a.txt", "out/gold.txt", "kit/SKILL.md", "home/config.json"]
-    for name in names:
+    for name in "ws/a.txt ws/sub/b.txt ws-evil/a.txt out/gold.txt kit/SKILL.md home/config.json".split():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"text of {name}\n")
@@ -590,7 +589,8 @@ def test_one_odd_schema_does_not_cost_the_server_and_what_is_left_out_is_told(ru
 
 def test_enabled_tools_filters_tools_only_and_the_others_say_what_they_are(runner):
     place = {"type": "string", "description": "first", "enum": ["a", 1]}
-    look = {"name": "look", "description": "d", "inputSchema": {"type": "object", "properties": {"place": place}}}
+    schema = {"type": "object", "properties": {"place": place | {"description": "first\u202e\u200b"}}}
+    look = {"name": "look", "description": "d", "inputSchema": schema}  # no letters that no person sees
     told = {**SHELF, "tools/list": {"tools": [look, plain_tool("b"), plain_tool("c")]}}
     kit = MCPKit(runner, s=scripted(told, enabled_tools=["look", "mcp_s_b", "nonsense"]))
     assert kit.connect(patience=30)[1:] == [
