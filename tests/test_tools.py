@@ -49,7 +49,7 @@ def turn(tmp_path):
     ws/{a.txt, sub/b.txt, leaf → out/gold.txt, away → out/, dangling → out/new.txt, loop → loop},
     ws-evil/a.txt, out/gold.txt, kit/SKILL.md (may be read), home/config.json (holds keys).
     """
-    for name in "ws/a.txt ws/sub/b.txt ws-evil/a.txt out/gold.txt kit/SKILL.md home/config.json".split():
+    for name in ["ws/a.txt", "ws/sub/b.txt", "ws-evil/a.txt", "out/gold.txt", "kit/SKILL.md", "home/config.json"]:
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"text of {name}\n")
