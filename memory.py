@@ -113,7 +113,6 @@ class Session:
             if message["role"] == "user":
                 self.turn_ends.add(self.last)
         self.last = message["n"]
-        self.start = min(self.start, self.last - 1)  # even if a number is damaged
         self.messages.append(message)
         if "id" in message:
             self.known_ids.append(message["id"])
@@ -322,8 +321,7 @@ class MemoryStore:
             old = [entry for entry in entries[:-keep] if entry["cursor"] <= self.dream_cursor]
             if old:
                 append_lines(self.archive, old)
-                rest = [entry for entry in entries if entry not in old]
-                write_atomically(self.history, as_lines(rest))
+                write_atomically(self.history, as_lines([e for e in entries if e not in old]))
 
 
 # ---- The Consolidator: from the journal into the history ----
@@ -516,8 +514,7 @@ class Governed:
 
 
 # ---- Reading what is left of a file of JSON lines ----
-# Seen: 4,096 zero bytes after a power cut, half a line after a full disk, a `NaN` that made every
-# later request invalid. Such a line is skipped, and kept in a file beside.
+# Seen: 4,096 zero bytes after a power cut, half a line after a full disk, a `NaN`.
 
 
 def read_records(path: Path, is_valid: Callable[[dict], bool]) -> list[dict]:
@@ -558,6 +555,12 @@ def journal_lines(path: Path) -> list[dict]:
         log.warning("%s is not readable: moved to %s, the session starts anew", path, aside)
     old = [line for line in lines if "mark" not in line and "n" not in line]
     new = [line for line in lines if "mark" in line or "n" in line]
+    before = 0
+    messages = [line for line in new if "mark" not in line and not old]
+    for message, following in pairwise([*messages, {"n": 10**18}]):
+        if not before < message["n"] < max(following["n"], before + 2):
+            message["n"] = before + 1  # it is damaged: it does not stand between its neighbours
+        before = message["n"]
     return [*(numbered(old) if old else []), *new]  # an older version's lines come first
 
 
@@ -766,7 +769,6 @@ class SessionManager:
 
 
 # ---- Texts and sizes ----
-# An exact count of tokens needs a vocabulary that comes over the network: 30 s if there is none.
 
 
 def readable(message: dict) -> str:
@@ -965,11 +967,10 @@ class Dream:
 
 
 # ---- What was dreamt can be looked at and undone ----
-# A repository of its own, not named `.git`: one around the workspace would take it for a submodule.
 
 
 class MemoryRepository:
-    """Facts, history and skills under git, in `.nanobot/memory.git`; without git no commits."""
+    """Facts, history and skills under git; in `.nanobot/memory.git`, as a `.git` is a submodule."""
 
     facts = (*DREAM_FILES, "skills")
     files = (*facts, "memory/history.jsonl", "memory/history-archive.jsonl")
@@ -1068,7 +1069,6 @@ class MemoryRepository:
 
 
 # ---- Skills ----
-# Anybody may have put these files there: one that cannot be read is left out, and named once.
 
 
 @dataclass
