@@ -11,8 +11,7 @@ The journal is the truth; what is sent is derived from it. A session is two file
     {"id": "502", "kind": "user", "content": "And in b.txt?"}
 
 Numbers never change, so a damaged line moves nothing. Old messages move from the journal into the
-history (Consolidator), from there into facts and skills (Dream). The model is passed in:
-`ask(messages, tools) -> response`. Not covered: when a session is written to.
+history (Consolidator), from there into facts and skills (Dream); `ask` is a model for that.
 """
 
 import asyncio
@@ -294,6 +293,7 @@ class MemoryStore:
                 entries.append({"cursor": cursor, "timestamp": moment, "content": content} | origin)
             append_lines(self.history, entries)
             fsync(self.history)
+            self._entries = (file_size(self.history), [*self._entries[1], *entries])
 
     @property
     def dream_cursor(self) -> int:
@@ -465,7 +465,7 @@ class Governed:
         counts: Counter[str] = Counter()
         freed: Counter[str] = Counter()
         for what, changes in self._what_may_go():
-            if freed.total() >= excess:
+            if freed.total() >= excess + 30:  # the note about left out steps needs some room
                 break
             counts[what] += 1
             for n, rest in changes.items():
@@ -508,8 +508,9 @@ class Governed:
         for n in results:
             text = str(self.messages[n].get("content") or "")
             cut = fitted(text, max(int(room) // len(results) - 20, 10), self.counter.count)
-            note = "" if cut == text else "\n[not all of it: ask for a part]"
-            self.messages[n] = {**self.messages[n], "content": cut + note}
+            if cut != text and len(text) > 200:  # else the note would make it longer
+                cut += "\n[not all of it: ask for a part]"
+                self.messages[n] = {**self.messages[n], "content": cut}
         self.notes.append(f"{counted(len(results), 'tool result')} cut")
 
 
@@ -589,8 +590,7 @@ def numbered(lines: list[dict]) -> list[dict]:
             messages.append({"n": len(messages) + 1} | line)
     return [
         {"mark": "session", "created_at": state.get("created_at")},
-        *messages,
-        {"mark": "ended"},
+        *messages, {"mark": "ended"},
         {"mark": "delivered", "upto": state.get("delivered", len(messages))},
         {"mark": "new", "upto": state.get("start", 0)},
         {"mark": "saved", "upto": state.get("last_consolidated", 0)},

@@ -1220,7 +1220,10 @@ def check_command(command: str, turn: Turn) -> None:
     under the fence also for paths that lead outside and exist."""
     if re.search(FORK_BOMB, command):
         raise ToolError("Refused: this is a fork bomb.")
-    words = shell_words(without_here_document(command))
+    command = without_here_document(command)
+    if command.count("-c") > 2_000:  # `bash -c` in `bash -c`: so that no check takes long
+        raise ToolError("The command starts too many shells. Write a script file and run that.")
+    words = shell_words(command)
     parts, part = {}, []
     for word in [*words, ";"]:
         is_redirection = re.fullmatch(REDIRECTION, word) or not word.strip("<")
