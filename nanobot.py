@@ -519,9 +519,10 @@ class AgentLoop:
             result = await answer_command(self, command, argument, events.turn)
         if result.final_content:
             await events.send("final", result.final_content)
-        session = self.sessions.get(session_key)
-        if command in ("", "new", "continue") and session.undelivered:
-            session.mark("delivered", upto=session.last)
+        if command in ("", "new", "continue"):
+            session = self.sessions.get(session_key)
+            if session.undelivered:
+                session.mark("delivered", upto=session.last)
         return result
 
     async def _take_turn(
@@ -1467,8 +1468,8 @@ class BusService:
         """The oldest messages, up to a command or report: from now on the model sees them. Gives
         each as it is journalled, and its images."""
         entered = []
+        turn = self.loop.turn(session.key)
         for line in conversation.next("user", most):
-            turn = self.loop.turn(session.key)
             message, images = self.loop.context.user_message(line["content"], turn, line["media"])
             session.append(message | {"id": line["id"]})
             conversation.enter(line)

@@ -59,7 +59,6 @@ class ToolCallRequest:
     error: str = ""
     denied: str = ""
     extra: dict = field(default_factory=dict)  # unknown keys of the call, sent back as they came
-    approved: bool = False  # the user said yes to this very call
     must_only_read: bool = False  # nobody was asked: it runs only if its tool only reads
 
     def to_message(self) -> dict:
