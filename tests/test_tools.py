@@ -1742,6 +1742,7 @@ def readers(turn: Turn) -> dict:
     }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", readers(Turn()))
 def test_nothing_that_reads_foreign_text_takes_long(turn, name):
     """100,000 characters of each letter and mark, and of the pieces that pages and commands are made of."""
