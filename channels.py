@@ -182,8 +182,8 @@ class Outbox:
             message, pause = self.waiting.popleft(), self.first_pause
             while problem := await self._try(message):
                 if pause == self.first_pause:  # one line an answer, none for each try
-                    told = "%s: cannot deliver to chat %s yet: %s"
-                    log.warning(told, self.channel.name, message.chat_id, problem)
+                    name, chat_id = self.channel.name, message.chat_id
+                    log.warning("%s: cannot deliver to chat %s yet: %s", name, chat_id, problem)
                 if message.kind != "final":
                     break
                 await self.sleep(getattr(problem, "retry_after", 0) or pause)
@@ -191,11 +191,12 @@ class Outbox:
 
     async def _try(self, message: OutboundMessage) -> Exception | None:
         """Returns why another try is needed."""
-        name, chat_id = self.channel.name, message.chat_id
+        name = self.channel.name
         try:
             await self.channel.send(message)
         except Refused as refusal:
-            log.error("%s: chat %s refuses a message, it is dropped: %s", name, chat_id, refusal)
+            told = "%s: chat %s refuses a message, it is dropped: %s"
+            log.error(told, name, message.chat_id, refusal)
         except Exception as problem:
             return problem
         try:
@@ -311,10 +312,9 @@ def read_answer(question: str) -> str:
 
 def type_at(prompt: str, live: bool, err: TextIO) -> str:
     """A line from the keyboard. stdout is for the answer: if it is no terminal, stderr prompts."""
-    if live:
-        return input(prompt)
-    print(prompt, end="", file=err, flush=True)
-    return input()
+    if not live:
+        print(prompt, end="", file=err, flush=True)
+    return input(prompt if live else "")
 
 
 # ---- Waiting is shown ----
@@ -520,8 +520,7 @@ class CLI(Channel):
     def note(self, text: str) -> None:
         """A line beside the answer, dimmed where colours are; half an answer ends its line."""
         if self._streamed:
-            self._streamed = ""
-            self._print("\n")
+            self._end_text(self._streamed)
         line = printable(text)
         if self.err.isatty():
             line = f"\x1b[2m{line}\x1b[0m"
@@ -530,17 +529,15 @@ class CLI(Channel):
 
     def report(self, text: str) -> None:
         """What a job says, at once. A prompt comes again below it, with what was typed so far."""
-        with self.waiting.silence():
-            if not self._prompt:
-                return self._print(text.removesuffix("\n") + "\n")
-            typed, screen = "", self.out if self.live else self.err
-            with contextlib.suppress(ImportError):
-                import readline
+        prompt, screen = self._prompt, self.out if self.live else self.err
+        with contextlib.suppress(ImportError):
+            import readline
 
-                typed = printable(readline.get_line_buffer())
-            print(end="\r\x1b[K", file=screen, flush=True)
+            prompt = prompt and prompt + printable(readline.get_line_buffer())
+        with self.waiting.silence():
+            print(end="\r\x1b[K" if prompt else "", file=screen, flush=True)
             self._print(text.removesuffix("\n") + "\n")
-            print(self._prompt + typed, end="", file=screen, flush=True)
+            print(end=prompt, file=screen, flush=True)
 
     def converse(self, ask: Callable[[str], Any], history: Path) -> int:
         """Line by line, until the user leaves. Ctrl-C stops a turn, Ctrl-D leaves."""
@@ -558,8 +555,7 @@ class CLI(Channel):
             except Terminated:
                 raise
             except KeyboardInterrupt:
-                stopped = "\nstopped; /continue goes on with the turn" if text else ""
-                self.note(stopped)
+                self.note("\nstopped; /continue goes on with the turn" if text else "")
             except Exception as problem:  # whatever happens in a turn, the conversation goes on
                 if not text:
                     raise  # not in a turn: the terminal is gone
@@ -590,8 +586,7 @@ class CLI(Channel):
 
     def read_piped(self, beside_message: bool, folder: Path) -> str:
         """What was piped in. Beside a message nobody may write to the pipe: it has 3 s to begin."""
-        may_be_silent = beside_message and os.name == "posix"
-        if may_be_silent and not select.select([sys.stdin], [], [], 3.0)[0]:
+        if beside_message and os.name == "posix" and not select.select([sys.stdin], [], [], 3.0)[0]:
             self.note("nanobot: standard input is open but silent, going on without it")
             return ""
         return text_of_pipe(sys.stdin.buffer, folder)
@@ -824,7 +819,9 @@ class Telegram(Channel):
             await self.sleep(self.album_seconds)
             updates = await self._get_updates(0)  # the same again, and what came since
             wanted = [update for update in updates if self._is_from_people(update)]
-        for _, group in itertools.groupby(wanted, album_of):
+        for _, group in itertools.groupby(
+            wanted, lambda update: update["message"].get("media_group_id") or update["update_id"]
+        ):
             arrival = list(group)
             await self._take([update["message"] for update in arrival], bus)
             self._offset = arrival[-1]["update_id"] + 1
@@ -833,8 +830,10 @@ class Telegram(Channel):
 
     async def _get_updates(self, seconds: float) -> list[dict]:
         """`allowed_updates` leaves out edits and buttons from now on; older ones may still come."""
-        fields = {"offset": self._offset, "timeout": seconds, "allowed_updates": ["message"]}
-        return await self.api.call("getUpdates", seconds + self.slack_seconds, **fields)
+        return await self.api.call(
+            "getUpdates", seconds + self.slack_seconds,
+            offset=self._offset, timeout=seconds, allowed_updates=["message"],
+        )  # fmt: skip
 
     def _is_from_people(self, update: dict) -> bool:
         """No answer to strangers, not even a refusal: it would tell them that somebody is here."""
@@ -932,10 +931,6 @@ class Telegram(Channel):
         await self._send_text(as_html(f"[{path.name} cannot be sent: {problem}]"), target)
 
 
-def album_of(update: dict) -> str:
-    return update["message"].get("media_group_id") or str(update["update_id"])
-
-
 def name_of(sender: dict) -> str:
     """{"first_name": "Ada\\n", "last_name": "Lovelace"} → "Ada Lovelace", at most 40 characters"""
     names = f"{sender.get('first_name', '')} {sender.get('last_name', '')}"
@@ -1031,19 +1026,15 @@ def plain_text(html_text: str) -> str:
     return html.unescape(re.sub(TAG, "", html_text))
 
 
-def units(text: str) -> int:
-    """Telegram counts as UTF-16 does: "🙂" is 2."""
-    return len(text.encode("utf-16-le")) // 2
-
-
 def split_html(text: str, limit: int = 4_096) -> list[str]:
-    """Parts of at most `limit` units, cut at a line's end, else at a blank, with no tag left open:
+    """Parts of at most `limit` UTF-16 units (Telegram counts so: "🙂" is 2) and what closes the
+    open tags, which is not counted. They are cut at a line's end, else at a blank:
 
-    "<b>one two</b>", 10 → "<b>one </b>", "<b>two</b>"; Telegram counts no tags, we all but the last
+    "<b>one two</b>", 10 → "<b>one </b>", "<b>two</b>"
     """
     parts, opened = [], []
     while text:
-        head = beginning(text, limit - units("".join(opened)))
+        head = beginning(text, limit - len("".join(opened)))
         text = text[len(head) :]
         part = "".join([*opened, head])
         opened = open_tags(part)
@@ -1085,7 +1076,6 @@ MOST_DAYS = 5 * 366  # "0 0 29 2 *", a leap day, can be four years away
 PART = (  # *   */15   1-5   8-18/2   5; not 5/15, which has two meanings in use
     r"(?:\*|([0-9]{1,2})-([0-9]{1,2}))(?:/([0-9]{1,2}))?|([0-9]{1,2})"
 )
-MONTHS, DAYS = "jan feb mar apr may jun jul aug sep oct nov dec", "sun mon tue wed thu fri sat"
 
 
 class CronField(NamedTuple):
@@ -1119,8 +1109,9 @@ CRON_FIELDS = (
     CronField("minute", 0, 59),  # */15 * * * *: every quarter of an hour
     CronField("hour", 0, 23),  # 0 8-18/2 * * *: every two hours by day
     CronField("day of month", 1, 31),  # 0 9 1,15 * *: twice a month
-    CronField("month", 1, 12, MONTHS),  # 0 9 1 jan *: on New Year's Day
-    CronField("day of week", 0, 7, DAYS),  # 0 9 * * mon-fri: on weekdays
+    # 0 9 1 jan *: on New Year's Day
+    CronField("month", 1, 12, "jan feb mar apr may jun jul aug sep oct nov dec"),
+    CronField("day of week", 0, 7, "sun mon tue wed thu fri sat"),  # 0 9 * * mon-fri
 )
 
 
@@ -1283,21 +1274,17 @@ def id_of(row: Any) -> str:
 
 def job_of(row: Any, now: datetime, zone: tzinfo) -> CronJob | None:
     """People write rows by hand, too: numbers become texts, what is missing or null is left out,
-    and no time lies in the future: created <= since <= now. What is no job is None, and a line in
-    the log."""
+    and a `since` in the future counts as now. What is no job is None, and a line in the log."""
     try:
         given = [each for each in fields(CronJob) if row.get(each.name) is not None]
         job = CronJob(**{each.name: each.type(row[each.name]) for each in given})
-        job.since = job.since or now.isoformat()
-        since = min(as_moment(job.since, zone), now)
-        created = min(as_moment(job.created or job.since, zone), since)
-        job.since, job.created = since.isoformat(), created.isoformat()
-        coming = job.due(since, zone)  # raises what is wrong with it
-        job.row, job.coming = row, coming if job.enabled else None
+        since = min(as_moment(job.since or now.isoformat(), zone), now)
+        job.created = job.created or since.isoformat()
+        job.row, job.coming = row, job.due(since, zone)  # raises what is wrong with it
+        return job
     except Exception as problem:
         warn_once(f"cron: {str(row)[:100]} is no job: {problem}")
         return None
-    return job
 
 
 @functools.lru_cache(maxsize=100)
@@ -1372,7 +1359,7 @@ class CronService:
             self._read = stamp  # of a damaged file, too: it is told once, the jobs known go on
             self._jobs = await in_thread(self._jobs_of_file, now)
         for job in self._jobs.values():
-            is_due = job.coming is not None and job.coming <= now
+            is_due = job.enabled and job.coming is not None and job.coming <= now
             if is_due and job.id not in self._running and self.is_wanted(job):
                 self._start(job, now)
         return list(self._running.values())
@@ -1455,7 +1442,8 @@ class CronService:
         Tell the user the time that comes back. To change a job, remove it and add another.
         """
         if action == "list":
-            return self._list()
+            jobs = [job_of(row, self._utc(), self.zone) for row in self.store.read()]
+            return "\n".join(self._line(job) for job in jobs if job) or "There are no jobs."
         if action == "remove":
             return self._remove(job_id)
         if turn.channel == "cron":
@@ -1496,21 +1484,15 @@ class CronService:
         self.store.change(edit)
         return f"Removed job {job_id}."
 
-    def _list(self) -> str:
-        jobs = [job_of(row, self._utc(), self.zone) for row in self.store.read()]
-        return "\n".join(self._line(job) for job in jobs if job) or "There are no jobs."
-
     def _line(self, job: CronJob) -> str:
         """1a2b3c4d · cron 0 9 * * * · next Sun 2026-11-22 09:00 CET · telegram:42 · water plants"""
-        now, due = self._utc(), job.coming
+        now, due = self._utc(), job.coming if job.enabled else None
         if due and due < now and not job.at:
             due = job.due(now, self.zone)
         coming = f"next {self._shown(max(due, now))}" if due else "off"
         chat = "system" if job.system else f"{job.channel}:{job.chat_id}"
-        parts = [job.id, job.schedule(), coming, chat, job.message[:80]]
-        if job.error:
-            parts.append(f"failed: {job.error[:200]}")
-        return " · ".join(parts)
+        failed = f" · failed: {job.error[:200]}" if job.error else ""
+        return " · ".join([job.id, job.schedule(), coming, chat, job.message[:80]]) + failed
 
 
 def machine_zone(path: Path = Path("/etc/localtime")) -> tzinfo:
