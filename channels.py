@@ -92,7 +92,8 @@ class MessageBus:
         chat = (message.channel, message.chat_id)
         if message.channel in self.channels:
             if chat not in self._outboxes:
-                self._outboxes[chat] = Outbox(self.channels[message.channel], self._sleep)
+                channel = self.channels[message.channel]
+                self._outboxes[chat] = Outbox(channel, message.chat_id, self._sleep)
             self._outboxes[chat].put(message)
         elif message.kind == "final":
             log.warning("There is no channel %r: its answer is shown nowhere", message.channel)
@@ -157,7 +158,6 @@ class Channel:
 # Without this one user who blocked the bot, or one "429 Too Many Requests: retry after 30", holds
 # up all other chats.
 
-
 log = logging.getLogger("nanobot.channels")
 
 
@@ -166,8 +166,9 @@ class Outbox:
 
     first_pause, longest_pause = 1.0, 60.0  # seconds between two tries of an answer
 
-    def __init__(self, channel: Channel, sleep: Callable[[float], Awaitable]):
+    def __init__(self, channel: Channel, chat_id: str, sleep: Callable[[float], Awaitable]):
         self.channel, self.sleep = channel, sleep
+        self.name = f"{channel.name}: chat {chat_id}"
         self.waiting: deque[OutboundMessage] = deque()
         self.task: asyncio.Task | None = None
 
@@ -182,8 +183,7 @@ class Outbox:
             message, pause = self.waiting.popleft(), self.first_pause
             while problem := await self._try(message):
                 if pause == self.first_pause:  # one line an answer, none for each try
-                    name, chat_id = self.channel.name, message.chat_id
-                    log.warning("%s: cannot deliver to chat %s yet: %s", name, chat_id, problem)
+                    log.warning("%s cannot be reached yet: %s", self.name, problem)
                 if message.kind != "final":
                     break
                 await self.sleep(getattr(problem, "retry_after", 0) or pause)
@@ -191,19 +191,17 @@ class Outbox:
 
     async def _try(self, message: OutboundMessage) -> Exception | None:
         """Returns why another try is needed."""
-        name = self.channel.name
         try:
             await self.channel.send(message)
         except Refused as refusal:
-            told = "%s: chat %s refuses a message, it is dropped: %s"
-            log.error(told, name, message.chat_id, refusal)
+            log.error("%s refuses a message, it is dropped: %s", self.name, refusal)
         except Exception as problem:
             return problem
         try:
             if message.on_delivered:
                 message.on_delivered()
         except Exception as problem:  # it has arrived all the same: not to be sent again
-            log.error("%s: a delivery could not be noted: %s", name, problem)
+            log.error("%s: a delivery could not be noted: %s", self.name, problem)
         return None
 
 
@@ -267,7 +265,6 @@ NOBODY_TO_ASK = (
 # ---- What a program inherits ----
 # `2>&-`, `>&-` and `nohup nanobot gateway &` work.
 
-
 class Terminated(KeyboardInterrupt):
     """SIGTERM or SIGHUP: as Ctrl-C it stops a turn, and it ends a conversation, too."""
 
@@ -297,7 +294,6 @@ def prepare_streams() -> None:
 # ---- The keyboard ----
 # A `y` that was typed too early approves nothing.
 
-
 def read_answer(question: str) -> str:
     """An answer to a question of one or more lines."""
     before, line_end, prompt = printable(question).rpartition("\n")
@@ -320,10 +316,8 @@ def type_at(prompt: str, live: bool, err: TextIO) -> str:
 # ---- Waiting is shown ----
 
 class Waiting:
-    """`waiting for the model, 12 s`: one line, gone before anything else is printed.
-
-    Only the main thread draws it, when it has nothing else to do: so never at a prompt.
-    """
+    """`waiting for the model, 12 s`: one line, gone before anything else is printed. Only the main
+    thread draws it, when it has nothing else to do: so never at a prompt."""
 
     def __init__(self, err: TextIO | None, clock: Callable[[], float] = time.monotonic):
         self.err, self.clock = err, clock
@@ -335,7 +329,8 @@ class Waiting:
     def begin(self, what: str) -> None:
         """From now on this is waited for (`the model`), no longer what was before it."""
         with self.silence():
-            self.what, self.since = what, self.clock()
+            self.what = printable(" ".join(what.split()))[:60]
+            self.since = self.clock()
 
     def end(self) -> None:
         self.begin("")
@@ -343,10 +338,8 @@ class Waiting:
     def draw(self) -> None:
         with self._lock:
             seconds = int(self.clock() - self.since)
-            what = printable(" ".join(self.what.split()))[:60]
-            line = f"waiting for {what}, {seconds} s"
-            is_time = bool(what) and seconds >= 1 and line != self.drawn
-            if self.can_draw and is_time:
+            line = f"waiting for {self.what}, {seconds} s"
+            if self.can_draw and self.what and seconds >= 1 and line != self.drawn:
                 self.drawn = line
                 # Without wrapping (?7l): a second line could not be erased. The cursor goes back
                 # to the left: what others print, a warning say, begins there.
@@ -370,7 +363,6 @@ class Waiting:
 # ---- The loop behind the keyboard ----
 # `input` would stop the event loop, and Ctrl-C reaches the main thread only: it has the keyboard.
 
-
 class NobodyToAsk(Exception):
     """A question came when no turn was waited for: at the prompt, or after Ctrl-C."""
 
@@ -384,8 +376,6 @@ class BackgroundLoop:
                             ── answer ─────────►  … goes on
         Ctrl-C              ── cancel ─────────►  … its `finally`
         returns             ◄─ None ────────────  … its end
-
-    What goes to the right is called on the loop; what goes to the left is put into a queue.
     """
 
     def __init__(self, close: Callable | None = None, waiting: Waiting | None = None):
@@ -622,15 +612,13 @@ def text_of_pipe(stream: BinaryIO, folder: Path) -> str:
     for old in sorted(folder.glob("*-*.txt"))[:-KEPT_PIPED]:
         old.unlink(missing_ok=True)
     return (
-        f"[standard input: {path.stat().st_size:,} bytes, all of it in {path}; its beginning:]\n"
-        f"{text[:HEAD_OF_PIPED]}\n"
-        f"[standard input goes on: look into {path} with grep, or with read_file in pages]"
+        f"{text[:HEAD_OF_PIPED]}\n[standard input goes on, {path.stat().st_size:,} bytes in all: "
+        f"look into {path} with grep, or with read_file in pages]"
     )
 
 
 # ---- The Bot API of Telegram ----
 # The token is a part of every address: it must be in no log.
-
 
 async def in_thread(function: Callable, /, *args: Any) -> Any:
     """Await a blocking function on a daemon thread: the threads of the usual pool hold the exit."""
@@ -683,8 +671,7 @@ class BotAPI:
             raise NoSuchBot(BAD_TOKEN)
         if "ok" in answer and 400 <= status < 500 and status not in self.may_pass:
             raise Refused(problem)
-        pause = (answer.get("parameters") or {}).get("retry_after") or 0
-        raise TelegramError(problem, pause)
+        raise TelegramError(problem, (answer.get("parameters") or {}).get("retry_after", 0))
 
     async def download(self, path: str) -> bytes:
         """A file by its `file_path`, which getFile tells; the server gives none over 20 MB."""
@@ -741,8 +728,7 @@ def as_body(fields: dict[str, Any]) -> tuple[bytes, str]:
 # The server forgets a message when a higher offset is asked for, and until then gives it again.
 
 RIVAL = (  # 409 "Conflict: terminated by other getUpdates request; make sure that only one bot …"
-    "Another program asks for this bot's messages, too, and takes some of them (409 Conflict). "
-    "Stop it, or give it a bot of its own."
+    "Another program asks for this bot's messages, too. Stop it, or give it a bot of its own."
 )
 BAD_TOKEN = (
     "Telegram does not know this bot token. Copy it again from @BotFather into "
@@ -786,21 +772,17 @@ class Telegram(Channel):
                     raise
                 except Exception as failure:  # whatever it is, people go on writing
                     failures += 1
-                    told = self._complain(failure, told)
+                    if str(failure) != told:  # a line when trouble begins or changes
+                        is_rival = "terminated by other getUpdates" in str(failure)
+                        hint = RIVAL if is_rival else "It is tried again."
+                        log.warning("Telegram: %s. %s", failure, hint)
+                    told = str(failure)
                     self.bot = {}  # introduced anew, without the webhook that may be the trouble
                     pause = min(60.0, 5.0 * failures)
                     await self.sleep(max(pause, getattr(failure, "retry_after", 0)))
         finally:
             for task in self._typing.values():
                 task.cancel()
-
-    def _complain(self, failure: Exception, told: str) -> str:
-        """A line in the log when trouble begins or changes, none for each try between."""
-        is_rival = "terminated by other getUpdates" in str(failure)
-        complaint = RIVAL if is_rival else f"Telegram: {failure}. It is tried again."
-        if complaint != told:
-            log.warning("%s", complaint)
-        return complaint
 
     async def _introduce(self) -> None:
         """In groups people call the bot by its name: ask for it."""
@@ -814,14 +796,11 @@ class Telegram(Channel):
         if not self.bot:
             await self._introduce()
         updates = await self._get_updates(self.poll_seconds)
-        wanted = [update for update in updates if self._is_from_people(update)]
-        if any("media_group_id" in update["message"] for update in wanted):
+        if any(map(album_of, filter(self._is_from_people, updates))):
             await self.sleep(self.album_seconds)
             updates = await self._get_updates(0)  # the same again, and what came since
-            wanted = [update for update in updates if self._is_from_people(update)]
-        for _, group in itertools.groupby(
-            wanted, lambda update: update["message"].get("media_group_id") or update["update_id"]
-        ):
+        wanted = filter(self._is_from_people, updates)
+        for _, group in itertools.groupby(wanted, lambda each: album_of(each) or each["update_id"]):
             arrival = list(group)
             await self._take([update["message"] for update in arrival], bus)
             self._offset = arrival[-1]["update_id"] + 1
@@ -830,10 +809,8 @@ class Telegram(Channel):
 
     async def _get_updates(self, seconds: float) -> list[dict]:
         """`allowed_updates` leaves out edits and buttons from now on; older ones may still come."""
-        return await self.api.call(
-            "getUpdates", seconds + self.slack_seconds,
-            offset=self._offset, timeout=seconds, allowed_updates=["message"],
-        )  # fmt: skip
+        fields = {"offset": self._offset, "timeout": seconds, "allowed_updates": ["message"]}
+        return await self.api.call("getUpdates", seconds + self.slack_seconds, **fields)
 
     def _is_from_people(self, update: dict) -> bool:
         """No answer to strangers, not even a refusal: it would tell them that somebody is here."""
@@ -900,9 +877,8 @@ class Telegram(Channel):
             self._stop_typing(message.chat_id)
         target: dict[str, Any] = {"chat_id": message.chat_id}
         if message.reply_to.isdigit():
-            target["reply_parameters"] = {
-                "message_id": int(message.reply_to), "allow_sending_without_reply": True,
-            }  # fmt: skip
+            reply = {"message_id": int(message.reply_to), "allow_sending_without_reply": True}
+            target["reply_parameters"] = reply
         parts = [*split_html(as_html(message.content)), *map(Path, message.media)]
         for part in parts[message.parts_sent :]:
             if isinstance(part, str):
@@ -931,6 +907,10 @@ class Telegram(Channel):
         await self._send_text(as_html(f"[{path.name} cannot be sent: {problem}]"), target)
 
 
+def album_of(update: dict) -> str:
+    return update["message"].get("media_group_id", "")
+
+
 def name_of(sender: dict) -> str:
     """{"first_name": "Ada\\n", "last_name": "Lovelace"} → "Ada Lovelace", at most 40 characters"""
     names = f"{sender.get('first_name', '')} {sender.get('last_name', '')}"
@@ -942,13 +922,12 @@ def file_name(file: dict, place: str) -> str:
     have 255 bytes. No "../" is left."""
     path = Path(re.sub(r"[^\w.-]+", "_", file.get("file_name") or Path(place).name))
     stem = path.stem.encode()[:100].decode(errors="ignore")
-    unique = re.sub(r"[^\w-]+", "_", file["file_unique_id"])
-    return f"{unique}-{stem}{path.suffix[:10]}"
+    return re.sub(r"[^\w-]+", "_", file["file_unique_id"]) + f"-{stem}{path.suffix[:10]}"
 
 
 def words_in(message: dict) -> str:
-    sticker = message.get("sticker") or {}
-    return message.get("text") or message.get("caption") or sticker.get("emoji") or ""
+    texts = [message.get("text"), message.get("caption"), message.get("sticker", {}).get("emoji")]
+    return next(filter(None, texts), "")
 
 
 def file_in(message: dict) -> dict:
@@ -971,23 +950,19 @@ def is_call(message: dict, bot: dict) -> bool:
 # It is cut when it is formatted, `<` being the four of `&lt;` by then, and leaves no tag open.
 # Each expression is linear: what it may reach over ends at the next mark of its own kind.
 
-FENCE = (  # ```py ↵ a = 1 ↵ ```   or, never closed, to the end; not ```npm install```
-    r"(?m)^[ \t]*```([\w+-]*)[^`\n]*\n((?:.*\n)*?.*?)(?:^[ \t]*```[ \t]*$|\Z)"
-)
+# ```py ↵ a = 1 ↵ ```   or, never closed, to the end; not ```npm install```
+FENCE = r"(?m)^[ \t]*```([\w+-]*)[^`\n]*\n((?:.*\n)*?.*?)(?:^[ \t]*```[ \t]*$|\Z)"
 CODE = r"(?<!`)(`{1,3})(?!`)(.{1,2000}?)(?<!`)\1(?!`)"  # `a < b`   ``a ` b``
-LINK = (  # [a](http://b/c_(d))
-    r"\[([^\[\]\n]{1,500})\]\((https?://(?:[^\s()\[\]]|\([^\s()\[\]]*\))+)\)"
-)
+# [a](http://b/c_(d))
+LINK = r"\[([^\[\]\n]{1,500})\]\((https?://(?:[^\s()\[\]]|\([^\s()\[\]]*\))+)\)"
 HEADING = r"(?m)^#{1,6} +(\S.*)$"  # ## What to do
 BOLD = r"\*\*(?=[^\s*])((?:[^*\n]|\*(?!\*))+?)(?<=[^\s*])\*\*"  # **now**
-ITALIC = (  # *now*   *now and **then***   not 2 * 3 * 4; it reaches over no tag's end
-    r"(?<![\w*])\*(?=[^\s*])((?:[^*<>\n]|<b>[^<>\n]*</b>)+)(?<!\s)\*(?![\w*])"
-)
+# *now*   *now and **then***   not 2 * 3 * 4; it reaches over no tag's end
+ITALIC = r"(?<![\w*])\*(?=[^\s*])((?:[^*<>\n]|<b>[^<>\n]*</b>)+)(?<!\s)\*(?![\w*])"
 UNDERLINED = r"(?<!\w)_(?=[^\s_])([^_<>\n]+)(?<!\s)_(?!\w)"  # _now_   not a_b_c
 ASIDE = "\ue000(\\d+)\ue001"  # where the third code or link was: \ue0002\ue001
 TAG = r"<[^>]+>"  # <b>   </b>   <a href="https://x.y">
 ATOM = rf"(?s:{TAG}|&#?\w+;|[^<&])"  # <b>   &lt;   a
-TO_LINE_END = r"(?s).*\n"
 TO_BLANK = r"(?s).* (?![^<>]*>)"  # a blank between words, not in <a href="…">
 
 
@@ -1048,7 +1023,7 @@ def beginning(text: str, limit: int) -> str:
     if head == text:
         return text
     whole = re.match(f"{ATOM}*", head)[0] or re.match(ATOM, text)[0]
-    cut = re.match(TO_LINE_END, whole) or re.match(TO_BLANK, whole)
+    cut = re.match(r"(?s).*\n", whole) or re.match(TO_BLANK, whole)
     return cut[0] if cut else whole
 
 
@@ -1073,9 +1048,8 @@ def closing(tag: str) -> str:
 
 ONE_DAY = timedelta(days=1)
 MOST_DAYS = 5 * 366  # "0 0 29 2 *", a leap day, can be four years away
-PART = (  # *   */15   1-5   8-18/2   5; not 5/15, which has two meanings in use
-    r"(?:\*|([0-9]{1,2})-([0-9]{1,2}))(?:/([0-9]{1,2}))?|([0-9]{1,2})"
-)
+# *   */15   1-5   8-18/2   5; not 5/15, which has two meanings in use
+PART = r"(?:\*|([0-9]{1,2})-([0-9]{1,2}))(?:/([0-9]{1,2}))?|([0-9]{1,2})"
 
 
 class CronField(NamedTuple):
@@ -1109,8 +1083,7 @@ CRON_FIELDS = (
     CronField("minute", 0, 59),  # */15 * * * *: every quarter of an hour
     CronField("hour", 0, 23),  # 0 8-18/2 * * *: every two hours by day
     CronField("day of month", 1, 31),  # 0 9 1,15 * *: twice a month
-    # 0 9 1 jan *: on New Year's Day
-    CronField("month", 1, 12, "jan feb mar apr may jun jul aug sep oct nov dec"),
+    CronField("month", 1, 12, "jan feb mar apr may jun jul aug sep oct nov dec"),  # 0 9 1 jan *
     CronField("day of week", 0, 7, "sun mon tue wed thu fri sat"),  # 0 9 * * mon-fri
 )
 
@@ -1121,7 +1094,7 @@ class CronExpression:
     def __init__(self, text: str):
         parts = text.lower().split()
         if len(parts) != len(CRON_FIELDS):
-            names = ", ".join(field.name for field in CRON_FIELDS)
+            names = "minute, hour, day of month, month, day of week"
             raise ValueError(f"{text!r} has {len(parts)} fields instead of five: {names}")
         sets = [field.values(part) for field, part in zip(CRON_FIELDS, parts, strict=True)]
         self.minutes, self.hours, self.days, self.months, weekdays = sets
@@ -1155,10 +1128,7 @@ def moments_at(wall: datetime, is_fixed: bool) -> list[datetime]:
 
 
 def next_run(expr: str, after: datetime, zone: tzinfo) -> datetime | None:
-    """The first moment behind `after` that fits; None if there is none, as of "0 0 31 2 *".
-
-    "30 9 * * mon-fri" on Friday at 10:00 → Monday 09:30
-    """
+    """The first moment behind `after` that fits, in UTC; None if there is none ("0 0 31 2 *")."""
     expression, today = CronExpression(expr), after.astimezone(zone).date()
     for number in range(MOST_DAYS):
         # with its neighbours: clocks set back over midnight show the end of a day after the next
@@ -1166,7 +1136,7 @@ def next_run(expr: str, after: datetime, zone: tzinfo) -> datetime | None:
         moments = itertools.chain(*(expression.moments(day, zone) for day in days))
         later = [moment for moment in moments if moment > after]
         if later:
-            return min(later).astimezone(zone)
+            return min(later)
     return None
 
 
@@ -1204,8 +1174,7 @@ class CronJob:
             at = as_moment(self.at, own_zone)
             return at if at > after else None
         if self.cron_expr:
-            coming = next_run(self.cron_expr, after, own_zone)
-            return coming and coming.astimezone(UTC)
+            return next_run(self.cron_expr, after, own_zone)
         if self.every_seconds <= 0:
             raise ValueError("it does not say when")
         first, period = as_moment(self.created, zone), timedelta(seconds=self.every_seconds)
@@ -1384,8 +1353,7 @@ class CronService:
             message = f"Only tell the user that this was missed on {late}: {message}"
         elif not job.at and not job.system:
             half = ((job.due(due, self.zone) or due + ONE_DAY) - due) / 2
-            grace = max(min(half, self.longest_delay), timedelta(seconds=5))
-            due = job.due(now - grace, self.zone)  # the last time that is not too long ago
+            due = job.due(now - min(half, self.longest_delay), self.zone)  # the last not too late
             if due is None or due > now:
                 told = "cron: %s was due on %s, too long ago: it waits for its next time"
                 return log.warning(told, job.id, late)
@@ -1409,9 +1377,7 @@ class CronService:
     async def _note(self, job: CronJob, began: str, error: str) -> None:
         """Into the file; an `at` that went well leaves it, one that failed is off. If the disk
         refuses, the program remembers: the job does not run twice."""
-        changes = {"since": began, "error": error}
-        if job.at:
-            changes["enabled"] = False
+        changes = {"since": began, "error": error} | ({"enabled": False} if job.at else {})
 
         def edit(rows: list) -> list:
             if job.at and not error:
