@@ -329,8 +329,7 @@ class Waiting:
     def begin(self, what: str) -> None:
         """From now on this is waited for (`the model`), no longer what was before it."""
         with self.silence():
-            self.what = printable(" ".join(what.split()))[:60]
-            self.since = self.clock()
+            self.what, self.since = what, self.clock()
 
     def end(self) -> None:
         self.begin("")
@@ -338,8 +337,9 @@ class Waiting:
     def draw(self) -> None:
         with self._lock:
             seconds = int(self.clock() - self.since)
-            line = f"waiting for {self.what}, {seconds} s"
-            if self.can_draw and self.what and seconds >= 1 and line != self.drawn:
+            what = printable(" ".join(self.what.split()))[:60]
+            line = f"waiting for {what}, {seconds} s"
+            if self.can_draw and what and seconds >= 1 and line != self.drawn:
                 self.drawn = line
                 # Without wrapping (?7l): a second line could not be erased. The cursor goes back
                 # to the left: what others print, a warning say, begins there.
@@ -440,7 +440,7 @@ class BackgroundLoop:
                 return answered.result()
             raise NobodyToAsk("Nobody can be asked: the turn has ended.")
         finally:
-            answered.cancel()
+            answer.cancel()
 
     def __enter__(self) -> "BackgroundLoop":
         return self
