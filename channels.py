@@ -32,7 +32,7 @@ import zoneinfo
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, date, datetime, timedelta, tzinfo
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal, NamedTuple, TextIO
@@ -62,20 +62,19 @@ class InboundMessage:
 
 class MessageBus:
     def __init__(self, sleep: Callable[[float], Awaitable] = asyncio.sleep):
+        self.channels: dict[str, Channel] = {}
         self._inbound: asyncio.Queue[InboundMessage] = asyncio.Queue()
-        self._open: dict[str, Connection] = {}
+        self._listening: list[asyncio.Task] = []
+        self._outboxes: dict[tuple[str, str], Outbox] = {}
         self._sleep = sleep
 
     def open(self, channel: "Channel") -> None:
-        """From now on the channel is listened to, and what is for it is delivered."""
-        self._open[channel.name] = Connection(channel, self, self._sleep)
-
-    @property
-    def channels(self) -> "dict[str, Channel]":
-        return {name: connection.channel for name, connection in self._open.items()}
+        """From now on the channel listens, and messages for it are delivered."""
+        self.channels[channel.name] = channel
+        self._listening.append(asyncio.create_task(channel.listen(self)))
 
     def shows_deltas(self, channel: str) -> bool:
-        return channel in self._open and self._open[channel].channel.shows_deltas
+        return channel in self.channels and self.channels[channel].shows_deltas
 
     async def publish(self, message: InboundMessage) -> None:
         """Returns when the agent has the message on disk, or raises what kept it from that."""
@@ -90,14 +89,25 @@ class MessageBus:
 
     def send(self, message: "OutboundMessage") -> None:
         """Queue it for its chat: a slow one holds up neither the agent nor other chats."""
-        if message.channel in self._open:
-            self._open[message.channel].put(message)
+        chat = (message.channel, message.chat_id)
+        if message.channel in self.channels:
+            if chat not in self._outboxes:
+                channel = self.channels[message.channel]
+                self._outboxes[chat] = Outbox(channel, message.chat_id, self._sleep)
+            self._outboxes[chat].put(message)
         elif message.kind == "final":
             log.warning("There is no channel %r: its answer is shown nowhere", message.channel)
 
     async def close(self, seconds: float = 5.0) -> None:
-        """What is on its way out gets these seconds, then the channels stop."""
-        await asyncio.gather(*(connection.close(seconds) for connection in self._open.values()))
+        """Deliver what is queued for at most `seconds`, then stop the channels."""
+        tasks = [outbox.task for outbox in self._outboxes.values()]
+        if tasks:
+            await asyncio.wait(tasks, timeout=seconds)
+        tasks += self._listening
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=1.0)
 
 
 @dataclass
@@ -117,8 +127,8 @@ class Refused(Exception):
 
 
 class Channel:
-    """A place where people write. `start` listens and publishes what is allowed, `stop` lets go of
-    what it holds, `send` delivers. `send` raises Refused, or any other exception if another try may
+    """A place where people write. `start` listens and publishes what is allowed, until it is
+    cancelled; `send` delivers. `send` raises Refused, or any other exception if another try may
     help (no network); that may have an attribute `retry_after`, in seconds."""
 
     name = ""
@@ -128,8 +138,13 @@ class Channel:
         self.allow_from = [str(sender_id) for sender_id in allow_from]
 
     async def start(self, bus: MessageBus) -> None: ...
-    async def stop(self) -> None: ...
     async def send(self, message: OutboundMessage) -> None: ...
+
+    async def listen(self, bus: MessageBus) -> None:
+        try:
+            await self.start(bus)
+        except Exception as problem:
+            log.error("%s: nobody listens there any more: %s", self.name, problem)
 
     def is_allowed(self, sender_id: str | int) -> bool:
         """[] → nobody, ["*"] → everybody, ["7", 8] → those whose id is exactly 7 or 8."""
@@ -143,97 +158,51 @@ class Channel:
 # Without this one user who blocked the bot, or one "429 Too Many Requests: retry after 30", holds
 # up all other chats.
 
-
 log = logging.getLogger("nanobot.channels")
 
 
 class Outbox:
-    """What is on its way to one chat, in order. It is forgotten when nothing waits."""
+    """The messages on their way to one chat, in order."""
 
     first_pause, longest_pause = 1.0, 60.0  # seconds between two tries of an answer
-    most_waiting = 100  # messages; behind them only final answers are sure of a place
 
-    def __init__(self, connection: "Connection", chat_id: str):
-        self.connection, self.chat_id = connection, chat_id
+    def __init__(self, channel: Channel, chat_id: str, sleep: Callable[[float], Awaitable]):
+        self.channel, self.sleep = channel, sleep
+        self.name = f"{channel.name}: chat {chat_id}"
         self.waiting: deque[OutboundMessage] = deque()
-        self.complaint = ""
-        self.task = asyncio.create_task(self._deliver())
+        self.task: asyncio.Task | None = None
 
     def put(self, message: OutboundMessage) -> None:
-        """Never waits. Without room an event is dropped: the final answer says it again."""
-        if message.kind == "final" or len(self.waiting) < self.most_waiting:
-            self.waiting.append(replace(message))  # a copy: a delta may be joined to it
-        elif message.kind == "delta" and self.waiting[-1].kind == "delta":
-            self.waiting[-1].content += message.content
+        self.waiting.append(message)
+        if self.task is None or self.task.done():
+            self.task = asyncio.create_task(self._deliver())
 
     async def _deliver(self) -> None:
-        try:
-            while self.waiting:
-                await self._deliver_one(self.waiting.popleft())
-        finally:
-            del self.connection.outboxes[self.chat_id]
-
-    async def _deliver_one(self, message: OutboundMessage) -> None:
         """An event is tried once, an answer until it arrives or is refused."""
-        pause = self.first_pause
-        while problem := await self._try(message):
-            if message.kind != "final":
-                return
-            await self.connection.sleep(getattr(problem, "retry_after", 0) or pause)
-            pause = min(2 * pause, self.longest_pause)
+        while self.waiting:
+            message, pause = self.waiting.popleft(), self.first_pause
+            while problem := await self._try(message):
+                if pause == self.first_pause:  # one line an answer, none for each try
+                    log.warning("%s cannot be reached yet: %s", self.name, problem)
+                if message.kind != "final":
+                    break
+                await self.sleep(getattr(problem, "retry_after", 0) or pause)
+                pause = min(2 * pause, self.longest_pause)
 
     async def _try(self, message: OutboundMessage) -> Exception | None:
         """Returns why another try is needed."""
-        name, chat_id = self.connection.channel.name, self.chat_id
         try:
-            await self.connection.channel.send(message)
+            await self.channel.send(message)
         except Refused as refusal:
-            log.error("%s: chat %s refuses a message, it is dropped: %s", name, chat_id, refusal)
+            log.error("%s refuses a message, it is dropped: %s", self.name, refusal)
         except Exception as problem:
-            if self.complaint != str(problem):  # a line where trouble begins, none for each try
-                log.warning("%s: cannot deliver to chat %s yet: %s", name, chat_id, problem)
-            self.complaint = str(problem)
             return problem
-        self.complaint = ""
         try:
             if message.on_delivered:
                 message.on_delivered()
         except Exception as problem:  # it has arrived all the same: not to be sent again
-            log.error("%s: a delivery could not be noted: %s", name, problem)
+            log.error("%s: a delivery could not be noted: %s", self.name, problem)
         return None
-
-
-class Connection:
-    """An open channel: a task that listens to it, and the outboxes of its chats."""
-
-    def __init__(self, channel: Channel, bus: MessageBus, sleep: Callable[[float], Awaitable]):
-        self.channel, self.sleep = channel, sleep
-        self.outboxes: dict[str, Outbox] = {}  # of chats for which something is on its way
-        self.listening = asyncio.create_task(self._listen(bus))
-
-    def put(self, message: OutboundMessage) -> None:
-        if message.chat_id not in self.outboxes:
-            self.outboxes[message.chat_id] = Outbox(self, message.chat_id)
-        self.outboxes[message.chat_id].put(message)
-
-    async def _listen(self, bus: MessageBus) -> None:
-        try:
-            await self.channel.start(bus)
-        except Exception as problem:
-            log.error("%s: nobody listens there any more: %s", self.channel.name, problem)
-
-    async def close(self, seconds: float) -> None:
-        delivering = [outbox.task for outbox in self.outboxes.values()]
-        if delivering:
-            await asyncio.wait(delivering, timeout=seconds)
-        try:
-            await asyncio.wait_for(self.channel.stop(), 2.0)
-        except Exception as problem:
-            log.warning("%s: did not stop as it should: %r", self.channel.name, problem)
-        tasks = [self.listening, *delivering]
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks, timeout=1.0)
 
 
 # ---- Text for a terminal ----
@@ -296,7 +265,6 @@ NOBODY_TO_ASK = (
 # ---- What a program inherits ----
 # `2>&-`, `>&-` and `nohup nanobot gateway &` work.
 
-
 class Terminated(KeyboardInterrupt):
     """SIGTERM or SIGHUP: as Ctrl-C it stops a turn, and it ends a conversation, too."""
 
@@ -326,44 +294,36 @@ def prepare_streams() -> None:
 # ---- The keyboard ----
 # A `y` that was typed too early approves nothing.
 
-
 def read_answer(question: str) -> str:
     """An answer to a question of one or more lines."""
     before, line_end, prompt = printable(question).rpartition("\n")
     with contextlib.suppress(ImportError):  # there is no termios on Windows
         import termios
 
-        with contextlib.suppress(termios.error, OSError):
+        if sys.stdin.isatty():
             termios.tcflush(sys.stdin, termios.TCIFLUSH)  # what was typed before is no answer
     print(before, end=line_end, file=sys.stderr, flush=True)
-    try:
-        return type_at(prompt, sys.stdout.isatty(), sys.stderr)
-    except UnicodeDecodeError:
-        return ""  # what is no text is no yes
+    return type_at(prompt, sys.stdout.isatty(), sys.stderr)
 
 
 def type_at(prompt: str, live: bool, err: TextIO) -> str:
     """A line from the keyboard. stdout is for the answer: if it is no terminal, stderr prompts."""
-    if live:
-        return input(prompt)
-    print(prompt, end="", file=err, flush=True)
-    return input()
+    if not live:
+        print(prompt, end="", file=err, flush=True)
+    return input(prompt if live else "")
 
 
 # ---- Waiting is shown ----
 
 class Waiting:
-    """`waiting for the model, 12 s`: one line, gone before anything else is printed.
-
-    Only the main thread draws it, when it has nothing else to do: so never at a prompt.
-    """
+    """`waiting for the model, 12 s`: one line, gone before anything else is printed. Only the main
+    thread draws it, when it has nothing else to do: so never at a prompt."""
 
     def __init__(self, err: TextIO | None, clock: Callable[[], float] = time.monotonic):
         self.err, self.clock = err, clock
         self.can_draw = err is not None and err.isatty() and os.environ.get("TERM") != "dumb"
         self.what, self.since = "", 0.0
         self.drawn = ""
-        self.is_mid_line = False  # half an answer stands where the line would have to be
         self._lock = threading.RLock()  # the loop's thread prints
 
     def begin(self, what: str) -> None:
@@ -379,8 +339,7 @@ class Waiting:
             seconds = int(self.clock() - self.since)
             what = printable(" ".join(self.what.split()))[:60]
             line = f"waiting for {what}, {seconds} s"
-            is_time = bool(what) and seconds >= 1 and line != self.drawn
-            if self.can_draw and is_time and not self.is_mid_line:
+            if self.can_draw and what and seconds >= 1 and line != self.drawn:
                 self.drawn = line
                 # Without wrapping (?7l): a second line could not be erased. The cursor goes back
                 # to the left: what others print, a warning say, begins there.
@@ -404,7 +363,6 @@ class Waiting:
 # ---- The loop behind the keyboard ----
 # `input` would stop the event loop, and Ctrl-C reaches the main thread only: it has the keyboard.
 
-
 class NobodyToAsk(Exception):
     """A question came when no turn was waited for: at the prompt, or after Ctrl-C."""
 
@@ -418,16 +376,14 @@ class BackgroundLoop:
                             ── answer ─────────►  … goes on
         Ctrl-C              ── cancel ─────────►  … its `finally`
         returns             ◄─ None ────────────  … its end
-
-    What goes to the right is called on the loop; what goes to the left is put into a queue.
     """
 
     def __init__(self, close: Callable | None = None, waiting: Waiting | None = None):
         self.loop = asyncio.new_event_loop()
         self.close = close  # what is done at the end, on the loop
         self.waiting = waiting or Waiting(None)  # drawn while a turn is waited for
-        self._questions: queue.SimpleQueue | None = None  # of the turn that is waited for
-        self._answers: set[asyncio.Future] = set()  # that are not there yet
+        self._turn: asyncio.Task | None = None  # that is waited for, or was the last
+        self._questions: queue.SimpleQueue = queue.SimpleQueue()  # of this turn
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:
@@ -437,30 +393,25 @@ class BackgroundLoop:
     def complete(self, work: Coroutine) -> Any:
         """Runs it to its end. Ctrl-C cancels it, waits for its end and raises KeyboardInterrupt."""
         questions: queue.SimpleQueue = queue.SimpleQueue()  # of its own: nothing late is in it
-        task: asyncio.Task | None = None
 
         def start() -> None:
-            nonlocal task
-            self._questions = questions
-            task = self.loop.create_task(work)
-            task.add_done_callback(lambda _: questions.put(None))
+            self._questions, self._turn = questions, self.loop.create_task(work)
+            self._turn.add_done_callback(lambda _: questions.put(None))
 
         try:
             self.loop.call_soon_threadsafe(start)
             while question := self._next(questions):
                 self._answer(*question)
         except BaseException as stop:
-            self.loop.call_soon_threadsafe(lambda: task.cancel())
-            self.loop.call_soon_threadsafe(self._refuse)
+            self.loop.call_soon_threadsafe(lambda: self._turn.cancel())
             while self._next(questions):
-                pass  # these are refused, too
+                pass  # they are refused when the turn has ended
             if isinstance(stop, EOFError):  # Ctrl-D at a question
                 raise KeyboardInterrupt from None
             raise
         finally:
             self.waiting.end()
-            self.loop.call_soon_threadsafe(self._refuse)
-        return task.result()
+        return self._turn.result()
 
     def _next(self, questions: queue.SimpleQueue) -> Any:
         """A question, or None at the end. Looks up now and then: a Ctrl-C that another thread was
@@ -471,33 +422,25 @@ class BackgroundLoop:
             except queue.Empty:
                 self.waiting.draw()
 
-    def _answer(self, answer: asyncio.Future, question: str) -> None:
-        if not answer.done():  # else whoever asked is gone
+    def _answer(self, answer: Future, question: str) -> None:
+        if answer.set_running_or_notify_cancel():  # else whoever asked is gone
             self.waiting.erase()
-            text = read_answer(question)
-            self.loop.call_soon_threadsafe(self._settle, answer, text)
+            answer.set_result(read_answer(question))
 
     async def ask(self, question: str) -> str:
         """One line from the person at the terminal; raises NobodyToAsk outside of `complete`."""
-        if self._questions is None:
+        turn, answer = self._turn, Future()
+        if turn is None or turn.done():
             raise NobodyToAsk("Nobody can be asked: no turn is waited for at the terminal.")
-        answer = self.loop.create_future()
-        self._answers.add(answer)
         self._questions.put((answer, question))
-        return await answer
-
-    def _settle(self, answer: asyncio.Future, text: str) -> None:
-        self._answers.discard(answer)
-        if not answer.done():
-            answer.set_result(text)
-
-    def _refuse(self) -> None:
-        """On the loop, so that no question slips in: who waits for an answer waits no longer."""
-        self._questions = None
-        for answer in self._answers:
-            if not answer.done():
-                answer.set_exception(NobodyToAsk("Nobody can be asked: the turn has ended."))
-        self._answers.clear()
+        answered = asyncio.wrap_future(answer)
+        try:
+            await asyncio.wait([answered, turn], return_when="FIRST_COMPLETED")
+            if answered.done():
+                return answered.result()
+            raise NobodyToAsk("Nobody can be asked: the turn has ended.")
+        finally:
+            answer.cancel()
 
     def __enter__(self) -> "BackgroundLoop":
         return self
@@ -534,8 +477,7 @@ class CLI(Channel):
 
     def __init__(self, out: TextIO | None = None, err: TextIO | None = None, kinds: Sequence = ()):
         super().__init__(allow_from=["*"])
-        self.out = out or sys.stdout or io.StringIO()  # None: it was closed by `>&-`
-        self.err = err or sys.stderr or io.StringIO()
+        self.out, self.err = out or sys.stdout, err or sys.stderr
         self.kinds = kinds or ("progress", "tool_hint", "retry")  # shown besides the answer
         self.live = self.out.isatty()
         self.waiting = Waiting(self.err)
@@ -559,7 +501,6 @@ class CLI(Channel):
         shown = printable(text) if self.live else encodable(text)
         with self.waiting.silence():
             print(shown, end="", file=self.out, flush=True)
-            self.waiting.is_mid_line = not shown.endswith("\n")
 
     def _end_text(self, text: str) -> None:
         rest = not_yet_shown(text, self._streamed)
@@ -569,8 +510,7 @@ class CLI(Channel):
     def note(self, text: str) -> None:
         """A line beside the answer, dimmed where colours are; half an answer ends its line."""
         if self._streamed:
-            self._streamed = ""
-            self._print("\n")
+            self._end_text(self._streamed)
         line = printable(text)
         if self.err.isatty():
             line = f"\x1b[2m{line}\x1b[0m"
@@ -579,18 +519,15 @@ class CLI(Channel):
 
     def report(self, text: str) -> None:
         """What a job says, at once. A prompt comes again below it, with what was typed so far."""
-        typed = ""
+        prompt, screen = self._prompt, self.out if self.live else self.err
         with contextlib.suppress(ImportError):
             import readline
 
-            typed = readline.get_line_buffer()
+            prompt = prompt and prompt + printable(readline.get_line_buffer())
         with self.waiting.silence():
-            screen = self.out if self.live else self.err
-            if self._prompt:
-                print("\r\x1b[K" if screen.isatty() else "", end="", file=screen, flush=True)
+            print(end="\r\x1b[K" if prompt else "", file=screen, flush=True)
             self._print(text.removesuffix("\n") + "\n")
-            if self._prompt:
-                print(self._prompt + printable(typed), end="", file=screen, flush=True)
+            print(end=prompt, file=screen, flush=True)
 
     def converse(self, ask: Callable[[str], Any], history: Path) -> int:
         """Line by line, until the user leaves. Ctrl-C stops a turn, Ctrl-D leaves."""
@@ -608,8 +545,7 @@ class CLI(Channel):
             except Terminated:
                 raise
             except KeyboardInterrupt:
-                stopped = "\nstopped; /continue goes on with the turn" if text else ""
-                self.note(stopped)
+                self.note("\nstopped; /continue goes on with the turn" if text else "")
             except Exception as problem:  # whatever happens in a turn, the conversation goes on
                 if not text:
                     raise  # not in a turn: the terminal is gone
@@ -640,10 +576,7 @@ class CLI(Channel):
 
     def read_piped(self, beside_message: bool, folder: Path) -> str:
         """What was piped in. Beside a message nobody may write to the pipe: it has 3 s to begin."""
-        if sys.stdin is None:
-            return ""
-        may_be_silent = beside_message and os.name == "posix"
-        if may_be_silent and not select.select([sys.stdin], [], [], 3.0)[0]:
+        if beside_message and os.name == "posix" and not select.select([sys.stdin], [], [], 3.0)[0]:
             self.note("nanobot: standard input is open but silent, going on without it")
             return ""
         return text_of_pipe(sys.stdin.buffer, folder)
@@ -652,11 +585,9 @@ class CLI(Channel):
 def not_yet_shown(text: str, streamed: str) -> str:
     """("Hello.", "Hel") → "lo."; ("Bye.", "Hel") → "\\nBye.", on a line of its own."""
     shown = streamed.strip()  # the blanks at its edges do not count: providers cut them off
-    if not shown:
-        return text
-    if text.lstrip().startswith(shown):
+    if shown and text.lstrip().startswith(shown):
         return text.lstrip().removeprefix(shown)
-    return f"\n{text}"
+    return f"\n{text}" if shown else text
 
 
 # ---- A pipe with more than a message ----
@@ -681,15 +612,13 @@ def text_of_pipe(stream: BinaryIO, folder: Path) -> str:
     for old in sorted(folder.glob("*-*.txt"))[:-KEPT_PIPED]:
         old.unlink(missing_ok=True)
     return (
-        f"[standard input: {path.stat().st_size:,} bytes, all of it in {path}; its beginning:]\n"
-        f"{text[:HEAD_OF_PIPED]}\n"
-        f"[standard input goes on: look into {path} with grep, or with read_file in pages]"
+        f"{text[:HEAD_OF_PIPED]}\n[standard input goes on, {path.stat().st_size:,} bytes in all: "
+        f"look into {path} with grep, or with read_file in pages]"
     )
 
 
 # ---- The Bot API of Telegram ----
 # The token is a part of every address: it must be in no log.
-
 
 async def in_thread(function: Callable, /, *args: Any) -> Any:
     """Await a blocking function on a daemon thread: the threads of the usual pool hold the exit."""
@@ -707,30 +636,29 @@ async def in_thread(function: Callable, /, *args: Any) -> Any:
 
 
 class TelegramError(Exception):
-    """What the Bot API refuses, or why it cannot be reached. The text never holds the token."""
+    """Why a call of the Bot API may be tried again. The text never holds the token."""
 
-    def __init__(self, text: str, status: int = 0, retry_after: float = 0, is_final: bool = False):
+    def __init__(self, text: str, retry_after: float = 0):
         super().__init__(text)
-        self.status = status  # 0: nothing came back
         self.retry_after = retry_after  # seconds, after 429 "Too Many Requests"
-        self.is_final = is_final  # the same call is refused again: 400, 403 "bot was blocked", 413
 
 
-class NoSuchBot(TelegramError):
+class NoSuchBot(Exception):
     """401 Unauthorized, 404 Not Found: the token is wrong."""
 
 
 class BotAPI:
     """`await api.call("sendMessage", chat_id=1, text="Hi")`: https://core.telegram.org/bots/api"""
 
-    may_pass = (401, 404, 408, 409, 429)  # of the 4xx: the token, a time-out, a rival, a flood
+    may_pass = (408, 409, 429)  # of the 4xx: a time-out, a rival, a flood
 
     def __init__(self, token: str, base: str):
         self.token, self.base = token.strip(), base.rstrip("/")
 
     async def call(self, method: str, seconds: float = 60, **fields: Any) -> Any:
-        """The method's result. A path among the fields is uploaded. Raises TelegramError; OSError
-        if a file cannot be read."""
+        """The method's result. A path among the fields is uploaded. Raises Refused if the same call
+        is refused again (400, 403 "bot was blocked", 413), TelegramError if it may pass; OSError if
+        a file cannot be read."""
         body, kind = await in_thread(as_body, fields)
         status, data = await self._exchange(f"bot{self.token}/{method}", body, kind, seconds)
         answer = {"error_code": status, "description": "not the Bot API"}  # but a proxy's page
@@ -738,17 +666,19 @@ class BotAPI:
             answer |= json.loads(data)
         if answer.get("ok"):
             return answer.get("result")
-        problem = f"{method}: {answer['error_code']} {answer['description']}"
-        pause = (answer.get("parameters") or {}).get("retry_after") or 0
-        is_final = "ok" in answer and 400 <= status < 500 and status not in self.may_pass
-        raise TelegramError(self._scrub(problem), status, pause, is_final)
+        problem = self._scrub(f"{method}: {answer['error_code']} {answer['description']}")
+        if "ok" in answer and status in (401, 404):
+            raise NoSuchBot(BAD_TOKEN)
+        if "ok" in answer and 400 <= status < 500 and status not in self.may_pass:
+            raise Refused(problem)
+        raise TelegramError(problem, (answer.get("parameters") or {}).get("retry_after", 0))
 
     async def download(self, path: str) -> bytes:
         """A file by its `file_path`, which getFile tells; the server gives none over 20 MB."""
         address = f"file/bot{self.token}/{urllib.parse.quote(path)}"
         status, data = await self._exchange(address, None, "", seconds=60)
         if status != 200:
-            raise TelegramError(f"the file cannot be fetched: HTTP {status}", status)
+            raise TelegramError(f"the file cannot be fetched: HTTP {status}")
         return data
 
     async def _exchange(self, address: str, body: bytes | None, kind: str, seconds: float) -> tuple:
@@ -767,7 +697,6 @@ class BotAPI:
 
 
 def fetch(url: str, body: bytes | None, kind: str, seconds: float) -> tuple[int, bytes]:
-    import urllib.error
     import urllib.request
 
     request = urllib.request.Request(url, body, {"Content-Type": kind})
@@ -781,16 +710,16 @@ def fetch(url: str, body: bytes | None, kind: str, seconds: float) -> tuple[int,
 
 def as_body(fields: dict[str, Any]) -> tuple[bytes, str]:
     """JSON, or with a file among the fields a form; and the content type."""
-    files = {name: value for name, value in fields.items() if isinstance(value, Path)}
-    if not files:
+    if not any(isinstance(value, Path) for value in fields.values()):
         return json.dumps(fields).encode(), "application/json"
     border, body = os.urandom(16).hex(), b""
     for name, value in fields.items():
-        content = value if isinstance(value, str) else json.dumps(value, default=str)
-        head, data = f"Content-Disposition: form-data; name={name}", content.encode()
-        if name in files:
+        head = f"Content-Disposition: form-data; name={name}"
+        if isinstance(value, Path):
             head += "; filename=" + re.sub(r"[^\w.-]", "_", value.name)  # a"b.txt ends too soon
             data = value.read_bytes()
+        else:
+            data = (value if isinstance(value, str) else json.dumps(value)).encode()
         body += f"--{border}\r\n{head}\r\n\r\n".encode() + data + b"\r\n"
     return body + f"--{border}--\r\n".encode(), f"multipart/form-data; boundary={border}"
 
@@ -799,8 +728,7 @@ def as_body(fields: dict[str, Any]) -> tuple[bytes, str]:
 # The server forgets a message when a higher offset is asked for, and until then gives it again.
 
 RIVAL = (  # 409 "Conflict: terminated by other getUpdates request; make sure that only one bot …"
-    "Another program asks for this bot's messages, too, and takes some of them (409 Conflict). "
-    "Stop it, or give it a bot of its own."
+    "Another program asks for this bot's messages, too. Stop it, or give it a bot of its own."
 )
 BAD_TOKEN = (
     "Telegram does not know this bot token. Copy it again from @BotFather into "
@@ -814,10 +742,9 @@ class Telegram(Channel):
     name = "telegram"
     poll_seconds = 50  # the server answers by then, with nothing if there is nothing
     slack_seconds = 15  # after these on top the line is dead, and another one is opened
-    album_seconds = 3  # at most: the pictures of an album come one by one
+    album_seconds = 2.0  # the pictures of an album come one by one
     typing_seconds = 4.0  # the signal lasts 5
     most_typing = 75  # signals: five minutes
-    most_sending = 20  # messages at once: each has a socket
 
     def __init__(
         self, token: str, allow_from: Sequence[str | int] = (), *,
@@ -830,127 +757,96 @@ class Telegram(Channel):
         self.api = BotAPI(token, api_base)
         self.group_policy, self.media_folder, self.sleep = group_policy, media_folder, sleep
         self.bot: dict = {}  # its id and username, once the server told
-        self._offset, self._complaint = 0, ""
-        self._taken: deque[int] = deque(maxlen=1_000)  # updates that are on disk, or left out
+        self._offset = 0  # of the first update that is not on disk
         self._typing: dict[str, asyncio.Task] = {}
-        self._sending = asyncio.Semaphore(self.most_sending)
 
-    async def start(self, bus: "MessageBus") -> None:
+    async def start(self, bus: MessageBus) -> None:
         """Listens until it is cancelled. Raises NoSuchBot."""
-        failures = 0
-        while True:
-            try:
-                if not self.bot:
-                    await self._introduce()
-                await self._poll(bus)
-                failures = 0
-                self._complain("")
-            except NoSuchBot:
-                raise
-            except Exception as failure:  # whatever it is, people go on writing
-                failures += 1
-                is_rival = "terminated by other getUpdates" in str(failure)
-                complaint = RIVAL if is_rival else f"Telegram: {failure}. It is tried again."
-                self._complain(complaint)
-                self.bot = {}  # introduced anew, without the webhook that may be the trouble
-                pause = min(60.0, 5.0 * failures)
-                await self.sleep(max(pause, getattr(failure, "retry_after", 0)))
-
-    async def stop(self) -> None:
-        for task in self._typing.values():
-            task.cancel()
-
-    def _complain(self, text: str) -> None:
-        """A line in the log where trouble begins, changes and ends; none for each try between."""
-        if text != self._complaint:
-            log.warning("%s", text or "Telegram answers again.")
-        self._complaint = text
+        failures, told = 0, ""
+        try:
+            while True:
+                try:
+                    await self._poll(bus)
+                    failures, told = 0, ""
+                except NoSuchBot:
+                    raise
+                except Exception as failure:  # whatever it is, people go on writing
+                    failures += 1
+                    if str(failure) != told:  # a line when trouble begins or changes
+                        is_rival = "terminated by other getUpdates" in str(failure)
+                        hint = RIVAL if is_rival else "It is tried again."
+                        log.warning("Telegram: %s. %s", failure, hint)
+                    told = str(failure)
+                    self.bot = {}  # introduced anew, without the webhook that may be the trouble
+                    pause = min(60.0, 5.0 * failures)
+                    await self.sleep(max(pause, getattr(failure, "retry_after", 0)))
+        finally:
+            for task in self._typing.values():
+                task.cancel()
 
     async def _introduce(self) -> None:
         """In groups people call the bot by its name: ask for it."""
         if not re.fullmatch(r"\d+:[\w-]+", self.api.token):  # 110201543:AAHdqTcvCH1vGWJxfSeofSAs0
             raise NoSuchBot(BAD_TOKEN)
-        try:
-            bot = await self.api.call("getMe")
-        except TelegramError as refusal:
-            if refusal.status in (401, 404):
-                raise NoSuchBot(BAD_TOKEN) from None
-            raise
+        self.bot = await self.api.call("getMe")
         await self.api.call("deleteWebhook")
-        self.bot = bot
 
-    async def _poll(self, bus: "MessageBus") -> None:
-        """Take what is new. The offset moves up to the first that is not on disk."""
+    async def _poll(self, bus: MessageBus) -> None:
+        """Take what is new. The offset moves behind each message when it is on disk."""
+        if not self.bot:
+            await self._introduce()
         updates = await self._get_updates(self.poll_seconds)
-        parts = 0
-        for _ in range(self.album_seconds):
-            before, parts = parts, self._album_parts(updates)
-            if parts == before:
-                break
-            await self.sleep(1.0)
+        if any(map(album_of, filter(self._is_from_people, updates))):
+            await self.sleep(self.album_seconds)
             updates = await self._get_updates(0)  # the same again, and what came since
-        try:
-            await self._take(updates, bus)
-        finally:
-            ids = [update["update_id"] for update in updates]
-            waiting = [number for number in ids if number not in self._taken]
-            if ids:
-                self._offset = min(waiting, default=ids[-1] + 1)
-
-    def _album_parts(self, updates: list[dict]) -> int:
-        messages = [update.get("message") or {} for update in updates]
-        return sum("media_group_id" in each and self._is_from_people(each) for each in messages)
-
-    async def _take(self, updates: list[dict], bus: "MessageBus") -> None:
-        fresh = [update for update in updates if update["update_id"] not in self._taken]
-        for arrival in arrivals(fresh):
-            inbound = await self._read([update.get("message") or {} for update in arrival])
-            if inbound:
-                await bus.publish(inbound)
-                self._stop_typing(inbound.chat_id)
-                self._typing[inbound.chat_id] = asyncio.create_task(self._type(inbound.chat_id))
-            self._taken.extend(update["update_id"] for update in arrival)
+        wanted = filter(self._is_from_people, updates)
+        for _, group in itertools.groupby(wanted, lambda each: album_of(each) or each["update_id"]):
+            arrival = list(group)
+            await self._take([update["message"] for update in arrival], bus)
+            self._offset = arrival[-1]["update_id"] + 1
+        if updates:
+            self._offset = updates[-1]["update_id"] + 1
 
     async def _get_updates(self, seconds: float) -> list[dict]:
         """`allowed_updates` leaves out edits and buttons from now on; older ones may still come."""
         fields = {"offset": self._offset, "timeout": seconds, "allowed_updates": ["message"]}
         return await self.api.call("getUpdates", seconds + self.slack_seconds, **fields)
 
-    async def _read(self, messages: list[dict]) -> InboundMessage | None:
-        """What one message, or an album of several, is for the agent; None where it is nothing."""
-        try:
-            if self._is_for_agent(messages):
-                return await self._inbound(messages)
-        except Exception:  # it would come again for ever, and nothing behind it would ever come
-            log.warning("Telegram: a message cannot be read, it is left out", exc_info=True)
-        return None
-
-    def _is_from_people(self, message: dict) -> bool:
+    def _is_from_people(self, update: dict) -> bool:
         """No answer to strangers, not even a refusal: it would tell them that somebody is here."""
-        sender = message.get("from") or {}
+        sender = (update.get("message") or {}).get("from") or {}
         return not sender.get("is_bot", True) and self.is_allowed(sender.get("id", ""))
 
-    def _is_for_agent(self, messages: list[dict]) -> bool:
-        if not self._is_from_people(messages[0]):
-            return False
-        if messages[0]["chat"]["type"] == "private" or self.group_policy == "open":
-            return True
-        return any(is_call(message, self.bot) for message in messages)
+    async def _take(self, messages: list[dict], bus: MessageBus) -> None:
+        """One message, or an album of several."""
+        try:
+            inbound = await self._inbound(messages)
+        except Exception:  # it would come again for ever, and nothing behind it would ever come
+            log.warning("Telegram: a message cannot be read, it is left out", exc_info=True)
+            return
+        if inbound:
+            await bus.publish(inbound)
+            self._stop_typing(inbound.chat_id)
+            self._typing[inbound.chat_id] = asyncio.create_task(self._type(inbound.chat_id))
 
     async def _inbound(self, messages: list[dict]) -> InboundMessage | None:
+        """What it is for the agent; None if it is nothing, or in a group not meant for the bot."""
+        chat, sender = messages[0]["chat"], messages[0]["from"]
+        is_open = chat["type"] == "private" or self.group_policy == "open"
+        if not is_open and not any(is_call(message, self.bot) for message in messages):
+            return None
         texts, media = [words_in(message) for message in messages], []
         for file in filter(None, map(file_in, messages)):
             try:
                 media.append(await self._save(file))
-            except (TelegramError, OSError) as failure:
+            except (TelegramError, Refused, OSError) as failure:
                 texts.append(f"[a file came with this, but it cannot be fetched: {failure}]")
-        content, first = "\n".join(filter(None, texts)), messages[0]
+        content = "\n".join(filter(None, texts))
         if not content and not media:
             return None  # somebody joined the group, a message was pinned
-        chat, sender = first["chat"], first["from"]
         return InboundMessage(
             self.name, str(sender["id"]), str(chat["id"]), content, media,
-            message_id=str(first["message_id"]),
+            message_id=str(messages[0]["message_id"]),
             speaker="" if chat["type"] == "private" else name_of(sender),
         )  # fmt: skip
 
@@ -968,7 +864,7 @@ class Telegram(Channel):
             task.cancel()
 
     async def _type(self, chat_id: str) -> None:
-        with contextlib.suppress(TelegramError):  # a sign of life is worth no error
+        with contextlib.suppress(TelegramError, NoSuchBot, Refused):  # worth no error
             for _ in range(self.most_typing):
                 await self.api.call("sendChatAction", chat_id=chat_id, action="typing")
                 await self.sleep(self.typing_seconds)
@@ -985,52 +881,34 @@ class Telegram(Channel):
             target["reply_parameters"] = reply
         parts = [*split_html(as_html(message.content)), *map(Path, message.media)]
         for part in parts[message.parts_sent :]:
-            try:
-                async with self._sending:
-                    await self._send_part(part, target)
-            except TelegramError as failure:
-                if failure.is_final:
-                    raise Refused(str(failure)) from None
-                raise
+            if isinstance(part, str):
+                await self._send_text(part, target)
+            else:
+                await self._send_file(part, target)
             message.parts_sent += 1
-
-    async def _send_part(self, part: str | Path, target: dict) -> None:
-        """A file that is refused is told of, so that nobody waits for it."""
-        if isinstance(part, str):
-            return await self._send_text(part, target)
-        try:
-            await self._send_file(part, target)
-        except (TelegramError, OSError) as failure:
-            if isinstance(failure, TelegramError) and not failure.is_final:
-                raise
-            await self._send_text(as_html(f"[{part.name} cannot be sent: {failure}]"), target)
 
     async def _send_text(self, text: str, target: dict) -> None:
         """As plain text only if it was refused: after a time-out it would arrive twice."""
         try:
             await self.api.call("sendMessage", text=text, parse_mode="HTML", **target)
-        except TelegramError as refusal:
-            if not refusal.is_final or refusal.status != 400:  # 400 can't parse entities
-                raise
+        except Refused:  # 400 can't parse entities
             await self.api.call("sendMessage", text=plain_text(text), **target)
 
     async def _send_file(self, path: Path, target: dict) -> None:
+        """A file that is refused is told of, so that nobody waits for it."""
+        methods = {"sendDocument": "document"}
         if path.suffix.lower() in (".jpg", ".jpeg", ".png", ".webp"):
+            methods = {"sendPhoto": "photo", **methods}  # 400 PHOTO_INVALID_DIMENSIONS: a document
+        for method, field_name in methods.items():
             try:
-                return await self.api.call("sendPhoto", 300, photo=path, **target)
-            except TelegramError as refusal:
-                if not refusal.is_final:  # 400 PHOTO_INVALID_DIMENSIONS: for a file it will do
-                    raise
-        await self.api.call("sendDocument", 300, document=path, **target)
+                return await self.api.call(method, 300, **{field_name: path}, **target)
+            except (Refused, OSError) as failure:
+                problem = failure
+        await self._send_text(as_html(f"[{path.name} cannot be sent: {problem}]"), target)
 
 
-def arrivals(updates: list[dict]) -> list[list[dict]]:
-    """Updates by the message that they make: each its own, those of an album together."""
-    groups: dict[Any, list[dict]] = {}
-    for update in updates:
-        album = (update.get("message") or {}).get("media_group_id")
-        groups.setdefault(album or update["update_id"], []).append(update)
-    return list(groups.values())
+def album_of(update: dict) -> str:
+    return update["message"].get("media_group_id", "")
 
 
 def name_of(sender: dict) -> str:
@@ -1044,13 +922,12 @@ def file_name(file: dict, place: str) -> str:
     have 255 bytes. No "../" is left."""
     path = Path(re.sub(r"[^\w.-]+", "_", file.get("file_name") or Path(place).name))
     stem = path.stem.encode()[:100].decode(errors="ignore")
-    unique = re.sub(r"[^\w-]+", "_", file["file_unique_id"])
-    return f"{unique}-{stem}{path.suffix[:10]}"
+    return re.sub(r"[^\w-]+", "_", file["file_unique_id"]) + f"-{stem}{path.suffix[:10]}"
 
 
 def words_in(message: dict) -> str:
-    sticker = message.get("sticker") or {}
-    return message.get("text") or message.get("caption") or sticker.get("emoji") or ""
+    texts = [message.get("text"), message.get("caption"), message.get("sticker", {}).get("emoji")]
+    return next(filter(None, texts), "")
 
 
 def file_in(message: dict) -> dict:
@@ -1058,8 +935,7 @@ def file_in(message: dict) -> dict:
     if message.get("photo"):
         return message["photo"][-1]  # the last one is the largest
     keys = ("document", "voice", "audio", "video", "video_note")
-    files = [message[key] for key in keys if message.get(key)]
-    return files[0] if files else {}
+    return next((message[key] for key in keys if message.get(key)), {})
 
 
 def is_call(message: dict, bot: dict) -> bool:
@@ -1074,21 +950,20 @@ def is_call(message: dict, bot: dict) -> bool:
 # It is cut when it is formatted, `<` being the four of `&lt;` by then, and leaves no tag open.
 # Each expression is linear: what it may reach over ends at the next mark of its own kind.
 
-FENCE = (  # ```py ↵ a = 1 ↵ ```   or, never closed, to the end; not ```npm install```
-    r"(?m)^[ \t]*```([\w+-]*)[^`\n]*\n((?:.*\n)*?.*?)(?:^[ \t]*```[ \t]*$|\Z)"
-)
+# ```py ↵ a = 1 ↵ ```   or, never closed, to the end; not ```npm install```
+FENCE = r"(?m)^[ \t]*```([\w+-]*)[^`\n]*\n((?:.*\n)*?.*?)(?:^[ \t]*```[ \t]*$|\Z)"
 CODE = r"(?<!`)(`{1,3})(?!`)(.{1,2000}?)(?<!`)\1(?!`)"  # `a < b`   ``a ` b``
-LINK = (  # [a](http://b/c_(d))
-    r"\[([^\[\]\n]{1,500})\]\((https?://(?:[^\s()]|\([^\s()]*\)){1,2000})\)"
-)
+# [a](http://b/c_(d))
+LINK = r"\[([^\[\]\n]{1,500})\]\((https?://(?:[^\s()\[\]]|\([^\s()\[\]]*\))+)\)"
 HEADING = r"(?m)^#{1,6} +(\S.*)$"  # ## What to do
 BOLD = r"\*\*(?=[^\s*])((?:[^*\n]|\*(?!\*))+?)(?<=[^\s*])\*\*"  # **now**
-ITALIC = (  # *now*   *now and **then***   not 2 * 3 * 4; it reaches over no tag's end
-    r"(?<![\w*])\*(?=[^\s*])((?:[^*<>\n]|<b>[^<>\n]*</b>)+)(?<!\s)\*(?![\w*])"
-)
+# *now*   *now and **then***   not 2 * 3 * 4; it reaches over no tag's end
+ITALIC = r"(?<![\w*])\*(?=[^\s*])((?:[^*<>\n]|<b>[^<>\n]*</b>)+)(?<!\s)\*(?![\w*])"
 UNDERLINED = r"(?<!\w)_(?=[^\s_])([^_<>\n]+)(?<!\s)_(?!\w)"  # _now_   not a_b_c
 ASIDE = "\ue000(\\d+)\ue001"  # where the third code or link was: \ue0002\ue001
-ATOM = r"(?s)<[^>]+>|&#?\w+;|."  # <b>   &lt;   a
+TAG = r"<[^>]+>"  # <b>   </b>   <a href="https://x.y">
+ATOM = rf"(?s:{TAG}|&#?\w+;|[^<&])"  # <b>   &lt;   a
+TO_BLANK = r"(?s).* (?![^<>]*>)"  # a blank between words, not in <a href="…">
 
 
 def as_html(markdown: str) -> str:
@@ -1113,68 +988,53 @@ def as_html(markdown: str) -> str:
         return put_aside(f'<a href="{html.escape(match[4])}">{words}</a>')
 
     def heading(match: re.Match) -> str:
-        words = match[1].rstrip(" #") or match[1]
-        return f"**{words.replace('**', '')}**"
+        return f"**{match[1].strip().replace('**', '')}**"
 
-    text = markdown.encode("utf-8", "replace").decode()  # a lone surrogate has no UTF-8
-    text = re.sub(FENCE, fence, re.sub("[\0\ue000\ue001]", "", text))
+    text = re.sub(FENCE, fence, re.sub("[\0\ue000\ue001]", "", encodable(markdown)))
     text = html.escape(re.sub(HEADING, heading, re.sub(f"{CODE}|{LINK}", code_or_link, text)))
-    text = re.sub(ITALIC, r"<i>\1</i>", re.sub(BOLD, r"<b>\1</b>", text))
-    text = re.sub(UNDERLINED, r"<i>\1</i>", text)
+    for expression, tag in ((BOLD, "b"), (ITALIC, "i"), (UNDERLINED, "i")):
+        text = re.sub(expression, rf"<{tag}>\1</{tag}>", text)
     return re.sub(ASIDE, lambda match: aside[int(match[1])], text)
 
 
 def plain_text(html_text: str) -> str:
-    return html.unescape(re.sub(r"<[^>]+>", "", html_text))
-
-
-def units(text: str) -> int:
-    """Telegram counts as UTF-16 does: "🙂" is 2."""
-    return len(text.encode("utf-16-le")) // 2
+    return html.unescape(re.sub(TAG, "", html_text))
 
 
 def split_html(text: str, limit: int = 4_096) -> list[str]:
-    """Parts of at most `limit` units, cut at a line's end, else at a blank, with no tag left open:
+    """Parts of at most `limit` UTF-16 units (Telegram counts so: "🙂" is 2) and what closes the
+    open tags, which is not counted. They are cut at a line's end, else at a blank:
 
-    "<b>one two</b>", 13 → "<b>one </b>", "<b>two</b>"
+    "<b>one two</b>", 10 → "<b>one </b>", "<b>two</b>"
     """
-    atoms, parts, opened = re.findall(ATOM, text), [], []
-    while atoms:
-        size = fitting(atoms, opened, limit)
-        still_open = open_behind(opened + atoms[:size])
-        ends = [closing(tag) for tag in reversed(still_open)]
-        parts.append("".join([*opened, *atoms[:size], *ends]))
-        atoms, opened = atoms[size:], still_open
+    parts, opened = [], []
+    while text:
+        head = beginning(text, limit - len("".join(opened)))
+        text = text[len(head) :]
+        part = "".join([*opened, head])
+        opened = open_tags(part)
+        parts.append("".join([part, *map(closing, reversed(opened))]))
     return [part for part in parts if plain_text(part).strip()]  # "400 message text is empty"
 
 
-def fitting(atoms: list[str], opened: list[str], limit: int) -> int:
-    """How many atoms fit between the tags around them, up to a blank; at least one."""
-    used = sum(len(tag) + len(closing(tag)) for tag in opened)
-    for number, atom in enumerate(atoms):
-        used += units(atom)
-        if atom.startswith("<") and not atom.startswith("</"):
-            used += len(closing(atom))
-        if number and used > limit:
-            return best_cut(atoms[:number])
-    return len(atoms)
+def beginning(text: str, limit: int) -> str:
+    """As much as fits, up to a line's end or a blank; no half tag, at least one atom."""
+    head = text.encode("utf-16-le")[: 2 * max(limit, 0)].decode("utf-16-le", "ignore")
+    if head == text:
+        return text
+    whole = re.match(f"{ATOM}*", head)[0] or re.match(ATOM, text)[0]
+    cut = re.match(r"(?s).*\n", whole) or re.match(TO_BLANK, whole)
+    return cut[0] if cut else whole
 
 
-def best_cut(atoms: list[str]) -> int:
-    for blank in ("\n", " "):
-        if blank in atoms:
-            return len(atoms) - atoms[::-1].index(blank)
-    return len(atoms)
-
-
-def open_behind(atoms: list[str]) -> list[str]:
-    """The tags that are open in the end: ["<b>", "x", "</b>", "<i>", "y"] → ["<i>"]"""
+def open_tags(part: str) -> list[str]:
+    """The tags that are open in the end: "<b>x</b><i>y" → ["<i>"]"""
     still_open: list[str] = []
-    for atom in atoms:
-        if atom.startswith("</"):
+    for tag in re.findall(TAG, part):
+        if tag.startswith("</"):
             still_open.pop()
-        elif atom.startswith("<"):
-            still_open.append(atom)
+        else:
+            still_open.append(tag)
     return still_open
 
 
@@ -1187,11 +1047,9 @@ def closing(tag: str) -> str:
 # In March "at half past two" does not exist for a night, in October it comes twice.
 
 ONE_DAY = timedelta(days=1)
-MOST_DAYS = 40 * 366  # "0 0 29 2 */7", a leap day on a Sunday, can be 40 years away
-PART = (  # *   */15   mon-fri   8-18/2   5; not 5/15, which has two meanings in use
-    r"(?:\*|([0-9a-z]+)-([0-9a-z]+))(?:/([0-9]+))?|([0-9a-z]+)"
-)
-MONTHS, DAYS = "jan feb mar apr may jun jul aug sep oct nov dec", "sun mon tue wed thu fri sat"
+MOST_DAYS = 5 * 366  # "0 0 29 2 *", a leap day, can be four years away
+# *   */15   1-5   8-18/2   5; not 5/15, which has two meanings in use
+PART = r"(?:\*|([0-9]{1,2})-([0-9]{1,2}))(?:/([0-9]{1,2}))?|([0-9]{1,2})"
 
 
 class CronField(NamedTuple):
@@ -1204,6 +1062,9 @@ class CronField(NamedTuple):
 
     def values(self, text: str) -> set[int]:
         """"1-3,20" → {1, 2, 3, 20}; "*/20" → {0, 20, 40}; "sat-sun" → {6, 7}"""
+        text = text.replace("-sun", "-7")  # in a range it is the last day
+        for number, name in enumerate(self.names.split(), self.lowest):
+            text = text.replace(name, str(number))
         return set().union(*(self._range(part) for part in text.split(",")))
 
     def _range(self, part: str) -> range:
@@ -1211,30 +1072,19 @@ class CronField(NamedTuple):
         if not match:
             raise ValueError(f"{self.name}: {part!r} is none of 5, 1-5, 1,5, *, */15 and 0-30/5")
         first, last, step, single = match.groups()
-        low, high = self.lowest, self.highest
-        if first or single:
-            low, high = self._number(first or single), self._number(last or single)
-        if last == "sun":
-            high = 7  # in a range it is the last day
-        if low > high or step == "0":
-            raise ValueError(f"{self.name}: {part!r} never comes; 22-2 is written as 22-23,0-2")
+        low, high = int(first or single or self.lowest), int(last or single or self.highest)
+        if not self.lowest <= low <= high <= self.highest or step == "0":
+            allowed = f"{self.lowest}-{self.highest}; 22-2 is written as 22-23,0-2"
+            raise ValueError(f"{self.name}: {part!r} is not within {allowed}")
         return range(low, high + 1, int(step or 1))
-
-    def _number(self, text: str) -> int:
-        names = self.names.split()
-        if text in names:
-            return names.index(text) + self.lowest
-        if not text.isdigit() or not self.lowest <= int(text) <= self.highest:
-            raise ValueError(f"{self.name}: {text!r} is not within {self.lowest}-{self.highest}")
-        return int(text)
 
 
 CRON_FIELDS = (
     CronField("minute", 0, 59),  # */15 * * * *: every quarter of an hour
     CronField("hour", 0, 23),  # 0 8-18/2 * * *: every two hours by day
     CronField("day of month", 1, 31),  # 0 9 1,15 * *: twice a month
-    CronField("month", 1, 12, MONTHS),  # 0 9 1 jan *: on New Year's Day
-    CronField("day of week", 0, 7, DAYS),  # 0 9 * * mon-fri: on weekdays
+    CronField("month", 1, 12, "jan feb mar apr may jun jul aug sep oct nov dec"),  # 0 9 1 jan *
+    CronField("day of week", 0, 7, "sun mon tue wed thu fri sat"),  # 0 9 * * mon-fri
 )
 
 
@@ -1244,7 +1094,7 @@ class CronExpression:
     def __init__(self, text: str):
         parts = text.lower().split()
         if len(parts) != len(CRON_FIELDS):
-            names = ", ".join(field.name for field in CRON_FIELDS)
+            names = "minute, hour, day of month, month, day of week"
             raise ValueError(f"{text!r} has {len(parts)} fields instead of five: {names}")
         sets = [field.values(part) for field, part in zip(CRON_FIELDS, parts, strict=True)]
         self.minutes, self.hours, self.days, self.months, weekdays = sets
@@ -1268,35 +1118,25 @@ def moments_at(wall: datetime, is_fixed: bool) -> list[datetime]:
     """When the clocks on the wall show a time, in UTC. Berlin in 2026:
 
     1 June, 12:00       10:00, as on most days
-    29 March, 02:30     never, the clocks go from 2 to 3; a fixed time comes right then, at 01:00
+    29 March, 02:30     never, the clocks go from 2 to 3; a fixed time comes as 03:30, at 01:30
     25 October, 02:30   00:30, and 01:30 when they have been set back; a fixed time comes once
     """
-    first, second = wall.replace(fold=0), wall.replace(fold=1)
-    if first.utcoffset() == second.utcoffset():
-        return [first.astimezone(UTC)]
-    if first.utcoffset() > second.utcoffset():
-        both = [first.astimezone(UTC), second.astimezone(UTC)]
-        return both[:1] if is_fixed else both
-    if not is_fixed:
-        return []
-    while first.utcoffset() < first.replace(fold=1).utcoffset():
-        first += timedelta(minutes=1)  # to the end of the gap
-    return [first.astimezone(UTC)]
+    first, second = [wall.replace(fold=fold).astimezone(UTC) for fold in (0, 1)]
+    if is_fixed or first == second:
+        return [first]
+    return [first, second] if first < second else []
 
 
 def next_run(expr: str, after: datetime, zone: tzinfo) -> datetime | None:
-    """The first moment behind `after` that fits; None where there is none, as of "0 0 31 2 *".
-
-    "30 9 * * mon-fri" on Friday at 10:00 → Monday 09:30
-    """
-    expression = CronExpression(expr)
-    day = after.astimezone(zone).date() - ONE_DAY
-    for _ in range(MOST_DAYS):
-        later = [moment for moment in expression.moments(day, zone) if moment > after]
-        day += ONE_DAY
-        if later:  # clocks set back over midnight show the end of a day when the next has begun
-            later += [moment for moment in expression.moments(day, zone) if moment > after]
-            return min(later).astimezone(zone)
+    """The first moment behind `after` that fits, in UTC; None if there is none ("0 0 31 2 *")."""
+    expression, today = CronExpression(expr), after.astimezone(zone).date()
+    for number in range(MOST_DAYS):
+        # with its neighbours: clocks set back over midnight show the end of a day after the next
+        days = [today + (number + beside) * ONE_DAY for beside in (-1, 0, 1)]
+        moments = itertools.chain(*(expression.moments(day, zone) for day in days))
+        later = [moment for moment in moments if moment > after]
+        if later:
+            return min(later)
     return None
 
 
@@ -1314,28 +1154,27 @@ class CronJob:
     message: str = ""
     every_seconds: float = 0
     cron_expr: str = ""
-    tz: str = ""  # of cron_expr; empty: the agent's
+    tz: str = ""  # of cron_expr and at; empty: the agent's
     at: str = ""
     channel: str = ""  # the chat that asked for it
     chat_id: str = ""
     created: str = ""  # from here `every_seconds` are counted, whatever happens between
     since: str = ""  # what was due until then is done
+    error: str = ""  # of the last run
     enabled: bool = True
     system: bool = False
-    runs: list[dict] = field(default_factory=list)  # the last 20: {"began", "seconds", "error"}
 
     row = None  # of the file, from which it was made
     coming = None  # when it is due
 
     def due(self, after: datetime, zone: tzinfo) -> datetime | None:
         """The first time behind `after`, in UTC; None: never. Raises ValueError."""
-        after = after.astimezone(UTC)
+        after, own_zone = after.astimezone(UTC), zone_named(self.tz, zone)
         if self.at:
-            at = as_moment(self.at, zone)
+            at = as_moment(self.at, own_zone)
             return at if at > after else None
         if self.cron_expr:
-            coming = next_run(self.cron_expr, after, zone_named(self.tz, zone))
-            return coming and coming.astimezone(UTC)
+            return next_run(self.cron_expr, after, own_zone)
         if self.every_seconds <= 0:
             raise ValueError("it does not say when")
         first, period = as_moment(self.created, zone), timedelta(seconds=self.every_seconds)
@@ -1343,8 +1182,8 @@ class CronJob:
 
     def schedule(self) -> str:
         if self.every_seconds:
-            return f"every {self.every_seconds} s"
-        return f"at {self.at}" if self.at else f"cron {self.cron_expr} {self.tz}".rstrip()
+            return f"every {self.every_seconds:.10g} s"
+        return (f"at {self.at}" if self.at else f"cron {self.cron_expr} {self.tz}").rstrip()
 
 
 def as_moment(text: str, zone: tzinfo) -> datetime:
@@ -1365,7 +1204,7 @@ class JobStore:
     """The file `{"jobs": [{…}, …]}`. Rows and keys that mean nothing here are kept as they are."""
 
     def __init__(self, path: Path, lock: Callable[[Path], Any]):
-        self.path, self.lock, self.rows = path, lock, []
+        self.path, self.lock = path, lock
 
     def stamp(self) -> tuple | None:
         """Another one when the file has changed."""
@@ -1373,27 +1212,25 @@ class JobStore:
         return status and (status.st_mtime_ns, status.st_size, status.st_ino)
 
     def read(self) -> list:
-        """Raises ValueError where the file is damaged; `rows` still has what was known before."""
-        content = {"jobs": []}
-        if self.path.exists():
-            content = json.loads(self.path.read_bytes())
-        if not isinstance(content, dict) or not isinstance(content.get("jobs"), list):
+        """Raises OSError if the file is damaged: it is never taken for one without jobs."""
+        if not self.path.exists():
+            return []
+        try:
+            match json.loads(self.path.read_bytes()):
+                case {"jobs": list(rows)}:
+                    return rows
             raise ValueError("it holds no list of jobs")
-        self.rows = content["jobs"]
-        return self.rows
+        except ValueError as problem:
+            raise OSError(f"{self.path} is damaged: {problem}") from None
 
     def change(self, edit: Callable[[list], list]) -> None:
         """Let `edit` make new rows of the file's, and write all of them or none. Blocks."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.lock(self.path.with_suffix(".lock")):
-            try:
-                self.read()
-            except ValueError as problem:
-                aside = self.path.rename(f"{self.path}.corrupt-{time.time_ns()}")
-                log.error("%s is damaged (%s): it is now %s. Mend it.", self.path, problem, aside)
+            rows = edit(self.read())
             temporary = self.path.with_suffix(".tmp")  # there is one writer: what a crash left goes
             with open(temporary, "w", encoding="utf-8", errors="replace") as file:
-                json.dump({"jobs": edit(list(self.rows))}, file, ensure_ascii=False, indent=1)
+                json.dump({"jobs": rows}, file, ensure_ascii=False, indent=1)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, self.path)
@@ -1406,26 +1243,17 @@ def id_of(row: Any) -> str:
 
 def job_of(row: Any, now: datetime, zone: tzinfo) -> CronJob | None:
     """People write rows by hand, too: numbers become texts, what is missing or null is left out,
-    and no time lies in the future: created <= since <= now. What is no job is None, and a line in
-    the log."""
+    and a `since` in the future counts as now. What is no job is None, and a line in the log."""
     try:
-        values = {key: row[key] for key in CronJob.__dataclass_fields__ if row.get(key) is not None}
-        texts = {"id", "message", "cron_expr", "tz", "at", "channel", "chat_id"}
-        for name in texts & values.keys():
-            values[name] = str(values[name])
-        for name in ("since", "created"):
-            now = min(as_moment(values.get(name) or now.isoformat(), zone), now)
-            values[name] = now.astimezone(zone).isoformat()
-        runs = values.get("runs") or []
-        job = CronJob(**values | {"runs": [run for run in runs if isinstance(run, dict)]})
-        if not job.id:
-            raise ValueError("it has no id")
-        coming = job.due(as_moment(job.since, zone), zone)  # raises what is wrong with it
-        job.row, job.coming = row, coming if job.enabled else None
+        given = [each for each in fields(CronJob) if row.get(each.name) is not None]
+        job = CronJob(**{each.name: each.type(row[each.name]) for each in given})
+        since = min(as_moment(job.since or now.isoformat(), zone), now)
+        job.created = job.created or since.isoformat()
+        job.row, job.coming = row, job.due(since, zone)  # raises what is wrong with it
+        return job
     except Exception as problem:
         warn_once(f"cron: {str(row)[:100]} is no job: {problem}")
         return None
-    return job
 
 
 @functools.lru_cache(maxsize=100)
@@ -1439,7 +1267,6 @@ class CronService:
     """`fire(job, run)` runs a job's turn; `run` names it: a run that a kill interrupted begins
     again under the same name. `run()` is the clock. `lock(path)` keeps others out of the file."""
 
-    most_runs = 20  # that a job remembers
     longest_delay = timedelta(hours=12)  # behind it a repeated job waits for its next time
 
     def __init__(
@@ -1459,21 +1286,19 @@ class CronService:
     def _utc(self) -> datetime:
         return self.now().astimezone(UTC)
 
-    def _stamp(self) -> str:
-        return self.now().isoformat()
-
     def _shown(self, moment: datetime) -> str:
         return moment.astimezone(self.zone).strftime("%a %Y-%m-%d %H:%M %Z")
 
     def add_system(self, id: str, every_seconds: float, function: Callable[[], Awaitable]) -> None:
         """A job of the agent's own: it is listed, and cannot be removed."""
         self._system[id] = function
-        job = CronJob(id, created=self._stamp(), since=self._stamp(), system=True)
+        now = self.now().isoformat()
+        new = {"id": id, "system": True, "created": now, "since": now}
+        settings = {"every_seconds": every_seconds, "enabled": True}
 
         def edit(rows: list) -> list:
-            before = [row for row in rows if id_of(row) == id] or [asdict(job)]  # with its runs
-            others = [row for row in rows if id_of(row) != id]
-            return [*others, {**before[0], "every_seconds": every_seconds, "enabled": True}]
+            before = [row for row in rows if id_of(row) == id] or [new]
+            return [*(row for row in rows if id_of(row) != id), before[0] | settings]
 
         self.store.change(edit)
 
@@ -1484,7 +1309,7 @@ class CronService:
             while may_go_on():
                 try:
                     await self.tick()
-                except Exception as problem:  # a file that may not be opened, say
+                except Exception as problem:  # a file that is damaged, or may not be opened
                     warn_once(f"cron: the jobs cannot be looked at: {problem}")
                 await self.sleep(1)
             await asyncio.gather(*self._running.values(), return_exceptions=True)
@@ -1500,23 +1325,18 @@ class CronService:
             self._jobs, self._read = {}, ()
         self._looked = now
         if stamp != self._read:
+            self._read = stamp  # of a damaged file, too: it is told once, the jobs known go on
             self._jobs = await in_thread(self._jobs_of_file, now)
-            self._read = stamp
         for job in self._jobs.values():
-            is_due = job.coming is not None and job.coming <= now
+            is_due = job.enabled and job.coming is not None and job.coming <= now
             if is_due and job.id not in self._running and self.is_wanted(job):
                 self._start(job, now)
         return list(self._running.values())
 
     def _jobs_of_file(self, now: datetime) -> dict[str, CronJob]:
         """Those of rows that have not changed stay as they are. Blocks."""
-        try:
-            rows = self.store.read()
-        except ValueError as problem:
-            warn_once(f"{self.store.path}: {problem}. The jobs known before go on.")
-            return self._jobs
         jobs: dict[str, CronJob] = {}
-        for row in rows:
+        for row in self.store.read():
             job = self._jobs.get(id_of(row))
             if job is None or job.row != row:
                 job = job_of(row, now, self.zone)
@@ -1525,73 +1345,49 @@ class CronService:
         return jobs
 
     def _start(self, job: CronJob, now: datetime) -> None:
-        """Run what is due; what is too late is told of, in the chat or in the log."""
-        due, late = job.coming, self._shown(job.coming)
+        """Run what is due. A repeated job that is late by half the time to its next run waits for
+        that; a reminder of long ago is only told."""
+        due, message, late = job.coming, job.message, self._shown(job.coming)
         job.coming = None if job.at else job.due(now, self.zone)
-        message = job.message
         if job.at and now - due > ONE_DAY:
             message = f"Only tell the user that this was missed on {late}: {message}"
         elif not job.at and not job.system:
-            due = self._still_of_use(job, due, now)
-        if due is None:
-            told = "cron: %s was due on %s, too long ago: it waits for its next time"
-            log.warning(told, job.id, late)
-            return
-        self._running[job.id] = asyncio.create_task(self._run(job, message, due))
+            half = ((job.due(due, self.zone) or due + ONE_DAY) - due) / 2
+            due = job.due(now - min(half, self.longest_delay), self.zone)  # the last not too late
+            if due is None or due > now:
+                told = "cron: %s was due on %s, too long ago: it waits for its next time"
+                return log.warning(told, job.id, late)
+        self._running[job.id] = asyncio.create_task(self._run(replace(job, message=message), due))
 
-    def _still_of_use(self, job: CronJob, due: datetime, now: datetime) -> datetime | None:
-        """The run of a repeated job that is late by less than half the time to the next one."""
-        following = job.due(due, self.zone)
-        half = (following - due) / 2 if following else ONE_DAY
-        grace = max(min(half, self.longest_delay), timedelta(seconds=5))
-        latest = job.due(now - grace, self.zone)
-        return latest if latest and latest <= now else None
-
-    async def _run(self, job: CronJob, message: str, due: datetime) -> None:
-        began = self.now()
+    async def _run(self, job: CronJob, due: datetime) -> None:
+        """Cancelled, it is not noted: when the program is back, the job runs again."""
+        began, name, error = self.now().isoformat(), f"{job.id}@{due:%Y-%m-%dT%H:%M:%SZ}", ""
         try:
-            error = await self._outcome(replace(job, message=message), due)
-            job.coming = None if job.at else job.due(began, self.zone)
-            seconds = round((self.now() - began).total_seconds(), 1)
-            run = {"began": began.isoformat(), "seconds": seconds, "error": error}
-            await self._note(job.id, run)
+            work = self._system[job.id]() if job.system else self.fire(job, name)
+            [outcome] = await asyncio.gather(work, return_exceptions=True)
+            if isinstance(outcome, asyncio.CancelledError):
+                error = "stopped"
+            elif isinstance(outcome, Exception):
+                error = f"{type(outcome).__name__}: {outcome}"
+                log.warning("cron: job %s failed", job.id, exc_info=outcome)
+            await self._note(job, began, error)
         finally:
             del self._running[job.id]
 
-    async def _outcome(self, job: CronJob, due: datetime) -> str:
-        """What went wrong; "" where nothing did."""
-        try:
-            name = f"{job.id}@{due:%Y-%m-%dT%H:%M:%SZ}"
-            work = self._system[job.id]() if job.system else self.fire(job, name)
-            await asyncio.create_task(work)  # whoever stops it, stops no more than that
-        except asyncio.CancelledError:
-            if asyncio.current_task().cancelling():
-                raise  # the program ends; when it is back, the job runs again
-            return "stopped"
-        except Exception as failure:
-            log.warning("cron: job %s failed", job.id, exc_info=True)
-            return f"{type(failure).__name__}: {failure}"
-        return ""
-
-    async def _note(self, id: str, run: dict) -> None:
+    async def _note(self, job: CronJob, began: str, error: str) -> None:
         """Into the file; an `at` that went well leaves it, one that failed is off. If the disk
         refuses, the program remembers: the job does not run twice."""
+        changes = {"since": began, "error": error} | ({"enabled": False} if job.at else {})
 
         def edit(rows: list) -> list:
-            pairs = [noted(row) if id_of(row) == id else [row] for row in rows]
-            return list(itertools.chain.from_iterable(pairs))
-
-        def noted(row: dict) -> list[dict]:
-            if row.get("at") and not run["error"]:
-                return []
-            runs = [*(row.get("runs") or []), run][-self.most_runs :]
-            enabled = row.get("enabled", True) and not row.get("at")
-            return [{**row, "runs": runs, "since": run["began"], "enabled": enabled}]
+            if job.at and not error:
+                return [row for row in rows if id_of(row) != job.id]
+            return [row | changes if id_of(row) == job.id else row for row in rows]
 
         try:
             await in_thread(self.store.change, edit)
-        except Exception as problem:  # a full disk, a row that somebody spoilt
-            log.error("cron: the run of %s cannot be noted: %s", id, problem)
+        except Exception as problem:  # a full disk, a file that somebody spoilt
+            log.error("cron: the run of %s cannot be noted: %s", job.id, problem)
 
     def cron(
         self,
@@ -1599,8 +1395,8 @@ class CronService:
         message: Annotated[str, "What to do then, in full: the run sees nothing of this chat"] = "",
         every_seconds: Annotated[int, "Again and again, so far apart"] = 0,
         cron_expr: Annotated[str, "Five fields, minute first: 30 8 * * mon-fri"] = "",
-        tz: Annotated[str, "Zone of cron_expr, like Europe/Berlin; default: the user's"] = "",
-        at: Annotated[str, "Once: 2026-11-21T17:00, in the user's zone or with an offset"] = "",
+        tz: Annotated[str, "Zone of cron_expr or at: Europe/Berlin; default: the user's"] = "",
+        at: Annotated[str, "Once: 2026-11-21T17:00, or with an offset"] = "",
         job_id: Annotated[str, "For remove: an id from list"] = "",
         *,
         turn: Any,
@@ -1612,14 +1408,15 @@ class CronService:
         Tell the user the time that comes back. To change a job, remove it and add another.
         """
         if action == "list":
-            return self._list()
+            jobs = [job_of(row, self._utc(), self.zone) for row in self.store.read()]
+            return "\n".join(self._line(job) for job in jobs if job) or "There are no jobs."
         if action == "remove":
             return self._remove(job_id)
         if turn.channel == "cron":
             raise CronError("A job that runs adds no others: do what its message says.")
         job = CronJob(os.urandom(4).hex(), message.strip(), every_seconds, cron_expr, tz, at)
         job.channel, job.chat_id = turn.channel, turn.chat_id
-        job.created = job.since = self._stamp()
+        job.created = job.since = self.now().isoformat()
         return self._add(job)
 
     def _add(self, job: CronJob) -> str:
@@ -1628,11 +1425,10 @@ class CronService:
             raise CronError("message is empty: say what is to be done then.")
         if schedules.count(True) != 1:
             raise CronError("Give exactly one of every_seconds, cron_expr and at.")
-        if job.tz and not job.cron_expr:
-            raise CronError("tz is for cron_expr. Give `at` an offset: 2026-11-21T17:00+01:00.")
         try:
             if job.at:
-                job.at = as_moment(job.at, self.zone).astimezone(self.zone).isoformat()
+                moment = as_moment(job.at, zone_named(job.tz, self.zone))
+                job.at, job.tz = moment.astimezone(self.zone).isoformat(), ""
             due = job.due(self.now(), self.zone)
         except (ValueError, OverflowError) as problem:
             raise CronError(f"No job was made of {job.schedule()!r}: {problem}.") from None
@@ -1643,37 +1439,26 @@ class CronService:
 
     def _remove(self, job_id: str) -> str:
         def edit(rows: list) -> list:
-            ids = [id_of(row) for row in rows]
-            if job_id not in ids:
-                known = ", ".join(ids) or "none"
+            found = [row for row in rows if id_of(row) == job_id]
+            if not found:
+                known = ", ".join(map(id_of, rows)) or "none"
                 raise CronError(f"There is no job {job_id!r}. There are: {known}.")
-            if rows[ids.index(job_id)].get("system"):
+            if found[0].get("system"):
                 raise CronError(f"{job_id} is a job of the system: it cannot be removed.")
-            return [row for row in rows if id_of(row) != job_id]
+            return [row for row in rows if row not in found]
 
         self.store.change(edit)
         return f"Removed job {job_id}."
 
-    def _list(self) -> str:
-        try:
-            rows = self.store.read()
-        except ValueError as problem:
-            raise CronError(f"{self.store.path} cannot be read: {problem}. Mend it.") from None
-        jobs = [job_of(row, self._utc(), self.zone) for row in rows]
-        lines = [self._line(job) for job in jobs if job]
-        for aside in self.store.path.parent.glob(f"{self.store.path.name}.corrupt-*"):
-            lines.append(f"{aside} was damaged; its jobs do not run. Mend it, or delete it.")
-        return "\n".join(lines) or "There are no jobs."
-
     def _line(self, job: CronJob) -> str:
         """1a2b3c4d · cron 0 9 * * * · next Sun 2026-11-22 09:00 CET · telegram:42 · water plants"""
-        now, due = self._utc(), job.coming
+        now, due = self._utc(), job.coming if job.enabled else None
         if due and due < now and not job.at:
             due = job.due(now, self.zone)
         coming = f"next {self._shown(max(due, now))}" if due else "off"
         chat = "system" if job.system else f"{job.channel}:{job.chat_id}"
-        errors = [f"failed: {run['error'][:200]}" for run in job.runs[-1:] if run.get("error")]
-        return " · ".join([job.id, job.schedule(), coming, chat, job.message[:80], *errors])
+        failed = f" · failed: {job.error[:200]}" if job.error else ""
+        return " · ".join([job.id, job.schedule(), coming, chat, job.message[:80]]) + failed
 
 
 def machine_zone(path: Path = Path("/etc/localtime")) -> tzinfo:

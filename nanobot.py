@@ -2663,7 +2663,7 @@ def report_gateway(loop: AgentLoop, report: StatusReport) -> None:
     try:
         jobs = JobRunner(loop).clock.store.read()
     except (OSError, ValueError) as damage:
-        problem = f"jobs.json cannot be read ({damage}). Mend it, or delete it."
+        problem = f"{damage}. Mend it, or delete it."
     report.line("cron", f"{counted(len(jobs), 'job')}, {beat}", problem)
 
 

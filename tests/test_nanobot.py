@@ -4405,7 +4405,7 @@ def test_stop_in_a_chat_stops_the_job_that_runs_for_it_and_the_clock_goes_on(tmp
         await running
         assert await jobs.clock.tick() == [], "it waits for its next time"
         (row,) = jobs.clock.store.read()
-        assert row["runs"][-1]["error"] == "stopped"
+        assert row["error"] == "stopped"
         assert chats.loop.turns.chats == {}
 
     serve_chats(work, tmp_path, script)
@@ -4737,8 +4737,11 @@ def test_a_gateway_that_ends_delivers_what_it_has_and_lets_its_channels_and_help
             await asyncio.sleep(0.01)
             await super().send(message)
 
-        async def stop(self):
-            self.is_stopped = True
+        async def start(self, bus):
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.is_stopped = True
 
     async def whole():
         loop, bus, desk, ended = make_loop(tmp_path), MessageBus(), Slow(), []
