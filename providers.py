@@ -1271,6 +1271,10 @@ def parse_answer(data: bytes) -> dict:
 # ---- An answer is put together ----
 # A stream brings calls in eleven orders, and errors after a "200 OK".
 
+# Models that think aloud write <think>…</think> before the answer; of some only the end comes.
+THOUGHT = re.compile(r"\s*</?(?:think|thinking|thought)>")
+END = re.compile(r"</(?:think|thinking|thought)>")
+UNCLEAR = re.compile(r"\s{0,200}(?:<[/a-z]{0,9})?")  # blanks, "<thi": a thought may begin
 REASONS = {  # in OpenAI's words; any other (`eos`, `tool_use`, `end_turn`) is an end like `stop`
     "none": None, "tool_calls": "tool_calls", "function_call": "tool_calls",
     "content_filter": "content_filter", "refusal": "refusal",
@@ -1307,14 +1311,14 @@ class AnswerReader:
     def __init__(self, tools: dict[str, dict]) -> None:
         self.tools = tools
         self.shown = ""  # the text without thoughts,
-        self.held = ""  # and its end, that is not shown yet: it may be a call
+        self.held = ""  # and its end, that is not shown yet: it may be a thought or a call
+        self.is_thought = False
         self.calls: list[CallParts] = []
         self.text_calls: list[ToolCallRequest] = []
         self.extra: dict = {}
         self.usage: dict = {}
         self.is_whole = False  # the server said that this is all
         self.finish_reason: str | None = None
-        self.think = ThinkFilter()
 
     def feed(self, chunk: dict) -> str:
         """Take a chunk in. Returns the text that may be shown now."""
@@ -1343,7 +1347,7 @@ class AnswerReader:
         text = message.get("content") or message.get("refusal") or ""
         if not isinstance(text, str):
             text = "".join([block.get("text") or "" for block in text])
-        return self._ready(self.think.feed(text))
+        return self._ready(text)
 
     def _add_call(self, piece: dict) -> None:
         """A piece begins a call or continues one. How endpoints send read_file({…}) and now({}):
@@ -1367,10 +1371,12 @@ class AnswerReader:
         fitting[-1].add(piece, name, arguments)
 
     def _ready(self, text: str) -> str:
-        """The text that may be shown: not what may yet become a call."""
-        if not (self.shown or self.held):
-            text = text.lstrip("\n")  # left over behind thoughts
+        """The text that may be shown: no thoughts, and not what may yet become a call."""
         self.held += text
+        if not self.shown:
+            self._drop_thoughts()
+            if self.is_thought or UNCLEAR.fullmatch(self.held):
+                return ""
         start = len(self.held)
         if self.tools:
             bare = BARE_CALL.match(self.held) if not self.shown else None
@@ -1380,13 +1386,21 @@ class AnswerReader:
         self.shown += ready
         return ready
 
+    def _drop_thoughts(self) -> None:
+        """Anywhere but at the beginning a tag is text: "Wrap it in <think> and </think> tags." """
+        while tag := (END.search(self.held) if self.is_thought else THOUGHT.match(self.held)):
+            self.is_thought = "/" not in tag[0]
+            self.held = self.held[tag.end() :]
+        self.held = self.held[-12:] if self.is_thought else self.held.lstrip("\n")
+
     def close(self) -> str:
         """The answer has ended. Returns the rest of the text that may be shown."""
-        ready, text = self._ready(self.think.close()), self.shown + self.held
+        text = self.shown if self.is_thought else self.shown + self.held
+        before = len(self.shown)
         if self.tools and not self.calls:
             text, self.text_calls = read_text_calls(text, self.tools)
-        rest, self.shown = text[len(self.shown) :], text
-        return ready + rest
+        self.shown = text
+        return text[before:]
 
     def response(self, request: LLMRequest) -> LLMResponse:
         """The whole answer; raises Failure if it broke off."""
@@ -1437,16 +1451,15 @@ def estimate_usage(request: LLMRequest, answer: LLMResponse) -> dict:
 # Qwen2.5-Coder-1.5B behind llama.cpp writes "I will use the `read_file` function." and then its
 # call as JSON in a fence, each third time. Only of local models, for known tools, at the end.
 
-TAG = r"(?:\w{1,20}:)?(?:tool_calls?|function_calls?|tools)>"  # <tool_call>, </minimax:tool_call>
+TAG = r"(?:tool_calls?|tools)>"
 # where a call may begin: <tool_call>, <function=now>, a fence and a brace; or "<tool_c", "``"
 CALL_START = re.compile(
-    rf"<{TAG}|<function=|^```\w{{0,20}}\s{{0,9}}(?:[{{\[<]|\Z)|^`{{1,2}}\Z|"
-    r"<[\w:]{0,24}\Z", re.MULTILINE)  # fmt: skip
-BARE_CALL = re.compile(r"\s{0,99}[{\[]")  # an answer that begins with JSON may be a call
-AROUND = re.compile(rf"(?:[\s,;\[\]]|```\w{{0,20}}|</?{TAG}|</function>)*")
+    rf"<{TAG}|<function=|^```\w{{0,20}}\s{{0,9}}(?:[{{<]|\Z)|^`{{1,2}}\Z|<\w{{0,10}}\Z",
+    re.MULTILINE)  # fmt: skip
+BARE_CALL = re.compile(r"\s{0,99}\{")  # an answer that begins with JSON may be a call
+AROUND = re.compile(rf"(?:\s|```\w{{0,20}}|</?{TAG}|</function>)*")
 NAMED = re.compile(r"<function=([\w-]+)>\s*")
 PARAMETER = re.compile(r"(?s)<parameter=(\w+)>\n?((?:(?!<parameter=).)*?)\n?</parameter>")
-NAMED_END = re.compile(r"</function>|\Z")
 
 
 def parameters_by_name(tools: list[dict]) -> dict[str, dict]:
@@ -1462,84 +1475,46 @@ def read_text_calls(text: str, tools: dict[str, dict]) -> tuple[str, list[ToolCa
     starts += [match.start() for match in itertools.islice(CALL_START.finditer(text), 20)]
     for start in starts:
         try:
-            calls = calls_in(text, start)
+            return text[:start].rstrip(), calls_in(text, start, tools)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             continue  # something else is behind this place
-        if calls and all(could_run(call, tools) for call in calls):
-            return text[:start].rstrip(), calls
     return text, []
 
 
-def calls_in(text: str, place: int) -> list[ToolCallRequest]:
+def calls_in(text: str, place: int, tools: dict[str, dict]) -> list[ToolCallRequest]:
     """The calls from a place to the end of the text; raises if there is anything else.
 
     JSON is read strictly, so that a fence or a tag inside a string stays a part of the string.
     """
     calls = []
     while (place := AROUND.match(text, place).end()) < len(text):
-        if named := NAMED.match(text, place):
-            name = named[1]
-            try:
-                written, place = JSON.raw_decode(text, named.end())
-            except ValueError:
-                end = NAMED_END.search(text, named.end())
-                body, place = text[named.end() : end.start()], end.end()
-                written = dict(PARAMETER.findall(body)) or body
+        named = NAMED.match(text, place)
+        place = named.end() if named else place
+        if named and not text.startswith("{", place):
+            body = text[place:].partition("</function>")[0]
+            place += len(body)
+            name, written = named[1], dict(PARAMETER.findall(body))
+            if PARAMETER.sub("", body).strip():
+                raise ValueError("words between the parameters")
         else:
-            call, place = JSON.raw_decode(text, place)
-            name, written = str(call["name"]), call.get("arguments", call.get("parameters"))
-        if not isinstance(written, dict | str):
-            raise ValueError("no arguments")
-        arguments, error = parse_arguments(written, repair=True)
-        calls.append(ToolCallRequest(new_id(), name, arguments, error))
+            found, place = JSON.raw_decode(text, place)
+            call = {"name": named[1], "arguments": found} if named else found
+            name, written = call["name"], call.get("arguments", call.get("parameters"))
+        calls.append(text_call(name, written, tools[name]))
+    if not calls:
+        raise ValueError("nothing but marks")
     return calls
 
 
-def could_run(call: ToolCallRequest, tools: dict[str, dict]) -> bool:
-    """Is there such a tool, and no argument missing? Arguments that it does not have are dropped.
-    """
-    schema = tools.get(call.name, {})
+def text_call(name: str, written: Any, schema: dict) -> ToolCallRequest:
+    """Arguments that the tool does not have are dropped. Raises ValueError if one is missing."""
+    arguments, error = parse_arguments(written, repair=False)
     properties = schema.get("properties")
     if properties and not schema.get("additionalProperties"):
-        written = call.arguments.items()
-        call.arguments = {name: value for name, value in written if name in properties}
-    has_all = set(schema.get("required", [])) <= set(call.arguments)
-    return call.name in tools and (has_all or bool(call.error))
-
-
-# ---- Thoughts are taken out ----
-# Models that think aloud write <think>…</think> before the answer; of some only the end comes.
-
-
-class ThinkFilter:
-    """Takes `<think>…</think>` out of the beginning of an answer that comes in pieces.
-
-    Anywhere else a tag is text: "Wrap it in <think> and </think> tags." What is never closed is a
-    thought to its end.
-    """
-
-    tag = re.compile(r"\s*<(/?)(?:think|thinking|thought)>")
-    end = re.compile(r"</(?:think|thinking|thought)>")
-    unclear = re.compile(r"\s{0,200}(?:<[/a-z]{0,9})?")  # blanks, "<thi": a tag may come
-
-    def __init__(self) -> None:
-        self.pending = ""  # the beginning of a tag, or the last characters of a thought
-        self.is_thought = False
-        self.is_text = False  # the answer itself has begun
-
-    def feed(self, piece: str) -> str:
-        if self.is_text:
-            return piece
-        text = self.pending + piece
-        while tag := (self.end.search(text) if self.is_thought else self.tag.match(text)):
-            self.is_thought = tag[0].lstrip().startswith("<t")
-            text = text[tag.end() :]
-        self.is_text = not self.is_thought and not self.unclear.fullmatch(text)
-        self.pending = text[-12:] if self.is_thought else text
-        return text if self.is_text else ""
-
-    def close(self) -> str:
-        return "" if self.is_thought or self.is_text else self.pending
+        arguments = {key: value for key, value in arguments.items() if key in properties}
+    if written is None or error or not set(schema.get("required", [])) <= set(arguments):
+        raise ValueError(error or "an argument is missing")
+    return ToolCallRequest(new_id(), name, arguments)
 
 
 # ---- Traces and replays ----
@@ -1637,7 +1612,7 @@ class ReplayProvider(LLMProvider):
 
 
 class RecordedTools:
-    """The tools of a trace. Nothing is executed: each call returns what it returned then.
+    """The tools of a trace. Nothing is executed: calls get the recorded results, in their order.
 
     `make_result(text)` makes what a ToolRegistry would return.
     """
@@ -1645,19 +1620,13 @@ class RecordedTools:
     def __init__(self, records: list[dict], make_result: Callable[[str], Any]):
         self.make_result = make_result
         self.definitions = records[0]["tools"]
-        self.results: dict[str, list[str]] = defaultdict(list)
-        # of earlier turns; and what the runner itself answered to a call that could not be read
-        known = {message.get("tool_call_id") for message in records[0]["messages"]}
-        for record in records:
-            known |= {call.id for call in record["answer"].tool_calls if call.error}
-        keys: dict[str, str] = {}
-        for message in itertools.chain.from_iterable(record["messages"] for record in records):
-            for call in message.get("tool_calls", []):
-                arguments = json.loads(call["function"]["arguments"])
-                keys.setdefault(call["id"], to_json([call["function"]["name"], arguments]))
-            if message["role"] == "tool" and message["tool_call_id"] not in known:
-                known.add(message["tool_call_id"])
-                self.results[keys[message["tool_call_id"]]].append(message["content"])
+        self.results: list[str] = []
+        for record, later in itertools.pairwise(records):
+            new = later["messages"][len(record["messages"]) :]
+            texts = [message["content"] for message in new if message["role"] == "tool"]
+            for call, text in zip(record["answer"].tool_calls, texts, strict=False):
+                if not call.error:  # the runner itself answers a call that could not be read
+                    self.results.append(text)
 
     def get(self, name: str) -> None:
         """Nothing is known of a tool but its results, so its calls run one after another."""
@@ -1666,8 +1635,7 @@ class RecordedTools:
         return self.definitions
 
     async def execute(self, name: str, params: dict, turn: Any = None) -> Any:
-        results = self.results[to_json([name, params])]
-        text = results.pop(0) if results else "(the trace ends before this call's result)"
+        text = self.results.pop(0) if self.results else "(the trace ends before this call's result)"
         return self.make_result(text)
 
 
