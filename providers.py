@@ -262,9 +262,10 @@ class OpenAIProvider(LLMProvider):
             failure.tries = tries
             remedy, seconds = find_remedy(failure, body, healed), retry_after(failure)
             if remedy is None and seconds is None:
-                usage = estimate_usage(request, LLMResponse()) if failure.is_overflow else {}
+                is_overflow = failure.kind == "overflow"
+                usage = estimate_usage(request, LLMResponse()) if is_overflow else {}
                 why, shown = await self._explain(failure), failure.shown or None
-                return failed(why, content=shown, usage=usage, is_overflow=failure.is_overflow)
+                return failed(why, content=shown, usage=usage, is_overflow=is_overflow)
             if self.trace:
                 problem = failed(failure.with_status, content=failure.shown or None)
                 self.trace(request, problem, "healed" if remedy else "retried")
@@ -274,7 +275,7 @@ class OpenAIProvider(LLMProvider):
                 await request.tell(f"{self.endpoint.spec.name}, {request.model}: {remedy.notice}")
                 continue
             tries += 1
-            if seconds and (tries == 1 or not failure.is_loading):
+            if seconds and (tries == 1 or failure.kind != "loading"):
                 await request.tell(f"{failure.with_status}; asking again in {seconds:.0f} s")
             jitter = random.uniform(1, 1.2)  # or all who wait would come back at once
             await asyncio.sleep(seconds * self.pace * jitter)
@@ -348,11 +349,12 @@ def retry_after(failure: Failure) -> float | None:
     429 "Rate limit reached, try again in 20s" → 20.0;  503 → 1.0, then 2.0, then 4.0;  401 → None;
     a kept connection that the server had closed → 0.0, then as for any other
     """
-    if failure.is_loading and failure.tries < LOADING_TRIES:
-        return LOADING_PAUSE
+    most = {"loading": 15, "timeout": 1}.get(failure.kind, MOST_TRIES)
     is_too_late = bool(failure.shown)  # a second answer would stand behind what the user has read
-    if is_too_late or failure.tries >= MOST_TRIES or not failure.is_passing:
+    if is_too_late or failure.tries >= most or failure.kind not in PASSING:
         return None
+    if failure.kind == "loading":  # a minute in all
+        return 4.0
     if failure.kind == "closed" and failure.tries == 0:
         return 0.0
     return min(failure.seconds_asked_for or 2.0**failure.tries, 60.0)
@@ -746,30 +748,58 @@ def row_of_model(settings: dict[str, Endpoint], model: str) -> ProviderSpec | No
 # ---- What went wrong ----
 # "Connection error." helps nobody: the cause is four objects deep, in other words on each server.
 
-# Anthropic "prompt is too long: 213462 tokens", OpenAI "exceeds the context window", LiteLLM
-# "ContextWindowExceededError", LM Studio "n_keep", … : each is in tests/data/provider_errors.json
-OVERFLOW = (
-    "(?is)prompt (is )?too long|exceeds? the (context window|available context size)|n_keep|"
-    "input is too long|token count.*exceeds the|maximum (prompt|context) length is|"
-    "context_length_exceeded|request too large|reduce (the length of the|your) message|"
-    "(than the|with) context length|context ?window ?exceed|exceeded model token limit|"
-    "too large for model with|context size has been exceeded|range of input length|"
-    "`?inputs`? (tokens|must have less)"
-)
-# "You exceeded your current quota", "Insufficient Balance", "余额不足"
-UNPAID = "(?i)insufficient|exceeded.{0,20}quota|billing|credit|balance|payment|余额|欠费"
-# "The engine is currently overloaded", "Rate limit reached", "该模型当前访问量过大"; 400 of Groq
-BUSY = "(?i)overloaded|rate.?limit|too many requests|访问量过大|速率限制|tool_use_failed"
-LOADING = "(?i)loading model|currently loading"  # 503 of llama.cpp: "Loading model"
-LOADING_TRIES, LOADING_PAUSE = 15, 4.0  # a minute in all
-# "Please try again in 6m0s", "Please retry after 20 seconds"
-SOON = r"(?i)(?:try again|retry)\w{0,9} (?:in|after) (\d{1,9}(?:\.\d{1,9})?) ?(ms|milli|m|h|)"
-SECONDS = {"ms": 0.001, "milli": 0.001, "m": 60.0, "h": 3600.0, "": 1.0}
-# xAI, a 400: "Incorrect API key provided"; Gemini "API key not valid"; LiteLLM "No connected db."
-WRONG_KEY = "(?i)incorrect api key|api key not valid|no connected db"
-# "is not a valid model ID", DeepSeek "Model Not Exist", LiteLLM "Invalid model name passed in"
-NO_MODEL = "(?i)no model|not a valid model|model not exist|invalid model name"
+AGAIN = r"(?:try again|retry)\w{0,9} (?:in|after) (?=\d)"  # "Please try again in 5.2s", "… 6m0s"
+# A kind of failure, and how it is recognized in `429 the endpoint's words`. The first row decides.
+KINDS = [
+    # llama.cpp: "Loading model"
+    ("loading", "^503 .*(loading model|currently loading)"),
+    # Anthropic "prompt is too long: 213462 tokens", OpenAI "exceeds the context window", LiteLLM
+    # "ContextWindowExceededError", LM Studio "n_keep", a wordless 400 of Cerebras, …: each is in
+    # tests/data/provider_errors.json
+    ("overflow", r"^413 |^400 \W*$|prompt (is )?too long|n_keep|input is too long|"
+     "exceeds? the (context window|available context size)|token count.*exceeds the|"
+     "maximum (prompt|context) length is|context_length_exceeded|request too large|"
+     "reduce (the length of the|your) message|(than the|with) context length|"
+     "context ?window ?exceed|exceeded model token limit|too large for model with|"
+     "context size has been exceeded|range of input length|`?inputs`? (tokens|must have less)"),
+    # xAI, a 400: "Incorrect API key provided"; Gemini "API key not valid"; LiteLLM
+    ("key", "^401 |incorrect api key|api key not valid|no connected db"),
+    # "quota exceeded, try again in 20s" is a rate limit in other words
+    ("busy", rf"^5\d\d |{AGAIN}"),
+    # "You exceeded your current quota", "Insufficient Balance", "余额不足"
+    ("unpaid", "^402 |insufficient|exceeded.{0,20}quota|billing|credit|balance|payment|余额|欠费"),
+    # "The engine is currently overloaded", "Rate limit reached"; 400 of Groq "tool_use_failed"
+    ("busy", "^(408|409|429) |overloaded|rate.?limit|too many requests|访问量过大|速率限制|"
+     "tool_use_failed"),
+    ("key", "^403 "),
+    # "is not a valid model ID", DeepSeek "Model Not Exist", LiteLLM "Invalid model name passed in"
+    ("model", "no model|not a valid model|model not exist|invalid model name|^404 .*model"),
+    ("nonsense", "^40[45] "),
+]  # fmt: skip
+# The same for `APIConnectionError ReadError`, an exception and its cause; and words for people.
+NO_ANSWER = [
+    ("network", "APITimeoutError ConnectTimeout", "no connection in time"),
+    ("timeout", r"\w*Timeout", "no answer in time"),
+    ("closed", "APIConnectionError (RemoteProtocol|Read|Write)Error",
+     "the connection was closed before an answer came"),
+    ("network", "APIConnectionError", ""),
+    ("cut", "(RemoteProtocol|Read|Write)Error",
+     "the connection was closed in the middle of the answer"),
+]  # fmt: skip
 OFFER = "Choose with --model or NANOBOT_MODEL; the endpoint has: "
+ADVICE = {  # what to do; of any other kind only the cause is told
+    "package": "{cause}",
+    "timeout": "{where} gave no answer in time. Ask again, or try a smaller model.",
+    "network": "Cannot reach {where} ({cause}). Is the address right, and is the server running?",
+    "overflow": "{where}: the conversation is too long for {model} ({cause}). Begin a /new one; "
+    "if a single message is that long, put its text into a file.",
+    "unpaid": "{where} reports a billing problem ({cause}). Look at your account there, or choose "
+    "another --provider.",
+    "key": "{where} refuses the key ({cause}). Set {variable}.",
+    "model": f"{{where}} has no such model ({{cause}}). {OFFER}",
+    "nonsense": "{where} does not answer like a model ({cause}). A base URL mostly ends in /v1.",
+}
+PASSING = ("busy", "loading", "network", "closed", "cut", "timeout")  # asked again after a while
 
 
 @dataclass(eq=False)
@@ -777,16 +807,13 @@ class Failure(Exception):
     """A request that failed: `cause` is for people, the other fields are for the code."""
 
     cause: str
+    kind: str = ""  # of KINDS or NO_ANSWER, or package
     text: str = ""  # all that the endpoint wrote
     status: int | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
-    kind: str = ""  # package, network, closed (before a byte), timeout, cut (half), nonsense
     generation: str = ""  # a tool call that the endpoint could not read
     tries: int = 0  # how often the request was repeated before
     shown: str = ""  # the part of the answer that the user saw
-
-    def says(self, pattern: str) -> bool:
-        return re.search(pattern, self.text) is not None
 
     @property
     def with_status(self) -> str:
@@ -794,66 +821,23 @@ class Failure(Exception):
 
     @property
     def seconds_asked_for(self) -> float:
-        """From a header or from the text; 0 if there is none. A date is not understood."""
-        for name, unit in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
-            written = self.headers.get(name, "")
-            if re.fullmatch(r"\d{1,9}(\.\d*)?", written) and float(written):
-                return float(written) * unit
-        soon = re.search(SOON, self.text)
-        return float(soon[1]) * SECONDS[soon[2].lower()] if soon else 0.0
-
-    @property
-    def is_unpaid(self) -> bool:
-        is_theirs = (self.status or 0) >= 500  # "load balancer: insufficient capacity"
-        return self.status == 402 or (self.says(UNPAID) and not is_theirs)
-
-    @property
-    def is_overflow(self) -> bool:
-        is_wordless = self.status == 400 and not self.says(r"\w")  # Cerebras
-        return is_wordless or self.status == 413 or self.says(OVERFLOW)
-
-    @property
-    def is_loading(self) -> bool:
-        return self.status == 503 and self.says(LOADING)
-
-    @property
-    def is_passing(self) -> bool:
-        """Will it be over soon? A busy server: yes. Too long a prompt, a wrong key: no."""
-        if self.is_overflow:
-            return False
-        if self.is_unpaid:  # "quota exceeded, try again in 20s" is a rate limit in other words
-            return self.says(SOON)
-        if self.kind == "timeout":  # five minutes have gone by
-            return self.tries == 0
-        is_busy = self.status in (408, 409, 429) or (self.status or 0) >= 500 or self.says(BUSY)
-        return is_busy or self.kind in ("network", "closed", "cut")
+        """From the header or from the text; 0 if there is none. A date is not understood."""
+        written = self.headers.get("retry-after", "")
+        if re.fullmatch(r"\d{1,9}(\.\d*)?", written):
+            return float(written)
+        soon = re.search(rf"(?i){AGAIN}(\d{{1,9}}(?:\.\d{{1,9}})?) ?s", self.text)
+        return float(soon[1]) if soon else 0.0
 
 
 def explanation(failure: Failure, endpoint: Endpoint) -> str:
     """The cause, then what to do. It ends in OFFER if the list of models belongs behind it."""
-    status, where = failure.status, endpoint.without_secrets(endpoint.api_base)
-    cause = endpoint.without_secrets(failure.cause)
-    is_wrong_key = status == 401 or failure.says(WRONG_KEY)
-    if failure.kind == "package":
-        return cause
-    if failure.kind == "timeout":
-        return f"{where} gave no answer in time. Ask again, or try a smaller model."
-    if failure.kind == "network":
-        return f"Cannot reach {where} ({cause}). Is the address right, and is the server running?"
-    if failure.is_overflow:
-        fix = "Begin a /new one; if a single message is that long, put its text into a file."
-        return f"{where}: the conversation is too long for {endpoint.model} ({cause}). {fix}"
-    if failure.is_unpaid and not is_wrong_key:
-        fix = "Look at your account there, or choose another --provider."
-        return f"{where} reports a billing problem ({cause}). {fix}"
-    if is_wrong_key or status == 403:
-        variable = endpoint.spec.env_key or "OPENAI_API_KEY"
-        return f"{where} refuses the key ({cause}). Set {variable}."
-    if re.search(NO_MODEL, cause) or (status == 404 and "model" in cause.lower()):
-        return f"{where} has no such model ({cause}). {OFFER}"
-    if status in (404, 405) or failure.kind == "nonsense":
-        return f"{where} does not answer like a model ({cause}). A base URL mostly ends in /v1."
-    return f"{where} failed: {f'HTTP {status}: ' if status else ''}{cause}"
+    where, cause = endpoint.api_base, failure.cause
+    if failure.kind not in ADVICE:
+        cause = failure.with_status
+    advice = ADVICE.get(failure.kind, "{where} failed: {cause}")
+    variable = endpoint.spec.env_key or "OPENAI_API_KEY"
+    text = advice.format(where=where, cause=cause, model=endpoint.model, variable=variable)
+    return endpoint.without_secrets(text)
 
 
 def as_failure(problem: Exception) -> Failure:
@@ -864,41 +848,39 @@ def as_failure(problem: Exception) -> Failure:
     is_of_the_world = isinstance(problem, OSError | UnicodeError | RecursionError)
     if not is_of_the_world and library not in ("openai", "httpx", "httpx2"):
         raise problem
-    failure = refusal(getattr(problem, "body", None), problem)
     response = getattr(problem, "response", None)
-    name, below = type(problem).__name__, type(problem.__cause__).__name__
     if response is not None:
-        failure.status, failure.headers = response.status_code, response.headers
-    elif below == "ConnectTimeout":
-        failure.cause, failure.kind = "no connection in time", "network"
-    elif "Timeout" in name:
-        failure.cause, failure.kind = "no answer in time", "timeout"
-    elif library == "openai" and below in ("RemoteProtocolError", "ReadError", "WriteError"):
-        failure.cause, failure.kind = "the connection was closed before an answer came", "closed"
-    elif library.startswith("httpx"):
-        failure.cause, failure.kind = "the connection was closed in the middle of the answer", "cut"
-    elif name == "APIConnectionError":
-        failure.kind = "network"
-    return failure
+        failure = refusal(problem.body, response.status_code)
+        return replace(failure, cause=failure.cause or str(problem), headers=response.headers)
+    below = problem.__cause__
+    names = f"{type(problem).__name__} {type(below).__name__}"
+    for kind, pattern, cause in NO_ANSWER:
+        if re.match(pattern, names):
+            return Failure(cause or str(below), kind)
+    return Failure(str(problem))
 
 
-def refusal(body: Any, problem: Exception | None = None) -> Failure:
-    """An error in the endpoint's own words, however deep they are; or why there is no connection.
+def refusal(body: Any, status: int | None = None) -> Failure:
+    """An error in the endpoint's own words, however deep they are.
 
     [{"error": {"code": 400, "message": "Unknown name"}}]  → Failure("Unknown name", …)
     """
     fields = body if isinstance(body, dict) else {}
-    inside = body or getattr(problem, "__cause__", None) or str(problem)
+    inside = body
     while inside and isinstance(inside, list | dict):
         if isinstance(inside, list):
             inside = inside[0]
             continue
         raw = (inside.get("metadata") or {}).get("raw")  # below "Provider returned error"
         inside = raw or inside.get("message") or inside.get("error") or json.dumps(inside)
-    line = " ".join(str(inside)[:4_000].split())[:500]
-    status = fields.get("code") if isinstance(fields.get("code"), int) else None
+    line = " ".join(str(inside or "")[:4_000].split())[:500]
+    if status is None and isinstance(fields.get("code"), int):
+        status = fields["code"]
     text = str(body or "")[:4_000]  # the expressions that search it are for a few lines
-    return Failure(line, text, status, generation=str(fields.get("failed_generation") or ""))
+    found = [kind for kind, words in KINDS if re.search(f"(?is){words}", f"{status} {text}")]
+    kind = found[0] if found else ""
+    generation = str(fields.get("failed_generation") or "")
+    return Failure(line, kind, text, status, generation=generation)
 
 
 # ---- What endpoints refuse, and what helps ----
@@ -922,7 +904,7 @@ Healed = tuple[Remedy, str]  # with the complaint
 
 def find_remedy(failure: Failure, body: dict, healed: list[Healed]) -> Remedy | None:
     """The first row that fits the complaint and changes something; once each, nine in all."""
-    is_refusal = (failure.status or 400) in (400, 404, 405, 413, 415, 422, 500) and not failure.kind
+    is_refusal = (failure.status or 400) in (400, 404, 405, 413, 415, 422, 500)
     if failure.shown or not is_refusal or len(healed) >= 9:
         return None
     for remedy in HEALING:
@@ -1163,7 +1145,7 @@ class Connection:
             except ImportError as problem:
                 name = (problem.name or "openai").partition(".")[0]
                 fix = f"The {name} package is missing: pip install {name}"
-                raise Failure(fix, kind="package") from problem
+                raise Failure(fix, "package") from problem
             finally:
                 gc.enable()
         return self._client
@@ -1265,7 +1247,7 @@ def parse_answer(data: bytes) -> dict:
     start = " ".join(without_tags.decode("utf-8", errors="replace").split())
     is_half = not start or data.lstrip().startswith(b"{")
     kind = "cut" if is_half else "nonsense"
-    raise Failure(f"not JSON but: {start[:120] or 'nothing'}", kind=kind)
+    raise Failure(f"not JSON but: {start[:120] or 'nothing'}", kind)
 
 
 # ---- An answer is put together ----
@@ -1328,11 +1310,10 @@ class AnswerReader:
             for part in (chunk, *choices):
                 if part.get("error"):
                     raise refusal(part["error"])
-                self.usage = part.get("usage") or self.usage
+                self.usage = read_usage(part.get("usage") or {}) or self.usage
             return "".join([self._add(choice) for choice in choices])
-        except (AttributeError, TypeError, KeyError) as problem:
-            cause = "its answer has a strange form"
-            raise Failure(cause, str(problem), kind="nonsense") from problem
+        except (AttributeError, TypeError, KeyError, ValueError, OverflowError) as problem:
+            raise Failure("its answer has a strange form", "nonsense") from problem
 
     def _add(self, choice: dict) -> str:
         self.finish_reason = choice.get("finish_reason") or self.finish_reason
@@ -1418,33 +1399,32 @@ class AnswerReader:
         is_cut = any(call.error for call in calls) if calls else not self.is_whole
         if reason == "error" or (reason is None and is_cut):
             something = text or calls
-            raise Failure("the answer broke off" if something else "it sent no answer", kind="cut")
+            raise Failure("the answer broke off" if something else "it sent no answer", "cut")
         thoughts = self.extra.get("reasoning_content") or self.extra.get("reasoning")
         answer = LLMResponse(text, calls, reason, {}, thoughts, extra=self.extra)
-        answer.usage = read_usage(self.usage) or estimate_usage(request, answer)
+        answer.usage = self.usage or estimate_usage(request, answer)
         return answer
-
-
-NO_TOKENS = {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0}
 
 
 def read_usage(usage: dict) -> dict:
     """The endpoint's own count; cached tokens have three names. {} if it did not count."""
-    try:
-        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-        cached = cached or usage.get("cached_tokens") or usage.get("prompt_cache_hit_tokens")
-        counts = {name: int(usage.get(name) or 0) for name in NO_TOKENS}
-        counts |= {"cached_tokens": int(cached or 0), "estimated": False}
-    except (AttributeError, TypeError, ValueError, OverflowError):
-        return {}  # it is no number
-    return counts if counts["prompt_tokens"] else {}
+    if not usage.get("prompt_tokens"):
+        return {}
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+    cached = cached or usage.get("cached_tokens") or usage.get("prompt_cache_hit_tokens")
+    return token_counts(usage["prompt_tokens"], usage.get("completion_tokens"), cached)
+
+
+def token_counts(sent: Any, received: Any, cached: Any = 0, estimated: bool = False) -> dict:
+    counts = {"prompt_tokens": sent, "completion_tokens": received, "cached_tokens": cached}
+    return {name: int(counts[name] or 0) for name in counts} | {"estimated": estimated}
 
 
 def estimate_usage(request: LLMRequest, answer: LLMResponse) -> dict:
     """A token of English is about four bytes."""
     sent = len(to_json([request.messages, request.tools])) // 4
     received = len(to_json(answer.to_message())) // 4
-    return NO_TOKENS | {"prompt_tokens": sent, "completion_tokens": received, "estimated": True}
+    return token_counts(sent, received, estimated=True)
 
 
 # ---- Calls that a weak model wrote as text ----
