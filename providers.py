@@ -34,7 +34,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timedelta
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -328,7 +328,7 @@ class OpenAIProvider(LLMProvider):
 
     def warm_up(self) -> None:
         with contextlib.suppress(Failure):  # a missing package is reported by the first request
-            self.connection.load()
+            load_sdk()
 
     async def close(self) -> None:
         await self.connection.close()
@@ -1018,14 +1018,11 @@ SCHEMA_WORDS = (
 )  # fmt: skip
 HEALING = [
     # "However, you requested 8500 tokens (308 in the messages, 8192 in the completion)"
-    Remedy("maximum context length.{1,200}(in the messages|input tokens)|"
-           "input length and .max_tokens. exceed",
-           "this answer may be as long as there is room",
-           partial(with_parameters, max_tokens=None, max_completion_tokens=None),
-           is_remembered=False),
     # "max_tokens is too large: 32000. This model supports at most 16384 completion tokens"
-    Remedy("max_(completion_)?tokens.{1,99}(too large|maximum|at most|less than|range|exceed)|"
-           "range of max_tokens", "it limits its answers itself",
+    Remedy("maximum context length.{1,200}(in the messages|input tokens)|"
+           "max_(completion_)?tokens.{1,99}(too large|maximum|at most|less than|range|exceed)|"
+           "(range of|input length and) .?max_tokens",
+           "its answers may be as long as there is room",
            partial(with_parameters, max_tokens=None, max_completion_tokens=None)),
     # "'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead."
     Remedy("max_completion_tokens", "max_tokens has another name there", with_other_limit),
@@ -1053,9 +1050,6 @@ HEALING = [
     # both content and thinking in an assistant message with tool calls!"
     Remedy("messages.{0,80}reasoning|both content and thinking", "older thoughts are left out",
            partial(without_keys, unwanted=REASONING)),
-    # OpenRouter: "messages.0.content.0.text.cache_control: Extra inputs are not permitted"
-    Remedy("cache_control", "the prompt is not marked for its cache",
-           partial(without_keys, unwanted=("cache_control",))),
     # llama.cpp: "Only user, assistant and tool roles are supported, got system."
     Remedy("(system|developer) (role|instruction|message).{0,20}not (supported|enabled)|got system|"
            "not support 'system'", "it takes the system prompt from the user only",
@@ -1067,9 +1061,10 @@ HEALING = [
     Remedy("thought_signature", "calls of other models get a signature",
            partial(each_message, change=with_signature)),
     # Gemini: "Unknown name \"additionalProperties\" at 'tools[0].function_declarations[0]…'"
-    Remedy("unknown name.{0,200}(schema|parameters|function)|top level",
-           "tools are described in fewer words",
-           partial(without_keys, unwanted=SCHEMA_WORDS)),
+    # OpenRouter: "messages.0.content.0.text.cache_control: Extra inputs are not permitted"
+    Remedy("unknown name.{0,200}(schema|parameters|function)|top level|cache_control",
+           "tools are described in fewer words, and nothing is marked for the cache",
+           partial(without_keys, unwanted=(*SCHEMA_WORDS, "cache_control"))),
     # Anthropic: "image exceeds 5 MB maximum: 6093312 bytes > 5242880 bytes"
     Remedy("image.{0,40}(exceed|too large|too many|must be)|(process|decode|download) .{0,9}image|"
            "(invalid|unsupported|corrupt\\w*) image( data| file| format| type|\\.)",
@@ -1124,10 +1119,24 @@ def cache_marks(body: dict) -> dict:
     return marked
 
 
+@cache
+def load_sdk() -> Any:
+    """The `openai` package; loading it takes half a second. Raises Failure if it is missing."""
+    gc.disable()  # with the garbage collector on, loading 800 modules takes 0.1 s more
+    try:
+        import openai
+    except ImportError as problem:
+        name = (problem.name or "openai").partition(".")[0]
+        fix = f"The {name} package is missing: pip install {name}"
+        raise Failure(fix, "package") from problem
+    finally:
+        gc.enable()
+    gc.freeze()  # the modules live for ever: the collector need never look at them
+    return openai
+
+
 class Connection:
     """The SDK's client for an endpoint, made when it is needed; answers are read as plain JSON."""
-
-    connect_timeout = 10.0
 
     def __init__(self, endpoint: Endpoint, request_timeout: float, idle_timeout: float):
         self.endpoint = endpoint
@@ -1136,50 +1145,31 @@ class Connection:
         self._client: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None  # open connections belong to a loop
 
-    def load(self) -> Any:
-        """Import the SDK and make the client; takes half a second the first time."""
-        if self._client is None:
-            gc.disable()  # with the garbage collector on, loading 800 modules takes 0.1 s more
-            try:
-                self._client = self._new_client()
-            except ImportError as problem:
-                name = (problem.name or "openai").partition(".")[0]
-                fix = f"The {name} package is missing: pip install {name}"
-                raise Failure(fix, "package") from problem
-            finally:
-                gc.enable()
+    def client(self) -> Any:
+        here = asyncio.get_running_loop()
+        if self._loop is not here:
+            self._client, self._loop = self._new_client(), here
         return self._client
 
     def _new_client(self) -> Any:
-        import openai
-
-        gc.freeze()  # the modules live for ever: the collector need never look at them
-        where, base = self.endpoint, self.endpoint.api_base
+        openai, where = load_sdk(), self.endpoint
         http = openai.DefaultAsyncHttpxClient(
-            verify=base.startswith("https://"),  # loading certificates takes 30 ms
+            verify=where.api_base.startswith("https://"),  # loading certificates takes 30 ms
             trust_env=not where.spec.is_local, follow_redirects=False,
         )  # fmt: skip
-        connect = min(self.connect_timeout, self.request_timeout)
         client = openai.AsyncOpenAI(
-            api_key=where.api_key or "none", base_url=base, max_retries=0, http_client=http,
-            timeout=openai.Timeout(self.request_timeout, connect=connect),
-            default_headers=where.extra_headers,
+            api_key=where.api_key or "none", base_url=where.api_base, max_retries=0,
+            timeout=openai.Timeout(self.request_timeout, connect=min(10.0, self.request_timeout)),
+            default_headers=where.extra_headers, http_client=http,
         )  # fmt: skip
-        if row_of_address(base).name != "openai":  # OPENAI_ORG_ID is for OpenAI alone
+        if row_of_address(where.api_base).name != "openai":  # OPENAI_ORG_ID is for OpenAI alone
             client.organization = client.project = None
         return client
 
-    def _client_here(self) -> Any:
-        here = asyncio.get_running_loop()
-        if self._loop not in (None, here):
-            self._client = None
-        self._loop = here
-        return self.load()
-
     async def close(self) -> None:
-        client, self._client = self._client, None
-        if client is not None and self._loop in (None, asyncio.get_running_loop()):
-            await client.close()
+        if self._loop is asyncio.get_running_loop():
+            self._loop = None
+            await self._client.close()
 
     async def chunks(self, body: dict) -> AsyncIterator[dict]:
         """The chunks of an answer; a server that does not stream sends one. Raises Failure.
@@ -1190,7 +1180,7 @@ class Connection:
         now = asyncio.get_running_loop().time
         raw = {"headers": {"X-Stainless-Raw-Response": "stream"}, "security": {"bearer_auth": True}}
         try:
-            post = self._client_here().post
+            post = self.client().post
             if not body["model"]:
                 raise Failure("no model is named")
             async with asyncio.timeout(self.request_timeout) as clock:
@@ -1208,7 +1198,7 @@ class Connection:
     async def models(self) -> list[str]:
         """The ids of the models that the endpoint offers; raises Failure."""
         try:
-            list_models = self._client_here().models.with_raw_response.list
+            list_models = self.client().models.with_raw_response.list
             response = await list_models(timeout=min(self.request_timeout, 10.0))
             rows = parse_answer(response.content).get("data") or []
             return [str(row.get("id")).removeprefix("models/") for row in rows]  # Gemini's prefix
@@ -1386,11 +1376,11 @@ class AnswerReader:
     def response(self, request: LLMRequest) -> LLMResponse:
         """The whole answer; raises Failure if it broke off."""
         reason = REASONS.get(str(self.finish_reason).lower(), "stop")
-        calls, used_ids = self.text_calls, set()
+        calls = self.text_calls
         for call in self.calls:
             is_finished = reason in ("stop", "tool_calls")
             arguments, error = parse_arguments(call.arguments, repair=is_finished)
-            id_ = unused_id(call.id or new_id(), used_ids)
+            id_ = call.id or new_id()
             calls.append(ToolCallRequest(id_, call.name, arguments, error, extra=call.extra))
         text = self.shown
         if reason != "length":  # an answer that was cut is continued: its last space belongs to it
@@ -1571,13 +1561,12 @@ class ReplayProvider(LLMProvider):
                 record = json.loads(line)
                 answer = record["answer"] or asdict(failed("This request was cancelled."))
                 answer["tool_calls"] = [ToolCallRequest(**call) for call in answer["tool_calls"]]
+                record["answer"] = LLMResponse(**answer)
                 legal(record["messages"])  # raises if a message has another form
-                step = {name: record[name] for name in ("messages", "tools", "options")}
-                step["answer"] = LLMResponse(**answer)
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 raise ValueError(f"{trace}, line {number}: this is no record of a trace") from None
             if record.get("outcome") not in ("healed", "retried"):
-                self.rest.append(step)
+                self.rest.append(record)
 
     async def answer(self, request: LLMRequest) -> LLMResponse:
         if not self.rest:
@@ -1642,15 +1631,14 @@ class HumanProvider(LLMProvider):
         while True:
             line = (await self.ask("\n".join([*shown, "model> "]))).strip()
             name, _, written = line.partition(" ")
-            answer = LLMResponse(line)
+            answer, error = LLMResponse(line), ""
             if name in parameters_by_name(request.tools):
                 arguments, error = parse_arguments(written or "?", repair=False)
                 answer = calling(name, arguments)
-                if error:
-                    shown = [f'Is this a call? Then say {name} {{"argument": "value"}} ({error}).']
-                    continue
-            answer.usage = estimate_usage(request, answer)
-            return answer
+            if not error:
+                answer.usage = estimate_usage(request, answer)
+                return answer
+            shown = [f'Is this a call? Then say {name} {{"argument": "value"}} ({error}).']
 
     def news(self, request: LLMRequest) -> list[str]:
         """What the last request did not have: messages, and the tools if they are others."""

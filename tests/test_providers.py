@@ -905,7 +905,7 @@ AS_TEXT = {"tools": GONE, "tool_choice": GONE, "messages": [
     {"role": "user", "content": "<tool_result>\na cat\n</tool_result>"}]}  # fmt: skip
 MENDED = {  # a recorded refusal: a part of what the user is told, and what changes in the request
     "vllm-max-tokens-over-context": ("as long as there is room", {"max_tokens": GONE}),
-    "openai-max-tokens-too-large": ("limits its answers itself", {"max_tokens": GONE}),
+    "openai-max-tokens-too-large": ("as long as there is room", {"max_tokens": GONE}),
     "openai-max-tokens-renamed": (
         "max_tokens has another name", {"max_tokens": GONE, "max_completion_tokens": 100}),
     "dashscope-stream-only": ("answers in streams only", {"stream": True}),
