@@ -31,7 +31,7 @@ import time
 import warnings
 import zlib
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timedelta
 from functools import cache, partial
@@ -378,13 +378,10 @@ class OfflineProvider(LLMProvider):
             log.warning("%s", problem)
 
     async def answer(self, request: LLMRequest) -> LLMResponse:
-        plan = Plan(request, self.rules)
-        steps = plan.steps()
-        answer = next(steps)
-        for result in plan.results:
-            answer = steps.send(result) if answer.tool_calls else answer
-        while answer.tool_calls and not plan.tools:
-            answer = steps.send("(the turn has no steps left)")
+        try:
+            answer = LLMResponse(Plan(request, self.rules).answer())
+        except NextCall as call:
+            answer = calling(*call.args)
         await request.show(*words(answer.content or ""))
         answer.usage = estimate_usage(request, answer)
         return answer
@@ -1729,10 +1726,10 @@ class Rules:
             raise ValueError(f"`{sentence}`: one of the <words> is in it twice")
         regex = ""
         for token in re.findall(r"[\[\]()|]|[^\s\[\]()|]+", sentence):
-            if token[0] == "<" and token[1:-1] not in self.kinds:
-                raise ValueError(f"nothing says what {token} can be")
             said = self.kinds.get(f"said_{token}", rf"\s+{re.escape(token)}")
             if token[0] == "<":
+                if token[1:-1] not in self.kinds:
+                    raise ValueError(f"nothing says what {token} can be")
                 said = rf"\s+(?P{token}{self.kinds[token[1:-1]]})"
             regex += MARKS.get(token, said)
         return regex
@@ -1788,45 +1785,46 @@ USER_LINE = r"(?m)^\[([^\]\n]{16})[^\]\n]*\] user: (.+)$"  # [2026-04-03T10:00:0
 SUBJECT = r"- The user(?:'s .+? is |: I (?:live in|work) )"  # a newer such line replaces this one
 
 
+class NextCall(Exception):
+    """A call whose result is needed before the plan goes on: its tool and its arguments."""
+
+
 class Plan:
-    """What the user asks for. Its generators yield calls, and are sent what these returned."""
+    """What the user asks for in this turn, and the results that its calls have so far."""
 
     def __init__(self, request: LLMRequest, rules: Rules):
         self.rules = rules
         messages = [as_text(message) for message in request.messages]
-        begin, self.it, file = 0, "", ""  # `it` is the file that was named last
-        for number, message in enumerate(messages, 1):
-            for call in message.get("tool_calls", []):
-                file = file_of(json.loads(call["function"]["arguments"])) or file
-            if message["role"] == "assistant" and "tool_calls" not in message:
-                begin, self.it = number, file
-        texts: dict[str, list[str]] = defaultdict(list)
-        for message in messages[begin:]:
-            texts[message["role"]].append(message["content"])
-        self.prompt, self.results, asked = messages[0]["content"], texts["tool"], texts["user"]
+        said = [place for place, each in enumerate(messages, 1) if each["role"] == "assistant"]
+        begin = max([place for place in said if "tool_calls" not in messages[place - 1]], default=0)
+        self.it = ""  # the file that was named last
+        for call in itertools.chain(*[each.get("tool_calls", []) for each in messages[:begin]]):
+            self.it = file_of(json.loads(call["function"]["arguments"])) or self.it
+        asked = [each["content"] for each in messages[begin:] if each["role"] == "user"]
         typed = [text for text in asked if RUNTIME_END in text] or asked[:1]  # not the loop's
+        self.prompt, self.text = messages[0]["content"], "\n".join(asked)
+        self.results = [each["content"] for each in messages[begin:] if each["role"] == "tool"]
         self.question = "\n".join(text.rpartition(RUNTIME_END)[2].strip() for text in typed)
-        self.text = "\n".join(asked)
         self.tools = parameters_by_name(request.tools)
         times = re.findall("(?m)^Time: (.*)", "\n".join(typed)) or [str(datetime.now())]
         memory = re.findall(MEMORY_PATH, self.prompt) or ["MEMORY.md"]
         self.known = {"time": times[-1], "memory": memory[0]}
 
-    def steps(self) -> Generator[LLMResponse, str, None]:
-        """The calls, in order; then the answer."""
+    def answer(self) -> str:
+        """What is said when all calls have results; raises NextCall for the first that has none."""
         if "save_memory" in self.tools:
-            yield saved_memory(self.text)
+            raise NextCall("save_memory", saved_memory(self.text))
         if "[SKIP]" in self.prompt and "[MEMORY]" in self.prompt:
-            yield LLMResponse("[SKIP]")  # Dream: what is a fact was noted when it was said
+            return "[SKIP]"  # Dream: what is a fact was noted when it was said
         titles, reports = [], [OfflineProvider.intro]
         for rule, said in self._rules_and_words():
             titles.append(f'"{rule["title"]}"')
             files = re.findall(self.rules.kinds["a_file"], said.get("files", ""), re.IGNORECASE)
             for file in (files or [self.it]) if "<file>" in str(rule) else [""]:
                 known = {name: unquoted(text) for name, text in [*said.items(), ("file", file)]}
-                reports.append((yield from self._follow(rule, known | self.known)))
+                reports.append(self._follow(rule, known | self.known))
         source = f"[offline rule {', '.join(dict.fromkeys(titles))}, {OFFLINE_RULES}]"
-        yield LLMResponse("\n\n".join([*reports, source]))
+        return "\n\n".join([*reports, source])
 
     def _rules_and_words(self) -> list[tuple[dict, dict]]:
         match, otherwise = self.rules.match, self.rules.otherwise
@@ -1837,25 +1835,30 @@ class Plan:
         offered = otherwise | {"answer": self.rules.suggestion(head) or otherwise["answer"]}
         return [match(self.question) or match(head) or (offered, {})]
 
-    def _follow(self, rule: dict, known: dict) -> Generator[LLMResponse, str, str]:
+    def _follow(self, rule: dict, known: dict) -> str:
         """One rule, for one file. Returns what is said then."""
         if "<file>" in str(rule) and not known["file"]:
             return "Which file do you mean? Name it, like: read a.txt"
         if "line" in rule:
-            path, line = fill(rule["path"], known), fill(rule["line"], known)
-            return (yield from self._add_line(path, line))
+            return self._add_line(fill(rule["path"], known), fill(rule["line"], known))
         if "tool" in rule:
             arguments = arguments_of(rule, known)
-            self.it = file_of(arguments) or self.it
             if rule["tool"] == "edit_file":  # it changes only what was read
-                yield calling("read_file", {"path": arguments["path"]})
-            known["result"] = yield calling(rule["tool"], arguments)
+                self._result("read_file", {"path": arguments["path"]})
+            known["result"] = self._result(rule["tool"], arguments)
         return fill(rule.get("answer", "<result>").strip(), known)
 
-    def _add_line(self, path: str, line: str) -> Generator[LLMResponse, str, str]:
+    def _result(self, tool: str, arguments: dict) -> str:
+        self.it = file_of(arguments) or self.it
+        if self.results:
+            return self.results.pop(0)
+        if not self.tools:
+            return "(the turn has no steps left)"
+        raise NextCall(tool, arguments)
+
+    def _add_line(self, path: str, line: str) -> str:
         """Put a line behind a file's text. `- The user's name is Maria` replaces that of Bob."""
-        self.it = file_of({"path": path}) or self.it
-        result = yield calling("read_file", {"path": path})
+        result = self._result("read_file", {"path": path})
         page = re.findall(r"(?m)^\d+\| (.*)$", result)
         fact, subject = line.removeprefix("- "), re.match(SUBJECT, line)
         if "go on with offset=" in result:
@@ -1864,7 +1867,7 @@ class Plan:
             return f"I know that already: {fact}"
         kept = [old for old in page if not (subject and old.startswith(subject[0]))]
         edit = {"path": path, "old_text": "\n".join(page), "new_text": "\n".join([*kept, line])}
-        result = yield calling("edit_file", edit)
+        result = self._result("edit_file", edit)
         return result if fact == line else f"I note: {fact}\n{result}"
 
 
@@ -1876,14 +1879,14 @@ def file_of(arguments: dict) -> str:
     return "" if path.endswith("MEMORY.md") else path
 
 
-def saved_memory(text: str) -> LLMResponse:
+def saved_memory(text: str) -> dict:
     """What the user said becomes history. Facts are in MEMORY.md already, by rules with `line:`."""
     memory, _, conversation = text.partition("\n# Conversation\n")
     spoken = re.findall(USER_LINE, conversation) or [(time.strftime("%Y-%m-%d %H:%M"), "nothing")]
     quotes = "; ".join(text[:200] for _, text in spoken[:20])
     entry = f"[{spoken[0][0]}] The user sent {len(spoken)} messages. {quotes}".replace("T", " ", 1)
     facts = memory.partition("# MEMORY.md\n")[2].strip()
-    return calling("save_memory", {"history_entry": entry, "memory_update": facts})
+    return {"history_entry": entry, "memory_update": facts}
 
 
 def unquoted(text: str) -> str:
