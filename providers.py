@@ -589,15 +589,6 @@ class ProviderSpec:
         """Is its address in the world, the same for everybody?"""
         return bool(self.default_api_base or self.hosts) and not self.is_local
 
-    def has_host(self, place: str) -> bool:
-        """Is a place like `.api.openai.com` or `.localhost:11434` this row's?"""
-        own = urlsplit(self.default_api_base).netloc
-        return place.endswith((f".{own}", *self.hosts) if own else self.hosts)
-
-    def makes(self, model: str) -> bool:
-        """Is this one of its models? `gpt-5`, `openai/gpt-5` and `hf.co/gpt-5` are OpenAI's."""
-        return any(re.search(rf"(?i)(?<![a-z0-9]){word}", model) for word in self.keywords)
-
 
 PROVIDERS = [  # name, words in names of its models, its key's variable, address; what is special
     ProviderSpec("openai", ("gpt", "chatgpt", "o1", "o3", "o4"), "OPENAI_API_KEY",
@@ -672,16 +663,20 @@ def choose_endpoint(
     if provider and provider not in ROWS:
         names = ", ".join(ROWS)
         raise ValueError(f"There is no provider {provider!r}. There are: {names}, offline.")
-    general_key = settings["openai"].api_key if "openai" in settings else ""
-    settings = with_keys_in_place(settings)
+    known = {row.name: replace(settings.get(row.name) or Endpoint(row)) for row in PROVIDERS}
+    general_key = known["openai"].api_key
+    for row in PROVIDERS:  # a key in OPENAI_API_KEY that begins with sk-or- is OpenRouter's
+        if row.key_prefix and general_key.startswith(row.key_prefix):
+            known[row.name].api_key = known[row.name].api_key or general_key
+            known["openai"].api_key = ""
     host = row_of_address(base_url) if base_url else None
-    spec = ROWS.get(provider) or host or row_of_model(settings, model)
+    spec = ROWS.get(provider) or host or row_of_model(known, model)
     if host and host.has_own_host:
         spec = host
     if spec is None:
         return None
-    own = settings.get(spec.name) or Endpoint(spec)
-    address = base_url or own.api_base or spec.default_api_base
+    chosen = known[spec.name]
+    address = base_url or chosen.api_base or spec.default_api_base
     if not re.match("https?://.", address):
         problem = f"the address {address!r} does not begin with http:// or https://"
         problem = problem if address else "it has no address"
@@ -689,48 +684,42 @@ def choose_endpoint(
     maker, _, rest = model.partition("/")
     if maker == spec.name and ("/" in rest or not spec.is_gateway):  # but openrouter/auto stays
         model = rest
-    chosen = replace(own, spec=spec, api_base=address, model=model or spec.default_model)
-    if host not in (None, spec) and address != own.api_base and spec.has_own_host:
+    if host not in (None, spec) and address != chosen.api_base and spec.has_own_host:
         chosen.api_key, chosen.extra_headers = "", {}
     if host and not host.has_own_host and not chosen.api_key:
         chosen.api_key = general_key  # OPENAI_API_KEY is also the key of a server of one's own
     if spec.is_local and not urlsplit(address).path.strip("/"):
-        chosen.api_base = address.rstrip("/") + "/v1"
-    return chosen
-
-
-def with_keys_in_place(settings: dict[str, Endpoint]) -> dict[str, Endpoint]:
-    """A key in OPENAI_API_KEY that has another row's prefix (sk-or-…) is that row's key."""
-    general = settings.get("openai") or Endpoint(ROWS["openai"])
-    for row in PROVIDERS:
-        if row.key_prefix and general.api_key.startswith(row.key_prefix):
-            owner = settings.get(row.name) or Endpoint(row)
-            owner = replace(owner, api_key=owner.api_key or general.api_key)
-            return settings | {"openai": replace(general, api_key=""), row.name: owner}
-    return settings
+        address = address.rstrip("/") + "/v1"
+    return replace(chosen, spec=spec, api_base=address, model=model or spec.default_model)
 
 
 def row_of_address(base_url: str) -> ProviderSpec:
-    place = f".{urlsplit(base_url).netloc.rpartition('@')[2]}"
+    """`https://eu.api.openai.com/v1` is OpenAI's; an unknown host is local or custom."""
+    place = f".{urlsplit(base_url).netloc.rpartition('@')[2]}"  # .api.openai.com, .localhost:11434
+    for row in PROVIDERS:
+        own = urlsplit(row.default_api_base).netloc
+        if place.endswith((f".{own}", *row.hosts) if own else row.hosts):
+            return row
     # ".localhost:9000", ".127.0.0.1:9000", ".192.168.0.7"
     is_local = re.match(r"\.(localhost|0\.0\.0\.0|\[::1\])(:|$)|\.(127|10|192\.168)\.", place)
-    nobodys = ROWS["local"] if is_local else ROWS["custom"]
-    return next((row for row in PROVIDERS if row.has_host(place)), nobodys)
+    return ROWS["local"] if is_local else ROWS["custom"]
 
 
-def row_of_model(settings: dict[str, Endpoint], model: str) -> ProviderSpec | None:
+def row_of_model(known: dict[str, Endpoint], model: str) -> ProviderSpec | None:
     """The row for a model's name, of those that the user gave a key or an address.
 
     Order: `maker/model`, the maker of such models, a server of one's own, a gateway; and if no
     row knows the name, any. Raises ValueError if the model's maker is known and has no key.
     """
-    own = {row.name: settings.get(row.name) or Endpoint(row) for row in PROVIDERS}
-    usable = [row for row in PROVIDERS if own[row.name].api_base]
-    usable += [row for row in PROVIDERS if own[row.name].api_key and row.default_api_base]
+    usable = [row for row in PROVIDERS if known[row.name].api_base]
+    usable += [row for row in PROVIDERS if known[row.name].api_key and row.default_api_base]
     named = ROWS.get(model.partition("/")[0])
     if named and named.is_local:
         return named
-    makers = [named] if named else [row for row in PROVIDERS if row.makes(model)]
+    # `gpt-5`, `openai/gpt-5` and `hf.co/gpt-5` are OpenAI's
+    words = {row.name: rf"(?i)(?<![a-z0-9])({'|'.join(row.keywords)})" for row in PROVIDERS}
+    makers = [row for row in PROVIDERS if row.keywords and re.search(words[row.name], model)]
+    makers = [named] if named else makers
     rows = [row for row in makers if row in usable]
     rows += [row for row in usable if not row.env_key]
     rows += [row for row in usable if row.is_gateway]
@@ -1395,23 +1384,18 @@ class AnswerReader:
 
 def read_usage(usage: dict) -> dict:
     """The endpoint's own count; cached tokens have three names. {} if it did not count."""
-    if not usage.get("prompt_tokens"):
-        return {}
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
     cached = cached or usage.get("cached_tokens") or usage.get("prompt_cache_hit_tokens")
-    return token_counts(usage["prompt_tokens"], usage.get("completion_tokens"), cached)
-
-
-def token_counts(sent: Any, received: Any, cached: Any = 0, estimated: bool = False) -> dict:
-    counts = {"prompt_tokens": sent, "completion_tokens": received, "cached_tokens": cached}
-    return {name: int(counts[name] or 0) for name in counts} | {"estimated": estimated}
+    counts = {name: int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")}
+    counts |= {"cached_tokens": int(cached or 0), "estimated": False}
+    return counts if counts["prompt_tokens"] else {}
 
 
 def estimate_usage(request: LLMRequest, answer: LLMResponse) -> dict:
     """A token of English is about four bytes."""
     sent = len(to_json([request.messages, request.tools])) // 4
-    received = len(to_json(answer.to_message())) // 4
-    return token_counts(sent, received, estimated=True)
+    counts = {"prompt_tokens": sent, "completion_tokens": len(to_json(answer.to_message())) // 4}
+    return counts | {"cached_tokens": 0, "estimated": True}
 
 
 # ---- Calls that a weak model wrote as text ----
