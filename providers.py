@@ -261,14 +261,14 @@ class OpenAIProvider(LLMProvider):
                 failure = problem
             failure.tries = tries
             remedy, seconds = find_remedy(failure, body, healed), retry_after(failure)
+            answer = failed(failure.with_status, content=failure.shown or None)
             if remedy is None and seconds is None:
-                is_overflow = failure.kind == "overflow"
-                usage = estimate_usage(request, LLMResponse()) if is_overflow else {}
-                why, shown = await self._explain(failure), failure.shown or None
-                return failed(why, content=shown, usage=usage, is_overflow=is_overflow)
+                answer.error = await self._explain(failure)
+                if failure.kind == "overflow":
+                    answer.is_overflow, answer.usage = True, estimate_usage(request, answer)
+                return answer
             if self.trace:
-                problem = failed(failure.with_status, content=failure.shown or None)
-                self.trace(request, problem, "healed" if remedy else "retried")
+                self.trace(request, answer, "healed" if remedy else "retried")
             if remedy:
                 healed.append((remedy, failure.text))
                 body = remedy.change(body, failure.text)
@@ -298,10 +298,11 @@ class OpenAIProvider(LLMProvider):
             failure.cause = self.endpoint.without_secrets(failure.cause)
             failure.shown = reader.shown if request.on_delta else ""
             _, calls = read_text_calls(failure.generation, known)  # of Groq's 400
-            if calls and not failure.shown:
-                usage = estimate_usage(request, LLMResponse())
-                return LLMResponse(None, calls, "tool_calls", usage)
-            raise
+            if not calls or failure.shown:
+                raise
+            answer = LLMResponse(None, calls, "tool_calls")
+            answer.usage = estimate_usage(request, answer)
+            return answer
 
     async def _learn(self, request: LLMRequest, answer: LLMResponse, healed: list[Healed]) -> None:
         """Keep what helped. Requests side by side add to it; none takes away from it."""
@@ -318,13 +319,12 @@ class OpenAIProvider(LLMProvider):
 
     async def _explain(self, failure: Failure) -> str:
         text = explanation(failure, self.endpoint)
-        if not text.endswith(OFFER):
-            return text
-        try:
-            return text + (", ".join((await self.connection.models())[:20]) or "no models")
-        except Failure as problem:  # this is an error message already: nothing may break it
-            cause = self.endpoint.without_secrets(problem.with_status)
-            return f"{text}an error instead of a list ({cause})"
+        if failure.kind == "model":
+            try:
+                text += ", ".join((await self.connection.models())[:20]) or "no models"
+            except Failure as problem:
+                text += self.endpoint.without_secrets(f"an error ({problem.with_status})")
+        return text
 
     def warm_up(self) -> None:
         with contextlib.suppress(Failure):  # a missing package is reported by the first request
@@ -573,7 +573,7 @@ class ProviderSpec:
     """A row of the table: all that the code knows of an endpoint."""
 
     name: str
-    keywords: tuple[str, ...] = ()  # words that names of its models begin with
+    keywords: str = ""  # what names of its models begin with: gpt|o1
     env_key: str = ""
     default_api_base: str = ""
     hosts: tuple[str, ...] = ()  # further ends of `.host:port` that are its
@@ -591,42 +591,40 @@ class ProviderSpec:
 
 
 PROVIDERS = [  # name, words in names of its models, its key's variable, address; what is special
-    ProviderSpec("openai", ("gpt", "chatgpt", "o1", "o3", "o4"), "OPENAI_API_KEY",
+    ProviderSpec("openai", "gpt|chatgpt|o1|o3|o4", "OPENAI_API_KEY",
                  "https://api.openai.com/v1", default_model="gpt-5-mini",
                  max_tokens_field="max_completion_tokens"),
-    ProviderSpec("openrouter", (), "OPENROUTER_API_KEY", "https://openrouter.ai/api/v1",
+    ProviderSpec("openrouter", "", "OPENROUTER_API_KEY", "https://openrouter.ai/api/v1",
                  default_model="openrouter/auto", key_prefix="sk-or-", is_gateway=True,
                  supports_prompt_caching=True),
-    ProviderSpec("anthropic", ("claude",), "ANTHROPIC_API_KEY", "https://api.anthropic.com/v1",
+    ProviderSpec("anthropic", "claude", "ANTHROPIC_API_KEY", "https://api.anthropic.com/v1",
                  key_prefix="sk-ant-", supports_prompt_caching=True),
-    ProviderSpec("deepseek", ("deepseek",), "DEEPSEEK_API_KEY", "https://api.deepseek.com/v1"),
-    ProviderSpec("gemini", ("gemini", "gemma"), "GEMINI_API_KEY", key_prefix="AIza",
+    ProviderSpec("deepseek", "deepseek", "DEEPSEEK_API_KEY", "https://api.deepseek.com/v1"),
+    ProviderSpec("gemini", "gemini|gemma", "GEMINI_API_KEY", key_prefix="AIza",
                  default_api_base="https://generativelanguage.googleapis.com/v1beta/openai"),
-    ProviderSpec("groq", (), "GROQ_API_KEY", "https://api.groq.com/openai/v1", key_prefix="gsk_"),
-    ProviderSpec("mistral", ("mistral", "codestral"), "MISTRAL_API_KEY",
-                 "https://api.mistral.ai/v1"),
-    ProviderSpec("moonshot", ("kimi", "moonshot"), "MOONSHOT_API_KEY", "https://api.moonshot.ai/v1",
+    ProviderSpec("groq", "", "GROQ_API_KEY", "https://api.groq.com/openai/v1", key_prefix="gsk_"),
+    ProviderSpec("mistral", "mistral|codestral", "MISTRAL_API_KEY", "https://api.mistral.ai/v1"),
+    ProviderSpec("moonshot", "kimi|moonshot", "MOONSHOT_API_KEY", "https://api.moonshot.ai/v1",
                  (".api.moonshot.cn",)),
-    ProviderSpec("zhipu", ("glm",), "ZAI_API_KEY", "https://open.bigmodel.cn/api/paas/v4",
+    ProviderSpec("zhipu", "glm", "ZAI_API_KEY", "https://open.bigmodel.cn/api/paas/v4",
                  (".api.z.ai",)),
-    ProviderSpec("minimax", ("minimax",), "MINIMAX_API_KEY", "https://api.minimax.io/v1",
+    ProviderSpec("minimax", "minimax", "MINIMAX_API_KEY", "https://api.minimax.io/v1",
                  (".minimaxi.com",)),
-    ProviderSpec("dashscope", ("qwen",), "DASHSCOPE_API_KEY",
+    ProviderSpec("dashscope", "qwen", "DASHSCOPE_API_KEY",
                  "https://dashscope.aliyuncs.com/compatible-mode/v1",
                  (".dashscope-intl.aliyuncs.com",)),
-    ProviderSpec("siliconflow", (), "SILICONFLOW_API_KEY", "https://api.siliconflow.cn/v1",
+    ProviderSpec("siliconflow", "", "SILICONFLOW_API_KEY", "https://api.siliconflow.cn/v1",
                  (".api.siliconflow.com",), is_gateway=True),
-    ProviderSpec("aihubmix", (), "AIHUBMIX_API_KEY", "https://aihubmix.com/v1", is_gateway=True),
-    ProviderSpec("volcengine", ("doubao",), "ARK_API_KEY",
-                 "https://ark.cn-beijing.volces.com/api/v3"),
-    ProviderSpec("xai", ("grok",), "XAI_API_KEY", "https://api.x.ai/v1", key_prefix="xai-"),
-    ProviderSpec("azure", (), "AZURE_OPENAI_API_KEY", max_tokens_field="max_completion_tokens",
+    ProviderSpec("aihubmix", "", "AIHUBMIX_API_KEY", "https://aihubmix.com/v1", is_gateway=True),
+    ProviderSpec("volcengine", "doubao", "ARK_API_KEY", "https://ark.cn-beijing.volces.com/api/v3"),
+    ProviderSpec("xai", "grok", "XAI_API_KEY", "https://api.x.ai/v1", key_prefix="xai-"),
+    ProviderSpec("azure", "", "AZURE_OPENAI_API_KEY", max_tokens_field="max_completion_tokens",
                  hosts=(".openai.azure.com", ".services.ai.azure.com")),
-    ProviderSpec("ollama", (), "", "http://localhost:11434/v1", (":11434",), is_local=True),
-    ProviderSpec("lmstudio", (), "", "http://localhost:1234/v1", (":1234",), is_local=True),
-    ProviderSpec("vllm", (), "", "http://localhost:8000/v1", is_local=True),
-    ProviderSpec("llamacpp", (), "", "http://localhost:8080/v1", is_local=True),
-    ProviderSpec("local", (), "", "http://localhost:8000/v1", is_local=True),
+    ProviderSpec("ollama", "", "", "http://localhost:11434/v1", (":11434",), is_local=True),
+    ProviderSpec("lmstudio", "", "", "http://localhost:1234/v1", (":1234",), is_local=True),
+    ProviderSpec("vllm", "", "", "http://localhost:8000/v1", is_local=True),
+    ProviderSpec("llamacpp", "", "", "http://localhost:8080/v1", is_local=True),
+    ProviderSpec("local", "", "", "http://localhost:8000/v1", is_local=True),
     ProviderSpec("custom"),
 ]  # fmt: skip
 ROWS = {row.name: row for row in PROVIDERS}
@@ -717,8 +715,8 @@ def row_of_model(known: dict[str, Endpoint], model: str) -> ProviderSpec | None:
     if named and named.is_local:
         return named
     # `gpt-5`, `openai/gpt-5` and `hf.co/gpt-5` are OpenAI's
-    words = {row.name: rf"(?i)(?<![a-z0-9])({'|'.join(row.keywords)})" for row in PROVIDERS}
-    makers = [row for row in PROVIDERS if row.keywords and re.search(words[row.name], model)]
+    makers = [row for row in PROVIDERS if row.keywords]
+    makers = [row for row in makers if re.search(rf"(?i)(?<![a-z0-9])({row.keywords})", model)]
     makers = [named] if named else makers
     rows = [row for row in makers if row in usable]
     rows += [row for row in usable if not row.env_key]
@@ -1246,18 +1244,10 @@ class CallParts:
     """A call as it grows."""
 
     index: int | None
-    id: str | None
+    id: str | None = None
     name: str = ""
     arguments: str = ""
     extra: dict = field(default_factory=dict)
-
-    def add(self, piece: dict, name: str, arguments: Any) -> None:
-        self.id = self.id or piece.get("id")
-        if name != self.name:  # some endpoints repeat it in every piece
-            self.name += name
-        self.arguments += arguments if isinstance(arguments, str) else to_json(arguments)
-        known = ("index", "id", "type", "function")
-        self.extra |= {key: value for key, value in piece.items() if key not in known}
 
 
 class AnswerReader:
@@ -1323,15 +1313,23 @@ class AnswerReader:
             _, error = parse_arguments(fitting[-1].arguments, repair=False)
             begins = not error  # the one before is whole
         if begins:
-            fitting = [CallParts(index, piece.get("id"))]
-            self.calls += fitting
-        fitting[-1].add(piece, name, arguments)
+            self.calls.append(CallParts(index))
+        call = self.calls[-1] if begins else fitting[-1]
+        call.id = call.id or piece.get("id")
+        if name != call.name:  # some endpoints repeat it in every piece
+            call.name += name
+        call.arguments += arguments if isinstance(arguments, str) else to_json(arguments)
+        known = ("index", "id", "type", "function")
+        call.extra |= {key: value for key, value in piece.items() if key not in known}
 
     def _ready(self, text: str) -> str:
         """The text that may be shown: no thoughts, and not what may yet become a call."""
         self.held += text
-        if not self.shown:
-            self._drop_thoughts()
+        if not self.shown:  # anywhere else a tag is text: "Wrap it in <think> and </think> tags."
+            while tag := (END.search(self.held) if self.is_thought else THOUGHT.match(self.held)):
+                self.is_thought = "/" not in tag[0]
+                self.held = self.held[tag.end() :]
+            self.held = self.held[-12:] if self.is_thought else self.held.lstrip("\n")
             if self.is_thought or UNCLEAR.fullmatch(self.held):
                 return ""
         start = len(self.held)
@@ -1342,13 +1340,6 @@ class AnswerReader:
         ready, self.held = self.held[:start], self.held[start:]
         self.shown += ready
         return ready
-
-    def _drop_thoughts(self) -> None:
-        """Anywhere but at the beginning a tag is text: "Wrap it in <think> and </think> tags." """
-        while tag := (END.search(self.held) if self.is_thought else THOUGHT.match(self.held)):
-            self.is_thought = "/" not in tag[0]
-            self.held = self.held[tag.end() :]
-        self.held = self.held[-12:] if self.is_thought else self.held.lstrip("\n")
 
     def close(self) -> str:
         """The answer has ended. Returns the rest of the text that may be shown."""
