@@ -1633,6 +1633,7 @@ class HumanProvider(LLMProvider):
 
 OFFLINE_RULES = "templates/offline/rules.md"  # beside this file, or in nanobot_data/ of a wheel
 FIELDS = ("tool", "answer", "line", "schedule", "path", "command", "pattern", "content", "query")
+NO_RULE = f"I know no rule for that: there is none in {OFFLINE_RULES}."
 BUILT_IN = {"result", "time", "memory", "file"}  # <words> that nobody has to say
 MARKS = {"[": "(?:", "]": ")?", "(": "(?:", ")": ")", "|": "|"}
 
@@ -1650,7 +1651,7 @@ class Rules:
         self.kinds: dict[str, str] = defaultdict(lambda: "(?!)")  # {"url": "(?:https?://\\S+)"}
         self.sentences: list[Sentence] = []
         self.problems: list[str] = []
-        self.otherwise = {"title": "anything else", "answer": "I know no rule for that."}
+        self.otherwise = {"title": "anything else", "answer": NO_RULE}
         self.last: dict[str, str] = {}  # the rule that is being read
         for number, line in enumerate(text.split("\n"), 1):
             try:
@@ -1685,8 +1686,7 @@ class Rules:
     def _check_field(self, key: str, value: str) -> None:
         near = difflib.get_close_matches(key, FIELDS, 1, 0.7)
         if key not in FIELDS and (near or "tool" not in self.last):
-            fix = f"did you mean {near[0]}?" if near else "an argument needs a tool: above it"
-            raise ValueError(f"unknown key {key}: {fix}")
+            raise ValueError(f"unknown key {key}: known are {', '.join(FIELDS)}")
         sentences = " ".join(row.text for row in self.sentences if row.rule is self.last)
         for word in re.findall(r"<(\w+)>", value):
             if word not in BUILT_IN and f"<{word}>" not in sentences:
@@ -1747,13 +1747,13 @@ class Rules:
 
 def rules_beside_this_file() -> str:
     here = Path(__file__).resolve().parent
-    for path in (here / OFFLINE_RULES, here / "nanobot_data" / OFFLINE_RULES):
-        if path.is_file():
-            return path.read_text(encoding="utf-8", errors="replace")
-    return f"## anything else\nanswer: I know no rule for that: there is no {OFFLINE_RULES}."
+    places = [here / OFFLINE_RULES, here / "nanobot_data" / OFFLINE_RULES]
+    found = [path.read_text(encoding="utf-8") for path in places if path.is_file()]
+    return found[0] if found else ""
 
 
 RUNTIME_END = "[/Runtime Context]"
+QUOTED = "(?s)^[\"'`“‘](.+)[\"'`”’]$"
 # - Long-term facts: /home/a b/memory/MEMORY.md
 MEMORY_PATH = r"(?m)^.*?[:`] ?((?:/|~|\w:\\).*?MEMORY\.md)"
 USER_LINE = r"(?m)^\[([^\]\n]{16})[^\]\n]*\] user: (.+)$"  # [2026-04-03T10:00:00+0200] user: hi
@@ -1777,7 +1777,7 @@ class Plan:
             self.it = file_of(json.loads(call["function"]["arguments"])) or self.it
         asked = [each["content"] for each in messages[begin:] if each["role"] == "user"]
         typed = [text for text in asked if RUNTIME_END in text] or asked[:1]  # not the loop's
-        self.prompt, self.text = messages[0]["content"], "\n".join(asked)
+        self.prompt = messages[0]["content"]
         self.results = [each["content"] for each in messages[begin:] if each["role"] == "tool"]
         self.question = "\n".join(text.rpartition(RUNTIME_END)[2].strip() for text in typed)
         self.tools = parameters_by_name(request.tools)
@@ -1788,7 +1788,7 @@ class Plan:
     def answer(self) -> str:
         """What is said when all calls have results; raises NextCall for the first that has none."""
         if "save_memory" in self.tools:
-            raise NextCall("save_memory", saved_memory(self.text))
+            raise NextCall("save_memory", saved_memory(self.question))
         if "[SKIP]" in self.prompt and "[MEMORY]" in self.prompt:
             return "[SKIP]"  # Dream: what is a fact was noted when it was said
         titles, reports = [], [OfflineProvider.intro]
@@ -1796,7 +1796,8 @@ class Plan:
             titles.append(f'"{rule["title"]}"')
             files = re.findall(self.rules.kinds["a_file"], said.get("files", ""), re.IGNORECASE)
             for file in (files or [self.it]) if "<file>" in str(rule) else [""]:
-                known = {name: unquoted(text) for name, text in [*said.items(), ("file", file)]}
+                named = [*said.items(), ("file", file)]
+                known = {name: re.sub(QUOTED, r"\1", text) for name, text in named}
                 reports.append(self._follow(rule, known | self.known))
         source = f"[offline rule {', '.join(dict.fromkeys(titles))}, {OFFLINE_RULES}]"
         return "\n\n".join([*reports, source])
@@ -1864,11 +1865,6 @@ def saved_memory(text: str) -> dict:
     return {"history_entry": entry, "memory_update": facts}
 
 
-def unquoted(text: str) -> str:
-    inside = re.fullmatch("[\"'`“‘](.+)[\"'`”’]", text, re.DOTALL)
-    return inside[1] if inside else text
-
-
 def fill(template: str, known: dict, change: Callable[[str], str] = str) -> str:
     """`<file> says:` → `a.txt says:`"""
     return re.sub(r"<(\w+)>", lambda word: change(str(known.get(word[1], ""))), template)
@@ -1894,14 +1890,8 @@ SECONDS_OF = {"sec": 1, "min": 60, "hour": 3_600, "hr": 3_600, "day": 86_400, "w
 
 def schedule(when: str, moment: str) -> dict:
     """`in 5 minutes` → {"at": "2026-04-03T10:07:00"}; `every hour` → {"every_seconds": 3600}"""
+    number, unit = re.search(rf"(\d*) ?({'|'.join(SECONDS_OF)})", when).groups()
+    seconds = int(number or 1) * SECONDS_OF[unit]
     now = datetime.fromisoformat(moment[:16])  # of 2026-04-03 10:02 (Friday), CEST
-    span = re.search(rf"(\d*) ?({'|'.join(SECONDS_OF)})", when)
-    if span:
-        seconds = int(span[1] or 1) * SECONDS_OF[span[2]]
-        due = now + timedelta(seconds=seconds)
-        return {"every_seconds": seconds} if when.startswith("every") else {"at": due.isoformat()}
-    hour, minute = re.search(r"(\d+):?(\d\d)?|$", when).groups()  # tomorrow at 17:30
-    due = now.replace(hour=int(hour or 9) % 24, minute=int(minute or 0), second=0)
-    if "tomorrow" in when or due <= now:
-        due += timedelta(days=1)
-    return {"at": due.isoformat()}
+    at = (now + timedelta(seconds=seconds)).isoformat()
+    return {"every_seconds": seconds} if when.startswith("every") else {"at": at}
