@@ -427,9 +427,8 @@ def clean_content(content: Any, filler: str) -> str | list[dict]:
 
 def as_blocks(content: str | list) -> list[dict]:
     """ "Hi" → [{"type": "text", "text": "Hi"}]; blocks are copied."""
-    items = content if isinstance(content, list) else [content]
-    texts = [item if isinstance(item, dict) else {"text": item} for item in items]
-    return [{"type": "text", **item} for item in texts]
+    blocks = content if isinstance(content, list) else [{"text": content}]
+    return [{"type": "text", **block} for block in blocks]
 
 
 def clean_calls(calls: list[dict]) -> list[dict]:
@@ -526,13 +525,12 @@ def parse_arguments(written: Any, repair: bool) -> tuple[dict, str]:
     """A call's arguments, and what is wrong: `({}, "its arguments are not whole JSON …")`."""
     try:
         text = written if isinstance(written, str) else to_json(written or {})
-        value = load_json(text.strip() or "{}", repair)
-        is_plain = to_json(value).isascii()  # raises if a number is NaN or infinite
+        value = with_whole_letters(load_json(text.strip() or "{}", repair))  # raises for NaN
     except (TypeError, ValueError, RecursionError, ImportError) as problem:
         return {}, f"its arguments are not whole JSON ({problem})"
     if not isinstance(value, dict):
         return {}, f"its arguments must be one JSON object, not {text[:100]!r}"
-    return value if is_plain else with_whole_letters(value), ""
+    return value, ""
 
 
 def load_json(text: str, repair: bool) -> Any:
@@ -1400,8 +1398,8 @@ CALL_START = re.compile(
     re.MULTILINE)  # fmt: skip
 BARE_CALL = re.compile(r"\s{0,99}\{")  # an answer that begins with JSON may be a call
 AROUND = re.compile(rf"(?:\s|```\w{{0,20}}|</?{TAG}|</function>)*")
-NAMED = re.compile(r"<function=([\w-]+)>\s*")
-PARAMETER = re.compile(r"(?s)<parameter=(\w+)>\n?((?:(?!<parameter=).)*?)\n?</parameter>")
+PARAMETER = r"<parameter=(\w+)>\n?((?:(?!<parameter=).)*?)\n?</parameter>"
+NAMED = re.compile(rf"(?s)<function=([\w-]+)>((?:\s*{PARAMETER})*)\s*")
 
 
 def parameters_by_name(tools: list[dict]) -> dict[str, dict]:
@@ -1433,11 +1431,7 @@ def calls_in(text: str, place: int, tools: dict[str, dict]) -> list[ToolCallRequ
         named = NAMED.match(text, place)
         place = named.end() if named else place
         if named and not text.startswith("{", place):
-            body = text[place:].partition("</function>")[0]
-            place += len(body)
-            name, written = named[1], dict(PARAMETER.findall(body))
-            if PARAMETER.sub("", body).strip():
-                raise ValueError("words between the parameters")
+            name, written = named[1], dict(re.findall(f"(?s){PARAMETER}", named[2]))
         else:
             found, place = JSON.raw_decode(text, place)
             call = {"name": named[1], "arguments": found} if named else found
