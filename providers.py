@@ -263,7 +263,7 @@ class OpenAIProvider(LLMProvider):
             remedy, seconds = find_remedy(failure, body, healed), retry_after(failure)
             answer = failed(failure.with_status, content=failure.shown or None)
             if remedy is None and seconds is None:
-                answer.error = await self._explain(failure)
+                answer.error = explanation(failure, self.endpoint)
                 if failure.kind == "overflow":
                     answer.is_overflow, answer.usage = True, estimate_usage(request, answer)
                 return answer
@@ -317,15 +317,6 @@ class OpenAIProvider(LLMProvider):
             fix = "Widen its window, for Ollama: OLLAMA_CONTEXT_LENGTH=64000 ollama serve"
             await request.tell(f"The server saw {seen:,} of about {sent:,} tokens. {fix}")
 
-    async def _explain(self, failure: Failure) -> str:
-        text = explanation(failure, self.endpoint)
-        if failure.kind == "model":
-            try:
-                text += ", ".join((await self.connection.models())[:20]) or "no models"
-            except Failure as problem:
-                text += self.endpoint.without_secrets(f"an error ({problem.with_status})")
-        return text
-
     def warm_up(self) -> None:
         with contextlib.suppress(Failure):  # a missing package is reported by the first request
             load_sdk()
@@ -338,9 +329,10 @@ class OpenAIProvider(LLMProvider):
         try:
             offered = await self.connection.models()
         except Failure as failure:
-            return await self._explain(failure)
-        is_known = not offered or self.model in offered
-        return None if is_known else f"no such model. {OFFER}{', '.join(offered[:20])}"
+            return explanation(failure, self.endpoint)
+        if not offered or self.model in offered:
+            return None
+        return f"no such model. The endpoint has: {', '.join(offered[:20])}"
 
 
 def retry_after(failure: Failure) -> float | None:
@@ -451,22 +443,21 @@ def with_results(messages: list[dict]) -> list[dict]:
     """
     paired: list[dict] = []
     used_ids: set[str] = set()
-    waiting: list[tuple[Any, dict]] = []  # the calls without a result: old id, place of the result
+    waiting: dict[Any, list[dict]] = {}  # by id of a call: the places for its result
     for message in messages:
         if message["role"] == "tool":
-            fitting = [entry for entry in waiting if entry[0] == message.get("tool_call_id")]
-            for entry in fitting[:1]:
-                entry[1].update(message, tool_call_id=entry[1]["tool_call_id"])
-                waiting.remove(entry)
+            places = waiting.get(message.get("tool_call_id"))
+            if places:
+                places.pop(0)["content"] = message["content"]
             continue
         paired.append(message)
         if "tool_calls" in message:
-            waiting = []
+            waiting = {}
         for call in message.get("tool_calls", []):
             old_id = call.get("id") or None
             call["id"] = unused_id(old_id, used_ids)
             result = {"role": "tool", "tool_call_id": call["id"], "content": NO_RESULT}
-            waiting.append((old_id, result))
+            waiting.setdefault(old_id, []).append(result)
             paired.append(result)
     return paired
 
@@ -768,7 +759,6 @@ NO_ANSWER = [
     ("cut", "(RemoteProtocol|Read|Write)Error",
      "the connection was closed in the middle of the answer"),
 ]  # fmt: skip
-OFFER = "Choose with --model or NANOBOT_MODEL; the endpoint has: "
 ADVICE = {  # what to do; of any other kind only the cause is told
     "package": "{cause}",
     "timeout": "{where} gave no answer in time. Ask again, or try a smaller model.",
@@ -778,7 +768,8 @@ ADVICE = {  # what to do; of any other kind only the cause is told
     "unpaid": "{where} reports a billing problem ({cause}). Look at your account there, or choose "
     "another --provider.",
     "key": "{where} refuses the key ({cause}). Set {variable}.",
-    "model": f"{{where}} has no such model ({{cause}}). {OFFER}",
+    "model": "{where} has no such model ({cause}). Choose with --model or NANOBOT_MODEL; "
+    "`nanobot status` shows some that it has.",
     "nonsense": "{where} does not answer like a model ({cause}). A base URL mostly ends in /v1.",
 }
 PASSING = ("busy", "loading", "network", "closed", "cut", "timeout")  # asked again after a while
@@ -812,13 +803,12 @@ class Failure(Exception):
 
 
 def explanation(failure: Failure, endpoint: Endpoint) -> str:
-    """The cause, then what to do. It ends in OFFER if the list of models belongs behind it."""
-    where, cause = endpoint.api_base, failure.cause
-    if failure.kind not in ADVICE:
-        cause = failure.with_status
-    advice = ADVICE.get(failure.kind, "{where} failed: {cause}")
-    variable = endpoint.spec.env_key or "OPENAI_API_KEY"
-    text = advice.format(where=where, cause=cause, model=endpoint.model, variable=variable)
+    """The cause, then what to do."""
+    words = {"where": endpoint.api_base, "cause": failure.cause, "model": endpoint.model}
+    words["variable"] = endpoint.spec.env_key or "OPENAI_API_KEY"
+    text = f"{endpoint.api_base} failed: {failure.with_status}"
+    if failure.kind in ADVICE:
+        text = ADVICE[failure.kind].format(**words)
     return endpoint.without_secrets(text)
 
 
@@ -851,8 +841,7 @@ def refusal(body: Any, status: int | None = None) -> Failure:
     inside = body
     while inside and isinstance(inside, list | dict):
         if isinstance(inside, list):
-            inside = inside[0]
-            continue
+            inside = {"error": inside[0]}
         raw = (inside.get("metadata") or {}).get("raw")  # below "Provider returned error"
         inside = raw or inside.get("message") or inside.get("error") or json.dumps(inside)
     line = " ".join(str(inside or "")[:4_000].split())[:500]
@@ -860,9 +849,8 @@ def refusal(body: Any, status: int | None = None) -> Failure:
         status = fields["code"]
     text = str(body or "")[:4_000]  # the expressions that search it are for a few lines
     found = [kind for kind, words in KINDS if re.search(f"(?is){words}", f"{status} {text}")]
-    kind = found[0] if found else ""
     generation = str(fields.get("failed_generation") or "")
-    return Failure(line, kind, text, status, generation=generation)
+    return Failure(line, "".join(found[:1]), text, status, generation=generation)
 
 
 # ---- What endpoints refuse, and what helps ----
@@ -1090,15 +1078,11 @@ def request_body(endpoint: Endpoint, request: LLMRequest, healed: list[Healed]) 
 
 
 def cache_marks(body: dict) -> dict:
-    """Marks up to where the prompt stays the same: at its system message and its tools."""
-    mark = {"cache_control": {"type": "ephemeral"}}
+    """A mark at the system message: what is before it, the tools too, stays the same."""
     first, *rest = body["messages"]
-    if first["role"] == "system":
-        first = {**first, "content": [{"type": "text", "text": as_text(first)["content"], **mark}]}
-    marked = {**body, "messages": [first, *rest]}
-    if "tools" in body:
-        marked["tools"] = [*body["tools"][:-1], {**body["tools"][-1], **mark}]
-    return marked
+    mark = {"cache_control": {"type": "ephemeral"}}
+    marked = {**first, "content": [{"type": "text", "text": as_text(first)["content"], **mark}]}
+    return {**body, "messages": [marked, *rest]} if first["role"] == "system" else body
 
 
 @cache
