@@ -31,7 +31,7 @@ import time
 import warnings
 import zlib
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timedelta
 from functools import cache, partial
@@ -259,8 +259,7 @@ class OpenAIProvider(LLMProvider):
                 return response
             except Failure as problem:
                 failure = problem
-            failure.tries = tries
-            remedy, seconds = find_remedy(failure, body, healed), retry_after(failure)
+            remedy, seconds = find_remedy(failure, body, healed), retry_after(failure, tries)
             answer = failed(failure.with_status, content=failure.shown or None)
             if remedy is None and seconds is None:
                 answer.error = explanation(failure, self.endpoint)
@@ -335,7 +334,7 @@ class OpenAIProvider(LLMProvider):
         return f"no such model. The endpoint has: {', '.join(offered[:20])}"
 
 
-def retry_after(failure: Failure) -> float | None:
+def retry_after(failure: Failure, tries: int) -> float | None:
     """Seconds to wait before the same request is sent again; None if that cannot help.
 
     429 "Rate limit reached, try again in 20s" → 20.0;  503 → 1.0, then 2.0, then 4.0;  401 → None;
@@ -343,13 +342,13 @@ def retry_after(failure: Failure) -> float | None:
     """
     most = {"loading": 15, "timeout": 1}.get(failure.kind, MOST_TRIES)
     is_too_late = bool(failure.shown)  # a second answer would stand behind what the user has read
-    if is_too_late or failure.tries >= most or failure.kind not in PASSING:
+    if is_too_late or tries >= most or failure.kind not in PASSING:
         return None
     if failure.kind == "loading":  # a minute in all
         return 4.0
-    if failure.kind == "closed" and failure.tries == 0:
+    if failure.kind == "closed" and tries == 0:
         return 0.0
-    return min(failure.seconds_asked_for or 2.0**failure.tries, 60.0)
+    return min(failure.seconds or 2.0**tries, 60.0)
 
 
 # ---- A model without a network ----
@@ -722,6 +721,7 @@ def row_of_model(known: dict[str, Endpoint], model: str) -> ProviderSpec | None:
 # "Connection error." helps nobody: the cause is four objects deep, in other words on each server.
 
 AGAIN = r"(?:try again|retry)\w{0,9} (?:in|after) (?=\d)"  # "Please try again in 5.2s", "… 6m0s"
+NUMBER = r"\d{1,9}(?:\.\d{1,9})?"
 # A kind of failure, and how it is recognized in `429 the endpoint's words`. The first row decides.
 KINDS = [
     # llama.cpp: "Loading model"
@@ -783,23 +783,13 @@ class Failure(Exception):
     kind: str = ""  # of KINDS or NO_ANSWER, or package
     text: str = ""  # all that the endpoint wrote
     status: int | None = None
-    headers: Mapping[str, str] = field(default_factory=dict)
+    seconds: float = 0.0  # how long the endpoint asks to wait
     generation: str = ""  # a tool call that the endpoint could not read
-    tries: int = 0  # how often the request was repeated before
     shown: str = ""  # the part of the answer that the user saw
 
     @property
     def with_status(self) -> str:
         return f"HTTP {self.status}: {self.cause}" if self.status else self.cause
-
-    @property
-    def seconds_asked_for(self) -> float:
-        """From the header or from the text; 0 if there is none. A date is not understood."""
-        written = self.headers.get("retry-after", "")
-        if re.fullmatch(r"\d{1,9}(\.\d*)?", written):
-            return float(written)
-        soon = re.search(rf"(?i){AGAIN}(\d{{1,9}}(?:\.\d{{1,9}})?) ?s", self.text)
-        return float(soon[1]) if soon else 0.0
 
 
 def explanation(failure: Failure, endpoint: Endpoint) -> str:
@@ -822,8 +812,9 @@ def as_failure(problem: Exception) -> Failure:
         raise problem
     response = getattr(problem, "response", None)
     if response is not None:
-        failure = refusal(problem.body, response.status_code)
-        return replace(failure, cause=failure.cause or str(problem), headers=response.headers)
+        wait = response.headers.get("retry-after", "")
+        failure = refusal(problem.body, response.status_code, wait)
+        return replace(failure, cause=failure.cause or str(problem))
     below = problem.__cause__
     names = f"{type(problem).__name__} {type(below).__name__}"
     for kind, pattern, cause in NO_ANSWER:
@@ -832,8 +823,8 @@ def as_failure(problem: Exception) -> Failure:
     return Failure(str(problem))
 
 
-def refusal(body: Any, status: int | None = None) -> Failure:
-    """An error in the endpoint's own words, however deep they are.
+def refusal(body: Any, status: int | None = None, wait: str = "") -> Failure:
+    """An error in the endpoint's own words, however deep they are; `wait` is of the headers.
 
     [{"error": {"code": 400, "message": "Unknown name"}}]  → Failure("Unknown name", …)
     """
@@ -849,8 +840,10 @@ def refusal(body: Any, status: int | None = None) -> Failure:
         status = fields["code"]
     text = str(body or "")[:4_000]  # the expressions that search it are for a few lines
     found = [kind for kind, words in KINDS if re.search(f"(?is){words}", f"{status} {text}")]
+    soon = re.fullmatch(f"({NUMBER})", wait) or re.search(rf"(?i){AGAIN}({NUMBER}) ?s", text)
+    seconds = float(soon[1]) if soon else 0.0
     generation = str(fields.get("failed_generation") or "")
-    return Failure(line, "".join(found[:1]), text, status, generation=generation)
+    return Failure(line, "".join(found[:1]), text, status, seconds, generation)
 
 
 # ---- What endpoints refuse, and what helps ----
@@ -1202,8 +1195,8 @@ def parse_answer(data: bytes) -> dict:
     without_tags = re.sub(rb"<[^<>]*>", b" ", data[:2_000])  # <title>Sign in</title>
     start = " ".join(without_tags.decode("utf-8", errors="replace").split())
     is_half = not start or data.lstrip().startswith(b"{")
-    kind = "cut" if is_half else "nonsense"
-    raise Failure(f"not JSON but: {start[:120] or 'nothing'}", kind)
+    cause = f"not JSON but: {start[:120] or 'nothing'}"
+    raise Failure(cause, "cut" if is_half else "nonsense")
 
 
 # ---- An answer is put together ----
@@ -1341,14 +1334,12 @@ class AnswerReader:
             arguments, error = parse_arguments(call.arguments, repair=is_finished)
             id_ = call.id or new_id()
             calls.append(ToolCallRequest(id_, call.name, arguments, error, extra=call.extra))
-        text = self.shown
-        if reason != "length":  # an answer that was cut is continued: its last space belongs to it
-            text = text.rstrip("\n")
+        # an answer that was cut is continued: its last line end belongs to it
+        text = self.shown if reason == "length" else self.shown.rstrip("\n")
         text = with_whole_letters(text) if text.strip() else None
         is_cut = any(call.error for call in calls) if calls else not self.is_whole
         if reason == "error" or (reason is None and is_cut):
-            something = text or calls
-            raise Failure("the answer broke off" if something else "it sent no answer", "cut")
+            raise Failure("the answer broke off" if text or calls else "it sent no answer", "cut")
         thoughts = self.extra.get("reasoning_content") or self.extra.get("reasoning")
         answer = LLMResponse(text, calls, reason, {}, thoughts, extra=self.extra)
         answer.usage = self.usage or estimate_usage(request, answer)
@@ -1643,10 +1634,8 @@ class Rules:
         """Take a line in; raises ValueError, or re.error, that says what is wrong with it."""
         kind = re.fullmatch(r"<(\w+)>(?: \([^()]*\))?: (.+)", line)  # <files> (a.txt): …
         key = re.match(r"(\w+): ?(.*)", line)
-        if line == "## anything else":
-            self.last = self.otherwise
-        elif line.startswith("## "):
-            self.last = {"title": line[3:]}
+        if line.startswith("## "):
+            self.last = self.otherwise if line == "## anything else" else {"title": line[3:]}
         elif kind:
             regex = re.sub(r"<(\w+)>", lambda name: self.kinds[name[1]], kind[2])
             re.compile(regex)
