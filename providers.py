@@ -157,9 +157,6 @@ class LLMProvider:
         """The model's answer. A provider keeps no conversation: `request.messages` has it all."""
         raise NotImplementedError
 
-    def get_default_model(self) -> str:
-        return self.model
-
     def warm_up(self) -> None:
         """Do slow work, like an import, before the first request; called on a thread."""
 
@@ -562,7 +559,7 @@ class ProviderSpec:
 
     name: str
     keywords: str = ""  # what names of its models begin with: gpt|o1
-    env_key: str = ""
+    env_key: str = ""  # a row with a key has an address of its own, the same for everybody
     default_api_base: str = ""
     hosts: tuple[str, ...] = ()  # further ends of `.host:port` that are its
     key_prefix: str = ""
@@ -571,11 +568,6 @@ class ProviderSpec:
     is_local: bool = False  # needs no key and no proxy
     supports_prompt_caching: bool = False  # by marks in the request; others do it unasked
     max_tokens_field: str = "max_tokens"
-
-    @property
-    def has_own_host(self) -> bool:
-        """Is its address in the world, the same for everybody?"""
-        return bool(self.default_api_base or self.hosts) and not self.is_local
 
 
 PROVIDERS = [  # name, words in names of its models, its key's variable, address; what is special
@@ -657,7 +649,7 @@ def choose_endpoint(
             known["openai"].api_key = ""
     host = row_of_address(base_url) if base_url else None
     spec = ROWS.get(provider) or host or row_of_model(known, model)
-    if host and host.has_own_host:
+    if host and host.env_key:
         spec = host
     if spec is None:
         return None
@@ -670,9 +662,9 @@ def choose_endpoint(
     maker, _, rest = model.partition("/")
     if maker == spec.name and ("/" in rest or not spec.is_gateway):  # but openrouter/auto stays
         model = rest
-    if host not in (None, spec) and address != chosen.api_base and spec.has_own_host:
+    if host not in (None, spec) and address != chosen.api_base and spec.env_key:
         chosen.api_key, chosen.extra_headers = "", {}
-    if host and not host.has_own_host and not chosen.api_key:
+    if host and not host.env_key and not chosen.api_key:
         chosen.api_key = general_key  # OPENAI_API_KEY is also the key of a server of one's own
     if spec.is_local and not urlsplit(address).path.strip("/"):
         address = address.rstrip("/") + "/v1"
@@ -1607,18 +1599,13 @@ BUILT_IN = {"result", "time", "memory", "file"}  # <words> that nobody has to sa
 MARKS = {"[": "(?:", "]": ")?", "(": "(?:", ")": ")", "|": "|"}
 
 
-class Sentence(NamedTuple):
-    text: str  # read [me] <files>
-    regex: str
-    rule: dict[str, str]  # {"title": "read files", "tool": "read_file", "path": "<file>"}
-
-
 class Rules:
     """The rules of a file. In their sentences and fields <words> stand for what the user says."""
 
     def __init__(self, text: str):
         self.kinds: dict[str, str] = defaultdict(lambda: "(?!)")  # {"url": "(?:https?://\\S+)"}
-        self.sentences: list[Sentence] = []
+        # ("read [me] <files>", its expression, {"title": "read files", "tool": "read_file", …})
+        self.sentences: list[tuple[str, str, dict[str, str]]] = []
         self.problems: list[str] = []
         self.otherwise = {"title": "anything else", "answer": NO_RULE}
         self.last: dict[str, str] = {}  # the rule that is being read
@@ -1627,7 +1614,7 @@ class Rules:
                 self._read(line.rstrip())
             except (ValueError, re.error) as problem:
                 self.problems.append(f"{OFFLINE_RULES}, line {number}: {problem}")
-                self.sentences = [row for row in self.sentences if row.rule is not self.last]
+                self.sentences = [row for row in self.sentences if row[2] is not self.last]
                 self.last = {}
 
     def _read(self, line: str) -> None:
@@ -1641,7 +1628,7 @@ class Rules:
             re.compile(regex)
             self.kinds[kind[1]] = f"(?:{regex})"
         elif line.startswith("- ") and self.last:
-            self.sentences.append(Sentence(line[2:], self._regex(line[2:]), self.last))
+            self.sentences.append((line[2:], self._regex(line[2:]), self.last))
         elif key and self.last:
             self._check_field(key[1], key[2])
             self.last[key[1]] = key[2]
@@ -1654,7 +1641,7 @@ class Rules:
         near = difflib.get_close_matches(key, FIELDS, 1, 0.7)
         if key not in FIELDS and (near or "tool" not in self.last):
             raise ValueError(f"unknown key {key}: known are {', '.join(FIELDS)}")
-        sentences = " ".join(row.text for row in self.sentences if row.rule is self.last)
+        sentences = " ".join(text for text, _, rule in self.sentences if rule is self.last)
         for word in re.findall(r"<(\w+)>", value):
             if word not in BUILT_IN and f"<{word}>" not in sentences:
                 raise ValueError(f"<{word}> is in no sentence of this rule")
@@ -1681,13 +1668,13 @@ class Rules:
         request = re.sub(f"(?i){self.kinds['after']}", "", text.strip()[:1_001])
         for spoken in (request, re.sub(f"(?i){self.kinds['before']}", "", request)):
             start = re.match(r"\w{0,2}", spoken.lower())[0]
-            for sentence in self.sentences if len(text) <= 1_000 else ():
-                if start not in sentence.text.lower() and "<" not in sentence.text[:2]:
+            for sentence, regex, rule in self.sentences if len(text) <= 1_000 else ():
+                if start not in sentence.lower() and "<" not in sentence[:2]:
                     continue  # compiling all sentences would take 100 ms
-                found = re.fullmatch(sentence.regex, f" {spoken}", re.IGNORECASE | re.DOTALL)
+                found = re.fullmatch(regex, f" {spoken}", re.IGNORECASE | re.DOTALL)
                 if found:
                     said = found.groupdict()
-                    return sentence.rule, {name: said[name] for name in said if said[name]}
+                    return rule, {name: said[name] for name in said if said[name]}
         return None
 
     def split(self, text: str) -> list[str]:
@@ -1703,7 +1690,7 @@ class Rules:
     def suggestion(self, text: str) -> str:
         """`delte c.txt` → "Did you mean: delete c.txt?"; nothing is run."""
         spoken = text.strip(" .!?")[:100].split()
-        vocabulary = set(re.findall("[a-z]+", " ".join(row.text for row in self.sentences)))
+        vocabulary = set(re.findall("[a-z]+", " ".join(row[0] for row in self.sentences)))
         for place, word in enumerate(spoken[:9]):
             for near in difflib.get_close_matches(word.lower(), vocabulary, 3, 0.7):
                 corrected = " ".join([*spoken[:place], near, *spoken[place + 1 :]])
