@@ -93,8 +93,8 @@ class LLMResponse:
         return message
 
 
-def calling(tool: str, arguments: dict) -> LLMResponse:
-    return LLMResponse(None, [ToolCallRequest(new_id(), tool, arguments)], "tool_calls")
+def calling(tool: str, arguments: dict, error: str = "") -> LLMResponse:
+    return LLMResponse(None, [ToolCallRequest(new_id(), tool, arguments, error)], "tool_calls")
 
 
 def failed(cause: str, **fields: Any) -> LLMResponse:
@@ -1042,14 +1042,12 @@ HEALING = [
 # ---- What goes over the wire ----
 # The fewest parameters, as any other one is refused somewhere.
 
-DONE = {"done": True}  # stands for the line `data: [DONE]`
+DONE = {"choices": [{}]}  # stands for the line `data: [DONE]`: a choice that is no delta is whole
 
 
 def request_body(endpoint: Endpoint, request: LLMRequest, healed: list[Healed]) -> dict:
     """{"messages": […], "tools": […], "max_tokens": 8192, …}, as this model takes it."""
     body = {"messages": request.messages, "tools": request.tools or None, **request.options}
-    if not request.tools:
-        body["tool_choice"] = None
     if "max_tokens" in body:
         body[endpoint.spec.max_tokens_field] = body.pop("max_tokens")
     if request.on_delta:
@@ -1237,7 +1235,6 @@ class AnswerReader:
 
     def feed(self, chunk: dict) -> str:
         """Take a chunk in. Returns the text that may be shown now."""
-        self.is_whole = self.is_whole or chunk is DONE
         choices = chunk.get("choices") or []
         try:
             for part in (chunk, *choices):
@@ -1560,18 +1557,14 @@ class HumanProvider(LLMProvider):
     async def answer(self, request: LLMRequest) -> LLMResponse:
         if not self.ask:
             return failed("To be the model you need a terminal.")
-        shown = self.news(request)
-        while True:
-            line = (await self.ask("\n".join([*shown, "model> "]))).strip()
-            name, _, written = line.partition(" ")
-            answer, error = LLMResponse(line), ""
-            if name in parameters_by_name(request.tools):
-                arguments, error = parse_arguments(written or "?", repair=False)
-                answer = calling(name, arguments)
-            if not error:
-                answer.usage = estimate_usage(request, answer)
-                return answer
-            shown = [f'Is this a call? Then say {name} {{"argument": "value"}} ({error}).']
+        line = (await self.ask("\n".join([*self.news(request), "model> "]))).strip()
+        name, _, written = line.partition(" ")
+        answer = LLMResponse(line)
+        if name in parameters_by_name(request.tools):
+            arguments, error = parse_arguments(written, repair=False)
+            answer = calling(name, arguments, error)
+        answer.usage = estimate_usage(request, answer)
+        return answer
 
     def news(self, request: LLMRequest) -> list[str]:
         """What the last request did not have: messages, and the tools if they are others."""
@@ -1710,7 +1703,7 @@ RUNTIME_END = "[/Runtime Context]"
 QUOTED = "(?s)^[\"'`“‘](.+)[\"'`”’]$"
 # - Long-term facts: /home/a b/memory/MEMORY.md
 MEMORY_PATH = r"(?m)^.*?[:`] ?((?:/|~|\w:\\).*?MEMORY\.md)"
-USER_LINE = r"(?m)^\[([^\]\n]{16})[^\]\n]*\] user: (.+)$"  # [2026-04-03T10:00:00+0200] user: hi
+USER_LINE = r"(?m)^\[[^\]\n]*\] user: (.+)$"  # [2026-04-03T10:00:00+0200] user: hi
 SUBJECT = r"- The user(?:'s .+? is |: I (?:live in|work) )"  # a newer such line replaces this one
 
 
@@ -1812,10 +1805,9 @@ def file_of(arguments: dict) -> str:
 def saved_memory(text: str) -> dict:
     """What the user said becomes history. Facts are in MEMORY.md already, by rules with `line:`."""
     memory, _, conversation = text.partition("\n# Conversation\n")
-    spoken = re.findall(USER_LINE, conversation) or [(time.strftime("%Y-%m-%d %H:%M"), "nothing")]
-    quotes = "; ".join(text[:200] for _, text in spoken[:20])
-    entry = f"[{spoken[0][0]}] The user sent {len(spoken)} messages. {quotes}".replace("T", " ", 1)
+    quotes = "; ".join(line[:200] for line in re.findall(USER_LINE, conversation)[:20])
     facts = memory.partition("# MEMORY.md\n")[2].strip()
+    entry = time.strftime(f"[%Y-%m-%d %H:%M] The user said: {quotes.replace('%', '%%')}")
     return {"history_entry": entry, "memory_update": facts}
 
 

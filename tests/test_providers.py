@@ -305,7 +305,6 @@ SENT = {  # what is asked: the body beside model and messages
         "custom", {"stream": True}, {"stream": True, "stream_options": {"include_usage": True}}),
     "the limit of the answer": ("custom", {"max_tokens": 9, "temperature": None}, {"max_tokens": 9}),
     "it has another name at OpenAI": ("openai", {"max_tokens": 9}, {"max_completion_tokens": 9}),
-    "without tools nothing is said of their choice": ("custom", {"tool_choice": "auto"}, {}),
 }  # fmt: skip
 
 
@@ -1883,8 +1882,8 @@ def test_the_offline_model_saves_a_conversation():
     question = user(f"# MEMORY.md\n\n{memory}\n\n# Conversation\n\n{talk}")
     saved = ask(OFFLINE, [{"role": "system", "content": "Save."}, question], SAVE)[0].tool_calls[0]
     entry = saved.arguments["history_entry"]
-    assert saved.name == "save_memory" and entry.startswith("[2026-04-03 10:00] The user sent 2 messages.")
-    assert "my favourite colour is green; My name is Maria." in entry
+    assert saved.name == "save_memory" and re.fullmatch(
+        r"\[[-0-9]{10} [:0-9]{5}\] The user said: my favourite colour is green; My name is Maria\.", entry)
     assert saved.arguments["memory_update"] == memory
     find = {"role": "system", "content": "One a line: [USER|SOUL|MEMORY] fact, or [SKIP]. [MEMORY] is for facts."}
     assert ask(OFFLINE, [find, user("# History\n\nHello.")])[0].content == "[SKIP]"
