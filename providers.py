@@ -949,8 +949,7 @@ def tools_as_text(body: dict, complaint: str) -> dict:
     if "tools" in body:
         lines = "\n".join(to_json(tool["function"]) for tool in body["tools"])
         messages.append({"role": "system", "content": TOOLS_AS_TEXT + lines})
-    body = {name: value for name, value in body.items() if name not in ("tools", "tool_choice")}
-    return {**body, "messages": legal(messages)}
+    return with_parameters(body, messages=legal(messages), tools=None, tool_choice=None)
 
 
 def calls_as_text(message: dict) -> dict:
@@ -1695,8 +1694,7 @@ class Rules:
 def rules_beside_this_file() -> str:
     here = Path(__file__).resolve().parent
     places = [here / OFFLINE_RULES, here / "nanobot_data" / OFFLINE_RULES]
-    found = [path.read_text(encoding="utf-8") for path in places if path.is_file()]
-    return found[0] if found else ""
+    return next((path.read_text(encoding="utf-8") for path in places if path.is_file()), "")
 
 
 RUNTIME_END = "[/Runtime Context]"
@@ -1727,14 +1725,14 @@ class Plan:
         self.prompt = messages[0]["content"]
         self.results = [each["content"] for each in messages[begin:] if each["role"] == "tool"]
         self.question = "\n".join(text.rpartition(RUNTIME_END)[2].strip() for text in typed)
-        self.tools = parameters_by_name(request.tools)
+        self.saves_memory = "save_memory" in parameters_by_name(request.tools)
         times = re.findall("(?m)^Time: (.*)", "\n".join(typed)) or [str(datetime.now())]
         memory = re.findall(MEMORY_PATH, self.prompt) or ["MEMORY.md"]
         self.known = {"time": times[-1], "memory": memory[0]}
 
     def answer(self) -> str:
         """What is said when all calls have results; raises NextCall for the first that has none."""
-        if "save_memory" in self.tools:
+        if self.saves_memory:
             raise NextCall("save_memory", saved_memory(self.question))
         if "[SKIP]" in self.prompt and "[MEMORY]" in self.prompt:
             return "[SKIP]"  # Dream: what is a fact was noted when it was said
@@ -1775,8 +1773,6 @@ class Plan:
         self.it = file_of(arguments) or self.it
         if self.results:
             return self.results.pop(0)
-        if not self.tools:
-            return "(the turn has no steps left)"
         raise NextCall(tool, arguments)
 
     def _add_line(self, path: str, line: str) -> str:
@@ -1807,7 +1803,7 @@ def saved_memory(text: str) -> dict:
     memory, _, conversation = text.partition("\n# Conversation\n")
     quotes = "; ".join(line[:200] for line in re.findall(USER_LINE, conversation)[:20])
     facts = memory.partition("# MEMORY.md\n")[2].strip()
-    entry = time.strftime(f"[%Y-%m-%d %H:%M] The user said: {quotes.replace('%', '%%')}")
+    entry = f"[{time.strftime('%Y-%m-%d %H:%M')}] The user said: {quotes}"
     return {"history_entry": entry, "memory_update": facts}
 
 
