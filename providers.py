@@ -24,7 +24,6 @@ import itertools
 import json
 import logging
 import os
-import random
 import re
 import shlex
 import time
@@ -257,7 +256,7 @@ class OpenAIProvider(LLMProvider):
             except Failure as problem:
                 failure = problem
             remedy, seconds = find_remedy(failure, body, healed), retry_after(failure, tries)
-            answer = failed(failure.with_status, content=failure.shown or None)
+            answer = failed(failure.cause, content=failure.shown or None)
             if remedy is None and seconds is None:
                 answer.error = explanation(failure, self.endpoint)
                 if failure.kind == "overflow":
@@ -272,9 +271,8 @@ class OpenAIProvider(LLMProvider):
                 continue
             tries += 1
             if seconds and (tries == 1 or failure.kind != "loading"):
-                await request.tell(f"{failure.with_status}; asking again in {seconds:.0f} s")
-            jitter = random.uniform(1, 1.2)  # or all who wait would come back at once
-            await asyncio.sleep(seconds * self.pace * jitter)
+                await request.tell(f"{failure.cause}; asking again in {seconds:.0f} s")
+            await asyncio.sleep(seconds * self.pace)
 
     async def _ask(self, request: LLMRequest, body: dict) -> LLMResponse:
         """One HTTP attempt. Raises Failure if the endpoint fails, and what `on_delta` raises."""
@@ -296,9 +294,7 @@ class OpenAIProvider(LLMProvider):
             _, calls = read_text_calls(failure.generation, known)  # of Groq's 400
             if not calls or failure.shown:
                 raise
-            answer = LLMResponse(None, calls, "tool_calls")
-            answer.usage = estimate_usage(request, answer)
-            return answer
+            return LLMResponse(None, calls, "tool_calls", estimate_usage(request, LLMResponse()))
 
     async def _learn(self, request: LLMRequest, answer: LLMResponse, healed: list[Healed]) -> None:
         """Keep what helped. Requests side by side add to it; none takes away from it."""
@@ -521,9 +517,8 @@ def parse_arguments(written: Any, repair: bool) -> tuple[dict, str]:
 
 
 def load_json(text: str, repair: bool) -> Any:
-    """Strict JSON; with `repair` also a Python dict, and then what json-repair makes of the text.
-
-    Raises ValueError. A text that ends inside a string, an object or a list is never repaired.
+    """Strict JSON, or ValueError; with `repair` also a Python dict, or what json-repair makes of
+    the text. A text that ends inside a string, an object or a list is never repaired.
     """
     try:
         return JSON.decode(text)
@@ -540,10 +535,7 @@ def load_json(text: str, repair: bool) -> Any:
 
 
 def ends_within(text: str) -> bool:
-    """Does a text end inside a string, an object or a list? Then nobody knows how it would go on.
-
-    {path: 'a.txt',}  → False        {"command": "rm -rf bui  → True
-    """
+    """Of `{"command": "rm -rf bui`, which ends inside a string, nobody knows how it goes on."""
     marks = [mark for mark in JSON_MARKS.findall(text) if len(mark) == 1]
     opened = marks.count("{") + marks.count("[") - marks.count("}") - marks.count("]")
     return '"' in marks or "'" in marks or opened > 0
@@ -684,10 +676,8 @@ def row_of_address(base_url: str) -> ProviderSpec:
 
 
 def row_of_model(known: dict[str, Endpoint], model: str) -> ProviderSpec | None:
-    """The row for a model's name, of those that the user gave a key or an address.
-
-    Order: `maker/model`, the maker of such models, a server of one's own, a gateway; and if no
-    row knows the name, any. Raises ValueError if the model's maker is known and has no key.
+    """The row for a model's name, of those with a key or an address. The order: `maker/model`,
+    the maker of such models, a server of one's own, a gateway; if no row knows the name, any.
     """
     usable = [row for row in PROVIDERS if known[row.name].api_base]
     usable += [row for row in PROVIDERS if known[row.name].api_key and row.default_api_base]
@@ -779,16 +769,12 @@ class Failure(Exception):
     generation: str = ""  # a tool call that the endpoint could not read
     shown: str = ""  # the part of the answer that the user saw
 
-    @property
-    def with_status(self) -> str:
-        return f"HTTP {self.status}: {self.cause}" if self.status else self.cause
-
 
 def explanation(failure: Failure, endpoint: Endpoint) -> str:
     """The cause, then what to do."""
     words = {"where": endpoint.api_base, "cause": failure.cause, "model": endpoint.model}
     words["variable"] = endpoint.spec.env_key or "OPENAI_API_KEY"
-    text = f"{endpoint.api_base} failed: {failure.with_status}"
+    text = f"{endpoint.api_base} failed: {failure.cause}"
     if failure.kind in ADVICE:
         text = ADVICE[failure.kind].format(**words)
     return endpoint.without_secrets(text)
@@ -804,9 +790,7 @@ def as_failure(problem: Exception) -> Failure:
         raise problem
     response = getattr(problem, "response", None)
     if response is not None:
-        wait = response.headers.get("retry-after", "")
-        failure = refusal(problem.body, response.status_code, wait)
-        return replace(failure, cause=failure.cause or str(problem))
+        return refusal(problem.body, response.status_code, response.headers.get("retry-after", ""))
     below = problem.__cause__
     names = f"{type(problem).__name__} {type(below).__name__}"
     for kind, pattern, cause in NO_ANSWER:
@@ -827,15 +811,16 @@ def refusal(body: Any, status: int | None = None, wait: str = "") -> Failure:
             inside = {"error": inside[0]}
         raw = (inside.get("metadata") or {}).get("raw")  # below "Provider returned error"
         inside = raw or inside.get("message") or inside.get("error") or json.dumps(inside)
-    line = " ".join(str(inside or "")[:4_000].split())[:500]
     if status is None and isinstance(fields.get("code"), int):
         status = fields["code"]
+    line = " ".join(str(inside or "")[:4_000].split())[:500]
+    cause = f"HTTP {status}: {line}" if status else line
     text = str(body or "")[:4_000]  # the expressions that search it are for a few lines
     found = [kind for kind, words in KINDS if re.search(f"(?is){words}", f"{status} {text}")]
     soon = re.fullmatch(f"({NUMBER})", wait) or re.search(rf"(?i){AGAIN}({NUMBER}) ?s", text)
     seconds = float(soon[1]) if soon else 0.0
     generation = str(fields.get("failed_generation") or "")
-    return Failure(line, "".join(found[:1]), text, status, seconds, generation)
+    return Failure(cause, "".join(found[:1]), text, status, seconds, generation)
 
 
 # ---- What endpoints refuse, and what helps ----
@@ -846,9 +831,7 @@ Change = Callable[[dict, str], dict]  # (body, complaint) → a new body; the ol
 
 
 class Remedy(NamedTuple):
-    """A kind of complaint, and what to change in the request."""
-
-    complaint: str  # a regular expression
+    complaint: str  # a regular expression for what the endpoint wrote
     notice: str  # to the user
     change: Change
     is_remembered: bool = True  # it holds for all requests to the model, not for this one only
@@ -1095,24 +1078,22 @@ class Connection:
 
     def client(self) -> Any:
         here = asyncio.get_running_loop()
-        if self._loop is not here:
-            self._client, self._loop = self._new_client(), here
-        return self._client
-
-    def _new_client(self) -> Any:
+        if self._loop is here:
+            return self._client
         openai, where = load_sdk(), self.endpoint
         http = openai.DefaultAsyncHttpxClient(
             verify=where.api_base.startswith("https://"),  # loading certificates takes 30 ms
             trust_env=not where.spec.is_local, follow_redirects=False,
         )  # fmt: skip
-        client = openai.AsyncOpenAI(
+        self._client = openai.AsyncOpenAI(
             api_key=where.api_key or "none", base_url=where.api_base, max_retries=0,
             timeout=openai.Timeout(self.request_timeout, connect=min(10.0, self.request_timeout)),
             default_headers=where.extra_headers, http_client=http,
         )  # fmt: skip
         if row_of_address(where.api_base).name != "openai":  # OPENAI_ORG_ID is for OpenAI alone
-            client.organization = client.project = None
-        return client
+            self._client.organization = self._client.project = None
+        self._loop = here
+        return self._client
 
     async def close(self) -> None:
         if self._loop is asyncio.get_running_loop():
@@ -1125,7 +1106,6 @@ class Connection:
         The first chunk must come within the request timeout, whatever comments come before it, and
         each further one within the idle timeout. While the caller works with one, no clock runs.
         """
-        now = asyncio.get_running_loop().time
         raw = {"headers": {"X-Stainless-Raw-Response": "stream"}, "security": {"bearer_auth": True}}
         try:
             post = self.client().post
@@ -1137,7 +1117,7 @@ class Connection:
                     async for chunk in chunks_of(response):
                         clock.reschedule(None)
                         yield chunk
-                        clock.reschedule(now() + self.idle_timeout)
+                        clock.reschedule(asyncio.get_running_loop().time() + self.idle_timeout)
                 finally:
                     await response.close()
         except Exception as problem:  # cancellation is no Exception and goes on
@@ -1205,8 +1185,6 @@ REASONS = {  # in OpenAI's words; any other (`eos`, `tool_use`, `end_turn`) is a
 
 @dataclass
 class CallParts:
-    """A call as it grows."""
-
     index: int | None
     id: str | None = None
     name: str = ""
@@ -1215,13 +1193,10 @@ class CallParts:
 
 
 class AnswerReader:
-    """Puts an answer together from the chunks of a stream; an answer in one piece is one chunk.
-
-    `tools` are those that a model may also call in its text: `{"read_file": {…its parameters…}}`.
-    """
+    """Puts an answer together from the chunks of a stream; an answer in one piece is one chunk."""
 
     def __init__(self, tools: dict[str, dict]) -> None:
-        self.tools = tools
+        self.tools = tools  # may be called in the text, too: {"read_file": {…its parameters…}}
         self.shown = ""  # the text without thoughts,
         self.held = ""  # and its end, that is not shown yet: it may be a thought or a call
         self.is_thought = False
@@ -1491,11 +1466,10 @@ class ReplayProvider(LLMProvider):
                 answer = record["answer"] or asdict(failed("This request was cancelled."))
                 answer["tool_calls"] = [ToolCallRequest(**call) for call in answer["tool_calls"]]
                 record["answer"] = LLMResponse(**answer)
-                legal(record["messages"])  # raises if a message has another form
+                if record.get("outcome") not in ("healed", "retried"):
+                    self.rest.append({**record, "messages": legal(record["messages"])})
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 raise ValueError(f"{trace}, line {number}: this is no record of a trace") from None
-            if record.get("outcome") not in ("healed", "retried"):
-                self.rest.append(record)
 
     async def answer(self, request: LLMRequest) -> LLMResponse:
         if not self.rest:
@@ -1585,7 +1559,7 @@ class HumanProvider(LLMProvider):
 # of the file becomes a regular expression, and a mistake in it gets a name and a line.
 
 OFFLINE_RULES = "templates/offline/rules.md"  # beside this file, or in nanobot_data/ of a wheel
-FIELDS = ("tool", "answer", "line", "schedule", "path", "command", "pattern", "content", "query")
+FIELDS = ("tool", "answer", "line", "schedule", "path")  # and the arguments of a tool
 NO_RULE = f"I know no rule for that: there is none in {OFFLINE_RULES}."
 BUILT_IN = {"result", "time", "memory", "file"}  # <words> that nobody has to say
 MARKS = {"[": "(?:", "]": ")?", "(": "(?:", ")": ")", "|": "|"}
@@ -1630,8 +1604,7 @@ class Rules:
             raise ValueError("this is neither a sentence (- read <file>) nor a field (answer: Hi)")
 
     def _check_field(self, key: str, value: str) -> None:
-        near = difflib.get_close_matches(key, FIELDS, 1, 0.7)
-        if key not in FIELDS and (near or "tool" not in self.last):
+        if key not in FIELDS and "tool" not in self.last:
             raise ValueError(f"unknown key {key}: known are {', '.join(FIELDS)}")
         sentences = " ".join(text for text, _, rule in self.sentences if rule is self.last)
         for word in re.findall(r"<(\w+)>", value):

@@ -827,7 +827,7 @@ def test_a_key_that_a_list_of_models_repeats_is_not_shown():
     with FakeLLM([], required_key="another") as server:
         server.answer = lambda method, request: refused
         said_of_it = asyncio.run(made(server, key=KEY).check())
-    assert "refuses the key (Invalid key [key])" in said_of_it
+    assert "refuses the key (HTTP 401: Invalid key [key])" in said_of_it
 
 
 @pytest.mark.parametrize(
