@@ -67,15 +67,12 @@ class ToolCallRequest:
 
 @dataclass
 class LLMResponse:
-    """An answer. If `error` is set, it says what went wrong, and `content` is what was shown.
-
-    `usage` is `{"prompt_tokens", "completion_tokens", "cached_tokens", "estimated"}`, in tokens.
-    """
+    """An answer. If `error` is set, it says what went wrong, and `content` is what was shown."""
 
     content: str | None = None
     tool_calls: list[ToolCallRequest] = field(default_factory=list)
     finish_reason: str | None = "stop"  # or tool_calls, length, content_filter, error
-    usage: dict = field(default_factory=dict)
+    usage: dict = field(default_factory=dict)  # prompt_, completion_, cached_tokens; estimated
     reasoning_content: str | None = None
     error: str | None = None
     extra: dict = field(default_factory=dict)  # the reasoning fields, sent back as they came
@@ -220,8 +217,6 @@ def legal(messages: list[dict], reply: bool = True) -> list[dict]:
 
 # ---- An endpoint: ask, heal, wait ----
 
-MOST_TRIES = 3
-
 
 class OpenAIProvider(LLMProvider):
     """An endpoint that speaks Chat Completions. Timeouts are in seconds, `pace` scales waits."""
@@ -232,8 +227,7 @@ class OpenAIProvider(LLMProvider):
     ):  # fmt: skip
         key = "".join(endpoint.api_key.split())  # a line end, copied along, would break the header
         self.endpoint = replace(endpoint, api_key=key)
-        self.model = endpoint.model
-        self.pace = pace
+        self.model, self.pace = endpoint.model, pace
         self.connection = Connection(self.endpoint, request_timeout, idle_timeout)
         self.learnt: dict[str, list[Healed]] = {}  # by model: the changes that it needs
         self.is_warned = False  # the user knows that the server's window is too small
@@ -330,10 +324,9 @@ class OpenAIProvider(LLMProvider):
 def retry_after(failure: Failure, tries: int) -> float | None:
     """Seconds to wait before the same request is sent again; None if that cannot help.
 
-    429 "Rate limit reached, try again in 20s" → 20.0;  503 → 1.0, then 2.0, then 4.0;  401 → None;
-    a kept connection that the server had closed → 0.0, then as for any other
+    429 "Rate limit reached, try again in 20s" → 20.0;  503 → 1.0, then 2.0, then 4.0;  401 → None
     """
-    most = {"loading": 15, "timeout": 1}.get(failure.kind, MOST_TRIES)
+    most = {"loading": 15, "timeout": 1}.get(failure.kind, 3)
     is_too_late = bool(failure.shown)  # a second answer would stand behind what the user has read
     if is_too_late or tries >= most or failure.kind not in PASSING:
         return None
@@ -563,9 +556,8 @@ class ProviderSpec:
 
 
 PROVIDERS = [  # name, words in names of its models, its key's variable, address; what is special
-    ProviderSpec("openai", "gpt|chatgpt|o1|o3|o4", "OPENAI_API_KEY",
-                 "https://api.openai.com/v1", default_model="gpt-5-mini",
-                 max_tokens_field="max_completion_tokens"),
+    ProviderSpec("openai", "gpt|chatgpt|o1|o3|o4", "OPENAI_API_KEY", "https://api.openai.com/v1",
+                 default_model="gpt-5-mini", max_tokens_field="max_completion_tokens"),
     ProviderSpec("openrouter", "", "OPENROUTER_API_KEY", "https://openrouter.ai/api/v1",
                  default_model="openrouter/auto", key_prefix="sk-or-", is_gateway=True,
                  supports_prompt_caching=True),
@@ -703,14 +695,12 @@ def row_of_model(known: dict[str, Endpoint], model: str) -> ProviderSpec | None:
 # "Connection error." helps nobody: the cause is four objects deep, in other words on each server.
 
 AGAIN = r"(?:try again|retry)\w{0,9} (?:in|after) (?=\d)"  # "Please try again in 5.2s", "… 6m0s"
-NUMBER = r"\d{1,9}(?:\.\d{1,9})?"
 # A kind of failure, and how it is recognized in `429 the endpoint's words`. The first row decides.
 KINDS = [
     # llama.cpp: "Loading model"
     ("loading", "^503 .*(loading model|currently loading)"),
-    # Anthropic "prompt is too long: 213462 tokens", OpenAI "exceeds the context window", LiteLLM
-    # "ContextWindowExceededError", LM Studio "n_keep", a wordless 400 of Cerebras, …: each is in
-    # tests/data/provider_errors.json
+    # Anthropic "prompt is too long: 213462 tokens", OpenAI "exceeds the context window", a wordless
+    # 400 of Cerebras, LM Studio "n_keep", …: each is in tests/data/provider_errors.json
     ("overflow", r"^413 |^400 \W*$|prompt (is )?too long|n_keep|input is too long|"
      "exceeds? the (context window|available context size)|token count.*exceeds the|"
      "maximum (prompt|context) length is|context_length_exceeded|request too large|"
@@ -735,11 +725,9 @@ KINDS = [
 NO_ANSWER = [
     ("network", "APITimeoutError ConnectTimeout", "no connection in time"),
     ("timeout", r"\w*Timeout", "no answer in time"),
-    ("closed", "APIConnectionError (RemoteProtocol|Read|Write)Error",
-     "the connection was closed before an answer came"),
+    ("closed", "APIConnectionError (RemoteProtocol|Read|Write)Error", "it closed the connection"),
     ("network", "APIConnectionError", ""),
-    ("cut", "(RemoteProtocol|Read|Write)Error",
-     "the connection was closed in the middle of the answer"),
+    ("cut", "(RemoteProtocol|Read|Write)Error", "it closed the connection in the middle"),
 ]  # fmt: skip
 ADVICE = {  # what to do; of any other kind only the cause is told
     "package": "{cause}",
@@ -772,11 +760,10 @@ class Failure(Exception):
 
 def explanation(failure: Failure, endpoint: Endpoint) -> str:
     """The cause, then what to do."""
-    words = {"where": endpoint.api_base, "cause": failure.cause, "model": endpoint.model}
-    words["variable"] = endpoint.spec.env_key or "OPENAI_API_KEY"
-    text = f"{endpoint.api_base} failed: {failure.cause}"
-    if failure.kind in ADVICE:
-        text = ADVICE[failure.kind].format(**words)
+    text = ADVICE.get(failure.kind, "{where} failed: {cause}").format(
+        where=endpoint.api_base, cause=failure.cause, model=endpoint.model,
+        variable=endpoint.spec.env_key or "OPENAI_API_KEY",
+    )  # fmt: skip
     return endpoint.without_secrets(text)
 
 
@@ -817,7 +804,8 @@ def refusal(body: Any, status: int | None = None, wait: str = "") -> Failure:
     cause = f"HTTP {status}: {line}" if status else line
     text = str(body or "")[:4_000]  # the expressions that search it are for a few lines
     found = [kind for kind, words in KINDS if re.search(f"(?is){words}", f"{status} {text}")]
-    soon = re.fullmatch(f"({NUMBER})", wait) or re.search(rf"(?i){AGAIN}({NUMBER}) ?s", text)
+    soon = re.search(rf"(?i){AGAIN}(\d{{1,9}}(?:\.\d{{1,9}})?) ?s", text)
+    soon = re.fullmatch(r"(\d{1,9})", wait) or soon
     seconds = float(soon[1]) if soon else 0.0
     generation = str(fields.get("failed_generation") or "")
     return Failure(cause, "".join(found[:1]), text, status, seconds, generation)
@@ -889,9 +877,9 @@ def as_text(message: dict) -> dict:
     """Content as one text; an image becomes a line."""
     if not isinstance(message["content"], list):
         return message
-    blank = "[an image: this model cannot see it]"
-    texts = [block.get("text") or blank for block in message["content"]]
-    return {**message, "content": "\n\n".join(texts)}
+    image = "[an image: this model cannot see it]"
+    content = "\n\n".join(block.get("text") or image for block in message["content"])
+    return {**message, "content": content}
 
 
 def with_some_reasoning(message: dict) -> dict:
@@ -958,8 +946,7 @@ HEALING = [
     # "max_tokens is too large: 32000. This model supports at most 16384 completion tokens"
     Remedy("maximum context length.{1,200}(in the messages|input tokens)|"
            "max_(completion_)?tokens.{1,99}(too large|maximum|at most|less than|range|exceed)|"
-           "(range of|input length and) .?max_tokens",
-           "its answers may be as long as there is room",
+           "(range of|input length and) .?max_tokens", "its answers are as long as there is room",
            partial(with_parameters, max_tokens=None, max_completion_tokens=None)),
     # "'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead."
     Remedy("max_completion_tokens", "max_tokens has another name there", with_other_limit),
@@ -989,8 +976,7 @@ HEALING = [
            partial(without_keys, unwanted=REASONING)),
     # llama.cpp: "Only user, assistant and tool roles are supported, got system."
     Remedy("(system|developer) (role|instruction|message).{0,20}not (supported|enabled)|got system|"
-           "not support 'system'", "it takes the system prompt from the user only",
-           with_system_as_user),
+           "not support 'system'", "the system prompt goes as the user's", with_system_as_user),
     # Mistral: "Tool call id was call_8bXe but must be a-z, A-Z, 0-9, with a length of 9."
     Remedy("a-z, A-Z, 0-9, with a length of 9", "ids of calls are shortened",
            partial(each_message, change=with_short_ids)),
@@ -1058,8 +1044,7 @@ def load_sdk() -> Any:
         import openai
     except ImportError as problem:
         name = (problem.name or "openai").partition(".")[0]
-        fix = f"The {name} package is missing: pip install {name}"
-        raise Failure(fix, "package") from problem
+        raise Failure(f"The {name} package is missing: pip install {name}", "package") from problem
     finally:
         gc.enable()
     gc.freeze()  # the modules live for ever: the collector need never look at them
@@ -1073,7 +1058,6 @@ class Connection:
         self.endpoint = endpoint
         self.request_timeout = request_timeout
         self.idle_timeout = idle_timeout
-        self._client: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None  # open connections belong to a loop
 
     def client(self) -> Any:
@@ -1456,8 +1440,7 @@ class ReplayProvider(LLMProvider):
 
     model = "replay"
 
-    def __init__(self, trace: Path):
-        """Raises OSError, or ValueError that names the line which is no record."""
+    def __init__(self, trace: Path):  # raises OSError, or ValueError that names a line
         self.rest: list[dict] = []  # what was not played yet; each `answer` is an LLMResponse
         text = trace.read_text(encoding="utf-8", errors="replace")
         for number, line in enumerate(text.removesuffix("\n").split("\n"), 1):
@@ -1570,8 +1553,7 @@ class Rules:
 
     def __init__(self, text: str):
         self.kinds: dict[str, str] = defaultdict(lambda: "(?!)")  # {"url": "(?:https?://\\S+)"}
-        # ("read [me] <files>", its expression, {"title": "read files", "tool": "read_file", …})
-        self.sentences: list[tuple[str, str, dict[str, str]]] = []
+        self.sentences: list[tuple[str, str, dict]] = []  # `read <files>`, its regex, its rule
         self.problems: list[str] = []
         self.otherwise = {"title": "anything else", "answer": NO_RULE}
         self.last: dict[str, str] = {}  # the rule that is being read
@@ -1638,8 +1620,7 @@ class Rules:
                     continue  # compiling all sentences would take 100 ms
                 found = re.fullmatch(regex, f" {spoken}", re.IGNORECASE | re.DOTALL)
                 if found:
-                    said = found.groupdict()
-                    return rule, {name: said[name] for name in said if said[name]}
+                    return rule, {name: said for name, said in found.groupdict().items() if said}
         return None
 
     def split(self, text: str) -> list[str]:
@@ -1679,7 +1660,7 @@ SUBJECT = r"- The user(?:'s .+? is |: I (?:live in|work) )"  # a newer such line
 
 
 class NextCall(Exception):
-    """A call whose result is needed before the plan goes on: its tool and its arguments."""
+    """The tool and the arguments of a call whose result is needed before the plan goes on."""
 
 
 class Plan:
@@ -1775,9 +1756,8 @@ def saved_memory(text: str) -> dict:
     """What the user said becomes history. Facts are in MEMORY.md already, by rules with `line:`."""
     memory, _, conversation = text.partition("\n# Conversation\n")
     quotes = "; ".join(line[:200] for line in re.findall(USER_LINE, conversation)[:20])
-    facts = memory.partition("# MEMORY.md\n")[2].strip()
     entry = f"[{time.strftime('%Y-%m-%d %H:%M')}] The user said: {quotes}"
-    return {"history_entry": entry, "memory_update": facts}
+    return {"history_entry": entry, "memory_update": memory.partition("# MEMORY.md\n")[2].strip()}
 
 
 def fill(template: str, known: dict, change: Callable[[str], str] = str) -> str:

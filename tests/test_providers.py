@@ -762,7 +762,7 @@ def test_what_a_consumer_raises_is_raised_as_it_is(problem):
 
 
 @pytest.mark.parametrize(("line", "cause"), [
-    (Raw(chunks=[sse(delta(content="Well"), done=False).body], cut=True), "was closed in the middle"),
+    (Raw(chunks=[sse(delta(content="Well"), done=False).body], cut=True), "it closed the connection in the middle"),
     (sse(delta(content="Well"), done=False), "the answer broke off"),
     (Raw(chunks=[sse(delta(content="Well"), done=False).body], hang=5), "gave no answer in time"),
 ])  # fmt: skip
@@ -915,7 +915,7 @@ MENDED = {  # a recorded refusal: a part of what the user is told, and what chan
     "ollama-no-tools": ("tool calls go as text", AS_TEXT),
     "deepseek-reasoning-must-be-passed-back": ("empty thoughts", {"messages.2.reasoning_content": ""}),
     "groq-reasoning-content-unsupported": ("thoughts are left out", {"messages.2.reasoning": GONE}),
-    "template-system-refused": ("system prompt from the user only", {"messages": [
+    "template-system-refused": ("system prompt goes as the user's", {"messages": [
         {"role": "user", "content": [{"type": "text", "text": "You are a test."}, *EVERYTHING[1]["content"]]},
         *EVERYTHING[2:]]}),
     "mistral-tool-id-9": ("ids of calls are shortened", {
