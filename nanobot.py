@@ -481,7 +481,7 @@ class AgentLoop:
         self.config = config
         self.workspace = prepare_workspace(config.workspace)
         self.provider = provider or make_provider(config)
-        self.model = self.provider.get_default_model()
+        self.model = self.provider.model
         self.tools = make_tools(config) if tools is None else tools
         self.mcp = MCPServers(config.tools.mcp_servers, self.tools)
         self.files_seen: dict[str, dict] = {}  # by session

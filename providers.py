@@ -24,17 +24,16 @@ import itertools
 import json
 import logging
 import os
-import random
 import re
 import shlex
 import time
 import warnings
 import zlib
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timedelta
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -68,15 +67,12 @@ class ToolCallRequest:
 
 @dataclass
 class LLMResponse:
-    """An answer. If `error` is set, it says what went wrong, and `content` is what was shown.
-
-    `usage` is `{"prompt_tokens", "completion_tokens", "cached_tokens", "estimated"}`, in tokens.
-    """
+    """An answer. If `error` is set, it says what went wrong, and `content` is what was shown."""
 
     content: str | None = None
     tool_calls: list[ToolCallRequest] = field(default_factory=list)
     finish_reason: str | None = "stop"  # or tool_calls, length, content_filter, error
-    usage: dict = field(default_factory=dict)
+    usage: dict = field(default_factory=dict)  # prompt_, completion_, cached_tokens; estimated
     reasoning_content: str | None = None
     error: str | None = None
     extra: dict = field(default_factory=dict)  # the reasoning fields, sent back as they came
@@ -93,8 +89,8 @@ class LLMResponse:
         return message
 
 
-def calling(tool: str, arguments: dict) -> LLMResponse:
-    return LLMResponse(None, [ToolCallRequest(new_id(), tool, arguments)], "tool_calls")
+def calling(tool: str, arguments: dict, error: str = "") -> LLMResponse:
+    return LLMResponse(None, [ToolCallRequest(new_id(), tool, arguments, error)], "tool_calls")
 
 
 def failed(cause: str, **fields: Any) -> LLMResponse:
@@ -156,9 +152,6 @@ class LLMProvider:
     async def answer(self, request: LLMRequest) -> LLMResponse:
         """The model's answer. A provider keeps no conversation: `request.messages` has it all."""
         raise NotImplementedError
-
-    def get_default_model(self) -> str:
-        return self.model
 
     def warm_up(self) -> None:
         """Do slow work, like an import, before the first request; called on a thread."""
@@ -224,8 +217,6 @@ def legal(messages: list[dict], reply: bool = True) -> list[dict]:
 
 # ---- An endpoint: ask, heal, wait ----
 
-MOST_TRIES = 3
-
 
 class OpenAIProvider(LLMProvider):
     """An endpoint that speaks Chat Completions. Timeouts are in seconds, `pace` scales waits."""
@@ -236,8 +227,7 @@ class OpenAIProvider(LLMProvider):
     ):  # fmt: skip
         key = "".join(endpoint.api_key.split())  # a line end, copied along, would break the header
         self.endpoint = replace(endpoint, api_key=key)
-        self.model = endpoint.model
-        self.pace = pace
+        self.model, self.pace = endpoint.model, pace
         self.connection = Connection(self.endpoint, request_timeout, idle_timeout)
         self.learnt: dict[str, list[Healed]] = {}  # by model: the changes that it needs
         self.is_warned = False  # the user knows that the server's window is too small
@@ -259,25 +249,24 @@ class OpenAIProvider(LLMProvider):
                 return response
             except Failure as problem:
                 failure = problem
-            failure.tries = tries
-            remedy, seconds = find_remedy(failure, body, healed), retry_after(failure)
+            remedy, seconds = find_remedy(failure, body, healed), retry_after(failure, tries)
+            answer = failed(failure.cause, content=failure.shown or None)
             if remedy is None and seconds is None:
-                usage = estimate_usage(request, LLMResponse()) if failure.is_overflow else {}
-                why, shown = await self._explain(failure), failure.shown or None
-                return failed(why, content=shown, usage=usage, is_overflow=failure.is_overflow)
+                answer.error = explanation(failure, self.endpoint)
+                if failure.kind == "overflow":
+                    answer.is_overflow, answer.usage = True, estimate_usage(request, answer)
+                return answer
             if self.trace:
-                problem = failed(failure.with_status, content=failure.shown or None)
-                self.trace(request, problem, "healed" if remedy else "retried")
+                self.trace(request, answer, "healed" if remedy else "retried")
             if remedy:
                 healed.append((remedy, failure.text))
                 body = remedy.change(body, failure.text)
                 await request.tell(f"{self.endpoint.spec.name}, {request.model}: {remedy.notice}")
                 continue
             tries += 1
-            if seconds and (tries == 1 or not failure.is_loading):
-                await request.tell(f"{failure.with_status}; asking again in {seconds:.0f} s")
-            jitter = random.uniform(1, 1.2)  # or all who wait would come back at once
-            await asyncio.sleep(seconds * self.pace * jitter)
+            if seconds and (tries == 1 or failure.kind != "loading"):
+                await request.tell(f"{failure.cause}; asking again in {seconds:.0f} s")
+            await asyncio.sleep(seconds * self.pace)
 
     async def _ask(self, request: LLMRequest, body: dict) -> LLMResponse:
         """One HTTP attempt. Raises Failure if the endpoint fails, and what `on_delta` raises."""
@@ -297,10 +286,9 @@ class OpenAIProvider(LLMProvider):
             failure.cause = self.endpoint.without_secrets(failure.cause)
             failure.shown = reader.shown if request.on_delta else ""
             _, calls = read_text_calls(failure.generation, known)  # of Groq's 400
-            if calls and not failure.shown:
-                usage = estimate_usage(request, LLMResponse())
-                return LLMResponse(None, calls, "tool_calls", usage)
-            raise
+            if not calls or failure.shown:
+                raise
+            return LLMResponse(None, calls, "tool_calls", estimate_usage(request, LLMResponse()))
 
     async def _learn(self, request: LLMRequest, answer: LLMResponse, healed: list[Healed]) -> None:
         """Keep what helped. Requests side by side add to it; none takes away from it."""
@@ -315,19 +303,9 @@ class OpenAIProvider(LLMProvider):
             fix = "Widen its window, for Ollama: OLLAMA_CONTEXT_LENGTH=64000 ollama serve"
             await request.tell(f"The server saw {seen:,} of about {sent:,} tokens. {fix}")
 
-    async def _explain(self, failure: Failure) -> str:
-        text = explanation(failure, self.endpoint)
-        if not text.endswith(OFFER):
-            return text
-        try:
-            return text + (", ".join((await self.connection.models())[:20]) or "no models")
-        except Failure as problem:  # this is an error message already: nothing may break it
-            cause = self.endpoint.without_secrets(problem.with_status)
-            return f"{text}an error instead of a list ({cause})"
-
     def warm_up(self) -> None:
         with contextlib.suppress(Failure):  # a missing package is reported by the first request
-            self.connection.load()
+            load_sdk()
 
     async def close(self) -> None:
         await self.connection.close()
@@ -337,25 +315,26 @@ class OpenAIProvider(LLMProvider):
         try:
             offered = await self.connection.models()
         except Failure as failure:
-            return await self._explain(failure)
-        is_known = not offered or self.model in offered
-        return None if is_known else f"no such model. {OFFER}{', '.join(offered[:20])}"
+            return explanation(failure, self.endpoint)
+        if not offered or self.model in offered:
+            return None
+        return f"no such model. The endpoint has: {', '.join(offered[:20])}"
 
 
-def retry_after(failure: Failure) -> float | None:
+def retry_after(failure: Failure, tries: int) -> float | None:
     """Seconds to wait before the same request is sent again; None if that cannot help.
 
-    429 "Rate limit reached, try again in 20s" → 20.0;  503 → 1.0, then 2.0, then 4.0;  401 → None;
-    a kept connection that the server had closed → 0.0, then as for any other
+    429 "Rate limit reached, try again in 20s" → 20.0;  503 → 1.0, then 2.0, then 4.0;  401 → None
     """
-    if failure.is_loading and failure.tries < LOADING_TRIES:
-        return LOADING_PAUSE
+    most = {"loading": 15, "timeout": 1}.get(failure.kind, 3)
     is_too_late = bool(failure.shown)  # a second answer would stand behind what the user has read
-    if is_too_late or failure.tries >= MOST_TRIES or not failure.is_passing:
+    if is_too_late or tries >= most or failure.kind not in PASSING:
         return None
-    if failure.kind == "closed" and failure.tries == 0:
+    if failure.kind == "loading":  # a minute in all
+        return 4.0
+    if failure.kind == "closed" and tries == 0:
         return 0.0
-    return min(failure.seconds_asked_for or 2.0**failure.tries, 60.0)
+    return min(failure.seconds or 2.0**tries, 60.0)
 
 
 # ---- A model without a network ----
@@ -376,13 +355,10 @@ class OfflineProvider(LLMProvider):
             log.warning("%s", problem)
 
     async def answer(self, request: LLMRequest) -> LLMResponse:
-        plan = Plan(request, self.rules)
-        steps = plan.steps()
-        answer = next(steps)
-        for result in plan.results:
-            answer = steps.send(result) if answer.tool_calls else answer
-        while answer.tool_calls and not plan.tools:
-            answer = steps.send("(the turn has no steps left)")
+        try:
+            answer = LLMResponse(Plan(request, self.rules).answer())
+        except NextCall as call:
+            answer = calling(*call.args)
         await request.show(*words(answer.content or ""))
         answer.usage = estimate_usage(request, answer)
         return answer
@@ -428,9 +404,8 @@ def clean_content(content: Any, filler: str) -> str | list[dict]:
 
 def as_blocks(content: str | list) -> list[dict]:
     """ "Hi" → [{"type": "text", "text": "Hi"}]; blocks are copied."""
-    items = content if isinstance(content, list) else [content]
-    texts = [item if isinstance(item, dict) else {"text": item} for item in items]
-    return [{"type": "text", **item} for item in texts]
+    blocks = content if isinstance(content, list) else [{"text": content}]
+    return [{"type": "text", **block} for block in blocks]
 
 
 def clean_calls(calls: list[dict]) -> list[dict]:
@@ -453,22 +428,21 @@ def with_results(messages: list[dict]) -> list[dict]:
     """
     paired: list[dict] = []
     used_ids: set[str] = set()
-    waiting: list[tuple[Any, dict]] = []  # the calls without a result: old id, place of the result
+    waiting: dict[Any, list[dict]] = {}  # by id of a call: the places for its result
     for message in messages:
         if message["role"] == "tool":
-            fitting = [entry for entry in waiting if entry[0] == message.get("tool_call_id")]
-            for entry in fitting[:1]:
-                entry[1].update(message, tool_call_id=entry[1]["tool_call_id"])
-                waiting.remove(entry)
+            places = waiting.get(message.get("tool_call_id"))
+            if places:
+                places.pop(0)["content"] = message["content"]
             continue
         paired.append(message)
         if "tool_calls" in message:
-            waiting = []
+            waiting = {}
         for call in message.get("tool_calls", []):
             old_id = call.get("id") or None
             call["id"] = unused_id(old_id, used_ids)
             result = {"role": "tool", "tool_call_id": call["id"], "content": NO_RESULT}
-            waiting.append((old_id, result))
+            waiting.setdefault(old_id, []).append(result)
             paired.append(result)
     return paired
 
@@ -527,19 +501,17 @@ def parse_arguments(written: Any, repair: bool) -> tuple[dict, str]:
     """A call's arguments, and what is wrong: `({}, "its arguments are not whole JSON …")`."""
     try:
         text = written if isinstance(written, str) else to_json(written or {})
-        value = load_json(text.strip() or "{}", repair)
-        is_plain = to_json(value).isascii()  # raises if a number is NaN or infinite
+        value = with_whole_letters(load_json(text.strip() or "{}", repair))  # raises for NaN
     except (TypeError, ValueError, RecursionError, ImportError) as problem:
         return {}, f"its arguments are not whole JSON ({problem})"
     if not isinstance(value, dict):
         return {}, f"its arguments must be one JSON object, not {text[:100]!r}"
-    return value if is_plain else with_whole_letters(value), ""
+    return value, ""
 
 
 def load_json(text: str, repair: bool) -> Any:
-    """Strict JSON; with `repair` also a Python dict, and then what json-repair makes of the text.
-
-    Raises ValueError. A text that ends inside a string, an object or a list is never repaired.
+    """Strict JSON, or ValueError; with `repair` also a Python dict, or what json-repair makes of
+    the text. A text that ends inside a string, an object or a list is never repaired.
     """
     try:
         return JSON.decode(text)
@@ -556,10 +528,7 @@ def load_json(text: str, repair: bool) -> Any:
 
 
 def ends_within(text: str) -> bool:
-    """Does a text end inside a string, an object or a list? Then nobody knows how it would go on.
-
-    {path: 'a.txt',}  → False        {"command": "rm -rf bui  → True
-    """
+    """Of `{"command": "rm -rf bui`, which ends inside a string, nobody knows how it goes on."""
     marks = [mark for mark in JSON_MARKS.findall(text) if len(mark) == 1]
     opened = marks.count("{") + marks.count("[") - marks.count("}") - marks.count("]")
     return '"' in marks or "'" in marks or opened > 0
@@ -574,8 +543,8 @@ class ProviderSpec:
     """A row of the table: all that the code knows of an endpoint."""
 
     name: str
-    keywords: tuple[str, ...] = ()  # words that names of its models begin with
-    env_key: str = ""
+    keywords: str = ""  # what names of its models begin with: gpt|o1
+    env_key: str = ""  # a row with a key has an address of its own, the same for everybody
     default_api_base: str = ""
     hosts: tuple[str, ...] = ()  # further ends of `.host:port` that are its
     key_prefix: str = ""
@@ -585,58 +554,41 @@ class ProviderSpec:
     supports_prompt_caching: bool = False  # by marks in the request; others do it unasked
     max_tokens_field: str = "max_tokens"
 
-    @property
-    def has_own_host(self) -> bool:
-        """Is its address in the world, the same for everybody?"""
-        return bool(self.default_api_base or self.hosts) and not self.is_local
-
-    def has_host(self, place: str) -> bool:
-        """Is a place like `.api.openai.com` or `.localhost:11434` this row's?"""
-        own = urlsplit(self.default_api_base).netloc
-        return place.endswith((f".{own}", *self.hosts) if own else self.hosts)
-
-    def makes(self, model: str) -> bool:
-        """Is this one of its models? `gpt-5`, `openai/gpt-5` and `hf.co/gpt-5` are OpenAI's."""
-        return any(re.search(rf"(?i)(?<![a-z0-9]){word}", model) for word in self.keywords)
-
 
 PROVIDERS = [  # name, words in names of its models, its key's variable, address; what is special
-    ProviderSpec("openai", ("gpt", "chatgpt", "o1", "o3", "o4"), "OPENAI_API_KEY",
-                 "https://api.openai.com/v1", default_model="gpt-5-mini",
-                 max_tokens_field="max_completion_tokens"),
-    ProviderSpec("openrouter", (), "OPENROUTER_API_KEY", "https://openrouter.ai/api/v1",
+    ProviderSpec("openai", "gpt|chatgpt|o1|o3|o4", "OPENAI_API_KEY", "https://api.openai.com/v1",
+                 default_model="gpt-5-mini", max_tokens_field="max_completion_tokens"),
+    ProviderSpec("openrouter", "", "OPENROUTER_API_KEY", "https://openrouter.ai/api/v1",
                  default_model="openrouter/auto", key_prefix="sk-or-", is_gateway=True,
                  supports_prompt_caching=True),
-    ProviderSpec("anthropic", ("claude",), "ANTHROPIC_API_KEY", "https://api.anthropic.com/v1",
+    ProviderSpec("anthropic", "claude", "ANTHROPIC_API_KEY", "https://api.anthropic.com/v1",
                  key_prefix="sk-ant-", supports_prompt_caching=True),
-    ProviderSpec("deepseek", ("deepseek",), "DEEPSEEK_API_KEY", "https://api.deepseek.com/v1"),
-    ProviderSpec("gemini", ("gemini", "gemma"), "GEMINI_API_KEY", key_prefix="AIza",
+    ProviderSpec("deepseek", "deepseek", "DEEPSEEK_API_KEY", "https://api.deepseek.com/v1"),
+    ProviderSpec("gemini", "gemini|gemma", "GEMINI_API_KEY", key_prefix="AIza",
                  default_api_base="https://generativelanguage.googleapis.com/v1beta/openai"),
-    ProviderSpec("groq", (), "GROQ_API_KEY", "https://api.groq.com/openai/v1", key_prefix="gsk_"),
-    ProviderSpec("mistral", ("mistral", "codestral"), "MISTRAL_API_KEY",
-                 "https://api.mistral.ai/v1"),
-    ProviderSpec("moonshot", ("kimi", "moonshot"), "MOONSHOT_API_KEY", "https://api.moonshot.ai/v1",
+    ProviderSpec("groq", "", "GROQ_API_KEY", "https://api.groq.com/openai/v1", key_prefix="gsk_"),
+    ProviderSpec("mistral", "mistral|codestral", "MISTRAL_API_KEY", "https://api.mistral.ai/v1"),
+    ProviderSpec("moonshot", "kimi|moonshot", "MOONSHOT_API_KEY", "https://api.moonshot.ai/v1",
                  (".api.moonshot.cn",)),
-    ProviderSpec("zhipu", ("glm",), "ZAI_API_KEY", "https://open.bigmodel.cn/api/paas/v4",
+    ProviderSpec("zhipu", "glm", "ZAI_API_KEY", "https://open.bigmodel.cn/api/paas/v4",
                  (".api.z.ai",)),
-    ProviderSpec("minimax", ("minimax",), "MINIMAX_API_KEY", "https://api.minimax.io/v1",
+    ProviderSpec("minimax", "minimax", "MINIMAX_API_KEY", "https://api.minimax.io/v1",
                  (".minimaxi.com",)),
-    ProviderSpec("dashscope", ("qwen",), "DASHSCOPE_API_KEY",
+    ProviderSpec("dashscope", "qwen", "DASHSCOPE_API_KEY",
                  "https://dashscope.aliyuncs.com/compatible-mode/v1",
                  (".dashscope-intl.aliyuncs.com",)),
-    ProviderSpec("siliconflow", (), "SILICONFLOW_API_KEY", "https://api.siliconflow.cn/v1",
+    ProviderSpec("siliconflow", "", "SILICONFLOW_API_KEY", "https://api.siliconflow.cn/v1",
                  (".api.siliconflow.com",), is_gateway=True),
-    ProviderSpec("aihubmix", (), "AIHUBMIX_API_KEY", "https://aihubmix.com/v1", is_gateway=True),
-    ProviderSpec("volcengine", ("doubao",), "ARK_API_KEY",
-                 "https://ark.cn-beijing.volces.com/api/v3"),
-    ProviderSpec("xai", ("grok",), "XAI_API_KEY", "https://api.x.ai/v1", key_prefix="xai-"),
-    ProviderSpec("azure", (), "AZURE_OPENAI_API_KEY", max_tokens_field="max_completion_tokens",
+    ProviderSpec("aihubmix", "", "AIHUBMIX_API_KEY", "https://aihubmix.com/v1", is_gateway=True),
+    ProviderSpec("volcengine", "doubao", "ARK_API_KEY", "https://ark.cn-beijing.volces.com/api/v3"),
+    ProviderSpec("xai", "grok", "XAI_API_KEY", "https://api.x.ai/v1", key_prefix="xai-"),
+    ProviderSpec("azure", "", "AZURE_OPENAI_API_KEY", max_tokens_field="max_completion_tokens",
                  hosts=(".openai.azure.com", ".services.ai.azure.com")),
-    ProviderSpec("ollama", (), "", "http://localhost:11434/v1", (":11434",), is_local=True),
-    ProviderSpec("lmstudio", (), "", "http://localhost:1234/v1", (":1234",), is_local=True),
-    ProviderSpec("vllm", (), "", "http://localhost:8000/v1", is_local=True),
-    ProviderSpec("llamacpp", (), "", "http://localhost:8080/v1", is_local=True),
-    ProviderSpec("local", (), "", "http://localhost:8000/v1", is_local=True),
+    ProviderSpec("ollama", "", "", "http://localhost:11434/v1", (":11434",), is_local=True),
+    ProviderSpec("lmstudio", "", "", "http://localhost:1234/v1", (":1234",), is_local=True),
+    ProviderSpec("vllm", "", "", "http://localhost:8000/v1", is_local=True),
+    ProviderSpec("llamacpp", "", "", "http://localhost:8080/v1", is_local=True),
+    ProviderSpec("local", "", "", "http://localhost:8000/v1", is_local=True),
     ProviderSpec("custom"),
 ]  # fmt: skip
 ROWS = {row.name: row for row in PROVIDERS}
@@ -673,16 +625,20 @@ def choose_endpoint(
     if provider and provider not in ROWS:
         names = ", ".join(ROWS)
         raise ValueError(f"There is no provider {provider!r}. There are: {names}, offline.")
-    general_key = settings["openai"].api_key if "openai" in settings else ""
-    settings = with_keys_in_place(settings)
+    known = {row.name: replace(settings.get(row.name) or Endpoint(row)) for row in PROVIDERS}
+    general_key = known["openai"].api_key
+    for row in PROVIDERS:  # a key in OPENAI_API_KEY that begins with sk-or- is OpenRouter's
+        if row.key_prefix and general_key.startswith(row.key_prefix):
+            known[row.name].api_key = known[row.name].api_key or general_key
+            known["openai"].api_key = ""
     host = row_of_address(base_url) if base_url else None
-    spec = ROWS.get(provider) or host or row_of_model(settings, model)
-    if host and host.has_own_host:
+    spec = ROWS.get(provider) or host or row_of_model(known, model)
+    if host and host.env_key:
         spec = host
     if spec is None:
         return None
-    own = settings.get(spec.name) or Endpoint(spec)
-    address = base_url or own.api_base or spec.default_api_base
+    chosen = known[spec.name]
+    address = base_url or chosen.api_base or spec.default_api_base
     if not re.match("https?://.", address):
         problem = f"the address {address!r} does not begin with http:// or https://"
         problem = problem if address else "it has no address"
@@ -690,48 +646,40 @@ def choose_endpoint(
     maker, _, rest = model.partition("/")
     if maker == spec.name and ("/" in rest or not spec.is_gateway):  # but openrouter/auto stays
         model = rest
-    chosen = replace(own, spec=spec, api_base=address, model=model or spec.default_model)
-    if host not in (None, spec) and address != own.api_base and spec.has_own_host:
+    if host not in (None, spec) and address != chosen.api_base and spec.env_key:
         chosen.api_key, chosen.extra_headers = "", {}
-    if host and not host.has_own_host and not chosen.api_key:
+    if host and not host.env_key and not chosen.api_key:
         chosen.api_key = general_key  # OPENAI_API_KEY is also the key of a server of one's own
     if spec.is_local and not urlsplit(address).path.strip("/"):
-        chosen.api_base = address.rstrip("/") + "/v1"
-    return chosen
-
-
-def with_keys_in_place(settings: dict[str, Endpoint]) -> dict[str, Endpoint]:
-    """A key in OPENAI_API_KEY that has another row's prefix (sk-or-…) is that row's key."""
-    general = settings.get("openai") or Endpoint(ROWS["openai"])
-    for row in PROVIDERS:
-        if row.key_prefix and general.api_key.startswith(row.key_prefix):
-            owner = settings.get(row.name) or Endpoint(row)
-            owner = replace(owner, api_key=owner.api_key or general.api_key)
-            return settings | {"openai": replace(general, api_key=""), row.name: owner}
-    return settings
+        address = address.rstrip("/") + "/v1"
+    return replace(chosen, spec=spec, api_base=address, model=model or spec.default_model)
 
 
 def row_of_address(base_url: str) -> ProviderSpec:
-    place = f".{urlsplit(base_url).netloc.rpartition('@')[2]}"
+    """`https://eu.api.openai.com/v1` is OpenAI's; an unknown host is local or custom."""
+    place = f".{urlsplit(base_url).netloc.rpartition('@')[2]}"  # .api.openai.com, .localhost:11434
+    for row in PROVIDERS:
+        own = urlsplit(row.default_api_base).netloc
+        if place.endswith((f".{own}", *row.hosts) if own else row.hosts):
+            return row
     # ".localhost:9000", ".127.0.0.1:9000", ".192.168.0.7"
     is_local = re.match(r"\.(localhost|0\.0\.0\.0|\[::1\])(:|$)|\.(127|10|192\.168)\.", place)
-    nobodys = ROWS["local"] if is_local else ROWS["custom"]
-    return next((row for row in PROVIDERS if row.has_host(place)), nobodys)
+    return ROWS["local"] if is_local else ROWS["custom"]
 
 
-def row_of_model(settings: dict[str, Endpoint], model: str) -> ProviderSpec | None:
-    """The row for a model's name, of those that the user gave a key or an address.
-
-    Order: `maker/model`, the maker of such models, a server of one's own, a gateway; and if no
-    row knows the name, any. Raises ValueError if the model's maker is known and has no key.
+def row_of_model(known: dict[str, Endpoint], model: str) -> ProviderSpec | None:
+    """The row for a model's name, of those with a key or an address. The order: `maker/model`,
+    the maker of such models, a server of one's own, a gateway; if no row knows the name, any.
     """
-    own = {row.name: settings.get(row.name) or Endpoint(row) for row in PROVIDERS}
-    usable = [row for row in PROVIDERS if own[row.name].api_base]
-    usable += [row for row in PROVIDERS if own[row.name].api_key and row.default_api_base]
+    usable = [row for row in PROVIDERS if known[row.name].api_base]
+    usable += [row for row in PROVIDERS if known[row.name].api_key and row.default_api_base]
     named = ROWS.get(model.partition("/")[0])
     if named and named.is_local:
         return named
-    makers = [named] if named else [row for row in PROVIDERS if row.makes(model)]
+    # `gpt-5`, `openai/gpt-5` and `hf.co/gpt-5` are OpenAI's
+    makers = [row for row in PROVIDERS if row.keywords]
+    makers = [row for row in makers if re.search(rf"(?i)(?<![a-z0-9])({row.keywords})", model)]
+    makers = [named] if named else makers
     rows = [row for row in makers if row in usable]
     rows += [row for row in usable if not row.env_key]
     rows += [row for row in usable if row.is_gateway]
@@ -746,30 +694,55 @@ def row_of_model(settings: dict[str, Endpoint], model: str) -> ProviderSpec | No
 # ---- What went wrong ----
 # "Connection error." helps nobody: the cause is four objects deep, in other words on each server.
 
-# Anthropic "prompt is too long: 213462 tokens", OpenAI "exceeds the context window", LiteLLM
-# "ContextWindowExceededError", LM Studio "n_keep", … : each is in tests/data/provider_errors.json
-OVERFLOW = (
-    "(?is)prompt (is )?too long|exceeds? the (context window|available context size)|n_keep|"
-    "input is too long|token count.*exceeds the|maximum (prompt|context) length is|"
-    "context_length_exceeded|request too large|reduce (the length of the|your) message|"
-    "(than the|with) context length|context ?window ?exceed|exceeded model token limit|"
-    "too large for model with|context size has been exceeded|range of input length|"
-    "`?inputs`? (tokens|must have less)"
-)
-# "You exceeded your current quota", "Insufficient Balance", "余额不足"
-UNPAID = "(?i)insufficient|exceeded.{0,20}quota|billing|credit|balance|payment|余额|欠费"
-# "The engine is currently overloaded", "Rate limit reached", "该模型当前访问量过大"; 400 of Groq
-BUSY = "(?i)overloaded|rate.?limit|too many requests|访问量过大|速率限制|tool_use_failed"
-LOADING = "(?i)loading model|currently loading"  # 503 of llama.cpp: "Loading model"
-LOADING_TRIES, LOADING_PAUSE = 15, 4.0  # a minute in all
-# "Please try again in 6m0s", "Please retry after 20 seconds"
-SOON = r"(?i)(?:try again|retry)\w{0,9} (?:in|after) (\d{1,9}(?:\.\d{1,9})?) ?(ms|milli|m|h|)"
-SECONDS = {"ms": 0.001, "milli": 0.001, "m": 60.0, "h": 3600.0, "": 1.0}
-# xAI, a 400: "Incorrect API key provided"; Gemini "API key not valid"; LiteLLM "No connected db."
-WRONG_KEY = "(?i)incorrect api key|api key not valid|no connected db"
-# "is not a valid model ID", DeepSeek "Model Not Exist", LiteLLM "Invalid model name passed in"
-NO_MODEL = "(?i)no model|not a valid model|model not exist|invalid model name"
-OFFER = "Choose with --model or NANOBOT_MODEL; the endpoint has: "
+AGAIN = r"(?:try again|retry)\w{0,9} (?:in|after) (?=\d)"  # "Please try again in 5.2s", "… 6m0s"
+# A kind of failure, and how it is recognized in `429 the endpoint's words`. The first row decides.
+KINDS = [
+    # llama.cpp: "Loading model"
+    ("loading", "^503 .*(loading model|currently loading)"),
+    # Anthropic "prompt is too long: 213462 tokens", OpenAI "exceeds the context window", a wordless
+    # 400 of Cerebras, LM Studio "n_keep", …: each is in tests/data/provider_errors.json
+    ("overflow", r"^413 |^400 \W*$|prompt (is )?too long|n_keep|input is too long|"
+     "exceeds? the (context window|available context size)|token count.*exceeds the|"
+     "maximum (prompt|context) length is|context_length_exceeded|request too large|"
+     "reduce (the length of the|your) message|(than the|with) context length|"
+     "context ?window ?exceed|exceeded model token limit|too large for model with|"
+     "context size has been exceeded|range of input length|`?inputs`? (tokens|must have less)"),
+    # xAI, a 400: "Incorrect API key provided"; Gemini "API key not valid"; LiteLLM
+    ("key", "^401 |incorrect api key|api key not valid|no connected db"),
+    # "quota exceeded, try again in 20s" is a rate limit in other words
+    ("busy", rf"^5\d\d |{AGAIN}"),
+    # "You exceeded your current quota", "Insufficient Balance", "余额不足"
+    ("unpaid", "^402 |insufficient|exceeded.{0,20}quota|billing|credit|balance|payment|余额|欠费"),
+    # "The engine is currently overloaded", "Rate limit reached"; 400 of Groq "tool_use_failed"
+    ("busy", "^(408|409|429) |overloaded|rate.?limit|too many requests|访问量过大|速率限制|"
+     "tool_use_failed"),
+    ("key", "^403 "),
+    # "is not a valid model ID", DeepSeek "Model Not Exist", LiteLLM "Invalid model name passed in"
+    ("model", "no model|not a valid model|model not exist|invalid model name|^404 .*model"),
+    ("nonsense", "^40[45] "),
+]  # fmt: skip
+# The same for `APIConnectionError ReadError`, an exception and its cause; and words for people.
+NO_ANSWER = [
+    ("network", "APITimeoutError ConnectTimeout", "no connection in time"),
+    ("timeout", r"\w*Timeout", "no answer in time"),
+    ("closed", "APIConnectionError (RemoteProtocol|Read|Write)Error", "it closed the connection"),
+    ("network", "APIConnectionError", ""),
+    ("cut", "(RemoteProtocol|Read|Write)Error", "it closed the connection in the middle"),
+]  # fmt: skip
+ADVICE = {  # what to do; of any other kind only the cause is told
+    "package": "{cause}",
+    "timeout": "{where} gave no answer in time. Ask again, or try a smaller model.",
+    "network": "Cannot reach {where} ({cause}). Is the address right, and is the server running?",
+    "overflow": "{where}: the conversation is too long for {model} ({cause}). Begin a /new one; "
+    "if a single message is that long, put its text into a file.",
+    "unpaid": "{where} reports a billing problem ({cause}). Look at your account there, or choose "
+    "another --provider.",
+    "key": "{where} refuses the key ({cause}). Set {variable}.",
+    "model": "{where} has no such model ({cause}). Choose with --model or NANOBOT_MODEL; "
+    "`nanobot status` shows some that it has.",
+    "nonsense": "{where} does not answer like a model ({cause}). A base URL mostly ends in /v1.",
+}
+PASSING = ("busy", "loading", "network", "closed", "cut", "timeout")  # asked again after a while
 
 
 @dataclass(eq=False)
@@ -777,83 +750,21 @@ class Failure(Exception):
     """A request that failed: `cause` is for people, the other fields are for the code."""
 
     cause: str
+    kind: str = ""  # of KINDS or NO_ANSWER, or package
     text: str = ""  # all that the endpoint wrote
     status: int | None = None
-    headers: Mapping[str, str] = field(default_factory=dict)
-    kind: str = ""  # package, network, closed (before a byte), timeout, cut (half), nonsense
+    seconds: float = 0.0  # how long the endpoint asks to wait
     generation: str = ""  # a tool call that the endpoint could not read
-    tries: int = 0  # how often the request was repeated before
     shown: str = ""  # the part of the answer that the user saw
-
-    def says(self, pattern: str) -> bool:
-        return re.search(pattern, self.text) is not None
-
-    @property
-    def with_status(self) -> str:
-        return f"HTTP {self.status}: {self.cause}" if self.status else self.cause
-
-    @property
-    def seconds_asked_for(self) -> float:
-        """From a header or from the text; 0 if there is none. A date is not understood."""
-        for name, unit in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
-            written = self.headers.get(name, "")
-            if re.fullmatch(r"\d{1,9}(\.\d*)?", written) and float(written):
-                return float(written) * unit
-        soon = re.search(SOON, self.text)
-        return float(soon[1]) * SECONDS[soon[2].lower()] if soon else 0.0
-
-    @property
-    def is_unpaid(self) -> bool:
-        is_theirs = (self.status or 0) >= 500  # "load balancer: insufficient capacity"
-        return self.status == 402 or (self.says(UNPAID) and not is_theirs)
-
-    @property
-    def is_overflow(self) -> bool:
-        is_wordless = self.status == 400 and not self.says(r"\w")  # Cerebras
-        return is_wordless or self.status == 413 or self.says(OVERFLOW)
-
-    @property
-    def is_loading(self) -> bool:
-        return self.status == 503 and self.says(LOADING)
-
-    @property
-    def is_passing(self) -> bool:
-        """Will it be over soon? A busy server: yes. Too long a prompt, a wrong key: no."""
-        if self.is_overflow:
-            return False
-        if self.is_unpaid:  # "quota exceeded, try again in 20s" is a rate limit in other words
-            return self.says(SOON)
-        if self.kind == "timeout":  # five minutes have gone by
-            return self.tries == 0
-        is_busy = self.status in (408, 409, 429) or (self.status or 0) >= 500 or self.says(BUSY)
-        return is_busy or self.kind in ("network", "closed", "cut")
 
 
 def explanation(failure: Failure, endpoint: Endpoint) -> str:
-    """The cause, then what to do. It ends in OFFER if the list of models belongs behind it."""
-    status, where = failure.status, endpoint.without_secrets(endpoint.api_base)
-    cause = endpoint.without_secrets(failure.cause)
-    is_wrong_key = status == 401 or failure.says(WRONG_KEY)
-    if failure.kind == "package":
-        return cause
-    if failure.kind == "timeout":
-        return f"{where} gave no answer in time. Ask again, or try a smaller model."
-    if failure.kind == "network":
-        return f"Cannot reach {where} ({cause}). Is the address right, and is the server running?"
-    if failure.is_overflow:
-        fix = "Begin a /new one; if a single message is that long, put its text into a file."
-        return f"{where}: the conversation is too long for {endpoint.model} ({cause}). {fix}"
-    if failure.is_unpaid and not is_wrong_key:
-        fix = "Look at your account there, or choose another --provider."
-        return f"{where} reports a billing problem ({cause}). {fix}"
-    if is_wrong_key or status == 403:
-        variable = endpoint.spec.env_key or "OPENAI_API_KEY"
-        return f"{where} refuses the key ({cause}). Set {variable}."
-    if re.search(NO_MODEL, cause) or (status == 404 and "model" in cause.lower()):
-        return f"{where} has no such model ({cause}). {OFFER}"
-    if status in (404, 405) or failure.kind == "nonsense":
-        return f"{where} does not answer like a model ({cause}). A base URL mostly ends in /v1."
-    return f"{where} failed: {f'HTTP {status}: ' if status else ''}{cause}"
+    """The cause, then what to do."""
+    text = ADVICE.get(failure.kind, "{where} failed: {cause}").format(
+        where=endpoint.api_base, cause=failure.cause, model=endpoint.model,
+        variable=endpoint.spec.env_key or "OPENAI_API_KEY",
+    )  # fmt: skip
+    return endpoint.without_secrets(text)
 
 
 def as_failure(problem: Exception) -> Failure:
@@ -864,41 +775,40 @@ def as_failure(problem: Exception) -> Failure:
     is_of_the_world = isinstance(problem, OSError | UnicodeError | RecursionError)
     if not is_of_the_world and library not in ("openai", "httpx", "httpx2"):
         raise problem
-    failure = refusal(getattr(problem, "body", None), problem)
     response = getattr(problem, "response", None)
-    name, below = type(problem).__name__, type(problem.__cause__).__name__
     if response is not None:
-        failure.status, failure.headers = response.status_code, response.headers
-    elif below == "ConnectTimeout":
-        failure.cause, failure.kind = "no connection in time", "network"
-    elif "Timeout" in name:
-        failure.cause, failure.kind = "no answer in time", "timeout"
-    elif library == "openai" and below in ("RemoteProtocolError", "ReadError", "WriteError"):
-        failure.cause, failure.kind = "the connection was closed before an answer came", "closed"
-    elif library.startswith("httpx"):
-        failure.cause, failure.kind = "the connection was closed in the middle of the answer", "cut"
-    elif name == "APIConnectionError":
-        failure.kind = "network"
-    return failure
+        return refusal(problem.body, response.status_code, response.headers.get("retry-after", ""))
+    below = problem.__cause__
+    names = f"{type(problem).__name__} {type(below).__name__}"
+    for kind, pattern, cause in NO_ANSWER:
+        if re.match(pattern, names):
+            return Failure(cause or str(below), kind)
+    return Failure(str(problem))
 
 
-def refusal(body: Any, problem: Exception | None = None) -> Failure:
-    """An error in the endpoint's own words, however deep they are; or why there is no connection.
+def refusal(body: Any, status: int | None = None, wait: str = "") -> Failure:
+    """An error in the endpoint's own words, however deep they are; `wait` is of the headers.
 
     [{"error": {"code": 400, "message": "Unknown name"}}]  → Failure("Unknown name", …)
     """
     fields = body if isinstance(body, dict) else {}
-    inside = body or getattr(problem, "__cause__", None) or str(problem)
+    inside = body
     while inside and isinstance(inside, list | dict):
         if isinstance(inside, list):
-            inside = inside[0]
-            continue
+            inside = {"error": inside[0]}
         raw = (inside.get("metadata") or {}).get("raw")  # below "Provider returned error"
         inside = raw or inside.get("message") or inside.get("error") or json.dumps(inside)
-    line = " ".join(str(inside)[:4_000].split())[:500]
-    status = fields.get("code") if isinstance(fields.get("code"), int) else None
+    if status is None and isinstance(fields.get("code"), int):
+        status = fields["code"]
+    line = " ".join(str(inside or "")[:4_000].split())[:500]
+    cause = f"HTTP {status}: {line}" if status else line
     text = str(body or "")[:4_000]  # the expressions that search it are for a few lines
-    return Failure(line, text, status, generation=str(fields.get("failed_generation") or ""))
+    found = [kind for kind, words in KINDS if re.search(f"(?is){words}", f"{status} {text}")]
+    soon = re.search(rf"(?i){AGAIN}(\d{{1,9}}(?:\.\d{{1,9}})?) ?s", text)
+    soon = re.fullmatch(r"(\d{1,9})", wait) or soon
+    seconds = float(soon[1]) if soon else 0.0
+    generation = str(fields.get("failed_generation") or "")
+    return Failure(cause, "".join(found[:1]), text, status, seconds, generation)
 
 
 # ---- What endpoints refuse, and what helps ----
@@ -909,9 +819,7 @@ Change = Callable[[dict, str], dict]  # (body, complaint) → a new body; the ol
 
 
 class Remedy(NamedTuple):
-    """A kind of complaint, and what to change in the request."""
-
-    complaint: str  # a regular expression
+    complaint: str  # a regular expression for what the endpoint wrote
     notice: str  # to the user
     change: Change
     is_remembered: bool = True  # it holds for all requests to the model, not for this one only
@@ -922,7 +830,7 @@ Healed = tuple[Remedy, str]  # with the complaint
 
 def find_remedy(failure: Failure, body: dict, healed: list[Healed]) -> Remedy | None:
     """The first row that fits the complaint and changes something; once each, nine in all."""
-    is_refusal = (failure.status or 400) in (400, 404, 405, 413, 415, 422, 500) and not failure.kind
+    is_refusal = (failure.status or 400) in (400, 404, 405, 413, 415, 422, 500)
     if failure.shown or not is_refusal or len(healed) >= 9:
         return None
     for remedy in HEALING:
@@ -969,9 +877,9 @@ def as_text(message: dict) -> dict:
     """Content as one text; an image becomes a line."""
     if not isinstance(message["content"], list):
         return message
-    blank = "[an image: this model cannot see it]"
-    texts = [block.get("text") or blank for block in message["content"]]
-    return {**message, "content": "\n\n".join(texts)}
+    image = "[an image: this model cannot see it]"
+    content = "\n\n".join(block.get("text") or image for block in message["content"])
+    return {**message, "content": content}
 
 
 def with_some_reasoning(message: dict) -> dict:
@@ -1012,8 +920,7 @@ def tools_as_text(body: dict, complaint: str) -> dict:
     if "tools" in body:
         lines = "\n".join(to_json(tool["function"]) for tool in body["tools"])
         messages.append({"role": "system", "content": TOOLS_AS_TEXT + lines})
-    body = {name: value for name, value in body.items() if name not in ("tools", "tool_choice")}
-    return {**body, "messages": legal(messages)}
+    return with_parameters(body, messages=legal(messages), tools=None, tool_choice=None)
 
 
 def calls_as_text(message: dict) -> dict:
@@ -1036,14 +943,10 @@ SCHEMA_WORDS = (
 )  # fmt: skip
 HEALING = [
     # "However, you requested 8500 tokens (308 in the messages, 8192 in the completion)"
-    Remedy("maximum context length.{1,200}(in the messages|input tokens)|"
-           "input length and .max_tokens. exceed",
-           "this answer may be as long as there is room",
-           partial(with_parameters, max_tokens=None, max_completion_tokens=None),
-           is_remembered=False),
     # "max_tokens is too large: 32000. This model supports at most 16384 completion tokens"
-    Remedy("max_(completion_)?tokens.{1,99}(too large|maximum|at most|less than|range|exceed)|"
-           "range of max_tokens", "it limits its answers itself",
+    Remedy("maximum context length.{1,200}(in the messages|input tokens)|"
+           "max_(completion_)?tokens.{1,99}(too large|maximum|at most|less than|range|exceed)|"
+           "(range of|input length and) .?max_tokens", "its answers are as long as there is room",
            partial(with_parameters, max_tokens=None, max_completion_tokens=None)),
     # "'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead."
     Remedy("max_completion_tokens", "max_tokens has another name there", with_other_limit),
@@ -1071,13 +974,9 @@ HEALING = [
     # both content and thinking in an assistant message with tool calls!"
     Remedy("messages.{0,80}reasoning|both content and thinking", "older thoughts are left out",
            partial(without_keys, unwanted=REASONING)),
-    # OpenRouter: "messages.0.content.0.text.cache_control: Extra inputs are not permitted"
-    Remedy("cache_control", "the prompt is not marked for its cache",
-           partial(without_keys, unwanted=("cache_control",))),
     # llama.cpp: "Only user, assistant and tool roles are supported, got system."
     Remedy("(system|developer) (role|instruction|message).{0,20}not (supported|enabled)|got system|"
-           "not support 'system'", "it takes the system prompt from the user only",
-           with_system_as_user),
+           "not support 'system'", "the system prompt goes as the user's", with_system_as_user),
     # Mistral: "Tool call id was call_8bXe but must be a-z, A-Z, 0-9, with a length of 9."
     Remedy("a-z, A-Z, 0-9, with a length of 9", "ids of calls are shortened",
            partial(each_message, change=with_short_ids)),
@@ -1085,9 +984,10 @@ HEALING = [
     Remedy("thought_signature", "calls of other models get a signature",
            partial(each_message, change=with_signature)),
     # Gemini: "Unknown name \"additionalProperties\" at 'tools[0].function_declarations[0]…'"
-    Remedy("unknown name.{0,200}(schema|parameters|function)|top level",
-           "tools are described in fewer words",
-           partial(without_keys, unwanted=SCHEMA_WORDS)),
+    # OpenRouter: "messages.0.content.0.text.cache_control: Extra inputs are not permitted"
+    Remedy("unknown name.{0,200}(schema|parameters|function)|top level|cache_control",
+           "tools are described in fewer words, and nothing is marked for the cache",
+           partial(without_keys, unwanted=(*SCHEMA_WORDS, "cache_control"))),
     # Anthropic: "image exceeds 5 MB maximum: 6093312 bytes > 5242880 bytes"
     Remedy("image.{0,40}(exceed|too large|too many|must be)|(process|decode|download) .{0,9}image|"
            "(invalid|unsupported|corrupt\\w*) image( data| file| format| type|\\.)",
@@ -1110,14 +1010,12 @@ HEALING = [
 # ---- What goes over the wire ----
 # The fewest parameters, as any other one is refused somewhere.
 
-DONE = {"done": True}  # stands for the line `data: [DONE]`
+DONE = {"choices": [{}]}  # stands for the line `data: [DONE]`: a choice that is no delta is whole
 
 
 def request_body(endpoint: Endpoint, request: LLMRequest, healed: list[Healed]) -> dict:
     """{"messages": […], "tools": […], "max_tokens": 8192, …}, as this model takes it."""
     body = {"messages": request.messages, "tools": request.tools or None, **request.options}
-    if not request.tools:
-        body["tool_choice"] = None
     if "max_tokens" in body:
         body[endpoint.spec.max_tokens_field] = body.pop("max_tokens")
     if request.on_delta:
@@ -1131,73 +1029,60 @@ def request_body(endpoint: Endpoint, request: LLMRequest, healed: list[Healed]) 
 
 
 def cache_marks(body: dict) -> dict:
-    """Marks up to where the prompt stays the same: at its system message and its tools."""
-    mark = {"cache_control": {"type": "ephemeral"}}
+    """A mark at the system message: what is before it, the tools too, stays the same."""
     first, *rest = body["messages"]
-    if first["role"] == "system":
-        first = {**first, "content": [{"type": "text", "text": as_text(first)["content"], **mark}]}
-    marked = {**body, "messages": [first, *rest]}
-    if "tools" in body:
-        marked["tools"] = [*body["tools"][:-1], {**body["tools"][-1], **mark}]
-    return marked
+    mark = {"cache_control": {"type": "ephemeral"}}
+    marked = {**first, "content": [{"type": "text", "text": as_text(first)["content"], **mark}]}
+    return {**body, "messages": [marked, *rest]} if first["role"] == "system" else body
+
+
+@cache
+def load_sdk() -> Any:
+    """The `openai` package; loading it takes half a second. Raises Failure if it is missing."""
+    gc.disable()  # with the garbage collector on, loading 800 modules takes 0.1 s more
+    try:
+        import openai
+    except ImportError as problem:
+        name = (problem.name or "openai").partition(".")[0]
+        raise Failure(f"The {name} package is missing: pip install {name}", "package") from problem
+    finally:
+        gc.enable()
+    gc.freeze()  # the modules live for ever: the collector need never look at them
+    return openai
 
 
 class Connection:
     """The SDK's client for an endpoint, made when it is needed; answers are read as plain JSON."""
 
-    connect_timeout = 10.0
-
     def __init__(self, endpoint: Endpoint, request_timeout: float, idle_timeout: float):
         self.endpoint = endpoint
         self.request_timeout = request_timeout
         self.idle_timeout = idle_timeout
-        self._client: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None  # open connections belong to a loop
 
-    def load(self) -> Any:
-        """Import the SDK and make the client; takes half a second the first time."""
-        if self._client is None:
-            gc.disable()  # with the garbage collector on, loading 800 modules takes 0.1 s more
-            try:
-                self._client = self._new_client()
-            except ImportError as problem:
-                name = (problem.name or "openai").partition(".")[0]
-                fix = f"The {name} package is missing: pip install {name}"
-                raise Failure(fix, kind="package") from problem
-            finally:
-                gc.enable()
-        return self._client
-
-    def _new_client(self) -> Any:
-        import openai
-
-        gc.freeze()  # the modules live for ever: the collector need never look at them
-        where, base = self.endpoint, self.endpoint.api_base
+    def client(self) -> Any:
+        here = asyncio.get_running_loop()
+        if self._loop is here:
+            return self._client
+        openai, where = load_sdk(), self.endpoint
         http = openai.DefaultAsyncHttpxClient(
-            verify=base.startswith("https://"),  # loading certificates takes 30 ms
+            verify=where.api_base.startswith("https://"),  # loading certificates takes 30 ms
             trust_env=not where.spec.is_local, follow_redirects=False,
         )  # fmt: skip
-        connect = min(self.connect_timeout, self.request_timeout)
-        client = openai.AsyncOpenAI(
-            api_key=where.api_key or "none", base_url=base, max_retries=0, http_client=http,
-            timeout=openai.Timeout(self.request_timeout, connect=connect),
-            default_headers=where.extra_headers,
+        self._client = openai.AsyncOpenAI(
+            api_key=where.api_key or "none", base_url=where.api_base, max_retries=0,
+            timeout=openai.Timeout(self.request_timeout, connect=min(10.0, self.request_timeout)),
+            default_headers=where.extra_headers, http_client=http,
         )  # fmt: skip
-        if row_of_address(base).name != "openai":  # OPENAI_ORG_ID is for OpenAI alone
-            client.organization = client.project = None
-        return client
-
-    def _client_here(self) -> Any:
-        here = asyncio.get_running_loop()
-        if self._loop not in (None, here):
-            self._client = None
+        if row_of_address(where.api_base).name != "openai":  # OPENAI_ORG_ID is for OpenAI alone
+            self._client.organization = self._client.project = None
         self._loop = here
-        return self.load()
+        return self._client
 
     async def close(self) -> None:
-        client, self._client = self._client, None
-        if client is not None and self._loop in (None, asyncio.get_running_loop()):
-            await client.close()
+        if self._loop is asyncio.get_running_loop():
+            self._loop = None
+            await self._client.close()
 
     async def chunks(self, body: dict) -> AsyncIterator[dict]:
         """The chunks of an answer; a server that does not stream sends one. Raises Failure.
@@ -1205,10 +1090,9 @@ class Connection:
         The first chunk must come within the request timeout, whatever comments come before it, and
         each further one within the idle timeout. While the caller works with one, no clock runs.
         """
-        now = asyncio.get_running_loop().time
         raw = {"headers": {"X-Stainless-Raw-Response": "stream"}, "security": {"bearer_auth": True}}
         try:
-            post = self._client_here().post
+            post = self.client().post
             if not body["model"]:
                 raise Failure("no model is named")
             async with asyncio.timeout(self.request_timeout) as clock:
@@ -1217,7 +1101,7 @@ class Connection:
                     async for chunk in chunks_of(response):
                         clock.reschedule(None)
                         yield chunk
-                        clock.reschedule(now() + self.idle_timeout)
+                        clock.reschedule(asyncio.get_running_loop().time() + self.idle_timeout)
                 finally:
                     await response.close()
         except Exception as problem:  # cancellation is no Exception and goes on
@@ -1226,7 +1110,7 @@ class Connection:
     async def models(self) -> list[str]:
         """The ids of the models that the endpoint offers; raises Failure."""
         try:
-            list_models = self._client_here().models.with_raw_response.list
+            list_models = self.client().models.with_raw_response.list
             response = await list_models(timeout=min(self.request_timeout, 10.0))
             rows = parse_answer(response.content).get("data") or []
             return [str(row.get("id")).removeprefix("models/") for row in rows]  # Gemini's prefix
@@ -1264,13 +1148,17 @@ def parse_answer(data: bytes) -> dict:
     without_tags = re.sub(rb"<[^<>]*>", b" ", data[:2_000])  # <title>Sign in</title>
     start = " ".join(without_tags.decode("utf-8", errors="replace").split())
     is_half = not start or data.lstrip().startswith(b"{")
-    kind = "cut" if is_half else "nonsense"
-    raise Failure(f"not JSON but: {start[:120] or 'nothing'}", kind=kind)
+    cause = f"not JSON but: {start[:120] or 'nothing'}"
+    raise Failure(cause, "cut" if is_half else "nonsense")
 
 
 # ---- An answer is put together ----
 # A stream brings calls in eleven orders, and errors after a "200 OK".
 
+# Models that think aloud write <think>…</think> before the answer; of some only the end comes.
+THOUGHT = re.compile(r"\s*</?(?:think|thinking|thought)>")
+END = re.compile(r"</(?:think|thinking|thought)>")
+UNCLEAR = re.compile(r"\s{0,200}(?:<[/a-z]{0,9})?")  # blanks, "<thi": a thought may begin
 REASONS = {  # in OpenAI's words; any other (`eos`, `tool_use`, `end_turn`) is an end like `stop`
     "none": None, "tool_calls": "tool_calls", "function_call": "tool_calls",
     "content_filter": "content_filter", "refusal": "refusal",
@@ -1281,54 +1169,39 @@ REASONS = {  # in OpenAI's words; any other (`eos`, `tool_use`, `end_turn`) is a
 
 @dataclass
 class CallParts:
-    """A call as it grows."""
-
     index: int | None
-    id: str | None
+    id: str | None = None
     name: str = ""
     arguments: str = ""
     extra: dict = field(default_factory=dict)
 
-    def add(self, piece: dict, name: str, arguments: Any) -> None:
-        self.id = self.id or piece.get("id")
-        if name != self.name:  # some endpoints repeat it in every piece
-            self.name += name
-        self.arguments += arguments if isinstance(arguments, str) else to_json(arguments)
-        known = ("index", "id", "type", "function")
-        self.extra |= {key: value for key, value in piece.items() if key not in known}
-
 
 class AnswerReader:
-    """Puts an answer together from the chunks of a stream; an answer in one piece is one chunk.
-
-    `tools` are those that a model may also call in its text: `{"read_file": {…its parameters…}}`.
-    """
+    """Puts an answer together from the chunks of a stream; an answer in one piece is one chunk."""
 
     def __init__(self, tools: dict[str, dict]) -> None:
-        self.tools = tools
+        self.tools = tools  # may be called in the text, too: {"read_file": {…its parameters…}}
         self.shown = ""  # the text without thoughts,
-        self.held = ""  # and its end, that is not shown yet: it may be a call
+        self.held = ""  # and its end, that is not shown yet: it may be a thought or a call
+        self.is_thought = False
         self.calls: list[CallParts] = []
         self.text_calls: list[ToolCallRequest] = []
         self.extra: dict = {}
         self.usage: dict = {}
         self.is_whole = False  # the server said that this is all
         self.finish_reason: str | None = None
-        self.think = ThinkFilter()
 
     def feed(self, chunk: dict) -> str:
         """Take a chunk in. Returns the text that may be shown now."""
-        self.is_whole = self.is_whole or chunk is DONE
         choices = chunk.get("choices") or []
         try:
             for part in (chunk, *choices):
                 if part.get("error"):
                     raise refusal(part["error"])
-                self.usage = part.get("usage") or self.usage
+                self.usage = read_usage(part.get("usage") or {}) or self.usage
             return "".join([self._add(choice) for choice in choices])
-        except (AttributeError, TypeError, KeyError) as problem:
-            cause = "its answer has a strange form"
-            raise Failure(cause, str(problem), kind="nonsense") from problem
+        except (AttributeError, TypeError, KeyError, ValueError, OverflowError) as problem:
+            raise Failure("its answer has a strange form", "nonsense") from problem
 
     def _add(self, choice: dict) -> str:
         self.finish_reason = choice.get("finish_reason") or self.finish_reason
@@ -1343,7 +1216,7 @@ class AnswerReader:
         text = message.get("content") or message.get("refusal") or ""
         if not isinstance(text, str):
             text = "".join([block.get("text") or "" for block in text])
-        return self._ready(self.think.feed(text))
+        return self._ready(text)
 
     def _add_call(self, piece: dict) -> None:
         """A piece begins a call or continues one. How endpoints send read_file({…}) and now({}):
@@ -1362,15 +1235,25 @@ class AnswerReader:
             _, error = parse_arguments(fitting[-1].arguments, repair=False)
             begins = not error  # the one before is whole
         if begins:
-            fitting = [CallParts(index, piece.get("id"))]
-            self.calls += fitting
-        fitting[-1].add(piece, name, arguments)
+            self.calls.append(CallParts(index))
+        call = self.calls[-1] if begins else fitting[-1]
+        call.id = call.id or piece.get("id")
+        if name != call.name:  # some endpoints repeat it in every piece
+            call.name += name
+        call.arguments += arguments if isinstance(arguments, str) else to_json(arguments)
+        known = ("index", "id", "type", "function")
+        call.extra |= {key: value for key, value in piece.items() if key not in known}
 
     def _ready(self, text: str) -> str:
-        """The text that may be shown: not what may yet become a call."""
-        if not (self.shown or self.held):
-            text = text.lstrip("\n")  # left over behind thoughts
+        """The text that may be shown: no thoughts, and not what may yet become a call."""
         self.held += text
+        if not self.shown:  # anywhere else a tag is text: "Wrap it in <think> and </think> tags."
+            while tag := (END.search(self.held) if self.is_thought else THOUGHT.match(self.held)):
+                self.is_thought = "/" not in tag[0]
+                self.held = self.held[tag.end() :]
+            self.held = self.held[-12:] if self.is_thought else self.held.lstrip("\n")
+            if self.is_thought or UNCLEAR.fullmatch(self.held):
+                return ""
         start = len(self.held)
         if self.tools:
             bare = BARE_CALL.match(self.held) if not self.shown else None
@@ -1382,71 +1265,63 @@ class AnswerReader:
 
     def close(self) -> str:
         """The answer has ended. Returns the rest of the text that may be shown."""
-        ready, text = self._ready(self.think.close()), self.shown + self.held
+        text = self.shown if self.is_thought else self.shown + self.held
+        before = len(self.shown)
         if self.tools and not self.calls:
             text, self.text_calls = read_text_calls(text, self.tools)
-        rest, self.shown = text[len(self.shown) :], text
-        return ready + rest
+        self.shown = text
+        return text[before:]
 
     def response(self, request: LLMRequest) -> LLMResponse:
         """The whole answer; raises Failure if it broke off."""
         reason = REASONS.get(str(self.finish_reason).lower(), "stop")
-        calls, used_ids = self.text_calls, set()
+        calls = self.text_calls
         for call in self.calls:
             is_finished = reason in ("stop", "tool_calls")
             arguments, error = parse_arguments(call.arguments, repair=is_finished)
-            id_ = unused_id(call.id or new_id(), used_ids)
+            id_ = call.id or new_id()
             calls.append(ToolCallRequest(id_, call.name, arguments, error, extra=call.extra))
-        text = self.shown
-        if reason != "length":  # an answer that was cut is continued: its last space belongs to it
-            text = text.rstrip("\n")
+        # an answer that was cut is continued: its last line end belongs to it
+        text = self.shown if reason == "length" else self.shown.rstrip("\n")
         text = with_whole_letters(text) if text.strip() else None
         is_cut = any(call.error for call in calls) if calls else not self.is_whole
         if reason == "error" or (reason is None and is_cut):
-            something = text or calls
-            raise Failure("the answer broke off" if something else "it sent no answer", kind="cut")
+            raise Failure("the answer broke off" if text or calls else "it sent no answer", "cut")
         thoughts = self.extra.get("reasoning_content") or self.extra.get("reasoning")
         answer = LLMResponse(text, calls, reason, {}, thoughts, extra=self.extra)
-        answer.usage = read_usage(self.usage) or estimate_usage(request, answer)
+        answer.usage = self.usage or estimate_usage(request, answer)
         return answer
-
-
-NO_TOKENS = {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0}
 
 
 def read_usage(usage: dict) -> dict:
     """The endpoint's own count; cached tokens have three names. {} if it did not count."""
-    try:
-        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-        cached = cached or usage.get("cached_tokens") or usage.get("prompt_cache_hit_tokens")
-        counts = {name: int(usage.get(name) or 0) for name in NO_TOKENS}
-        counts |= {"cached_tokens": int(cached or 0), "estimated": False}
-    except (AttributeError, TypeError, ValueError, OverflowError):
-        return {}  # it is no number
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+    cached = cached or usage.get("cached_tokens") or usage.get("prompt_cache_hit_tokens")
+    counts = {name: int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")}
+    counts |= {"cached_tokens": int(cached or 0), "estimated": False}
     return counts if counts["prompt_tokens"] else {}
 
 
 def estimate_usage(request: LLMRequest, answer: LLMResponse) -> dict:
     """A token of English is about four bytes."""
     sent = len(to_json([request.messages, request.tools])) // 4
-    received = len(to_json(answer.to_message())) // 4
-    return NO_TOKENS | {"prompt_tokens": sent, "completion_tokens": received, "estimated": True}
+    counts = {"prompt_tokens": sent, "completion_tokens": len(to_json(answer.to_message())) // 4}
+    return counts | {"cached_tokens": 0, "estimated": True}
 
 
 # ---- Calls that a weak model wrote as text ----
 # Qwen2.5-Coder-1.5B behind llama.cpp writes "I will use the `read_file` function." and then its
 # call as JSON in a fence, each third time. Only of local models, for known tools, at the end.
 
-TAG = r"(?:\w{1,20}:)?(?:tool_calls?|function_calls?|tools)>"  # <tool_call>, </minimax:tool_call>
+TAG = r"(?:tool_calls?|tools)>"
 # where a call may begin: <tool_call>, <function=now>, a fence and a brace; or "<tool_c", "``"
 CALL_START = re.compile(
-    rf"<{TAG}|<function=|^```\w{{0,20}}\s{{0,9}}(?:[{{\[<]|\Z)|^`{{1,2}}\Z|"
-    r"<[\w:]{0,24}\Z", re.MULTILINE)  # fmt: skip
-BARE_CALL = re.compile(r"\s{0,99}[{\[]")  # an answer that begins with JSON may be a call
-AROUND = re.compile(rf"(?:[\s,;\[\]]|```\w{{0,20}}|</?{TAG}|</function>)*")
-NAMED = re.compile(r"<function=([\w-]+)>\s*")
-PARAMETER = re.compile(r"(?s)<parameter=(\w+)>\n?((?:(?!<parameter=).)*?)\n?</parameter>")
-NAMED_END = re.compile(r"</function>|\Z")
+    rf"<{TAG}|<function=|^```\w{{0,20}}\s{{0,9}}(?:[{{<]|\Z)|^`{{1,2}}\Z|<\w{{0,10}}\Z",
+    re.MULTILINE)  # fmt: skip
+BARE_CALL = re.compile(r"\s{0,99}\{")  # an answer that begins with JSON may be a call
+AROUND = re.compile(rf"(?:\s|```\w{{0,20}}|</?{TAG}|</function>)*")
+PARAMETER = r"<parameter=(\w+)>\n?((?:(?!<parameter=).)*?)\n?</parameter>"
+NAMED = re.compile(rf"(?s)<function=([\w-]+)>((?:\s*{PARAMETER})*)\s*")
 
 
 def parameters_by_name(tools: list[dict]) -> dict[str, dict]:
@@ -1462,84 +1337,42 @@ def read_text_calls(text: str, tools: dict[str, dict]) -> tuple[str, list[ToolCa
     starts += [match.start() for match in itertools.islice(CALL_START.finditer(text), 20)]
     for start in starts:
         try:
-            calls = calls_in(text, start)
+            return text[:start].rstrip(), calls_in(text, start, tools)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             continue  # something else is behind this place
-        if calls and all(could_run(call, tools) for call in calls):
-            return text[:start].rstrip(), calls
     return text, []
 
 
-def calls_in(text: str, place: int) -> list[ToolCallRequest]:
+def calls_in(text: str, place: int, tools: dict[str, dict]) -> list[ToolCallRequest]:
     """The calls from a place to the end of the text; raises if there is anything else.
 
     JSON is read strictly, so that a fence or a tag inside a string stays a part of the string.
     """
     calls = []
     while (place := AROUND.match(text, place).end()) < len(text):
-        if named := NAMED.match(text, place):
-            name = named[1]
-            try:
-                written, place = JSON.raw_decode(text, named.end())
-            except ValueError:
-                end = NAMED_END.search(text, named.end())
-                body, place = text[named.end() : end.start()], end.end()
-                written = dict(PARAMETER.findall(body)) or body
+        named = NAMED.match(text, place)
+        place = named.end() if named else place
+        if named and not text.startswith("{", place):
+            name, written = named[1], dict(re.findall(f"(?s){PARAMETER}", named[2]))
         else:
-            call, place = JSON.raw_decode(text, place)
-            name, written = str(call["name"]), call.get("arguments", call.get("parameters"))
-        if not isinstance(written, dict | str):
-            raise ValueError("no arguments")
-        arguments, error = parse_arguments(written, repair=True)
-        calls.append(ToolCallRequest(new_id(), name, arguments, error))
+            found, place = JSON.raw_decode(text, place)
+            call = {"name": named[1], "arguments": found} if named else found
+            name, written = call["name"], call.get("arguments", call.get("parameters"))
+        calls.append(text_call(name, written, tools[name]))
+    if not calls:
+        raise ValueError("nothing but marks")
     return calls
 
 
-def could_run(call: ToolCallRequest, tools: dict[str, dict]) -> bool:
-    """Is there such a tool, and no argument missing? Arguments that it does not have are dropped.
-    """
-    schema = tools.get(call.name, {})
+def text_call(name: str, written: Any, schema: dict) -> ToolCallRequest:
+    """Arguments that the tool does not have are dropped. Raises ValueError if one is missing."""
+    arguments, error = parse_arguments(written, repair=False)
     properties = schema.get("properties")
     if properties and not schema.get("additionalProperties"):
-        written = call.arguments.items()
-        call.arguments = {name: value for name, value in written if name in properties}
-    has_all = set(schema.get("required", [])) <= set(call.arguments)
-    return call.name in tools and (has_all or bool(call.error))
-
-
-# ---- Thoughts are taken out ----
-# Models that think aloud write <think>…</think> before the answer; of some only the end comes.
-
-
-class ThinkFilter:
-    """Takes `<think>…</think>` out of the beginning of an answer that comes in pieces.
-
-    Anywhere else a tag is text: "Wrap it in <think> and </think> tags." What is never closed is a
-    thought to its end.
-    """
-
-    tag = re.compile(r"\s*<(/?)(?:think|thinking|thought)>")
-    end = re.compile(r"</(?:think|thinking|thought)>")
-    unclear = re.compile(r"\s{0,200}(?:<[/a-z]{0,9})?")  # blanks, "<thi": a tag may come
-
-    def __init__(self) -> None:
-        self.pending = ""  # the beginning of a tag, or the last characters of a thought
-        self.is_thought = False
-        self.is_text = False  # the answer itself has begun
-
-    def feed(self, piece: str) -> str:
-        if self.is_text:
-            return piece
-        text = self.pending + piece
-        while tag := (self.end.search(text) if self.is_thought else self.tag.match(text)):
-            self.is_thought = tag[0].lstrip().startswith("<t")
-            text = text[tag.end() :]
-        self.is_text = not self.is_thought and not self.unclear.fullmatch(text)
-        self.pending = text[-12:] if self.is_thought else text
-        return text if self.is_text else ""
-
-    def close(self) -> str:
-        return "" if self.is_thought or self.is_text else self.pending
+        arguments = {key: value for key, value in arguments.items() if key in properties}
+    if written is None or error or not set(schema.get("required", [])) <= set(arguments):
+        raise ValueError(error or "an argument is missing")
+    return ToolCallRequest(new_id(), name, arguments)
 
 
 # ---- Traces and replays ----
@@ -1607,8 +1440,7 @@ class ReplayProvider(LLMProvider):
 
     model = "replay"
 
-    def __init__(self, trace: Path):
-        """Raises OSError, or ValueError that names the line which is no record."""
+    def __init__(self, trace: Path):  # raises OSError, or ValueError that names a line
         self.rest: list[dict] = []  # what was not played yet; each `answer` is an LLMResponse
         text = trace.read_text(encoding="utf-8", errors="replace")
         for number, line in enumerate(text.removesuffix("\n").split("\n"), 1):
@@ -1616,13 +1448,11 @@ class ReplayProvider(LLMProvider):
                 record = json.loads(line)
                 answer = record["answer"] or asdict(failed("This request was cancelled."))
                 answer["tool_calls"] = [ToolCallRequest(**call) for call in answer["tool_calls"]]
-                legal(record["messages"])  # raises if a message has another form
-                step = {name: record[name] for name in ("messages", "tools", "options")}
-                step["answer"] = LLMResponse(**answer)
+                record["answer"] = LLMResponse(**answer)
+                if record.get("outcome") not in ("healed", "retried"):
+                    self.rest.append({**record, "messages": legal(record["messages"])})
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 raise ValueError(f"{trace}, line {number}: this is no record of a trace") from None
-            if record.get("outcome") not in ("healed", "retried"):
-                self.rest.append(step)
 
     async def answer(self, request: LLMRequest) -> LLMResponse:
         if not self.rest:
@@ -1637,7 +1467,7 @@ class ReplayProvider(LLMProvider):
 
 
 class RecordedTools:
-    """The tools of a trace. Nothing is executed: each call returns what it returned then.
+    """The tools of a trace. Nothing is executed: calls get the recorded results, in their order.
 
     `make_result(text)` makes what a ToolRegistry would return.
     """
@@ -1645,19 +1475,13 @@ class RecordedTools:
     def __init__(self, records: list[dict], make_result: Callable[[str], Any]):
         self.make_result = make_result
         self.definitions = records[0]["tools"]
-        self.results: dict[str, list[str]] = defaultdict(list)
-        # of earlier turns; and what the runner itself answered to a call that could not be read
-        known = {message.get("tool_call_id") for message in records[0]["messages"]}
-        for record in records:
-            known |= {call.id for call in record["answer"].tool_calls if call.error}
-        keys: dict[str, str] = {}
-        for message in itertools.chain.from_iterable(record["messages"] for record in records):
-            for call in message.get("tool_calls", []):
-                arguments = json.loads(call["function"]["arguments"])
-                keys.setdefault(call["id"], to_json([call["function"]["name"], arguments]))
-            if message["role"] == "tool" and message["tool_call_id"] not in known:
-                known.add(message["tool_call_id"])
-                self.results[keys[message["tool_call_id"]]].append(message["content"])
+        self.results: list[str] = []
+        for record, later in itertools.pairwise(records):
+            new = later["messages"][len(record["messages"]) :]
+            texts = [message["content"] for message in new if message["role"] == "tool"]
+            for call, text in zip(record["answer"].tool_calls, texts, strict=False):
+                if not call.error:  # the runner itself answers a call that could not be read
+                    self.results.append(text)
 
     def get(self, name: str) -> None:
         """Nothing is known of a tool but its results, so its calls run one after another."""
@@ -1666,8 +1490,7 @@ class RecordedTools:
         return self.definitions
 
     async def execute(self, name: str, params: dict, turn: Any = None) -> Any:
-        results = self.results[to_json([name, params])]
-        text = results.pop(0) if results else "(the trace ends before this call's result)"
+        text = self.results.pop(0) if self.results else "(the trace ends before this call's result)"
         return self.make_result(text)
 
 
@@ -1690,19 +1513,14 @@ class HumanProvider(LLMProvider):
     async def answer(self, request: LLMRequest) -> LLMResponse:
         if not self.ask:
             return failed("To be the model you need a terminal.")
-        shown = self.news(request)
-        while True:
-            line = (await self.ask("\n".join([*shown, "model> "]))).strip()
-            name, _, written = line.partition(" ")
-            answer = LLMResponse(line)
-            if name in parameters_by_name(request.tools):
-                arguments, error = parse_arguments(written or "?", repair=False)
-                answer = calling(name, arguments)
-                if error:
-                    shown = [f'Is this a call? Then say {name} {{"argument": "value"}} ({error}).']
-                    continue
-            answer.usage = estimate_usage(request, answer)
-            return answer
+        line = (await self.ask("\n".join([*self.news(request), "model> "]))).strip()
+        name, _, written = line.partition(" ")
+        answer = LLMResponse(line)
+        if name in parameters_by_name(request.tools):
+            arguments, error = parse_arguments(written, repair=False)
+            answer = calling(name, arguments, error)
+        answer.usage = estimate_usage(request, answer)
+        return answer
 
     def news(self, request: LLMRequest) -> list[str]:
         """What the last request did not have: messages, and the tools if they are others."""
@@ -1724,15 +1542,10 @@ class HumanProvider(LLMProvider):
 # of the file becomes a regular expression, and a mistake in it gets a name and a line.
 
 OFFLINE_RULES = "templates/offline/rules.md"  # beside this file, or in nanobot_data/ of a wheel
-FIELDS = ("tool", "answer", "line", "schedule", "path", "command", "pattern", "content", "query")
+FIELDS = ("tool", "answer", "line", "schedule", "path")  # and the arguments of a tool
+NO_RULE = f"I know no rule for that: there is none in {OFFLINE_RULES}."
 BUILT_IN = {"result", "time", "memory", "file"}  # <words> that nobody has to say
 MARKS = {"[": "(?:", "]": ")?", "(": "(?:", ")": ")", "|": "|"}
-
-
-class Sentence(NamedTuple):
-    text: str  # read [me] <files>
-    regex: str
-    rule: dict[str, str]  # {"title": "read files", "tool": "read_file", "path": "<file>"}
 
 
 class Rules:
@@ -1740,32 +1553,30 @@ class Rules:
 
     def __init__(self, text: str):
         self.kinds: dict[str, str] = defaultdict(lambda: "(?!)")  # {"url": "(?:https?://\\S+)"}
-        self.sentences: list[Sentence] = []
+        self.sentences: list[tuple[str, str, dict]] = []  # `read <files>`, its regex, its rule
         self.problems: list[str] = []
-        self.otherwise = {"title": "anything else", "answer": "I know no rule for that."}
+        self.otherwise = {"title": "anything else", "answer": NO_RULE}
         self.last: dict[str, str] = {}  # the rule that is being read
         for number, line in enumerate(text.split("\n"), 1):
             try:
                 self._read(line.rstrip())
             except (ValueError, re.error) as problem:
                 self.problems.append(f"{OFFLINE_RULES}, line {number}: {problem}")
-                self.sentences = [row for row in self.sentences if row.rule is not self.last]
+                self.sentences = [row for row in self.sentences if row[2] is not self.last]
                 self.last = {}
 
     def _read(self, line: str) -> None:
         """Take a line in; raises ValueError, or re.error, that says what is wrong with it."""
         kind = re.fullmatch(r"<(\w+)>(?: \([^()]*\))?: (.+)", line)  # <files> (a.txt): …
         key = re.match(r"(\w+): ?(.*)", line)
-        if line == "## anything else":
-            self.last = self.otherwise
-        elif line.startswith("## "):
-            self.last = {"title": line[3:]}
+        if line.startswith("## "):
+            self.last = self.otherwise if line == "## anything else" else {"title": line[3:]}
         elif kind:
             regex = re.sub(r"<(\w+)>", lambda name: self.kinds[name[1]], kind[2])
             re.compile(regex)
             self.kinds[kind[1]] = f"(?:{regex})"
         elif line.startswith("- ") and self.last:
-            self.sentences.append(Sentence(line[2:], self._regex(line[2:]), self.last))
+            self.sentences.append((line[2:], self._regex(line[2:]), self.last))
         elif key and self.last:
             self._check_field(key[1], key[2])
             self.last[key[1]] = key[2]
@@ -1775,11 +1586,9 @@ class Rules:
             raise ValueError("this is neither a sentence (- read <file>) nor a field (answer: Hi)")
 
     def _check_field(self, key: str, value: str) -> None:
-        near = difflib.get_close_matches(key, FIELDS, 1, 0.7)
-        if key not in FIELDS and (near or "tool" not in self.last):
-            fix = f"did you mean {near[0]}?" if near else "an argument needs a tool: above it"
-            raise ValueError(f"unknown key {key}: {fix}")
-        sentences = " ".join(row.text for row in self.sentences if row.rule is self.last)
+        if key not in FIELDS and "tool" not in self.last:
+            raise ValueError(f"unknown key {key}: known are {', '.join(FIELDS)}")
+        sentences = " ".join(text for text, _, rule in self.sentences if rule is self.last)
         for word in re.findall(r"<(\w+)>", value):
             if word not in BUILT_IN and f"<{word}>" not in sentences:
                 raise ValueError(f"<{word}> is in no sentence of this rule")
@@ -1793,10 +1602,10 @@ class Rules:
             raise ValueError(f"`{sentence}`: one of the <words> is in it twice")
         regex = ""
         for token in re.findall(r"[\[\]()|]|[^\s\[\]()|]+", sentence):
-            if token[0] == "<" and token[1:-1] not in self.kinds:
-                raise ValueError(f"nothing says what {token} can be")
             said = self.kinds.get(f"said_{token}", rf"\s+{re.escape(token)}")
             if token[0] == "<":
+                if token[1:-1] not in self.kinds:
+                    raise ValueError(f"nothing says what {token} can be")
                 said = rf"\s+(?P{token}{self.kinds[token[1:-1]]})"
             regex += MARKS.get(token, said)
         return regex
@@ -1806,13 +1615,12 @@ class Rules:
         request = re.sub(f"(?i){self.kinds['after']}", "", text.strip()[:1_001])
         for spoken in (request, re.sub(f"(?i){self.kinds['before']}", "", request)):
             start = re.match(r"\w{0,2}", spoken.lower())[0]
-            for sentence in self.sentences if len(text) <= 1_000 else ():
-                if start not in sentence.text.lower() and "<" not in sentence.text[:2]:
+            for sentence, regex, rule in self.sentences if len(text) <= 1_000 else ():
+                if start not in sentence.lower() and "<" not in sentence[:2]:
                     continue  # compiling all sentences would take 100 ms
-                found = re.fullmatch(sentence.regex, f" {spoken}", re.IGNORECASE | re.DOTALL)
+                found = re.fullmatch(regex, f" {spoken}", re.IGNORECASE | re.DOTALL)
                 if found:
-                    said = found.groupdict()
-                    return sentence.rule, {name: said[name] for name in said if said[name]}
+                    return rule, {name: said for name, said in found.groupdict().items() if said}
         return None
 
     def split(self, text: str) -> list[str]:
@@ -1828,7 +1636,7 @@ class Rules:
     def suggestion(self, text: str) -> str:
         """`delte c.txt` → "Did you mean: delete c.txt?"; nothing is run."""
         spoken = text.strip(" .!?")[:100].split()
-        vocabulary = set(re.findall("[a-z]+", " ".join(row.text for row in self.sentences)))
+        vocabulary = set(re.findall("[a-z]+", " ".join(row[0] for row in self.sentences)))
         for place, word in enumerate(spoken[:9]):
             for near in difflib.get_close_matches(word.lower(), vocabulary, 3, 0.7):
                 corrected = " ".join([*spoken[:place], near, *spoken[place + 1 :]])
@@ -1839,58 +1647,59 @@ class Rules:
 
 def rules_beside_this_file() -> str:
     here = Path(__file__).resolve().parent
-    for path in (here / OFFLINE_RULES, here / "nanobot_data" / OFFLINE_RULES):
-        if path.is_file():
-            return path.read_text(encoding="utf-8", errors="replace")
-    return f"## anything else\nanswer: I know no rule for that: there is no {OFFLINE_RULES}."
+    places = [here / OFFLINE_RULES, here / "nanobot_data" / OFFLINE_RULES]
+    return next((path.read_text(encoding="utf-8") for path in places if path.is_file()), "")
 
 
 RUNTIME_END = "[/Runtime Context]"
+QUOTED = "(?s)^[\"'`“‘](.+)[\"'`”’]$"
 # - Long-term facts: /home/a b/memory/MEMORY.md
 MEMORY_PATH = r"(?m)^.*?[:`] ?((?:/|~|\w:\\).*?MEMORY\.md)"
-USER_LINE = r"(?m)^\[([^\]\n]{16})[^\]\n]*\] user: (.+)$"  # [2026-04-03T10:00:00+0200] user: hi
+USER_LINE = r"(?m)^\[[^\]\n]*\] user: (.+)$"  # [2026-04-03T10:00:00+0200] user: hi
 SUBJECT = r"- The user(?:'s .+? is |: I (?:live in|work) )"  # a newer such line replaces this one
 
 
+class NextCall(Exception):
+    """The tool and the arguments of a call whose result is needed before the plan goes on."""
+
+
 class Plan:
-    """What the user asks for. Its generators yield calls, and are sent what these returned."""
+    """What the user asks for in this turn, and the results that its calls have so far."""
 
     def __init__(self, request: LLMRequest, rules: Rules):
         self.rules = rules
         messages = [as_text(message) for message in request.messages]
-        begin, self.it, file = 0, "", ""  # `it` is the file that was named last
-        for number, message in enumerate(messages, 1):
-            for call in message.get("tool_calls", []):
-                file = file_of(json.loads(call["function"]["arguments"])) or file
-            if message["role"] == "assistant" and "tool_calls" not in message:
-                begin, self.it = number, file
-        texts: dict[str, list[str]] = defaultdict(list)
-        for message in messages[begin:]:
-            texts[message["role"]].append(message["content"])
-        self.prompt, self.results, asked = messages[0]["content"], texts["tool"], texts["user"]
+        said = [place for place, each in enumerate(messages, 1) if each["role"] == "assistant"]
+        begin = max([place for place in said if "tool_calls" not in messages[place - 1]], default=0)
+        self.it = ""  # the file that was named last
+        for call in itertools.chain(*[each.get("tool_calls", []) for each in messages[:begin]]):
+            self.it = file_of(json.loads(call["function"]["arguments"])) or self.it
+        asked = [each["content"] for each in messages[begin:] if each["role"] == "user"]
         typed = [text for text in asked if RUNTIME_END in text] or asked[:1]  # not the loop's
+        self.prompt = messages[0]["content"]
+        self.results = [each["content"] for each in messages[begin:] if each["role"] == "tool"]
         self.question = "\n".join(text.rpartition(RUNTIME_END)[2].strip() for text in typed)
-        self.text = "\n".join(asked)
-        self.tools = parameters_by_name(request.tools)
+        self.saves_memory = "save_memory" in parameters_by_name(request.tools)
         times = re.findall("(?m)^Time: (.*)", "\n".join(typed)) or [str(datetime.now())]
         memory = re.findall(MEMORY_PATH, self.prompt) or ["MEMORY.md"]
         self.known = {"time": times[-1], "memory": memory[0]}
 
-    def steps(self) -> Generator[LLMResponse, str, None]:
-        """The calls, in order; then the answer."""
-        if "save_memory" in self.tools:
-            yield saved_memory(self.text)
+    def answer(self) -> str:
+        """What is said when all calls have results; raises NextCall for the first that has none."""
+        if self.saves_memory:
+            raise NextCall("save_memory", saved_memory(self.question))
         if "[SKIP]" in self.prompt and "[MEMORY]" in self.prompt:
-            yield LLMResponse("[SKIP]")  # Dream: what is a fact was noted when it was said
+            return "[SKIP]"  # Dream: what is a fact was noted when it was said
         titles, reports = [], [OfflineProvider.intro]
         for rule, said in self._rules_and_words():
             titles.append(f'"{rule["title"]}"')
             files = re.findall(self.rules.kinds["a_file"], said.get("files", ""), re.IGNORECASE)
             for file in (files or [self.it]) if "<file>" in str(rule) else [""]:
-                known = {name: unquoted(text) for name, text in [*said.items(), ("file", file)]}
-                reports.append((yield from self._follow(rule, known | self.known)))
+                named = [*said.items(), ("file", file)]
+                known = {name: re.sub(QUOTED, r"\1", text) for name, text in named}
+                reports.append(self._follow(rule, known | self.known))
         source = f"[offline rule {', '.join(dict.fromkeys(titles))}, {OFFLINE_RULES}]"
-        yield LLMResponse("\n\n".join([*reports, source]))
+        return "\n\n".join([*reports, source])
 
     def _rules_and_words(self) -> list[tuple[dict, dict]]:
         match, otherwise = self.rules.match, self.rules.otherwise
@@ -1901,25 +1710,28 @@ class Plan:
         offered = otherwise | {"answer": self.rules.suggestion(head) or otherwise["answer"]}
         return [match(self.question) or match(head) or (offered, {})]
 
-    def _follow(self, rule: dict, known: dict) -> Generator[LLMResponse, str, str]:
+    def _follow(self, rule: dict, known: dict) -> str:
         """One rule, for one file. Returns what is said then."""
         if "<file>" in str(rule) and not known["file"]:
             return "Which file do you mean? Name it, like: read a.txt"
         if "line" in rule:
-            path, line = fill(rule["path"], known), fill(rule["line"], known)
-            return (yield from self._add_line(path, line))
+            return self._add_line(fill(rule["path"], known), fill(rule["line"], known))
         if "tool" in rule:
             arguments = arguments_of(rule, known)
-            self.it = file_of(arguments) or self.it
             if rule["tool"] == "edit_file":  # it changes only what was read
-                yield calling("read_file", {"path": arguments["path"]})
-            known["result"] = yield calling(rule["tool"], arguments)
+                self._result("read_file", {"path": arguments["path"]})
+            known["result"] = self._result(rule["tool"], arguments)
         return fill(rule.get("answer", "<result>").strip(), known)
 
-    def _add_line(self, path: str, line: str) -> Generator[LLMResponse, str, str]:
+    def _result(self, tool: str, arguments: dict) -> str:
+        self.it = file_of(arguments) or self.it
+        if self.results:
+            return self.results.pop(0)
+        raise NextCall(tool, arguments)
+
+    def _add_line(self, path: str, line: str) -> str:
         """Put a line behind a file's text. `- The user's name is Maria` replaces that of Bob."""
-        self.it = file_of({"path": path}) or self.it
-        result = yield calling("read_file", {"path": path})
+        result = self._result("read_file", {"path": path})
         page = re.findall(r"(?m)^\d+\| (.*)$", result)
         fact, subject = line.removeprefix("- "), re.match(SUBJECT, line)
         if "go on with offset=" in result:
@@ -1928,7 +1740,7 @@ class Plan:
             return f"I know that already: {fact}"
         kept = [old for old in page if not (subject and old.startswith(subject[0]))]
         edit = {"path": path, "old_text": "\n".join(page), "new_text": "\n".join([*kept, line])}
-        result = yield calling("edit_file", edit)
+        result = self._result("edit_file", edit)
         return result if fact == line else f"I note: {fact}\n{result}"
 
 
@@ -1940,19 +1752,12 @@ def file_of(arguments: dict) -> str:
     return "" if path.endswith("MEMORY.md") else path
 
 
-def saved_memory(text: str) -> LLMResponse:
+def saved_memory(text: str) -> dict:
     """What the user said becomes history. Facts are in MEMORY.md already, by rules with `line:`."""
     memory, _, conversation = text.partition("\n# Conversation\n")
-    spoken = re.findall(USER_LINE, conversation) or [(time.strftime("%Y-%m-%d %H:%M"), "nothing")]
-    quotes = "; ".join(text[:200] for _, text in spoken[:20])
-    entry = f"[{spoken[0][0]}] The user sent {len(spoken)} messages. {quotes}".replace("T", " ", 1)
-    facts = memory.partition("# MEMORY.md\n")[2].strip()
-    return calling("save_memory", {"history_entry": entry, "memory_update": facts})
-
-
-def unquoted(text: str) -> str:
-    inside = re.fullmatch("[\"'`“‘](.+)[\"'`”’]", text, re.DOTALL)
-    return inside[1] if inside else text
+    quotes = "; ".join(line[:200] for line in re.findall(USER_LINE, conversation)[:20])
+    entry = f"[{time.strftime('%Y-%m-%d %H:%M')}] The user said: {quotes}"
+    return {"history_entry": entry, "memory_update": memory.partition("# MEMORY.md\n")[2].strip()}
 
 
 def fill(template: str, known: dict, change: Callable[[str], str] = str) -> str:
@@ -1980,14 +1785,8 @@ SECONDS_OF = {"sec": 1, "min": 60, "hour": 3_600, "hr": 3_600, "day": 86_400, "w
 
 def schedule(when: str, moment: str) -> dict:
     """`in 5 minutes` → {"at": "2026-04-03T10:07:00"}; `every hour` → {"every_seconds": 3600}"""
+    number, unit = re.search(rf"(\d*) ?({'|'.join(SECONDS_OF)})", when).groups()
+    seconds = int(number or 1) * SECONDS_OF[unit]
     now = datetime.fromisoformat(moment[:16])  # of 2026-04-03 10:02 (Friday), CEST
-    span = re.search(rf"(\d*) ?({'|'.join(SECONDS_OF)})", when)
-    if span:
-        seconds = int(span[1] or 1) * SECONDS_OF[span[2]]
-        due = now + timedelta(seconds=seconds)
-        return {"every_seconds": seconds} if when.startswith("every") else {"at": due.isoformat()}
-    hour, minute = re.search(r"(\d+):?(\d\d)?|$", when).groups()  # tomorrow at 17:30
-    due = now.replace(hour=int(hour or 9) % 24, minute=int(minute or 0), second=0)
-    if "tomorrow" in when or due <= now:
-        due += timedelta(days=1)
-    return {"at": due.isoformat()}
+    at = (now + timedelta(seconds=seconds)).isoformat()
+    return {"every_seconds": seconds} if when.startswith("every") else {"at": at}

@@ -928,7 +928,7 @@ def test_a_person_can_be_the_model(own_home, needs_terminal, tmp_path):
                  "model> "):  # fmt: skip
         terminal.expect(seen)
     wrong = ['read_file {"path": "a.txt", "colour": 1}', 'read_file {"path": ', "read_file"]
-    complaints = ["colour", "not whole JSON", "Is this a call?"]
+    complaints = ["colour", "not whole JSON", "path"]
     for line, complaint in zip(wrong, complaints, strict=True):
         terminal.type(f"{line}\n")
         terminal.expect(complaint)
@@ -951,7 +951,7 @@ def test_a_person_can_be_the_model(own_home, needs_terminal, tmp_path):
     terminal.type("\x04")
     assert terminal.close() == 0
     lines = journal(own_home)
-    calls_made = ["assistant", "tool"] * 2  # the one with a wrong argument failed as a model's would
+    calls_made = ["assistant", "tool"] * 4  # those with wrong arguments failed as a model's would
     assert [line["role"] for line in lines] == ["user", *calls_made, "assistant", "user", "assistant"]
     assert lines[-1]["content"] == "You are welcome."
 

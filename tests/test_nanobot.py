@@ -2814,7 +2814,7 @@ def test_which_model_the_settings_mean(settings, model):
     config = Config()
     for name, value in settings.items():
         setattr(config.defaults, name, value)
-    assert make_provider(config).get_default_model() == model
+    assert make_provider(config).model == model
 
 
 def test_offline_is_offline_although_there_is_a_key(own_home):

@@ -305,7 +305,6 @@ SENT = {  # what is asked: the body beside model and messages
         "custom", {"stream": True}, {"stream": True, "stream_options": {"include_usage": True}}),
     "the limit of the answer": ("custom", {"max_tokens": 9, "temperature": None}, {"max_tokens": 9}),
     "it has another name at OpenAI": ("openai", {"max_tokens": 9}, {"max_completion_tokens": 9}),
-    "without tools nothing is said of their choice": ("custom", {"tool_choice": "auto"}, {}),
 }  # fmt: skip
 
 
@@ -377,12 +376,13 @@ def test_no_key_goes_to_a_server_whose_certificate_nobody_vouches_for(tmp_path):
 
 
 @pytest.mark.parametrize("row", ["anthropic", "openrouter"])
-def test_the_system_message_and_the_last_tool_are_marked_for_the_cache(row):
+def test_the_system_message_is_marked_for_the_cache(row):
+    """The tools stand before it in the prompt, so that the mark holds for them, too."""
     with FakeLLM(["Hi."]) as server:
         ask(made(server, row), tools=[LOOK_TOOL, STRICT])
         body, mark = server.bodies[0], {"cache_control": {"type": "ephemeral"}}
     assert body["messages"][0]["content"] == [{"type": "text", "text": SYSTEM["content"], **mark}]
-    assert body["tools"] == [LOOK_TOOL, {**STRICT, **mark}] and body["messages"][1:] == HELLO[1:]
+    assert body["tools"] == [LOOK_TOOL, STRICT] and body["messages"][1:] == HELLO[1:]
 
 
 # ---- Whole answers and streams, good and odd ----
@@ -397,6 +397,8 @@ ODD_BODIES = {
     ),
     "no JSON object": ([1, 2], "does not answer like a model.*/v1"),
     "choices that are texts": ({"choices": ["x"]}, "does not answer like a model.*strange form"),
+    "a usage that is no number": (
+        {"choices": [{"message": {"content": "Hi."}}], "usage": {"prompt_tokens": "many"}}, "strange form"),
     "a content that is a number": ({"choices": [{"message": {"content": 5}}]}, "strange form"),
     "broken JSON": ('{"choices": [', "not JSON but: .*choices"),
     "an empty body": ("", "not JSON but: nothing"),
@@ -434,9 +436,6 @@ FINE = {  # an odd answer: its text and its calls
     "no reason but [DONE]": (sse(delta(content="Hi.")), "Hi.", []),
     "whole calls and no end": (sse(piece(id="a", name="f", arguments='{"a": 1}'), done=False), None, [{"a": 1}]),
     "a refusal": (sse(delta(refusal="I can"), delta(refusal="not.", content=None), delta("stop")), "I cannot.", []),
-    "a usage that is no number": (whole({"content": "Hi."}, usage={"prompt_tokens": "many"}), "Hi.", []),
-    "an endless usage": (Failure(200, '{"choices": [{"message": {"content": "Hi."}}], "usage": {"prompt_tokens": '
-                                      '1e999}}'), "Hi.", []),
 }  # fmt: skip
 
 
@@ -763,7 +762,7 @@ def test_what_a_consumer_raises_is_raised_as_it_is(problem):
 
 
 @pytest.mark.parametrize(("line", "cause"), [
-    (Raw(chunks=[sse(delta(content="Well"), done=False).body], cut=True), "was closed in the middle"),
+    (Raw(chunks=[sse(delta(content="Well"), done=False).body], cut=True), "it closed the connection in the middle"),
     (sse(delta(content="Well"), done=False), "the answer broke off"),
     (Raw(chunks=[sse(delta(content="Well"), done=False).body], hang=5), "gave no answer in time"),
 ])  # fmt: skip
@@ -776,8 +775,8 @@ def test_what_was_shown_of_an_answer_that_broke_off_is_told_with_the_cause(line,
 
 LITELLM = {
     "litellm-no-db": "refuses the key.*Set OPENAI_API_KEY",
-    "litellm-unknown-model": "has no such model.*--model.*test-model",
-    "deepseek-400-model": "has no such model.*--model.*test-model",
+    "litellm-unknown-model": "has no such model.*--model.*nanobot status",
+    "deepseek-400-model": "has no such model.*--model.*nanobot status",
     "moonshot-quota-inactive": "reports a billing problem.*--provider",
     "xai-400-key": "refuses the key",
 }
@@ -815,7 +814,7 @@ def test_a_key_that_the_endpoint_repeats_is_not_shown(line, key):
 
 @pytest.mark.parametrize(("models", "said_of_it"), [
     (["models/test-model"], None), ([], None),
-    ([f"m{n}" for n in range(30)], "no such model. Choose with --model or NANOBOT_MODEL; the endpoint has: "
+    ([f"m{n}" for n in range(30)], "no such model. The endpoint has: "
      + ", ".join(f"m{n}" for n in range(20)))])  # fmt: skip
 def test_the_models_of_an_endpoint_are_compared_by_their_names(models, said_of_it):
     with FakeLLM([]) as server:
@@ -828,7 +827,7 @@ def test_a_key_that_a_list_of_models_repeats_is_not_shown():
     with FakeLLM([], required_key="another") as server:
         server.answer = lambda method, request: refused
         said_of_it = asyncio.run(made(server, key=KEY).check())
-    assert "refuses the key (Invalid key [key])" in said_of_it
+    assert "refuses the key (HTTP 401: Invalid key [key])" in said_of_it
 
 
 @pytest.mark.parametrize(
@@ -906,7 +905,7 @@ AS_TEXT = {"tools": GONE, "tool_choice": GONE, "messages": [
     {"role": "user", "content": "<tool_result>\na cat\n</tool_result>"}]}  # fmt: skip
 MENDED = {  # a recorded refusal: a part of what the user is told, and what changes in the request
     "vllm-max-tokens-over-context": ("as long as there is room", {"max_tokens": GONE}),
-    "openai-max-tokens-too-large": ("limits its answers itself", {"max_tokens": GONE}),
+    "openai-max-tokens-too-large": ("as long as there is room", {"max_tokens": GONE}),
     "openai-max-tokens-renamed": (
         "max_tokens has another name", {"max_tokens": GONE, "max_completion_tokens": 100}),
     "dashscope-stream-only": ("answers in streams only", {"stream": True}),
@@ -916,7 +915,7 @@ MENDED = {  # a recorded refusal: a part of what the user is told, and what chan
     "ollama-no-tools": ("tool calls go as text", AS_TEXT),
     "deepseek-reasoning-must-be-passed-back": ("empty thoughts", {"messages.2.reasoning_content": ""}),
     "groq-reasoning-content-unsupported": ("thoughts are left out", {"messages.2.reasoning": GONE}),
-    "template-system-refused": ("system prompt from the user only", {"messages": [
+    "template-system-refused": ("system prompt goes as the user's", {"messages": [
         {"role": "user", "content": [{"type": "text", "text": "You are a test."}, *EVERYTHING[1]["content"]]},
         *EVERYTHING[2:]]}),
     "mistral-tool-id-9": ("ids of calls are shortened", {
@@ -1223,9 +1222,6 @@ TEXT_CALLS = {
     "the same, half in a tag": "<function=look><parameter=path>a.txt</parameter></function>\n</tool_call>",
     "in a fence": '```json\n{"name": "look", "arguments": {"path": "a.txt"}}\n```',
     "in <tools>": '<tools>{"name": "look", "arguments": {"path": "a.txt"}}</tools>',
-    "in a list": '[{"name": "look", "arguments": {"path": "a.txt"}}]',
-    "broken JSON": "<function=look>{path: 'a.txt',}</function>",
-    "broken JSON in a text": """{"name": "look", "arguments": "{path: 'a.txt',}"}""",
     "after thoughts": '<think>Hm.</think>\n{"name": "look", "arguments": {"path": "a.txt"}}',
 }  # fmt: skip
 LOOK_TOOL = {"type": "function", "function": {"name": "look", "parameters": {}}}
@@ -1246,6 +1242,8 @@ NO_TEXT_CALLS = {
     "words between two calls": '<tool_call>{"name": "look", "arguments": {}}</tool_call>\nand\n'
     '<tool_call>{"name": "look", "arguments": {}}</tool_call>!',
     "a call that is cut": '```json\n{"name": "look", "arguments": {"path": "a',
+    "a named call that is cut": '<function=look>{"path": "a.tx</function>',
+    "words within a named call": "<function=look>the file</function>",
     "JSON that was asked for": '{"name": "look", "age": 7}',
     "a name that is none": '{"name": ["look"], "arguments": {}}',
 }
@@ -1319,11 +1317,6 @@ def test_arguments_that_a_tool_does_not_have_are_dropped_from_a_call_as_text():
     answer, _ = reply_to(
         '{"name": "look", "arguments": {"path": "a", "why": "?"}}', row="local", tools=[STRICT_LOOK])  # fmt: skip
     assert [each.arguments for each in answer.tool_calls] == [{"path": "a"}]
-
-
-def test_a_call_as_text_that_is_cut_is_not_run():
-    answer, _ = reply_to('<function=look>{"path": "a.tx</function>', row="local", tools=[LOOK_TOOL])
-    assert answer.tool_calls[0].arguments == {} and "not whole JSON" in answer.tool_calls[0].error
 
 
 def test_fences_within_a_parameter_are_kept():
@@ -1419,9 +1412,7 @@ LEGAL = {
          said([{"type": "text", "text": ""}, {"type": "text", "text": "ok"}]), user("c")],
         [user("a\n\nb"), said([{"type": "text", "text": "ok"}]), user("c")]),
     "a content of another kind becomes a text": (
-        [user({"a": "ä"}), called("a"), result("a", 7), said(["x"]), user(["y"])],
-        [user('{"a": "ä"}'), called("a"), result("a", "7"), said([{"type": "text", "text": "x"}]),
-         user([{"type": "text", "text": "y"}])]),
+        [user({"a": "ä"}), called("a"), result("a", 7)], [user('{"a": "ä"}'), called("a"), result("a", "7")]),
     "a call of a strange type is one of a function, and keeps what came with it": (
         [user(), said(None, tool_calls=[{"id": "a", "type": "x", "extra_content": 7,
                                          "function": {"name": 5, "arguments": "{}", "more": 1}}])],
@@ -1488,7 +1479,7 @@ def check_content(message):
 
 def a_history(dice):
     """Messages as bad luck, bugs and other programs make them."""
-    texts = ["Hi", "", " \n", None, "a\ud800b", "\u2028☃", [], ["x"], [{"type": "text", "text": ""}, IMAGE], {"a": 1}, 7]
+    texts = ["Hi", "", " \n", None, "a\ud800b", "\u2028☃", [], [{"type": "text", "text": ""}, IMAGE], {"a": 1}, 7]
     arguments = ["{}", "", None, '{"a": 1', "[1]", '{"a": NaN}', '{"a": 1e999}', {"b": 2}, [3], "prose",
                  '{"a":1}{"b":2}', '{"t": "\ud800"}', r'{"t": "\udfff"}', "null", 5]  # fmt: skip
     ids, extras = ["a", "b", "a_2", "call", None, "", "é\udc00", 7], [
@@ -1802,8 +1793,6 @@ def test_piped_text_is_no_request():
 WHEN = {
     "in 5 minutes": {"at": "2026-04-03T10:07:00"}, "in an hour": {"at": "2026-04-03T11:02:00"},
     "every hour": {"every_seconds": 3_600}, "every 2 days": {"every_seconds": 172_800},
-    "at 11": {"at": "2026-04-03T11:00:00"}, "at 9": {"at": "2026-04-04T09:00:00"},
-    "tomorrow": {"at": "2026-04-04T09:00:00"}, "tomorrow at 17:30": {"at": "2026-04-04T17:30:00"},
 }  # fmt: skip
 
 
@@ -1817,7 +1806,7 @@ BROKEN = {  # a rule as a student breaks it: the number of the line, and the rea
     "- read [me <file>\nanswer: x": (2, "a bracket is not closed"),
     "- (read|open <file>\nanswer: x": (2, "a bracket is not closed"),
     "read a file\nanswer: x": (2, "neither a sentence"),
-    "- read a file\nanswr: x": (3, "unknown key answr: did you mean answer?"),
+    "- read a file\nanswr: x": (3, "unknown key answr: known are tool, answer, "),
     "- read a file\npth: x": (3, "unknown key pth"),
     "- read <fil>\nanswer: x": (2, "<fil>"),
     "- read a file\ntool: read_file\npath: <fil>": (4, "<fil> is in no sentence of this rule"),
@@ -1850,12 +1839,11 @@ def test_an_own_rule_is_a_copy_of_one():
         "word_count", {"path": "a.txt", "limit": 20})  # fmt: skip
 
 
-def test_without_its_rules_or_its_tools_the_offline_model_says_so(tmp_path):
+def test_without_its_rules_the_offline_model_says_so(tmp_path):
     shutil.copy(providers.__file__, tmp_path)
     code = "import asyncio, providers as p; print(asyncio.run(p.OfflineProvider().chat([])).content)"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
-    assert "I know no rule for that: there is no templates/offline/rules.md." in done.stdout
-    assert "the turn has no steps left" in offline("read a.txt", tools=[])[1]
+    assert "I know no rule for that: there is none in templates/offline/rules.md." in done.stdout
 
 
 def test_the_rules_are_linear():
@@ -1893,8 +1881,8 @@ def test_the_offline_model_saves_a_conversation():
     question = user(f"# MEMORY.md\n\n{memory}\n\n# Conversation\n\n{talk}")
     saved = ask(OFFLINE, [{"role": "system", "content": "Save."}, question], SAVE)[0].tool_calls[0]
     entry = saved.arguments["history_entry"]
-    assert saved.name == "save_memory" and entry.startswith("[2026-04-03 10:00] The user sent 2 messages.")
-    assert "my favourite colour is green; My name is Maria." in entry
+    assert saved.name == "save_memory" and re.fullmatch(
+        r"\[[-0-9]{10} [:0-9]{5}\] The user said: my favourite colour is green; My name is Maria\.", entry)
     assert saved.arguments["memory_update"] == memory
     find = {"role": "system", "content": "One a line: [USER|SOUL|MEMORY] fact, or [SKIP]. [MEMORY] is for facts."}
     assert ask(OFFLINE, [find, user("# History\n\nHello.")])[0].content == "[SKIP]"
