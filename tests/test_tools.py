@@ -7,6 +7,7 @@ import contextlib
 import fnmatch
 import http.server
 import ipaddress
+import itertools
 import json
 import logging
 import os
@@ -1716,7 +1717,7 @@ def test_no_soup_of_tags_raises_and_no_script_is_shown():
         assert "LEAK" not in page_text(soup, "https://site.org/")
 
 
-PIECES_OF_PAGES = [
+OF_PAGES = [
     "<!--", "<a ", '<a ">"', "<a '>' ", '<a href="', "<a x>", "<script>", "</script ", "<nav>", "<td>", "<pre>",
     "<h1 >", "<title", "&#", "\n- ", "<li>", "a href ", "<br> ", "&#9", "<ol>", "<ol><li>", "</ol>", "<img ",
     "<img alt='", "<img alt=x>", "<sup>", "<main>", "</main>", "<aside ", "<aside>", "<h2><span>", "<b><i>",
@@ -1730,33 +1731,28 @@ OF_COMMANDS = ["a(){", "<<a\n", "<<a ", "$(", "x=", "rm -r ", "'a' ", "\\\n", ">
 
 def readers(turn: Turn) -> dict:
     """Everything that reads a text of somebody else, by name."""
-
-    def safely(function):
-        def run(text: str) -> None:
-            with contextlib.suppress(ToolError):
-                function(text)
-
-        return run
-
-    by_lines = {"edit": lambda text: replace_passage(text, f"no{text[:50_000]}", "x")}
-    by_lines["edit all"] = lambda text: replace_passage(text, text[:1], "y\nz", replace_all=True)
-    by_lines["edit lines"] = lambda text: replace_passage(text, f" {text[: len(text) // 2]}\nb", "y")
-    return {name: safely(function) for name, function in {
-        "page": lambda text: page_text(text, "https://site.org/"), "url": tools.web_url,
-        "command": lambda text: check_command(text, replace(turn, restrict=True)), "cast": lambda text: cast(text, {"type": "array"}),
-        "glob": tools.glob_pattern, "duck": tools.duckduckgo_results, **by_lines,
-    }.items()}  # fmt: skip
+    fenced = replace(turn, restrict=True)
+    return {
+        "page": lambda text: page_text(text, "https://site.org/"),
+        "url": tools.web_url, "glob": tools.glob_pattern, "duck": tools.duckduckgo_results,
+        "command": lambda text: check_command(text, fenced), "cast": lambda text: cast(text, {"type": "array"}),
+        "edit": lambda text: replace_passage(text, f"no{text[:50_000]}", "x"),
+        "edit all": lambda text: replace_passage(text, text[:1], "y\nz", replace_all=True),
+        "edit lines": lambda text: replace_passage(text, f" {text[: len(text) // 2]}\nb", "y"),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", readers(Turn()))
 def test_nothing_that_reads_foreign_text_takes_long(turn, name):
     """100,000 characters of each letter and mark, and of the pieces that pages and commands are made of."""
-    read, pieces = readers(turn)[name], [*LETTERS, *(f"{letter}\n" for letter in "a<'\"")]
-    pieces += PIECES_OF_PAGES if name in ("page", "duck") else OF_COMMANDS if name == "command" else []
-    for piece in pieces:
+    pieces = LETTERS + {"page": OF_PAGES, "duck": OF_PAGES, "command": OF_COMMANDS}.get(name, [])
+    if name.startswith("edit"):
+        pieces = [" ", "a", "\n", "a\n", " a\n"]
+    for piece, size in itertools.product(pieces, (20_000, 100_000)):
         start = time.thread_time()  # other programs do not count
-        read(piece * (100_000 // len(piece)))
-        assert time.thread_time() - start < 1, (name, piece)
+        with contextlib.suppress(ToolError):
+            readers(turn)[name](piece * (size // len(piece)))
+        assert time.thread_time() - start < 1, (name, piece, size)
 
 
 def test_one_line_of_200_kb_is_edited_or_refused_at_once(turn):
@@ -1921,10 +1917,14 @@ def test_what_destroys_a_machine_or_the_agents_records_is_refused(turn, command)
     "cat sessions/a.jsonl", "cp sessions/a.jsonl copy", "echo x > memory/MEMORY.md", "sed -n p memory/history.jsonl",
     "echo 'it''s' # don't", "python - <<'E'\nprint(\"it's\")\nE", "find . -name '*.pyc' -delete", "rm -- -r.txt",
     "echo hi > /dev/tty", "echo x > /dev/shm/x", "echo > /dev/tcp/localhost/80", "cat > a.txt <<'E'\nrm -rf /\nE\nls",
-    "systemctl status ssh", "find . -type d -empty -delete", "echo " + "long" * 25_000,
+    "systemctl status ssh", "find . -type d -empty -delete", "cat > a.txt <<'E'\n" + "rm -rf /\n" * 9_000 + "E\nls",
 ])  # fmt: skip
 def test_what_people_mean_passes(turn, command):
     check_command(command, turn)
+
+
+def test_a_command_that_is_too_long_to_check_is_refused(turn):
+    assert "Write a script file" in run(turn, "echo " + "long" * 5_000)
 
 
 @pytest.mark.parametrize("command", [
