@@ -28,7 +28,6 @@ import ipaddress
 import itertools
 import json
 import logging
-import marshal
 import math
 import os
 import re
@@ -40,7 +39,6 @@ import ssl
 import stat
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import types
@@ -909,23 +907,25 @@ SKIPPED_FOLDERS = {".git", "node_modules", "__pycache__", ".venv", ".tox", ".myp
                    ".pytest_cache", ".ruff_cache", ".nanobot"}  # fmt: skip
 
 
-def find_files(turn: Turn, root: Path, *globs: str) -> Iterator[tuple[str, str]]:
+def find_files(turn: Turn, root: Path, *globs: str) -> list[tuple[str, str]]:
     """(name below `root`, path) of each regular file that fits all globs and holds no keys."""
-    if not root.is_file() and not root.is_dir():
+    if root.is_file():
+        return [(root.name, str(root))]
+    if not root.is_dir():
         raise ToolError(f"There is no folder {root}.{similar_names(root)}")
     patterns = [glob_pattern(glob) for glob in globs if glob != "*"]
-    start = len(os.path.join(root, ""))
+    start, deadline = len(os.path.join(root, "")), time.monotonic() + SEARCH_SECONDS
     suspects = ("environ", "mem", *(path.name for path in turn.secret))
     inodes = {path.stat().st_ino for path in turn.secret if path.exists()}
-
-    def is_wanted(entry: os.DirEntry) -> bool:
-        is_suspect = entry.name.startswith(suspects) or entry.inode() in inodes
-        fits_all = all(pattern.match(entry.path[start:]) for pattern in patterns)
-        return fits_all and not (is_suspect and turn.is_secret(Path(entry.path)))
-
-    if root.is_file():
-        return iter([(root.name, str(root))])
-    return ((entry.path[start:], entry.path) for entry in walk(str(root)) if is_wanted(entry))
+    files = []
+    for entry in walk(str(root)):
+        if time.monotonic() > deadline:
+            raise ToolError(f"{root} has too many files: name a folder further below.")
+        if all(pattern.match(entry.path[start:]) for pattern in patterns):
+            is_suspect = entry.name.startswith(suspects) or entry.inode() in inodes
+            if not (is_suspect and turn.is_secret(Path(entry.path))):
+                files.append((entry.path[start:], entry.path))
+    return files
 
 
 def walk(folder: str, ignored: set[str] | None = None) -> Iterator[os.DirEntry]:
@@ -1053,68 +1053,52 @@ async def grep(
 ) -> str:  # fmt: skip
     """Search lines with a regular expression. output_mode content gives `path:line: text`."""
     root = turn.path(path)
-    source = re.escape(pattern) if fixed_strings else pattern
-    request = {
-        "source": source, "ignore_case": case_insensitive, "mode": output_mode,
-        "before": context_before, "after": context_after, "wanted": offset + head_limit,
-    }  # fmt: skip
     type_glob = TYPES.get(type, f"*.{type}") if type else "*"  # rb means *.rb
-    files = find_files(turn, root, glob, type_glob)
-    items, end = await search_lines(request, files)
+    request = {
+        "source": re.escape(pattern) if fixed_strings else pattern, "mode": output_mode,
+        "flags": re.IGNORECASE if case_insensitive else 0, "most": offset + head_limit + 1,
+        "before": context_before, "after": context_after,
+        "files": await in_thread(find_files, turn, root, glob, type_glob),
+    }  # fmt: skip
+    items, end = await search_lines(request)
     nothing, notes = f"No match for {pattern!r} in {root}.", ""
-    if isinstance(end, str):
-        why = f"{source!r} is no regular expression; set fixed_strings?"
-        raise ToolError(f"{why}: {end}.")
-    if end is None:
+    if problem := end.get("problem"):
+        why = f"{pattern!r} is no regular expression; set fixed_strings?"
+        raise ToolError(f"{why}: {problem}.")
+    if not end:
         why = f"The search was ended after {SEARCH_SECONDS} s, before all files were searched"
         notes = f"\n({why}: take a simpler expression, a glob, or a folder further below)"
         if not items:
             raise ToolError(notes.strip())
-    elif end:
-        notes = f"\n({end} files skipped: binary, over 2 MB or not readable)"
+    elif skipped := end["skipped"]:
+        notes = f"\n({skipped} files skipped: binary, over 2 MB or not readable)"
     for syntax, advice in OF_OTHER_PROGRAMS.items():
         if not items and not fixed_strings and re.search(syntax, pattern):
             raise ToolError(f"{nothing} {advice}")
     return (result_page(items, offset, head_limit) or nothing) + notes
 
 
-async def search_lines(request: dict, files: Iterator) -> tuple[list[str], int | str | None]:
-    """What is shown; then how many files were skipped, the pattern's error, or None: too late.
-
-    Both sides speak marshal: it needs no import, and takes names that are not UTF-8.
-    """
-    with tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", child_program()], start_new_session=True,
-            stdin=subprocess.PIPE, stdout=output, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-        searching = asyncio.ensure_future(in_thread(feed, process, request, files))
-        try:
-            await asyncio.wait([searching], timeout=SEARCH_SECONDS)
-        finally:  # also when the turn is stopped
-            process.kill()
-            searching.cancel()  # its thread may still list a folder, and ends by itself
-            await in_thread(process.wait)
-        output.seek(0)
-        items: list[str] = []
-        try:
-            while isinstance(answer := marshal.load(output), list):
-                items += answer
-            return items, answer
-        except (EOFError, ValueError, TypeError):  # it was killed
-            return items, None
-
-
-def feed(process: subprocess.Popen, request: dict, files: Iterator) -> None:
-    """Tell the child what to search for and where, until it has enough; wait for its end."""
+async def search_lines(request: dict) -> tuple[list[str], dict]:
+    """The lines to show; then {"skipped": 2}, {"problem": "…"}, or {} if it took too long."""
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", child_program()], start_new_session=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    work = in_thread(process.communicate, json.dumps(request).encode())
+    searching = asyncio.ensure_future(work)
     try:
-        with process.stdin as pipe:
-            marshal.dump(request, pipe)
-            while batch := list(itertools.islice(files, 64)):
-                marshal.dump([(name, os.fsencode(path)) for name, path in batch], pipe)
-    except OSError:  # a broken pipe: it wants no more files
-        log.debug("grep has found enough")
-    process.wait()
+        await asyncio.wait([searching], timeout=SEARCH_SECONDS)
+    finally:  # also when the turn is stopped; then the thread ends by itself
+        process.kill()
+    output, _ = await searching
+    items, end = [], {}
+    for line in output.split(b"\n")[:-1]:  # a child that was killed may leave half a line
+        answer = json.loads(line)
+        if isinstance(answer, list):
+            items += answer
+        else:
+            end = answer
+    return items, end
 
 
 # A pattern is tried on the whole text first, which spares most files a loop over their lines. It
@@ -1126,60 +1110,55 @@ def child_program() -> str:
     """The child's functions as source, because importing this file would take it 200 ms."""
     names = ("READING", "UTF8_MARK", "UTF16_MARKS", "LINE_BY_LINE", "SEARCH_SECONDS")
     functions = (plain_text, is_binary, search_child, searched_bytes, shown_lines)
-    head = "from __future__ import annotations\nimport marshal, os, re, signal, stat, sys"
+    head = "from __future__ import annotations\nimport json, os, re, signal, sys"
     constants = [f"{name} = {globals()[name]!r}" for name in names]
     return "\n".join([head, *constants, *map(inspect.getsource, functions), "search_child()"])
 
 
 def search_child() -> None:
-    """The life of the child: it reads a request and batches of files, and answers each hit."""
+    """The life of the child: it prints a list for each file with hits, and a dict at its end."""
     if hasattr(signal, "alarm"):
         signal.alarm(SEARCH_SECONDS + 10)  # if nobody is left to kill it
-    request, end = marshal.load(sys.stdin.buffer), 0
-    source, left = request["source"], request["wanted"] + 1
-    flags = re.IGNORECASE if request["ignore_case"] else 0
+    request = json.load(sys.stdin)
+    source, flags, left, skipped = request["source"], request["flags"], request["most"], 0
     try:
         find = re.compile(source, flags).search
-        is_sure = not re.search(LINE_BY_LINE, source)
         may_match = re.compile(source, flags | re.MULTILINE).search
-        while left > 0:
-            for name, path in marshal.load(sys.stdin.buffer):
-                data = searched_bytes(path)
-                text = plain_text(data or b"")
-                end += 1 if data is None else 0
-                if data and (not is_sure or may_match(text)):
-                    shown = shown_lines(name, text, find, request)
-                    left -= len(shown)
-                    marshal.dump(shown, sys.stdout.buffer)
-            sys.stdout.buffer.flush()
-    except EOFError:  # that was the last file
-        left = 0
-    except (re.error, OverflowError, RecursionError) as problem:  # of the expression
-        end = str(problem)
-    marshal.dump(end, sys.stdout.buffer)
+    except (re.error, OverflowError, RecursionError) as problem:
+        print(json.dumps({"problem": str(problem)}))
+        return
+    if re.search(LINE_BY_LINE, source):
+        may_match = lambda text: True
+    for name, path in request["files"]:
+        data = searched_bytes(path)
+        text = plain_text(data or b"")
+        skipped += 1 if data is None else 0
+        if data and may_match(text):
+            shown = shown_lines(name, text, find, request)
+            left -= len(shown)
+            print(json.dumps(shown), flush=True)
+        if left <= 0:
+            break
+    print(json.dumps({"skipped": skipped}))
 
 
-def searched_bytes(path: bytes) -> bytes | None:
+def searched_bytes(path: str) -> bytes | None:
     """The content of a file; None if it is not searched."""
     try:
-        descriptor = os.open(path, READING)
+        with open(os.open(path, READING), "rb") as file:
+            data = file.read(2_000_001)
     except OSError:  # it may not be read
         return None
-    info = os.fstat(descriptor)
-    is_searched = stat.S_ISREG(info.st_mode) and info.st_size <= 2_000_000
-    data = os.read(descriptor, 2_000_000) if is_searched else b"\0"
-    os.close(descriptor)
-    return None if is_binary(data) else data
+    return None if len(data) > 2_000_000 or is_binary(data) else data
 
 
 def shown_lines(name: str, text: str, find: Callable, request: dict) -> list[str]:
     """`name:12: text` for a match, `name-13- text` for the context around it, each line once."""
     lines = text.split("\n")
-    if request["mode"] == "files_with_matches":
-        return [name] if any(map(find, lines)) else []
     hits = [number for number, line in enumerate(lines) if find(line)]
-    if request["mode"] == "count":
-        return [f"{name}: {len(hits)}"] if hits else []
+    if request["mode"] != "content":
+        shown = name if request["mode"] == "files_with_matches" else f"{name}: {len(hits)}"
+        return [shown] if hits else []
     marks = {}
     for hit in hits:
         last = min(hit + request["after"], len(lines) - 1)
