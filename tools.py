@@ -1127,13 +1127,12 @@ def search_child() -> None:
     except (re.error, OverflowError, RecursionError) as problem:
         print(json.dumps({"problem": str(problem)}))
         return
-    if re.search(LINE_BY_LINE, source):
-        may_match = lambda text: True
+    is_sure = not re.search(LINE_BY_LINE, source)
     for name, path in request["files"]:
         data = searched_bytes(path)
         text = plain_text(data or b"")
         skipped += 1 if data is None else 0
-        if data and may_match(text):
+        if data and (not is_sure or may_match(text)):
             shown = shown_lines(name, text, find, request)
             left -= len(shown)
             print(json.dumps(shown), flush=True)
@@ -1178,19 +1177,19 @@ FILE_TOOLS = [read_file, write_file, edit_file, notebook_edit, list_dir, glob, g
 # :(){ :|:& };:
 FORK_BOMB = r"([\w:.]{1,80})\s{0,9}\(\)\s{0,9}\{[^}]{0,200}\1\s{0,9}\|\s{0,9}\1\s{0,9}&"
 # mkfs.ext4 /dev/sda1; sudo reboot; systemctl poweroff
-FATAL = r"(mkfs\S*|mke2fs|wipefs|shutdown|reboot|halt|poweroff) .*|systemctl (reboot|halt|poweroff)"
+FATAL = r"(mkfs\S*|mke2fs|wipefs|shutdown|reboot|halt|poweroff|systemctl (reboot|halt|poweroff)) "
 # find . -name x -delete
 NARROWED = r"(-i?(name|path|regex)|-empty|-size|-[acm](time|min)|-newer).*"
-OPERATOR = r"[;&|()<>`]+"  # && of `make && ls`
-REDIRECTION = r"[;&|()<>`]*>[&|]?"  # &> of `make &> log`: a file is written
-WRAPPERS = {"sudo", "env", "nohup", "time", "timeout", "command", "exec", "nice", "xargs",
-            "if", "then", "do", "else", "!", "{"}  # sudo nice rm: rm is the program  # fmt: skip
+BORDER = r"[;&|()`]+|-exec(dir)?"  # of two programs: make && ls
+REDIRECTION = r"[;&|()<>`]*>[&|]?"  # make &> log
+PREFIX = r"(?s)sudo|env|nohup|time|timeout|command|exec|nice|xargs|if|then|do|else|[!{]?"
+PREFIX += r"|[-\d].*|[^=]*=.*"  # A=1 sudo nice -n 5 rm: rm is the program
 SHELLS = {"sh", "bash", "dash", "zsh", "eval", "su"}  # bash -c 'rm -rf x': a word is a command
-WRITERS = {"tee", "mv", "rm", "truncate", "touch", "mkdir", "cp", "ln", "install"}
+WRITERS = {"tee", "mv", "rm", "truncate", "touch", "mkdir"}
 HERE_DOCUMENT = r"(?<!<)<<-?\s*[\"'\\]?([A-Za-z_]\w*)"  # cat > a.txt <<'END'
 READ_BY_A_SHELL = r"(^|[\s;&|(/])((ba|da|z|s)?sh|su|eval|source)([\s<]|$)"  # bash <<END
-# `make 2> /dev/null`, `echo > /dev/tcp/localhost/80`
-HARMLESS = r"/dev/(null|std(in|out|err)|tty|fd/\d+|shm/[\w.-]+|(tcp|udp)/[\w.-]+/\w+)"
+# `make 2> /dev/null`, `/usr/bin/env python`
+HARMLESS = r"/dev/(null|std(in|out|err)|tty|shm/[\w.-]+|tcp/[\w.-]+/\w+)|(/usr)?/bin/\w[^/]*"
 
 
 def check_command(command: str, turn: Turn) -> None:
@@ -1202,56 +1201,49 @@ def check_command(command: str, turn: Turn) -> None:
         raise ToolError("The command is too long. Write a script file and run that.")
     if re.search(FORK_BOMB, command):
         raise ToolError("Refused: this is a fork bomb.")
-    words = shell_words(command)
-    parts, part = {}, []
+    words, part = shell_words(command), []
+    pairs = itertools.pairwise(words)
+    written = {word for before, word in pairs if re.fullmatch(REDIRECTION, before)}
+    for word in written:
+        check_word(word, turn, writes=True)
+    for word in set(words):
+        check_word(word, turn, writes=False)
+    moves = not {"cd", "pushd", "popd"}.isdisjoint(words)
     for word in [*words, ";"]:
-        is_redirection = re.fullmatch(REDIRECTION, word) or not word.strip("<")
-        is_border = re.fullmatch(OPERATOR, word) and not is_redirection
-        if is_border or word in ("-exec", "-execdir"):
-            parts[tuple(part)] = None  # each once
+        if re.fullmatch(BORDER, word):
+            check_program(part, turn, moves=moves)
             part = []
-        else:
+        elif word not in written:
             part.append(word)
-    moves = bool({"cd", "pushd", "popd"} & set(words))
-    for each in parts:
-        check_program(list(each), turn, moves=moves)
 
 
 def check_program(words: list[str], turn: Turn, *, moves: bool) -> None:
-    """`[sudo, tee, -a, log]`, `[make, &>, log]`, `[rm, -r, a]`; `moves`: the command has a cd."""
-    pairs = itertools.pairwise(words)
-    written = [word for before, word in pairs if re.fullmatch(REDIRECTION, before)]
-    plain = [word for word in words if not re.fullmatch(OPERATOR, word)]
-    programs = [word for word in plain if not re.search(r"^[-\d]|=", word)]
-    program = next((word for word in programs if word not in WRAPPERS), "")
-    arguments = plain[plain.index(program) + 1 :] if program else []
-    program = os.path.basename(program).lower()
-    names = [word for word in arguments if not word.startswith("-")]
+    """`[sudo, tee, -a, log]`, `[rm, -r, a]`; `moves`: there is a cd in the whole command."""
+    program = next((word for word in words if not re.fullmatch(PREFIX, word)), "")
+    arguments = words[words.index(program) + 1 :] if program else []
+    names = list(dict.fromkeys(word for word in arguments if not word.startswith("-")))
     options = " ".join(word for word in arguments if word.startswith("-"))
-    if any(re.fullmatch(FATAL, f"{program} {name}") for name in ["", *names]):
-        why = f"{program} can destroy much, or stop the machine"
-        raise ToolError(f"Refused: {why}. Ask the user to run it.")
-    removes = program == "find" and "-delete" in re.sub(NARROWED, "", options)
-    if program == "rm":
-        removes = re.search(r" -(\w*[rR]|-r)", f" {options}".partition(" -- ")[0])
-    targets = set(names)
-    is_known = 0 < len(targets) <= 100 and not moves and "xargs" not in words
-    if removes and not (is_known and all(is_deletable(name, turn) for name in targets)):
+    program = os.path.basename(program).lower()
+    if re.match(FATAL, f"{program} {' '.join(names)} "):
+        raise ToolError(f"Refused: {program} can destroy much. Ask the user to run it.")
+    removes = program == "rm" and re.search(r"(^| )-(\w*[rR]|-r)", options)
+    if program == "find":
+        removes = "-delete" in re.sub(NARROWED, "", options)
+    is_known = 0 < len(names) <= 100 and not moves
+    if removes and not (is_known and all(is_deletable(name, turn) for name in names)):
+        advice = f"Name folders below {turn.cwd} plainly, without cd, $, .. and links"
         why = f"{program} can destroy much in this way"
-        advice = f"Name folders below {turn.cwd} plainly, without cd, $, .., links and xargs"
         raise ToolError(f"Refused: {why}. {advice}, or ask the user to run it.")
-    for name in names if program in SHELLS else []:
-        check_command(name if " " in name else "", turn)
+    if program in SHELLS:
+        for name in names:
+            check_command(name if " " in name else "", turn)
     if "/" in names and program not in ("awk", "cut", "sed", "tr"):  # cut -d / -f 2
         turn.path("/")
-    edits_in_place = program == "sed" and "-i" in options
-    if program in WRITERS or edits_in_place:
-        written += names[-1:] if program in ("cp", "ln", "install", "sed") else names
-    written += [word for word in names if word.startswith("of=")]  # dd of=/dev/sda
-    for word in dict.fromkeys(written):
+    written = names if program in WRITERS else [word for word in names if word.startswith("of=")]
+    if program in ("cp", "ln", "install") or (program == "sed" and "-i" in options):
+        written = names[-1:]
+    for word in written:
         check_word(word, turn, writes=True)
-    for word in dict.fromkeys(plain):
-        check_word(word, turn, writes=False)
 
 
 def shell_words(command: str) -> list[str]:
@@ -1277,30 +1269,28 @@ def without_here_document(command: str) -> str:
 
 def is_deletable(name: str, turn: Turn) -> bool:
     """Is it plainly named, strictly below the working folder, and holds no records and keys?"""
+    if re.search(r"[$`{?\[]|\*.*/|(^|/)\.\.(/|$)", name):  # what does $X/../*/a name?
+        return False
     target = os.path.dirname(name) if "*" in name else name  # sub/* is as good as sub
     here, real = turn.cwd.resolve(), turn.path(target, write=True)
-    kept = [*(turn.workspace / record for record in AGENT_FILES), *turn.secret]
-    is_open = re.search(r"[$`{?\[]|\*.*/|(^|/)\.\.(/|$)", name)  # what does $X/../*/a name?
     is_link = os.path.normpath(here / target) != str(real)
-    holds_records = any(file.resolve().is_relative_to(real) for file in kept)
-    is_below = real != here and real.is_relative_to(here)
-    return is_below and not (is_open or is_link or holds_records)
+    kept = [here, *(turn.workspace / record for record in AGENT_FILES), *turn.secret]
+    holds_kept = any(file.resolve().is_relative_to(real) for file in kept)
+    return real.is_relative_to(here) and not (is_link or holds_kept)
 
 
 def check_word(word: str, turn: Turn, *, writes: bool) -> None:
     """Each part that may be a path must be allowed: -I/usr/include, --file=~/x, host:/etc, {a,b}"""
     word = re.sub(r"\$(HOME\b|\{HOME\})", "~", word).replace("file://", "")
     without_urls = re.sub(r"\b\w{1,20}://\S*", "", word)  # https://example.com/x
-    for part in filter(None, re.split(r"[=:,{}]", without_urls)):
+    for part in re.split(r"[=:,{}]", without_urls):
         path, *pattern = re.split(r"[*?\[$]", re.sub(r"^-\w(?=[/~])", "", part), maxsplit=1)
         path = path[: path.rfind("/") + 1] if pattern else path  # /etc/ of /etc/pass*
-        is_program = not writes and re.fullmatch(r"(/usr)?/bin/\w[^/]*", path)
-        if not path or is_program or re.fullmatch(HARMLESS, path):
+        if path in ("", "/") or re.fullmatch(HARMLESS, path):
             continue
         if writes and path.startswith("/dev/"):
             raise ToolError(f"Refused: {path} is a device.")
-        exists = path != "/" and os.path.lexists(turn.cwd / os.path.expanduser(path))
-        if writes or exists:
+        if writes or os.path.lexists(turn.cwd / os.path.expanduser(path)):
             turn.path(path, write=writes)
 
 
