@@ -730,34 +730,32 @@ def replace_passage(text: str, old: str, new: str, replace_all: bool = False) ->
         raise ToolError("The file is not empty: say in old_text which passage to replace.")
     if not old:
         return new
-    passages = exact_passages(text, old, replace_all)
-    is_inside = len(passages) == 1 and text[passages[0][0] - 1 : passages[0][0]] in (" ", "\t")
-    if is_inside or not passages:  # the same line may stand elsewhere, indented otherwise
-        passages = max(passages, passages_by_lines(text, old), key=len)
+    starts = exact_places(text, old)
+    if replace_all and starts:
+        is_block = "\n" in new.strip("\n")
+        matches = re.finditer(re.escape(old), text) if is_block else []
+        if any(indentation_before(text, match.start()) for match in matches):
+            raise ToolError("The indentation of new_text is not clear: edit one place at a time.")
+        return text.replace(old, new)
+    if len(starts) == 1 and old[0] in " \t" and indentation_before(text, starts[0]):
+        starts = []  # the line is indented otherwise, and may stand elsewhere
+    passages = [(start, start + len(old)) for start in starts] or passages_by_lines(text, old)
     if not passages:
         raise ToolError(f"old_text is not in the file.{nearest(text, old)}")
-    if len(passages) > 1 and not replace_all:
+    if len(passages) > 1:
         lines = ", ".join(str(text.count("\n", 0, start) + 1) for start, _ in passages[:20])
-        advice = "Add lines around the one, or set replace_all"
+        advice = "Add lines around the one, or copy it exactly and set replace_all"
         raise ToolError(f"old_text stands at lines {lines}. {advice}.")
-    parts, position = [], 0
-    for start, end in passages:
-        if start >= position:  # else the passage before has taken this line
-            start, end, replacement = fitted(text, start, end, old, new)
-            parts += [text[position:start], replacement]
-            position = end
-    return "".join([*parts, text[position:]])
+    return replaced(text, *passages[0], old, new)
 
 
-def exact_passages(text: str, old: str, replace_all: bool) -> list[tuple[int, int]]:
-    """Of "aba" in "ababa" both places if one is wanted, the first if all are."""
-    passages: list[tuple[int, int]] = []
-    step = len(old) if replace_all else 1
-    start = text.find(old)
-    while start >= 0 and (replace_all or len(passages) < 21):
-        passages.append((start, start + len(old)))
-        start = text.find(old, start + step)
-    return passages
+def exact_places(text: str, old: str) -> list[int]:
+    """Where `old` begins, at most 21 places: of "aba" in "ababa" both."""
+    starts, start = [], text.find(old)
+    while start >= 0 and len(starts) < 21:
+        starts.append(start)
+        start = text.find(old, start + 1)
+    return starts
 
 
 def passages_by_lines(text: str, old: str) -> list[tuple[int, int]]:
@@ -769,37 +767,34 @@ def passages_by_lines(text: str, old: str) -> list[tuple[int, int]]:
     wanted, lines = stripped(old.strip("\n")), stripped(text)
     count = wanted.count("\n") - 1
     starts = list(itertools.accumulate((len(line) + 1 for line in text.split("\n")), initial=0))
-    passages, number, position = [], 0, 0
-    place = lines.find(wanted) if wanted.strip() else -1
-    while place >= 0:
-        number += lines.count("\n", position, place)  # of the line where it begins
+    passages = []
+    for place in exact_places(lines, wanted) if wanted.strip() else []:
+        number = lines.count("\n", 0, place)  # of the line where it begins
         passages.append((starts[number], starts[number + count] - 1))
-        position, place = place, lines.find(wanted, place + 1)
     return passages
 
 
-def fitted(text: str, start: int, end: int, old: str, new: str) -> tuple[int, int, str]:
-    """Which part of the text is replaced, and by what: `new` with the passage's indentation."""
+def replaced(text: str, start: int, end: int, old: str, new: str) -> str:
+    """`text` with one passage replaced by `new`, which gets the passage's indentation."""
     is_exact = text[start:end] == old
-    before = text[max(start - 200, 0) : start].rpartition("\n")[2]  # on its line
-    is_indented = before != "" and before.isspace() and not old.isspace()
-    is_inside = is_indented and "\n" in new.strip("\n")  # `old` lacks some of its indentation
-    if is_inside or not is_exact:
+    before = indentation_before(text, start)  # which `old` lacks
+    if not is_exact or (before and "\n" in new.strip("\n")):
+        given, wanted = (old, new) if is_exact else (old.strip("\n"), new.strip("\n"))
         start -= len(before)
-        end = text.find("\n", end) if "\n" in text[end:] else len(text)
-        is_cut = is_exact and not old[0].isspace()  # the first line alone lacks its indentation
-        missing = before if is_cut else ""
-        given, wanted = (missing + part.strip("\n") for part in (old, new))
-        indented = reindented(given, wanted, text[start:end])
-        if indented is None:
+        new = reindented(before + given, before + wanted, text[start:end])
+        if new is None:
             number = text.count("\n", 0, start) + 1
             why = f"old_text is at line {number}, but the indentation of new_text is not clear"
             raise ToolError(f"{why}. Copy whole lines with all of their indentation.")
-        new = indented
-    is_line_end = text.startswith("\n", end) and not (is_exact and old.endswith("\n"))
-    if not new and is_line_end and text[max(start - 1, 0) : start] in ("", "\n"):
+    if not new and text[max(start - 1, 0) : start] in ("", "\n") and text[end - 1 : end] != "\n":
         end += 1  # deleted lines take their line end with them
-    return start, end, new
+    return text[:start] + new + text[end:]
+
+
+def indentation_before(text: str, start: int) -> str:
+    """The space before the first letter of a line that begins at `start`, else ""."""
+    before = text[max(start - 200, 0) : start].rpartition("\n")[2]
+    return before if before.isspace() and not text.startswith("\n", start) else ""
 
 
 def reindented(old: str, new: str, passage: str) -> str | None:
@@ -810,31 +805,22 @@ def reindented(old: str, new: str, passage: str) -> str | None:
     A depth that `old` does not show is not certain: does a model that drops or halves
     indentation do so in all lines?
     """
-    old_lines, new_lines, passage_lines = (part.split("\n") for part in (old, new, passage))
-    old_depths, new_depths = indentations(old_lines), indentations(new_lines)
-    removed, added = old_depths[0], indentations(passage_lines)[0]
-    common = len(os.path.commonprefix([removed[::-1], added[::-1]]))
-    removed, added = removed[: len(removed) - common], added[: len(added) - common]
+    old_lines, new_lines, lines = (part.split("\n") for part in (old, new, passage))
+    old_depths, new_depths, real_depths = map(indentations, (old_lines, new_lines, lines))
+    depths, first = dict(zip(old_depths, real_depths, strict=True)), old_depths[0]
+    shifts = {len(real) - len(depth) for depth, real in zip(old_depths, real_depths, strict=True)}
+    is_moved = old_depths != real_depths
+    all_stripped = is_moved and not any(depths) and len(old_lines) != len(new_lines)
+    is_deeper = first in new_depths[1:] and all(depth.startswith(first) for depth in new_depths)
+    is_known = set(new_depths) <= set(depths) or (is_deeper and not is_moved)
+    if len(shifts) > 1 or all_stripped or not is_known or new_depths[:1] not in ([first], []):
+        return None
+    kept = dict(zip(old_lines, lines, strict=True))  # with the space at their ends
 
     def moved(line: str) -> str:
-        return added + line.removeprefix(removed) if line.strip() else line
+        depth = line[: len(line) - len(line.lstrip(" \t"))]
+        return depths.get(depth, depth) + line.removeprefix(depth) if line.strip() else line
 
-    wanted = [line.rstrip() for line in passage_lines]
-    if [moved(line).rstrip() for line in old_lines] != wanted:
-        return None
-    shown = [line.rstrip() for line in new_lines if line.strip()]
-    for line, depth, next_depth in zip(shown, new_depths, new_depths[1:], strict=False):
-        if line.endswith(":") and len(next_depth) <= len(depth):
-            return None  # `if a:` needs something in it
-    first, others = old_depths[0], new_depths[1:]
-    is_known = set(new_depths) <= set(old_depths)
-    if others and not removed and not added:  # the lines have the file's own indentation
-        is_deeper = all(depth.startswith(first) for depth in others)
-        is_known = is_known or (is_deeper and min(others) == first)
-    is_known = is_known and (any(old_depths) or len(old_lines) == len(new_lines))
-    if new_depths and not (is_known and new_depths[0] == first):
-        return None
-    kept = dict(zip(old_lines, passage_lines, strict=True))  # with the space at their ends
     return "\n".join(kept.get(line, moved(line)) for line in new_lines)
 
 
