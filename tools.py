@@ -1601,14 +1601,15 @@ ATTRIBUTES = r"""([^<>"']*(?:"[^"<]*"[^<>"']*|'[^'<]*'[^<>"']*)*)>"""  # a > in 
 TAG = rf"(?i)<(/?[a-z][\w:-]*){ATTRIBUTES}|<(/?[a-z][\w:-]*)([^<>]*)>?|<[!?/][^<>]*>?"
 LINK = rf"(?is)<a\b{ATTRIBUTES}(.*?)(?:</a\b[^<>]*>?|(?=<a\b)|\Z)"
 NOT_TEXT = r"(?is)<(script|style|template|svg|iframe|title)\b.*?(?:</\1\b[^<>]*>?|\Z)"
-NOT_TEXT += r"|<!--.*?(?:-->|\Z)|&#\d{8,};?|[\0\1]"  # no letter has such a number
+NOT_TEXT += r"|<!--.*?(?:-->|\Z)|&#\d{8,};?|[\0\1]|<h\d\b[^<>]*>\s*</h\d>"  # &#99999999; is none
 # <nav>menu</nav>; not <aside class=footnote>, nor what never ends
 BESIDE = r"(?is)<(nav|select|(?:footer|aside)(?![^<>]*note))\b.*?(?:(</\1\b[^<>]*>?)|\Z)"
 CODE = r"(?is)<pre\b[^<>]*>(.*?)(?:</pre\b[^<>]*>?|\Z)"
 BLOCK = r"/?(p|div|[uod]l|d[dt]|table|blockquote|section|article|main|header|footer|aside|details"
 BLOCK += r"|summary|figure|figcaption|hr|h\d)"
-INLINE = {"code": "`", "/code": "`", "sup": "^", "td": " | ", "th": " | "}  # 10<sup>6</sup> → 10^6
-GAP = "\n\f\n"  # a blank line, unless there is one already
+ROW = r"(?i)<tr\b.*?(?=<tr\b|</tr\b|</?table\b|\Z)"
+MARKS = {"br": "\n", "tr": "\n", "td": " | ", "th": " | ", "code": "`", "/code": "`",
+         "sup": "^"}  # 10<sup>6</sup> → 10^6  # fmt: skip
 
 
 def page_text(source: str, url: str = "") -> str:
@@ -1622,23 +1623,33 @@ def page_text(source: str, url: str = "") -> str:
     source = source[mains[0] : mains[-1]] if len(mains) > 1 else source
     source = re.sub(LINK, functools.partial(link_text, url=url), source)
     codes = iter(re.findall(CODE, source))
-    one_line = re.sub(r"\s+", " ", re.sub(CODE, "\1", source))  # \1 stands for a block of code
-    text = re.sub(TAG, Layout().text_of, one_line).replace("\1", f"{GAP}\1{GAP}")
-    lines, mark = [""], ""
-    for line in html.unescape(text).split("\n"):
-        if "\0" in line:
-            _, mark, line = line.split("\0")
-        words = " ".join(line.split())
-        if words == "\1":
-            code = re.sub(TAG, "", re.sub(r"(?i)<br\b[^<>]*>", "\n", next(codes)))
-            lines += ["```", html.unescape(code).strip("\n"), "```"]
-        elif words.strip("| "):
-            lines.append(mark + words)
-            mark = ""
-        elif "\f" in line:
-            mark = ""  # of a heading or an item without text
-            lines += [""] if lines[-1] else []
-    return "\n".join(lines).strip()
+    source = re.sub(r"\s+", " ", re.sub(CODE, "<p>\1<p>", source))  # \1 stands for a block of code
+    source = re.sub(ROW, lambda row: re.sub(rf"(?i)<({BLOCK}|br|li)\b", r" \g<0>_", row[0]), source)
+    marks: list[Iterator[str]] = []  # those to come, of each open list
+
+    def mark_of(tag: re.Match) -> str:
+        name = (tag[1] or tag[3] or "").lower()
+        if name in ("/ul", "/ol") and marks:
+            marks.pop()
+        gap = "\f" if marks else "\n\n"  # any number of \f is one line end
+        if name in ("ul", "ol"):
+            numbers = map("{}.".format, itertools.count(1))
+            marks.append(numbers if name == "ol" else itertools.repeat("-"))
+        if name == "li":
+            return f"\f{next(marks[-1]) if marks else '-'} "
+        if re.fullmatch(r"h\d", name):
+            return f"{gap}{'#' * int(name[1])} "
+        return gap if re.fullmatch(BLOCK, name) else MARKS.get(name, "")
+
+    def block_of_code(_: re.Match) -> str:
+        code = re.sub(TAG, "", re.sub(r"(?i)<br\b[^<>]*>", "\n", next(codes)))
+        return "```\n" + html.unescape(code).strip("\n") + "\n```"
+
+    text = re.sub(r" ?(?:\f ?)+", "\n", re.sub(TAG, mark_of, source))
+    text = "\n".join(" ".join(line.split()) for line in html.unescape(text).split("\n"))
+    text = re.sub(r"(?m)^(#+|-|\d+\.)\n+(?=.)", r"\1 ", text)  # <li><p>a
+    text = re.sub(r"\n{3,}", "\n\n", re.sub(r"(?m)^[| ]+\n", "", text))
+    return re.sub("\1", block_of_code, text).strip()
 
 
 def link_text(match: re.Match, url: str) -> str:
@@ -1649,43 +1660,6 @@ def link_text(match: re.Match, url: str) -> str:
         target = urllib.parse.urljoin(url, href) if href else ""
     is_link = text and target.startswith("http")
     return f"[{text}]({html.escape(target)})" if is_link else match[2]
-
-
-class Layout:
-    """What a tag becomes: nothing, a line end, a GAP, or a line end and the next line's mark.
-
-    <li> → ⏎ \\0- \\0, and the mark goes before the next line that has text.
-    """
-
-    def __init__(self) -> None:
-        self.lists: list[Iterator[str]] = []  # the marks to come, of each open list
-        self.is_row = False
-
-    def text_of(self, tag: re.Match) -> str:
-        name, attributes = (tag[1] or tag[3] or "").lower(), tag[2] or tag[4] or ""
-        if name == "img":
-            alt = html.escape(attribute(attributes, "alt"))
-            return f"[image: {alt}]" if alt else ""
-        if name in ("tr", "/tr", "table", "/table"):
-            self.is_row = name == "tr"
-            return GAP if "table" in name and not self.lists else "\n"
-        is_block = re.fullmatch(BLOCK, name)
-        if self.is_row and (is_block or name in ("br", "li")):  # a row is one line
-            return " "
-        if name == "li":
-            return f"\n\0{next(self.lists[-1]) if self.lists else '- '}\0"
-        if not is_block:
-            return "\n" if name == "br" else INLINE.get(name, "")
-        if name in ("/ul", "/ol") and self.lists:
-            self.lists.pop()
-        gap = "\n" if self.lists else GAP
-        if name in ("ul", "ol"):
-            start = re.search(r"(?i)\bstart\W{1,9}(\d{1,6})", attributes)
-            numbers = itertools.count(int(start[1]) if start else 1)
-            marks = (f"{number}. " for number in numbers)
-            self.lists.append(marks if name == "ol" else itertools.repeat("- "))
-        is_heading = re.fullmatch(r"h\d", name)
-        return f"{gap}\0{'#' * int(name[1])} \0" if is_heading else gap
 
 
 def attribute(attributes: str, name: str) -> str:
