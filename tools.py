@@ -1357,14 +1357,11 @@ class Job:
     """A command and all that it starts: one process group."""
 
     def __init__(self, argv: list[str], folder: Path, environment: dict[str, str]):
-        self.process: subprocess.Popen | None = None
-        self.starting = threading.Lock()
-        atexit.register(self.kill)  # if the program ends first, even while this starts
-        with self.starting:
-            self.process = subprocess.Popen(
-                argv, cwd=folder, env=environment, start_new_session=True,
-                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            )  # fmt: skip
+        self.process = subprocess.Popen(
+            argv, cwd=folder, env=environment, start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        atexit.register(self.kill)  # if the program ends first
         self.stdout, self.stderr = Capture(self.process.stdout), Capture(self.process.stderr)
 
     async def run(self, seconds: float) -> ToolResult:
@@ -1385,9 +1382,6 @@ class Job:
     def kill(self) -> None:
         """SIGKILL for the whole group, until nobody is left in it. Blocks."""
         atexit.unregister(self.kill)
-        with self.starting:
-            if not self.process:  # it could not be started
-                return
         deadline = time.monotonic() + 0.5  # if nobody collects the dead, they stay
         while self.signal_group(SIGKILL) and time.monotonic() < deadline:
             time.sleep(0.005)
@@ -1903,16 +1897,13 @@ class MCPServer:
         self.name, self.settings, self.registry = name, settings, registry
         self.tools: list[str] = []  # their names in the registry
         self.client = self.task = self.scope = self.stderr = None
-        self.problem = ""
-        self.is_closing = False
-        self.started = self.retry_at = 0.0
+        self.problem, self.started, self.retry_at = "", 0.0, 0.0
 
     async def connect(self, patience: float = 5.0) -> None:
         """Wait until it is connected or has failed, at most `patience` seconds from its start."""
         is_running = self.task and not self.task.done()
         if not is_running and time.monotonic() >= self.retry_at:
-            self.ready, self.started = asyncio.Event(), time.monotonic()
-            self.scope, self.is_closing = None, False
+            self.ready, self.started, self.scope = asyncio.Event(), time.monotonic(), None
             self.problem = f"MCP server {self.name} is still starting; its tools come later"
             self.task = asyncio.create_task(self._serve())
         with contextlib.suppress(TimeoutError):
@@ -1926,27 +1917,22 @@ class MCPServer:
         limit = self.settings.tool_timeout
         work = asyncio.ensure_future(getattr(self.client, method)(**request))
         try:
-            await asyncio.wait([work, self.task], timeout=limit, return_when="FIRST_COMPLETED")
-            is_answered = work.done()
+            await asyncio.wait([work], timeout=limit)
+            if not work.done():
+                raise ToolError(f"(MCP tool call timed out after {limit}s)")
+            return work.result().model_dump(mode="json", by_alias=True, exclude_none=True)
+        except Exception as failure:
+            if getattr(failure, "code", 0) not in MCP_LOST:
+                raise ToolError(str(failure) or f"{name} failed: {failure!r}") from None
+            await self.close()  # the next call or message connects again
+            raise ToolError(await self.cause(failure)) from None
         finally:  # also when the turn is cancelled: the server is told so
             work.cancel()
             await asyncio.wait([work], timeout=2)
-        if not is_answered:
-            timed_out = f"(MCP tool call timed out after {limit}s)"
-            raise ToolError(self.problem if self.task.done() else timed_out)
-        try:
-            return work.result().model_dump(mode="json", by_alias=True, exclude_none=True)
-        except (Exception, asyncio.CancelledError) as failure:  # the SDK's, not the turn's
-            if getattr(failure, "code", 0) not in MCP_LOST:
-                why = str(failure) or type(failure).__name__
-                raise ToolError(f"{name} failed: {why}") from None
-            await self.close()  # the next call or message connects again
-            raise ToolError(await self.cause(failure)) from None
 
     async def close(self) -> None:
         if not self.task:
             return
-        self.is_closing = True
         if self.scope:
             self.scope.cancel()  # cancelling the task would interrupt the SDK's cleanup
         else:
@@ -1977,15 +1963,13 @@ class MCPServer:
 
         handshake = "legacy" if self.settings.command else "auto"  # the SDK's names
         async with contextlib.AsyncExitStack() as stack:
-            self.scope = stack.enter_context(anyio.move_on_after(self.time_limit))
+            self.scope = stack.enter_context(anyio.fail_after(self.time_limit))
             transport = await self._transport(stack)
             client = await stack.enter_async_context(Client(transport, mode=handshake))
             await self._offer(client)
             self.scope.deadline, self.client, self.problem = math.inf, client, ""
             self.ready.set()
             await anyio.sleep_forever()
-        if not self.is_closing:
-            raise TimeoutError(f"no answer in {self.time_limit:g} s")
 
     async def _transport(self, stack: contextlib.AsyncExitStack) -> Any:
         from mcp.client import sse, stdio, streamable_http
@@ -2015,10 +1999,10 @@ class MCPServer:
             failure = failure.exceptions[0]
         if isinstance(failure, ImportError):
             return "MCP servers need their SDK, which is missing: pip install 'mcp>=2.3'"
-        text = str(failure).split(" for url ")[0] or type(failure).__name__  # a URL may hold a key
+        text = str(failure).split(" for url ")[0]  # a URL may hold a key
+        text = text or type(failure).__name__  # TimeoutError: no answer in `time_limit`
         if self.stderr:
-            last_words = await in_thread(self.stderr.text)
-            text += ": " + last_words.split("\n")[-1]
+            text += ": " + (await in_thread(self.stderr.text)).split("\n")[-1]
         shown = "".join(filter(str.isprintable, text[:400])).rstrip(":. ")
         advice = f"Check tools.mcpServers.{self.name}; it is tried again."
         return f"MCP server {self.name}: {shown}. {advice}"
