@@ -578,22 +578,22 @@ IMAGE_STARTS = {
 }  # fmt: skip
 
 
+def open_file(path: Any) -> typing.BinaryIO:
+    """Open a file for reading, but no link, and without waiting for the writer of a FIFO."""
+    return open(path, "rb", opener=lambda path, _: os.open(path, READING))
+
+
 def read_bytes(path: Path, most: int = MAX_FILE_BYTES) -> bytes:
     """A regular file's content; raises ToolError with the reason if it cannot be read."""
     try:
-        descriptor = os.open(path, READING)
-        try:
-            info = os.fstat(descriptor)
+        with open_file(path) as file:
+            info = os.fstat(file.fileno())
             if not stat.S_ISREG(info.st_mode):
-                other = "a directory (see list_dir), FIFO or device"
-                raise ToolError(f"{path} is not a regular file but {other}.")
+                raise ToolError(f"{path} is not a regular file but a FIFO or device.")
             if info.st_size > most:
                 advice = "too many: take a part of it with exec"
                 raise ToolError(f"{path} has {info.st_size:,} bytes, {advice}.")
-            with open(descriptor, "rb", closefd=False) as file:
-                return file.read(most)
-        finally:
-            os.close(descriptor)
+            return file.read(most)
     except OSError as problem:
         near = similar_names(Path(path))
         raise ToolError(f"Cannot read {path}: {problem.strerror}.{near}") from None
@@ -611,7 +611,7 @@ def is_binary(data: bytes) -> bool:
 
 
 def similar_names(path: Path) -> str:
-    names = os.listdir(path.parent) if path.parent.is_dir() else []
+    names = os.listdir(path.parent) if path.parent.is_dir() and not path.exists() else []
     near = difflib.get_close_matches(path.name, names)
     return f" There is: {', '.join(near)}." if near else " Look around with list_dir or glob."
 
@@ -621,12 +621,10 @@ def numbered_page(lines: list[str], first: int, most: int, room: int) -> str:
     page: list[str] = []
     for number, line in enumerate(lines[first - 1 :][:most], first):
         shown = f"{number}| {line}"
-        room -= len(shown) + 1
-        if room < 0 and not page:
-            page = [f"{shown[:room]}… (line cut)"]
-        if room < 0:
+        if page and len(shown) > room:
             break
-        page.append(shown)
+        page.append(shown if len(shown) <= room else f"{shown[:room]}… (line cut)")
+        room -= len(shown) + 1
     last = first + len(page) - 1
     if last < len(lines):
         page.append(f"(lines {first}-{last} of {len(lines)}; go on with offset={last + 1})")
@@ -672,12 +670,13 @@ def list_dir(path: str = ".", *, turn: Turn) -> str:
         near = similar_names(real)
         raise ToolError(f"Cannot list {real}: {problem.strerror}.{near}") from None
     lines = [f"{real}: {len(entries)} entries"]
-    for entry in entries:
-        is_file = entry.is_file(follow_symlinks=False)
-        size = f"  {entry.stat().st_size:,} bytes" if is_file else ""
-        target = f" -> {os.readlink(entry.path)}" if entry.is_symlink() else ""
-        slash = "/" if entry.is_dir(follow_symlinks=False) else ""
-        lines.append(f"{entry.name}{slash}{size}{target}")  # "sub/", "a.txt  17 bytes"
+    for entry in entries:  # "sub/", "a.txt  17 bytes", "link -> a.txt"
+        end = "/" if entry.is_dir(follow_symlinks=False) else ""
+        if entry.is_file(follow_symlinks=False):
+            end = f"  {entry.stat().st_size:,} bytes"
+        if entry.is_symlink():
+            end = f" -> {os.readlink(entry.path)}"
+        lines.append(entry.name + end)
     return "\n".join(lines)
 
 
@@ -983,13 +982,10 @@ def glob_pattern(glob: str) -> re.Pattern:
 
 
 Limit = Annotated[int, IntegerSchema(minimum=1)]
-Offset = Annotated[int, IntegerSchema(minimum=0)]
 
 
 @tool(read_only=True)
-def glob(
-    pattern: str, path: str = ".", head_limit: Limit = 250, offset: Offset = 0, *, turn: Turn
-) -> str:
+def glob(pattern: str, path: str = ".", head_limit: Limit = 250, *, turn: Turn) -> str:
     """Find files by name, newest first. `*.py` matches in every folder below path."""
     root = turn.path(path)
     dated = []
@@ -997,16 +993,12 @@ def glob(
         with contextlib.suppress(FileNotFoundError):  # it was removed meanwhile
             dated.append((-os.lstat(file).st_mtime_ns, name))
     names = [name for _, name in sorted(dated)]
-    return result_page(names, offset, head_limit) or f"No file below {root} matches {pattern}."
+    return first_lines(names, head_limit) or f"No file below {root} matches {pattern}."
 
 
-def result_page(items: list[str], offset: int, limit: int) -> str:
-    if items and offset >= len(items):
-        return f"(offset {offset} is behind the end: there are {len(items)})"
-    page = items[offset : offset + limit]
-    if len(items) > offset + limit:
-        page.append(f"(there are more; go on with offset={offset + limit})")
-    return "\n".join(page)
+def first_lines(lines: list[str], limit: int) -> str:
+    more = ["(there are more: set head_limit, or search for less)"] if len(lines) > limit else []
+    return "\n".join(lines[:limit] + more)
 
 
 # ---- Searching lines ----
@@ -1034,34 +1026,33 @@ async def grep(
     type: Annotated[str, "Only files of a type, like py, js, rust"] = "",
     case_insensitive: bool = False, fixed_strings: bool = False,
     output_mode: Literal["files_with_matches", "content", "count"] = "files_with_matches",
-    context_before: Offset = 0, context_after: Offset = 0,
-    head_limit: Limit = 250, offset: Offset = 0, *, turn: Turn,
+    context: Annotated[int, IntegerSchema("Lines around a match", minimum=0)] = 0,
+    head_limit: Limit = 250, *, turn: Turn,
 ) -> str:  # fmt: skip
     """Search lines with a regular expression. output_mode content gives `path:line: text`."""
     root = turn.path(path)
     type_glob = TYPES.get(type, f"*.{type}") if type else "*"  # rb means *.rb
     request = {
         "source": re.escape(pattern) if fixed_strings else pattern, "mode": output_mode,
-        "flags": re.IGNORECASE if case_insensitive else 0, "most": offset + head_limit + 1,
-        "before": context_before, "after": context_after,
-        "files": await in_thread(find_files, turn, root, glob, type_glob),
+        "flags": re.IGNORECASE if case_insensitive else 0, "most": head_limit + 1,
+        "context": context, "files": await in_thread(find_files, turn, root, glob, type_glob),
     }  # fmt: skip
     items, end = await search_lines(request)
     nothing, notes = f"No match for {pattern!r} in {root}.", ""
-    if problem := end.get("problem"):
+    if "problem" in end:
         why = f"{pattern!r} is no regular expression; set fixed_strings?"
-        raise ToolError(f"{why}: {problem}.")
+        raise ToolError(f"{why}: {end['problem']}.")
     if not end:
         why = f"The search was ended after {SEARCH_SECONDS} s, before all files were searched"
         notes = f"\n({why}: take a simpler expression, a glob, or a folder further below)"
         if not items:
             raise ToolError(notes.strip())
-    elif skipped := end["skipped"]:
-        notes = f"\n({skipped} files skipped: binary, over 2 MB or not readable)"
+    elif end["skipped"]:
+        notes = f"\n({end['skipped']} files skipped: binary, over 2 MB or not readable)"
     for syntax, advice in OF_OTHER_PROGRAMS.items():
         if not items and not fixed_strings and re.search(syntax, pattern):
             raise ToolError(f"{nothing} {advice}")
-    return (result_page(items, offset, head_limit) or nothing) + notes
+    return (first_lines(items, head_limit) or nothing) + notes
 
 
 async def search_lines(request: dict) -> tuple[list[str], dict]:
@@ -1095,7 +1086,7 @@ LINE_BY_LINE = r"\\(?![wdbS])[A-Za-z0-9]|\[\^|\(\?(?![:=]|P<)|[*+?}]\+|\n"
 def child_program() -> str:
     """The child's functions as source, because importing this file would take it 200 ms."""
     names = ("READING", "UTF8_MARK", "UTF16_MARKS", "LINE_BY_LINE", "SEARCH_SECONDS")
-    functions = (plain_text, is_binary, search_child, searched_bytes, shown_lines)
+    functions = (open_file, plain_text, is_binary, search_child, searched_bytes, shown_lines)
     head = "from __future__ import annotations\nimport json, os, re, signal, sys"
     constants = [f"{name} = {globals()[name]!r}" for name in names]
     return "\n".join([head, *constants, *map(inspect.getsource, functions), "search_child()"])
@@ -1130,7 +1121,7 @@ def search_child() -> None:
 def searched_bytes(path: str) -> bytes | None:
     """The content of a file; None if it is not searched."""
     try:
-        with open(os.open(path, READING), "rb") as file:
+        with open_file(path) as file:
             data = file.read(2_000_001)
     except OSError:  # it may not be read
         return None
@@ -1144,12 +1135,11 @@ def shown_lines(name: str, text: str, find: Callable, request: dict) -> list[str
     if request["mode"] != "content":
         shown = name if request["mode"] == "files_with_matches" else f"{name}: {len(hits)}"
         return [shown] if hits else []
-    marks = {}
+    marks, context = {}, request["context"]
     for hit in hits:
-        last = min(hit + request["after"], len(lines) - 1)
-        marks |= dict.fromkeys(range(max(hit - request["before"], 0), last + 1), "-")
-    marks |= dict.fromkeys(hits, ":")
-    shown = sorted(marks.items())
+        last = min(hit + context, len(lines) - 1)
+        marks |= dict.fromkeys(range(max(hit - context, 0), last + 1), "-")
+    shown = sorted((marks | dict.fromkeys(hits, ":")).items())
     return [f"{name}{mark}{number + 1}{mark} {lines[number][:500]}" for number, mark in shown]
 
 
@@ -1923,7 +1913,7 @@ class MCPServer:
             return work.result().model_dump(mode="json", by_alias=True, exclude_none=True)
         except Exception as failure:
             if getattr(failure, "code", 0) not in MCP_LOST:
-                raise ToolError(str(failure) or f"{name} failed: {failure!r}") from None
+                raise ToolError(f"{name} failed: {str(failure) or failure!r}") from None
             await self.close()  # the next call or message connects again
             raise ToolError(await self.cause(failure)) from None
         finally:  # also when the turn is cancelled: the server is told so

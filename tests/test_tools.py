@@ -815,7 +815,7 @@ def test_read_file_at_the_edges(turn, data, arguments, told):
 def test_read_file_refuses_by_name_what_is_no_regular_file(turn):
     os.mkfifo(turn.cwd / "fifo")
     (turn.cwd / "zero").symlink_to("/dev/zero")
-    assert "a directory (see list_dir)" in call(turn, "read_file", path="sub").text
+    assert "Is a directory. Look around with list_dir" in call(turn, "read_file", path="sub").text
     for path in ("fifo", "zero", "/dev/zero"):
         assert "not a regular file" in call(turn, "read_file", path=path).text
         for name, arguments in USES:
@@ -1214,9 +1214,9 @@ def test_globs_of_names_mean_what_fnmatch_says(turn, monkeypatch):
     ({}, "main.py"),
     ({"output_mode": "count"}, "main.py: 1"),
     ({"output_mode": "content", "case_insensitive": True}, "main.py:2: TODO one\nmain.py:4: todo two"),
-    ({"output_mode": "content", "context_after": 9},
-     "main.py:2: TODO one\nmain.py-3- \nmain.py-4- todo two"),
-    ({"output_mode": "content", "case_insensitive": True, "context_after": 1, "context_before": 1},
+    ({"output_mode": "content", "context": 9},
+     "main.py-1- name = main.py\nmain.py:2: TODO one\nmain.py-3- \nmain.py-4- todo two"),
+    ({"output_mode": "content", "case_insensitive": True, "context": 1},
      "main.py-1- name = main.py\nmain.py:2: TODO one\nmain.py-3- \nmain.py:4: todo two"),
 ])  # fmt: skip
 def test_grep_shows_what_was_asked_for(tree, arguments, text):
@@ -1348,9 +1348,8 @@ def test_search_never_shows_a_file_with_keys_or_what_was_put_aside(turn):
 
 @pytest.mark.parametrize("name, arguments, shown", [
     ("glob", {"pattern": "*.py"}, "src/deep/util.py\nsrc/app.py\nmain.py"),  # newest first
-    ("glob", {"pattern": "src/**", "head_limit": 1, "offset": 1},
-     "src/deep/util.py\n(there are more; go on with offset=2)"),
-    ("glob", {"pattern": "*", "offset": 900}, "(offset 900 is behind the end: there are 7)"),
+    ("glob", {"pattern": "src/**", "head_limit": 1},
+     "src/deep/util.js\n(there are more: set head_limit, or search for less)"),
     ("glob", {"pattern": "!*.py"}, "*.{js,ts}"), ("glob", {"pattern": "*a*a*a*a*"}, "too many stars"),
     ("glob", {"pattern": "[z-a]"}, "not a usable glob"), ("glob", {"pattern": "*.rs"}, "No file below"),
     ("glob", {"pattern": "*", "path": "sr"}, "There is: src."),
