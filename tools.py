@@ -729,16 +729,17 @@ def replace_passage(text: str, old: str, new: str, replace_all: bool = False) ->
         raise ToolError("The file is not empty: say in old_text which passage to replace.")
     if not old:
         return new
-    starts = exact_places(text, old)
-    if replace_all and starts:
-        is_block = "\n" in new.strip("\n")
+    is_block, first = "\n" in new.strip("\n"), text.find(old)
+    if replace_all and first >= 0:
         matches = re.finditer(re.escape(old), text) if is_block else []
         if any(indentation_before(text, match.start()) for match in matches):
             raise ToolError("The indentation of new_text is not clear: edit one place at a time.")
         return text.replace(old, new)
-    if len(starts) == 1 and old[0] in " \t" and indentation_before(text, starts[0]):
-        starts = []  # the line is indented otherwise, and may stand elsewhere
-    passages = [(start, start + len(old)) for start in starts] or passages_by_lines(text, old)
+    places = [first, text.find(old, first + 1)]
+    passages = [(start, start + len(old)) for start in places if start >= 0]
+    is_within = old[0] in " \t" and indentation_before(text, max(first, 0))
+    if not passages or (is_within and len(passages) == 1):  # the line is indented otherwise
+        passages = passages_by_lines(text, old)
     if not passages:
         raise ToolError(f"old_text is not in the file.{nearest(text, old)}")
     if len(passages) > 1:
@@ -748,29 +749,14 @@ def replace_passage(text: str, old: str, new: str, replace_all: bool = False) ->
     return replaced(text, *passages[0], old, new)
 
 
-def exact_places(text: str, old: str) -> list[int]:
-    """Where `old` begins, at most 21 places: of "aba" in "ababa" both."""
-    starts, start = [], text.find(old)
-    while start >= 0 and len(starts) < 21:
-        starts.append(start)
-        start = text.find(old, start + 1)
-    return starts
-
-
 def passages_by_lines(text: str, old: str) -> list[tuple[int, int]]:
-    """Passages whose lines are those of `old` but for the space around them."""
-
-    def stripped(lines: str) -> str:
-        return "\n".join(["", *(line.strip(" \t\r") for line in lines.split("\n")), ""])
-
-    wanted, lines = stripped(old.strip("\n")), stripped(text)
-    count = wanted.count("\n") - 1
-    starts = list(itertools.accumulate((len(line) + 1 for line in text.split("\n")), initial=0))
-    passages = []
-    for place in exact_places(lines, wanted) if wanted.strip() else []:
-        number = lines.count("\n", 0, place)  # of the line where it begins
-        passages.append((starts[number], starts[number + count] - 1))
-    return passages
+    """Passages whose lines are those of `old`, at most 100, but for the space around them."""
+    lines = [re.escape(line.strip(" \t\r")) for line in old.strip("\n").split("\n")]
+    if len(lines) > 100 or not old.strip():  # more would take long
+        return []
+    spaced = [rf"[ \t]*{line}[ \t\r]*" if line else r"[ \t\r]*" for line in lines]
+    matches = re.finditer(r"(?m)^(?=(" + r"\n".join(spaced) + "$))", text)
+    return [match.span(1) for match in matches]
 
 
 def replaced(text: str, start: int, end: int, old: str, new: str) -> str:
