@@ -22,7 +22,6 @@ import copy
 import difflib
 import functools
 import html
-import importlib
 import inspect
 import ipaddress
 import itertools
@@ -42,14 +41,14 @@ import sys
 import threading
 import time
 import types
-import typing
 import urllib.parse
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, BinaryIO, Literal, NamedTuple, Union
+from typing import get_args, get_origin, get_type_hints
 
 log = logging.getLogger("nanobot.tools")
 
@@ -307,8 +306,7 @@ def read_file(
     if block := image_block(data):
         return ToolResult(f"[image: {real}]", images=[block])
     if is_binary(data):
-        size = f"{len(data):,} bytes"
-        raise ToolError(f"{real} is a binary file of {size}. Look at it with exec (file, xxd).")
+        raise ToolError(f"{real} is a binary file. Look at it with exec (file, xxd).")
     if not data:
         return f"({real} is empty)"
     lines = plain_text(data).split("\n")
@@ -386,8 +384,7 @@ def kinds(schema: Any) -> list[str]:
     names = keyword(schema, "type", list) or [keyword(schema, "type", str)]
     if not all(str(name) in JSON_TYPES for name in names):
         return []
-    is_nullable = keyword(schema, "nullable", bool)
-    return [*names, "null"] if is_nullable else list(names)
+    return [*names, "null"] if keyword(schema, "nullable", bool) else list(names)
 
 
 def fits(value: Any, wanted: list[str]) -> bool:
@@ -396,9 +393,8 @@ def fits(value: Any, wanted: list[str]) -> bool:
         return True
     if isinstance(value, bool):  # in Python True is an int, in JSON it is not
         return "boolean" in wanted
-    if isinstance(value, float) and value.is_integer() and "integer" in wanted:
-        return True
-    return isinstance(value, tuple(JSON_TYPES[kind] for kind in wanted))
+    is_whole = isinstance(value, float) and value.is_integer() and "integer" in wanted
+    return is_whole or isinstance(value, tuple(JSON_TYPES[kind] for kind in wanted))
 
 
 def cast(value: Any, schema: Any) -> Any:
@@ -430,8 +426,7 @@ def validate(value: Any, schema: Any, path: str = "") -> list[str]:
     if isinstance(value, float) and not math.isfinite(value):
         return [f"{name} must be a finite number"]
     choices = [*keyword(schema, "enum", tuple), *keyword(schema, "enum", list)]
-    is_bool = isinstance(value, bool)  # True == 1 in Python, true is not 1 in JSON
-    is_choice = any(value == choice and isinstance(choice, bool) == is_bool for choice in choices)
+    is_choice = json.dumps(value) in map(json.dumps, choices)  # in Python True == 1
     if choices and value is not None and not is_choice:
         return [f"{name} must be one of {shorten(json.dumps(choices, ensure_ascii=False), 1_000)}"]
     errors = wrong_size(value, schema, name)
@@ -461,8 +456,8 @@ def unexpected_keys(params: dict, schema: dict) -> list[str]:
     is_open = not all(schema.get(word) in (None, False) for word in OPENING)
     if is_open or not isinstance(known, dict):
         return []
-    names = ", ".join(known) or "none"
-    return [f"unexpected parameter {key} (there are {names})" for key in params if key not in known]
+    there_are = f"(there are {', '.join(known) or 'none'})"
+    return [f"unexpected parameter {key} {there_are}" for key in params if key not in known]
 
 
 class Schema(dict):
@@ -530,15 +525,14 @@ def as_schema(hint: Any) -> dict:
     """
     if isinstance(hint, dict):
         return hint
-    origin = typing.get_origin(hint) or hint  # of list[str] it is list
-    inner = typing.get_args(hint)
+    origin = get_origin(hint) or hint  # of list[str] it is list
+    inner = get_args(hint)
     if origin is Annotated:
         note = {"description": inner[1]} if isinstance(inner[1], str) else inner[1]
         return {**as_schema(inner[0]), **note}
     if origin is Literal:
-        either = typing.Union[tuple(map(type, inner))]  # noqa: UP007 – of all choices
-        return {**as_schema(either), "enum": list(inner)}
-    if origin in (typing.Union, types.UnionType):
+        return {**as_schema(type(inner[0])), "enum": list(inner)}
+    if origin in (Union, types.UnionType):
         options = [as_schema(option) for option in inner]
         merged = functools.reduce(lambda one, other: one | other, options)
         return {**merged, "type": list(itertools.chain.from_iterable(map(kinds, options)))}
@@ -551,7 +545,7 @@ def as_schema(hint: Any) -> dict:
 
 def signature_schema(function: Callable) -> dict:
     """A function's parameters as a schema, without `self`, `turn` and starred ones."""
-    hints = typing.get_type_hints(function, include_extras=True)
+    hints = get_type_hints(function, include_extras=True)
     starred = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     properties, required = {}, []
     for name, parameter in inspect.signature(function).parameters.items():
@@ -578,7 +572,7 @@ IMAGE_STARTS = {
 }  # fmt: skip
 
 
-def open_file(path: Any) -> typing.BinaryIO:
+def open_file(path: Any) -> BinaryIO:
     """Open a file for reading, but no link, and without waiting for the writer of a FIFO."""
     return open(path, "rb", opener=lambda path, _: os.open(path, READING))
 
@@ -591,8 +585,7 @@ def read_bytes(path: Path, most: int = MAX_FILE_BYTES) -> bytes:
             if not stat.S_ISREG(info.st_mode):
                 raise ToolError(f"{path} is not a regular file but a FIFO or device.")
             if info.st_size > most:
-                advice = "too many: take a part of it with exec"
-                raise ToolError(f"{path} has {info.st_size:,} bytes, {advice}.")
+                raise ToolError(f"{path} is over {most:,} bytes: take a part of it with exec.")
             return file.read(most)
     except OSError as problem:
         near = similar_names(Path(path))
@@ -768,8 +761,7 @@ def replaced(text: str, start: int, end: int, old: str, new: str) -> str:
         start -= len(before)
         new = reindented(before + given, before + wanted, text[start:end])
         if new is None:
-            number = text.count("\n", 0, start) + 1
-            why = f"old_text is at line {number}, but the indentation of new_text is not clear"
+            why = "old_text is in the file, but the indentation of new_text is not clear"
             raise ToolError(f"{why}. Copy whole lines with all of their indentation.")
     if not new and text[max(start - 1, 0) : start] in ("", "\n") and text[end - 1 : end] != "\n":
         end += 1  # deleted lines take their line end with them
@@ -845,8 +837,7 @@ def change_cell(text: str, index: int, source: str, kind: str, mode: str) -> str
         cells = book["cells"] if book["nbformat"] == 4 else None
         last = len(cells) if mode == "insert" else len(cells) - 1
         if index > last:
-            count = f"there are {len(cells)}, counted from 0"
-            raise ToolError(f"There is no cell {index} to {mode}: {count}.")
+            raise ToolError(f"There is no cell {index}: there are {len(cells)}, counted from 0.")
         old = {"metadata": {}, "id": os.urandom(4).hex()} if mode == "insert" else cells[index]
         new = lawful_cell({**old}, source, kind or old.get("cell_type", "code"), book)
         end = index if mode == "insert" else index + 1
@@ -943,8 +934,7 @@ def glob_pattern(glob: str) -> re.Pattern:
     "src/*.{py,js}" → r"src/[^/]*\\.(?:py|js)\\Z";  Python's own globs know no braces.
     """
     if glob.startswith("!"):
-        why = "a glob names what is wanted, like *.{js,ts}, not what is not"
-        raise ToolError(f"{glob!r}: {why}. A name with a ! in front is written \\!name.")
+        raise ToolError("A glob names what is wanted, like *.{js,ts}, not what is not.")
     whole = glob.removeprefix("./") if "/" in glob else f"**/{glob}"
     parts = whole.split("/")
     stars = max(len(re.findall(r"\*+", part)) for part in parts)
@@ -994,12 +984,9 @@ def first_lines(lines: list[str], limit: int) -> str:
 SEARCH_SECONDS = 20
 TYPES = {
     "py": "*.py{,i}", "js": "*.{,c,m}js{,x}", "ts": "*.{,c,m}ts{,x}", "md": "*.{md,markdown}",
-    "rust": "*.rs", "c": "*.[ch]", "cpp": "*.{cc,cpp,cxx,h,hh,hpp}", "csharp": "*.cs",
-    "css": "*.{c,sc,sa,le}ss", "docker": "{*.d,D}ockerfile{,.*}", "html": "*.htm{,l}",
-    "kotlin": "*.kt{,s}", "make": "{*.mk,[Mm]akefile,GNUmakefile}", "ruby": "*.{rb,rake,gemspec}",
-    "sh": "*.{,ba,z}sh", "tex": "*.{tex,bib,sty,cls}", "yaml": "*.y{,a}ml",
+    "rust": "*.rs", "c": "*.[ch]", "cpp": "*.{cc,cpp,cxx,h,hh,hpp}", "html": "*.htm{,l}",
+    "css": "*.{c,sc,sa,le}ss", "ruby": "*.rb", "sh": "*.{,ba,z}sh", "yaml": "*.y{,a}ml",
 }  # fmt: skip
-
 OF_OTHER_PROGRAMS = {  # re takes it literally
     r"\[[^]]{0,99}\[:\^?\w{1,9}:\]": r"re knows no [[:space:]]: use \s, \d, \w, [A-Za-z].",
     r"\\[<>]": r"In Python's re \< is a plain <: the edge of a word is \b.",
@@ -1025,9 +1012,8 @@ async def grep(
     }  # fmt: skip
     items, end = await search_lines(request)
     nothing, notes = f"No match for {pattern!r} in {root}.", ""
-    if "problem" in end:
-        why = f"{pattern!r} is no regular expression; set fixed_strings?"
-        raise ToolError(f"{why}: {end['problem']}.")
+    if problem := end.get("problem"):
+        raise ToolError(f"{pattern!r} is no regular expression: {problem}. Set fixed_strings?")
     if not end:
         why = f"The search was ended after {SEARCH_SECONDS} s, before all files were searched"
         notes = f"\n({why}: take a simpler expression, a glob, or a folder further below)"
@@ -1193,9 +1179,8 @@ def check_program(words: list[str], turn: Turn, *, moves: bool) -> None:
         removes = "-delete" in re.sub(NARROWED, "", options)
     is_known = 0 < len(names) <= 100 and not moves
     if removes and not (is_known and all(is_deletable(name, turn) for name in names)):
-        advice = f"Name folders below {turn.cwd} plainly, without cd, $, .. and links"
-        why = f"{program} can destroy much in this way"
-        raise ToolError(f"Refused: {why}. {advice}, or ask the user to run it.")
+        advice = f"Name folders below {turn.cwd} plainly, without cd, $, .. and links."
+        raise ToolError(f"Refused: {program} can destroy much in this way. {advice}")
     if program in SHELLS:
         for name in names:
             check_command(name if " " in name else "", turn)
@@ -1291,18 +1276,16 @@ class Exec(Tool):
         check_command(command, replace(turn, cwd=folder))
         shell = shutil.which("bash") or shutil.which("sh")
         if not shell:
-            fix = "install bash (on Windows: Git for Windows, or WSL) and put it into PATH"
-            raise ToolError(f"No command can run: there is no bash here. The user has to {fix}.")
-        names = [*SAFE_ENVIRONMENT, *self.allowed_env]
-        environment = {name: os.environ[name] for name in names if name in os.environ}
+            raise ToolError("There is no bash. The user has to install bash (Git for Windows).")
+        names = {*SAFE_ENVIRONMENT, *self.allowed_env} & set(os.environ)
+        environment = {name: os.environ[name] for name in names}
         folders = filter(None, [environment.get("PATH"), self.path_append])
         environment["PATH"] = os.pathsep.join(folders)
         argv = [shell, "-c", command]
         if self.sandbox:
             argv = [*await in_thread(self._bwrap, turn), "--chdir", str(folder), *argv]
             environment["HOME"] = "/tmp"
-        job = Job(argv, folder, environment)
-        return await job.run(timeout or self.timeout)
+        return await Job(argv, folder, environment).run(timeout or self.timeout)
 
     def _bwrap(self, turn: Turn) -> list[str]:
         """The words before a command that confine it; raises ToolError if that is impossible."""
@@ -1333,11 +1316,14 @@ class Job:
     """A command and all that it starts: one process group."""
 
     def __init__(self, argv: list[str], folder: Path, environment: dict[str, str]):
-        self.process = subprocess.Popen(
-            argv, cwd=folder, env=environment, start_new_session=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
-        atexit.register(self.kill)  # if the program ends first
+        self.process: subprocess.Popen | None = None
+        self.starting = threading.Lock()
+        atexit.register(self.kill)  # if the program ends first, even while this starts
+        with self.starting:
+            self.process = subprocess.Popen(
+                argv, cwd=folder, env=environment, start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            )  # fmt: skip
         self.stdout, self.stderr = Capture(self.process.stdout), Capture(self.process.stderr)
 
     async def run(self, seconds: float) -> ToolResult:
@@ -1349,15 +1335,15 @@ class Job:
         finally:  # also when the turn is stopped: nothing of it runs any more when this returns
             if self.process.returncode is None:
                 await in_thread(self.kill)
-        code = self.process.returncode
-        if code is None:
-            raise ToolError("The command was killed but does not end: the disk may hang.")
-        output = await in_thread(self.output)
+        output, code = await in_thread(self.output), self.process.returncode
         return ToolResult(f"{output}{late}\nExit code: {code}".strip("\n"), code != 0)
 
     def kill(self) -> None:
         """SIGKILL for the whole group, until nobody is left in it. Blocks."""
         atexit.unregister(self.kill)
+        with self.starting:
+            if not self.process:  # it could not be started
+                return
         deadline = time.monotonic() + 0.5  # if nobody collects the dead, they stay
         while self.signal_group(SIGKILL) and time.monotonic() < deadline:
             time.sleep(0.005)
@@ -1743,8 +1729,8 @@ class WebSearch(Tool):
         is_captcha = not results and re.search(r"\banomaly[.-](js|modal)", page)
         if response.status != 200 or is_captcha:
             why = ADVICE.get(response.status, "It may take this for a robot.")
-            problem = f"{self.provider} answered {response.status}. {why}"
-            raise ToolError(f"{problem} The user may change tools.web.search.{self.note}")
+            advice = f"{why} The user may change tools.web.search.{self.note}"
+            raise ToolError(f"{self.provider} answered {response.status}. {advice}")
         lines = [UNTRUSTED + self.note]
         if not results:
             lines.append("(no results: use other words)")
@@ -1778,8 +1764,7 @@ def search_results(page: str, where: str) -> list[dict]:
     try:
         value = json.loads(page)
     except (ValueError, RecursionError):
-        advice = "The user may look at tools.web.search.baseUrl."
-        raise ToolError(f"It answered no JSON. {advice}") from None
+        raise ToolError("It answered no JSON. The user may change tools.web.search.") from None
     for key in where.split("."):
         value = keyword(value, key, dict) or keyword(value, key, list)
     return [result for result in value if isinstance(result, dict)]
@@ -1894,9 +1879,8 @@ class MCPServer:
         work = asyncio.ensure_future(getattr(self.client, method)(**request))
         try:
             await asyncio.wait([work], timeout=limit)
-            if not work.done():
-                raise ToolError(f"(MCP tool call timed out after {limit}s)")
-            return work.result().model_dump(mode="json", by_alias=True, exclude_none=True)
+            if work.done():
+                return work.result().model_dump(mode="json", by_alias=True, exclude_none=True)
         except Exception as failure:
             if getattr(failure, "code", 0) not in MCP_LOST:
                 raise ToolError(f"{name} failed: {str(failure) or failure!r}") from None
@@ -1905,6 +1889,7 @@ class MCPServer:
         finally:  # also when the turn is cancelled: the server is told so
             work.cancel()
             await asyncio.wait([work], timeout=2)
+        raise ToolError(f"(MCP tool call timed out after {limit}s)")
 
     async def close(self) -> None:
         if not self.task:
@@ -1918,7 +1903,7 @@ class MCPServer:
     async def _serve(self) -> None:
         """The life of a connection, from its start until `close` or until it is lost."""
         try:
-            await in_thread(importlib.import_module, "mcp.client")  # a second of CPU
+            await in_thread(__import__, "mcp.client")  # a second of CPU
             await self._hold()
         except Exception as failure:
             self.problem = await self.cause(failure)
@@ -2015,9 +2000,9 @@ class MCPServer:
         infix = "" if kind == "tools" else f"{kind[:-1]}_"
         whole = f"mcp_{self.name}_{infix}{item['name']}"
         name = clean_name(whole)
-        if len(name) <= 64 and not self.registry.get(name):
-            return name
-        return f"{name[:55]}_{zlib.crc32(whole.encode(errors='replace')):08x}"
+        if len(name) > 64 or self.registry.get(name):
+            name = f"{name[:55]}_{zlib.crc32(whole.encode(errors='replace')):08x}"
+        return name
 
     async def _list(self, client: Any, kind: str) -> list[dict]:
         items, cursor = [], None
