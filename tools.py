@@ -22,13 +22,11 @@ import copy
 import difflib
 import functools
 import html
-import importlib
 import inspect
 import ipaddress
 import itertools
 import json
 import logging
-import marshal
 import math
 import os
 import re
@@ -40,18 +38,17 @@ import ssl
 import stat
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import types
-import typing
 import urllib.parse
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, BinaryIO, Literal, NamedTuple, Union
+from typing import get_args, get_origin, get_type_hints
 
 log = logging.getLogger("nanobot.tools")
 
@@ -309,8 +306,7 @@ def read_file(
     if block := image_block(data):
         return ToolResult(f"[image: {real}]", images=[block])
     if is_binary(data):
-        size = f"{len(data):,} bytes"
-        raise ToolError(f"{real} is a binary file of {size}. Look at it with exec (file, xxd).")
+        raise ToolError(f"{real} is a binary file. Look at it with exec (file, xxd).")
     if not data:
         return f"({real} is empty)"
     lines = plain_text(data).split("\n")
@@ -388,8 +384,7 @@ def kinds(schema: Any) -> list[str]:
     names = keyword(schema, "type", list) or [keyword(schema, "type", str)]
     if not all(str(name) in JSON_TYPES for name in names):
         return []
-    is_nullable = keyword(schema, "nullable", bool)
-    return [*names, "null"] if is_nullable else list(names)
+    return [*names, "null"] if keyword(schema, "nullable", bool) else list(names)
 
 
 def fits(value: Any, wanted: list[str]) -> bool:
@@ -398,9 +393,8 @@ def fits(value: Any, wanted: list[str]) -> bool:
         return True
     if isinstance(value, bool):  # in Python True is an int, in JSON it is not
         return "boolean" in wanted
-    if isinstance(value, float) and value.is_integer() and "integer" in wanted:
-        return True
-    return isinstance(value, tuple(JSON_TYPES[kind] for kind in wanted))
+    is_whole = isinstance(value, float) and value.is_integer() and "integer" in wanted
+    return is_whole or isinstance(value, tuple(JSON_TYPES[kind] for kind in wanted))
 
 
 def cast(value: Any, schema: Any) -> Any:
@@ -432,8 +426,7 @@ def validate(value: Any, schema: Any, path: str = "") -> list[str]:
     if isinstance(value, float) and not math.isfinite(value):
         return [f"{name} must be a finite number"]
     choices = [*keyword(schema, "enum", tuple), *keyword(schema, "enum", list)]
-    is_bool = isinstance(value, bool)  # True == 1 in Python, true is not 1 in JSON
-    is_choice = any(value == choice and isinstance(choice, bool) == is_bool for choice in choices)
+    is_choice = json.dumps(value) in map(json.dumps, choices)  # in Python True == 1
     if choices and value is not None and not is_choice:
         return [f"{name} must be one of {shorten(json.dumps(choices, ensure_ascii=False), 1_000)}"]
     errors = wrong_size(value, schema, name)
@@ -463,8 +456,8 @@ def unexpected_keys(params: dict, schema: dict) -> list[str]:
     is_open = not all(schema.get(word) in (None, False) for word in OPENING)
     if is_open or not isinstance(known, dict):
         return []
-    names = ", ".join(known) or "none"
-    return [f"unexpected parameter {key} (there are {names})" for key in params if key not in known]
+    there_are = f"(there are {', '.join(known) or 'none'})"
+    return [f"unexpected parameter {key} {there_are}" for key in params if key not in known]
 
 
 class Schema(dict):
@@ -532,15 +525,14 @@ def as_schema(hint: Any) -> dict:
     """
     if isinstance(hint, dict):
         return hint
-    origin = typing.get_origin(hint) or hint  # of list[str] it is list
-    inner = typing.get_args(hint)
+    origin = get_origin(hint) or hint  # of list[str] it is list
+    inner = get_args(hint)
     if origin is Annotated:
         note = {"description": inner[1]} if isinstance(inner[1], str) else inner[1]
         return {**as_schema(inner[0]), **note}
     if origin is Literal:
-        either = typing.Union[tuple(map(type, inner))]  # noqa: UP007 – of all choices
-        return {**as_schema(either), "enum": list(inner)}
-    if origin in (typing.Union, types.UnionType):
+        return {**as_schema(type(inner[0])), "enum": list(inner)}
+    if origin in (Union, types.UnionType):
         options = [as_schema(option) for option in inner]
         merged = functools.reduce(lambda one, other: one | other, options)
         return {**merged, "type": list(itertools.chain.from_iterable(map(kinds, options)))}
@@ -553,7 +545,7 @@ def as_schema(hint: Any) -> dict:
 
 def signature_schema(function: Callable) -> dict:
     """A function's parameters as a schema, without `self`, `turn` and starred ones."""
-    hints = typing.get_type_hints(function, include_extras=True)
+    hints = get_type_hints(function, include_extras=True)
     starred = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     properties, required = {}, []
     for name, parameter in inspect.signature(function).parameters.items():
@@ -580,22 +572,21 @@ IMAGE_STARTS = {
 }  # fmt: skip
 
 
+def open_file(path: Any) -> BinaryIO:
+    """Open a file for reading, but no link, and without waiting for the writer of a FIFO."""
+    return open(path, "rb", opener=lambda path, _: os.open(path, READING))
+
+
 def read_bytes(path: Path, most: int = MAX_FILE_BYTES) -> bytes:
     """A regular file's content; raises ToolError with the reason if it cannot be read."""
     try:
-        descriptor = os.open(path, READING)
-        try:
-            info = os.fstat(descriptor)
+        with open_file(path) as file:
+            info = os.fstat(file.fileno())
             if not stat.S_ISREG(info.st_mode):
-                other = "a directory (see list_dir), FIFO or device"
-                raise ToolError(f"{path} is not a regular file but {other}.")
+                raise ToolError(f"{path} is not a regular file but a FIFO or device.")
             if info.st_size > most:
-                advice = "too many: take a part of it with exec"
-                raise ToolError(f"{path} has {info.st_size:,} bytes, {advice}.")
-            with open(descriptor, "rb", closefd=False) as file:
-                return file.read(most)
-        finally:
-            os.close(descriptor)
+                raise ToolError(f"{path} is over {most:,} bytes: take a part of it with exec.")
+            return file.read(most)
     except OSError as problem:
         near = similar_names(Path(path))
         raise ToolError(f"Cannot read {path}: {problem.strerror}.{near}") from None
@@ -613,7 +604,7 @@ def is_binary(data: bytes) -> bool:
 
 
 def similar_names(path: Path) -> str:
-    names = os.listdir(path.parent) if path.parent.is_dir() else []
+    names = os.listdir(path.parent) if path.parent.is_dir() and not path.exists() else []
     near = difflib.get_close_matches(path.name, names)
     return f" There is: {', '.join(near)}." if near else " Look around with list_dir or glob."
 
@@ -623,12 +614,10 @@ def numbered_page(lines: list[str], first: int, most: int, room: int) -> str:
     page: list[str] = []
     for number, line in enumerate(lines[first - 1 :][:most], first):
         shown = f"{number}| {line}"
-        room -= len(shown) + 1
-        if room < 0 and not page:
-            page = [f"{shown[:room]}… (line cut)"]
-        if room < 0:
+        if page and len(shown) > room:
             break
-        page.append(shown)
+        page.append(shown if len(shown) <= room else f"{shown[:room]}… (line cut)")
+        room -= len(shown) + 1
     last = first + len(page) - 1
     if last < len(lines):
         page.append(f"(lines {first}-{last} of {len(lines)}; go on with offset={last + 1})")
@@ -674,12 +663,13 @@ def list_dir(path: str = ".", *, turn: Turn) -> str:
         near = similar_names(real)
         raise ToolError(f"Cannot list {real}: {problem.strerror}.{near}") from None
     lines = [f"{real}: {len(entries)} entries"]
-    for entry in entries:
-        is_file = entry.is_file(follow_symlinks=False)
-        size = f"  {entry.stat().st_size:,} bytes" if is_file else ""
-        target = f" -> {os.readlink(entry.path)}" if entry.is_symlink() else ""
-        slash = "/" if entry.is_dir(follow_symlinks=False) else ""
-        lines.append(f"{entry.name}{slash}{size}{target}")  # "sub/", "a.txt  17 bytes"
+    for entry in entries:  # "sub/", "a.txt  17 bytes", "link -> a.txt"
+        end = "/" if entry.is_dir(follow_symlinks=False) else ""
+        if entry.is_file(follow_symlinks=False):
+            end = f"  {entry.stat().st_size:,} bytes"
+        if entry.is_symlink():
+            end = f" -> {os.readlink(entry.path)}"
+        lines.append(entry.name + end)
     return "\n".join(lines)
 
 
@@ -732,76 +722,56 @@ def replace_passage(text: str, old: str, new: str, replace_all: bool = False) ->
         raise ToolError("The file is not empty: say in old_text which passage to replace.")
     if not old:
         return new
-    passages = exact_passages(text, old, replace_all)
-    is_inside = len(passages) == 1 and text[passages[0][0] - 1 : passages[0][0]] in (" ", "\t")
-    if is_inside or not passages:  # the same line may stand elsewhere, indented otherwise
-        passages = max(passages, passages_by_lines(text, old), key=len)
+    is_block, first = "\n" in new.strip("\n"), text.find(old)
+    if replace_all and first >= 0:
+        matches = re.finditer(re.escape(old), text) if is_block else []
+        if any(indentation_before(text, match.start()) for match in matches):
+            raise ToolError("The indentation of new_text is not clear: edit one place at a time.")
+        return text.replace(old, new)
+    places = [first, text.find(old, first + 1)]
+    passages = [(start, start + len(old)) for start in places if start >= 0]
+    is_within = old[0] in " \t" and indentation_before(text, max(first, 0))
+    if not passages or (is_within and len(passages) == 1):  # the line is indented otherwise
+        passages = passages_by_lines(text, old)
     if not passages:
         raise ToolError(f"old_text is not in the file.{nearest(text, old)}")
-    if len(passages) > 1 and not replace_all:
+    if len(passages) > 1:
         lines = ", ".join(str(text.count("\n", 0, start) + 1) for start, _ in passages[:20])
-        advice = "Add lines around the one, or set replace_all"
+        advice = "Add lines around the one, or copy it exactly and set replace_all"
         raise ToolError(f"old_text stands at lines {lines}. {advice}.")
-    parts, position = [], 0
-    for start, end in passages:
-        if start >= position:  # else the passage before has taken this line
-            start, end, replacement = fitted(text, start, end, old, new)
-            parts += [text[position:start], replacement]
-            position = end
-    return "".join([*parts, text[position:]])
-
-
-def exact_passages(text: str, old: str, replace_all: bool) -> list[tuple[int, int]]:
-    """Of "aba" in "ababa" both places if one is wanted, the first if all are."""
-    passages: list[tuple[int, int]] = []
-    step = len(old) if replace_all else 1
-    start = text.find(old)
-    while start >= 0 and (replace_all or len(passages) < 21):
-        passages.append((start, start + len(old)))
-        start = text.find(old, start + step)
-    return passages
+    return replaced(text, *passages[0], old, new)
 
 
 def passages_by_lines(text: str, old: str) -> list[tuple[int, int]]:
-    """Passages whose lines are those of `old` but for the space around them."""
-
-    def stripped(lines: str) -> str:
-        return "\n".join(["", *(line.strip(" \t\r") for line in lines.split("\n")), ""])
-
-    wanted, lines = stripped(old.strip("\n")), stripped(text)
-    count = wanted.count("\n") - 1
-    starts = list(itertools.accumulate((len(line) + 1 for line in text.split("\n")), initial=0))
-    passages, number, position = [], 0, 0
-    place = lines.find(wanted) if wanted.strip() else -1
-    while place >= 0:
-        number += lines.count("\n", position, place)  # of the line where it begins
-        passages.append((starts[number], starts[number + count] - 1))
-        position, place = place, lines.find(wanted, place + 1)
-    return passages
+    """Passages whose lines are those of `old`, at most 100, but for the space around them."""
+    lines = [re.escape(line.strip(" \t\r")) for line in old.strip("\n").split("\n")]
+    if len(lines) > 100 or not old.strip():  # more would take long
+        return []
+    spaced = [rf"[ \t]*{line}[ \t\r]*" if line else r"[ \t\r]*" for line in lines]
+    matches = re.finditer(r"(?m)^(?=(" + r"\n".join(spaced) + "$))", text)
+    return [match.span(1) for match in matches]
 
 
-def fitted(text: str, start: int, end: int, old: str, new: str) -> tuple[int, int, str]:
-    """Which part of the text is replaced, and by what: `new` with the passage's indentation."""
+def replaced(text: str, start: int, end: int, old: str, new: str) -> str:
+    """`text` with one passage replaced by `new`, which gets the passage's indentation."""
     is_exact = text[start:end] == old
-    before = text[max(start - 200, 0) : start].rpartition("\n")[2]  # on its line
-    is_indented = before != "" and before.isspace() and not old.isspace()
-    is_inside = is_indented and "\n" in new.strip("\n")  # `old` lacks some of its indentation
-    if is_inside or not is_exact:
+    before = indentation_before(text, start)  # which `old` lacks
+    if not is_exact or (before and "\n" in new.strip("\n")):
+        given, wanted = (old, new) if is_exact else (old.strip("\n"), new.strip("\n"))
         start -= len(before)
-        end = text.find("\n", end) if "\n" in text[end:] else len(text)
-        is_cut = is_exact and not old[0].isspace()  # the first line alone lacks its indentation
-        missing = before if is_cut else ""
-        given, wanted = (missing + part.strip("\n") for part in (old, new))
-        indented = reindented(given, wanted, text[start:end])
-        if indented is None:
-            number = text.count("\n", 0, start) + 1
-            why = f"old_text is at line {number}, but the indentation of new_text is not clear"
+        new = reindented(before + given, before + wanted, text[start:end])
+        if new is None:
+            why = "old_text is in the file, but the indentation of new_text is not clear"
             raise ToolError(f"{why}. Copy whole lines with all of their indentation.")
-        new = indented
-    is_line_end = text.startswith("\n", end) and not (is_exact and old.endswith("\n"))
-    if not new and is_line_end and text[max(start - 1, 0) : start] in ("", "\n"):
+    if not new and text[max(start - 1, 0) : start] in ("", "\n") and text[end - 1 : end] != "\n":
         end += 1  # deleted lines take their line end with them
-    return start, end, new
+    return text[:start] + new + text[end:]
+
+
+def indentation_before(text: str, start: int) -> str:
+    """The space before the first letter of a line that begins at `start`, else ""."""
+    before = text[max(start - 200, 0) : start].rpartition("\n")[2]
+    return before if before.isspace() and not text.startswith("\n", start) else ""
 
 
 def reindented(old: str, new: str, passage: str) -> str | None:
@@ -812,31 +782,22 @@ def reindented(old: str, new: str, passage: str) -> str | None:
     A depth that `old` does not show is not certain: does a model that drops or halves
     indentation do so in all lines?
     """
-    old_lines, new_lines, passage_lines = (part.split("\n") for part in (old, new, passage))
-    old_depths, new_depths = indentations(old_lines), indentations(new_lines)
-    removed, added = old_depths[0], indentations(passage_lines)[0]
-    common = len(os.path.commonprefix([removed[::-1], added[::-1]]))
-    removed, added = removed[: len(removed) - common], added[: len(added) - common]
+    old_lines, new_lines, lines = (part.split("\n") for part in (old, new, passage))
+    old_depths, new_depths, real_depths = map(indentations, (old_lines, new_lines, lines))
+    depths, first = dict(zip(old_depths, real_depths, strict=True)), old_depths[0]
+    shifts = {len(real) - len(depth) for depth, real in zip(old_depths, real_depths, strict=True)}
+    is_moved = old_depths != real_depths
+    all_stripped = is_moved and not any(depths) and len(old_lines) != len(new_lines)
+    is_deeper = first in new_depths[1:] and all(depth.startswith(first) for depth in new_depths)
+    is_known = set(new_depths) <= set(depths) or (is_deeper and not is_moved)
+    if len(shifts) > 1 or all_stripped or not is_known or new_depths[:1] not in ([first], []):
+        return None
+    kept = dict(zip(old_lines, lines, strict=True))  # with the space at their ends
 
     def moved(line: str) -> str:
-        return added + line.removeprefix(removed) if line.strip() else line
+        depth = line[: len(line) - len(line.lstrip(" \t"))]
+        return depths.get(depth, depth) + line.removeprefix(depth) if line.strip() else line
 
-    wanted = [line.rstrip() for line in passage_lines]
-    if [moved(line).rstrip() for line in old_lines] != wanted:
-        return None
-    shown = [line.rstrip() for line in new_lines if line.strip()]
-    for line, depth, next_depth in zip(shown, new_depths, new_depths[1:], strict=False):
-        if line.endswith(":") and len(next_depth) <= len(depth):
-            return None  # `if a:` needs something in it
-    first, others = old_depths[0], new_depths[1:]
-    is_known = set(new_depths) <= set(old_depths)
-    if others and not removed and not added:  # the lines have the file's own indentation
-        is_deeper = all(depth.startswith(first) for depth in others)
-        is_known = is_known or (is_deeper and min(others) == first)
-    is_known = is_known and (any(old_depths) or len(old_lines) == len(new_lines))
-    if new_depths and not (is_known and new_depths[0] == first):
-        return None
-    kept = dict(zip(old_lines, passage_lines, strict=True))  # with the space at their ends
     return "\n".join(kept.get(line, moved(line)) for line in new_lines)
 
 
@@ -876,8 +837,7 @@ def change_cell(text: str, index: int, source: str, kind: str, mode: str) -> str
         cells = book["cells"] if book["nbformat"] == 4 else None
         last = len(cells) if mode == "insert" else len(cells) - 1
         if index > last:
-            count = f"there are {len(cells)}, counted from 0"
-            raise ToolError(f"There is no cell {index} to {mode}: {count}.")
+            raise ToolError(f"There is no cell {index}: there are {len(cells)}, counted from 0.")
         old = {"metadata": {}, "id": os.urandom(4).hex()} if mode == "insert" else cells[index]
         new = lawful_cell({**old}, source, kind or old.get("cell_type", "code"), book)
         end = index if mode == "insert" else index + 1
@@ -909,23 +869,25 @@ SKIPPED_FOLDERS = {".git", "node_modules", "__pycache__", ".venv", ".tox", ".myp
                    ".pytest_cache", ".ruff_cache", ".nanobot"}  # fmt: skip
 
 
-def find_files(turn: Turn, root: Path, *globs: str) -> Iterator[tuple[str, str]]:
+def find_files(turn: Turn, root: Path, *globs: str) -> list[tuple[str, str]]:
     """(name below `root`, path) of each regular file that fits all globs and holds no keys."""
-    if not root.is_file() and not root.is_dir():
+    if root.is_file():
+        return [(root.name, str(root))]
+    if not root.is_dir():
         raise ToolError(f"There is no folder {root}.{similar_names(root)}")
     patterns = [glob_pattern(glob) for glob in globs if glob != "*"]
-    start = len(os.path.join(root, ""))
+    start, deadline = len(os.path.join(root, "")), time.monotonic() + SEARCH_SECONDS
     suspects = ("environ", "mem", *(path.name for path in turn.secret))
     inodes = {path.stat().st_ino for path in turn.secret if path.exists()}
-
-    def is_wanted(entry: os.DirEntry) -> bool:
-        is_suspect = entry.name.startswith(suspects) or entry.inode() in inodes
-        fits_all = all(pattern.match(entry.path[start:]) for pattern in patterns)
-        return fits_all and not (is_suspect and turn.is_secret(Path(entry.path)))
-
-    if root.is_file():
-        return iter([(root.name, str(root))])
-    return ((entry.path[start:], entry.path) for entry in walk(str(root)) if is_wanted(entry))
+    files = []
+    for entry in walk(str(root)):
+        if time.monotonic() > deadline:
+            raise ToolError(f"{root} has too many files: name a folder further below.")
+        if all(pattern.match(entry.path[start:]) for pattern in patterns):
+            is_suspect = entry.name.startswith(suspects) or entry.inode() in inodes
+            if not (is_suspect and turn.is_secret(Path(entry.path))):
+                files.append((entry.path[start:], entry.path))
+    return files
 
 
 def walk(folder: str, ignored: set[str] | None = None) -> Iterator[os.DirEntry]:
@@ -972,8 +934,7 @@ def glob_pattern(glob: str) -> re.Pattern:
     "src/*.{py,js}" → r"src/[^/]*\\.(?:py|js)\\Z";  Python's own globs know no braces.
     """
     if glob.startswith("!"):
-        why = "a glob names what is wanted, like *.{js,ts}, not what is not"
-        raise ToolError(f"{glob!r}: {why}. A name with a ! in front is written \\!name.")
+        raise ToolError("A glob names what is wanted, like *.{js,ts}, not what is not.")
     whole = glob.removeprefix("./") if "/" in glob else f"**/{glob}"
     parts = whole.split("/")
     stars = max(len(re.findall(r"\*+", part)) for part in parts)
@@ -997,13 +958,10 @@ def glob_pattern(glob: str) -> re.Pattern:
 
 
 Limit = Annotated[int, IntegerSchema(minimum=1)]
-Offset = Annotated[int, IntegerSchema(minimum=0)]
 
 
 @tool(read_only=True)
-def glob(
-    pattern: str, path: str = ".", head_limit: Limit = 250, offset: Offset = 0, *, turn: Turn
-) -> str:
+def glob(pattern: str, path: str = ".", head_limit: Limit = 250, *, turn: Turn) -> str:
     """Find files by name, newest first. `*.py` matches in every folder below path."""
     root = turn.path(path)
     dated = []
@@ -1011,16 +969,12 @@ def glob(
         with contextlib.suppress(FileNotFoundError):  # it was removed meanwhile
             dated.append((-os.lstat(file).st_mtime_ns, name))
     names = [name for _, name in sorted(dated)]
-    return result_page(names, offset, head_limit) or f"No file below {root} matches {pattern}."
+    return first_lines(names, head_limit) or f"No file below {root} matches {pattern}."
 
 
-def result_page(items: list[str], offset: int, limit: int) -> str:
-    if items and offset >= len(items):
-        return f"(offset {offset} is behind the end: there are {len(items)})"
-    page = items[offset : offset + limit]
-    if len(items) > offset + limit:
-        page.append(f"(there are more; go on with offset={offset + limit})")
-    return "\n".join(page)
+def first_lines(lines: list[str], limit: int) -> str:
+    more = ["(there are more: set head_limit, or search for less)"] if len(lines) > limit else []
+    return "\n".join(lines[:limit] + more)
 
 
 # ---- Searching lines ----
@@ -1030,12 +984,9 @@ def result_page(items: list[str], offset: int, limit: int) -> str:
 SEARCH_SECONDS = 20
 TYPES = {
     "py": "*.py{,i}", "js": "*.{,c,m}js{,x}", "ts": "*.{,c,m}ts{,x}", "md": "*.{md,markdown}",
-    "rust": "*.rs", "c": "*.[ch]", "cpp": "*.{cc,cpp,cxx,h,hh,hpp}", "csharp": "*.cs",
-    "css": "*.{c,sc,sa,le}ss", "docker": "{*.d,D}ockerfile{,.*}", "html": "*.htm{,l}",
-    "kotlin": "*.kt{,s}", "make": "{*.mk,[Mm]akefile,GNUmakefile}", "ruby": "*.{rb,rake,gemspec}",
-    "sh": "*.{,ba,z}sh", "tex": "*.{tex,bib,sty,cls}", "yaml": "*.y{,a}ml",
+    "rust": "*.rs", "c": "*.[ch]", "cpp": "*.{cc,cpp,cxx,h,hh,hpp}", "html": "*.htm{,l}",
+    "css": "*.{c,sc,sa,le}ss", "ruby": "*.rb", "sh": "*.{,ba,z}sh", "yaml": "*.y{,a}ml",
 }  # fmt: skip
-
 OF_OTHER_PROGRAMS = {  # re takes it literally
     r"\[[^]]{0,99}\[:\^?\w{1,9}:\]": r"re knows no [[:space:]]: use \s, \d, \w, [A-Za-z].",
     r"\\[<>]": r"In Python's re \< is a plain <: the edge of a word is \b.",
@@ -1048,73 +999,55 @@ async def grep(
     type: Annotated[str, "Only files of a type, like py, js, rust"] = "",
     case_insensitive: bool = False, fixed_strings: bool = False,
     output_mode: Literal["files_with_matches", "content", "count"] = "files_with_matches",
-    context_before: Offset = 0, context_after: Offset = 0,
-    head_limit: Limit = 250, offset: Offset = 0, *, turn: Turn,
+    context: Annotated[int, IntegerSchema("Lines around a match", minimum=0)] = 0,
+    head_limit: Limit = 250, *, turn: Turn,
 ) -> str:  # fmt: skip
     """Search lines with a regular expression. output_mode content gives `path:line: text`."""
     root = turn.path(path)
-    source = re.escape(pattern) if fixed_strings else pattern
-    request = {
-        "source": source, "ignore_case": case_insensitive, "mode": output_mode,
-        "before": context_before, "after": context_after, "wanted": offset + head_limit,
-    }  # fmt: skip
     type_glob = TYPES.get(type, f"*.{type}") if type else "*"  # rb means *.rb
-    files = find_files(turn, root, glob, type_glob)
-    items, end = await search_lines(request, files)
+    request = {
+        "source": re.escape(pattern) if fixed_strings else pattern, "mode": output_mode,
+        "flags": re.IGNORECASE if case_insensitive else 0, "most": head_limit + 1,
+        "context": context, "files": await in_thread(find_files, turn, root, glob, type_glob),
+    }  # fmt: skip
+    items, end = await search_lines(request)
     nothing, notes = f"No match for {pattern!r} in {root}.", ""
-    if isinstance(end, str):
-        why = f"{source!r} is no regular expression; set fixed_strings?"
-        raise ToolError(f"{why}: {end}.")
-    if end is None:
+    if problem := end.get("problem"):
+        raise ToolError(f"{pattern!r} is no regular expression: {problem}. Set fixed_strings?")
+    if not end:
         why = f"The search was ended after {SEARCH_SECONDS} s, before all files were searched"
         notes = f"\n({why}: take a simpler expression, a glob, or a folder further below)"
         if not items:
             raise ToolError(notes.strip())
-    elif end:
-        notes = f"\n({end} files skipped: binary, over 2 MB or not readable)"
+    elif end["skipped"]:
+        notes = f"\n({end['skipped']} files skipped: binary, over 2 MB or not readable)"
     for syntax, advice in OF_OTHER_PROGRAMS.items():
         if not items and not fixed_strings and re.search(syntax, pattern):
             raise ToolError(f"{nothing} {advice}")
-    return (result_page(items, offset, head_limit) or nothing) + notes
+    return (first_lines(items, head_limit) or nothing) + notes
 
 
-async def search_lines(request: dict, files: Iterator) -> tuple[list[str], int | str | None]:
-    """What is shown; then how many files were skipped, the pattern's error, or None: too late.
-
-    Both sides speak marshal: it needs no import, and takes names that are not UTF-8.
-    """
-    with tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", child_program()], start_new_session=True,
-            stdin=subprocess.PIPE, stdout=output, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-        searching = asyncio.ensure_future(in_thread(feed, process, request, files))
-        try:
-            await asyncio.wait([searching], timeout=SEARCH_SECONDS)
-        finally:  # also when the turn is stopped
-            process.kill()
-            searching.cancel()  # its thread may still list a folder, and ends by itself
-            await in_thread(process.wait)
-        output.seek(0)
-        items: list[str] = []
-        try:
-            while isinstance(answer := marshal.load(output), list):
-                items += answer
-            return items, answer
-        except (EOFError, ValueError, TypeError):  # it was killed
-            return items, None
-
-
-def feed(process: subprocess.Popen, request: dict, files: Iterator) -> None:
-    """Tell the child what to search for and where, until it has enough; wait for its end."""
+async def search_lines(request: dict) -> tuple[list[str], dict]:
+    """The lines to show; then {"skipped": 2}, {"problem": "…"}, or {} if it took too long."""
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", child_program()], start_new_session=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    work = in_thread(process.communicate, json.dumps(request).encode())
+    searching = asyncio.ensure_future(work)
     try:
-        with process.stdin as pipe:
-            marshal.dump(request, pipe)
-            while batch := list(itertools.islice(files, 64)):
-                marshal.dump([(name, os.fsencode(path)) for name, path in batch], pipe)
-    except OSError:  # a broken pipe: it wants no more files
-        log.debug("grep has found enough")
-    process.wait()
+        await asyncio.wait([searching], timeout=SEARCH_SECONDS)
+    finally:  # also when the turn is stopped; then the thread ends by itself
+        process.kill()
+    output, _ = await searching
+    items, end = [], {}
+    for line in output.split(b"\n")[:-1]:  # a child that was killed may leave half a line
+        answer = json.loads(line)
+        if isinstance(answer, list):
+            items += answer
+        else:
+            end = answer
+    return items, end
 
 
 # A pattern is tried on the whole text first, which spares most files a loop over their lines. It
@@ -1125,67 +1058,60 @@ LINE_BY_LINE = r"\\(?![wdbS])[A-Za-z0-9]|\[\^|\(\?(?![:=]|P<)|[*+?}]\+|\n"
 def child_program() -> str:
     """The child's functions as source, because importing this file would take it 200 ms."""
     names = ("READING", "UTF8_MARK", "UTF16_MARKS", "LINE_BY_LINE", "SEARCH_SECONDS")
-    functions = (plain_text, is_binary, search_child, searched_bytes, shown_lines)
-    head = "from __future__ import annotations\nimport marshal, os, re, signal, stat, sys"
+    functions = (open_file, plain_text, is_binary, search_child, searched_bytes, shown_lines)
+    head = "from __future__ import annotations\nimport json, os, re, signal, sys"
     constants = [f"{name} = {globals()[name]!r}" for name in names]
     return "\n".join([head, *constants, *map(inspect.getsource, functions), "search_child()"])
 
 
 def search_child() -> None:
-    """The life of the child: it reads a request and batches of files, and answers each hit."""
+    """The life of the child: it prints a list for each file with hits, and a dict at its end."""
     if hasattr(signal, "alarm"):
         signal.alarm(SEARCH_SECONDS + 10)  # if nobody is left to kill it
-    request, end = marshal.load(sys.stdin.buffer), 0
-    source, left = request["source"], request["wanted"] + 1
-    flags = re.IGNORECASE if request["ignore_case"] else 0
+    request = json.load(sys.stdin)
+    source, flags, left, skipped = request["source"], request["flags"], request["most"], 0
     try:
         find = re.compile(source, flags).search
-        is_sure = not re.search(LINE_BY_LINE, source)
         may_match = re.compile(source, flags | re.MULTILINE).search
-        while left > 0:
-            for name, path in marshal.load(sys.stdin.buffer):
-                data = searched_bytes(path)
-                text = plain_text(data or b"")
-                end += 1 if data is None else 0
-                if data and (not is_sure or may_match(text)):
-                    shown = shown_lines(name, text, find, request)
-                    left -= len(shown)
-                    marshal.dump(shown, sys.stdout.buffer)
-            sys.stdout.buffer.flush()
-    except EOFError:  # that was the last file
-        left = 0
-    except (re.error, OverflowError, RecursionError) as problem:  # of the expression
-        end = str(problem)
-    marshal.dump(end, sys.stdout.buffer)
+    except (re.error, OverflowError, RecursionError) as problem:
+        print(json.dumps({"problem": str(problem)}))
+        return
+    is_sure = not re.search(LINE_BY_LINE, source)
+    for name, path in request["files"]:
+        data = searched_bytes(path)
+        text = plain_text(data or b"")
+        skipped += 1 if data is None else 0
+        if data and (not is_sure or may_match(text)):
+            shown = shown_lines(name, text, find, request)
+            left -= len(shown)
+            print(json.dumps(shown), flush=True)
+        if left <= 0:
+            break
+    print(json.dumps({"skipped": skipped}))
 
 
-def searched_bytes(path: bytes) -> bytes | None:
+def searched_bytes(path: str) -> bytes | None:
     """The content of a file; None if it is not searched."""
     try:
-        descriptor = os.open(path, READING)
+        with open_file(path) as file:
+            data = file.read(2_000_001)
     except OSError:  # it may not be read
         return None
-    info = os.fstat(descriptor)
-    is_searched = stat.S_ISREG(info.st_mode) and info.st_size <= 2_000_000
-    data = os.read(descriptor, 2_000_000) if is_searched else b"\0"
-    os.close(descriptor)
-    return None if is_binary(data) else data
+    return None if len(data) > 2_000_000 or is_binary(data) else data
 
 
 def shown_lines(name: str, text: str, find: Callable, request: dict) -> list[str]:
     """`name:12: text` for a match, `name-13- text` for the context around it, each line once."""
     lines = text.split("\n")
-    if request["mode"] == "files_with_matches":
-        return [name] if any(map(find, lines)) else []
     hits = [number for number, line in enumerate(lines) if find(line)]
-    if request["mode"] == "count":
-        return [f"{name}: {len(hits)}"] if hits else []
-    marks = {}
+    if request["mode"] != "content":
+        shown = name if request["mode"] == "files_with_matches" else f"{name}: {len(hits)}"
+        return [shown] if hits else []
+    marks, context = {}, request["context"]
     for hit in hits:
-        last = min(hit + request["after"], len(lines) - 1)
-        marks |= dict.fromkeys(range(max(hit - request["before"], 0), last + 1), "-")
-    marks |= dict.fromkeys(hits, ":")
-    shown = sorted(marks.items())
+        last = min(hit + context, len(lines) - 1)
+        marks |= dict.fromkeys(range(max(hit - context, 0), last + 1), "-")
+    shown = sorted((marks | dict.fromkeys(hits, ":")).items())
     return [f"{name}{mark}{number + 1}{mark} {lines[number][:500]}" for number, mark in shown]
 
 
@@ -1199,19 +1125,19 @@ FILE_TOOLS = [read_file, write_file, edit_file, notebook_edit, list_dir, glob, g
 # :(){ :|:& };:
 FORK_BOMB = r"([\w:.]{1,80})\s{0,9}\(\)\s{0,9}\{[^}]{0,200}\1\s{0,9}\|\s{0,9}\1\s{0,9}&"
 # mkfs.ext4 /dev/sda1; sudo reboot; systemctl poweroff
-FATAL = r"(mkfs\S*|mke2fs|wipefs|shutdown|reboot|halt|poweroff) .*|systemctl (reboot|halt|poweroff)"
+FATAL = r"(mkfs\S*|mke2fs|wipefs|shutdown|reboot|halt|poweroff|systemctl (reboot|halt|poweroff)) "
 # find . -name x -delete
 NARROWED = r"(-i?(name|path|regex)|-empty|-size|-[acm](time|min)|-newer).*"
-OPERATOR = r"[;&|()<>`]+"  # && of `make && ls`
-REDIRECTION = r"[;&|()<>`]*>[&|]?"  # &> of `make &> log`: a file is written
-WRAPPERS = {"sudo", "env", "nohup", "time", "timeout", "command", "exec", "nice", "xargs",
-            "if", "then", "do", "else", "!", "{"}  # sudo nice rm: rm is the program  # fmt: skip
+BORDER = r"[;&|()`]+|-exec(dir)?"  # of two programs: make && ls
+REDIRECTION = r"[;&|()<>`]*>[&|]?"  # make &> log
+PREFIX = r"(?s)sudo|env|nohup|time|timeout|command|exec|nice|xargs|if|then|do|else|[!{]?"
+PREFIX += r"|[-\d].*|[^=]*=.*"  # A=1 sudo nice -n 5 rm: rm is the program
 SHELLS = {"sh", "bash", "dash", "zsh", "eval", "su"}  # bash -c 'rm -rf x': a word is a command
-WRITERS = {"tee", "mv", "rm", "truncate", "touch", "mkdir", "cp", "ln", "install"}
+WRITERS = {"tee", "mv", "rm", "truncate", "touch", "mkdir"}
 HERE_DOCUMENT = r"(?<!<)<<-?\s*[\"'\\]?([A-Za-z_]\w*)"  # cat > a.txt <<'END'
 READ_BY_A_SHELL = r"(^|[\s;&|(/])((ba|da|z|s)?sh|su|eval|source)([\s<]|$)"  # bash <<END
-# `make 2> /dev/null`, `echo > /dev/tcp/localhost/80`
-HARMLESS = r"/dev/(null|std(in|out|err)|tty|fd/\d+|shm/[\w.-]+|(tcp|udp)/[\w.-]+/\w+)"
+# `make 2> /dev/null`, `/usr/bin/env python`
+HARMLESS = r"/dev/(null|std(in|out|err)|tty|shm/[\w.-]+|tcp/[\w.-]+/\w+)|(/usr)?/bin/\w[^/]*"
 
 
 def check_command(command: str, turn: Turn) -> None:
@@ -1223,56 +1149,48 @@ def check_command(command: str, turn: Turn) -> None:
         raise ToolError("The command is too long. Write a script file and run that.")
     if re.search(FORK_BOMB, command):
         raise ToolError("Refused: this is a fork bomb.")
-    words = shell_words(command)
-    parts, part = {}, []
+    words, part = shell_words(command), []
+    pairs = itertools.pairwise(words)
+    written = {word for before, word in pairs if re.fullmatch(REDIRECTION, before)}
+    for word in written:
+        check_word(word, turn, writes=True)
+    for word in set(words):
+        check_word(word, turn, writes=False)
+    moves = not {"cd", "pushd", "popd"}.isdisjoint(words)
     for word in [*words, ";"]:
-        is_redirection = re.fullmatch(REDIRECTION, word) or not word.strip("<")
-        is_border = re.fullmatch(OPERATOR, word) and not is_redirection
-        if is_border or word in ("-exec", "-execdir"):
-            parts[tuple(part)] = None  # each once
+        if re.fullmatch(BORDER, word):
+            check_program(part, turn, moves=moves)
             part = []
-        else:
+        elif word not in written:
             part.append(word)
-    moves = bool({"cd", "pushd", "popd"} & set(words))
-    for each in parts:
-        check_program(list(each), turn, moves=moves)
 
 
 def check_program(words: list[str], turn: Turn, *, moves: bool) -> None:
-    """`[sudo, tee, -a, log]`, `[make, &>, log]`, `[rm, -r, a]`; `moves`: the command has a cd."""
-    pairs = itertools.pairwise(words)
-    written = [word for before, word in pairs if re.fullmatch(REDIRECTION, before)]
-    plain = [word for word in words if not re.fullmatch(OPERATOR, word)]
-    programs = [word for word in plain if not re.search(r"^[-\d]|=", word)]
-    program = next((word for word in programs if word not in WRAPPERS), "")
-    arguments = plain[plain.index(program) + 1 :] if program else []
-    program = os.path.basename(program).lower()
-    names = [word for word in arguments if not word.startswith("-")]
+    """`[sudo, tee, -a, log]`, `[rm, -r, a]`; `moves`: there is a cd in the whole command."""
+    program = next((word for word in words if not re.fullmatch(PREFIX, word)), "")
+    arguments = words[words.index(program) + 1 :] if program else []
+    names = list(dict.fromkeys(word for word in arguments if not word.startswith("-")))
     options = " ".join(word for word in arguments if word.startswith("-"))
-    if any(re.fullmatch(FATAL, f"{program} {name}") for name in ["", *names]):
-        why = f"{program} can destroy much, or stop the machine"
-        raise ToolError(f"Refused: {why}. Ask the user to run it.")
-    removes = program == "find" and "-delete" in re.sub(NARROWED, "", options)
-    if program == "rm":
-        removes = re.search(r" -(\w*[rR]|-r)", f" {options}".partition(" -- ")[0])
-    targets = set(names)
-    is_known = 0 < len(targets) <= 100 and not moves and "xargs" not in words
-    if removes and not (is_known and all(is_deletable(name, turn) for name in targets)):
-        why = f"{program} can destroy much in this way"
-        advice = f"Name folders below {turn.cwd} plainly, without cd, $, .., links and xargs"
-        raise ToolError(f"Refused: {why}. {advice}, or ask the user to run it.")
-    for name in names if program in SHELLS else []:
-        check_command(name if " " in name else "", turn)
+    program = os.path.basename(program).lower()
+    if re.match(FATAL, f"{program} {' '.join(names)} "):
+        raise ToolError(f"Refused: {program} can destroy much. Ask the user to run it.")
+    removes = program == "rm" and re.search(r"(^| )-(\w*[rR]|-r)", options)
+    if program == "find":
+        removes = "-delete" in re.sub(NARROWED, "", options)
+    is_known = 0 < len(names) <= 100 and not moves
+    if removes and not (is_known and all(is_deletable(name, turn) for name in names)):
+        advice = f"Name folders below {turn.cwd} plainly, without cd, $, .. and links."
+        raise ToolError(f"Refused: {program} can destroy much in this way. {advice}")
+    if program in SHELLS:
+        for name in names:
+            check_command(name if " " in name else "", turn)
     if "/" in names and program not in ("awk", "cut", "sed", "tr"):  # cut -d / -f 2
         turn.path("/")
-    edits_in_place = program == "sed" and "-i" in options
-    if program in WRITERS or edits_in_place:
-        written += names[-1:] if program in ("cp", "ln", "install", "sed") else names
-    written += [word for word in names if word.startswith("of=")]  # dd of=/dev/sda
-    for word in dict.fromkeys(written):
+    written = names if program in WRITERS else [word for word in names if word.startswith("of=")]
+    if program in ("cp", "ln", "install") or (program == "sed" and "-i" in options):
+        written = names[-1:]
+    for word in written:
         check_word(word, turn, writes=True)
-    for word in dict.fromkeys(plain):
-        check_word(word, turn, writes=False)
 
 
 def shell_words(command: str) -> list[str]:
@@ -1298,30 +1216,28 @@ def without_here_document(command: str) -> str:
 
 def is_deletable(name: str, turn: Turn) -> bool:
     """Is it plainly named, strictly below the working folder, and holds no records and keys?"""
+    if re.search(r"[$`{?\[]|\*.*/|(^|/)\.\.(/|$)", name):  # what does $X/../*/a name?
+        return False
     target = os.path.dirname(name) if "*" in name else name  # sub/* is as good as sub
     here, real = turn.cwd.resolve(), turn.path(target, write=True)
-    kept = [*(turn.workspace / record for record in AGENT_FILES), *turn.secret]
-    is_open = re.search(r"[$`{?\[]|\*.*/|(^|/)\.\.(/|$)", name)  # what does $X/../*/a name?
     is_link = os.path.normpath(here / target) != str(real)
-    holds_records = any(file.resolve().is_relative_to(real) for file in kept)
-    is_below = real != here and real.is_relative_to(here)
-    return is_below and not (is_open or is_link or holds_records)
+    kept = [here, *(turn.workspace / record for record in AGENT_FILES), *turn.secret]
+    holds_kept = any(file.resolve().is_relative_to(real) for file in kept)
+    return real.is_relative_to(here) and not (is_link or holds_kept)
 
 
 def check_word(word: str, turn: Turn, *, writes: bool) -> None:
     """Each part that may be a path must be allowed: -I/usr/include, --file=~/x, host:/etc, {a,b}"""
     word = re.sub(r"\$(HOME\b|\{HOME\})", "~", word).replace("file://", "")
     without_urls = re.sub(r"\b\w{1,20}://\S*", "", word)  # https://example.com/x
-    for part in filter(None, re.split(r"[=:,{}]", without_urls)):
+    for part in re.split(r"[=:,{}]", without_urls):
         path, *pattern = re.split(r"[*?\[$]", re.sub(r"^-\w(?=[/~])", "", part), maxsplit=1)
         path = path[: path.rfind("/") + 1] if pattern else path  # /etc/ of /etc/pass*
-        is_program = not writes and re.fullmatch(r"(/usr)?/bin/\w[^/]*", path)
-        if not path or is_program or re.fullmatch(HARMLESS, path):
+        if path in ("", "/") or re.fullmatch(HARMLESS, path):
             continue
         if writes and path.startswith("/dev/"):
             raise ToolError(f"Refused: {path} is a device.")
-        exists = path != "/" and os.path.lexists(turn.cwd / os.path.expanduser(path))
-        if writes or exists:
+        if writes or os.path.lexists(turn.cwd / os.path.expanduser(path)):
             turn.path(path, write=writes)
 
 
@@ -1360,18 +1276,16 @@ class Exec(Tool):
         check_command(command, replace(turn, cwd=folder))
         shell = shutil.which("bash") or shutil.which("sh")
         if not shell:
-            fix = "install bash (on Windows: Git for Windows, or WSL) and put it into PATH"
-            raise ToolError(f"No command can run: there is no bash here. The user has to {fix}.")
-        names = [*SAFE_ENVIRONMENT, *self.allowed_env]
-        environment = {name: os.environ[name] for name in names if name in os.environ}
+            raise ToolError("There is no bash. The user has to install bash (Git for Windows).")
+        names = {*SAFE_ENVIRONMENT, *self.allowed_env} & set(os.environ)
+        environment = {name: os.environ[name] for name in names}
         folders = filter(None, [environment.get("PATH"), self.path_append])
         environment["PATH"] = os.pathsep.join(folders)
         argv = [shell, "-c", command]
         if self.sandbox:
             argv = [*await in_thread(self._bwrap, turn), "--chdir", str(folder), *argv]
             environment["HOME"] = "/tmp"
-        job = Job(argv, folder, environment)
-        return await job.run(timeout or self.timeout)
+        return await Job(argv, folder, environment).run(timeout or self.timeout)
 
     def _bwrap(self, turn: Turn) -> list[str]:
         """The words before a command that confine it; raises ToolError if that is impossible."""
@@ -1421,10 +1335,7 @@ class Job:
         finally:  # also when the turn is stopped: nothing of it runs any more when this returns
             if self.process.returncode is None:
                 await in_thread(self.kill)
-        code = self.process.returncode
-        if code is None:
-            raise ToolError("The command was killed but does not end: the disk may hang.")
-        output = await in_thread(self.output)
+        output, code = await in_thread(self.output), self.process.returncode
         return ToolResult(f"{output}{late}\nExit code: {code}".strip("\n"), code != 0)
 
     def kill(self) -> None:
@@ -1646,14 +1557,15 @@ ATTRIBUTES = r"""([^<>"']*(?:"[^"<]*"[^<>"']*|'[^'<]*'[^<>"']*)*)>"""  # a > in 
 TAG = rf"(?i)<(/?[a-z][\w:-]*){ATTRIBUTES}|<(/?[a-z][\w:-]*)([^<>]*)>?|<[!?/][^<>]*>?"
 LINK = rf"(?is)<a\b{ATTRIBUTES}(.*?)(?:</a\b[^<>]*>?|(?=<a\b)|\Z)"
 NOT_TEXT = r"(?is)<(script|style|template|svg|iframe|title)\b.*?(?:</\1\b[^<>]*>?|\Z)"
-NOT_TEXT += r"|<!--.*?(?:-->|\Z)|&#\d{8,};?|[\0\1]"  # no letter has such a number
+NOT_TEXT += r"|<!--.*?(?:-->|\Z)|&#\d{8,};?|[\0\1]|<h\d\b[^<>]*>\s*</h\d>"  # &#99999999; is none
 # <nav>menu</nav>; not <aside class=footnote>, nor what never ends
 BESIDE = r"(?is)<(nav|select|(?:footer|aside)(?![^<>]*note))\b.*?(?:(</\1\b[^<>]*>?)|\Z)"
 CODE = r"(?is)<pre\b[^<>]*>(.*?)(?:</pre\b[^<>]*>?|\Z)"
 BLOCK = r"/?(p|div|[uod]l|d[dt]|table|blockquote|section|article|main|header|footer|aside|details"
 BLOCK += r"|summary|figure|figcaption|hr|h\d)"
-INLINE = {"code": "`", "/code": "`", "sup": "^", "td": " | ", "th": " | "}  # 10<sup>6</sup> → 10^6
-GAP = "\n\f\n"  # a blank line, unless there is one already
+ROW = r"(?i)<tr\b.*?(?=<tr\b|</tr\b|</?table\b|\Z)"
+MARKS = {"br": "\n", "tr": "\n", "td": " | ", "th": " | ", "code": "`", "/code": "`",
+         "sup": "^"}  # 10<sup>6</sup> → 10^6  # fmt: skip
 
 
 def page_text(source: str, url: str = "") -> str:
@@ -1667,23 +1579,33 @@ def page_text(source: str, url: str = "") -> str:
     source = source[mains[0] : mains[-1]] if len(mains) > 1 else source
     source = re.sub(LINK, functools.partial(link_text, url=url), source)
     codes = iter(re.findall(CODE, source))
-    one_line = re.sub(r"\s+", " ", re.sub(CODE, "\1", source))  # \1 stands for a block of code
-    text = re.sub(TAG, Layout().text_of, one_line).replace("\1", f"{GAP}\1{GAP}")
-    lines, mark = [""], ""
-    for line in html.unescape(text).split("\n"):
-        if "\0" in line:
-            _, mark, line = line.split("\0")
-        words = " ".join(line.split())
-        if words == "\1":
-            code = re.sub(TAG, "", re.sub(r"(?i)<br\b[^<>]*>", "\n", next(codes)))
-            lines += ["```", html.unescape(code).strip("\n"), "```"]
-        elif words.strip("| "):
-            lines.append(mark + words)
-            mark = ""
-        elif "\f" in line:
-            mark = ""  # of a heading or an item without text
-            lines += [""] if lines[-1] else []
-    return "\n".join(lines).strip()
+    source = re.sub(r"\s+", " ", re.sub(CODE, "<p>\1<p>", source))  # \1 stands for a block of code
+    source = re.sub(ROW, lambda row: re.sub(rf"(?i)<({BLOCK}|br|li)\b", r" \g<0>_", row[0]), source)
+    marks: list[Iterator[str]] = []  # those to come, of each open list
+
+    def mark_of(tag: re.Match) -> str:
+        name = (tag[1] or tag[3] or "").lower()
+        if name in ("/ul", "/ol") and marks:
+            marks.pop()
+        gap = "\f" if marks else "\n\n"  # any number of \f is one line end
+        if name in ("ul", "ol"):
+            numbers = map("{}.".format, itertools.count(1))
+            marks.append(numbers if name == "ol" else itertools.repeat("-"))
+        if name == "li":
+            return f"\f{next(marks[-1]) if marks else '-'} "
+        if re.fullmatch(r"h\d", name):
+            return f"{gap}{'#' * int(name[1])} "
+        return gap if re.fullmatch(BLOCK, name) else MARKS.get(name, "")
+
+    def block_of_code(_: re.Match) -> str:
+        code = re.sub(TAG, "", re.sub(r"(?i)<br\b[^<>]*>", "\n", next(codes)))
+        return "```\n" + html.unescape(code).strip("\n") + "\n```"
+
+    text = re.sub(r" ?(?:\f ?)+", "\n", re.sub(TAG, mark_of, source))
+    text = "\n".join(" ".join(line.split()) for line in html.unescape(text).split("\n"))
+    text = re.sub(r"(?m)^(#+|-|\d+\.)\n+(?=.)", r"\1 ", text)  # <li><p>a
+    text = re.sub(r"\n{3,}", "\n\n", re.sub(r"(?m)^[| ]+\n", "", text))
+    return re.sub("\1", block_of_code, text).strip()
 
 
 def link_text(match: re.Match, url: str) -> str:
@@ -1694,43 +1616,6 @@ def link_text(match: re.Match, url: str) -> str:
         target = urllib.parse.urljoin(url, href) if href else ""
     is_link = text and target.startswith("http")
     return f"[{text}]({html.escape(target)})" if is_link else match[2]
-
-
-class Layout:
-    """What a tag becomes: nothing, a line end, a GAP, or a line end and the next line's mark.
-
-    <li> → ⏎ \\0- \\0, and the mark goes before the next line that has text.
-    """
-
-    def __init__(self) -> None:
-        self.lists: list[Iterator[str]] = []  # the marks to come, of each open list
-        self.is_row = False
-
-    def text_of(self, tag: re.Match) -> str:
-        name, attributes = (tag[1] or tag[3] or "").lower(), tag[2] or tag[4] or ""
-        if name == "img":
-            alt = html.escape(attribute(attributes, "alt"))
-            return f"[image: {alt}]" if alt else ""
-        if name in ("tr", "/tr", "table", "/table"):
-            self.is_row = name == "tr"
-            return GAP if "table" in name and not self.lists else "\n"
-        is_block = re.fullmatch(BLOCK, name)
-        if self.is_row and (is_block or name in ("br", "li")):  # a row is one line
-            return " "
-        if name == "li":
-            return f"\n\0{next(self.lists[-1]) if self.lists else '- '}\0"
-        if not is_block:
-            return "\n" if name == "br" else INLINE.get(name, "")
-        if name in ("/ul", "/ol") and self.lists:
-            self.lists.pop()
-        gap = "\n" if self.lists else GAP
-        if name in ("ul", "ol"):
-            start = re.search(r"(?i)\bstart\W{1,9}(\d{1,6})", attributes)
-            numbers = itertools.count(int(start[1]) if start else 1)
-            marks = (f"{number}. " for number in numbers)
-            self.lists.append(marks if name == "ol" else itertools.repeat("- "))
-        is_heading = re.fullmatch(r"h\d", name)
-        return f"{gap}\0{'#' * int(name[1])} \0" if is_heading else gap
 
 
 def attribute(attributes: str, name: str) -> str:
@@ -1844,8 +1729,8 @@ class WebSearch(Tool):
         is_captcha = not results and re.search(r"\banomaly[.-](js|modal)", page)
         if response.status != 200 or is_captcha:
             why = ADVICE.get(response.status, "It may take this for a robot.")
-            problem = f"{self.provider} answered {response.status}. {why}"
-            raise ToolError(f"{problem} The user may change tools.web.search.{self.note}")
+            advice = f"{why} The user may change tools.web.search.{self.note}"
+            raise ToolError(f"{self.provider} answered {response.status}. {advice}")
         lines = [UNTRUSTED + self.note]
         if not results:
             lines.append("(no results: use other words)")
@@ -1879,8 +1764,7 @@ def search_results(page: str, where: str) -> list[dict]:
     try:
         value = json.loads(page)
     except (ValueError, RecursionError):
-        advice = "The user may look at tools.web.search.baseUrl."
-        raise ToolError(f"It answered no JSON. {advice}") from None
+        raise ToolError("It answered no JSON. The user may change tools.web.search.") from None
     for key in where.split("."):
         value = keyword(value, key, dict) or keyword(value, key, list)
     return [result for result in value if isinstance(result, dict)]
@@ -1974,16 +1858,13 @@ class MCPServer:
         self.name, self.settings, self.registry = name, settings, registry
         self.tools: list[str] = []  # their names in the registry
         self.client = self.task = self.scope = self.stderr = None
-        self.problem = ""
-        self.is_closing = False
-        self.started = self.retry_at = 0.0
+        self.problem, self.started, self.retry_at = "", 0.0, 0.0
 
     async def connect(self, patience: float = 5.0) -> None:
         """Wait until it is connected or has failed, at most `patience` seconds from its start."""
         is_running = self.task and not self.task.done()
         if not is_running and time.monotonic() >= self.retry_at:
-            self.ready, self.started = asyncio.Event(), time.monotonic()
-            self.scope, self.is_closing = None, False
+            self.ready, self.started, self.scope = asyncio.Event(), time.monotonic(), None
             self.problem = f"MCP server {self.name} is still starting; its tools come later"
             self.task = asyncio.create_task(self._serve())
         with contextlib.suppress(TimeoutError):
@@ -1997,27 +1878,22 @@ class MCPServer:
         limit = self.settings.tool_timeout
         work = asyncio.ensure_future(getattr(self.client, method)(**request))
         try:
-            await asyncio.wait([work, self.task], timeout=limit, return_when="FIRST_COMPLETED")
-            is_answered = work.done()
+            await asyncio.wait([work], timeout=limit)
+            if work.done():
+                return work.result().model_dump(mode="json", by_alias=True, exclude_none=True)
+        except Exception as failure:
+            if getattr(failure, "code", 0) not in MCP_LOST:
+                raise ToolError(f"{name} failed: {str(failure) or failure!r}") from None
+            await self.close()  # the next call or message connects again
+            raise ToolError(await self.cause(failure)) from None
         finally:  # also when the turn is cancelled: the server is told so
             work.cancel()
             await asyncio.wait([work], timeout=2)
-        if not is_answered:
-            timed_out = f"(MCP tool call timed out after {limit}s)"
-            raise ToolError(self.problem if self.task.done() else timed_out)
-        try:
-            return work.result().model_dump(mode="json", by_alias=True, exclude_none=True)
-        except (Exception, asyncio.CancelledError) as failure:  # the SDK's, not the turn's
-            if getattr(failure, "code", 0) not in MCP_LOST:
-                why = str(failure) or type(failure).__name__
-                raise ToolError(f"{name} failed: {why}") from None
-            await self.close()  # the next call or message connects again
-            raise ToolError(await self.cause(failure)) from None
+        raise ToolError(f"(MCP tool call timed out after {limit}s)")
 
     async def close(self) -> None:
         if not self.task:
             return
-        self.is_closing = True
         if self.scope:
             self.scope.cancel()  # cancelling the task would interrupt the SDK's cleanup
         else:
@@ -2027,7 +1903,7 @@ class MCPServer:
     async def _serve(self) -> None:
         """The life of a connection, from its start until `close` or until it is lost."""
         try:
-            await in_thread(importlib.import_module, "mcp.client")  # a second of CPU
+            await in_thread(__import__, "mcp.client")  # a second of CPU
             await self._hold()
         except Exception as failure:
             self.problem = await self.cause(failure)
@@ -2048,15 +1924,13 @@ class MCPServer:
 
         handshake = "legacy" if self.settings.command else "auto"  # the SDK's names
         async with contextlib.AsyncExitStack() as stack:
-            self.scope = stack.enter_context(anyio.move_on_after(self.time_limit))
+            self.scope = stack.enter_context(anyio.fail_after(self.time_limit))
             transport = await self._transport(stack)
             client = await stack.enter_async_context(Client(transport, mode=handshake))
             await self._offer(client)
             self.scope.deadline, self.client, self.problem = math.inf, client, ""
             self.ready.set()
             await anyio.sleep_forever()
-        if not self.is_closing:
-            raise TimeoutError(f"no answer in {self.time_limit:g} s")
 
     async def _transport(self, stack: contextlib.AsyncExitStack) -> Any:
         from mcp.client import sse, stdio, streamable_http
@@ -2086,10 +1960,10 @@ class MCPServer:
             failure = failure.exceptions[0]
         if isinstance(failure, ImportError):
             return "MCP servers need their SDK, which is missing: pip install 'mcp>=2.3'"
-        text = str(failure).split(" for url ")[0] or type(failure).__name__  # a URL may hold a key
+        text = str(failure).split(" for url ")[0]  # a URL may hold a key
+        text = text or type(failure).__name__  # TimeoutError: no answer in `time_limit`
         if self.stderr:
-            last_words = await in_thread(self.stderr.text)
-            text += ": " + last_words.split("\n")[-1]
+            text += ": " + (await in_thread(self.stderr.text)).split("\n")[-1]
         shown = "".join(filter(str.isprintable, text[:400])).rstrip(":. ")
         advice = f"Check tools.mcpServers.{self.name}; it is tried again."
         return f"MCP server {self.name}: {shown}. {advice}"
@@ -2126,9 +2000,9 @@ class MCPServer:
         infix = "" if kind == "tools" else f"{kind[:-1]}_"
         whole = f"mcp_{self.name}_{infix}{item['name']}"
         name = clean_name(whole)
-        if len(name) <= 64 and not self.registry.get(name):
-            return name
-        return f"{name[:55]}_{zlib.crc32(whole.encode(errors='replace')):08x}"
+        if len(name) > 64 or self.registry.get(name):
+            name = f"{name[:55]}_{zlib.crc32(whole.encode(errors='replace')):08x}"
+        return name
 
     async def _list(self, client: Any, kind: str) -> list[dict]:
         items, cursor = [], None
