@@ -1,8 +1,11 @@
 """Every test starts with a home of its own, no keys in the environment and nothing of this machine."""
 
 import gc
+import multiprocessing
 import os
 import signal
+import sys
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -35,3 +38,19 @@ def few_open_files():
     opened = Path("/dev/fd")
     if opened.exists() and len(list(opened.iterdir())) > 80:
         gc.collect()
+
+
+# Some tests run the program in hundreds of processes. To load the SDK in each takes longer than the test:
+# they are forked from one that has loaded it, and the tests.
+FORKS = multiprocessing.get_context("forkserver" if hasattr(os, "fork") else "spawn")
+FORKS.set_forkserver_preload(["nanobot", "openai", "json_repair", "test_command_line", "test_long_run"])
+
+
+def fork(target, *arguments) -> multiprocessing.Process:
+    if hasattr(os, "fork"):
+        with pytest.MonkeyPatch.context() as patch:  # Python forgets to tell this server the path
+            patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+            forkserver.ensure_running()
+    process = FORKS.Process(target=target, args=arguments, daemon=True)
+    process.start()
+    return process

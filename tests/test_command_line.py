@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import io
 import json
-import multiprocessing
 import os
 import random
 import re
@@ -23,6 +22,7 @@ import pytest
 
 import nanobot as program
 from channels import JobStore
+from conftest import fork
 from fake_llm import Failure, FakeLLM, Hang, Reply, call, calls
 from fake_telegram import FakeTelegram
 from memory import SessionManager, locked
@@ -56,17 +56,10 @@ def nanobot(*arguments: str, server: FakeLLM | None = None, stdin: str = "", cwd
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, name) for name in ("in", "out", "err")]
         files[0].write_bytes(stdin if isinstance(stdin, bytes) else os.fsencode(stdin))
-        work = (arguments, surroundings(server), str(cwd or Path.cwd()), files)
-        process = FORKS.Process(target=run_main, args=work)
-        process.start()
+        process = fork(run_main, arguments, surroundings(server), str(cwd or Path.cwd()), files)
         process.join(LONG)
         assert process.exitcode is not None, f"nanobot {arguments} does not end"
         return process.exitcode, *(os.fsdecode(file.read_bytes()) for file in files[1:])
-
-
-# Each process is forked from one that has loaded the SDK: to load it anew takes longer than most tests.
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["nanobot", "openai", "test_command_line"])
 
 
 def run_main(arguments, environ, folder, files) -> None:

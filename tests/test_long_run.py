@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import itertools
 import json
-import multiprocessing
 import os
 import random
 import re
@@ -18,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from channels import Channel, InboundMessage, MessageBus
+from conftest import FORKS, fork
 from memory import MemoryStore, SessionManager
 from providers import OfflineProvider
 from test_command_line import nanobot
@@ -57,6 +57,7 @@ def reads_now_and_then(request):
     return call("read_file", path="small.txt" if int(number) % 7 else "large.txt")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("window", [8_000, 65_536])
 @pytest.mark.parametrize("turns", [210, pytest.param(2_000, marks=pytest.mark.slow)])
 def test_a_conversation_of_2000_turns_costs_late_as_early_and_forgets_nothing(tmp_path, window, turns):
@@ -133,8 +134,7 @@ def test_kill_9_between_any_two_writes_loses_and_doubles_nothing(tmp_path, work,
     for kills in itertools.count():
         workspace = tmp_path / f"killed-{kills}"
         shutil.copytree(tmp_path / "0", workspace)
-        process = FORKS.Process(target=run_until_killed, args=(work, workspace, 1 + kills * every))
-        process.start()
+        process = fork(run_until_killed, work, workspace, 1 + kills * every)
         process.join()
         for _ in range(2):  # five rounds at a time
             work(workspace)
@@ -150,9 +150,6 @@ def test_kill_9_between_any_two_writes_loses_and_doubles_nothing(tmp_path, work,
 
 # ---- The life of a chat message ----
 # A gateway in a process of its own; the test is its channel: it sends again what was not confirmed.
-
-FORKS = multiprocessing.get_context("forkserver" if hasattr(os, "fork") else "spawn")
-FORKS.set_forkserver_preload(["nanobot", "test_memory"])  # to load them takes longer than the test
 
 
 def die_at_write(workspace: Path, moment: int) -> None:
@@ -228,9 +225,7 @@ class Line:
 
     def start(self, seed: int = 0, moment: int = 0) -> None:
         self.pipe, theirs = FORKS.Pipe()
-        arguments = (self.workspace, theirs, seed, moment, self.window)
-        self.process = FORKS.Process(target=gateway, args=arguments, daemon=True)
-        self.process.start()
+        self.process = fork(gateway, self.workspace, theirs, seed, moment, self.window)
         theirs.close()
         for number in sorted({*range(len(self.said))} - {*self.heard["confirmed"]}):
             self.pipe.send((number, self.said[number]))
