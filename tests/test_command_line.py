@@ -154,40 +154,6 @@ def test_without_a_key_it_says_so_and_asks_the_offline_model_which_can_be_wanted
     assert nanobot("--offline", "-m", "/stop")[1:] == ("Nothing runs here.\n", ""), "a command is no request"
 
 
-def test_every_tool_does_its_part_of_a_job_and_each_message_is_journalled_once(own_home, tmp_path):
-    notebook = {"cells": [], "metadata": {}, "nbformat": 4, "nbformat_minor": 4}
-    (tmp_path / "n.ipynb").write_text(json.dumps(notebook))
-    local = settings(own_home, tools={"ssrfWhitelist": ["127.0.0.0/8"]})
-    with FakeLLM(lambda body: script.pop(0)) as server:
-        script = [
-            calls(call("read_file", path="n.ipynb"),
-                  call("write_file", path="notes/a.txt", content="one\ntwo\n")),
-            call("edit_file", path="notes/a.txt", old_text="two", new_text="three"),
-            calls(call("read_file", path="notes/a.txt"), call("list_dir", path="notes"),
-                  call("glob", pattern="*.txt"), call("grep", pattern="thr", output_mode="content")),
-            call("notebook_edit", path="n.ipynb", cell=0, source="print(1)", mode="insert"),
-            calls(call("exec", command="wc -l notes/a.txt"),
-                  call("web_fetch", url=f"{server.base_url}/models")),
-            "All of it is done.",
-        ]  # fmt: skip
-        status, out, _ = nanobot("-m", "go", *local, "--no-stream", server=server, cwd=tmp_path)
-        messages = server.bodies[-1]["messages"]
-        assert not any(body.get("stream") for body in server.bodies)
-    assert (status, out) == (0, "All of it is done.\n")
-    asked = [each for message in messages for each in message.get("tool_calls", [])]
-    names = {each["id"]: each["function"]["name"] for each in asked}
-    results = {names[each["tool_call_id"]]: each["content"] for each in messages if each["role"] == "tool"}
-    expected = {
-        "write_file": "Wrote 8 characters", "edit_file": "+three", "read_file": "2| three",
-        "list_dir": "a.txt  10 bytes", "glob": "notes/a.txt", "grep": "notes/a.txt:2: three",
-        "notebook_edit": "print(1)", "exec": "2 notes/a.txt\nExit code: 0", "web_fetch": "test-model",
-    }  # fmt: skip
-    assert set(results) == set(expected)
-    assert all(text in results[name] for name, text in expected.items()), results
-    steps = "assistant tool tool assistant tool assistant tool tool tool tool assistant tool assistant tool tool"
-    assert [line["role"] for line in journal(own_home)] == ["user", *steps.split(), "assistant"]
-
-
 def test_what_is_piped_in_is_the_message_or_stands_behind_it(own_home):
     with FakeLLM(lambda body: "ok") as server:
         for flags, piped in (([], b"from a pipe"), (["-m", "look"], b"caf\xe9 \xff"), (["x"], b"word " * 60_000)):
@@ -219,17 +185,14 @@ def test_sessions_are_apart_remembered_listed_and_shown_with_their_odd_lines(own
         for name, text in (("direct", "first"), ("work", "second"), ("direct", "third")):
             nanobot("-m", text, "-s", name, server=server)
         assert [len(body["messages"]) for body in server.bodies] == [2, 2, 4]
-    odd = [{"role": "user", "content": [{"type": "text", "text": "in blocks"}], "timestamp": "5"},
-           {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]},
-           {"role": "\x1b[2J", "content": None, "tool_calls": None}, []]  # fmt: skip
     with open(workspace_of(own_home) / "sessions" / "cli%3Awork.jsonl", "a") as file:
-        file.write("\n".join([*map(json.dumps, odd), "torn"]))
+        file.write('[]\n{"role": "\\u001b[2J"}\n{"role": "user", "content": [{"text": "odd"}]}\ntorn')
     status, out, _ = nanobot("sessions")
     assert status == 0 and "cli:direct  4 messages\n" in out and "cli:work  " in out
     for name in ("work", "cli:work"):
         status, out, _ = nanobot("sessions", "show", name)
         assert (status, "\x1b" in out) == (0, False)
-        assert all(text in out for text in ("user: second", "assistant: two", "in blocks", "f({})"))
+        assert [text for text in ("user: second", "assistant: two", "odd") if text not in out] == [], out
 
 
 def test_nothing_that_is_shown_reaches_the_terminal_raw_but_a_pipe_as_it_is(own_home, tmp_path):
@@ -262,24 +225,17 @@ def test_where_nobody_can_be_asked_approval_is_no_and_this_is_said(own_home, tmp
     assert not (tmp_path / "a.txt").exists()
 
 
-@pytest.mark.parametrize("end", [None, "SIGINT"])
-def test_a_one_shot_waits_for_its_helpers_or_ends_them(own_home, end):
+def test_a_one_shot_waits_for_its_helpers_and_tells_what_they_found(own_home):
     def script(body):
         *_, last = body["messages"]
         if body["messages"][0]["content"].startswith("You are a helper"):
-            return Hang(60) if end else Reply("gold", delay=0.1)
+            return Reply("gold", delay=0.1)
         if "gold" in str(last["content"]):
             return "It found gold."
         return call("spawn", task="dig") if last["role"] == "user" else "A helper digs."
 
     with FakeLLM(script) as server:
-        process = start("-m", "dig", server=server)
-        if end:
-            wait_until(lambda: len(server.bodies) == 3)
-            process.send_signal(getattr(signal, end))
-        out, _ = process.communicate(timeout=LONG)
-    assert process.returncode == (130 if end else 0)
-    assert end or out == "A helper digs.\nIt found gold.\n"
+        assert nanobot("-m", "dig", server=server)[:2] == (0, "A helper digs.\nIt found gold.\n")
 
 
 # ---- When something is wrong ----
@@ -317,6 +273,7 @@ def test_wrong_usage_is_explained_with_status_2(own_home, arguments, said):
         (["--provider", "human", "-m", "x"], ["terminal"]),
         (["--offline", "-m", "x", "--trace", "no/t.jsonl"], ["no/t.jsonl", "No such file"]),
         (["replay", "gone.jsonl"], ["No such file", "nanobot agent --trace FILE"]),
+        (["replay", __file__], ["line 1", "no record of a trace", "nanobot agent --trace FILE"]),
         (["cron", "remove", "r9"], ["r9"]),
     ],
 )
@@ -342,138 +299,47 @@ def test_a_wrong_key_or_model_is_said_with_what_there_is(own_home, monkeypatch, 
     assert [words for words in said if words not in err] == [], err
 
 
-EVERY_KEY = {
-    "agents": {"defaults": {
-        "workspace": "~/w", "model": "m", "provider": "offline", "maxTokens": 100, "contextWindowTokens": 9_000,
-        "temperature": 0.5, "maxToolIterations": 7, "maxToolResultChars": 900, "timezone": "Asia/Tokyo",
-        "memoryWindow": 50, "maxConcurrent": 2,
-        "dream": {"intervalH": 3, "maxBatchSize": 5, "maxIterations": 4}}},
-    "providers": {"vllm": {"apiKey": "${KEY}", "apiBase": "http://127.0.0.1:9/v1", "textToolCalls": "on",
-                           "extraHeaders": {"X-myHeader": "${KEY}"}, "extraBody": {"top_k": 3}}},
-    "tools": {
-        "restrictToWorkspace": True, "ssrfWhitelist": ["10.0.0.0/8"],
-        "exec": {"enable": True, "timeout": 5, "sandbox": "", "sandboxNetwork": True, "pathAppend": "/opt",
-                 "allowedEnvKeys": ["LANG"]},
-        "web": {"enable": True, "proxy": "http://127.0.0.1:3128",
-                "search": {"provider": "brave", "apiKey": "k", "baseUrl": "http://s", "maxResults": 3}},
-        "mcpServers": {"a": {"command": "c", "args": ["x"], "env": {"A": "b"}, "url": "", "headers": {"H": "i"},
-                             "type": "stdio", "toolTimeout": 9, "enabledTools": ["e"], "disabled": True}}},
-    "prices": {"m": {"input": 1.0, "output": 2.0, "cached": 0.5}},
-    "channels": {"sendProgress": False, "sendToolHints": False, "telegram": {
-        "token": "", "allowFrom": [7, "8"], "apiBase": "http://t", "groupPolicy": "open"}},
-    "gateway": {"heartbeat": {"enabled": False, "intervalS": 60}},
-}  # fmt: skip
-
-
-def snake_case(value):
-    """The keys as Python spells them; those that the user chose (of headers …) have no capitals to lose."""
-    if not isinstance(value, dict):
-        return value
-    spelled = {re.sub("(?<=[a-z])[A-Z]", lambda letter: f"_{letter[0].lower()}", key): key for key in value}
-    return {key if "-" in key else name: snake_case(value[key]) for name, key in spelled.items()}
-
-
-@pytest.mark.parametrize("spelling", [dict, snake_case])
-def test_every_key_of_the_settings_is_read_in_both_spellings(own_home, caplog, spelling):
-    _, file = settings(own_home, **spelling(EVERY_KEY))
-    config = program.load_config(Path(file), {"KEY": "sk-1"})
-    assert caplog.text == ""
-    expected = json.loads(json.dumps(snake_case(EVERY_KEY)).replace("${KEY}", "sk-1"))
-    expected["providers"]["vllm"]["extra_headers"] = {"X-myHeader": "sk-1"}
-    read = {name: json.loads(json.dumps(getattr(config, name), default=vars)) for name in expected}
-    assert read == expected
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ('{"agents": {"defaults": {"maxTokens": "many"}}}', 'agents.defaults.maxTokens: expected integer, got "many"'),
-        ('{"agents": {"defualts": {}}}', "agents.defualts: unknown key"),
-        ('{"agents": ', "is not JSON"),
-        ('{"providers": {"openai": {"apiKey": "${NO_SUCH_KEY}"}}}', "NO_SUCH_KEY"),
-    ],
-)
-def test_a_broken_setting_is_an_error_with_its_path(own_home, text, said):
-    flags = settings(own_home)
-    Path(flags[1]).write_text(text)
-    status, out, err = nanobot("--offline", "-m", "x", *flags)
-    assert (status, out) == (1, "") and said in err
-
-
-def test_a_skill_that_cannot_be_read_stops_nothing_and_is_named_once(own_home):
-    skills = workspace_of(own_home) / "skills"
-    (skills / "odd" / "SKILL.md").mkdir(parents=True)
-    (skills / "mem").mkdir()
-    (skills / "mem" / "SKILL.md").symlink_to("/proc/self/mem")
-    status, _, err = nanobot("--offline", "-m", "x")
-    assert (status, [err.count(f"{name}/SKILL.md is left out") for name in ("odd", "mem")]) == (0, [1, 1]), err
-    status, out, _ = nanobot("status", "--offline")
-    assert [row.split()[2] for row in out.splitlines() if "broken" in row] == ["mem", "odd"]
-    assert "skills/odd" not in nanobot("prompt", "--offline")[1]
-
-
-def test_a_disk_that_is_full_in_the_middle_of_a_turn(own_home, tmp_path):
-    resource = pytest.importorskip("resource", reason="limits on files are a POSIX thing")
-
-    def full_disk() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (6_000, 6_000))
-
-    (tmp_path / "a.txt").write_text("x" * 9_000)
-    with FakeLLM([call("read_file", path="a.txt"), "still here"]) as server:
-        process = start("-m", "x", server=server, cwd=tmp_path, preexec_fn=full_disk)
-        out, err = process.communicate(timeout=LONG)
-        assert (process.returncode, out, len(server.bodies)) == (1, "", 1)
-        assert "File too large" in err and "Traceback" not in err
-        assert [line["role"] for line in journal(own_home)] == ["user", "assistant"]
-        assert nanobot("-m", "/continue", server=server)[1] == "still here\n"
-        assert server.bodies[1]["messages"][-1]["content"] == "[interrupted before it finished]"
-
-
 # ---- Interruptions ----
 
 
-def test_a_session_that_is_in_use_says_so_and_ctrl_c_leaves_it_usable(own_home):
-    with FakeLLM([Hang(60), "hello again"]) as server:
-        process = start("-m", "one", server=server)
-        wait_until(lambda: server.bodies)
-        status, out, err = nanobot("-m", "no", server=server)
-        assert (status, out, "in use" in err, len(server.bodies)) == (1, "", True, 1)
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=LONG)
-        assert (process.returncode, "Traceback" in err, "/continue" in err) == (130, False, True)
-        assert nanobot("-m", "two", server=server)[1] == "hello again\n"
-        sent = server.bodies[1]["messages"][1:]
-    assert [message["role"] for message in sent] == ["user"]
-    one, two = sent[0]["content"].split("[the message above was not answered: it was stopped]")
-    assert one.strip().endswith("one") and two.endswith("two")
-
-
-def test_ctrl_c_during_a_wait_stops_at_once(own_home):
-    with FakeLLM([Failure(429, SLOW_DOWN, {"Retry-After": "60"}), "hello again"]) as server:
-        process = start("-m", "one", server=server)
-        assert "60 s" in process.stderr.readline()
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=LONG)
-        assert process.returncode == 130
-        assert nanobot("-m", "/continue", server=server)[1] == "hello again\n"
+WAITS = call("exec", command="sleep 60 & echo $! > pid; wait")
+BUSY_FOR_A_MINUTE = Failure(429, SLOW_DOWN, {"Retry-After": "60"})
 
 
 @needs_proc
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGKILL"])
-def test_whatever_ends_it_in_a_command_the_session_goes_on(own_home, tmp_path, name):
-    with FakeLLM([call("exec", command="sleep 60 & echo $! > pid; wait"), "still here"]) as server:
-        process = start("-m", "one", server=server, cwd=tmp_path)
-        wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().strip())
+@pytest.mark.parametrize(
+    ("name", "script"),
+    [("SIGINT", [Hang(60)]), ("SIGINT", [BUSY_FOR_A_MINUTE]), ("SIGTERM", [WAITS]), ("SIGHUP", [WAITS]),
+     ("SIGKILL", [WAITS]), ("SIGINT", [call("mcp_test_wait", seconds=600)])],
+)  # fmt: skip
+def test_whatever_ends_a_turn_its_children_end_too_and_the_session_goes_on(own_home, tmp_path, name, script):
+    is_mcp = "mcp_test_wait" in str(script)
+    files = {"PID_FILE": f"{tmp_path}/pid", "WAITING_FILE": f"{tmp_path}/waiting"}
+    servers = {"test": mcp_server(**files)} if is_mcp else {}
+    flags = settings(own_home, tools={"mcpServers": servers})
+    with FakeLLM([*script, "still here"]) as server:
+        process = start("-m", "one", *flags, server=server, cwd=tmp_path)
+        wait_until(lambda: server.bodies)
+        status, out, err = nanobot("-m", "no", server=server)
+        assert (status, out, "in use" in err, len(server.bodies)) == (1, "", True, 1)
+        if script == [BUSY_FOR_A_MINUTE]:
+            assert "60 s" in process.stderr.readline()
+        if script == [WAITS] or is_mcp:
+            awaited = tmp_path / ("waiting" if is_mcp else "pid")
+            wait_until(lambda: awaited.exists() and (is_mcp or awaited.read_text().strip()))
         process.send_signal(getattr(signal, name))
-        process.communicate(timeout=LONG)
-        child = int((tmp_path / "pid").read_text())
+        _, err = process.communicate(timeout=LONG)
+        child = int((tmp_path / "pid").read_text()) if (tmp_path / "pid").exists() else 0
         if name == "SIGKILL":
             os.kill(child, signal.SIGKILL)  # nobody else could
         else:
-            wait_until(lambda: is_gone(child))
+            assert (process.returncode, "Traceback" in err, "/continue" in err) == (130, False, True)
+            assert "no business on the terminal" not in err
+        wait_until(lambda: not child or is_gone(child))
         assert nanobot("-m", "/continue", server=server)[:2] == (0, "still here\n")
         check_grammar(server.bodies[1]["messages"])
-    assert [line["role"] for line in journal(own_home) if line["role"] != "tool"] == ["user", *["assistant"] * 2]
+    assert [line["content"] for line in journal(own_home) if line["role"] == "user"] == ["one"]
+    assert said_by_model(own_home)[-1] == "still here"
 
 
 # ---- MCP servers ----
@@ -483,20 +349,6 @@ def mcp_server(*arguments: str, **environ: str) -> dict:
     pytest.importorskip("mcp", reason="the MCP SDK is missing: pip install 'mcp>=2'")
     script = str(ROOT / "tests" / "mcp_server.py")
     return {"command": sys.executable, "args": [script, *arguments], "env": environ}
-
-
-@needs_proc
-def test_no_mcp_server_outlives_the_program(own_home, tmp_path):
-    files = {"PID_FILE": f"{tmp_path}/pid", "WAITING_FILE": f"{tmp_path}/waiting"}
-    flags = settings(own_home, tools={"mcpServers": {"test": mcp_server(**files)}})
-    with FakeLLM([call("mcp_test_wait", seconds=600)]) as server:
-        process = start("-m", "one", *flags, server=server)
-        wait_until((tmp_path / "waiting").exists)
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=LONG)
-    assert process.returncode == 130
-    assert "no business on the terminal" not in err
-    wait_until(lambda: is_gone(int((tmp_path / "pid").read_text())))
 
 
 def test_status_and_prompt_show_servers_and_what_was_pasted_from_elsewhere_is_no_error(own_home, tmp_path):
@@ -546,6 +398,11 @@ class Terminal:
     def type(self, keys: str) -> None:
         os.write(self.screen, keys.encode())
 
+    def say(self, line: str, *words: str) -> None:
+        """A line, and what is shown then."""
+        self.type(f"{line}\n")
+        self.expect(*words)
+
     def wait_for_keyboard(self) -> None:
         """That it has printed a prompt comes a little earlier."""
         where = Path(f"/proc/{self.process.pid}/wchan")  # of the main thread: in which call it sleeps
@@ -571,18 +428,14 @@ def test_a_conversation_at_the_prompt(own_home):
     with FakeLLM(["Hello, human.", Hang(60), half, BOOM, "Good-bye."]) as server:
         terminal = Terminal(server=server)
         terminal.expect("nanobot ", str(own_home), "test-model", "> ")
-        terminal.type("hi\n")
-        terminal.expect("Hello, human.", "· context ", "> ")
-        terminal.type("/status\n")
-        terminal.expect("model test-model", "> ")
+        terminal.say("hi", "Hello, human.", "· context ", "> ")
+        terminal.say("/status", "model test-model", "> ")
         terminal.type("one\n")
         wait_until(lambda: len(server.bodies) == 2)
         terminal.type("\x03")
         terminal.expect("stopped", "> ")
-        terminal.type("two\n")
-        terminal.expect("half \\x1b[31mof it\\u202e", "boom", "> ")
-        terminal.type("bye\n")
-        terminal.expect("Good-bye.", "> ")
+        terminal.say("two", "half \\x1b[31mof it\\u202e", "boom", "> ")
+        terminal.say("bye", "Good-bye.", "> ")
         assert terminal.close() == 0
         assert terminal.everything.count("boom") == 1
         terminal = Terminal(server=server)  # who comes back is greeted more briefly
@@ -644,15 +497,12 @@ def test_approval_shows_the_escaped_command_and_obeys_what_is_typed_after_the_qu
         terminal.type("yes\n")  # before the question: no answer to it
         is_typed.set()
         terminal.expect("\\x1b[2J", "[y/n/always]")
-        terminal.type("n\n")
-        terminal.expect("I may not.", "> ")
+        terminal.say("n", "I may not.", "> ")
         assert "did not approve" in server.bodies[1]["messages"][-1]["content"]
         assert not target.exists()
-        terminal.type("again\n")
-        terminal.expect("[y/n/always]")
+        terminal.say("again", "[y/n/always]")
         assert not target.exists()
-        terminal.type("y\n")
-        terminal.expect("It is done.", "> ")
+        terminal.say("y", "It is done.", "> ")
         assert target.exists()
         assert terminal.close() == 0
 
@@ -662,22 +512,18 @@ def test_a_person_can_be_the_model_and_leave_in_mid_turn(own_home, tmp_path):
     (tmp_path / "a.txt").write_text("\x1b[31mred\u202e", encoding="utf-8")
     terminal = Terminal("--provider", "human", cwd=tmp_path)
     terminal.expect("> ")
-    terminal.type("what is in a.txt?\n")
-    terminal.expect("---- system ----", "You are nanobot", "---- user ----", "what is in a.txt?")
+    terminal.say("what is in a.txt?", "---- system ----", "You are nanobot", "---- user ----", "what is in a.txt?")
     terminal.expect("---- tools ----", '{"name": "read_file"', "Read a text", "model> ")
     wrong = ['read_file {"path": "a.txt", "colour": 1}', 'read_file {"path": ', "read_file"]
     complaints = ["colour", "JSON", "call"]
     for line, complaint in zip(wrong, complaints, strict=True):
-        terminal.type(f"{line}\n")
-        terminal.expect(complaint, "model> ")
+        terminal.say(f"{line}", complaint, "model> ")
     terminal.type('read_file {"path": "a.txt"}\n')
     before = len(terminal.everything)
     terminal.expect('<tool_call>{"name": "read_file", "arguments": {"path": "a.txt"}}</tool_call>')
     terminal.expect("---- tool ----", "\\x1b[31mred\\u202e", "model> ")
-    terminal.type("It is red.\n")
-    terminal.expect("> ")
-    terminal.type("thank you\n")
-    terminal.expect("thank you", "model> ")
+    terminal.say("It is red.", "> ")
+    terminal.say("thank you", "thank you", "model> ")
     assert "---- system ----" not in terminal.everything[before:], "only what is new is shown"
     terminal.wait_for_keyboard()
     terminal.type("\x04")
@@ -704,7 +550,7 @@ def test_a_trace_is_replayed_without_network_and_without_running_anything(own_ho
     script = [ran, [call("read_file", path="a.txt"), call("read_file", path="gone.txt")], "It says Γειά."]
     with FakeLLM(script) as server:
         first = nanobot("-m", "do it", "--trace", "t.jsonl", server=server, cwd=tmp_path)
-    assert first[:2] == (0, "It says Γειά.\n")
+    assert first[:2] == (0, "It says Γειά.\n") and "chmod" not in first[2]
     trace = tmp_path / "t.jsonl"
     assert trace.stat().st_mode & 0o777 == 0o600
     records = trace_of(trace)
@@ -737,7 +583,10 @@ def test_turns_add_up_in_one_trace_and_are_replayed_one_after_the_other(own_home
         wait_until(lambda: len(server.bodies) == 5)
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=LONG)
-        assert nanobot("-m", "four", *trace, server=server, cwd=tmp_path)[1] == "All done.\n"
+        (tmp_path / "t.jsonl").chmod(0o644)  # it stays so, but the user learns of it
+        status, out, err = nanobot("-m", "four", *trace, server=server, cwd=tmp_path)
+    assert out == "All done.\n" and f"chmod 600 {tmp_path}/t.jsonl" in err
+    assert f"{tmp_path}/t.jsonl holds a trace already" in err
     records = trace_of(tmp_path / "t.jsonl")
     assert [(record["answer"] or {}).get("finish_reason") for record in records] == [
         "tool_calls", "stop", "error", None, "tool_calls", "stop",
@@ -746,27 +595,6 @@ def test_turns_add_up_in_one_trace_and_are_replayed_one_after_the_other(own_home
     assert (status, out) == (1, "I may not.\nAll done.\n"), err
     assert "HTTP 400: boom" in err and "cancelled" in err
     assert not (tmp_path / "made").exists()
-
-
-def test_the_offline_model_is_replayed_although_a_key_was_left_out_of_the_trace(own_home, tmp_path):
-    (tmp_path / "a.txt").write_text("hello there\n", encoding="utf-8")
-    question = "read a.txt and remember that api_key = abcdefghij"
-    _, out, _ = nanobot("--offline", "-m", question, "--trace", "t.jsonl", cwd=tmp_path)
-    assert "hello there" in out and "api_key = abcdefghij" in out
-    (tmp_path / "a.txt").unlink()
-    assert nanobot("replay", "t.jsonl", cwd=tmp_path)[:2] == (0, out.replace("abcdefghij", "[key]"))
-
-
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"once upon a time\n", b"[" * 100_000, b"\xff", b'{"messages": []}\n',
-     b'{"messages": [5], "tools": [], "options": {}, "answer": null}\n'],
-)  # fmt: skip
-def test_what_is_no_trace_is_an_error_that_says_how_to_make_one(own_home, tmp_path, content):
-    (tmp_path / "t.jsonl").write_bytes(content)
-    status, out, err = nanobot("replay", str(tmp_path / "t.jsonl"))
-    assert (status, out, "Traceback" in err) == (1, "", False)
-    assert "t.jsonl, line 1: " in err and "nanobot agent --trace FILE" in err
 
 
 KEY = "sk-proj-abcdefghijklmnopqrstuvwxyz0123456789"
@@ -790,47 +618,30 @@ def test_no_key_is_in_a_trace_wherever_it_came_from(own_home, tmp_path, monkeypa
     assert (status, out) == (1, "Your key is [key].\n"), err
 
 
-@pytest.mark.parametrize(("mode", "is_said"), [(0o600, False), (0o644, True), (0o640, True), (0o620, False)])
-def test_a_trace_that_others_may_read_keeps_its_mode_and_the_user_learns_of_it(own_home, tmp_path, mode, is_said):
-    trace = tmp_path / "t.jsonl"
-    trace.write_bytes(b"{}\n")
-    trace.chmod(mode)
-    err = nanobot("--offline", "-m", "x", "--trace", str(trace))[2]
-    assert (f"chmod 600 {trace}" in err, trace.stat().st_mode & 0o777) == (is_said, mode)
-    assert f"{trace} holds a trace already" in err
-
-
 # ---- The other commands ----
 
-OF_ALL = ["--config FILE", "--workspace DIR", "--model NAME", "--base-url URL", "--provider NAME", "--offline",
-          "--logs", "-h, --help"]  # fmt: skip
 FLAGS = {
-    "agent": ["TEXT", "-m TEXT", "--message TEXT", "--approve", "--no-stream", "--trace FILE", "-s NAME",
-              "--session NAME"],
-    "replay": ["FILE"],
-    "prompt": ["text", "--session NAME"],
-    "sessions": ["show", "KEY"],
-    "gateway": ["--verbose"],
-    "cron": ["list", "remove", "ID"],
-    "onboard": [],
-    "status": [],
-}  # fmt: skip
+    "agent": "TEXT -m --message --approve --no-stream --trace -s --session",
+    "replay": "FILE",
+    "prompt": "text -s --session",
+    "sessions": "show KEY",
+    "gateway": "--verbose",
+    "cron": "list remove ID",
+    "onboard": "",
+    "status": "",
+    "": "agent replay prompt sessions gateway cron onboard status --version",
+}
+OF_ALL = "-h --help --config --workspace --model --base-url --provider --offline --logs"
 
 
 @pytest.mark.parametrize("command", FLAGS)
 def test_each_command_explains_and_takes_its_flags(own_home, monkeypatch, command):
-    status, out, _ = nanobot(command, "--help")
-    assert (status, out.split()[:3]) == (0, ["usage:", "nanobot", command])
-    assert [flag for flag in (*OF_ALL, *FLAGS[command]) if flag not in out] == []
+    status, out, _ = nanobot(*command.split(), "--help")
+    words = f"{FLAGS[command]} {OF_ALL if command else ''}".split()
+    assert (status, [word for word in words if not re.search(rf"(?<![\w-]){word}\b", out)]) == (0, [])
     monkeypatch.setenv("NANOBOT_MODEL", "no-key-for-this-one")
     if command in ("prompt", "status", "sessions", "cron", "onboard"):
         assert nanobot(command, "--offline", "--workspace", str(own_home / "w"))[0] == 0
-
-
-def test_help_names_the_commands_and_there_is_a_version(own_home):
-    status, out, _ = nanobot("--help")
-    assert status == 0
-    assert [command for command in FLAGS if not re.search(rf"^ +{command} +\w", out, re.M)] == []
     assert nanobot("--version")[:2] == (0, f"nanobot {program.__version__}\n")
 
 
@@ -842,6 +653,8 @@ def test_onboard_writes_settings_and_workspace_and_touches_nothing_twice(own_hom
     assert json.loads(file.read_text())["agents"]["defaults"]["maxTokens"] == 8_192
     file.write_text('{"agents": {"defaults": {"model": "mine"}}}')
     assert nanobot("onboard")[0] == 0 and "mine" in file.read_text()
+    file.write_text('{"agents": {"defaults": {"maxTokens": "many"}}}')
+    assert 'agents.defaults.maxTokens: expected integer, got "many"' in nanobot("--offline", "-m", "x")[2]
     other, workspace = own_home / "c" / "d.json", own_home / "w"
     assert nanobot("onboard", "--config", str(other), "--workspace", str(workspace))[0] == 0
     assert other.exists() and (workspace / "SOUL.md").exists()
@@ -855,38 +668,28 @@ def status_rows(*flags: str, server: FakeLLM | None = None) -> dict[str, str]:
     return rows
 
 
-def test_status_has_a_row_for_each_part(own_home):
+def test_status_has_a_row_for_each_part_and_says_what_is_missing_or_broken(own_home, monkeypatch):
     rows = status_rows()
     assert list(rows)[:7] == ["settings", "workspace", "model", "bash", "sandbox", "telegram", "cron"]
-    assert [mark for mark in ("settings", "workspace", "model", "bash", "cron") if rows[mark][:2] != "ok"] == []
+    assert [name for name in ("settings", "workspace", "model", "bash", "cron") if rows[name][:2] != "ok"] == []
     assert "nanobot onboard" in rows["settings"] and str(workspace_of(own_home)) in rows["workspace"]
     assert "OPENAI_API_KEY" in rows["model"] and "channels.telegram.token" in rows["telegram"]
     assert rows["cron"] == "ok 0 jobs, heartbeat every 1,800 s" and rows["sandbox"].startswith("ok off")
-    assert rows["skill weather"] in ("ok ready", "-- needs program curl")
-    with FakeLLM([], known_models=["test-model"]) as server:
-        assert rows | status_rows(server=server) | {"model": ""} == rows | {"model": ""}
-        assert status_rows(server=server)["model"] == f"ok test-model at {server.base_url} (local)"
-        assert status_rows("--model", "huge", server=server)["model"].startswith("BAD huge at ")
-    assert "Cannot reach" in status_rows(server=server)["model"]
-
-
-def test_status_says_what_is_missing_or_broken_and_never_the_token(own_home, monkeypatch):
     jobs = workspace_of(own_home) / "cron" / "jobs.json"
-    jobs.parent.mkdir(parents=True)
-    telegram = {"token": "1:secret", "allowFrom": [7, "8"]}
+    jobs.parent.mkdir(exist_ok=True)
     jobs.write_text('{"jobs": [{"id": "a"}]}')
-    rows = status_rows(*settings(own_home, channels={"telegram": telegram}, gateway={"heartbeat": {"intervalS": 60}}))
+    bot, beat = {"token": "1:secret", "allowFrom": [7, "8"]}, {"heartbeat": {"intervalS": 60}}
+    rows = status_rows(*settings(own_home, channels={"telegram": bot}, gateway=beat))
     assert rows["telegram"] == "ok a token is set, allowed: 7, 8"
     assert rows["cron"] == "ok 1 job, heartbeat every 60 s"
     jobs.write_text('{"jobs": 7}')
+    (workspace_of(own_home) / "skills" / "odd" / "SKILL.md").mkdir(parents=True)
     monkeypatch.setenv("PATH", str(own_home))
-    quiet = {"heartbeat": {"enabled": False}}
-    flags = settings(own_home, channels={"telegram": telegram | {"allowFrom": []}}, gateway=quiet)
-    rows = status_rows("--provider", "human", *flags)
+    rows = status_rows("--provider", "human", *settings(own_home, channels={"telegram": {"token": "1:secret"}}))
     assert rows["telegram"].startswith("BAD ") and "channels.telegram.allowFrom" in rows["telegram"]
-    assert re.match(r"BAD 0 jobs, heartbeat off: .*jobs\.json", rows["cron"])
+    assert rows["cron"].startswith("BAD ") and "jobs.json" in rows["cron"]
     assert rows["model"].startswith("ok human") and rows["bash"].startswith("-- ")
-    assert rows["skill github"] == "-- needs program gh"
+    assert rows["skill github"] == "-- needs program gh" and rows["skill odd"].startswith("-- broken")
 
 
 def test_a_flag_wins_over_a_variable_and_a_variable_over_the_file(own_home, monkeypatch):
@@ -901,6 +704,7 @@ def test_a_flag_wins_over_a_variable_and_a_variable_over_the_file(own_home, monk
     with FakeLLM([], known_models=["of-flag", "of-variable"]) as server:
         monkeypatch.setenv("NANOBOT_MODEL", "of-variable")
         monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
+        assert "Cannot reach" in status_rows("--model", "m")["model"]
         for more, model in (([], "of-variable"), (["--model", "of-flag"], "of-flag")):
             row = status_rows(*flags, *more, "--base-url", server.base_url)["model"]
             assert row == f"ok {model} at {server.base_url} (local)"
@@ -970,10 +774,9 @@ def test_cron_lists_what_is_planned_and_removes_a_job(own_home):
 class Gateway:
     """`nanobot gateway` as a process of its own; its log is in a file."""
 
-    def __init__(self, home: Path, telegram: FakeTelegram, server: FakeLLM, *flags: str,
-                 program=PROGRAM, **more):  # fmt: skip
+    def __init__(self, home: Path, telegram: FakeTelegram, server: FakeLLM, *flags: str, program=PROGRAM):
         bot = {"token": telegram.token, "allowFrom": [7, *range(100, 120)], "apiBase": telegram.base_url}
-        config = settings(home, channels={"telegram": bot | more})
+        config = settings(home, channels={"telegram": bot})
         self.log = home / "gateway.log"
         with open(self.log, "a") as log:
             self.process = start("gateway", *config, *flags, server=server, stderr=log, program=program,
@@ -990,40 +793,6 @@ class Gateway:
             self.process.wait(20)
         self.process.kill()
         return time.monotonic() - before
-
-
-def test_a_gateway_answers_lets_others_look_survives_its_terminal_and_ends_in_order(own_home):
-    def script(body):
-        text = str(body["messages"][-1]["content"])
-        return Hang(60) if text.endswith("wait") else f"to {text.split()[-1]}"
-
-    with FakeTelegram() as telegram, FakeLLM(script) as server:
-        gateway = Gateway(own_home, telegram, server)
-        telegram.say("hello")
-        telegram.wait_until(lambda: telegram.texts() == ["to hello"])
-        gateway.process.send_signal(signal.SIGHUP)
-        status, _, err = nanobot("gateway", server=server)
-        assert status == 1 and "A gateway serves" in err
-        status, out, _ = nanobot("cron", server=server)
-        assert (status, "dream" in out, "No gateway runs" in out) == (0, True, False)
-        assert nanobot("status", server=server)[0] == 0
-        telegram.say("wait")
-        wait_until(lambda: str(server.bodies[-1]["messages"][-1]["content"]).endswith("wait"))
-        assert gateway.end() < 10
-        said = [line["content"] for line in journal(own_home, "telegram%3A7")]
-        assert (gateway.process.returncode, said) == (0, ["hello", "to hello", "wait"])
-        log = gateway.log.read_text()
-        assert telegram.token not in log and "Traceback" not in log and "iteration 1" not in log
-        events = [line for line in log.splitlines() if "telegram:7" in line]
-        assert len(events) == 3, "one line an event: two came in, one was answered"
-        assert re.search(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO nanobot.gateway: .*1 request$", log, re.M)
-        prompt = server.bodies[0]["messages"][0]["content"]
-        assert f"files are in {workspace_of(own_home)}: a.txt means" in prompt
-    with FakeTelegram() as telegram, FakeLLM(["at last"]) as server:
-        gateway = Gateway(own_home, telegram, server, "--verbose")
-        telegram.wait_until(lambda: telegram.texts() == ["at last"])
-        gateway.wait_for("iteration 1")
-        gateway.end()
 
 
 WITH_A_STUBBORN_TOOL = f"""
@@ -1045,25 +814,46 @@ sys.exit(nanobot.main())
 """
 
 
-def test_a_tool_that_catches_every_cancellation_does_not_keep_a_gateway_from_its_end(own_home):
-    with FakeTelegram() as telegram, FakeLLM([call("stay")]) as server:
-        gateway = Gateway(own_home, telegram, server, program=[sys.executable, "-c", WITH_A_STUBBORN_TOOL])
+def test_a_gateway_answers_lets_others_look_survives_its_terminal_and_ends_whatever_hangs(own_home):
+    def script(body):
+        text = str(body["messages"][-1]["content"])
+        return call("stay") if text.endswith("stay") else f"to {text.split()[-1]}"
+
+    with FakeTelegram() as telegram, FakeLLM(script) as server:
+        stubborn = [sys.executable, "-c", WITH_A_STUBBORN_TOOL]
+        gateway = Gateway(own_home, telegram, server, program=stubborn)
+        telegram.say("hello")
+        telegram.wait_until(lambda: telegram.texts() == ["to hello"])
+        gateway.process.send_signal(signal.SIGHUP)
+        status, _, err = nanobot("gateway", server=server)
+        assert status == 1 and "A gateway serves" in err
+        status, out, _ = nanobot("cron", server=server)
+        assert (status, "dream" in out, "No gateway runs" in out) == (0, True, False)
+        assert nanobot("status", server=server)[0] == 0
         telegram.say("stay")
-        telegram.wait_until(lambda: telegram.texts() == ["stay()"])
+        telegram.wait_until(lambda: telegram.texts() == ["to hello", "stay()"])
         assert gateway.end() < 10
-    assert gateway.process.returncode == 0
-    *_, line, last = gateway.log.read_text().splitlines()
-    assert "left behind" in line and "telegram:7" in line
-    assert last.endswith("INFO nanobot.gateway: ended"), "and nothing else is told"
-    assert [line["role"] for line in journal(own_home, "telegram%3A7")] == ["user", "assistant"]
+    said = [line["content"] for line in journal(own_home, "telegram%3A7")]
+    assert (gateway.process.returncode, said) == (0, ["hello", "to hello", "stay", None])
+    log = gateway.log.read_text()
+    assert telegram.token not in log and "Traceback" not in log and "iteration 1" not in log
+    stamp = r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO nanobot.gateway: "
+    assert len(re.findall(rf"{stamp}telegram:7", log, re.M)) == 3, "a line an event: two came, one was answered"
+    assert re.search(r"left behind.* telegram:7.*\n.*: ended\n$", log), "and nothing else is told"
+    prompt = server.bodies[0]["messages"][0]["content"]
+    assert f"files are in {workspace_of(own_home)}: a.txt means" in prompt
 
 
-def test_a_wrong_token_is_said_plainly_and_cron_goes_on(own_home):
-    with FakeTelegram() as telegram, FakeLLM([]) as server:
-        gateway = Gateway(own_home, telegram, server, token="1:wrong")
+def test_a_verbose_gateway_with_a_wrong_token_says_so_and_cron_goes_on(own_home):
+    with FakeTelegram() as telegram, FakeLLM(["done"]) as server:
+        write_reminders(own_home, "telegram:7", ["one"])
+        telegram.token, token = "1:wrong", telegram.token
+        gateway = Gateway(own_home, telegram, server, "--verbose")
+        telegram.token = token
         gateway.wait_for("Telegram does not know this bot token")
-        assert gateway.process.poll() is None and "1:wrong" not in gateway.log.read_text()
+        gateway.wait_for("iteration 1")
         gateway.end()
+    assert "1:wrong" not in gateway.log.read_text()
 
 
 def write_reminders(home: Path, chat: str, names: list[str]) -> None:
