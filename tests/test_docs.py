@@ -97,25 +97,23 @@ def tour_rows() -> list[tuple[list[str], list[str]]]:
     return rows
 
 
-@pytest.fixture(scope="module")
-def tour(tmp_path_factory):
-    """The turn of the tour: every function of the kit that it enters, and all data that it leaves."""
-    home = tmp_path_factory.mktemp("tour")
+def take_the_tour(home: Path) -> tuple[dict[str, int], str]:
+    """Each function of the kit that the turn enters, in order, with its line; all data that it leaves."""
     (home / "a.txt").write_text("hello\n", encoding="utf-8")
     config = nanobot.Config()
     config.cwd, config.defaults.workspace, config.defaults.provider = home, str(home / "ws"), "offline"
-    loop, entered, events = nanobot.AgentLoop(config), [], []
+    loop, entered, data = nanobot.AgentLoop(config), {}, ["cli:direct"]
     loop.provider.trace = nanobot.Trace(home / "trace.jsonl")
 
     async def note(event):
-        events.append(event.content)
+        data.append(event.content)
 
     def profile(frame, event, argument):
         folder, _, file = frame.f_code.co_filename.rpartition(os.sep)
         if event == "call" and folder == str(ROOT):
-            entered.append((f"{file}:{frame.f_code.co_qualname}", frame.f_code.co_firstlineno))
+            entered.setdefault(f"{file}:{frame.f_code.co_qualname}", frame.f_code.co_firstlineno)
         if event == "return" and frame.f_code.co_name == "verdict":
-            events.append(argument)
+            data.append(argument)
 
     threading.setprofile(profile)
     sys.setprofile(profile)
@@ -125,28 +123,22 @@ def tour(tmp_path_factory):
         sys.setprofile(None)
         threading.setprofile(None)
     files = [loop.sessions.path("cli:direct"), home / "trace.jsonl"]
-    data = [path.read_text(encoding="utf-8") for path in files]
-    return entered, "\n".join([*data, *events, result.stop_reason, "cli:direct"])
+    return entered, "\n".join([*data, result.stop_reason, *(file.read_text(encoding="utf-8") for file in files)])
 
 
-def test_the_tour_names_the_places_of_a_turn_in_their_order(tour):
-    entered = [place for place, _ in tour[0]]
-    firsts = [[entered.index(place) for place in places] for places, _ in tour_rows()]
-    assert len(firsts) > 20
-    assert [row[0] for row in firsts] == sorted(row[0] for row in firsts)
-
-
-def test_the_tour_misses_no_function_of_the_first_reading_that_the_turn_enters(tour):
+def test_the_tour_has_the_places_of_a_turn_in_their_order_all_of_the_story_and_its_data(tmp_path):
+    entered, left = take_the_tour(tmp_path)
+    order, rows = list(entered), tour_rows()
+    firsts = [order.index(places[0]) for places, _ in rows]
+    assert len(firsts) > 20 and firsts == sorted(firsts)
+    named = {place for places, _ in rows for place in places}
     source = (ROOT / "nanobot.py").read_text(encoding="utf-8")
     border = source[: source.index("# ======== Second reading")].count("\n")
-    named = {place for places, _ in tour_rows() for place in places}
-    story = {place for place, line in tour[0] if place.startswith("nanobot.py:") and line < border}
+    story = {place for place, line in entered.items() if place.startswith("nanobot.py:") and line < border}
     assert {place for place in story if "<" not in place} - named == set()
-
-
-def test_the_data_of_the_tour_are_those_of_the_turn(tour):
-    data = [text.replace("\\|", "|") for _, row in tour_rows() for text in row]
-    assert [text for text in data if text not in tour[1]] == []
+    assert named - set(entered) == set()
+    data = [text.replace("\\|", "|") for _, row in rows for text in row]
+    assert [text for text in data if text not in left] == []
 
 
 def test_the_project_speaks_of_itself_alone():
