@@ -5,8 +5,6 @@ Server-Sent Events; only the model is made up. Whatever it was sent is kept for 
 
     with FakeLLM([call("read_file", path="a.txt"), "The file is empty."]) as server:
         client = OpenAI(base_url=server.base_url, api_key="any")
-
-`python tests/fake_llm.py script.json` runs it as a process of its own, for tests that kill their client.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -80,9 +78,7 @@ class Recorded:
     client: int = 0  # the port of the connection that it came over
 
 
-Answer = Reply | Failure | Raw | Hang
-Line = Answer | str | Json | list[Json]  # what a script is made of: a dict is one call(), a list is several
-Script = Iterable[Line] | Callable[[Json], Line]
+Line = Reply | Failure | Raw | Hang | str | Json | list[Json]  # a dict is one call(), a list is several
 
 
 def call(name: str, /, **arguments: Any) -> Json:
@@ -93,21 +89,6 @@ def call(name: str, /, **arguments: Any) -> Json:
 def calls(*tool_calls: Json, content: str | None = None, finish_reason: str | None = "tool_calls") -> Reply:
     """An answer made of tool calls, perhaps with text beside them."""
     return Reply(content, list(tool_calls), finish_reason)
-
-
-def as_answer(line: Any) -> Answer:
-    """Turn the short forms that a script may use into the answer they stand for."""
-    if isinstance(line, str):
-        return Reply(line)
-    if isinstance(line, dict):
-        return calls(line)
-    return calls(*line) if isinstance(line, list) else line
-
-
-def in_order(lines: Iterable[Line]) -> Callable[[Json], Line]:
-    """Make a script that says one line after the other, whatever it is asked."""
-    rest = iter(lines)  # next() on it is atomic, so requests in parallel never get the same line
-    return lambda body: next(rest, error(500, "fake_llm: the script is empty"))
 
 
 def error(status: int, message: str, code: str | None = None) -> Failure:
@@ -121,40 +102,38 @@ def to_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def as_raw(reply: Reply, asked: Json) -> Raw:
+def as_raw(reply: Reply, request: Recorded, numbers: Iterator[int]) -> Raw:
     """A reply as the bytes that were asked for: a stream of events, or one JSON object."""
+    asked = request.body or {}
+    tool_calls = [{"id": f"call_{next(numbers)}", **each} for each in reply.tool_calls]
+    # A token of English is about four bytes.
+    sent, written = len(request.raw) // 4, len(f"{reply.content}{tool_calls}") // 4 + 1
+    usage = {"prompt_tokens": sent, "completion_tokens": written, "total_tokens": sent + written}
+    usage = usage if reply.usage is None else reply.usage
     head = {"id": "chatcmpl-fake", "created": 1700000000, "model": asked.get("model")}
-    if asked.get("stream"):
-        include_usage = (asked.get("stream_options") or {}).get("include_usage", False)
-        return Raw(chunks=list(events(head, reply, include_usage)))
-    message = {"role": "assistant", "content": reply.content, **reply.extra}
-    if reply.tool_calls:
-        message["tool_calls"] = reply.tool_calls
-    choices = [{"index": 0, "message": message, "finish_reason": reply.finish_reason}]
-    usage = {"usage": reply.usage} if reply.usage else {}
-    whole = {**head, "object": "chat.completion", "choices": choices, **usage}
-    return Raw(to_json(whole).encode(), "application/json")
-
-
-def events(head: Json, reply: Reply, include_usage: bool) -> Iterator[bytes]:
-    """A reply as Server-Sent Events, in the order in which OpenAI sends them."""
-    choices: list[Json] = [{"delta": delta, "finish_reason": None} for delta in deltas(reply)]
+    if not asked.get("stream"):
+        message = {"role": "assistant", "content": reply.content, **reply.extra}
+        if tool_calls:
+            message["tool_calls"] = tool_calls
+        head["choices"] = [{"index": 0, "message": message, "finish_reason": reply.finish_reason}]
+        head |= {"object": "chat.completion"} | ({"usage": usage} if usage else {})
+        return Raw(to_json(head).encode(), "application/json")
+    choices = [{"delta": delta, "finish_reason": None} for delta in deltas(reply, tool_calls)]
     choices.append({"delta": {}, "finish_reason": reply.finish_reason})
-    chunks: list[Json] = [{"choices": [{"index": 0, **choice}]} for choice in choices]
-    if include_usage and reply.usage:
-        chunks.append({"choices": [], "usage": reply.usage})
-    for chunk in chunks:
-        yield f"data: {to_json({**head, 'object': 'chat.completion.chunk', **chunk})}\n\n".encode()
-    yield b"data: [DONE]\n\n"
+    chunks = [{"choices": [{"index": 0, **choice}]} for choice in choices]
+    if usage and (asked.get("stream_options") or {}).get("include_usage"):
+        chunks.append({"choices": [], "usage": usage})
+    events = [to_json({**head, "object": "chat.completion.chunk", **chunk}) for chunk in chunks]
+    return Raw(chunks=[f"data: {event}\n\n".encode() for event in (*events, "[DONE]")])
 
 
-def deltas(reply: Reply) -> Iterator[Json]:
-    """The fragments of a message that the client has to put together."""
+def deltas(reply: Reply, tool_calls: list[Json]) -> Iterator[Json]:
+    """The fragments of a message that the client has to put together, in OpenAI's order."""
     yield {"role": "assistant", "content": None if reply.content is None else ""}
     for key, value in [*reply.extra.items(), ("content", reply.content or "")]:
         for piece in in_pieces(value) if isinstance(value, str) else [value]:
             yield {key: piece}
-    for index, tool_call in enumerate(reply.tool_calls):
+    for index, tool_call in enumerate(tool_calls):
         name, arguments = tool_call["function"]["name"], tool_call["function"]["arguments"]
         yield {"tool_calls": [{"index": index, **tool_call, "function": {"name": name, "arguments": ""}}]}
         # The first character goes alone, so that even "{}" has to be put together from two pieces.
@@ -163,22 +142,28 @@ def deltas(reply: Reply) -> Iterator[Json]:
 
 
 class FakeLLM(ThreadingHTTPServer):
-    """The server: it listens as soon as it is made, and answers inside its `with` block."""
+    """The server: it listens as soon as it is made, and answers inside its `with` block.
+
+    A script is a list of lines, said one after the other, or a function of the request's body.
+    """
 
     daemon_threads = True
     request_queue_size = 128  # the default of 5 waiting connections is too few for clients in parallel
 
     def __init__(
-        self, script: Script, *, required_key: str | None = None, known_models: list[str] | None = None
-    ) -> None:
+        self, script: Iterable[Line] | Callable[[Json], Line], *, required_key: str | None = None,
+        known_models: list[str] | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(("127.0.0.1", 0), Handler)
         self.base_url = f"http://127.0.0.1:{self.server_port}/v1"
         self.requests: list[Recorded] = []
         self.models = list(known_models or ["test-model"])
         self.required_key = required_key
         self.known_models = known_models
-        self._script = script if callable(script) else in_order(script)
-        self._numbers = itertools.count(1)
+        self.numbers = itertools.count(1)
+        rest = None if callable(script) else iter(script)  # next() on it is atomic: no line is said twice
+        empty = error(500, "fake_llm: the script is empty")
+        self._script = script if callable(script) else lambda body: next(rest, empty)
         self._stopped = threading.Event()
         self._connections: set[socket.socket] = set()
 
@@ -218,7 +203,7 @@ class FakeLLM(ThreadingHTTPServer):
         if self._stopped.wait(seconds):
             raise ConnectionAbortedError
 
-    def answer(self, method: str, request: Recorded) -> Answer:
+    def answer(self, method: str, request: Recorded) -> Reply | Failure | Raw | Hang:
         """Choose what to say: a refusal, the list of models, or what comes next in the script."""
         key = request.headers.get("authorization", "")
         if self.required_key is not None and key != f"Bearer {self.required_key}":
@@ -235,16 +220,11 @@ class FakeLLM(ThreadingHTTPServer):
         if self.known_models is not None and model not in self.known_models:
             message = f"The model `{model}` does not exist or you do not have access to it."
             return error(404, message, "model_not_found")
-        answer = as_answer(self._script(request.body))
-        return self._complete(answer, request) if isinstance(answer, Reply) else answer
-
-    def _complete(self, reply: Reply, request: Recorded) -> Reply:
-        """Fill in what the script leaves open: ids for the tool calls, and the usage."""
-        tool_calls = [{"id": f"call_{next(self._numbers)}", **each} for each in reply.tool_calls]
-        # A token of English is about four bytes.
-        sent, written = len(request.raw) // 4, len(f"{reply.content}{tool_calls}") // 4 + 1
-        usage = {"prompt_tokens": sent, "completion_tokens": written, "total_tokens": sent + written}
-        return replace(reply, tool_calls=tool_calls, usage=usage if reply.usage is None else reply.usage)
+        line = self._script(request.body)
+        if isinstance(line, str):
+            return Reply(line)
+        line = [line] if isinstance(line, dict) else line
+        return calls(*line) if isinstance(line, list) else line
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -265,27 +245,24 @@ class Handler(BaseHTTPRequestHandler):
         port = self.client_address[1]
         request = Recorded(self.path, headers, body if isinstance(body, dict) else None, raw, port)
         self.server.requests.append(request)
-        self._send(self.server.answer(self.command, request), request.body or {})
-
-    do_GET = do_POST
-
-    def _send(self, answer: Answer, asked: Json) -> None:
-        match answer:
-            case Reply(delay=delay):
+        match self.server.answer(self.command, request):
+            case Reply(delay=delay) as reply:
                 self.server.wait(delay)
-                self._send_raw(as_raw(answer, asked))
+                self._send(as_raw(reply, request, self.server.numbers))
             case Failure(status, body, headers, content_type):
                 text = body if isinstance(body, str) else to_json(body)
-                self._send_raw(Raw(text.encode(), content_type), status, headers)
-            case Raw():
-                self._send_raw(answer)
+                self._send(Raw(text.encode(), content_type), status, headers)
+            case Raw() as raw:
+                self._send(raw)
             case Hang(seconds):
                 self.close_connection = True
                 self.server.wait(seconds)
-            case _:
-                raise TypeError(f"fake_llm: a script cannot answer {answer!r}")
+            case other:
+                raise TypeError(f"fake_llm: a script cannot answer {other!r}")
 
-    def _send_raw(self, raw: Raw, status: int = 200, headers: dict[str, str] | None = None) -> None:
+    do_GET = do_POST
+
+    def _send(self, raw: Raw, status: int = 200, headers: dict[str, str] | None = None) -> None:
         self.close_connection |= raw.cut
         self.send_response(status)
         usual = {"Content-Type": raw.content_type, "Transfer-Encoding": "chunked"}
@@ -302,23 +279,3 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Keep the log of requests out of the output of the tests."""
-
-
-def main(path: str, *options: str) -> None:
-    """Serve a script file until killed: over and over, or with `--once` just once."""
-    with open(path, encoding="utf-8") as file:
-        script = [from_json(item) for item in json.load(file)]
-    server = FakeLLM(script if "--once" in options else itertools.cycle(script))
-    print(server.base_url, flush=True)
-    server.serve_forever()
-
-
-def from_json(item: Any) -> Line:
-    """Read one item of a script file: text, {"call": name, "arguments": {...}} or {"calls": [...]}."""
-    if isinstance(item, str):
-        return item
-    return [call(each["call"], **each.get("arguments", {})) for each in item.get("calls", [item])]
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

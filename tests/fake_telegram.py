@@ -26,9 +26,7 @@ Json = dict[str, Any]
 PATIENCE = 30.0  # seconds until a test that waits for something gives up
 TAGS = {"b", "strong", "i", "em", "u", "s", "code", "pre", "a", "blockquote", "tg-spoiler"}
 CONFLICT = "Conflict: terminated by other getUpdates request; make sure that only one bot instance is running"
-WEBHOOK = (
-    "Conflict: can't use getUpdates method while webhook is active; use deleteWebhook to delete it first"
-)
+WEBHOOK = "Conflict: can't use getUpdates method while webhook is active; use deleteWebhook to delete it first"
 
 
 @dataclass
@@ -65,9 +63,8 @@ class Parser(html.parser.HTMLParser):
         self.feed(text)
         self.close()
         if self.opened:
-            raise BadRequest(
-                f"can't parse entities: Can't find end tag corresponding to start tag {self.opened}"
-            )
+            tag = self.opened[-1]
+            raise BadRequest(f"can't parse entities: Can't find end tag corresponding to start tag {tag}")
 
     def handle_starttag(self, tag: str, attrs: list) -> None:
         if tag not in TAGS:
@@ -134,26 +131,18 @@ class FakeTelegram(ThreadingHTTPServer):
     def say(self, text: str = "", sender: int = 7, chat: Json | None = None, **parts: Any) -> int:
         """A message; without `chat` in the sender's private one."""
         self._next_message += 1
-        message = {
-            "message_id": self._next_message,
-            "date": 1_700_000_000,
-            "chat": chat or {"id": sender, "type": "private"},
-            "from": {"id": sender, "is_bot": False, "first_name": "Ann"},
-            **({"text": text} if text else {}),
-            **parts,
-        }
+        message = {"message_id": self._next_message, "date": 1_700_000_000}
+        message["chat"] = chat or {"id": sender, "type": "private"}
+        message["from"] = {"id": sender, "is_bot": False, "first_name": "Ann"}
+        message |= ({"text": text} if text else {}) | parts
         return self.update(message=message)
 
     def file(self, path: str, content: bytes, **more: Any) -> Json:
         """A file on the server, as a message names it."""
         file_id = f"ID{len(self.files)}"
         self.files[file_id] = (path, content)
-        return {
-            "file_id": file_id,
-            "file_unique_id": f"U{len(self.files)}",
-            "file_size": len(content),
-            **more,
-        }
+        size = {"file_unique_id": f"U{len(self.files)}", "file_size": len(content)}
+        return {"file_id": file_id, **size, **more}
 
     def refuse(self, method: str, *refusals: Refusal) -> None:
         """The next calls of a method fail so, one after the other."""
@@ -239,10 +228,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """A file: /file/bot<token>/<path>"""
-        contents = dict(self.server.files.values())
-        content = contents.get(self.path.removeprefix(f"/file/bot{self.server.token}/"))
-        status = 200 if content is not None else 404
-        self._send(status, content if content is not None else b'{"ok":false,"error_code":404}')
+        path = self.path.removeprefix(f"/file/bot{self.server.token}/")
+        content = dict(self.server.files.values()).get(path)
+        if content is None:
+            return self._send(404, {"ok": False, "error_code": 404})
+        self._send(200, content)
 
     def _request(self, method: str, raw: bytes) -> Request:
         kind = self.headers.get("Content-Type", "")

@@ -1,14 +1,13 @@
 """A real MCP server, made with the official SDK: `mcp_server.py [stdio | sse | streamable-http PORT]`.
 
 With PID_FILE in the environment it writes its process id there; WAITING_FILE is made when `wait` is called.
-`mute` never answers; `deaf` does not even notice that its input has ended.
+`mute` never answers.
 """
 
 import asyncio
 import base64
 import os
 import sys
-import time
 from pathlib import Path
 
 if "PID_FILE" in os.environ:
@@ -16,8 +15,6 @@ if "PID_FILE" in os.environ:
 if sys.argv[1:] == ["mute"]:
     sys.stdin.read()
     sys.exit()
-if sys.argv[1:] == ["deaf"]:
-    time.sleep(60)
 
 from mcp.server import MCPServer  # noqa: E402
 from mcp_types import CallToolResult, ImageContent, ResourceLink, TextContent  # noqa: E402

@@ -24,61 +24,40 @@ def blocks(kind: str) -> list[str]:
     return re.findall(rf"^```{kind}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 
 
-def python(code: str, folder: Path, **environ: str) -> str:
+def run(*arguments: str, folder: Path = ROOT, **environ: str) -> str:
+    """What this Python prints."""
     done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=folder, capture_output=True, text=True, encoding="utf-8", env={**os.environ, **environ},
+        [sys.executable, *arguments], cwd=folder, env={**os.environ, **environ}, stdin=subprocess.DEVNULL,
+        capture_output=True, encoding="utf-8",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_the_first_command_stands_within_twelve_lines_and_readme_is_short():
+def test_the_first_command_stands_within_twelve_lines_and_gets_a_useful_answer(own_home):
     assert blocks("sh")[0].strip() in "\n".join(README.split("\n")[:12])
-    assert "pytest" in blocks("sh")[1]
-    assert len(README.split("\n")) <= 150
+    assert "pytest" in blocks("sh")[1] and len(README.split("\n")) <= 150
+    out = run("nanobot.py", "agent", "-m", re.search(r'-m "(.+?)"', blocks("sh")[0])[1])
+    assert "MIT License" in out and "pyproject.toml" in out
 
 
-def test_the_first_commands_message_gets_a_useful_answer(own_home):
-    message = re.search(r'-m "(.+?)"', blocks("sh")[0])[1]
-    done = subprocess.run(
-        [sys.executable, "nanobot.py", "agent", "-m", message],
-        cwd=ROOT, capture_output=True, text=True, encoding="utf-8", stdin=subprocess.DEVNULL,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "MIT License" in done.stdout
-    assert "pyproject.toml" in done.stdout
-
-
-def test_a_program_of_two_lines_gets_an_answer(own_home, tmp_path):
+def test_the_programs_in_readme_do_what_it_says(own_home, tmp_path):
     (tmp_path / "a.txt").write_text("x")
-    out = python(blocks("python")[0], tmp_path, PYTHONPATH=str(ROOT))
-    assert "offline model" in out
-
-
-def test_tools_py_alone_does_what_readme_shows(tmp_path):
+    assert "offline model" in run("-c", blocks("python")[0], folder=tmp_path, PYTHONPATH=str(ROOT))
     shutil.copy(ROOT / "tools.py", tmp_path)
-    assert python(blocks("python")[1], tmp_path, PYTHONPATH="") == blocks("text")[-1]
+    assert run("-c", blocks("python")[1], folder=tmp_path, PYTHONPATH="") == blocks("text")[-1]
 
 
-def command_lines() -> list[list[str]]:
-    """What stands behind `nanobot` in README, as a shell would hand it over."""
+def test_each_command_line_in_readme_is_one(capsys):
     lines = [line.partition("nanobot ")[2] for line in "\n".join(blocks("sh")[2:]).split("\n")]
     lines += re.findall(r"`nanobot ([^`]+)`", README)
-    words = [shlex.split(re.split(r"[|>]", line)[0], comments=True) for line in lines]
-    return [each for each in words if each]
-
-
-@pytest.mark.parametrize("words", command_lines(), ids=" ".join)
-def test_each_command_line_in_readme_is_one(words):
-    if words[0] not in nanobot.COMMAND_LINE:
-        words = ["agent", *words]
-    nanobot.parser().parse_args(words)
-
-
-def test_a_flag_that_is_not_written_out_is_none():
-    with pytest.raises(SystemExit):
-        nanobot.parser().parse_args(["agent", "--app"])
+    commands = [shlex.split(re.split(r"[|>]", line)[0], comments=True) for line in lines]
+    for words in filter(None, commands):
+        with pytest.raises(SystemExit):  # a command that there is shows its flags
+            nanobot.main(["agent" if words[0].startswith("-") else words[0], "--help"])
+        shown = capsys.readouterr().out
+        assert [word for word in words if word.startswith("-") and word not in shown] == [], words
+    assert len(commands) > 10
 
 
 def test_the_tree_in_readme_is_what_is_there():
@@ -88,20 +67,20 @@ def test_the_tree_in_readme_is_what_is_there():
 
 
 def symbols(file: str) -> set[str]:
-    """Names that a file defines: `AgentRunner`, `AgentRunner.run`."""
+    """Names that a file defines: `nanobot.py:AgentRunner`, `nanobot.py:AgentRunner.run`."""
     found = set()
     for node in ast.parse((ROOT / file).read_text(encoding="utf-8")).body:
         targets = getattr(node, "targets", [getattr(node, "target", None)])
         names = [getattr(node, "name", None), *(getattr(each, "id", None) for each in targets)]
-        found |= set(filter(None, names))
-        found |= {f"{names[0]}.{each.name}" for each in getattr(node, "body", []) if hasattr(each, "name")}
+        inner = [f"{names[0]}.{each.name}" for each in getattr(node, "body", []) if hasattr(each, "name")]
+        found |= {f"{file}:{name}" for name in (*names, *inner)}
     return found
 
 
-@pytest.mark.parametrize("place", sorted(set(re.findall(r"`(\w+\.py:[\w.]+)`", NOTES))))
-def test_every_place_in_notes_exists(place):
-    file, symbol = place.split(":")
-    assert symbol in symbols(file)
+def test_every_place_in_notes_exists():
+    places = set(re.findall(r"`(\w+\.py:[\w.]+)`", NOTES))
+    defined = set().union(*(symbols(file) for file in {place.split(":")[0] for place in places}))
+    assert places - defined == set() and len(places) > 30
 
 
 # ---- The tour ----
@@ -118,25 +97,23 @@ def tour_rows() -> list[tuple[list[str], list[str]]]:
     return rows
 
 
-@pytest.fixture(scope="module")
-def tour(tmp_path_factory):
-    """The turn of the tour: every function of the kit that it enters, and all data that it leaves."""
-    home = tmp_path_factory.mktemp("tour")
+def take_the_tour(home: Path) -> tuple[dict[str, int], str]:
+    """Each function of the kit that the turn enters, in order, with its line; all data that it leaves."""
     (home / "a.txt").write_text("hello\n", encoding="utf-8")
     config = nanobot.Config()
     config.cwd, config.defaults.workspace, config.defaults.provider = home, str(home / "ws"), "offline"
-    loop, entered, events = nanobot.AgentLoop(config), [], []
+    loop, entered, data = nanobot.AgentLoop(config), {}, ["cli:direct"]
     loop.provider.trace = nanobot.Trace(home / "trace.jsonl")
 
     async def note(event):
-        events.append(event.content)
+        data.append(event.content)
 
     def profile(frame, event, argument):
         folder, _, file = frame.f_code.co_filename.rpartition(os.sep)
         if event == "call" and folder == str(ROOT):
-            entered.append((f"{file}:{frame.f_code.co_qualname}", frame.f_code.co_firstlineno))
+            entered.setdefault(f"{file}:{frame.f_code.co_qualname}", frame.f_code.co_firstlineno)
         if event == "return" and frame.f_code.co_name == "verdict":
-            events.append(argument)
+            data.append(argument)
 
     threading.setprofile(profile)
     sys.setprofile(profile)
@@ -146,28 +123,22 @@ def tour(tmp_path_factory):
         sys.setprofile(None)
         threading.setprofile(None)
     files = [loop.sessions.path("cli:direct"), home / "trace.jsonl"]
-    data = [path.read_text(encoding="utf-8") for path in files]
-    return entered, "\n".join([*data, *events, result.stop_reason, "cli:direct"])
+    return entered, "\n".join([*data, result.stop_reason, *(file.read_text(encoding="utf-8") for file in files)])
 
 
-def test_the_tour_names_the_places_of_a_turn_in_their_order(tour):
-    entered = [place for place, _ in tour[0]]
-    firsts = [[entered.index(place) for place in places] for places, _ in tour_rows()]
-    assert len(firsts) > 20
-    assert [row[0] for row in firsts] == sorted(row[0] for row in firsts)
-
-
-def test_the_tour_misses_no_function_of_the_first_reading_that_the_turn_enters(tour):
+def test_the_tour_has_the_places_of_a_turn_in_their_order_all_of_the_story_and_its_data(tmp_path):
+    entered, left = take_the_tour(tmp_path)
+    order, rows = list(entered), tour_rows()
+    firsts = [order.index(places[0]) for places, _ in rows]
+    assert len(firsts) > 20 and firsts == sorted(firsts)
+    named = {place for places, _ in rows for place in places}
     source = (ROOT / "nanobot.py").read_text(encoding="utf-8")
     border = source[: source.index("# ======== Second reading")].count("\n")
-    named = {place for places, _ in tour_rows() for place in places}
-    story = {place for place, line in tour[0] if place.startswith("nanobot.py:") and line < border}
+    story = {place for place, line in entered.items() if place.startswith("nanobot.py:") and line < border}
     assert {place for place in story if "<" not in place} - named == set()
-
-
-def test_the_data_of_the_tour_are_those_of_the_turn(tour):
-    data = [text.replace("\\|", "|") for _, row in tour_rows() for text in row]
-    assert [text for text in data if text not in tour[1]] == []
+    assert named - set(entered) == set()
+    data = [text.replace("\\|", "|") for _, row in rows for text in row]
+    assert [text for text in data if text not in left] == []
 
 
 def test_the_project_speaks_of_itself_alone():
