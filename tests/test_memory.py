@@ -19,12 +19,13 @@ from pathlib import Path
 
 import pytest
 
-from channels import Channel, InboundMessage, MessageBus
+from channels import InboundMessage
+from chats import Chats, Gate, waiting_tool
 from memory import Governed, Inbox, MemoryRepository, MemoryStore, Session, SessionBusy, SessionManager
 from memory import SkillsLoader, TokenCounter, estimate
 from nanobot import AgentLoop, Config, JobRunner
 from providers import LLMProvider, LLMResponse, ToolCallRequest, legal
-from tools import FILE_TOOLS, Tool, ToolRegistry, tool
+from tools import FILE_TOOLS, Tool, ToolRegistry
 
 ROOT = Path(__file__).parent.parent
 DATA = Path(__file__).parent / "data"
@@ -165,69 +166,11 @@ def another_program(code: str, *arguments: object) -> subprocess.Popen:
 # ---- A gateway with one channel ----
 
 
-class Desk(Channel):
-    name = "desk"
-
-    def __init__(self):
-        self.sent, self.is_shut = [], False
-
-    async def send(self, message):
-        if self.is_shut:
-            raise ConnectionError("shut")
-        self.sent.append(message)
-
-
-IDS = itertools.count(1)
-
-
-class Chats:
-    """A loop that serves a bus with one channel, inside its `async with`."""
-
-    def __init__(self, workspace: Path, model: LLMProvider, *tools: Tool, **defaults: object):
-        self.loop = make_loop(workspace, model, *tools, **defaults)
-        self.model, self.desk = model, Desk()
-
-    async def __aenter__(self):
-        self.bus = MessageBus()
-        self.bus.open(self.desk)
-        self.serving = asyncio.create_task(self.loop.run(self.bus))
-        return self
-
-    async def __aexit__(self, *_):
-        self.serving.cancel()
-        await asyncio.wait([self.serving])
-        await self.bus.close(1.0)
-        await self.loop.close(5.0)
-
-    async def say(self, text: str, chat: str = "1", id_: str = "") -> None:
-        id_ = id_ or f"m{next(IDS)}"
-        await self.bus.publish(InboundMessage("desk", "7", chat, text, message_id=id_))
-
-    def finals(self, chat: str = "1") -> list[str]:
-        return [event.content for event in self.desk.sent if event.kind == "final" and event.chat_id == chat]
-
-    async def until(self, condition) -> None:
-        for _ in range(20_000):
-            if condition():
-                return
-            await asyncio.sleep(0.001)
-        pytest.fail(f"sent: {[event.content for event in self.desk.sent][-5:]}")
-
-    async def answered(self, count: int, chat: str = "1") -> None:
-        await self.until(lambda: len(self.finals(chat)) >= count)
-
-    async def at_rest(self, chat: str = "1") -> None:
-        """Nothing waits, and all that was sent is noted."""
-        session = self.loop.sessions.get(f"desk:{chat}")
-        await self.until(lambda: not session.undelivered and not self.loop.turns.tasks)
-        await self.loop.background.settled()
-
-
 def serve(workspace: Path, model: LLMProvider, work, *tools: Tool, **defaults: object) -> Chats:
     """Runs `work(chats)` while the bus is served, and ends as a gateway ends."""
 
     async def whole() -> Chats:
-        async with Chats(workspace, model, *tools, **defaults) as chats:
+        async with Chats(make_loop(workspace, model, *tools, **defaults)) as chats:
             await work(chats)
             return chats
 
@@ -245,26 +188,6 @@ def chat(workspace: Path, model: LLMProvider, *texts: str) -> list[str]:
         await chats.at_rest()
 
     return serve(workspace, model, work).finals()
-
-
-class Gate:
-    """A place in a script or a tool: the test learns that it was reached, and lets it go on."""
-
-    def __init__(self):
-        self.reached, self.open = asyncio.Event(), asyncio.Event()
-
-    async def wait(self, reply: object = "done") -> object:
-        self.reached.set()
-        await self.open.wait()
-        return reply
-
-
-def waiting_tool(gate: Gate) -> Tool:
-    async def slow() -> str:
-        """Slow."""
-        return await gate.wait()
-
-    return tool(slow)
 
 
 # ---- The journal on disk ----
