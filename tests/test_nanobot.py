@@ -25,39 +25,15 @@ from fake_llm import Failure, FakeLLM, Hang, Raw, Reply, error
 from fake_llm import call as ask_for
 from fake_telegram import FakeTelegram
 from channels import CronJob, JobStore
-from nanobot import (
-    AgentHook,
-    AgentLoop,
-    AgentRunner,
-    AgentRunResult,
-    AgentRunSpec,
-    ApprovalHook,
-    CompositeHook,
-    Config,
-    ConfigError,
-    CostTrackingHook,
-    JobRunner,
-    LoggingHook,
-    Messenger,
-    Price,
-    load_config,
-)
 from memory import SessionManager, locked
+from nanobot import (
+    AgentHook, AgentLoop, AgentRunner, AgentRunResult, AgentRunSpec, ApprovalHook, CompositeHook, Config,
+    ConfigError, CostTrackingHook, JobRunner, LoggingHook, Messenger, Price, load_config,
+)  # fmt: skip
 from providers import (
-    ROWS,
-    Endpoint,
-    LLMProvider,
-    LLMResponse,
-    OfflineProvider,
-    OpenAIProvider,
-    ReplayDiffers,
-    ReplayProvider,
-    ScriptedProvider,
-    ToolCallRequest,
-    Trace,
-    failed,
-    legal,
-)
+    ROWS, Endpoint, LLMProvider, LLMResponse, OpenAIProvider, ScriptedProvider, ToolCallRequest, Trace,
+    failed, legal,
+)  # fmt: skip
 from test_providers import check_grammar
 from tools import ToolError, ToolRegistry, ToolResult, tool
 
@@ -230,11 +206,6 @@ def test_images_follow_the_results_behind_the_names_of_all_of_them():
     assert roles(result.messages) == ["user", "assistant", "tool", "tool", "tool", "user", "assistant"]
     names = {"type": "text", "text": "[image: a]\n[image: c]"}
     assert provider.requests[1].messages[-1]["content"] == [names, image("a"), image("c")]
-
-
-def test_two_calls_under_one_id_keep_a_result_each():
-    result, _ = run([[call("look", n=1), call("look", n=2)], "done"], [look])
-    assert results(result.messages) == ["saw 1", "saw 2"]
 
 
 def test_with_fail_on_tool_error_the_run_stops_keeps_what_was_done_and_names_the_tool():
@@ -469,30 +440,6 @@ def test_a_stopped_turn_has_ended_whatever_its_tools_do_and_keeps_the_finished_r
     assert results(journal)[0] == "saw 0"
 
 
-def test_a_journal_that_fails_in_one_call_ends_the_others_of_its_batch():
-    ended = []
-
-    @tool(read_only=True)
-    async def wait() -> str:
-        """Wait."""
-        try:
-            await asyncio.sleep(60)
-        finally:
-            ended.append("wait")
-
-    def full_disk(*messages):
-        if messages[0]["role"] == "tool":
-            raise OSError("the disk is full")
-
-    async def go() -> list[str]:
-        spec = AgentRunSpec([question()], ToolRegistry([look, wait]), append=full_disk)
-        with pytest.raises(OSError, match="the disk is full"):
-            await AgentRunner(ScriptedProvider([[call("wait", "a"), call("look", "b")]])).run(spec)
-        return list(ended)  # not only at the end of the program
-
-    assert asyncio.run(go()) == ["wait"]
-
-
 # ---- The runner: limits and sizes ----
 
 
@@ -511,14 +458,6 @@ def test_a_run_of_which_nothing_is_said_has_these_limits():
         "usage": {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0, "estimated": False},
         "tool_events": [], "error": None, "requests": 0, "context_tokens": 0,
     }  # fmt: skip
-
-
-@pytest.mark.parametrize(("kilobytes", "kept"), [(280, 2), (282, 1)])
-def test_a_window_of_which_nothing_is_said_has_room_for_56_320_tokens(kilobytes, kept):
-    long = question("abc " * 250 * kilobytes)  # a token is estimated as 5 letters
-    messages = [long, {"role": "assistant", "content": "ok"}, question("now")]
-    _, provider = run(["ok"], messages=messages)
-    assert len(users(provider.requests[0])) == kept
 
 
 def test_usage_adds_up_and_a_size_is_what_the_endpoint_counted_or_an_estimate():
@@ -624,34 +563,6 @@ def test_a_turn_that_is_too_long_by_itself_is_an_error_and_no_endless_loop(histo
     assert users(provider.requests[-1]) == [messages[-1]["content"]]
 
 
-def test_a_window_that_only_the_endpoint_knows_loses_nothing_of_the_journal(tmp_path):
-    """The endpoint refuses more than 9 messages; the user sees one line and the answer."""
-
-    def narrow(body):
-        if len(body["messages"]) > 9:
-            return error(400, "This model's maximum context length is 9 messages.", "context_length_exceeded")
-        return ask_for("look") if body["messages"][-1]["role"] == "user" else "seen"
-
-    with FakeLLM(narrow) as server:
-        loop = endpoint_loop(tmp_path, server)
-        answers, told = talk(loop, *(f"q{n}" for n in range(4)))
-        assert answers == ["seen"] * 4
-        assert [kind for kind, _ in told].count("retry") == 2
-        for body in server.bodies:
-            check_grammar(body["messages"])
-    assert [line["content"] for line in journal(loop) if line["role"] == "user"] == ["q0", "q1", "q2", "q3"]
-    assert roles(journal(loop)) == ["user", "assistant", "tool", "assistant"] * 4
-
-
-def test_an_endpoint_that_takes_no_length_at_all_is_said_in_a_line(tmp_path):
-    with FakeLLM(lambda body: error(413, "Payload Too Large")) as server:
-        result, events = ask(endpoint_loop(tmp_path, server), "hello")
-        assert len(server.bodies) == 1
-    assert result.stop_reason == "error"
-    assert "too long for test-model" in result.error and "/new" in result.error
-    assert events == []
-
-
 # ---- Hooks ----
 
 
@@ -728,18 +639,6 @@ def test_only_who_wants_pieces_gets_them():
         texts = [text for text in hook.seen if isinstance(text, str) and not re.match("before|end", text)]
         assert "".join(texts) == shown
         assert result.messages[-1]["content"] == "<I look.\n\nSeen.>", "text beside cut calls is kept once"
-
-
-@pytest.mark.parametrize("gone", [1, 3])
-def test_a_hook_may_take_messages_out_although_the_rest_does_not_fit(gone):
-    class Forget(AgentHook):
-        async def before_iteration(self, context):
-            del context.messages[1 : 1 + gone]
-
-    messages = [SYSTEM, *OLD, question("now " * 3_000)]
-    result, provider = run(["ok"], messages=messages, hook=Forget(), **SMALL)
-    assert result.final_content == "ok"
-    assert roles(provider.requests[0].messages) == ["system", "user"]
 
 
 class Deny(AgentHook):
@@ -994,25 +893,6 @@ def test_a_failed_turn_is_told_not_put_into_the_models_mouth_and_goes_on_with_co
     assert roles(journal(loop)).count("user") == 3
 
 
-def test_continue_goes_on_behind_calls_that_were_cut_short(tmp_path):
-    loop = make_loop(tmp_path, ["finished"])
-    calls = LLMResponse(None, [call("list_dir", "c1"), call("list_dir", "c2")], "tool_calls").to_message()
-    result = {"role": "tool", "tool_call_id": "c1", "content": "a.txt"}
-    loop.sessions.get("cli:direct").append(question("look"), calls, result)
-    assert ask(loop, "/continue")[0].final_content == "finished"
-    sent = [message["content"] for message in loop.provider.requests[0].messages[1:]]
-    assert sent == ["look", None, "a.txt", "[interrupted before it finished]"]
-
-
-def test_new_starts_afresh_survives_a_restart_and_loses_nothing(tmp_path):
-    ask(make_loop(tmp_path, ["first"]), "one")
-    ask(make_loop(tmp_path), "/NEW ")
-    loop = make_loop(tmp_path, ["second"])
-    ask(loop, "two")
-    assert roles(loop.provider.requests[0].messages) == ["system", "user"]
-    assert [line["content"] for line in journal(loop) if line["role"] == "user"] == ["one", "two"]
-
-
 def test_a_session_may_change_files_that_it_has_read_or_that_stand_in_its_prompt(tmp_path):
     """Another session, and this one behind /new, must read them first."""
     edit = call("edit_file", path="notes.md", old_text="# ", new_text="#  ", replace_all=True)
@@ -1126,30 +1006,6 @@ def test_files_come_before_the_text_images_as_data_and_the_journal_has_a_line_fo
     assert "base64" not in loop.sessions.path("cli:direct").read_text(encoding="utf-8")
 
 
-def test_turns_of_one_session_wait_for_each_other_and_stop_ends_those_of_its_own(tmp_path):
-    gates = {"one": Gate(), "two": Gate()}
-
-    async def script(request):
-        return await gates[users(request)[-1]].wait()
-
-    async def go() -> list[str]:
-        loop = AgentLoop(settings_for(tmp_path), Talker(script))
-        one, two, later = [asyncio.create_task(loop.process_direct(*each)) for each in
-                           (("one", "cli:a"), ("two", "cli:b"), ("two", "cli:b"))]  # fmt: skip
-        for gate in gates.values():
-            await gate.reached.wait()
-        assert (await loop.process_direct("/stop", "cli:c")).final_content == "Nothing runs here."
-        assert (await loop.process_direct("/stop", "cli:a")).final_content == "Stopped; /continue goes on."
-        with pytest.raises(asyncio.CancelledError):
-            await one
-        assert len(loop.provider.requests) == 2
-        gates["two"].open.set()
-        await asyncio.gather(two, later)
-        return roles(journal(loop, "cli:b"))
-
-    assert asyncio.run(go()) == ["user", "assistant"] * 2
-
-
 def test_a_loop_takes_the_provider_the_tools_and_the_hooks_that_it_is_given(tmp_path):
     hook, provider = Recorder(), ScriptedProvider([call("look", n=3), "seen"])
     loop = AgentLoop(settings_for(tmp_path), provider, ToolRegistry([look]), [hook])
@@ -1248,28 +1104,6 @@ def test_run_works_in_the_current_folder_and_streams(own_home, tmp_path, monkeyp
 def test_run_raises_with_the_cause_where_there_is_no_answer(own_home, replies, said):
     with FakeLLM(replies) as server, pytest.raises(RuntimeError, match=said):
         nanobot.run("hello", config=program(own_home, server))
-
-
-def test_a_newcomer_talks_with_the_offline_model(tmp_path):
-    """One conversation, through the real loop and the real prompt, in a workspace whose path has spaces."""
-    config = settings_for(tmp_path, workspace=str(tmp_path / "my work space"))
-    conversation = {
-        "Hi!": "Hello!",
-        "Could you create a file called todo.txt with milk?": "Wrote 4 characters",
-        "append “two eggs” to it": "+two eggs",
-        "what’s in it?": "todo.txt says:\n1| milk\n2| two eggs",
-        "my favourite colour is green": "I note: The user's favourite colour is green",
-        "open nothing.txt": "Cannot read",
-        "write me a poem": "takes a real language model",
-        "delete todo.txt": "Exit code: 0",
-    }
-    config.cwd = tmp_path
-    answers, _ = talk(AgentLoop(config, OfflineProvider()), *conversation)
-    for said, expected in zip(answers, conversation.values(), strict=True):
-        assert expected in said
-    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == []
-    answer, _ = ask(AgentLoop(config, OfflineProvider()), "what is my favourite colour?", "cli:new")
-    assert "- The user's favourite colour is green" in answer.final_content, "another session knows it"
 
 
 # ---- The model layer under fire ----
@@ -1438,23 +1272,6 @@ def recorded(tmp_path: Path, replies, *texts: str, **defaults) -> tuple[Path, st
     return tmp_path / "trace.jsonl", shown([ask(loop, text)[0] for text in texts])
 
 
-def test_a_trace_is_the_model_of_a_test(tmp_path):
-    trace, _ = recorded(tmp_path, [call("look", n=7), "seen"], "look")
-    provider = ReplayProvider(trace)
-    first = provider.rest[0]["messages"]
-    spec = AgentRunSpec(first, ToolRegistry([look, broken]))
-    assert asyncio.run(AgentRunner(provider).run(spec)).final_content == "seen"
-
-    @tool(name="look", read_only=True)
-    def changed(n: int = 0) -> str:
-        """Look."""
-        return f"saw {n + 1}"
-
-    spec = AgentRunSpec(first, ToolRegistry([changed, broken]))
-    with pytest.raises(ReplayDiffers, match='-   "content": "saw 7"(?s:.*)\\+   "content": "saw 8"'):
-        asyncio.run(AgentRunner(ReplayProvider(trace)).run(spec))
-
-
 TURNS = {
     "calls whose ids come again": [call("look"), "done", call("look", n=2), "done"],
     "calls side by side": [[call("look", "a", n=1), call("look", "b", n=1)], "done", "next"],
@@ -1480,16 +1297,6 @@ def test_whatever_happened_in_a_turn_it_can_be_played_again(tmp_path, capsys, na
     out, err = capsys.readouterr()
     assert out == seen
     assert "not the recorded one" not in err
-
-
-@pytest.mark.parametrize("options", [{}, {"max_tokens": 70_000, "temperature": 0.5}])
-def test_a_replay_leaves_nothing_out_and_needs_no_options(tmp_path, capsys, options):
-    provider = ScriptedProvider(["hello"])
-    provider.trace = Trace(tmp_path / "t.jsonl")
-    messages = [question("abc " * 75_000), {"role": "assistant", "content": "ok"}, question("now")]
-    asyncio.run(provider.chat(messages, **options))
-    assert nanobot.main(["replay", str(tmp_path / "t.jsonl")]) == 0
-    assert capsys.readouterr() == ("hello\n", "")
 
 
 # ---- What the model is told ----
@@ -1565,24 +1372,6 @@ def test_of_many_facts_and_notes_the_newest_are_in_the_prompt(tmp_path):
     prompt = prompt_of(loop)
     assert "fact 19999:" in prompt and "fact 9:" not in prompt
     assert "older lines are in memory/MEMORY.md" in prompt
-
-
-def test_a_skill_is_in_the_prompt_in_full_or_as_a_line_or_not_at_all(tmp_path):
-    loop = make_loop(tmp_path)
-    needs = 'metadata: {"nanobot": {"requires": {"bins": ["no-such-program", "nor-this"]}}}\n'
-    heads = {"plain": "", "needy": needs, "ready": "always: true\n", "unready": f"always: true\n{needs}"}
-    for name, head in heads.items():
-        path = loop.workspace / "skills" / name / "SKILL.md"
-        path.parent.mkdir(parents=True)
-        path.write_text(f"---\nname: {name}\ndescription: Use for {name}.\n{head}---\nDo {name} things.")
-    (loop.workspace / "skills" / "broken" / "SKILL.md").mkdir(parents=True)
-    active, listed = prompt_of(loop).split("# Active Skills\n\n")[1].split("# Skills")
-    assert "\n\n## ready\n\nDo ready things." in active and not re.search("Do (plain|needy|unready)", active)
-    lines = {line[2:].split(":")[0]: line for line in listed.split("\n") if line.startswith("- ")}
-    assert not {"ready", "broken"} & set(lines)
-    assert lines["plain"] == f"- plain: Use for plain. ({loop.workspace}/skills/plain/SKILL.md)"
-    missing = "[unavailable: needs program no-such-program, program nor-this]"
-    assert lines["needy"].endswith(missing) and lines["unready"].endswith(missing)
 
 
 def test_a_workspace_is_private_filled_once_and_never_overwritten(tmp_path):
@@ -2181,30 +1970,6 @@ def test_in_a_group_the_text_begins_with_who_said_it_but_a_command_stays_one(tmp
         assert said[0] == "to Ada: hello" and "A new session" in said[1] and said[2] == "to Bob: hi"
 
     serve(tmp_path, echo, work)
-
-
-def test_no_message_waits_on_the_thread_of_the_loop_for_the_disk(tmp_path, monkeypatch):
-    """A slow disk would stop all chats."""
-    real, here, synced = os.fsync, threading.get_ident(), []
-
-    def noted(descriptor):
-        name = os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))
-        synced.append((name, threading.get_ident() == here))
-        real(descriptor)
-
-    async def work(chats):
-        await chats.say("hello")
-        await chats.answered(1)
-        await chats.say("/new")
-        await chats.answered(2)
-        await run_job(chats, "j1@1")
-        await chats.answered(3)
-
-    if os.path.isdir("/proc/self/fd"):
-        monkeypatch.setattr(os, "fsync", noted)
-    serve(tmp_path, echo, work)
-    assert [name for name, is_here in synced if is_here and name.startswith("desk")] == []
-    assert not synced or "desk%3A1.jsonl" in dict(synced)
 
 
 # ---- Helpers ----
