@@ -193,19 +193,13 @@ def test_each_message_is_journalled_when_it_exists_and_what_the_user_said_meanwh
         new, came[:] = list(came), []
         return new
 
-    script = [[call("look", "a"), call("picture", "b", letter="x")], "done"]
+    script = [[call("look", "a"), call("picture", "b", letter="b"), call("picture", "c", letter="c")], "done"]
     append = lambda *messages: heard.append(roles(messages))  # noqa: E731
     result, provider = run(script, [look, picture], append=append, arrivals=arrivals)
-    assert heard == [["assistant"], ["tool"], ["tool"], ["user"], ["assistant"]]
+    assert heard == [["assistant"], ["tool"], ["tool"], ["tool"], ["user"], ["assistant"]]
+    names = {"type": "text", "text": "[image: b]\n[image: c]"}
+    assert result.messages[5]["content"] == [names, image("b"), image("c")]
     assert "and hurry" in str(provider.requests[1].messages[-1]) and result.messages[-2] == question("and hurry")
-
-
-def test_images_follow_the_results_behind_the_names_of_all_of_them():
-    calls = [call("picture", "a", letter="a"), call("look", "b"), call("picture", "c", letter="c")]
-    result, provider = run([calls, "nice"], [picture, look])
-    assert roles(result.messages) == ["user", "assistant", "tool", "tool", "tool", "user", "assistant"]
-    names = {"type": "text", "text": "[image: a]\n[image: c]"}
-    assert provider.requests[1].messages[-1]["content"] == [names, image("a"), image("c")]
 
 
 def test_with_fail_on_tool_error_the_run_stops_keeps_what_was_done_and_names_the_tool():
@@ -349,16 +343,13 @@ def test_a_note_to_the_model_stands_last_in_the_next_request_and_nowhere_else(ca
     assert not asked.tools or note not in str(later[0].messages)
 
 
-@pytest.mark.parametrize(
-    ("last", "said"),
-    [
-        ("this is done", "this is done"),
-        ("", "I stopped at the limit of 1 step."),
-        (failed("boom"), "I stopped at the limit of 1 step. boom"),
-        (LLMResponse("torn", [], "error", error="boom"), "I stopped at the limit of 1 step. boom"),
-        (cut("all I co"), "all I co"),
-    ],
-)
+@pytest.mark.parametrize(("last", "said"), [
+    ("this is done", "this is done"),
+    ("", "I stopped at the limit of 1 step."),
+    (failed("boom"), "I stopped at the limit of 1 step. boom"),
+    (LLMResponse("torn", [], "error", error="boom"), "I stopped at the limit of 1 step. boom"),
+    (cut("all I co"), "all I co"),
+])  # fmt: skip
 def test_at_the_limit_of_steps_there_is_a_summary_or_the_reason_why_there_is_none(last, said):
     result, provider = run([call("look"), last], [look], max_iterations=1)
     assert (result.stop_reason, result.final_content) == ("max_iterations", said)
@@ -487,19 +478,6 @@ def test_what_does_not_fit_is_left_out_as_whole_turns_and_told_once():
     system = {"role": "system", "content": "be " * 3_000}
     _, provider = run(["ok"], messages=[system, *OLD[1:]], **SMALL)
     assert provider.requests[0].messages[0] == system, "it is always sent"
-
-
-def test_the_question_of_a_run_is_never_left_out_however_long_the_rest_has_become():
-    @tool(read_only=True)
-    def long(n: int) -> str:
-        """Long."""
-        return f"{n} " * 700
-
-    messages = [SYSTEM, question("before"), {"role": "assistant", "content": "yes"}, question("the question")]
-    script = [call("long", f"c{n}", n=n) for n in range(6)]
-    _, provider = run([*script, "ok"], [long], messages=messages, context_window=2_600, max_tokens=100)
-    assert all(users(request)[-1].startswith("the question") for request in provider.requests)
-    assert "returned are left out here" in str(provider.requests[-1].messages)
 
 
 # ---- The runner: longer than the model's window ----
@@ -672,14 +650,11 @@ def approving(*answers: str, before: AgentHook | None = None):
     return run_with
 
 
-@pytest.mark.parametrize(
-    ("answers", "ran", "asked"),
-    [
-        (["y", "y"], ["1", "2"], 2), (["n", "Y"], ["2"], 2), ([" yes \n", "n"], ["1"], 2),
-        (["always"], ["1", "2"], 1), (["A"], ["1", "2"], 1),
-        (["", "ye"], [], 2), (["yes!", "al"], [], 2), ([], [], 0), (["y"], ["1"], 2),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("answers", "ran", "asked"), [
+    (["y", "y"], ["1", "2"], 2), (["n", "Y"], ["2"], 2), ([" yes \n", "n"], ["1"], 2),
+    (["always"], ["1", "2"], 1), (["A"], ["1", "2"], 1),
+    (["", "ye"], [], 2), (["yes!", "al"], [], 2), ([], [], 0), (["y"], ["1"], 2),
+])  # fmt: skip
 def test_a_user_is_asked_before_a_tool_that_writes(answers, ran, asked):
     """In the last two rows there is nobody to ask, and the second question fails."""
     did, questions, told = approving(*answers)(call("look"), call("act", text="1"), call("act", text="2"))
@@ -749,18 +724,15 @@ def test_a_cost_counts_every_request_of_a_run():
         assert cost.total["prompt_tokens"] == result.usage["prompt_tokens"] == 10 * len(provider.requests)
 
 
-@pytest.mark.parametrize(
-    ("price", "usage", "line"),
-    [
-        (Price(1.0), (1_000_000, 0, 1_000_000), "1,000,000 in · 1,000,000 out · 1.0000"),
-        (Price(0.0, 1.0), (0, 0, 2_500_000), "0 in · 2,500,000 out · 2.5000"),
-        (Price(2.0, 0.0, 0.5), (1_000_000, 500_000, 0), "1,000,000 in (500,000 cached) · 0 out · 1.2500"),
-        (Price(2.0, 0.0), (1_000_000, 1, 0), "1,000,000 in (1 cached) · 0 out · ≤ 2.0000"),
-        (None, (1, 1, 1), "1 in (1 cached) · 1 out"),
-        (Price(1.0), (1_000, 0, 10, True), "~1,000 in · ~10 out · ~0.0010"),
-        (None, (1_000, 0, 10, True), "~1,000 in · ~10 out"),
-    ],
-)
+@pytest.mark.parametrize(("price", "usage", "line"), [
+    (Price(1.0), (1_000_000, 0, 1_000_000), "1,000,000 in · 1,000,000 out · 1.0000"),
+    (Price(0.0, 1.0), (0, 0, 2_500_000), "0 in · 2,500,000 out · 2.5000"),
+    (Price(2.0, 0.0, 0.5), (1_000_000, 500_000, 0), "1,000,000 in (500,000 cached) · 0 out · 1.2500"),
+    (Price(2.0, 0.0), (1_000_000, 1, 0), "1,000,000 in (1 cached) · 0 out · ≤ 2.0000"),
+    (None, (1, 1, 1), "1 in (1 cached) · 1 out"),
+    (Price(1.0), (1_000, 0, 10, True), "~1,000 in · ~10 out · ~0.0010"),
+    (None, (1_000, 0, 10, True), "~1,000 in · ~10 out"),
+])  # fmt: skip
 def test_a_line_of_tokens_and_money(price, usage, line):
     """Without the price of cached tokens the sum is an upper bound; an estimate is marked as one."""
     names = ("prompt_tokens", "cached_tokens", "completion_tokens", "estimated")
@@ -861,19 +833,17 @@ def test_a_call_is_hinted_at_in_one_line(tmp_path):
     assert [text for kind, text in ask(loop, "go")[1] if kind == "tool_hint"] == [hint for _, hint in HINTS]
 
 
-def test_what_is_sent_grows_at_its_end_and_begins_with_the_moment(tmp_path):
-    loop = make_loop(tmp_path, [call("list_dir"), "first", "second"], timezone="Asia/Tokyo")
+def test_a_question_is_sent_with_the_moment_and_the_place(tmp_path):
+    loop = make_loop(tmp_path, ["ok"], timezone="Asia/Tokyo")
     loop.config.now = Clock().now
     ask(loop, "one", "telegram:7:8")
-    ask(loop, "two", "telegram:7:8")
-    _, before, after = loop.provider.requests
-    assert after.messages[: len(before.messages)] == before.messages and after.tools == before.tools
-    assert before.messages[1]["content"] == (
+    sent = loop.provider.requests[0].messages
+    assert legal(sent) == sent
+    assert sent[1]["content"] == (
         "[Runtime Context — metadata only, not instructions]\nTime: 2026-11-21 21:00 (Saturday), JST\n"
         "Channel: telegram\nChat: 7:8\n[/Runtime Context]\n\none"
     )
     assert journal(loop, "telegram:7:8")[0]["content"] == "one", "it is no part of what the user said"
-    assert legal(after.messages) == after.messages
 
 
 def test_a_failed_turn_is_told_not_put_into_the_models_mouth_and_goes_on_with_continue(tmp_path):
@@ -942,21 +912,17 @@ def test_the_fence_opens_neither_home_nor_what_holds_it(own_home, tmp_path, sett
 COMMANDS = [
     ("/help", "/status: version, model"),
     ("/help", "/stop: press Ctrl-C"),  # a fault of issue 18: a line typed during a turn is read after it
-    ("/start", "I am your agent"),
     ("/start@my_bot", "I am your agent"),
     ("/status@some_bot", "model scripted, session cli:direct, 0 messages"),
     (" /NEW\n", "A new session begins. The old one stays in its journal."),
     ("/stop", "Nothing runs here."),
     ("/continue", "There is no interrupted turn to go on with."),
     ("/stopp", "There is no /stopp. The closest is /stop: end the turn that runs, and its subagents"),
-    ("/newsletter", "There is no /newsletter"),
     ("/dream", "nothing"),
     ("/dream-log", "no dream"),
     ("/dream-log wrong way", "'wrong way' is no commit. Write /dream-log, or with a commit: /dream-log 1f3a9c"),
     ("/dream-restore 1f3", "'1f3' is no commit."),
-    ("/dream-restore", "no dream"),
     ("/etc/hosts?", "asked"),
-    ("/new things", "asked"),
     ("say /new", "asked"),
     ("/", "asked"),
 ]
@@ -1093,14 +1059,11 @@ def test_run_works_in_the_current_folder_and_streams(own_home, tmp_path, monkeyp
     assert "here.txt" in server.bodies[1]["messages"][-1]["content"]
 
 
-@pytest.mark.parametrize(
-    ("replies", "said"),
-    [
-        (["", "", ""], "There is no answer: the model sent nothing of use"),
-        ([ask_for("nothing_like_it")] * 9, "nothing_like_it failed: "),
-        ([Reply("half of it", finish_reason="length"), error(400, "boom")], "boom"),
-    ],
-)
+@pytest.mark.parametrize(("replies", "said"), [
+    (["", "", ""], "There is no answer: the model sent nothing of use"),
+    ([ask_for("nothing_like_it")] * 9, "nothing_like_it failed: "),
+    ([Reply("half of it", finish_reason="length"), error(400, "boom")], "boom"),
+])  # fmt: skip
 def test_run_raises_with_the_cause_where_there_is_no_answer(own_home, replies, said):
     with FakeLLM(replies) as server, pytest.raises(RuntimeError, match=said):
         nanobot.run("hello", config=program(own_home, server))
@@ -1127,9 +1090,7 @@ HALF_A_CALL = (
 )
 WEATHER = [
     *(error(status, "The server had an error") for status in (408, 500, 529)),
-    Failure(502, "<html><h1>Bad Gateway</h1></html>", content_type="text/html"),
     error(429, "Rate limit reached. Please try again in 20s."),
-    error(429, "You exceeded your current quota, please check your plan and billing details."),
     Failure(429, {"error": {"message": "slow down"}}, {"Retry-After": "7"}),
     Hang(2.0),
     Raw(f"data: {SAID}\n\n".encode(), hang=2.0),
@@ -1137,10 +1098,8 @@ WEATHER = [
     events_of(HALF_A_CALL, cut=True),
     events_of(SAID, "{garb\x00age"),
     events_of('{"error": {"message": "Provider returned error", "code": 502}}'),
-    events_of("[DONE]"),
     Failure(200, "<html>Log in to the hotel WLAN</html>", content_type="text/html"),
     Failure(200, '{"choices": [{"message": {"content": "torn'),
-    Failure(200, {"choices": [], "usage": None}),
     error(400, "Use of max_tokens is refused: max_completion_tokens is wanted instead"),
     error(400, "Tool call id was call_1 but must be a-z, A-Z, 0-9, with a length of 9."),
     error(400, "This model's maximum context length is 100 tokens.", "context_length_exceeded"),
@@ -1435,21 +1394,16 @@ def test_what_nobody_has_set_is_this(own_home):
     assert config.path == own_home / ".nanobot" / "config.json"
 
 
-@pytest.mark.parametrize(
-    ("text", "path", "value"),
-    [
-        ('{"agents": {"defaults": {"maxTokens": 100}}}', "agents.defaults.max_tokens", 100),
-        ('{"agents": {"defaults": {"max_tokens": 999999999999999}}}', "agents.defaults.max_tokens", 10**15 - 1),
-        ('\ufeff{"agents": {"defaults": {"maxTokens": 9000.0}}}', "agents.defaults.max_tokens", 9000),
-        ('{"agents": {"defaults": {"temperature": 0}}}', "agents.defaults.temperature", 0),
-        ('{"channels": {"telegram": {"allowFrom": [7, "8"]}}}', "channels.telegram.allow_from", [7, "8"]),
-        ('{"channels": {"telegram": {"groupPolicy": "open"}}}', "channels.telegram.group_policy", "open"),
-        ('{"gateway": {"heartbeat": {"enabled": false}}}', "gateway.heartbeat.enabled", False),
-        ('{"providers": {"vllm": {"apiKey": "a ${KEY} b"}}}', "providers.vllm.api_key", 'a q"u\\o\nte b'),
-        ('{"providers": {"vllm": {"extraHeaders": {"X-myHeader": "x"}}}}', "providers.vllm.extra_headers",
-         {"X-myHeader": "x"}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "path", "value"), [
+    ('{"agents": {"defaults": {"maxTokens": 100}}}', "agents.defaults.max_tokens", 100),
+    ('\ufeff{"agents": {"defaults": {"maxTokens": 9000.0}}}', "agents.defaults.max_tokens", 9000),
+    ('{"agents": {"defaults": {"temperature": 0}}}', "agents.defaults.temperature", 0),
+    ('{"channels": {"telegram": {"allowFrom": [7, "8"]}}}', "channels.telegram.allow_from", [7, "8"]),
+    ('{"gateway": {"heartbeat": {"enabled": false}}}', "gateway.heartbeat.enabled", False),
+    ('{"providers": {"vllm": {"apiKey": "a ${KEY} b"}}}', "providers.vllm.api_key", 'a q"u\\o\nte b'),
+    ('{"providers": {"vllm": {"extraHeaders": {"X-myHeader": "x"}}}}', "providers.vllm.extra_headers",
+     {"X-myHeader": "x"}),
+])  # fmt: skip
 def test_a_setting_is_read_in_both_spellings_with_variables_filled_in(own_home, text, path, value):
     found = load_config(write_config(own_home, text), {"KEY": 'q"u\\o\nte'})
     for name in path.split("."):
@@ -1457,100 +1411,46 @@ def test_a_setting_is_read_in_both_spellings_with_variables_filled_in(own_home, 
     assert repr(found) == repr(value)
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("[]", "the file: expected object, got []"),
-        ("{", "Correct it there."),
-        ("[" * 100_000, "is not JSON: "),
-        ('{"streaming": false}', "streaming: unknown key. There are: agents, channels, gateway, prices, "),
-        ('{"agents": {"defualts": {}}}', "agents.defualts: unknown key"),
-        ('{"agents": {"defaults": null}}', "agents.defaults: expected object, got null"),
-        ('{"agents": {"defaults": {"maxTokens": "many"}}}', 'maxTokens: expected integer, got "many"'),
-        ('{"agents": {"defaults": {"maxTokens": true}}}', "defaults.maxTokens: expected integer, got true"),
-        ('{"agents": {"defaults": {"maxTokens": 1.5}}}', "maxTokens: expected integer, got 1.5"),
-        ('{"agents": {"defaults": {"maxTokens": 0}}}', "maxTokens: expected a number from 1 up, got 0"),
-        ('{"agents": {"defaults": {"maxTokens": 1000000000000000}}}', "from 1 up, got 1000000000000000"),
-        ('{"agents": {"defaults": {"temperature": -0.1}}}', "expected a number from 0 up, got -0.1"),
-        ('{"agents": {"defaults": {"temperature": NaN}}}', "expected a number from 0 up, got nan"),
-        ('{"agents": {"defaults": {"model": 5}}}', "agents.defaults.model: expected string, got 5"),
-        ('{"gateway": {"heartbeat": {"enabled": 1}}}', "heartbeat.enabled: expected boolean, got 1"),
-        ('{"channels": {"telegram": {"groupPolicy": "all"}}}', 'expected mention or open, got "all"'),
-        ('{"channels": {"telegram": {"allowFrom": [[]]}}}', "allowFrom[0]: expected string or integer, got"),
-        ('{"providers": {"vllm": {"textToolCalls": "yes"}}}', "textToolCalls: expected auto or on or off"),
-        ('{"providers": {"openai": {"apiKeys": ""}}}', "apiKeys: unknown key. There are: apiBase, apiKey, "),
-        ('{"providers": {"openai": {"apiKey": "${NO_SUCH_KEY}"}}}', "variable NO_SUCH_KEY: it is not set."),
-        ('{"providers": {"openai": "sk-1"}}', 'providers.openai: expected object, got "sk-1"'),
-        ('{"prices": {"m": {"input": "free"}}}', 'prices.m.input: expected number, got "free"'),
-        ('{"tools": []}', "tools: expected object, got []"),
-        ('{"tools": {"exec": {"timeout": -5}}}', "exec.timeout: expected a number from 1 up, got -5"),
-        ('{"tools": {"exec": {"sandbox": "docker"}}}', 'exec.sandbox: expected "" or bwrap, got "docker"'),
-        ('{"tools": {"mcpServers": {"a": {"args": "x"}}}}', "mcpServers.a.args: expected array, got"),
-        ('{"tools": {"mcpServers": {"a": {"env": {"K": 1}}}}}', "a.env.K: expected string, got 1"),
-        ('{"mcpServers": []}', "tools.mcpServers: expected object, got []"),
-        ('{"mcpServers": {"a": {}}, "tools": {"mcpServers": 5}}', "tools.mcpServers: expected object, got 5"),
-        # what can only be seen when a loop is made
-        ('{"agents": {"defaults": {"maxTokens": 500, "contextWindowTokens": 1000}}}',
-         "agents.defaults.maxTokens (500) must be under half of contextWindowTokens (1000): the answer needs"),
-        ('{"agents": {"defaults": {"workspace": " "}}}', "agents.defaults.workspace: expected a folder"),
-        ('{"agents": {"defaults": {"workspace": "a\\u0000b"}}}', "agents.defaults.workspace: expected a folder"),
-        ('{"agents": {"defaults": {"timezone": "Mars/Olympus"}}}', "timezone: there is no zone 'Mars/Olympus'."),
-        ('{"agents": {"defaults": {"timezone": "../etc/passwd"}}}', "timezone: there is no zone '../etc/passwd'."),
-        ('{"tools": {"web": {"search": {"provider": "altavista"}}}}', "search.provider: expected duckduckgo or"),
-        ('{"tools": {"web": {"proxy": "socks5://x"}}}', "tools.web.proxy: 'socks5://x' is no proxy. Write it like"),
-        ('{"tools": {"ssrfWhitelist": ["10.1.2.3/8"]}}', "tools.ssrfWhitelist: 10.1.2.3/8 has host bits set"),
-        ('{"tools": {"ssrfWhitelist": ["10.0.0.0/8", "here"]}}', "'here' does not appear"),
-        # and which model they mean
-        ('{"providers": {"opnai": {}}}', "providers.opnai: no such provider. There are: openai, "),
-        ('{"agents": {"defaults": {"provider": "opnai"}}}', "There is no provider 'opnai'. There are: "),
-        ('{"agents": {"defaults": {"model": "gpt"}}}', "There is no key and no base URL for the model gpt. "
-         "Set OPENAI_API_KEY or OPENAI_BASE_URL, or use --off"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "said"), [
+    ("[]", "the file: expected object, got []"),
+    ("{", "Correct it there."),
+    ("[" * 100_000, "is not JSON: "),
+    ('{"streaming": false}', "streaming: unknown key. There are: agents, channels, gateway, prices, "),
+    ('{"agents": {"defualts": {}}}', "agents.defualts: unknown key"),
+    ('{"agents": {"defaults": {"maxTokens": "many"}}}', 'maxTokens: expected integer, got "many"'),
+    ('{"agents": {"defaults": {"maxTokens": true}}}', "defaults.maxTokens: expected integer, got true"),
+    ('{"agents": {"defaults": {"maxTokens": 0}}}', "maxTokens: expected a number from 1 up, got 0"),
+    ('{"agents": {"defaults": {"temperature": NaN}}}', "expected a number from 0 up, got nan"),
+    ('{"agents": {"defaults": {"model": 5}}}', "agents.defaults.model: expected string, got 5"),
+    ('{"gateway": {"heartbeat": {"enabled": 1}}}', "heartbeat.enabled: expected boolean, got 1"),
+    ('{"channels": {"telegram": {"groupPolicy": "all"}}}', 'expected mention or open, got "all"'),
+    ('{"channels": {"telegram": {"allowFrom": [[]]}}}', "allowFrom[0]: expected string or integer, got"),
+    ('{"providers": {"vllm": {"textToolCalls": "yes"}}}', "textToolCalls: expected auto or on or off"),
+    ('{"providers": {"openai": {"apiKeys": ""}}}', "apiKeys: unknown key. There are: apiBase, apiKey, "),
+    ('{"providers": {"openai": {"apiKey": "${NO_SUCH_KEY}"}}}', "variable NO_SUCH_KEY: it is not set."),
+    ('{"prices": {"m": {"input": "free"}}}', 'prices.m.input: expected number, got "free"'),
+    ('{"tools": {"exec": {"timeout": -5}}}', "exec.timeout: expected a number from 1 up, got -5"),
+    ('{"tools": {"exec": {"sandbox": "docker"}}}', 'exec.sandbox: expected "" or bwrap, got "docker"'),
+    ('{"tools": {"mcpServers": {"a": {"args": "x"}}}}', "mcpServers.a.args: expected array, got"),
+    ('{"mcpServers": {"a": {}}, "tools": {"mcpServers": 5}}', "tools.mcpServers: expected object, got 5"),
+    # what can only be seen when a loop is made
+    ('{"agents": {"defaults": {"maxTokens": 500, "contextWindowTokens": 1000}}}',
+     "agents.defaults.maxTokens (500) must be under half of contextWindowTokens (1000): the answer needs"),
+    ('{"agents": {"defaults": {"workspace": " "}}}', "agents.defaults.workspace: expected a folder"),
+    ('{"agents": {"defaults": {"timezone": "Mars/Olympus"}}}', "timezone: there is no zone 'Mars/Olympus'."),
+    ('{"tools": {"web": {"search": {"provider": "altavista"}}}}', "search.provider: expected duckduckgo or"),
+    ('{"tools": {"web": {"proxy": "socks5://x"}}}', "tools.web.proxy: 'socks5://x' is no proxy. Write it like"),
+    ('{"tools": {"ssrfWhitelist": ["10.1.2.3/8"]}}', "tools.ssrfWhitelist: 10.1.2.3/8 has host bits set"),
+    # and which model they mean
+    ('{"providers": {"opnai": {}}}', "providers.opnai: no such provider. There are: openai, "),
+    ('{"agents": {"defaults": {"provider": "opnai"}}}', "There is no provider 'opnai'. There are: "),
+    ('{"agents": {"defaults": {"model": "gpt"}}}', "There is no key and no base URL for the model gpt. "
+     "Set OPENAI_API_KEY or OPENAI_BASE_URL, or use --off"),
+])  # fmt: skip
 def test_a_setting_that_cannot_work_is_named_with_its_path_and_what_it_may_be(own_home, text, said):
     with pytest.raises(ConfigError) as caught:
         AgentLoop(load_config(write_config(own_home, text), {}))
     assert said in str(caught.value)
-
-
-def test_a_file_that_is_named_must_be_there_and_the_one_of_the_home_is_read_where_none_is(own_home):
-    with pytest.raises(ConfigError) as caught:
-        load_config(own_home / "gone.json", {})
-    cause = f"Cannot read {own_home / 'gone.json'}: No such file or directory."
-    assert str(caught.value) == f"{cause} Try `nanobot onboard`."
-    (own_home / ".nanobot").mkdir()
-    write_config(own_home / ".nanobot", {"agents": {"defaults": {"model": "mine"}}})
-    named = write_config(own_home, {"agents": {"defaults": {"model": "other"}}})
-    assert [load_config(path, {}).defaults.model for path in (None, named)] == ["mine", "other"]
-
-
-def test_the_environment_wins_over_the_file(own_home):
-    providers = {"zhipu": {"apiKey": "file", "apiBase": "http://127.0.0.1:9/v1"}}
-    file = write_config(own_home, {"agents": {"defaults": {"model": "file"}}, "providers": providers})
-    environ = {"ZAI_API_KEY": "env", "NANOBOT_MODEL": "env-model", "NANOBOT_WORKSPACE": str(own_home / "w"),
-               "OPENAI_BASE_URL": "http://127.0.0.1:8/v1"}  # fmt: skip
-    config = load_config(file, environ)
-    zhipu = config.providers["zhipu"]
-    assert (zhipu.api_key, zhipu.api_base) == ("env", "http://127.0.0.1:9/v1"), "its other settings stay"
-    assert (config.defaults.model, config.workspace) == ("env-model", own_home / "w")
-    provider = AgentLoop(config).provider
-    assert provider.endpoint.api_base == "http://127.0.0.1:8/v1", "an address wins over every row"
-
-
-@pytest.mark.parametrize(
-    ("settings", "environ", "model"),
-    [
-        ({}, {}, "offline"),
-        ({"provider": "offline"}, {"OPENAI_API_KEY": "sk-1"}, "offline"),
-        ({"model": "offline"}, {}, "offline"),
-        ({"provider": "human"}, {}, "human"),
-        ({"provider": "ollama", "model": "llama"}, {}, "llama"),
-        ({"model": "gpt-5-mini"}, {"OPENAI_API_KEY": "sk-1"}, "gpt-5-mini"),
-    ],
-)
-def test_which_model_the_settings_mean(own_home, settings, environ, model):
-    config = load_config(write_config(own_home, {"agents": {"defaults": settings}}), environ)
-    assert AgentLoop(config).provider.get_default_model() == model
 
 
 def test_servers_that_stand_at_the_top_join_those_in_their_place_and_this_is_said(own_home, caplog):
@@ -1693,6 +1593,8 @@ def test_messages_of_a_chat_are_answered_in_order_chats_side_by_side_and_command
         return await gates[text].wait(f"to {text}") if text in gates else f"to {text}"
 
     async def work(chats):
+        await asyncio.sleep(0)
+        tasks = len(asyncio.all_tasks())
         await chats.say("one", "1")
         await chats.say("late", "1")
         await chats.say("two", "2")
@@ -1709,16 +1611,9 @@ def test_messages_of_a_chat_are_answered_in_order_chats_side_by_side_and_command
         await chats.answered(3, "1")
         assert chats.finals("1")[0].startswith("/start: ") and chats.finals("1")[1:] == ["to one", "to late"]
         assert chats.texts("1") == ["one", "to one", "late", "to late"], "as the model met them"
-        await chats.until(lambda: len(asyncio.all_tasks()) == tasks)
+        await chats.until(lambda: len(asyncio.all_tasks()) == tasks)  # a gateway runs for months
 
-    async def counting(chats):
-        nonlocal tasks
-        await asyncio.sleep(0)
-        tasks = len(asyncio.all_tasks())
-        await work(chats)
-
-    tasks = 0  # a gateway runs for months: what is done leaves nothing behind
-    serve(tmp_path, script, counting)
+    serve(tmp_path, script, work)
 
 
 def test_messages_that_come_while_tools_run_join_the_turn_behind_them_three_at_a_time(tmp_path):
@@ -1775,7 +1670,7 @@ def test_whenever_messages_come_each_is_answered_in_one_turn_and_the_journal_is_
     async def watch(n: int) -> str:
         """Watch."""
         await pause()
-        return ToolResult("seen", images=[image("x")]) if dice.random() < 0.2 else f"seen {n}"
+        return f"seen {n}"
 
     async def script(request):
         await pause()
@@ -1802,24 +1697,12 @@ def test_whenever_messages_come_each_is_answered_in_one_turn_and_the_journal_is_
             requests = [each for each in chats.model.requests if f"<{chat}." in str(each.messages)]
             for request in requests:
                 check_grammar(request.messages)
-            sent = [without_images(request.messages) for request in requests]
-            for earlier, later in itertools.pairwise(sent):
-                assert later[: len(earlier)] == earlier, "what is sent grows at its end"
-            whole = legal([requests[-1].messages[0], *chats.session(chat).history()], reply=False)
+            sent = [request.messages for request in requests]
+            assert all(later[: len(earlier)] == earlier for earlier, later in itertools.pairwise(sent))
+            whole = legal([sent[-1][0], *chats.session(chat).history()], reply=False)
             assert whole[:-1] == sent[-1] and not chats.session(chat).unfinished
 
     serve(tmp_path, script, work, act, watch, max_tool_iterations=1_000)
-
-
-def without_images(messages: list[dict]) -> list[dict]:
-    """As the journal has them: pictures are only in the request of their own turn."""
-    plain = []
-    for message in messages:
-        if isinstance(message["content"], list):
-            texts = [block["text"] for block in message["content"] if block["type"] == "text"]
-            message = message | {"content": "\n\n".join(texts)}
-        plain.append(message)
-    return legal(plain, reply=False)
 
 
 @pytest.mark.parametrize(("limit", "expected"), [(3, 3), (0, 12)])
@@ -1879,10 +1762,6 @@ def test_every_turn_ends_with_an_answer_or_with_what_went_wrong_and_the_others_g
         for what, (_, said) in TOLD_IN_A_CHAT.items():
             await chats.answered(1, what)
             assert chats.finals(what)[0].startswith(said)
-        chats.loop.sessions.path("desk:x").mkdir(parents=True)
-        await chats.say("/status", "x")
-        await chats.answered(1, "x")
-        assert chats.finals("x")[0].startswith("Sorry, that failed: ") and "Is a directory" in chats.finals("x")[0]
 
     serve(tmp_path, script, work, max_tool_iterations=6)
     assert "Traceback" in caplog.text, "for us"
@@ -2014,16 +1893,13 @@ def test_a_helper_reports_in_its_chat_in_the_agents_words_and_status_counts_it(t
     serve(tmp_path, script, work)
 
 
-@pytest.mark.parametrize(
-    ("session", "wait", "does", "said"),
-    [
-        ("cli:direct", True, lambda n: "gold", "gold"),
-        ("cron:j1", False, lambda n: "gold", "gold"),  # when a job has ended, nobody hears what comes later
-        ("cli:direct", True, lambda n: failed("no such model"), "The helper did not finish (error): no such model"),
-        ("cli:direct", True, lambda n: call("list_dir", path=f"/{n}") if n < 15 else "",
-         "The helper did not finish (max_iterations): I stopped at the limit of 15 steps."),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("session", "wait", "does", "said"), [
+    ("cli:direct", True, lambda n: "gold", "gold"),
+    ("cron:j1", False, lambda n: "gold", "gold"),  # when a job has ended, nobody hears what comes later
+    ("cli:direct", True, lambda n: failed("no such model"), "The helper did not finish (error): no such model"),
+    ("cli:direct", True, lambda n: call("list_dir", path=f"/{n}") if n < 15 else "",
+     "The helper did not finish (max_iterations): I stopped at the limit of 15 steps."),
+])  # fmt: skip
 def test_a_helper_that_is_waited_for_gives_its_answer_or_why_it_has_none(tmp_path, session, wait, does, said):
     count = itertools.count()
 
@@ -2361,15 +2237,3 @@ def test_a_gateway_writes_to_chats_with_a_tool_and_beats_for_what_stands_in_a_fi
     assert "It is time for what stands in HEARTBEAT.md." in beats[0] and beats[0].endswith("water the plants")
     assert "serving telegram, cron" in log and "heartbeat" in log
 
-
-@pytest.mark.parametrize(
-    ("channels", "said"),
-    [
-        ({}, "No channel is set up: put a bot's token into channels.telegram.token."),
-        ({"telegram": {"token": "1:a", "apiBase": "http://127.0.0.1:1"}},
-         "Nobody may write: put user ids into channels.telegram.allowFrom."),
-    ],
-)  # fmt: skip
-def test_a_gateway_without_a_bot_and_one_that_hears_nobody_say_what_is_missing(serve_gateway, channels, said):
-    heartbeat = {"heartbeat": {"enabled": False}}
-    assert said in serve_gateway({"channels": channels, "gateway": heartbeat}, lambda: None, "--offline")
