@@ -1,4 +1,4 @@
-"""What tests of chats share: a channel, a loop that serves it, and a gate to hold up a model or a tool."""
+"""What tests of chats share: a model, a channel, a loop that serves it, and a gate that holds up a model or a tool."""
 
 import asyncio
 import itertools
@@ -8,9 +8,36 @@ import pytest
 
 from channels import Channel, InboundMessage, MessageBus
 from nanobot import AgentLoop
+from providers import LLMProvider, LLMResponse, ToolCallRequest
 from tools import Tool, tool
 
 IDS = itertools.count(1)
+
+
+DOWN = LLMResponse(finish_reason="error", error="the endpoint is down")
+
+
+class Model(LLMProvider):
+    """Answers by `talk(request)`, saves by `save(request)`: a reply or a function that gives one, which
+    may be a coroutine. Keeps what it was asked."""
+
+    model = "test"
+
+    def __init__(self, talk="Fine.", save=DOWN):
+        self.talk, self.save = talk, save
+        self.asked, self.saves = [], []
+
+    async def answer(self, request):
+        is_save = any(each["function"]["name"] == "save_memory" for each in request.tools)
+        (self.saves if is_save else self.asked).append(request)
+        reply = self.save if is_save else self.talk
+        reply = reply(request) if callable(reply) else reply
+        reply = await reply if asyncio.iscoroutine(reply) else reply
+        if isinstance(reply, ToolCallRequest):
+            return LLMResponse(None, [reply], "tool_calls")
+        if request.on_delta and isinstance(reply, LLMResponse) and reply.finish_reason == "error":
+            await request.show(*(reply.content or "").split())
+        return LLMResponse(reply) if isinstance(reply, str) else reply
 
 
 class Desk(Channel):

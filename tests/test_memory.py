@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from channels import InboundMessage
-from chats import Chats, Gate, waiting_tool
+from chats import DOWN, Chats, Gate, Model, waiting_tool
 from memory import Governed, Inbox, MemoryRepository, MemoryStore, Session, SessionBusy, SessionManager
 from memory import SkillsLoader, TokenCounter, estimate
 from nanobot import AgentLoop, Config, JobRunner
@@ -75,31 +75,9 @@ def saving(entry: str, update: str = "- A fact", summary: str | None = None, **m
     return call("save_memory", history_entry=entry, memory_update=update, **more)
 
 
-DOWN = LLMResponse(finish_reason="error", error="the endpoint is down")
 CUT = LLMResponse("x", finish_reason="length")
 USELESS = LLMResponse("I would rather not.")
 HOUR = "[2026-04-03 00:02] "
-
-
-class Model(LLMProvider):
-    """Answers by `talk(request)`, saves by `save(request)`: a reply or a function that gives one, which
-    may be a coroutine. Keeps what it was asked."""
-
-    model = "test"
-
-    def __init__(self, talk="Fine.", save=DOWN):
-        self.talk, self.save = talk, save
-        self.asked, self.saves = [], []
-
-    async def answer(self, request):
-        is_save = any(each["function"]["name"] == "save_memory" for each in request.tools)
-        (self.saves if is_save else self.asked).append(request)
-        reply = self.save if is_save else self.talk
-        reply = reply(request) if callable(reply) else reply
-        reply = await reply if asyncio.iscoroutine(reply) else reply
-        if request.on_delta and isinstance(reply, LLMResponse) and reply.finish_reason == "error":
-            await request.show(*(reply.content or "").split())
-        return LLMResponse(reply) if isinstance(reply, str) else reply
 
 
 def make_loop(workspace: Path, model: LLMProvider, *tools: Tool, **defaults: object) -> AgentLoop:
@@ -742,10 +720,14 @@ def test_a_gateway_that_ends_writes_no_end_and_its_turn_goes_on_at_the_next_star
         await gate.reached.wait()
         await chats.say("<r>")
 
+    async def both(chats):
+        await chats.answered(2)
+        await chats.at_rest()
+
     serve(tmp_path, Model(lambda request: gate.wait()), work)
     assert loaded(tmp_path, CHAT).is_open
     model = Model(lambda request: " ".join(tokens_in(said(request.messages))))
-    chats = serve(tmp_path, model, lambda chats: chats.answered(2))
+    chats = serve(tmp_path, model, both)
     assert chats.finals() == ["<q>", "<q> <r>"] and not loaded(tmp_path, CHAT).undelivered
     assert not chats.loop.sessions.inbox(CHAT).path.exists()
     assert chat(tmp_path, model) == [] and len(model.asked) == 2
