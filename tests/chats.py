@@ -1,7 +1,8 @@
-"""What tests of chats share: a model, a channel, a loop that serves it, and a gate that holds up a model or a tool."""
+"""What tests of chats share: a model, a channel, a loop that serves it, a gate that holds up a tool."""
 
 import asyncio
 import itertools
+import selectors
 import time
 
 import pytest
@@ -104,6 +105,33 @@ class Chats:
     def texts(self, chat: str = "1") -> list[str]:
         """What the journal of a chat holds."""
         return [line.get("content") for line in self.session(chat).messages]
+
+
+class HurriedSelector(selectors.DefaultSelector):
+    def select(self, timeout=None):
+        return super().select(timeout and timeout / 100)
+
+
+class HurriedLoop(asyncio.SelectorEventLoop):
+    """A hundred of its seconds pass in one: nobody waits for a pause of a second."""
+
+    def __init__(self):
+        super().__init__(HurriedSelector())
+
+    def time(self):
+        return super().time() * 100
+
+
+def serve_chats(loop: AgentLoop, work, in_hurry: bool = False) -> Chats:
+    """Runs `work(chats)` while the bus is served, and ends as a gateway ends."""
+
+    async def whole() -> Chats:
+        async with Chats(loop) as chats:
+            await work(chats)
+            return chats
+
+    with asyncio.Runner(loop_factory=HurriedLoop if in_hurry else None) as runner:
+        return runner.run(whole())
 
 
 class Gate:

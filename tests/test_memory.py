@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from channels import InboundMessage
-from chats import DOWN, Chats, Gate, Model, waiting_tool
+from chats import DOWN, Chats, Gate, Model, serve_chats, waiting_tool
 from memory import Governed, Inbox, MemoryRepository, MemoryStore, Session, SessionBusy, SessionManager
 from memory import SkillsLoader, TokenCounter, estimate
 from nanobot import AgentLoop, Config, JobRunner
@@ -146,13 +146,7 @@ def another_program(code: str, *arguments: object) -> subprocess.Popen:
 
 def serve(workspace: Path, model: LLMProvider, work, *tools: Tool, **defaults: object) -> Chats:
     """Runs `work(chats)` while the bus is served, and ends as a gateway ends."""
-
-    async def whole() -> Chats:
-        async with Chats(make_loop(workspace, model, *tools, **defaults)) as chats:
-            await work(chats)
-            return chats
-
-    return asyncio.run(whole())
+    return serve_chats(make_loop(workspace, model, *tools, **defaults), work)
 
 
 def chat(workspace: Path, model: LLMProvider, *texts: str) -> list[str]:
