@@ -329,6 +329,7 @@ def test_a_note_to_the_model_stands_last_in_the_next_request_and_nowhere_else(ca
     result, provider = run([*replies, call("look", n=1), "done"], [look])
     asked, *later = provider.requests[len(replies) :]
     assert asked.messages[-1]["role"] == "user" and note in asked.messages[-1]["content"]
+    assert bool(asked.tools) is (case not in ("two blanks", "the same call"))
     assert note not in str(result.messages)
     assert not asked.tools or note not in str(later[0].messages)
 
@@ -1196,6 +1197,15 @@ def test_whatever_happened_in_a_turn_it_can_be_played_again(tmp_path, capsys, na
     out, err = capsys.readouterr()
     assert out == seen
     assert "not the recorded one" not in err
+
+
+def test_a_replay_leaves_nothing_out_however_long_the_recorded_request_is(tmp_path, capsys):
+    provider = ScriptedProvider(["hello"])
+    provider.trace = Trace(tmp_path / "t.jsonl")
+    messages = [question("abc " * 75_000), {"role": "assistant", "content": "ok"}, question("now")]
+    asyncio.run(provider.chat(messages))
+    assert nanobot.main(["replay", str(tmp_path / "t.jsonl")]) == 0
+    assert capsys.readouterr() == ("hello\n", "")
 
 
 # ---- What the model is told ----
