@@ -19,12 +19,13 @@ from pathlib import Path
 
 import pytest
 
-from channels import Channel, InboundMessage, MessageBus
+from channels import InboundMessage
+from chats import DOWN, Chats, Gate, Model, serve_chats, waiting_tool
 from memory import Governed, Inbox, MemoryRepository, MemoryStore, Session, SessionBusy, SessionManager
 from memory import SkillsLoader, TokenCounter, estimate
 from nanobot import AgentLoop, Config, JobRunner
 from providers import LLMProvider, LLMResponse, ToolCallRequest, legal
-from tools import FILE_TOOLS, Tool, ToolRegistry, tool
+from tools import FILE_TOOLS, Tool, ToolRegistry
 
 ROOT = Path(__file__).parent.parent
 DATA = Path(__file__).parent / "data"
@@ -74,31 +75,9 @@ def saving(entry: str, update: str = "- A fact", summary: str | None = None, **m
     return call("save_memory", history_entry=entry, memory_update=update, **more)
 
 
-DOWN = LLMResponse(finish_reason="error", error="the endpoint is down")
 CUT = LLMResponse("x", finish_reason="length")
 USELESS = LLMResponse("I would rather not.")
 HOUR = "[2026-04-03 00:02] "
-
-
-class Model(LLMProvider):
-    """Answers by `talk(request)`, saves by `save(request)`: a reply or a function that gives one, which
-    may be a coroutine. Keeps what it was asked."""
-
-    model = "test"
-
-    def __init__(self, talk="Fine.", save=DOWN):
-        self.talk, self.save = talk, save
-        self.asked, self.saves = [], []
-
-    async def answer(self, request):
-        is_save = any(each["function"]["name"] == "save_memory" for each in request.tools)
-        (self.saves if is_save else self.asked).append(request)
-        reply = self.save if is_save else self.talk
-        reply = reply(request) if callable(reply) else reply
-        reply = await reply if asyncio.iscoroutine(reply) else reply
-        if request.on_delta and isinstance(reply, LLMResponse) and reply.finish_reason == "error":
-            await request.show(*(reply.content or "").split())
-        return LLMResponse(reply) if isinstance(reply, str) else reply
 
 
 def make_loop(workspace: Path, model: LLMProvider, *tools: Tool, **defaults: object) -> AgentLoop:
@@ -165,73 +144,9 @@ def another_program(code: str, *arguments: object) -> subprocess.Popen:
 # ---- A gateway with one channel ----
 
 
-class Desk(Channel):
-    name = "desk"
-
-    def __init__(self):
-        self.sent, self.is_shut = [], False
-
-    async def send(self, message):
-        if self.is_shut:
-            raise ConnectionError("shut")
-        self.sent.append(message)
-
-
-IDS = itertools.count(1)
-
-
-class Chats:
-    """A loop that serves a bus with one channel, inside its `async with`."""
-
-    def __init__(self, workspace: Path, model: LLMProvider, *tools: Tool, **defaults: object):
-        self.loop = make_loop(workspace, model, *tools, **defaults)
-        self.model, self.desk = model, Desk()
-
-    async def __aenter__(self):
-        self.bus = MessageBus()
-        self.bus.open(self.desk)
-        self.serving = asyncio.create_task(self.loop.run(self.bus))
-        return self
-
-    async def __aexit__(self, *_):
-        self.serving.cancel()
-        await asyncio.wait([self.serving])
-        await self.bus.close(1.0)
-        await self.loop.close(5.0)
-
-    async def say(self, text: str, chat: str = "1", id_: str = "") -> None:
-        id_ = id_ or f"m{next(IDS)}"
-        await self.bus.publish(InboundMessage("desk", "7", chat, text, message_id=id_))
-
-    def finals(self, chat: str = "1") -> list[str]:
-        return [event.content for event in self.desk.sent if event.kind == "final" and event.chat_id == chat]
-
-    async def until(self, condition) -> None:
-        for _ in range(20_000):
-            if condition():
-                return
-            await asyncio.sleep(0.001)
-        pytest.fail(f"sent: {[event.content for event in self.desk.sent][-5:]}")
-
-    async def answered(self, count: int, chat: str = "1") -> None:
-        await self.until(lambda: len(self.finals(chat)) >= count)
-
-    async def at_rest(self, chat: str = "1") -> None:
-        """Nothing waits, and all that was sent is noted."""
-        session = self.loop.sessions.get(f"desk:{chat}")
-        await self.until(lambda: not session.undelivered and not self.loop.turns.tasks)
-        await self.loop.background.settled()
-
-
 def serve(workspace: Path, model: LLMProvider, work, *tools: Tool, **defaults: object) -> Chats:
     """Runs `work(chats)` while the bus is served, and ends as a gateway ends."""
-
-    async def whole() -> Chats:
-        async with Chats(workspace, model, *tools, **defaults) as chats:
-            await work(chats)
-            return chats
-
-    return asyncio.run(whole())
+    return serve_chats(make_loop(workspace, model, *tools, **defaults), work)
 
 
 def chat(workspace: Path, model: LLMProvider, *texts: str) -> list[str]:
@@ -245,26 +160,6 @@ def chat(workspace: Path, model: LLMProvider, *texts: str) -> list[str]:
         await chats.at_rest()
 
     return serve(workspace, model, work).finals()
-
-
-class Gate:
-    """A place in a script or a tool: the test learns that it was reached, and lets it go on."""
-
-    def __init__(self):
-        self.reached, self.open = asyncio.Event(), asyncio.Event()
-
-    async def wait(self, reply: object = "done") -> object:
-        self.reached.set()
-        await self.open.wait()
-        return reply
-
-
-def waiting_tool(gate: Gate) -> Tool:
-    async def slow() -> str:
-        """Slow."""
-        return await gate.wait()
-
-    return tool(slow)
 
 
 # ---- The journal on disk ----
@@ -819,10 +714,14 @@ def test_a_gateway_that_ends_writes_no_end_and_its_turn_goes_on_at_the_next_star
         await gate.reached.wait()
         await chats.say("<r>")
 
+    async def both(chats):
+        await chats.answered(2)
+        await chats.at_rest()
+
     serve(tmp_path, Model(lambda request: gate.wait()), work)
     assert loaded(tmp_path, CHAT).is_open
     model = Model(lambda request: " ".join(tokens_in(said(request.messages))))
-    chats = serve(tmp_path, model, lambda chats: chats.answered(2))
+    chats = serve(tmp_path, model, both)
     assert chats.finals() == ["<q>", "<q> <r>"] and not loaded(tmp_path, CHAT).undelivered
     assert not chats.loop.sessions.inbox(CHAT).path.exists()
     assert chat(tmp_path, model) == [] and len(model.asked) == 2
