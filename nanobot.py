@@ -41,6 +41,7 @@ import threading
 import time
 import traceback
 import uuid
+import zoneinfo
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from collections.abc import Mapping
@@ -51,7 +52,6 @@ from functools import cache, partial, partialmethod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
-from weakref import WeakValueDictionary
 
 from channels import (
     CLI, NOBODY_TO_ASK, BackgroundLoop, Channel, CronError, CronJob, CronService,
@@ -99,7 +99,7 @@ class AgentRunSpec:
     counter: TokenCounter = field(default_factory=TokenCounter)  # measures a message once
     append: Callable[..., None] = lambda *messages: None  # is given new messages as they appear
     arrivals: Callable[[], list[dict]] = list  # what the user said meanwhile; journalled already
-    make_room: MakeRoom | None = None  # called before each request
+    make_room: Callable[[list[dict]], Awaitable[list[dict]]] | None = None  # before each request
     keeps_half: bool = True  # of a stopped answer: did the user see its pieces?
 
 
@@ -119,52 +119,6 @@ class AgentRunResult:
     context_tokens: int = 0  # of the last request
 
 
-@dataclass
-class AgentHookContext:
-    """The live record of a run. What a hook changes in it takes effect at once."""
-
-    messages: list[dict]
-    iteration: int = 0  # requests to the model so far
-    response: LLMResponse = field(default_factory=LLMResponse)
-    usage: dict = field(default_factory=lambda: dict(NO_USAGE))
-
-    @property
-    def tool_calls(self) -> list[ToolCallRequest]:
-        return self.response.tool_calls
-
-
-class AgentHook:
-    """Looks on while a run goes on, and may have a say. Override what you need."""
-
-    wants_streaming = False
-
-    async def before_iteration(self, context: AgentHookContext) -> None: ...
-
-    async def on_stream(self, delta: str) -> None: ...
-
-    async def on_stream_end(self, resuming: bool) -> None:
-        """The answer has ended; `resuming` if another request follows. The parameter is optional."""
-
-    async def on_retry(self, why: str) -> None: ...
-
-    async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
-        """Set `call.denied = "reason"` to keep a call from running; the model is told why."""
-
-    async def after_tool(
-        self, call: ToolCallRequest, result: ToolResult, seconds: float
-    ) -> None: ...
-
-    async def after_iteration(self, context: AgentHookContext) -> None: ...
-
-    async def finalize_content(self, content: str) -> str:
-        return content
-
-    def __init_subclass__(cls) -> None:
-        own = vars(cls).get("on_stream_end")
-        if own and len(inspect.signature(own).parameters) == 1:
-            cls.on_stream_end = lambda self, resuming: own(self)
-
-
 # ---- The runner: govern, ask, act, again ----
 
 
@@ -175,7 +129,7 @@ class RunState:
     spec: AgentRunSpec
     context: AgentHookContext
     result: AgentRunResult = field(default_factory=lambda: AgentRunResult(stop_reason=""))
-    draft: Draft = field(default_factory=lambda: Draft())  # the answer, while it is not a message
+    draft: Draft = field(default_factory=lambda: Draft())  # an answer that is no message yet
     repetitions: Repetitions = field(default_factory=lambda: Repetitions())
     tools: list[dict] = field(default_factory=list)  # what the model is offered in a request
     has_tools: bool = True  # False: from now on it must answer in words
@@ -231,6 +185,7 @@ class AgentRunner:
         state.result.usage = state.context.usage
         state.result.requests = state.context.iteration
         state.result.model = spec.model or self.provider.get_default_model()
+        state.result.tools_used = list({event["name"]: 1 for event in state.result.tool_events})
         return state.result
 
     def govern(self, state: RunState) -> Governed:
@@ -281,17 +236,15 @@ class AgentRunner:
             on_retry=spec.hook.on_retry,
         )  # fmt: skip
         add_up(state.context.usage, response.usage)
-        counted = 0 if response.usage.get("estimated") else response.usage.get("prompt_tokens")
-        state.result.context_tokens = counted or request.tokens
+        exact = 0 if response.usage.get("estimated") else response.usage.get("prompt_tokens")
+        state.result.context_tokens = exact or request.tokens
         state.context.response = response
         return response
 
     async def _act(self, state: RunState, response: LLMResponse) -> None:
-        """Journal the answer, then run its calls. After a kill between a call and its result the
-        model reads `[interrupted before it finished]` as that result: no call is repeated unasked.
-
-        The messages are, in this order: the answer, a result for each call as they were asked for,
-        what the user said meanwhile."""
+        """Journal the answer, then run its calls. The messages are, in this order: the answer, a
+        result for each call as they were asked for, what the user said meanwhile. A call whose
+        result a kill took reads `[interrupted before it finished]`: nothing is repeated unasked."""
         response.content = state.draft.joined(response.content) or None  # with parts cut before
         state.add(response.to_message())
         state.draft = Draft()
@@ -319,16 +272,14 @@ class AgentRunner:
                 tasks = [group.create_task(self._call(state, call)) for call in batch]
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
-        finally:  # also if the turn is stopped: the finished results stay, in the calls' order
-            whole = [not task.cancelled() and not task.exception() for task in tasks]
-            calls = list(itertools.compress(batch, whole))
-            results = [task.result() for task in itertools.compress(tasks, whole)]
-            state.context.messages += map(tool_message, calls, results)
-        if images := images_message(results):
-            state.add(images)
+        finally:  # also if the turn is stopped: finished results stay, in the order of the calls
+            whole = [task for task in tasks if not task.cancelled() and not task.exception()]
+            state.context.messages += [task.result()[0] for task in whole]
+        if images := list(itertools.chain.from_iterable(task.result()[1] for task in whole)):
+            state.add({"role": "user", "content": images})  # a tool message may not hold them
 
-    async def _call(self, state: RunState, call: ToolCallRequest) -> ToolResult:
-        """Run one call. Its result is journalled at once, while other calls may still run."""
+    async def _call(self, state: RunState, call: ToolCallRequest) -> tuple[dict, list[dict]]:
+        """Run one call; gives its message, which is journalled at once, and its images."""
         began = time.monotonic()
         if problem := reason_not_to_run(call, state.spec.tools):
             result = ToolResult(problem, is_error=True)
@@ -337,18 +288,24 @@ class AgentRunner:
         if result.is_error:
             state.failure = f"{call.name} failed: {result.text}"
         result = state.repetitions.note(call, result)
-        note_call(state.result, call, result)
-        state.spec.append(tool_message(call, result))
+        event = {"name": call.name, "arguments": call.arguments, "is_error": result.is_error}
+        state.result.tool_events.append(event | {"result": result.text})
+        message = {"role": "tool", "tool_call_id": call.id, "name": call.name}
+        message["content"] = result.text
+        state.spec.append(message)
         await state.spec.hook.after_tool(call, result, time.monotonic() - began)
-        return result
+        title = [{"type": "text", "text": result.text}] if result.images else []
+        return message, [*title, *result.images]
 
     async def _conclude(self, state: RunState, response: LLMResponse, outcome: str) -> None:
         """What an answer without calls to run leads to: the end, or another request."""
         match outcome:
             case "cut":
+                state.draft.cuts += 1
+                state.draft.parts.append(response.content or "")
+                if response.has_tool_calls:  # what follows is no continuation of this sentence
+                    state.draft.parts.append("\n\n")
                 state.note = note_after_cut(response)
-                if separator := state.draft.keep(response):
-                    await state.spec.hook.on_stream(separator)
             case "blank":
                 state.draft.blanks += 1
                 if state.draft.blanks == 2:
@@ -359,9 +316,9 @@ class AgentRunner:
                 await self._finish(state, "completed", response.content, cut)
             case "limit":
                 await self._finish(state, "max_iterations", summary_or_limit(state, response))
-            case "withheld" | "silent":  # not journalled: small models repeat their own last words
+            case "empty":  # not journalled: small models repeat their own last words
                 state.result.stop_reason = "empty"
-                why = "the endpoint withheld it" if outcome == "withheld" else NOTHING
+                why = "its endpoint withheld it" if is_withheld(response) else "the model sent none"
                 state.result.final_content = f"There is no answer: {why}. Ask in other words."
             case "failed":
                 state.result.stop_reason = "error"
@@ -396,22 +353,19 @@ class AgentRunner:
 def verdict(state: RunState, response: LLMResponse) -> str:
     """What an answer means; the first line that fits counts:
 
-    limit      it was the last request that is allowed      → the run ends with a summary
+    limit      it was the request after the last step       → the run ends with this summary
     failed     the endpoint gave an error                   → the run ends; what was shown is kept
     cut        its length limit ended it                    → it is asked to go on, three times
     calls      it wants tools                               → they run, and the model is asked again
     answered   there is a text                              → the run ends
-    withheld   a content filter took it                     → the run ends and says so
-    silent     nothing, and it gets no more tools           → the run ends and says so
+    empty      a filter took it, or nothing without tools   → the run ends and says so
     blank      nothing                                      → it is asked again, then without tools
     """
-    reason = response.finish_reason
-    is_withheld = reason in ("content_filter", "refusal")
-    calls_may_be_cut = is_withheld and response.has_tool_calls  # in the middle of an argument
-    is_cut = reason == "length" or calls_may_be_cut
+    calls_may_be_cut = is_withheld(response) and response.has_tool_calls  # inside an argument
+    is_cut = response.finish_reason == "length" or calls_may_be_cut
     if state.is_over_limit:
         return "limit"
-    if reason == "error":
+    if response.finish_reason == "error":
         return "failed"
     if is_cut and state.draft.cuts < 3:
         return "cut"
@@ -419,9 +373,7 @@ def verdict(state: RunState, response: LLMResponse) -> str:
         return "calls"
     if state.draft.joined(response.content).strip():
         return "answered"
-    if is_withheld:
-        return "withheld"
-    return "blank" if state.has_tools else "silent"
+    return "empty" if is_withheld(response) or not state.has_tools else "blank"
 
 
 def batches(calls: list[ToolCallRequest], spec: AgentRunSpec) -> Iterator[list[ToolCallRequest]]:
@@ -457,13 +409,11 @@ class ContextBuilder:
         self.memory_tokens = config.defaults.budget // 4  # a longer MEMORY.md is cut
 
     def request(self, turn: Turn, history: list[dict], images: list[dict]) -> list[dict]:
-        """The messages of a request. Its body is then, `extra_body` aside:
+        """The messages of a request. Images go into the last one, never into the journal.
 
-        {"model": "…", "max_tokens": 8192, "temperature": 0.1, "tools": [{"type": "function", …}, …],
+        {"model": "…", "max_tokens": 8192, "temperature": 0.1, "tools": [{"type": "function", …}],
          "messages": [{"role": "system", "content": "You are nanobot …"}, …, {"role": "user",
-                      "content": "[Runtime Context …]\\n\\nWhat is in a.txt?"}]}
-
-        Images go into its last message, never into the journal.
+                       "content": "[Runtime Context …]\\n\\nWhat is in a.txt?"}]}
         """
         system = {"role": "system", "content": self.system_prompt(turn)}
         if not images:
@@ -480,14 +430,14 @@ class ContextBuilder:
         Last month comes back as facts in MEMORY.md ("Memory"); what no dream has worked into them
         yet as entries of the history ("Recent History"). The rest is for grep, in `memory/`.
         """
-        own = partial(own_text, self.memory.read, turn)
+        own = partial(own_text, turn)
         parts = {"identity": identity(turn, own(turn.workspace / "IDENTITY.md"))}
         for name in self.own_files:
             parts[name] = titled(f"## {name}", own(turn.workspace / name))
-        facts = own(self.memory.facts)
-        parts["Memory"] = titled("# Memory", fitted(facts, self.memory_tokens))
+        parts["Memory"] = titled("# Memory", fitted(own(self.memory.facts), self.memory_tokens))
         parts |= skill_parts(self.skills.load())
-        parts["Recent History"] = titled("# Recent History", "\n".join(self.memory.recent_history()))
+        recent = "\n".join(self.memory.recent_history())
+        parts["Recent History"] = titled("# Recent History", recent)
         return {name: text for name, text in parts.items() if text}
 
     def user_message(self, text: str, turn: Turn, media: Media = ()) -> tuple[dict, list[dict]]:
@@ -495,7 +445,8 @@ class ContextBuilder:
 
         {"role": "user", "content": "[image: cat.png]\\nWhat is it?", "runtime": "[Runtime …"}
 
-        `runtime` (time, channel, chat, folder) is a key of the journal; what is sent begins with it.
+        `runtime` (time, chat, working folder) is a key of the journal; in requests it begins the
+        text: the system prompt stays the same, and a conversation may go on in another folder.
         """
         files = [attachment(Path(path)) for path in media]
         lines = [line for line, _ in files]
@@ -611,9 +562,7 @@ class AgentLoop:
             if is_kept:
                 self.background.start(self._after_turn(session))
 
-    def run_spec(
-        self, history: list[dict], images: list[dict], events: EventHook
-    ) -> AgentRunSpec:
+    def run_spec(self, history: list[dict], images: list[dict], events: EventHook) -> AgentRunSpec:
         """What the runner gets: the journal's projection, the tools, the limits of the settings."""
         limits, hooks = self.config.defaults, self.hooks
         if events.turn.channel == "cron":  # nobody sits there who could be asked
@@ -627,17 +576,11 @@ class AgentLoop:
             keeps_half=events.shows_deltas,
         )  # fmt: skip
 
-    async def _make_room(
-        self, session: Session, events: EventHook, messages: list[dict]
-    ) -> list[dict]:
+    async def _make_room(self, session: Session, events: EventHook, messages: list) -> list:
         """If the request gets too long, old turns go into the memory. Gives what is left of it."""
         tokens = self.counter.total(messages)
         tokens += self.counter.count(lines_of_json(self.tools.get_definitions()))
-        try:
-            count = await self.consolidator.make_room(session, tokens)
-        except OSError as problem:
-            await events.on_retry(f"nothing went into the memory: {problem}")
-            return messages
+        count = await self.consolidator.make_room(session, tokens)
         if count and events.turn.channel == "cli":
             await events.on_retry(moved_note(count))
         return session.without_saved(messages) if count else messages
@@ -648,11 +591,11 @@ class AgentLoop:
             self.notes[session.key] = moved_note(count)
 
     async def run(self, bus: MessageBus) -> None:
-        """Serve a bus until cancelled. A message goes this way; a kill repeats at most one step:
+        """Serve a bus until cancelled. A kill loses no message on its way:
 
-        channel → inbox, on disk → acknowledged → one turn at a time per chat, 8 in all → journal,
-        out of the inbox → the model; or it comes during a turn and enters behind the next results.
-        Answer, journalled → the outbox of the chat → sent → `delivered` is marked.
+        channel → inbox, on disk → acknowledged → a slot (8 turns at once) and the session's lock
+        → journal, out of the inbox → the model. During a turn it enters behind the next results.
+        The answer: journal → outbox of its chat → sent → the mark `delivered`
         """
         service = BusService(self, bus)
         try:
@@ -728,12 +671,12 @@ class RunningTurns:
         self.sessions = sessions
         self.tasks: dict[str, asyncio.Task] = {}  # by session
         self.chats: dict[str, str] = {}  # by session of a job: the chat that it runs for
-        self.locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self.locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     @contextlib.asynccontextmanager
     async def hold(self, session_key: str) -> AsyncIterator[Session]:
         """The session for one turn, which `stop` can end. Raises SessionBusy."""
-        async with self.locks.setdefault(session_key, asyncio.Lock()):
+        async with self.locks[session_key]:
             with self.sessions.lock(session_key):
                 self.tasks[session_key] = asyncio.current_task()
                 try:
@@ -770,12 +713,12 @@ class Background:
             await end_all(list(self.tasks))
 
 
-async def logged(work: Coroutine) -> Any:
-    """For work that nobody awaits: its failure is a line of the log."""
+async def logged(work: Coroutine, failed: str = "in the background") -> Any:
+    """Its failure is a line of the log and ends nothing else."""
     try:
         return await work
     except Exception as problem:
-        log.warning("in the background: %s", problem, exc_info=log.isEnabledFor(logging.INFO))
+        log.warning("%s: %s", failed, problem, exc_info=log.isEnabledFor(logging.INFO))  # --logs
         return None
 
 
@@ -795,13 +738,9 @@ async def end_all(tasks: list[asyncio.Task], seconds: float | None = None) -> No
 
 Emit = Callable[[OutboundMessage], Awaitable[None]]
 Media = Iterable[Path]  # files that came with a message
-MakeRoom = Callable[[list[dict]], Awaitable[list[dict]]]
-NO_USAGE = {
-    "prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0, "cached_tokens": 0,
-    "estimated": False,
-}  # fmt: skip
+COUNTS = ("prompt_tokens", "completion_tokens", "total_tokens", "cached_tokens")
+NO_USAGE = dict.fromkeys(COUNTS, 0) | {"estimated": False}
 TOO_LONG = "too long for the model: asking again without the oldest turns"  # a 400, a 413
-NOTHING = "the model sent nothing of use"
 LIMIT_REACHED = "the limit of steps (maxToolIterations) is reached; ask it to go on"
 CUT_AGAIN = "cut: the answer reached its length limit again and again"
 NOT_ANSWERED = ("error", "tool_error", "empty")  # stop reasons of a run without an answer
@@ -809,7 +748,7 @@ NOT_ANSWERED = ("error", "tool_error", "empty")  # stop reasons of a run without
 
 @dataclass
 class Draft:
-    """An answer that is no message yet: it streams, and its length limit may cut it into parts."""
+    """It streams, and its length limit may cut it: "a long ans", "wer" → "a long answer"."""
 
     parts: list[str] = field(default_factory=list)
     streamed: str = ""  # what the user was shown of the part that comes
@@ -818,14 +757,6 @@ class Draft:
 
     def joined(self, rest: str | None) -> str:
         return "".join([*self.parts, rest or ""])
-
-    def keep(self, part: LLMResponse) -> str:
-        """Gives what stands behind this part: after calls the model begins a new sentence."""
-        separator = "\n\n" if part.content and part.has_tool_calls else ""
-        self.parts += [part.content or "", separator]
-        self.streamed = ""
-        self.cuts += 1
-        return separator
 
 
 class Repetitions:
@@ -880,27 +811,6 @@ def is_read_only(call: ToolCallRequest, tools: ToolRegistry) -> bool:
     return known is not None and known.read_only
 
 
-def tool_message(call: ToolCallRequest, result: ToolResult) -> dict:
-    about = {"role": "tool", "tool_call_id": call.id, "name": call.name}
-    return {**about, "content": result.text}
-
-
-def images_message(results: list[ToolResult]) -> dict | None:
-    """Images follow the results in a user message: a tool message may not hold them."""
-    with_images = [result for result in results if result.images]
-    names = "\n".join(result.text for result in with_images)
-    images = itertools.chain.from_iterable(result.images for result in with_images)
-    content = [{"type": "text", "text": names}, *images]
-    return {"role": "user", "content": content} if with_images else None
-
-
-def note_call(result: AgentRunResult, call: ToolCallRequest, outcome: ToolResult) -> None:
-    if call.name not in result.tools_used:
-        result.tools_used.append(call.name)
-    event = {"name": call.name, "arguments": call.arguments}
-    result.tool_events.append(event | {"is_error": outcome.is_error, "result": outcome.text})
-
-
 def summary_or_limit(state: RunState, response: LLMResponse) -> str:
     """The model's summary at the end of its steps; without one the limit, and why there is none."""
     if response.finish_reason != "error" and response.content:
@@ -910,26 +820,25 @@ def summary_or_limit(state: RunState, response: LLMResponse) -> str:
 
 
 def note_after_cut(response: LLMResponse) -> str:
-    """What the model is told after an answer that its length limit cut."""
     if response.tool_calls:
         return template("cut_calls")
     has_words = bool((response.content or "").strip())
     return template("cut_answer") if has_words else template("cut_thinking")
 
 
+def is_withheld(response: LLMResponse) -> bool:
+    return response.finish_reason in ("content_filter", "refusal")
+
+
 # ---- Prompts are files ----
 # Without the fence around them a planted link (SOUL.md → ~/.ssh/id_rsa) would carry keys into
 # every request.
 
-MAX_PROMPT_FILE = 100_000  # bytes
-# first texts of the workspace's files, of this version and older ones, until somebody fills them:
+# the first texts of files, of this version and older ones, until somebody fills them:
 # small models take "Who the user is goes here" for what it says about the user
 PLACEHOLDERS = (
-    "Who the user is goes here: name, time zone, language, work, likes.",
-    "Notes on this machine's tools go here: hosts, accounts, paths, quirks.",
-    "Instructions of the user for the agent go here: "
-    "rules of a project, preferences for tools, things never to do.",
-    "# Long-term memory\n\nLasting facts, one a line.",
+    r"(Who the user is goes|Notes on this machine's tools go|Instructions of the user for the "
+    r"agent go) here: .*|# Long-term memory\n\nLasting facts, one a line\."
 )
 
 
@@ -955,7 +864,7 @@ def prepare_workspace(workspace: Path) -> Path:
 
 
 def identity(turn: Turn, who: str) -> str:
-    """The first part of the system prompt. `who`, from IDENTITY.md, replaces its first paragraph."""
+    """The first part of the system prompt; `who` (IDENTITY.md) replaces its first paragraph."""
     style = template("format_cli") if turn.channel == "cli" else template("format_chat")
     platform = f"{sys.platform}, Python {sys.version_info.major}.{sys.version_info.minor}"
     places = {"cwd": turn.cwd, "workspace": turn.workspace}
@@ -968,26 +877,24 @@ def read_own(turn: Turn, path: Path) -> bytes:
     """A file that goes into a request. It may be a link, but not to keys or over the fence. Raises
     OSError; ValueError if it may not be read."""
     path.stat()  # FileNotFoundError
-    most = 10_000_000 if path.name == "MEMORY.md" else MAX_PROMPT_FILE  # a part of it is sent
+    most = 10_000_000 if path.name == "MEMORY.md" else 100_000  # a part of it is sent
     try:
         return read_bytes(turn.path(str(path)), most)
     except ToolError as problem:
         raise ValueError(str(problem)) from None
 
 
-def own_text(read: Callable[[Path], bytes], turn: Turn, path: Path) -> str:
+def own_text(turn: Turn, path: Path) -> str:
     """A file of the workspace as a part of the prompt, without the kit's placeholders."""
     try:
-        text = plain_text(read(path))
+        text = plain_text(read_own(turn, path))
     except FileNotFoundError:
         return ""
     except (OSError, ValueError) as problem:
         log.warning("%s is left out of the prompt: %s", path.name, problem)
         return ""
     turn.note_read(path.resolve())  # the model may change a file that stands in its prompt
-    for placeholder in PLACEHOLDERS:
-        text = text.replace(placeholder, "")
-    return text.strip()
+    return re.sub(PLACEHOLDERS, "", text).strip()
 
 
 def titled(title: str, text: str) -> str:
@@ -999,17 +906,15 @@ def skill_parts(skills: list[Skill]) -> dict[str, str]:
     sound = [skill for skill in skills if not skill.problem]
     always = [skill for skill in sound if skill.always and not skill.missing]
     active = [titled(f"## {skill.name}", skill.text) for skill in always]
-    listed = [line_of_skill(skill) for skill in sound if skill not in always]
+    listed = []
+    for skill in sound:
+        if skill not in always:
+            needs = f" [unavailable: needs {', '.join(skill.missing)}]" if skill.missing else ""
+            listed.append(f"- {skill.name}: {skill.description} ({skill.path}){needs}")
     return {
         "Active Skills": titled("# Active Skills", "\n\n".join(active)),
         "Skills": listed and template("skills", skills="\n".join(listed)),
     }
-
-
-def line_of_skill(skill: Skill) -> str:
-    """`- weather: Use when … (/skills/weather/SKILL.md) [unavailable: needs program curl]`"""
-    needs = f" [unavailable: needs {', '.join(skill.missing)}]" if skill.missing else ""
-    return f"- {skill.name}: {skill.description} ({skill.path}){needs}"
 
 
 def attachment(path: Path) -> tuple[str, dict | None]:
@@ -1024,12 +929,8 @@ def attachment(path: Path) -> tuple[str, dict | None]:
 
 def time_zone(name: str) -> Any:
     """A zone like `Europe/Berlin`, or None for the machine's own."""
-    if not name:
-        return None
-    import zoneinfo
-
     try:
-        return zoneinfo.ZoneInfo(name)
+        return zoneinfo.ZoneInfo(name) if name else None
     except (KeyError, ValueError, OSError):
         raise ConfigError(f"agents.defaults.timezone: there is no zone {name!r}.") from None
 
@@ -1038,9 +939,51 @@ def now_in(config: Config, zone: Any) -> datetime:
     return config.now().astimezone(zone)
 
 
-# ---- Hooks that come with it ----
+# ---- Hooks ----
 # Without CompositeHook a mistake in somebody's logging would end the user's turn; without
 # ApprovalHook the first wrong `rm` is also the last.
+
+
+@dataclass
+class AgentHookContext:
+    """The live record of a run. What a hook changes in it takes effect at once."""
+
+    messages: list[dict]
+    iteration: int = 0  # requests to the model so far
+    response: LLMResponse = field(default_factory=LLMResponse)
+    usage: dict = field(default_factory=lambda: dict(NO_USAGE))
+
+    @property
+    def tool_calls(self) -> list[ToolCallRequest]:
+        return self.response.tool_calls
+
+
+class AgentHook:
+    """Looks on while a run goes on, and may have a say. Override what you need."""
+
+    wants_streaming = False
+
+    async def before_iteration(self, context: AgentHookContext) -> None: ...
+    async def on_stream(self, delta: str) -> None: ...
+    async def on_retry(self, why: str) -> None: ...
+    async def after_iteration(self, context: AgentHookContext) -> None: ...
+
+    async def on_stream_end(self, resuming: bool) -> None:
+        """An answer has ended; `resuming`, which may be left out: another request follows."""
+
+    async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
+        """Set `call.denied = "reason"` to keep a call from running; the model is told why."""
+
+    async def after_tool(self, call: ToolCallRequest, result: ToolResult, seconds: float) -> None:
+        """Called as soon as a call has ended, while others may still run."""
+
+    async def finalize_content(self, content: str) -> str:
+        return content
+
+    def __init_subclass__(cls) -> None:
+        own = vars(cls).get("on_stream_end")
+        if inspect.isfunction(own) and len(inspect.signature(own).parameters) == 1:
+            cls.on_stream_end = lambda self, resuming: own(self)
 
 
 class CompositeHook(AgentHook):
@@ -1050,34 +993,29 @@ class CompositeHook(AgentHook):
         self.hooks = list(hooks)
         self.wants_streaming = any(hook.wants_streaming for hook in self.hooks)
 
-    async def _tell_all(self, event: str, *details: Any) -> None:
+    async def _tell(self, hook: AgentHook, event: str, *details: Any, **named: Any) -> Any:
+        async def call() -> Any:
+            return await getattr(hook, event)(*details, **named)
+
+        return await logged(call(), f"{type(hook).__name__}.{event} failed")
+
+    async def _tell_all(self, event: str, *details: Any, **named: Any) -> None:
         for hook in self.hooks:
-            await self._tell(hook, event, *details)
+            await self._tell(hook, event, *details, **named)
 
     before_iteration = partialmethod(_tell_all, "before_iteration")
     on_stream = partialmethod(_tell_all, "on_stream")
+    on_stream_end = partialmethod(_tell_all, "on_stream_end")
     on_retry = partialmethod(_tell_all, "on_retry")
     before_execute_tools = partialmethod(_tell_all, "before_execute_tools")
     after_tool = partialmethod(_tell_all, "after_tool")
     after_iteration = partialmethod(_tell_all, "after_iteration")
-
-    async def on_stream_end(self, resuming: bool) -> None:
-        await self._tell_all("on_stream_end", resuming)
 
     async def finalize_content(self, content: str) -> str:
         for hook in self.hooks:
             changed = await self._tell(hook, "finalize_content", content)
             content = content if changed is None else changed
         return content
-
-    async def _tell(self, hook: AgentHook, event: str, *details: Any) -> Any:
-        try:
-            return await getattr(hook, event)(*details)
-        except Exception as problem:  # a hook is a guest: it must not end the turn
-            with_traceback = log.isEnabledFor(logging.INFO)  # --logs
-            hook_name = type(hook).__name__
-            log.warning("%s.%s failed: %s", hook_name, event, problem, exc_info=with_traceback)
-            return None
 
 
 class LoggingHook(AgentHook):
@@ -1161,11 +1099,8 @@ class EventHook(AgentHook):
     async def before_iteration(self, context: AgentHookContext) -> None:
         self.context = context
 
-    async def on_stream(self, delta: str) -> None:
-        await self.send("delta", delta)
-
-    async def on_retry(self, why: str) -> None:
-        await self.send("retry", why)
+    on_stream = partialmethod(send, "delta")
+    on_retry = partialmethod(send, "retry")
 
     async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
         if text := self.context.response.content:
@@ -1194,8 +1129,7 @@ class WaitingHook(AgentHook):
     async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
         self.waiting.begin(", ".join(tool_hint(call) for call in tool_calls))
 
-    async def after_iteration(self, context: AgentHookContext) -> None:
-        self.waiting.end()
+    after_iteration = on_stream
 
 
 def tool_hint(call: ToolCallRequest) -> str:
