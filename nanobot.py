@@ -122,38 +122,6 @@ class AgentRunResult:
 # ---- The runner: govern, ask, act, again ----
 
 
-@dataclass
-class RunState:
-    """The runner's scratch paper for one run."""
-
-    spec: AgentRunSpec
-    context: AgentHookContext
-    result: AgentRunResult = field(default_factory=lambda: AgentRunResult(stop_reason=""))
-    draft: Draft = field(default_factory=lambda: Draft())  # an answer that is no message yet
-    repetitions: Repetitions = field(default_factory=lambda: Repetitions())
-    tools: list[dict] = field(default_factory=list)  # what the model is offered in a request
-    has_tools: bool = True  # False: from now on it must answer in words
-    note: str = ""  # to the model, for the next request only
-    failure: str = ""  # of the last call that failed in this step
-    room: float = math.inf  # tokens of a request; less after one that was too long for the model
-    is_told: bool = False  # does the user know that something is left out?
-
-    @property
-    def is_over_limit(self) -> bool:
-        """All steps are used up: this request, number 41 of 40, asks for a summary."""
-        return self.context.iteration > self.spec.max_iterations
-
-    def add(self, *messages: dict) -> None:
-        """New messages: the model gets them with the next request, the journal gets them now."""
-        self.context.messages += messages
-        self.spec.append(*messages)
-
-    async def show(self, piece: str) -> None:
-        """A piece of the answer that streams."""
-        self.draft.streamed += piece
-        await self.spec.hook.on_stream(piece)
-
-
 class AgentRunner:
     """The engine. It knows no channel, no session and no file: whatever asks a model can use it."""
 
@@ -181,19 +149,17 @@ class AgentRunner:
             if spec.keeps_half:
                 self._keep_half_answer(state, "it was stopped")
             raise
-        state.result.messages = state.context.messages
-        state.result.usage = state.context.usage
-        state.result.requests = state.context.iteration
-        state.result.model = spec.model or self.provider.get_default_model()
-        state.result.tools_used = list({event["name"]: 1 for event in state.result.tool_events})
-        return state.result
+        context, names = state.context, [event["name"] for event in state.result.tool_events]
+        return replace(
+            state.result, messages=context.messages, tools_used=list(dict.fromkeys(names)),
+            usage=context.usage, requests=context.iteration,
+            model=spec.model or self.provider.get_default_model(),
+        )  # fmt: skip
 
     def govern(self, state: RunState) -> Governed:
-        """A copy of the messages that fits, and at its end a note that only this request has.
-
-        The window must hold tools and answer too, with 1,024 tokens to spare. If it cannot:
-        [system, old question, old answer, question] → [system, question].
-        """
+        """A copy of the messages that fits, and at its end a note that only this request has. The
+        window must hold tools and answer too, with 1,024 tokens to spare. If it cannot:
+        [system, old question, old answer, question] → [system, question]."""
         spec = state.spec
         may_call = state.has_tools and not state.is_over_limit
         state.tools = spec.tools.get_definitions() if may_call else []
@@ -255,7 +221,7 @@ class AgentRunner:
             await self._run_batch(state, batch)
             if state.failure and state.spec.fail_on_tool_error:
                 break
-        goes_in_circles = state.repetitions.end_step() >= 5
+        goes_in_circles = state.end_step() >= 5
         if state.failure and (goes_in_circles or state.spec.fail_on_tool_error):
             state.result.error = state.failure
             await self._finish(state, "tool_error", f"I had to stop: {state.failure}")
@@ -287,7 +253,7 @@ class AgentRunner:
             result = await state.spec.tools.execute(call.name, call.arguments, state.spec.turn)
         if result.is_error:
             state.failure = f"{call.name} failed: {result.text}"
-        result = state.repetitions.note(call, result)
+        result = state.count(call, result)
         event = {"name": call.name, "arguments": call.arguments, "is_error": result.is_error}
         state.result.tool_events.append(event | {"result": result.text})
         message = {"role": "tool", "tool_call_id": call.id, "name": call.name}
@@ -305,7 +271,10 @@ class AgentRunner:
                 state.draft.parts.append(response.content or "")
                 if response.has_tool_calls:  # what follows is no continuation of this sentence
                     state.draft.parts.append("\n\n")
-                state.note = note_after_cut(response)
+                    if state.spec.hook.wants_streaming:
+                        await state.spec.hook.on_stream("\n\n")
+                kind = "cut_answer" if (response.content or "").strip() else "cut_thinking"
+                state.note = template("cut_calls" if response.has_tool_calls else kind)
             case "blank":
                 state.draft.blanks += 1
                 if state.draft.blanks == 2:
@@ -315,10 +284,14 @@ class AgentRunner:
                 cut = CUT_AGAIN if response.finish_reason == "length" else ""
                 await self._finish(state, "completed", response.content, cut)
             case "limit":
-                await self._finish(state, "max_iterations", summary_or_limit(state, response))
+                summary = "" if response.finish_reason == "error" else response.content
+                limit = f"I stopped at the limit of {counted(state.spec.max_iterations, 'step')}."
+                cause = f" {response.error}" if response.error else ""
+                await self._finish(state, "max_iterations", summary or limit + cause)
             case "empty":  # not journalled: small models repeat their own last words
                 state.result.stop_reason = "empty"
-                why = "its endpoint withheld it" if is_withheld(response) else "the model sent none"
+                is_withheld = response.finish_reason in WITHHELD
+                why = "the endpoint withheld it" if is_withheld else NOTHING
                 state.result.final_content = f"There is no answer: {why}. Ask in other words."
             case "failed":
                 state.result.stop_reason = "error"
@@ -361,8 +334,9 @@ def verdict(state: RunState, response: LLMResponse) -> str:
     empty      a filter took it, or nothing without tools   → the run ends and says so
     blank      nothing                                      → it is asked again, then without tools
     """
-    calls_may_be_cut = is_withheld(response) and response.has_tool_calls  # inside an argument
-    is_cut = response.finish_reason == "length" or calls_may_be_cut
+    is_withheld = response.finish_reason in WITHHELD
+    # a filter, too, may cut a call in the middle of an argument
+    is_cut = response.finish_reason == "length" or (is_withheld and response.has_tool_calls)
     if state.is_over_limit:
         return "limit"
     if response.finish_reason == "error":
@@ -373,7 +347,7 @@ def verdict(state: RunState, response: LLMResponse) -> str:
         return "calls"
     if state.draft.joined(response.content).strip():
         return "answered"
-    return "empty" if is_withheld(response) or not state.has_tools else "blank"
+    return "empty" if is_withheld or not state.has_tools else "blank"
 
 
 def batches(calls: list[ToolCallRequest], spec: AgentRunSpec) -> Iterator[list[ToolCallRequest]]:
@@ -425,11 +399,9 @@ class ContextBuilder:
         return "\n\n---\n\n".join(self.parts(turn).values())
 
     def parts(self, turn: Turn) -> dict[str, str]:
-        """The system prompt by part, in order; parts with nothing in them are left out.
-
-        Last month comes back as facts in MEMORY.md ("Memory"); what no dream has worked into them
-        yet as entries of the history ("Recent History"). The rest is for grep, in `memory/`.
-        """
+        """The system prompt by part, in order, without empty ones. Last month comes back as facts
+        of MEMORY.md (Memory) and, until a dream has worked them into facts, as entries of the
+        history (Recent History). All else is found with grep in `memory/`."""
         own = partial(own_text, turn)
         parts = {"identity": identity(turn, own(turn.workspace / "IDENTITY.md"))}
         for name in self.own_files:
@@ -445,8 +417,7 @@ class ContextBuilder:
 
         {"role": "user", "content": "[image: cat.png]\\nWhat is it?", "runtime": "[Runtime …"}
 
-        `runtime` (time, chat, working folder) is a key of the journal; in requests it begins the
-        text: the system prompt stays the same, and a conversation may go on in another folder.
+        `runtime` (time, chat, working folder) begins the text only in what is sent.
         """
         files = [attachment(Path(path)) for path in media]
         lines = [line for line, _ in files]
@@ -582,13 +553,13 @@ class AgentLoop:
         tokens += self.counter.count(lines_of_json(self.tools.get_definitions()))
         count = await self.consolidator.make_room(session, tokens)
         if count and events.turn.channel == "cli":
-            await events.on_retry(moved_note(count))
+            await events.on_retry(f"{counted(count, 'older message')} went into the memory")
         return session.without_saved(messages) if count else messages
 
     async def _after_turn(self, session: Session) -> None:
         count = await self.consolidator.after_turn(session)
         if count and session.key.startswith("cli:"):
-            self.notes[session.key] = moved_note(count)
+            self.notes[session.key] = f"{counted(count, 'older message')} went into the memory"
 
     async def run(self, bus: MessageBus) -> None:
         """Serve a bus until cancelled. A kill loses no message on its way:
@@ -606,8 +577,13 @@ class AgentLoop:
             await service.end()
 
     def stop(self, session_key: str) -> bool:
-        """End what runs in a session, its subagents too; False if nothing runs."""
-        return self.turns.stop(session_key, self.subagents.of(session_key))
+        """Cancel the turn of a session, its helpers and the jobs that run for it, if there are."""
+        tasks, chats = self.turns.tasks, self.turns.chats
+        running = [tasks[key] for key in tasks if session_key in (key, chats.get(key))]
+        running += self.subagents.of(session_key)
+        for task in running:
+            task.cancel()
+        return bool(running)
 
     async def close(self, seconds: float = 0.0) -> None:
         """Wait up to `seconds` for background memory work, then close MCP servers and provider."""
@@ -617,13 +593,23 @@ class AgentLoop:
 
     def turn(self, session_key: str) -> Turn:
         """The circumstances of a turn: who asks, where it works, what it may touch."""
-        return turn_of(self.config, session_key, self.files_seen[session_key])
+        config = self.config
+        channel, _, chat_id = session_key.partition(":")
+        has_fence = config.tools.restrict_to_workspace or bool(config.tools.exec.sandbox)
+        secret = (config.path.resolve(), path_of(USUAL_SETTINGS))
+        here = config.cwd.resolve()
+        is_too_wide = any(path.is_relative_to(here) for path in (Path.home().resolve(), *secret))
+        return Turn(
+            self.workspace, self.workspace if has_fence and is_too_wide else config.cwd,
+            channel, chat_id, session_key, restrict=has_fence,
+            readable=(DATA / "skills",), secret=secret, seen=self.files_seen[session_key],
+            max_result_chars=config.defaults.max_tool_result_chars,
+        )  # fmt: skip
 
 
 # ======== Second reading: hooks, prompts, commands, settings and the command line ========
 
-# ---- One call for programs ----
-# A notebook has an event loop of its own: `asyncio.run` would fail there.
+# ---- One call for programs, and what runs beside a turn ----
 
 
 def run(text: str, session_key: str = "cli:direct", config: Config | None = None) -> str:
@@ -635,33 +621,6 @@ def run(text: str, session_key: str = "cli:direct", config: Config | None = None
     if result.stop_reason in NOT_ANSWERED:
         raise RuntimeError(result.error or result.final_content)
     return result.final_content
-
-
-# ---- What a turn may touch, and what runs beside it ----
-
-
-def turn_of(config: Config, session_key: str, seen: dict) -> Turn:
-    channel, _, chat_id = session_key.partition(":")
-    has_fence = is_fenced(config)
-    stays_at_home = has_fence and is_too_wide(config)
-    return Turn(
-        config.workspace, config.workspace if stays_at_home else config.cwd,
-        channel, chat_id, session_key, restrict=has_fence, readable=(DATA / "skills",),
-        secret=(config.path.resolve(), path_of(USUAL_SETTINGS)),
-        max_result_chars=config.defaults.max_tool_result_chars, seen=seen,
-    )  # fmt: skip
-
-
-def is_fenced(config: Config) -> bool:
-    """The sandbox of exec implies the fence for the file tools."""
-    return config.tools.restrict_to_workspace or bool(config.tools.exec.sandbox)
-
-
-def is_too_wide(config: Config) -> bool:
-    """Is the current folder one that the fence must not open: HOME, / or one with the settings?"""
-    here = config.cwd.resolve()
-    private = (Path.home().resolve(), config.path.resolve(), path_of(USUAL_SETTINGS))
-    return any(path.is_relative_to(here) for path in private)
 
 
 class RunningTurns:
@@ -683,14 +642,6 @@ class RunningTurns:
                     yield self.sessions.get(session_key)
                 finally:
                     del self.tasks[session_key]
-
-    def stop(self, session_key: str, helpers: list[asyncio.Task]) -> bool:
-        """Cancel the turn of a session, its helpers and the jobs that run for it."""
-        keys = [key for key in self.tasks if session_key in (key, self.chats.get(key))]
-        running = [self.tasks[key] for key in keys] + helpers
-        for task in running:
-            task.cancel()
-        return bool(running)
 
 
 class Background:
@@ -741,9 +692,59 @@ Media = Iterable[Path]  # files that came with a message
 COUNTS = ("prompt_tokens", "completion_tokens", "total_tokens", "cached_tokens")
 NO_USAGE = dict.fromkeys(COUNTS, 0) | {"estimated": False}
 TOO_LONG = "too long for the model: asking again without the oldest turns"  # a 400, a 413
+NOTHING = "the model sent nothing of use"
 LIMIT_REACHED = "the limit of steps (maxToolIterations) is reached; ask it to go on"
 CUT_AGAIN = "cut: the answer reached its length limit again and again"
+WITHHELD = ("content_filter", "refusal")  # finish reasons
 NOT_ANSWERED = ("error", "tool_error", "empty")  # stop reasons of a run without an answer
+
+
+@dataclass
+class RunState:
+    """The runner's scratch paper for one run."""
+
+    spec: AgentRunSpec
+    context: AgentHookContext
+    result: AgentRunResult = field(default_factory=lambda: AgentRunResult(stop_reason=""))
+    draft: Draft = field(default_factory=lambda: Draft())  # an answer that is no message yet
+    tools: list[dict] = field(default_factory=list)  # what the model is offered in a request
+    has_tools: bool = True  # False: from now on it must answer in words
+    note: str = ""  # to the model, for the next request only
+    failure: str = ""  # of the last call that failed in this step
+    calls: dict[str, int] = field(default_factory=dict)  # of this step: see `count`
+    calls_before: dict[str, int] = field(default_factory=dict)  # of the last one
+    room: float = math.inf  # tokens of a request; less after one that was too long for the model
+    is_told: bool = False  # does the user know that something is left out?
+
+    @property
+    def is_over_limit(self) -> bool:
+        """All steps are used up: this request, number 41 of 40, asks for a summary."""
+        return self.context.iteration > self.spec.max_iterations
+
+    def add(self, *messages: dict) -> None:
+        """New messages: the model gets them with the next request, the journal gets them now."""
+        self.context.messages += messages
+        self.spec.append(*messages)
+
+    async def show(self, piece: str) -> None:
+        self.draft.streamed += piece
+        await self.spec.hook.on_stream(piece)
+
+    def count(self, call: ToolCallRequest, result: ToolResult) -> ToolResult:
+        """Count in how many steps, one after another, a call had this outcome; from the third on
+        its result says so. Something new is another outcome, all failures of a call are one."""
+        outcome = None if result.is_error else [result.text, result.images]
+        this_call = lines_of_json([call.name, call.arguments, outcome])
+        times = self.calls[this_call] = self.calls_before.get(this_call, 0) + 1
+        if times < 3:
+            return result
+        warning = template("same_failure" if result.is_error else "same_result", count=times)
+        return replace(result, text=f"{result.text}\n{warning}")
+
+    def end_step(self) -> int:
+        """How many steps in a row had these same calls and outcomes."""
+        self.calls_before, self.calls = self.calls, {}
+        return min(self.calls_before.values(), default=0)
 
 
 @dataclass
@@ -757,34 +758,6 @@ class Draft:
 
     def joined(self, rest: str | None) -> str:
         return "".join([*self.parts, rest or ""])
-
-
-class Repetitions:
-    """Counts in how many steps, one after another, a call had the same outcome. A poll that
-    returns something new is another outcome; all failures of a call are one."""
-
-    def __init__(self) -> None:
-        self.counts: dict[str, int] = {}  # of the calls of this step
-        self.before: dict[str, int] = {}  # of those of the last one
-
-    def note(self, call: ToolCallRequest, result: ToolResult) -> ToolResult:
-        """Count a call; from the third time on its result says so."""
-        outcome = None if result.is_error else [result.text, result.images]
-        this_call = lines_of_json([call.name, call.arguments, outcome])
-        count = self.counts[this_call] = self.before.get(this_call, 0) + 1
-        if count < 3:
-            return result
-        kind = template("same_failure" if result.is_error else "same_result", count=count)
-        return replace(result, text=f"{result.text}\n{kind}")
-
-    def end_step(self) -> int:
-        """How often the whole step came."""
-        self.before, self.counts = self.counts, {}
-        return min(self.before.values(), default=0)
-
-
-def moved_note(count: int) -> str:
-    return f"{counted(count, 'older message')} went into the memory"
 
 
 def add_up(total: dict, usage: dict) -> None:
@@ -809,25 +782,6 @@ def is_read_only(call: ToolCallRequest, tools: ToolRegistry) -> bool:
     """Is it, at this moment, a known tool that only reads? An unknown one may come any second."""
     known = tools.get(call.name)
     return known is not None and known.read_only
-
-
-def summary_or_limit(state: RunState, response: LLMResponse) -> str:
-    """The model's summary at the end of its steps; without one the limit, and why there is none."""
-    if response.finish_reason != "error" and response.content:
-        return response.content
-    limit = f"I stopped at the limit of {counted(state.spec.max_iterations, 'step')}."
-    return f"{limit} {response.error}" if response.error else limit
-
-
-def note_after_cut(response: LLMResponse) -> str:
-    if response.tool_calls:
-        return template("cut_calls")
-    has_words = bool((response.content or "").strip())
-    return template("cut_answer") if has_words else template("cut_thinking")
-
-
-def is_withheld(response: LLMResponse) -> bool:
-    return response.finish_reason in ("content_filter", "refusal")
 
 
 # ---- Prompts are files ----
@@ -965,11 +919,9 @@ class AgentHook:
 
     async def before_iteration(self, context: AgentHookContext) -> None: ...
     async def on_stream(self, delta: str) -> None: ...
+    async def on_stream_end(self, resuming: bool) -> None: ...  # the parameter may be left out
     async def on_retry(self, why: str) -> None: ...
     async def after_iteration(self, context: AgentHookContext) -> None: ...
-
-    async def on_stream_end(self, resuming: bool) -> None:
-        """An answer has ended; `resuming`, which may be left out: another request follows."""
 
     async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
         """Set `call.denied = "reason"` to keep a call from running; the model is told why."""
@@ -1041,26 +993,20 @@ class CostTrackingHook(AgentHook):
     def line(self, usage: dict) -> str:
         """`1,234 in (200 cached) · 56 out · 0.0012`; `~` marks an estimate, `≤` an upper bound."""
         mark = "~" if usage["estimated"] else ""
-        line = f"{mark}{usage['prompt_tokens']:,} in"
-        if usage["cached_tokens"]:
-            line += f" ({usage['cached_tokens']:,} cached)"
-        line += f" · {mark}{usage['completion_tokens']:,} out"
-        if self.price:
-            line += f" · {mark}{self.price.of(usage)}"
-        return line
+        cached = f" ({usage['cached_tokens']:,} cached)" if usage["cached_tokens"] else ""
+        money = f" · {mark}{self.price.of(usage)}" if self.price else ""
+        sent, received = usage["prompt_tokens"], usage["completion_tokens"]
+        return f"{mark}{sent:,} in{cached} · {mark}{received:,} out{money}"
 
 
 class ApprovalHook(AgentHook):
     """Asks before every call that is not, at that moment, one of a known tool that only reads.
-
-    `always` holds for that tool until the program ends. `ask(question)` gives a line from the user;
-    without it the answer is no.
-    """
+    `ask(question)` gives a line from the user; without it the answer is no."""
 
     def __init__(self, tools: ToolRegistry, ask: Callable[[str], Awaitable[str]] | None):
         self.tools = tools
         self.ask = ask
-        self.always: set[str] = set()
+        self.always: set[str] = set()  # tools, until the program ends
 
     async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
         asked = []
@@ -1105,8 +1051,7 @@ class EventHook(AgentHook):
     async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
         if text := self.context.response.content:
             await self.send("progress", text)
-        hints = [tool_hint(call) for call in tool_calls]
-        for hint, count in Counter(hints).items():
+        for hint, count in Counter(map(tool_hint, tool_calls)).items():
             text = f"{hint} × {count}" if count > 1 else hint
             await self.send("tool_hint", text)
 
@@ -1135,15 +1080,13 @@ class WaitingHook(AgentHook):
 def tool_hint(call: ToolCallRequest) -> str:
     """A call in one line: `read_file("a.txt")`, `$ ls`."""
     if call.name == "exec":
-        command = " ".join(str(call.arguments.get("command", "")).split())
-        return f"$ {command[:100]}"
+        return "$ " + " ".join(str(call.arguments.get("command", "")).split())[:100]
     if not call.arguments:
         return f"{call.name}()"
     telling = "path" if "path" in call.arguments else next(iter(call.arguments))
     value = json.dumps(call.arguments[telling], ensure_ascii=False, default=str)
-    if len(value) > 80:
-        value = value[:79] + "…"
-    return f"{call.name}({value})"
+    shown = value if len(value) <= 80 else value[:79] + "…"
+    return f"{call.name}({shown})"
 
 
 # ---- Many chats at once ----
@@ -2395,7 +2338,7 @@ def warn_before_start(
     """What the user would only find out later, or never."""
     if isinstance(loop.provider, OfflineProvider) and loop.config.defaults.provider != "offline":
         terminal.note(template("no_model"))
-    if is_fenced(loop.config) and is_too_wide(loop.config):
+    if loop.turn("cli:direct").cwd != loop.config.cwd:
         place = f"work starts in {loop.workspace}"
         terminal.note(f"The fence does not open {loop.config.cwd}: {place}.")
     if arguments.approve and not keyboard:
