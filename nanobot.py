@@ -149,10 +149,10 @@ class AgentRunner:
             if spec.keeps_half:
                 self._keep_half_answer(state, "it was stopped")
             raise
-        context, names = state.context, [event["name"] for event in state.result.tool_events]
+        names = [event["name"] for event in state.result.tool_events]
         return replace(
-            state.result, messages=context.messages, tools_used=list(dict.fromkeys(names)),
-            usage=context.usage, requests=context.iteration,
+            state.result, messages=state.context.messages, usage=state.context.usage,
+            requests=state.context.iteration, tools_used=list(dict.fromkeys(names)),
             model=spec.model or self.provider.get_default_model(),
         )  # fmt: skip
 
@@ -194,7 +194,6 @@ class AgentRunner:
 
     async def _chat(self, state: RunState, request: Governed) -> LLMResponse:
         spec = state.spec
-        state.draft.streamed = ""
         response = await self.provider.chat(
             request.messages, state.tools, model=spec.model, max_tokens=spec.max_tokens,
             temperature=0.1 if spec.temperature is None else spec.temperature,
@@ -268,6 +267,7 @@ class AgentRunner:
         match outcome:
             case "cut":
                 state.draft.cuts += 1
+                state.draft.streamed = ""
                 state.draft.parts.append(response.content or "")
                 if response.has_tool_calls:  # what follows is no continuation of this sentence
                     state.draft.parts.append("\n\n")
@@ -286,12 +286,11 @@ class AgentRunner:
             case "limit":
                 summary = "" if response.finish_reason == "error" else response.content
                 limit = f"I stopped at the limit of {counted(state.spec.max_iterations, 'step')}."
-                cause = f" {response.error}" if response.error else ""
-                await self._finish(state, "max_iterations", summary or limit + cause)
+                why = f"{limit} {response.error or ''}".strip()
+                await self._finish(state, "max_iterations", summary or why)
             case "empty":  # not journalled: small models repeat their own last words
                 state.result.stop_reason = "empty"
-                is_withheld = response.finish_reason in WITHHELD
-                why = "the endpoint withheld it" if is_withheld else NOTHING
+                why = "the endpoint withheld it" if response.finish_reason in WITHHELD else NOTHING
                 state.result.final_content = f"There is no answer: {why}. Ask in other words."
             case "failed":
                 state.result.stop_reason = "error"
@@ -351,7 +350,7 @@ def verdict(state: RunState, response: LLMResponse) -> str:
 
 
 def batches(calls: list[ToolCallRequest], spec: AgentRunSpec) -> Iterator[list[ToolCallRequest]]:
-    """Neighbours whose tools only read run side by side, every other call runs alone.
+    """Neighbours that only read (their tools say so) run side by side, every other call alone.
 
     read_file, grep, write_file, read_file → [read_file, grep], [write_file], [read_file]
     """
@@ -665,7 +664,7 @@ class Background:
 
 
 async def logged(work: Coroutine, failed: str = "in the background") -> Any:
-    """Its failure is a line of the log and ends nothing else."""
+    """The result; a failure becomes a line of the log, and None."""
     try:
         return await work
     except Exception as problem:
@@ -706,7 +705,7 @@ class RunState:
     spec: AgentRunSpec
     context: AgentHookContext
     result: AgentRunResult = field(default_factory=lambda: AgentRunResult(stop_reason=""))
-    draft: Draft = field(default_factory=lambda: Draft())  # an answer that is no message yet
+    draft: Draft = field(default_factory=lambda: Draft())  # the answer that comes
     tools: list[dict] = field(default_factory=list)  # what the model is offered in a request
     has_tools: bool = True  # False: from now on it must answer in words
     note: str = ""  # to the model, for the next request only
@@ -749,7 +748,7 @@ class RunState:
 
 @dataclass
 class Draft:
-    """It streams, and its length limit may cut it: "a long ans", "wer" → "a long answer"."""
+    """An answer that is no message yet. Its length limit may cut it into parts, to be joined."""
 
     parts: list[str] = field(default_factory=list)
     streamed: str = ""  # what the user was shown of the part that comes
@@ -788,11 +787,13 @@ def is_read_only(call: ToolCallRequest, tools: ToolRegistry) -> bool:
 # Without the fence around them a planted link (SOUL.md → ~/.ssh/id_rsa) would carry keys into
 # every request.
 
-# the first texts of files, of this version and older ones, until somebody fills them:
-# small models take "Who the user is goes here" for what it says about the user
-PLACEHOLDERS = (
-    r"(Who the user is goes|Notes on this machine's tools go|Instructions of the user for the "
-    r"agent go) here: .*|# Long-term memory\n\nLasting facts, one a line\."
+PLACEHOLDERS = (  # also of older versions: small models take them for what they say
+    "Who the user is goes here: name, time zone, language, work, likes.",
+    "Notes on this machine's tools go here: hosts, accounts, paths, quirks.",
+    "Instructions of the user for the agent go here: rules of a project, preferences for tools, "
+    "things never to do.",
+    "# Long-term memory",
+    "Lasting facts, one a line.",
 )
 
 
@@ -848,7 +849,8 @@ def own_text(turn: Turn, path: Path) -> str:
         log.warning("%s is left out of the prompt: %s", path.name, problem)
         return ""
     turn.note_read(path.resolve())  # the model may change a file that stands in its prompt
-    return re.sub(PLACEHOLDERS, "", text).strip()
+    lines = [line for line in text.split("\n") if line not in PLACEHOLDERS]
+    return "\n".join(lines).strip()
 
 
 def titled(title: str, text: str) -> str:
@@ -877,8 +879,7 @@ def attachment(path: Path) -> tuple[str, dict | None]:
         image = image_block(path.read_bytes())
     except OSError as problem:
         return f"[file: {path}, not readable: {problem.strerror}]", None
-    kind = "image" if image else "file"
-    return f"[{kind}: {path}]", image
+    return f"[{'image' if image else 'file'}: {path}]", image
 
 
 def time_zone(name: str) -> Any:
@@ -1022,11 +1023,10 @@ class ApprovalHook(AgentHook):
     async def _is_approved(self, call: ToolCallRequest) -> bool:
         if self.ask is None:
             return False
-        answer = await self.ask(approval_question(call.name, call.arguments))
-        word = answer.strip().lower()
-        if word in ("a", "always"):
+        answer = (await self.ask(approval_question(call.name, call.arguments))).strip().lower()
+        if answer in ("a", "always"):
             self.always.add(call.name)
-        return word in ("y", "yes", "a", "always")
+        return answer in ("y", "yes", "a", "always")
 
 
 class EventHook(AgentHook):
@@ -1052,8 +1052,7 @@ class EventHook(AgentHook):
         if text := self.context.response.content:
             await self.send("progress", text)
         for hint, count in Counter(map(tool_hint, tool_calls)).items():
-            text = f"{hint} × {count}" if count > 1 else hint
-            await self.send("tool_hint", text)
+            await self.send("tool_hint", f"{hint} × {count}" if count > 1 else hint)
 
 
 class WaitingHook(AgentHook):

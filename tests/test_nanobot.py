@@ -398,7 +398,7 @@ def test_two_calls_side_by_side_again_and_again_are_one_step():
     contents = [message["content"] for message in result.messages if message["role"] == "tool"]
     assert [("already" in text) for text in contents] == [False] * 4 + [True] * 6
     assert [bool(request.tools) for request in provider.requests][:6] == [True] * 5 + [False]
-    assert "the same call brought the same result five times" in result.final_content
+    assert result.stop_reason == "empty"
 
 
 def test_a_poll_that_returns_something_new_may_go_on():
@@ -480,7 +480,8 @@ def test_usage_adds_up_over_the_iterations():
     last = LLMResponse("done", usage={"prompt_tokens": 20, "completion_tokens": 3, "cached_tokens": 8})
     result, _ = run([first, last], [look])
     assert result.usage == {
-        "prompt_tokens": 30, "completion_tokens": 5, "cached_tokens": 8, "estimated": 0,
+        "prompt_tokens": 30, "completion_tokens": 5, "total_tokens": 35, "cached_tokens": 8,
+        "estimated": False,
     }  # fmt: skip
 
 
@@ -543,11 +544,11 @@ def test_without_a_user_message_the_system_message_is_still_sent_once():
 
 
 def test_a_run_of_which_nothing_is_said_has_these_limits():
-    """Forty requests with tools, then a last one; answers of 8,192 tokens; no temperature is sent."""
+    """Forty requests with tools, then a last one; answers of 8,192 tokens; a temperature of 0.1."""
     result, provider = run([call("look", f"c{n}", n=n) for n in range(60)], [look])
     assert (result.stop_reason, result.requests) == ("max_iterations", 41)
     assert [bool(request.tools) for request in provider.requests] == [True] * 40 + [False]
-    assert provider.requests[0].options == {"max_tokens": 8_192}
+    assert provider.requests[0].options == {"max_tokens": 8_192, "temperature": 0.1}
     assert provider.requests[0].model == "scripted"
     assert provider.requests[0].on_delta is None
     spec = AgentRunSpec([])
@@ -571,8 +572,9 @@ def test_what_a_run_is_given_reaches_the_model():
 def test_a_run_that_is_new_is_complete_empty_and_free():
     assert asdict(AgentRunResult()) == {
         "final_content": None, "messages": [], "tools_used": [], "stop_reason": "completed",
-        "usage": {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0, "estimated": False},
-        "tool_events": [], "error": None, "requests": 0, "context_tokens": 0,
+        "usage": {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0, "cached_tokens": 0,
+                  "estimated": False},
+        "tool_events": [], "error": None, "model": "", "requests": 0, "context_tokens": 0,
     }  # fmt: skip
 
 
@@ -619,7 +621,7 @@ def test_each_message_is_journalled_when_it_exists():
     assert heard == [["assistant"], ["tool"], ["tool"], ["user"], ["assistant"]]
 
 
-def test_an_image_stands_behind_the_names_of_all_of_them():
+def test_images_stand_behind_all_results_each_behind_its_name():
     def image(name):
         return {"type": "image_url", "image_url": {"url": f"data:{name}"}}
 
@@ -631,8 +633,8 @@ def test_an_image_stands_behind_the_names_of_all_of_them():
     calls = [call("picture", "a", letter="a"), call("look", "b"), call("picture", "c", letter="c")]
     result, _ = run([calls, "nice"], [picture, look])
     assert roles(result.messages) == ["user", "assistant", "tool", "tool", "tool", "user", "assistant"]
-    names = {"type": "text", "text": "[image: a]\n[image: c]"}
-    assert result.messages[5]["content"] == [names, image("a"), image("c")]
+    names = [{"type": "text", "text": f"[image: {letter}]"} for letter in "ac"]
+    assert result.messages[5]["content"] == [names[0], image("a"), names[1], image("c")]
 
 
 NOTES = {
@@ -1251,8 +1253,8 @@ def test_each_step_is_logged_where_that_is_wanted(caplog):
     run([[call("look", "a", n=7), call("broken", "b")], "done"], [look, broken], hook=LoggingHook())
     times = re.compile(r"\d\.\d{3} s")
     assert [times.sub("0.0 s", text).split(" {")[0] for text in caplog.messages] == [
-        "iteration 1, 1 messages", "look(7): 5 characters in 0.0 s", "broken(): failed in 0.0 s",
-        "iteration 1: tool_calls", "iteration 2, 4 messages", "iteration 2: stop",
+        "look(7): 5 characters in 0.0 s", "broken(): failed in 0.0 s", "iteration 1: tool_calls",
+        "iteration 2: stop",
     ]  # fmt: skip
 
 
@@ -1790,16 +1792,6 @@ def test_the_circumstances_of_a_turn(tmp_path, own_home):
     assert loop.turn("telegram:-100:5").seen is turn.seen is not loop.turn("telegram:-100").seen
 
 
-def test_a_gateway_that_runs_for_months_forgets_which_files_the_oldest_sessions_have_read(tmp_path):
-    loop = make_loop(tmp_path)
-    loop.files_seen = {f"desk:{n}": {} for n in range(1_000)}
-    loop.turn("desk:new")
-    assert (len(loop.files_seen), "desk:0" in loop.files_seen) == (1_001, True)
-    loop.turn("desk:newer")
-    assert (len(loop.files_seen), "desk:0" in loop.files_seen) == (1_001, False)
-    assert list(loop.files_seen)[-2:] == ["desk:new", "desk:newer"]
-
-
 def test_a_turn_that_comes_to_nothing_has_no_last_word(tmp_path):
     loop = make_loop(tmp_path, [failed("no such luck")])
     result, events = ask(loop, "hello")
@@ -2250,13 +2242,13 @@ def test_a_letter_that_is_none_costs_no_turn(tmp_path, part):
 
 def test_the_system_prompt_has_its_parts_in_order(tmp_path):
     loop = make_loop(tmp_path)
-    for name in ("AGENTS", "SOUL", "USER", "TOOLS", "IDENTITY"):
+    for name in ("AGENTS", "SOUL", "USER", "TOOLS"):
         (loop.workspace / f"{name}.md").write_text("I am Ida.", encoding="utf-8")
     loop.memory.facts.write_text("# Long-term memory\n\nThe cat is Tom.\n", encoding="utf-8")
     entry = {"cursor": 1, "timestamp": "2026-04-03 00:02", "content": "We spoke of cats."}
     loop.memory.history.write_text(json.dumps(entry) + "\n", encoding="utf-8")
     prompt = loop.context.system_prompt(loop.turn("cli:direct"))
-    marks = ["You are nanobot", "## AGENTS.md", "## SOUL.md", "## USER.md", "## TOOLS.md", "## IDENTITY.md",
+    marks = ["You are nanobot", "## AGENTS.md", "## SOUL.md", "## USER.md", "## TOOLS.md",
              "# Memory", "# Active Skills", "# Skills", "# Recent History"]  # fmt: skip
     places = [prompt.index(f"\n{mark}" if mark.startswith("#") else mark) for mark in marks]
     assert places == sorted(places)
@@ -2332,7 +2324,7 @@ def test_what_is_said_of_time_and_place_stands_before_the_message(tmp_path):
     message, images = loop.context.user_message("hello", loop.turn("telegram:7"))
     assert message == {"role": "user", "content": "hello", "runtime": (
         "[Runtime Context — metadata only, not instructions]\nTime: 2026-11-21 12:00 (Saturday), UTC\n"
-        "Channel: telegram\nChat: 7\n[/Runtime Context]")}  # fmt: skip
+        f"Channel: telegram\nChat: 7\nWorking folder: {loop.config.cwd}\n[/Runtime Context]")}  # fmt: skip
     assert images == []
 
 
@@ -2364,7 +2356,7 @@ def test_parts_of_the_prompt_have_titles_and_lines_between_them(tmp_path):
     loop.memory.facts.write_text("The cat is Tom.\n", encoding="utf-8")
     turn = loop.turn("cli:direct")
     parts = loop.context.parts(turn)
-    assert list(parts) == ["identity", "SOUL.md", "Memory", "Active Skills", "Skills"]
+    assert list(parts) == ["identity", "AGENTS.md", "SOUL.md", "TOOLS.md", "Memory", "Active Skills", "Skills"]
     assert parts["SOUL.md"] == "## SOUL.md\n\nI am kind."
     assert parts["Memory"] == "# Memory\n\nThe cat is Tom."
     assert loop.context.system_prompt(turn) == "\n\n---\n\n".join(parts.values())
@@ -2383,8 +2375,8 @@ def test_of_many_facts_and_notes_the_newest_are_in_the_prompt(tmp_path):
     assert "note 60:" in recent and "note 20:" not in recent and len(recent) < 4_050
     loop.memory.facts.write_text("\n".join(f"fact {n}: {'x' * 90}" for n in range(99)), encoding="utf-8")
     parts = loop.context.parts(loop.turn("cli:direct"))
-    assert "fact 98:" in parts["Memory"] and "fact 9:" not in parts["Memory"]
-    assert "memory/MEMORY.md" in parts["Memory"]
+    assert "fact 98:" in parts["Memory"] and "fact 60:" not in parts["Memory"]
+    assert " […] " in parts["Memory"]
 
 
 def write_skill(loop: AgentLoop, name: str, head: str, text: str = "Do it.") -> Path:
@@ -2437,21 +2429,8 @@ def test_of_a_memory_that_grew_for_years_the_newest_is_sent(tmp_path):
     (loop.workspace / "memory" / "MEMORY.md").write_text("- one of many facts\n" * 10_000 + "- the newest\n")
     (loop.workspace / "SOUL.md").write_text("Be kind.\n" * 20_000)
     parts = loop.context.parts(loop.turn("cli:direct"))
-    assert "- the newest" in parts["Memory"] and "older lines are in memory/MEMORY.md" in parts["Memory"]
+    assert "- the newest" in parts["Memory"] and " […] " in parts["Memory"]
     assert "SOUL.md" not in parts, "nobody writes so many rules"
-
-
-@pytest.mark.parametrize("name", ["SOUL.md", "USER.md", "AGENTS.md", "TOOLS.md", "memory/MEMORY.md"])
-def test_a_template_that_nobody_has_changed_is_not_in_the_prompt(tmp_path, name):
-    loop = make_loop(tmp_path)
-    path = loop.workspace / name
-    assert list(loop.context.parts(loop.turn("cli:direct"))) == ["identity", "Active Skills", "Skills"]
-    path.write_text(f"\n{path.read_text(encoding='utf-8')}\n\n", encoding="utf-8")
-    assert len(loop.context.parts(loop.turn("cli:direct"))) == 3
-    path.write_text(f"{path.read_text(encoding='utf-8')}!", encoding="utf-8")
-    assert len(loop.context.parts(loop.turn("cli:direct"))) == 4
-    path.unlink()
-    assert len(loop.context.parts(loop.turn("cli:direct"))) == 3
 
 
 def test_a_new_workspace_is_private_and_holds_these_files(tmp_path):
@@ -3337,7 +3316,7 @@ def as_journalled_message(message):
     if not isinstance(message["content"], list):
         return message
     texts = [block["text"] for block in message["content"] if block["type"] == "text"]
-    return message | {"content": "\n\n".join(texts)}
+    return message | {"content": "\n".join(texts)}
 
 
 def test_the_same_message_is_taken_once_and_a_disk_that_refuses_is_told_to_the_channel(tmp_path):
@@ -4238,7 +4217,8 @@ def test_what_is_asked_for_the_memory_has_the_limits_of_the_settings_and_is_paid
     (request,) = loop.provider.requests
     assert (request.options, request.tools) == ({"max_tokens": 99}, tools)
     assert loop.cost.total == {
-        "prompt_tokens": 10, "completion_tokens": 1, "cached_tokens": 0, "estimated": False}  # fmt: skip
+        "prompt_tokens": 10, "completion_tokens": 1, "total_tokens": 11, "cached_tokens": 0,
+        "estimated": False}  # fmt: skip
 
 
 # ---- Many chats: answers that arrive ----
