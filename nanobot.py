@@ -240,8 +240,11 @@ class AgentRunner:
         finally:  # also if the turn is stopped: finished results stay, in the order of the calls
             whole = [task for task in tasks if not task.cancelled() and not task.exception()]
             state.context.messages += [task.result()[0] for task in whole]
-        if images := list(itertools.chain.from_iterable(task.result()[1] for task in whole)):
-            state.add({"role": "user", "content": images})  # a tool message may not hold them
+        if seen := [task.result() for task in whole if task.result()[1]]:
+            # images follow in a user message: a tool message may not hold them
+            names = "\n".join(message["content"] for message, _ in seen)
+            images = itertools.chain.from_iterable(images for _, images in seen)
+            state.add({"role": "user", "content": [{"type": "text", "text": names}, *images]})
 
     async def _call(self, state: RunState, call: ToolCallRequest) -> tuple[dict, list[dict]]:
         """Run one call; gives its message, which is journalled at once, and its images."""
@@ -255,12 +258,11 @@ class AgentRunner:
         result = state.count(call, result)
         event = {"name": call.name, "arguments": call.arguments, "is_error": result.is_error}
         state.result.tool_events.append(event | {"result": result.text})
-        message = {"role": "tool", "tool_call_id": call.id, "name": call.name}
-        message["content"] = result.text
+        about = {"role": "tool", "tool_call_id": call.id, "name": call.name}
+        message = {**about, "content": result.text}
         state.spec.append(message)
         await state.spec.hook.after_tool(call, result, time.monotonic() - began)
-        title = [{"type": "text", "text": result.text}] if result.images else []
-        return message, [*title, *result.images]
+        return message, result.images
 
     async def _conclude(self, state: RunState, response: LLMResponse, outcome: str) -> None:
         """What an answer without calls to run leads to: the end, or another request."""
@@ -285,9 +287,9 @@ class AgentRunner:
                 await self._finish(state, "completed", response.content, cut)
             case "limit":
                 summary = "" if response.finish_reason == "error" else response.content
-                limit = f"I stopped at the limit of {counted(state.spec.max_iterations, 'step')}."
-                why = f"{limit} {response.error or ''}".strip()
-                await self._finish(state, "max_iterations", summary or why)
+                steps = counted(state.spec.max_iterations, "step")
+                limit = f"I stopped at the limit of {steps}. {response.error or ''}".strip()
+                await self._finish(state, "max_iterations", summary or limit)
             case "empty":  # not journalled: small models repeat their own last words
                 state.result.stop_reason = "empty"
                 why = "the endpoint withheld it" if response.finish_reason in WITHHELD else NOTHING
@@ -644,8 +646,6 @@ class RunningTurns:
 
 
 class Background:
-    """Work that goes on beside the turns."""
-
     def __init__(self) -> None:
         self.tasks: set[asyncio.Task] = set()
 

@@ -621,7 +621,7 @@ def test_each_message_is_journalled_when_it_exists():
     assert heard == [["assistant"], ["tool"], ["tool"], ["user"], ["assistant"]]
 
 
-def test_images_stand_behind_all_results_each_behind_its_name():
+def test_an_image_stands_behind_the_names_of_all_of_them():
     def image(name):
         return {"type": "image_url", "image_url": {"url": f"data:{name}"}}
 
@@ -633,8 +633,8 @@ def test_images_stand_behind_all_results_each_behind_its_name():
     calls = [call("picture", "a", letter="a"), call("look", "b"), call("picture", "c", letter="c")]
     result, _ = run([calls, "nice"], [picture, look])
     assert roles(result.messages) == ["user", "assistant", "tool", "tool", "tool", "user", "assistant"]
-    names = [{"type": "text", "text": f"[image: {letter}]"} for letter in "ac"]
-    assert result.messages[5]["content"] == [names[0], image("a"), names[1], image("c")]
+    names = {"type": "text", "text": "[image: a]\n[image: c]"}
+    assert result.messages[5]["content"] == [names, image("a"), image("c")]
 
 
 NOTES = {
@@ -3316,7 +3316,7 @@ def as_journalled_message(message):
     if not isinstance(message["content"], list):
         return message
     texts = [block["text"] for block in message["content"] if block["type"] == "text"]
-    return message | {"content": "\n".join(texts)}
+    return message | {"content": "\n\n".join(texts)}
 
 
 def test_the_same_message_is_taken_once_and_a_disk_that_refuses_is_told_to_the_channel(tmp_path):
