@@ -188,7 +188,8 @@ class AgentRunner:
             if shorter.tokens < request.tokens:
                 state.is_told = True
                 await state.spec.hook.on_retry(f"{TOO_LONG} ({'; '.join(shorter.notes)})")
-                response = await self._chat(state, shorter)
+                too_long, response = response, await self._chat(state, shorter)
+                add_up(response.usage, too_long.usage)  # hooks see this response only
         state.note = ""
         return response
 
@@ -374,8 +375,6 @@ def batches(calls: list[ToolCallRequest], spec: AgentRunSpec) -> Iterator[list[T
 class ContextBuilder:
     """Puts together what is sent. The system prompt stays the same to the byte: caches need it."""
 
-    own_files = ("AGENTS.md", "SOUL.md", "USER.md", "TOOLS.md")
-
     def __init__(self, config: Config, memory: MemoryStore, skills: SkillsLoader):
         self.memory = memory
         self.skills = skills
@@ -405,7 +404,7 @@ class ContextBuilder:
         history (Recent History). All else is found with grep in `memory/`."""
         own = partial(own_text, turn)
         parts = {"identity": identity(turn, own(turn.workspace / "IDENTITY.md"))}
-        for name in self.own_files:
+        for name in ("AGENTS.md", "SOUL.md", "USER.md", "TOOLS.md"):
             parts[name] = titled(f"## {name}", own(turn.workspace / name))
         parts["Memory"] = titled("# Memory", fitted(own(self.memory.facts), self.memory_tokens))
         parts |= skill_parts(self.skills.load())
@@ -761,9 +760,9 @@ class Draft:
 
 def add_up(total: dict, usage: dict) -> None:
     for name in ("prompt_tokens", "completion_tokens", "cached_tokens"):
-        total[name] += usage.get(name) or 0
+        total[name] = (total.get(name) or 0) + (usage.get(name) or 0)
     total["total_tokens"] = total["prompt_tokens"] + total["completion_tokens"]
-    total["estimated"] = total["estimated"] or usage.get("estimated", False)
+    total["estimated"] = bool(total.get("estimated") or usage.get("estimated"))
 
 
 def reason_not_to_run(call: ToolCallRequest, tools: ToolRegistry) -> str:

@@ -1424,7 +1424,7 @@ def test_prompt_prints_each_part_with_its_size_and_the_sum(run_here, own_home):
     status, out, _ = run_here("prompt", "--offline")
     titles = re.findall(r"^==== (.+) \(~([\d,]+) tokens\) ====$", out, re.M)
     assert status == 0
-    names = ["identity", "Active Skills", "Skills", "Tools", "History", "User"]
+    names = ["identity", "AGENTS.md", "SOUL.md", "TOOLS.md", "Active Skills", "Skills", "Tools", "History", "User"]
     assert [name for name, _ in titles] == names
     assert all(1 < int(size.replace(",", "")) < 10_000 for _, size in titles)
     parts = dict(zip(names, re.split(r"^====.*====$", out, flags=re.M)[1:], strict=True))
