@@ -328,7 +328,8 @@ class AgentRunner:
 def verdict(state: RunState, response: LLMResponse) -> str:
     """What an answer means; the first line that fits counts:
 
-    limit      it was the request after the last step       → the run ends with this summary
+    limit      it was request 41 of 40, without tools       → the run ends with this summary, and
+                                                              the user reads LIMIT_REACHED
     failed     the endpoint gave an error                   → the run ends; what was shown is kept
     cut        its length limit ended it                    → it is asked to go on, three times
     calls      it wants tools                               → they run, and the model is asked again
@@ -337,7 +338,7 @@ def verdict(state: RunState, response: LLMResponse) -> str:
     blank      nothing                                      → it is asked again, then without tools
     """
     is_withheld = response.finish_reason in WITHHELD
-    # a filter, too, may cut a call in the middle of an argument
+    # a filter may cut a call, too, in the middle of an argument
     is_cut = response.finish_reason == "length" or (is_withheld and response.has_tool_calls)
     if state.is_over_limit:
         return "limit"
