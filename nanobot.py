@@ -27,6 +27,7 @@ import argparse
 import asyncio
 import contextlib
 import functools
+import inspect
 import itertools
 import json
 import logging
@@ -40,17 +41,17 @@ import threading
 import time
 import traceback
 import uuid
-from collections import Counter
+import zoneinfo
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from functools import cache, partial
+from functools import cache, partial, partialmethod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
-from weakref import WeakValueDictionary
 
 from channels import (
     CLI, NOBODY_TO_ASK, BackgroundLoop, Channel, CronError, CronJob, CronService,
@@ -59,7 +60,7 @@ from channels import (
 )  # fmt: skip
 from memory import (
     Consolidator, Dream, Governed, Inbox, MemoryRepository, MemoryStore, Session, SessionBusy,
-    SessionManager, Skill, SkillsLoader, TokenCounter, as_sent, counted, estimate, locked,
+    SessionManager, Skill, SkillsLoader, TokenCounter, as_sent, counted, fitted, locked,
 )  # fmt: skip
 from providers import (
     ROWS, Endpoint, HumanProvider, LLMProvider, LLMResponse, OfflineProvider, OpenAIProvider,
@@ -87,9 +88,9 @@ class AgentRunSpec:
     messages: list[dict]
     tools: ToolRegistry = field(default_factory=ToolRegistry)
     model: str | None = None
-    max_iterations: int = 40  # requests to the model
+    max_iterations: int = 40  # requests with tools; one more, without them, asks for a summary
     max_tokens: int = 8_192  # of one answer
-    temperature: float | None = None
+    temperature: float | None = None  # 0.1 is sent for None
     context_window: int = 65_536  # tokens
     hook: AgentHook = field(default_factory=lambda: AgentHook())
     concurrent_tools: bool = True
@@ -98,7 +99,7 @@ class AgentRunSpec:
     counter: TokenCounter = field(default_factory=TokenCounter)  # measures a message once
     append: Callable[..., None] = lambda *messages: None  # is given new messages as they appear
     arrivals: Callable[[], list[dict]] = list  # what the user said meanwhile; journalled already
-    make_room: MakeRoom | None = None  # called before each request
+    make_room: Callable[[list[dict]], Awaitable[list[dict]]] | None = None  # before each request
     keeps_half: bool = True  # of a stopped answer: did the user see its pieces?
 
 
@@ -113,87 +114,12 @@ class AgentRunResult:
     stop_reason: str = "completed"
     tool_events: list[dict] = field(default_factory=list)  # {"name", "arguments", "is_error", …}
     error: str | None = None
+    model: str = ""
     requests: int = 0
     context_tokens: int = 0  # of the last request
 
 
-@dataclass
-class AgentHookContext:
-    """The live record of a run. What a hook changes in it takes effect at once."""
-
-    messages: list[dict]
-    iteration: int = 0  # requests to the model so far
-    response: LLMResponse = field(default_factory=LLMResponse)
-    usage: dict = field(default_factory=lambda: dict(NO_USAGE))
-
-    @property
-    def tool_calls(self) -> list[ToolCallRequest]:
-        return self.response.tool_calls
-
-
-class AgentHook:
-    """Looks on while a run goes on, and may have a say. Override what you need."""
-
-    wants_streaming = False
-
-    async def before_iteration(self, context: AgentHookContext) -> None: ...
-
-    async def on_stream(self, delta: str) -> None: ...
-
-    async def on_stream_end(self, resuming: bool) -> None: ...
-
-    async def on_retry(self, why: str) -> None: ...
-
-    async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
-        """Set `call.denied = "reason"` to keep a call from running; the model is told why."""
-
-    async def after_tool(
-        self, call: ToolCallRequest, result: ToolResult, seconds: float
-    ) -> None: ...
-
-    async def after_iteration(self, context: AgentHookContext) -> None: ...
-
-    async def finalize_content(self, content: str) -> str:
-        return content
-
-
 # ---- The runner: govern, ask, act, again ----
-
-
-@dataclass
-class RunState:
-    """The runner's scratch paper for one run."""
-
-    spec: AgentRunSpec
-    context: AgentHookContext
-    result: AgentRunResult = field(default_factory=lambda: AgentRunResult(stop_reason=""))
-    tools: list[dict] = field(default_factory=list)  # what the model is offered in a request
-    tools_end: str = ""  # if set: no more tools; the template that tells the model why
-    nudge: str = ""  # another note to the model, for the next request only
-    streamed: str = ""  # what came so far of the answer that streams
-    segments: list[str] = field(default_factory=list)  # parts of an answer that was cut for length
-    cuts: int = 0  # how often it was cut
-    blanks: int = 0  # answers with nothing in them, in a row
-    step: list[tuple] = field(default_factory=list)  # (name, arguments, outcome) of each call
-    last_step: list[tuple] = field(default_factory=list)
-    repetitions: int = 0  # of the last step, in a row
-    failure: str = ""  # of the last call that failed
-    room: float = math.inf  # tokens of a request; less after one that was too long for the model
-    is_told: bool = False  # does the user know that something is left out?
-
-    def add(self, *messages: dict) -> None:
-        """New messages: the model gets them with the next request, the journal gets them now."""
-        self.context.messages += messages
-        self.spec.append(*messages)
-
-    def join_segments(self, text: str | None) -> str:
-        return "".join([*self.segments, text or ""])
-
-    def begin_anew(self) -> None:
-        """The next answer starts empty: what was said so far has become a message."""
-        self.streamed = ""
-        self.segments = []
-        self.blanks = self.cuts = 0
 
 
 class AgentRunner:
@@ -208,152 +134,167 @@ class AgentRunner:
         try:
             while not state.result.stop_reason:
                 await spec.hook.before_iteration(state.context)
-                await self._make_room(state)
+                state.context.iteration += 1
+                if spec.make_room:  # whoever keeps the conversation may take old turns out of it
+                    state.context.messages = await spec.make_room(state.context.messages)
                 request = self.govern(state)
                 response = await self._ask(state, request)
-                match verdict(state, response):
-                    case "calls":
-                        await self._act(state, response)
-                    case outcome:
-                        await self._conclude(state, response, outcome)
+                outcome = verdict(state, response)
+                if outcome == "calls":
+                    await self._act(state, response)
+                else:
+                    await self._conclude(state, response, outcome)
                 await spec.hook.after_iteration(state.context)
         except asyncio.CancelledError:
             if spec.keeps_half:
                 self._keep_half_answer(state, "it was stopped")
             raise
-        state.result.messages = state.context.messages
-        state.result.usage = state.context.usage
-        state.result.requests = state.context.iteration
-        return state.result
-
-    async def _make_room(self, state: RunState) -> None:
-        """Whoever keeps the conversation may take old turns out before it is too long."""
-        spec = state.spec
-        if spec.make_room:
-            tokens = spec.counter.total(state.context.messages)
-            tokens += spec.counter.count(lines_of_json(spec.tools.get_definitions()))
-            state.context.messages = await spec.make_room(state.context.messages, tokens)
+        names = [event["name"] for event in state.result.tool_events]
+        return replace(
+            state.result, messages=state.context.messages, usage=state.context.usage,
+            requests=state.context.iteration, tools_used=list(dict.fromkeys(names)),
+            model=spec.model or self.provider.get_default_model(),
+        )  # fmt: skip
 
     def govern(self, state: RunState) -> Governed:
-        """A copy of the messages that fits, and at its end a note that only this request has.
-
-        The window must hold tools and answer too, with 1,024 tokens to spare. Where it cannot:
-        [system, old question, old answer, question] → [system, question].
-        """
+        """A copy of the messages that fits, and at its end a note that only this request has. The
+        window must hold tools and answer too, with 1,024 tokens to spare. If it cannot:
+        [system, old question, old answer, question] → [system, question]."""
         spec = state.spec
-        if state.context.iteration >= spec.max_iterations:
-            state.tools_end = "out_of_iterations"
-        state.tools = [] if state.tools_end else spec.tools.get_definitions()
+        may_call = state.has_tools and not state.is_over_limit
+        state.tools = spec.tools.get_definitions() if may_call else []
         tools = spec.counter.count(lines_of_json(state.tools)) if state.tools else 0
         budget = min(spec.context_window - spec.max_tokens - 1_024, state.room)
-        messages = state.context.messages
-        request = Governed(messages, budget, spec.counter, task_of(spec), tools)
-        if state.segments:  # an answer that its length limit cut
-            request.messages.append({"role": "assistant", "content": state.join_segments("")})
-        if note := note_to_model(state):
-            request.messages.append({"role": "user", "content": note})
+        users = [message for message in spec.messages if message["role"] == "user"]
+        task = users[-1] if users else None  # it is never left out
+        request = Governed(state.context.messages, budget, spec.counter, task, tools)
+        if state.draft.parts:  # an answer that its length limit cut
+            request.messages.append({"role": "assistant", "content": state.draft.joined("")})
+        if state.is_over_limit:
+            state.note = template("out_of_iterations", limit=spec.max_iterations)
+        if state.note:
+            request.messages.append({"role": "user", "content": state.note})
         return request
 
     async def _ask(self, state: RunState, request: Governed) -> LLMResponse:
         """One request; if it is too long for the model, one more without the oldest turns."""
-        state.context.iteration += 1
         if request.notes and not state.is_told:
-            await tell_what_is_left_out(state, "; ".join(request.notes))
+            state.is_told = True
+            await state.spec.hook.on_retry("; ".join(request.notes))
         response = await self._chat(state, request)
         if response.is_overflow:
             state.room = request.tokens // 2  # for the rest of the run
             shorter = self.govern(state)
             if shorter.tokens < request.tokens:
-                await tell_what_is_left_out(state, f"{TOO_LONG} ({'; '.join(shorter.notes)})")
+                state.is_told = True
+                await state.spec.hook.on_retry(f"{TOO_LONG} ({'; '.join(shorter.notes)})")
                 too_long, response = response, await self._chat(state, shorter)
-                response.usage = dict(NO_USAGE) | response.usage
-                add_up(response.usage, too_long.usage)  # the hooks see this response only
-        state.nudge = ""
+                add_up(response.usage, too_long.usage)  # hooks see this response only
+        state.note = ""
         return response
 
     async def _chat(self, state: RunState, request: Governed) -> LLMResponse:
         spec = state.spec
-        state.streamed = ""
         response = await self.provider.chat(
             request.messages, state.tools, model=spec.model, max_tokens=spec.max_tokens,
-            temperature=spec.temperature, on_delta=on_delta(state), on_retry=spec.hook.on_retry,
+            temperature=0.1 if spec.temperature is None else spec.temperature,
+            on_delta=state.show if spec.hook.wants_streaming else None,
+            on_retry=spec.hook.on_retry,
         )  # fmt: skip
         add_up(state.context.usage, response.usage)
-        state.result.context_tokens = size_of_request(request, response)
+        exact = 0 if response.usage.get("estimated") else response.usage.get("prompt_tokens")
+        state.result.context_tokens = exact or request.tokens
         state.context.response = response
         return response
 
     async def _act(self, state: RunState, response: LLMResponse) -> None:
-        """Keep the answer as a message and run its calls. The messages are then, in this order:
-        the answer, a result for each call as they were asked for, what the user said meanwhile."""
-        response.content = state.join_segments(response.content) or None  # with parts cut before
+        """Journal the answer, then run its calls. The messages are, in this order: the answer, a
+        result for each call as they were asked for, what the user said meanwhile. A call whose
+        result a kill took reads `[interrupted before it finished]`: nothing is repeated unasked."""
+        response.content = state.draft.joined(response.content) or None  # with parts cut before
         state.add(response.to_message())
-        state.begin_anew()
+        state.draft = Draft()
         await state.spec.hook.on_stream_end(resuming=True)
         await state.spec.hook.before_execute_tools(response.tool_calls)
-        state.step = []
+        state.failure = ""
         for batch in batches(response.tool_calls, state.spec):
             await self._run_batch(state, batch)
-            if state.result.error:  # `fail_on_tool_error`
+            if state.failure and state.spec.fail_on_tool_error:
                 break
-        count_repetitions(state)
-        if state.result.error:
-            await self._finish(state, "tool_error", f"I had to stop: {state.result.error}")
+        goes_in_circles = state.end_step() >= 5
+        if state.failure and (goes_in_circles or state.spec.fail_on_tool_error):
+            state.result.error = state.failure
+            await self._finish(state, "tool_error", f"I had to stop: {state.failure}")
             return
+        if goes_in_circles:
+            state.has_tools = False
+            state.note = template("same_result_end")
         state.context.messages += state.spec.arrivals()  # no `add`: they are journalled already
 
     async def _run_batch(self, state: RunState, batch: list[ToolCallRequest]) -> None:
-        """Run calls side by side. Whatever happens, none of them still runs when this returns.
-
-        The journal gets each result as it comes; the model gets them in the order of the calls.
-        """
-        results: dict[int, ToolResult] = {}  # by the call's place in the batch
-
-        async def run(place: int) -> None:
-            results[place] = await self._call(state, batch[place])
-
+        """Run calls side by side. Whatever happens, none of them still runs when this returns."""
         try:
-            await side_by_side([run(place) for place in range(len(batch))])
-        finally:  # also when the turn is stopped: what is finished stays
-            in_order = sorted(results)
-            state.context.messages += [tool_message(batch[n], results[n]) for n in in_order]
-        if images := images_message([results[n] for n in in_order]):
-            state.add(images)
+            async with asyncio.TaskGroup() as group:  # if one raises, the others are cancelled
+                tasks = [group.create_task(self._call(state, call)) for call in batch]
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        finally:  # also if the turn is stopped: finished results stay, in the order of the calls
+            whole = [task for task in tasks if not task.cancelled() and not task.exception()]
+            state.context.messages += [task.result()[0] for task in whole]
+        if seen := [task.result() for task in whole if task.result()[1]]:
+            # images follow in a user message: a tool message may not hold them
+            names = "\n".join(message["content"] for message, _ in seen)
+            images = itertools.chain.from_iterable(images for _, images in seen)
+            state.add({"role": "user", "content": [{"type": "text", "text": names}, *images]})
 
-    async def _call(self, state: RunState, call: ToolCallRequest) -> ToolResult:
-        """Run one call. Its result is journalled at once, while other calls may still run."""
+    async def _call(self, state: RunState, call: ToolCallRequest) -> tuple[dict, list[dict]]:
+        """Run one call; gives its message, which is journalled at once, and its images."""
         began = time.monotonic()
         if problem := reason_not_to_run(call, state.spec.tools):
             result = ToolResult(problem, is_error=True)
         else:
             result = await state.spec.tools.execute(call.name, call.arguments, state.spec.turn)
-        result = warn_of_repetition(state, call, result)
-        note_call(state, call, result)  # in `state.result`, for the caller
-        state.spec.append(tool_message(call, result))
+        if result.is_error:
+            state.failure = f"{call.name} failed: {result.text}"
+        result = state.count(call, result)
+        event = {"name": call.name, "arguments": call.arguments, "is_error": result.is_error}
+        state.result.tool_events.append(event | {"result": result.text})
+        about = {"role": "tool", "tool_call_id": call.id, "name": call.name}
+        message = {**about, "content": result.text}
+        state.spec.append(message)
         await state.spec.hook.after_tool(call, result, time.monotonic() - began)
-        return result
+        return message, result.images
 
     async def _conclude(self, state: RunState, response: LLMResponse, outcome: str) -> None:
         """What an answer without calls to run leads to: the end, or another request."""
         match outcome:
             case "cut":
-                state.cuts += 1
-                await keep_segment(state, response)
-                state.nudge = nudge_for_cut(response)
+                state.draft.cuts += 1
+                state.draft.streamed = ""
+                state.draft.parts.append(response.content or "")
+                if response.has_tool_calls:  # what follows is no continuation of this sentence
+                    state.draft.parts.append("\n\n")
+                    if state.spec.hook.wants_streaming:
+                        await state.spec.hook.on_stream("\n\n")
+                kind = "cut_answer" if (response.content or "").strip() else "cut_thinking"
+                state.note = template("cut_calls" if response.has_tool_calls else kind)
             case "blank":
-                state.blanks += 1
-                if state.blanks == 2:
-                    state.tools_end = "blank_answer"
+                state.draft.blanks += 1
+                if state.draft.blanks == 2:
+                    state.has_tools = False
+                    state.note = template("blank_answer")
             case "answered":
-                await self._finish(state, "completed", response.content, reason_of_cut(response))
+                cut = CUT_AGAIN if response.finish_reason == "length" else ""
+                await self._finish(state, "completed", response.content, cut)
             case "limit":
-                await self._finish(state, "max_iterations", summary_or_limit(state, response))
-            case "withheld":
-                end_without_answer(state, "the endpoint withheld it")
-            case "silent":
-                repeats = state.tools_end == "same_result_end"
-                why = "the same call brought the same result five times" if repeats else NOTHING
-                end_without_answer(state, why)
+                summary = "" if response.finish_reason == "error" else response.content
+                steps = counted(state.spec.max_iterations, "step")
+                limit = f"I stopped at the limit of {steps}. {response.error or ''}".strip()
+                await self._finish(state, "max_iterations", summary or limit)
+            case "empty":  # not journalled: small models repeat their own last words
+                state.result.stop_reason = "empty"
+                why = "the endpoint withheld it" if response.finish_reason in WITHHELD else NOTHING
+                state.result.final_content = f"There is no answer: {why}. Ask in other words."
             case "failed":
                 state.result.stop_reason = "error"
                 state.result.error = response.error or "the endpoint ended its answer with an error"
@@ -363,55 +304,70 @@ class AgentRunner:
     async def _finish(self, state: RunState, reason: str, text: str | None, cut: str = "") -> None:
         """End the run with a text. `cut`, why the text is not whole, is journalled and shown."""
         response = state.context.response
-        answer = await state.spec.hook.finalize_content(state.join_segments(text))
-        extra = {} if response.has_tool_calls else response.extra  # sent with the calls already
-        message = LLMResponse(answer, extra=extra).to_message()
+        answer = await state.spec.hook.finalize_content(state.draft.joined(text))
+        message = {"role": "assistant", "content": answer}
+        if not response.has_tool_calls:  # else it was sent with the calls
+            message |= response.extra  # the model's reasoning: some endpoints want it back
         if cut:
             message["cut"] = cut
         state.add(message)
-        state.begin_anew()
+        state.draft = Draft()
         state.result.stop_reason = reason
         state.result.final_content = f"{answer}\n\n({cut})" if cut else answer
 
     def _keep_half_answer(self, state: RunState, why: str) -> str | None:
         """Journal what the user was shown of an answer: then user and model know the same."""
-        shown = state.join_segments(state.streamed)
+        shown = state.draft.joined(state.draft.streamed)
         if not shown.strip():
             return None
         state.add({"role": "assistant", "content": shown, "cut": why})
-        state.begin_anew()
+        state.draft = Draft()
         return shown
 
 
 def verdict(state: RunState, response: LLMResponse) -> str:
     """What an answer means; the first line that fits counts:
 
-    limit      it was the last request that is allowed      → the run ends with a summary
+    limit      it was request 41 of 40, without tools       → the run ends with this summary, and
+                                                              the user reads LIMIT_REACHED
     failed     the endpoint gave an error                   → the run ends; what was shown is kept
     cut        its length limit ended it                    → it is asked to go on, three times
     calls      it wants tools                               → they run, and the model is asked again
     answered   there is a text                              → the run ends
-    withheld   a content filter took it                     → the run ends and says so
-    silent     nothing, and it gets no more tools           → the run ends and says so
+    empty      a filter took it, or nothing without tools   → the run ends and says so
     blank      nothing                                      → it is asked again, then without tools
     """
-    reason = response.finish_reason
-    is_withheld = reason in ("content_filter", "refusal")
-    calls_may_be_cut = is_withheld and response.has_tool_calls  # in the middle of an argument
-    is_cut = reason == "length" or calls_may_be_cut
-    if state.tools_end == "out_of_iterations":
+    is_withheld = response.finish_reason in WITHHELD
+    # a filter may cut a call, too, in the middle of an argument
+    is_cut = response.finish_reason == "length" or (is_withheld and response.has_tool_calls)
+    if state.is_over_limit:
         return "limit"
-    if reason == "error":
+    if response.finish_reason == "error":
         return "failed"
-    if is_cut and state.cuts < 3:
+    if is_cut and state.draft.cuts < 3:
         return "cut"
-    if response.has_tool_calls and not is_cut and not state.tools_end:
+    if response.has_tool_calls and not is_cut and state.has_tools:
         return "calls"
-    if state.join_segments(response.content).strip():
+    if state.draft.joined(response.content).strip():
         return "answered"
-    if is_withheld:
-        return "withheld"
-    return "silent" if state.tools_end else "blank"
+    return "empty" if is_withheld or not state.has_tools else "blank"
+
+
+def batches(calls: list[ToolCallRequest], spec: AgentRunSpec) -> Iterator[list[ToolCallRequest]]:
+    """Neighbours that only read (their tools say so) run side by side, every other call alone.
+
+    read_file, grep, write_file, read_file → [read_file, grep], [write_file], [read_file]
+    """
+
+    def is_safe(call: ToolCallRequest) -> bool:
+        known = spec.tools.get(call.name)
+        return spec.concurrent_tools and known is not None and known.concurrency_safe
+
+    for together, neighbours in itertools.groupby(calls, is_safe):
+        if together:
+            yield list(neighbours)
+        else:
+            yield from ([call] for call in neighbours)
 
 
 # ---- What the model is told ----
@@ -420,17 +376,20 @@ def verdict(state: RunState, response: LLMResponse) -> str:
 class ContextBuilder:
     """Puts together what is sent. The system prompt stays the same to the byte: caches need it."""
 
-    own_files = ("AGENTS.md", "SOUL.md", "USER.md", "TOOLS.md", "IDENTITY.md")
-
     def __init__(self, config: Config, memory: MemoryStore, skills: SkillsLoader):
         self.memory = memory
         self.skills = skills
         self.zone = time_zone(config.defaults.timezone)
         self.now = partial(now_in, config, self.zone)
-        self.memory_tokens = config.defaults.budget // 4  # of a longer MEMORY.md the newest lines
+        self.memory_tokens = config.defaults.budget // 4  # a longer MEMORY.md is cut
 
     def request(self, turn: Turn, history: list[dict], images: list[dict]) -> list[dict]:
-        """The messages of a request. Images go into its last message, never into the journal."""
+        """The messages of a request. Images go into the last one, never into the journal.
+
+        {"model": "…", "max_tokens": 8192, "temperature": 0.1, "tools": [{"type": "function", …}],
+         "messages": [{"role": "system", "content": "You are nanobot …"}, …, {"role": "user",
+                       "content": "[Runtime Context …]\\n\\nWhat is in a.txt?"}]}
+        """
         system = {"role": "system", "content": self.system_prompt(turn)}
         if not images:
             return [system, *history]
@@ -441,14 +400,16 @@ class ContextBuilder:
         return "\n\n---\n\n".join(self.parts(turn).values())
 
     def parts(self, turn: Turn) -> dict[str, str]:
-        """The system prompt by part, in order; parts with nothing in them are left out."""
-        parts = {"identity": identity(turn)}
-        for name in self.own_files:
-            parts[name] = titled(f"## {name}", own_text(turn, turn.workspace / name))
-        facts = newest_lines(own_text(turn, self.memory.facts), self.memory_tokens)
-        recent = "\n".join(self.memory.recent_history())
-        parts["Memory"] = titled("# Memory", facts)
+        """The system prompt by part, in order, without empty ones. Last month comes back as facts
+        of MEMORY.md (Memory) and, until a dream has worked them into facts, as entries of the
+        history (Recent History). All else is found with grep in `memory/`."""
+        own = partial(own_text, turn)
+        parts = {"identity": identity(turn, own(turn.workspace / "IDENTITY.md"))}
+        for name in ("AGENTS.md", "SOUL.md", "USER.md", "TOOLS.md"):
+            parts[name] = titled(f"## {name}", own(turn.workspace / name))
+        parts["Memory"] = titled("# Memory", fitted(own(self.memory.facts), self.memory_tokens))
         parts |= skill_parts(self.skills.load())
+        recent = "\n".join(self.memory.recent_history())
         parts["Recent History"] = titled("# Recent History", recent)
         return {name: text for name, text in parts.items() if text}
 
@@ -457,13 +418,15 @@ class ContextBuilder:
 
         {"role": "user", "content": "[image: cat.png]\\nWhat is it?", "runtime": "[Runtime …"}
 
-        `runtime` (time, channel, chat) is a key of the journal; in what is sent it begins the text.
+        `runtime` (time, chat, working folder) begins the text only in what is sent.
         """
         files = [attachment(Path(path)) for path in media]
         lines = [line for line, _ in files]
         images = [image for _, image in files if image]
-        moment = f"{self.now():%Y-%m-%d %H:%M (%A), %Z}"
-        runtime = template("runtime", time=moment, channel=turn.channel, chat_id=turn.chat_id)
+        runtime = template(
+            "runtime", time=f"{self.now():%Y-%m-%d %H:%M (%A), %Z}", cwd=turn.cwd,
+            channel=turn.channel, chat_id=turn.chat_id,
+        )  # fmt: skip
         return {"role": "user", "content": "\n".join([*lines, text]), "runtime": runtime}, images
 
 
@@ -484,7 +447,7 @@ class AgentLoop:
         self.model = self.provider.model
         self.tools = make_tools(config) if tools is None else tools
         self.mcp = MCPServers(config.tools.mcp_servers, self.tools)
-        self.files_seen: dict[str, dict] = {}  # by session
+        self.files_seen: defaultdict[str, dict] = defaultdict(dict)  # by session
         read = partial(read_own, self.turn("cli:direct"))
         self.memory = MemoryStore(self.workspace, read)
         self.sessions = SessionManager(self.workspace, self.memory)
@@ -509,9 +472,10 @@ class AgentLoop:
         self, text: str, session_key: str = "cli:direct", on_event: Emit | None = None,
         media: Media = (),
     ) -> AgentRunResult:  # fmt: skip
-        """Answer one message. Raises SessionBusy; OSError where the journal cannot be written."""
+        """Answer one message. Raises SessionBusy; OSError if the journal cannot be written."""
         events = EventHook(on_event, self.turn(session_key), self.config.streaming)
         command, argument = slash_command(text)
+        session = None
         if command in ("", "new", "continue"):
             async with self.turns.hold(session_key) as session:
                 result = await self._take_turn(session, text, command, events, media)
@@ -519,10 +483,8 @@ class AgentLoop:
             result = await answer_command(self, command, argument, events.turn)
         if result.final_content:
             await events.send("final", result.final_content)
-        if command in ("", "new", "continue"):
-            session = self.sessions.get(session_key)
-            if session.undelivered:
-                session.mark("delivered", upto=session.last)
+        if session and session.undelivered:
+            session.mark("delivered", upto=session.last)
         return result
 
     async def _take_turn(
@@ -538,19 +500,25 @@ class AgentLoop:
         if not command:
             session.end_open_turn("interrupted")
             message, images = self.context.user_message(text, events.turn, media)
-            session.append(message)  # a kill from here on loses nothing
+            session.append(message)  # written before the model is asked: a kill loses nothing
         return await self.answer(session, events, images)
 
     async def answer(
         self, session: Session, events: EventHook, images: list[dict],
         arrivals: Callable[[], list[dict]] = list,
     ) -> AgentRunResult:  # fmt: skip
-        """Answer what the journal ends with; `arrivals` gives what the user says meanwhile."""
+        """Answer what the journal ends with; `arrivals` gives what the user says meanwhile.
+
+        After Ctrl-C or /stop the journal has all finished results, what was shown of the answer
+        (`cut`), and the mark `ended`: no restart repeats the turn, /continue goes on with it.
+        """
         await self.mcp.connect(self.config.patience)
-        spec = run_spec(self, session.history(), images, events)
+        spec = self.run_spec(session.history(), images, events)
         spec.append = session.append
         spec.arrivals = arrivals
-        spec.make_room = partial(self._make_room, session, events)
+        is_kept = events.turn.channel != "cron"  # each run of a job begins afresh
+        if is_kept:
+            spec.make_room = partial(self._make_room, session, events)
         why = "it was stopped"
         try:
             result = await self.runner.run(spec)
@@ -562,33 +530,45 @@ class AgentLoop:
         finally:
             if not self.is_ending:
                 session.end_open_turn(why)
-            await session.synced()  # before the user sees the answer
-            self.background.start(self._after_turn(session))
+            await session.synced()  # fsync before the user sees the answer
+            if is_kept:
+                self.background.start(self._after_turn(session))
 
-    async def _make_room(
-        self, session: Session, events: EventHook, messages: list[dict], tokens: int
-    ) -> list[dict]:
-        """Old turns go into the memory; gives the messages that are left, with a summary."""
-        if events.turn.channel == "cron":
-            return messages
-        try:
-            count = await self.consolidator.make_room(session, tokens)
-        except OSError as problem:
-            await events.on_retry(f"nothing went into the memory: {problem}")
-            return messages
+    def run_spec(self, history: list[dict], images: list[dict], events: EventHook) -> AgentRunSpec:
+        """What the runner gets: the journal's projection, the tools, the limits of the settings."""
+        limits, hooks = self.config.defaults, self.hooks
+        if events.turn.channel == "cron":  # nobody sits there who could be asked
+            silent = ApprovalHook(self.tools, None)
+            hooks = [silent if isinstance(hook, ApprovalHook) else hook for hook in hooks]
+        return AgentRunSpec(
+            self.context.request(events.turn, history, images), self.tools,
+            max_iterations=limits.max_tool_iterations, max_tokens=limits.max_tokens,
+            temperature=limits.temperature, context_window=limits.context_window_tokens,
+            hook=CompositeHook([events, *hooks]), turn=events.turn, counter=self.counter,
+            keeps_half=events.shows_deltas,
+        )  # fmt: skip
+
+    async def _make_room(self, session: Session, events: EventHook, messages: list) -> list:
+        """If the request gets too long, old turns go into the memory. Gives what is left of it."""
+        tokens = self.counter.total(messages)
+        tokens += self.counter.count(lines_of_json(self.tools.get_definitions()))
+        count = await self.consolidator.make_room(session, tokens)
         if count and events.turn.channel == "cli":
-            await events.on_retry(moved_note(count))
+            await events.on_retry(f"{counted(count, 'older message')} went into the memory")
         return session.without_saved(messages) if count else messages
 
     async def _after_turn(self, session: Session) -> None:
-        if session.key.startswith("cron:"):  # each run of a job begins afresh
-            return
         count = await self.consolidator.after_turn(session)
         if count and session.key.startswith("cli:"):
-            self.notes[session.key] = moved_note(count)
+            self.notes[session.key] = f"{counted(count, 'older message')} went into the memory"
 
     async def run(self, bus: MessageBus) -> None:
-        """Serve the bus until cancelled: messages are journalled at once, answered in order."""
+        """Serve a bus until cancelled. A kill loses no message on its way:
+
+        channel → inbox, on disk → acknowledged → a slot (8 turns at once) and the session's lock
+        → journal, out of the inbox → the model. During a turn it enters behind the next results.
+        The answer: journal → outbox of its chat → sent → the mark `delivered`
+        """
         service = BusService(self, bus)
         try:
             await service.go_on_after_restart()
@@ -598,8 +578,13 @@ class AgentLoop:
             await service.end()
 
     def stop(self, session_key: str) -> bool:
-        """End what runs in a session, its subagents too; False where nothing runs."""
-        return self.turns.stop(session_key, self.subagents.of(session_key))
+        """Cancel the turn of a session, its helpers and the jobs that run for it, if there are."""
+        tasks, chats = self.turns.tasks, self.turns.chats
+        running = [tasks[key] for key in tasks if session_key in (key, chats.get(key))]
+        running += self.subagents.of(session_key)
+        for task in running:
+            task.cancel()
+        return bool(running)
 
     async def close(self, seconds: float = 0.0) -> None:
         """Wait up to `seconds` for background memory work, then close MCP servers and provider."""
@@ -608,18 +593,28 @@ class AgentLoop:
         await self.provider.close()
 
     def turn(self, session_key: str) -> Turn:
-        return turn_of(self, session_key)
+        """The circumstances of a turn: who asks, where it works, what it may touch."""
+        config = self.config
+        channel, _, chat_id = session_key.partition(":")
+        has_fence = config.tools.restrict_to_workspace or bool(config.tools.exec.sandbox)
+        secret = (config.path.resolve(), path_of(USUAL_SETTINGS))
+        here = config.cwd.resolve()
+        is_too_wide = any(path.is_relative_to(here) for path in (Path.home().resolve(), *secret))
+        return Turn(
+            self.workspace, self.workspace if has_fence and is_too_wide else config.cwd,
+            channel, chat_id, session_key, restrict=has_fence,
+            readable=(DATA / "skills",), secret=secret, seen=self.files_seen[session_key],
+            max_result_chars=config.defaults.max_tool_result_chars,
+        )  # fmt: skip
 
 
 # ======== Second reading: hooks, prompts, commands, settings and the command line ========
 
-# ---- One call for programs ----
-# Without it a notebook, which has an event loop of its own, could not ask at all.
+# ---- One call for programs, and what runs beside a turn ----
 
 
 def run(text: str, session_key: str = "cli:direct", config: Config | None = None) -> str:
-    """The answer, on the files of the current folder; works in a notebook, too. Where there is no
-    answer it raises RuntimeError with cause and fix."""
+    """The answer, on the files of the current folder. Raises RuntimeError with cause and fix."""
     loop = AgentLoop(config or load_config())
     with BackgroundLoop(loop.close) as background:
         result = background.complete(loop.process_direct(text, session_key))
@@ -629,55 +624,62 @@ def run(text: str, session_key: str = "cli:direct", config: Config | None = None
     return result.final_content
 
 
-# ---- What a turn is made of ----
-# Without one place for it `prompt` and `/status` would show another request than what is sent.
+class RunningTurns:
+    """One turn of a session at a time: against other tasks and other processes."""
+
+    def __init__(self, sessions: SessionManager):
+        self.sessions = sessions
+        self.tasks: dict[str, asyncio.Task] = {}  # by session
+        self.chats: dict[str, str] = {}  # by session of a job: the chat that it runs for
+        self.locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    @contextlib.asynccontextmanager
+    async def hold(self, session_key: str) -> AsyncIterator[Session]:
+        """The session for one turn, which `stop` can end. Raises SessionBusy."""
+        async with self.locks[session_key]:
+            with self.sessions.lock(session_key):
+                self.tasks[session_key] = asyncio.current_task()
+                try:
+                    yield self.sessions.get(session_key)
+                finally:
+                    del self.tasks[session_key]
 
 
-def run_spec(
-    loop: AgentLoop, history: list[dict], images: list[dict], events: EventHook
-) -> AgentRunSpec:
-    """What the runner gets: the journal's projection, the tools, the limits of the settings."""
-    limits, hooks = loop.config.defaults, loop.hooks
-    if events.turn.channel == "cron":  # nobody sits there who could be asked
-        is_asking = [isinstance(hook, ApprovalHook) for hook in hooks]
-        silent = ApprovalHook(loop.tools, None)
-        hooks = [silent if asks else hook for asks, hook in zip(is_asking, hooks, strict=True)]
-    return AgentRunSpec(
-        loop.context.request(events.turn, history, images), loop.tools,
-        max_iterations=limits.max_tool_iterations, max_tokens=limits.max_tokens,
-        temperature=limits.temperature, context_window=limits.context_window_tokens,
-        hook=CompositeHook([events, *hooks]), turn=events.turn, counter=loop.counter,
-        keeps_half=events.shows_deltas,
-    )  # fmt: skip
+class Background:
+    def __init__(self) -> None:
+        self.tasks: set[asyncio.Task] = set()
+
+    def start(self, work: Coroutine) -> None:
+        task = asyncio.create_task(logged(work))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def settled(self, seconds: float = 60.0) -> None:
+        """Wait so long for it; what is not done then is taken up by a later turn."""
+        try:
+            if self.tasks:
+                await asyncio.wait(self.tasks, timeout=seconds)
+        finally:  # also if the caller is cancelled
+            await end_all(list(self.tasks))
 
 
-def turn_of(loop: AgentLoop, session_key: str) -> Turn:
-    """The circumstances of a turn: who asks, where it works, what it may touch."""
-    channel, _, chat_id = session_key.partition(":")
-    if len(loop.files_seen) > 1_000:  # a gateway runs for months
-        del loop.files_seen[next(iter(loop.files_seen))]
-    secret = (loop.config.path.resolve(), path_of(USUAL_SETTINGS))
-    has_fence = is_fenced(loop.config)
-    stays_at_home = has_fence and is_too_wide(loop.config)
-    cwd = loop.workspace if stays_at_home else loop.config.cwd
-    return Turn(
-        loop.workspace, cwd, channel, chat_id, session_key, restrict=has_fence,
-        readable=(DATA / "skills",), secret=secret,
-        max_result_chars=loop.config.defaults.max_tool_result_chars,
-        seen=loop.files_seen.setdefault(session_key, {}),
-    )  # fmt: skip
+async def logged(work: Coroutine, failed: str = "in the background") -> Any:
+    """The result; a failure becomes a line of the log, and None."""
+    try:
+        return await work
+    except Exception as problem:
+        log.warning("%s: %s", failed, problem, exc_info=log.isEnabledFor(logging.INFO))  # --logs
+        return None
 
 
-def is_fenced(config: Config) -> bool:
-    """The sandbox of exec implies the fence for the file tools."""
-    return config.tools.restrict_to_workspace or bool(config.tools.exec.sandbox)
-
-
-def is_too_wide(config: Config) -> bool:
-    """Is the current folder one that the fence must not open: HOME, / or one with the settings?"""
-    here = config.cwd.resolve()
-    private = (Path.home().resolve(), config.path.resolve(), path_of(USUAL_SETTINGS))
-    return any(path.is_relative_to(here) for path in private)
+async def end_all(tasks: list[asyncio.Task], seconds: float | None = None) -> None:
+    """Cancel the tasks that still run, and wait until they have ended, or so many seconds."""
+    running = [task for task in tasks if not task.done()]
+    for task in running:
+        if not task.cancelling():  # cancelling twice would interrupt its cleanup
+            task.cancel()
+    if running:
+        await asyncio.wait(running, timeout=seconds)
 
 
 # ---- What the runner leaves to others ----
@@ -686,79 +688,86 @@ def is_too_wide(config: Config) -> bool:
 
 Emit = Callable[[OutboundMessage], Awaitable[None]]
 Media = Iterable[Path]  # files that came with a message
-NO_USAGE = {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0, "estimated": False}
+COUNTS = ("prompt_tokens", "completion_tokens", "total_tokens", "cached_tokens")
+NO_USAGE = dict.fromkeys(COUNTS, 0) | {"estimated": False}
 TOO_LONG = "too long for the model: asking again without the oldest turns"  # a 400, a 413
 NOTHING = "the model sent nothing of use"
 LIMIT_REACHED = "the limit of steps (maxToolIterations) is reached; ask it to go on"
+CUT_AGAIN = "cut: the answer reached its length limit again and again"
+WITHHELD = ("content_filter", "refusal")  # finish reasons
 NOT_ANSWERED = ("error", "tool_error", "empty")  # stop reasons of a run without an answer
 
 
-MakeRoom = Callable[[list[dict], int], Awaitable[list[dict]]]  # (messages, tokens) -> messages
+@dataclass
+class RunState:
+    """The runner's scratch paper for one run."""
+
+    spec: AgentRunSpec
+    context: AgentHookContext
+    result: AgentRunResult = field(default_factory=lambda: AgentRunResult(stop_reason=""))
+    draft: Draft = field(default_factory=lambda: Draft())  # the answer that comes
+    tools: list[dict] = field(default_factory=list)  # what the model is offered in a request
+    has_tools: bool = True  # False: from now on it must answer in words
+    note: str = ""  # to the model, for the next request only
+    failure: str = ""  # of the last call that failed in this step
+    calls: dict[str, int] = field(default_factory=dict)  # of this step: see `count`
+    calls_before: dict[str, int] = field(default_factory=dict)  # of the last one
+    room: float = math.inf  # tokens of a request; less after one that was too long for the model
+    is_told: bool = False  # does the user know that something is left out?
+
+    @property
+    def is_over_limit(self) -> bool:
+        """All steps are used up: this request, number 41 of 40, asks for a summary."""
+        return self.context.iteration > self.spec.max_iterations
+
+    def add(self, *messages: dict) -> None:
+        """New messages: the model gets them with the next request, the journal gets them now."""
+        self.context.messages += messages
+        self.spec.append(*messages)
+
+    async def show(self, piece: str) -> None:
+        self.draft.streamed += piece
+        await self.spec.hook.on_stream(piece)
+
+    def count(self, call: ToolCallRequest, result: ToolResult) -> ToolResult:
+        """Count in how many steps, one after another, a call had this outcome; from the third on
+        its result says so. Something new is another outcome, all failures of a call are one."""
+        outcome = None if result.is_error else [result.text, result.images]
+        this_call = lines_of_json([call.name, call.arguments, outcome])
+        times = self.calls[this_call] = self.calls_before.get(this_call, 0) + 1
+        if times < 3:
+            return result
+        warning = template("same_failure" if result.is_error else "same_result", count=times)
+        return replace(result, text=f"{result.text}\n{warning}")
+
+    def end_step(self) -> int:
+        """How many steps in a row had these same calls and outcomes."""
+        self.calls_before, self.calls = self.calls, {}
+        return min(self.calls_before.values(), default=0)
 
 
-def moved_note(count: int) -> str:
-    return f"{counted(count, 'older message')} went into the memory"
+@dataclass
+class Draft:
+    """An answer that is no message yet. Its length limit may cut it into parts, to be joined."""
 
+    parts: list[str] = field(default_factory=list)
+    streamed: str = ""  # what the user was shown of the part that comes
+    cuts: int = 0
+    blanks: int = 0  # answers with nothing in them, in a row
 
-def task_of(spec: AgentRunSpec) -> dict | None:
-    """The question that this run is about: it is never left out."""
-    users = [message for message in spec.messages if message["role"] == "user"]
-    return users[-1] if users else None
-
-
-def on_delta(state: RunState) -> Callable[[str], Awaitable[None]] | None:
-    """What a piece of the answer goes to, where anybody wants pieces."""
-
-    async def stream(piece: str) -> None:
-        state.streamed += piece
-        await state.spec.hook.on_stream(piece)
-
-    return stream if state.spec.hook.wants_streaming else None
-
-
-async def tell_what_is_left_out(state: RunState, note: str) -> None:
-    state.is_told = True
-    await state.spec.hook.on_retry(note)
-
-
-def note_to_model(state: RunState) -> str:
-    """What the model is told behind the conversation, for this request only."""
-    if state.tools_end:
-        return template(state.tools_end, limit=state.spec.max_iterations)
-    return state.nudge
-
-
-def size_of_request(request: Governed, response: LLMResponse) -> int:
-    """Tokens of a request: the endpoint's own count, else ours."""
-    if response.usage.get("estimated") or not response.usage.get("prompt_tokens"):
-        return request.tokens
-    return response.usage["prompt_tokens"]
+    def joined(self, rest: str | None) -> str:
+        return "".join([*self.parts, rest or ""])
 
 
 def add_up(total: dict, usage: dict) -> None:
-    for name in NO_USAGE:
-        total[name] += usage.get(name) or 0
-
-
-def batches(calls: list[ToolCallRequest], spec: AgentRunSpec) -> Iterator[list[ToolCallRequest]]:
-    """Neighbours that are safe side by side go together, every other call goes alone.
-
-    read_file, grep, write_file, read_file → [read_file, grep], [write_file], [read_file]
-    """
-
-    def is_safe(call: ToolCallRequest) -> bool:
-        tool = spec.tools.get(call.name)
-        return spec.concurrent_tools and tool is not None and tool.concurrency_safe
-
-    for together, neighbours in itertools.groupby(calls, is_safe):
-        if together:
-            yield list(neighbours)
-        else:
-            yield from ([call] for call in neighbours)
+    for name in ("prompt_tokens", "completion_tokens", "cached_tokens"):
+        total[name] = (total.get(name) or 0) + (usage.get(name) or 0)
+    total["total_tokens"] = total["prompt_tokens"] + total["completion_tokens"]
+    total["estimated"] = bool(total.get("estimated") or usage.get("estimated"))
 
 
 def reason_not_to_run(call: ToolCallRequest, tools: ToolRegistry) -> str:
-    """Why a call must not run, in words for the model; empty where it may."""
+    """Why a call must not run, in words for the model; "" if it may."""
     if call.denied:
         return call.denied
     if call.error:
@@ -770,202 +779,22 @@ def reason_not_to_run(call: ToolCallRequest, tools: ToolRegistry) -> str:
 
 def is_read_only(call: ToolCallRequest, tools: ToolRegistry) -> bool:
     """Is it, at this moment, a known tool that only reads? An unknown one may come any second."""
-    tool = tools.get(call.name)
-    return tool is not None and tool.read_only
-
-
-class RunningTurns:
-    """One turn of a session at a time: against other tasks and other processes."""
-
-    def __init__(self, sessions: SessionManager):
-        self.sessions = sessions
-        self.tasks: dict[str, asyncio.Task] = {}  # by session
-        self.chats: dict[str, str] = {}  # by session of a job: the chat that it runs for
-        self.locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-
-    @contextlib.asynccontextmanager
-    async def hold(self, session_key: str) -> AsyncIterator[Session]:
-        """The session for one turn, which `stop` can end. Raises SessionBusy."""
-        async with self.locks.setdefault(session_key, asyncio.Lock()):
-            with self.sessions.lock(session_key):
-                self.tasks[session_key] = asyncio.current_task()
-                try:
-                    yield self.sessions.get(session_key)
-                finally:
-                    del self.tasks[session_key]
-
-    def stop(self, session_key: str, helpers: list[asyncio.Task]) -> bool:
-        """Cancel the turn of a session, its helpers and the jobs that run for it."""
-        keys = [key for key in self.tasks if session_key in (key, self.chats.get(key))]
-        running = [self.tasks[key] for key in keys]
-        for task in running + helpers:
-            task.cancel()
-        return bool(running + helpers)
-
-
-class Background:
-    """Work that goes on beside the turns."""
-
-    def __init__(self) -> None:
-        self.tasks: set[asyncio.Task] = set()
-
-    def start(self, work: Coroutine) -> None:
-        task = asyncio.create_task(logged(work))
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
-
-    async def settled(self, seconds: float = 60.0) -> None:
-        """It gets these seconds; what is not done then is taken up by a later turn."""
-        try:
-            if self.tasks:
-                await asyncio.wait(self.tasks, timeout=seconds)
-        finally:  # also when it is stopped
-            await end_all(list(self.tasks))
-
-
-async def logged(work: Coroutine) -> Any:
-    """For work that nobody awaits: what goes wrong in it is told in the log."""
-    try:
-        return await work
-    except Exception as problem:
-        log.warning("in the background: %s", problem, exc_info=log.isEnabledFor(logging.INFO))
-        return None
-
-
-async def side_by_side(works: list[Coroutine]) -> None:
-    """Until all have ended; where one fails or the caller is cancelled, the others are ended.
-
-    One alone needs no task: 50 conversations in step spent a tenth of their time between tasks.
-    """
-    if len(works) == 1:
-        await alone(works[0])
-        return
-    tasks = [asyncio.create_task(work) for work in works]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        await end_all(tasks)
-
-
-async def alone(work: Coroutine) -> None:
-    """A tool that catches its cancellation does not keep the turn from ending."""
-    task = asyncio.current_task()
-    before = task.cancelling()
-    await work
-    if task.cancelling() > before:
-        raise asyncio.CancelledError
-
-
-async def end_all(tasks: list[asyncio.Task], seconds: float | None = None) -> None:
-    """Cancel what still runs, and wait until it has ended, or so many seconds."""
-    running = [task for task in tasks if not task.done()]
-    for task in running:
-        if not task.cancelling():  # a second time would break into its tidying up
-            task.cancel()
-    ended = asyncio.gather(*running, return_exceptions=True)
-    if seconds is None:
-        await ended
-    else:
-        await asyncio.wait([ended], timeout=seconds)
-
-
-def warn_of_repetition(state: RunState, call: ToolCallRequest, result: ToolResult) -> ToolResult:
-    """Note a call of this step; from the third equal step on its result says that it is known.
-
-    A poll that returns something new is another outcome. All failures of a call are one outcome.
-    """
-    outcome = None if result.is_error else (result.text, result.images)
-    this_call = (call.name, call.arguments, outcome)
-    state.step.append(this_call)
-    if result.is_error:
-        state.failure = f"{call.name} failed: {result.text}"
-    if result.is_error and state.spec.fail_on_tool_error:
-        state.result.error = state.failure
-    if state.repetitions < 2 or this_call not in state.last_step:
-        return result
-    kind = "same_failure" if result.is_error else "same_result"
-    return replace(result, text=f"{result.text}\n{template(kind, count=state.repetitions + 1)}")
-
-
-def count_repetitions(state: RunState) -> None:
-    """After five equal steps a failing one ends the run, one that succeeds ends the tools."""
-    is_same = len(state.step) == len(state.last_step)
-    is_same = is_same and all(call in state.last_step for call in state.step)
-    state.repetitions = state.repetitions + 1 if is_same else 1
-    state.last_step = state.step
-    if state.repetitions >= 5 and any(outcome is None for _, _, outcome in state.step):
-        state.result.error = state.failure
-    elif state.repetitions >= 5:
-        state.tools_end = "same_result_end"
-
-
-def note_call(state: RunState, call: ToolCallRequest, result: ToolResult) -> None:
-    if call.name not in state.result.tools_used:
-        state.result.tools_used.append(call.name)
-    event = {"name": call.name, "arguments": call.arguments}
-    state.result.tool_events.append(event | {"is_error": result.is_error, "result": result.text})
-
-
-def tool_message(call: ToolCallRequest, result: ToolResult) -> dict:
-    about = {"role": "tool", "tool_call_id": call.id, "name": call.name}
-    return {**about, "content": result.text}
-
-
-def images_message(results: list[ToolResult]) -> dict | None:
-    """Images follow the results in a user message: a tool message may not hold them."""
-    with_images = [result for result in results if result.images]
-    if not with_images:
-        return None
-    names = "\n".join(result.text for result in with_images)
-    images = itertools.chain.from_iterable(result.images for result in with_images)
-    return {"role": "user", "content": [{"type": "text", "text": names}, *images]}
-
-
-async def keep_segment(state: RunState, response: LLMResponse) -> None:
-    """A part of an answer, to be joined with the rest: "a long ans", "wer" → "a long answer"."""
-    state.streamed = ""
-    if not response.content:
-        return
-    state.segments.append(response.content)
-    if response.has_tool_calls:  # what follows is no continuation of this sentence
-        state.segments.append("\n\n")
-        if state.spec.hook.wants_streaming:
-            await state.spec.hook.on_stream("\n\n")
-
-
-def summary_or_limit(state: RunState, response: LLMResponse) -> str:
-    """The model's summary at the end of its steps; without one the limit, and why there is none."""
-    if response.finish_reason != "error" and response.content:
-        return response.content
-    limit = f"I stopped at the limit of {counted(state.spec.max_iterations, 'step')}."
-    return f"{limit} {response.error}" if response.error else limit
-
-
-def reason_of_cut(response: LLMResponse) -> str:
-    """Why an answer that is taken as it is may not be whole; "" where it is."""
-    if response.finish_reason == "length":
-        return "cut: the answer reached its length limit again and again"
-    return ""
-
-
-def end_without_answer(state: RunState, why: str) -> None:
-    """The user is told; the model is not: small models repeat what stands in their own mouth."""
-    state.result.stop_reason = "empty"
-    state.result.final_content = f"There is no answer: {why}. Ask in other words."
-
-
-def nudge_for_cut(response: LLMResponse) -> str:
-    """What the model is told after an answer that its length limit cut."""
-    if response.tool_calls:
-        return template("cut_calls")
-    if (response.content or "").strip():
-        return template("cut_answer")
-    return template("cut_thinking")
+    known = tools.get(call.name)
+    return known is not None and known.read_only
 
 
 # ---- Prompts are files ----
 # Without the fence around them a planted link (SOUL.md → ~/.ssh/id_rsa) would carry keys into
 # every request.
+
+PLACEHOLDERS = (  # also of older versions: small models take them for what they say
+    "Who the user is goes here: name, time zone, language, work, likes.",
+    "Notes on this machine's tools go here: hosts, accounts, paths, quirks.",
+    "Instructions of the user for the agent go here: rules of a project, preferences for tools, "
+    "things never to do.",
+    "# Long-term memory",
+    "Lasting facts, one a line.",
+)
 
 
 def template(name: str, **values: Any) -> str:
@@ -989,64 +818,39 @@ def prepare_workspace(workspace: Path) -> Path:
     return workspace
 
 
-def identity(turn: Turn) -> str:
-    """The first part of the system prompt: where whose files are, and how to work."""
+def identity(turn: Turn, who: str) -> str:
+    """The first part of the system prompt; `who` (IDENTITY.md) replaces its first paragraph."""
     style = template("format_cli") if turn.channel == "cli" else template("format_chat")
     platform = f"{sys.platform}, Python {sys.version_info.major}.{sys.version_info.minor}"
     places = {"cwd": turn.cwd, "workspace": turn.workspace}
-    return template("identity", platform=platform, format=style, **places)
-
-
-MAX_PROMPT_FILE = 100_000  # bytes
+    text = template("identity", platform=platform, format=style, **places)
+    usual, _, rest = text.partition("\n\n")
+    return f"{who or usual}\n\n{rest}"
 
 
 def read_own(turn: Turn, path: Path) -> bytes:
     """A file that goes into a request. It may be a link, but not to keys or over the fence. Raises
     OSError; ValueError if it may not be read."""
-    link, file = path.lstat(), path.stat()
-    stamps = (link.st_ino, link.st_ctime_ns, file.st_ino, file.st_ctime_ns, file.st_size)
-    fence = (turn.workspace, turn.cwd, turn.restrict, turn.readable, turn.secret)
+    path.stat()  # FileNotFoundError
+    most = 10_000_000 if path.name == "MEMORY.md" else 100_000  # a part of it is sent
     try:
-        return read_unchanged(str(path), stamps, fence)
+        return read_bytes(turn.path(str(path)), most)
     except ToolError as problem:
         raise ValueError(str(problem)) from None
 
 
-@functools.lru_cache(maxsize=64)
-def read_unchanged(path: str, stamps: tuple, fence: tuple) -> bytes:
-    """Not checked and read again while it is the same file: 12 files, twice a turn, are 6 ms."""
-    workspace, cwd, restrict, readable, secret = fence
-    turn = Turn(workspace, cwd, restrict=restrict, readable=readable, secret=secret)
-    most = 10_000_000 if path.endswith("MEMORY.md") else MAX_PROMPT_FILE  # its newest part is sent
-    return read_bytes(turn.path(path), most)
-
-
 def own_text(turn: Turn, path: Path) -> str:
-    """A file of the workspace as a part of the prompt; "" while it is still the kit's template."""
-    if not path.exists():
-        return ""
+    """A file of the workspace as a part of the prompt, without the kit's placeholders."""
     try:
-        text = plain_text(read_own(turn, path)).strip()
-        turn.note_read(path.resolve())  # the model may change a file that stands in its prompt
+        text = plain_text(read_own(turn, path))
+    except FileNotFoundError:
+        return ""
     except (OSError, ValueError) as problem:
         log.warning("%s is left out of the prompt: %s", path.name, problem)
         return ""
-    kit = DATA / "templates" / path.name
-    # small models take "Who the user is goes here" for what it says about the user
-    is_untouched = kit.exists() and text == kit.read_text(encoding="utf-8").strip()
-    return "" if is_untouched else text
-
-
-def newest_lines(facts: str, most: int) -> str:
-    """The last lines in `most` tokens, and one before them that says where the rest is."""
-    lines = facts.split("\n")
-    kept = len(lines)
-    while kept and estimate("\n".join(lines[-kept:])) > most:
-        kept = kept * 9 // 10
-    if kept == len(lines):
-        return facts
-    note = f"[{len(lines) - kept} older lines are in memory/MEMORY.md: grep it]"
-    return "\n".join([note, *lines[len(lines) - kept :]])
+    turn.note_read(path.resolve())  # the model may change a file that stands in its prompt
+    lines = [line for line in text.split("\n") if line not in PLACEHOLDERS]
+    return "\n".join(lines).strip()
 
 
 def titled(title: str, text: str) -> str:
@@ -1058,19 +862,15 @@ def skill_parts(skills: list[Skill]) -> dict[str, str]:
     sound = [skill for skill in skills if not skill.problem]
     always = [skill for skill in sound if skill.always and not skill.missing]
     active = [titled(f"## {skill.name}", skill.text) for skill in always]
-    listed = [line_of_skill(skill) for skill in sound if skill not in always]
+    listed = []
+    for skill in sound:
+        if skill not in always:
+            needs = f" [unavailable: needs {', '.join(skill.missing)}]" if skill.missing else ""
+            listed.append(f"- {skill.name}: {skill.description} ({skill.path}){needs}")
     return {
         "Active Skills": titled("# Active Skills", "\n\n".join(active)),
         "Skills": listed and template("skills", skills="\n".join(listed)),
     }
-
-
-def line_of_skill(skill: Skill) -> str:
-    """`- weather: Use when … (/skills/weather/SKILL.md) [unavailable: needs program curl]`"""
-    line = f"- {skill.name}: {skill.description} ({skill.path})"
-    if skill.missing:
-        line += f" [unavailable: needs {', '.join(skill.missing)}]"
-    return line
 
 
 def attachment(path: Path) -> tuple[str, dict | None]:
@@ -1079,18 +879,13 @@ def attachment(path: Path) -> tuple[str, dict | None]:
         image = image_block(path.read_bytes())
     except OSError as problem:
         return f"[file: {path}, not readable: {problem.strerror}]", None
-    kind = "image" if image else "file"
-    return f"[{kind}: {path}]", image
+    return f"[{'image' if image else 'file'}: {path}]", image
 
 
 def time_zone(name: str) -> Any:
     """A zone like `Europe/Berlin`, or None for the machine's own."""
-    if not name:
-        return None
-    import zoneinfo
-
     try:
-        return zoneinfo.ZoneInfo(name)
+        return zoneinfo.ZoneInfo(name) if name else None
     except (KeyError, ValueError, OSError):
         raise ConfigError(f"agents.defaults.timezone: there is no zone {name!r}.") from None
 
@@ -1099,9 +894,49 @@ def now_in(config: Config, zone: Any) -> datetime:
     return config.now().astimezone(zone)
 
 
-# ---- Hooks that come with it ----
+# ---- Hooks ----
 # Without CompositeHook a mistake in somebody's logging would end the user's turn; without
 # ApprovalHook the first wrong `rm` is also the last.
+
+
+@dataclass
+class AgentHookContext:
+    """The live record of a run. What a hook changes in it takes effect at once."""
+
+    messages: list[dict]
+    iteration: int = 0  # requests to the model so far
+    response: LLMResponse = field(default_factory=LLMResponse)
+    usage: dict = field(default_factory=lambda: dict(NO_USAGE))
+
+    @property
+    def tool_calls(self) -> list[ToolCallRequest]:
+        return self.response.tool_calls
+
+
+class AgentHook:
+    """Looks on while a run goes on, and may have a say. Override what you need."""
+
+    wants_streaming = False
+
+    async def before_iteration(self, context: AgentHookContext) -> None: ...
+    async def on_stream(self, delta: str) -> None: ...
+    async def on_stream_end(self, resuming: bool) -> None: ...  # the parameter may be left out
+    async def on_retry(self, why: str) -> None: ...
+    async def after_iteration(self, context: AgentHookContext) -> None: ...
+
+    async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
+        """Set `call.denied = "reason"` to keep a call from running; the model is told why."""
+
+    async def after_tool(self, call: ToolCallRequest, result: ToolResult, seconds: float) -> None:
+        """Called as soon as a call has ended, while others may still run."""
+
+    async def finalize_content(self, content: str) -> str:
+        return content
+
+    def __init_subclass__(cls) -> None:
+        own = vars(cls).get("on_stream_end")
+        if inspect.isfunction(own) and len(inspect.signature(own).parameters) == 1:
+            cls.on_stream_end = lambda self, resuming: own(self)
 
 
 class CompositeHook(AgentHook):
@@ -1111,26 +946,23 @@ class CompositeHook(AgentHook):
         self.hooks = list(hooks)
         self.wants_streaming = any(hook.wants_streaming for hook in self.hooks)
 
-    async def before_iteration(self, context: AgentHookContext) -> None:
-        await self._tell_all("before_iteration", context)
+    async def _tell(self, hook: AgentHook, event: str, *details: Any, **named: Any) -> Any:
+        async def call() -> Any:
+            return await getattr(hook, event)(*details, **named)
 
-    async def on_stream(self, delta: str) -> None:
-        await self._tell_all("on_stream", delta)
+        return await logged(call(), f"{type(hook).__name__}.{event} failed")
 
-    async def on_stream_end(self, resuming: bool) -> None:
-        await self._tell_all("on_stream_end", resuming)
+    async def _tell_all(self, event: str, *details: Any, **named: Any) -> None:
+        for hook in self.hooks:
+            await self._tell(hook, event, *details, **named)
 
-    async def on_retry(self, why: str) -> None:
-        await self._tell_all("on_retry", why)
-
-    async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
-        await self._tell_all("before_execute_tools", tool_calls)
-
-    async def after_tool(self, call: ToolCallRequest, result: ToolResult, seconds: float) -> None:
-        await self._tell_all("after_tool", call, result, seconds)
-
-    async def after_iteration(self, context: AgentHookContext) -> None:
-        await self._tell_all("after_iteration", context)
+    before_iteration = partialmethod(_tell_all, "before_iteration")
+    on_stream = partialmethod(_tell_all, "on_stream")
+    on_stream_end = partialmethod(_tell_all, "on_stream_end")
+    on_retry = partialmethod(_tell_all, "on_retry")
+    before_execute_tools = partialmethod(_tell_all, "before_execute_tools")
+    after_tool = partialmethod(_tell_all, "after_tool")
+    after_iteration = partialmethod(_tell_all, "after_iteration")
 
     async def finalize_content(self, content: str) -> str:
         for hook in self.hooks:
@@ -1138,24 +970,8 @@ class CompositeHook(AgentHook):
             content = content if changed is None else changed
         return content
 
-    async def _tell_all(self, event: str, *details: Any) -> None:
-        for hook in self.hooks:
-            await self._tell(hook, event, *details)
-
-    async def _tell(self, hook: AgentHook, event: str, *details: Any) -> Any:
-        try:
-            return await getattr(hook, event)(*details)
-        except Exception as problem:  # a hook is a guest: it must not end the turn
-            with_traceback = log.isEnabledFor(logging.INFO)  # --logs
-            hook_name = type(hook).__name__
-            log.warning("%s.%s failed: %s", hook_name, event, problem, exc_info=with_traceback)
-            return None
-
 
 class LoggingHook(AgentHook):
-    async def before_iteration(self, context: AgentHookContext) -> None:
-        log.info("iteration %d, %d messages", context.iteration + 1, len(context.messages))
-
     async def after_tool(self, call: ToolCallRequest, result: ToolResult, seconds: float) -> None:
         outcome = "failed" if result.is_error else f"{len(result.text):,} characters"
         log.info("%s: %s in %.3f s", tool_hint(call), outcome, seconds)
@@ -1178,51 +994,39 @@ class CostTrackingHook(AgentHook):
     def line(self, usage: dict) -> str:
         """`1,234 in (200 cached) · 56 out · 0.0012`; `~` marks an estimate, `≤` an upper bound."""
         mark = "~" if usage["estimated"] else ""
-        line = f"{mark}{usage['prompt_tokens']:,} in"
-        if usage["cached_tokens"]:
-            line += f" ({usage['cached_tokens']:,} cached)"
-        line += f" · {mark}{usage['completion_tokens']:,} out"
-        if self.price:
-            line += f" · {mark}{self.price.of(usage)}"
-        return line
+        cached = f" ({usage['cached_tokens']:,} cached)" if usage["cached_tokens"] else ""
+        money = f" · {mark}{self.price.of(usage)}" if self.price else ""
+        sent, received = usage["prompt_tokens"], usage["completion_tokens"]
+        return f"{mark}{sent:,} in{cached} · {mark}{received:,} out{money}"
 
 
 class ApprovalHook(AgentHook):
     """Asks before every call that is not, at that moment, one of a known tool that only reads.
-
-    `always` holds for that tool until the program ends. `ask(question)` gives a line from the user;
-    without it the answer is no.
-    """
+    `ask(question)` gives a line from the user; without it the answer is no."""
 
     def __init__(self, tools: ToolRegistry, ask: Callable[[str], Awaitable[str]] | None):
         self.tools = tools
         self.ask = ask
-        self.always: set[str] = set()
+        self.always: set[str] = set()  # tools, until the program ends
 
     async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
         asked = []
         for call in tool_calls:
-            if is_read_only(call, self.tools):
-                call.must_only_read = True
-            elif not (call.error or call.denied):
+            call.must_only_read = is_read_only(call, self.tools)
+            if not (call.must_only_read or call.error or call.denied):
                 call.denied = "The user did not approve this call."
                 asked.append(call)
         for call in asked:  # all are denied before the first question: if that fails, none runs
-            await self._decide(call)
+            if call.name in self.always or await self._is_approved(call):
+                call.denied = ""
 
-    async def _decide(self, call: ToolCallRequest) -> None:
-        if call.name in self.always:
-            call.denied = ""
-            return
+    async def _is_approved(self, call: ToolCallRequest) -> bool:
         if self.ask is None:
-            return
-        question = approval_question(call.name, call.arguments)
-        answer = (await self.ask(question)).strip().lower()
+            return False
+        answer = (await self.ask(approval_question(call.name, call.arguments))).strip().lower()
         if answer in ("a", "always"):
             self.always.add(call.name)
-        elif answer not in ("y", "yes"):
-            return
-        call.denied = ""
+        return answer in ("y", "yes", "a", "always")
 
 
 class EventHook(AgentHook):
@@ -1241,19 +1045,14 @@ class EventHook(AgentHook):
     async def before_iteration(self, context: AgentHookContext) -> None:
         self.context = context
 
-    async def on_stream(self, delta: str) -> None:
-        await self.send("delta", delta)
-
-    async def on_retry(self, why: str) -> None:
-        await self.send("retry", why)
+    on_stream = partialmethod(send, "delta")
+    on_retry = partialmethod(send, "retry")
 
     async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
         if text := self.context.response.content:
             await self.send("progress", text)
-        hints = [tool_hint(call) for call in tool_calls]
-        for hint, count in Counter(hints).items():
-            text = f"{hint} × {count}" if count > 1 else hint
-            await self.send("tool_hint", text)
+        for hint, count in Counter(map(tool_hint, tool_calls)).items():
+            await self.send("tool_hint", f"{hint} × {count}" if count > 1 else hint)
 
 
 class WaitingHook(AgentHook):
@@ -1274,22 +1073,19 @@ class WaitingHook(AgentHook):
     async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
         self.waiting.begin(", ".join(tool_hint(call) for call in tool_calls))
 
-    async def after_iteration(self, context: AgentHookContext) -> None:
-        self.waiting.end()
+    after_iteration = on_stream
 
 
 def tool_hint(call: ToolCallRequest) -> str:
     """A call in one line: `read_file("a.txt")`, `$ ls`."""
     if call.name == "exec":
-        command = " ".join(str(call.arguments.get("command", "")).split())
-        return f"$ {command[:100]}"
+        return "$ " + " ".join(str(call.arguments.get("command", "")).split())[:100]
     if not call.arguments:
         return f"{call.name}()"
     telling = "path" if "path" in call.arguments else next(iter(call.arguments))
     value = json.dumps(call.arguments[telling], ensure_ascii=False, default=str)
-    if len(value) > 80:
-        value = value[:79] + "…"
-    return f"{call.name}({value})"
+    shown = value if len(value) <= 80 else value[:79] + "…"
+    return f"{call.name}({shown})"
 
 
 # ---- Many chats at once ----
@@ -2038,7 +1834,7 @@ def preview(loop: AgentLoop, turn: Turn, message: dict | None = None) -> Governe
     """The request that would be sent now, for a message that is not journalled."""
     later = [{"n": sys.maxsize} | message] if message else []
     history = loop.sessions.get(turn.session_key).history(*later)
-    spec = run_spec(loop, history, [], EventHook(None, turn, loop.config.streaming))
+    spec = loop.run_spec(history, [], EventHook(None, turn, loop.config.streaming))
     return loop.runner.govern(RunState(spec, AgentHookContext(spec.messages)))
 
 
@@ -2541,7 +2337,7 @@ def warn_before_start(
     """What the user would only find out later, or never."""
     if isinstance(loop.provider, OfflineProvider) and loop.config.defaults.provider != "offline":
         terminal.note(template("no_model"))
-    if is_fenced(loop.config) and is_too_wide(loop.config):
+    if loop.turn("cli:direct").cwd != loop.config.cwd:
         place = f"work starts in {loop.workspace}"
         terminal.note(f"The fence does not open {loop.config.cwd}: {place}.")
     if arguments.approve and not keyboard:
