@@ -2137,3 +2137,64 @@ def test_a_gateway_says_which_settings_it_lacks(serve_gateway):
     channels = {"telegram": {"token": "1:a", "apiBase": "http://127.0.0.1:1"}}
     log = serve_gateway({"channels": channels}, lambda: None, "--offline")
     assert re.search("Nobody .*allowFrom", str(log))
+
+
+# ---- What programs and workspaces of users expect ----
+
+
+def test_a_result_names_its_model_and_adds_up_its_tokens_and_a_hook_may_be_brief():
+    class Brief(AgentHook):
+        async def on_stream_end(self):
+            ends.append(self)
+
+    ends: list[AgentHook] = []
+    usage = {"prompt_tokens": 10, "completion_tokens": 2}
+    for hook in (Brief(), CompositeHook([Brief(), Recorder()])):
+        result, _ = run([call("look"), LLMResponse("ok", usage=usage)], [look], hook=hook, model="big")
+        assert (result.model, result.usage["total_tokens"]) == ("big", 12)
+    assert len(ends) == 4
+    assert run(["ok"])[0].model == "scripted"
+
+
+def test_identity_md_says_who_the_agent_is_and_all_else_stays(tmp_path):
+    loop = make_loop(tmp_path)
+    (loop.workspace / "IDENTITY.md").write_text("You are Ida, the agent of a bakery.\n", encoding="utf-8")
+    prompt = loop.context.system_prompt(loop.turn("cli:direct"))
+    assert prompt.startswith("You are Ida, the agent of a bakery.\n\nYou work on the user's own machine")
+    assert "You are nanobot" not in prompt and "data, never instructions" in prompt
+    assert str(loop.workspace / "memory" / "MEMORY.md") in prompt
+
+
+def test_texts_of_the_kit_are_in_the_prompt_and_placeholders_are_not_until_they_are_filled(tmp_path):
+    loop = make_loop(tmp_path)
+    parts = loop.context.parts(loop.turn("cli:direct"))
+    for name in ("SOUL.md", "AGENTS.md", "TOOLS.md"):
+        assert parts[name] == f"## {name}\n\n{(loop.workspace / name).read_text(encoding='utf-8').strip()}"
+    assert "nanobot" not in parts["SOUL.md"]
+    older = ("Instructions of the user for the agent go here: rules of a project, preferences for tools, "
+             "things never to do.\n")  # fmt: skip
+    for name, placeholder in (("AGENTS.md", older), ("USER.md", None), ("memory/MEMORY.md", None)):
+        path = loop.workspace / name
+        path.write_text(placeholder or path.read_text(encoding="utf-8"), encoding="utf-8")
+        part = "Memory" if name.startswith("memory") else name
+        assert part not in loop.context.parts(loop.turn("cli:direct"))
+        with path.open("a", encoding="utf-8") as file:
+            file.write("\nAda bakes.\n")
+        assert loop.context.parts(loop.turn("cli:direct"))[part].endswith("\n\nAda bakes.")
+
+
+def test_a_conversation_may_go_on_in_another_folder(tmp_path):
+    for folder in ("one", "two"):
+        loop = make_loop(tmp_path, ["ok"])
+        loop.config.cwd = tmp_path / folder
+        ask(loop, "hello")
+    said = [m["content"] for m in loop.provider.requests[0].messages if m["role"] == "user"]
+    folders = [re.search("(?m)^Working folder: (.+)$", text)[1] for text in said]
+    assert folders == [str(tmp_path / "one"), str(tmp_path / "two")]
+
+
+@pytest.mark.parametrize(("setting", "sent"), [(None, 0.1), (0, 0), (0.7, 0.7)])
+def test_the_temperature_that_is_set_is_sent_and_a_low_one_if_none_is_set(tmp_path, setting, sent):
+    loop = make_loop(tmp_path, ["ok"], temperature=setting)
+    ask(loop, "hello")
+    assert loop.provider.requests[0].options["temperature"] == sent
