@@ -229,6 +229,7 @@ class AgentRunner:
         if goes_in_circles:
             state.has_tools = False
             state.note = template("same_result_end")
+            state.why_empty = "the same call brought the same result five times"
         state.context.messages += state.spec.arrivals()  # no `add`: they are journalled already
 
     async def _run_batch(self, state: RunState, batch: list[ToolCallRequest]) -> None:
@@ -293,7 +294,8 @@ class AgentRunner:
                 await self._finish(state, "max_iterations", summary or limit)
             case "empty":  # not journalled: small models repeat their own last words
                 state.result.stop_reason = "empty"
-                why = "the endpoint withheld it" if response.finish_reason in WITHHELD else NOTHING
+                is_withheld = response.finish_reason in WITHHELD
+                why = "the endpoint withheld it" if is_withheld else state.why_empty
                 state.result.final_content = f"There is no answer: {why}. Ask in other words."
             case "failed":
                 state.result.stop_reason = "error"
@@ -691,7 +693,6 @@ Media = Iterable[Path]  # files that came with a message
 COUNTS = ("prompt_tokens", "completion_tokens", "total_tokens", "cached_tokens")
 NO_USAGE = dict.fromkeys(COUNTS, 0) | {"estimated": False}
 TOO_LONG = "too long for the model: asking again without the oldest turns"  # a 400, a 413
-NOTHING = "the model sent nothing of use"
 LIMIT_REACHED = "the limit of steps (maxToolIterations) is reached; ask it to go on"
 CUT_AGAIN = "cut: the answer reached its length limit again and again"
 WITHHELD = ("content_filter", "refusal")  # finish reasons
@@ -708,6 +709,7 @@ class RunState:
     draft: Draft = field(default_factory=lambda: Draft())  # the answer that comes
     tools: list[dict] = field(default_factory=list)  # what the model is offered in a request
     has_tools: bool = True  # False: from now on it must answer in words
+    why_empty: str = "the model sent nothing of use"  # if there is no answer
     note: str = ""  # to the model, for the next request only
     failure: str = ""  # of the last call that failed in this step
     calls: dict[str, int] = field(default_factory=dict)  # of this step: see `count`
