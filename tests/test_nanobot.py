@@ -1547,7 +1547,8 @@ def test_messages_that_come_while_tools_run_join_the_turn_behind_them_three_at_a
         assert two.messages[: len(one.messages)] == one.messages
         assert three.messages[: len(two.messages)] == two.messages
         assert roles(two.messages)[-3:] == ["assistant", "tool", "user"]
-        assert "image_url" in str(two.messages[-1]["content"]), "shown with its text"
+        blocks = [block["type"] for block in two.messages[-1]["content"]]
+        assert blocks.count("image_url") == 1 and set(blocks) == {"image_url", "text"}, "shown with its text"
         assert "base64" not in str(journal(chats.loop, "desk:1"))
         assert chats.desk.sent[-1].reply_to == "id5" and chats.finals() == ["all of it"]
 
