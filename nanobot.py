@@ -2401,7 +2401,7 @@ class Talk:
     def __init__(self, arguments: argparse.Namespace, background: BackgroundLoop):
         config = settings_of(arguments)
         config.streaming = not arguments.no_stream
-        self.message = arguments.text or arguments.message
+        self.message = " ".join(arguments.text) or arguments.message
         self.key = arguments.session
         self.background = background
         self.terminal = CLI(kinds=kinds_to_show(config.channels))
@@ -2635,10 +2635,7 @@ def cron_command(arguments: argparse.Namespace) -> None:
     loop = AgentLoop(settings_of(arguments))
     turn = loop.turn("cli:direct")
     clock = JobRunner(loop).clock
-    try:
-        print(printable(clock.cron(arguments.action, job_id=arguments.job_id, turn=turn)))
-    except CronError as mistake:
-        raise ConfigError(str(mistake)) from None
+    print(printable(clock.cron(arguments.action, job_id=arguments.job_id, turn=turn)))
     if not gateway_runs(loop.workspace):
         print(NOBODY_RUNS_JOBS)
 
@@ -2657,11 +2654,7 @@ def replay_command(arguments: argparse.Namespace) -> int:
         spec = AgentRunSpec(model.rest[0]["messages"], tools, hook=hook)
         spec.max_iterations = limits.max_tool_iterations
         spec.context_window = sys.maxsize  # what did not fit was left out when it was recorded
-        try:
-            result = asyncio.run(AgentRunner(model).run(spec))
-        except ReplayDiffers as difference:
-            terminal.note(f"nanobot: {difference}")
-            return 1
+        result = asyncio.run(AgentRunner(model).run(spec))
         if result.final_content:
             asyncio.run(hook.send("final", result.final_content))
         if result.error:
@@ -2704,7 +2697,7 @@ def parser() -> argparse.ArgumentParser:
     }
     agent = added["agent"]
     message = agent.add_mutually_exclusive_group()
-    message.add_argument("text", nargs="?", metavar="TEXT", help="ask this and leave")
+    message.add_argument("text", nargs="*", default="", metavar="TEXT", help="ask this and leave")
     message.add_argument("-m", "--message", metavar="TEXT", help="the same")
     agent.add_argument("--approve", action="store_true", help="ask before tools write or execute")
     agent.add_argument("--no-stream", action="store_true", help="do not stream requests")
@@ -2749,7 +2742,7 @@ def main(argv: list[str] | None = None) -> int:
         status = run_command(arguments) or 0
         sys.stdout.flush()  # here, and not at exit, where Python reports a closed pipe with 120
         return status
-    except (ConfigError, SessionBusy) as problem:
+    except (ConfigError, CronError, ReplayDiffers, SessionBusy) as problem:
         complain(str(problem))
     except BrokenPipeError:  # `nanobot … | head`: nobody wants the rest
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

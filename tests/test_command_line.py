@@ -1209,7 +1209,7 @@ OF_ALL = [
     "show what happens inside, on stderr", "-h, --help",
 ]  # fmt: skip
 HELP = {
-    "agent": ["[TEXT]", "ask this and leave", "--message TEXT", "the same", "--approve ",
+    "agent": ["[TEXT ...]", "ask this and leave", "--message TEXT", "the same", "--approve ",
               "ask before tools write or execute", "--no-stream ", "do not stream requests", "--trace FILE ",
               "write down each request", "--session NAME"],
     "replay": ["[--logs] FILE"],
@@ -1708,8 +1708,9 @@ def test_ctrl_c_ends_the_helpers_of_a_one_shot_too(own_home):
 
 def test_a_sentence_or_a_word_like_no_command_is_the_message(own_home, tmp_path):
     (tmp_path / "a.txt").write_text("x")
-    status, out, _ = nanobot("list the files here", cwd=tmp_path)
-    assert status == 0 and "a.txt" in out
+    for words in (["list the files here"], ["list", "the", "files", "here", "--offline"]):
+        status, out, _ = nanobot(*words, cwd=tmp_path)
+        assert status == 0 and "a.txt" in out
     with FakeLLM(["hi there"]) as server:
         assert nanobot("hello", server=server)[:2] == (0, "hi there\n")
 
