@@ -2299,8 +2299,8 @@ def read_setting(hint: Any, value: Any, place: str = "") -> Any:
     schema = as_schema(dict if is_dataclass(hint) else hint)
     if hint is int:
         schema["minimum"] = 1
-    for problem in validate(value, schema, place or "the file"):
-        raise ConfigError(problem)
+    if problems := validate(value, schema, place or "the file"):
+        raise ConfigError("; ".join(problems))
     if is_dataclass(hint):
         return read_section(hint, value, place)
     if get_origin(hint) is dict:
@@ -2320,7 +2320,7 @@ def read_section(section: type, values: dict, place: str) -> Any:
         if name := names.get(camel_case(key)):
             settings[name] = read_setting(hints[name], value, path)
         elif section is MCPSettings:  # people paste them, with keys of other programs
-            log.warning("%s", problem)
+            log.warning("ignored: %s", problem)
         else:
             raise ConfigError(problem)
     return section(**settings)
@@ -2334,8 +2334,9 @@ def camel_case(name: str) -> str:
 def make_provider(config: Config, human: HumanProvider | None = None) -> LLMProvider:
     """The model that the settings mean: the offline one if no key and no address is set."""
     defaults = config.defaults
-    for name in config.providers.keys() - ROWS.keys():
-        raise ConfigError(f"providers.{name}: no such provider. There are: {', '.join(ROWS)}")
+    if unknown := config.providers.keys() - ROWS.keys():
+        cause = f"providers.{min(unknown)}: no such provider"
+        raise ConfigError(f"{cause}. There are: {', '.join(ROWS)}")
     if defaults.provider == "offline":
         return OfflineProvider()
     if defaults.provider == "human":
