@@ -2222,7 +2222,7 @@ class Config:
 
     def __post_init__(self):
         self.tools.mcp_servers = self.mcp_servers | self.tools.mcp_servers
-        # not of the file, but of the program that uses it:
+        # set by the program, not by the file:
         self.path: Path = path_of(USUAL_SETTINGS)
         self.base_url: str = ""  # of a flag or the environment: it wins
         self.cwd: Path = Path.cwd()  # where relative paths and exec start
@@ -2240,7 +2240,7 @@ class Config:
         return path_of(self.defaults.workspace.strip() or AgentDefaults.workspace)
 
     def check(self) -> None:
-        """What would fail deep in a turn is said at once, and so is a key without effect."""
+        """Raises ConfigError for what would fail deep in a turn; warns of keys without effect."""
         answer, window = self.defaults.max_tokens, self.defaults.context_window_tokens
         if answer * 2 >= window:
             limit = f"must be under half of contextWindowTokens ({window})"
@@ -2295,7 +2295,7 @@ def read_json(file: Path, environ: Mapping[str, str]) -> Any:
 
 
 def read_setting(hint: Any, value: Any, place: str = "") -> Any:
-    """A value as its type hint wants it, an object as its dataclass. Raises ConfigError."""
+    """A value of the file in the type that its hint names; raises ConfigError with the place."""
     schema = as_schema(dict if is_dataclass(hint) else hint)
     if hint is int:
         schema["minimum"] = 1
@@ -2310,7 +2310,7 @@ def read_setting(hint: Any, value: Any, place: str = "") -> Any:
 
 
 def read_section(section: type, values: dict, place: str) -> Any:
-    """The dataclass of an object; keys in camelCase and in snake_case mean the same."""
+    """An object as its dataclass; keys in camelCase and in snake_case mean the same."""
     hints = get_type_hints(section)
     names = {camel_case(name): name for name in hints}
     settings = {}
@@ -2421,7 +2421,7 @@ class Talk:
         background.close = self.loop.close
 
     def run(self) -> int:
-        """Gives the exit status."""
+        """Answer one message or many; gives the exit status."""
         config = self.loop.config
         is_offline = isinstance(self.loop.provider, OfflineProvider)
         if is_offline and config.defaults.provider != "offline":
@@ -2439,7 +2439,7 @@ class Talk:
         return status
 
     def answer_once(self) -> int:
-        """The message, and what is piped in."""
+        """Answer the message with what is piped in; gives the exit status."""
         text = (self.message or "").strip()
         if not self.has_keyboard:
             piped = self.terminal.read_piped(self.message is not None, self.folder / "piped")
@@ -2491,7 +2491,7 @@ class Talk:
             await logged(self.show_reports())
 
     async def show_reports(self, title: str = "") -> None:
-        """What jobs say waits in the inbox until it was shown: a kill before shows it again."""
+        """What jobs have said. It stays in the inbox until it was shown: a kill repeats it."""
         inbox = self.loop.sessions.inbox(self.key)
         if not inbox.path.exists():
             return
