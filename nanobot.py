@@ -45,12 +45,10 @@ import zoneinfo
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from collections.abc import Mapping
-from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from datetime import datetime
-from functools import cache, partial, partialmethod
+from functools import partial, partialmethod
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from channels import (
@@ -68,8 +66,8 @@ from providers import (
 )  # fmt: skip
 from tools import (
     FILE_TOOLS, SEARCH_SERVICES, Exec, MCPServers, Tool, ToolError, ToolRegistry, ToolResult, Turn,
-    Web, WebFetch, WebSearch, as_schema, fits, image_block, in_thread, kinds, plain_text,
-    read_bytes, sandbox_problem, tool,
+    Web, WebFetch, WebSearch, as_schema, cast, image_block, in_thread, plain_text, read_bytes,
+    sandbox_problem, tool, validate,
 )  # fmt: skip
 
 __version__ = "0.1.0"
@@ -1873,31 +1871,17 @@ class ConfigError(Exception):
 
 
 USUAL_SETTINGS = "~/.nanobot/config.json"
-hints_of = cache(get_type_hints)  # of a section: {"model": str, …}
 
 
-class Section(SimpleNamespace):
-    """An object of the settings file. Its attributes have a type and a default; one that has none
-    begins empty: `args: list[str]` as []. No dataclass: 15 of them take 6 ms at each start."""
-
-    def __init__(self, *values: Any, **named: Any):
-        hints = hints_of(type(self))
-        settings = dict(zip(hints, values, strict=False)) | named
-        if unknown := settings.keys() - hints.keys():
-            raise TypeError(f"{type(self).__name__} has no {', '.join(unknown)}")
-        for name, hint in hints.items():
-            if name not in settings:
-                settings[name] = copy(getattr(self, name)) if hasattr(self, name) else hint()
-        super().__init__(**settings)
-
-
-class DreamSettings(Section):
+@dataclass
+class DreamSettings:
     interval_h: int = 2
     max_batch_size: int = 20  # entries of the history
     max_iterations: int = 10
 
 
-class AgentDefaults(Section):
+@dataclass
+class AgentDefaults:
     workspace: str = "~/.nanobot/workspace"
     model: str = ""
     provider: str = "auto"
@@ -1909,7 +1893,7 @@ class AgentDefaults(Section):
     timezone: str = ""  # of the machine
     memory_window: int = 100  # messages of a session that are not in memory yet
     max_concurrent: int = 8  # turns that came over the bus
-    dream: DreamSettings
+    dream: DreamSettings = field(default_factory=DreamSettings)
 
     @property
     def budget(self) -> int:
@@ -1917,61 +1901,69 @@ class AgentDefaults(Section):
         return self.context_window_tokens - self.max_tokens - 1_024
 
 
-class AgentSettings(Section):
-    defaults: AgentDefaults
+@dataclass
+class AgentSettings:
+    defaults: AgentDefaults = field(default_factory=AgentDefaults)
 
 
-class ProviderSettings(Section):
+@dataclass
+class ProviderSettings:
     api_key: str = ""
     api_base: str = ""
-    extra_headers: dict
-    extra_body: dict
+    extra_headers: dict = field(default_factory=dict)
+    extra_body: dict = field(default_factory=dict)
     text_tool_calls: Literal["auto", "on", "off"] = "auto"
 
 
-class ExecSettings(Section):
+@dataclass
+class ExecSettings:
     enable: bool = True
     timeout: int = 60  # seconds
     sandbox: Literal["", "bwrap"] = ""
     sandbox_network: bool = False
     path_append: str = ""
-    allowed_env_keys: list[str]
+    allowed_env_keys: list[str] = field(default_factory=list)
 
 
-class SearchSettings(Section):
+@dataclass
+class SearchSettings:
     provider: Literal[*SEARCH_SERVICES] = "duckduckgo"
     api_key: str = ""
     base_url: str = ""  # of a server of your own
     max_results: int = 5
 
 
-class WebSettings(Section):
+@dataclass
+class WebSettings:
     enable: bool = True
     proxy: str = ""  # http://host:port; it decides on addresses then
-    search: SearchSettings
+    search: SearchSettings = field(default_factory=SearchSettings)
 
 
-class MCPSettings(Section):
+@dataclass
+class MCPSettings:
     command: str = ""  # of a server that is a program; any other has a url
-    args: list[str]
-    env: dict[str, str]
+    args: list[str] = field(default_factory=list)
+    env: dict[str, str] = field(default_factory=dict)
     url: str = ""
-    headers: dict[str, str]
+    headers: dict[str, str] = field(default_factory=dict)
     type: str = ""  # stdio, sse, streamableHttp; empty: by command and url
     tool_timeout: int = 30  # seconds
-    enabled_tools: list[str] = ["*"]
+    enabled_tools: list[str] = field(default_factory=lambda: ["*"])
     disabled: bool = False
 
 
-class ToolSettings(Section):
+@dataclass
+class ToolSettings:
     restrict_to_workspace: bool = False
-    exec: ExecSettings
-    web: WebSettings
-    ssrf_whitelist: list[str]  # CIDRs
-    mcp_servers: dict[str, MCPSettings]
+    exec: ExecSettings = field(default_factory=ExecSettings)
+    web: WebSettings = field(default_factory=WebSettings)
+    ssrf_whitelist: list[str] = field(default_factory=list)  # CIDRs
+    mcp_servers: dict[str, MCPSettings] = field(default_factory=dict)
 
 
-class Price(Section):
+@dataclass
+class Price:
     """Money per million tokens; without a price for cached ones a sum is an upper bound."""
 
     input: float = 0.0
@@ -1980,50 +1972,55 @@ class Price(Section):
 
     def of(self, usage: dict) -> str:
         """`0.0123`, or `≤ 0.0123`."""
+        cached = usage["cached_tokens"]
         cached_price = self.input if self.cached is None else self.cached
-        fresh = usage["prompt_tokens"] - usage["cached_tokens"]
-        money = fresh * self.input + usage["cached_tokens"] * cached_price
+        money = (usage["prompt_tokens"] - cached) * self.input + cached * cached_price
         money += usage["completion_tokens"] * self.output
-        is_upper_bound = usage["cached_tokens"] and self.cached is None
-        mark = "≤ " if is_upper_bound else ""
+        mark = "≤ " if cached and self.cached is None else ""
         return f"{mark}{money / 1e6:.4f}"
 
 
-class TelegramSettings(Section):
+@dataclass
+class TelegramSettings:
     token: str = ""
-    allow_from: list[str | int]  # user ids; empty: nobody
+    allow_from: list[str | int] = field(default_factory=list)  # user ids; empty: nobody
     api_base: str = "https://api.telegram.org"
     group_policy: Literal["mention", "open"] = "mention"
 
 
-class ChannelSettings(Section):
+@dataclass
+class ChannelSettings:
     send_progress: bool = True
     send_tool_hints: bool = True
-    telegram: TelegramSettings
+    telegram: TelegramSettings = field(default_factory=TelegramSettings)
 
 
-class HeartbeatSettings(Section):
+@dataclass
+class HeartbeatSettings:
     enabled: bool = True
     interval_s: int = 1_800
 
 
-class GatewaySettings(Section):
-    heartbeat: HeartbeatSettings
+@dataclass
+class GatewaySettings:
+    heartbeat: HeartbeatSettings = field(default_factory=HeartbeatSettings)
 
 
-class Config(Section):
+@dataclass
+class Config:
     """The user's settings, in the shape of config.json: `config.agents.defaults.max_tokens`."""
 
-    agents: AgentSettings
-    providers: dict[str, ProviderSettings]
-    tools: ToolSettings
-    prices: dict[str, Price]
-    channels: ChannelSettings
-    gateway: GatewaySettings
+    agents: AgentSettings = field(default_factory=AgentSettings)
+    providers: dict[str, ProviderSettings] = field(default_factory=dict)
+    tools: ToolSettings = field(default_factory=ToolSettings)
+    prices: dict[str, Price] = field(default_factory=dict)
+    channels: ChannelSettings = field(default_factory=ChannelSettings)
+    gateway: GatewaySettings = field(default_factory=GatewaySettings)
+    mcp_servers: dict[str, MCPSettings] = field(default_factory=dict)  # as other programs have it
 
-    def __init__(self, **sections: Any):
-        super().__init__(**sections)
-        # not of the file, but of the program that uses it:
+    def __post_init__(self):
+        self.tools.mcp_servers = self.mcp_servers | self.tools.mcp_servers
+        # set by the program, not by the file:
         self.path: Path = path_of(USUAL_SETTINGS)
         self.base_url: str = ""  # of a flag or the environment: it wins
         self.cwd: Path = Path.cwd()  # where relative paths and exec start
@@ -2038,26 +2035,20 @@ class Config(Section):
 
     @property
     def workspace(self) -> Path:
-        return path_of(self.defaults.workspace)
+        return path_of(self.defaults.workspace.strip() or AgentDefaults.workspace)
 
     def check(self) -> None:
-        """What would only fail later, deep in a turn, is said at once."""
-        if not self.defaults.workspace.strip() or "\0" in self.defaults.workspace:
-            raise ConfigError("agents.defaults.workspace: expected a folder, got nothing usable")
+        """Raises ConfigError for what would fail deep in a turn; warns of keys without effect."""
         answer, window = self.defaults.max_tokens, self.defaults.context_window_tokens
         if answer * 2 >= window:
             limit = f"must be under half of contextWindowTokens ({window})"
             reason = "the answer needs room beside the conversation"
             raise ConfigError(f"agents.defaults.maxTokens ({answer}) {limit}: {reason}.")
-        try:
-            Web(self.tools.ssrf_whitelist)
-        except ValueError as problem:
-            fix = "Write it like 10.0.0.0/8."
-            raise ConfigError(f"tools.ssrfWhitelist: {problem}. {fix}") from None
-        try:
-            Web(proxy=self.tools.web.proxy)
-        except ValueError as problem:
-            raise ConfigError(f"tools.web.proxy: {problem}") from None
+        shell, search = self.tools.exec, self.tools.web.search
+        if shell.sandbox_network and not shell.sandbox:
+            log.warning("tools.exec.sandboxNetwork has no effect without a sandbox")
+        if search.api_key and not SEARCH_SERVICES[search.provider].headers:
+            log.warning("tools.web.search.apiKey has no effect: %s takes no key", search.provider)
 
 
 def path_of(text: str) -> Path:
@@ -2069,100 +2060,68 @@ def load_config(path: Path | None = None, environ: Mapping[str, str] = os.enviro
     file = path or path_of(USUAL_SETTINGS)
     config = Config()
     if path or file.exists():
-        config = read_setting(Config, pasted_servers_in_place(read_json(file, environ)), "")
+        config = read_setting(Config, read_json(file, environ))
+    elif others := sorted(file.parent.glob("config.*ml")):  # .yaml, .yml, .toml
+        raise ConfigError(f"{others[0]} is not read: settings are JSON, in {file}.")
     config.path = file
-    for spec in ROWS.values():
-        if key := environ.get(spec.env_key):
-            config.providers.setdefault(spec.name, ProviderSettings()).api_key = key
+    for row in ROWS.values():
+        if key := environ.get(row.env_key):
+            config.providers.setdefault(row.name, ProviderSettings()).api_key = key
+    defaults = config.defaults
     config.base_url = environ.get("OPENAI_BASE_URL", "")
-    own = config.providers.get(config.defaults.provider) or ProviderSettings()
-    if config.base_url not in ("", own.api_base) and config.defaults.provider in ROWS:
-        config.defaults.provider = "auto"  # the environment wins over the file
-    config.defaults.model = environ.get("NANOBOT_MODEL") or config.defaults.model
-    config.defaults.workspace = environ.get("NANOBOT_WORKSPACE") or config.defaults.workspace
+    own = config.providers.get(defaults.provider) or ProviderSettings()
+    if config.base_url not in ("", own.api_base) and defaults.provider in ROWS:
+        defaults.provider = "auto"  # the environment wins over the file
+    defaults.model = environ.get("NANOBOT_MODEL") or defaults.model
+    defaults.workspace = environ.get("NANOBOT_WORKSPACE") or defaults.workspace
     return config
 
 
 def read_json(file: Path, environ: Mapping[str, str]) -> Any:
-    """A settings file with each `${VAR}` from the environment; raises ConfigError."""
-
-    def variable(match: re.Match) -> str:
-        if match[1] not in environ:
-            raise ConfigError(f"{file} wants the environment variable {match[1]}: it is not set.")
-        return json.dumps(environ[match[1]])[1:-1]
-
+    """A settings file with each `${VAR}` from the environment."""
     try:
         text = file.read_text(encoding="utf-8-sig")
-        return json.loads(re.sub(r"\$\{(\w+)\}", variable, text))
+        text = re.sub(r"\$\{(\w+)\}", lambda name: json.dumps(environ[name[1]])[1:-1], text)
+        return json.loads(text)
+    except KeyError as name:
+        fault = f"{file} wants the environment variable {name.args[0]}: it is not set."
     except OSError as problem:
-        cause = f"Cannot read {file}: {problem.strerror}"
-        raise ConfigError(f"{cause}. Try `nanobot onboard`.") from None
-    except (ValueError, RecursionError) as problem:
-        raise ConfigError(f"{file} is not JSON: {problem}. Correct it there.") from None
+        fault = f"Cannot read {file}: {problem.strerror}. Try `nanobot onboard`."
+    except ValueError as problem:
+        fault = f"{file} is not JSON: {problem}. Settings are JSON. Correct it there."
+    raise ConfigError(fault)
 
 
-def pasted_servers_in_place(settings: Any) -> Any:
-    """As other programs have it: {"mcpServers": …} → {"tools": {"mcpServers": …}}."""
-    if not isinstance(settings, dict) or "mcpServers" not in settings:
-        return settings
-    log.warning("mcpServers stands at the top of the settings; its place here is tools.mcpServers")
-    pasted = settings.pop("mcpServers")
-    tools = settings.setdefault("tools", {})
-    if isinstance(tools, dict):
-        placed = tools.setdefault("mcpServers", {})
-        if not isinstance(pasted, dict):
-            tools["mcpServers"] = pasted  # what is wrong with it is told of its place
-        elif isinstance(placed, dict):
-            tools["mcpServers"] = pasted | placed
-    return settings
-
-
-def read_setting(hint: Any, value: Any, place: str) -> Any:
-    """A value as its type hint wants it; raises ConfigError: `agents.defaults.maxTokens: …`."""
-    check_type(hint, value, place)
-    if is_section(hint):
+def read_setting(hint: Any, value: Any, place: str = "") -> Any:
+    """A value of the file in the type that its hint names; raises ConfigError with the place."""
+    schema = as_schema(dict if is_dataclass(hint) else hint)
+    if hint is int:
+        schema["minimum"] = 1
+    if problems := validate(value, schema, place or "the file"):
+        raise ConfigError("; ".join(problems))
+    if is_dataclass(hint):
         return read_section(hint, value, place)
-    inner = get_args(hint)
-    if get_origin(hint) is list:
-        return [read_setting(inner[0], item, f"{place}[{n}]") for n, item in enumerate(value)]
     if get_origin(hint) is dict:
-        return {key: read_setting(inner[1], item, f"{place}.{key}") for key, item in value.items()}
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return value
-    least = 1 if hint is int else 0
-    if not least <= value < 1e15:  # NaN is not, either
-        raise ConfigError(f"{place}: expected a number from {least} up, got {str(value)[:80]}")
-    return int(value) if hint is int else value  # 100.0 is an integer, too
+        _, inner = get_args(hint)
+        return {key: read_setting(inner, item, f"{place}.{key}") for key, item in value.items()}
+    return cast(value, schema)  # 100.0 is an integer, too
 
 
-def check_type(hint: Any, value: Any, place: str) -> None:
-    schema = {"type": "object"} if is_section(hint) else as_schema(hint)
-    choices = schema.get("enum", [value])
-    if fits(value, kinds(schema)) and value in choices:
-        return
-    wanted = [choice or '""' for choice in schema.get("enum", [])] or kinds(schema)
-    shown = json.dumps(value, ensure_ascii=False)[:80]
-    raise ConfigError(f"{place or 'the file'}: expected {' or '.join(wanted)}, got {shown}")
-
-
-def read_section(section_type: type, section: dict, place: str) -> Any:
-    """An object of the file as its Section; keys in camelCase and in snake_case mean the same."""
-    hints = hints_of(section_type)
-    known = {camel_case(name): name for name in hints}
-    values = {}
-    for key, value in section.items():
+def read_section(section: type, values: dict, place: str) -> Any:
+    """An object as its dataclass; keys in camelCase and in snake_case mean the same."""
+    hints = get_type_hints(section)
+    names = {camel_case(name): name for name in hints}
+    settings = {}
+    for key, value in values.items():
         path = f"{place}.{key}".lstrip(".")
-        if name := known.get(camel_case(key)):
-            values[name] = read_setting(hints[name], value, path)
-        elif path.startswith("tools.mcpServers."):  # people paste them, with keys of other programs
-            log.warning("%s: unknown key, it does nothing. There are: %s", path, ", ".join(known))
+        problem = f"{path}: unknown key. There are: {', '.join(sorted(names))}"
+        if name := names.get(camel_case(key)):
+            settings[name] = read_setting(hints[name], value, path)
+        elif section is MCPSettings:  # people paste them, with keys of other programs
+            log.warning("ignored: %s", problem)
         else:
-            raise ConfigError(f"{path}: unknown key. There are: {', '.join(sorted(known))}")
-    return section_type(**values)
-
-
-def is_section(hint: Any) -> bool:
-    return isinstance(hint, type) and issubclass(hint, Section)
+            raise ConfigError(problem)
+    return section(**settings)
 
 
 def camel_case(name: str) -> str:
@@ -2171,44 +2130,46 @@ def camel_case(name: str) -> str:
 
 
 def make_provider(config: Config, human: HumanProvider | None = None) -> LLMProvider:
-    """The model that the settings mean: the offline one where no key and no address is set."""
+    """The model that the settings mean: the offline one if no key and no address is set."""
     defaults = config.defaults
-    for name in config.providers:
-        if name not in ROWS:
-            raise ConfigError(f"providers.{name}: no such provider. There are: {', '.join(ROWS)}")
+    if unknown := config.providers.keys() - ROWS.keys():
+        cause = f"providers.{min(unknown)}: no such provider"
+        raise ConfigError(f"{cause}. There are: {', '.join(ROWS)}")
     if defaults.provider == "offline":
         return OfflineProvider()
     if defaults.provider == "human":
         return human or HumanProvider()
-    settings = {
-        name: Endpoint(ROWS[name], **vars(provider)) for name, provider in config.providers.items()
-    }
+    own = {name: Endpoint(ROWS[name], **vars(row)) for name, row in config.providers.items()}
     chosen = "" if defaults.provider == "auto" else defaults.provider
     try:
-        endpoint = choose_endpoint(settings, defaults.model, chosen, config.base_url)
+        endpoint = choose_endpoint(own, defaults.model, chosen, config.base_url)
     except ValueError as problem:
         raise ConfigError(str(problem)) from None
     if endpoint:
         return OpenAIProvider(endpoint)
-    if defaults.model not in ("", "offline"):
-        cause = f"There is no key and no base URL for the model {defaults.model}"
-        raise ConfigError(f"{cause}. Set OPENAI_API_KEY or OPENAI_BASE_URL, or use --offline.")
-    return OfflineProvider()
+    if defaults.model in ("", "offline"):
+        return OfflineProvider()
+    cause = f"There is no key and no base URL for the model {defaults.model}"
+    raise ConfigError(f"{cause}. Set OPENAI_API_KEY or OPENAI_BASE_URL, or use --offline.")
 
 
 def make_tools(config: Config) -> ToolRegistry:
     """The tools that the settings allow; those of MCP servers come when they are connected."""
+    settings, shell = config.tools, config.tools.exec
     tools = ToolRegistry(FILE_TOOLS)
-    shell = config.tools.exec
     if shell.enable:
         tools.register(Exec(
             shell.timeout, shell.path_append, shell.allowed_env_keys,
             sandbox=shell.sandbox, network=shell.sandbox_network,
         ))  # fmt: skip
-    if config.tools.web.enable:
-        web = Web(config.tools.ssrf_whitelist, proxy=config.tools.web.proxy)
+    if settings.web.enable:
+        try:
+            web = Web(settings.ssrf_whitelist, proxy=settings.web.proxy)
+        except ValueError as problem:
+            places = "tools.ssrfWhitelist (like 10.0.0.0/8) or tools.web.proxy"
+            raise ConfigError(f"{places}: {problem}") from None
         tools.register(WebFetch(web))
-        tools.register(WebSearch(web, **vars(config.tools.web.search)))
+        tools.register(WebSearch(web, **vars(settings.web.search)))
     return tools
 
 
@@ -2217,98 +2178,14 @@ def make_tools(config: Config) -> ToolRegistry:
 
 
 def settings_of(arguments: argparse.Namespace) -> Config:
-    """The configuration. A flag wins over the variable that it stands for."""
-    flags = {
-        "NANOBOT_WORKSPACE": arguments.workspace,
-        "NANOBOT_MODEL": arguments.model,
-        "OPENAI_BASE_URL": arguments.base_url,
-    }
+    """The configuration. A flag wins over the environment."""
+    flags = {"NANOBOT_WORKSPACE": arguments.workspace, "NANOBOT_MODEL": arguments.model}
     set_flags = {name: value for name, value in flags.items() if value}
     config = load_config(arguments.config, os.environ | set_flags)
-    if arguments.provider:
-        config.defaults.provider = arguments.provider
-        config.base_url = arguments.base_url or ""  # the flag wins over OPENAI_BASE_URL
-    elif arguments.base_url:
-        config.defaults.provider = "auto"
+    if arguments.provider or arguments.base_url:
+        config.defaults.provider = arguments.provider or "auto"
+        config.base_url = arguments.base_url or ""
     return config
-
-
-def session_key(name: str) -> str:
-    """`work` → `cli:work`; `telegram:123` is one already."""
-    return name if ":" in name else f"cli:{name}"
-
-
-def agent_command(arguments: argparse.Namespace) -> int:
-    config = settings_of(arguments)
-    config.streaming = not arguments.no_stream
-    terminal = CLI(kinds=kinds_to_show(config.channels))
-    keyboard = sys.stdin is not None and sys.stdin.isatty()
-    with BackgroundLoop(waiting=terminal.waiting) as background:
-        ask = background.ask if keyboard else None
-        loop = loop_for_terminal(config, arguments, ask)
-        loop.hooks.append(WaitingHook(terminal.waiting))
-        background.close = loop.close
-        warn_before_start(arguments, loop, terminal, keyboard)
-        talk = partial(one_turn, loop, terminal, background, session_key(arguments.session))
-        message = arguments.text or arguments.message
-        folder = loop.workspace / ".nanobot" / "piped"
-        piped = "" if keyboard else terminal.read_piped(message is not None, folder)
-        text = join_message(message, piped)
-        reminders = Reminders(loop, terminal, session_key(arguments.session))
-        if terminal.live:
-            background.complete(logged(reminders.show("While you were away:")))
-        if text or not keyboard or message is not None:
-            status = ask_once(talk, terminal, text)
-        else:
-            threading.Thread(target=loop.provider.warm_up, daemon=True).start()
-            config.patience = 5.0  # a server that comes later serves the next message
-            greet(terminal, loop)
-            asyncio.run_coroutine_threadsafe(reminders.watch(), background.loop)
-            status = terminal.converse(talk, prompt_history(loop))
-        terminal.waiting.begin("the memory")
-        with contextlib.suppress(KeyboardInterrupt):  # the next turn goes on with it
-            background.complete(loop.background.settled())
-        return status
-
-
-class Reminders:
-    """At a prompt: runs the jobs of terminals while no gateway does, and shows what they say."""
-
-    def __init__(self, loop: AgentLoop, terminal: CLI, key: str):
-        self.loop = loop
-        self.terminal = terminal
-        self.key = key
-        self.inbox = loop.sessions.inbox(key)
-
-    async def watch(self) -> None:
-        await asyncio.gather(logged(JobRunner(self.loop).run_for_terminal()), self._look())
-
-    async def _look(self) -> None:
-        while True:
-            await self.loop.config.sleep(1.0)
-            await logged(self.show())
-
-    async def show(self, title: str = "") -> None:
-        """What waits in the inbox. It leaves it when it was shown: a kill before shows it again."""
-        if not self.inbox.path.exists():
-            return
-        try:
-            async with self.loop.turns.hold(self.key) as session:
-                lines = [line for line in self.inbox.read() if line["kind"] == "report"]
-                for line in lines:
-                    if line["id"] not in session.known_ids:
-                        said = {"role": "assistant", "content": line["content"], "id": line["id"]}
-                        session.append(said)
-                if lines:
-                    texts = [line["content"] for line in lines]
-                    self.terminal.report("\n\n".join([*filter(None, [title]), *texts]))
-                self.inbox.remove({line["id"] for line in lines})
-        except SessionBusy as busy:  # the program that holds it shows them
-            log.info("%s", busy)
-
-
-def prompt_history(loop: AgentLoop) -> Path:
-    return loop.workspace / ".nanobot" / "prompt-history"
 
 
 def kinds_to_show(settings: ChannelSettings) -> tuple[str, ...]:
@@ -2317,86 +2194,123 @@ def kinds_to_show(settings: ChannelSettings) -> tuple[str, ...]:
     return ("retry", *(kind for kind, is_shown in wanted.items() if is_shown))
 
 
-def loop_for_terminal(
-    config: Config, arguments: argparse.Namespace, ask: Callable[..., Awaitable[str]] | None
-) -> AgentLoop:
-    """The loop with what the flags add; `ask` is None where nobody can be asked."""
-    tools = make_tools(config)
-    provider = make_provider(config, HumanProvider(ask))
-    if arguments.trace:
-        provider.trace = Trace(arguments.trace)
-    hooks: list[AgentHook] = []
-    if arguments.approve:
-        hooks.append(ApprovalHook(tools, ask))
-    if arguments.logs:
-        hooks.append(LoggingHook())
-    return AgentLoop(config, provider, tools, hooks)
+class Talk:
+    """The agent in a terminal or between pipes: one message, or a conversation at a prompt."""
+
+    def __init__(self, arguments: argparse.Namespace, background: BackgroundLoop):
+        config = settings_of(arguments)
+        config.streaming = not arguments.no_stream
+        self.message = " ".join(arguments.text) or arguments.message
+        self.key = arguments.session
+        self.background = background
+        self.terminal = CLI(kinds=kinds_to_show(config.channels))
+        self.has_keyboard = sys.stdin.isatty()
+        ask = background.ask if self.has_keyboard else None
+        self.loop = AgentLoop(config, make_provider(config, HumanProvider(ask)))
+        self.folder = self.loop.workspace / ".nanobot"
+        if arguments.trace:
+            self.loop.provider.trace = Trace(arguments.trace)
+        if arguments.approve:
+            self.loop.hooks.append(ApprovalHook(self.loop.tools, ask))
+            if ask is None:
+                self.terminal.note(NOBODY_TO_ASK)
+        self.loop.hooks += [LoggingHook(), WaitingHook(self.terminal.waiting)]
+        background.waiting = self.terminal.waiting
+        background.close = self.loop.close
+
+    def run(self) -> int:
+        """Answer one message or many; gives the exit status."""
+        config = self.loop.config
+        is_offline = isinstance(self.loop.provider, OfflineProvider)
+        if is_offline and config.defaults.provider != "offline":
+            self.terminal.note(template("no_model"))
+        if self.loop.turn(self.key).cwd != config.cwd:
+            place = f"work starts in {self.loop.workspace}"
+            self.terminal.note(f"The fence does not open {config.cwd}: {place}.")
+        if self.terminal.live:
+            self.background.complete(logged(self.show_reports("While you were away:")))
+        is_conversation = self.has_keyboard and self.message is None
+        status = self.converse() if is_conversation else self.answer_once()
+        self.terminal.waiting.begin("the memory")
+        with contextlib.suppress(KeyboardInterrupt):  # the next turn goes on with it
+            self.background.complete(self.loop.background.settled())
+        return status
+
+    def answer_once(self) -> int:
+        """Answer the message with what is piped in; gives the exit status."""
+        text = (self.message or "").strip()
+        if not self.has_keyboard:
+            piped = self.terminal.read_piped(self.message is not None, self.folder / "piped")
+            text = f"{text}\n\n{piped}".strip()
+        if not text:
+            complain("there is no message: give one with -m TEXT, or on standard input")
+            return 2
+        try:
+            return self.answer(text)
+        except KeyboardInterrupt:
+            self.terminal.note("stopped; `nanobot -m /continue` goes on with this turn")
+            raise
+
+    def converse(self) -> int:
+        threading.Thread(target=self.loop.provider.warm_up, daemon=True).start()
+        self.loop.config.patience = 5.0  # a server that comes later serves the next message
+        history = self.folder / "prompt-history"
+        greeting = "welcome_back" if history.exists() else "welcome"
+        about = {"version": __version__, "model": self.loop.model, "workspace": self.loop.workspace}
+        self.terminal.note(template(greeting, **about))
+        for work in (JobRunner(self.loop).run_for_terminal(), self.watch_reports()):
+            asyncio.run_coroutine_threadsafe(logged(work), self.background.loop)
+        return self.terminal.converse(self.answer, history)
+
+    def answer(self, text: str) -> int:
+        """One message to its answer on the terminal."""
+        if self.loop.mcp.servers:
+            self.terminal.waiting.begin("MCP servers")
+        work = answer_with_helpers(self.loop, text, self.key, self.terminal.send)
+        result = self.background.complete(work)
+        if result.requests:
+            requests = counted(result.requests, "request")
+            window = self.loop.config.defaults.context_window_tokens
+            context = f"context {result.context_tokens:,} of {window:,}"
+            self.terminal.note(f"{requests} · {self.loop.cost.line(result.usage)} · {context}")
+        if result.stop_reason == "max_iterations":
+            self.terminal.note(f"nanobot: {LIMIT_REACHED}")
+        if result.stop_reason not in NOT_ANSWERED:
+            return 0
+        answer = result.final_content or ""
+        cause = result.error or answer
+        if not (self.terminal.live and cause in answer):  # else it stands there already
+            self.terminal.note(f"nanobot: {cause}")
+        return 1
+
+    async def watch_reports(self) -> None:
+        while True:
+            await self.loop.config.sleep(1.0)
+            await logged(self.show_reports())
+
+    async def show_reports(self, title: str = "") -> None:
+        """What jobs have said. It stays in the inbox until it was shown: a kill repeats it."""
+        inbox = self.loop.sessions.inbox(self.key)
+        if not inbox.path.exists():
+            return
+        try:
+            async with self.loop.turns.hold(self.key) as session:
+                reports = [line for line in inbox.read() if line["kind"] == "report"]
+                for report in reports:
+                    if report["id"] not in session.known_ids:
+                        message = {"content": report["content"], "id": report["id"]}
+                        session.append({"role": "assistant", **message})
+                if reports:
+                    texts = [title, *(report["content"] for report in reports)]
+                    self.terminal.report("\n\n".join(filter(None, texts)))
+                inbox.remove({report["id"] for report in reports})
+        except SessionBusy as busy:  # the program that holds it shows them
+            log.info("%s", busy)
 
 
-def warn_before_start(
-    arguments: argparse.Namespace, loop: AgentLoop, terminal: CLI, keyboard: bool
-) -> None:
-    """What the user would only find out later, or never."""
-    if isinstance(loop.provider, OfflineProvider) and loop.config.defaults.provider != "offline":
-        terminal.note(template("no_model"))
-    if loop.turn("cli:direct").cwd != loop.config.cwd:
-        place = f"work starts in {loop.workspace}"
-        terminal.note(f"The fence does not open {loop.config.cwd}: {place}.")
-    if arguments.approve and not keyboard:
-        terminal.note(NOBODY_TO_ASK)
-    trace = arguments.trace
-    if trace and trace.stat().st_size:
-        terminal.note(f"nanobot: {trace} holds a trace already: this one goes behind it")
-    if trace and trace.is_file() and trace.stat().st_mode & 0o044:  # a new one is 0600
-        terminal.note(f"nanobot: others may read {trace}. To be the only one: chmod 600 {trace}")
-
-
-def join_message(message: str | None, piped: str) -> str:
-    written = os.fsencode(message or "").decode("utf-8", errors="replace")  # whatever the locale
-    return "\n\n".join(part for part in (written.strip(), piped) if part)
-
-
-def greet(terminal: CLI, loop: AgentLoop) -> None:
-    is_first_time = not prompt_history(loop).exists()
-    name = "welcome" if is_first_time else "welcome_back"
-    terminal.note(template(name, version=__version__, model=loop.model, workspace=loop.workspace))
-
-
-def ask_once(talk: Callable[[str], int], terminal: CLI, text: str) -> int:
-    try:
-        return talk(text)
-    except KeyboardInterrupt:
-        terminal.note("stopped; `nanobot -m /continue` goes on with this turn")
-        raise
-
-
-def one_turn(
-    loop: AgentLoop, terminal: CLI, background: BackgroundLoop, key: str, text: str
-) -> int:
-    """One message to its answer on the terminal; gives the exit status."""
-    if not text:
-        complain("there is no message: give one with -m TEXT, or on standard input")
-        return 2
-    if loop.mcp.servers:
-        terminal.waiting.begin("MCP servers")
-    result = background.complete(answer_with_helpers(loop, text, key, terminal.send))
-    if result.requests:
-        terminal.note(token_line(loop, result))
-    if result.stop_reason == "max_iterations":
-        terminal.note(f"nanobot: {LIMIT_REACHED}")
-    failed = result.stop_reason in NOT_ANSWERED
-    cause = result.error or result.final_content or ""
-    was_shown = terminal.live and cause in (result.final_content or "")
-    if failed and not was_shown:
-        terminal.note(f"nanobot: {cause}")
-    return int(failed)
-
-
-def token_line(loop: AgentLoop, result: AgentRunResult) -> str:
-    """`3 requests · 3,750 in (200 cached) · 210 out · context 1,412 of 65,536`"""
-    window = loop.config.defaults.context_window_tokens
-    context = f"context {result.context_tokens:,} of {window:,}"
-    return f"{counted(result.requests, 'request')} · {loop.cost.line(result.usage)} · {context}"
+def agent_command(arguments: argparse.Namespace) -> int:
+    with BackgroundLoop() as background:
+        return Talk(arguments, background).run()
 
 
 def onboard_command(arguments: argparse.Namespace) -> None:
@@ -2411,114 +2325,78 @@ def onboard_command(arguments: argparse.Namespace) -> None:
 
 
 def status_command(arguments: argparse.Namespace) -> int:
-    """Checks each part and says how to mend it; the exit status is 1 where one is broken."""
-    loop = AgentLoop(settings_of(arguments))
-    report = StatusReport()
-    file, sandbox = loop.config.path, loop.config.tools.exec.sandbox
-    settings = file if file.exists() else "the defaults; `nanobot onboard` writes a file"
-    report.line("settings", str(settings))
-    report.line("workspace", str(loop.workspace), problem_of_workspace(loop.workspace))
-    problem = asyncio.run(problem_of_model(loop.provider))
-    report.line("model", describe_model(loop.provider), problem)
+    """Prints a part a line: `ok` in order, `--` missing and not needed, `BAD` broken, with what to
+    do. The exit status is 1 if one is broken."""
+    status = 0
+    for part, state, problem in status_rows(settings_of(arguments)):
+        mark = "--" if problem is None else "ok"
+        if problem:
+            mark, state, status = "BAD", f"{state}: {problem}", 1
+        print(printable(f"{mark:4}{part:22}{state}"))
+    return status
+
+
+def status_rows(config: Config) -> Iterator[tuple[str, str, str | None]]:
+    """Each part, its state, its problem: ("sandbox", "bwrap", ""); None: missing, not needed."""
+    loop = AgentLoop(config)
+    usual = "the defaults; `nanobot onboard` writes a file"
+    yield "settings", str(config.path) if config.path.exists() else usual, ""
+    can_write = os.access(loop.workspace, os.W_OK)
+    problem = "" if can_write else "it cannot be written. Choose another with --workspace."
+    yield "workspace", str(loop.workspace), problem
+    yield "model", *asyncio.run(model_and_problem(loop.provider))
     bash = shutil.which("bash") or shutil.which("sh")
-    report.line("bash", bash or "exec cannot run; install bash", is_missing=not bash)
+    yield "bash", bash or "exec cannot run; install bash", "" if bash else None
+    sandbox = config.tools.exec.sandbox
     problem = sandbox_problem() if sandbox else ""
-    report.line("sandbox", sandbox or "off: a command can do what you can", problem)
-    report_gateway(loop, report)
+    yield "sandbox", sandbox or "off: a command can do what you can", problem
+    telegram = config.channels.telegram  # the token is shown nowhere
+    allowed = ", ".join(map(str, telegram.allow_from)) or "nobody"
+    problem = "" if telegram.allow_from else "put user ids into channels.telegram.allowFrom"
+    if telegram.token:
+        yield "telegram", f"a token is set, allowed: {allowed}", problem
+    else:
+        yield "telegram", "off: put a token into channels.telegram.token", None
     for name, problem in asyncio.run(loop.mcp.check()).items():
-        report.line(f"mcp {name}", "connected", problem)
+        yield f"mcp {name}", "connected", problem
     for skill in loop.skills.load():
         state = f"needs {', '.join(skill.missing)}" if skill.missing else "ready"
         state = f"broken, left out: {skill.problem}" if skill.problem else state
-        report.line(f"skill {skill.name}", state, is_missing=state != "ready")
-    return report.exit_status
+        yield f"skill {skill.name}", state, "" if state == "ready" else None
 
 
-class StatusReport:
-    """Prints a part a line: `ok` in order, `--` missing and not needed, `BAD` broken."""
-
-    exit_status = 0
-
-    def line(self, part: str, state: str, problem: str = "", is_missing: bool = False) -> None:
-        mark = "--" if is_missing else "ok"
-        if problem:
-            mark, state = "BAD", f"{state}: {problem}"
-            self.exit_status = 1
-        print(printable(f"{mark:4}{part:22}{state}"))
-
-
-def report_gateway(loop: AgentLoop, report: StatusReport) -> None:
-    """Who may write to its bot, and what its clock will do; the token is shown nowhere."""
-    telegram, heartbeat = loop.config.channels.telegram, loop.config.gateway.heartbeat
-    if telegram.token:
-        allowed = ", ".join(map(str, telegram.allow_from)) or "nobody"
-        problem = "" if telegram.allow_from else "put user ids into channels.telegram.allowFrom"
-        report.line("telegram", f"a token is set, allowed: {allowed}", problem)
-    else:
-        report.line("telegram", "off: put a token into channels.telegram.token", is_missing=True)
-    beat = f"heartbeat every {heartbeat.interval_s:,} s" if heartbeat.enabled else "heartbeat off"
-    jobs, problem = [], ""
-    try:
-        jobs = JobRunner(loop).clock.store.read()
-    except (OSError, ValueError) as damage:
-        problem = f"{damage}. Mend it, or delete it."
-    report.line("cron", f"{counted(len(jobs), 'job')}, {beat}", problem)
-
-
-def problem_of_workspace(workspace: Path) -> str:
-    probe = workspace / f".probe-{os.getpid()}"
-    try:
-        probe.write_bytes(b"")
-        probe.unlink()
-    except OSError as problem:
-        return f"it cannot be written ({problem.strerror}). Choose another with --workspace."
-    return ""
-
-
-async def problem_of_model(provider: LLMProvider) -> str:
-    """What is wrong with the address, the key or the model, or with the offline model's rules."""
-    if isinstance(provider, OfflineProvider):
-        return "; ".join(provider.rules.problems)
-    problem = await provider.check() if isinstance(provider, OpenAIProvider) else None
-    await provider.close()
-    return problem or ""
-
-
-def describe_model(provider: LLMProvider) -> str:
+async def model_and_problem(provider: LLMProvider) -> tuple[str, str]:
+    """What answers, and what is wrong with its address, key or name."""
     if isinstance(provider, HumanProvider):
-        return "human: it is you"
-    if not isinstance(provider, OpenAIProvider):
-        return "offline: fixed rules; set OPENAI_API_KEY or OPENAI_BASE_URL for a real one"
-    endpoint = provider.endpoint
-    model = provider.model or "no model named"
-    return f"{model} at {endpoint.without_secrets(endpoint.api_base)} ({endpoint.spec.name})"
+        return "human: it is you", ""
+    if isinstance(provider, OfflineProvider):
+        model = "offline: fixed rules; set OPENAI_API_KEY or OPENAI_BASE_URL for a real one"
+        return model, "; ".join(provider.rules.problems)
+    problem = await provider.check()
+    await provider.close()
+    endpoint, model = provider.endpoint, provider.model or "no model named"
+    address = endpoint.without_secrets(endpoint.api_base)
+    return f"{model} at {address} ({endpoint.spec.name})", problem or ""
 
 
 def prompt_command(arguments: argparse.Namespace) -> None:
     """Prints the governed request, part by part: what is shown is what is sent."""
     loop = AgentLoop(settings_of(arguments))
-    turn = loop.turn(session_key(arguments.session))
+    turn = loop.turn(arguments.session)
     asyncio.run(loop.mcp.check())  # so that their tools are in what is printed
     message, _ = loop.context.user_message(arguments.text, turn)
     request = preview(loop, turn, message)
-    tools = loop.tools.get_definitions()
-    for name, text in parts_of_request(loop.context.parts(turn), tools, request).items():
-        tokens = TokenCounter().total([{"content": text}])
-        print(f"==== {name} (~{tokens:,} tokens) ====\n{printable(text)}\n")
-    window = loop.config.defaults.context_window_tokens
-    print("\n".join([*request.notes, f"In all: context {request.tokens:,} of {window:,}"]))
-
-
-def parts_of_request(
-    system: dict[str, str], tools: list[dict], request: Governed
-) -> dict[str, str]:
-    """{"identity": …, "Memory": …, "Tools": …, "History": …, "User": …}, without empty ones."""
-    *history, last = request.messages[1:]
-    parts = dict(system)
-    parts["Tools"] = lines_of_json(tools)
+    _, *history, last = request.messages
+    parts = loop.context.parts(turn)
+    parts["Tools"] = lines_of_json(loop.tools.get_definitions())
     parts["History"] = lines_of_json(history)
     parts["User"] = last["content"]
-    return {name: text for name, text in parts.items() if text}
+    for name, text in parts.items():
+        if text:
+            tokens = TokenCounter().total([{"content": text}])
+            print(f"==== {name} (~{tokens:,} tokens) ====\n{printable(text)}\n")
+    window = loop.config.defaults.context_window_tokens
+    print("\n".join([*request.notes, f"In all: context {request.tokens:,} of {window:,}"]))
 
 
 def lines_of_json(records: list[dict]) -> str:
@@ -2532,10 +2410,9 @@ def sessions_command(arguments: argparse.Namespace) -> None:
         for key in keys:
             print(printable(f"{key}  {counted(len(sessions.transcript(key)), 'message')}"))
         return
-    key = arguments.show if arguments.show in keys else session_key(arguments.show)
-    if key not in keys:
-        raise ConfigError(f"There is no session {key!r}. `nanobot sessions` lists them.")
-    for line in sessions.transcript(key):
+    if arguments.show not in keys:
+        raise ConfigError(f"There is no session {arguments.show!r}. `nanobot sessions` lists them.")
+    for line in sessions.transcript(arguments.show):
         print(printable(line))
 
 
@@ -2548,8 +2425,7 @@ def gateway_command(arguments: argparse.Namespace) -> None:
         log.setLevel(logging.INFO)
     config = settings_of(arguments)
     config.cwd = config.workspace
-    hooks = [LoggingHook()] if arguments.verbose else []
-    loop = AgentLoop(config, hooks=hooks)
+    loop = AgentLoop(config, hooks=[LoggingHook()])
     with one_gateway(loop.workspace):
         asyncio.Runner().run(serve(loop))  # `asyncio.run` waits for all tasks, whatever they do
 
@@ -2558,16 +2434,14 @@ def cron_command(arguments: argparse.Namespace) -> None:
     loop = AgentLoop(settings_of(arguments))
     turn = loop.turn("cli:direct")
     clock = JobRunner(loop).clock
-    try:
-        print(printable(clock.cron(arguments.action, job_id=arguments.job_id, turn=turn)))
-    except CronError as mistake:
-        raise ConfigError(str(mistake)) from None
+    print(printable(clock.cron(arguments.action, job_id=arguments.job_id, turn=turn)))
     if not gateway_runs(loop.workspace):
         print(NOBODY_RUNS_JOBS)
 
 
 def replay_command(arguments: argparse.Namespace) -> int:
     """Plays a trace again, turn after turn. Nothing is executed and nobody is asked."""
+    limits = settings_of(arguments).defaults
     terminal, status = CLI(), 0
     try:
         model = ReplayProvider(arguments.file)
@@ -2575,12 +2449,11 @@ def replay_command(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{problem}. Make a trace with: nanobot agent --trace FILE") from None
     while model.rest:
         hook = EventHook(terminal.send, Turn(), streaming=True)
-        spec = recorded_spec(model.rest, settings_of(arguments).defaults, hook)
-        try:
-            result = asyncio.run(AgentRunner(model).run(spec))
-        except ReplayDiffers as difference:
-            terminal.note(f"nanobot: {difference}")
-            return 1
+        tools = RecordedTools(model.rest, ToolResult)
+        spec = AgentRunSpec(model.rest[0]["messages"], tools, hook=hook)
+        spec.max_iterations = limits.max_tool_iterations
+        spec.context_window = sys.maxsize  # what did not fit was left out when it was recorded
+        result = asyncio.run(AgentRunner(model).run(spec))
         if result.final_content:
             asyncio.run(hook.send("final", result.final_content))
         if result.error:
@@ -2589,52 +2462,22 @@ def replay_command(arguments: argparse.Namespace) -> int:
     return status
 
 
-def recorded_spec(records: list[dict], limits: AgentDefaults, hook: AgentHook) -> AgentRunSpec:
-    """The turn that begins with the first record; its tools give what they gave then."""
-    first = records[0]
-    spec = AgentRunSpec(first["messages"], RecordedTools(records, ToolResult), hook=hook)
-    spec.max_iterations = limits.max_tool_iterations
-    spec.context_window = sys.maxsize  # what did not fit was left out when it was recorded
-    spec.max_tokens = first["options"].get("max_tokens", spec.max_tokens)
-    spec.temperature = first["options"].get("temperature")
-    return spec
+COMMAND_LINE = {  # by name: what runs, and what --help says
+    "agent": (agent_command, "ask, or talk at a prompt"),
+    "prompt": (prompt_command, "print what would be sent"),
+    "sessions": (sessions_command, "list, or `show KEY`"),
+    "onboard": (onboard_command, "write settings and workspace"),
+    "status": (status_command, "check each part"),
+    "gateway": (gateway_command, "serve channels and cron"),
+    "cron": (cron_command, "list what is planned; remove ID"),
+    "replay": (replay_command, "run a trace again: no network"),
+}
 
 
 def parser() -> argparse.ArgumentParser:
     about = "A personal AI agent. No command: agent."
     main_parser = argparse.ArgumentParser("nanobot", description=about)
     main_parser.add_argument("--version", action="version", version=f"nanobot {__version__}")
-    common = common_flags()
-    strict = partial(argparse.ArgumentParser, allow_abbrev=False)  # `--app` is not `--approve`
-    commands = main_parser.add_subparsers(metavar="COMMAND", parser_class=strict)
-    agent = commands.add_parser("agent", parents=[common], help="ask, or talk at a prompt")
-    message = agent.add_mutually_exclusive_group()
-    message.add_argument("text", nargs="?", metavar="TEXT", help="ask this and leave")
-    message.add_argument("-m", "--message", metavar="TEXT", help="the same")
-    agent.add_argument("--approve", action="store_true", help="ask before tools write or execute")
-    agent.add_argument("--no-stream", action="store_true", help="do not stream requests")
-    agent.add_argument("--trace", metavar="FILE", type=path_of, help="write down each request")
-    replay = commands.add_parser("replay", parents=[common], help="run a trace again: no network")
-    replay.add_argument("file", metavar="FILE", type=path_of)
-    prompt = commands.add_parser("prompt", parents=[common], help="print what would be sent")
-    prompt.add_argument("text", nargs="?", default="Hello!")
-    for command in (agent, prompt):
-        command.add_argument("-s", "--session", metavar="NAME", default="direct")
-    sessions = commands.add_parser("sessions", parents=[common], help="list, or `show KEY`")
-    sessions.add_argument("action", nargs="?", choices=["show"])
-    sessions.add_argument("show", nargs="?", metavar="KEY")
-    gateway = commands.add_parser("gateway", parents=[common], help="serve channels and cron")
-    gateway.add_argument("--verbose", action="store_true", help="log more than events")
-    cron = commands.add_parser("cron", parents=[common], help="list what is planned; remove ID")
-    cron.add_argument("action", nargs="?", choices=["list", "remove"], default="list")
-    cron.add_argument("job_id", nargs="?", default="", metavar="ID", help="of the job to remove")
-    commands.add_parser("onboard", parents=[common], help="write settings and workspace")
-    commands.add_parser("status", parents=[common], help="check each part")
-    return main_parser
-
-
-def common_flags() -> argparse.ArgumentParser:
-    """The flags of the settings, which each command takes."""
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--config", metavar="FILE", type=path_of, help="~/.nanobot/config.json")
     common.add_argument("--workspace", metavar="DIR", help="its home; ~/.nanobot/workspace")
@@ -2645,39 +2488,60 @@ def common_flags() -> argparse.ArgumentParser:
     choice.add_argument("--provider", metavar="NAME", help=names)
     choice.add_argument("--offline", dest="provider", action="store_const", const="offline")
     common.add_argument("--logs", action="store_true", help="show what happens inside, on stderr")
-    return common
+    strict = partial(argparse.ArgumentParser, allow_abbrev=False)  # `--app` is not `--approve`
+    commands = main_parser.add_subparsers(metavar="COMMAND", parser_class=strict)
+    added = {
+        name: commands.add_parser(name, parents=[common], help=text)
+        for name, (_, text) in COMMAND_LINE.items()
+    }
+    agent = added["agent"]
+    message = agent.add_mutually_exclusive_group()
+    message.add_argument("text", nargs="*", default="", metavar="TEXT", help="ask this and leave")
+    message.add_argument("-m", "--message", metavar="TEXT", help="the same")
+    agent.add_argument("--approve", action="store_true", help="ask before tools write or execute")
+    agent.add_argument("--no-stream", action="store_true", help="do not stream requests")
+    agent.add_argument("--trace", metavar="FILE", type=path_of, help="write down each request")
+    added["prompt"].add_argument("text", nargs="?", default="Hello!")
+    for command in (agent, added["prompt"]):
+        command.add_argument("-s", "--session", metavar="NAME", type=session_key, default="direct")
+    added["sessions"].add_argument("action", nargs="?", choices=["show"])
+    added["sessions"].add_argument("show", nargs="?", metavar="KEY", type=session_key)
+    added["gateway"].add_argument("--verbose", action="store_true", help="log more than events")
+    cron = added["cron"]
+    cron.add_argument("action", nargs="?", choices=["list", "remove"], default="list")
+    cron.add_argument("job_id", nargs="?", default="", metavar="ID", help="of the job to remove")
+    added["replay"].add_argument("file", metavar="FILE", type=path_of)
+    return main_parser
 
 
-COMMAND_LINE = {
-    "agent": agent_command,
-    "prompt": prompt_command,
-    "sessions": sessions_command,
-    "onboard": onboard_command,
-    "status": status_command,
-    "gateway": gateway_command,
-    "cron": cron_command,
-    "replay": replay_command,
-}
+def session_key(name: str) -> str:
+    """`work` → `cli:work`; `telegram:123` is one already."""
+    return name if ":" in name else f"cli:{name}"
 
 
 def main(argv: list[str] | None = None) -> int:
     """The program: gives the exit status. 0 answered, 1 failed, 2 wrong usage, 130 interrupted."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    first = argv[0] if argv else "agent"
-    if not first.startswith("-") and first not in (*COMMAND_LINE, "agent"):
-        names = ", ".join(COMMAND_LINE)
-        complain(f"no command {first!r}, there are {names}; a message goes behind -m")
-        return 2
-    if not argv or first not in (*COMMAND_LINE, "-h", "--help", "--version"):
+    first = argv[0] if argv else ""
+    known = [*COMMAND_LINE, "-h", "--help", "--version"]
+    if first not in known:
+        from difflib import get_close_matches
+
+        meant = get_close_matches(first, known, n=1) if first.isalpha() else []
+        if meant:  # `sesions`, `help`; a message has mostly more than one word
+            fix = f"did you mean `nanobot {meant[0]}`? A message of one word goes behind -m"
+            complain(f"no command {first!r}: {fix}")
+            return 2
         argv.insert(0, "agent")
     prepare_streams()
     arguments = parser().parse_args(argv)
     prepare_process(arguments.logs)
     try:
-        status = COMMAND_LINE[argv[0]](arguments) or 0
+        run_command, _ = COMMAND_LINE[argv[0]]
+        status = run_command(arguments) or 0
         sys.stdout.flush()  # here, and not at exit, where Python reports a closed pipe with 120
         return status
-    except (ConfigError, SessionBusy) as problem:
+    except (ConfigError, CronError, ReplayDiffers, SessionBusy) as problem:
         complain(str(problem))
     except BrokenPipeError:  # `nanobot … | head`: nobody wants the rest
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -2685,26 +2549,21 @@ def main(argv: list[str] | None = None) -> int:
         complain(f"{problem}. Mend it and ask again; the journal keeps what it has.")
     except KeyboardInterrupt:
         return 130
+    except Exception:  # a bug of ours; its traceback may quote what a model wrote
+        complain(f"this is a bug\n{traceback.format_exc()}")
     return 1
 
 
 def prepare_process(logs: bool) -> None:
-    """Logs and tracebacks harmless to the terminal, signals that end a turn in order."""
+    """Logs harmless to the terminal, signals that end a turn in order."""
     handler = logging.StreamHandler()
     handler.setFormatter(PrintableFormatter("%(levelname)s %(name)s: %(message)s"))
-    level = logging.INFO if logs else logging.WARNING
-    logging.basicConfig(level=level, handlers=[handler])
-    sys.excepthook = show_bug
+    logging.basicConfig(level=logging.INFO if logs else logging.WARNING, handlers=[handler])
     end_on_signals()  # as after Ctrl-C: what runs is stopped, the journal is in order
 
 
 def complain(text: str) -> None:
     print(f"nanobot: {printable(text)}", file=sys.stderr)
-
-
-def show_bug(*raised: Any) -> None:
-    """A traceback, harmless to the terminal: what it quotes may come from a model."""
-    print(printable("".join(traceback.format_exception(*raised))), file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -878,3 +878,55 @@ def test_kill_9_of_a_gateway_under_load_loses_nothing_and_doubles_nothing(own_ho
         assert sorted(asked) == sorted(expected[chat])
         told = [line["content"] for line in lines if "@" in line.get("id", "")]
         assert sorted(told) == sorted(reminders if chat == 100 else [])
+
+
+# ---- The first minutes with it ----
+
+
+def test_a_sentence_or_a_word_like_no_command_is_the_message(own_home, tmp_path):
+    (tmp_path / "a.txt").write_text("x")
+    for words in (["list the files here"], ["list", "the", "files", "here", "--offline"]):
+        status, out, _ = nanobot(*words, cwd=tmp_path)
+        assert status == 0 and "a.txt" in out
+    with FakeLLM(["hi there"]) as server:
+        assert nanobot("hello", server=server)[:2] == (0, "hi there\n")
+
+
+def test_a_newcomer_is_greeted_and_whoever_comes_back_more_briefly(own_home, needs_terminal):
+    for greeting in ("🐈 nanobot 0.1.0 is an agent: it answers, and ", "🐈 nanobot 0.1.0, model offline."):
+        terminal = Terminal("--offline")
+        terminal.expect(greeting)
+        terminal.expect("> ")
+        terminal.type("/exit\r")
+        assert terminal.close() == 0
+
+
+def test_help_loads_no_sdk(own_home):
+    code = "import nanobot, sys\ntry:\n nanobot.main(['--help'])\nfinally:\n assert 'openai' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, "usage: nanobot" in done.stdout) == (0, True), done.stderr
+
+
+@pytest.mark.parametrize("ending", ["yaml", "yml", "toml"])
+def test_settings_that_are_not_json_are_said_to_be_json(run_here, own_home, ending):
+    file = own_home / ".nanobot" / f"config.{ending}"
+    file.parent.mkdir()
+    file.write_text("agents: {}")
+    status, _, err = run_here("--offline", "-m", "x")
+    assert status == 1 and f"{file} is not read: settings are JSON, in {file.with_suffix('.json')}." in err
+    status, _, err = run_here("--offline", "-m", "x", "--config", str(file))
+    assert status == 1 and f"{file} is not JSON: " in err
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"exec": {"sandboxNetwork": True}}, "tools.exec.sandboxNetwork has no effect without a sandbox"),
+        ({"web": {"search": {"apiKey": "k"}}}, "tools.web.search.apiKey has no effect: duckduckgo takes no key"),
+        ({"web": {"search": {"apiKey": "k", "provider": "brave"}}}, ""),
+    ],
+)
+def test_a_key_without_effect_warns(run_here, own_home, caplog, settings, said):
+    (own_home / "c.json").write_text(json.dumps({"tools": settings}))
+    assert run_here("--offline", "-m", "tell me a joke", "--config", str(own_home / "c.json"))[0] == 0
+    assert caplog.messages == ([said] if said else [])
