@@ -71,12 +71,10 @@ class Talk(Channel):
 
 
 async def settled(condition) -> None:
-    """Gives the other tasks their turn until the condition holds: nothing here waits for a time."""
-    for _ in range(100_000):
-        if condition():
-            return
-        await asyncio.sleep(0)
-    pytest.fail("it never happened")
+    """Gives the other tasks their turn until the condition holds."""
+    async with asyncio.timeout(PATIENCE):
+        while not condition():
+            await asyncio.sleep(0)
 
 
 def talk(test, *channels: Channel) -> list[float]:

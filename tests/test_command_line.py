@@ -214,7 +214,6 @@ def test_nothing_that_is_shown_reaches_the_terminal_raw_but_a_pipe_as_it_is(own_
             shown += "".join(nanobot(*flags, server=server, cwd=tmp_path)[1:])
     bug = f"import nanobot; nanobot.main(['sessions']); raise RuntimeError({evil!r})"
     shown += start(program=[sys.executable, "-c", bug], cwd=ROOT).communicate(timeout=LONG)[1]
-    assert "RuntimeError" in shown
     assert shown.count("\\x1b]0;owned\\x07\\u202e\\u200b\\U000e0041") > 10
     assert not set(evil) - set("]0;ownedJ2") & set(shown)
 
@@ -423,8 +422,10 @@ def test_a_conversation_at_the_prompt(own_home):
         terminal = Terminal(server=server)  # who comes back is greeted more briefly
         terminal.expect("/help", "> ")
         assert str(own_home) not in terminal.everything
-        terminal.wait_for_keyboard()
-        terminal.process.send_signal(signal.SIGTERM)
+        while terminal.process.poll() is None:  # one right before it waits is only seen with the next
+            terminal.process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                terminal.process.wait(10)
         assert terminal.close("") == 130
 
 
@@ -711,8 +712,7 @@ def test_prompt_prints_what_is_sent_part_by_part_and_asks_no_model(own_home):
         assert (status, len(server.bodies)) == (0, 1)
         nanobot("-m", "What is in a.txt?", server=server)
         sent = server.bodies[1]
-    titles = re.findall(r"^==== (.+) \(~[\d,]+ tokens\) ====$", out, re.M)
-    assert titles[-3:] == ["Tools", "History", "User"]
+    assert re.findall(r"^==== (.+) \(~[\d,]+ tokens\) ====$", out, re.M)[-3:] == ["Tools", "History", "User"]
     *system, tools, history, user = re.split(r"\n*==== .+ \(~[\d,]+ tokens\) ====\n", out)[1:]
     assert "\n\n---\n\n".join(system) == sent["messages"][0]["content"]
     assert [json.loads(line) for line in tools.splitlines()] == sent["tools"]
