@@ -1291,15 +1291,12 @@ def own_children() -> list[int]:
     return [int(pid) for children in text for pid in children.read_text().split()]
 
 
-def test_a_search_that_would_take_for_ever_is_ended_and_shows_what_it_has(blanks, monkeypatch):
+def test_a_search_that_would_take_for_ever_is_ended(blanks, monkeypatch):
     monkeypatch.setattr(tools, "SEARCH_SECONDS", 1)
     before, start = own_children(), time.monotonic()
-    nothing = call(blanks, "grep", pattern=ENDLESS, path="sub/x.py")
-    assert nothing.is_error and "ended after 1 s" in nothing.text and "simpler expression" in nothing.text
-    for number in range(300):  # more than are handed over at once
-        (blanks.cwd / "sub" / f"b{number}.py").write_text("class B: yield\n")
-    some = call(blanks, "grep", pattern=ENDLESS, head_limit=9)
-    assert not some.is_error and some.text.startswith("sub/a.py\nsub/b0.py")
+    for path in ("sub/x.py", "."):
+        ended = call(blanks, "grep", pattern=ENDLESS, path=path)
+        assert ended.is_error and "ended after 1 s" in ended.text and "simpler expression" in ended.text
     assert time.monotonic() - start < 10 and own_children() == before
 
 
