@@ -1035,7 +1035,7 @@ async def search_lines(request: dict) -> dict:
     finally:  # also when the turn is stopped; then the thread ends by itself
         process.kill()
     output, _ = await searching
-    if not output:
+    if not output.endswith(b"\n"):  # it was killed
         why = f"The search was ended after {SEARCH_SECONDS} s"
         raise ToolError(f"{why}: take a simpler expression, a glob, or a folder further below.")
     return json.loads(output)
