@@ -1010,25 +1010,20 @@ async def grep(
         "flags": re.IGNORECASE if case_insensitive else 0, "most": head_limit + 1,
         "context": context, "files": await in_thread(find_files, turn, root, glob, type_glob),
     }  # fmt: skip
-    items, end = await search_lines(request)
-    nothing, notes = f"No match for {pattern!r} in {root}.", ""
-    if problem := end.get("problem"):
+    answer = await search_lines(request)
+    if problem := answer.get("problem"):
         raise ToolError(f"{pattern!r} is no regular expression: {problem}. Set fixed_strings?")
-    if not end:
-        why = f"The search was ended after {SEARCH_SECONDS} s, before all files were searched"
-        notes = f"\n({why}: take a simpler expression, a glob, or a folder further below)"
-        if not items:
-            raise ToolError(notes.strip())
-    elif end["skipped"]:
-        notes = f"\n({end['skipped']} files skipped: binary, over 2 MB or not readable)"
+    items, skipped = answer["lines"], answer["skipped"]
+    nothing = f"No match for {pattern!r} in {root}."
     for syntax, advice in OF_OTHER_PROGRAMS.items():
         if not items and not fixed_strings and re.search(syntax, pattern):
             raise ToolError(f"{nothing} {advice}")
+    notes = f"\n({skipped} files skipped: binary, over 2 MB or not readable)" if skipped else ""
     return (first_lines(items, head_limit) or nothing) + notes
 
 
-async def search_lines(request: dict) -> tuple[list[str], dict]:
-    """The lines to show; then {"skipped": 2}, {"problem": "…"}, or {} if it took too long."""
+async def search_lines(request: dict) -> dict:
+    """{"lines": […], "skipped": 2} or {"problem": "…"}; raises ToolError if it takes too long."""
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", child_program()], start_new_session=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
@@ -1040,14 +1035,10 @@ async def search_lines(request: dict) -> tuple[list[str], dict]:
     finally:  # also when the turn is stopped; then the thread ends by itself
         process.kill()
     output, _ = await searching
-    items, end = [], {}
-    for line in output.split(b"\n")[:-1]:  # a child that was killed may leave half a line
-        answer = json.loads(line)
-        if isinstance(answer, list):
-            items += answer
-        else:
-            end = answer
-    return items, end
+    if not output.endswith(b"\n"):  # it was killed
+        why = f"The search was ended after {SEARCH_SECONDS} s"
+        raise ToolError(f"{why}: take a simpler expression, a glob, or a folder further below.")
+    return json.loads(output)
 
 
 # A pattern is tried on the whole text first, which spares most files a loop over their lines. It
@@ -1065,11 +1056,11 @@ def child_program() -> str:
 
 
 def search_child() -> None:
-    """The life of the child: it prints a list for each file with hits, and a dict at its end."""
+    """The life of the child: it reads a request and prints an answer."""
     if hasattr(signal, "alarm"):
         signal.alarm(SEARCH_SECONDS + 10)  # if nobody is left to kill it
     request = json.load(sys.stdin)
-    source, flags, left, skipped = request["source"], request["flags"], request["most"], 0
+    source, flags, shown, skipped = request["source"], request["flags"], [], 0
     try:
         find = re.compile(source, flags).search
         may_match = re.compile(source, flags | re.MULTILINE).search
@@ -1082,12 +1073,10 @@ def search_child() -> None:
         text = plain_text(data or b"")
         skipped += 1 if data is None else 0
         if data and (not is_sure or may_match(text)):
-            shown = shown_lines(name, text, find, request)
-            left -= len(shown)
-            print(json.dumps(shown), flush=True)
-        if left <= 0:
+            shown += shown_lines(name, text, find, request)
+        if len(shown) >= request["most"]:
             break
-    print(json.dumps({"skipped": skipped}))
+    print(json.dumps({"lines": shown, "skipped": skipped}))
 
 
 def searched_bytes(path: str) -> bytes | None:

@@ -7,7 +7,6 @@ import contextlib
 import fnmatch
 import http.server
 import ipaddress
-import itertools
 import json
 import logging
 import os
@@ -1291,15 +1290,12 @@ def own_children() -> list[int]:
     return [int(pid) for children in text for pid in children.read_text().split()]
 
 
-def test_a_search_that_would_take_for_ever_is_ended_and_shows_what_it_has(blanks, monkeypatch):
+def test_a_search_that_would_take_for_ever_is_ended(blanks, monkeypatch):
     monkeypatch.setattr(tools, "SEARCH_SECONDS", 1)
     before, start = own_children(), time.monotonic()
-    nothing = call(blanks, "grep", pattern=ENDLESS, path="sub/x.py")
-    assert nothing.is_error and "ended after 1 s" in nothing.text and "simpler expression" in nothing.text
-    for number in range(300):  # more than are handed over at once
-        (blanks.cwd / "sub" / f"b{number}.py").write_text("class B: yield\n")
-    some = call(blanks, "grep", pattern=ENDLESS, head_limit=9)
-    assert not some.is_error and some.text.startswith("sub/a.py\nsub/b0.py")
+    for path in ("sub/x.py", "."):
+        ended = call(blanks, "grep", pattern=ENDLESS, path=path)
+        assert ended.is_error and "ended after 1 s" in ended.text and "simpler expression" in ended.text
     assert time.monotonic() - start < 10 and own_children() == before
 
 
@@ -1734,7 +1730,7 @@ def readers(turn: Turn) -> dict:
         "command": lambda text: check_command(text, fenced), "cast": lambda text: cast(text, {"type": "array"}),
         "edit": lambda text: replace_passage(text, f"no{text[:50_000]}", "x"),
         "edit all": lambda text: replace_passage(text, text[:1], "y\nz", replace_all=True),
-        "edit lines": lambda text: replace_passage(text, f" {text[: len(text) // 2]}\nb", "y"),
+        "edit lines": lambda text: replace_passage(text, " " + "\n".join([*text.split("\n")[:98], "b"]), "y"),
     }  # fmt: skip
 
 
@@ -1745,11 +1741,12 @@ def test_nothing_that_reads_foreign_text_takes_long(turn, name):
     pieces = LETTERS + {"page": OF_PAGES, "duck": OF_PAGES, "command": OF_COMMANDS}.get(name, [])
     if name.startswith("edit"):
         pieces = [" ", "a", "\n", "a\n", " a\n"]
-    for piece, size in itertools.product(pieces, (20_000, 100_000)):
+    size = 20_000 if name == "command" else 100_000  # longer commands are refused
+    for piece in pieces:
         start = time.thread_time()  # other programs do not count
         with contextlib.suppress(ToolError):
             readers(turn)[name](piece * (size // len(piece)))
-        assert time.thread_time() - start < 1, (name, piece, size)
+        assert time.thread_time() - start < 1, (name, piece)
 
 
 def test_one_line_of_200_kb_is_edited_or_refused_at_once(turn):
