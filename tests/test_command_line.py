@@ -457,7 +457,7 @@ BUSY = {"error": {"message": "slow down"}}
 
 
 def test_a_wait_is_said_on_stderr_and_the_answer_alone_on_stdout(own_home):
-    busy = [Failure(429, BUSY, {"retry-after-ms": "10"}), Failure(503, BUSY, {"Retry-After": "0.01"})]
+    busy = [Failure(429, BUSY, {"Retry-After": "0.01"}), Failure(503, BUSY, {"Retry-After": "0.01"})]
     with FakeLLM([*busy, "ok"]) as server:
         status, out, err = nanobot("-m", "x", server=server)
     assert (status, out) == (0, "ok\n")
