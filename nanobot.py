@@ -151,7 +151,7 @@ class AgentRunner:
         return replace(
             state.result, messages=state.context.messages, usage=state.context.usage,
             requests=state.context.iteration, tools_used=list(dict.fromkeys(names)),
-            model=spec.model or self.provider.get_default_model(),
+            model=spec.model or self.provider.model,
         )  # fmt: skip
 
     def govern(self, state: RunState) -> Governed:

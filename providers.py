@@ -253,6 +253,8 @@ class OpenAIProvider(LLMProvider):
             answer = failed(failure.cause, content=failure.shown or None)
             if remedy is None and seconds is None:
                 answer.error = explanation(failure, self.endpoint)
+                if failure.kind == "model":
+                    answer.error += f" {await self.check() or 'Choose another with --model.'}"
                 if failure.kind == "overflow":
                     answer.is_overflow, answer.usage = True, estimate_usage(request, answer)
                 return answer
@@ -318,7 +320,7 @@ class OpenAIProvider(LLMProvider):
             return explanation(failure, self.endpoint)
         if not offered or self.model in offered:
             return None
-        return f"no such model. The endpoint has: {', '.join(offered[:20])}"
+        return f"Choose with --model or NANOBOT_MODEL; the endpoint has: {', '.join(offered[:20])}"
 
 
 def retry_after(failure: Failure, tries: int) -> float | None:
@@ -449,10 +451,9 @@ def with_results(messages: list[dict]) -> list[dict]:
 
 def unused_id(id_: Any, used: set[str]) -> str:
     """The id, or if it is taken the id with a number: "a", then "a_2"."""
-    unused, number = str(id_ or "call"), 1
-    while unused in used:
-        number += 1
-        unused = f"{id_ or 'call'}_{number}"
+    name = str(id_ or "call")
+    names = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
+    unused = next(each for each in names if each not in used)
     used.add(unused)
     return unused
 
@@ -714,8 +715,7 @@ KINDS = [
     # "You exceeded your current quota", "Insufficient Balance", "余额不足"
     ("unpaid", "^402 |insufficient|exceeded.{0,20}quota|billing|credit|balance|payment|余额|欠费"),
     # "The engine is currently overloaded", "Rate limit reached"; 400 of Groq "tool_use_failed"
-    ("busy", "^(408|409|429) |overloaded|rate.?limit|too many requests|访问量过大|速率限制|"
-     "tool_use_failed"),
+    ("busy", "^(408|409|429) |overloaded|rate.?limit|访问量过大|速率限制|tool_use_failed"),
     ("key", "^403 "),
     # "is not a valid model ID", DeepSeek "Model Not Exist", LiteLLM "Invalid model name passed in"
     ("model", "no model|not a valid model|model not exist|invalid model name|^404 .*model"),
@@ -735,11 +735,9 @@ ADVICE = {  # what to do; of any other kind only the cause is told
     "network": "Cannot reach {where} ({cause}). Is the address right, and is the server running?",
     "overflow": "{where}: the conversation is too long for {model} ({cause}). Begin a /new one; "
     "if a single message is that long, put its text into a file.",
-    "unpaid": "{where} reports a billing problem ({cause}). Look at your account there, or choose "
-    "another --provider.",
+    "unpaid": "{where} reports a billing problem ({cause}). Pay there, or use another --provider.",
     "key": "{where} refuses the key ({cause}). Set {variable}.",
-    "model": "{where} has no such model ({cause}). Choose with --model or NANOBOT_MODEL; "
-    "`nanobot status` shows some that it has.",
+    "model": "{where} has no such model ({cause}).",
     "nonsense": "{where} does not answer like a model ({cause}). A base URL mostly ends in /v1.",
 }
 PASSING = ("busy", "loading", "network", "closed", "cut", "timeout")  # asked again after a while
@@ -805,7 +803,7 @@ def refusal(body: Any, status: int | None = None, wait: str = "") -> Failure:
     text = str(body or "")[:4_000]  # the expressions that search it are for a few lines
     found = [kind for kind, words in KINDS if re.search(f"(?is){words}", f"{status} {text}")]
     soon = re.search(rf"(?i){AGAIN}(\d{{1,9}}(?:\.\d{{1,9}})?) ?s", text)
-    soon = re.fullmatch(r"(\d{1,9})", wait) or soon
+    soon = re.fullmatch(r"(\d{1,9}(?:\.\d+)?)", wait) or soon
     seconds = float(soon[1]) if soon else 0.0
     generation = str(fields.get("failed_generation") or "")
     return Failure(cause, "".join(found[:1]), text, status, seconds, generation)
@@ -1094,7 +1092,7 @@ class Connection:
         try:
             post = self.client().post
             if not body["model"]:
-                raise Failure("no model is named")
+                raise Failure("no model is named", "model")
             async with asyncio.timeout(self.request_timeout) as clock:
                 response = await post("/chat/completions", cast_to=object, body=body, options=raw)
                 try:

@@ -775,8 +775,8 @@ def test_what_was_shown_of_an_answer_that_broke_off_is_told_with_the_cause(line,
 
 LITELLM = {
     "litellm-no-db": "refuses the key.*Set OPENAI_API_KEY",
-    "litellm-unknown-model": "has no such model.*--model.*nanobot status",
-    "deepseek-400-model": "has no such model.*--model.*nanobot status",
+    "litellm-unknown-model": "has no such model.*--model",
+    "deepseek-400-model": "has no such model.*--model",
     "moonshot-quota-inactive": "reports a billing problem.*--provider",
     "xai-400-key": "refuses the key",
 }
@@ -814,7 +814,7 @@ def test_a_key_that_the_endpoint_repeats_is_not_shown(line, key):
 
 @pytest.mark.parametrize(("models", "said_of_it"), [
     (["models/test-model"], None), ([], None),
-    ([f"m{n}" for n in range(30)], "no such model. The endpoint has: "
+    ([f"m{n}" for n in range(30)], "Choose with --model or NANOBOT_MODEL; the endpoint has: "
      + ", ".join(f"m{n}" for n in range(20)))])  # fmt: skip
 def test_the_models_of_an_endpoint_are_compared_by_their_names(models, said_of_it):
     with FakeLLM([]) as server:
