@@ -58,7 +58,7 @@ from channels import (
     active_tasks, approval_question, end_on_signals, machine_zone, prepare_streams, printable,
 )  # fmt: skip
 from memory import (
-    Consolidator, Dream, Governed, Inbox, MemoryRepository, MemoryStore, Session, SessionBusy,
+    Consolidator, Dream, Governed, MemoryRepository, MemoryStore, Session, SessionBusy,
     SessionManager, Skill, SkillsLoader, TokenCounter, as_sent, counted, estimate, locked,
 )  # fmt: skip
 from providers import (
@@ -492,11 +492,13 @@ class AgentLoop:
         self.context = ContextBuilder(config, self.memory, self.skills)
         self.runner = AgentRunner(self.provider)
         self.counter = TokenCounter()
-        self.consolidator = make_consolidator(self)
-        self.dream = make_dream(self)
+        memory_model = MemoryModel(self)
+        self.consolidator = memory_model.consolidator()
+        self.dream = memory_model.dream()
         self.cost = CostTrackingHook(config.prices, self.model)
         self.hooks = [self.cost, *hooks]
         self.subagents = SubagentManager(self)
+        self.commands = Commands(self)
         self.tools.register(tool(self.subagents.spawn))
         self.tools.register(JobRunner(self).cron_tool())
         self.started = time.monotonic()
@@ -516,7 +518,7 @@ class AgentLoop:
             async with self.turns.hold(session_key) as session:
                 result = await self._take_turn(session, text, command, events, media)
         else:  # other commands do not wait until a running turn ends
-            result = await answer_command(self, command, argument, events.turn)
+            result = await self.commands.answer(command, argument, events.turn)
         if result.final_content:
             await events.send("final", result.final_content)
         if command in ("", "new", "continue"):
@@ -528,10 +530,10 @@ class AgentLoop:
     async def _take_turn(
         self, session: Session, text: str, command: str, events: EventHook, media: Media
     ) -> AgentRunResult:
-        if command == "new":
-            return await start_afresh(self, session, events.turn)
-        if command == "continue" and not session.unfinished:
-            return nothing_to_go_on_with()
+        if command:
+            result = await self.commands.begin(command, session, events.turn)
+            if result:
+                return result
         if note := self.notes.pop(session.key, ""):
             await events.on_retry(note)
         images = []
@@ -591,7 +593,7 @@ class AgentLoop:
         """Serve the bus until cancelled: messages are journalled at once, answered in order."""
         service = BusService(self, bus)
         try:
-            await service.go_on_after_restart()
+            service.go_on_after_restart()
             while True:
                 await service.receive(await bus.next())
         finally:
@@ -1297,249 +1299,33 @@ def tool_hint(call: ToolCallRequest) -> str:
 # holds up all others, and what came in before a crash is never answered.
 
 
-@dataclass
-class Conversation:
-    """What waits in one session, and the task that answers it."""
-
-    key: str
-    inbox: Inbox
-    waiting: list[dict] = field(default_factory=list)  # lines of the inbox
-    entered: set[str] = field(default_factory=set)  # ids that are in the journal, too
-    is_due: bool = False  # a turn that the last program did not end
-    reply_to: str = ""  # the message that is answered
-    order: asyncio.Lock = field(default_factory=asyncio.Lock)  # of what comes in
-    task: asyncio.Task | None = None
-
-    def next(self, kind: str, most: int) -> list[dict]:
-        """The oldest lines, up to one of another kind."""
-        return list(itertools.takewhile(lambda line: line["kind"] == kind, self.waiting[:most]))
-
-    def enter(self, line: dict) -> None:
-        """It stands in the journal now, so it waits no more."""
-        self.waiting.remove(line)
-        self.entered.add(line["id"])
-
-
 class BusService:
-    """The chats of a bus: one task a conversation, at most `maxConcurrent` turns at once."""
+    """Answers the chats of a bus: each in order, at most `maxConcurrent` turns at once."""
 
     def __init__(self, loop: AgentLoop, bus: MessageBus):
         self.loop = loop
         self.bus = bus
         self.conversations: dict[str, Conversation] = {}
-        self.sent: dict[str, int] = {}  # by session: the last answer that was handed to the bus
         self.slots = asyncio.Semaphore(loop.config.defaults.max_concurrent or sys.maxsize)
-        self.tasks: set[asyncio.Task] = set()
-        self._begin(self._hear_helpers())
-
-    def _begin(self, work: Coroutine) -> asyncio.Task:
-        task = asyncio.create_task(logged(work))
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
-        return task
+        self.work = Background()
+        self.work.start(self._hear_helpers())
 
     async def receive(self, message: InboundMessage) -> None:
-        """Keep a message, confirm it, see to it that it is answered. Commands wait for nobody, but
-        /new and /continue for what came before them."""
+        """Commands are answered at once, but /new and /continue after what came before them."""
         is_report = message.channel == "system"  # of a job or a helper; its chat is a session's key
-        key = message.chat_id if is_report else message.session_key
+        conversation = self._conversation(message.chat_id if is_report else message.session_key)
         command = "" if is_report else slash_command(message.content)[0]
         if command in ("", "new", "continue"):
             kind = "report" if is_report else "command" if command else "user"
-            self._begin(self._take_in(self._conversation(key), kind, message))
-            return
-        if command == "stop":  # at once: what comes next is not meant
-            self._begin(self._say(key, stop_report(self.loop.stop(key))))
+            self.work.start(conversation.take_in(message, kind))
         else:
-            self._begin(self._command(key, message.content))
-        message.confirm()
+            self.work.start(conversation.answer_at_once(message.content))
+            message.confirm()
 
     def _conversation(self, key: str) -> Conversation:
         if key not in self.conversations:
-            self.conversations[key] = Conversation(key, self.loop.sessions.inbox(key))
+            self.conversations[key] = Conversation(self, key)
         return self.conversations[key]
-
-    async def _take_in(
-        self, conversation: Conversation, kind: str, message: InboundMessage
-    ) -> None:
-        """Into the inbox; the channel is told when that survives a power cut."""
-        said = f"{message.speaker}: " if message.speaker and kind == "user" else ""
-        line = {
-            "id": message.message_id or uuid.uuid4().hex, "kind": kind,
-            "sender": message.sender_id, "content": said + message.content,
-            "media": [str(path) for path in message.media],
-        }  # fmt: skip
-        try:
-            async with conversation.order:
-                known = self.loop.sessions.get(conversation.key).known_ids
-                if line["id"] not in (*known, *(other["id"] for other in conversation.waiting)):
-                    await asyncio.to_thread(conversation.inbox.append, line)
-                    conversation.waiting.append(line)
-                    size = len(message.content)
-                    GATEWAY_LOG.info("%s: %d characters came in", conversation.key, size)
-        except OSError as problem:  # the channel has it still, and tries again
-            message.confirm(problem)
-        message.confirm()
-        self._see_to(conversation)
-
-    def _see_to(self, conversation: Conversation) -> None:
-        """Let it be answered, or forget it. What is for a terminal waits in its inbox for that."""
-        is_here = conversation.key.partition(":")[0] in self.bus.channels
-        is_wanted = conversation.is_due or bool(conversation.waiting)
-        if is_here and is_wanted and conversation.task is None:
-            conversation.task = self._begin(self._converse(conversation))
-        elif conversation.task is None and not conversation.order.locked():
-            self.conversations.pop(conversation.key, None)
-            if not is_here and not conversation.key.startswith("cli:"):
-                log.warning("%s: no such channel is open: its messages wait", conversation.key)
-
-    async def _converse(self, conversation: Conversation) -> None:
-        """Turn after turn, while something waits. A turn that is stopped ends only itself."""
-        while conversation.is_due or conversation.waiting:
-            async with self.slots:
-                turn = asyncio.create_task(logged(self._turn(conversation)))
-                try:
-                    await asyncio.wait([turn])
-                finally:
-                    await end_all([turn])
-            if not turn.cancelled():
-                pause = turn.result()
-                await asyncio.sleep(1.0 if pause is None else pause)  # None: it failed, see the log
-        conversation.task = None
-        self._see_to(conversation)
-
-    async def _turn(self, conversation: Conversation) -> float:
-        """One turn. Gives the seconds until the next try if the session is not to be had."""
-        try:
-            async with self.loop.turns.hold(conversation.key) as session:
-                try:
-                    result = await self._answer(session, conversation)
-                    self._deliver(session, conversation, result)
-                except asyncio.CancelledError:
-                    self._send_answers(session)  # that were whole already
-                    raise
-                finally:
-                    entered, conversation.entered = conversation.entered, set()
-                    await asyncio.to_thread(conversation.inbox.remove, entered)
-        except (SessionBusy, OSError) as problem:
-            GATEWAY_LOG.warning("%s: %s", conversation.key, problem)
-            return 1.0
-        return 0.0
-
-    async def _answer(self, session: Session, conversation: Conversation) -> AgentRunResult:
-        """What waits, to its answer. A failure is told like one: the chat learns of it."""
-        turn = self.loop.turn(session.key)
-        try:
-            images = []
-            if conversation.is_due:
-                conversation.is_due = False
-                session.mark("resumed")
-            elif reports := conversation.next("report", 1):
-                session.end_open_turn("interrupted")
-                if reports[0].get("sender") != "subagent":
-                    return await self._report(session, conversation, reports[0])
-                message, _ = self.loop.context.user_message(reports[0]["content"], turn)
-                session.append(message | {"id": reports[0]["id"]})
-                conversation.enter(reports[0])
-            elif commands := conversation.next("command", 1):
-                conversation.enter(commands[0])
-                if slash_command(commands[0]["content"])[0] == "new":
-                    return await start_afresh(self.loop, session, turn)
-                await in_thread(conversation.inbox.remove, {commands[0]["id"]})
-                if not session.unfinished:
-                    return nothing_to_go_on_with()
-            else:
-                session.end_open_turn("interrupted")
-                entered = self._enter(session, conversation, sys.maxsize)
-                images = list(itertools.chain.from_iterable(images for _, images in entered))
-            events = EventHook(self._emit, turn, self.loop.config.streaming)
-            events.shows_deltas = self.bus.shows_deltas(turn.channel)
-            arrivals = partial(self._arrivals, session, conversation)
-            return await self.loop.answer(session, events, images, arrivals)
-        except Exception as problem:
-            if isinstance(problem, OSError) and conversation.waiting:
-                raise  # the journal cannot be written: what waits is tried again
-            log.exception("the turn of %s failed", session.key)
-            return AgentRunResult(stop_reason="error", error=f"{type(problem).__name__}: {problem}")
-
-    def _enter(
-        self, session: Session, conversation: Conversation, most: int
-    ) -> list[tuple[dict, list[dict]]]:
-        """The oldest messages, up to a command or report: from now on the model sees them. Gives
-        each as it is journalled, and its images."""
-        entered = []
-        turn = self.loop.turn(session.key)
-        for line in conversation.next("user", most):
-            message, images = self.loop.context.user_message(line["content"], turn, line["media"])
-            session.append(message | {"id": line["id"]})
-            conversation.enter(line)
-            conversation.reply_to = line["id"]
-            entered.append((message, images))
-        return entered
-
-    def _arrivals(self, session: Session, conversation: Conversation) -> list[dict]:
-        """For a turn that runs, behind its last batch of calls: three at a time."""
-        sent = []
-        for line, images in self._enter(session, conversation, 3):
-            message = as_sent(line, "")
-            if images:
-                text = {"type": "text", "text": message["content"]}
-                message |= {"content": [*images, text]}
-            sent.append(message)
-        return sent
-
-    async def _report(
-        self, session: Session, conversation: Conversation, line: dict
-    ) -> AgentRunResult:
-        """What a job says stands in the journal, too: the user may answer it."""
-        session.append({"role": "assistant", "content": line["content"], "id": line["id"]})
-        conversation.enter(line)
-        await session.synced()
-        return AgentRunResult(line["content"])
-
-    def _deliver(
-        self, session: Session, conversation: Conversation, result: AgentRunResult
-    ) -> None:
-        """Not twice: the answer may be what the `message` tool said here. Every turn sends
-        something, if only its end: so `delivered` moves in order."""
-        requests = counted(result.requests, "request")
-        GATEWAY_LOG.info("%s: %s, %s", session.key, result.stop_reason, requests)
-        text = text_for_chat(result)
-        if text in texts_written(result, session.key):
-            text = ""
-        self._send(session.key, text, session.last, conversation.reply_to)
-
-    def _send(self, key: str, text: str, n: int, reply_to: str = "") -> None:
-        """The answer with this number in the journal: sent again until `delivered` names it."""
-        self.sent[key] = n
-        channel, _, chat_id = key.partition(":")
-        answer = OutboundMessage(channel, chat_id, text, reply_to=reply_to)
-        answer.on_delivered = partial(self._note_delivered, key, n)
-        self.bus.send(answer)
-
-    def _note_delivered(self, key: str, n: int) -> None:
-        session = self.loop.sessions.get(key)
-        if any(answer["n"] <= n for answer in session.undelivered):
-            session.mark("delivered", upto=n)
-
-    def _send_answers(self, session: Session) -> None:
-        """Those that are journalled and were not handed to the bus."""
-        for answer in session.undelivered:
-            if answer["n"] > self.sent.get(session.key, 0):
-                self._send(session.key, answer["content"], answer["n"])
-
-    async def _emit(self, event: OutboundMessage) -> None:
-        if event.kind in ("final", "delta", *kinds_to_show(self.loop.config.channels)):
-            self.bus.send(event)
-
-    async def _say(self, key: str, text: str) -> None:
-        await EventHook(self._emit, self.loop.turn(key), False).send("final", text)
-
-    async def _command(self, key: str, text: str) -> None:
-        try:
-            await self.loop.process_direct(text, key, self._emit)
-        except Exception as problem:
-            await self._say(key, f"Sorry, that failed: {problem}")
 
     async def _hear_helpers(self) -> None:
         while True:
@@ -1547,44 +1333,213 @@ class BusService:
             try:
                 await self.bus.publish(message)
             except OSError as problem:
-                log.warning("what a helper found cannot be journalled yet: %s", problem)
+                log.warning("what a helper found cannot be written yet: %s", problem)
                 self.loop.subagents.results.put_nowait(message)
                 await asyncio.sleep(1.0)
 
-    async def go_on_after_restart(self) -> None:
-        """What was not delivered is sent again, what was not answered is answered now."""
+    def go_on_after_restart(self) -> None:
+        """Send what was not delivered, answer what was not answered."""
         for key in self.loop.sessions.list_keys():
             if key.partition(":")[0] in self.bus.channels:
                 try:
-                    self._go_on(self.loop.sessions.get(key))
+                    self._conversation(key).go_on_after_restart()
                 except OSError as problem:
                     log.warning("%s cannot be gone on with: %s", key, problem)
-
-    def _go_on(self, session: Session) -> None:
-        """A turn under a day old is resumed, at most twice: it may be what kills the program."""
-        self._send_answers(session)
-        conversation = self._conversation(session.key)
-        lines = conversation.inbox.read()
-        conversation.waiting = [line for line in lines if line["id"] not in session.known_ids]
-        conversation.entered = {line["id"] for line in lines if line["id"] in session.known_ids}
-        if session.is_open and session.resumed < 2:
-            age = time.time() - session.path.stat().st_mtime
-            conversation.is_due = age < 86_400
-        self._see_to(conversation)
 
     async def end(self) -> None:
         """Stop what runs; each turn is journalled so far, and the next start goes on with it."""
         self.loop.is_ending = True
-        await end_all([*self.tasks, *self.loop.subagents.running], 5.0)
+        await end_all([*self.work.tasks, *self.loop.subagents.running], 5.0)
+
+
+class Conversation:
+    """One chat. What comes in waits in its inbox, and one task answers it, turn after turn."""
+
+    def __init__(self, service: BusService, key: str):
+        self.service = service
+        self.loop = service.loop
+        self.key = key
+        self.inbox = service.loop.sessions.inbox(key)
+        self.order = asyncio.Lock()  # of what comes in
+        self.is_answering = False
+        self.is_due = False  # a turn that the last program did not end
+        self.reply_to = ""  # the newest message that the turn answers
+
+    async def take_in(self, message: InboundMessage, kind: str) -> None:
+        """Put it into the inbox; its channel is told when it survives a power cut."""
+        said = f"{message.speaker}: " if message.speaker and kind == "user" else ""
+        line = {
+            "id": message.message_id or uuid.uuid4().hex, "kind": kind,
+            "sender": message.sender_id, "content": said + message.content,
+            "media": [str(path) for path in message.media],
+        }  # fmt: skip
+        try:
+            async with self.order:
+                await asyncio.to_thread(self.inbox.append, line)
+        except OSError as problem:  # the channel has it still, and tries again
+            message.confirm(problem)
+            return
+        message.confirm()
+        GATEWAY_LOG.info("%s: %d characters came in", self.key, len(message.content))
+        self._go_on()
+
+    async def answer_at_once(self, command: str) -> None:
+        try:
+            await self.loop.process_direct(command, self.key, self._emit)
+        except Exception as problem:
+            text = f"Sorry, that failed: {problem}"
+            await self._emit(OutboundMessage(*self.key.split(":", 1), text))
+
+    def go_on_after_restart(self) -> None:
+        """A turn under a day old is resumed, at most twice: it may be what kills the program."""
+        session = self.loop.sessions.get(self.key)
+        self._send_answers(session)
+        if session.is_open and session.resumed < 2:
+            self.is_due = time.time() - session.path.stat().st_mtime < 86_400
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Answer what waits. What is for a terminal stays in the inbox: a prompt shows it."""
+        channel = self.key.partition(":")[0]
+        if channel in self.service.bus.channels and not self.is_answering:
+            self.is_answering = True
+            self.service.work.start(self._converse())
+        elif channel not in ("cli", *self.service.bus.channels):
+            log.warning("%s: no such channel is open: its messages wait", self.key)
+
+    async def _converse(self) -> None:
+        """Turn after turn, while something waits. /stop cancels a turn, and not this task."""
+        while self.is_due or self.inbox.path.exists():
+            turn = asyncio.create_task(self._turn())
+            try:
+                await asyncio.wait([turn])
+            finally:
+                await end_all([turn])
+            if not turn.cancelled() and turn.exception():
+                GATEWAY_LOG.warning("%s: %s", self.key, turn.exception())
+                await asyncio.sleep(1.0)
+        self.is_answering = False
+
+    async def _turn(self) -> None:
+        """What is in the journal at its end leaves the inbox. Raises what keeps a message from the
+        journal, another program that holds the session, say: it waits and is tried again."""
+        async with self.service.slots, self.loop.turns.hold(self.key) as session:
+            before = session.last
+            try:
+                result = await self._answer(session)
+                if result:
+                    self._deliver(session, result)
+            except asyncio.CancelledError:
+                self._send_answers(session, before)  # that are whole already
+                raise
+            finally:
+                await asyncio.to_thread(self.inbox.remove, set(session.known_ids))
+
+    async def _answer(self, session: Session) -> AgentRunResult | None:
+        """A failure is told like an answer. None: what waited came twice, the journal has it."""
+        lines = self._next_lines(session)
+        self.reply_to = ""
+        try:
+            if self.is_due or lines:
+                return await self._take_turn(session, lines)
+        except Exception as problem:
+            if lines and lines[0]["id"] not in session.known_ids:
+                raise
+            log.exception("the turn of %s failed", self.key)
+            return AgentRunResult(stop_reason="error", error=f"{type(problem).__name__}: {problem}")
+        return None
+
+    async def _take_turn(self, session: Session, lines: list[dict]) -> AgentRunResult:
+        turn = self.loop.turn(self.key)
+        images = []
+        if self.is_due:
+            self.is_due = False
+            session.mark("resumed")
+        elif lines[0]["kind"] == "command":
+            command, _ = slash_command(lines[0]["content"])
+            result = await self.loop.commands.begin(command, session, turn, id=lines[0]["id"])
+            if result:
+                return result
+        else:
+            session.end_open_turn("interrupted")
+            if lines[0]["kind"] == "report" and lines[0].get("sender") != "subagent":
+                return await self._report(session, lines[0])
+            entered = self._enter(session, turn, lines)
+            images = list(itertools.chain.from_iterable(images for _, images in entered))
+        events = EventHook(self._emit, turn, self.loop.config.streaming)
+        events.shows_deltas = self.service.bus.shows_deltas(turn.channel)
+        arrivals = partial(self._arrivals, session, turn)
+        return await self.loop.answer(session, events, images, arrivals)
+
+    def _next_lines(self, session: Session) -> list[dict]:
+        """A command, a report, or the user's messages up to one of these; at most 100."""
+        waiting = [line for line in self.inbox.read() if line["id"] not in session.known_ids]
+        messages = itertools.takewhile(lambda line: line["kind"] == "user", waiting[:100])
+        return list(messages) or waiting[:1]
+
+    async def _report(self, session: Session, line: dict) -> AgentRunResult:
+        """What a job says stands in the journal as said by the agent: the user may answer it."""
+        session.append({"role": "assistant", "content": line["content"], "id": line["id"]})
+        await session.synced()
+        return AgentRunResult(line["content"])
+
+    def _enter(self, session: Session, turn: Turn, lines: list[dict]) -> list[tuple]:
+        """From now on the model sees them. Gives (message, images) of each."""
+        entered = []
+        for line in lines:
+            media = line.get("media", ())
+            message, images = self.loop.context.user_message(line["content"], turn, media)
+            session.append(message | {"id": line["id"]})
+            self.reply_to = line["id"]
+            entered.append((message, images))
+        return entered
+
+    def _arrivals(self, session: Session, turn: Turn) -> list[dict]:
+        """For a turn that runs, behind its last batch of calls: three messages at a time."""
+        lines = [line for line in self._next_lines(session) if line["kind"] == "user"]
+        sent = []
+        for journalled, images in self._enter(session, turn, lines[:3]):
+            message = as_sent(journalled, "")
+            if images:
+                message["content"] = [*images, {"type": "text", "text": message["content"]}]
+            sent.append(message)
+        return sent
+
+    def _deliver(self, session: Session, result: AgentRunResult) -> None:
+        """Every turn sends something, if only its end: so `delivered` moves in order."""
+        requests = counted(result.requests, "request")
+        GATEWAY_LOG.info("%s: %s, %s", self.key, result.stop_reason, requests)
+        text = text_for_chat(result)
+        is_known = text in texts_written(result, self.key)
+        self._send("" if is_known else text, session.last)
+
+    def _send(self, text: str, n: int) -> None:
+        """The answer with this number in the journal: sent again until `delivered` names it."""
+        answer = OutboundMessage(*self.key.split(":", 1), text, reply_to=self.reply_to)
+        answer.on_delivered = partial(self._note_delivered, n)
+        self.service.bus.send(answer)
+
+    def _note_delivered(self, n: int) -> None:
+        session = self.loop.sessions.get(self.key)
+        if any(answer["n"] <= n for answer in session.undelivered):
+            session.mark("delivered", upto=n)
+
+    def _send_answers(self, session: Session, behind: int = 0) -> None:
+        for answer in session.undelivered:
+            if answer["n"] > behind:
+                self._send(answer["content"], answer["n"])
+
+    async def _emit(self, event: OutboundMessage) -> None:
+        if event.kind in ("final", "delta", *kinds_to_show(self.loop.config.channels)):
+            self.service.bus.send(event)
 
 
 def text_for_chat(result: AgentRunResult) -> str:
     text = result.final_content or ""
-    failed = result.stop_reason in ("error", "tool_error")
-    if failed and str(result.error) not in text:
-        text = f"{text}\n\nSorry, that failed: {result.error}"
+    if result.stop_reason in ("error", "tool_error") and str(result.error) not in text:
+        text += f"\n\nSorry, that failed: {result.error}"
     if result.stop_reason == "max_iterations":
-        text = f"{text}\n\n({LIMIT_REACHED})"
+        text += f"\n\n({LIMIT_REACHED})"
     return text.strip()
 
 
@@ -1596,7 +1551,7 @@ def texts_written(result: AgentRunResult, key: str) -> list[str]:
 
 
 def target_of(arguments: dict, key: str) -> str:
-    """The chat that a call of `message` means; where it names none, the one of the turn."""
+    """The chat that a call of `message` means; if it names none, the one of the turn."""
     channel, _, chat_id = key.partition(":")
     return f"{arguments.get('channel') or channel}:{arguments.get('chat_id') or chat_id}"
 
@@ -1607,20 +1562,10 @@ def target_of(arguments: dict, key: str) -> str:
 GATEWAY_LOG = logging.getLogger("nanobot.gateway")  # one line an event
 
 
-@contextlib.contextmanager
-def one_gateway(workspace: Path) -> Iterator[None]:
-    """Raises SessionBusy where another gateway serves this workspace."""
+def one_gateway(workspace: Path) -> contextlib.AbstractContextManager:
+    """Raises SessionBusy if another gateway serves this workspace."""
     busy = f"A gateway serves {workspace} already. End it first, or name another --workspace."
-    with contextlib.ExitStack() as held:
-        for pause in (0.02, 0.05, 0.1, 0.0):  # others look for a moment whether it is free
-            try:
-                held.enter_context(locked(workspace / ".nanobot" / "gateway.lock", busy))
-                break
-            except SessionBusy:
-                if not pause:
-                    raise
-                time.sleep(pause)
-        yield
+    return locked(workspace / ".nanobot" / "gateway.lock", busy)
 
 
 def is_held(workspace: Path, name: str) -> bool:
@@ -1635,60 +1580,62 @@ def is_held(workspace: Path, name: str) -> bool:
 gateway_runs = partial(is_held, name="gateway")  # (workspace)
 
 
-async def serve(loop: AgentLoop) -> None:
-    """All channels of the settings, cron and heartbeat, until a signal; at most 10 s to end."""
-    stop = asyncio.Event()
-    here = asyncio.get_running_loop()
-    end_on_signals(lambda *_: here.call_soon_threadsafe(stop.set))
-    bus = MessageBus()
-    for channel in make_channels(loop):
-        bus.open(channel)
-    loop.tools.register(tool(Messenger(loop, bus).message))
-    jobs = JobRunner(loop, bus.publish)
-    await in_thread(jobs.add_system_jobs)
-    work = [asyncio.create_task(part) for part in (loop.run(bus), jobs.run(), stop.wait())]
-    GATEWAY_LOG.info("serving %s", ", ".join([*bus.channels, "cron"]))
-    try:
-        ended, _ = await asyncio.wait(work, return_when="FIRST_COMPLETED")
-        for task in ended:
-            task.result()  # raises what a part of it failed with
-    finally:
-        await end_serving(work, bus, loop)
-    GATEWAY_LOG.info("ended")
+class Gateway:
+    """Serves all channels of the settings, cron and heartbeat."""
+
+    def __init__(self, loop: AgentLoop):
+        self.loop = loop
+        self.bus = MessageBus()
+
+    async def serve(self) -> None:
+        """Until a signal, or until a part of it fails; it takes at most 10 s to end."""
+        stop = asyncio.Event()
+        here = asyncio.get_running_loop()
+        end_on_signals(lambda *_: here.call_soon_threadsafe(stop.set))
+        for channel in self.channels():
+            self.bus.open(channel)
+        self.loop.tools.register(tool(Messenger(self.loop, self.bus).message))
+        jobs = JobRunner(self.loop, self.bus.publish)
+        await in_thread(jobs.add_system_jobs)
+        parts = [self.loop.run(self.bus), jobs.run(), stop.wait()]
+        work = [asyncio.create_task(part) for part in parts]
+        GATEWAY_LOG.info("serving %s", ", ".join([*self.bus.channels, "cron"]))
+        try:
+            ended, _ = await asyncio.wait(work, return_when="FIRST_COMPLETED")
+            for task in ended:
+                task.result()  # raises what a part of it failed with
+        finally:
+            await self.end(work)
+        GATEWAY_LOG.info("ended")
+
+    def channels(self) -> list[Channel]:
+        telegram = self.loop.config.channels.telegram
+        if not telegram.token:
+            log.warning("No channel is set up: put a bot's token into channels.telegram.token.")
+            return []
+        if not telegram.allow_from:
+            log.warning("Nobody may write: put user ids into channels.telegram.allowFrom.")
+        return [Telegram(
+            telegram.token, telegram.allow_from, api_base=telegram.api_base,
+            group_policy=telegram.group_policy,
+            media_folder=self.loop.workspace / ".nanobot" / "media",
+        )]  # fmt: skip
+
+    async def end(self, work: list[asyncio.Task]) -> None:
+        """At most 8 s: nobody waits longer for a tool that catches each of its cancellations."""
+        ending = asyncio.create_task(self._end_in_order(work))
+        await asyncio.wait([ending], timeout=8.0)
+        sessions = {*self.loop.turns.tasks, *self.loop.subagents.running.values()}
+        if sessions or not all(task.done() for task in (*work, ending)):
+            what = ", ".join(sorted(sessions)) or "a part of the gateway"
+            log.warning("left behind, as it does not end: %s; the journal keeps what it has", what)
+
+    async def _end_in_order(self, work: list[asyncio.Task]) -> None:
+        await end_all(work, 6.0)
+        await self.bus.close(2.0)
+        await self.loop.close(1.0)
 
 
-async def end_serving(work: list[asyncio.Task], bus: MessageBus, loop: AgentLoop) -> None:
-    """At most 8 s: nobody waits any longer for a tool that catches each of its cancellations."""
-    ending = asyncio.create_task(end_in_order(work, bus, loop))
-    await asyncio.wait([ending], timeout=8.0)
-    sessions = {*loop.turns.tasks, *loop.subagents.running.values()}
-    parts = [task for task in (*work, ending) if not task.done()]
-    if sessions or parts:
-        what = ", ".join(sorted(sessions)) or "a part of the gateway"
-        log.warning("left behind, as it does not end: %s; the journal keeps what it has", what)
-
-
-async def end_in_order(work: list[asyncio.Task], bus: MessageBus, loop: AgentLoop) -> None:
-    await end_all(work, 6.0)
-    await bus.close(2.0)
-    await loop.close(1.0)
-
-
-def make_channels(loop: AgentLoop) -> list[Channel]:
-    telegram = loop.config.channels.telegram
-    if not telegram.token:
-        log.warning("No channel is set up: put a bot's token into channels.telegram.token.")
-        return []
-    if not telegram.allow_from:
-        log.warning("Nobody may write: put user ids into channels.telegram.allowFrom.")
-    folder = loop.workspace / ".nanobot" / "media"
-    return [Telegram(
-        telegram.token, telegram.allow_from, api_base=telegram.api_base,
-        group_policy=telegram.group_policy, media_folder=folder,
-    )]  # fmt: skip
-
-
-RUNS_JOBS = {"cli": "jobs"}  # by channel: the lock whose holder runs its jobs; else the gateway's
 NOBODY_RUNS_JOBS = (
     "No gateway runs: a job happens only while `nanobot gateway` runs; one of the terminal also "
     "while a prompt is open."
@@ -1703,11 +1650,10 @@ class JobRunner:
         self.loop = loop
         self.tell = tell or self._into_inbox
         zone = loop.context.zone or machine_zone()
-        now = partial(now_in, loop.config, zone)
-        path = loop.workspace / "cron" / "jobs.json"
         self.clock = CronService(
-            path, self.run_job, now=now, zone=zone, sleep=loop.config.sleep, lock=locked
-        )
+            loop.workspace / "cron" / "jobs.json", self.run_job, zone=zone, lock=locked,
+            now=partial(now_in, loop.config, zone), sleep=loop.config.sleep,
+        )  # fmt: skip
 
     async def run(self, may_go_on: Callable[[], bool] = lambda: True) -> None:
         """Until cancelled: while nobody else runs the jobs."""
@@ -1727,7 +1673,7 @@ class JobRunner:
         await self.run(lambda: not gateway_runs(self.loop.workspace))
 
     def add_system_jobs(self) -> None:
-        """Dream, and the heartbeat where it is wanted."""
+        """Dream, and the heartbeat if it is wanted."""
         hours = self.loop.config.defaults.dream.interval_h
         self.clock.add_system("dream", hours * 3_600, self.loop.dream.run)
         heartbeat = self.loop.config.gateway.heartbeat
@@ -1746,16 +1692,12 @@ class JobRunner:
 
     async def run_job(self, job: CronJob, run: str) -> None:
         """Its answer goes to its chat, a failure too; once, however often it was killed."""
-        chat, key = f"{job.channel}:{job.chat_id}", f"cron:{job.id}"
+        chat = f"{job.channel}:{job.chat_id}"
         waiting = [line["id"] for line in self.loop.sessions.inbox(chat).read()]
         if run in (*self.loop.sessions.get(chat).known_ids, *waiting):
             return
         GATEWAY_LOG.info("cron %s: %s", job.id, job.message[:80])
-        self.loop.turns.chats[key] = chat
-        try:
-            result = await self._answer(key, template("job", message=job.message))
-        finally:
-            del self.loop.turns.chats[key]
+        result = await self._answer(f"cron:{job.id}", template("job", message=job.message), chat)
         failed = result.stop_reason in NOT_ANSWERED
         text = text_for_chat(result)
         report = f"The job {job.id} ({job.message[:80]}) failed. {text}" if failed else text
@@ -1763,12 +1705,17 @@ class JobRunner:
         if failed:
             raise RuntimeError(text)
 
-    async def _answer(self, key: str, text: str) -> AgentRunResult:
-        """Each run begins afresh, and nothing of it goes into the long-term memory."""
-        async with self.loop.turns.hold(key) as session:
-            session.mark("new")
-            session.mark("saved", upto=session.last)
-        return await self.loop.process_direct(text, key)
+    async def _answer(self, key: str, text: str, chat: str = "") -> AgentRunResult:
+        """Each run begins afresh, and nothing of it goes into the long-term memory. /stop in the
+        chat that it runs for ends it."""
+        self.loop.turns.chats[key] = chat
+        try:
+            async with self.loop.turns.hold(key) as session:
+                session.mark("new")
+                session.mark("saved", upto=session.last)
+            return await self.loop.process_direct(text, key)
+        finally:
+            del self.loop.turns.chats[key]
 
     async def _into_inbox(self, report: InboundMessage) -> None:
         line = {"id": report.message_id, "kind": "report", "content": report.content}
@@ -1781,8 +1728,8 @@ class JobRunner:
                 text = self.clock.cron(action, turn=turn, **arguments)
             except CronError as mistake:
                 raise ToolError(str(mistake)) from None
-            runs_jobs = RUNS_JOBS.get(turn.channel, "gateway")
-            if action == "add" and not is_held(turn.workspace, runs_jobs):
+            lock = "jobs" if turn.channel == "cli" else "gateway"  # a prompt may run jobs, too
+            if action == "add" and not is_held(turn.workspace, lock):
                 text += f"\n({NOBODY_RUNS_JOBS} Tell the user.)"
             return text
 
@@ -1824,27 +1771,46 @@ class Messenger:
 # memory.py knows no model, no tools and no templates.
 
 
-def make_consolidator(loop: AgentLoop) -> Consolidator:
-    settings = loop.config.defaults
-    return Consolidator(
-        loop.memory, loop.sessions, partial(ask_model, loop), template("consolidate"),
-        settings.budget, settings.memory_window, loop.counter,
-    )  # fmt: skip
+class MemoryModel:
+    """The model as the memory uses it: `ask` for an answer, `edit` for a run that edits files."""
 
+    def __init__(self, loop: AgentLoop):
+        self.loop = loop
 
-def make_dream(loop: AgentLoop) -> Dream:
-    settings = loop.config.defaults
-    return Dream(
-        loop.memory, partial(ask_model, loop), partial(run_dreamer, loop), template("dream_find"),
-        template("dream_edit"), loop.skills, settings.budget, settings.dream.max_batch_size,
-    )  # fmt: skip
+    def consolidator(self) -> Consolidator:
+        settings = self.loop.config.defaults
+        return Consolidator(
+            self.loop.memory, self.loop.sessions, self.ask, template("consolidate"),
+            settings.budget, settings.memory_window, self.loop.counter,
+        )  # fmt: skip
 
+    def dream(self) -> Dream:
+        settings = self.loop.config.defaults
+        return Dream(
+            self.loop.memory, self.ask, self.edit, template("dream_find"), template("dream_edit"),
+            self.loop.skills, settings.budget, settings.dream.max_batch_size,
+        )  # fmt: skip
 
-async def ask_model(loop: AgentLoop, messages: list[dict], tools: list[dict]) -> LLMResponse:
-    most = loop.config.defaults.max_tokens
-    response = await loop.provider.chat(messages, tools, max_tokens=most)
-    add_up(loop.cost.total, response.usage)
-    return response
+    async def ask(self, messages: list[dict], tools: list[dict]) -> LLMResponse:
+        most = self.loop.config.defaults.max_tokens
+        response = await self.loop.provider.chat(messages, tools, max_tokens=most)
+        add_up(self.loop.cost.total, response.usage)
+        return response
+
+    async def edit(
+        self, messages: list[dict], reason_to_refuse: Callable[[str, dict], str]
+    ) -> AgentRunResult:
+        """Dream's second phase, which may edit three files and its skills."""
+        names = ("read_file", "edit_file", "write_file")
+        tools = ToolRegistry([tool for tool in FILE_TOOLS if tool.name in names])
+        home = self.loop.workspace
+        turn = replace(self.loop.turn("system:dream"), cwd=home)
+        for name in ("memory/MEMORY.md", "USER.md", "SOUL.md"):  # their texts are in the messages
+            if (home / name).is_file():
+                turn.note_read((home / name).resolve())
+        hooks = [Fence(tools, reason_to_refuse), self.loop.cost]
+        steps = self.loop.config.defaults.dream.max_iterations
+        return await self.loop.subagents.run(messages, tools, turn, hooks, steps)
 
 
 class Fence(AgentHook):
@@ -1859,25 +1825,6 @@ class Fence(AgentHook):
             call.denied = "This call could not be checked."  # should the rule itself fail
             _, arguments, problem = self.tools.prepare_call(call.name, call.arguments)
             call.denied = problem or self.reason_to_refuse(call.name, arguments)
-
-
-async def run_dreamer(
-    loop: AgentLoop, messages: list[dict], reason_to_refuse: Callable[[str, dict], str]
-) -> AgentRunResult:
-    """Dream's second phase: an agent of its own, which may edit three files and its skills."""
-    names = ("read_file", "edit_file", "write_file")
-    tools = ToolRegistry([tool for tool in FILE_TOOLS if tool.name in names])
-    turn = replace(loop.turn("system:dream"), cwd=loop.workspace)
-    for name in ("memory/MEMORY.md", "USER.md", "SOUL.md"):  # their texts are in the messages
-        if (loop.workspace / name).is_file():
-            turn.note_read((loop.workspace / name).resolve())
-    hook = CompositeHook([Fence(tools, reason_to_refuse), loop.cost])
-    settings = loop.config.defaults
-    return await loop.runner.run(AgentRunSpec(
-        messages, tools, max_iterations=settings.dream.max_iterations,
-        max_tokens=settings.max_tokens, context_window=settings.context_window_tokens,
-        hook=hook, turn=turn, counter=loop.counter,
-    ))  # fmt: skip
 
 
 # ---- Subagents ----
@@ -1914,25 +1861,31 @@ class SubagentManager:
         return f"Helper {name!r} is at work. Its result comes as a message: go on, or end here."
 
     async def _work(self, task: str, turn: Turn) -> str:
-        """The helper's answer. Raises ToolError where it has none."""
+        """The helper's answer. Raises ToolError if it has none."""
         names = [tool["function"]["name"] for tool in self.loop.tools.get_definitions()]
         tools = [self.loop.tools.get(name) for name in names if name not in self.kept_from_them]
         prompt = template("subagent", cwd=turn.cwd, workspace=turn.workspace)
         parts = [prompt, *skill_parts(self.loop.skills.load()).values()]
         message, _ = self.loop.context.user_message(task, turn)  # with the date
         messages = [{"role": "system", "content": "\n\n".join(parts)}, as_sent(message, "")]
-        limits = self.loop.config.defaults
-        spec = AgentRunSpec(
-            messages, ToolRegistry(tools), max_iterations=self.steps, max_tokens=limits.max_tokens,
-            temperature=limits.temperature, context_window=limits.context_window_tokens,
-            hook=CompositeHook(self.loop.hooks), counter=self.loop.counter,
-            turn=replace(turn, depth=turn.depth + 1, seen={}),
-        )  # fmt: skip
-        result = await self.loop.runner.run(spec)
+        own_turn = replace(turn, depth=turn.depth + 1, seen={})
+        hooks = self.loop.hooks
+        result = await self.run(messages, ToolRegistry(tools), own_turn, hooks, self.steps)
         if result.stop_reason == "completed":
             return result.final_content
         cause = result.error or result.final_content
         raise ToolError(f"The helper did not finish ({result.stop_reason}): {cause}")
+
+    async def run(
+        self, messages: list[dict], tools: ToolRegistry, turn: Turn, hooks: list, steps: int
+    ) -> AgentRunResult:
+        """A run beside the conversations, with the limits of the settings."""
+        limits = self.loop.config.defaults
+        return await self.loop.runner.run(AgentRunSpec(
+            messages, tools, max_iterations=steps, max_tokens=limits.max_tokens,
+            temperature=limits.temperature, context_window=limits.context_window_tokens,
+            hook=CompositeHook(hooks), turn=turn, counter=self.loop.counter,
+        ))  # fmt: skip
 
     def _announce(self, name: str, session_key: str, work: asyncio.Task) -> None:
         if work.cancelled():
@@ -1941,25 +1894,22 @@ class SubagentManager:
         text = template("subagent_result", helper=name, result=outcome)
         self.results.put_nowait(InboundMessage("system", "subagent", session_key, text))
 
-    async def next_result(self, session_key: str) -> str:
-        """Waits for what a helper of the session finds; "" where none is at work any more."""
-        while self.results.empty() and self.of(session_key):
-            await asyncio.wait(self.of(session_key), return_when="FIRST_COMPLETED")
-        return "" if self.results.empty() else self.results.get_nowait().content
-
-
-async def answer_with_helpers(
-    loop: AgentLoop, text: str, session_key: str, on_event: Emit
-) -> AgentRunResult:
-    """A message, its answer, and what the helpers found: on a terminal nothing comes later."""
-    try:
-        result = await loop.process_direct(text, session_key, on_event)
-        while report := await loop.subagents.next_result(session_key):
-            result = await loop.process_direct(report, session_key, on_event)
-    except asyncio.CancelledError:
-        loop.stop(session_key)
-        raise
-    return result
+    async def answer_with_helpers(
+        self, text: str, session_key: str, on_event: Emit
+    ) -> AgentRunResult:
+        """A message, its answer, and what the helpers found: on a terminal nothing comes later."""
+        try:
+            result = await self.loop.process_direct(text, session_key, on_event)
+            while self.of(session_key) or not self.results.empty():
+                if self.results.empty():
+                    await asyncio.wait(self.of(session_key), return_when="FIRST_COMPLETED")
+                else:
+                    report = self.results.get_nowait().content
+                    result = await self.loop.process_direct(report, session_key, on_event)
+        except asyncio.CancelledError:
+            self.loop.stop(session_key)
+            raise
+        return result
 
 
 # ---- Slash commands ----
@@ -1989,81 +1939,81 @@ def slash_command(text: str) -> tuple[str, str]:
     return match[1], match[2] or ""
 
 
-def nothing_to_go_on_with() -> AgentRunResult:
-    return AgentRunResult("There is no interrupted turn to go on with.")
+class Commands:
+    """Answers slash commands: /new and /continue as a turn, all others at once."""
 
+    def __init__(self, loop: AgentLoop):
+        self.loop = loop
 
-async def answer_command(
-    loop: AgentLoop, command: str, argument: str, turn: Turn
-) -> AgentRunResult:
-    repository = MemoryRepository(loop.workspace)
-    if argument and not re.fullmatch("[0-9a-f]{4,40}", argument):
-        form = f"Write /{command}, or with a commit: /{command} 1f3a9c"
-        return AgentRunResult(f"{argument[:40]!r} is no commit. {form}")
-    match command:
-        case "start":
-            lines = [template("start", commands=", ".join(f"/{name}" for name in COMMANDS))]
-        case "dream":
-            lines = [await loop.dream.run()]
-        case "dream-log":
-            lines = [await in_thread(repository.log, argument)]
-        case "dream-restore":
-            lines = [await in_thread(repository.restore, argument)]
-        case "stop":
-            lines = [stop_report(loop.stop(turn.session_key))]
-        case "help":
-            shown = {f"/{name}": meaning for name, meaning in COMMANDS.items()}
-            if turn.channel == "cli":
-                shown["/stop"] = "press Ctrl-C: a line typed during a turn is read after it"
-            lines = [f"{name}: {meaning}" for name, meaning in shown.items()]
-        case "status":
-            lines = session_status(loop, turn)
-        case _:
-            lines = [closest_command(command)]
-    return AgentRunResult("\n".join(lines))
+    async def begin(
+        self, command: str, session: Session, turn: Turn, **origin: str
+    ) -> AgentRunResult | None:
+        """/new, /continue; None if there is a turn to go on with. `origin` may have the message's
+        id: the mark keeps it from being taken twice."""
+        session.mark(command, **origin)
+        if command == "continue" and session.unfinished:
+            return None
+        if command == "continue":
+            return AgentRunResult("There is no interrupted turn to go on with.")
+        await session.synced()
+        turn.seen.clear()
+        # what was said goes into memory, but nobody has to wait for it
+        self.loop.background.start(self.loop.consolidator.after_turn(session))
+        return AgentRunResult("A new session begins. The old one stays in its journal.")
 
+    async def answer(self, command: str, argument: str, turn: Turn) -> AgentRunResult:
+        if argument and not re.fullmatch("[0-9a-f]{4,40}", argument):
+            form = f"Write /{command}, or with a commit: /{command} 1f3a9c"
+            return AgentRunResult(f"{argument[:40]!r} is no commit. {form}")
+        repository = MemoryRepository(self.loop.workspace)
+        match command:
+            case "start":
+                text = template("start", commands=", ".join(f"/{name}" for name in COMMANDS))
+            case "help":
+                text = self._help(turn)
+            case "status":
+                text = "\n".join(self._status(turn))
+            case "stop":
+                has_stopped = self.loop.stop(turn.session_key)
+                text = "Stopped; /continue goes on." if has_stopped else "Nothing runs here."
+            case "dream":
+                text = await self.loop.dream.run()
+            case "dream-log":
+                text = await in_thread(repository.log, argument)
+            case "dream-restore":
+                text = await in_thread(repository.restore, argument)
+            case _:
+                text = f"There is no /{command}. /help lists what there is."
+        return AgentRunResult(text)
 
-def stop_report(has_stopped: bool) -> str:
-    return "Stopped; /continue goes on." if has_stopped else "Nothing runs here."
+    def _help(self, turn: Turn) -> str:
+        lines = {f"/{name}": meaning for name, meaning in COMMANDS.items()}
+        if turn.channel == "cli":
+            lines["/stop"] = "press Ctrl-C: a line typed during a turn is read after it"
+        return "\n".join(f"{name}: {meaning}" for name, meaning in lines.items())
 
+    def _status(self, turn: Turn) -> list[str]:
+        request = self.preview(turn)
+        window = self.loop.config.defaults.context_window_tokens
+        messages = counted(len(self.loop.sessions.get(turn.session_key).history()), "message")
+        helpers = counted(len(self.loop.subagents.of(turn.session_key)), "helper")
+        hours, minutes = divmod(int(time.monotonic() - self.loop.started) // 60, 60)
+        cost = self.loop.cost.line(self.loop.cost.total)
+        versions = f"nanobot {__version__}, model {self.loop.model}"
+        return [
+            f"{versions}, session {turn.session_key}, {messages}",
+            f"{helpers} at work",
+            f"context {request.tokens:,} of {window:,}",
+            *request.notes,
+            f"since the start: {cost}, {hours} h {minutes} min",
+        ]
 
-def closest_command(command: str) -> str:
-    from difflib import get_close_matches
-
-    closest = get_close_matches(command, COMMANDS, n=1, cutoff=0.0)[0]
-    return f"There is no /{command}. The closest is /{closest}: {COMMANDS[closest]}"
-
-
-def preview(loop: AgentLoop, turn: Turn, message: dict | None = None) -> Governed:
-    """The request that would be sent now, for a message that is not journalled."""
-    later = [{"n": sys.maxsize} | message] if message else []
-    history = loop.sessions.get(turn.session_key).history(*later)
-    spec = run_spec(loop, history, [], EventHook(None, turn, loop.config.streaming))
-    return loop.runner.govern(RunState(spec, AgentHookContext(spec.messages)))
-
-
-def session_status(loop: AgentLoop, turn: Turn) -> list[str]:
-    request = preview(loop, turn)
-    window = loop.config.defaults.context_window_tokens
-    messages = counted(len(loop.sessions.get(turn.session_key).history()), "message")
-    helpers = counted(len(loop.subagents.of(turn.session_key)), "helper")
-    hours, minutes = divmod(int(time.monotonic() - loop.started) // 60, 60)
-    return [
-        f"nanobot {__version__}, model {loop.model}, session {turn.session_key}, {messages}",
-        f"{helpers} at work",
-        f"context {request.tokens:,} of {window:,}",
-        *request.notes,
-        f"since the start: {loop.cost.line(loop.cost.total)}, {hours} h {minutes} min",
-    ]
-
-
-async def start_afresh(loop: AgentLoop, session: Session, turn: Turn) -> AgentRunResult:
-    """What was said goes into memory, but nobody has to wait for it."""
-    session.mark("new")
-    await session.synced()
-    turn.seen.clear()
-    loop.background.start(loop.consolidator.after_turn(session))
-    return AgentRunResult("A new session begins. The old one stays in its journal.")
+    def preview(self, turn: Turn, message: dict | None = None) -> Governed:
+        """The request that would be sent now, for a message that is not journalled."""
+        later = [{"n": sys.maxsize} | message] if message else []
+        history = self.loop.sessions.get(turn.session_key).history(*later)
+        spec = run_spec(self.loop, history, [], EventHook(None, turn, self.loop.config.streaming))
+        return self.loop.runner.govern(RunState(spec, AgentHookContext(spec.messages)))
 
 
 # ---- What can be set ----
@@ -2581,7 +2531,8 @@ def one_turn(
         return 2
     if loop.mcp.servers:
         terminal.waiting.begin("MCP servers")
-    result = background.complete(answer_with_helpers(loop, text, key, terminal.send))
+    work = loop.subagents.answer_with_helpers(text, key, terminal.send)
+    result = background.complete(work)
     if result.requests:
         terminal.note(token_line(loop, result))
     if result.stop_reason == "max_iterations":
@@ -2702,7 +2653,7 @@ def prompt_command(arguments: argparse.Namespace) -> None:
     turn = loop.turn(session_key(arguments.session))
     asyncio.run(loop.mcp.check())  # so that their tools are in what is printed
     message, _ = loop.context.user_message(arguments.text, turn)
-    request = preview(loop, turn, message)
+    request = loop.commands.preview(turn, message)
     tools = loop.tools.get_definitions()
     for name, text in parts_of_request(loop.context.parts(turn), tools, request).items():
         tokens = TokenCounter().total([{"content": text}])
@@ -2753,7 +2704,8 @@ def gateway_command(arguments: argparse.Namespace) -> None:
     hooks = [LoggingHook()] if arguments.verbose else []
     loop = AgentLoop(config, hooks=hooks)
     with one_gateway(loop.workspace):
-        asyncio.Runner().run(serve(loop))  # `asyncio.run` waits for all tasks, whatever they do
+        work = Gateway(loop).serve()
+        asyncio.Runner().run(work)  # `asyncio.run` waits for all tasks, whatever they do
 
 
 def cron_command(arguments: argparse.Namespace) -> None:

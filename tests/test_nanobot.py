@@ -3839,7 +3839,7 @@ def test_from_a_message_over_its_answer_to_the_reminder(tmp_path, caplog):
         telegram.token, telegram.api_base, telegram.allow_from = server.token, server.base_url, [7]
         clock = Clock()
         config.now, config.sleep = clock.now, clock.sleep
-        serving = asyncio.create_task(nanobot.serve(AgentLoop(config)))
+        serving = asyncio.create_task(nanobot.Gateway(AgentLoop(config)).serve())
 
         async def until(condition):
             await asyncio.to_thread(server.wait_until, condition)
@@ -4234,7 +4234,7 @@ def test_what_is_asked_for_the_memory_has_the_limits_of_the_settings_and_is_paid
     usage = {"prompt_tokens": 10, "completion_tokens": 1}
     loop = make_loop(tmp_path, [LLMResponse("ok", usage=usage)], max_tokens=99)
     messages, tools = [{"role": "user", "content": "x"}], [{"function": {"name": "keep"}}]
-    assert asyncio.run(nanobot.ask_model(loop, messages, tools)).content == "ok"
+    assert asyncio.run(nanobot.MemoryModel(loop).ask(messages, tools)).content == "ok"
     (request,) = loop.provider.requests
     assert (request.options, request.tools) == ({"max_tokens": 99}, tools)
     assert loop.cost.total == {
@@ -4550,14 +4550,14 @@ def gateway_loop(tmp_path, script=echo, **telegram) -> AgentLoop:
 
 
 def test_a_gateway_without_a_bot_and_one_that_hears_nobody_say_what_is_missing(tmp_path, caplog):
-    assert nanobot.make_channels(gateway_loop(tmp_path)) == []
+    assert nanobot.Gateway(gateway_loop(tmp_path)).channels() == []
     assert caplog.messages == ["No channel is set up: put a bot's token into channels.telegram.token."]
     caplog.clear()
-    assert len(nanobot.make_channels(gateway_loop(tmp_path, token="1:a"))) == 1
+    assert len(nanobot.Gateway(gateway_loop(tmp_path, token="1:a")).channels()) == 1
     assert caplog.messages == ["Nobody may write: put user ids into channels.telegram.allowFrom."]
     caplog.clear()
     settings = {"token": "1:a", "allow_from": [7], "api_base": "http://127.0.0.1:1", "group_policy": "open"}
-    (channel,) = nanobot.make_channels(gateway_loop(tmp_path, **settings))
+    (channel,) = nanobot.Gateway(gateway_loop(tmp_path, **settings)).channels()
     assert caplog.messages == [] and channel.is_allowed(7) and not channel.is_allowed(8)
     assert channel.group_policy == "open"
     assert channel.media_folder == tmp_path / "workspace" / ".nanobot" / "media"
@@ -4703,7 +4703,7 @@ def test_a_gateway_writes_to_chats_with_a_tool_and_serves_until_a_signal(tmp_pat
         telegram = {"token": server.token, "api_base": server.base_url, "allow_from": [7]}
         loop = gateway_loop(tmp_path, script, **telegram)
         loop.config.channels.send_tool_hints = False
-        serving = asyncio.create_task(nanobot.serve(loop))
+        serving = asyncio.create_task(nanobot.Gateway(loop).serve())
         server.say("write")
         await asyncio.to_thread(server.wait_until, lambda: len(server.texts()) == 2)
         while "delivered" not in loop.sessions.path("telegram:7").read_text():
@@ -4726,7 +4726,7 @@ def test_a_part_of_a_gateway_that_breaks_ends_it_with_its_fault(tmp_path):
 
     loop.config.sleep = no_sleep
     with signals_as_before(), pytest.raises(RuntimeError, match="the clock stands still"):
-        asyncio.run(nanobot.serve(loop))
+        asyncio.run(nanobot.Gateway(loop).serve())
 
 
 def test_a_gateway_that_ends_delivers_what_it_has_and_lets_its_channels_and_helpers_go(tmp_path):
