@@ -493,8 +493,8 @@ class AgentLoop:
         self.runner = AgentRunner(self.provider)
         self.counter = TokenCounter()
         memory_model = MemoryModel(self)
-        self.consolidator = memory_model.consolidator()
-        self.dream = memory_model.dream()
+        self.consolidator = memory_model.consolidator
+        self.dream = memory_model.dream
         self.cost = CostTrackingHook(config.prices, self.model)
         self.hooks = [self.cost, *hooks]
         self.subagents = SubagentManager(self)
@@ -1309,6 +1309,7 @@ class BusService:
         self.slots = asyncio.Semaphore(loop.config.defaults.max_concurrent or sys.maxsize)
         self.work = Background()
         self.work.start(self._hear_helpers())
+        loop.tools.register(tool(self.message))
 
     async def receive(self, message: InboundMessage) -> None:
         """Commands are answered at once, but /new and /continue after what came before them."""
@@ -1323,9 +1324,7 @@ class BusService:
             message.confirm()
 
     def _conversation(self, key: str) -> Conversation:
-        if key not in self.conversations:
-            self.conversations[key] = Conversation(self, key)
-        return self.conversations[key]
+        return self.conversations.setdefault(key, Conversation(self, key))
 
     async def _hear_helpers(self) -> None:
         while True:
@@ -1337,14 +1336,34 @@ class BusService:
                 self.loop.subagents.results.put_nowait(message)
                 await asyncio.sleep(1.0)
 
+    async def message(
+        self, content: str, channel: str = "", chat_id: str = "",
+        media: Annotated[list[str], "Paths of files to send along"] = (), *, turn: Turn,
+    ) -> str:  # fmt: skip
+        """Write to a chat, this one if you name none. The only way to send files."""
+        key = f"{channel or turn.channel}:{chat_id or turn.chat_id}"
+        keys = self.loop.sessions.list_keys()
+        chats = [chat for chat in keys if chat.partition(":")[0] in self.bus.channels]
+        if key not in chats:
+            known = ", ".join(chats[:20]) or "none"
+            raise ToolError(f"There is no chat {key} that you have talked with. There are: {known}")
+        files = [turn.path(path) for path in media]
+        missing = [str(path) for path in files if not path.is_file()]
+        if missing:
+            raise ToolError(f"There is no file {', '.join(missing)}.")
+        if key != turn.session_key and content:  # it stands in the journal there, too
+            report = InboundMessage("system", "job", key, content)
+            self.work.start(self.bus.publish(report))
+            content = ""
+        if content or files:
+            self.bus.send(OutboundMessage(*key.split(":", 1), content, media=files))
+        return f"Sent to {key}."
+
     def go_on_after_restart(self) -> None:
         """Send what was not delivered, answer what was not answered."""
         for key in self.loop.sessions.list_keys():
             if key.partition(":")[0] in self.bus.channels:
-                try:
-                    self._conversation(key).go_on_after_restart()
-                except OSError as problem:
-                    log.warning("%s cannot be gone on with: %s", key, problem)
+                self.work.start(self._conversation(key).go_on_after_restart())
 
     async def end(self) -> None:
         """Stop what runs; each turn is journalled so far, and the next start goes on with it."""
@@ -1353,7 +1372,8 @@ class BusService:
 
 
 class Conversation:
-    """One chat. What comes in waits in its inbox, and one task answers it, turn after turn."""
+    """One chat. Each message has a task, which puts it into the inbox and then, if no other task
+    does, answers what is there."""
 
     def __init__(self, service: BusService, key: str):
         self.service = service
@@ -1361,12 +1381,12 @@ class Conversation:
         self.key = key
         self.inbox = service.loop.sessions.inbox(key)
         self.order = asyncio.Lock()  # of what comes in
-        self.is_answering = False
+        self.answering = asyncio.Lock()
         self.is_due = False  # a turn that the last program did not end
         self.reply_to = ""  # the newest message that the turn answers
 
     async def take_in(self, message: InboundMessage, kind: str) -> None:
-        """Put it into the inbox; its channel is told when it survives a power cut."""
+        """The channel is told when the message survives a power cut."""
         said = f"{message.speaker}: " if message.speaker and kind == "user" else ""
         line = {
             "id": message.message_id or uuid.uuid4().hex, "kind": kind,
@@ -1381,7 +1401,7 @@ class Conversation:
             return
         message.confirm()
         GATEWAY_LOG.info("%s: %d characters came in", self.key, len(message.content))
-        self._go_on()
+        await self._answer_what_waits()
 
     async def answer_at_once(self, command: str) -> None:
         try:
@@ -1390,68 +1410,60 @@ class Conversation:
             text = f"Sorry, that failed: {problem}"
             await self._emit(OutboundMessage(*self.key.split(":", 1), text))
 
-    def go_on_after_restart(self) -> None:
+    async def go_on_after_restart(self) -> None:
         """A turn under a day old is resumed, at most twice: it may be what kills the program."""
         session = self.loop.sessions.get(self.key)
         self._send_answers(session)
         if session.is_open and session.resumed < 2:
             self.is_due = time.time() - session.path.stat().st_mtime < 86_400
-        self._go_on()
+        await self._answer_what_waits()
 
-    def _go_on(self) -> None:
-        """Answer what waits. What is for a terminal stays in the inbox: a prompt shows it."""
-        channel = self.key.partition(":")[0]
-        if channel in self.service.bus.channels and not self.is_answering:
-            self.is_answering = True
-            self.service.work.start(self._converse())
-        elif channel not in ("cli", *self.service.bus.channels):
-            log.warning("%s: no such channel is open: its messages wait", self.key)
-
-    async def _converse(self) -> None:
-        """Turn after turn, while something waits. /stop cancels a turn, and not this task."""
-        while self.is_due or self.inbox.path.exists():
-            turn = asyncio.create_task(self._turn())
-            try:
-                await asyncio.wait([turn])
-            finally:
-                await end_all([turn])
-            if not turn.cancelled() and turn.exception():
-                GATEWAY_LOG.warning("%s: %s", self.key, turn.exception())
-                await asyncio.sleep(1.0)
-        self.is_answering = False
+    async def _answer_what_waits(self) -> None:
+        """What is for a terminal stays in the inbox: a prompt shows it."""
+        if self.key.partition(":")[0] not in self.service.bus.channels:
+            GATEWAY_LOG.info("%s: its messages wait, its channel is not open here", self.key)
+            return
+        async with self.answering:
+            while self.is_due or self.inbox.path.exists():
+                try:
+                    await self._turn()
+                except (SessionBusy, OSError) as problem:  # nothing is lost: it waits
+                    GATEWAY_LOG.warning("%s: %s", self.key, problem)
+                    await asyncio.sleep(1.0)
 
     async def _turn(self) -> None:
-        """What is in the journal at its end leaves the inbox. Raises what keeps a message from the
-        journal, another program that holds the session, say: it waits and is tried again."""
+        """What is in the journal at its end leaves the inbox; what could not be journalled stays
+        there and is tried again."""
         async with self.service.slots, self.loop.turns.hold(self.key) as session:
             before = session.last
+            lines = self._next_lines(session)
             try:
-                result = await self._answer(session)
-                if result:
-                    self._deliver(session, result)
+                if self.is_due or lines:
+                    self._deliver(session, await self._answer(session, lines))
             except asyncio.CancelledError:
                 self._send_answers(session, before)  # that are whole already
+                if not self.loop.is_ending:  # /stop ends this task; others may wait
+                    self.service.work.start(self._answer_what_waits())
                 raise
+            except Exception as problem:
+                if lines and lines[0]["id"] not in session.known_ids:
+                    raise
+                log.exception("the turn of %s failed", self.key)
+                error = f"{type(problem).__name__}: {problem}"
+                self._deliver(session, AgentRunResult(stop_reason="error", error=error))
             finally:
                 await asyncio.to_thread(self.inbox.remove, set(session.known_ids))
 
-    async def _answer(self, session: Session) -> AgentRunResult | None:
-        """A failure is told like an answer. None: what waited came twice, the journal has it."""
-        lines = self._next_lines(session)
-        self.reply_to = ""
-        try:
-            if self.is_due or lines:
-                return await self._take_turn(session, lines)
-        except Exception as problem:
-            if lines and lines[0]["id"] not in session.known_ids:
-                raise
-            log.exception("the turn of %s failed", self.key)
-            return AgentRunResult(stop_reason="error", error=f"{type(problem).__name__}: {problem}")
-        return None
+    def _next_lines(self, session: Session) -> list[dict]:
+        """A command, a report, or the user's messages up to one of these; at most 100."""
+        waiting = [line for line in self.inbox.read() if line["id"] not in session.known_ids]
+        messages = itertools.takewhile(lambda line: line["kind"] == "user", waiting[:100])
+        return list(messages) or waiting[:1]
 
-    async def _take_turn(self, session: Session, lines: list[dict]) -> AgentRunResult:
+    async def _answer(self, session: Session, lines: list[dict]) -> AgentRunResult:
         turn = self.loop.turn(self.key)
         images = []
+        self.reply_to = ""
         if self.is_due:
             self.is_due = False
             session.mark("resumed")
@@ -1460,58 +1472,46 @@ class Conversation:
             result = await self.loop.commands.begin(command, session, turn, id=lines[0]["id"])
             if result:
                 return result
+        elif lines[0]["kind"] == "report" and lines[0].get("sender") != "subagent":
+            session.end_open_turn("interrupted")
+            text = lines[0]["content"]  # as said by the agent: the user may answer it
+            session.append({"role": "assistant", "content": text, "id": lines[0]["id"]})
+            await session.synced()
+            return AgentRunResult(text)
         else:
             session.end_open_turn("interrupted")
-            if lines[0]["kind"] == "report" and lines[0].get("sender") != "subagent":
-                return await self._report(session, lines[0])
-            entered = self._enter(session, turn, lines)
-            images = list(itertools.chain.from_iterable(images for _, images in entered))
+            images = self._enter(session, turn, lines)
         events = EventHook(self._emit, turn, self.loop.config.streaming)
         events.shows_deltas = self.service.bus.shows_deltas(turn.channel)
         arrivals = partial(self._arrivals, session, turn)
         return await self.loop.answer(session, events, images, arrivals)
 
-    def _next_lines(self, session: Session) -> list[dict]:
-        """A command, a report, or the user's messages up to one of these; at most 100."""
-        waiting = [line for line in self.inbox.read() if line["id"] not in session.known_ids]
-        messages = itertools.takewhile(lambda line: line["kind"] == "user", waiting[:100])
-        return list(messages) or waiting[:1]
-
-    async def _report(self, session: Session, line: dict) -> AgentRunResult:
-        """What a job says stands in the journal as said by the agent: the user may answer it."""
-        session.append({"role": "assistant", "content": line["content"], "id": line["id"]})
-        await session.synced()
-        return AgentRunResult(line["content"])
-
-    def _enter(self, session: Session, turn: Turn, lines: list[dict]) -> list[tuple]:
-        """From now on the model sees them. Gives (message, images) of each."""
-        entered = []
+    def _enter(self, session: Session, turn: Turn, lines: list[dict]) -> list[dict]:
+        """From now on the model sees these messages. Gives their images."""
+        images = []
         for line in lines:
             media = line.get("media", ())
-            message, images = self.loop.context.user_message(line["content"], turn, media)
+            message, its_images = self.loop.context.user_message(line["content"], turn, media)
             session.append(message | {"id": line["id"]})
             self.reply_to = line["id"]
-            entered.append((message, images))
-        return entered
+            images += its_images
+        return images
 
     def _arrivals(self, session: Session, turn: Turn) -> list[dict]:
         """For a turn that runs, behind its last batch of calls: three messages at a time."""
-        lines = [line for line in self._next_lines(session) if line["kind"] == "user"]
-        sent = []
-        for journalled, images in self._enter(session, turn, lines[:3]):
-            message = as_sent(journalled, "")
-            if images:
-                message["content"] = [*images, {"type": "text", "text": message["content"]}]
-            sent.append(message)
-        return sent
+        lines = [line for line in self._next_lines(session) if line["kind"] == "user"][:3]
+        images = self._enter(session, turn, lines)
+        sent = [as_sent(message, "") for message in session.messages[-len(lines) :]]
+        if images:
+            sent[-1]["content"] = [*images, {"type": "text", "text": sent[-1]["content"]}]
+        return sent if lines else []
 
     def _deliver(self, session: Session, result: AgentRunResult) -> None:
         """Every turn sends something, if only its end: so `delivered` moves in order."""
         requests = counted(result.requests, "request")
         GATEWAY_LOG.info("%s: %s, %s", self.key, result.stop_reason, requests)
         text = text_for_chat(result)
-        is_known = text in texts_written(result, self.key)
-        self._send("" if is_known else text, session.last)
+        self._send("" if was_written(text, self.key, result) else text, session.last)
 
     def _send(self, text: str, n: int) -> None:
         """The answer with this number in the journal: sent again until `delivered` names it."""
@@ -1543,17 +1543,11 @@ def text_for_chat(result: AgentRunResult) -> str:
     return text.strip()
 
 
-def texts_written(result: AgentRunResult, key: str) -> list[str]:
-    """What the `message` tool said in this same chat already."""
+def was_written(text: str, key: str, result: AgentRunResult) -> bool:
+    """Did the `message` tool say the same in this chat already?"""
     calls = [event for event in result.tool_events if event["name"] == "message"]
-    here = [call for call in calls if target_of(call["arguments"], key) == key]
-    return [str(call["arguments"].get("content")).strip() for call in here if not call["is_error"]]
-
-
-def target_of(arguments: dict, key: str) -> str:
-    """The chat that a call of `message` means; if it names none, the one of the turn."""
-    channel, _, chat_id = key.partition(":")
-    return f"{arguments.get('channel') or channel}:{arguments.get('chat_id') or chat_id}"
+    here = [call for call in calls if call["result"].startswith(f"Sent to {key}.")]
+    return text in [str(call["arguments"].get("content")).strip() for call in here]
 
 
 # ---- The gateway: channels, and the clock as one more ----
@@ -1594,7 +1588,6 @@ class Gateway:
         end_on_signals(lambda *_: here.call_soon_threadsafe(stop.set))
         for channel in self.channels():
             self.bus.open(channel)
-        self.loop.tools.register(tool(Messenger(self.loop, self.bus).message))
         jobs = JobRunner(self.loop, self.bus.publish)
         await in_thread(jobs.add_system_jobs)
         parts = [self.loop.run(self.bus), jobs.run(), stop.wait()]
@@ -1683,39 +1676,38 @@ class JobRunner:
     async def _beat(self) -> None:
         """A turn for what stands in HEARTBEAT.md; it tells people with the `message` tool."""
         tasks = active_tasks(self.loop.memory.text_of(self.loop.workspace / "HEARTBEAT.md"))
-        if not tasks:
-            return
-        GATEWAY_LOG.info("heartbeat")
-        result = await self._answer("cron:heartbeat", template("heartbeat", tasks=tasks))
-        if result.stop_reason in NOT_ANSWERED:
-            raise RuntimeError(text_for_chat(result))
+        if tasks:
+            GATEWAY_LOG.info("heartbeat")
+            await self._answer("cron:heartbeat", template("heartbeat", tasks=tasks))
 
     async def run_job(self, job: CronJob, run: str) -> None:
         """Its answer goes to its chat, a failure too; once, however often it was killed."""
-        chat = f"{job.channel}:{job.chat_id}"
-        waiting = [line["id"] for line in self.loop.sessions.inbox(chat).read()]
-        if run in (*self.loop.sessions.get(chat).known_ids, *waiting):
-            return
         GATEWAY_LOG.info("cron %s: %s", job.id, job.message[:80])
-        result = await self._answer(f"cron:{job.id}", template("job", message=job.message), chat)
-        failed = result.stop_reason in NOT_ANSWERED
-        text = text_for_chat(result)
-        report = f"The job {job.id} ({job.message[:80]}) failed. {text}" if failed else text
-        await self.tell(InboundMessage("system", "job", chat, report, message_id=run))
-        if failed:
-            raise RuntimeError(text)
+        chat, task = f"{job.channel}:{job.chat_id}", template("job", message=job.message)
+        report = InboundMessage("system", "job", chat, "", message_id=run)
+        try:
+            report.content = await self._answer(f"cron:{job.id}", task, chat)
+        except RuntimeError as failure:
+            report.content = f"The job {job.id} ({job.message[:80]}) failed. {failure}"
+            raise
+        finally:
+            if report.content:
+                await self.tell(report)
 
-    async def _answer(self, key: str, text: str, chat: str = "") -> AgentRunResult:
-        """Each run begins afresh, and nothing of it goes into the long-term memory. /stop in the
-        chat that it runs for ends it."""
+    async def _answer(self, key: str, text: str, chat: str = "") -> str:
+        """Each run begins afresh, and nothing of it goes into the long-term memory. /stop in its
+        chat ends it. Raises RuntimeError if there is no answer."""
         self.loop.turns.chats[key] = chat
         try:
             async with self.loop.turns.hold(key) as session:
                 session.mark("new")
                 session.mark("saved", upto=session.last)
-            return await self.loop.process_direct(text, key)
+            result = await self.loop.process_direct(text, key)
         finally:
             del self.loop.turns.chats[key]
+        if result.stop_reason in NOT_ANSWERED:
+            raise RuntimeError(text_for_chat(result))
+        return text_for_chat(result)
 
     async def _into_inbox(self, report: InboundMessage) -> None:
         line = {"id": report.message_id, "kind": "report", "content": report.content}
@@ -1736,37 +1728,6 @@ class JobRunner:
         return tool(cron)
 
 
-class Messenger:
-    """Lets the model write to chats: of this turn, or others that it has talked with."""
-
-    def __init__(self, loop: AgentLoop, bus: MessageBus):
-        self.loop = loop
-        self.bus = bus
-
-    async def message(
-        self, content: str, channel: str = "", chat_id: str = "",
-        media: Annotated[list[str], "Paths of files to send along"] = (), *, turn: Turn,
-    ) -> str:  # fmt: skip
-        """Write to a chat, this one if you name none. The only way to send files."""
-        key = target_of({"channel": channel, "chat_id": chat_id}, turn.session_key)
-        keys = self.loop.sessions.list_keys()
-        chats = [chat for chat in keys if chat.partition(":")[0] in self.bus.channels]
-        if key not in chats:
-            known = ", ".join(chats[:20]) or "none"
-            raise ToolError(f"There is no chat {key} that you have talked with. There are: {known}")
-        files = [turn.path(path) for path in media]
-        missing = [str(path) for path in files if not path.is_file()]
-        if missing:
-            raise ToolError(f"There is no file {', '.join(missing)}.")
-        if key != turn.session_key and content:  # it stands in the journal there, too
-            report = InboundMessage("system", "job", key, content)
-            self.loop.background.start(self.bus.publish(report))
-            content = ""
-        if content or files:
-            self.bus.send(OutboundMessage(*key.split(":", 1), content, media=files))
-        return f"Sent to {key}."
-
-
 # ---- Memory: what the loop hands in ----
 # memory.py knows no model, no tools and no templates.
 
@@ -1776,19 +1737,14 @@ class MemoryModel:
 
     def __init__(self, loop: AgentLoop):
         self.loop = loop
-
-    def consolidator(self) -> Consolidator:
-        settings = self.loop.config.defaults
-        return Consolidator(
-            self.loop.memory, self.loop.sessions, self.ask, template("consolidate"),
-            settings.budget, settings.memory_window, self.loop.counter,
+        settings = loop.config.defaults
+        self.consolidator = Consolidator(
+            loop.memory, loop.sessions, self.ask, template("consolidate"), settings.budget,
+            settings.memory_window, loop.counter,
         )  # fmt: skip
-
-    def dream(self) -> Dream:
-        settings = self.loop.config.defaults
-        return Dream(
-            self.loop.memory, self.ask, self.edit, template("dream_find"), template("dream_edit"),
-            self.loop.skills, settings.budget, settings.dream.max_batch_size,
+        self.dream = Dream(
+            loop.memory, self.ask, self.edit, template("dream_find"), template("dream_edit"),
+            loop.skills, settings.budget, settings.dream.max_batch_size,
         )  # fmt: skip
 
     async def ask(self, messages: list[dict], tools: list[dict]) -> LLMResponse:
@@ -1802,29 +1758,27 @@ class MemoryModel:
     ) -> AgentRunResult:
         """Dream's second phase, which may edit three files and its skills."""
         names = ("read_file", "edit_file", "write_file")
-        tools = ToolRegistry([tool for tool in FILE_TOOLS if tool.name in names])
-        home = self.loop.workspace
-        turn = replace(self.loop.turn("system:dream"), cwd=home)
+        editing = [tool for tool in FILE_TOOLS if tool.name in names]
+        turn = replace(self.loop.turn("system:dream"), cwd=self.loop.workspace)
         for name in ("memory/MEMORY.md", "USER.md", "SOUL.md"):  # their texts are in the messages
-            if (home / name).is_file():
-                turn.note_read((home / name).resolve())
-        hooks = [Fence(tools, reason_to_refuse), self.loop.cost]
-        steps = self.loop.config.defaults.dream.max_iterations
-        return await self.loop.subagents.run(messages, tools, turn, hooks, steps)
+            if (turn.cwd / name).is_file():
+                turn.note_read((turn.cwd / name).resolve())
+        return await self.loop.subagents.run(
+            messages, FencedTools(editing, reason_to_refuse), turn, [self.loop.cost],
+            self.loop.config.defaults.dream.max_iterations,
+        )  # fmt: skip
 
 
-class Fence(AgentHook):
+class FencedTools(ToolRegistry):
     """Refuses calls that a rule has a reason against. It is asked about what would really run."""
 
-    def __init__(self, tools: ToolRegistry, reason_to_refuse: Callable[[str, dict], str]):
-        self.tools = tools
+    def __init__(self, tools: Iterable[Tool], reason_to_refuse: Callable[[str, dict], str]):
+        super().__init__(tools)
         self.reason_to_refuse = reason_to_refuse
 
-    async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
-        for call in tool_calls:
-            call.denied = "This call could not be checked."  # should the rule itself fail
-            _, arguments, problem = self.tools.prepare_call(call.name, call.arguments)
-            call.denied = problem or self.reason_to_refuse(call.name, arguments)
+    def prepare_call(self, name: str, params: Any) -> tuple[Tool | None, dict, str | None]:
+        tool, arguments, problem = super().prepare_call(name, params)
+        return tool, arguments, problem or self.reason_to_refuse(name, arguments)
 
 
 # ---- Subagents ----
@@ -1900,16 +1854,15 @@ class SubagentManager:
         """A message, its answer, and what the helpers found: on a terminal nothing comes later."""
         try:
             result = await self.loop.process_direct(text, session_key, on_event)
-            while self.of(session_key) or not self.results.empty():
+            while True:
+                await asyncio.gather(*self.of(session_key), return_exceptions=True)
                 if self.results.empty():
-                    await asyncio.wait(self.of(session_key), return_when="FIRST_COMPLETED")
-                else:
-                    report = self.results.get_nowait().content
-                    result = await self.loop.process_direct(report, session_key, on_event)
+                    return result
+                report = self.results.get_nowait().content
+                result = await self.loop.process_direct(report, session_key, on_event)
         except asyncio.CancelledError:
             self.loop.stop(session_key)
             raise
-        return result
 
 
 # ---- Slash commands ----
@@ -1921,7 +1874,7 @@ TAKE_A_COMMIT = ("dream-log", "dream-restore")
 COMMANDS = {
     "start": "what this is",
     "new": "start afresh; the old conversation stays in its journal",
-    "stop": "end the turn that runs, and its subagents",
+    "stop": "end the turn that runs, and its subagents; at a prompt press Ctrl-C instead",
     "continue": "go on with a turn that was interrupted",
     "status": "version, model, tokens, context, uptime",
     "dream": "go through what happened lately; keep what matters in memory",
@@ -1951,30 +1904,27 @@ class Commands:
         """/new, /continue; None if there is a turn to go on with. `origin` may have the message's
         id: the mark keeps it from being taken twice."""
         session.mark(command, **origin)
-        if command == "continue" and session.unfinished:
-            return None
-        if command == "continue":
+        if command == "new":
+            await session.synced()
+            turn.seen.clear()
+            self.loop.background.start(self.loop.consolidator.after_turn(session))
+            return AgentRunResult("A new session begins. The old one stays in its journal.")
+        if not session.unfinished:
             return AgentRunResult("There is no interrupted turn to go on with.")
-        await session.synced()
-        turn.seen.clear()
-        # what was said goes into memory, but nobody has to wait for it
-        self.loop.background.start(self.loop.consolidator.after_turn(session))
-        return AgentRunResult("A new session begins. The old one stays in its journal.")
+        return None
 
     async def answer(self, command: str, argument: str, turn: Turn) -> AgentRunResult:
-        if argument and not re.fullmatch("[0-9a-f]{4,40}", argument):
-            form = f"Write /{command}, or with a commit: /{command} 1f3a9c"
-            return AgentRunResult(f"{argument[:40]!r} is no commit. {form}")
         repository = MemoryRepository(self.loop.workspace)
         match command:
             case "start":
                 text = template("start", commands=", ".join(f"/{name}" for name in COMMANDS))
             case "help":
-                text = self._help(turn)
+                text = "\n".join(f"/{name}: {meaning}" for name, meaning in COMMANDS.items())
             case "status":
                 text = "\n".join(self._status(turn))
             case "stop":
                 has_stopped = self.loop.stop(turn.session_key)
+                await asyncio.sleep(0)  # what the turn has said already is sent before this
                 text = "Stopped; /continue goes on." if has_stopped else "Nothing runs here."
             case "dream":
                 text = await self.loop.dream.run()
@@ -1985,12 +1935,6 @@ class Commands:
             case _:
                 text = f"There is no /{command}. /help lists what there is."
         return AgentRunResult(text)
-
-    def _help(self, turn: Turn) -> str:
-        lines = {f"/{name}": meaning for name, meaning in COMMANDS.items()}
-        if turn.channel == "cli":
-            lines["/stop"] = "press Ctrl-C: a line typed during a turn is read after it"
-        return "\n".join(f"{name}: {meaning}" for name, meaning in lines.items())
 
     def _status(self, turn: Turn) -> list[str]:
         request = self.preview(turn)

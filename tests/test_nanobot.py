@@ -36,7 +36,6 @@ from nanobot import (
     ConfigError,
     CostTrackingHook,
     LoggingHook,
-    Messenger,
     Price,
     WaitingHook,
     load_config,
@@ -3082,7 +3081,6 @@ class Chats:
     async def __aenter__(self):
         self.bus = MessageBus()
         self.bus.open(self.desk)
-        self.loop.tools.register(tool(Messenger(self.loop, self.bus).message))
         self.serving = asyncio.create_task(self.loop.run(self.bus))
         return self
 
