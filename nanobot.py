@@ -593,7 +593,7 @@ class AgentLoop:
         """Serve the bus until cancelled: messages are journalled at once, answered in order."""
         service = BusService(self, bus)
         try:
-            service.go_on_after_restart()
+            await service.go_on_after_restart()
             while True:
                 await service.receive(await bus.next())
         finally:
@@ -1314,27 +1314,19 @@ class BusService:
     async def receive(self, message: InboundMessage) -> None:
         """Commands are answered at once, but /new and /continue after what came before them."""
         is_report = message.channel == "system"  # of a job or a helper; its chat is a session's key
-        conversation = self._conversation(message.chat_id if is_report else message.session_key)
+        key = message.chat_id if is_report else message.session_key
+        conversation = self.conversations.setdefault(key, Conversation(self, key))
         command = "" if is_report else slash_command(message.content)[0]
         if command in ("", "new", "continue"):
             kind = "report" if is_report else "command" if command else "user"
             self.work.start(conversation.take_in(message, kind))
         else:
-            self.work.start(conversation.answer_at_once(message.content))
+            self.work.start(self.loop.process_direct(message.content, key, conversation.emit))
             message.confirm()
-
-    def _conversation(self, key: str) -> Conversation:
-        return self.conversations.setdefault(key, Conversation(self, key))
 
     async def _hear_helpers(self) -> None:
         while True:
-            message = await self.loop.subagents.results.get()
-            try:
-                await self.bus.publish(message)
-            except OSError as problem:
-                log.warning("what a helper found cannot be written yet: %s", problem)
-                self.loop.subagents.results.put_nowait(message)
-                await asyncio.sleep(1.0)
+            await self.receive(await self.loop.subagents.results.get())
 
     async def message(
         self, content: str, channel: str = "", chat_id: str = "",
@@ -1359,11 +1351,12 @@ class BusService:
             self.bus.send(OutboundMessage(*key.split(":", 1), content, media=files))
         return f"Sent to {key}."
 
-    def go_on_after_restart(self) -> None:
+    async def go_on_after_restart(self) -> None:
         """Send what was not delivered, answer what was not answered."""
         for key in self.loop.sessions.list_keys():
             if key.partition(":")[0] in self.bus.channels:
-                self.work.start(self._conversation(key).go_on_after_restart())
+                self.conversations[key] = Conversation(self, key)
+                self.work.start(self.conversations[key].go_on_after_restart())
 
     async def end(self) -> None:
         """Stop what runs; each turn is journalled so far, and the next start goes on with it."""
@@ -1372,8 +1365,7 @@ class BusService:
 
 
 class Conversation:
-    """One chat. Each message has a task, which puts it into the inbox and then, if no other task
-    does, answers what is there."""
+    """One chat. Each message has a task, which keeps it and then, if no other does, answers."""
 
     def __init__(self, service: BusService, key: str):
         self.service = service
@@ -1393,22 +1385,17 @@ class Conversation:
             "sender": message.sender_id, "content": said + message.content,
             "media": [str(path) for path in message.media],
         }  # fmt: skip
-        try:
-            async with self.order:
-                await asyncio.to_thread(self.inbox.append, line)
-        except OSError as problem:  # the channel has it still, and tries again
-            message.confirm(problem)
-            return
+        async with self.order:
+            while True:
+                try:
+                    await asyncio.to_thread(self.inbox.append, line)
+                    break
+                except OSError as problem:  # its channel is not told, so it has the message still
+                    GATEWAY_LOG.warning("%s: %s", self.key, problem)
+                    await asyncio.sleep(1.0)
         message.confirm()
         GATEWAY_LOG.info("%s: %d characters came in", self.key, len(message.content))
         await self._answer_what_waits()
-
-    async def answer_at_once(self, command: str) -> None:
-        try:
-            await self.loop.process_direct(command, self.key, self._emit)
-        except Exception as problem:
-            text = f"Sorry, that failed: {problem}"
-            await self._emit(OutboundMessage(*self.key.split(":", 1), text))
 
     async def go_on_after_restart(self) -> None:
         """A turn under a day old is resumed, at most twice: it may be what kills the program."""
@@ -1427,13 +1414,13 @@ class Conversation:
             while self.is_due or self.inbox.path.exists():
                 try:
                     await self._turn()
-                except (SessionBusy, OSError) as problem:  # nothing is lost: it waits
-                    GATEWAY_LOG.warning("%s: %s", self.key, problem)
+                except Exception as problem:
+                    is_bug = not isinstance(problem, SessionBusy | OSError)
+                    GATEWAY_LOG.warning("%s: %s", self.key, problem, exc_info=is_bug)
                     await asyncio.sleep(1.0)
 
     async def _turn(self) -> None:
-        """What is in the journal at its end leaves the inbox; what could not be journalled stays
-        there and is tried again."""
+        """What is in the journal at its end leaves the inbox; the rest is tried again."""
         async with self.service.slots, self.loop.turns.hold(self.key) as session:
             before = session.last
             lines = self._next_lines(session)
@@ -1446,11 +1433,10 @@ class Conversation:
                     self.service.work.start(self._answer_what_waits())
                 raise
             except Exception as problem:
-                if lines and lines[0]["id"] not in session.known_ids:
-                    raise
-                log.exception("the turn of %s failed", self.key)
-                error = f"{type(problem).__name__}: {problem}"
-                self._deliver(session, AgentRunResult(stop_reason="error", error=error))
+                if not lines or lines[0]["id"] in session.known_ids:  # it is not tried again
+                    error = f"{type(problem).__name__}: {problem}"
+                    self._deliver(session, AgentRunResult(stop_reason="error", error=error))
+                raise
             finally:
                 await asyncio.to_thread(self.inbox.remove, set(session.known_ids))
 
@@ -1481,7 +1467,7 @@ class Conversation:
         else:
             session.end_open_turn("interrupted")
             images = self._enter(session, turn, lines)
-        events = EventHook(self._emit, turn, self.loop.config.streaming)
+        events = EventHook(self.emit, turn, self.loop.config.streaming)
         events.shows_deltas = self.service.bus.shows_deltas(turn.channel)
         arrivals = partial(self._arrivals, session, turn)
         return await self.loop.answer(session, events, images, arrivals)
@@ -1490,70 +1476,65 @@ class Conversation:
         """From now on the model sees these messages. Gives their images."""
         images = []
         for line in lines:
-            media = line.get("media", ())
-            message, its_images = self.loop.context.user_message(line["content"], turn, media)
+            message, more = self.loop.context.user_message(line["content"], turn, line["media"])
             session.append(message | {"id": line["id"]})
             self.reply_to = line["id"]
-            images += its_images
+            images += more
         return images
 
     def _arrivals(self, session: Session, turn: Turn) -> list[dict]:
         """For a turn that runs, behind its last batch of calls: three messages at a time."""
         lines = [line for line in self._next_lines(session) if line["kind"] == "user"][:3]
+        before = session.last
         images = self._enter(session, turn, lines)
-        sent = [as_sent(message, "") for message in session.messages[-len(lines) :]]
+        sent = [as_sent(message, "") for message in session.messages if message["n"] > before]
         if images:
             sent[-1]["content"] = [*images, {"type": "text", "text": sent[-1]["content"]}]
-        return sent if lines else []
+        return sent
 
     def _deliver(self, session: Session, result: AgentRunResult) -> None:
         """Every turn sends something, if only its end: so `delivered` moves in order."""
-        requests = counted(result.requests, "request")
-        GATEWAY_LOG.info("%s: %s, %s", self.key, result.stop_reason, requests)
-        text = text_for_chat(result)
-        self._send("" if was_written(text, self.key, result) else text, session.last)
-
-    def _send(self, text: str, n: int) -> None:
-        """The answer with this number in the journal: sent again until `delivered` names it."""
-        answer = OutboundMessage(*self.key.split(":", 1), text, reply_to=self.reply_to)
-        answer.on_delivered = partial(self._note_delivered, n)
-        self.service.bus.send(answer)
-
-    def _note_delivered(self, n: int) -> None:
-        session = self.loop.sessions.get(self.key)
-        if any(answer["n"] <= n for answer in session.undelivered):
-            session.mark("delivered", upto=n)
+        GATEWAY_LOG.info("%s: %s, requests: %d", self.key, result.stop_reason, result.requests)
+        self._send(session, text_for_chat(result, self.key), session.last)
 
     def _send_answers(self, session: Session, behind: int = 0) -> None:
         for answer in session.undelivered:
             if answer["n"] > behind:
-                self._send(answer["content"], answer["n"])
+                self._send(session, answer["content"], answer["n"])
 
-    async def _emit(self, event: OutboundMessage) -> None:
+    def _send(self, session: Session, text: str, n: int) -> None:
+        """The answer with this number in the journal: sent again until `delivered` names it."""
+        answer = OutboundMessage(*self.key.split(":", 1), text, reply_to=self.reply_to)
+        answer.on_delivered = partial(session.mark, "delivered", upto=n)
+        self.service.bus.send(answer)
+
+    async def emit(self, event: OutboundMessage) -> None:
         if event.kind in ("final", "delta", *kinds_to_show(self.loop.config.channels)):
             self.service.bus.send(event)
 
 
-def text_for_chat(result: AgentRunResult) -> str:
-    text = result.final_content or ""
+def text_for_chat(result: AgentRunResult, key: str = "") -> str:
+    """What came of a run; "" if the `message` tool said the same in this chat already."""
+    text = (result.final_content or "").strip()
     if result.stop_reason in ("error", "tool_error") and str(result.error) not in text:
         text += f"\n\nSorry, that failed: {result.error}"
     if result.stop_reason == "max_iterations":
         text += f"\n\n({LIMIT_REACHED})"
+    for call in result.tool_events:
+        is_here = call["name"] == "message" and call["result"].startswith(f"Sent to {key}.")
+        if is_here and str(call["arguments"]["content"]).strip() == text:
+            return ""
     return text.strip()
-
-
-def was_written(text: str, key: str, result: AgentRunResult) -> bool:
-    """Did the `message` tool say the same in this chat already?"""
-    calls = [event for event in result.tool_events if event["name"] == "message"]
-    here = [call for call in calls if call["result"].startswith(f"Sent to {key}.")]
-    return text in [str(call["arguments"].get("content")).strip() for call in here]
 
 
 # ---- The gateway: channels, and the clock as one more ----
 # Without a lock two gateways would answer each message twice and run each job twice.
 
 GATEWAY_LOG = logging.getLogger("nanobot.gateway")  # one line an event
+NOBODY_RUNS_JOBS = (
+    "No gateway runs: a job happens only while `nanobot gateway` runs; one of the terminal also "
+    "while a prompt is open."
+)
 
 
 def one_gateway(workspace: Path) -> contextlib.AbstractContextManager:
@@ -1562,16 +1543,13 @@ def one_gateway(workspace: Path) -> contextlib.AbstractContextManager:
     return locked(workspace / ".nanobot" / "gateway.lock", busy)
 
 
-def is_held(workspace: Path, name: str) -> bool:
-    """Does a program hold this lock of the workspace: gateway, jobs?"""
+def gateway_runs(workspace: Path, lock: str = "gateway") -> bool:
+    """Is this lock of the workspace held? `jobs` is, too, where a prompt runs jobs."""
     try:
-        with locked(workspace / ".nanobot" / f"{name}.lock", "it is held"):
+        with locked(workspace / ".nanobot" / f"{lock}.lock", "it is held"):
             return False
     except SessionBusy:
         return True
-
-
-gateway_runs = partial(is_held, name="gateway")  # (workspace)
 
 
 class Gateway:
@@ -1603,16 +1581,13 @@ class Gateway:
 
     def channels(self) -> list[Channel]:
         telegram = self.loop.config.channels.telegram
-        if not telegram.token:
-            log.warning("No channel is set up: put a bot's token into channels.telegram.token.")
-            return []
-        if not telegram.allow_from:
-            log.warning("Nobody may write: put user ids into channels.telegram.allowFrom.")
+        if not (telegram.token and telegram.allow_from):
+            log.warning("Nobody can write: channels.telegram needs a token and allowFrom.")
+        folder = self.loop.workspace / ".nanobot" / "media"
         return [Telegram(
             telegram.token, telegram.allow_from, api_base=telegram.api_base,
-            group_policy=telegram.group_policy,
-            media_folder=self.loop.workspace / ".nanobot" / "media",
-        )]  # fmt: skip
+            group_policy=telegram.group_policy, media_folder=folder,
+        )] if telegram.token else []  # fmt: skip
 
     async def end(self, work: list[asyncio.Task]) -> None:
         """At most 8 s: nobody waits longer for a tool that catches each of its cancellations."""
@@ -1627,12 +1602,6 @@ class Gateway:
         await end_all(work, 6.0)
         await self.bus.close(2.0)
         await self.loop.close(1.0)
-
-
-NOBODY_RUNS_JOBS = (
-    "No gateway runs: a job happens only while `nanobot gateway` runs; one of the terminal also "
-    "while a prompt is open."
-)
 
 
 class JobRunner:
@@ -1698,13 +1667,10 @@ class JobRunner:
         """Each run begins afresh, and nothing of it goes into the long-term memory. /stop in its
         chat ends it. Raises RuntimeError if there is no answer."""
         self.loop.turns.chats[key] = chat
-        try:
-            async with self.loop.turns.hold(key) as session:
-                session.mark("new")
-                session.mark("saved", upto=session.last)
-            result = await self.loop.process_direct(text, key)
-        finally:
-            del self.loop.turns.chats[key]
+        async with self.loop.turns.hold(key) as session:
+            session.mark("new")
+            session.mark("saved", upto=session.last)
+        result = await self.loop.process_direct(text, key)
         if result.stop_reason in NOT_ANSWERED:
             raise RuntimeError(text_for_chat(result))
         return text_for_chat(result)
@@ -1721,7 +1687,7 @@ class JobRunner:
             except CronError as mistake:
                 raise ToolError(str(mistake)) from None
             lock = "jobs" if turn.channel == "cli" else "gateway"  # a prompt may run jobs, too
-            if action == "add" and not is_held(turn.workspace, lock):
+            if action == "add" and not gateway_runs(turn.workspace, lock):
                 text += f"\n({NOBODY_RUNS_JOBS} Tell the user.)"
             return text
 
@@ -1730,6 +1696,8 @@ class JobRunner:
 
 # ---- Memory: what the loop hands in ----
 # memory.py knows no model, no tools and no templates.
+
+Rule = Callable[[str, dict], str]  # why a call of a tool, with these arguments, must not run; or ""
 
 
 class MemoryModel:
@@ -1753,9 +1721,7 @@ class MemoryModel:
         add_up(self.loop.cost.total, response.usage)
         return response
 
-    async def edit(
-        self, messages: list[dict], reason_to_refuse: Callable[[str, dict], str]
-    ) -> AgentRunResult:
+    async def edit(self, messages: list[dict], reason_to_refuse: Rule) -> AgentRunResult:
         """Dream's second phase, which may edit three files and its skills."""
         names = ("read_file", "edit_file", "write_file")
         editing = [tool for tool in FILE_TOOLS if tool.name in names]
@@ -1764,15 +1730,15 @@ class MemoryModel:
             if (turn.cwd / name).is_file():
                 turn.note_read((turn.cwd / name).resolve())
         return await self.loop.subagents.run(
-            messages, FencedTools(editing, reason_to_refuse), turn, [self.loop.cost],
-            self.loop.config.defaults.dream.max_iterations,
+            messages, tools=FencedTools(editing, reason_to_refuse), turn=turn, hook=self.loop.cost,
+            max_iterations=self.loop.config.defaults.dream.max_iterations,
         )  # fmt: skip
 
 
 class FencedTools(ToolRegistry):
     """Refuses calls that a rule has a reason against. It is asked about what would really run."""
 
-    def __init__(self, tools: Iterable[Tool], reason_to_refuse: Callable[[str, dict], str]):
+    def __init__(self, tools: Iterable[Tool], reason_to_refuse: Rule):
         super().__init__(tools)
         self.reason_to_refuse = reason_to_refuse
 
@@ -1782,7 +1748,6 @@ class FencedTools(ToolRegistry):
 
 
 # ---- Subagents ----
-# Without their own run a search through fifty files would fill the conversation that asked for it.
 
 
 class SubagentManager:
@@ -1822,23 +1787,21 @@ class SubagentManager:
         parts = [prompt, *skill_parts(self.loop.skills.load()).values()]
         message, _ = self.loop.context.user_message(task, turn)  # with the date
         messages = [{"role": "system", "content": "\n\n".join(parts)}, as_sent(message, "")]
-        own_turn = replace(turn, depth=turn.depth + 1, seen={})
-        hooks = self.loop.hooks
-        result = await self.run(messages, ToolRegistry(tools), own_turn, hooks, self.steps)
+        result = await self.run(
+            messages, tools=ToolRegistry(tools), turn=replace(turn, depth=turn.depth + 1, seen={}),
+            hook=CompositeHook(self.loop.hooks), max_iterations=self.steps,
+        )  # fmt: skip
         if result.stop_reason == "completed":
             return result.final_content
         cause = result.error or result.final_content
         raise ToolError(f"The helper did not finish ({result.stop_reason}): {cause}")
 
-    async def run(
-        self, messages: list[dict], tools: ToolRegistry, turn: Turn, hooks: list, steps: int
-    ) -> AgentRunResult:
+    async def run(self, messages: list[dict], **own: Any) -> AgentRunResult:
         """A run beside the conversations, with the limits of the settings."""
         limits = self.loop.config.defaults
         return await self.loop.runner.run(AgentRunSpec(
-            messages, tools, max_iterations=steps, max_tokens=limits.max_tokens,
-            temperature=limits.temperature, context_window=limits.context_window_tokens,
-            hook=CompositeHook(hooks), turn=turn, counter=self.loop.counter,
+            messages, max_tokens=limits.max_tokens, temperature=limits.temperature,
+            context_window=limits.context_window_tokens, counter=self.loop.counter, **own,
         ))  # fmt: skip
 
     def _announce(self, name: str, session_key: str, work: asyncio.Task) -> None:
@@ -1848,29 +1811,24 @@ class SubagentManager:
         text = template("subagent_result", helper=name, result=outcome)
         self.results.put_nowait(InboundMessage("system", "subagent", session_key, text))
 
-    async def answer_with_helpers(
-        self, text: str, session_key: str, on_event: Emit
-    ) -> AgentRunResult:
+    async def answer_with_helpers(self, text: str, key: str, on_event: Emit) -> AgentRunResult:
         """A message, its answer, and what the helpers found: on a terminal nothing comes later."""
         try:
-            result = await self.loop.process_direct(text, session_key, on_event)
             while True:
-                await asyncio.gather(*self.of(session_key), return_exceptions=True)
+                result = await self.loop.process_direct(text, key, on_event)
+                await asyncio.gather(*self.of(key), return_exceptions=True)
                 if self.results.empty():
                     return result
-                report = self.results.get_nowait().content
-                result = await self.loop.process_direct(report, session_key, on_event)
+                text = self.results.get_nowait().content
         except asyncio.CancelledError:
-            self.loop.stop(session_key)
+            self.loop.stop(key)
             raise
 
 
 # ---- Slash commands ----
-# Without them a user who is stuck has no way to say so but to the model that he is stuck with.
 
 # "/status@my_bot", "/dream-log 1f3a9c", but not "/etc/hosts?" nor "/new York is where?"
 SLASH = r"/([a-z][a-z-]*)(?:@\w+)?(?:\s+(.+))?"
-TAKE_A_COMMIT = ("dream-log", "dream-restore")
 COMMANDS = {
     "start": "what this is",
     "new": "start afresh; the old conversation stays in its journal",
@@ -1887,7 +1845,7 @@ COMMANDS = {
 def slash_command(text: str) -> tuple[str, str]:
     """`/NEW ` → ("new", ""), `/dream-log 1f3a` → ("dream-log", "1f3a"); "" for no command."""
     match = re.fullmatch(SLASH, text.strip().lower())
-    if match is None or (match[2] and match[1] not in TAKE_A_COMMIT):
+    if match is None or (match[2] and match[1] not in ("dream-log", "dream-restore")):
         return "", ""
     return match[1], match[2] or ""
 
@@ -1901,8 +1859,7 @@ class Commands:
     async def begin(
         self, command: str, session: Session, turn: Turn, **origin: str
     ) -> AgentRunResult | None:
-        """/new, /continue; None if there is a turn to go on with. `origin` may have the message's
-        id: the mark keeps it from being taken twice."""
+        """/new, /continue; None: there is a turn to go on with. `origin` is the message's id."""
         session.mark(command, **origin)
         if command == "new":
             await session.synced()
@@ -1921,7 +1878,7 @@ class Commands:
             case "help":
                 text = "\n".join(f"/{name}: {meaning}" for name, meaning in COMMANDS.items())
             case "status":
-                text = "\n".join(self._status(turn))
+                text = self._status(turn)
             case "stop":
                 has_stopped = self.loop.stop(turn.session_key)
                 await asyncio.sleep(0)  # what the turn has said already is sent before this
@@ -1936,21 +1893,18 @@ class Commands:
                 text = f"There is no /{command}. /help lists what there is."
         return AgentRunResult(text)
 
-    def _status(self, turn: Turn) -> list[str]:
+    def _status(self, turn: Turn) -> str:
         request = self.preview(turn)
         window = self.loop.config.defaults.context_window_tokens
         messages = counted(len(self.loop.sessions.get(turn.session_key).history()), "message")
         helpers = counted(len(self.loop.subagents.of(turn.session_key)), "helper")
         hours, minutes = divmod(int(time.monotonic() - self.loop.started) // 60, 60)
+        version = f"nanobot {__version__}, model {self.loop.model}"
+        context = [f"context {request.tokens:,} of {window:,}", *request.notes]
         cost = self.loop.cost.line(self.loop.cost.total)
-        versions = f"nanobot {__version__}, model {self.loop.model}"
-        return [
-            f"{versions}, session {turn.session_key}, {messages}",
-            f"{helpers} at work",
-            f"context {request.tokens:,} of {window:,}",
-            *request.notes,
-            f"since the start: {cost}, {hours} h {minutes} min",
-        ]
+        start = f"since the start: {cost}, {hours} h {minutes} min"
+        session = f"session {turn.session_key}, {messages}"
+        return "\n".join([f"{version}, {session}", f"{helpers} at work", *context, start])
 
     def preview(self, turn: Turn, message: dict | None = None) -> Governed:
         """The request that would be sent now, for a message that is not journalled."""
