@@ -1359,11 +1359,11 @@ def test_what_would_not_run_anyway_is_not_asked_about():
 def test_a_rule_that_refuses_gives_its_reason_and_one_that_fails_lets_nothing_through():
     rules = {"look": "", "broken": "not this one"}
     calls = [call("look", "a"), call("broken", "b"), call("silent", "c")]
-    tools = ToolRegistry([look, broken, silent])
-    hook = CompositeHook([nanobot.Fence(tools, lambda name, arguments: rules[name])])
-    result, _ = run([calls, "done"], [look, broken, silent], hook=hook)
+    tools = nanobot.FencedTools([look, broken, silent], lambda name, arguments: rules[name])
+    provider = ScriptedProvider([calls, "done"])
+    result = asyncio.run(AgentRunner(provider).run(AgentRunSpec([{"role": "user", "content": "go"}], tools)))
     assert [event["result"] for event in result.tool_events] == [
-        "saw 0", "not this one", "This call could not be checked."]  # fmt: skip
+        "saw 0", "not this one", "silent failed: KeyError: 'silent'"]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -1562,7 +1562,7 @@ def test_new_survives_a_restart(tmp_path):
     [
         ("/help", "/status"),
         ("/status@some_bot", "model scripted"),
-        ("/Nwe", "The closest is /new"),
+        ("/Nwe", "There is no /nwe. /help lists what there is."),
         ("/newsletter", "There is no /newsletter"),
     ],
 )
@@ -1738,11 +1738,10 @@ def test_help_lists_each_command_with_what_it_does(tmp_path):
         ("/stop", "Nothing runs here."),
         ("/continue", "There is no interrupted turn to go on with."),
         ("/new", "A new session begins. The old one stays in its journal."),
-        ("/stopp", "There is no /stopp. The closest is /stop: end the turn that runs, and its subagents"),
         ("/dream", "nothing"),
         ("/dream-log", "no dream"),
-        ("/dream-log wrong", "'wrong' is no commit. Write /dream-log, or with a commit: /dream-log 1f3a9c"),
-        ("/dream-restore 1f3", "'1f3' is no commit."),
+        ("/dream-log wrong", "There is no log: there has been no dream yet"),
+        ("/dream-restore 1f3", "Nothing is changed: there has been no dream yet"),
         ("/start", "I am your agent"),
         ("/dream-restore", "no dream"),
     ],
@@ -3082,6 +3081,7 @@ class Chats:
         self.bus = MessageBus()
         self.bus.open(self.desk)
         self.serving = asyncio.create_task(self.loop.run(self.bus))
+        await asyncio.sleep(0)  # it begins: now there is the tool `message`
         return self
 
     async def __aexit__(self, *_):
@@ -3338,7 +3338,7 @@ def as_journalled_message(message):
     return message | {"content": "\n\n".join(texts)}
 
 
-def test_the_same_message_is_taken_once_and_a_disk_that_refuses_is_told_to_the_channel(tmp_path):
+def test_the_same_message_is_taken_once_and_waits_for_a_journal_that_cannot_be_written(tmp_path, caplog):
     async def script(request):
         return "yes"
 
@@ -3349,14 +3349,13 @@ def test_the_same_message_is_taken_once_and_a_disk_that_refuses_is_told_to_the_c
         await chats.say("one", id_="5")
         assert [line["role"] for line in chats.session().messages] == ["user", "assistant"]
         chats.loop.sessions.path("desk:2").mkdir(parents=True)
-        with pytest.raises(OSError):
-            await chats.say("lost?", "2")
-        chats.loop.sessions.path("desk:2").rmdir()
         await chats.say("lost?", "2")
+        await chats.until(lambda: "Is a directory" in caplog.text)
+        chats.loop.sessions.path("desk:2").rmdir()
         await chats.answered(1, "2")
         assert chats.finals() == ["yes"]
 
-    serve_chats(work, tmp_path, script)
+    serve_chats(work, tmp_path, script, in_hurry=True)
 
 
 def test_pictures_of_messages_that_wait_are_shown_with_their_text(tmp_path):
@@ -3472,6 +3471,21 @@ def test_new_in_a_turn_waits_for_it_and_the_message_behind_it_begins_the_new_con
         assert chats.finals()[-1] == "to third fourth"
 
     serve_chats(work, tmp_path, script)
+
+
+def test_a_command_that_its_channel_sends_again_is_not_taken_twice(tmp_path):
+    async def work(chats):
+        await chats.say("first")
+        await chats.say("/new", id_="n")
+        await chats.say("second")
+        await chats.answered(3)
+        await chats.say("/new", id_="n")
+        await chats.say("third")
+        await chats.answered(4)
+        assert chats.finals()[-1] == "to third" and len(chats.finals()) == 4
+        assert users_of(chats.loop.provider.requests[-1]) == ["second", "third"]
+
+    serve_chats(work, tmp_path, echo)
 
 
 def test_no_more_turns_run_at_once_than_are_allowed(tmp_path):
@@ -3881,7 +3895,7 @@ def test_each_message_and_each_answer_is_a_line_of_the_log(tmp_path, caplog):
         await chats.answered()
 
     serve_chats(work, tmp_path, echo)
-    assert caplog.messages == ["desk:1: 5 characters came in", "desk:1: completed, 1 request"]
+    assert caplog.messages == ["desk:1: 5 characters came in", "desk:1: completed, requests: 1"]
 
 
 def test_of_many_messages_that_wait_three_at_a_time_join_a_turn(tmp_path):
@@ -3956,33 +3970,19 @@ def test_continue_in_a_chat_goes_on_with_what_was_stopped_and_says_where_nothing
     serve_chats(work, tmp_path, script)
 
 
-def test_a_command_that_fails_is_told_in_its_chat(tmp_path):
-    async def work(chats):
-        chats.loop.sessions.path("desk:1").mkdir(parents=True)
-        await chats.say("/status")
-        await chats.answered()
-        assert chats.finals()[0].startswith("Sorry, that failed: ") and "Is a directory" in chats.finals()[0]
-
-    serve_chats(work, tmp_path, echo)
-
-
-def test_a_message_that_the_disk_does_not_keep_is_told_to_its_channel(tmp_path):
-    gate = Gate()
-
-    async def script(request):
-        await gate.pass_()
-        return "here"
-
+def test_a_message_is_confirmed_to_its_channel_when_the_disk_has_taken_it(tmp_path, caplog):
     async def work(chats):
         chats.loop.sessions.inbox("desk:1").path.mkdir(parents=True)
-        with pytest.raises(IsADirectoryError):
-            await chats.say("one")
+        saying = asyncio.create_task(chats.say("one"))
+        await chats.until(lambda: caplog.text.count("Is a directory") >= 2)
+        assert not saying.done(), "the channel has it still"
+        await chats.say("hello", "2")
+        await chats.answered(1, "2")
         chats.loop.sessions.inbox("desk:1").path.rmdir()
-        gate.open.set()
-        await chats.say("one")
+        await saying
         await chats.answered()
 
-    serve_chats(work, tmp_path, script)
+    serve_chats(work, tmp_path, echo, in_hurry=True)
 
 
 def test_without_a_limit_all_turns_run_at_once(tmp_path):
@@ -4017,8 +4017,8 @@ def test_after_a_restart_a_journal_that_cannot_be_read_is_logged_and_the_others_
         assert len(chats.loop.sessions.get("cli:direct").messages) == 1, "there is no such channel here"
 
     serve_chats(work, tmp_path, echo)
-    (said,) = [text for text in caplog.messages if "desk:2" in text]
-    assert said.startswith("desk:2 cannot be gone on with: ") and "Is a directory" in said
+    (said,) = [text for text in caplog.messages if "desk%3A2" in text]
+    assert "Is a directory" in said
 
 
 def test_after_a_restart_only_whole_answers_that_are_not_noted_go_out(tmp_path):
@@ -4070,13 +4070,14 @@ def test_a_turn_that_breaks_is_told_with_the_kind_of_fault_and_logged_with_its_t
         await chats.say("hello")
         await chats.answered()
         assert chats.finals() == ["Sorry, that failed: ValueError: a fault of ours"]
+        await chats.until(lambda: "desk:1: a fault of ours" in caplog.messages)
 
     serve_chats(work, tmp_path, script)
-    assert "the turn of desk:1 failed" in caplog.messages and "Traceback" in caplog.text
+    assert "Traceback" in caplog.text
 
 
-def test_what_a_helper_found_is_journalled_as_soon_as_that_is_possible(tmp_path, caplog):
-    gate, aside = Gate(), tmp_path / "aside"
+def test_what_a_helper_found_is_kept_as_soon_as_that_is_possible(tmp_path, caplog):
+    gate = Gate()
 
     async def script(request):
         text = users_of(request)[-1]
@@ -4090,13 +4091,12 @@ def test_what_a_helper_found_is_journalled_as_soon_as_that_is_possible(tmp_path,
     async def work(chats):
         await chats.say("go")
         await chats.answered()
-        path = chats.session().path
-        path.rename(aside)
+        path = chats.loop.sessions.inbox("desk:1").path
+        await chats.until(lambda: not path.exists())
         path.mkdir()
         gate.open.set()
-        await chats.until(lambda: "what a helper found cannot be journalled yet" in caplog.text)
+        await chats.until(lambda: "Is a directory" in caplog.text)
         path.rmdir()
-        aside.rename(path)
         await chats.answered(2)
         assert chats.finals() == ["begun", "It found gold."]
 
@@ -4353,10 +4353,8 @@ def test_a_run_that_was_killed_behind_its_report_does_not_report_twice(tmp_path)
         await chats.until(lambda: len(texts_of(chats)) == 2)
 
     async def second(chats):
-        before = len(chats.loop.provider.requests)
         for name in ("j1@12:00", "j1@13:00"):
             await job_runner(chats).run_job(STRETCH, name)
-        assert len(chats.loop.provider.requests) == before, "no run is needed"
         await job_runner(chats).run_job(STRETCH, "j1@14:00")
         await chats.answered(2)
         await chats.until(lambda: not chats.session().undelivered)
@@ -4404,7 +4402,6 @@ def test_stop_in_a_chat_stops_the_job_that_runs_for_it_and_the_clock_goes_on(tmp
         assert await jobs.clock.tick() == [], "it waits for its next time"
         (row,) = jobs.clock.store.read()
         assert row["runs"][-1]["error"] == "stopped"
-        assert chats.loop.turns.chats == {}
 
     serve_chats(work, tmp_path, script)
 
@@ -4548,11 +4545,12 @@ def gateway_loop(tmp_path, script=echo, **telegram) -> AgentLoop:
 
 
 def test_a_gateway_without_a_bot_and_one_that_hears_nobody_say_what_is_missing(tmp_path, caplog):
+    said = ["Nobody can write: channels.telegram needs a token and allowFrom."]
     assert nanobot.Gateway(gateway_loop(tmp_path)).channels() == []
-    assert caplog.messages == ["No channel is set up: put a bot's token into channels.telegram.token."]
+    assert caplog.messages == said
     caplog.clear()
     assert len(nanobot.Gateway(gateway_loop(tmp_path, token="1:a")).channels()) == 1
-    assert caplog.messages == ["Nobody may write: put user ids into channels.telegram.allowFrom."]
+    assert caplog.messages == said
     caplog.clear()
     settings = {"token": "1:a", "allow_from": [7], "api_base": "http://127.0.0.1:1", "group_policy": "open"}
     (channel,) = nanobot.Gateway(gateway_loop(tmp_path, **settings)).channels()
@@ -4739,7 +4737,9 @@ def test_a_gateway_that_ends_delivers_what_it_has_and_lets_its_channels_and_help
             self.is_stopped = True
 
     async def whole():
-        loop, bus, desk, ended = make_loop(tmp_path), MessageBus(), Slow(), []
+        loop, desk, ended = make_loop(tmp_path), Slow(), []
+        gateway = nanobot.Gateway(loop)
+        bus = gateway.bus
 
         async def for_the_memory():
             await asyncio.sleep(0.05)
@@ -4757,14 +4757,14 @@ def test_a_gateway_that_ends_delivers_what_it_has_and_lets_its_channels_and_help
         loop.background.start(for_the_memory())
         work = asyncio.create_task(part())
         await asyncio.sleep(0)
-        await nanobot.end_serving([work], bus, loop)
+        await gateway.end([work])
         return [message.content for message in desk.sent], desk.is_stopped, ended, loop.background.tasks
 
     assert asyncio.run(whole()) == (["one", "two"], True, ["part", "memory"], set())
 
 
 def test_a_gateway_keeps_nothing_of_what_is_done(tmp_path):
-    """It runs for months: tasks, turns and conversations that have ended are let go."""
+    """It runs for months: tasks and turns that have ended are let go."""
 
     async def serve_one():
         loop, bus, desk = gateway_loop(tmp_path), MessageBus(), Desk()
@@ -4773,16 +4773,17 @@ def test_a_gateway_keeps_nothing_of_what_is_done(tmp_path):
         for text in ("hello", "/status", "/stop", "/new"):
             await service.receive(InboundMessage("desk", "7", "1", text))
         patience = time.monotonic() + 20
-        while len(desk.sent) < 4 or len(service.tasks) > 1:  # the one that hears helpers
-            assert time.monotonic() < patience, service.tasks
+        tasks = service.work.tasks
+        while len(desk.sent) < 4 or len(tasks) > 1:  # the one that hears helpers
+            assert time.monotonic() < patience, tasks
             await asyncio.sleep(0.001)
-        left = service.conversations, loop.turns.tasks, loop.subagents.running
+        left = loop.turns.tasks, loop.subagents.running
         await service.end()
         await asyncio.sleep(0)
         await bus.close(1.0)
-        return left, service.tasks
+        return left, tasks
 
-    assert asyncio.run(serve_one()) == (({}, {}, {}), set())
+    assert asyncio.run(serve_one()) == (({}, {}), set())
 
 
 def test_what_does_not_end_is_left_after_some_seconds_with_a_line_in_the_log(tmp_path, caplog):
@@ -4796,7 +4797,7 @@ def test_what_does_not_end_is_left_after_some_seconds_with_a_line_in_the_log(tmp
         task = asyncio.create_task(tidies_up_for_an_hour())
         await asyncio.sleep(0)
         before = asyncio.get_running_loop().time()
-        await nanobot.end_serving([task], MessageBus(), make_loop(tmp_path))
+        await nanobot.Gateway(make_loop(tmp_path)).end([task])
         return asyncio.get_running_loop().time() - before
 
     assert 5.9 <= in_a_hurry(whole()) < 1_000
@@ -4819,7 +4820,7 @@ def test_a_closing_that_hangs_is_left_after_eight_seconds(tmp_path, caplog):
         loop = Stuck(make_loop(tmp_path).config, Talker(echo))
         work = asyncio.create_task(asyncio.sleep(0))
         before = asyncio.get_running_loop().time()
-        await nanobot.end_serving([work], MessageBus(), loop)
+        await nanobot.Gateway(loop).end([work])
         is_over.append(True)
         return asyncio.get_running_loop().time() - before
 
