@@ -531,7 +531,7 @@ class AgentLoop:
         self, session: Session, text: str, command: str, events: EventHook, media: Media
     ) -> AgentRunResult:
         if command:
-            result = await self.commands.begin(command, session, events.turn)
+            result = await self.commands.begin(command, session)
             if result:
                 return result
         if note := self.notes.pop(session.key, ""):
@@ -1381,9 +1381,8 @@ class Conversation:
         """The channel is told when the message survives a power cut."""
         said = f"{message.speaker}: " if message.speaker and kind == "user" else ""
         line = {
-            "id": message.message_id or uuid.uuid4().hex, "kind": kind,
-            "sender": message.sender_id, "content": said + message.content,
-            "media": [str(path) for path in message.media],
+            "id": message.message_id or uuid.uuid4().hex, "kind": kind, "sender": message.sender_id,
+            "content": said + message.content, "media": [str(path) for path in message.media],
         }  # fmt: skip
         async with self.order:
             while True:
@@ -1455,7 +1454,7 @@ class Conversation:
             session.mark("resumed")
         elif lines[0]["kind"] == "command":
             command, _ = slash_command(lines[0]["content"])
-            result = await self.loop.commands.begin(command, session, turn, id=lines[0]["id"])
+            result = await self.loop.commands.begin(command, session, id=lines[0]["id"])
             if result:
                 return result
         elif lines[0]["kind"] == "report" and lines[0].get("sender") != "subagent":
@@ -1520,11 +1519,9 @@ def text_for_chat(result: AgentRunResult, key: str = "") -> str:
         text += f"\n\nSorry, that failed: {result.error}"
     if result.stop_reason == "max_iterations":
         text += f"\n\n({LIMIT_REACHED})"
-    for call in result.tool_events:
-        is_here = call["name"] == "message" and call["result"].startswith(f"Sent to {key}.")
-        if is_here and str(call["arguments"]["content"]).strip() == text:
-            return ""
-    return text.strip()
+    here = [call for call in result.tool_events if call["result"].startswith(f"Sent to {key}.")]
+    said = [str(call["arguments"].get("content")).strip() for call in here]
+    return "" if text.strip() in said else text.strip()
 
 
 # ---- The gateway: channels, and the clock as one more ----
@@ -1605,8 +1602,7 @@ class Gateway:
 
 
 class JobRunner:
-    """What is due runs as a turn of its own; `tell(message)` brings what it says to its chat.
-    Whoever runs jobs holds their lock: one program of a workspace."""
+    """What is due runs as a turn of its own; `tell(message)` brings what it says to its chat."""
 
     def __init__(self, loop: AgentLoop, tell: Callable[[InboundMessage], Awaitable] | None = None):
         self.loop = loop
@@ -1618,7 +1614,7 @@ class JobRunner:
         )  # fmt: skip
 
     async def run(self, may_go_on: Callable[[], bool] = lambda: True) -> None:
-        """Until cancelled: while nobody else runs the jobs."""
+        """Until cancelled, while no other program of the workspace holds the lock of the jobs."""
         lock = self.loop.workspace / ".nanobot" / "jobs.lock"
         while True:
             try:
@@ -1664,9 +1660,8 @@ class JobRunner:
                 await self.tell(report)
 
     async def _answer(self, key: str, text: str, chat: str = "") -> str:
-        """Each run begins afresh, and nothing of it goes into the long-term memory. /stop in its
-        chat ends it. Raises RuntimeError if there is no answer."""
-        self.loop.turns.chats[key] = chat
+        """Each run begins afresh and is in no long-term memory. Raises RuntimeError on failure."""
+        self.loop.turns.chats[key] = chat  # /stop there ends the run
         async with self.loop.turns.hold(key) as session:
             session.mark("new")
             session.mark("saved", upto=session.last)
@@ -1827,8 +1822,6 @@ class SubagentManager:
 
 # ---- Slash commands ----
 
-# "/status@my_bot", "/dream-log 1f3a9c", but not "/etc/hosts?" nor "/new York is where?"
-SLASH = r"/([a-z][a-z-]*)(?:@\w+)?(?:\s+(.+))?"
 COMMANDS = {
     "start": "what this is",
     "new": "start afresh; the old conversation stays in its journal",
@@ -1844,7 +1837,8 @@ COMMANDS = {
 
 def slash_command(text: str) -> tuple[str, str]:
     """`/NEW ` → ("new", ""), `/dream-log 1f3a` → ("dream-log", "1f3a"); "" for no command."""
-    match = re.fullmatch(SLASH, text.strip().lower())
+    # "/status@my_bot", "/dream-log 1f3a9c", but not "/etc/hosts?" nor "/new York is where?"
+    match = re.fullmatch(r"/([a-z][a-z-]*)(?:@\w+)?(?:\s+(.+))?", text.strip().lower())
     if match is None or (match[2] and match[1] not in ("dream-log", "dream-restore")):
         return "", ""
     return match[1], match[2] or ""
@@ -1856,14 +1850,12 @@ class Commands:
     def __init__(self, loop: AgentLoop):
         self.loop = loop
 
-    async def begin(
-        self, command: str, session: Session, turn: Turn, **origin: str
-    ) -> AgentRunResult | None:
+    async def begin(self, command: str, session: Session, **origin: str) -> AgentRunResult | None:
         """/new, /continue; None: there is a turn to go on with. `origin` is the message's id."""
         session.mark(command, **origin)
         if command == "new":
             await session.synced()
-            turn.seen.clear()
+            self.loop.turn(session.key).seen.clear()
             self.loop.background.start(self.loop.consolidator.after_turn(session))
             return AgentRunResult("A new session begins. The old one stays in its journal.")
         if not session.unfinished:
@@ -1899,12 +1891,11 @@ class Commands:
         messages = counted(len(self.loop.sessions.get(turn.session_key).history()), "message")
         helpers = counted(len(self.loop.subagents.of(turn.session_key)), "helper")
         hours, minutes = divmod(int(time.monotonic() - self.loop.started) // 60, 60)
-        version = f"nanobot {__version__}, model {self.loop.model}"
-        context = [f"context {request.tokens:,} of {window:,}", *request.notes]
-        cost = self.loop.cost.line(self.loop.cost.total)
-        start = f"since the start: {cost}, {hours} h {minutes} min"
         session = f"session {turn.session_key}, {messages}"
-        return "\n".join([f"{version}, {session}", f"{helpers} at work", *context, start])
+        version = f"nanobot {__version__}, model {self.loop.model}, {session}"
+        context = [f"context {request.tokens:,} of {window:,}", *request.notes]
+        cost = f"{self.loop.cost.line(self.loop.cost.total)}, {hours} h {minutes} min"
+        return "\n".join([version, f"{helpers} at work", *context, f"since the start: {cost}"])
 
     def preview(self, turn: Turn, message: dict | None = None) -> Governed:
         """The request that would be sent now, for a message that is not journalled."""
