@@ -1493,7 +1493,8 @@ class Conversation:
 
     def _deliver(self, session: Session, result: AgentRunResult) -> None:
         """Every turn sends something, if only its end: so `delivered` moves in order."""
-        GATEWAY_LOG.info("%s: %s, requests: %d", self.key, result.stop_reason, result.requests)
+        requests = counted(result.requests, "request")
+        GATEWAY_LOG.info("%s: %s, %s", self.key, result.stop_reason, requests)
         self._send(session, text_for_chat(result, self.key), session.last)
 
     def _send_answers(self, session: Session, behind: int = 0) -> None:
@@ -1626,12 +1627,10 @@ class JobRunner:
             await self.loop.config.sleep(1.0)
 
     async def run_for_terminal(self) -> None:
-        """The jobs of terminals, while no gateway runs."""
         self.clock.is_wanted = lambda job: job.channel == "cli"
         await self.run(lambda: not gateway_runs(self.loop.workspace))
 
     def add_system_jobs(self) -> None:
-        """Dream, and the heartbeat if it is wanted."""
         hours = self.loop.config.defaults.dream.interval_h
         self.clock.add_system("dream", hours * 3_600, self.loop.dream.run)
         heartbeat = self.loop.config.gateway.heartbeat

@@ -3895,7 +3895,7 @@ def test_each_message_and_each_answer_is_a_line_of_the_log(tmp_path, caplog):
         await chats.answered()
 
     serve_chats(work, tmp_path, echo)
-    assert caplog.messages == ["desk:1: 5 characters came in", "desk:1: completed, requests: 1"]
+    assert caplog.messages == ["desk:1: 5 characters came in", "desk:1: completed, 1 request"]
 
 
 def test_of_many_messages_that_wait_three_at_a_time_join_a_turn(tmp_path):
