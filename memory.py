@@ -62,7 +62,7 @@ class Session:
         self.ended: dict[int, str] = {}  # why the turn with this last message has no answer
         self.resumed = 0  # how often the open turn was resumed after a restart
         self.undelivered: list[dict] = []  # answers
-        self.known_ids: deque[str] = deque(maxlen=1_000)  # of chat messages
+        self.known_ids: deque[str] = deque(maxlen=1_000)  # of chat messages and commands
         self.size = 0  # bytes that we read or wrote; the file has more if another program wrote
 
     def append(self, *messages: dict) -> None:
@@ -71,7 +71,7 @@ class Session:
         self._write([{"n": n} | without_images(message) for n, message in numbered])
 
     def mark(self, name: str, **details: Any) -> None:
-        """Append new, ended (why), resumed, saved (upto, summary) or delivered (upto)."""
+        """Append new, continue, ended (why), resumed, saved (upto, summary), delivered (upto)."""
         self._write([{"mark": name, **details}])
 
     def _write(self, lines: list[dict]) -> None:
@@ -87,6 +87,8 @@ class Session:
         """Apply the next line of the journal; a damaged `upto` hides nothing that comes later."""
         uptos = [line[name] for name in ("n", "upto") if isinstance(line.get(name), int)]
         self.highest = max([self.highest, *uptos])
+        if isinstance(line.get("id"), str):
+            self.known_ids.append(line["id"])
         match line:
             case {"mark": "saved", "upto": int(upto)}:
                 self.saved = max(self.saved, min(upto, self.last))
@@ -113,8 +115,6 @@ class Session:
                 self.turn_ends.add(self.last)
         self.last = message["n"]
         self.messages.append(message)
-        if "id" in message:
-            self.known_ids.append(message["id"])
         if is_answer(message) and message.get("content"):
             self.undelivered.append(message)
 

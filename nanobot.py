@@ -57,7 +57,7 @@ from channels import (
     active_tasks, approval_question, end_on_signals, machine_zone, prepare_streams, printable,
 )  # fmt: skip
 from memory import (
-    Consolidator, Dream, Governed, Inbox, MemoryRepository, MemoryStore, Session, SessionBusy,
+    Consolidator, Dream, Governed, MemoryRepository, MemoryStore, Session, SessionBusy,
     SessionManager, Skill, SkillsLoader, TokenCounter, as_sent, counted, fitted, locked,
 )  # fmt: skip
 from providers import (
@@ -455,11 +455,13 @@ class AgentLoop:
         self.context = ContextBuilder(config, self.memory, self.skills)
         self.runner = AgentRunner(self.provider)
         self.counter = TokenCounter()
-        self.consolidator = make_consolidator(self)
-        self.dream = make_dream(self)
+        memory_model = MemoryModel(self)
+        self.consolidator = memory_model.consolidator
+        self.dream = memory_model.dream
         self.cost = CostTrackingHook(config.prices, self.model)
         self.hooks = [self.cost, *hooks]
         self.subagents = SubagentManager(self)
+        self.commands = Commands(self)
         self.tools.register(tool(self.subagents.spawn))
         self.tools.register(JobRunner(self).cron_tool())
         self.started = time.monotonic()
@@ -480,7 +482,7 @@ class AgentLoop:
             async with self.turns.hold(session_key) as session:
                 result = await self._take_turn(session, text, command, events, media)
         else:  # other commands do not wait until a running turn ends
-            result = await answer_command(self, command, argument, events.turn)
+            result = await self.commands.answer(command, argument, events.turn)
         if result.final_content:
             await events.send("final", result.final_content)
         if session and session.undelivered:
@@ -490,10 +492,10 @@ class AgentLoop:
     async def _take_turn(
         self, session: Session, text: str, command: str, events: EventHook, media: Media
     ) -> AgentRunResult:
-        if command == "new":
-            return await start_afresh(self, session, events.turn)
-        if command == "continue" and not session.unfinished:
-            return nothing_to_go_on_with()
+        if command:
+            result = await self.commands.begin(command, session)
+            if result:
+                return result
         if note := self.notes.pop(session.key, ""):
             await events.on_retry(note)
         images = []
@@ -1093,420 +1095,323 @@ def tool_hint(call: ToolCallRequest) -> str:
 # holds up all others, and what came in before a crash is never answered.
 
 
-@dataclass
-class Conversation:
-    """What waits in one session, and the task that answers it."""
-
-    key: str
-    inbox: Inbox
-    waiting: list[dict] = field(default_factory=list)  # lines of the inbox
-    entered: set[str] = field(default_factory=set)  # ids that are in the journal, too
-    is_due: bool = False  # a turn that the last program did not end
-    reply_to: str = ""  # the message that is answered
-    order: asyncio.Lock = field(default_factory=asyncio.Lock)  # of what comes in
-    task: asyncio.Task | None = None
-
-    def next(self, kind: str, most: int) -> list[dict]:
-        """The oldest lines, up to one of another kind."""
-        return list(itertools.takewhile(lambda line: line["kind"] == kind, self.waiting[:most]))
-
-    def enter(self, line: dict) -> None:
-        """It stands in the journal now, so it waits no more."""
-        self.waiting.remove(line)
-        self.entered.add(line["id"])
-
-
 class BusService:
-    """The chats of a bus: one task a conversation, at most `maxConcurrent` turns at once."""
+    """Answers the chats of a bus: each in order, at most `maxConcurrent` turns at once."""
 
     def __init__(self, loop: AgentLoop, bus: MessageBus):
         self.loop = loop
         self.bus = bus
         self.conversations: dict[str, Conversation] = {}
-        self.sent: dict[str, int] = {}  # by session: the last answer that was handed to the bus
         self.slots = asyncio.Semaphore(loop.config.defaults.max_concurrent or sys.maxsize)
-        self.tasks: set[asyncio.Task] = set()
-        self._begin(self._hear_helpers())
-
-    def _begin(self, work: Coroutine) -> asyncio.Task:
-        task = asyncio.create_task(logged(work))
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
-        return task
+        self.work = Background()
+        self.work.start(self._hear_helpers())
+        loop.tools.register(tool(self.message))
 
     async def receive(self, message: InboundMessage) -> None:
-        """Keep a message, confirm it, see to it that it is answered. Commands wait for nobody, but
-        /new and /continue for what came before them."""
+        """Commands are answered at once, but /new and /continue after what came before them."""
         is_report = message.channel == "system"  # of a job or a helper; its chat is a session's key
         key = message.chat_id if is_report else message.session_key
+        conversation = self.conversations.setdefault(key, Conversation(self, key))
         command = "" if is_report else slash_command(message.content)[0]
         if command in ("", "new", "continue"):
             kind = "report" if is_report else "command" if command else "user"
-            self._begin(self._take_in(self._conversation(key), kind, message))
-            return
-        if command == "stop":  # at once: what comes next is not meant
-            self._begin(self._say(key, stop_report(self.loop.stop(key))))
+            self.work.start(conversation.take_in(message, kind))
         else:
-            self._begin(self._command(key, message.content))
-        message.confirm()
-
-    def _conversation(self, key: str) -> Conversation:
-        if key not in self.conversations:
-            self.conversations[key] = Conversation(key, self.loop.sessions.inbox(key))
-        return self.conversations[key]
-
-    async def _take_in(
-        self, conversation: Conversation, kind: str, message: InboundMessage
-    ) -> None:
-        """Into the inbox; the channel is told when that survives a power cut."""
-        said = f"{message.speaker}: " if message.speaker and kind == "user" else ""
-        line = {
-            "id": message.message_id or uuid.uuid4().hex, "kind": kind,
-            "sender": message.sender_id, "content": said + message.content,
-            "media": [str(path) for path in message.media],
-        }  # fmt: skip
-        try:
-            async with conversation.order:
-                known = self.loop.sessions.get(conversation.key).known_ids
-                if line["id"] not in (*known, *(other["id"] for other in conversation.waiting)):
-                    await asyncio.to_thread(conversation.inbox.append, line)
-                    conversation.waiting.append(line)
-                    size = len(message.content)
-                    GATEWAY_LOG.info("%s: %d characters came in", conversation.key, size)
-        except OSError as problem:  # the channel has it still, and tries again
-            message.confirm(problem)
-        message.confirm()
-        self._see_to(conversation)
-
-    def _see_to(self, conversation: Conversation) -> None:
-        """Let it be answered, or forget it. What is for a terminal waits in its inbox for that."""
-        is_here = conversation.key.partition(":")[0] in self.bus.channels
-        is_wanted = conversation.is_due or bool(conversation.waiting)
-        if is_here and is_wanted and conversation.task is None:
-            conversation.task = self._begin(self._converse(conversation))
-        elif conversation.task is None and not conversation.order.locked():
-            self.conversations.pop(conversation.key, None)
-            if not is_here and not conversation.key.startswith("cli:"):
-                log.warning("%s: no such channel is open: its messages wait", conversation.key)
-
-    async def _converse(self, conversation: Conversation) -> None:
-        """Turn after turn, while something waits. A turn that is stopped ends only itself."""
-        while conversation.is_due or conversation.waiting:
-            async with self.slots:
-                turn = asyncio.create_task(logged(self._turn(conversation)))
-                try:
-                    await asyncio.wait([turn])
-                finally:
-                    await end_all([turn])
-            if not turn.cancelled():
-                pause = turn.result()
-                await asyncio.sleep(1.0 if pause is None else pause)  # None: it failed, see the log
-        conversation.task = None
-        self._see_to(conversation)
-
-    async def _turn(self, conversation: Conversation) -> float:
-        """One turn. Gives the seconds until the next try if the session is not to be had."""
-        try:
-            async with self.loop.turns.hold(conversation.key) as session:
-                try:
-                    result = await self._answer(session, conversation)
-                    self._deliver(session, conversation, result)
-                except asyncio.CancelledError:
-                    self._send_answers(session)  # that were whole already
-                    raise
-                finally:
-                    entered, conversation.entered = conversation.entered, set()
-                    await asyncio.to_thread(conversation.inbox.remove, entered)
-        except (SessionBusy, OSError) as problem:
-            GATEWAY_LOG.warning("%s: %s", conversation.key, problem)
-            return 1.0
-        return 0.0
-
-    async def _answer(self, session: Session, conversation: Conversation) -> AgentRunResult:
-        """What waits, to its answer. A failure is told like one: the chat learns of it."""
-        turn = self.loop.turn(session.key)
-        try:
-            images = []
-            if conversation.is_due:
-                conversation.is_due = False
-                session.mark("resumed")
-            elif reports := conversation.next("report", 1):
-                session.end_open_turn("interrupted")
-                if reports[0].get("sender") != "subagent":
-                    return await self._report(session, conversation, reports[0])
-                message, _ = self.loop.context.user_message(reports[0]["content"], turn)
-                session.append(message | {"id": reports[0]["id"]})
-                conversation.enter(reports[0])
-            elif commands := conversation.next("command", 1):
-                conversation.enter(commands[0])
-                if slash_command(commands[0]["content"])[0] == "new":
-                    return await start_afresh(self.loop, session, turn)
-                await in_thread(conversation.inbox.remove, {commands[0]["id"]})
-                if not session.unfinished:
-                    return nothing_to_go_on_with()
-            else:
-                session.end_open_turn("interrupted")
-                entered = self._enter(session, conversation, sys.maxsize)
-                images = list(itertools.chain.from_iterable(images for _, images in entered))
-            events = EventHook(self._emit, turn, self.loop.config.streaming)
-            events.shows_deltas = self.bus.shows_deltas(turn.channel)
-            arrivals = partial(self._arrivals, session, conversation)
-            return await self.loop.answer(session, events, images, arrivals)
-        except Exception as problem:
-            if isinstance(problem, OSError) and conversation.waiting:
-                raise  # the journal cannot be written: what waits is tried again
-            log.exception("the turn of %s failed", session.key)
-            return AgentRunResult(stop_reason="error", error=f"{type(problem).__name__}: {problem}")
-
-    def _enter(
-        self, session: Session, conversation: Conversation, most: int
-    ) -> list[tuple[dict, list[dict]]]:
-        """The oldest messages, up to a command or report: from now on the model sees them. Gives
-        each as it is journalled, and its images."""
-        entered = []
-        turn = self.loop.turn(session.key)
-        for line in conversation.next("user", most):
-            message, images = self.loop.context.user_message(line["content"], turn, line["media"])
-            session.append(message | {"id": line["id"]})
-            conversation.enter(line)
-            conversation.reply_to = line["id"]
-            entered.append((message, images))
-        return entered
-
-    def _arrivals(self, session: Session, conversation: Conversation) -> list[dict]:
-        """For a turn that runs, behind its last batch of calls: three at a time."""
-        sent = []
-        for line, images in self._enter(session, conversation, 3):
-            message = as_sent(line, "")
-            if images:
-                text = {"type": "text", "text": message["content"]}
-                message |= {"content": [*images, text]}
-            sent.append(message)
-        return sent
-
-    async def _report(
-        self, session: Session, conversation: Conversation, line: dict
-    ) -> AgentRunResult:
-        """What a job says stands in the journal, too: the user may answer it."""
-        session.append({"role": "assistant", "content": line["content"], "id": line["id"]})
-        conversation.enter(line)
-        await session.synced()
-        return AgentRunResult(line["content"])
-
-    def _deliver(
-        self, session: Session, conversation: Conversation, result: AgentRunResult
-    ) -> None:
-        """Not twice: the answer may be what the `message` tool said here. Every turn sends
-        something, if only its end: so `delivered` moves in order."""
-        requests = counted(result.requests, "request")
-        GATEWAY_LOG.info("%s: %s, %s", session.key, result.stop_reason, requests)
-        text = text_for_chat(result)
-        if text in texts_written(result, session.key):
-            text = ""
-        self._send(session.key, text, session.last, conversation.reply_to)
-
-    def _send(self, key: str, text: str, n: int, reply_to: str = "") -> None:
-        """The answer with this number in the journal: sent again until `delivered` names it."""
-        self.sent[key] = n
-        channel, _, chat_id = key.partition(":")
-        answer = OutboundMessage(channel, chat_id, text, reply_to=reply_to)
-        answer.on_delivered = partial(self._note_delivered, key, n)
-        self.bus.send(answer)
-
-    def _note_delivered(self, key: str, n: int) -> None:
-        session = self.loop.sessions.get(key)
-        if any(answer["n"] <= n for answer in session.undelivered):
-            session.mark("delivered", upto=n)
-
-    def _send_answers(self, session: Session) -> None:
-        """Those that are journalled and were not handed to the bus."""
-        for answer in session.undelivered:
-            if answer["n"] > self.sent.get(session.key, 0):
-                self._send(session.key, answer["content"], answer["n"])
-
-    async def _emit(self, event: OutboundMessage) -> None:
-        if event.kind in ("final", "delta", *kinds_to_show(self.loop.config.channels)):
-            self.bus.send(event)
-
-    async def _say(self, key: str, text: str) -> None:
-        await EventHook(self._emit, self.loop.turn(key), False).send("final", text)
-
-    async def _command(self, key: str, text: str) -> None:
-        try:
-            await self.loop.process_direct(text, key, self._emit)
-        except Exception as problem:
-            await self._say(key, f"Sorry, that failed: {problem}")
+            self.work.start(self.loop.process_direct(message.content, key, conversation.emit))
+            message.confirm()
 
     async def _hear_helpers(self) -> None:
         while True:
-            message = await self.loop.subagents.results.get()
-            try:
-                await self.bus.publish(message)
-            except OSError as problem:
-                log.warning("what a helper found cannot be journalled yet: %s", problem)
-                self.loop.subagents.results.put_nowait(message)
-                await asyncio.sleep(1.0)
+            await self.receive(await self.loop.subagents.results.get())
+
+    async def message(
+        self, content: str, channel: str = "", chat_id: str = "",
+        media: Annotated[list[str], "Paths of files to send along"] = (), *, turn: Turn,
+    ) -> str:  # fmt: skip
+        """Write to a chat, this one if you name none. The only way to send files."""
+        key = f"{channel or turn.channel}:{chat_id or turn.chat_id}"
+        keys = self.loop.sessions.list_keys()
+        chats = [chat for chat in keys if chat.partition(":")[0] in self.bus.channels]
+        if key not in chats:
+            known = ", ".join(chats[:20]) or "none"
+            raise ToolError(f"There is no chat {key} that you have talked with. There are: {known}")
+        files = [turn.path(path) for path in media]
+        missing = [str(path) for path in files if not path.is_file()]
+        if missing:
+            raise ToolError(f"There is no file {', '.join(missing)}.")
+        if key != turn.session_key and content:  # it stands in the journal there, too
+            report = InboundMessage("system", "job", key, content)
+            self.work.start(self.bus.publish(report))
+            content = ""
+        if content or files:
+            self.bus.send(OutboundMessage(*key.split(":", 1), content, media=files))
+        return f"Sent to {key}."
 
     async def go_on_after_restart(self) -> None:
-        """What was not delivered is sent again, what was not answered is answered now."""
+        """Send what was not delivered, answer what was not answered."""
         for key in self.loop.sessions.list_keys():
             if key.partition(":")[0] in self.bus.channels:
-                try:
-                    self._go_on(self.loop.sessions.get(key))
-                except OSError as problem:
-                    log.warning("%s cannot be gone on with: %s", key, problem)
-
-    def _go_on(self, session: Session) -> None:
-        """A turn under a day old is resumed, at most twice: it may be what kills the program."""
-        self._send_answers(session)
-        conversation = self._conversation(session.key)
-        lines = conversation.inbox.read()
-        conversation.waiting = [line for line in lines if line["id"] not in session.known_ids]
-        conversation.entered = {line["id"] for line in lines if line["id"] in session.known_ids}
-        if session.is_open and session.resumed < 2:
-            age = time.time() - session.path.stat().st_mtime
-            conversation.is_due = age < 86_400
-        self._see_to(conversation)
+                self.conversations[key] = Conversation(self, key)
+                self.work.start(self.conversations[key].go_on_after_restart())
 
     async def end(self) -> None:
         """Stop what runs; each turn is journalled so far, and the next start goes on with it."""
         self.loop.is_ending = True
-        await end_all([*self.tasks, *self.loop.subagents.running], 5.0)
+        await end_all([*self.work.tasks, *self.loop.subagents.running], 5.0)
 
 
-def text_for_chat(result: AgentRunResult) -> str:
-    text = result.final_content or ""
-    failed = result.stop_reason in ("error", "tool_error")
-    if failed and str(result.error) not in text:
-        text = f"{text}\n\nSorry, that failed: {result.error}"
+class Conversation:
+    """One chat. Each message has a task, which keeps it and then, if no other does, answers."""
+
+    def __init__(self, service: BusService, key: str):
+        self.service = service
+        self.loop = service.loop
+        self.key = key
+        self.inbox = service.loop.sessions.inbox(key)
+        self.order = asyncio.Lock()  # of what comes in
+        self.answering = asyncio.Lock()
+        self.is_due = False  # a turn that the last program did not end
+        self.reply_to = ""  # the newest message that the turn answers
+
+    async def take_in(self, message: InboundMessage, kind: str) -> None:
+        """The channel is told when the message survives a power cut."""
+        said = f"{message.speaker}: " if message.speaker and kind == "user" else ""
+        line = {
+            "id": message.message_id or uuid.uuid4().hex, "kind": kind, "sender": message.sender_id,
+            "content": said + message.content, "media": [str(path) for path in message.media],
+        }  # fmt: skip
+        async with self.order:
+            while True:
+                try:
+                    await asyncio.to_thread(self.inbox.append, line)
+                    break
+                except OSError as problem:  # its channel is not told, so it has the message still
+                    GATEWAY_LOG.warning("%s: %s", self.key, problem)
+                    await asyncio.sleep(1.0)
+        message.confirm()
+        GATEWAY_LOG.info("%s: %d characters came in", self.key, len(message.content))
+        await self._answer_what_waits()
+
+    async def go_on_after_restart(self) -> None:
+        """A turn under a day old is resumed, at most twice: it may be what kills the program."""
+        session = self.loop.sessions.get(self.key)
+        self._send_answers(session)
+        if session.is_open and session.resumed < 2:
+            self.is_due = time.time() - session.path.stat().st_mtime < 86_400
+        await self._answer_what_waits()
+
+    async def _answer_what_waits(self) -> None:
+        """What is for a terminal stays in the inbox: a prompt shows it."""
+        if self.key.partition(":")[0] not in self.service.bus.channels:
+            GATEWAY_LOG.info("%s: its messages wait, its channel is not open here", self.key)
+            return
+        async with self.answering:
+            while self.is_due or self.inbox.path.exists():
+                try:
+                    await self._turn()
+                except Exception as problem:
+                    is_bug = not isinstance(problem, SessionBusy | OSError)
+                    GATEWAY_LOG.warning("%s: %s", self.key, problem, exc_info=is_bug)
+                    await asyncio.sleep(1.0)
+
+    async def _turn(self) -> None:
+        """What is in the journal at its end leaves the inbox; the rest is tried again."""
+        async with self.service.slots, self.loop.turns.hold(self.key) as session:
+            before = session.last
+            lines = self._next_lines(session)
+            try:
+                if self.is_due or lines:
+                    self._deliver(session, await self._answer(session, lines))
+            except asyncio.CancelledError:
+                self._send_answers(session, before)  # that are whole already
+                if not self.loop.is_ending:  # /stop ends this task; others may wait
+                    self.service.work.start(self._answer_what_waits())
+                raise
+            except Exception as problem:
+                if not lines or lines[0]["id"] in session.known_ids:  # it is not tried again
+                    error = f"{type(problem).__name__}: {problem}"
+                    self._deliver(session, AgentRunResult(stop_reason="error", error=error))
+                raise
+            finally:
+                await asyncio.to_thread(self.inbox.remove, set(session.known_ids))
+
+    def _next_lines(self, session: Session) -> list[dict]:
+        """A command, a report, or the user's messages up to one of these; at most 100."""
+        waiting = [line for line in self.inbox.read() if line["id"] not in session.known_ids]
+        messages = itertools.takewhile(lambda line: line["kind"] == "user", waiting[:100])
+        return list(messages) or waiting[:1]
+
+    async def _answer(self, session: Session, lines: list[dict]) -> AgentRunResult:
+        turn = self.loop.turn(self.key)
+        images = []
+        self.reply_to = ""
+        if self.is_due:
+            self.is_due = False
+            session.mark("resumed")
+        elif lines[0]["kind"] == "command":
+            command, _ = slash_command(lines[0]["content"])
+            result = await self.loop.commands.begin(command, session, id=lines[0]["id"])
+            if result:
+                return result
+        elif lines[0]["kind"] == "report" and lines[0].get("sender") != "subagent":
+            session.end_open_turn("interrupted")
+            text = lines[0]["content"]  # as said by the agent: the user may answer it
+            session.append({"role": "assistant", "content": text, "id": lines[0]["id"]})
+            await session.synced()
+            return AgentRunResult(text)
+        else:
+            session.end_open_turn("interrupted")
+            images = self._enter(session, turn, lines)
+        events = EventHook(self.emit, turn, self.loop.config.streaming)
+        events.shows_deltas = self.service.bus.shows_deltas(turn.channel)
+        arrivals = partial(self._arrivals, session, turn)
+        return await self.loop.answer(session, events, images, arrivals)
+
+    def _enter(self, session: Session, turn: Turn, lines: list[dict]) -> list[dict]:
+        """From now on the model sees these messages. Gives their images."""
+        images = []
+        for line in lines:
+            message, more = self.loop.context.user_message(line["content"], turn, line["media"])
+            session.append(message | {"id": line["id"]})
+            self.reply_to = line["id"]
+            images += more
+        return images
+
+    def _arrivals(self, session: Session, turn: Turn) -> list[dict]:
+        """For a turn that runs, behind its last batch of calls: three messages at a time."""
+        lines = [line for line in self._next_lines(session) if line["kind"] == "user"][:3]
+        before = session.last
+        images = self._enter(session, turn, lines)
+        sent = [as_sent(message, "") for message in session.messages if message["n"] > before]
+        if images:
+            sent[-1]["content"] = [*images, {"type": "text", "text": sent[-1]["content"]}]
+        return sent
+
+    def _deliver(self, session: Session, result: AgentRunResult) -> None:
+        """Every turn sends something, if only its end: so `delivered` moves in order."""
+        requests = counted(result.requests, "request")
+        GATEWAY_LOG.info("%s: %s, %s", self.key, result.stop_reason, requests)
+        self._send(session, text_for_chat(result, self.key), session.last)
+
+    def _send_answers(self, session: Session, behind: int = 0) -> None:
+        for answer in session.undelivered:
+            if answer["n"] > behind:
+                self._send(session, answer["content"], answer["n"])
+
+    def _send(self, session: Session, text: str, n: int) -> None:
+        """The answer with this number in the journal: sent again until `delivered` names it."""
+        answer = OutboundMessage(*self.key.split(":", 1), text, reply_to=self.reply_to)
+        answer.on_delivered = partial(session.mark, "delivered", upto=n)
+        self.service.bus.send(answer)
+
+    async def emit(self, event: OutboundMessage) -> None:
+        if event.kind in ("final", "delta", *kinds_to_show(self.loop.config.channels)):
+            self.service.bus.send(event)
+
+
+def text_for_chat(result: AgentRunResult, key: str = "") -> str:
+    """What came of a run; "" if the `message` tool said the same in this chat already."""
+    text = (result.final_content or "").strip()
+    if result.stop_reason in ("error", "tool_error") and str(result.error) not in text:
+        text += f"\n\nSorry, that failed: {result.error}"
     if result.stop_reason == "max_iterations":
-        text = f"{text}\n\n({LIMIT_REACHED})"
-    return text.strip()
-
-
-def texts_written(result: AgentRunResult, key: str) -> list[str]:
-    """What the `message` tool said in this same chat already."""
-    calls = [event for event in result.tool_events if event["name"] == "message"]
-    here = [call for call in calls if target_of(call["arguments"], key) == key]
-    return [str(call["arguments"].get("content")).strip() for call in here if not call["is_error"]]
-
-
-def target_of(arguments: dict, key: str) -> str:
-    """The chat that a call of `message` means; where it names none, the one of the turn."""
-    channel, _, chat_id = key.partition(":")
-    return f"{arguments.get('channel') or channel}:{arguments.get('chat_id') or chat_id}"
+        text += f"\n\n({LIMIT_REACHED})"
+    here = [call for call in result.tool_events if call["result"].startswith(f"Sent to {key}.")]
+    said = [str(call["arguments"].get("content")).strip() for call in here]
+    return "" if text.strip() in said else text.strip()
 
 
 # ---- The gateway: channels, and the clock as one more ----
 # Without a lock two gateways would answer each message twice and run each job twice.
 
 GATEWAY_LOG = logging.getLogger("nanobot.gateway")  # one line an event
-
-
-@contextlib.contextmanager
-def one_gateway(workspace: Path) -> Iterator[None]:
-    """Raises SessionBusy where another gateway serves this workspace."""
-    busy = f"A gateway serves {workspace} already. End it first, or name another --workspace."
-    with contextlib.ExitStack() as held:
-        for pause in (0.02, 0.05, 0.1, 0.0):  # others look for a moment whether it is free
-            try:
-                held.enter_context(locked(workspace / ".nanobot" / "gateway.lock", busy))
-                break
-            except SessionBusy:
-                if not pause:
-                    raise
-                time.sleep(pause)
-        yield
-
-
-def is_held(workspace: Path, name: str) -> bool:
-    """Does a program hold this lock of the workspace: gateway, jobs?"""
-    try:
-        with locked(workspace / ".nanobot" / f"{name}.lock", "it is held"):
-            return False
-    except SessionBusy:
-        return True
-
-
-gateway_runs = partial(is_held, name="gateway")  # (workspace)
-
-
-async def serve(loop: AgentLoop) -> None:
-    """All channels of the settings, cron and heartbeat, until a signal; at most 10 s to end."""
-    stop = asyncio.Event()
-    here = asyncio.get_running_loop()
-    end_on_signals(lambda *_: here.call_soon_threadsafe(stop.set))
-    bus = MessageBus()
-    for channel in make_channels(loop):
-        bus.open(channel)
-    loop.tools.register(tool(Messenger(loop, bus).message))
-    jobs = JobRunner(loop, bus.publish)
-    await in_thread(jobs.add_system_jobs)
-    work = [asyncio.create_task(part) for part in (loop.run(bus), jobs.run(), stop.wait())]
-    GATEWAY_LOG.info("serving %s", ", ".join([*bus.channels, "cron"]))
-    try:
-        ended, _ = await asyncio.wait(work, return_when="FIRST_COMPLETED")
-        for task in ended:
-            task.result()  # raises what a part of it failed with
-    finally:
-        await end_serving(work, bus, loop)
-    GATEWAY_LOG.info("ended")
-
-
-async def end_serving(work: list[asyncio.Task], bus: MessageBus, loop: AgentLoop) -> None:
-    """At most 8 s: nobody waits any longer for a tool that catches each of its cancellations."""
-    ending = asyncio.create_task(end_in_order(work, bus, loop))
-    await asyncio.wait([ending], timeout=8.0)
-    sessions = {*loop.turns.tasks, *loop.subagents.running.values()}
-    parts = [task for task in (*work, ending) if not task.done()]
-    if sessions or parts:
-        what = ", ".join(sorted(sessions)) or "a part of the gateway"
-        log.warning("left behind, as it does not end: %s; the journal keeps what it has", what)
-
-
-async def end_in_order(work: list[asyncio.Task], bus: MessageBus, loop: AgentLoop) -> None:
-    await end_all(work, 6.0)
-    await bus.close(2.0)
-    await loop.close(1.0)
-
-
-def make_channels(loop: AgentLoop) -> list[Channel]:
-    telegram = loop.config.channels.telegram
-    if not telegram.token:
-        log.warning("No channel is set up: put a bot's token into channels.telegram.token.")
-        return []
-    if not telegram.allow_from:
-        log.warning("Nobody may write: put user ids into channels.telegram.allowFrom.")
-    folder = loop.workspace / ".nanobot" / "media"
-    return [Telegram(
-        telegram.token, telegram.allow_from, api_base=telegram.api_base,
-        group_policy=telegram.group_policy, media_folder=folder,
-    )]  # fmt: skip
-
-
-RUNS_JOBS = {"cli": "jobs"}  # by channel: the lock whose holder runs its jobs; else the gateway's
 NOBODY_RUNS_JOBS = (
     "No gateway runs: a job happens only while `nanobot gateway` runs; one of the terminal also "
     "while a prompt is open."
 )
 
 
+def one_gateway(workspace: Path) -> contextlib.AbstractContextManager:
+    """Raises SessionBusy if another gateway serves this workspace."""
+    busy = f"A gateway serves {workspace} already. End it first, or name another --workspace."
+    return locked(workspace / ".nanobot" / "gateway.lock", busy)
+
+
+def gateway_runs(workspace: Path, lock: str = "gateway") -> bool:
+    """Is this lock of the workspace held? `jobs` is, too, where a prompt runs jobs."""
+    try:
+        with locked(workspace / ".nanobot" / f"{lock}.lock", "it is held"):
+            return False
+    except SessionBusy:
+        return True
+
+
+class Gateway:
+    """Serves all channels of the settings, cron and heartbeat."""
+
+    def __init__(self, loop: AgentLoop):
+        self.loop = loop
+        self.bus = MessageBus()
+
+    async def serve(self) -> None:
+        """Until a signal, or until a part of it fails; it takes at most 10 s to end."""
+        stop = asyncio.Event()
+        here = asyncio.get_running_loop()
+        end_on_signals(lambda *_: here.call_soon_threadsafe(stop.set))
+        for channel in self.channels():
+            self.bus.open(channel)
+        jobs = JobRunner(self.loop, self.bus.publish)
+        await in_thread(jobs.add_system_jobs)
+        parts = [self.loop.run(self.bus), jobs.run(), stop.wait()]
+        work = [asyncio.create_task(part) for part in parts]
+        GATEWAY_LOG.info("serving %s", ", ".join([*self.bus.channels, "cron"]))
+        try:
+            ended, _ = await asyncio.wait(work, return_when="FIRST_COMPLETED")
+            for task in ended:
+                task.result()  # raises what a part of it failed with
+        finally:
+            await self.end(work)
+        GATEWAY_LOG.info("ended")
+
+    def channels(self) -> list[Channel]:
+        telegram = self.loop.config.channels.telegram
+        if not (telegram.token and telegram.allow_from):
+            log.warning("Nobody can write: channels.telegram needs a token and allowFrom.")
+        folder = self.loop.workspace / ".nanobot" / "media"
+        return [Telegram(
+            telegram.token, telegram.allow_from, api_base=telegram.api_base,
+            group_policy=telegram.group_policy, media_folder=folder,
+        )] if telegram.token else []  # fmt: skip
+
+    async def end(self, work: list[asyncio.Task]) -> None:
+        """At most 8 s: nobody waits longer for a tool that catches each of its cancellations."""
+        ending = asyncio.create_task(self._end_in_order(work))
+        await asyncio.wait([ending], timeout=8.0)
+        sessions = {*self.loop.turns.tasks, *self.loop.subagents.running.values()}
+        if sessions or not all(task.done() for task in (*work, ending)):
+            what = ", ".join(sorted(sessions)) or "a part of the gateway"
+            log.warning("left behind, as it does not end: %s; the journal keeps what it has", what)
+
+    async def _end_in_order(self, work: list[asyncio.Task]) -> None:
+        await end_all(work, 6.0)
+        await self.bus.close(2.0)
+        await self.loop.close(1.0)
+
+
 class JobRunner:
-    """What is due runs as a turn of its own; `tell(message)` brings what it says to its chat.
-    Whoever runs jobs holds their lock: one program of a workspace."""
+    """What is due runs as a turn of its own; `tell(message)` brings what it says to its chat."""
 
     def __init__(self, loop: AgentLoop, tell: Callable[[InboundMessage], Awaitable] | None = None):
         self.loop = loop
         self.tell = tell or self._into_inbox
         zone = loop.context.zone or machine_zone()
-        now = partial(now_in, loop.config, zone)
-        path = loop.workspace / "cron" / "jobs.json"
         self.clock = CronService(
-            path, self.run_job, now=now, zone=zone, sleep=loop.config.sleep, lock=locked
-        )
+            loop.workspace / "cron" / "jobs.json", self.run_job, zone=zone, lock=locked,
+            now=partial(now_in, loop.config, zone), sleep=loop.config.sleep,
+        )  # fmt: skip
 
     async def run(self, may_go_on: Callable[[], bool] = lambda: True) -> None:
-        """Until cancelled: while nobody else runs the jobs."""
+        """Until cancelled, while no other program of the workspace holds the lock of the jobs."""
         lock = self.loop.workspace / ".nanobot" / "jobs.lock"
         while True:
             try:
@@ -1518,12 +1423,10 @@ class JobRunner:
             await self.loop.config.sleep(1.0)
 
     async def run_for_terminal(self) -> None:
-        """The jobs of terminals, while no gateway runs."""
         self.clock.is_wanted = lambda job: job.channel == "cli"
         await self.run(lambda: not gateway_runs(self.loop.workspace))
 
     def add_system_jobs(self) -> None:
-        """Dream, and the heartbeat where it is wanted."""
         hours = self.loop.config.defaults.dream.interval_h
         self.clock.add_system("dream", hours * 3_600, self.loop.dream.run)
         heartbeat = self.loop.config.gateway.heartbeat
@@ -1533,38 +1436,34 @@ class JobRunner:
     async def _beat(self) -> None:
         """A turn for what stands in HEARTBEAT.md; it tells people with the `message` tool."""
         tasks = active_tasks(self.loop.memory.text_of(self.loop.workspace / "HEARTBEAT.md"))
-        if not tasks:
-            return
-        GATEWAY_LOG.info("heartbeat")
-        result = await self._answer("cron:heartbeat", template("heartbeat", tasks=tasks))
-        if result.stop_reason in NOT_ANSWERED:
-            raise RuntimeError(text_for_chat(result))
+        if tasks:
+            GATEWAY_LOG.info("heartbeat")
+            await self._answer("cron:heartbeat", template("heartbeat", tasks=tasks))
 
     async def run_job(self, job: CronJob, run: str) -> None:
         """Its answer goes to its chat, a failure too; once, however often it was killed."""
-        chat, key = f"{job.channel}:{job.chat_id}", f"cron:{job.id}"
-        waiting = [line["id"] for line in self.loop.sessions.inbox(chat).read()]
-        if run in (*self.loop.sessions.get(chat).known_ids, *waiting):
-            return
         GATEWAY_LOG.info("cron %s: %s", job.id, job.message[:80])
-        self.loop.turns.chats[key] = chat
+        chat, task = f"{job.channel}:{job.chat_id}", template("job", message=job.message)
+        report = InboundMessage("system", "job", chat, "", message_id=run)
         try:
-            result = await self._answer(key, template("job", message=job.message))
+            report.content = await self._answer(f"cron:{job.id}", task, chat)
+        except RuntimeError as failure:
+            report.content = f"The job {job.id} ({job.message[:80]}) failed. {failure}"
+            raise
         finally:
-            del self.loop.turns.chats[key]
-        failed = result.stop_reason in NOT_ANSWERED
-        text = text_for_chat(result)
-        report = f"The job {job.id} ({job.message[:80]}) failed. {text}" if failed else text
-        await self.tell(InboundMessage("system", "job", chat, report, message_id=run))
-        if failed:
-            raise RuntimeError(text)
+            if report.content:
+                await self.tell(report)
 
-    async def _answer(self, key: str, text: str) -> AgentRunResult:
-        """Each run begins afresh, and nothing of it goes into the long-term memory."""
+    async def _answer(self, key: str, text: str, chat: str = "") -> str:
+        """Each run begins afresh and is in no long-term memory. Raises RuntimeError on failure."""
+        self.loop.turns.chats[key] = chat  # /stop there ends the run
         async with self.loop.turns.hold(key) as session:
             session.mark("new")
             session.mark("saved", upto=session.last)
-        return await self.loop.process_direct(text, key)
+        result = await self.loop.process_direct(text, key)
+        if result.stop_reason in NOT_ANSWERED:
+            raise RuntimeError(text_for_chat(result))
+        return text_for_chat(result)
 
     async def _into_inbox(self, report: InboundMessage) -> None:
         line = {"id": report.message_id, "kind": "report", "content": report.content}
@@ -1577,107 +1476,68 @@ class JobRunner:
                 text = self.clock.cron(action, turn=turn, **arguments)
             except CronError as mistake:
                 raise ToolError(str(mistake)) from None
-            runs_jobs = RUNS_JOBS.get(turn.channel, "gateway")
-            if action == "add" and not is_held(turn.workspace, runs_jobs):
+            lock = "jobs" if turn.channel == "cli" else "gateway"  # a prompt may run jobs, too
+            if action == "add" and not gateway_runs(turn.workspace, lock):
                 text += f"\n({NOBODY_RUNS_JOBS} Tell the user.)"
             return text
 
         return tool(cron)
 
 
-class Messenger:
-    """Lets the model write to chats: of this turn, or others that it has talked with."""
-
-    def __init__(self, loop: AgentLoop, bus: MessageBus):
-        self.loop = loop
-        self.bus = bus
-
-    async def message(
-        self, content: str, channel: str = "", chat_id: str = "",
-        media: Annotated[list[str], "Paths of files to send along"] = (), *, turn: Turn,
-    ) -> str:  # fmt: skip
-        """Write to a chat, this one if you name none. The only way to send files."""
-        key = target_of({"channel": channel, "chat_id": chat_id}, turn.session_key)
-        keys = self.loop.sessions.list_keys()
-        chats = [chat for chat in keys if chat.partition(":")[0] in self.bus.channels]
-        if key not in chats:
-            known = ", ".join(chats[:20]) or "none"
-            raise ToolError(f"There is no chat {key} that you have talked with. There are: {known}")
-        files = [turn.path(path) for path in media]
-        missing = [str(path) for path in files if not path.is_file()]
-        if missing:
-            raise ToolError(f"There is no file {', '.join(missing)}.")
-        if key != turn.session_key and content:  # it stands in the journal there, too
-            report = InboundMessage("system", "job", key, content)
-            self.loop.background.start(self.bus.publish(report))
-            content = ""
-        if content or files:
-            self.bus.send(OutboundMessage(*key.split(":", 1), content, media=files))
-        return f"Sent to {key}."
-
-
 # ---- Memory: what the loop hands in ----
 # memory.py knows no model, no tools and no templates.
 
-
-def make_consolidator(loop: AgentLoop) -> Consolidator:
-    settings = loop.config.defaults
-    return Consolidator(
-        loop.memory, loop.sessions, partial(ask_model, loop), template("consolidate"),
-        settings.budget, settings.memory_window, loop.counter,
-    )  # fmt: skip
+Rule = Callable[[str, dict], str]  # why a call of a tool, with these arguments, must not run; or ""
 
 
-def make_dream(loop: AgentLoop) -> Dream:
-    settings = loop.config.defaults
-    return Dream(
-        loop.memory, partial(ask_model, loop), partial(run_dreamer, loop), template("dream_find"),
-        template("dream_edit"), loop.skills, settings.budget, settings.dream.max_batch_size,
-    )  # fmt: skip
+class MemoryModel:
+    """The model as the memory uses it: `ask` for an answer, `edit` for a run that edits files."""
+
+    def __init__(self, loop: AgentLoop):
+        self.loop = loop
+        settings = loop.config.defaults
+        self.consolidator = Consolidator(
+            loop.memory, loop.sessions, self.ask, template("consolidate"), settings.budget,
+            settings.memory_window, loop.counter,
+        )  # fmt: skip
+        self.dream = Dream(
+            loop.memory, self.ask, self.edit, template("dream_find"), template("dream_edit"),
+            loop.skills, settings.budget, settings.dream.max_batch_size,
+        )  # fmt: skip
+
+    async def ask(self, messages: list[dict], tools: list[dict]) -> LLMResponse:
+        most = self.loop.config.defaults.max_tokens
+        response = await self.loop.provider.chat(messages, tools, max_tokens=most)
+        add_up(self.loop.cost.total, response.usage)
+        return response
+
+    async def edit(self, messages: list[dict], reason_to_refuse: Rule) -> AgentRunResult:
+        """Dream's second phase, which may edit three files and its skills."""
+        names = ("read_file", "edit_file", "write_file")
+        editing = [tool for tool in FILE_TOOLS if tool.name in names]
+        turn = replace(self.loop.turn("system:dream"), cwd=self.loop.workspace)
+        for name in ("memory/MEMORY.md", "USER.md", "SOUL.md"):  # their texts are in the messages
+            if (turn.cwd / name).is_file():
+                turn.note_read((turn.cwd / name).resolve())
+        return await self.loop.subagents.run(
+            messages, tools=FencedTools(editing, reason_to_refuse), turn=turn, hook=self.loop.cost,
+            max_iterations=self.loop.config.defaults.dream.max_iterations,
+        )  # fmt: skip
 
 
-async def ask_model(loop: AgentLoop, messages: list[dict], tools: list[dict]) -> LLMResponse:
-    most = loop.config.defaults.max_tokens
-    response = await loop.provider.chat(messages, tools, max_tokens=most)
-    add_up(loop.cost.total, response.usage)
-    return response
-
-
-class Fence(AgentHook):
+class FencedTools(ToolRegistry):
     """Refuses calls that a rule has a reason against. It is asked about what would really run."""
 
-    def __init__(self, tools: ToolRegistry, reason_to_refuse: Callable[[str, dict], str]):
-        self.tools = tools
+    def __init__(self, tools: Iterable[Tool], reason_to_refuse: Rule):
+        super().__init__(tools)
         self.reason_to_refuse = reason_to_refuse
 
-    async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
-        for call in tool_calls:
-            call.denied = "This call could not be checked."  # should the rule itself fail
-            _, arguments, problem = self.tools.prepare_call(call.name, call.arguments)
-            call.denied = problem or self.reason_to_refuse(call.name, arguments)
-
-
-async def run_dreamer(
-    loop: AgentLoop, messages: list[dict], reason_to_refuse: Callable[[str, dict], str]
-) -> AgentRunResult:
-    """Dream's second phase: an agent of its own, which may edit three files and its skills."""
-    names = ("read_file", "edit_file", "write_file")
-    tools = ToolRegistry([tool for tool in FILE_TOOLS if tool.name in names])
-    turn = replace(loop.turn("system:dream"), cwd=loop.workspace)
-    for name in ("memory/MEMORY.md", "USER.md", "SOUL.md"):  # their texts are in the messages
-        if (loop.workspace / name).is_file():
-            turn.note_read((loop.workspace / name).resolve())
-    hook = CompositeHook([Fence(tools, reason_to_refuse), loop.cost])
-    settings = loop.config.defaults
-    return await loop.runner.run(AgentRunSpec(
-        messages, tools, max_iterations=settings.dream.max_iterations,
-        max_tokens=settings.max_tokens, context_window=settings.context_window_tokens,
-        hook=hook, turn=turn, counter=loop.counter,
-    ))  # fmt: skip
+    def prepare_call(self, name: str, params: Any) -> tuple[Tool | None, dict, str | None]:
+        tool, arguments, problem = super().prepare_call(name, params)
+        return tool, arguments, problem or self.reason_to_refuse(name, arguments)
 
 
 # ---- Subagents ----
-# Without their own run a search through fifty files would fill the conversation that asked for it.
 
 
 class SubagentManager:
@@ -1710,25 +1570,29 @@ class SubagentManager:
         return f"Helper {name!r} is at work. Its result comes as a message: go on, or end here."
 
     async def _work(self, task: str, turn: Turn) -> str:
-        """The helper's answer. Raises ToolError where it has none."""
+        """The helper's answer. Raises ToolError if it has none."""
         names = [tool["function"]["name"] for tool in self.loop.tools.get_definitions()]
         tools = [self.loop.tools.get(name) for name in names if name not in self.kept_from_them]
         prompt = template("subagent", cwd=turn.cwd, workspace=turn.workspace)
         parts = [prompt, *skill_parts(self.loop.skills.load()).values()]
         message, _ = self.loop.context.user_message(task, turn)  # with the date
         messages = [{"role": "system", "content": "\n\n".join(parts)}, as_sent(message, "")]
-        limits = self.loop.config.defaults
-        spec = AgentRunSpec(
-            messages, ToolRegistry(tools), max_iterations=self.steps, max_tokens=limits.max_tokens,
-            temperature=limits.temperature, context_window=limits.context_window_tokens,
-            hook=CompositeHook(self.loop.hooks), counter=self.loop.counter,
-            turn=replace(turn, depth=turn.depth + 1, seen={}),
+        result = await self.run(
+            messages, tools=ToolRegistry(tools), turn=replace(turn, depth=turn.depth + 1, seen={}),
+            hook=CompositeHook(self.loop.hooks), max_iterations=self.steps,
         )  # fmt: skip
-        result = await self.loop.runner.run(spec)
         if result.stop_reason == "completed":
             return result.final_content
         cause = result.error or result.final_content
         raise ToolError(f"The helper did not finish ({result.stop_reason}): {cause}")
+
+    async def run(self, messages: list[dict], **own: Any) -> AgentRunResult:
+        """A run beside the conversations, with the limits of the settings."""
+        limits = self.loop.config.defaults
+        return await self.loop.runner.run(AgentRunSpec(
+            messages, max_tokens=limits.max_tokens, temperature=limits.temperature,
+            context_window=limits.context_window_tokens, counter=self.loop.counter, **own,
+        ))  # fmt: skip
 
     def _announce(self, name: str, session_key: str, work: asyncio.Task) -> None:
         if work.cancelled():
@@ -1737,37 +1601,26 @@ class SubagentManager:
         text = template("subagent_result", helper=name, result=outcome)
         self.results.put_nowait(InboundMessage("system", "subagent", session_key, text))
 
-    async def next_result(self, session_key: str) -> str:
-        """Waits for what a helper of the session finds; "" where none is at work any more."""
-        while self.results.empty() and self.of(session_key):
-            await asyncio.wait(self.of(session_key), return_when="FIRST_COMPLETED")
-        return "" if self.results.empty() else self.results.get_nowait().content
-
-
-async def answer_with_helpers(
-    loop: AgentLoop, text: str, session_key: str, on_event: Emit
-) -> AgentRunResult:
-    """A message, its answer, and what the helpers found: on a terminal nothing comes later."""
-    try:
-        result = await loop.process_direct(text, session_key, on_event)
-        while report := await loop.subagents.next_result(session_key):
-            result = await loop.process_direct(report, session_key, on_event)
-    except asyncio.CancelledError:
-        loop.stop(session_key)
-        raise
-    return result
+    async def answer_with_helpers(self, text: str, key: str, on_event: Emit) -> AgentRunResult:
+        """A message, its answer, and what the helpers found: on a terminal nothing comes later."""
+        try:
+            while True:
+                result = await self.loop.process_direct(text, key, on_event)
+                await asyncio.gather(*self.of(key), return_exceptions=True)
+                if self.results.empty():
+                    return result
+                text = self.results.get_nowait().content
+        except asyncio.CancelledError:
+            self.loop.stop(key)
+            raise
 
 
 # ---- Slash commands ----
-# Without them a user who is stuck has no way to say so but to the model that he is stuck with.
 
-# "/status@my_bot", "/dream-log 1f3a9c", but not "/etc/hosts?" nor "/new York is where?"
-SLASH = r"/([a-z][a-z-]*)(?:@\w+)?(?:\s+(.+))?"
-TAKE_A_COMMIT = ("dream-log", "dream-restore")
 COMMANDS = {
     "start": "what this is",
     "new": "start afresh; the old conversation stays in its journal",
-    "stop": "end the turn that runs, and its subagents",
+    "stop": "end the turn that runs, and its subagents; at a prompt press Ctrl-C instead",
     "continue": "go on with a turn that was interrupted",
     "status": "version, model, tokens, context, uptime",
     "dream": "go through what happened lately; keep what matters in memory",
@@ -1779,87 +1632,75 @@ COMMANDS = {
 
 def slash_command(text: str) -> tuple[str, str]:
     """`/NEW ` → ("new", ""), `/dream-log 1f3a` → ("dream-log", "1f3a"); "" for no command."""
-    match = re.fullmatch(SLASH, text.strip().lower())
-    if match is None or (match[2] and match[1] not in TAKE_A_COMMIT):
+    # "/status@my_bot", "/dream-log 1f3a9c", but not "/etc/hosts?" nor "/new York is where?"
+    match = re.fullmatch(r"/([a-z][a-z-]*)(?:@\w+)?(?:\s+(.+))?", text.strip().lower())
+    if match is None or (match[2] and match[1] not in ("dream-log", "dream-restore")):
         return "", ""
     return match[1], match[2] or ""
 
 
-def nothing_to_go_on_with() -> AgentRunResult:
-    return AgentRunResult("There is no interrupted turn to go on with.")
+class Commands:
+    """Answers slash commands: /new and /continue as a turn, all others at once."""
 
+    def __init__(self, loop: AgentLoop):
+        self.loop = loop
 
-async def answer_command(
-    loop: AgentLoop, command: str, argument: str, turn: Turn
-) -> AgentRunResult:
-    repository = MemoryRepository(loop.workspace)
-    if argument and not re.fullmatch("[0-9a-f]{4,40}", argument):
-        form = f"Write /{command}, or with a commit: /{command} 1f3a9c"
-        return AgentRunResult(f"{argument[:40]!r} is no commit. {form}")
-    match command:
-        case "start":
-            lines = [template("start", commands=", ".join(f"/{name}" for name in COMMANDS))]
-        case "dream":
-            lines = [await loop.dream.run()]
-        case "dream-log":
-            lines = [await in_thread(repository.log, argument)]
-        case "dream-restore":
-            lines = [await in_thread(repository.restore, argument)]
-        case "stop":
-            lines = [stop_report(loop.stop(turn.session_key))]
-        case "help":
-            shown = {f"/{name}": meaning for name, meaning in COMMANDS.items()}
-            if turn.channel == "cli":
-                shown["/stop"] = "press Ctrl-C: a line typed during a turn is read after it"
-            lines = [f"{name}: {meaning}" for name, meaning in shown.items()]
-        case "status":
-            lines = session_status(loop, turn)
-        case _:
-            lines = [closest_command(command)]
-    return AgentRunResult("\n".join(lines))
+    async def begin(self, command: str, session: Session, **origin: str) -> AgentRunResult | None:
+        """/new, /continue; None: there is a turn to go on with. `origin` is the message's id."""
+        session.mark(command, **origin)
+        if command == "new":
+            await session.synced()
+            self.loop.turn(session.key).seen.clear()
+            self.loop.background.start(self.loop.consolidator.after_turn(session))
+            return AgentRunResult("A new session begins. The old one stays in its journal.")
+        if not session.unfinished:
+            return AgentRunResult("There is no interrupted turn to go on with.")
+        return None
 
+    async def answer(self, command: str, argument: str, turn: Turn) -> AgentRunResult:
+        repository = MemoryRepository(self.loop.workspace)
+        match command:
+            case "start":
+                text = template("start", commands=", ".join(f"/{name}" for name in COMMANDS))
+            case "help":
+                text = "\n".join(f"/{name}: {meaning}" for name, meaning in COMMANDS.items())
+            case "status":
+                text = self._status(turn)
+            case "stop":
+                has_stopped = self.loop.stop(turn.session_key)
+                await asyncio.sleep(0)  # what the turn has said already is sent before this
+                text = "Stopped; /continue goes on." if has_stopped else "Nothing runs here."
+            case "dream":
+                text = await self.loop.dream.run()
+            case "dream-log" | "dream-restore" if not re.fullmatch("[0-9a-f]{4,40}|", argument):
+                form = f"Write /{command}, or with a commit: /{command} 1f3a9c"
+                text = f"{argument[:40]!r} is no commit. {form}"
+            case "dream-log":
+                text = await in_thread(repository.log, argument)
+            case "dream-restore":
+                text = await in_thread(repository.restore, argument)
+            case _:
+                text = f"There is no /{command}. /help lists what there is."
+        return AgentRunResult(text)
 
-def stop_report(has_stopped: bool) -> str:
-    return "Stopped; /continue goes on." if has_stopped else "Nothing runs here."
+    def _status(self, turn: Turn) -> str:
+        request = self.preview(turn)
+        window = self.loop.config.defaults.context_window_tokens
+        messages = counted(len(self.loop.sessions.get(turn.session_key).history()), "message")
+        helpers = counted(len(self.loop.subagents.of(turn.session_key)), "helper")
+        hours, minutes = divmod(int(time.monotonic() - self.loop.started) // 60, 60)
+        session = f"session {turn.session_key}, {messages}"
+        version = f"nanobot {__version__}, model {self.loop.model}, {session}"
+        context = [f"context {request.tokens:,} of {window:,}", *request.notes]
+        cost = f"{self.loop.cost.line(self.loop.cost.total)}, {hours} h {minutes} min"
+        return "\n".join([version, f"{helpers} at work", *context, f"since the start: {cost}"])
 
-
-def closest_command(command: str) -> str:
-    from difflib import get_close_matches
-
-    closest = get_close_matches(command, COMMANDS, n=1, cutoff=0.0)[0]
-    return f"There is no /{command}. The closest is /{closest}: {COMMANDS[closest]}"
-
-
-def preview(loop: AgentLoop, turn: Turn, message: dict | None = None) -> Governed:
-    """The request that would be sent now, for a message that is not journalled."""
-    later = [{"n": sys.maxsize} | message] if message else []
-    history = loop.sessions.get(turn.session_key).history(*later)
-    spec = loop.run_spec(history, [], EventHook(None, turn, loop.config.streaming))
-    return loop.runner.govern(RunState(spec, AgentHookContext(spec.messages)))
-
-
-def session_status(loop: AgentLoop, turn: Turn) -> list[str]:
-    request = preview(loop, turn)
-    window = loop.config.defaults.context_window_tokens
-    messages = counted(len(loop.sessions.get(turn.session_key).history()), "message")
-    helpers = counted(len(loop.subagents.of(turn.session_key)), "helper")
-    hours, minutes = divmod(int(time.monotonic() - loop.started) // 60, 60)
-    return [
-        f"nanobot {__version__}, model {loop.model}, session {turn.session_key}, {messages}",
-        f"{helpers} at work",
-        f"context {request.tokens:,} of {window:,}",
-        *request.notes,
-        f"since the start: {loop.cost.line(loop.cost.total)}, {hours} h {minutes} min",
-    ]
-
-
-async def start_afresh(loop: AgentLoop, session: Session, turn: Turn) -> AgentRunResult:
-    """What was said goes into memory, but nobody has to wait for it."""
-    session.mark("new")
-    await session.synced()
-    turn.seen.clear()
-    loop.background.start(loop.consolidator.after_turn(session))
-    return AgentRunResult("A new session begins. The old one stays in its journal.")
+    def preview(self, turn: Turn, message: dict | None = None) -> Governed:
+        """The request that would be sent now, for a message that is not journalled."""
+        later = [{"n": sys.maxsize} | message] if message else []
+        history = self.loop.sessions.get(turn.session_key).history(*later)
+        spec = self.loop.run_spec(history, [], EventHook(None, turn, self.loop.config.streaming))
+        return self.loop.runner.govern(RunState(spec, AgentHookContext(spec.messages)))
 
 
 # ---- What can be set ----
@@ -2266,7 +2107,7 @@ class Talk:
         """One message to its answer on the terminal."""
         if self.loop.mcp.servers:
             self.terminal.waiting.begin("MCP servers")
-        work = answer_with_helpers(self.loop, text, self.key, self.terminal.send)
+        work = self.loop.subagents.answer_with_helpers(text, self.key, self.terminal.send)
         result = self.background.complete(work)
         if result.requests:
             requests = counted(result.requests, "request")
@@ -2385,7 +2226,7 @@ def prompt_command(arguments: argparse.Namespace) -> None:
     turn = loop.turn(arguments.session)
     asyncio.run(loop.mcp.check())  # so that their tools are in what is printed
     message, _ = loop.context.user_message(arguments.text, turn)
-    request = preview(loop, turn, message)
+    request = loop.commands.preview(turn, message)
     _, *history, last = request.messages
     parts = loop.context.parts(turn)
     parts["Tools"] = lines_of_json(loop.tools.get_definitions())
@@ -2427,7 +2268,8 @@ def gateway_command(arguments: argparse.Namespace) -> None:
     config.cwd = config.workspace
     loop = AgentLoop(config, hooks=[LoggingHook()])
     with one_gateway(loop.workspace):
-        asyncio.Runner().run(serve(loop))  # `asyncio.run` waits for all tasks, whatever they do
+        work = Gateway(loop).serve()
+        asyncio.Runner().run(work)  # `asyncio.run` waits for all tasks, whatever they do
 
 
 def cron_command(arguments: argparse.Namespace) -> None:
