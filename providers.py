@@ -1475,7 +1475,7 @@ class RecordedTools:
         self.definitions = records[0]["tools"]
         self.results: list[str] = []
         for record, later in itertools.pairwise(records):
-            new = later["messages"][len(record["messages"]) :]
+            new = [message for message in later["messages"] if message not in record["messages"]]
             texts = [message["content"] for message in new if message["role"] == "tool"]
             for call, text in zip(record["answer"].tool_calls, texts, strict=False):
                 if not call.error:  # the runner itself answers a call that could not be read

@@ -209,7 +209,9 @@ def test_a_conversation_stands_in_its_journal_like_this(tmp_path):
         {"mark": "delivered", "upto": 5},
         {"n": 6, "role": "user", "content": "fail", "id": "503"},
         {"mark": "ended", "why": "the endpoint is down"},
-        {"mark": "new"},
+        {"mark": "delivered", "upto": 6},
+        {"mark": "new", "id": "504"},
+        {"mark": "delivered", "upto": 6},
     ]
 
 

@@ -858,7 +858,7 @@ def test_the_fence_opens_neither_home_nor_what_holds_it(own_home, tmp_path, sett
 
 COMMANDS = [
     ("/help", "/status: version, model"),
-    ("/help", "/stop: press Ctrl-C"),  # a fault of issue 18: a line typed during a turn is read after it
+    ("/help", "at a prompt press Ctrl-C"),  # a fault of issue 18: a line typed during a turn is read after it
     ("/start@my_bot", "I am your agent"),
     ("/status@some_bot", "model scripted, session cli:direct, 0 messages"),
     (" /NEW\n", "A new session begins. The old one stays in its journal."),
