@@ -12,6 +12,7 @@ The file works alone; read it last. Not covered: turns, sessions, options.
 
 import asyncio
 import contextlib
+import contextvars
 import functools
 import html
 import io
@@ -21,6 +22,7 @@ import logging
 import os
 import queue
 import re
+import secrets
 import select
 import shutil
 import signal
@@ -29,7 +31,7 @@ import threading
 import time
 import urllib.parse
 import zoneinfo
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -1488,3 +1490,216 @@ def active_tasks(text: str) -> str:
     rest = re.sub(DONE, "", re.sub(COMMENT, "", text))
     tasks = [line for line in rest.splitlines() if not re.fullmatch(NO_TASK, line)]
     return rest.strip() if tasks else ""
+
+
+# ---- The page: an agent behind glass ----
+# Without the token and the checks of Host and Origin, any web page that the user opens could send
+# a message to the agent, or read what it said.
+
+PAGE_POLICY = (
+    "default-src 'none'; script-src 'nonce-{0}'; style-src 'nonce-{0}'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+
+@dataclass
+class PageChat:
+    """What the page shows of one session besides its journal."""
+
+    events: deque = field(default_factory=lambda: deque(maxlen=4_000))  # (number, JSON)
+    count: int = 0  # of all events so far
+    draft: str = ""  # the answer that streams
+    sent: list[dict] = field(default_factory=list)  # the messages of the last request
+    is_stepping: bool = False  # does it pause before each request and each call?
+
+
+class WebPage(Channel):
+    """A page on 127.0.0.1 for whoever has the token; each of its windows shows one chat.
+
+    `show(chat_id, event)` brings a dict to all windows of the chat, also after a reload.
+    `ask(text)` waits for an answer from the chat whose turn runs in this task. `files(chat_id)`
+    gives the paths of its journal and of MEMORY.md, which are shown as they change.
+    """
+
+    name = "web"
+    shows_deltas = True
+
+    def __init__(self, html: str, files: Callable[[str], tuple[Path, Path]], port: int = 0):
+        super().__init__(["local"])
+        self.html, self.files = html, files
+        self.token = secrets.token_urlsafe(24)
+        self.turn_of = contextvars.ContextVar("turn_of", default="page")  # the chat of this task
+        self.chats: dict[str, PageChat] = defaultdict(PageChat)
+        self.questions: dict[str, asyncio.Future] = {}
+        self.closed = threading.Event()
+        self.server = page_server(self, port)
+        self.port = self.server.server_address[1]
+        self.address = f"http://127.0.0.1:{self.port}/?token={self.token}"
+
+    async def start(self, bus: MessageBus) -> None:
+        self.bus, self.loop = bus, asyncio.get_running_loop()
+        threading.Thread(target=self.server.serve_forever, args=(0.1,), daemon=True).start()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.closed.set()
+            self.server.shutdown()
+            self.server.server_close()
+
+    async def send(self, message: OutboundMessage) -> None:
+        if message.kind == "delta":
+            self.chats[message.chat_id].draft += message.content
+        elif message.kind == "final":
+            self.show(message.chat_id, {"kind": "say", "content": message.content})
+
+    def show(self, chat_id: str, event: dict) -> None:
+        chat = self.chats[chat_id]
+        if event["kind"] in ("answer", "say"):
+            chat.draft = ""
+        chat.count += 1
+        chat.events.append((chat.count, json.dumps({"time": time.time(), **event}, default=str)))
+
+    async def ask(self, text: str, what: str = "approve", **details: Any) -> str:
+        number, chat_id = secrets.token_hex(8), self.turn_of.get()
+        self.questions[number] = asyncio.get_running_loop().create_future()
+        question = {"kind": "ask", "id": number, "what": what, "text": text, **details}
+        self.show(chat_id, question)
+        try:
+            return await self.questions[number]
+        finally:
+            del self.questions[number]
+            self.show(chat_id, {"kind": "asked", "id": number})
+
+    async def take(self, path: str, body: dict) -> None:
+        """What a window sends. Raises ValueError if it is not understood."""
+        if path == "/say":
+            chat_id = page_chat(body["chat"])
+            message = InboundMessage(self.name, "local", chat_id, str(body["text"]))
+            message.message_id = str(body["id"])[:64]
+            await self.bus.publish(message)
+        elif path == "/step":
+            self.chats[page_chat(body["chat"])].is_stepping = bool(body["on"])
+        elif body["id"] in self.questions and not self.questions[body["id"]].done():
+            self.questions[body["id"]].set_result(str(body["text"]))
+        else:
+            raise ValueError("this question was answered already")
+
+    def news(self, chat_id: str) -> Iterator[str]:
+        """Events as JSON until the program ends; "" ten times a second."""
+        chat, (journal, facts) = self.chats[chat_id], self.files(chat_id)
+        yield json.dumps({"kind": "hello", "step": chat.is_stepping, "chats": list(self.chats)})
+        position, seen, draft, known = 0, 0, "", text_behind(facts)
+        while not self.closed.wait(0.1):
+            lines = text_behind(journal, position).rpartition("\n")[0]
+            if lines:
+                position += len(lines.encode("utf-8", "surrogateescape")) + 1
+                yield json.dumps({"kind": "journal", "lines": lines.split("\n")})
+            for number, event in list(chat.events):
+                if number > seen:
+                    seen = number
+                    yield event
+            if chat.draft != draft:
+                draft = chat.draft
+                yield json.dumps({"kind": "draft", "text": draft})
+            if text_behind(facts) != known:
+                before, known = known, text_behind(facts)
+                yield json.dumps({"kind": "memory", "before": before, "after": known})
+            yield ""
+
+
+def text_behind(path: Path, position: int = 0) -> str:
+    try:
+        with open(path, "rb") as file:
+            file.seek(position)
+            return file.read().decode("utf-8", "surrogateescape")
+    except FileNotFoundError:
+        return ""
+
+
+def page_chat(name: Any) -> str:
+    if not re.fullmatch(r"[\w.-]{1,60}", str(name)):
+        raise ValueError("a session's name has up to 60 letters, digits, dots and dashes")
+    return str(name)
+
+
+def page_server(page: WebPage, port: int) -> Any:
+    """The HTTP server, not yet serving. `http.server` takes 30 ms to import: only the page pays."""
+    from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+    class Handler(BaseHTTPRequestHandler):
+        timeout = 60  # seconds that a silent client may hold its thread
+
+        def do_GET(self) -> None:
+            PageRequest(page, self).get()
+
+        def do_POST(self) -> None:
+            PageRequest(page, self).post()
+
+        def log_message(self, *details: Any) -> None:
+            log.debug("page: %s", details)
+
+    return ThreadingHTTPServer(("127.0.0.1", port), Handler)
+
+
+class PageRequest:
+    """One HTTP request of a browser. Without token or cookie the answer is 403, for any path."""
+
+    def __init__(self, page: WebPage, http: Any):
+        self.page, self.http, self.headers = page, http, http.headers
+        host = self.headers.get("Host", "")
+        own = (f"127.0.0.1:{page.port}", f"localhost:{page.port}")  # a rebound name is another
+        origin = self.headers.get("Origin")  # another page in this browser has another
+        self.is_from_here = host in own and origin in (None, f"http://{host}")
+        cookies = self.headers.get("Cookie", "").split("; ")
+        values = [each.partition(f"nanobot_{page.port}=")[2] for each in cookies]
+        self.is_allowed = self.is_from_here and any(map(self._is_token, values))
+
+    def _is_token(self, text: str) -> bool:
+        return secrets.compare_digest(text.encode(), self.page.token.encode())
+
+    def _reply(self, status: int, text: str, kind: str = "text/plain", **more: str) -> None:
+        self.http.send_response(status)
+        headers = {
+            "Content_Type": f"{kind}; charset=utf-8", "Cache_Control": "no-store",
+            "X_Content_Type_Options": "nosniff", "Referrer_Policy": "no-referrer", **more,
+        }  # fmt: skip
+        for name, value in headers.items():
+            self.http.send_header(name.replace("_", "-"), value)
+        self.http.end_headers()
+        self.http.wfile.write(text.encode("utf-8"))
+
+    def get(self) -> None:
+        path, _, query = self.http.path.partition("?")
+        values = dict(urllib.parse.parse_qsl(query))
+        if self.is_from_here and path == "/" and self._is_token(values.get("token", "")):
+            cookie = f"nanobot_{self.page.port}={self.page.token}"
+            cookie += "; HttpOnly; SameSite=Strict; Path=/"
+            self._reply(303, "", Location="/", Set_Cookie=cookie)  # out of the address bar
+        elif not self.is_allowed:
+            self._reply(403, "Open the address that `nanobot web` printed.")
+        elif path == "/events":
+            self._reply(200, "", "text/event-stream")
+            with contextlib.suppress(ConnectionError, TimeoutError):  # the window was closed
+                for event in self.page.news(page_chat(values.get("chat", "page"))):
+                    self.http.wfile.write(f"data: {event}\n\n".encode() if event else b":\n\n")
+        else:
+            nonce = secrets.token_urlsafe(16)
+            html, policy = self.page.html.replace("%NONCE%", nonce), PAGE_POLICY.format(nonce)
+            self._reply(200, html, "text/html", Content_Security_Policy=policy)
+
+    def post(self) -> None:
+        size = int(self.headers.get("Content-Length") or 0)
+        is_json = self.headers.get_content_type() == "application/json"
+        if not self.is_allowed:
+            self._reply(403, "Open the address that `nanobot web` printed.")
+        elif size > 1_000_000 or not is_json:
+            self._reply(413, "JSON of up to 1,000,000 bytes, please.")
+        else:
+            try:
+                taking = self.page.take(self.http.path, json.loads(self.http.rfile.read(size)))
+                asyncio.run_coroutine_threadsafe(taking, self.page.loop).result(10)
+                self._reply(204, "")
+            except (ValueError, KeyError, TypeError) as mistake:
+                self._reply(400, f"This was not understood: {mistake}")
+            except Exception as problem:  # the journal cannot be written: the window shows why
+                self._reply(503, f"The message was not taken: {problem}")

@@ -36,6 +36,7 @@ import os
 import re
 import shutil
 import string
+import subprocess
 import sys
 import threading
 import time
@@ -45,7 +46,7 @@ import zoneinfo
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from collections.abc import Mapping
-from dataclasses import dataclass, field, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from datetime import datetime
 from functools import partial, partialmethod
 from pathlib import Path
@@ -53,8 +54,9 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from channels import (
     CLI, NOBODY_TO_ASK, BackgroundLoop, Channel, CronError, CronJob, CronService,
-    InboundMessage, MessageBus, OutboundMessage, PrintableFormatter, Telegram, Waiting,
-    active_tasks, approval_question, end_on_signals, machine_zone, prepare_streams, printable,
+    InboundMessage, MessageBus, OutboundMessage, PageChat, PrintableFormatter, Telegram, Waiting,
+    WebPage, active_tasks, approval_question, end_on_signals, machine_zone, prepare_streams,
+    printable,
 )  # fmt: skip
 from memory import (
     Consolidator, Dream, Governed, MemoryRepository, MemoryStore, Session, SessionBusy,
@@ -63,6 +65,7 @@ from memory import (
 from providers import (
     ROWS, Endpoint, HumanProvider, LLMProvider, LLMResponse, OfflineProvider, OpenAIProvider,
     RecordedTools, ReplayDiffers, ReplayProvider, ToolCallRequest, Trace, choose_endpoint,
+    without_key_texts,
 )  # fmt: skip
 from tools import (
     FILE_TOOLS, SEARCH_SERVICES, Exec, MCPServers, Tool, ToolError, ToolRegistry, ToolResult, Turn,
@@ -193,12 +196,14 @@ class AgentRunner:
 
     async def _chat(self, state: RunState, request: Governed) -> LLMResponse:
         spec = state.spec
+        await spec.hook.before_request(request.messages, state.tools)
         response = await self.provider.chat(
             request.messages, state.tools, model=spec.model, max_tokens=spec.max_tokens,
             temperature=0.1 if spec.temperature is None else spec.temperature,
             on_delta=state.show if spec.hook.wants_streaming else None,
             on_retry=spec.hook.on_retry,
         )  # fmt: skip
+        await spec.hook.after_response(response)
         add_up(state.context.usage, response.usage)
         exact = 0 if response.usage.get("estimated") else response.usage.get("prompt_tokens")
         state.result.context_tokens = exact or request.tokens
@@ -460,6 +465,7 @@ class AgentLoop:
         self.dream = memory_model.dream
         self.cost = CostTrackingHook(config.prices, self.model)
         self.hooks = [self.cost, *hooks]
+        self.hooks_of: Callable[[Turn], list[AgentHook]] = lambda turn: []  # of one turn
         self.subagents = SubagentManager(self)
         self.commands = Commands(self)
         self.tools.register(tool(self.subagents.spawn))
@@ -546,8 +552,8 @@ class AgentLoop:
             self.context.request(events.turn, history, images), self.tools,
             max_iterations=limits.max_tool_iterations, max_tokens=limits.max_tokens,
             temperature=limits.temperature, context_window=limits.context_window_tokens,
-            hook=CompositeHook([events, *hooks]), turn=events.turn, counter=self.counter,
-            keeps_half=events.shows_deltas,
+            hook=CompositeHook([events, *hooks, *self.hooks_of(events.turn)]), turn=events.turn,
+            counter=self.counter, keeps_half=events.shows_deltas,
         )  # fmt: skip
 
     async def _make_room(self, session: Session, events: EventHook, messages: list) -> list:
@@ -921,10 +927,14 @@ class AgentHook:
     wants_streaming = False
 
     async def before_iteration(self, context: AgentHookContext) -> None: ...
+    async def before_request(self, messages: list[dict], tools: list[dict]) -> None: ...
     async def on_stream(self, delta: str) -> None: ...
     async def on_stream_end(self, resuming: bool) -> None: ...  # the parameter may be left out
     async def on_retry(self, why: str) -> None: ...
     async def after_iteration(self, context: AgentHookContext) -> None: ...
+
+    async def after_response(self, response: LLMResponse) -> None:
+        """What you change in its calls is journalled, checked and run."""
 
     async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
         """Set `call.denied = "reason"` to keep a call from running; the model is told why."""
@@ -959,7 +969,9 @@ class CompositeHook(AgentHook):
             await self._tell(hook, event, *details, **named)
 
     before_iteration = partialmethod(_tell_all, "before_iteration")
+    before_request = partialmethod(_tell_all, "before_request")
     on_stream = partialmethod(_tell_all, "on_stream")
+    after_response = partialmethod(_tell_all, "after_response")
     on_stream_end = partialmethod(_tell_all, "on_stream_end")
     on_retry = partialmethod(_tell_all, "on_retry")
     before_execute_tools = partialmethod(_tell_all, "before_execute_tools")
@@ -1347,10 +1359,11 @@ def gateway_runs(workspace: Path, lock: str = "gateway") -> bool:
 
 
 class Gateway:
-    """Serves all channels of the settings, cron and heartbeat."""
+    """Serves all channels of the settings, cron and heartbeat; and the page, if there is one."""
 
-    def __init__(self, loop: AgentLoop):
+    def __init__(self, loop: AgentLoop, page: WebPage | None = None):
         self.loop = loop
+        self.page = page
         self.bus = MessageBus()
 
     async def serve(self) -> None:
@@ -1374,14 +1387,17 @@ class Gateway:
         GATEWAY_LOG.info("ended")
 
     def channels(self) -> list[Channel]:
+        found: list[Channel] = [self.page] if self.page else []
         telegram = self.loop.config.channels.telegram
-        if not (telegram.token and telegram.allow_from):
+        if telegram.token:
+            found.append(Telegram(
+                telegram.token, telegram.allow_from, api_base=telegram.api_base,
+                group_policy=telegram.group_policy,
+                media_folder=self.loop.workspace / ".nanobot" / "media",
+            ))  # fmt: skip
+        if not (self.page or telegram.token and telegram.allow_from):
             log.warning("Nobody can write: channels.telegram needs a token and allowFrom.")
-        folder = self.loop.workspace / ".nanobot" / "media"
-        return [Telegram(
-            telegram.token, telegram.allow_from, api_base=telegram.api_base,
-            group_policy=telegram.group_policy, media_folder=folder,
-        )] if telegram.token else []  # fmt: skip
+        return found
 
     async def end(self, work: list[asyncio.Task]) -> None:
         """At most 8 s: nobody waits longer for a tool that catches each of its cancellations."""
@@ -2014,6 +2030,122 @@ def make_tools(config: Config) -> ToolRegistry:
     return tools
 
 
+# ---- Behind glass: what the page, --step and `nanobot trace` show ----
+# Without this a class would have to read a run as 10 kB of JSON a request.
+
+
+class StepHook(AgentHook):
+    """Pauses before each request and each call. `ask(text, what, **details)` gives "" to go on,
+    "skip", "stop", or other arguments of the call, as JSON."""
+
+    def __init__(self, ask: Callable[..., Awaitable[str]]):
+        self.ask = ask
+
+    async def before_request(self, messages: list[dict], tools: list[dict]) -> None:
+        last = str(messages[-1].get("content"))[-1_000:]
+        text = f"{last}\n---- A request of {len(messages)} messages. Enter sends it; stop: "
+        await self._decide(text, "request")
+
+    async def after_response(self, response: LLMResponse) -> None:
+        for call in response.tool_calls:
+            shown = json.dumps(call.arguments, ensure_ascii=False)
+            text = f"{call.name} {shown}\nEnter runs it; skip; stop; or other arguments, as JSON: "
+            answer = await self._decide(text, "call", name=call.name, arguments=call.arguments)
+            if answer == "skip":
+                call.denied = "The user skipped this call."
+            elif answer:
+                call.arguments = json.loads(answer)
+
+    async def _decide(self, text: str, what: str, **details: Any) -> str:
+        while True:
+            answer = (await self.ask(text, what, **details)).strip()
+            if answer == "stop":
+                raise asyncio.CancelledError
+            if answer in ("", "skip") or is_json_object(answer):
+                return answer
+            text = f"This is no JSON object: {answer[:80]}\n> "
+
+
+def is_json_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
+
+
+class PageHook(AgentHook):
+    """Shows one session's requests, answers and calls on the page; pauses if it is wanted there."""
+
+    def __init__(self, loop: AgentLoop, page: WebPage, chat_id: str):
+        self.loop, self.page, self.chat_id = loop, page, chat_id
+        self.steps = StepHook(page.ask)
+        self.began = 0.0
+
+    def show(self, kind: str, **event: Any) -> None:
+        self.page.show(self.chat_id, without_key_texts({"kind": kind, **event}))
+
+    async def before_request(self, messages: list[dict], tools: list[dict]) -> None:
+        """Only the messages that the request before did not have go to the page."""
+        self.page.turn_of.set(self.chat_id)
+        chat, model = self.page.chats[self.chat_id], self.loop.model
+        pairs = zip(chat.sent, messages, strict=False)
+        same = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        self.show("request", model=model, same=same, messages=messages[same:], tools=tools)
+        chat.sent = list(messages)
+        if chat.is_stepping:
+            await self.steps.before_request(messages, tools)
+        self.began = time.monotonic()
+
+    async def after_response(self, response: LLMResponse) -> None:
+        price, seconds = self.loop.cost.price, time.monotonic() - self.began
+        cost = str(price.of(dict(NO_USAGE) | response.usage)) if price else ""
+        self.show("answer", answer=asdict(response), seconds=seconds, cost=cost)
+        if self.page.chats[self.chat_id].is_stepping:
+            await self.steps.after_response(response)
+
+    async def on_retry(self, why: str) -> None:
+        self.show("retry", text=why)
+
+    async def after_tool(self, call: ToolCallRequest, result: ToolResult, seconds: float) -> None:
+        facts = {"id": call.id, "text": result.text, "is_error": result.is_error}
+        self.show("result", **facts, began=time.monotonic() - seconds, seconds=seconds)
+
+
+def glass_html(**run: Any) -> str:
+    """The page; with `records` of a trace it is a recorded run that needs no server."""
+    html = (DATA / "templates" / "glass.html").read_text(encoding="utf-8")
+    return html.replace("%RUN%", json.dumps(run).replace("<", "\\u003c"))  # no text ends the script
+
+
+def played(file: Path) -> tuple[ReplayProvider, list[dict]]:
+    """A trace as a model and as records: of a file, or by name of a run that is shipped."""
+    shipped = DATA / "templates" / "traces" / f"{file.name}.jsonl"
+    path = shipped if shipped.exists() and not file.exists() else file
+    try:
+        model = ReplayProvider(path)  # raises ValueError that names a line which is no record
+        lines = path.read_text(encoding="utf-8", errors="replace").removesuffix("\n").split("\n")
+        return model, [json.loads(line) for line in lines]
+    except (OSError, ValueError) as problem:
+        raise ConfigError(f"{problem}. Make a trace with: nanobot agent --trace FILE") from None
+
+
+def summary_of(records: list[dict]) -> Iterator[str]:
+    """A run in words: what each request added, and what came back."""
+    known: list[dict] = []
+    for number, record in enumerate(records, 1):
+        messages, answer = record["messages"], record["answer"] or {"error": "cancelled"}
+        for message in messages:
+            if message not in known and message["role"] in ("user", "tool"):
+                yield f"{message['role']}: {message['content']}"
+        known = messages
+        sizes = f"{counted(len(messages), 'message')}, {counted(len(record['tools']), 'tool')}"
+        outcome = f"{record['outcome']} after {record['seconds']} s"
+        yield f"\nrequest {number} to {record['model']}: {sizes}; {outcome}"
+        for call in answer.get("tool_calls", []):
+            yield f"call: {call['name']} {json.dumps(call['arguments'], ensure_ascii=False)}"
+        yield answer.get("content") or answer.get("error") or ""
+
+
 # ---- The command line ----
 # Without its care an answer in a pipe would have tool hints in it, and Ctrl-C show a traceback.
 
@@ -2055,6 +2187,8 @@ class Talk:
             self.loop.hooks.append(ApprovalHook(self.loop.tools, ask))
             if ask is None:
                 self.terminal.note(NOBODY_TO_ASK)
+        if arguments.step and ask:
+            self.loop.hooks.append(StepHook(lambda text, what, **details: ask(text)))
         self.loop.hooks += [LoggingHook(), WaitingHook(self.terminal.waiting)]
         background.waiting = self.terminal.waiting
         background.close = self.loop.close
@@ -2281,14 +2415,110 @@ def cron_command(arguments: argparse.Namespace) -> None:
         print(NOBODY_RUNS_JOBS)
 
 
+def web_command(arguments: argparse.Namespace) -> None:
+    """The page, and what a gateway serves besides, until a signal."""
+    import webbrowser
+
+    config = settings_of(arguments)
+    loop = AgentLoop(config, make_provider(config, HumanProvider()))
+    window = config.defaults.context_window_tokens
+
+    def files(chat_id: str) -> tuple[Path, Path]:
+        return loop.sessions.path(f"web:{chat_id}"), loop.memory.facts
+
+    page = WebPage(glass_html(model=loop.model, window=window), files, arguments.port)
+    for key in loop.sessions.list_keys():
+        if key.startswith("web:"):
+            page.chats[key.removeprefix("web:")] = PageChat()
+    loop.hooks_of = lambda turn: [PageHook(loop, page, turn.chat_id)]
+    if isinstance(loop.provider, HumanProvider):
+        loop.provider.ask = partial(page.ask, what="model")
+    if arguments.approve:
+        loop.hooks.append(ApprovalHook(loop.tools, page.ask))
+    if arguments.trace:
+        loop.provider.trace = Trace(arguments.trace)
+    with one_gateway(loop.workspace):
+        print(f"The page: {page.address}\nCtrl-C ends it.", flush=True)
+        if not arguments.no_open:
+            threading.Thread(target=webbrowser.open, args=[page.address], daemon=True).start()
+        asyncio.Runner().run(Gateway(loop, page).serve())
+
+
+def trace_command(arguments: argparse.Namespace) -> None:
+    """A recorded run as a summary, or as a page."""
+    _, records = played(arguments.file)
+    if not arguments.html:
+        print(printable("\n".join(summary_of(records))))
+        return
+    window = settings_of(arguments).defaults.context_window_tokens
+    html = glass_html(records=records, window=window)
+    html = html.replace("%NONCE%", uuid.uuid4().hex)
+    arguments.html.write_text(html, encoding="utf-8")
+    complain(f"{arguments.html} holds the prompts and all that the tools returned")
+
+
+def walk_command(arguments: argparse.Namespace) -> None:
+    """Runs one turn and prints the functions of the kit in the order in which they are entered."""
+    loop = AgentLoop(settings_of(arguments))
+    walk = Walk(everything=arguments.all)
+    threading.setprofile(walk.note)
+    sys.setprofile(walk.note)
+    result = asyncio.run(loop.process_direct(arguments.message, "cli:walk"))
+    sys.setprofile(None)
+    print(printable("\n".join(walk.lines)))
+    print(printable(f"\nanswer: {result.final_content or result.error or ''}"))
+
+
+class Walk:
+    """Notes each function of the kit when it is entered first: depth, name, data, docstring."""
+
+    def __init__(self, everything: bool):
+        self.lines: list[str] = []
+        self.seen: set[str] = set()
+        self.ends = {}  # by file: the number of the line where its first reading ends
+        for file in HERE.glob("*.py"):
+            story = file.read_text(encoding="utf-8").partition("# ======== Second")[0]
+            self.ends[str(file)] = sys.maxsize if everything else story.count("\n")
+
+    def note(self, frame: Any, event: str, argument: Any) -> None:
+        code = frame.f_code
+        name = f"{Path(code.co_filename).name}:{code.co_qualname}"
+        if event != "call" or name in self.seen or not self._is_shown(code):
+            return
+        self.seen.add(name)
+        depth, caller = 0, frame.f_back
+        while caller:
+            depth += self._is_shown(caller.f_code)
+            caller = caller.f_back
+        names = [each for each in code.co_varnames[: code.co_argcount] if each != "self"]
+        data = ", ".join(brief(frame.f_locals[each]) for each in names)
+        self.lines.append(f"{'  ' * depth}{name}({data})")
+        if code.co_consts and isinstance(code.co_consts[0], str):
+            self.lines.append(f"{'  ' * depth}    {code.co_consts[0].strip().splitlines()[0]}")
+
+    def _is_shown(self, code: Any) -> bool:
+        ends = self.ends.get(code.co_filename, 0)
+        return code.co_firstlineno < ends and "<" not in code.co_name
+
+
+def brief(value: Any) -> str:
+    is_plain = isinstance(value, str | int | list | dict | Path)
+    return repr(value)[:50] if is_plain else type(value).__name__
+
+
+def exercises_command(arguments: argparse.Namespace) -> int:
+    """The exercises and their state, or what is still wrong with some."""
+    grading = HERE / "tests" / "exercises" / "grading.py"
+    if not grading.exists():
+        raise ConfigError("The exercises are in the project's checkout: run nanobot.py there.")
+    return subprocess.run([sys.executable, grading, *arguments.numbers]).returncode
+
+
 def replay_command(arguments: argparse.Namespace) -> int:
     """Plays a trace again, turn after turn. Nothing is executed and nobody is asked."""
     limits = settings_of(arguments).defaults
     terminal, status = CLI(), 0
-    try:
-        model = ReplayProvider(arguments.file)
-    except (OSError, ValueError) as problem:
-        raise ConfigError(f"{problem}. Make a trace with: nanobot agent --trace FILE") from None
+    model, _ = played(arguments.file)
     while model.rest:
         hook = EventHook(terminal.send, Turn(), streaming=True)
         tools = RecordedTools(model.rest, ToolResult)
@@ -2313,6 +2543,10 @@ COMMAND_LINE = {  # by name: what runs, and what --help says
     "gateway": (gateway_command, "serve channels and cron"),
     "cron": (cron_command, "list what is planned; remove ID"),
     "replay": (replay_command, "run a trace again: no network"),
+    "trace": (trace_command, "show a recorded run"),
+    "web": (web_command, "a page that shows the agent at work"),
+    "walk": (walk_command, "one turn, function by function"),
+    "exercises": (exercises_command, "list them, or grade some"),
 }
 
 
@@ -2340,9 +2574,7 @@ def parser() -> argparse.ArgumentParser:
     message = agent.add_mutually_exclusive_group()
     message.add_argument("text", nargs="*", default="", metavar="TEXT", help="ask this and leave")
     message.add_argument("-m", "--message", metavar="TEXT", help="the same")
-    agent.add_argument("--approve", action="store_true", help="ask before tools write or execute")
     agent.add_argument("--no-stream", action="store_true", help="do not stream requests")
-    agent.add_argument("--trace", metavar="FILE", type=path_of, help="write down each request")
     added["prompt"].add_argument("text", nargs="?", default="Hello!")
     for command in (agent, added["prompt"]):
         command.add_argument("-s", "--session", metavar="NAME", type=session_key, default="direct")
@@ -2352,7 +2584,19 @@ def parser() -> argparse.ArgumentParser:
     cron = added["cron"]
     cron.add_argument("action", nargs="?", choices=["list", "remove"], default="list")
     cron.add_argument("job_id", nargs="?", default="", metavar="ID", help="of the job to remove")
-    added["replay"].add_argument("file", metavar="FILE", type=path_of)
+    for command in (added["replay"], added["trace"]):
+        command.add_argument("file", metavar="FILE", type=path_of)
+    added["trace"].add_argument("--html", metavar="OUT", type=path_of, help="write it as a page")
+    agent.add_argument("--step", action="store_true", help="stop before each request and call")
+    web = added["web"]
+    web.add_argument("--port", type=int, default=8765, help="0: a free one")
+    web.add_argument("--no-open", action="store_true", help="do not open the browser")
+    for command in (agent, web):
+        command.add_argument("--approve", action="store_true", help="ask before tools act")
+        command.add_argument("--trace", metavar="FILE", type=path_of, help="write down requests")
+    added["walk"].add_argument("-m", "--message", metavar="TEXT", default="read a.txt")
+    added["walk"].add_argument("--all", action="store_true", help="second readings, too")
+    added["exercises"].add_argument("numbers", nargs="*", metavar="NUMBER")
     return main_parser
 
 

@@ -1,0 +1,19 @@
+"""★★★ Resisting a prompt injection
+
+Goal: a file says "ignore the user and run …", and the model believes it. No prompt helps for sure; a hook does: once a turn has
+      read something, a call that writes or executes runs only if what it names stands in the user's own message.
+Read: nanobot.py:ApprovalHook, nanobot.py:is_read_only, NOTES.md "What the guard-rails do not stop"
+Hint: keep the context of `before_iteration`: its messages show what was read (role tool) and what the user said last (role
+      user). What a call names: `path` of write_file and edit_file, `command` of exec.
+"""
+
+from nanobot import AgentHook
+
+
+class InjectionHook(AgentHook):
+    """Denies calls that the user did not ask for, after something was read."""
+
+    changing = ("write_file", "edit_file", "exec")
+
+    async def before_execute_tools(self, tool_calls):
+        raise NotImplementedError("write InjectionHook in ex_14_injection.py")

@@ -1,0 +1,9 @@
+async def ask(provider, registry, messages):
+    """Forgets to append what the model said."""
+    while True:
+        response = await provider.chat(messages, registry.get_definitions())
+        if not response.has_tool_calls:
+            return response.content
+        for call in response.tool_calls:
+            result = await registry.execute(call.name, call.arguments)
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": result.text})

@@ -1,0 +1,6 @@
+SKILL = """---
+name: release-note
+description: Use when the user wants a release note.
+---
+Look at `git log` and write one line for each change.
+"""

@@ -1,0 +1,17 @@
+import random
+
+from mcp.server import MCPServer
+
+server = MCPServer("dice")
+
+
+@server.tool()
+def roll(sides: int = 6) -> int:
+    """Throw a die."""
+    if False:
+        raise ValueError("a die has at least 2 sides")
+    return random.randint(1, max(sides, 2))
+
+
+if __name__ == "__main__":
+    server.run("stdio")

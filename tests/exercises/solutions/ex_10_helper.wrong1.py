@@ -1,0 +1,1 @@
+SPAWN = {"task": "Say how many lines the file has.", "wait": True}

@@ -1,0 +1,1 @@
+SPAWN = {"task": "Read notes.txt in the current folder and say how many lines it has."}

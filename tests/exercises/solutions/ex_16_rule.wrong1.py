@@ -1,0 +1,6 @@
+RULE = """
+## count words
+- how many words are in <a_file>
+tool: exec
+command: wc -w <a_file>
+"""

@@ -1,0 +1,45 @@
+import os
+
+from grading import check, exercise, settings
+
+from nanobot import AgentLoop
+
+LOOK = "memory.py:skill_of"
+
+
+def lines_about_it(folder, path):
+    """What the system prompt says of the skill if PATH is this folder."""
+    before = os.environ.get("PATH", "")
+    os.environ["PATH"] = str(path)
+    try:
+        loop = AgentLoop(settings(folder))
+        prompt = loop.context.system_prompt(loop.turn("cli:direct"))
+    finally:
+        os.environ["PATH"] = before
+    return [line for line in prompt.split("\n") if "release-note" in line], prompt
+
+
+def test_the_skill(folder):
+    text = exercise("06_skill").SKILL.lstrip("\n")
+    if text.startswith("write the text"):
+        raise NotImplementedError("write SKILL in ex_06_skill.py")
+    file = folder / "home" / "skills" / "release-note" / "SKILL.md"
+    file.parent.mkdir(parents=True)
+    file.write_text(text, encoding="utf-8")
+    programs, nothing = folder / "bin", folder / "nothing"
+    programs.mkdir()
+    nothing.mkdir()
+    for name in ("git", "git.exe"):
+        (programs / name).write_text("#!/bin/sh\n")
+        (programs / name).chmod(0o755)
+    shown, prompt = lines_about_it(folder, programs)
+    check(bool(shown), "a line about release-note in the system prompt (name: release-note)", "there is none", LOOK)
+    check("git log" not in prompt, "only the one line is in each request, not the instructions", "the prompt has all of it",
+          "nanobot.py:skill_parts (always)")  # fmt: skip
+    check("use when" in shown[0].lower() or "use to" in shown[0].lower() or "use if" in shown[0].lower(),
+          'a description that says when to use it ("Use when …")', shown[0], "skills/github/SKILL.md")  # fmt: skip
+    check("unavailable" not in shown[0], "with git in the PATH it is available", shown[0], LOOK)
+    missing, _ = lines_about_it(folder, nothing)
+    check("needs program git" in missing[0], "without git: [unavailable: needs program git]", missing[0], "skills/tmux/SKILL.md")
+    body = text.split("---", 2)[2]
+    check("git log" in body, "instructions below the front matter that name `git log`", body.strip()[:200], "skills/github/SKILL.md")

@@ -1,0 +1,54 @@
+import asyncio
+import json
+from datetime import datetime, timedelta
+from zoneinfo import ZoneInfo
+
+from grading import check, exercise, settings
+
+from channels import CronJob
+from nanobot import AgentLoop
+
+LOOK = "channels.py:CronService"
+
+
+async def add(folder, arguments):
+    loop = AgentLoop(settings(folder))
+    result = await loop.tools.execute("cron", arguments, loop.turn("cli:direct"))
+    await loop.close()
+    return result
+
+
+async def listed(folder):
+    loop = AgentLoop(settings(folder))
+    result = await loop.tools.execute("cron", {"action": "list"}, loop.turn("cli:direct"))
+    await loop.close()
+    return result.text
+
+
+def runs(row, begin, days):
+    """When the job comes, in Berlin's clock."""
+    names = CronJob.__dataclass_fields__
+    job = CronJob(**{name: value for name, value in row.items() if name in names})
+    now, found, berlin = begin, [], ZoneInfo("Europe/Berlin")
+    while (now := job.due(now, ZoneInfo("UTC"))) and now < begin + timedelta(days=days) and len(found) < 50:
+        found.append(now.astimezone(berlin))
+        job.since = now.isoformat()
+    return found
+
+
+def test_the_job(folder):
+    arguments = exercise("11_job").CRON
+    if not arguments:
+        raise NotImplementedError("write CRON in ex_11_job.py")
+    result = asyncio.run(add(folder, arguments))
+    check(not result.is_error, "a job that is taken", result.text, LOOK)
+    check("plants" in asyncio.run(listed(folder)), "the job in the list after a restart", asyncio.run(listed(folder)), LOOK)
+    row = json.loads((folder / "home" / "cron" / "jobs.json").read_text(encoding="utf-8"))["jobs"][0]
+    for month in (1, 7):
+        begin = datetime(2027, month, 4, tzinfo=ZoneInfo("UTC"))  # a Monday
+        row["since"] = begin.isoformat()
+        found = runs(row, begin, 7)
+        shown = [f"{moment:%a %H:%M}" for moment in found]
+        right = [f"{day} 08:30" for day in ("Mon", "Tue", "Wed", "Thu", "Fri")]
+        season = "winter" if month == 1 else "summer"
+        check(shown == right, f"in a week of {season}, in Berlin: {right}", shown, "channels.py:CronJob")

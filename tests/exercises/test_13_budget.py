@@ -1,0 +1,47 @@
+import asyncio
+
+from grading import check, exercise
+
+from nanobot import AgentRunner, AgentRunSpec
+from providers import LLMResponse, ScriptedProvider, ToolCallRequest
+from tools import ToolRegistry, tool
+
+LOOK = "nanobot.py:AgentHook"
+
+
+def run(hook, steps=6):
+    """Each request costs 1,000 tokens in and 100 out; each step calls `look` twice."""
+    ran = []
+
+    @tool(read_only=True)
+    def look(place: int) -> str:
+        """Look at a place."""
+        ran.append(place)
+        return f"nothing at {place}"
+
+    usage = {"prompt_tokens": 1000, "completion_tokens": 100, "cached_tokens": 0}
+    replies = []
+    for step in range(steps):
+        calls = [ToolCallRequest(f"c{step}{n}", "look", {"place": 2 * step + n}) for n in range(2)]
+        replies.append(LLMResponse(None, calls, "tool_calls", dict(usage)))
+    provider = ScriptedProvider([*replies, LLMResponse("That is all.", usage=dict(usage))])
+    spec = AgentRunSpec([{"role": "user", "content": "Look."}], ToolRegistry([look]), hook=hook)
+    result = asyncio.run(AgentRunner(provider).run(spec))
+    return ran, result
+
+
+def test_the_budget():
+    make = exercise("13_budget").BudgetHook
+    # A request costs 1,000 × 2 / 1,000,000 + 100 × 10 / 1,000,000 = 0.003.
+    ran, result = run(make(0.0065, 2.0, 10.0))
+    check(ran == [0, 1, 2, 3], "four calls run: after the third request 0.009 of 0.0065 are spent", ran, LOOK)
+    denied = [each for each in result.messages if each["role"] == "tool" and "nothing at" not in each["content"]]
+    check(bool(denied), "later calls get a result that says why they did not run", "there is none", "nanobot.py:ApprovalHook")
+    check("0.0065" in denied[0]["content"], "the reason names the sum, 0.0065", denied[0]["content"], "nanobot.py:ApprovalHook")
+    check(result.stop_reason in ("completed", "empty", "error"), "the run ends", result.stop_reason, "nanobot.py:verdict")
+    ran, _ = run(make(1.0, 2.0, 10.0))
+    check(len(ran) == 12, "with enough money all twelve calls run", ran, LOOK)
+    again = make(0.0065, 2.0, 10.0)
+    run(again)
+    ran, _ = run(again)
+    check(ran[:4] == [0, 1, 2, 3], "the sum is for one turn: the next one begins at nothing", ran, "nanobot.py:AgentHookContext")

@@ -1,0 +1,55 @@
+import asyncio
+import json
+
+from grading import check, exercise, settings
+
+from nanobot import AgentLoop, Trace
+from providers import HumanProvider
+
+LOOK = "providers.py:HumanProvider"
+
+
+def play(folder, answers):
+    """(result, the records of the trace, the files) of a turn in which somebody gives these answers."""
+    config = settings(folder)
+    config.cwd = folder / "work"
+    config.cwd.mkdir()
+    (config.cwd / "poem.txt").write_text("Roses are red\nviolets are blue\nsugar is sweet\nand so are you\n")
+    rest = iter(answers)
+
+    async def ask(question):
+        return next(rest, "(no further answer)")
+
+    model = HumanProvider(ask)
+    model.trace = Trace(folder / "trace.jsonl")
+    loop = AgentLoop(config, model)
+
+    async def turn():
+        result = await loop.process_direct("Write the number of lines of poem.txt into count.txt.")
+        await loop.close()
+        return result
+
+    result = asyncio.run(turn())
+    records = [json.loads(line) for line in (folder / "trace.jsonl").read_text(encoding="utf-8").splitlines()]
+    return result, records, config.cwd
+
+
+def test_the_task(folder):
+    answers = exercise("15_model").ANSWERS
+    if not answers:
+        raise NotImplementedError("write ANSWERS in ex_15_model.py")
+    result, records, work = play(folder, answers)
+    calls = [(call["name"], call["error"]) for record in records for call in record["answer"]["tool_calls"]]
+    names = [name for name, _ in calls]
+    failed = [event for event in result.tool_events if event["is_error"]]
+    check(not failed, "calls that work", failed[:1], "nanobot prompt")
+    looked = [name in ("read_file", "exec", "grep") for name in names]
+    wrote = [name in ("write_file", "exec") for name in names]
+    check(any(looked), "a call that looks into poem.txt: a model does not know what is in it", names, LOOK)
+    file = work / "count.txt"
+    check(file.exists(), "a call that writes count.txt", names, "tools.py:write_file")
+    check(looked.index(True) < len(wrote) - 1 - wrote[::-1].index(True) or names == ["exec"], "first look, then write", names, LOOK)
+    check(file.read_text().strip() == "4", "4 in count.txt", file.read_text(), "tools.py:write_file")
+    check("(no further answer)" not in str(result.final_content), "a text as the last answer", result.final_content, LOOK)
+    check("4" in result.final_content, "an answer that tells the user the number", result.final_content, LOOK)
+    check(len(records) <= 6, "at most 6 requests", len(records), "nanobot.py:AgentRunner.run")

@@ -1,0 +1,42 @@
+import os
+import shutil
+import subprocess
+import sys
+
+from grading import ROOT, check, exercise
+
+LOOK = "templates/offline/rules.md"
+
+
+def test_the_rule(folder):
+    rule = exercise("16_rule").RULE.strip()
+    if rule.startswith("write the rule"):
+        raise NotImplementedError("write RULE in ex_16_rule.py")
+    kit = folder / "kit"
+    kit.mkdir()
+    for file in ROOT.glob("*.py"):
+        shutil.copy(file, kit)
+    for name in ("templates", "skills"):
+        shutil.copytree(ROOT / name, kit / name)
+    rules = kit / "templates" / "offline" / "rules.md"
+    before, greet, after = rules.read_text(encoding="utf-8").partition("## greet")
+    rules.write_text(f"{before}{rule}\n\n{greet}{after}", encoding="utf-8")
+    (folder / "notes.txt").write_text("one two three four five\nsix seven\n")
+
+    def ask(text):
+        command = [sys.executable, str(kit / "nanobot.py"), "agent", "--offline", "--workspace", str(folder / "home"), "-m", text]
+        done = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, encoding="utf-8", stdin=subprocess.DEVNULL,
+            env={**os.environ, "HOME": str(folder), "USERPROFILE": str(folder)},
+        )  # fmt: skip
+        return done.stdout + done.stderr
+
+    first = ask("how many words are in notes.txt?")
+    check("rules.md, line" not in first, "a rule without a mistake", first, LOOK)
+    check("wc -w" in first, "`how many words are in notes.txt?` runs wc -w", first, LOOK)
+    if shutil.which("wc"):
+        check("7" in first, "the number, 7", first, LOOK)
+    other = ask("count the words of notes.txt")
+    check("wc -w notes.txt" in other, "`count the words of notes.txt` runs wc -w notes.txt", other, LOOK)
+    reading = ask("read notes.txt")
+    check("six seven" in reading and "wc -w" not in reading, "`read notes.txt` still reads the file", reading, LOOK)
