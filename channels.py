@@ -7,7 +7,21 @@ A channel turns what somebody writes into a message, and an event of the agent i
 
 The one idea: whoever hands a message over is told when it is safe, and repeats it until then:
 `publish` returns when a message is on disk, `on_delivered` is called when an answer has arrived.
-The file works alone; read it last. Not covered: turns, sessions, options.
+Read it last. Not covered: turns, sessions, options. The file works alone:
+
+    import asyncio
+    from channels import CLI, InboundMessage, MessageBus, OutboundMessage
+
+    async def echo():
+        bus = MessageBus()
+        bus.open(CLI())
+        coming = asyncio.create_task(bus.publish(InboundMessage("cli", "me", "me", "hello")))
+        message = await bus.next()
+        message.confirm()
+        bus.send(OutboundMessage("cli", "me", f"You said {message.content}."))
+        await bus.close()
+
+    asyncio.run(echo())
 """
 
 import asyncio

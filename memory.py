@@ -6,12 +6,16 @@ The journal is the truth; what is sent is derived from it. A session is two file
     {"n": 1, "role": "user", "content": "What is in a.txt?", "id": "501"}
     {"n": 2, "role": "assistant", "content": null, "tool_calls": [{"id": "c1", …}]}
     {"mark": "ended", "why": "it was stopped"}
+    sessions/telegram%3A7.inbox           messages that wait for their turn, as JSON lines, too
 
-    sessions/telegram%3A7.inbox           messages that wait for their turn
-    {"id": "502", "kind": "user", "content": "And in b.txt?"}
+Numbers never change, so a damaged line moves nothing. Consolidator moves old messages into the
+history, Dream what is in the history into facts and skills. Alone:
 
-Numbers never change, so a damaged line moves nothing. Old messages move from the journal into the
-history (Consolidator), from there into facts and skills (Dream); `ask` is a model for that.
+    from pathlib import Path
+    from memory import SessionManager
+    session = SessionManager(Path("home")).get("cli:me")
+    session.append({"role": "user", "content": "What is in a.txt?"})
+    print(session.path.read_text(), session.history())
 """
 
 import asyncio
@@ -106,17 +110,14 @@ class Session:
             case {"mark": "session"}:
                 self.created_at = str(line.get("created_at") or self.created_at)
             case {"n": int(), "role": str()}:
-                self._take_message(line)
-
-    def _take_message(self, message: dict) -> None:
-        if not self.is_open:
-            self.resumed = 0
-            if message["role"] == "user":
-                self.turn_ends.add(self.last)
-        self.last = message["n"]
-        self.messages.append(message)
-        if is_answer(message) and message.get("content"):
-            self.undelivered.append(message)
+                if not self.is_open:
+                    self.resumed = 0
+                    if line["role"] == "user":
+                        self.turn_ends.add(self.last)
+                self.last = line["n"]
+                self.messages.append(line)
+                if is_answer(line) and line.get("content"):
+                    self.undelivered.append(line)
 
     async def synced(self) -> None:
         await asyncio.to_thread(fsync, self.path)
