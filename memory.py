@@ -11,8 +11,7 @@ The journal is the truth; what is sent is derived from it. A session is two file
 Numbers never change, so a damaged line moves nothing. Consolidator moves old messages into the
 history, Dream what is in the history into facts and skills. Alone:
 
-    from pathlib import Path
-    from memory import SessionManager
+    from memory import Path, SessionManager
     session = SessionManager(Path("home")).get("cli:me")
     session.append({"role": "user", "content": "What is in a.txt?"})
     print(session.path.read_text(), session.history())
