@@ -34,6 +34,7 @@ import logging
 import math
 import os
 import re
+import runpy
 import shutil
 import string
 import subprocess
@@ -2061,16 +2062,12 @@ class StepHook(AgentHook):
             answer = (await self.ask(text, what, **details)).strip()
             if answer == "stop":
                 raise asyncio.CancelledError
-            if answer in ("", "skip") or is_json_object(answer):
+            if answer in ("", "skip"):
                 return answer
+            with contextlib.suppress(ValueError):
+                if isinstance(json.loads(answer), dict):
+                    return answer
             text = f"This is no JSON object: {answer[:80]}\n> "
-
-
-def is_json_object(text: str) -> bool:
-    try:
-        return isinstance(json.loads(text), dict)
-    except ValueError:
-        return False
 
 
 class PageHook(AgentHook):
@@ -2457,61 +2454,15 @@ def trace_command(arguments: argparse.Namespace) -> None:
     complain(f"{arguments.html} holds the prompts and all that the tools returned")
 
 
-def walk_command(arguments: argparse.Namespace) -> None:
-    """Runs one turn and prints the functions of the kit in the order in which they are entered."""
-    loop = AgentLoop(settings_of(arguments))
-    walk = Walk(everything=arguments.all)
-    threading.setprofile(walk.note)
-    sys.setprofile(walk.note)
-    result = asyncio.run(loop.process_direct(arguments.message, "cli:walk"))
-    sys.setprofile(None)
-    print(printable("\n".join(walk.lines)))
-    print(printable(f"\nanswer: {result.final_content or result.error or ''}"))
-
-
-class Walk:
-    """Notes each function of the kit when it is entered first: depth, name, data, docstring."""
-
-    def __init__(self, everything: bool):
-        self.lines: list[str] = []
-        self.seen: set[str] = set()
-        self.ends = {}  # by file: the number of the line where its first reading ends
-        for file in HERE.glob("*.py"):
-            story = file.read_text(encoding="utf-8").partition("# ======== Second")[0]
-            self.ends[str(file)] = sys.maxsize if everything else story.count("\n")
-
-    def note(self, frame: Any, event: str, argument: Any) -> None:
-        code = frame.f_code
-        name = f"{Path(code.co_filename).name}:{code.co_qualname}"
-        if event != "call" or name in self.seen or not self._is_shown(code):
-            return
-        self.seen.add(name)
-        depth, caller = 0, frame.f_back
-        while caller:
-            depth += self._is_shown(caller.f_code)
-            caller = caller.f_back
-        names = [each for each in code.co_varnames[: code.co_argcount] if each != "self"]
-        data = ", ".join(brief(frame.f_locals[each]) for each in names)
-        self.lines.append(f"{'  ' * depth}{name}({data})")
-        if code.co_consts and isinstance(code.co_consts[0], str):
-            self.lines.append(f"{'  ' * depth}    {code.co_consts[0].strip().splitlines()[0]}")
-
-    def _is_shown(self, code: Any) -> bool:
-        ends = self.ends.get(code.co_filename, 0)
-        return code.co_firstlineno < ends and "<" not in code.co_name
-
-
-def brief(value: Any) -> str:
-    is_plain = isinstance(value, str | int | list | dict | Path)
-    return repr(value)[:50] if is_plain else type(value).__name__
-
-
-def exercises_command(arguments: argparse.Namespace) -> int:
-    """The exercises and their state, or what is still wrong with some."""
-    grading = HERE / "tests" / "exercises" / "grading.py"
-    if not grading.exists():
-        raise ConfigError("The exercises are in the project's checkout: run nanobot.py there.")
-    return subprocess.run([sys.executable, grading, *arguments.numbers]).returncode
+def lesson_command(arguments: argparse.Namespace) -> int:
+    """`exercises` and `walk` are for readers of the source: they come with a checkout of it."""
+    lessons = HERE / "tests" / "exercises"
+    if not lessons.exists():
+        raise ConfigError("This command needs the project's checkout: run nanobot.py there.")
+    if arguments.lesson == "exercises":
+        return subprocess.run([sys.executable, lessons / "grading.py", *arguments.more]).returncode
+    walk = runpy.run_path(str(lessons / "walk.py"))["walk"]
+    return walk(AgentLoop(settings_of(arguments)), arguments.message, HERE, is_long=arguments.all)
 
 
 def replay_command(arguments: argparse.Namespace) -> int:
@@ -2545,8 +2496,8 @@ COMMAND_LINE = {  # by name: what runs, and what --help says
     "replay": (replay_command, "run a trace again: no network"),
     "trace": (trace_command, "show a recorded run"),
     "web": (web_command, "a page that shows the agent at work"),
-    "walk": (walk_command, "one turn, function by function"),
-    "exercises": (exercises_command, "list them, or grade some"),
+    "walk": (lesson_command, "one turn, function by function"),
+    "exercises": (lesson_command, "list them, or grade some"),
 }
 
 
@@ -2596,7 +2547,9 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--trace", metavar="FILE", type=path_of, help="write down requests")
     added["walk"].add_argument("-m", "--message", metavar="TEXT", default="read a.txt")
     added["walk"].add_argument("--all", action="store_true", help="second readings, too")
-    added["exercises"].add_argument("numbers", nargs="*", metavar="NUMBER")
+    added["exercises"].add_argument("more", nargs="*", metavar="NUMBER")
+    for name in ("walk", "exercises"):
+        added[name].set_defaults(lesson=name)
     return main_parser
 
 

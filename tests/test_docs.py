@@ -49,6 +49,14 @@ def test_the_programs_in_readme_do_what_it_says(own_home, tmp_path):
     assert run("-c", blocks("python")[1], folder=tmp_path, PYTHONPATH="") == blocks("text")[-1]
 
 
+@pytest.mark.parametrize("name", ["tools", "providers", "memory", "channels"])
+def test_the_example_of_a_leaf_runs_if_the_file_is_copied_alone(name, tmp_path):
+    source = shutil.copy(ROOT / f"{name}.py", tmp_path)
+    about = ast.get_docstring(ast.parse(Path(source).read_text(encoding="utf-8")))
+    examples = [block for block in re.findall(r"(?:^    .*\n|^\n)+", f"{about}\n", re.M) if "import" in block]
+    assert run("-c", textwrap.dedent(examples[-1]), folder=tmp_path, PYTHONPATH="").strip()
+
+
 def test_each_command_line_in_readme_is_one(capsys):
     lines = [line.partition("nanobot ")[2] for line in "\n".join(blocks("sh")[2:]).split("\n")]
     lines += re.findall(r"`nanobot ([^`]+)`", README)
@@ -148,3 +156,14 @@ def test_the_project_speaks_of_itself_alone():
     for name in filter(None, listed):
         if name != "tests/test_docs.py":
             assert not words.search((ROOT / name).read_text(encoding="utf-8", errors="replace")), name
+
+
+def test_walk_prints_the_places_of_the_tour_in_their_order(own_home, tmp_path):
+    (tmp_path / "a.txt").write_text("hello\n")
+    done = subprocess.run(
+        [sys.executable, ROOT / "nanobot.py", "walk", "--offline", "-m", "read a.txt"],
+        cwd=tmp_path, capture_output=True, text=True, encoding="utf-8",
+    )  # fmt: skip
+    entered = [line.strip().partition("(")[0] for line in done.stdout.split("\n")]
+    firsts = [places[0] for places, _ in tour_rows() if places and "AgentHook" not in places[0]]
+    assert [place for place in entered if place in firsts] == firsts and "1| hello" in done.stdout
