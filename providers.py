@@ -365,10 +365,12 @@ class OfflineProvider(LLMProvider):
             log.warning("%s", problem)
 
     async def answer(self, request: LLMRequest) -> LLMResponse:
+        plan = Plan(request, self.rules)
         try:
-            answer = LLMResponse(Plan(request, self.rules).answer())
+            answer = LLMResponse(plan.answer())
         except NextCall as call:
             answer = calling(*call.args)
+        answer.reasoning_content = f"rules and their words: {plan.matches}"  # for traces, the page
         await request.show(*words(answer.content or ""))
         answer.usage = estimate_usage(request, answer)
         return answer
@@ -1674,6 +1676,7 @@ class Plan:
 
     def __init__(self, request: LLMRequest, rules: Rules):
         self.rules = rules
+        self.matches: dict[str, dict] = {}  # rules by title, and how their words were filled
         messages = [as_text(message) for message in request.messages]
         said = [place for place, each in enumerate(messages, 1) if each["role"] == "assistant"]
         begin = max([place for place in said if "tool_calls" not in messages[place - 1]], default=0)
@@ -1696,15 +1699,16 @@ class Plan:
             raise NextCall("save_memory", saved_memory(self.question))
         if "[SKIP]" in self.prompt and "[MEMORY]" in self.prompt:
             return "[SKIP]"  # Dream: what is a fact was noted when it was said
-        titles, reports = [], [OfflineProvider.intro]
+        reports = [OfflineProvider.intro]
         for rule, said in self._rules_and_words():
-            titles.append(f'"{rule["title"]}"')
+            self.matches[rule["title"]] = said
             files = re.findall(self.rules.kinds["a_file"], said.get("files", ""), re.IGNORECASE)
             for file in (files or [self.it]) if "<file>" in str(rule) else [""]:
                 named = [*said.items(), ("file", file)]
                 known = {name: re.sub(QUOTED, r"\1", text) for name, text in named}
                 reports.append(self._follow(rule, known | self.known))
-        source = f"[offline rule {', '.join(dict.fromkeys(titles))}, {OFFLINE_RULES}]"
+        titles = ", ".join(f'"{title}"' for title in self.matches)
+        source = f"[offline rule {titles}, {OFFLINE_RULES}]"
         return "\n\n".join([*reports, source])
 
     def _rules_and_words(self) -> list[tuple[dict, dict]]:

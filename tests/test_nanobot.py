@@ -1232,7 +1232,7 @@ def test_the_first_part_of_the_prompt_says_where_whose_files_are_and_how_to_answ
     for key, style in (("cli:direct", "in a terminal"), ("telegram:7", "in a chat")):
         text = prompt_of(loop, key).split("\n\n---\n\n")[0]
         assert f"user's files are in {tmp_path / 'project'}: a.txt means {tmp_path / 'project'}/a.txt" in text
-        assert f"in {tmp_path / 'workspace'} (memory" in text
+        assert f"facts: {tmp_path / 'workspace'}/memory/MEMORY.md" in text
         assert f"machine ({sys.platform}, Python {sys.version_info.major}.{sys.version_info.minor})" in text
         assert f"The user reads your answer {style}" in text
 
