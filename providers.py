@@ -8,13 +8,11 @@ The lingua franca is the Chat Completions message dict, so what you print is wha
      {"role": "tool", "tool_call_id": "call_1", "content": "1| hello"}]
 
 `provider.chat(messages, tools)` returns an `LLMResponse`, also if the endpoint fails: then its
-`error` says the cause and what to do. The first reading follows one request. The second has how
-endpoints differ (the tables PROVIDERS and HEALING), how a stream becomes an answer, traces, and
-models without a network. Not covered: how tools run; other protocols than Chat Completions. Alone:
+`error` says the cause and what to do. The second reading has how endpoints differ (the tables
+PROVIDERS and HEALING), streams, traces, models without a network. Not covered: how tools run. Alone:
 
     import asyncio
     from providers import ROWS, Endpoint, OpenAIProvider, ScriptedProvider
-
     model = ScriptedProvider(["It says hello."])
     # model = OpenAIProvider(Endpoint(ROWS["openai"], "sk-…", model="gpt-5-mini"))
     answer = asyncio.run(model.chat([{"role": "user", "content": "What is in a.txt?"}]))
