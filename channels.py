@@ -498,6 +498,8 @@ class CLI(Channel):
         self.live = self.out.isatty()
         self.waiting = Waiting(self.err)
         self._streamed = ""  # of a text whose end has not come yet
+        self._word, self._column = "", 0  # a word whose end has not come yet; where it begins
+        self._is_code = False  # between two lines that begin with ```
         self._prompt = ""  # that is waited at
 
     async def send(self, message: OutboundMessage) -> None:
@@ -514,9 +516,22 @@ class CLI(Channel):
 
     def _print(self, text: str) -> None:
         """Into a pipe or a file goes what the model wrote, unchanged; terminals get no escapes."""
-        shown = printable(text) if self.live else encodable(text)
+        shown = self._wrapped(printable(text)) if self.live else encodable(text)
         with self.waiting.silence():
             print(shown, end="", file=self.out, flush=True)
+
+    def _wrapped(self, text: str) -> str:
+        """With line ends between words, but not in code, which people copy."""
+        *words, self._word = re.split(r"(?<=\s)", self._word + text)
+        width, wrapped = shutil.get_terminal_size().columns, ""
+        for word in words:
+            if word.startswith("```"):
+                self._is_code = not self._is_code
+            if self._column and self._column + len(word.rstrip()) > width and not self._is_code:
+                wrapped, self._column = wrapped + "\n", 0
+            self._column = 0 if word.endswith("\n") else self._column + len(word)
+            wrapped += word
+        return wrapped
 
     def _end_text(self, text: str) -> None:
         rest = not_yet_shown(text, self._streamed)

@@ -9,7 +9,7 @@ The lingua franca is the Chat Completions message dict, so what you print is wha
 
 `provider.chat(messages, tools)` returns an `LLMResponse`, also if the endpoint fails: then its
 `error` says the cause and what to do. The second reading has how endpoints differ (the tables
-PROVIDERS and HEALING), streams, traces, models without a network. Not covered: how tools run. Alone:
+PROVIDERS and HEALING), streams, traces, offline models. Not covered: how tools run. Alone:
 
     import asyncio
     from providers import ROWS, Endpoint, OpenAIProvider, ScriptedProvider

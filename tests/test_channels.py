@@ -1595,3 +1595,20 @@ def test_the_service_waits_for_every_job_that_puts_things_in_order(tmp_path):
 ])  # fmt: skip
 def test_what_is_to_be_done_at_a_heartbeat(text, active):
     assert active_tasks(text) == active
+
+
+def test_an_answer_wraps_at_words_on_a_terminal_but_not_in_code(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "30")
+    prose = "The quick brown fox jumps over the lazy dog and goes on for a while."
+    code = "ls -la one two three four five six seven eight"
+    text = f"{prose}\n```sh\n{code}\n```\n{prose}"
+    terminal = CLI(Keyboard:
+    """Stands for sys.stdin: says when somebody reads, and gives what is typed; an empty text is the end."""
+
+    def __init__(), io.StringIO())
+    for place in range(0, len(text), 7):
+        asyncio.run(terminal.send(OutboundMessage("cli", "x", text[place : place + 7], "delta")))
+    asyncio.run(terminal.send(OutboundMessage("cli", "x", text)))
+    lines = [line.rstrip() for line in terminal.out.getvalue().split("\n")]
+    assert code in lines and max(len(line) for line in lines if line != code) <= 30
+    assert " ".join(lines).split() == text.split()
