@@ -1602,10 +1602,8 @@ def test_an_answer_wraps_at_words_on_a_terminal_but_not_in_code(monkeypatch):
     prose = "The quick brown fox jumps over the lazy dog and goes on for a while."
     code = "ls -la one two three four five six seven eight"
     text = f"{prose}\n```sh\n{code}\n```\n{prose}"
-    terminal = CLI(Keyboard:
-    """Stands for sys.stdin: says when somebody reads, and gives what is typed; an empty text is the end."""
-
-    def __init__(), io.StringIO())
+    terminal = CLI(io.StringIO(), io.StringIO())
+    terminal.live = True
     for place in range(0, len(text), 7):
         asyncio.run(terminal.send(OutboundMessage("cli", "x", text[place : place + 7], "delta")))
     asyncio.run(terminal.send(OutboundMessage("cli", "x", text)))
