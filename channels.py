@@ -10,18 +10,9 @@ The one idea: whoever hands a message over is told when it is safe, and repeats 
 Read it last. Not covered: turns, sessions, options. The file works alone:
 
     import asyncio
-    from channels import CLI, InboundMessage, MessageBus, OutboundMessage
+    from channels import CLI, OutboundMessage
 
-    async def echo():
-        bus = MessageBus()
-        bus.open(CLI())
-        coming = asyncio.create_task(bus.publish(InboundMessage("cli", "me", "me", "hello")))
-        message = await bus.next()
-        message.confirm()
-        bus.send(OutboundMessage("cli", "me", f"You said {message.content}."))
-        await bus.close()
-
-    asyncio.run(echo())
+    asyncio.run(CLI().send(OutboundMessage("cli", "me", "It says hello.")))
 """
 
 import asyncio
