@@ -14,12 +14,13 @@ import email.parser
 import email.policy
 import html.parser
 import json
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
+
+from fake_llm import Server
 
 Json = dict[str, Any]
 
@@ -83,14 +84,9 @@ def units(text: str) -> int:
     return len(text.encode("utf-16-le")) // 2
 
 
-class FakeTelegram(ThreadingHTTPServer):
-    """The server: it listens as soon as it is made, and answers inside its `with` block."""
-
-    daemon_threads = True
-    request_queue_size = 128  # with 5 a burst of connections waits for seconds on a busy machine
-
+class FakeTelegram(Server):
     def __init__(self, token: str = "123456:AAE-secret_token") -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
+        super().__init__(Handler)
         self.token, self.base_url = token, f"http://127.0.0.1:{self.server_port}"
         self.bot = {"id": 99, "is_bot": True, "first_name": "Kit", "username": "kit_bot"}
         self.updates: list[Json] = []  # that are not confirmed
@@ -103,20 +99,11 @@ class FakeTelegram(ThreadingHTTPServer):
         self.stopped = False
         self._polls, self._next_update, self._next_message = 0, 1_000, 1
 
-    def __enter__(self) -> FakeTelegram:
-        threading.Thread(target=self.serve_forever, args=(0.002,), daemon=True).start()
-        return self
-
     def __exit__(self, *exception: object) -> None:
         with self.changed:
             self.stopped = True
             self.changed.notify_all()
-        self.shutdown()
-        self.server_close()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        if not isinstance(sys.exception(), ConnectionError):
-            super().handle_error(request, client_address)
+        super().__exit__(*exception)
 
     # what a test does and sees
 

@@ -74,19 +74,12 @@ def structured() -> CallToolResult:
     return CallToolResult(content=[], structured_content={"degrees": 21, "city": "Zürich"})
 
 
-@server.tool(name="a.b")
 def dotted() -> str:
     return "dotted"
 
 
-@server.tool(name="a/b")
-def slashed() -> str:
-    return "slashed"
-
-
-@server.tool(name="ä" + "x" * 100)
-def long() -> str:
-    return "long"
+for name in ("a.b", "a/b", "ä" + "x" * 100):
+    server.tool(name=name)(dotted)
 
 
 @server.tool()
