@@ -13,6 +13,7 @@ import functools
 import json
 import logging
 import re
+import resource
 import statistics
 import subprocess
 import sys
@@ -67,20 +68,19 @@ async def serve() -> None:
 # ---- The contestants: each runs in a fresh process and gives its figures ----
 
 
+def peak() -> float:
+    """Megabytes that this process had at most."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
 def since(start: float) -> float:
     """Milliseconds."""
     return (time.perf_counter() - start) * 1e3
 
 
-def peak() -> float:
-    """Megabytes that this process had at most."""
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
 PARAMETERS = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
 FUNCTION = {"name": "look", "description": "Look.", "parameters": PARAMETERS}
+QUESTION = {"role": "user", "content": "Look around."}
 ASK = {"model": "m", "tools": [{"type": "function", "function": FUNCTION}]}
 
 
@@ -93,31 +93,25 @@ def called(messages: list[dict], message) -> bool:
     return bool(message.tool_calls)
 
 
-def bare(base_url: str) -> float:
-    from openai import OpenAI
-
-    create = OpenAI(api_key="none", base_url=base_url).chat.completions.create
-    messages = [{"role": "user", "content": "Look around."}]
-    start = time.perf_counter()
-    while called(messages, create(messages=messages, **ASK).choices[0].message):
-        pass
-    return since(start)
-
-
-def bare_side_by_side(base_url: str) -> float:
-    from openai import AsyncOpenAI
+def bare(base_url: str, sessions: int = 0) -> float:
+    """Without the kit: one conversation, or so many side by side on the asynchronous client."""
+    from openai import AsyncOpenAI, OpenAI
 
     async def one() -> None:
-        messages = [{"role": "user", "content": "Look around."}]
+        messages = [QUESTION]
         while called(messages, (await create(messages=messages, **ASK)).choices[0].message):
             pass
 
     async def everyone() -> None:
-        await asyncio.gather(*(one() for _ in range(50)))
+        await asyncio.gather(*(one() for _ in range(sessions)))
 
-    create = AsyncOpenAI(api_key="none", base_url=base_url).chat.completions.create
-    start = time.perf_counter()
-    asyncio.run(everyone())
+    client = AsyncOpenAI if sessions else OpenAI
+    create = client(api_key="none", base_url=base_url).chat.completions.create
+    start, messages = time.perf_counter(), [QUESTION]
+    if sessions:
+        asyncio.run(everyone())
+    while not sessions and called(messages, create(messages=messages, **ASK).choices[0].message):
+        pass
     return since(start)
 
 
@@ -332,8 +326,8 @@ def cold_start(root: str) -> float:
 
 
 def calls(root: str, calls: int, *sessions: int) -> float:
-    url, rival = f"{root}/{calls}/v1", "bare_side_by_side" if sessions else "bare"
-    return race(lambda: inside("kit", url, *sessions), lambda: inside(rival, url))
+    url = f"{root}/{calls}/v1"
+    return race(lambda: inside("kit", url, *sessions), lambda: inside("bare", url, *sessions))
 
 
 def grep(pattern: str) -> float:

@@ -5,7 +5,6 @@ With PID_FILE in the environment it writes its process id there; WAITING_FILE is
 """
 
 import asyncio
-import base64
 import os
 import sys
 from pathlib import Path
@@ -17,10 +16,9 @@ if sys.argv[1:] == ["mute"]:
     sys.exit()
 
 from mcp.server import MCPServer  # noqa: E402
-from mcp_types import CallToolResult, ImageContent, ResourceLink, TextContent  # noqa: E402
+from mcp_types import CallToolResult  # noqa: E402
 
 server = MCPServer("test")
-PNG = base64.b64encode(b"\x89PNG\r\n\x1a\n" + bytes(20)).decode()
 
 
 @server.tool()
@@ -35,38 +33,11 @@ def pid() -> str:
 
 
 @server.tool()
-def environment() -> str:
-    return " ".join(sorted(os.environ))
-
-
-@server.tool()
-def boom() -> str:
-    raise ValueError("boom")
-
-
-@server.tool(structured_output=False)
-def refuse() -> CallToolResult:
-    return CallToolResult(content=[TextContent(text="no such city")], is_error=True)
-
-
-@server.tool()
 async def wait(seconds: float) -> str:
     if "WAITING_FILE" in os.environ:
         Path(os.environ["WAITING_FILE"]).touch()
     await asyncio.sleep(seconds)
     return "waited"
-
-
-@server.tool(structured_output=False)
-def big() -> str:
-    return "x" * 3_000_000
-
-
-@server.tool(structured_output=False)
-def mixed() -> CallToolResult:
-    image = ImageContent(data=PNG, mime_type="image/png")
-    link = ResourceLink(name="log", uri="file:///log.txt", mime_type="text/plain")
-    return CallToolResult(content=[TextContent(text="look:"), image, link])
 
 
 @server.tool(structured_output=False)
@@ -80,12 +51,6 @@ def dotted() -> str:
 
 for name in ("a.b", "a/b", "ä" + "x" * 100):
     server.tool(name=name)(dotted)
-
-
-@server.tool()
-def die() -> str:
-    print("no more memory\x1b[2J", file=sys.stderr, flush=True)
-    os._exit(3)
 
 
 @server.resource("note://today", name="today")

@@ -19,21 +19,9 @@ from channels import Channel, InboundMessage, MessageBus
 from conftest import FORKS, fork
 from memory import MemoryStore, SessionManager
 from providers import OfflineProvider
-from test_command_line import nanobot
 from test_memory import CHAT, HOUR, KEY, Model, call, contents, history_of, lines_of, loaded
 from test_memory import make_loop, no_network, posix, said, saving, say, told, tokens_in  # noqa: F401
 from tools import tool
-
-
-def test_what_was_said_is_known_in_a_new_session_and_the_offline_model_dreams_nothing(own_home):
-    for text in ("my favourite colour is green", "what is 2+2?", "/new"):
-        assert nanobot("--offline", "-m", text)[0] == 0
-    workspace = own_home / ".nanobot" / "workspace"
-    assert "favourite colour is green" in history_of(workspace)[0], "the program ended when it was there"
-    _, out, _ = nanobot("--offline", "-s", "other", "-m", "what is my favourite colour?")
-    assert "The user's favourite colour is green" in out
-    assert ": 0 changes. " in nanobot("--offline", "-m", "/dream")[1]
-    assert "There is nothing new" in nanobot("--offline", "-m", "/dream")[1]
 
 
 def keeping(pattern: str):

@@ -275,16 +275,6 @@ def test_every_key_has_a_file_of_its_own_and_the_one_used_last_is_listed_first(t
     assert [contents(loaded(tmp_path, key).messages) for key in KEYS] == [[f"in {key!a}"] for key in KEYS]
 
 
-@posix
-def test_files_are_not_left_open(tmp_path):
-    folder = Path("/dev/fd")
-    before = len(list(folder.iterdir()))
-    loop = make_loop(tmp_path, Model(save=saving(f"{HOUR}They talked.")), memory_window=4)
-    for n in range(6):
-        say(loop, f"question {n}", "/new" if n == 4 else "and?")
-    assert len(list(folder.iterdir())) <= before
-
-
 # ---- Damage ----
 # A whole conversation: a part is in the memory, a turn has calls, `/new` is behind some messages.
 
@@ -378,9 +368,7 @@ ODD_LINES = [
     ("a torn line", '{"n": 2, "role": "assistant", "cont'),
     ("a number that is no JSON", '{"n": 2, "role": "user", "content": "x", "y": NaN}'),
     ("a runtime that is no text", '{"n": 2, "role": "user", "content": "x", "runtime": {"time": 5}}'),
-    ("an id that is no text", '{"n": 2, "role": "user", "content": "x", "id": 5}'),
     ("a content that is a number", '{"n": 2, "role": "user", "content": 1.5}'),
-    ("a role that is a list", '{"n": 2, "role": ["user"], "content": "x"}'),
     ("a function that is none", '{"n": 2, "role": "assistant", "tool_calls": [{"function": "f"}]}'),
     ("nested too deep", "[" * 50_000),
     ("a number with 5,000 digits", '{"n": 2, "role": "user", "content": "x", "y": ' + "9" * 5_000 + "}"),
@@ -1279,8 +1267,6 @@ def test_memory_md(tmp_path, law, before, new, after):
 
 PLANTED = {
     "a link to the settings file": lambda path, secret: path.symlink_to(secret),
-    "a link to a link to it": lambda path, secret: [
-        (path.parent / "link").symlink_to(secret), path.symlink_to(path.parent / "link")],
     "a FIFO": lambda path, _: os.mkfifo(path),
     "a device": lambda path, _: path.symlink_to("/dev/zero"),
     "a folder": lambda path, _: path.mkdir(),

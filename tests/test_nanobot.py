@@ -1237,16 +1237,6 @@ def test_the_first_part_of_the_prompt_says_where_whose_files_are_and_how_to_answ
         assert f"The user reads your answer {style}" in text
 
 
-def test_a_small_question_with_all_tools_stays_under_12_kb(tmp_path):
-    """And templates that nobody has changed are left out."""
-    loop = make_loop(tmp_path, ["hi"])
-    ask(loop, "What is in a.txt?")
-    request = loop.provider.requests[0]
-    body = {"model": "m", "messages": request.messages, "tools": request.tools, "max_tokens": 8192}
-    assert len(json.dumps(body, ensure_ascii=False).encode()) <= 12_000
-    assert not re.search(r"\n## USER\.md|---\n\n# Memory", request.messages[0]["content"])
-
-
 def test_a_file_of_the_prompt_that_was_changed_is_read_again_and_one_too_large_left_out(tmp_path, caplog):
     loop = make_loop(tmp_path)
     for text in ("I am kind.", "I am bold.", "x" * 100_001):
