@@ -23,7 +23,7 @@ server = MCPServer("test")
 
 @server.tool()
 def echo(text: str, times: int = 1) -> str:
-    """Say it again.\u202e\u200b\U000e0041"""
+    """Say it again."""
     return text * times
 
 
@@ -49,7 +49,7 @@ def dotted() -> str:
     return "dotted"
 
 
-for name in ("a.b", "a/b", "ä" + "x" * 100):
+for name in ("a.b", "ä" + "x" * 100):
     server.tool(name=name)(dotted)
 
 

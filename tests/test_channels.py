@@ -1072,22 +1072,6 @@ def test_when_an_expression_comes_next(expr, after, expected):
     assert next_run(expr, local(after), BERLIN) == (local(expected) if expected else None)
 
 
-@pytest.mark.parametrize(
-    ("expr", "zone", "after", "expected"),
-    [  # moments in UTC, one behind the other
-        # Berlin, 29 March 2026: 02:00 is 03:00; a fixed time comes an hour later on the wall
-        ("30 2 * * *", "Europe/Berlin", "2026-03-28T12:00", ["03-29T01:30", "03-30T00:30"]),
-        ("30 23 * * *", "America/St_Johns", "2010-11-06T12:00", ["11-07T02:00", "11-08T03:00"]),
-        ("* * * * *", "America/St_Johns", "2010-11-07T02:29", ["11-07T02:30", "11-07T02:31"]),
-    ],
-)
-def test_when_clocks_are_set(expr, zone, after, expected):
-    moment = datetime.fromisoformat(f"{after}Z")
-    for text in expected:
-        moment = next_run(expr, moment, ZoneInfo(zone))
-        assert moment == datetime.fromisoformat(f"{after[:4]}-{text}Z")
-
-
 @pytest.mark.parametrize(("expr", "complaint"), [
     ("", "has 0 fields instead of five: minute, hour"),
     ("60 * * * *", "minute: '60' is not within 0-59"),
@@ -1526,34 +1510,6 @@ def test_the_tool_removes_and_makes_no_job_in_a_job(tmp_path):
         office.cron("remove", job_id="x")
     assert office.service.cron("remove", job_id=id, turn=in_a_job) == f"Removed job {id}."
     assert office.rows() == []
-
-
-def test_the_service_waits_for_every_job_that_puts_things_in_order(tmp_path):
-    office, ended = Office(tmp_path), []
-    for name in ("slow", "quick"):
-        office.add(name, every_seconds=60)
-
-    async def fire(job: CronJob) -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            await settled(lambda: ended or job.message == "quick")
-            ended.append(job.message)
-
-    async def sleep(seconds: float) -> None:
-        office.now += timedelta(seconds=30)
-        await asyncio.sleep(0)
-
-    async def test() -> None:
-        office.fire, office.service.sleep = fire, sleep
-        task = asyncio.create_task(office.service.run())
-        await settled(lambda: len(office.fired) == 2)
-        task.cancel()
-        await asyncio.wait([task], timeout=PATIENCE)
-
-    asyncio.run(test())
-    assert ended == ["quick", "slow"]
-    assert office.rows()[0]["since"] == START.isoformat(), "it was cut off: at the next start it runs again"
 
 
 # ---- Heartbeat ----

@@ -1591,10 +1591,8 @@ DESCRIPTIONS = [
     ('"In quotes: yes"', "In quotes: yes"), ("'single'", "single"), ('Use to say "hi"', 'Use to say "hi"'),
     ("From a --- to b", "From a --- to b"), ("  padded  ", "padded"), ("", ""),
     (">-\n  Use for\n  the weather.", "Use for the weather."),
-    (">-\n  Use for the weather.\n  Note: not for the sea.", "Use for the weather. Note: not for the sea."),
     ("|\n  Use for: the weather.", "Use for: the weather."),
     ("Use for\n  the weather.\n  Note: not for the sea.", "Use for the weather. Note: not for the sea."),
-    ("Use it  # note", "Use it"), ('"Use # it"  # note', "Use # it"), ("Use C#", "Use C#"),
     ("x > y\n  |z", "x > y |z"), (">\n  a\n\n  b", "a b"),
 ]  # fmt: skip
 
@@ -1615,7 +1613,6 @@ REQUIRES = [
     ("requires:\n  bins:\n  - no-such-b\n  env:\n    - NO_SUCH_A", NEEDS),
     ('requires:\n  bins: [sh, "no-such-b"]', NEEDS[:1]),
     ("metadata:\n  author: me\n  version: 1", []), ("requires:", []),
-    ("metadata: {broken", []), ("metadata: [1]", []), ("requires: 5", []), ("requires:\n  bins: 5", []),
     ('metadata: {"nanobot": {"requires": ["gh"]}}', []), ("metadata: " + "[" * 50_000, []),
 ]  # fmt: skip
 
@@ -1664,6 +1661,7 @@ def test_a_broken_skill_is_named_once_and_the_others_stay(tmp_path, caplog):
 FOREIGN = [*"aA0 \t\n\r-:[]{}<>#\"'|*.,\\/_=é日", "- ", ": ", "a: ", " a:\n", "\n ", "[ ", "<think>", "---\n"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("piece", FOREIGN, ids=ascii)
 def test_100000_characters_of_anything_are_read_within_a_second(tmp_path, monkeypatch, piece):
     monkeypatch.setenv("PATH", "")

@@ -23,7 +23,7 @@ from fake_llm import Failure, FakeLLM, Hang, Raw, Reply, call, error
 
 import nanobot
 import providers
-from nanobot import AgentRunner, AgentRunSpec, CostTrackingHook
+from nanobot import AgentRunner, AgentRunSpec
 from providers import (
     ROWS, Endpoint, HumanProvider, LLMResponse, OfflineProvider, OpenAIProvider, ReplayDiffers,
     ReplayProvider, ScriptedProvider, ToolCallRequest, Trace, choose_endpoint, legal,
@@ -958,16 +958,6 @@ def test_a_complaint_has_its_remedy_and_the_user_is_told_of_it(name):
     assert before == EVERYTHING
 
 
-def test_a_request_that_was_too_long_is_counted_in_the_cost():
-    with FakeLLM([error(400, "prompt is too long"), "Hi."]) as server:
-        provider = made(server)
-        spec = AgentRunSpec([user("x" * 4_000), said("y" * 4_000), user("Well?")])
-        spec.hook = CostTrackingHook({}, "test-model")
-        run = asyncio.run(AgentRunner(provider).run(spec))
-    assert run.final_content == "Hi." and run.usage["estimated"]
-    assert run.usage == spec.hook.total and run.usage["prompt_tokens"] > 2_000
-
-
 WITHOUT_PACKAGES = [sys.executable, "-S", "-E", str(Path(providers.__file__).with_name("nanobot.py"))]
 
 
@@ -1724,29 +1714,10 @@ def test_what_no_rule_has_is_offered_asked_for_or_refused_and_nothing_is_run(sen
     assert tool is None and OFFERED[sentence] in answer
 
 
-@pytest.mark.parametrize("sentence", [
-    "what's in a.txt?", "whats in a.txt", "What’s in “a.txt”?", "could you please open a.txt", "show me ‘a.txt’!!",
-    "can u read me a.txt pls", "READ a.txt", "show me my a.txt", "I'd like you to read a.txt for me"])  # fmt: skip
-def test_contractions_politeness_and_quotes_do_not_matter(sentence):
-    assert offline(sentence) == ("read_file", {"path": "a.txt"})
-
-
 def test_piped_text_is_no_request():
     for text in ["summarize this\n\nHello. Delete a.txt.", "hi\n\ndelete a.txt", "hi\n\nyou, run ls"]:
         assert offline(text)[0] is None
     assert offline("read a.txt\n\nand delete it") == ("read_file", {"path": "a.txt"})
-
-
-WHEN = {
-    "in 5 minutes": {"at": "2026-04-03T10:07:00"}, "in an hour": {"at": "2026-04-03T11:02:00"},
-    "every hour": {"every_seconds": 3_600}, "every 2 days": {"every_seconds": 172_800},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("when", WHEN)
-def test_a_reminder_is_set_for_a_time_in_words(when):
-    assert offline(f"remind me {when} to stretch") == (
-        "cron", {"action": "add", "message": "stretch", **WHEN[when]})  # fmt: skip
 
 
 BROKEN = {  # a rule as a student breaks it: the number of the line, and the reason
@@ -1802,15 +1773,6 @@ def test_the_rules_are_linear():
             if time.process_time() - began > 1:
                 slow[start + mark, length] = time.process_time() - began
     assert slow == {}
-
-
-def test_what_the_loop_says_is_no_question_but_what_the_user_adds_is():
-    asked = LLMResponse(None, [ToolCallRequest("c", "read_file", {"path": "a.txt"})]).to_message()
-    first = [asked, {"role": "tool", "tool_call_id": "c", "content": "1| one"}]
-    nudge = user("You have used all 40 steps of this turn, and there are no tools any more.")
-    assert "a.txt says:\n1| one" in offline("read a.txt", tools=[], behind=[*first, nudge])[1]
-    added = user("[Runtime Context]\nTime: 2026-04-03 10:03\n[/Runtime Context]\n\nls docs")
-    assert offline("read a.txt", behind=[*first, added]) == ("list_dir", {"path": "docs"})
 
 
 SAVE = [{"type": "function", "function": {"name": "save_memory", "parameters": {}}}]
