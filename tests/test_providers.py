@@ -1249,12 +1249,6 @@ def test_a_call_as_text_without_a_required_argument_is_text(arguments):
     assert answer.tool_calls == [] and answer.content == text
 
 
-def test_arguments_that_a_tool_does_not_have_are_dropped_from_a_call_as_text():
-    answer, _ = reply_to(
-        '{"name": "look", "arguments": {"path": "a", "why": "?"}}', row="local", tools=[STRICT_LOOK])  # fmt: skip
-    assert [each.arguments for each in answer.tool_calls] == [{"path": "a"}]
-
-
 def test_fences_within_a_parameter_are_kept():
     text = "<function=look><parameter=path>\n```python\nx = 1\n```\n</parameter></function>"
     answer, _ = reply_to(text, row="local", tools=[LOOK_TOOL])
