@@ -9,10 +9,11 @@ busy machine may not make the suite fail.
 """
 
 import asyncio
+import functools
 import json
 import logging
-import os
 import re
+import resource
 import statistics
 import subprocess
 import sys
@@ -37,14 +38,11 @@ def answer(calls_wanted: int, served: int, is_streamed: bool) -> bytes:
     choice = {"index": 0, "finish_reason": "stop" if is_last else "tool_calls"}
     choice["delta" if is_streamed else "message"] = {"role": "assistant", **said}
     kind = "chat.completion.chunk" if is_streamed else "chat.completion"
-    usage = {"prompt_tokens": 10, "completion_tokens": 5, "total_tokens": 15}
-    body = {"id": "x", "object": kind, "created": 1, "model": "m", "choices": [choice], "usage": usage}
-    data = json.dumps(body).encode()
+    data = json.dumps({"id": "x", "object": kind, "created": 1, "model": "m", "choices": [choice]})
     if is_streamed:
-        data = b"data: " + data + b"\n\ndata: [DONE]\n\n"
+        data = f"data: {data}\n\ndata: [DONE]\n\n"
     mime = "text/event-stream" if is_streamed else "application/json"
-    head = f"HTTP/1.1 200 OK\r\nContent-Type: {mime}\r\nContent-Length: {len(data)}\r\n\r\n"
-    return head.encode() + data
+    return f"HTTP/1.1 200 OK\r\nContent-Type: {mime}\r\nContent-Length: {len(data)}\r\n\r\n{data}".encode()
 
 
 async def serve() -> None:
@@ -67,11 +65,12 @@ async def serve() -> None:
     await server.serve_forever()
 
 
-# ---- The contestants: each prints its figures as JSON ----
+# ---- The contestants: each runs in a fresh process and gives its figures ----
 
 
-def report(**figures: float) -> None:
-    print(json.dumps(figures))
+def peak() -> float:
+    """Megabytes that this process had at most."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def since(start: float) -> float:
@@ -81,6 +80,7 @@ def since(start: float) -> float:
 
 PARAMETERS = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
 FUNCTION = {"name": "look", "description": "Look.", "parameters": PARAMETERS}
+QUESTION = {"role": "user", "content": "Look around."}
 ASK = {"model": "m", "tools": [{"type": "function", "function": FUNCTION}]}
 
 
@@ -93,38 +93,43 @@ def called(messages: list[dict], message) -> bool:
     return bool(message.tool_calls)
 
 
-def bare(base_url: str) -> None:
-    from openai import OpenAI
-
-    create = OpenAI(api_key="none", base_url=base_url).chat.completions.create
-    messages = [{"role": "user", "content": "Look around."}]
-    start = time.perf_counter()
-    while called(messages, create(messages=messages, **ASK).choices[0].message):
-        pass
-    report(ms=since(start))
-
-
-def bare_side_by_side(base_url: str) -> None:
-    from openai import AsyncOpenAI
+def bare(base_url: str, sessions: int = 0) -> float:
+    """Without the kit: one conversation, or so many side by side on the asynchronous client."""
+    from openai import AsyncOpenAI, OpenAI
 
     async def one() -> None:
-        messages = [{"role": "user", "content": "Look around."}]
+        messages = [QUESTION]
         while called(messages, (await create(messages=messages, **ASK)).choices[0].message):
             pass
 
     async def everyone() -> None:
-        await asyncio.gather(*(one() for _ in range(50)))
+        await asyncio.gather(*(one() for _ in range(sessions)))
 
-    create = AsyncOpenAI(api_key="none", base_url=base_url).chat.completions.create
-    start = time.perf_counter()
-    asyncio.run(everyone())
-    report(ms=since(start))
+    client = AsyncOpenAI if sessions else OpenAI
+    create = client(api_key="none", base_url=base_url).chat.completions.create
+    start, messages = time.perf_counter(), [QUESTION]
+    if sessions:
+        asyncio.run(everyone())
+    while not sessions and called(messages, create(messages=messages, **ASK).choices[0].message):
+        pass
+    return since(start)
 
 
-def kit(base_url: str, sessions: int = 1) -> None:
-    """The kit as a program would use it, with one tool: journal, hooks and all."""
+def loop_with(*tools, provider=None, **environ: str):
+    """The kit as a program would use it: a loop with a workspace of its own, not streaming."""
     import nanobot
-    from tools import ToolRegistry, tool
+    from tools import ToolRegistry
+
+    config = nanobot.load_config(environ={**environ, "NANOBOT_WORKSPACE": tempfile.mkdtemp()})
+    config.defaults.max_tool_iterations, config.streaming = 1_000, False
+    loop = nanobot.AgentLoop(config, provider)
+    loop.tools = ToolRegistry(tools) if tools else loop.tools
+    return loop
+
+
+def kit(base_url: str, sessions: int = 1) -> float:
+    """With one tool; journal, hooks and all."""
+    from tools import tool
 
     @tool(read_only=True)
     async def look(n: int) -> str:
@@ -134,42 +139,32 @@ def kit(base_url: str, sessions: int = 1) -> None:
     async def everyone() -> None:
         await asyncio.gather(*(loop.process_direct("Look around.", f"cli:{n}") for n in range(sessions)))
 
-    config = nanobot.load_config(environ={"OPENAI_BASE_URL": base_url, "NANOBOT_MODEL": "m"})
-    config.defaults.workspace, config.defaults.max_tool_iterations = tempfile.mkdtemp(), 1_000
-    loop = nanobot.AgentLoop(config)
-    loop.tools, loop.config.streaming = ToolRegistry([look]), False
+    loop = loop_with(look, OPENAI_BASE_URL=base_url, NANOBOT_MODEL="m")
     loop.provider.warm_up()
     start = time.perf_counter()
     asyncio.run(everyone())
-    report(ms=since(start))
+    return since(start)
 
 
-def long_session(turns: int) -> None:
-    """CPU time of turns 100 to 200 and of the last 100, of a session with a call in each turn.
+def long_session(turns: int) -> float:
+    """CPU time of the last 100 turns by that of turns 100 to 200, of a session with a call in each turn.
 
     The model is in this process and has its answers ready; it keeps memory, too.
     """
-    import nanobot
-    from providers import LLMProvider, LLMResponse, ToolCallRequest
-    from tools import ToolRegistry, tool
+    from chats import Model
+    from providers import ToolCallRequest
+    from tools import tool
 
     @tool(read_only=True)
     def look(n: int) -> str:
         """Look."""
         return f"saw {n} " + "and more " * (500 if n % 7 == 0 else 30)
 
-    class Model(LLMProvider):
-        model = "m"
-
-        async def answer(self, request) -> LLMResponse:
-            names = [tool["function"]["name"] for tool in request.tools]
-            if "save_memory" in names:
-                saved = {"history_entry": "They looked around.", "memory_update": ""}
-                return LLMResponse(None, [ToolCallRequest("c", "save_memory", saved)], "tool_calls")
-            if request.messages[-1]["role"] == "tool" or not names:
-                return LLMResponse("There is nothing.")
-            call = ToolCallRequest(f"c{len(times)}", "look", {"n": len(times)})
-            return LLMResponse(None, [call], "tool_calls")
+    def reply(request):
+        model.asked.clear()
+        if request.messages[-1]["role"] == "tool" or not request.tools:
+            return "There is nothing."
+        return ToolCallRequest(f"c{len(times)}", "look", {"n": len(times)})
 
     async def talk() -> None:
         for n in range(turns):
@@ -177,68 +172,52 @@ def long_session(turns: int) -> None:
             await loop.process_direct(f"Look at number {n}.")
             times.append((time.process_time() - start) * 1e3)
 
-    config = nanobot.load_config(environ={})
-    config.defaults.workspace = tempfile.mkdtemp()
-    loop = nanobot.AgentLoop(config, Model())
-    loop.tools, loop.config.streaming, times = ToolRegistry([look]), False, []
+    saved = {"history_entry": "They looked around.", "memory_update": ""}
+    model, times = Model(reply, ToolCallRequest("c", "save_memory", saved)), []
+    loop = loop_with(look, provider=model)
     asyncio.run(talk())
-    report(ms=sum(times[-100:]) / 100, early=sum(times[100:200]) / 100)
+    return sum(times[-100:]) / sum(times[100:200])
 
 
-def many_chats(messages: int) -> None:
+def many_chats(messages: int) -> tuple[float, float]:
     """300 chats, the next message when the last is answered: one loop, 50 ms a request."""
-    import resource
+    import chats
 
-    import channels
-    import nanobot
-    from providers import LLMProvider, LLMResponse
+    async def slow(request):
+        model.asked.clear()
+        await asyncio.sleep(0.05)
+        return f"to {request.messages[-1]['content'].split()[-1]}"
 
-    class Slow(LLMProvider):
-        async def answer(self, request):
-            await asyncio.sleep(0.05)
-            return LLMResponse(f"to {request.messages[-1]['content'].split()[-1]}")
-
-    class Phone(channels.Channel):
-        name = "phone"
-
-        def __init__(self):
-            super().__init__(["*"])
-            self.answers = {}
-
+    class Phone(chats.Desk):
         async def send(self, message):
             if message.kind == "final":
-                self.answers[message.chat_id].put_nowait(message.content)
+                answers[message.chat_id].put_nowait(message.content)
 
-    async def talk(bus, phone, chat):
-        answers = phone.answers[chat] = asyncio.Queue()
+    async def talk(gateway, chat):
         for number in range(messages):
-            message = channels.InboundMessage("phone", "7", chat, f"m{number}", message_id=f"{number}")
-            await bus.publish(message)
-            assert await answers.get() == f"to m{number}", "every message once and in order"
+            await gateway.say(f"m{number}", chat)
+            assert await answers[chat].get() == f"to m{number}", "every message once and in order"
 
     async def everyone():
-        config = nanobot.Config()
-        config.defaults.workspace = tempfile.mkdtemp()
-        loop, bus, phone = nanobot.AgentLoop(config, Slow()), channels.MessageBus(), Phone()
-        bus.open(phone)
-        serving = asyncio.create_task(loop.run(bus))
-        start = time.perf_counter()
-        await asyncio.gather(*(talk(bus, phone, str(chat)) for chat in range(300)))
-        wall = since(start)
-        serving.cancel()
-        assert all(answers.empty() for answers in phone.answers.values())
-        return wall
+        gateway.desk = Phone()
+        async with gateway:
+            start = time.perf_counter()
+            await asyncio.gather(*(talk(gateway, chat) for chat in answers))
+            return since(start)
 
+    model, answers = chats.Model(slow), {str(n): asyncio.Queue() for n in range(300)}
+    gateway = chats.Chats(loop_with(provider=model))
     ms = asyncio.run(everyone())
-    report(ms=ms, peak=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+    assert all(queue.empty() for queue in answers.values())
+    return ms / (300 * messages * 50 / 8), peak()  # ideal: eight turns at once
 
 
-def one_blocked_one_flooded() -> None:
-    """A chat that blocked the bot, one that is told to wait, and a healthy one: ms of its 20 answers."""
+def healthy_chat(*others: str) -> float:
+    """20 answers to a chat, beside one that blocked the bot (8) and one that is told to wait (9)."""
     import channels
     from fake_telegram import FakeTelegram, Refusal
 
-    async def answers(server, others):
+    async def answers(server):
         bus, arrived = channels.MessageBus(), asyncio.Semaphore(0)
         bus.open(channels.Telegram(server.token, ["*"], api_base=server.base_url))
         start = time.perf_counter()
@@ -252,17 +231,14 @@ def one_blocked_one_flooded() -> None:
         await bus.close(0)
         return ms
 
-    def measure(*others):
-        with FakeTelegram() as server:
-            server.chats["8"] = Refusal(403, "Forbidden: bot was blocked by the user")
-            server.chats["9"] = Refusal(429, "Too Many Requests", {"retry_after": 3})
-            return asyncio.run(answers(server, others))
-
     logging.disable()
-    report(alone=measure(), beside=measure("8", "9"))
+    with FakeTelegram() as server:
+        server.chats["8"] = Refusal(403, "Forbidden: bot was blocked by the user")
+        server.chats["9"] = Refusal(429, "Too Many Requests", {"retry_after": 3})
+        return asyncio.run(answers(server))
 
 
-def ten_blocking_tools() -> None:
+def ten_blocking_tools() -> float:
     from nanobot import AgentRunner, AgentRunSpec
     from providers import ScriptedProvider, ToolCallRequest
     from tools import ToolRegistry, tool
@@ -277,144 +253,115 @@ def ten_blocking_tools() -> None:
     spec = AgentRunSpec([{"role": "user", "content": "nap"}], ToolRegistry([nap]))
     start = time.perf_counter()
     asyncio.run(AgentRunner(provider).run(spec))
-    report(ms=since(start))
+    return since(start)
 
 
-def search(folder: str, pattern: str) -> None:
+def search(folder: str, pattern: str) -> float:
     from tools import Turn, grep
 
-    turn = Turn(Path(folder), Path(folder))
     start = time.perf_counter()
-    asyncio.run(grep.execute(pattern, turn=turn))
-    report(ms=since(start))
+    asyncio.run(grep.execute(pattern, turn=Turn(Path(folder), Path(folder))))
+    return since(start)
 
 
-def small_question() -> None:
-    """Bytes of a question with all tools and the first files of a workspace, as they are sent."""
-    import nanobot
+def small_question() -> float:
+    """Kilobytes of a question with all tools and the first files of a workspace, as they are sent."""
     from fake_llm import FakeLLM
 
     with FakeLLM(["Hello."]) as server:
-        environ = {"OPENAI_BASE_URL": server.base_url, "NANOBOT_MODEL": "m"}
-        config = nanobot.load_config(environ=environ | {"NANOBOT_WORKSPACE": tempfile.mkdtemp()})
-        asyncio.run(nanobot.AgentLoop(config).process_direct("Hello."))
-        report(bytes=len(server.requests[-1].raw))
+        loop = loop_with(OPENAI_BASE_URL=server.base_url, NANOBOT_MODEL="m")
+        asyncio.run(loop.process_direct("Hello."))
+        return len(server.requests[-1].raw) / 1e3
 
 
-def make_tree(folder: str, files: int = 20_000, size: int = 9_350) -> None:
-    """187 MB that look like source text; one file in a thousand has what is searched for."""
-    line = "    return value if {} else default  # as it was\n"
-    filler = "".join(line.format(number) for number in range(1_000)).encode()
-    for number in range(files):
-        if number % 50 == 0:
-            inside = Path(folder, f"p{number % 20}", f"m{number // 50}")
-            inside.mkdir(parents=True)
-        start = number * 37 % (len(filler) - size)
-        found = b"def needle():\n" if number % 1_000 == 0 else b""
-        Path(inside, f"f{number}.py").write_bytes(filler[start : start + size] + b"\n" + found)
+def one_answer(base_url: str) -> float:
+    import nanobot
+
+    nanobot.main(["-m", "hi", "--model", "m", "--base-url", base_url])
+    return peak()
 
 
 # ---- The race ----
 
 HOME = tempfile.mkdtemp()
-NANOBOT = (sys.executable, "-c", f"import sys; sys.path.insert(0, {str(HERE.parent.parent)!r})\n"
-           "from nanobot import main; sys.exit(main())")  # what the installed script does  # fmt: skip
+START = f"import sys; sys.path[:0] = [{str(HERE.parent)!r}, {str(HERE.parent.parent)!r}]\n"
+PLAIN = (
+    "import sys; from openai import OpenAI; client = OpenAI(api_key='none', base_url=sys.argv[-1]); "
+    "print(client.chat.completions.create(model='m', messages=[{'role': 'user', 'content': 'hi'}])"
+    ".choices[0].message.content)"
+)
 
 
-def run(*command: str) -> subprocess.CompletedProcess:
-    kept = {name: os.environ[name] for name in ("PATH", "LANG", "VIRTUAL_ENV") if name in os.environ}
+def python(code: str, *arguments: str) -> str:
+    """What a fresh process prints."""
+    command = [sys.executable, "-c", code, *arguments]
     streams = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
-    done = subprocess.run(command, env={**kept, "HOME": HOME}, **streams)
+    done = subprocess.run(command, env={"HOME": HOME, "PATH": "/usr/bin:/bin"}, **streams)
     if done.returncode:
         raise SystemExit(done.stderr)
-    return done
+    return done.stdout
 
 
-def whole(*command: str) -> float:
-    """Wall milliseconds of a whole process."""
-    start = time.perf_counter()
-    run(*command)
-    return since(start)
+def inside(name: str, *arguments: object) -> float | list[float]:
+    """The figures of one contestant."""
+    code = f"{START}import bench, json; print(json.dumps(bench.{name}(*{arguments!r})))"
+    return json.loads(python(code).splitlines()[-1])
 
 
-def inside(name: str, *arguments: object) -> dict:
-    """The figures of one contestant in a fresh process."""
-    code = f"import sys; sys.path[:0] = [{str(HERE.parent)!r}]; import bench; bench.{name}(*{arguments!r})"
-    return json.loads(run(sys.executable, "-c", code).stdout.splitlines()[-1])
+def race(ours, theirs, rounds: int = ROUNDS) -> float:
+    """Both in turn; each gives the milliseconds that it took."""
+    mine, other = zip(*((ours(), theirs()) for _ in range(rounds)), strict=True)
+    print(f"{statistics.median(mine):,.0f} / {statistics.median(other):,.0f} ms")
+    return statistics.median(mine) / statistics.median(other)
 
 
-def show(name: str, ours: list[float], theirs: list[float], goal: float) -> None:
-    mine, other = statistics.median(ours), statistics.median(theirs)
-    print(f"{name:40}{mine:9.1f} ms {other:9.1f} ms   {mine / other:5.2f}x  (aim: {goal}x)", flush=True)
+def cold_start(root: str) -> float:
+    def whole(code: str) -> float:
+        start = time.perf_counter()
+        python(code, "-m", "hi", "--model", "m", "--base-url", f"{root}/0/v1")
+        return since(start)
+
+    program = f"{START}from nanobot import main; sys.exit(main())"  # what the installed script does
+    return race(lambda: whole(program), lambda: whole(PLAIN), 2 * ROUNDS)
 
 
-def show_one(name: str, figure: float, unit: str, aim: str) -> None:
-    print(f"{name:40}{figure:9.1f} {unit}  (aim: {aim} {unit})", flush=True)
+def calls(root: str, calls: int, *sessions: int) -> float:
+    url = f"{root}/{calls}/v1"
+    return race(lambda: inside("kit", url, *sessions), lambda: inside("bare", url, *sessions))
 
 
-def race_cold_start(root: str) -> None:
-    plain = (
-        "import sys; from openai import OpenAI; client = OpenAI(api_key='none', base_url=sys.argv[1]); "
-        "print(client.chat.completions.create(model='m', messages=[{'role': 'user', 'content': 'hi'}])"
-        ".choices[0].message.content)"
-    )
-    ours, theirs = [], []
-    for _ in range(2 * ROUNDS):
-        ours.append(whole(*NANOBOT, "-m", "hi", "--model", "m", "--base-url", f"{root}/0/v1"))
-        theirs.append(whole(sys.executable, "-c", plain, f"{root}/0/v1"))
-    show("cold start to the first answer", ours, theirs, 0.85)
-
-
-def race_calls(root: str) -> None:
-    cases = [("50 calls in a turn", 50, 1, "bare", 0.5), ("200 calls in a turn", 200, 1, "bare", 0.2),
-             ("50 sessions of 10 calls", 10, 50, "bare_side_by_side", 0.75)]  # fmt: skip
-    for name, calls, sessions, rival, goal in cases:
-        ours, theirs = [], []
-        for _ in range(ROUNDS):
-            ours.append(inside("kit", f"{root}/{calls}/v1", sessions)["ms"])
-            theirs.append(inside(rival, f"{root}/{calls}/v1")["ms"])
-        show(name, ours, theirs, goal)
-
-
-def race_parallel_tools(root: str) -> None:
-    best = min(inside("ten_blocking_tools")["ms"] for _ in range(ROUNDS))
-    show_one("ten tools of 0.2 s, side by side", best, "ms", "250")
-
-
-def race_long_session(root: str) -> None:
-    rounds = [inside("long_session", 2_000) for _ in range(3)]
-    late, early = ([figures[name] for figures in rounds] for name in ("ms", "early"))
-    show("CPU of turns 1,900-2,000 / 100-200", late, early, 1.3)
-
-
-def race_memory(root: str) -> None:
-    measured = NANOBOT[2].replace("sys.exit(main())", "main(); import resource") + (
-        "\nprint(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
-    )
-    done = run(sys.executable, "-c", measured, "-m", "hi", "--model", "m", "--base-url", f"{root}/0/v1")
-    show_one("peak memory of one answer", int(done.stdout.split()[-1]) / 1024, "MB", "60")
-
-
-def race_body(root: str) -> None:
-    show_one("body of a small question", inside("small_question")["bytes"] / 1e3, "kB", "10")
-
-
-def race_grep(root: str) -> None:
+def grep(pattern: str) -> float:
+    """In 187 MB that look like source text; one file in a thousand has what is searched for."""
+    text = "".join(f"    return value if {number} else default  # as it was\n" for number in range(200))
     with tempfile.TemporaryDirectory() as tree:
-        make_tree(tree)
-        for pattern in ("needle", r"def\s+needle", r"\bneedle\b|nothing"):
-            times = [inside("search", tree, pattern)["ms"] for _ in range(ROUNDS)]
-            show_one(f"grep {pattern} in 20,000 files", statistics.median(times), "ms", "1,000")
+        for number in range(20_000):
+            folder = Path(tree, f"p{number % 20}", f"m{number % 400}")
+            folder.mkdir(parents=True, exist_ok=True)
+            found = "def needle():\n" if number % 1_000 == 0 else ""
+            Path(folder, f"f{number}.py").write_text(f"{number}\n{text}{found}")
+        return statistics.median(inside("search", tree, pattern) for _ in range(ROUNDS))
 
 
-def race_chats(root: str) -> None:
-    few, many = inside("many_chats", 5), inside("many_chats", 50)
-    ideal = 300 * 50 * 50 / 8  # eight turns at once, 50 ms a request
-    show("300 chats of 50 messages / ideal", [many["ms"]], [ideal], 1.5)
-    show_one("peak memory above 300 chats of 5", many["peak"] - few["peak"], "MB", "20")
-    figures = inside("one_blocked_one_flooded")
-    beside = figures["beside"], figures["alone"]
-    show("beside a blocked and a flooded chat", [beside[0]], [beside[1]], 2)
+def figures(root: str) -> list[tuple]:
+    """Name, unit, aim, and how it is measured."""
+    chats = functools.cache(lambda messages: inside("many_chats", messages))
+    return [
+        ("cold start", "x", 0.85, lambda: cold_start(root)),
+        ("50 calls", "x", 0.5, lambda: calls(root, 50)),
+        ("200 calls", "x", 0.2, lambda: calls(root, 200)),
+        ("50 sessions of 10 calls", "x", 0.75, lambda: calls(root, 10, 50)),
+        ("ten parallel tools of 0.2 s", "ms", 250, lambda: inside("ten_blocking_tools")),
+        ("last turns of 2,000 / early ones", "x", 1.3, lambda: inside("long_session", 2_000)),
+        ("memory of one answer", "MB", 60, lambda: inside("one_answer", f"{root}/0/v1")),
+        ("body of a small question", "kB", 10, lambda: inside("small_question")),
+        ("grep needle in 20,000 files", "ms", 1_000, lambda: grep("needle")),
+        (r"grep def\s+needle", "ms", 1_000, lambda: grep(r"def\s+needle")),
+        (r"grep \bneedle\b|nothing", "ms", 1_000, lambda: grep(r"\bneedle\b|nothing")),
+        ("chats: 300 of 50 messages / ideal", "x", 1.5, lambda: chats(50)[0]),
+        ("chats: memory, 50 messages - 5", "MB", 20, lambda: chats(50)[1] - chats(5)[1]),
+        ("chats: beside a blocked and a flooded", "x", 2,
+         lambda: race(lambda: inside("healthy_chat", "8", "9"), lambda: inside("healthy_chat"), 1)),
+    ]  # fmt: skip
 
 
 def main() -> None:
@@ -422,9 +369,9 @@ def main() -> None:
     stub = subprocess.Popen([sys.executable, str(HERE), "--stub"], stdout=subprocess.PIPE, text=True)
     try:
         root = f"http://127.0.0.1:{int(stub.stdout.readline())}"
-        for name, race in globals().items():
-            if name.startswith("race_") and wanted in name:
-                race(root)
+        for name, unit, aim, measure in figures(root):
+            if wanted in name:
+                print(f"{name:40}{measure():9.2f} {unit:3} (aim: {aim:,})", flush=True)
     finally:
         stub.kill()
 

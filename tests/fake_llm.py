@@ -13,13 +13,12 @@ import contextlib
 import itertools
 import json
 import re
-import socket
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, Self
 
 Json = dict[str, Any]
 
@@ -141,20 +140,38 @@ def deltas(reply: Reply, tool_calls: list[Json]) -> Iterator[Json]:
             yield {"tool_calls": [{"index": index, "function": {"arguments": piece}}]}
 
 
-class FakeLLM(ThreadingHTTPServer):
-    """The server: it listens as soon as it is made, and answers inside its `with` block.
-
-    A script is a list of lines, said one after the other, or a function of the request's body.
-    """
+class Server(ThreadingHTTPServer):
+    """It listens on loopback as soon as it is made, and answers inside its `with` block."""
 
     daemon_threads = True
     request_queue_size = 128  # the default of 5 waiting connections is too few for clients in parallel
+
+    def __init__(self, handler: type[BaseHTTPRequestHandler]) -> None:
+        super().__init__(("127.0.0.1", 0), handler)
+
+    def __enter__(self) -> Self:
+        # Stopping takes up to one poll interval; the usual half second would add up over many tests.
+        threading.Thread(target=self.serve_forever, args=(0.002,), daemon=True).start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.shutdown()
+        self.server_close()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print no traceback when a client leaves in mid-answer: some tests do just that."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+
+class FakeLLM(Server):
+    """A script is a list of lines, said one after the other, or a function of the request's body."""
 
     def __init__(
         self, script: Iterable[Line] | Callable[[Json], Line], *, required_key: str | None = None,
         known_models: list[str] | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(("127.0.0.1", 0), Handler)
+        super().__init__(Handler)
         self.base_url = f"http://127.0.0.1:{self.server_port}/v1"
         self.requests: list[Recorded] = []
         self.models = list(known_models or ["test-model"])
@@ -165,38 +182,15 @@ class FakeLLM(ThreadingHTTPServer):
         empty = error(500, "fake_llm: the script is empty")
         self._script = script if callable(script) else lambda body: next(rest, empty)
         self._stopped = threading.Event()
-        self._connections: set[socket.socket] = set()
 
     @property
     def bodies(self) -> list[Json | None]:
         """What was asked of the model, in order of arrival."""
         return [request.body for request in self.requests if request.path == "/v1/chat/completions"]
 
-    def __enter__(self) -> FakeLLM:
-        # Stopping takes up to one poll interval; the usual half second would add up over many tests.
-        threading.Thread(target=self.serve_forever, args=(0.002,), daemon=True).start()
-        return self
-
     def __exit__(self, *exception: object) -> None:
-        self.shutdown()
-        self.server_close()
         self._stopped.set()
-        for connection in list(self._connections):  # that a client keeps open
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        self._connections.add(request)
-        super().process_request(request, client_address)
-
-    def shutdown_request(self, request: Any) -> None:
-        self._connections.discard(request)
-        super().shutdown_request(request)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Print no traceback when a client leaves in mid-answer: some tests do just that."""
-        if not isinstance(sys.exception(), ConnectionError):
-            super().handle_error(request, client_address)
+        super().__exit__(*exception)
 
     def wait(self, seconds: float) -> None:
         """Sleep, but drop the connection as soon as the server is stopped, so that no test waits for it."""
@@ -214,8 +208,6 @@ class FakeLLM(ThreadingHTTPServer):
             return Failure(200, {"object": "list", "data": models})
         if (method, request.path) != ("POST", "/v1/chat/completions"):
             return error(404, f"Invalid URL ({method} {request.path})")
-        if request.body is None:
-            return error(400, "fake_llm: the body of the request is not a JSON object")
         model = request.body.get("model")
         if self.known_models is not None and model not in self.known_models:
             message = f"The model `{model}` does not exist or you do not have access to it."

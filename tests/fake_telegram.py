@@ -14,12 +14,13 @@ import email.parser
 import email.policy
 import html.parser
 import json
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
+
+from fake_llm import Server
 
 Json = dict[str, Any]
 
@@ -39,7 +40,7 @@ class Request:
 
 
 @dataclass
-class Refusal:
+class Refusal(Exception):
     """`status` 0: the connection is cut without a word; `stalls`: it is kept, and nothing comes."""
 
     status: int
@@ -48,10 +49,6 @@ class Refusal:
     body: bytes = b""  # instead of the API's JSON, as of a proxy
     stalls: bool = False
     after: bool = False  # the method is done first, and only its answer gets lost
-
-
-class BadRequest(Exception):
-    pass
 
 
 class Parser(html.parser.HTMLParser):
@@ -64,16 +61,16 @@ class Parser(html.parser.HTMLParser):
         self.close()
         if self.opened:
             tag = self.opened[-1]
-            raise BadRequest(f"can't parse entities: Can't find end tag corresponding to start tag {tag}")
+            raise Refusal(400, f"Bad Request: can't parse entities: Can't find end tag corresponding to start tag {tag}")
 
     def handle_starttag(self, tag: str, attrs: list) -> None:
         if tag not in TAGS:
-            raise BadRequest(f'can\'t parse entities: Unsupported start tag "{tag}" at byte offset 0')
+            raise Refusal(400, f'Bad Request: can\'t parse entities: Unsupported start tag "{tag}" at byte offset 0')
         self.opened.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
         if not self.opened or self.opened.pop() != tag:
-            raise BadRequest(f"can't parse entities: Unmatched end tag at byte offset 0, found {tag}")
+            raise Refusal(400, f"Bad Request: can't parse entities: Unmatched end tag at byte offset 0, found {tag}")
 
     def handle_data(self, data: str) -> None:
         self.text += data
@@ -83,14 +80,9 @@ def units(text: str) -> int:
     return len(text.encode("utf-16-le")) // 2
 
 
-class FakeTelegram(ThreadingHTTPServer):
-    """The server: it listens as soon as it is made, and answers inside its `with` block."""
-
-    daemon_threads = True
-    request_queue_size = 128  # with 5 a burst of connections waits for seconds on a busy machine
-
+class FakeTelegram(Server):
     def __init__(self, token: str = "123456:AAE-secret_token") -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
+        super().__init__(Handler)
         self.token, self.base_url = token, f"http://127.0.0.1:{self.server_port}"
         self.bot = {"id": 99, "is_bot": True, "first_name": "Kit", "username": "kit_bot"}
         self.updates: list[Json] = []  # that are not confirmed
@@ -103,20 +95,11 @@ class FakeTelegram(ThreadingHTTPServer):
         self.stopped = False
         self._polls, self._next_update, self._next_message = 0, 1_000, 1
 
-    def __enter__(self) -> FakeTelegram:
-        threading.Thread(target=self.serve_forever, args=(0.002,), daemon=True).start()
-        return self
-
     def __exit__(self, *exception: object) -> None:
         with self.changed:
             self.stopped = True
             self.changed.notify_all()
-        self.shutdown()
-        self.server_close()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        if not isinstance(sys.exception(), ConnectionError):
-            super().handle_error(request, client_address)
+        super().__exit__(*exception)
 
     # what a test does and sees
 
@@ -183,7 +166,7 @@ class FakeTelegram(ThreadingHTTPServer):
     def do_getUpdates(self, offset: int = 0, timeout: float = 0, limit: int = 100, **fields: Any) -> Any:
         with self.changed:
             if self.webhook:
-                return Refusal(409, WEBHOOK)
+                raise Refusal(409, WEBHOOK)
             self.updates = [update for update in self.updates if update["update_id"] >= offset]
             self._polls += 1
             number = self._polls
@@ -191,20 +174,22 @@ class FakeTelegram(ThreadingHTTPServer):
             self.changed.wait_for(lambda: self.updates or self.stopped or number != self._polls, timeout)
             if self.stopped:
                 raise ConnectionAbortedError
-            return Refusal(409, CONFLICT) if number != self._polls else self.updates[:limit]
+            if number != self._polls:
+                raise Refusal(409, CONFLICT)
+            return self.updates[:limit]
 
     def do_sendMessage(self, chat_id: Any, text: str, parse_mode: str = "", **fields: Any) -> Json:
         shown = Parser(text).text if parse_mode == "HTML" else text
         if not shown.strip():
-            raise BadRequest("message text is empty")
+            raise Refusal(400, "Bad Request: message text is empty")
         if units(shown) > 4_096:
-            raise BadRequest("message is too long")
+            raise Refusal(400, "Bad Request: message is too long")
         return {"message_id": 1, "text": shown}
 
     def do_getFile(self, file_id: str) -> Json:
         path, content = self.files[file_id]
         if len(content) > 20_000_000:
-            raise BadRequest("file is too big")
+            raise Refusal(400, "Bad Request: file is too big")
         return {"file_id": file_id, "file_path": path}
 
 
@@ -220,8 +205,8 @@ class Handler(BaseHTTPRequestHandler):
             return self._send(status, {"ok": False, "error_code": status, "description": text})
         try:
             answer = self.server.answer(self._request(method, raw))
-        except BadRequest as problem:
-            answer = Refusal(400, f"Bad Request: {problem}")
+        except Refusal as refusal:
+            answer = refusal
         if isinstance(answer, Refusal):
             return self._refuse(answer)
         self._send(200, {"ok": True, "result": answer})

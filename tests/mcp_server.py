@@ -5,7 +5,6 @@ With PID_FILE in the environment it writes its process id there; WAITING_FILE is
 """
 
 import asyncio
-import base64
 import os
 import sys
 from pathlib import Path
@@ -17,36 +16,20 @@ if sys.argv[1:] == ["mute"]:
     sys.exit()
 
 from mcp.server import MCPServer  # noqa: E402
-from mcp_types import CallToolResult, ImageContent, ResourceLink, TextContent  # noqa: E402
+from mcp_types import CallToolResult  # noqa: E402
 
 server = MCPServer("test")
-PNG = base64.b64encode(b"\x89PNG\r\n\x1a\n" + bytes(20)).decode()
 
 
 @server.tool()
 def echo(text: str, times: int = 1) -> str:
-    """Say it again.\u202e\u200b\U000e0041"""
+    """Say it again."""
     return text * times
 
 
 @server.tool()
 def pid() -> str:
     return str(os.getpid())
-
-
-@server.tool()
-def environment() -> str:
-    return " ".join(sorted(os.environ))
-
-
-@server.tool()
-def boom() -> str:
-    raise ValueError("boom")
-
-
-@server.tool(structured_output=False)
-def refuse() -> CallToolResult:
-    return CallToolResult(content=[TextContent(text="no such city")], is_error=True)
 
 
 @server.tool()
@@ -58,41 +41,16 @@ async def wait(seconds: float) -> str:
 
 
 @server.tool(structured_output=False)
-def big() -> str:
-    return "x" * 3_000_000
-
-
-@server.tool(structured_output=False)
-def mixed() -> CallToolResult:
-    image = ImageContent(data=PNG, mime_type="image/png")
-    link = ResourceLink(name="log", uri="file:///log.txt", mime_type="text/plain")
-    return CallToolResult(content=[TextContent(text="look:"), image, link])
-
-
-@server.tool(structured_output=False)
 def structured() -> CallToolResult:
     return CallToolResult(content=[], structured_content={"degrees": 21, "city": "Zürich"})
 
 
-@server.tool(name="a.b")
 def dotted() -> str:
     return "dotted"
 
 
-@server.tool(name="a/b")
-def slashed() -> str:
-    return "slashed"
-
-
-@server.tool(name="ä" + "x" * 100)
-def long() -> str:
-    return "long"
-
-
-@server.tool()
-def die() -> str:
-    print("no more memory\x1b[2J", file=sys.stderr, flush=True)
-    os._exit(3)
+for name in ("a.b", "ä" + "x" * 100):
+    server.tool(name=name)(dotted)
 
 
 @server.resource("note://today", name="today")

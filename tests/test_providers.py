@@ -23,7 +23,7 @@ from fake_llm import Failure, FakeLLM, Hang, Raw, Reply, call, error
 
 import nanobot
 import providers
-from nanobot import AgentRunner, AgentRunSpec, CostTrackingHook
+from nanobot import AgentRunner, AgentRunSpec
 from providers import (
     ROWS, Endpoint, HumanProvider, LLMResponse, OfflineProvider, OpenAIProvider, ReplayDiffers,
     ReplayProvider, ScriptedProvider, ToolCallRequest, Trace, choose_endpoint, legal,
@@ -958,37 +958,6 @@ def test_a_complaint_has_its_remedy_and_the_user_is_told_of_it(name):
     assert before == EVERYTHING
 
 
-def test_what_one_request_learnt_is_not_lost_by_an_older_one_that_ends_later():
-    refused = error(400, "Unknown parameter: 'seed'.")
-
-    def script(body):
-        if body["messages"][-1]["content"] == "slow":
-            return Reply("Late.", delay=0.4)
-        return refused if "seed" in body else "Fine."
-
-    async def side_by_side(provider):
-        slow = asyncio.create_task(provider.chat([user("slow")]))
-        await asyncio.sleep(0.1)
-        assert (await provider.chat(HELLO)).content == "Fine."
-        assert (await slow).content == "Late."
-        await provider.chat(HELLO)
-        await provider.close()
-
-    with FakeLLM(script) as server:
-        asyncio.run(side_by_side(made(server, extra_body={"seed": 1})))
-        assert ["seed" in body for body in server.bodies] == [True, True, False, False]
-
-
-def test_a_request_that_was_too_long_is_counted_in_the_cost():
-    with FakeLLM([error(400, "prompt is too long"), "Hi."]) as server:
-        provider = made(server)
-        spec = AgentRunSpec([user("x" * 4_000), said("y" * 4_000), user("Well?")])
-        spec.hook = CostTrackingHook({}, "test-model")
-        run = asyncio.run(AgentRunner(provider).run(spec))
-    assert run.final_content == "Hi." and run.usage["estimated"]
-    assert run.usage == spec.hook.total and run.usage["prompt_tokens"] > 2_000
-
-
 WITHOUT_PACKAGES = [sys.executable, "-S", "-E", str(Path(providers.__file__).with_name("nanobot.py"))]
 
 
@@ -1008,34 +977,8 @@ def test_without_any_package_the_offline_model_works_and_a_missing_one_is_named(
     assert "Traceback" not in done.stderr
 
 
-def test_a_broken_rule_is_named_at_start_and_by_status(tmp_path):
-    """In a copy of the kit, as a class has it."""
-    for name in ("nanobot", "providers", "tools", "memory", "channels"):
-        shutil.copy(Path(providers.__file__).with_name(f"{name}.py"), tmp_path)
-    for name in ("templates", "skills"):
-        shutil.copytree(Path(providers.__file__).with_name(name), tmp_path / name)
-    rules = tmp_path / providers.OFFLINE_RULES
-    rules.write_text(rules.read_text().replace("## greet", "## mine\n- tell [me\nanswer: x\n\n## greet", 1))
-    line = rules.read_text().split("\n").index("- tell [me") + 1
-    environment = {"HOME": str(tmp_path), "PATH": os.environ["PATH"]}
-    for flags, status in ((["--offline", "-m", "hi"], 0), (["status", "--offline"], 1)):
-        done = subprocess.run(
-            [sys.executable, "nanobot.py", *flags], capture_output=True, text=True, cwd=tmp_path, env=environment,
-            stdin=subprocess.DEVNULL)  # fmt: skip
-        assert done.returncode == status, done.stderr
-        assert f"rules.md, line {line}: `tell [me`: a bracket is not closed" in done.stdout + done.stderr
-    assert "BAD" in done.stdout
-
-
 def by_id(name):
     return next(each for each in RECORDED if each["id"] == name)
-
-
-def test_a_request_is_mended_nine_times_and_no_more():
-    names = [f"odd_{number}" for number in range(12)]
-    with FakeLLM([error(400, f"Unknown parameter: '{name}'.") for name in names]) as server:
-        answer, _ = ask(made(server, extra_body=dict.fromkeys(names, 1)))
-        assert "Unknown parameter: 'odd_9'" in answer.error and len(server.bodies) == 10
 
 
 @pytest.mark.parametrize("refusal", recorded("overflow"))
@@ -1183,13 +1126,6 @@ def several(provider, count, told=None):
     return asyncio.run(asked())
 
 
-@pytest.mark.parametrize("row", ["custom", "local"])
-def test_a_connection_is_kept_open(row):
-    with FakeLLM(["One.", "Two.", "Three."]) as server:
-        assert [answer.content for answer in several(made(server, row), 3)] == ["One.", "Two.", "Three."]
-        assert len({request.client for request in server.requests}) == 1
-
-
 def test_a_kept_connection_that_the_server_closed_is_no_reason_to_wait():
     told = []
 
@@ -1313,12 +1249,6 @@ def test_a_call_as_text_without_a_required_argument_is_text(arguments):
     assert answer.tool_calls == [] and answer.content == text
 
 
-def test_arguments_that_a_tool_does_not_have_are_dropped_from_a_call_as_text():
-    answer, _ = reply_to(
-        '{"name": "look", "arguments": {"path": "a", "why": "?"}}', row="local", tools=[STRICT_LOOK])  # fmt: skip
-    assert [each.arguments for each in answer.tool_calls] == [{"path": "a"}]
-
-
 def test_fences_within_a_parameter_are_kept():
     text = "<function=look><parameter=path>\n```python\nx = 1\n```\n</parameter></function>"
     answer, _ = reply_to(text, row="local", tools=[LOOK_TOOL])
@@ -1330,6 +1260,7 @@ BOMBS = [*"{}[]<>\"'`\\,:;-#a 0\n(&=./*", "<think>", "</think>", "<tool_call>", 
 AROUND = ["%s", "<think>%s", "<tool_call>%s", "<function=look>%s</function>", "```json\n%s\n```", '{"a": "%s"}']
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stream", [False, True])
 def test_nothing_that_a_model_writes_takes_more_than_a_second(stream):
     """100,000 characters of each letter or mark, in each place that is searched."""
@@ -1777,41 +1708,19 @@ def test_what_no_rule_has_is_offered_asked_for_or_refused_and_nothing_is_run(sen
     assert tool is None and OFFERED[sentence] in answer
 
 
-@pytest.mark.parametrize("sentence", [
-    "what's in a.txt?", "whats in a.txt", "What’s in “a.txt”?", "could you please open a.txt", "show me ‘a.txt’!!",
-    "can u read me a.txt pls", "READ a.txt", "show me my a.txt", "I'd like you to read a.txt for me"])  # fmt: skip
-def test_contractions_politeness_and_quotes_do_not_matter(sentence):
-    assert offline(sentence) == ("read_file", {"path": "a.txt"})
-
-
 def test_piped_text_is_no_request():
     for text in ["summarize this\n\nHello. Delete a.txt.", "hi\n\ndelete a.txt", "hi\n\nyou, run ls"]:
         assert offline(text)[0] is None
     assert offline("read a.txt\n\nand delete it") == ("read_file", {"path": "a.txt"})
 
 
-WHEN = {
-    "in 5 minutes": {"at": "2026-04-03T10:07:00"}, "in an hour": {"at": "2026-04-03T11:02:00"},
-    "every hour": {"every_seconds": 3_600}, "every 2 days": {"every_seconds": 172_800},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("when", WHEN)
-def test_a_reminder_is_set_for_a_time_in_words(when):
-    assert offline(f"remind me {when} to stretch") == (
-        "cron", {"action": "add", "message": "stretch", **WHEN[when]})  # fmt: skip
-
-
 BROKEN = {  # a rule as a student breaks it: the number of the line, and the reason
     "- read [me <file>\nanswer: x": (2, "a bracket is not closed"),
-    "- (read|open <file>\nanswer: x": (2, "a bracket is not closed"),
     "read a file\nanswer: x": (2, "neither a sentence"),
     "- read a file\nanswr: x": (3, "unknown key answr: known are tool, answer, "),
-    "- read a file\npth: x": (3, "unknown key pth"),
     "- read <fil>\nanswer: x": (2, "<fil>"),
     "- read a file\ntool: read_file\npath: <fil>": (4, "<fil> is in no sentence of this rule"),
     "- read <text> and <text>\nanswer: x": (2, "is in it twice"),
-    "- (read <text>|open <text>)\nanswer: x": (2, "is in it twice"),
     "- sound\nanswer: x\n\n<odd>: [a": (5, "unterminated character set"),
 }
 
@@ -1846,6 +1755,7 @@ def test_without_its_rules_the_offline_model_says_so(tmp_path):
     assert "I know no rule for that: there is none in templates/offline/rules.md." in done.stdout
 
 
+@pytest.mark.long
 def test_the_rules_are_linear():
     marks = [*" aA0.,;:!?'\"`()[]<>*/-\n\t’“", "and ", "a to b in ", "please ", "read a.txt and ", "the ", "@/"]
     starts = ["", "read ", "change ", "remind me ", "what is ", "find ", "create a file a.txt with ", "I like "]
@@ -1857,15 +1767,6 @@ def test_the_rules_are_linear():
             if time.process_time() - began > 1:
                 slow[start + mark, length] = time.process_time() - began
     assert slow == {}
-
-
-def test_what_the_loop_says_is_no_question_but_what_the_user_adds_is():
-    asked = LLMResponse(None, [ToolCallRequest("c", "read_file", {"path": "a.txt"})]).to_message()
-    first = [asked, {"role": "tool", "tool_call_id": "c", "content": "1| one"}]
-    nudge = user("You have used all 40 steps of this turn, and there are no tools any more.")
-    assert "a.txt says:\n1| one" in offline("read a.txt", tools=[], behind=[*first, nudge])[1]
-    added = user("[Runtime Context]\nTime: 2026-04-03 10:03\n[/Runtime Context]\n\nls docs")
-    assert offline("read a.txt", behind=[*first, added]) == ("list_dir", {"path": "docs"})
 
 
 SAVE = [{"type": "function", "function": {"name": "save_memory", "parameters": {}}}]
@@ -1886,4 +1787,3 @@ def test_the_offline_model_saves_a_conversation():
     assert saved.arguments["memory_update"] == memory
     find = {"role": "system", "content": "One a line: [USER|SOUL|MEMORY] fact, or [SKIP]. [MEMORY] is for facts."}
     assert ask(OFFLINE, [find, user("# History\n\nHello.")])[0].content == "[SKIP]"
-
