@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from functools import partial
@@ -1665,3 +1666,20 @@ def test_100000_characters_of_anything_are_read_within_a_second(tmp_path, monkey
         work()
         takes[work] = time.process_time() - began
     assert max(takes.values()) < 1
+
+
+def test_exact_counts_come_in_the_background_and_are_never_waited_for():
+    wanted, here = threading.Event(), threading.Event()
+
+    def load():
+        wanted.set()
+        here.wait(20)
+        return lambda text: 7
+
+    counter = TokenCounter(load)
+    Governed([user("short")], 10_000, counter)
+    assert not wanted.is_set(), "not where there is room enough"
+    assert Governed([user("word " * 4_000)], 10_000, counter).tokens > 3_000 and wanted.wait(20)
+    here.set()
+    while counter.size(user("x")) != 4 + 7:
+        time.sleep(0.005)

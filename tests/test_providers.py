@@ -23,7 +23,7 @@ from fake_llm import Failure, FakeLLM, Hang, Raw, Reply, call, error
 
 import nanobot
 import providers
-from nanobot import AgentRunner, AgentRunSpec
+from nanobot import AgentRunSpec, AgentRunner, CostTrackingHook
 from providers import (
     ROWS, Endpoint, HumanProvider, LLMResponse, OfflineProvider, OpenAIProvider, ReplayDiffers,
     ReplayProvider, ScriptedProvider, ToolCallRequest, Trace, choose_endpoint, legal,
@@ -1787,3 +1787,59 @@ def test_the_offline_model_saves_a_conversation():
     assert saved.arguments["memory_update"] == memory
     find = {"role": "system", "content": "One a line: [USER|SOUL|MEMORY] fact, or [SKIP]. [MEMORY] is for facts."}
     assert ask(OFFLINE, [find, user("# History\n\nHello.")])[0].content == "[SKIP]"
+
+
+def test_what_one_request_learnt_is_not_lost_by_an_older_one_that_ends_later():
+    refused = error(400, "Unknown parameter: 'seed'.")
+
+    def script(body):
+        if body["messages"][-1]["content"] == "slow":
+            return Reply("Late.", delay=0.4)
+        return refused if "seed" in body else "Fine."
+
+    async def side_by_side(provider):
+        slow = asyncio.create_task(provider.chat([user("slow")]))
+        await asyncio.sleep(0.1)
+        assert (await provider.chat(HELLO)).content == "Fine."
+        assert (await slow).content == "Late."
+        await provider.chat(HELLO)
+        await provider.close()
+
+    with FakeLLM(script) as server:
+        asyncio.run(side_by_side(made(server, extra_body={"seed": 1})))
+        assert ["seed" in body for body in server.bodies] == [True, True, False, False]
+
+
+def test_a_request_that_was_too_long_is_counted_in_the_cost():
+    with FakeLLM([error(400, "prompt is too long"), "Hi."]) as server:
+        provider = made(server)
+        spec = AgentRunSpec([user("x" * 4_000), said("y" * 4_000), user("Well?")])
+        spec.hook = CostTrackingHook({}, "test-model")
+        run = asyncio.run(AgentRunner(provider).run(spec))
+    assert run.final_content == "Hi." and run.usage["estimated"]
+    assert run.usage == spec.hook.total and run.usage["prompt_tokens"] > 2_000
+
+
+def test_a_broken_rule_is_named_at_start_and_by_status(tmp_path):
+    """In a copy of the kit, as a class has it."""
+    for name in ("nanobot", "providers", "tools", "memory", "channels"):
+        shutil.copy(Path(providers.__file__).with_name(f"{name}.py"), tmp_path)
+    for name in ("templates", "skills"):
+        shutil.copytree(Path(providers.__file__).with_name(name), tmp_path / name)
+    rules = tmp_path / providers.OFFLINE_RULES
+    rules.write_text(rules.read_text().replace("## greet", "## mine\n- tell [me\nanswer: x\n\n## greet", 1))
+    line = rules.read_text().split("\n").index("- tell [me") + 1
+    environment = {"HOME": str(tmp_path), "PATH": os.environ["PATH"]}
+    for flags, status in ((["--offline", "-m", "hi"], 0), (["status", "--offline"], 1)):
+        done = subprocess.run(
+            [sys.executable, "nanobot.py", *flags], capture_output=True, text=True, cwd=tmp_path, env=environment,
+            stdin=subprocess.DEVNULL)  # fmt: skip
+        assert done.returncode == status, done.stderr
+        assert f"rules.md, line {line}: `tell [me`: a bracket is not closed" in done.stdout + done.stderr
+    assert "BAD" in done.stdout
+
+
+def test_arguments_that_a_tool_does_not_have_are_dropped_from_a_call_as_text():
+    answer, _ = reply_to(
+        '{"name": "look", "arguments": {"path": "a", "why": "?"}}', row="local", tools=[STRICT_LOOK])  # fmt: skip
+    assert [each.arguments for each in answer.tool_calls] == [{"path": "a"}]
