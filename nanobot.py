@@ -26,12 +26,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import functools
 import inspect
 import itertools
 import json
 import logging
-import math
 import os
 import re
 import shutil
@@ -39,15 +37,16 @@ import string
 import sys
 import threading
 import time
-import traceback
 import uuid
+import weakref
 import zoneinfo
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
-from collections.abc import Mapping
+from collections.abc import (
+    AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping,
+)  # fmt: skip
 from dataclasses import dataclass, field, is_dataclass, replace
 from datetime import datetime
-from functools import partial, partialmethod
+from functools import partial, partialmethod, wraps
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -63,6 +62,7 @@ from memory import (
 from providers import (
     ROWS, Endpoint, HumanProvider, LLMProvider, LLMResponse, OfflineProvider, OpenAIProvider,
     RecordedTools, ReplayDiffers, ReplayProvider, ToolCallRequest, Trace, choose_endpoint,
+    legal,
 )  # fmt: skip
 from tools import (
     FILE_TOOLS, SEARCH_SERVICES, Exec, MCPServers, Tool, ToolError, ToolRegistry, ToolResult, Turn,
@@ -91,8 +91,6 @@ class AgentRunSpec:
     temperature: float | None = None  # 0.1 is sent for None
     context_window: int = 65_536  # tokens
     hook: AgentHook = field(default_factory=lambda: AgentHook())
-    concurrent_tools: bool = True
-    fail_on_tool_error: bool = False
     turn: Turn = field(default_factory=Turn)  # handed to each tool that asks for it
     counter: TokenCounter = field(default_factory=TokenCounter)  # measures a message once
     append: Callable[..., None] = lambda *messages: None  # is given new messages as they appear
@@ -147,11 +145,10 @@ class AgentRunner:
             if spec.keeps_half:
                 self._keep_half_answer(state, "it was stopped")
             raise
-        names = [event["name"] for event in state.result.tool_events]
         return replace(
             state.result, messages=state.context.messages, usage=state.context.usage,
-            requests=state.context.iteration, tools_used=list(dict.fromkeys(names)),
-            model=spec.model or self.provider.model,
+            requests=state.context.iteration, model=spec.model or self.provider.model,
+            tools_used=list(dict.fromkeys(event["name"] for event in state.result.tool_events)),
         )  # fmt: skip
 
     def govern(self, state: RunState) -> Governed:
@@ -215,12 +212,10 @@ class AgentRunner:
         await state.spec.hook.on_stream_end(resuming=True)
         await state.spec.hook.before_execute_tools(response.tool_calls)
         state.failure = ""
-        for batch in batches(response.tool_calls, state.spec):
+        for batch in batches(response.tool_calls, state.spec.tools):
             await self._run_batch(state, batch)
-            if state.failure and state.spec.fail_on_tool_error:
-                break
         goes_in_circles = state.end_step() >= 5
-        if state.failure and (goes_in_circles or state.spec.fail_on_tool_error):
+        if goes_in_circles and state.failure:
             state.result.error = state.failure
             await self._finish(state, "tool_error", f"I had to stop: {state.failure}")
             return
@@ -258,8 +253,8 @@ class AgentRunner:
         result = state.count(call, result)
         event = {"name": call.name, "arguments": call.arguments, "is_error": result.is_error}
         state.result.tool_events.append(event | {"result": result.text})
-        about = {"role": "tool", "tool_call_id": call.id, "name": call.name}
-        message = {**about, "content": result.text}
+        message = {"role": "tool", "tool_call_id": call.id, "name": call.name}
+        message["content"] = result.text
         state.spec.append(message)
         await state.spec.hook.after_tool(call, result, time.monotonic() - began)
         return message, result.images
@@ -353,15 +348,15 @@ def verdict(state: RunState, response: LLMResponse) -> str:
     return "empty" if is_withheld or not state.has_tools else "blank"
 
 
-def batches(calls: list[ToolCallRequest], spec: AgentRunSpec) -> Iterator[list[ToolCallRequest]]:
+def batches(calls: list[ToolCallRequest], tools: ToolRegistry) -> Iterator[list[ToolCallRequest]]:
     """Neighbours that only read (their tools say so) run side by side, every other call alone.
 
     read_file, grep, write_file, read_file → [read_file, grep], [write_file], [read_file]
     """
 
     def is_safe(call: ToolCallRequest) -> bool:
-        known = spec.tools.get(call.name)
-        return spec.concurrent_tools and known is not None and known.concurrency_safe
+        known = tools.get(call.name)
+        return known is not None and known.concurrency_safe
 
     for together, neighbours in itertools.groupby(calls, is_safe):
         if together:
@@ -380,7 +375,7 @@ class ContextBuilder:
         self.memory = memory
         self.skills = skills
         self.zone = time_zone(config.defaults.timezone)
-        self.now = partial(now_in, config, self.zone)
+        self.now = lambda: config.now().astimezone(self.zone)
         self.memory_tokens = config.defaults.budget // 4  # a longer MEMORY.md is cut
 
     def request(self, turn: Turn, history: list[dict], images: list[dict]) -> list[dict]:
@@ -599,6 +594,8 @@ class AgentLoop:
         config = self.config
         channel, _, chat_id = session_key.partition(":")
         has_fence = config.tools.restrict_to_workspace or bool(config.tools.exec.sandbox)
+        if len(self.files_seen) > 1_000:  # a gateway runs for months
+            self.files_seen.pop(next(iter(self.files_seen)))
         secret = (config.path.resolve(), path_of(USUAL_SETTINGS))
         here = config.cwd.resolve()
         is_too_wide = any(path.is_relative_to(here) for path in (Path.home().resolve(), *secret))
@@ -633,12 +630,12 @@ class RunningTurns:
         self.sessions = sessions
         self.tasks: dict[str, asyncio.Task] = {}  # by session
         self.chats: dict[str, str] = {}  # by session of a job: the chat that it runs for
-        self.locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self.locks = weakref.WeakValueDictionary()  # by session; those that somebody uses
 
     @contextlib.asynccontextmanager
     async def hold(self, session_key: str) -> AsyncIterator[Session]:
         """The session for one turn, which `stop` can end. Raises SessionBusy."""
-        async with self.locks[session_key]:
+        async with self.locks.setdefault(session_key, asyncio.Lock()):
             with self.sessions.lock(session_key):
                 self.tasks[session_key] = asyncio.current_task()
                 try:
@@ -651,8 +648,8 @@ class Background:
     def __init__(self) -> None:
         self.tasks: set[asyncio.Task] = set()
 
-    def start(self, work: Coroutine) -> None:
-        task = asyncio.create_task(logged(work))
+    def start(self, work: Coroutine, name: str = "in the background") -> None:
+        task = asyncio.create_task(logged(work, name))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
@@ -665,12 +662,13 @@ class Background:
             await end_all(list(self.tasks))
 
 
-async def logged(work: Coroutine, failed: str = "in the background") -> Any:
-    """The result; a failure becomes a line of the log, and None."""
+async def logged(work: Coroutine, name: str) -> Any:
+    """The result; None after a failure, which is logged. A bug is logged with its traceback."""
     try:
         return await work
     except Exception as problem:
-        log.warning("%s: %s", failed, problem, exc_info=log.isEnabledFor(logging.INFO))  # --logs
+        is_bug = not isinstance(problem, OSError | SessionBusy)
+        log.warning("%s: %s", name, problem, exc_info=is_bug)
         return None
 
 
@@ -714,7 +712,7 @@ class RunState:
     failure: str = ""  # of the last call that failed in this step
     calls: dict[str, int] = field(default_factory=dict)  # of this step: see `count`
     calls_before: dict[str, int] = field(default_factory=dict)  # of the last one
-    room: float = math.inf  # tokens of a request; less after one that was too long for the model
+    room: int = sys.maxsize  # tokens of a request; less after one that was too long for the model
     is_told: bool = False  # does the user know that something is left out?
 
     @property
@@ -770,17 +768,14 @@ def add_up(total: dict, usage: dict) -> None:
 
 def reason_not_to_run(call: ToolCallRequest, tools: ToolRegistry) -> str:
     """Why a call must not run, in words for the model; "" if it may."""
-    if call.denied:
-        return call.denied
-    if call.error:
+    if call.error and not call.denied:
         return f"{call.name} was not run: {call.error}. Send the call again, whole."
     if call.must_only_read and not is_read_only(call, tools):  # nobody was asked about it
         return f"{call.name} was not run: the tool has changed meanwhile. Send the call again."
-    return ""
+    return call.denied
 
 
 def is_read_only(call: ToolCallRequest, tools: ToolRegistry) -> bool:
-    """Is it, at this moment, a known tool that only reads? An unknown one may come any second."""
     known = tools.get(call.name)
     return known is not None and known.read_only
 
@@ -815,8 +810,10 @@ def prepare_workspace(workspace: Path) -> Path:
             if not (folder / source.name).exists():
                 (folder / source.name).write_bytes(source.read_bytes())
     except OSError as problem:
-        cause = f"Cannot write the workspace {workspace}: {problem.strerror}"
-        raise ConfigError(f"{cause}. Choose another with --workspace.") from None
+        raise ConfigError(
+            f"Cannot write the workspace {workspace}: {problem.strerror}. "
+            "Choose another with --workspace."
+        ) from None
     return workspace
 
 
@@ -892,10 +889,6 @@ def time_zone(name: str) -> Any:
         raise ConfigError(f"agents.defaults.timezone: there is no zone {name!r}.") from None
 
 
-def now_in(config: Config, zone: Any) -> datetime:
-    return config.now().astimezone(zone)
-
-
 # ---- Hooks ----
 # Without CompositeHook a mistake in somebody's logging would end the user's turn; without
 # ApprovalHook the first wrong `rm` is also the last.
@@ -949,10 +942,12 @@ class CompositeHook(AgentHook):
         self.wants_streaming = any(hook.wants_streaming for hook in self.hooks)
 
     async def _tell(self, hook: AgentHook, event: str, *details: Any, **named: Any) -> Any:
-        async def call() -> Any:
+        try:
             return await getattr(hook, event)(*details, **named)
-
-        return await logged(call(), f"{type(hook).__name__}.{event} failed")
+        except Exception as problem:
+            name, show = f"{type(hook).__name__}.{event}", log.isEnabledFor(logging.INFO)
+            log.warning("%s failed: %s", name, problem, exc_info=show)  # its traceback with --logs
+            return None
 
     async def _tell_all(self, event: str, *details: Any, **named: Any) -> None:
         for hook in self.hooks:
@@ -1003,8 +998,8 @@ class CostTrackingHook(AgentHook):
 
 
 class ApprovalHook(AgentHook):
-    """Asks before every call that is not, at that moment, one of a known tool that only reads.
-    `ask(question)` gives a line from the user; without it the answer is no."""
+    """Asks the user before each call, unless its tool is known and only reads. `ask(question)`
+    gives the line that the user typed; if it is None, nobody can be asked and no call may run."""
 
     def __init__(self, tools: ToolRegistry, ask: Callable[[str], Awaitable[str]] | None):
         self.tools = tools
@@ -1117,7 +1112,7 @@ class BusService:
             kind = "report" if is_report else "command" if command else "user"
             self.work.start(conversation.take_in(message, kind))
         else:
-            self.work.start(self.loop.process_direct(message.content, key, conversation.emit))
+            self.work.start(conversation.obey(message.content), key)
             message.confirm()
 
     async def _hear_helpers(self) -> None:
@@ -1192,6 +1187,15 @@ class Conversation:
         GATEWAY_LOG.info("%s: %d characters came in", self.key, len(message.content))
         await self._answer_what_waits()
 
+    async def obey(self, command: str) -> None:
+        """Answer a command, also while a turn runs. If it fails, its chat is told."""
+        try:
+            await self.loop.process_direct(command, self.key, self.emit)
+        except Exception as problem:
+            text = f"Sorry, {command.split()[0]} failed: {problem}"
+            self.service.bus.send(OutboundMessage(*self.key.split(":", 1), text))
+            raise
+
     async def go_on_after_restart(self) -> None:
         """A turn under a day old is resumed, at most twice: it may be what kills the program."""
         session = self.loop.sessions.get(self.key)
@@ -1207,14 +1211,10 @@ class Conversation:
             return
         async with self.answering:
             while self.is_due or self.inbox.path.exists():
-                try:
-                    await self._turn()
-                except Exception as problem:
-                    is_bug = not isinstance(problem, SessionBusy | OSError)
-                    GATEWAY_LOG.warning("%s: %s", self.key, problem, exc_info=is_bug)
+                if not await logged(self._turn(), self.key):
                     await asyncio.sleep(1.0)
 
-    async def _turn(self) -> None:
+    async def _turn(self) -> bool:
         """What is in the journal at its end leaves the inbox; the rest is tried again."""
         async with self.service.slots, self.loop.turns.hold(self.key) as session:
             before = session.last
@@ -1234,6 +1234,7 @@ class Conversation:
                 raise
             finally:
                 await asyncio.to_thread(self.inbox.remove, set(session.known_ids))
+        return True
 
     def _next_lines(self, session: Session) -> list[dict]:
         """A command, a report, or the user's messages up to one of these; at most 100."""
@@ -1331,12 +1332,6 @@ NOBODY_RUNS_JOBS = (
 )
 
 
-def one_gateway(workspace: Path) -> contextlib.AbstractContextManager:
-    """Raises SessionBusy if another gateway serves this workspace."""
-    busy = f"A gateway serves {workspace} already. End it first, or name another --workspace."
-    return locked(workspace / ".nanobot" / "gateway.lock", busy)
-
-
 def gateway_runs(workspace: Path, lock: str = "gateway") -> bool:
     """Is this lock of the workspace held? `jobs` is, too, where a prompt runs jobs."""
     try:
@@ -1407,7 +1402,7 @@ class JobRunner:
         zone = loop.context.zone or machine_zone()
         self.clock = CronService(
             loop.workspace / "cron" / "jobs.json", self.run_job, zone=zone, lock=locked,
-            now=partial(now_in, loop.config, zone), sleep=loop.config.sleep,
+            now=lambda: loop.config.now().astimezone(zone), sleep=loop.config.sleep,
         )  # fmt: skip
 
     async def run(self, may_go_on: Callable[[], bool] = lambda: True) -> None:
@@ -1470,7 +1465,7 @@ class JobRunner:
         await in_thread(self.loop.sessions.inbox(report.chat_id).append, line)
 
     def cron_tool(self) -> Tool:
-        @functools.wraps(self.clock.cron)
+        @wraps(self.clock.cron)
         def cron(action: str, *, turn: Turn, **arguments: Any) -> str:
             try:
                 text = self.clock.cron(action, turn=turn, **arguments)
@@ -1882,9 +1877,10 @@ class Config:
         """Raises ConfigError for what would fail deep in a turn; warns of keys without effect."""
         answer, window = self.defaults.max_tokens, self.defaults.context_window_tokens
         if answer * 2 >= window:
-            limit = f"must be under half of contextWindowTokens ({window})"
-            reason = "the answer needs room beside the conversation"
-            raise ConfigError(f"agents.defaults.maxTokens ({answer}) {limit}: {reason}.")
+            raise ConfigError(
+                f"agents.defaults.maxTokens ({answer}) must be under half of contextWindowTokens "
+                f"({window}): the answer needs room beside the conversation."
+            )
         shell, search = self.tools.exec, self.tools.web.search
         if shell.sandbox_network and not shell.sandbox:
             log.warning("tools.exec.sandboxNetwork has no effect without a sandbox")
@@ -1957,6 +1953,8 @@ def read_section(section: type, values: dict, place: str) -> Any:
         path = f"{place}.{key}".lstrip(".")
         problem = f"{path}: unknown key. There are: {', '.join(sorted(names))}"
         if name := names.get(camel_case(key)):
+            if name in settings:
+                raise ConfigError(f"{path}: this key is there twice, in two spellings.")
             settings[name] = read_setting(hints[name], value, path)
         elif section is MCPSettings:  # people paste them, with keys of other programs
             log.warning("ignored: %s", problem)
@@ -1974,8 +1972,8 @@ def make_provider(config: Config, human: HumanProvider | None = None) -> LLMProv
     """The model that the settings mean: the offline one if no key and no address is set."""
     defaults = config.defaults
     if unknown := config.providers.keys() - ROWS.keys():
-        cause = f"providers.{min(unknown)}: no such provider"
-        raise ConfigError(f"{cause}. There are: {', '.join(ROWS)}")
+        known = ", ".join(ROWS)
+        raise ConfigError(f"providers.{min(unknown)}: no such provider. There are: {known}")
     if defaults.provider == "offline":
         return OfflineProvider()
     if defaults.provider == "human":
@@ -1990,8 +1988,10 @@ def make_provider(config: Config, human: HumanProvider | None = None) -> LLMProv
         return OpenAIProvider(endpoint)
     if defaults.model in ("", "offline"):
         return OfflineProvider()
-    cause = f"There is no key and no base URL for the model {defaults.model}"
-    raise ConfigError(f"{cause}. Set OPENAI_API_KEY or OPENAI_BASE_URL, or use --offline.")
+    raise ConfigError(
+        f"There is no key and no base URL for the model {defaults.model}. "
+        "Set OPENAI_API_KEY or OPENAI_BASE_URL, or use --offline."
+    )
 
 
 def make_tools(config: Config) -> ToolRegistry:
@@ -2007,8 +2007,9 @@ def make_tools(config: Config) -> ToolRegistry:
         try:
             web = Web(settings.ssrf_whitelist, proxy=settings.web.proxy)
         except ValueError as problem:
-            places = "tools.ssrfWhitelist (like 10.0.0.0/8) or tools.web.proxy"
-            raise ConfigError(f"{places}: {problem}") from None
+            raise ConfigError(
+                f"tools.ssrfWhitelist (like 10.0.0.0/8) or tools.web.proxy: {problem}"
+            ) from None
         tools.register(WebFetch(web))
         tools.register(WebSearch(web, **vars(settings.web.search)))
     return tools
@@ -2066,10 +2067,11 @@ class Talk:
         if is_offline and config.defaults.provider != "offline":
             self.terminal.note(template("no_model"))
         if self.loop.turn(self.key).cwd != config.cwd:
-            place = f"work starts in {self.loop.workspace}"
-            self.terminal.note(f"The fence does not open {config.cwd}: {place}.")
+            self.terminal.note(
+                f"The fence does not open {config.cwd}: work starts in {self.loop.workspace}."
+            )
         if self.terminal.live:
-            self.background.complete(logged(self.show_reports("While you were away:")))
+            self.background.complete(logged(self.show_reports("While you were away:"), "reports"))
         is_conversation = self.has_keyboard and self.message is None
         status = self.converse() if is_conversation else self.answer_once()
         self.terminal.waiting.begin("the memory")
@@ -2100,7 +2102,7 @@ class Talk:
         about = {"version": __version__, "model": self.loop.model, "workspace": self.loop.workspace}
         self.terminal.note(template(greeting, **about))
         for work in (JobRunner(self.loop).run_for_terminal(), self.watch_reports()):
-            asyncio.run_coroutine_threadsafe(logged(work), self.background.loop)
+            asyncio.run_coroutine_threadsafe(logged(work, "jobs"), self.background.loop)
         return self.terminal.converse(self.answer, history)
 
     def answer(self, text: str) -> int:
@@ -2127,7 +2129,7 @@ class Talk:
     async def watch_reports(self) -> None:
         while True:
             await self.loop.config.sleep(1.0)
-            await logged(self.show_reports())
+            await logged(self.show_reports(), "reports")
 
     async def show_reports(self, title: str = "") -> None:
         """What jobs have said. It stays in the inbox until it was shown: a kill repeats it."""
@@ -2182,9 +2184,7 @@ def status_rows(config: Config) -> Iterator[tuple[str, str, str | None]]:
     loop = AgentLoop(config)
     usual = "the defaults; `nanobot onboard` writes a file"
     yield "settings", str(config.path) if config.path.exists() else usual, ""
-    can_write = os.access(loop.workspace, os.W_OK)
-    problem = "" if can_write else "it cannot be written. Choose another with --workspace."
-    yield "workspace", str(loop.workspace), problem
+    yield "workspace", str(loop.workspace), ""
     yield "model", *asyncio.run(model_and_problem(loop.provider))
     bash = shutil.which("bash") or shutil.which("sh")
     yield "bash", bash or "exec cannot run; install bash", "" if bash else None
@@ -2227,7 +2227,7 @@ def prompt_command(arguments: argparse.Namespace) -> None:
     asyncio.run(loop.mcp.check())  # so that their tools are in what is printed
     message, _ = loop.context.user_message(arguments.text, turn)
     request = loop.commands.preview(turn, message)
-    _, *history, last = request.messages
+    _, *history, last = legal(request.messages)
     parts = loop.context.parts(turn)
     parts["Tools"] = lines_of_json(loop.tools.get_definitions())
     parts["History"] = lines_of_json(history)
@@ -2267,7 +2267,8 @@ def gateway_command(arguments: argparse.Namespace) -> None:
     config = settings_of(arguments)
     config.cwd = config.workspace
     loop = AgentLoop(config, hooks=[LoggingHook()])
-    with one_gateway(loop.workspace):
+    busy = f"A gateway serves {loop.workspace} already. End it first, or name another --workspace."
+    with locked(loop.workspace / ".nanobot" / "gateway.lock", busy):
         work = Gateway(loop).serve()
         asyncio.Runner().run(work)  # `asyncio.run` waits for all tasks, whatever they do
 
@@ -2377,7 +2378,11 @@ def main(argv: list[str] | None = None) -> int:
         argv.insert(0, "agent")
     prepare_streams()
     arguments = parser().parse_args(argv)
-    prepare_process(arguments.logs)
+    handler = logging.StreamHandler()
+    handler.setFormatter(PrintableFormatter("%(levelname)s %(name)s: %(message)s"))
+    level = logging.INFO if arguments.logs else logging.WARNING
+    logging.basicConfig(level=level, handlers=[handler])
+    end_on_signals()  # as after Ctrl-C: what runs is stopped, the journal is in order
     try:
         run_command, _ = COMMAND_LINE[argv[0]]
         status = run_command(arguments) or 0
@@ -2391,17 +2396,9 @@ def main(argv: list[str] | None = None) -> int:
         complain(f"{problem}. Mend it and ask again; the journal keeps what it has.")
     except KeyboardInterrupt:
         return 130
-    except Exception:  # a bug of ours; its traceback may quote what a model wrote
-        complain(f"this is a bug\n{traceback.format_exc()}")
+    except Exception:
+        log.exception("this is a bug")
     return 1
-
-
-def prepare_process(logs: bool) -> None:
-    """Logs harmless to the terminal, signals that end a turn in order."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(PrintableFormatter("%(levelname)s %(name)s: %(message)s"))
-    logging.basicConfig(level=logging.INFO if logs else logging.WARNING, handlers=[handler])
-    end_on_signals()  # as after Ctrl-C: what runs is stopped, the journal is in order
 
 
 def complain(text: str) -> None:
