@@ -26,7 +26,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import inspect
 import itertools
 import json
 import logging
@@ -323,8 +322,7 @@ class AgentRunner:
 def verdict(state: RunState, response: LLMResponse) -> str:
     """What an answer means; the first line that fits counts:
 
-    limit      it was request 41 of 40, without tools       → the run ends with this summary, and
-                                                              the user reads LIMIT_REACHED
+    limit      it was request 41 of 40, without tools       → the run ends with this summary
     failed     the endpoint gave an error                   → the run ends; what was shown is kept
     cut        its length limit ended it                    → it is asked to go on, three times
     calls      it wants tools                               → they run, and the model is asked again
@@ -439,7 +437,6 @@ class AgentLoop:
         self.config = config
         self.workspace = prepare_workspace(config.workspace)
         self.provider = provider or make_provider(config)
-        self.model = self.provider.model
         self.tools = make_tools(config) if tools is None else tools
         self.mcp = MCPServers(config.tools.mcp_servers, self.tools)
         self.files_seen: defaultdict[str, dict] = defaultdict(dict)  # by session
@@ -453,7 +450,7 @@ class AgentLoop:
         memory_model = MemoryModel(self)
         self.consolidator = memory_model.consolidator
         self.dream = memory_model.dream
-        self.cost = CostTrackingHook(config.prices, self.model)
+        self.cost = CostTrackingHook(config.prices, self.provider.model)
         self.hooks = [self.cost, *hooks]
         self.subagents = SubagentManager(self)
         self.commands = Commands(self)
@@ -683,8 +680,7 @@ async def end_all(tasks: list[asyncio.Task], seconds: float | None = None) -> No
 
 
 # ---- What the runner leaves to others ----
-# Without this one model that calls `list_dir(".")` forty times uses up a turn, and a stopped turn
-# leaves a command running that nobody waits for.
+# Without it a model that calls `list_dir(".")` forty times uses up a turn.
 
 Emit = Callable[[OutboundMessage], Awaitable[None]]
 Media = Iterable[Path]  # files that came with a message
@@ -781,8 +777,7 @@ def is_read_only(call: ToolCallRequest, tools: ToolRegistry) -> bool:
 
 
 # ---- Prompts are files ----
-# Without the fence around them a planted link (SOUL.md → ~/.ssh/id_rsa) would carry keys into
-# every request.
+# Without a fence a planted link (SOUL.md → ~/.ssh/id_rsa) would carry keys into each request.
 
 PLACEHOLDERS = (  # also of older versions: small models take them for what they say
     "Who the user is goes here: name, time zone, language, work, likes.",
@@ -821,8 +816,9 @@ def identity(turn: Turn, who: str) -> str:
     """The first part of the system prompt; `who` (IDENTITY.md) replaces its first paragraph."""
     style = template("format_cli") if turn.channel == "cli" else template("format_chat")
     platform = f"{sys.platform}, Python {sys.version_info.major}.{sys.version_info.minor}"
-    places = {"cwd": turn.cwd, "workspace": turn.workspace}
-    text = template("identity", platform=platform, format=style, **places)
+    text = template(
+        "identity", platform=platform, format=style, cwd=turn.cwd, workspace=turn.workspace
+    )
     usual, _, rest = text.partition("\n\n")
     return f"{who or usual}\n\n{rest}"
 
@@ -890,8 +886,7 @@ def time_zone(name: str) -> Any:
 
 
 # ---- Hooks ----
-# Without CompositeHook a mistake in somebody's logging would end the user's turn; without
-# ApprovalHook the first wrong `rm` is also the last.
+# Logging, cost, approval, and what is shown beside the answer.
 
 
 @dataclass
@@ -915,7 +910,7 @@ class AgentHook:
 
     async def before_iteration(self, context: AgentHookContext) -> None: ...
     async def on_stream(self, delta: str) -> None: ...
-    async def on_stream_end(self, resuming: bool) -> None: ...  # the parameter may be left out
+    async def on_stream_end(self, resuming: bool) -> None: ...
     async def on_retry(self, why: str) -> None: ...
     async def after_iteration(self, context: AgentHookContext) -> None: ...
 
@@ -927,11 +922,6 @@ class AgentHook:
 
     async def finalize_content(self, content: str) -> str:
         return content
-
-    def __init_subclass__(cls) -> None:
-        own = vars(cls).get("on_stream_end")
-        if inspect.isfunction(own) and len(inspect.signature(own).parameters) == 1:
-            cls.on_stream_end = lambda self, resuming: own(self)
 
 
 class CompositeHook(AgentHook):
@@ -974,8 +964,8 @@ class LoggingHook(AgentHook):
         log.info("%s: %s in %.3f s", tool_hint(call), outcome, seconds)
 
     async def after_iteration(self, context: AgentHookContext) -> None:
-        reason = context.response.finish_reason
-        log.info("iteration %d: %s %s", context.iteration, reason, context.usage)
+        finish_reason = context.response.finish_reason
+        log.info("iteration %d: %s %s", context.iteration, finish_reason, context.usage)
 
 
 class CostTrackingHook(AgentHook):
@@ -989,10 +979,10 @@ class CostTrackingHook(AgentHook):
         add_up(self.total, context.response.usage)
 
     def line(self, usage: dict) -> str:
-        """`1,234 in (200 cached) · 56 out · 0.0012`; `~` marks an estimate, `≤` an upper bound."""
+        """`1,234 in (200 cached) · 56 out · 0.0012`; `~` marks an estimate."""
         mark = "~" if usage["estimated"] else ""
         cached = f" ({usage['cached_tokens']:,} cached)" if usage["cached_tokens"] else ""
-        money = f" · {mark}{self.price.of(usage)}" if self.price else ""
+        money = f" · {mark}{self.price.of(usage):.4f}" if self.price else ""
         sent, received = usage["prompt_tokens"], usage["completion_tokens"]
         return f"{mark}{sent:,} in{cached} · {mark}{received:,} out{money}"
 
@@ -1086,8 +1076,7 @@ def tool_hint(call: ToolCallRequest) -> str:
 
 
 # ---- Many chats at once ----
-# Without this the second message of a user waits for the answer to the first, one chat's long job
-# holds up all others, and what came in before a crash is never answered.
+# Each chat has its own order, none waits for another, and a crash loses no message.
 
 
 class BusService:
@@ -1135,8 +1124,7 @@ class BusService:
         if missing:
             raise ToolError(f"There is no file {', '.join(missing)}.")
         if key != turn.session_key and content:  # it stands in the journal there, too
-            report = InboundMessage("system", "job", key, content)
-            self.work.start(self.bus.publish(report))
+            self.work.start(self.bus.publish(InboundMessage("system", "job", key, content)))
             content = ""
         if content or files:
             self.bus.send(OutboundMessage(*key.split(":", 1), content, media=files))
@@ -1207,7 +1195,6 @@ class Conversation:
     async def _answer_what_waits(self) -> None:
         """What is for a terminal stays in the inbox: a prompt shows it."""
         if self.key.partition(":")[0] not in self.service.bus.channels:
-            GATEWAY_LOG.info("%s: its messages wait, its channel is not open here", self.key)
             return
         async with self.answering:
             while self.is_due or self.inbox.path.exists():
@@ -1357,7 +1344,7 @@ class Gateway:
             self.bus.open(channel)
         jobs = JobRunner(self.loop, self.bus.publish)
         await in_thread(jobs.add_system_jobs)
-        parts = [self.loop.run(self.bus), jobs.run(), stop.wait()]
+        parts = (self.loop.run(self.bus), jobs.run(), stop.wait())
         work = [asyncio.create_task(part) for part in parts]
         GATEWAY_LOG.info("serving %s", ", ".join([*self.bus.channels, "cron"]))
         try:
@@ -1668,8 +1655,8 @@ class Commands:
             case "dream":
                 text = await self.loop.dream.run()
             case "dream-log" | "dream-restore" if not re.fullmatch("[0-9a-f]{4,40}|", argument):
-                form = f"Write /{command}, or with a commit: /{command} 1f3a9c"
-                text = f"{argument[:40]!r} is no commit. {form}"
+                text = f"{argument[:40]!r} is no commit. Write /{command}, "
+                text += f"or with a commit: /{command} 1f3a9c"
             case "dream-log":
                 text = await in_thread(repository.log, argument)
             case "dream-restore":
@@ -1684,11 +1671,14 @@ class Commands:
         messages = counted(len(self.loop.sessions.get(turn.session_key).history()), "message")
         helpers = counted(len(self.loop.subagents.of(turn.session_key)), "helper")
         hours, minutes = divmod(int(time.monotonic() - self.loop.started) // 60, 60)
-        session = f"session {turn.session_key}, {messages}"
-        version = f"nanobot {__version__}, model {self.loop.model}, {session}"
-        context = [f"context {request.tokens:,} of {window:,}", *request.notes]
-        cost = f"{self.loop.cost.line(self.loop.cost.total)}, {hours} h {minutes} min"
-        return "\n".join([version, f"{helpers} at work", *context, f"since the start: {cost}"])
+        cost = self.loop.cost.line(self.loop.cost.total)
+        return "\n".join([
+            f"nanobot {__version__}, model {self.loop.provider.model}, "
+            f"session {turn.session_key}, {messages}",
+            f"{helpers} at work",
+            f"context {request.tokens:,} of {window:,}", *request.notes,
+            f"since the start: {cost}, {hours} h {minutes} min",
+        ])  # fmt: skip
 
     def preview(self, turn: Turn, message: dict | None = None) -> Governed:
         """The request that would be sent now, for a message that is not journalled."""
@@ -1699,7 +1689,7 @@ class Commands:
 
 
 # ---- What can be set ----
-# Without these checks a wrong type would fail deep in a turn, and an unknown key never be noticed.
+# Wrong types and unknown keys are errors here, not deep in a turn.
 
 
 class ConfigError(Exception):
@@ -1800,20 +1790,17 @@ class ToolSettings:
 
 @dataclass
 class Price:
-    """Money per million tokens; without a price for cached ones a sum is an upper bound."""
+    """Money per million tokens."""
 
     input: float = 0.0
     output: float = 0.0
-    cached: float | None = None
+    cached: float | None = None  # without it cached tokens cost what others cost
 
-    def of(self, usage: dict) -> str:
-        """`0.0123`, or `≤ 0.0123`."""
-        cached = usage["cached_tokens"]
+    def of(self, usage: dict) -> float:
         cached_price = self.input if self.cached is None else self.cached
-        money = (usage["prompt_tokens"] - cached) * self.input + cached * cached_price
-        money += usage["completion_tokens"] * self.output
-        mark = "≤ " if cached and self.cached is None else ""
-        return f"{mark}{money / 1e6:.4f}"
+        cached, output = usage["cached_tokens"], usage["completion_tokens"]
+        fresh = usage["prompt_tokens"] - cached
+        return (fresh * self.input + cached * cached_price + output * self.output) / 1e6
 
 
 @dataclass
@@ -1972,8 +1959,9 @@ def make_provider(config: Config, human: HumanProvider | None = None) -> LLMProv
     """The model that the settings mean: the offline one if no key and no address is set."""
     defaults = config.defaults
     if unknown := config.providers.keys() - ROWS.keys():
-        known = ", ".join(ROWS)
-        raise ConfigError(f"providers.{min(unknown)}: no such provider. There are: {known}")
+        raise ConfigError(
+            f"providers.{min(unknown)}: no such provider. There are: {', '.join(ROWS)}"
+        )
     if defaults.provider == "offline":
         return OfflineProvider()
     if defaults.provider == "human":
@@ -2016,14 +2004,14 @@ def make_tools(config: Config) -> ToolRegistry:
 
 
 # ---- The command line ----
-# Without its care an answer in a pipe would have tool hints in it, and Ctrl-C show a traceback.
+# The answer alone goes to stdout; Ctrl-C shows no traceback.
 
 
 def settings_of(arguments: argparse.Namespace) -> Config:
     """The configuration. A flag wins over the environment."""
     flags = {"NANOBOT_WORKSPACE": arguments.workspace, "NANOBOT_MODEL": arguments.model}
-    set_flags = {name: value for name, value in flags.items() if value}
-    config = load_config(arguments.config, os.environ | set_flags)
+    given = {name: value for name, value in flags.items() if value}
+    config = load_config(arguments.config, os.environ | given)
     if arguments.provider or arguments.base_url:
         config.defaults.provider = arguments.provider or "auto"
         config.base_url = arguments.base_url or ""
@@ -2062,14 +2050,9 @@ class Talk:
 
     def run(self) -> int:
         """Answer one message or many; gives the exit status."""
-        config = self.loop.config
-        is_offline = isinstance(self.loop.provider, OfflineProvider)
-        if is_offline and config.defaults.provider != "offline":
+        wanted = self.loop.config.defaults.provider
+        if isinstance(self.loop.provider, OfflineProvider) and wanted != "offline":
             self.terminal.note(template("no_model"))
-        if self.loop.turn(self.key).cwd != config.cwd:
-            self.terminal.note(
-                f"The fence does not open {config.cwd}: work starts in {self.loop.workspace}."
-            )
         if self.terminal.live:
             self.background.complete(logged(self.show_reports("While you were away:"), "reports"))
         is_conversation = self.has_keyboard and self.message is None
@@ -2099,8 +2082,10 @@ class Talk:
         self.loop.config.patience = 5.0  # a server that comes later serves the next message
         history = self.folder / "prompt-history"
         greeting = "welcome_back" if history.exists() else "welcome"
-        about = {"version": __version__, "model": self.loop.model, "workspace": self.loop.workspace}
-        self.terminal.note(template(greeting, **about))
+        self.terminal.note(template(
+            greeting, version=__version__, model=self.loop.provider.model,
+            workspace=self.loop.workspace,
+        ))  # fmt: skip
         for work in (JobRunner(self.loop).run_for_terminal(), self.watch_reports()):
             asyncio.run_coroutine_threadsafe(logged(work, "jobs"), self.background.loop)
         return self.terminal.converse(self.answer, history)
@@ -2182,22 +2167,25 @@ def status_command(arguments: argparse.Namespace) -> int:
 def status_rows(config: Config) -> Iterator[tuple[str, str, str | None]]:
     """Each part, its state, its problem: ("sandbox", "bwrap", ""); None: missing, not needed."""
     loop = AgentLoop(config)
-    usual = "the defaults; `nanobot onboard` writes a file"
-    yield "settings", str(config.path) if config.path.exists() else usual, ""
+    if config.path.exists():
+        yield "settings", str(config.path), ""
+    else:
+        yield "settings", "the defaults; `nanobot onboard` writes a file", ""
     yield "workspace", str(loop.workspace), ""
     yield "model", *asyncio.run(model_and_problem(loop.provider))
     bash = shutil.which("bash") or shutil.which("sh")
     yield "bash", bash or "exec cannot run; install bash", "" if bash else None
-    sandbox = config.tools.exec.sandbox
-    problem = sandbox_problem() if sandbox else ""
-    yield "sandbox", sandbox or "off: a command can do what you can", problem
-    telegram = config.channels.telegram  # the token is shown nowhere
-    allowed = ", ".join(map(str, telegram.allow_from)) or "nobody"
-    problem = "" if telegram.allow_from else "put user ids into channels.telegram.allowFrom"
-    if telegram.token:
-        yield "telegram", f"a token is set, allowed: {allowed}", problem
+    if config.tools.exec.sandbox:
+        yield "sandbox", config.tools.exec.sandbox, sandbox_problem()
     else:
+        yield "sandbox", "off: a command can do what you can", ""
+    telegram = config.channels.telegram  # the token is shown nowhere
+    if not telegram.token:
         yield "telegram", "off: put a token into channels.telegram.token", None
+    elif not telegram.allow_from:
+        yield "telegram", "a token is set", "put user ids into channels.telegram.allowFrom"
+    else:
+        yield "telegram", f"a token is set, allowed: {', '.join(map(str, telegram.allow_from))}", ""
     for name, problem in asyncio.run(loop.mcp.check()).items():
         yield f"mcp {name}", "connected", problem
     for skill in loop.skills.load():
@@ -2211,13 +2199,14 @@ async def model_and_problem(provider: LLMProvider) -> tuple[str, str]:
     if isinstance(provider, HumanProvider):
         return "human: it is you", ""
     if isinstance(provider, OfflineProvider):
-        model = "offline: fixed rules; set OPENAI_API_KEY or OPENAI_BASE_URL for a real one"
-        return model, "; ".join(provider.rules.problems)
+        fix = "set OPENAI_API_KEY or OPENAI_BASE_URL for a real one"
+        return f"offline: fixed rules; {fix}", "; ".join(provider.rules.problems)
     problem = await provider.check()
     await provider.close()
-    endpoint, model = provider.endpoint, provider.model or "no model named"
+    endpoint = provider.endpoint
     address = endpoint.without_secrets(endpoint.api_base)
-    return f"{model} at {address} ({endpoint.spec.name})", problem or ""
+    model = f"{provider.model or 'no model named'} at {address} ({endpoint.spec.name})"
+    return model, problem or ""
 
 
 def prompt_command(arguments: argparse.Namespace) -> None:
@@ -2293,9 +2282,10 @@ def replay_command(arguments: argparse.Namespace) -> int:
     while model.rest:
         hook = EventHook(terminal.send, Turn(), streaming=True)
         tools = RecordedTools(model.rest, ToolResult)
-        spec = AgentRunSpec(model.rest[0]["messages"], tools, hook=hook)
-        spec.max_iterations = limits.max_tool_iterations
-        spec.context_window = sys.maxsize  # what did not fit was left out when it was recorded
+        spec = AgentRunSpec(
+            model.rest[0]["messages"], tools, max_iterations=limits.max_tool_iterations, hook=hook,
+            context_window=sys.maxsize,  # what did not fit was left out when it was recorded
+        )  # fmt: skip
         result = asyncio.run(AgentRunner(model).run(spec))
         if result.final_content:
             asyncio.run(hook.send("final", result.final_content))
@@ -2318,8 +2308,9 @@ COMMAND_LINE = {  # by name: what runs, and what --help says
 
 
 def parser() -> argparse.ArgumentParser:
-    about = "A personal AI agent. No command: agent."
-    main_parser = argparse.ArgumentParser("nanobot", description=about)
+    main_parser = argparse.ArgumentParser(
+        "nanobot", description="A personal AI agent. Without a command: agent."
+    )
     main_parser.add_argument("--version", action="version", version=f"nanobot {__version__}")
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--config", metavar="FILE", type=path_of, help="~/.nanobot/config.json")
