@@ -50,7 +50,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from channels import (
-    CLI, NOBODY_TO_ASK, BackgroundLoop, Channel, CronError, CronJob, CronService,
+    CLI, NOBODY_TO_ASK, BackgroundLoop, CronError, CronJob, CronService,
     InboundMessage, MessageBus, OutboundMessage, PrintableFormatter, Telegram, Waiting,
     active_tasks, approval_question, end_on_signals, machine_zone, prepare_streams, printable,
 )  # fmt: skip
@@ -574,8 +574,8 @@ class AgentLoop:
     def stop(self, session_key: str) -> bool:
         """Cancel the turn of a session, its helpers and the jobs that run for it, if there are."""
         tasks, chats = self.turns.tasks, self.turns.chats
-        running = [tasks[key] for key in tasks if session_key in (key, chats.get(key))]
-        running += self.subagents.of(session_key)
+        running = self.subagents.of(session_key)
+        running += [tasks[key] for key in tasks if session_key in (key, chats.get(key))]
         for task in running:
             task.cancel()
         return bool(running)
@@ -652,11 +652,9 @@ class Background:
 
     async def settled(self, seconds: float = 60.0) -> None:
         """Wait so long for it; what is not done then is taken up by a later turn."""
-        try:
-            if self.tasks:
-                await asyncio.wait(self.tasks, timeout=seconds)
-        finally:  # also if the caller is cancelled
-            await end_all(list(self.tasks))
+        if self.tasks:
+            await asyncio.wait(self.tasks, timeout=seconds)
+        await end_all(list(self.tasks))
 
 
 async def logged(work: Coroutine, name: str) -> Any:
@@ -816,9 +814,8 @@ def identity(turn: Turn, who: str) -> str:
     """The first part of the system prompt; `who` (IDENTITY.md) replaces its first paragraph."""
     style = template("format_cli") if turn.channel == "cli" else template("format_chat")
     platform = f"{sys.platform}, Python {sys.version_info.major}.{sys.version_info.minor}"
-    text = template(
-        "identity", platform=platform, format=style, cwd=turn.cwd, workspace=turn.workspace
-    )
+    about = {"platform": platform, "cwd": turn.cwd, "workspace": turn.workspace}
+    text = template("identity", format=style, **about)
     usual, _, rest = text.partition("\n\n")
     return f"{who or usual}\n\n{rest}"
 
@@ -856,14 +853,14 @@ def skill_parts(skills: list[Skill]) -> dict[str, str]:
     """Those that are `always` there in full, a line for each of the others."""
     sound = [skill for skill in skills if not skill.problem]
     always = [skill for skill in sound if skill.always and not skill.missing]
-    active = [titled(f"## {skill.name}", skill.text) for skill in always]
     listed = []
     for skill in sound:
         if skill not in always:
             needs = f" [unavailable: needs {', '.join(skill.missing)}]" if skill.missing else ""
             listed.append(f"- {skill.name}: {skill.description} ({skill.path}){needs}")
+    active = "\n\n".join(titled(f"## {skill.name}", skill.text) for skill in always)
     return {
-        "Active Skills": titled("# Active Skills", "\n\n".join(active)),
+        "Active Skills": titled("# Active Skills", active),
         "Skills": listed and template("skills", skills="\n".join(listed)),
     }
 
@@ -983,8 +980,8 @@ class CostTrackingHook(AgentHook):
         mark = "~" if usage["estimated"] else ""
         cached = f" ({usage['cached_tokens']:,} cached)" if usage["cached_tokens"] else ""
         money = f" · {mark}{self.price.of(usage):.4f}" if self.price else ""
-        sent, received = usage["prompt_tokens"], usage["completion_tokens"]
-        return f"{mark}{sent:,} in{cached} · {mark}{received:,} out{money}"
+        sent = f"{mark}{usage['prompt_tokens']:,} in{cached}"
+        return f"{sent} · {mark}{usage['completion_tokens']:,} out{money}"
 
 
 class ApprovalHook(AgentHook):
@@ -1016,14 +1013,14 @@ class ApprovalHook(AgentHook):
         return answer in ("y", "yes", "a", "always")
 
 
+@dataclass
 class EventHook(AgentHook):
     """Tells a channel what is going on: deltas, text beside tool calls, tool hints, the answer."""
 
-    def __init__(self, emit: Emit | None, turn: Turn, streaming: bool):
-        self.emit = emit
-        self.turn = turn
-        self.wants_streaming = streaming
-        self.shows_deltas = True  # in its channel
+    emit: Emit | None
+    turn: Turn
+    wants_streaming: bool
+    shows_deltas: bool = True  # in its channel
 
     async def send(self, kind: str, content: str) -> None:
         if self.emit:
@@ -1042,11 +1039,11 @@ class EventHook(AgentHook):
             await self.send("tool_hint", f"{hint} × {count}" if count > 1 else hint)
 
 
+@dataclass
 class WaitingHook(AgentHook):
     """Tells the terminal what is waited for: the model, a tool, a busy endpoint."""
 
-    def __init__(self, waiting: Waiting):
-        self.waiting = waiting
+    waiting: Waiting
 
     async def before_iteration(self, context: AgentHookContext) -> None:
         self.waiting.begin("the model")
@@ -1071,8 +1068,7 @@ def tool_hint(call: ToolCallRequest) -> str:
         return f"{call.name}()"
     telling = "path" if "path" in call.arguments else next(iter(call.arguments))
     value = json.dumps(call.arguments[telling], ensure_ascii=False, default=str)
-    shown = value if len(value) <= 80 else value[:79] + "…"
-    return f"{call.name}({shown})"
+    return f"{call.name}({value if len(value) <= 80 else value[:79] + '…'})"
 
 
 # ---- Many chats at once ----
@@ -1340,8 +1336,7 @@ class Gateway:
         stop = asyncio.Event()
         here = asyncio.get_running_loop()
         end_on_signals(lambda *_: here.call_soon_threadsafe(stop.set))
-        for channel in self.channels():
-            self.bus.open(channel)
+        self.open_channels()
         jobs = JobRunner(self.loop, self.bus.publish)
         await in_thread(jobs.add_system_jobs)
         parts = (self.loop.run(self.bus), jobs.run(), stop.wait())
@@ -1355,15 +1350,16 @@ class Gateway:
             await self.end(work)
         GATEWAY_LOG.info("ended")
 
-    def channels(self) -> list[Channel]:
+    def open_channels(self) -> None:
         telegram = self.loop.config.channels.telegram
         if not (telegram.token and telegram.allow_from):
             log.warning("Nobody can write: channels.telegram needs a token and allowFrom.")
-        folder = self.loop.workspace / ".nanobot" / "media"
-        return [Telegram(
-            telegram.token, telegram.allow_from, api_base=telegram.api_base,
-            group_policy=telegram.group_policy, media_folder=folder,
-        )] if telegram.token else []  # fmt: skip
+        if telegram.token:
+            self.bus.open(Telegram(
+                telegram.token, telegram.allow_from, api_base=telegram.api_base,
+                group_policy=telegram.group_policy,
+                media_folder=self.loop.workspace / ".nanobot" / "media",
+            ))  # fmt: skip
 
     async def end(self, work: list[asyncio.Task]) -> None:
         """At most 8 s: nobody waits longer for a tool that catches each of its cancellations."""
@@ -1469,8 +1465,6 @@ class JobRunner:
 # ---- Memory: what the loop hands in ----
 # memory.py knows no model, no tools and no templates.
 
-Rule = Callable[[str, dict], str]  # why a call of a tool, with these arguments, must not run; or ""
-
 
 class MemoryModel:
     """The model as the memory uses it: `ask` for an answer, `edit` for a run that edits files."""
@@ -1493,7 +1487,7 @@ class MemoryModel:
         add_up(self.loop.cost.total, response.usage)
         return response
 
-    async def edit(self, messages: list[dict], reason_to_refuse: Rule) -> AgentRunResult:
+    async def edit(self, messages: list[dict], refuse: Callable) -> AgentRunResult:
         """Dream's second phase, which may edit three files and its skills."""
         names = ("read_file", "edit_file", "write_file")
         editing = [tool for tool in FILE_TOOLS if tool.name in names]
@@ -1502,21 +1496,21 @@ class MemoryModel:
             if (turn.cwd / name).is_file():
                 turn.note_read((turn.cwd / name).resolve())
         return await self.loop.subagents.run(
-            messages, tools=FencedTools(editing, reason_to_refuse), turn=turn, hook=self.loop.cost,
+            messages, tools=FencedTools(editing, refuse), turn=turn, hook=self.loop.cost,
             max_iterations=self.loop.config.defaults.dream.max_iterations,
         )  # fmt: skip
 
 
 class FencedTools(ToolRegistry):
-    """Refuses calls that a rule has a reason against. It is asked about what would really run."""
+    """`refuse(name, arguments)` says why a call must not run, or "". It is asked last."""
 
-    def __init__(self, tools: Iterable[Tool], reason_to_refuse: Rule):
+    def __init__(self, tools: Iterable[Tool], refuse: Callable[[str, dict], str]):
         super().__init__(tools)
-        self.reason_to_refuse = reason_to_refuse
+        self.refuse = refuse
 
     def prepare_call(self, name: str, params: Any) -> tuple[Tool | None, dict, str | None]:
         tool, arguments, problem = super().prepare_call(name, params)
-        return tool, arguments, problem or self.reason_to_refuse(name, arguments)
+        return tool, arguments, problem or self.refuse(name, arguments)
 
 
 # ---- Subagents ----
@@ -1525,9 +1519,7 @@ class FencedTools(ToolRegistry):
 class SubagentManager:
     """Helpers with one task each: a fresh run with fewer tools; the result comes as a message."""
 
-    most = 4
-    steps = 15
-    kept_from_them = ("spawn", "message", "cron")
+    most = 4  # at once
 
     def __init__(self, loop: AgentLoop):
         self.loop = loop
@@ -1542,26 +1534,27 @@ class SubagentManager:
         that it needs to know. Its result comes later as a message, or here if you wait for it."""
         if len(self.running) >= self.most:
             raise ToolError(f"{self.most} helpers are at work. Wait for one, or do it yourself.")
-        name = label or task[:40]
         work = asyncio.create_task(self._work(task, turn))
         self.running[work] = turn.session_key
         work.add_done_callback(self.running.pop)
         if wait or turn.channel == "cron":  # when a job has ended, nobody hears what comes later
             return await work
+        name = label or task[:40]
         work.add_done_callback(partial(self._announce, name, turn.session_key))
         return f"Helper {name!r} is at work. Its result comes as a message: go on, or end here."
 
     async def _work(self, task: str, turn: Turn) -> str:
         """The helper's answer. Raises ToolError if it has none."""
         names = [tool["function"]["name"] for tool in self.loop.tools.get_definitions()]
-        tools = [self.loop.tools.get(name) for name in names if name not in self.kept_from_them]
+        kept = ("spawn", "message", "cron")
+        tools = [self.loop.tools.get(name) for name in names if name not in kept]
         prompt = template("subagent", cwd=turn.cwd, workspace=turn.workspace)
         parts = [prompt, *skill_parts(self.loop.skills.load()).values()]
         message, _ = self.loop.context.user_message(task, turn)  # with the date
         messages = [{"role": "system", "content": "\n\n".join(parts)}, as_sent(message, "")]
         result = await self.run(
             messages, tools=ToolRegistry(tools), turn=replace(turn, depth=turn.depth + 1, seen={}),
-            hook=CompositeHook(self.loop.hooks), max_iterations=self.steps,
+            hook=CompositeHook(self.loop.hooks), max_iterations=15,
         )  # fmt: skip
         if result.stop_reason == "completed":
             return result.final_content
@@ -1621,11 +1614,11 @@ def slash_command(text: str) -> tuple[str, str]:
     return match[1], match[2] or ""
 
 
+@dataclass
 class Commands:
     """Answers slash commands: /new and /continue as a turn, all others at once."""
 
-    def __init__(self, loop: AgentLoop):
-        self.loop = loop
+    loop: AgentLoop
 
     async def begin(self, command: str, session: Session, **origin: str) -> AgentRunResult | None:
         """/new, /continue; None: there is a turn to go on with. `origin` is the message's id."""
@@ -1959,9 +1952,7 @@ def make_provider(config: Config, human: HumanProvider | None = None) -> LLMProv
     """The model that the settings mean: the offline one if no key and no address is set."""
     defaults = config.defaults
     if unknown := config.providers.keys() - ROWS.keys():
-        raise ConfigError(
-            f"providers.{min(unknown)}: no such provider. There are: {', '.join(ROWS)}"
-        )
+        raise ConfigError(f"providers.{min(unknown)} is unknown. There are: {', '.join(ROWS)}")
     if defaults.provider == "offline":
         return OfflineProvider()
     if defaults.provider == "human":
@@ -1995,9 +1986,7 @@ def make_tools(config: Config) -> ToolRegistry:
         try:
             web = Web(settings.ssrf_whitelist, proxy=settings.web.proxy)
         except ValueError as problem:
-            raise ConfigError(
-                f"tools.ssrfWhitelist (like 10.0.0.0/8) or tools.web.proxy: {problem}"
-            ) from None
+            raise ConfigError(f"tools.ssrfWhitelist or tools.web.proxy: {problem}") from None
         tools.register(WebFetch(web))
         tools.register(WebSearch(web, **vars(settings.web.search)))
     return tools
@@ -2050,8 +2039,8 @@ class Talk:
 
     def run(self) -> int:
         """Answer one message or many; gives the exit status."""
-        wanted = self.loop.config.defaults.provider
-        if isinstance(self.loop.provider, OfflineProvider) and wanted != "offline":
+        is_wanted = self.loop.config.defaults.provider == "offline"
+        if isinstance(self.loop.provider, OfflineProvider) and not is_wanted:
             self.terminal.note(template("no_model"))
         if self.terminal.live:
             self.background.complete(logged(self.show_reports("While you were away:"), "reports"))
@@ -2126,8 +2115,8 @@ class Talk:
                 reports = [line for line in inbox.read() if line["kind"] == "report"]
                 for report in reports:
                     if report["id"] not in session.known_ids:
-                        message = {"content": report["content"], "id": report["id"]}
-                        session.append({"role": "assistant", **message})
+                        own = {key: report[key] for key in ("content", "id")}
+                        session.append({"role": "assistant", **own})
                 if reports:
                     texts = [title, *(report["content"] for report in reports)]
                     self.terminal.report("\n\n".join(filter(None, texts)))
@@ -2199,14 +2188,13 @@ async def model_and_problem(provider: LLMProvider) -> tuple[str, str]:
     if isinstance(provider, HumanProvider):
         return "human: it is you", ""
     if isinstance(provider, OfflineProvider):
-        fix = "set OPENAI_API_KEY or OPENAI_BASE_URL for a real one"
-        return f"offline: fixed rules; {fix}", "; ".join(provider.rules.problems)
+        problems = "; ".join(provider.rules.problems)
+        return "offline: fixed rules; set OPENAI_API_KEY or OPENAI_BASE_URL for a model", problems
     problem = await provider.check()
     await provider.close()
-    endpoint = provider.endpoint
+    endpoint, model = provider.endpoint, provider.model or "no model named"
     address = endpoint.without_secrets(endpoint.api_base)
-    model = f"{provider.model or 'no model named'} at {address} ({endpoint.spec.name})"
-    return model, problem or ""
+    return f"{model} at {address} ({endpoint.spec.name})", problem or ""
 
 
 def prompt_command(arguments: argparse.Namespace) -> None:
@@ -2280,7 +2268,7 @@ def replay_command(arguments: argparse.Namespace) -> int:
     except (OSError, ValueError) as problem:
         raise ConfigError(f"{problem}. Make a trace with: nanobot agent --trace FILE") from None
     while model.rest:
-        hook = EventHook(terminal.send, Turn(), streaming=True)
+        hook = EventHook(terminal.send, Turn(), wants_streaming=True)
         tools = RecordedTools(model.rest, ToolResult)
         spec = AgentRunSpec(
             model.rest[0]["messages"], tools, max_iterations=limits.max_tool_iterations, hook=hook,
@@ -2308,9 +2296,7 @@ COMMAND_LINE = {  # by name: what runs, and what --help says
 
 
 def parser() -> argparse.ArgumentParser:
-    main_parser = argparse.ArgumentParser(
-        "nanobot", description="A personal AI agent. Without a command: agent."
-    )
+    main_parser = argparse.ArgumentParser("nanobot", description="A personal AI agent.")
     main_parser.add_argument("--version", action="version", version=f"nanobot {__version__}")
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--config", metavar="FILE", type=path_of, help="~/.nanobot/config.json")
@@ -2324,10 +2310,9 @@ def parser() -> argparse.ArgumentParser:
     common.add_argument("--logs", action="store_true", help="show what happens inside, on stderr")
     strict = partial(argparse.ArgumentParser, allow_abbrev=False)  # `--app` is not `--approve`
     commands = main_parser.add_subparsers(metavar="COMMAND", parser_class=strict)
-    added = {
-        name: commands.add_parser(name, parents=[common], help=text)
-        for name, (_, text) in COMMAND_LINE.items()
-    }
+    added = {}
+    for name, (_, text) in COMMAND_LINE.items():
+        added[name] = commands.add_parser(name, parents=[common], help=text)
     agent = added["agent"]
     message = agent.add_mutually_exclusive_group()
     message.add_argument("text", nargs="*", default="", metavar="TEXT", help="ask this and leave")
@@ -2375,8 +2360,7 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=level, handlers=[handler])
     end_on_signals()  # as after Ctrl-C: what runs is stopped, the journal is in order
     try:
-        run_command, _ = COMMAND_LINE[argv[0]]
-        status = run_command(arguments) or 0
+        status = COMMAND_LINE[argv[0]][0](arguments) or 0
         sys.stdout.flush()  # here, and not at exit, where Python reports a closed pipe with 120
         return status
     except (ConfigError, CronError, ReplayDiffers, SessionBusy) as problem:
