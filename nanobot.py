@@ -31,7 +31,6 @@ import json
 import logging
 import os
 import re
-import shutil
 import string
 import sys
 import threading
@@ -543,7 +542,7 @@ class AgentLoop:
         )  # fmt: skip
 
     async def _make_room(self, session: Session, events: EventHook, messages: list) -> list:
-        """If the request gets too long, old turns go into the memory. Gives what is left of it."""
+        """If the request gets too long, old turns go into the memory. Gives the others."""
         tokens = self.counter.total(messages)
         tokens += self.counter.count(lines_of_json(self.tools.get_definitions()))
         count = await self.consolidator.make_room(session, tokens)
@@ -572,7 +571,7 @@ class AgentLoop:
             await service.end()
 
     def stop(self, session_key: str) -> bool:
-        """Cancel the turn of a session, its helpers and the jobs that run for it, if there are."""
+        """Cancel a session's turn, its helpers and its jobs. Gives whether anything ran."""
         tasks, chats = self.turns.tasks, self.turns.chats
         running = self.subagents.of(session_key)
         running += [tasks[key] for key in tasks if session_key in (key, chats.get(key))]
@@ -651,7 +650,7 @@ class Background:
         task.add_done_callback(self.tasks.discard)
 
     async def settled(self, seconds: float = 60.0) -> None:
-        """Wait so long for it; what is not done then is taken up by a later turn."""
+        """Wait up to `seconds`; a later turn takes up what is not done then."""
         if self.tasks:
             await asyncio.wait(self.tasks, timeout=seconds)
         await end_all(list(self.tasks))
@@ -668,7 +667,7 @@ async def logged(work: Coroutine, name: str) -> Any:
 
 
 async def end_all(tasks: list[asyncio.Task], seconds: float | None = None) -> None:
-    """Cancel the tasks that still run, and wait until they have ended, or so many seconds."""
+    """Cancel the tasks that still run; wait until they have ended, at most `seconds`."""
     running = [task for task in tasks if not task.done()]
     for task in running:
         if not task.cancelling():  # cancelling twice would interrupt its cleanup
@@ -693,7 +692,7 @@ NOT_ANSWERED = ("error", "tool_error", "empty")  # stop reasons of a run without
 
 @dataclass
 class RunState:
-    """The runner's scratch paper for one run."""
+    """What the runner knows during one run."""
 
     spec: AgentRunSpec
     context: AgentHookContext
@@ -821,7 +820,7 @@ def identity(turn: Turn, who: str) -> str:
 
 
 def read_own(turn: Turn, path: Path) -> bytes:
-    """A file that goes into a request. It may be a link, but not to keys or over the fence. Raises
+    """A file that goes into a request. It may be a link, but not to secrets or past the fence. Raises
     OSError; ValueError if it may not be read."""
     path.stat()  # FileNotFoundError
     most = 10_000_000 if path.name == "MEMORY.md" else 100_000  # a part of it is sent
@@ -850,7 +849,7 @@ def titled(title: str, text: str) -> str:
 
 
 def skill_parts(skills: list[Skill]) -> dict[str, str]:
-    """Those that are `always` there in full, a line for each of the others."""
+    """Skills that are `always` active in full; one line for each of the others."""
     sound = [skill for skill in skills if not skill.problem]
     always = [skill for skill in sound if skill.always and not skill.missing]
     listed = []
@@ -966,7 +965,7 @@ class LoggingHook(AgentHook):
 
 
 class CostTrackingHook(AgentHook):
-    """Tokens, and money where the price of the model is configured."""
+    """Tokens, and money if the price of the model is configured."""
 
     def __init__(self, prices: dict[str, Price], model: str):
         self.price = prices.get(model)
@@ -984,14 +983,13 @@ class CostTrackingHook(AgentHook):
         return f"{sent} · {mark}{usage['completion_tokens']:,} out{money}"
 
 
+@dataclass
 class ApprovalHook(AgentHook):
-    """Asks the user before each call, unless its tool is known and only reads. `ask(question)`
-    gives the line that the user typed; if it is None, nobody can be asked and no call may run."""
+    """Asks the user before each call, unless its tool is known and only reads."""
 
-    def __init__(self, tools: ToolRegistry, ask: Callable[[str], Awaitable[str]] | None):
-        self.tools = tools
-        self.ask = ask
-        self.always: set[str] = set()  # tools, until the program ends
+    tools: ToolRegistry
+    ask: Callable[[str], Awaitable[str]] | None  # None: nobody can be asked, no such call may run
+    always: set[str] = field(default_factory=set)  # tools, until the program ends
 
     async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
         asked = []
@@ -1140,7 +1138,7 @@ class BusService:
 
 
 class Conversation:
-    """One chat. Each message has a task, which keeps it and then, if no other does, answers."""
+    """One chat. Each message has a task: it saves the message, then answers if no other does."""
 
     def __init__(self, service: BusService, key: str):
         self.service = service
@@ -1153,7 +1151,7 @@ class Conversation:
         self.reply_to = ""  # the newest message that the turn answers
 
     async def take_in(self, message: InboundMessage, kind: str) -> None:
-        """The channel is told when the message survives a power cut."""
+        """Put a message into the inbox; confirm it to its channel when it survives a power cut."""
         said = f"{message.speaker}: " if message.speaker and kind == "user" else ""
         line = {
             "id": message.message_id or uuid.uuid4().hex, "kind": kind, "sender": message.sender_id,
@@ -1189,7 +1187,7 @@ class Conversation:
         await self._answer_what_waits()
 
     async def _answer_what_waits(self) -> None:
-        """What is for a terminal stays in the inbox: a prompt shows it."""
+        """Answer until the inbox is empty. A report for a terminal stays: a prompt shows it."""
         if self.key.partition(":")[0] not in self.service.bus.channels:
             return
         async with self.answering:
@@ -1198,7 +1196,7 @@ class Conversation:
                     await asyncio.sleep(1.0)
 
     async def _turn(self) -> bool:
-        """What is in the journal at its end leaves the inbox; the rest is tried again."""
+        """Answer what is next. Lines that reach the journal leave the inbox, others are retried."""
         async with self.service.slots, self.loop.turns.hold(self.key) as session:
             before = session.last
             lines = self._next_lines(session)
@@ -1206,7 +1204,7 @@ class Conversation:
                 if self.is_due or lines:
                     self._deliver(session, await self._answer(session, lines))
             except asyncio.CancelledError:
-                self._send_answers(session, before)  # that are whole already
+                self._send_answers(session, before)  # answers that were whole before the stop
                 if not self.loop.is_ending:  # /stop ends this task; others may wait
                     self.service.work.start(self._answer_what_waits())
                 raise
@@ -1246,8 +1244,8 @@ class Conversation:
         else:
             session.end_open_turn("interrupted")
             images = self._enter(session, turn, lines)
-        events = EventHook(self.emit, turn, self.loop.config.streaming)
-        events.shows_deltas = self.service.bus.shows_deltas(turn.channel)
+        shows_deltas = self.service.bus.shows_deltas(turn.channel)
+        events = EventHook(self.emit, turn, self.loop.config.streaming, shows_deltas)
         arrivals = partial(self._arrivals, session, turn)
         return await self.loop.answer(session, events, images, arrivals)
 
@@ -1262,7 +1260,7 @@ class Conversation:
         return images
 
     def _arrivals(self, session: Session, turn: Turn) -> list[dict]:
-        """For a turn that runs, behind its last batch of calls: three messages at a time."""
+        """What the user said during the turn, three messages at most; behind the last results."""
         lines = [line for line in self._next_lines(session) if line["kind"] == "user"][:3]
         before = session.last
         images = self._enter(session, turn, lines)
@@ -1272,7 +1270,7 @@ class Conversation:
         return sent
 
     def _deliver(self, session: Session, result: AgentRunResult) -> None:
-        """Every turn sends something, if only its end: so `delivered` moves in order."""
+        """Send the result, even an empty one: `delivered` moves with each turn, in order."""
         requests = counted(result.requests, "request")
         GATEWAY_LOG.info("%s: %s, %s", self.key, result.stop_reason, requests)
         self._send(session, text_for_chat(result, self.key), session.last)
@@ -1283,7 +1281,7 @@ class Conversation:
                 self._send(session, answer["content"], answer["n"])
 
     def _send(self, session: Session, text: str, n: int) -> None:
-        """The answer with this number in the journal: sent again until `delivered` names it."""
+        """Send answer number `n` of the journal; again after a restart, until it is delivered."""
         answer = OutboundMessage(*self.key.split(":", 1), text, reply_to=self.reply_to)
         answer.on_delivered = partial(session.mark, "delivered", upto=n)
         self.service.bus.send(answer)
@@ -1316,7 +1314,7 @@ NOBODY_RUNS_JOBS = (
 
 
 def gateway_runs(workspace: Path, lock: str = "gateway") -> bool:
-    """Is this lock of the workspace held? `jobs` is, too, where a prompt runs jobs."""
+    """Does a program hold this lock? A gateway holds `gateway`; `jobs`: a gateway or a prompt."""
     try:
         with locked(workspace / ".nanobot" / f"{lock}.lock", "it is held"):
             return False
@@ -1324,15 +1322,15 @@ def gateway_runs(workspace: Path, lock: str = "gateway") -> bool:
         return True
 
 
+@dataclass
 class Gateway:
     """Serves all channels of the settings, cron and heartbeat."""
 
-    def __init__(self, loop: AgentLoop):
-        self.loop = loop
-        self.bus = MessageBus()
+    loop: AgentLoop
+    bus: MessageBus = field(default_factory=MessageBus)
 
     async def serve(self) -> None:
-        """Until a signal, or until a part of it fails; it takes at most 10 s to end."""
+        """Serve until a signal, or until a part fails; end within 8 s."""
         stop = asyncio.Event()
         here = asyncio.get_running_loop()
         end_on_signals(lambda *_: here.call_soon_threadsafe(stop.set))
@@ -1419,7 +1417,7 @@ class JobRunner:
             await self._answer("cron:heartbeat", template("heartbeat", tasks=tasks))
 
     async def run_job(self, job: CronJob, run: str) -> None:
-        """Its answer goes to its chat, a failure too; once, however often it was killed."""
+        """Report its answer, or its failure, to its chat: once, even if a kill repeats the run."""
         GATEWAY_LOG.info("cron %s: %s", job.id, job.message[:80])
         chat, task = f"{job.channel}:{job.chat_id}", template("job", message=job.message)
         report = InboundMessage("system", "job", chat, "", message_id=run)
@@ -1502,7 +1500,7 @@ class MemoryModel:
 
 
 class FencedTools(ToolRegistry):
-    """`refuse(name, arguments)` says why a call must not run, or "". It is asked last."""
+    """`refuse(name, arguments)` says why a call must not run; "" if it may."""
 
     def __init__(self, tools: Iterable[Tool], refuse: Callable[[str, dict], str]):
         super().__init__(tools)
@@ -1577,7 +1575,7 @@ class SubagentManager:
         self.results.put_nowait(InboundMessage("system", "subagent", session_key, text))
 
     async def answer_with_helpers(self, text: str, key: str, on_event: Emit) -> AgentRunResult:
-        """A message, its answer, and what the helpers found: on a terminal nothing comes later."""
+        """Answer a message, then each helper's report: on a terminal nothing comes later."""
         try:
             while True:
                 result = await self.loop.process_direct(text, key, on_event)
@@ -1857,10 +1855,8 @@ class Config:
         """Raises ConfigError for what would fail deep in a turn; warns of keys without effect."""
         answer, window = self.defaults.max_tokens, self.defaults.context_window_tokens
         if answer * 2 >= window:
-            raise ConfigError(
-                f"agents.defaults.maxTokens ({answer}) must be under half of contextWindowTokens "
-                f"({window}): the answer needs room beside the conversation."
-            )
+            limit = f"must be under half of contextWindowTokens ({window})"
+            raise ConfigError(f"agents.defaults.maxTokens ({answer}) {limit}.")
         shell, search = self.tools.exec, self.tools.web.search
         if shell.sandbox_network and not shell.sandbox:
             log.warning("tools.exec.sandboxNetwork has no effect without a sandbox")
@@ -2115,8 +2111,8 @@ class Talk:
                 reports = [line for line in inbox.read() if line["kind"] == "report"]
                 for report in reports:
                     if report["id"] not in session.known_ids:
-                        own = {key: report[key] for key in ("content", "id")}
-                        session.append({"role": "assistant", **own})
+                        message = {"content": report["content"], "id": report["id"]}
+                        session.append({"role": "assistant", **message})
                 if reports:
                     texts = [title, *(report["content"] for report in reports)]
                     self.terminal.report("\n\n".join(filter(None, texts)))
@@ -2156,18 +2152,13 @@ def status_command(arguments: argparse.Namespace) -> int:
 def status_rows(config: Config) -> Iterator[tuple[str, str, str | None]]:
     """Each part, its state, its problem: ("sandbox", "bwrap", ""); None: missing, not needed."""
     loop = AgentLoop(config)
-    if config.path.exists():
-        yield "settings", str(config.path), ""
-    else:
-        yield "settings", "the defaults; `nanobot onboard` writes a file", ""
+    usual = "the defaults; `nanobot onboard` writes a file"
+    yield "settings", str(config.path) if config.path.exists() else usual, ""
     yield "workspace", str(loop.workspace), ""
     yield "model", *asyncio.run(model_and_problem(loop.provider))
-    bash = shutil.which("bash") or shutil.which("sh")
-    yield "bash", bash or "exec cannot run; install bash", "" if bash else None
-    if config.tools.exec.sandbox:
-        yield "sandbox", config.tools.exec.sandbox, sandbox_problem()
-    else:
-        yield "sandbox", "off: a command can do what you can", ""
+    sandbox = config.tools.exec.sandbox
+    problem = sandbox_problem() if sandbox else ""
+    yield "sandbox", sandbox or "off: a command can do what you can", problem
     telegram = config.channels.telegram  # the token is shown nowhere
     if not telegram.token:
         yield "telegram", "off: put a token into channels.telegram.token", None
@@ -2348,8 +2339,8 @@ def main(argv: list[str] | None = None) -> int:
 
         meant = get_close_matches(first, known, n=1) if first.isalpha() else []
         if meant:  # `sesions`, `help`; a message has mostly more than one word
-            fix = f"did you mean `nanobot {meant[0]}`? A message of one word goes behind -m"
-            complain(f"no command {first!r}: {fix}")
+            fix = f"did you mean `nanobot {meant[0]}`? Pass a message of one word with -m"
+            complain(f"unknown command {first!r}: {fix}")
             return 2
         argv.insert(0, "agent")
     prepare_streams()
@@ -2365,7 +2356,7 @@ def main(argv: list[str] | None = None) -> int:
         return status
     except (ConfigError, CronError, ReplayDiffers, SessionBusy) as problem:
         complain(str(problem))
-    except BrokenPipeError:  # `nanobot … | head`: nobody wants the rest
+    except BrokenPipeError:  # `nanobot … | head`: nobody reads the rest
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as problem:
         complain(f"{problem}. Mend it and ask again; the journal keeps what it has.")

@@ -653,8 +653,8 @@ def status_rows(*flags: str, server: FakeLLM | None = None) -> dict[str, str]:
 
 def test_status_has_a_row_for_each_part_and_says_what_is_missing_or_broken(own_home, monkeypatch):
     rows = status_rows()
-    assert list(rows)[:7] == ["settings", "workspace", "model", "bash", "sandbox", "telegram", "skill cron"]
-    assert [name for name in ("settings", "workspace", "model", "bash") if rows[name][:2] != "ok"] == []
+    assert list(rows)[:6] == ["settings", "workspace", "model", "sandbox", "telegram", "skill cron"]
+    assert [name for name in ("settings", "workspace", "model") if rows[name][:2] != "ok"] == []
     assert "nanobot onboard" in rows["settings"] and str(workspace_of(own_home)) in rows["workspace"]
     assert "OPENAI_API_KEY" in rows["model"] and "channels.telegram.token" in rows["telegram"]
     assert rows["sandbox"].startswith("ok off")
@@ -665,7 +665,7 @@ def test_status_has_a_row_for_each_part_and_says_what_is_missing_or_broken(own_h
     monkeypatch.setenv("PATH", str(own_home))
     rows = status_rows("--provider", "human", *settings(own_home, channels={"telegram": {"token": "1:secret"}}))
     assert rows["telegram"].startswith("BAD ") and "channels.telegram.allowFrom" in rows["telegram"]
-    assert rows["model"].startswith("ok human") and rows["bash"].startswith("-- ")
+    assert rows["model"].startswith("ok human")
     assert rows["skill github"] == "-- needs program gh" and rows["skill odd"].startswith("-- broken")
 
 
