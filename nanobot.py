@@ -820,8 +820,7 @@ def identity(turn: Turn, who: str) -> str:
 
 
 def read_own(turn: Turn, path: Path) -> bytes:
-    """A file that goes into a request. It may be a link, but not to secrets or past the fence. Raises
-    OSError; ValueError if it may not be read."""
+    """A file of the prompt; a link, but not past the fence. Raises OSError, ValueError."""
     path.stat()  # FileNotFoundError
     most = 10_000_000 if path.name == "MEMORY.md" else 100_000  # a part of it is sent
     try:
