@@ -590,7 +590,7 @@ class AgentLoop:
         config = self.config
         channel, _, chat_id = session_key.partition(":")
         has_fence = config.tools.restrict_to_workspace or bool(config.tools.exec.sandbox)
-        if len(self.files_seen) > 1_000:  # a gateway runs for months
+        if len(self.files_seen) >= 1_000:  # a gateway runs for months
             self.files_seen.pop(next(iter(self.files_seen)))
         secret = (config.path.resolve(), path_of(USUAL_SETTINGS))
         here = config.cwd.resolve()

@@ -1,5 +1,6 @@
 """The program as a user meets it: real processes, a real endpoint, real signals, a real terminal."""
 
+import asyncio
 import contextlib
 import html
 import json
@@ -947,3 +948,17 @@ def test_a_command_that_fails_in_a_chat_is_told_there(own_home):
         telegram.wait_until(lambda: any("Sorry, /dream failed" in text for text in telegram.texts()))
         gateway.end()
     assert "WARNING nanobot: telegram:7: " in gateway.log.read_text()
+
+
+def test_what_a_gateway_remembers_of_its_chats_does_not_grow_for_ever(own_home):
+    loop = program.AgentLoop(program.load_config())
+
+    async def take_turns(count: int) -> None:
+        for n in range(count):
+            assert loop.turn(f"telegram:{n}").session_key == f"telegram:{n}"
+        async with loop.turns.hold("telegram:1"), loop.turns.hold("telegram:2"):
+            assert len(loop.turns.locks) == 2
+        await loop.close()
+
+    asyncio.run(take_turns(1_100))
+    assert (len(loop.files_seen), len(loop.turns.locks)) == (1_000, 0)
