@@ -26,35 +26,33 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import functools
 import inspect
 import itertools
 import json
 import logging
-import math
 import os
 import re
 import runpy
-import shutil
 import string
 import subprocess
 import sys
 import threading
 import time
-import traceback
 import uuid
+import weakref
 import zoneinfo
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
-from collections.abc import Mapping
+from collections.abc import (
+    AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping,
+)  # fmt: skip
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from datetime import datetime
-from functools import partial, partialmethod
+from functools import partial, partialmethod, wraps
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from channels import (
-    CLI, NOBODY_TO_ASK, BackgroundLoop, Channel, CronError, CronJob, CronService,
+    CLI, NOBODY_TO_ASK, BackgroundLoop, CronError, CronJob, CronService,
     InboundMessage, MessageBus, OutboundMessage, PageChat, PrintableFormatter, Telegram, Waiting,
     WebPage, active_tasks, approval_question, end_on_signals, machine_zone, prepare_streams,
     printable,
@@ -66,7 +64,7 @@ from memory import (
 from providers import (
     ROWS, Endpoint, HumanProvider, LLMProvider, LLMResponse, OfflineProvider, OpenAIProvider,
     RecordedTools, ReplayDiffers, ReplayProvider, ToolCallRequest, Trace, choose_endpoint,
-    without_key_texts,
+    legal, without_key_texts,
 )  # fmt: skip
 from tools import (
     FILE_TOOLS, SEARCH_SERVICES, Exec, MCPServers, Tool, ToolError, ToolRegistry, ToolResult, Turn,
@@ -95,8 +93,6 @@ class AgentRunSpec:
     temperature: float | None = None  # 0.1 is sent for None
     context_window: int = 65_536  # tokens
     hook: AgentHook = field(default_factory=lambda: AgentHook())
-    concurrent_tools: bool = True
-    fail_on_tool_error: bool = False
     turn: Turn = field(default_factory=Turn)  # handed to each tool that asks for it
     counter: TokenCounter = field(default_factory=TokenCounter)  # measures a message once
     append: Callable[..., None] = lambda *messages: None  # is given new messages as they appear
@@ -151,11 +147,10 @@ class AgentRunner:
             if spec.keeps_half:
                 self._keep_half_answer(state, "it was stopped")
             raise
-        names = [event["name"] for event in state.result.tool_events]
         return replace(
             state.result, messages=state.context.messages, usage=state.context.usage,
-            requests=state.context.iteration, tools_used=list(dict.fromkeys(names)),
-            model=spec.model or self.provider.model,
+            requests=state.context.iteration, model=spec.model or self.provider.model,
+            tools_used=list(dict.fromkeys(event["name"] for event in state.result.tool_events)),
         )  # fmt: skip
 
     def govern(self, state: RunState) -> Governed:
@@ -221,12 +216,10 @@ class AgentRunner:
         await state.spec.hook.on_stream_end(resuming=True)
         await state.spec.hook.before_execute_tools(response.tool_calls)
         state.failure = ""
-        for batch in batches(response.tool_calls, state.spec):
+        for batch in batches(response.tool_calls, state.spec.tools):
             await self._run_batch(state, batch)
-            if state.failure and state.spec.fail_on_tool_error:
-                break
         goes_in_circles = state.end_step() >= 5
-        if state.failure and (goes_in_circles or state.spec.fail_on_tool_error):
+        if goes_in_circles and state.failure:
             state.result.error = state.failure
             await self._finish(state, "tool_error", f"I had to stop: {state.failure}")
             return
@@ -264,8 +257,8 @@ class AgentRunner:
         result = state.count(call, result)
         event = {"name": call.name, "arguments": call.arguments, "is_error": result.is_error}
         state.result.tool_events.append(event | {"result": result.text})
-        about = {"role": "tool", "tool_call_id": call.id, "name": call.name}
-        message = {**about, "content": result.text}
+        message = {"role": "tool", "tool_call_id": call.id, "name": call.name}
+        message["content"] = result.text
         state.spec.append(message)
         await state.spec.hook.after_tool(call, result, time.monotonic() - began)
         return message, result.images
@@ -334,8 +327,7 @@ class AgentRunner:
 def verdict(state: RunState, response: LLMResponse) -> str:
     """What an answer means; the first line that fits counts:
 
-    limit      it was request 41 of 40, without tools       → the run ends with this summary, and
-                                                              the user reads LIMIT_REACHED
+    limit      it was request 41 of 40, without tools       → the run ends with this summary
     failed     the endpoint gave an error                   → the run ends; what was shown is kept
     cut        its length limit ended it                    → it is asked to go on, three times
     calls      it wants tools                               → they run, and the model is asked again
@@ -359,15 +351,15 @@ def verdict(state: RunState, response: LLMResponse) -> str:
     return "empty" if is_withheld or not state.has_tools else "blank"
 
 
-def batches(calls: list[ToolCallRequest], spec: AgentRunSpec) -> Iterator[list[ToolCallRequest]]:
+def batches(calls: list[ToolCallRequest], tools: ToolRegistry) -> Iterator[list[ToolCallRequest]]:
     """Neighbours that only read (their tools say so) run side by side, every other call alone.
 
     read_file, grep, write_file, read_file → [read_file, grep], [write_file], [read_file]
     """
 
     def is_safe(call: ToolCallRequest) -> bool:
-        known = spec.tools.get(call.name)
-        return spec.concurrent_tools and known is not None and known.concurrency_safe
+        known = tools.get(call.name)
+        return known is not None and known.concurrency_safe
 
     for together, neighbours in itertools.groupby(calls, is_safe):
         if together:
@@ -386,7 +378,7 @@ class ContextBuilder:
         self.memory = memory
         self.skills = skills
         self.zone = time_zone(config.defaults.timezone)
-        self.now = partial(now_in, config, self.zone)
+        self.now = lambda: config.now().astimezone(self.zone)
         self.memory_tokens = config.defaults.budget // 4  # a longer MEMORY.md is cut
 
     def request(self, turn: Turn, history: list[dict], images: list[dict]) -> list[dict]:
@@ -450,7 +442,6 @@ class AgentLoop:
         self.config = config
         self.workspace = prepare_workspace(config.workspace)
         self.provider = provider or make_provider(config)
-        self.model = self.provider.model
         self.tools = make_tools(config) if tools is None else tools
         self.mcp = MCPServers(config.tools.mcp_servers, self.tools)
         self.files_seen: defaultdict[str, dict] = defaultdict(dict)  # by session
@@ -464,7 +455,7 @@ class AgentLoop:
         memory_model = MemoryModel(self)
         self.consolidator = memory_model.consolidator
         self.dream = memory_model.dream
-        self.cost = CostTrackingHook(config.prices, self.model)
+        self.cost = CostTrackingHook(config.prices, self.provider.model)
         self.hooks = [self.cost, *hooks]
         self.hooks_of: Callable[[Turn], list[AgentHook]] = lambda turn: []  # of one turn
         self.subagents = SubagentManager(self)
@@ -558,7 +549,7 @@ class AgentLoop:
         )  # fmt: skip
 
     async def _make_room(self, session: Session, events: EventHook, messages: list) -> list:
-        """If the request gets too long, old turns go into the memory. Gives what is left of it."""
+        """If the request gets too long, old turns go into the memory. Gives the others."""
         tokens = self.counter.total(messages)
         tokens += self.counter.count(lines_of_json(self.tools.get_definitions()))
         count = await self.consolidator.make_room(session, tokens)
@@ -587,10 +578,10 @@ class AgentLoop:
             await service.end()
 
     def stop(self, session_key: str) -> bool:
-        """Cancel the turn of a session, its helpers and the jobs that run for it, if there are."""
+        """Cancel a session's turn, its helpers and its jobs. Gives whether anything ran."""
         tasks, chats = self.turns.tasks, self.turns.chats
-        running = [tasks[key] for key in tasks if session_key in (key, chats.get(key))]
-        running += self.subagents.of(session_key)
+        running = self.subagents.of(session_key)
+        running += [tasks[key] for key in tasks if session_key in (key, chats.get(key))]
         for task in running:
             task.cancel()
         return bool(running)
@@ -606,6 +597,8 @@ class AgentLoop:
         config = self.config
         channel, _, chat_id = session_key.partition(":")
         has_fence = config.tools.restrict_to_workspace or bool(config.tools.exec.sandbox)
+        if len(self.files_seen) >= 1_000:  # a gateway runs for months
+            self.files_seen.pop(next(iter(self.files_seen)))
         secret = (config.path.resolve(), path_of(USUAL_SETTINGS))
         here = config.cwd.resolve()
         is_too_wide = any(path.is_relative_to(here) for path in (Path.home().resolve(), *secret))
@@ -640,12 +633,12 @@ class RunningTurns:
         self.sessions = sessions
         self.tasks: dict[str, asyncio.Task] = {}  # by session
         self.chats: dict[str, str] = {}  # by session of a job: the chat that it runs for
-        self.locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self.locks = weakref.WeakValueDictionary()  # by session; those that somebody uses
 
     @contextlib.asynccontextmanager
     async def hold(self, session_key: str) -> AsyncIterator[Session]:
         """The session for one turn, which `stop` can end. Raises SessionBusy."""
-        async with self.locks[session_key]:
+        async with self.locks.setdefault(session_key, asyncio.Lock()):
             with self.sessions.lock(session_key):
                 self.tasks[session_key] = asyncio.current_task()
                 try:
@@ -658,31 +651,30 @@ class Background:
     def __init__(self) -> None:
         self.tasks: set[asyncio.Task] = set()
 
-    def start(self, work: Coroutine) -> None:
-        task = asyncio.create_task(logged(work))
+    def start(self, work: Coroutine, name: str = "in the background") -> None:
+        task = asyncio.create_task(logged(work, name))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
     async def settled(self, seconds: float = 60.0) -> None:
-        """Wait so long for it; what is not done then is taken up by a later turn."""
-        try:
-            if self.tasks:
-                await asyncio.wait(self.tasks, timeout=seconds)
-        finally:  # also if the caller is cancelled
-            await end_all(list(self.tasks))
+        """Wait up to `seconds`; a later turn takes up what is not done then."""
+        if self.tasks:
+            await asyncio.wait(self.tasks, timeout=seconds)
+        await end_all(list(self.tasks))
 
 
-async def logged(work: Coroutine, failed: str = "in the background") -> Any:
-    """The result; a failure becomes a line of the log, and None."""
+async def logged(work: Coroutine, name: str) -> Any:
+    """The result; None after a failure, which is logged. A bug is logged with its traceback."""
     try:
         return await work
     except Exception as problem:
-        log.warning("%s: %s", failed, problem, exc_info=log.isEnabledFor(logging.INFO))  # --logs
+        is_bug = not isinstance(problem, OSError | SessionBusy)
+        log.warning("%s: %s", name, problem, exc_info=is_bug)
         return None
 
 
 async def end_all(tasks: list[asyncio.Task], seconds: float | None = None) -> None:
-    """Cancel the tasks that still run, and wait until they have ended, or so many seconds."""
+    """Cancel the tasks that still run; wait until they have ended, at most `seconds`."""
     running = [task for task in tasks if not task.done()]
     for task in running:
         if not task.cancelling():  # cancelling twice would interrupt its cleanup
@@ -692,8 +684,7 @@ async def end_all(tasks: list[asyncio.Task], seconds: float | None = None) -> No
 
 
 # ---- What the runner leaves to others ----
-# Without this one model that calls `list_dir(".")` forty times uses up a turn, and a stopped turn
-# leaves a command running that nobody waits for.
+# Without it a model that calls `list_dir(".")` forty times uses up a turn.
 
 Emit = Callable[[OutboundMessage], Awaitable[None]]
 Media = Iterable[Path]  # files that came with a message
@@ -708,7 +699,7 @@ NOT_ANSWERED = ("error", "tool_error", "empty")  # stop reasons of a run without
 
 @dataclass
 class RunState:
-    """The runner's scratch paper for one run."""
+    """What the runner knows during one run."""
 
     spec: AgentRunSpec
     context: AgentHookContext
@@ -721,7 +712,7 @@ class RunState:
     failure: str = ""  # of the last call that failed in this step
     calls: dict[str, int] = field(default_factory=dict)  # of this step: see `count`
     calls_before: dict[str, int] = field(default_factory=dict)  # of the last one
-    room: float = math.inf  # tokens of a request; less after one that was too long for the model
+    room: int = sys.maxsize  # tokens of a request; less after one that was too long for the model
     is_told: bool = False  # does the user know that something is left out?
 
     @property
@@ -777,24 +768,20 @@ def add_up(total: dict, usage: dict) -> None:
 
 def reason_not_to_run(call: ToolCallRequest, tools: ToolRegistry) -> str:
     """Why a call must not run, in words for the model; "" if it may."""
-    if call.denied:
-        return call.denied
-    if call.error:
+    if call.error and not call.denied:
         return f"{call.name} was not run: {call.error}. Send the call again, whole."
     if call.must_only_read and not is_read_only(call, tools):  # nobody was asked about it
         return f"{call.name} was not run: the tool has changed meanwhile. Send the call again."
-    return ""
+    return call.denied
 
 
 def is_read_only(call: ToolCallRequest, tools: ToolRegistry) -> bool:
-    """Is it, at this moment, a known tool that only reads? An unknown one may come any second."""
     known = tools.get(call.name)
     return known is not None and known.read_only
 
 
 # ---- Prompts are files ----
-# Without the fence around them a planted link (SOUL.md → ~/.ssh/id_rsa) would carry keys into
-# every request.
+# Without a fence a planted link (SOUL.md → ~/.ssh/id_rsa) would carry keys into each request.
 
 PLACEHOLDERS = (  # also of older versions: small models take them for what they say
     "Who the user is goes here: name, time zone, language, work, likes.",
@@ -822,8 +809,10 @@ def prepare_workspace(workspace: Path) -> Path:
             if not (folder / source.name).exists():
                 (folder / source.name).write_bytes(source.read_bytes())
     except OSError as problem:
-        cause = f"Cannot write the workspace {workspace}: {problem.strerror}"
-        raise ConfigError(f"{cause}. Choose another with --workspace.") from None
+        raise ConfigError(
+            f"Cannot write the workspace {workspace}: {problem.strerror}. "
+            "Choose another with --workspace."
+        ) from None
     return workspace
 
 
@@ -831,15 +820,14 @@ def identity(turn: Turn, who: str) -> str:
     """The first part of the system prompt; `who` (IDENTITY.md) replaces its first paragraph."""
     style = template("format_cli") if turn.channel == "cli" else template("format_chat")
     platform = f"{sys.platform}, Python {sys.version_info.major}.{sys.version_info.minor}"
-    places = {"cwd": turn.cwd, "workspace": turn.workspace}
-    text = template("identity", platform=platform, format=style, **places)
+    about = {"platform": platform, "cwd": turn.cwd, "workspace": turn.workspace}
+    text = template("identity", format=style, **about)
     usual, _, rest = text.partition("\n\n")
     return f"{who or usual}\n\n{rest}"
 
 
 def read_own(turn: Turn, path: Path) -> bytes:
-    """A file that goes into a request. It may be a link, but not to keys or over the fence. Raises
-    OSError; ValueError if it may not be read."""
+    """A file of the prompt; a link, but not past the fence. Raises OSError, ValueError."""
     path.stat()  # FileNotFoundError
     most = 10_000_000 if path.name == "MEMORY.md" else 100_000  # a part of it is sent
     try:
@@ -867,17 +855,17 @@ def titled(title: str, text: str) -> str:
 
 
 def skill_parts(skills: list[Skill]) -> dict[str, str]:
-    """Those that are `always` there in full, a line for each of the others."""
+    """Skills that are `always` active in full; one line for each of the others."""
     sound = [skill for skill in skills if not skill.problem]
     always = [skill for skill in sound if skill.always and not skill.missing]
-    active = [titled(f"## {skill.name}", skill.text) for skill in always]
     listed = []
     for skill in sound:
         if skill not in always:
             needs = f" [unavailable: needs {', '.join(skill.missing)}]" if skill.missing else ""
             listed.append(f"- {skill.name}: {skill.description} ({skill.path}){needs}")
+    active = "\n\n".join(titled(f"## {skill.name}", skill.text) for skill in always)
     return {
-        "Active Skills": titled("# Active Skills", "\n\n".join(active)),
+        "Active Skills": titled("# Active Skills", active),
         "Skills": listed and template("skills", skills="\n".join(listed)),
     }
 
@@ -899,13 +887,8 @@ def time_zone(name: str) -> Any:
         raise ConfigError(f"agents.defaults.timezone: there is no zone {name!r}.") from None
 
 
-def now_in(config: Config, zone: Any) -> datetime:
-    return config.now().astimezone(zone)
-
-
 # ---- Hooks ----
-# Without CompositeHook a mistake in somebody's logging would end the user's turn; without
-# ApprovalHook the first wrong `rm` is also the last.
+# Logging, cost, approval, and what is shown beside the answer.
 
 
 @dataclass
@@ -960,10 +943,12 @@ class CompositeHook(AgentHook):
         self.wants_streaming = any(hook.wants_streaming for hook in self.hooks)
 
     async def _tell(self, hook: AgentHook, event: str, *details: Any, **named: Any) -> Any:
-        async def call() -> Any:
+        try:
             return await getattr(hook, event)(*details, **named)
-
-        return await logged(call(), f"{type(hook).__name__}.{event} failed")
+        except Exception as problem:
+            name, show = f"{type(hook).__name__}.{event}", log.isEnabledFor(logging.INFO)
+            log.warning("%s failed: %s", name, problem, exc_info=show)  # its traceback with --logs
+            return None
 
     async def _tell_all(self, event: str, *details: Any, **named: Any) -> None:
         for hook in self.hooks:
@@ -992,12 +977,12 @@ class LoggingHook(AgentHook):
         log.info("%s: %s in %.3f s", tool_hint(call), outcome, seconds)
 
     async def after_iteration(self, context: AgentHookContext) -> None:
-        reason = context.response.finish_reason
-        log.info("iteration %d: %s %s", context.iteration, reason, context.usage)
+        finish_reason = context.response.finish_reason
+        log.info("iteration %d: %s %s", context.iteration, finish_reason, context.usage)
 
 
 class CostTrackingHook(AgentHook):
-    """Tokens, and money where the price of the model is configured."""
+    """Tokens, and money if the price of the model is configured."""
 
     def __init__(self, prices: dict[str, Price], model: str):
         self.price = prices.get(model)
@@ -1007,22 +992,21 @@ class CostTrackingHook(AgentHook):
         add_up(self.total, context.response.usage)
 
     def line(self, usage: dict) -> str:
-        """`1,234 in (200 cached) · 56 out · 0.0012`; `~` marks an estimate, `≤` an upper bound."""
+        """`1,234 in (200 cached) · 56 out · 0.0012`; `~` marks an estimate."""
         mark = "~" if usage["estimated"] else ""
         cached = f" ({usage['cached_tokens']:,} cached)" if usage["cached_tokens"] else ""
-        money = f" · {mark}{self.price.of(usage)}" if self.price else ""
-        sent, received = usage["prompt_tokens"], usage["completion_tokens"]
-        return f"{mark}{sent:,} in{cached} · {mark}{received:,} out{money}"
+        money = f" · {mark}{self.price.of(usage):.4f}" if self.price else ""
+        sent = f"{mark}{usage['prompt_tokens']:,} in{cached}"
+        return f"{sent} · {mark}{usage['completion_tokens']:,} out{money}"
 
 
+@dataclass
 class ApprovalHook(AgentHook):
-    """Asks before every call that is not, at that moment, one of a known tool that only reads.
-    `ask(question)` gives a line from the user; without it the answer is no."""
+    """Asks the user before each call, unless its tool is known and only reads."""
 
-    def __init__(self, tools: ToolRegistry, ask: Callable[[str], Awaitable[str]] | None):
-        self.tools = tools
-        self.ask = ask
-        self.always: set[str] = set()  # tools, until the program ends
+    tools: ToolRegistry
+    ask: Callable[[str], Awaitable[str]] | None  # None: nobody can be asked, no such call may run
+    always: set[str] = field(default_factory=set)  # tools, until the program ends
 
     async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
         asked = []
@@ -1044,14 +1028,14 @@ class ApprovalHook(AgentHook):
         return answer in ("y", "yes", "a", "always")
 
 
+@dataclass
 class EventHook(AgentHook):
     """Tells a channel what is going on: deltas, text beside tool calls, tool hints, the answer."""
 
-    def __init__(self, emit: Emit | None, turn: Turn, streaming: bool):
-        self.emit = emit
-        self.turn = turn
-        self.wants_streaming = streaming
-        self.shows_deltas = True  # in its channel
+    emit: Emit | None
+    turn: Turn
+    wants_streaming: bool
+    shows_deltas: bool = True  # in its channel
 
     async def send(self, kind: str, content: str) -> None:
         if self.emit:
@@ -1070,11 +1054,11 @@ class EventHook(AgentHook):
             await self.send("tool_hint", f"{hint} × {count}" if count > 1 else hint)
 
 
+@dataclass
 class WaitingHook(AgentHook):
     """Tells the terminal what is waited for: the model, a tool, a busy endpoint."""
 
-    def __init__(self, waiting: Waiting):
-        self.waiting = waiting
+    waiting: Waiting
 
     async def before_iteration(self, context: AgentHookContext) -> None:
         self.waiting.begin("the model")
@@ -1099,13 +1083,11 @@ def tool_hint(call: ToolCallRequest) -> str:
         return f"{call.name}()"
     telling = "path" if "path" in call.arguments else next(iter(call.arguments))
     value = json.dumps(call.arguments[telling], ensure_ascii=False, default=str)
-    shown = value if len(value) <= 80 else value[:79] + "…"
-    return f"{call.name}({shown})"
+    return f"{call.name}({value if len(value) <= 80 else value[:79] + '…'})"
 
 
 # ---- Many chats at once ----
-# Without this the second message of a user waits for the answer to the first, one chat's long job
-# holds up all others, and what came in before a crash is never answered.
+# Each chat has its own order, none waits for another, and a crash loses no message.
 
 
 class BusService:
@@ -1130,7 +1112,7 @@ class BusService:
             kind = "report" if is_report else "command" if command else "user"
             self.work.start(conversation.take_in(message, kind))
         else:
-            self.work.start(self.loop.process_direct(message.content, key, conversation.emit))
+            self.work.start(conversation.obey(message.content), key)
             message.confirm()
 
     async def _hear_helpers(self) -> None:
@@ -1153,8 +1135,7 @@ class BusService:
         if missing:
             raise ToolError(f"There is no file {', '.join(missing)}.")
         if key != turn.session_key and content:  # it stands in the journal there, too
-            report = InboundMessage("system", "job", key, content)
-            self.work.start(self.bus.publish(report))
+            self.work.start(self.bus.publish(InboundMessage("system", "job", key, content)))
             content = ""
         if content or files:
             self.bus.send(OutboundMessage(*key.split(":", 1), content, media=files))
@@ -1174,7 +1155,7 @@ class BusService:
 
 
 class Conversation:
-    """One chat. Each message has a task, which keeps it and then, if no other does, answers."""
+    """One chat. Each message has a task: it saves the message, then answers if no other does."""
 
     def __init__(self, service: BusService, key: str):
         self.service = service
@@ -1187,7 +1168,7 @@ class Conversation:
         self.reply_to = ""  # the newest message that the turn answers
 
     async def take_in(self, message: InboundMessage, kind: str) -> None:
-        """The channel is told when the message survives a power cut."""
+        """Put a message into the inbox; confirm it to its channel when it survives a power cut."""
         said = f"{message.speaker}: " if message.speaker and kind == "user" else ""
         line = {
             "id": message.message_id or uuid.uuid4().hex, "kind": kind, "sender": message.sender_id,
@@ -1205,6 +1186,15 @@ class Conversation:
         GATEWAY_LOG.info("%s: %d characters came in", self.key, len(message.content))
         await self._answer_what_waits()
 
+    async def obey(self, command: str) -> None:
+        """Answer a command, also while a turn runs. If it fails, its chat is told."""
+        try:
+            await self.loop.process_direct(command, self.key, self.emit)
+        except Exception as problem:
+            text = f"Sorry, {command.split()[0]} failed: {problem}"
+            self.service.bus.send(OutboundMessage(*self.key.split(":", 1), text))
+            raise
+
     async def go_on_after_restart(self) -> None:
         """A turn under a day old is resumed, at most twice: it may be what kills the program."""
         session = self.loop.sessions.get(self.key)
@@ -1214,21 +1204,16 @@ class Conversation:
         await self._answer_what_waits()
 
     async def _answer_what_waits(self) -> None:
-        """What is for a terminal stays in the inbox: a prompt shows it."""
+        """Answer until the inbox is empty. A report for a terminal stays: a prompt shows it."""
         if self.key.partition(":")[0] not in self.service.bus.channels:
-            GATEWAY_LOG.info("%s: its messages wait, its channel is not open here", self.key)
             return
         async with self.answering:
             while self.is_due or self.inbox.path.exists():
-                try:
-                    await self._turn()
-                except Exception as problem:
-                    is_bug = not isinstance(problem, SessionBusy | OSError)
-                    GATEWAY_LOG.warning("%s: %s", self.key, problem, exc_info=is_bug)
+                if not await logged(self._turn(), self.key):
                     await asyncio.sleep(1.0)
 
-    async def _turn(self) -> None:
-        """What is in the journal at its end leaves the inbox; the rest is tried again."""
+    async def _turn(self) -> bool:
+        """Answer what is next. Lines that reach the journal leave the inbox, others are retried."""
         async with self.service.slots, self.loop.turns.hold(self.key) as session:
             before = session.last
             lines = self._next_lines(session)
@@ -1236,7 +1221,7 @@ class Conversation:
                 if self.is_due or lines:
                     self._deliver(session, await self._answer(session, lines))
             except asyncio.CancelledError:
-                self._send_answers(session, before)  # that are whole already
+                self._send_answers(session, before)  # answers that were whole before the stop
                 if not self.loop.is_ending:  # /stop ends this task; others may wait
                     self.service.work.start(self._answer_what_waits())
                 raise
@@ -1247,6 +1232,7 @@ class Conversation:
                 raise
             finally:
                 await asyncio.to_thread(self.inbox.remove, set(session.known_ids))
+        return True
 
     def _next_lines(self, session: Session) -> list[dict]:
         """A command, a report, or the user's messages up to one of these; at most 100."""
@@ -1275,8 +1261,8 @@ class Conversation:
         else:
             session.end_open_turn("interrupted")
             images = self._enter(session, turn, lines)
-        events = EventHook(self.emit, turn, self.loop.config.streaming)
-        events.shows_deltas = self.service.bus.shows_deltas(turn.channel)
+        shows_deltas = self.service.bus.shows_deltas(turn.channel)
+        events = EventHook(self.emit, turn, self.loop.config.streaming, shows_deltas)
         arrivals = partial(self._arrivals, session, turn)
         return await self.loop.answer(session, events, images, arrivals)
 
@@ -1291,7 +1277,7 @@ class Conversation:
         return images
 
     def _arrivals(self, session: Session, turn: Turn) -> list[dict]:
-        """For a turn that runs, behind its last batch of calls: three messages at a time."""
+        """What the user said during the turn, three messages at most; behind the last results."""
         lines = [line for line in self._next_lines(session) if line["kind"] == "user"][:3]
         before = session.last
         images = self._enter(session, turn, lines)
@@ -1301,7 +1287,7 @@ class Conversation:
         return sent
 
     def _deliver(self, session: Session, result: AgentRunResult) -> None:
-        """Every turn sends something, if only its end: so `delivered` moves in order."""
+        """Send the result, even an empty one: `delivered` moves with each turn, in order."""
         requests = counted(result.requests, "request")
         GATEWAY_LOG.info("%s: %s, %s", self.key, result.stop_reason, requests)
         self._send(session, text_for_chat(result, self.key), session.last)
@@ -1312,7 +1298,7 @@ class Conversation:
                 self._send(session, answer["content"], answer["n"])
 
     def _send(self, session: Session, text: str, n: int) -> None:
-        """The answer with this number in the journal: sent again until `delivered` names it."""
+        """Send answer number `n` of the journal; again after a restart, until it is delivered."""
         answer = OutboundMessage(*self.key.split(":", 1), text, reply_to=self.reply_to)
         answer.on_delivered = partial(session.mark, "delivered", upto=n)
         self.service.bus.send(answer)
@@ -1344,14 +1330,8 @@ NOBODY_RUNS_JOBS = (
 )
 
 
-def one_gateway(workspace: Path) -> contextlib.AbstractContextManager:
-    """Raises SessionBusy if another gateway serves this workspace."""
-    busy = f"A gateway serves {workspace} already. End it first, or name another --workspace."
-    return locked(workspace / ".nanobot" / "gateway.lock", busy)
-
-
 def gateway_runs(workspace: Path, lock: str = "gateway") -> bool:
-    """Is this lock of the workspace held? `jobs` is, too, where a prompt runs jobs."""
+    """Does a program hold this lock? A gateway holds `gateway`; `jobs`: a gateway or a prompt."""
     try:
         with locked(workspace / ".nanobot" / f"{lock}.lock", "it is held"):
             return False
@@ -1359,24 +1339,30 @@ def gateway_runs(workspace: Path, lock: str = "gateway") -> bool:
         return True
 
 
+@dataclass
 class Gateway:
     """Serves all channels of the settings, cron and heartbeat; and the page, if there is one."""
 
-    def __init__(self, loop: AgentLoop, page: WebPage | None = None):
-        self.loop = loop
-        self.page = page
-        self.bus = MessageBus()
+    loop: AgentLoop
+    page: WebPage | None = None
+    bus: MessageBus = field(default_factory=MessageBus)
+
+    def run(self) -> None:
+        """Serve, unless another gateway serves this workspace: then it raises SessionBusy."""
+        home = self.loop.workspace
+        busy = f"A gateway serves {home} already. End it first, or name another --workspace."
+        with locked(home / ".nanobot" / "gateway.lock", busy):
+            asyncio.Runner().run(self.serve())  # `asyncio.run` waits for all tasks, whatever they do
 
     async def serve(self) -> None:
-        """Until a signal, or until a part of it fails; it takes at most 10 s to end."""
+        """Serve until a signal, or until a part fails; end within 8 s."""
         stop = asyncio.Event()
         here = asyncio.get_running_loop()
         end_on_signals(lambda *_: here.call_soon_threadsafe(stop.set))
-        for channel in self.channels():
-            self.bus.open(channel)
+        self.open_channels()
         jobs = JobRunner(self.loop, self.bus.publish)
         await in_thread(jobs.add_system_jobs)
-        parts = [self.loop.run(self.bus), jobs.run(), stop.wait()]
+        parts = (self.loop.run(self.bus), jobs.run(), stop.wait())
         work = [asyncio.create_task(part) for part in parts]
         GATEWAY_LOG.info("serving %s", ", ".join([*self.bus.channels, "cron"]))
         try:
@@ -1387,18 +1373,18 @@ class Gateway:
             await self.end(work)
         GATEWAY_LOG.info("ended")
 
-    def channels(self) -> list[Channel]:
-        found: list[Channel] = [self.page] if self.page else []
+    def open_channels(self) -> None:
+        if self.page:
+            self.bus.open(self.page)
         telegram = self.loop.config.channels.telegram
         if telegram.token:
-            found.append(Telegram(
+            self.bus.open(Telegram(
                 telegram.token, telegram.allow_from, api_base=telegram.api_base,
                 group_policy=telegram.group_policy,
                 media_folder=self.loop.workspace / ".nanobot" / "media",
             ))  # fmt: skip
         if not (self.page or telegram.token and telegram.allow_from):
             log.warning("Nobody can write: channels.telegram needs a token and allowFrom.")
-        return found
 
     async def end(self, work: list[asyncio.Task]) -> None:
         """At most 8 s: nobody waits longer for a tool that catches each of its cancellations."""
@@ -1424,7 +1410,7 @@ class JobRunner:
         zone = loop.context.zone or machine_zone()
         self.clock = CronService(
             loop.workspace / "cron" / "jobs.json", self.run_job, zone=zone, lock=locked,
-            now=partial(now_in, loop.config, zone), sleep=loop.config.sleep,
+            now=lambda: loop.config.now().astimezone(zone), sleep=loop.config.sleep,
         )  # fmt: skip
 
     async def run(self, may_go_on: Callable[[], bool] = lambda: True) -> None:
@@ -1458,7 +1444,7 @@ class JobRunner:
             await self._answer("cron:heartbeat", template("heartbeat", tasks=tasks))
 
     async def run_job(self, job: CronJob, run: str) -> None:
-        """Its answer goes to its chat, a failure too; once, however often it was killed."""
+        """Report its answer, or its failure, to its chat: once, even if a kill repeats the run."""
         GATEWAY_LOG.info("cron %s: %s", job.id, job.message[:80])
         chat, task = f"{job.channel}:{job.chat_id}", template("job", message=job.message)
         report = InboundMessage("system", "job", chat, "", message_id=run)
@@ -1487,7 +1473,7 @@ class JobRunner:
         await in_thread(self.loop.sessions.inbox(report.chat_id).append, line)
 
     def cron_tool(self) -> Tool:
-        @functools.wraps(self.clock.cron)
+        @wraps(self.clock.cron)
         def cron(action: str, *, turn: Turn, **arguments: Any) -> str:
             try:
                 text = self.clock.cron(action, turn=turn, **arguments)
@@ -1503,8 +1489,6 @@ class JobRunner:
 
 # ---- Memory: what the loop hands in ----
 # memory.py knows no model, no tools and no templates.
-
-Rule = Callable[[str, dict], str]  # why a call of a tool, with these arguments, must not run; or ""
 
 
 class MemoryModel:
@@ -1528,7 +1512,7 @@ class MemoryModel:
         add_up(self.loop.cost.total, response.usage)
         return response
 
-    async def edit(self, messages: list[dict], reason_to_refuse: Rule) -> AgentRunResult:
+    async def edit(self, messages: list[dict], refuse: Callable) -> AgentRunResult:
         """Dream's second phase, which may edit three files and its skills."""
         names = ("read_file", "edit_file", "write_file")
         editing = [tool for tool in FILE_TOOLS if tool.name in names]
@@ -1537,21 +1521,21 @@ class MemoryModel:
             if (turn.cwd / name).is_file():
                 turn.note_read((turn.cwd / name).resolve())
         return await self.loop.subagents.run(
-            messages, tools=FencedTools(editing, reason_to_refuse), turn=turn, hook=self.loop.cost,
+            messages, tools=FencedTools(editing, refuse), turn=turn, hook=self.loop.cost,
             max_iterations=self.loop.config.defaults.dream.max_iterations,
         )  # fmt: skip
 
 
 class FencedTools(ToolRegistry):
-    """Refuses calls that a rule has a reason against. It is asked about what would really run."""
+    """`refuse(name, arguments)` says why a call must not run; "" if it may."""
 
-    def __init__(self, tools: Iterable[Tool], reason_to_refuse: Rule):
+    def __init__(self, tools: Iterable[Tool], refuse: Callable[[str, dict], str]):
         super().__init__(tools)
-        self.reason_to_refuse = reason_to_refuse
+        self.refuse = refuse
 
     def prepare_call(self, name: str, params: Any) -> tuple[Tool | None, dict, str | None]:
         tool, arguments, problem = super().prepare_call(name, params)
-        return tool, arguments, problem or self.reason_to_refuse(name, arguments)
+        return tool, arguments, problem or self.refuse(name, arguments)
 
 
 # ---- Subagents ----
@@ -1560,9 +1544,7 @@ class FencedTools(ToolRegistry):
 class SubagentManager:
     """Helpers with one task each: a fresh run with fewer tools; the result comes as a message."""
 
-    most = 4
-    steps = 15
-    kept_from_them = ("spawn", "message", "cron")
+    most = 4  # at once
 
     def __init__(self, loop: AgentLoop):
         self.loop = loop
@@ -1577,26 +1559,27 @@ class SubagentManager:
         that it needs to know. Its result comes later as a message, or here if you wait for it."""
         if len(self.running) >= self.most:
             raise ToolError(f"{self.most} helpers are at work. Wait for one, or do it yourself.")
-        name = label or task[:40]
         work = asyncio.create_task(self._work(task, turn))
         self.running[work] = turn.session_key
         work.add_done_callback(self.running.pop)
         if wait or turn.channel == "cron":  # when a job has ended, nobody hears what comes later
             return await work
+        name = label or task[:40]
         work.add_done_callback(partial(self._announce, name, turn.session_key))
         return f"Helper {name!r} is at work. Its result comes as a message: go on, or end here."
 
     async def _work(self, task: str, turn: Turn) -> str:
         """The helper's answer. Raises ToolError if it has none."""
         names = [tool["function"]["name"] for tool in self.loop.tools.get_definitions()]
-        tools = [self.loop.tools.get(name) for name in names if name not in self.kept_from_them]
+        kept = ("spawn", "message", "cron")
+        tools = [self.loop.tools.get(name) for name in names if name not in kept]
         prompt = template("subagent", cwd=turn.cwd, workspace=turn.workspace)
         parts = [prompt, *skill_parts(self.loop.skills.load()).values()]
         message, _ = self.loop.context.user_message(task, turn)  # with the date
         messages = [{"role": "system", "content": "\n\n".join(parts)}, as_sent(message, "")]
         result = await self.run(
             messages, tools=ToolRegistry(tools), turn=replace(turn, depth=turn.depth + 1, seen={}),
-            hook=CompositeHook(self.loop.hooks), max_iterations=self.steps,
+            hook=CompositeHook(self.loop.hooks), max_iterations=15,
         )  # fmt: skip
         if result.stop_reason == "completed":
             return result.final_content
@@ -1619,7 +1602,7 @@ class SubagentManager:
         self.results.put_nowait(InboundMessage("system", "subagent", session_key, text))
 
     async def answer_with_helpers(self, text: str, key: str, on_event: Emit) -> AgentRunResult:
-        """A message, its answer, and what the helpers found: on a terminal nothing comes later."""
+        """Answer a message, then each helper's report: on a terminal nothing comes later."""
         try:
             while True:
                 result = await self.loop.process_direct(text, key, on_event)
@@ -1656,11 +1639,11 @@ def slash_command(text: str) -> tuple[str, str]:
     return match[1], match[2] or ""
 
 
+@dataclass
 class Commands:
     """Answers slash commands: /new and /continue as a turn, all others at once."""
 
-    def __init__(self, loop: AgentLoop):
-        self.loop = loop
+    loop: AgentLoop
 
     async def begin(self, command: str, session: Session, **origin: str) -> AgentRunResult | None:
         """/new, /continue; None: there is a turn to go on with. `origin` is the message's id."""
@@ -1690,8 +1673,8 @@ class Commands:
             case "dream":
                 text = await self.loop.dream.run()
             case "dream-log" | "dream-restore" if not re.fullmatch("[0-9a-f]{4,40}|", argument):
-                form = f"Write /{command}, or with a commit: /{command} 1f3a9c"
-                text = f"{argument[:40]!r} is no commit. {form}"
+                text = f"{argument[:40]!r} is no commit. Write /{command}, "
+                text += f"or with a commit: /{command} 1f3a9c"
             case "dream-log":
                 text = await in_thread(repository.log, argument)
             case "dream-restore":
@@ -1706,11 +1689,14 @@ class Commands:
         messages = counted(len(self.loop.sessions.get(turn.session_key).history()), "message")
         helpers = counted(len(self.loop.subagents.of(turn.session_key)), "helper")
         hours, minutes = divmod(int(time.monotonic() - self.loop.started) // 60, 60)
-        session = f"session {turn.session_key}, {messages}"
-        version = f"nanobot {__version__}, model {self.loop.model}, {session}"
-        context = [f"context {request.tokens:,} of {window:,}", *request.notes]
-        cost = f"{self.loop.cost.line(self.loop.cost.total)}, {hours} h {minutes} min"
-        return "\n".join([version, f"{helpers} at work", *context, f"since the start: {cost}"])
+        cost = self.loop.cost.line(self.loop.cost.total)
+        return "\n".join([
+            f"nanobot {__version__}, model {self.loop.provider.model}, "
+            f"session {turn.session_key}, {messages}",
+            f"{helpers} at work",
+            f"context {request.tokens:,} of {window:,}", *request.notes,
+            f"since the start: {cost}, {hours} h {minutes} min",
+        ])  # fmt: skip
 
     def preview(self, turn: Turn, message: dict | None = None) -> Governed:
         """The request that would be sent now, for a message that is not journalled."""
@@ -1721,7 +1707,7 @@ class Commands:
 
 
 # ---- What can be set ----
-# Without these checks a wrong type would fail deep in a turn, and an unknown key never be noticed.
+# Wrong types and unknown keys are errors here, not deep in a turn.
 
 
 class ConfigError(Exception):
@@ -1822,20 +1808,17 @@ class ToolSettings:
 
 @dataclass
 class Price:
-    """Money per million tokens; without a price for cached ones a sum is an upper bound."""
+    """Money per million tokens."""
 
     input: float = 0.0
     output: float = 0.0
-    cached: float | None = None
+    cached: float | None = None  # without it cached tokens cost what others cost
 
-    def of(self, usage: dict) -> str:
-        """`0.0123`, or `≤ 0.0123`."""
-        cached = usage["cached_tokens"]
+    def of(self, usage: dict) -> float:
         cached_price = self.input if self.cached is None else self.cached
-        money = (usage["prompt_tokens"] - cached) * self.input + cached * cached_price
-        money += usage["completion_tokens"] * self.output
-        mark = "≤ " if cached and self.cached is None else ""
-        return f"{mark}{money / 1e6:.4f}"
+        cached, output = usage["cached_tokens"], usage["completion_tokens"]
+        fresh = usage["prompt_tokens"] - cached
+        return (fresh * self.input + cached * cached_price + output * self.output) / 1e6
 
 
 @dataclass
@@ -1900,8 +1883,7 @@ class Config:
         answer, window = self.defaults.max_tokens, self.defaults.context_window_tokens
         if answer * 2 >= window:
             limit = f"must be under half of contextWindowTokens ({window})"
-            reason = "the answer needs room beside the conversation"
-            raise ConfigError(f"agents.defaults.maxTokens ({answer}) {limit}: {reason}.")
+            raise ConfigError(f"agents.defaults.maxTokens ({answer}) {limit}.")
         shell, search = self.tools.exec, self.tools.web.search
         if shell.sandbox_network and not shell.sandbox:
             log.warning("tools.exec.sandboxNetwork has no effect without a sandbox")
@@ -1974,6 +1956,8 @@ def read_section(section: type, values: dict, place: str) -> Any:
         path = f"{place}.{key}".lstrip(".")
         problem = f"{path}: unknown key. There are: {', '.join(sorted(names))}"
         if name := names.get(camel_case(key)):
+            if name in settings:
+                raise ConfigError(f"{path}: this key is there twice, in two spellings.")
             settings[name] = read_setting(hints[name], value, path)
         elif section is MCPSettings:  # people paste them, with keys of other programs
             log.warning("ignored: %s", problem)
@@ -1991,8 +1975,7 @@ def make_provider(config: Config, human: HumanProvider | None = None) -> LLMProv
     """The model that the settings mean: the offline one if no key and no address is set."""
     defaults = config.defaults
     if unknown := config.providers.keys() - ROWS.keys():
-        cause = f"providers.{min(unknown)}: no such provider"
-        raise ConfigError(f"{cause}. There are: {', '.join(ROWS)}")
+        raise ConfigError(f"providers.{min(unknown)} is unknown. There are: {', '.join(ROWS)}")
     if defaults.provider == "offline":
         return OfflineProvider()
     if defaults.provider == "human":
@@ -2007,8 +1990,10 @@ def make_provider(config: Config, human: HumanProvider | None = None) -> LLMProv
         return OpenAIProvider(endpoint)
     if defaults.model in ("", "offline"):
         return OfflineProvider()
-    cause = f"There is no key and no base URL for the model {defaults.model}"
-    raise ConfigError(f"{cause}. Set OPENAI_API_KEY or OPENAI_BASE_URL, or use --offline.")
+    raise ConfigError(
+        f"There is no key and no base URL for the model {defaults.model}. "
+        "Set OPENAI_API_KEY or OPENAI_BASE_URL, or use --offline."
+    )
 
 
 def make_tools(config: Config) -> ToolRegistry:
@@ -2024,8 +2009,7 @@ def make_tools(config: Config) -> ToolRegistry:
         try:
             web = Web(settings.ssrf_whitelist, proxy=settings.web.proxy)
         except ValueError as problem:
-            places = "tools.ssrfWhitelist (like 10.0.0.0/8) or tools.web.proxy"
-            raise ConfigError(f"{places}: {problem}") from None
+            raise ConfigError(f"tools.ssrfWhitelist or tools.web.proxy: {problem}") from None
         tools.register(WebFetch(web))
         tools.register(WebSearch(web, **vars(settings.web.search)))
     return tools
@@ -2084,7 +2068,7 @@ class PageHook(AgentHook):
     async def before_request(self, messages: list[dict], tools: list[dict]) -> None:
         """Only the messages that the request before did not have go to the page."""
         self.page.turn_of.set(self.chat_id)
-        chat, model = self.page.chats[self.chat_id], self.loop.model
+        chat, model = self.page.chats[self.chat_id], self.loop.provider.model
         pairs = zip(chat.sent, messages, strict=False)
         same = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
         self.show("request", model=model, same=same, messages=messages[same:], tools=tools)
@@ -2144,14 +2128,14 @@ def summary_of(records: list[dict]) -> Iterator[str]:
 
 
 # ---- The command line ----
-# Without its care an answer in a pipe would have tool hints in it, and Ctrl-C show a traceback.
+# The answer alone goes to stdout; Ctrl-C shows no traceback.
 
 
 def settings_of(arguments: argparse.Namespace) -> Config:
     """The configuration. A flag wins over the environment."""
     flags = {"NANOBOT_WORKSPACE": arguments.workspace, "NANOBOT_MODEL": arguments.model}
-    set_flags = {name: value for name, value in flags.items() if value}
-    config = load_config(arguments.config, os.environ | set_flags)
+    given = {name: value for name, value in flags.items() if value}
+    config = load_config(arguments.config, os.environ | given)
     if arguments.provider or arguments.base_url:
         config.defaults.provider = arguments.provider or "auto"
         config.base_url = arguments.base_url or ""
@@ -2192,15 +2176,14 @@ class Talk:
 
     def run(self) -> int:
         """Answer one message or many; gives the exit status."""
-        config = self.loop.config
-        is_offline = isinstance(self.loop.provider, OfflineProvider)
-        if is_offline and config.defaults.provider != "offline":
+        is_wanted = self.loop.config.defaults.provider == "offline"
+        if isinstance(self.loop.provider, OfflineProvider) and not is_wanted:
             self.terminal.note(template("no_model"))
         if self.loop.turn(self.key).cwd != config.cwd:
             place = f"work starts in {self.loop.workspace}"
             self.terminal.note(f"The fence does not open {config.cwd}: {place}.")
         if self.terminal.live:
-            self.background.complete(logged(self.show_reports("While you were away:")))
+            self.background.complete(logged(self.show_reports("While you were away:"), "reports"))
         is_conversation = self.has_keyboard and self.message is None
         status = self.converse() if is_conversation else self.answer_once()
         self.terminal.waiting.begin("the memory")
@@ -2228,10 +2211,12 @@ class Talk:
         self.loop.config.patience = 5.0  # a server that comes later serves the next message
         history = self.folder / "prompt-history"
         greeting = "welcome_back" if history.exists() else "welcome"
-        about = {"version": __version__, "model": self.loop.model, "workspace": self.loop.workspace}
-        self.terminal.note(template(greeting, **about))
+        self.terminal.note(template(
+            greeting, version=__version__, model=self.loop.provider.model,
+            workspace=self.loop.workspace,
+        ))  # fmt: skip
         for work in (JobRunner(self.loop).run_for_terminal(), self.watch_reports()):
-            asyncio.run_coroutine_threadsafe(logged(work), self.background.loop)
+            asyncio.run_coroutine_threadsafe(logged(work, "jobs"), self.background.loop)
         return self.terminal.converse(self.answer, history)
 
     def answer(self, text: str) -> int:
@@ -2258,7 +2243,7 @@ class Talk:
     async def watch_reports(self) -> None:
         while True:
             await self.loop.config.sleep(1.0)
-            await logged(self.show_reports())
+            await logged(self.show_reports(), "reports")
 
     async def show_reports(self, title: str = "") -> None:
         """What jobs have said. It stays in the inbox until it was shown: a kill repeats it."""
@@ -2313,22 +2298,18 @@ def status_rows(config: Config) -> Iterator[tuple[str, str, str | None]]:
     loop = AgentLoop(config)
     usual = "the defaults; `nanobot onboard` writes a file"
     yield "settings", str(config.path) if config.path.exists() else usual, ""
-    can_write = os.access(loop.workspace, os.W_OK)
-    problem = "" if can_write else "it cannot be written. Choose another with --workspace."
-    yield "workspace", str(loop.workspace), problem
+    yield "workspace", str(loop.workspace), ""
     yield "model", *asyncio.run(model_and_problem(loop.provider))
-    bash = shutil.which("bash") or shutil.which("sh")
-    yield "bash", bash or "exec cannot run; install bash", "" if bash else None
     sandbox = config.tools.exec.sandbox
     problem = sandbox_problem() if sandbox else ""
     yield "sandbox", sandbox or "off: a command can do what you can", problem
     telegram = config.channels.telegram  # the token is shown nowhere
-    allowed = ", ".join(map(str, telegram.allow_from)) or "nobody"
-    problem = "" if telegram.allow_from else "put user ids into channels.telegram.allowFrom"
-    if telegram.token:
-        yield "telegram", f"a token is set, allowed: {allowed}", problem
-    else:
+    if not telegram.token:
         yield "telegram", "off: put a token into channels.telegram.token", None
+    elif not telegram.allow_from:
+        yield "telegram", "a token is set", "put user ids into channels.telegram.allowFrom"
+    else:
+        yield "telegram", f"a token is set, allowed: {', '.join(map(str, telegram.allow_from))}", ""
     for name, problem in asyncio.run(loop.mcp.check()).items():
         yield f"mcp {name}", "connected", problem
     for skill in loop.skills.load():
@@ -2342,8 +2323,8 @@ async def model_and_problem(provider: LLMProvider) -> tuple[str, str]:
     if isinstance(provider, HumanProvider):
         return "human: it is you", ""
     if isinstance(provider, OfflineProvider):
-        model = "offline: fixed rules; set OPENAI_API_KEY or OPENAI_BASE_URL for a real one"
-        return model, "; ".join(provider.rules.problems)
+        problems = "; ".join(provider.rules.problems)
+        return "offline: fixed rules; set OPENAI_API_KEY or OPENAI_BASE_URL for a model", problems
     problem = await provider.check()
     await provider.close()
     endpoint, model = provider.endpoint, provider.model or "no model named"
@@ -2358,7 +2339,7 @@ def prompt_command(arguments: argparse.Namespace) -> None:
     asyncio.run(loop.mcp.check())  # so that their tools are in what is printed
     message, _ = loop.context.user_message(arguments.text, turn)
     request = loop.commands.preview(turn, message)
-    _, *history, last = request.messages
+    _, *history, last = legal(request.messages)
     parts = loop.context.parts(turn)
     parts["Tools"] = lines_of_json(loop.tools.get_definitions())
     parts["History"] = lines_of_json(history)
@@ -2398,9 +2379,7 @@ def gateway_command(arguments: argparse.Namespace) -> None:
     config = settings_of(arguments)
     config.cwd = config.workspace
     loop = AgentLoop(config, hooks=[LoggingHook()])
-    with one_gateway(loop.workspace):
-        work = Gateway(loop).serve()
-        asyncio.Runner().run(work)  # `asyncio.run` waits for all tasks, whatever they do
+    Gateway(loop).run()
 
 
 def cron_command(arguments: argparse.Namespace) -> None:
@@ -2423,7 +2402,7 @@ def web_command(arguments: argparse.Namespace) -> None:
     def files(chat_id: str) -> tuple[Path, Path]:
         return loop.sessions.path(f"web:{chat_id}"), loop.memory.facts
 
-    page = WebPage(glass_html(model=loop.model, window=window), files, arguments.port)
+    page = WebPage(glass_html(model=loop.provider.model, window=window), files, arguments.port)
     for key in loop.sessions.list_keys():
         if key.startswith("web:"):
             page.chats[key.removeprefix("web:")] = PageChat()
@@ -2434,11 +2413,10 @@ def web_command(arguments: argparse.Namespace) -> None:
         loop.hooks.append(ApprovalHook(loop.tools, page.ask))
     if arguments.trace:
         loop.provider.trace = Trace(arguments.trace)
-    with one_gateway(loop.workspace):
-        print(f"The page: {page.address}\nCtrl-C ends it.", flush=True)
-        if not arguments.no_open:
-            threading.Thread(target=webbrowser.open, args=[page.address], daemon=True).start()
-        asyncio.Runner().run(Gateway(loop, page).serve())
+    print(f"The page: {page.address}\nCtrl-C ends it.", flush=True)
+    if not arguments.no_open:
+        threading.Thread(target=webbrowser.open, args=[page.address], daemon=True).start()
+    Gateway(loop, page).run()
 
 
 def trace_command(arguments: argparse.Namespace) -> None:
@@ -2471,11 +2449,12 @@ def replay_command(arguments: argparse.Namespace) -> int:
     terminal, status = CLI(), 0
     model, _ = played(arguments.file)
     while model.rest:
-        hook = EventHook(terminal.send, Turn(), streaming=True)
+        hook = EventHook(terminal.send, Turn(), wants_streaming=True)
         tools = RecordedTools(model.rest, ToolResult)
-        spec = AgentRunSpec(model.rest[0]["messages"], tools, hook=hook)
-        spec.max_iterations = limits.max_tool_iterations
-        spec.context_window = sys.maxsize  # what did not fit was left out when it was recorded
+        spec = AgentRunSpec(
+            model.rest[0]["messages"], tools, max_iterations=limits.max_tool_iterations, hook=hook,
+            context_window=sys.maxsize,  # what did not fit was left out when it was recorded
+        )  # fmt: skip
         result = asyncio.run(AgentRunner(model).run(spec))
         if result.final_content:
             asyncio.run(hook.send("final", result.final_content))
@@ -2502,8 +2481,7 @@ COMMAND_LINE = {  # by name: what runs, and what --help says
 
 
 def parser() -> argparse.ArgumentParser:
-    about = "A personal AI agent. No command: agent."
-    main_parser = argparse.ArgumentParser("nanobot", description=about)
+    main_parser = argparse.ArgumentParser("nanobot", description="A personal AI agent.")
     main_parser.add_argument("--version", action="version", version=f"nanobot {__version__}")
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--config", metavar="FILE", type=path_of, help="~/.nanobot/config.json")
@@ -2517,10 +2495,9 @@ def parser() -> argparse.ArgumentParser:
     common.add_argument("--logs", action="store_true", help="show what happens inside, on stderr")
     strict = partial(argparse.ArgumentParser, allow_abbrev=False)  # `--app` is not `--approve`
     commands = main_parser.add_subparsers(metavar="COMMAND", parser_class=strict)
-    added = {
-        name: commands.add_parser(name, parents=[common], help=text)
-        for name, (_, text) in COMMAND_LINE.items()
-    }
+    added = {}
+    for name, (_, text) in COMMAND_LINE.items():
+        added[name] = commands.add_parser(name, parents=[common], help=text)
     agent = added["agent"]
     message = agent.add_mutually_exclusive_group()
     message.add_argument("text", nargs="*", default="", metavar="TEXT", help="ask this and leave")
@@ -2568,37 +2545,32 @@ def main(argv: list[str] | None = None) -> int:
 
         meant = get_close_matches(first, known, n=1) if first.isalpha() else []
         if meant:  # `sesions`, `help`; a message has mostly more than one word
-            fix = f"did you mean `nanobot {meant[0]}`? A message of one word goes behind -m"
-            complain(f"no command {first!r}: {fix}")
+            fix = f"did you mean `nanobot {meant[0]}`? Pass a message of one word with -m"
+            complain(f"unknown command {first!r}: {fix}")
             return 2
         argv.insert(0, "agent")
     prepare_streams()
     arguments = parser().parse_args(argv)
-    prepare_process(arguments.logs)
+    handler = logging.StreamHandler()
+    handler.setFormatter(PrintableFormatter("%(levelname)s %(name)s: %(message)s"))
+    level = logging.INFO if arguments.logs else logging.WARNING
+    logging.basicConfig(level=level, handlers=[handler])
+    end_on_signals()  # as after Ctrl-C: what runs is stopped, the journal is in order
     try:
-        run_command, _ = COMMAND_LINE[argv[0]]
-        status = run_command(arguments) or 0
+        status = COMMAND_LINE[argv[0]][0](arguments) or 0
         sys.stdout.flush()  # here, and not at exit, where Python reports a closed pipe with 120
         return status
     except (ConfigError, CronError, ReplayDiffers, SessionBusy) as problem:
         complain(str(problem))
-    except BrokenPipeError:  # `nanobot … | head`: nobody wants the rest
+    except BrokenPipeError:  # `nanobot … | head`: nobody reads the rest
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as problem:
         complain(f"{problem}. Mend it and ask again; the journal keeps what it has.")
     except KeyboardInterrupt:
         return 130
-    except Exception:  # a bug of ours; its traceback may quote what a model wrote
-        complain(f"this is a bug\n{traceback.format_exc()}")
+    except Exception:
+        log.exception("this is a bug")
     return 1
-
-
-def prepare_process(logs: bool) -> None:
-    """Logs harmless to the terminal, signals that end a turn in order."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(PrintableFormatter("%(levelname)s %(name)s: %(message)s"))
-    logging.basicConfig(level=logging.INFO if logs else logging.WARNING, handlers=[handler])
-    end_on_signals()  # as after Ctrl-C: what runs is stopped, the journal is in order
 
 
 def complain(text: str) -> None:
