@@ -25,7 +25,7 @@ PNG = base64.b64encode(b"\x89PNG\r\n\x1a\n" + bytes(20)).decode()
 
 @server.tool()
 def echo(text: str, times: int = 1) -> str:
-    """Say it again.\u202e\u200b\U000e0041"""
+    """Say it again."""
     return text * times
 
 
@@ -77,11 +77,6 @@ def structured() -> CallToolResult:
 @server.tool(name="a.b")
 def dotted() -> str:
     return "dotted"
-
-
-@server.tool(name="a/b")
-def slashed() -> str:
-    return "slashed"
 
 
 @server.tool(name="ä" + "x" * 100)

@@ -106,8 +106,8 @@ def test_a_value_is_cast_where_nothing_is_lost(value, kind, wanted):
 @pytest.mark.parametrize("value, kind", [
     ("abc", "integer"), ("1.5", "integer"), (1.5, "integer"), (True, "integer"), ("true", "integer"),
     ("maybe", "boolean"), ("1", "boolean"), (1, "boolean"), (True, "string"), (None, "string"),
-    ("a", "array"), (1, "array"), ({}, "array"), ([], "object"), (float("nan"), "number"),
-    ("1e400", "number"), ("many", "number"), ([], "null"), ("", ["number", "null"]),
+    ("a", "array"), (1, "array"), ({}, "array"), ([], "object"), ("many", "number"), ([], "null"),
+    ("", ["number", "null"]),
 ])  # fmt: skip
 def test_what_cannot_be_cast_is_left_for_the_check_to_name(value, kind):
     errors = validate(cast(value, {"type": kind}), {"type": kind}, "size")
@@ -124,11 +124,11 @@ def test_what_cannot_be_cast_is_left_for_the_check_to_name(value, kind):
     (ObjectSchema(a=ObjectSchema(b=BooleanSchema())), {"a": {}}, {"a": {"b": 1}},
      "size.a.b must be boolean, not 1"),
     (IntegerSchema(), 5.0, 5.5, "size must be integer, not 5.5"),
-    (ObjectSchema(a=NumberSchema()), {"a": 1}, {"a": float("inf")}, "size.a must be a finite number"),
+    (ObjectSchema(a=NumberSchema()), {"a": 1}, {"a": "x"}, 'size.a must be number, not "x"'),
 ])  # fmt: skip
 def test_a_schema_says_what_is_wrong_and_where(schema, good, bad, error):
-    assert schema.validate_value(good, "size") == []
-    assert schema.validate_value(bad, "size") == [error]
+    assert validate(good, schema, "size") == []
+    assert validate(bad, schema, "size") == [error]
 
 
 OPTIONAL = {"anyOf": [{"type": "integer"}, {"type": "null"}]}  # how pydantic, and so most servers, write it
@@ -447,7 +447,7 @@ def test_a_servers_tools_resources_and_prompts_stand_behind_our_own(mcp):
     assert mcp.names[0] == "read_file" and mcp.names[1:] == sorted(mcp.names[1:])
     assert {"mcp_web_echo", "mcp_events_echo", "mcp_local_resource_today"} <= set(mcp.names)
     assert all(re.fullmatch("[A-Za-z0-9_-]{1,64}", name) for name in mcp.names)
-    assert len([name for name in mcp.names if name.startswith("mcp_local_")]) == 15
+    assert len([name for name in mcp.names if name.startswith("mcp_local_")]) == 14
 
 
 @pytest.mark.parametrize("name, arguments, text", [
@@ -575,21 +575,22 @@ def test_a_program_that_ends_in_a_call_tells_why_and_is_started_by_the_next(shel
 
 def test_one_odd_schema_does_not_cost_the_server_and_what_is_left_out_is_told(runner, caplog):
     odd = {"name": "odd", "inputSchema": {"type": "object", "properties": {"a": [["x"]]}}}
-    many = [plain_tool("huge", description="x" * 20_001), *(plain_tool(f"t{n}") for n in range(130))]
+    names = ["a.b", "a/b", *(f"t{number}" for number in range(130))]
+    many = [plain_tool("huge", description="x" * 20_001), *map(plain_tool, names)]
     kit = MCPKit(runner, odd=scripted({**SHELF, "tools/list": {"tools": [odd]}}),
                  many=scripted({"tools/list": {"tools": many}}))  # fmt: skip
     names = kit.connect(patience=30)[1:]
     assert kit.call("mcp_odd_resource_two").text == "one\ntwo" and "all tools (" in caplog.text
     names = [name for name in names if name.startswith("mcp_many")]
-    assert len(names) == 128 and "mcp_many_t0" in names
-    assert "MCP server many: 3 are left out: huge (too many, or too large)" in caplog.text
+    assert len(names) == 128 and {"mcp_many_a_b", "mcp_many_t0"} < set(names)
+    assert "MCP server many: 5 are left out: huge (too many, or too large)" in caplog.text
+    assert "a/b (another tool is named mcp_many_a_b)" in caplog.text
     runner.run(kit.servers.close())
 
 
 def test_enabled_tools_filters_tools_only_and_the_others_say_what_they_are(runner):
     place = {"type": "string", "description": "first", "enum": ["a", 1]}
-    schema = {"type": "object", "properties": {"place": place | {"description": "first\u202e\u200b"}}}
-    look = {"name": "look", "description": "d", "inputSchema": schema}  # no letters that no person sees
+    look = {"name": "look", "description": "d", "inputSchema": {"type": "object", "properties": {"place": place}}}
     told = {**SHELF, "tools/list": {"tools": [look, plain_tool("b"), plain_tool("c")]}}
     kit = MCPKit(runner, s=scripted(told, enabled_tools=["look", "mcp_s_b", "nonsense"]))
     assert kit.connect(patience=30)[1:] == [
@@ -668,7 +669,7 @@ USES = [
     ("grep", {"pattern": "text|gold", "type": "txt", "output_mode": "content", "context": 9}),
     ("write_file", {"content": "mine"}),
     ("edit_file", {"old_text": "text", "new_text": "mine"}),
-    ("edit_file", {"old_text": "", "new_text": "mine"}),
+    ("edit_file", {"old_text": "mine", "new_text": "text"}),
     ("edit_file", {"old_text": " ‘text", "new_text": "mine", "replace_all": True}),
     ("notebook_edit", {"cell": 0, "source": "mine", "mode": "insert"}),
 ]
@@ -1009,6 +1010,7 @@ def test_a_file_is_changed_only_as_the_session_has_read_it(turn, tool_name, argu
     assert not call(turn, "write_file", path="a.txt", content="text").is_error  # it knows its own version
     assert "read it first" in call(replace(turn, seen={}), tool_name, **write).text  # after a restart
     assert call(turn, "write_file", path="fresh", content="x") == ToolResult(f"Wrote 1 characters to {turn.cwd}/fresh.")
+    assert "Write a whole file with write_file" in call(turn, "edit_file", path="new", old_text="", new_text="x").text
     (turn.cwd / "empty").touch()
     assert not call(turn, "write_file", path="empty", content="x").is_error  # there is nothing to lose
 
@@ -1045,7 +1047,7 @@ def test_edit_file_changes_the_passage_and_nothing_else(turn, before, old, new, 
 @pytest.mark.parametrize("before, old, told", [
     ("a\n", "b", "^old_text is not in the file. Nothing in it is like"),
     ("def start(now):\n", "def start(then):", "^old_text is not in the file. The closest passage, at line 1"),
-    ("\ngo\ngo\n", "go", "^old_text stands at lines 2, 3. Add lines around the one, or copy it exactly and set replace_all"),
+    ("\ngo\ngo\n", "go", "^old_text stands at lines 2, 3. Add lines around the one that you mean, or copy it exactly and set replace_all"),
     ("if a:\n    count = 0  # local\ncount = 0\n", "count = 0", "^old_text stands at lines 2, 3"),
     ("aba-aba-aba", "aba-aba", "^old_text stands at lines 1, 1"),
     ("if a:\n    count = 0\n", "count = 0", "^old_text is in the file, but the indentation of new_text is not clear"),
@@ -1346,7 +1348,7 @@ def test_search_never_shows_a_file_with_keys_or_what_was_put_aside(turn):
     ("glob", {"pattern": "src/**", "head_limit": 1},
      "src/deep/util.js\n(there are more: set head_limit, or search for less)"),
     ("glob", {"pattern": "!*.py"}, "*.{js,ts}"), ("glob", {"pattern": "*a*a*a*a*"}, "too many stars"),
-    ("glob", {"pattern": "[z-a]"}, "not a usable glob"), ("glob", {"pattern": "*.rs"}, "No file below"),
+    ("glob", {"pattern": "[z-a]"}, "bad character range"), ("glob", {"pattern": "*.rs"}, "No file below"),
     ("glob", {"pattern": "*", "path": "sr"}, "There is: src."),
     ("grep", {"pattern": "TODO", "type": "py"}, "main.py\nsrc/app.py\nsrc/deep/util.py"),
     ("grep", {"pattern": "TODO", "type": "js", "glob": "src/*"}, "No match for 'TODO'"),
@@ -1834,11 +1836,9 @@ def test_a_search_for_anomaly_works_and_nothing_found_is_said(site):
 
 
 @pytest.mark.parametrize("provider, lack", [("brave", "apiKey"), ("jina", "apiKey"), ("searxng", "baseUrl")])
-def test_a_service_without_its_key_or_address_gives_way_to_duckduckgo(provider, lack):
-    lookup = resolver(html=["127.0.0.1"])
-    result = answer(WebSearch(Web(resolve=lookup), provider), query="x")
-    assert lookup.asked == ["html.duckduckgo.com"] and "not public" in result.text
-    assert f"({provider} has no {lack} in tools.web.search: this is from duckduckgo)" in WebSearch(Web(), provider).note
+def test_a_search_service_without_its_key_or_address_says_which_setting_is_missing(provider, lack):
+    result = answer(WebSearch(Web(resolve=resolver()), provider), query="x")
+    assert result.is_error and f"tools.web.search.{lack}" in result.text and " failed: " not in result.text
 
 
 def test_a_proxy_gets_every_request_and_decides_on_addresses(site, https_site):
