@@ -216,7 +216,7 @@ class ToolRegistry:
     def _put_aside(self, name: str, text: str, turn: "Turn") -> str:
         """Save a text that is too long; returns what the model is told in its place."""
         folder = turn.workspace / ".nanobot" / "tool-results"
-        path = folder / f"{time.time_ns()}-{clean_name(name)[:64]}.txt"
+        path = folder / f"{time.time_ns()}-{name[:64]}.txt"
         try:
             folder.mkdir(parents=True, exist_ok=True)
             path.write_bytes(text.encode("utf-8", errors="replace"))
@@ -580,8 +580,7 @@ def read_bytes(path: Path, most: int = MAX_FILE_BYTES) -> bytes:
                 raise ToolError(f"{path} is over {most:,} bytes: take a part of it with exec.")
             return file.read(most)
     except OSError as problem:
-        advice = similar_names(path)
-        raise ToolError(f"Cannot read {path}: {problem.strerror}.{advice}") from None
+        raise ToolError(f"Cannot read {path}: {problem.strerror}.{similar_names(path)}") from None
 
 
 def plain_text(data: bytes) -> str:
@@ -652,16 +651,12 @@ def list_dir(path: str = ".", *, turn: Turn) -> str:
     try:
         entries = sorted(os.scandir(real), key=lambda entry: entry.name)
     except OSError as problem:
-        raise ToolError(
-            f"Cannot list {real}: {problem.strerror}.{similar_names(real)}"
-        ) from None
+        raise ToolError(f"Cannot list {real}: {problem.strerror}.{similar_names(real)}") from None
     lines = [f"{real}: {len(entries)} entries"]
-    for entry in entries:  # "sub/", "a.txt  17 bytes", "link -> a.txt"
+    for entry in entries:  # "sub/", "a.txt  17 bytes"; a link is its name
         end = "/" if entry.is_dir(follow_symlinks=False) else ""
         if entry.is_file(follow_symlinks=False):
             end = f"  {entry.stat().st_size:,} bytes"
-        if entry.is_symlink():
-            end = f" -> {os.readlink(entry.path)}"
         lines.append(entry.name + end)
     return "\n".join(lines)
 
@@ -773,8 +768,7 @@ def reindented(old: str, new: str, passage: str) -> str | None:
 
     old "a()\n  b()"   passage "    a()\n      b()"   new "a()\n  c()"   →   "    a()\n      c()"
 
-    A depth that `old` does not show is not certain: does a model that drops or halves
-    indentation do so in all lines?
+    A depth that `old` does not show is not certain: the model may have dropped or halved it.
     """
     old_lines, new_lines, lines = (part.split("\n") for part in (old, new, passage))
     old_depths, new_depths, real_depths = map(indentations, (old_lines, new_lines, lines))
@@ -1024,10 +1018,7 @@ async def search_lines(request: dict) -> dict:
         process.kill()
     output, _ = await searching
     if not output.endswith(b"\n"):  # it was killed
-        raise ToolError(
-            f"The search was ended after {SEARCH_SECONDS} s: take a simpler expression, a glob, "
-            "or a folder further below."
-        )
+        raise ToolError(f"Search ended after {SEARCH_SECONDS} s: take a simpler expression.")
     return json.loads(output)
 
 
@@ -1230,7 +1221,6 @@ def check_word(word: str, turn: Turn, *, writes: bool) -> None:
 MAX_OUTPUT_CHARS = 10_000
 KEPT_BYTES = 4 * MAX_OUTPUT_CHARS  # of head and tail each: a character has up to four
 SAFE_ENVIRONMENT = ("HOME", "LANG", "TERM", "PATH")  # nothing else of ours: keys live there
-SIGKILL = getattr(signal, "SIGKILL", 9)  # Windows has none
 
 
 @dataclass
@@ -1263,8 +1253,8 @@ class Exec(Tool):
             raise ToolError("There is no bash. The user has to install bash (Git for Windows).")
         names = {*SAFE_ENVIRONMENT, *self.allowed_env} & set(os.environ)
         environment = {name: os.environ[name] for name in names}
-        folders = filter(None, [environment.get("PATH"), self.path_append])
-        environment["PATH"] = os.pathsep.join(folders)
+        folders = environment.get("PATH"), self.path_append
+        environment["PATH"] = os.pathsep.join(filter(None, folders))
         argv = [shell, "-c", command]
         if self.sandbox:
             argv = [*await in_thread(self._bwrap, turn), "--chdir", str(folder), *argv]
@@ -1279,14 +1269,13 @@ class Exec(Tool):
         opened = [home] if here.is_relative_to(home) else [here, home]
         private = (Path.home().resolve(), home.parent, *turn.secret)
         for folder in opened:
-            holds_private = any(path.is_relative_to(folder) for path in private)
-            if holds_private or folder != folder.resolve():
+            is_private = any(path.is_relative_to(folder) for path in private)
+            if is_private or folder != folder.resolve():
                 raise ToolError(
                     f"The sandbox may not open {folder}: it is a link, or HOME, the workspace or "
                     "keys are in it. Start in another folder."
                 )
-        names = {name.split("/")[0] for name in AGENT_FILES}
-        records = [home / name for name in sorted(names)]
+        records = [home / name for name in sorted({name.split("/")[0] for name in AGENT_FILES})]
         for folder in records:
             folder.mkdir(0o700, exist_ok=True)  # a missing one could be made by a command
         shown = [*SYSTEM, *filter(None, self.path_append.split(os.pathsep))]
@@ -1321,10 +1310,10 @@ class Job:
         return ToolResult(f"{output}{late}\nExit code: {code}".strip("\n"), code != 0)
 
     def kill(self) -> None:
-        """SIGKILL for the whole group, until nobody is left in it. Blocks."""
+        """Send SIGKILL (9) to the whole group until nobody is left in it. Blocks."""
         atexit.unregister(self.kill)
         deadline = time.monotonic() + 0.5  # zombies stay if their parent does not collect them
-        while self.signal_group(SIGKILL) and time.monotonic() < deadline:
+        while self.signal_group(9) and time.monotonic() < deadline:
             time.sleep(0.005)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(5)
@@ -1410,8 +1399,7 @@ def is_public(ip: Any) -> bool:
     if any(ip in network for network in CARRIERS):  # the IPv4 address counts
         ip = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
     is_refused = any(ip in network for network in NOT_PUBLIC)
-    is_special = ip.is_multicast or ip.is_reserved or is_refused
-    return ip.is_global and not is_special
+    return ip.is_global and not (ip.is_multicast or ip.is_reserved or is_refused)
 
 
 def web_url(text: str) -> urllib.parse.SplitResult:
@@ -1430,9 +1418,7 @@ def web_url(text: str) -> urllib.parse.SplitResult:
         if url.scheme in PORTS and url.hostname and reads_alike and has_web_port:
             path = quote(url.path or "/")
             return urllib.parse.SplitResult(url.scheme, host, path, quote(url.query), "")
-    raise ToolError(
-        "Give a whole URL like https://example.com/page: no user name, backslash or odd port."
-    )
+    raise ToolError("Give a whole URL like https://example.com/page: no user name, no odd port.")
 
 
 # ---- The web: a connection to an address that was checked ----
@@ -1555,8 +1541,6 @@ def page_text(source: str, url: str = "") -> str:
     """
     source = re.sub(NOT_TEXT, "", source)
     source = re.sub(BESIDE, lambda match: "\n" if match[2] else match[0], source)
-    mains = [tag.start() for tag in re.finditer(r"(?i)</?main\b", source)]
-    source = source[mains[0] : mains[-1]] if len(mains) > 1 else source
     source = re.sub(LINK, functools.partial(link_text, url=url), source)
     codes = iter(re.findall(CODE, source))
     source = re.sub(r"\s+", " ", re.sub(CODE, "<p>\1<p>", source))  # \1 stands for a block of code
@@ -1607,9 +1591,10 @@ def attribute(attributes: str, name: str) -> str:
 
 def decode_page(body: bytes, kind: str) -> str:
     """By the charset that header or page name, else UTF-8. Of Python's others some take hours."""
-    families = "utf|iso|windows|cp|gb|big5|euc|shift|koi8"
-    known = rf"(?i)(?:charset|encoding)\s*=\s*[\"']?((?:{families})[\w:.-]*)"  # charset=ISO-8859-2
-    named = re.search(known, f"{kind}\n{body[:2_048].decode('latin-1')}")
+    named = re.search(  # charset=ISO-8859-2
+        r"(?i)(?:charset|encoding)\s*=\s*[\"']?((?:utf|iso|windows|cp|gb|big5|euc|koi8|shift)"
+        r"[\w:.-]*)", f"{kind}\n{body[:2_048].decode('latin-1')}",
+    )  # fmt: skip
     encoding = named[1] if named else "utf-8"
     with contextlib.suppress(LookupError):
         return body.decode(encoding, errors="replace").removeprefix("\ufeff")
@@ -1703,8 +1688,8 @@ class WebSearch(Tool):
             raise ToolError(f"{self.provider} needs a key: ask for tools.web.search.apiKey.")
         if service.url.startswith("/") and not self.base:
             raise ToolError(f"{self.provider} has no server: ask for tools.web.search.baseUrl.")
-        response, data = await self._ask(service, query, count)
-        page = data.decode(errors="replace")
+        response, body = await self._ask(service, query, count)
+        page = body.decode(errors="replace")
         results = search_results(page, service.results)[:count] if response.status == 200 else []
         is_captcha = not results and re.search(r"\banomaly[.-](js|modal)", page)
         if response.status != 200 or is_captcha:
@@ -1888,19 +1873,16 @@ class MCPServer:
             self.ready.set()
 
     async def _hold(self) -> None:
-        """Connect, offer the tools, and stay until `close`; raises the error that ends it before.
-
-        Programs get the handshake `initialize`: those made with the Rust SDK (rmcp) end when the
-        first message is the newer `server/discover`. Web servers get that one, then the other.
-        """
+        """Connect, offer the tools, and wait for `close`; raises the error that ends it earlier."""
         import anyio
         from mcp.client import Client
 
-        handshake = "legacy" if self.settings.command else "auto"  # the SDK's names
+        # A program made with the Rust SDK (rmcp) exits at the newer handshake, `server/discover`.
+        handshake = "legacy" if self.settings.command else "auto"
         async with contextlib.AsyncExitStack() as stack:
             self.scope = stack.enter_context(anyio.fail_after(self.time_limit))
-            transport = await self._transport(stack)
-            client = await stack.enter_async_context(Client(transport, mode=handshake))
+            connection = Client(await self._transport(stack), mode=handshake)
+            client = await stack.enter_async_context(connection)
             await self._offer(client)
             self.scope.deadline, self.client, self.problem = math.inf, client, ""
             self.ready.set()
@@ -1921,8 +1903,6 @@ class MCPServer:
                 command=settings.command, args=settings.args, env=settings.env
             )
             return stdio.stdio_client(program, errors)
-        if not settings.url:
-            raise ValueError("it needs a command (type stdio) or a url (type sse, http)")
         if kind == "sse":
             return sse.sse_client(settings.url, settings.headers)
         http = streamable_http.create_mcp_http_client(settings.headers)
@@ -1960,24 +1940,21 @@ class MCPServer:
                 left_out.append(f"all {kind} ({' '.join(str(problem).split())[:200]})")
             for item in items:
                 infix = "" if kind == "tools" else f"{kind[:-1]}_"  # mcp_notes_resource_today
-                name = clean_name(f"mcp_{self.name}_{infix}{item['name']}")[:64]
+                name = f"mcp_{self.name}_{infix}{item['name']}"[:64]
+                name = re.sub("[^A-Za-z0-9_-]", "_", name)
                 wanted = {"*", item["name"], name} & set(self.settings.enabled_tools)
                 if kind == "tools" and not wanted:
                     continue
                 try:
-                    if self.registry.get(name):
-                        raise ValueError(f"another tool is named {name}")
-                    if len(self.tools) >= MAX_MCP_TOOLS or len(json.dumps(item)) > MAX_MCP_CHARS:
-                        raise ValueError("too many, or too large")
+                    is_large = len(json.dumps(item)) > MAX_MCP_CHARS
+                    if is_large or len(self.tools) >= MAX_MCP_TOOLS or self.registry.get(name):
+                        raise ValueError("too many, too large, or its name is in use")
                     self.registry.register(MCPTool(self, name, kind, item))
                     self.tools.append(name)
                 except (AttributeError, KeyError, TypeError, ValueError) as problem:
                     left_out.append(f"{item['name'][:64]} ({problem})")
         if left_out:
-            log.warning(
-                "MCP server %s: %d are left out: %s",
-                self.name, len(left_out), ", ".join(left_out[:5]),
-            )  # fmt: skip
+            log.warning("MCP server %s: left out: %s", self.name, shorten(", ".join(left_out), 900))
 
     async def _list(self, client: Any, kind: str) -> list[dict]:
         items, cursor = [], None
@@ -1990,16 +1967,13 @@ class MCPServer:
         return items
 
 
-def clean_name(text: str) -> str:
-    return re.sub("[^A-Za-z0-9_-]", "_", text)
-
-
 class MCPServers:
     """The servers of `tools.mcpServers`. The log tells a failure once; the other servers work."""
 
     def __init__(self, settings: dict[str, Any], registry: ToolRegistry):
-        enabled = {name: server for name, server in settings.items() if not server.disabled}
-        self.servers = [MCPServer(name, server, registry) for name, server in enabled.items()]
+        self.servers = [
+            MCPServer(name, its, registry) for name, its in settings.items() if not its.disabled
+        ]
         self.told_problems: set[str] = set()
 
     async def connect(self, patience: float = 5.0) -> None:

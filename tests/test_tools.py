@@ -583,8 +583,8 @@ def test_one_odd_schema_does_not_cost_the_server_and_what_is_left_out_is_told(ru
     assert kit.call("mcp_odd_resource_two").text == "one\ntwo" and "all tools (" in caplog.text
     names = [name for name in names if name.startswith("mcp_many")]
     assert len(names) == 128 and {"mcp_many_a_b", "mcp_many_t0"} < set(names)
-    assert "MCP server many: 5 are left out: huge (too many, or too large)" in caplog.text
-    assert "a/b (another tool is named mcp_many_a_b)" in caplog.text
+    told = "(too many, too large, or its name is in use)"
+    assert f"MCP server many: left out: huge {told}, a/b {told}, t127 {told}" in caplog.text
     runner.run(kit.servers.close())
 
 
@@ -1148,11 +1148,9 @@ def test_what_is_no_notebook_or_no_cell_is_said_and_left_alone(turn, data, cell,
     assert result.is_error and told in result.text and after == data
 
 
-def test_list_dir_shows_folders_sizes_and_where_links_lead(turn):
-    out = turn.workspace.parent / "out"
+def test_list_dir_shows_folders_and_sizes(turn):
     assert call(turn, "list_dir").text.split("\n") == [
-        f"{turn.cwd}: 6 entries", "a.txt  17 bytes", f"away -> {out}", f"dangling -> {out}/new.txt",
-        f"leaf -> {out}/gold.txt", "loop -> loop", "sub/",
+        f"{turn.cwd}: 6 entries", "a.txt  17 bytes", "away", "dangling", "leaf", "loop", "sub/",
     ]  # fmt: skip
     near = call(turn, "list_dir", path="a.tx")
     assert near.text == f"Cannot list {turn.cwd}/a.tx: No such file or directory. There is: a.txt."
