@@ -59,7 +59,7 @@ log = logging.getLogger("nanobot.tools")
 
 @dataclass
 class ToolResult:
-    """What the model is told. `images`, `image_url` blocks, are sent in a user message after it."""
+    """What the model is told. `images` are `image_url` blocks, sent in a user message after it."""
 
     text: str
     is_error: bool = False
@@ -177,9 +177,8 @@ class ToolRegistry:
         """The tool, its arguments after casting, and the problem with them (None: no problem)."""
         tool = self._tools.get(name)
         if not tool:
-            near = difflib.get_close_matches(name[:64].lower(), self._tools, 99, 0)
-            there_are = f"There are, the closest first: {', '.join(near)}."
-            return None, {}, f"There is no tool {name[:64]!r}. {there_are}"
+            near = ", ".join(difflib.get_close_matches(name[:64].lower(), self._tools, 99, 0))
+            return None, {}, f"There is no tool {name[:64]!r}. There are, closest first: {near}."
         params = cast({} if params is None else params, {"type": "object"})
         if not isinstance(params, dict):
             problem = f'The arguments of {name} must be one JSON object, like {{"name": "value"}}.'
@@ -313,7 +312,7 @@ def read_file(
     lines = plain_text(data).split("\n")
     first = max(offset, 1)
     if first > len(lines):
-        raise ToolError(f"{real} has {len(lines)} lines: offset {offset} is behind its end.")
+        raise ToolError(f"{real} has {len(lines)} lines: offset {offset} is beyond its end.")
     return numbered_page(lines, first, max(limit, 1), turn.max_result_chars - 200)
 
 
@@ -352,7 +351,7 @@ async def in_thread(function: Callable, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def shorten(text: str, limit: int, missing: int = 0) -> str:
-    """Head and tail of a text over `limit` characters; `missing` were lost before."""
+    """Head and tail of a text over `limit` characters; `missing` more were lost before."""
     if len(text) + missing <= limit:
         return text
     half = limit // 2
@@ -361,7 +360,7 @@ def shorten(text: str, limit: int, missing: int = 0) -> str:
 
 
 # ---- Schemas: what arguments may look like ----
-# Models send "120" for 120; servers send schemas with every keyword: unknown ones forbid nothing.
+# Models send "120" for 120. MCP servers use all of JSON Schema: unknown keywords are ignored.
 
 JSON_TYPES = {
     "string": str, "integer": int, "number": (int, float), "boolean": bool,
@@ -374,13 +373,13 @@ OPENING = ("additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf
 
 
 def keyword(schema: Any, name: str, kind: type) -> Any:
-    """The value of a keyword; an empty `kind` if it is missing or of another type."""
+    """The value of a keyword; `kind()` if it is missing or of another type."""
     value = schema.get(name) if isinstance(schema, dict) else None
     return value if isinstance(value, kind) else kind()
 
 
 def kinds(schema: Any) -> list[str]:
-    """The JSON types that a schema allows; none: any, also if anyOf or $ref decide."""
+    """The JSON types that a schema allows; [] allows any, or leaves it to anyOf and $ref."""
     names = keyword(schema, "type", list) or [keyword(schema, "type", str)]
     if not all(str(name) in JSON_TYPES for name in names):
         return []
@@ -388,7 +387,7 @@ def kinds(schema: Any) -> list[str]:
 
 
 def fits(value: Any, wanted: list[str]) -> bool:
-    """Is a value of one of the JSON types? 5.0 is an integer, True is none; of no types: yes."""
+    """Is a value of one of these JSON types? 5.0 is an integer, True is not; [] allows any."""
     if isinstance(value, bool):  # in Python True is an int, in JSON it is not
         return not wanted or "boolean" in wanted
     is_whole = isinstance(value, float) and value.is_integer() and "integer" in wanted
@@ -421,6 +420,8 @@ def validate(value: Any, schema: Any, path: str = "") -> list[str]:
     name, wanted = path or "value", kinds(schema)
     if not fits(value, wanted):
         return [f"{name} must be {' or '.join(wanted)}, not {json.dumps(value, default=str)[:80]}"]
+    if isinstance(value, float) and not math.isfinite(value):
+        return [f"{name} must be a finite number"]
     choices = [*keyword(schema, "enum", tuple), *keyword(schema, "enum", list)]
     is_choice = json.dumps(value) in map(json.dumps, choices)  # in Python True == 1
     if choices and value is not None and not is_choice:
@@ -584,7 +585,7 @@ def read_bytes(path: Path, most: int = MAX_FILE_BYTES) -> bytes:
 
 
 def plain_text(data: bytes) -> str:
-    """b"\\xef\\xbb\\xbfone\\r\\ntwo\\r\\n" → "one\\ntwo"; UTF-16 if data begin with its mark."""
+    """b"\\xef\\xbb\\xbfone\\r\\ntwo\\r\\n" → "one\\ntwo"; UTF-16 if the data begin with its BOM."""
     encoding = "utf-16" if data.startswith(UTF16_MARKS) else "utf-8"
     text = data.removeprefix(UTF8_MARK).decode(encoding, errors="replace")
     return text.replace("\r\n", "\n").removesuffix("\n")
@@ -662,8 +663,8 @@ def list_dir(path: str = ".", *, turn: Turn) -> str:
 
 
 # ---- Edits: which passage is replaced, and how its lines are indented ----
-# A model that counts spaces wrongly gets valid Python with another meaning: a line of the method
-# becomes one of the class. An uncertain edit is refused with the nearest passage.
+# If a model miscounts spaces, the result can be valid Python with another meaning: a line of the
+# method becomes one of the class. So an uncertain edit is refused.
 
 
 @tool
@@ -730,7 +731,7 @@ def replace_passage(text: str, old: str, new: str, replace_all: bool = False) ->
 
 
 def passages_by_lines(text: str, old: str) -> list[tuple[int, int]]:
-    """Passages whose lines are those of `old`, at most 100, but for the space around them."""
+    """Passages that equal `old` (at most 100 lines) except for the space around each line."""
     lines = [re.escape(line.strip(" \t\r")) for line in old.strip("\n").split("\n")]
     if len(lines) > 100 or not old.strip():  # more would take long
         return []
@@ -742,7 +743,7 @@ def passages_by_lines(text: str, old: str) -> list[tuple[int, int]]:
 def replaced(text: str, start: int, end: int, old: str, new: str) -> str:
     """`text` with one passage replaced by `new`, which gets the passage's indentation."""
     is_exact = text[start:end] == old
-    before = indentation_before(text, start)  # which `old` lacks
+    before = indentation_before(text, start)  # indentation that `old` lacks
     if not is_exact or (before and "\n" in new.strip("\n")):
         given, wanted = (old, new) if is_exact else (old.strip("\n"), new.strip("\n"))
         start -= len(before)
@@ -790,7 +791,7 @@ def reindented(old: str, new: str, passage: str) -> str | None:
 
 
 def indentations(lines: list[str]) -> list[str]:
-    """Of the lines that are not blank."""
+    """The indentation of each line that is not blank."""
     return [line[: len(line) - len(line.lstrip(" \t"))] for line in lines if line.strip()]
 
 
@@ -852,7 +853,7 @@ def lawful_cell(cell: dict, source: str, kind: str, book: dict) -> dict:
 
 
 # ---- Which files a search sees ----
-# git is asked what it ignores; a stranger's repository must start no program by that.
+# git says what it ignores; the settings of a stranger's repository must start no program.
 
 SKIPPED_FOLDERS = {".git", "node_modules", "__pycache__", ".venv", ".tox", ".mypy_cache",
                    ".pytest_cache", ".ruff_cache", ".nanobot"}  # fmt: skip
@@ -884,7 +885,7 @@ def walk(folder: str, ignored: set[str] | None = None) -> Iterator[os.DirEntry]:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError:  # a folder that may not be read has nothing to show
         return
-    is_repository = any(entry.name == ".git" for entry in entries)  # maybe one within another
+    is_repository = any(entry.name == ".git" for entry in entries)  # perhaps within another one
     if ignored is None or is_repository:
         ignored = ignored_by_git(folder)
     for entry in entries:
@@ -897,7 +898,7 @@ def walk(folder: str, ignored: set[str] | None = None) -> Iterator[os.DirEntry]:
 
 
 def ignored_by_git(folder: str) -> set[str]:
-    """Paths that git would not list. It must start nothing for that: no fsmonitor, no fetch."""
+    """Paths that git ignores. git may start no other program here: no fsmonitor, no fetch."""
     environment = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
     environment |= {"GIT_ALLOW_PROTOCOL": "", "GIT_NO_LAZY_FETCH": "1"}
     command = ["git", "-c", "core.fsmonitor=", "ls-files", "-z", "--others", "--ignored",
@@ -908,7 +909,7 @@ def ignored_by_git(folder: str) -> set[str]:
     except (OSError, subprocess.SubprocessError):  # no git, no work tree, or somebody else's
         return set()
     names = os.fsdecode(done.stdout).split("\0")
-    if "./" in names:  # an ignored folder that was asked for
+    if "./" in names:  # `folder` itself is ignored, but was asked for
         return set()
     return {os.path.join(folder, name.rstrip("/")) for name in names}
 
@@ -1098,12 +1099,10 @@ FORK_BOMB = r"([\w:.]{1,80})\s{0,9}\(\)\s{0,9}\{[^}]{0,200}\1\s{0,9}\|\s{0,9}\1\
 FATAL = r"(mkfs\S*|mke2fs|wipefs|shutdown|reboot|halt|poweroff|systemctl (reboot|halt|poweroff)) "
 # find . -name x -delete
 NARROWED = r"(-i?(name|path|regex)|-empty|-size|-[acm](time|min)|-newer).*"
-BORDER = r"[;&|()`]+|-exec(dir)?"  # of two programs: make && ls
+BORDER = r"[;&|()`]+|-exec(dir)?"  # between two programs: make && ls
 REDIRECTION = r"[;&|()<>`]*>[&|]?"  # make &> log
-PREFIX = (  # A=1 sudo nice -n 5 rm: rm is the program
-    r"(?s)sudo|env|nohup|time|timeout|command|exec|nice|xargs|if|then|do|else|[!{]?"
-    r"|[-\d].*|[^=]*=.*"
-)
+PREFIX = (r"(?s)sudo|env|nohup|time|timeout|command|exec|nice|xargs|if|then|do|else|[!{]?"
+          r"|[-\d].*|[^=]*=.*")  # A=1 sudo nice -n 5 rm: rm is the program  # fmt: skip
 SHELLS = {"sh", "bash", "dash", "zsh", "eval", "su"}  # bash -c 'rm -rf x': a word is a command
 WRITERS = {"tee", "mv", "rm", "truncate", "touch", "mkdir"}
 HERE_DOCUMENT = r"(?<!<)<<-?\s*[\"'\\]?([A-Za-z_]\w*)"  # cat > a.txt <<'END'
@@ -1139,7 +1138,7 @@ def check_command(command: str, turn: Turn) -> None:
 
 
 def check_program(words: list[str], turn: Turn, *, moves: bool) -> None:
-    """`[sudo, tee, -a, log]`, `[rm, -r, a]`; `moves`: there is a cd in the whole command."""
+    """Check one program with its arguments, `[rm, -r, a]`; `moves`: the command has a cd."""
     program = next((word for word in words if not re.fullmatch(PREFIX, word)), "")
     arguments = words[words.index(program) + 1 :] if program else []
     names = list(dict.fromkeys(word for word in arguments if not word.startswith("-")))
@@ -1191,7 +1190,7 @@ def without_here_document(command: str) -> str:
 
 def is_deletable(name: str, turn: Turn) -> bool:
     """Is it plainly named, strictly below the working folder, and holds no records and keys?"""
-    if re.search(r"[$`{?\[]|\*.*/|(^|/)\.\.(/|$)", name):  # what does $X/../*/a name?
+    if re.search(r"[$`{?\[]|\*.*/|(^|/)\.\.(/|$)", name):  # nobody knows what $X/../*/a names
         return False
     target = os.path.dirname(name) if "*" in name else name  # sub/* is as good as sub
     here, real = turn.cwd.resolve(), turn.path(target, write=True)
@@ -1262,7 +1261,7 @@ class Exec(Tool):
         return await Job(argv, folder, environment).run(timeout or self.timeout)
 
     def _bwrap(self, turn: Turn) -> list[str]:
-        """The words before a command that confine it; raises ToolError if that is impossible."""
+        """The call of bwrap, without the command; raises ToolError if nothing can be confined."""
         if problem := sandbox_problem():
             raise ToolError(f"The command was not run. {problem}")
         home, here = turn.workspace.absolute(), turn.cwd.absolute()
@@ -1319,7 +1318,7 @@ class Job:
             self.process.wait(5)
 
     def signal_group(self, number: int) -> bool:
-        """Was there anybody in the group to get the signal? 0 only asks."""
+        """Send a signal to the group (0 only tests it); False if nobody is left in it."""
         if not hasattr(os, "killpg"):  # Windows has no process groups
             self.process.kill()
             return False
@@ -1355,7 +1354,7 @@ class Capture(threading.Thread):
                 self.missing += len(rest) - len(self.tail)
 
     def text(self) -> str:
-        """All until the end of the pipe, or what comes within half a second. Blocks."""
+        """The whole output, or what arrives within half a second. Blocks."""
         self.join(0.5)
         return (self.head + self.tail).decode("utf-8", errors="replace").rstrip("\n")
 
@@ -1428,9 +1427,9 @@ MAX_WEB_BYTES = 5_000_000
 
 
 class Web:
-    """Asks web servers; of those that are not public only the ones in `whitelist`, CIDRs.
+    """Asks web servers that have a public address, or one in `whitelist` (CIDRs).
 
-    `proxy`, like http://proxy.example:3128, gets every request, and decides on addresses instead.
+    `proxy`, like http://proxy.example:3128, gets every request, and then decides on addresses.
     """
 
     def __init__(
@@ -1472,7 +1471,7 @@ class Web:
         return response, body
 
     async def _addresses(self, url: Any, trusted: bool) -> list[tuple]:
-        """[(address, port)], all allowed. Looked up once: a second answer could be another."""
+        """[(address, port)], all allowed. Looked up once: a second look-up could differ."""
         place = (url.hostname, url.port or PORTS[url.scheme])
         answers = await in_thread(self.resolve, *place, type=socket.SOCK_STREAM)
         addresses = [answer[4][:2] for answer in answers]
@@ -1505,8 +1504,9 @@ class Web:
             connection.sock = line  # open already: http.client looks no name up
             is_for_proxy = self.proxy.hostname and url.scheme == "http"
             target = url if is_for_proxy else url._replace(scheme="", netloc="")
-            headers = about | dict(headers)
-            connection.request("POST" if body else "GET", target.geturl(), body, headers)
+            connection.request(
+                "POST" if body else "GET", target.geturl(), body, about | dict(headers)
+            )
             response = connection.getresponse()
             response.url, data = url.geturl(), response.read(MAX_WEB_BYTES + 1)
         return response, data
@@ -1518,17 +1518,13 @@ class Web:
 ATTRIBUTES = r"""([^<>"']*(?:"[^"<]*"[^<>"']*|'[^'<]*'[^<>"']*)*)>"""  # a > in quotes ends no tag
 TAG = rf"(?i)<(/?[a-z][\w:-]*){ATTRIBUTES}|<(/?[a-z][\w:-]*)([^<>]*)>?|<[!?/][^<>]*>?"
 LINK = rf"(?is)<a\b{ATTRIBUTES}(.*?)(?:</a\b[^<>]*>?|(?=<a\b)|\Z)"
-NOT_TEXT = (
-    r"(?is)<(script|style|template|svg|iframe|title)\b.*?(?:</\1\b[^<>]*>?|\Z)"
-    r"|<!--.*?(?:-->|\Z)|&#\d{8,};?|[\0\1]|<h\d\b[^<>]*>\s*</h\d>"  # &#99999999; is no letter
-)
+NOT_TEXT = (r"(?is)<(script|style|template|svg|iframe|title)\b.*?(?:</\1\b[^<>]*>?|\Z)"
+            r"|<!--.*?(?:-->|\Z)|&#\d{8,};?|[\0\1]|<h\d\b[^<>]*>\s*</h\d>")  # fmt: skip
 # <nav>menu</nav>; not <aside class=footnote>, nor what never ends
 BESIDE = r"(?is)<(nav|select|(?:footer|aside)(?![^<>]*note))\b.*?(?:(</\1\b[^<>]*>?)|\Z)"
 CODE = r"(?is)<pre\b[^<>]*>(.*?)(?:</pre\b[^<>]*>?|\Z)"
-BLOCK = (
-    r"/?(p|div|[uod]l|d[dt]|table|blockquote|section|article|main|header|footer|aside|details"
-    r"|summary|figure|figcaption|hr|h\d)"
-)
+BLOCK = (r"/?(p|div|[uod]l|d[dt]|table|blockquote|section|article|main|header|footer|aside"
+         r"|details|summary|figure|figcaption|hr|h\d)")  # fmt: skip
 ROW = r"(?i)<tr\b.*?(?=<tr\b|</tr\b|</?table\b|\Z)"
 MARKS = {"br": "\n", "tr": "\n", "td": " | ", "th": " | ", "code": "`", "/code": "`",
          "sup": "^"}  # 10<sup>6</sup> → 10^6  # fmt: skip
@@ -1545,7 +1541,7 @@ def page_text(source: str, url: str = "") -> str:
     codes = iter(re.findall(CODE, source))
     source = re.sub(r"\s+", " ", re.sub(CODE, "<p>\1<p>", source))  # \1 stands for a block of code
     source = re.sub(ROW, lambda row: re.sub(rf"(?i)<({BLOCK}|br|li)\b", r" \g<0>_", row[0]), source)
-    marks: list[Iterator[str]] = []  # those to come, of each open list
+    marks: list[Iterator[str]] = []  # the next marks of each open list
 
     def mark_of(tag: re.Match) -> str:
         name = (tag[1] or tag[3] or "").lower()
@@ -1590,7 +1586,7 @@ def attribute(attributes: str, name: str) -> str:
 
 
 def decode_page(body: bytes, kind: str) -> str:
-    """By the charset that header or page name, else UTF-8. Of Python's others some take hours."""
+    """Decode by the charset of header or page, else UTF-8. Some rare codecs would take hours."""
     named = re.search(  # charset=ISO-8859-2
         r"(?i)(?:charset|encoding)\s*=\s*[\"']?((?:utf|iso|windows|cp|gb|big5|euc|koi8|shift)"
         r"[\w:.-]*)", f"{kind}\n{body[:2_048].decode('latin-1')}",
@@ -1630,7 +1626,7 @@ class WebFetch(Tool):
 
 
 def readable(response: Any, body: bytes) -> str:
-    """A page as text, other text unchanged; of binary data kind and size."""
+    """A page as text, other text unchanged; for binary data its type and size."""
     kind = response.getheader("Content-Type", "").lower()
     text = decode_page(body, kind).replace("\r\n", "\n")
     if "\0" in text[:8_192] or re.match("(audio|video|font)/|application/pdf", kind):
@@ -1738,7 +1734,7 @@ def search_results(page: str, where: str) -> list[dict]:
 
 
 def duckduckgo_results(page: str) -> list[dict]:
-    """Its links lead over itself: //duckduckgo.com/l/?uddg=https%3A%2F%2Fa.org → https://a.org"""
+    """Its links are redirects: //duckduckgo.com/l/?uddg=https%3A%2F%2Fa.org → https://a.org"""
     results: list[dict] = []
     # <a rel="nofollow" class="result__a" href="…">Title</a>
     pattern = r'(?s)<a ([^<>]*\bresult__(a|snippet)\b[^<>]*)>(.{0,2000}?)</a>'
@@ -1759,7 +1755,7 @@ MCP_LOST = (-32000, -32600)  # error codes of "Connection closed" and "Session t
 
 
 class MCPTool(Tool):
-    """A tool, resource or prompt of a server. Its claim that a tool only reads is not believed."""
+    """A tool, resource or prompt of a server. It may not declare its tools read-only."""
 
     def __init__(self, server: "MCPServer", name: str, kind: str, item: dict):
         self.server, self.name, self.method = server, name, MCP_METHODS[kind]
@@ -1811,7 +1807,7 @@ MAX_MCP_TOOLS, MAX_MCP_CHARS = 128, 20_000  # of a server, of a schema: all is i
 class MCPServer:
     """Started at the first message, tried again when it failed, ended with the agent."""
 
-    time_limit = 25.0  # seconds to connect in (`npx -y …` downloads); with its end they are 30
+    time_limit = 25.0  # seconds to connect in (`npx -y …` downloads), and 5 to end
     retry_after = 30.0  # seconds: one that hangs must not slow every turn
 
     def __init__(self, name: str, settings: Any, registry: ToolRegistry):

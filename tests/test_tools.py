@@ -106,8 +106,8 @@ def test_a_value_is_cast_where_nothing_is_lost(value, kind, wanted):
 @pytest.mark.parametrize("value, kind", [
     ("abc", "integer"), ("1.5", "integer"), (1.5, "integer"), (True, "integer"), ("true", "integer"),
     ("maybe", "boolean"), ("1", "boolean"), (1, "boolean"), (True, "string"), (None, "string"),
-    ("a", "array"), (1, "array"), ({}, "array"), ([], "object"), ("many", "number"), ([], "null"),
-    ("", ["number", "null"]),
+    ("a", "array"), (1, "array"), ({}, "array"), ([], "object"), (float("nan"), "number"),
+    ("1e400", "number"), ("many", "number"), ([], "null"), ("", ["number", "null"]),
 ])  # fmt: skip
 def test_what_cannot_be_cast_is_left_for_the_check_to_name(value, kind):
     errors = validate(cast(value, {"type": kind}), {"type": kind}, "size")
@@ -124,7 +124,7 @@ def test_what_cannot_be_cast_is_left_for_the_check_to_name(value, kind):
     (ObjectSchema(a=ObjectSchema(b=BooleanSchema())), {"a": {}}, {"a": {"b": 1}},
      "size.a.b must be boolean, not 1"),
     (IntegerSchema(), 5.0, 5.5, "size must be integer, not 5.5"),
-    (ObjectSchema(a=NumberSchema()), {"a": 1}, {"a": "x"}, 'size.a must be number, not "x"'),
+    (ObjectSchema(a=NumberSchema()), {"a": 1}, {"a": float("inf")}, "size.a must be a finite number"),
 ])  # fmt: skip
 def test_a_schema_says_what_is_wrong_and_where(schema, good, bad, error):
     assert validate(good, schema, "size") == []
@@ -235,18 +235,6 @@ def test_a_tool_that_raises_is_told_in_one_line_and_its_traceback_only_with_logs
     caplog.set_level("INFO", "nanobot.tools")  # what --logs does
     answer(broken)
     assert "Traceback" in caplog.text
-
-
-def test_a_plain_function_becomes_a_tool():
-    @tool
-    def add(a: int, parts: list[float], note: Annotated[str | None, "Shown below"] = None, anything=None) -> str:
-        """Add up."""
-
-    texts = {"type": ["string", "null"], "description": "Shown below"}
-    parts = {"type": "array", "items": {"type": "number"}}
-    properties = {"a": {"type": "integer"}, "parts": parts, "note": texts, "anything": {}}
-    parameters = {"type": "object", "properties": properties, "required": ["a", "parts"]}
-    assert add.to_schema()["function"] == {"name": "add", "description": "Add up.", "parameters": parameters}
 
 
 @pytest.mark.parametrize("hint, schema", [
@@ -1358,11 +1346,6 @@ def test_glob_and_grep_show_or_tell(tree, name, arguments, shown):
     assert shown in call(tree, name, **arguments).text
 
 
-def test_a_type_that_is_not_in_the_table_means_an_ending(turn):
-    (turn.cwd / "sub" / "a.zig").write_text("text\n")
-    assert call(turn, "grep", pattern="text", type="zig").text == "sub/a.zig"
-
-
 def test_what_is_not_text_is_counted_and_links_are_not_followed(turn):
     for name, data in {"binary": b"text \0", "huge": b"text\n" * 500_000, "latin": b"text \xe9\n", "empty": b""}.items():
         (turn.cwd / "sub" / name).write_bytes(data)
@@ -1421,13 +1404,6 @@ def found(turn, path=".") -> list[str]:
 ])  # fmt: skip
 def test_a_folder_of_a_work_tree_can_be_searched_alone(repository, path, names):
     assert found(repository, path) == names
-
-
-def test_without_git_the_folders_that_nobody_means_are_skipped(repository, monkeypatch):
-    monkeypatch.setenv("PATH", str(repository.cwd))
-    names = found(repository)
-    assert {"build/made.py", "src/d.log", "inner/f.tmp"} <= set(names)
-    assert not [name for name in names if name.startswith(("node_modules", ".git/", ".nanobot"))]
 
 
 def test_in_a_work_tree_search_sees_what_git_would_list(repository):
@@ -1747,14 +1723,6 @@ def test_nothing_that_reads_foreign_text_takes_long(turn, name):
         with contextlib.suppress(ToolError):
             readers(turn)[name](piece * (size // len(piece)))
         assert time.thread_time() - start < 1, (name, piece)
-
-
-def test_one_line_of_200_kb_is_edited_or_refused_at_once(turn):
-    (turn.cwd / "x").write_text('{"a": 1, "b": "' + "text " * 40_000 + '"}')
-    start = time.perf_counter()
-    assert "not in the file" in change(turn, "edit_file", path="x", old_text='{"a": 2, "b": "texts', new_text="").text
-    assert not change(turn, "edit_file", path="x", old_text='"a": 1', new_text='"a": 2').is_error
-    assert time.perf_counter() - start < 1
 
 
 DUCK = """<div class="result results_links result--ad"><h2><a rel="nofollow" class="result__a"
