@@ -698,9 +698,8 @@ def rewrite(path: str, turn: Turn, change: Callable[[str], str]) -> str:
 
 
 def diff(before: str, after: str, name: str) -> str:
-    lines = difflib.unified_diff(
-        before.split("\n"), after.split("\n"), f"a/{name}", f"b/{name}", lineterm="", n=2
-    )
+    lines = difflib.unified_diff(before.split("\n"), after.split("\n"), f"a/{name}", f"b/{name}",
+                                 lineterm="", n=2)  # fmt: skip
     text = "\n".join(lines).encode("utf-8", errors="replace").decode()  # other bytes become `?`
     return shorten(text, 4_000) or "(the text is the same)"
 

@@ -703,13 +703,6 @@ def test_the_kits_skills_can_be_read_but_not_written(fenced):
     assert (kit / "SKILL.md").read_text() == "text of kit/SKILL.md\n"
 
 
-def test_relative_paths_start_in_the_current_folder_which_the_fence_holds_too(fenced):
-    here = replace(fenced, cwd=fenced.workspace.parent / "out")
-    assert "text of out" in call(here, "read_file", path="gold.txt").text
-    assert not change(here, "write_file", path=str(here.workspace / "a.txt"), content="x").is_error
-    assert call(here, "read_file", path="../ws-evil/a.txt").is_error
-
-
 @pytest.mark.parametrize("path", [
     "sessions/cli%3Adirect.jsonl", "cron/jobs.json", "memory/history.jsonl", "memory/.dream_cursor",
     "memory/.git/HEAD", "sub/../sessions/new.jsonl", "record/x.jsonl", "memory/HISTORY.md", "memory/.cursor",
@@ -1881,10 +1874,6 @@ def test_what_destroys_a_machine_or_the_agents_records_is_refused(turn, command)
 ])  # fmt: skip
 def test_what_people_mean_passes(turn, command):
     check_command(command, turn)
-
-
-def test_a_command_that_is_too_long_to_check_is_refused(turn):
-    assert "Write a script file" in run(turn, "echo " + "long" * 5_000)
 
 
 @pytest.mark.parametrize("command", [
