@@ -1352,7 +1352,7 @@ class Gateway:
         home = self.loop.workspace
         busy = f"A gateway serves {home} already. End it first, or name another --workspace."
         with locked(home / ".nanobot" / "gateway.lock", busy):
-            asyncio.Runner().run(self.serve())  # `asyncio.run` waits for all tasks, whatever they do
+            asyncio.Runner().run(self.serve())  # `asyncio.run` would wait for tasks left behind
 
     async def serve(self) -> None:
         """Serve until a signal, or until a part fails; end within 8 s."""
@@ -2179,9 +2179,10 @@ class Talk:
         is_wanted = self.loop.config.defaults.provider == "offline"
         if isinstance(self.loop.provider, OfflineProvider) and not is_wanted:
             self.terminal.note(template("no_model"))
-        if self.loop.turn(self.key).cwd != config.cwd:
-            place = f"work starts in {self.loop.workspace}"
-            self.terminal.note(f"The fence does not open {config.cwd}: {place}.")
+        here = self.loop.config.cwd
+        if self.loop.turn(self.key).cwd != here:
+            work = f"work starts in {self.loop.workspace}"
+            self.terminal.note(f"The fence does not open {here}: {work}.")
         if self.terminal.live:
             self.background.complete(logged(self.show_reports("While you were away:"), "reports"))
         is_conversation = self.has_keyboard and self.message is None

@@ -127,8 +127,8 @@ def test_what_cannot_be_cast_is_left_for_the_check_to_name(value, kind):
     (ObjectSchema(a=NumberSchema()), {"a": 1}, {"a": float("inf")}, "size.a must be a finite number"),
 ])  # fmt: skip
 def test_a_schema_says_what_is_wrong_and_where(schema, good, bad, error):
-    assert schema.validate_value(good, "size") == []
-    assert schema.validate_value(bad, "size") == [error]
+    assert validate(good, schema, "size") == []
+    assert validate(bad, schema, "size") == [error]
 
 
 OPTIONAL = {"anyOf": [{"type": "integer"}, {"type": "null"}]}  # how pydantic, and so most servers, write it
@@ -235,18 +235,6 @@ def test_a_tool_that_raises_is_told_in_one_line_and_its_traceback_only_with_logs
     caplog.set_level("INFO", "nanobot.tools")  # what --logs does
     answer(broken)
     assert "Traceback" in caplog.text
-
-
-def test_a_plain_function_becomes_a_tool():
-    @tool
-    def add(a: int, parts: list[float], note: Annotated[str | None, "Shown below"] = None, anything=None) -> str:
-        """Add up."""
-
-    texts = {"type": ["string", "null"], "description": "Shown below"}
-    parts = {"type": "array", "items": {"type": "number"}}
-    properties = {"a": {"type": "integer"}, "parts": parts, "note": texts, "anything": {}}
-    parameters = {"type": "object", "properties": properties, "required": ["a", "parts"]}
-    assert add.to_schema()["function"] == {"name": "add", "description": "Add up.", "parameters": parameters}
 
 
 @pytest.mark.parametrize("hint, schema", [
@@ -575,21 +563,22 @@ def test_a_program_that_ends_in_a_call_tells_why_and_is_started_by_the_next(shel
 
 def test_one_odd_schema_does_not_cost_the_server_and_what_is_left_out_is_told(runner, caplog):
     odd = {"name": "odd", "inputSchema": {"type": "object", "properties": {"a": [["x"]]}}}
-    many = [plain_tool("huge", description="x" * 20_001), *(plain_tool(f"t{n}") for n in range(130))]
+    names = ["a.b", "a/b", *(f"t{number}" for number in range(130))]
+    many = [plain_tool("huge", description="x" * 20_001), *map(plain_tool, names)]
     kit = MCPKit(runner, odd=scripted({**SHELF, "tools/list": {"tools": [odd]}}),
                  many=scripted({"tools/list": {"tools": many}}))  # fmt: skip
     names = kit.connect(patience=30)[1:]
     assert kit.call("mcp_odd_resource_two").text == "one\ntwo" and "all tools (" in caplog.text
     names = [name for name in names if name.startswith("mcp_many")]
-    assert len(names) == 128 and "mcp_many_t0" in names
-    assert "MCP server many: 3 are left out: huge (too many, or too large)" in caplog.text
+    assert len(names) == 128 and {"mcp_many_a_b", "mcp_many_t0"} < set(names)
+    told = "(too many, too large, or its name is in use)"
+    assert f"MCP server many: left out: huge {told}, a/b {told}, t127 {told}" in caplog.text
     runner.run(kit.servers.close())
 
 
 def test_enabled_tools_filters_tools_only_and_the_others_say_what_they_are(runner):
     place = {"type": "string", "description": "first", "enum": ["a", 1]}
-    schema = {"type": "object", "properties": {"place": place | {"description": "first\u202e\u200b"}}}
-    look = {"name": "look", "description": "d", "inputSchema": schema}  # no letters that no person sees
+    look = {"name": "look", "description": "d", "inputSchema": {"type": "object", "properties": {"place": place}}}
     told = {**SHELF, "tools/list": {"tools": [look, plain_tool("b"), plain_tool("c")]}}
     kit = MCPKit(runner, s=scripted(told, enabled_tools=["look", "mcp_s_b", "nonsense"]))
     assert kit.connect(patience=30)[1:] == [
@@ -668,7 +657,7 @@ USES = [
     ("grep", {"pattern": "text|gold", "type": "txt", "output_mode": "content", "context": 9}),
     ("write_file", {"content": "mine"}),
     ("edit_file", {"old_text": "text", "new_text": "mine"}),
-    ("edit_file", {"old_text": "", "new_text": "mine"}),
+    ("edit_file", {"old_text": "mine", "new_text": "text"}),
     ("edit_file", {"old_text": " ‘text", "new_text": "mine", "replace_all": True}),
     ("notebook_edit", {"cell": 0, "source": "mine", "mode": "insert"}),
 ]
@@ -712,13 +701,6 @@ def test_the_kits_skills_can_be_read_but_not_written(fenced):
     assert call(fenced, "write_file", path=f"{kit}/SKILL.md", content="mine").is_error
     assert call(fenced, "exec", command="echo mine > SKILL.md", working_dir=str(kit)).is_error
     assert (kit / "SKILL.md").read_text() == "text of kit/SKILL.md\n"
-
-
-def test_relative_paths_start_in_the_current_folder_which_the_fence_holds_too(fenced):
-    here = replace(fenced, cwd=fenced.workspace.parent / "out")
-    assert "text of out" in call(here, "read_file", path="gold.txt").text
-    assert not change(here, "write_file", path=str(here.workspace / "a.txt"), content="x").is_error
-    assert call(here, "read_file", path="../ws-evil/a.txt").is_error
 
 
 @pytest.mark.parametrize("path", [
@@ -1009,6 +991,7 @@ def test_a_file_is_changed_only_as_the_session_has_read_it(turn, tool_name, argu
     assert not call(turn, "write_file", path="a.txt", content="text").is_error  # it knows its own version
     assert "read it first" in call(replace(turn, seen={}), tool_name, **write).text  # after a restart
     assert call(turn, "write_file", path="fresh", content="x") == ToolResult(f"Wrote 1 characters to {turn.cwd}/fresh.")
+    assert "Write a whole file with write_file" in call(turn, "edit_file", path="new", old_text="", new_text="x").text
     (turn.cwd / "empty").touch()
     assert not call(turn, "write_file", path="empty", content="x").is_error  # there is nothing to lose
 
@@ -1045,7 +1028,7 @@ def test_edit_file_changes_the_passage_and_nothing_else(turn, before, old, new, 
 @pytest.mark.parametrize("before, old, told", [
     ("a\n", "b", "^old_text is not in the file. Nothing in it is like"),
     ("def start(now):\n", "def start(then):", "^old_text is not in the file. The closest passage, at line 1"),
-    ("\ngo\ngo\n", "go", "^old_text stands at lines 2, 3. Add lines around the one, or copy it exactly and set replace_all"),
+    ("\ngo\ngo\n", "go", "^old_text stands at lines 2, 3. Add lines around the one that you mean, or copy it exactly and set replace_all"),
     ("if a:\n    count = 0  # local\ncount = 0\n", "count = 0", "^old_text stands at lines 2, 3"),
     ("aba-aba-aba", "aba-aba", "^old_text stands at lines 1, 1"),
     ("if a:\n    count = 0\n", "count = 0", "^old_text is in the file, but the indentation of new_text is not clear"),
@@ -1146,11 +1129,9 @@ def test_what_is_no_notebook_or_no_cell_is_said_and_left_alone(turn, data, cell,
     assert result.is_error and told in result.text and after == data
 
 
-def test_list_dir_shows_folders_sizes_and_where_links_lead(turn):
-    out = turn.workspace.parent / "out"
+def test_list_dir_shows_folders_and_sizes(turn):
     assert call(turn, "list_dir").text.split("\n") == [
-        f"{turn.cwd}: 6 entries", "a.txt  17 bytes", f"away -> {out}", f"dangling -> {out}/new.txt",
-        f"leaf -> {out}/gold.txt", "loop -> loop", "sub/",
+        f"{turn.cwd}: 6 entries", "a.txt  17 bytes", "away", "dangling", "leaf", "loop", "sub/",
     ]  # fmt: skip
     near = call(turn, "list_dir", path="a.tx")
     assert near.text == f"Cannot list {turn.cwd}/a.tx: No such file or directory. There is: a.txt."
@@ -1346,7 +1327,7 @@ def test_search_never_shows_a_file_with_keys_or_what_was_put_aside(turn):
     ("glob", {"pattern": "src/**", "head_limit": 1},
      "src/deep/util.js\n(there are more: set head_limit, or search for less)"),
     ("glob", {"pattern": "!*.py"}, "*.{js,ts}"), ("glob", {"pattern": "*a*a*a*a*"}, "too many stars"),
-    ("glob", {"pattern": "[z-a]"}, "not a usable glob"), ("glob", {"pattern": "*.rs"}, "No file below"),
+    ("glob", {"pattern": "[z-a]"}, "bad character range"), ("glob", {"pattern": "*.rs"}, "No file below"),
     ("glob", {"pattern": "*", "path": "sr"}, "There is: src."),
     ("grep", {"pattern": "TODO", "type": "py"}, "main.py\nsrc/app.py\nsrc/deep/util.py"),
     ("grep", {"pattern": "TODO", "type": "js", "glob": "src/*"}, "No match for 'TODO'"),
@@ -1356,11 +1337,6 @@ def test_search_never_shows_a_file_with_keys_or_what_was_put_aside(turn):
 ])  # fmt: skip
 def test_glob_and_grep_show_or_tell(tree, name, arguments, shown):
     assert shown in call(tree, name, **arguments).text
-
-
-def test_a_type_that_is_not_in_the_table_means_an_ending(turn):
-    (turn.cwd / "sub" / "a.zig").write_text("text\n")
-    assert call(turn, "grep", pattern="text", type="zig").text == "sub/a.zig"
 
 
 def test_what_is_not_text_is_counted_and_links_are_not_followed(turn):
@@ -1421,13 +1397,6 @@ def found(turn, path=".") -> list[str]:
 ])  # fmt: skip
 def test_a_folder_of_a_work_tree_can_be_searched_alone(repository, path, names):
     assert found(repository, path) == names
-
-
-def test_without_git_the_folders_that_nobody_means_are_skipped(repository, monkeypatch):
-    monkeypatch.setenv("PATH", str(repository.cwd))
-    names = found(repository)
-    assert {"build/made.py", "src/d.log", "inner/f.tmp"} <= set(names)
-    assert not [name for name in names if name.startswith(("node_modules", ".git/", ".nanobot"))]
 
 
 def test_in_a_work_tree_search_sees_what_git_would_list(repository):
@@ -1749,14 +1718,6 @@ def test_nothing_that_reads_foreign_text_takes_long(turn, name):
         assert time.thread_time() - start < 1, (name, piece)
 
 
-def test_one_line_of_200_kb_is_edited_or_refused_at_once(turn):
-    (turn.cwd / "x").write_text('{"a": 1, "b": "' + "text " * 40_000 + '"}')
-    start = time.perf_counter()
-    assert "not in the file" in change(turn, "edit_file", path="x", old_text='{"a": 2, "b": "texts', new_text="").text
-    assert not change(turn, "edit_file", path="x", old_text='"a": 1', new_text='"a": 2').is_error
-    assert time.perf_counter() - start < 1
-
-
 DUCK = """<div class="result results_links result--ad"><h2><a rel="nofollow" class="result__a"
  href="https://duckduckgo.com/y.js?ad_domain=x.com&amp;u=1">Buy</a></h2></div>
 <div class="result results_links web-result"><h2 class="result__title"><a rel="nofollow" class="result__a"
@@ -1834,11 +1795,9 @@ def test_a_search_for_anomaly_works_and_nothing_found_is_said(site):
 
 
 @pytest.mark.parametrize("provider, lack", [("brave", "apiKey"), ("jina", "apiKey"), ("searxng", "baseUrl")])
-def test_a_service_without_its_key_or_address_gives_way_to_duckduckgo(provider, lack):
-    lookup = resolver(html=["127.0.0.1"])
-    result = answer(WebSearch(Web(resolve=lookup), provider), query="x")
-    assert lookup.asked == ["html.duckduckgo.com"] and "not public" in result.text
-    assert f"({provider} has no {lack} in tools.web.search: this is from duckduckgo)" in WebSearch(Web(), provider).note
+def test_a_search_service_without_its_key_or_address_says_which_setting_is_missing(provider, lack):
+    result = answer(WebSearch(Web(resolve=resolver()), provider), query="x")
+    assert result.is_error and f"tools.web.search.{lack}" in result.text and " failed: " not in result.text
 
 
 def test_a_proxy_gets_every_request_and_decides_on_addresses(site, https_site):
@@ -1915,10 +1874,6 @@ def test_what_destroys_a_machine_or_the_agents_records_is_refused(turn, command)
 ])  # fmt: skip
 def test_what_people_mean_passes(turn, command):
     check_command(command, turn)
-
-
-def test_a_command_that_is_too_long_to_check_is_refused(turn):
-    assert "Write a script file" in run(turn, "echo " + "long" * 5_000)
 
 
 @pytest.mark.parametrize("command", [
