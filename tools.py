@@ -9,9 +9,18 @@ arguments as text; the registry casts and checks them, runs the function and ret
 
 A tool is a plain function under `@tool` (its signature is the schema, its docstring the
 description) or a subclass of `Tool`. A mistake of the model goes back to it as text that says what
-to do next. This file works alone: copy it and use `@tool` and `ToolRegistry`. The checks here are
-guard-rails against accidents; the boundary is the sandbox of exec.
-Not covered: who may call what (the hooks in nanobot.py).
+to do next. The checks here are guard-rails against accidents; the boundary is the sandbox of exec.
+Not covered: who may call what (the hooks in nanobot.py). The file works alone:
+
+    import asyncio
+    from tools import ToolRegistry, tool
+
+    @tool
+    def area(width: float, height: float = 1) -> float:
+        'The area of a rectangle.'
+        return width * height
+
+    print(asyncio.run(ToolRegistry([area]).execute("area", {"width": "2.5", "height": 4})).text)
 """
 
 import asyncio
@@ -1762,7 +1771,8 @@ class MCPTool(Tool):
         self.read_only = kind != "tools"
         label = f"[MCP {kind[:-1]} {server.name}: {item.get('uri', item['name'])}] "
         about = item.get("description") or f"{kind[:-1]} {item['name']} of {server.name}"
-        self.description = (about if kind == "tools" else label + about)[:2_000]
+        seen = "".join(letter for letter in about if letter.isprintable() or letter == "\n")
+        self.description = (seen if kind == "tools" else label + seen)[:2_000]  # nothing hidden
         schema = item.get("inputSchema", {})
         if arguments := item.get("arguments"):  # of a prompt
             texts = {each["name"]: StringSchema(each.get("description")) for each in arguments}

@@ -23,7 +23,7 @@ server = MCPServer("test")
 
 @server.tool()
 def echo(text: str, times: int = 1) -> str:
-    """Say it again."""
+    """Say it again.\u202e\u200b\U000e0041"""
     return text * times
 
 

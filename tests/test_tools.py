@@ -435,6 +435,7 @@ def test_a_servers_tools_resources_and_prompts_stand_behind_our_own(mcp):
     assert mcp.names[0] == "read_file" and mcp.names[1:] == sorted(mcp.names[1:])
     assert {"mcp_web_echo", "mcp_events_echo", "mcp_local_resource_today"} <= set(mcp.names)
     assert all(re.fullmatch("[A-Za-z0-9_-]{1,64}", name) for name in mcp.names)
+    assert mcp.registry.get("mcp_local_echo").description == "Say it again.", "what nobody sees is left out"
     assert len([name for name in mcp.names if name.startswith("mcp_local_")]) == 8
 
 
