@@ -5,7 +5,7 @@ A channel turns what somebody writes into a message, and an event of the agent i
     InboundMessage("telegram", "7", "42", "What is in a.txt?")  → bus →  the agent
     OutboundMessage("telegram", "42", "It says hello.")         ← bus ←  the agent
 
-The one idea: whoever hands a message over is told when it is safe, and repeats it until then:
+The one rule: the sender of a message is told when it is safe, and sends it again until then:
 `publish` returns when a message is on disk, `on_delivered` is called when an answer has arrived.
 Read it last. Not covered: turns, sessions, options. The file works alone:
 
@@ -53,7 +53,7 @@ class InboundMessage:
     chat_id: str
     content: str
     media: Sequence[Path] = ()
-    message_id: str = ""  # the channel's own: the same message is not taken twice
+    message_id: str = ""  # set by the channel: a message with a known id is dropped
     speaker: str = ""  # in a group: the name of who said it
     journalled: asyncio.Future | None = field(default=None, repr=False, compare=False)
 
@@ -62,7 +62,7 @@ class InboundMessage:
         return f"{self.channel}:{self.chat_id}"
 
     def confirm(self, problem: Exception | None = None) -> None:
-        """Lets `publish` return: the message is on disk, or this problem kept it from that."""
+        """Lets `publish` return, as the message is on disk, or raise the problem."""
         if self.journalled and not self.journalled.done():  # else nobody waits for it
             self.journalled.set_result(problem)
 
@@ -84,18 +84,18 @@ class MessageBus:
         return channel in self.channels and self.channels[channel].shows_deltas
 
     async def publish(self, message: InboundMessage) -> None:
-        """Returns when the agent has the message on disk, or raises what kept it from that."""
+        """Returns when the message is on disk; raises the problem if it cannot be written."""
         message.journalled = asyncio.get_running_loop().create_future()
         self._inbound.put_nowait(message)
         if problem := await message.journalled:
             raise problem
 
     async def next(self) -> InboundMessage:
-        """The oldest message, for the agent: it keeps it and calls `message.confirm()`."""
+        """The oldest message. The agent writes it to disk, then calls `message.confirm()`."""
         return await self._inbound.get()
 
     def send(self, message: "OutboundMessage") -> None:
-        """Queue it for its chat: a slow one holds up neither the agent nor other chats."""
+        """Queue it for its chat: a slow chat delays neither the agent nor other chats."""
         chat = (message.channel, message.chat_id)
         if message.channel in self.channels:
             if chat not in self._outboxes:
@@ -121,16 +121,16 @@ class MessageBus:
 class OutboundMessage:
     channel: str
     chat_id: str
-    content: str  # of a final one it may be empty: the turn has ended, nothing is to be shown
+    content: str  # may be empty in a final message: the turn ended, nothing to show
     kind: str = "final"  # or delta (a piece of the answer), progress, tool_hint, retry
     media: Sequence[Path] = ()
     reply_to: str = ""  # the message_id that it answers
-    parts_sent: int = 0  # of a long one: another try goes on behind them
+    parts_sent: int = 0  # of a long message; the next try goes on after them
     on_delivered: Callable[[], None] | None = field(default=None, repr=False, compare=False)
 
 
 class Refused(Exception):
-    """`Channel.send` raises it if a message will never be taken: it is not tried again."""
+    """`Channel.send` raises it if a message can never be delivered: no further try is made."""
 
 
 class Channel:

@@ -8,8 +8,8 @@ The journal is the truth; what is sent is derived from it. A session is two file
     {"mark": "ended", "why": "it was stopped"}
     sessions/telegram%3A7.inbox           messages that wait for their turn, as JSON lines, too
 
-Numbers never change, so a damaged line moves nothing. Consolidator moves old messages into the
-history, Dream what is in the history into facts and skills. Alone:
+Numbers never change: a damaged line renumbers no other. Consolidator turns old messages into
+history entries, Dream turns history entries into facts and skills. The file works alone:
 
     from memory import Path, SessionManager
     session = SessionManager(Path("home")).get("cli:me")
@@ -55,21 +55,21 @@ class Session:
         self.key = key
         self.path = path
         self.created_at = time.strftime(MOMENT)
-        self.messages: list[dict] = []  # without those that the long-term memory has
+        self.messages: list[dict] = []  # without those in the long-term memory
         self.last = 0  # the number of the last message
-        self.highest = 0  # of all numbers seen: the next message gets the one above
-        self.start = 0  # `/new`: the conversation begins behind this number
+        self.highest = 0  # number seen so far: the next message gets this plus 1
+        self.start = 0  # `/new`: the conversation begins after this number
         self.saved = 0  # the messages up to this number are in the long-term memory
         self.summary = ""  # what stands for the saved messages
-        self.turn_ends: set[int] = set()  # last messages of all turns but the newest
+        self.turn_ends: set[int] = set()  # numbers that end a turn; not the newest turn's
         self.ended: dict[int, str] = {}  # why the turn with this last message has no answer
         self.resumed = 0  # how often the open turn was resumed after a restart
-        self.undelivered: list[dict] = []  # answers
+        self.undelivered: list[dict] = []  # answers without the mark `delivered`
         self.known_ids: deque[str] = deque(maxlen=1_000)  # of chat messages and commands
         self.size = 0  # bytes that we read or wrote; the file has more if another program wrote
 
     def append(self, *messages: dict) -> None:
-        """Number and write them, all or none. A power cut may take what is not `synced`."""
+        """Number and write them, all or none. Until `synced` a power cut may lose them."""
         numbered = enumerate(messages, self.highest + 1)
         self._write([{"n": n} | without_images(message) for n, message in numbered])
 
@@ -87,7 +87,7 @@ class Session:
             self.take(line)
 
     def take(self, line: dict) -> None:
-        """Apply the next line of the journal; a damaged `upto` hides nothing that comes later."""
+        """Apply the next line of the journal. A damaged `upto` cannot hide later messages."""
         uptos = [line[name] for name in ("n", "upto") if isinstance(line.get(name), int)]
         self.highest = max([self.highest, *uptos])
         if isinstance(line.get("id"), str):
@@ -134,7 +134,7 @@ class Session:
         sent = self.summary_messages()
         before: dict = {}
         for message in [*self.conversation(), *later]:
-            if before or message["role"] == "user":  # not the rest of a turn without its question
+            if before or message["role"] == "user":  # skip what is left of a turn without question
                 sent.append(as_sent(message, self.gap_behind(before)))
                 before = message
         if before.get("cut"):  # `/continue`
@@ -143,7 +143,7 @@ class Session:
         return sent
 
     def gap_behind(self, message: dict) -> str:
-        """A note for the next user message: in the answer itself models would repeat it."""
+        """A note for the next user message: if the answer held it, models would repeat it."""
         if message.get("cut"):
             return f"[the answer above broke off: {message['cut']}]"
         why = self.ended.get(message.get("n", 0))
@@ -177,7 +177,7 @@ class Session:
             self.mark("ended", why=why)
 
     def end_behind(self, excess: float, size: Callable[[dict], int]) -> int:
-        """The first end of a turn up to which the messages have this size, else the last one."""
+        """The first end of a turn at which the sizes add up to `excess`, else the last end."""
         found = 0
         for message in self.conversation():
             excess -= size(message)
@@ -195,7 +195,7 @@ def is_answer(message: dict) -> bool:
 
 
 def as_sent(message: dict, gap: str) -> dict:
-    """Keeps `n`, which tells what may leave a request; `LLMProvider.chat` sends no such key."""
+    """The message for a request. `n` stays for `without_saved`; `LLMProvider.chat` drops it."""
     own_keys = ("timestamp", "runtime", "cut", "id")  # of the journal, for no model
     sent = {key: value for key, value in message.items() if key not in own_keys}
     notes = [note for note in (gap, message.get("runtime")) if note]
@@ -213,7 +213,7 @@ class Inbox:
         self.lock = path.with_suffix(".inbox.lock")
 
     def append(self, line: dict) -> None:
-        """Return when the line survives a power cut; a line with a known id is left out."""
+        """Returns once the line is safe on disk; a line whose id is there already is left out."""
         with locked(self.lock):
             if line["id"] not in [known["id"] for known in self.read()]:
                 append_lines(self.path, [line | {"timestamp": time.strftime(MOMENT)}])
@@ -262,7 +262,7 @@ class MemoryStore:
         return self.text_of(self.facts)
 
     def write_facts(self, text: str, instead_of: str) -> bool:
-        """False if somebody changed it meanwhile. No model may empty it, or halve a long one."""
+        """False if the file has changed meanwhile. Text that empties it or halves it is ignored."""
         with locked(self.lock):
             if self.read_facts() != instead_of:
                 return False
@@ -275,7 +275,7 @@ class MemoryStore:
             return True
 
     def entries(self) -> list[dict]:
-        """The history's, read again only if it has changed: 1,000 take 5 ms, and each turn asks."""
+        """The history's entries, read again only if it has changed: reading 1,000 takes 5 ms."""
         size = file_size(self.history)
         if size != self._entries[0]:
             is_entry = partial(has, cursor=int, timestamp=str, content=str)
@@ -283,7 +283,7 @@ class MemoryStore:
         return self._entries[1]
 
     def append_history(self, *texts: str, **origin: Any) -> None:
-        """Entries with the next cursors, in one write. A text may begin `[2026-04-03 00:02]`."""
+        """Add entries in one write. A text may begin with its time, `[2026-04-03 00:02]`."""
         with locked(self.lock):
             first = max([self.dream_cursor, *(entry["cursor"] for entry in self.entries())]) + 1
             entries = []
@@ -339,7 +339,7 @@ SAVE_MEMORY = {"type": "function", "function": SAVE | {"parameters": PARAMETERS}
 
 @dataclass
 class Consolidator:
-    """Moves the oldest whole turns of a session into the memory. One request is a round:
+    """Moves the oldest whole turns of a session into the memory. Each round is one request:
 
     messages 1 … 60  →  history.jsonl  {"cursor": 7, "content": "The user planned …", "upto": 60}
                         MEMORY.md      - Travels to Rome in May
@@ -374,7 +374,7 @@ class Consolidator:
         return count
 
     async def move(self, session: Session, upto: int) -> int:
-        """Five rounds at most, as somebody may wait; what cannot be saved now waits, too."""
+        """At most five rounds, as the user may be waiting; the rest is moved another time."""
         numbers = [message["n"] for message in session.messages]
         async with self.one_at_a_time:
             for _ in range(5):
@@ -408,7 +408,7 @@ class Consolidator:
         return end, fitted(text, room)  # one turn alone may be too long
 
     async def _save(self, session: Session, text: str) -> tuple[list[str], str] | None:
-        """History entries and summary (raw if the model is no help); None if it is unreachable."""
+        """History entries and summary (raw if no call is valid); None if it is unreachable."""
         earlier = [message["content"] for message in session.summary_messages()]
         for _ in range(3):  # MEMORY.md may change while the model thinks, an answer may be cut
             facts = self.store.read_facts()

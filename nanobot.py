@@ -17,7 +17,7 @@ if it answers, the answer goes to the user. All the rest serves this loop:
     import nanobot
     print(nanobot.run("What is in a.txt?"))
 
-Read this file first, then providers.py, memory.py, tools.py, channels.py; in each of them the part
+Read this file first, then tools.py, providers.py, memory.py, channels.py; in each of them the part
 above the line "Second reading" is the story. Not covered: how models differ, what a tool does.
 """
 
@@ -90,15 +90,15 @@ class AgentRunSpec:
     model: str | None = None
     max_iterations: int = 40  # requests with tools; one more, without them, asks for a summary
     max_tokens: int = 8_192  # of one answer
-    temperature: float | None = None  # 0.1 is sent for None
+    temperature: float | None = None  # None: 0.1 is sent
     context_window: int = 65_536  # tokens
     hook: AgentHook = field(default_factory=lambda: AgentHook())
     turn: Turn = field(default_factory=Turn)  # handed to each tool that asks for it
-    counter: TokenCounter = field(default_factory=TokenCounter)  # measures a message once
-    append: Callable[..., None] = lambda *messages: None  # is given new messages as they appear
-    arrivals: Callable[[], list[dict]] = list  # what the user said meanwhile; journalled already
+    counter: TokenCounter = field(default_factory=TokenCounter)  # of tokens; counts a message once
+    append: Callable[..., None] = lambda *messages: None  # gets each new message at once
+    arrivals: Callable[[], list[dict]] = list  # sent during the turn; already journalled
     make_room: Callable[[list[dict]], Awaitable[list[dict]]] | None = None  # before each request
-    keeps_half: bool = True  # of a stopped answer: did the user see its pieces?
+    keeps_half: bool = True  # of a stopped answer: the part that the user saw
 
 
 @dataclass
@@ -127,13 +127,13 @@ class AgentRunner:
         self.provider = provider
 
     async def run(self, spec: AgentRunSpec) -> AgentRunResult:
-        """Ask until there is an answer. Raises cancellation, and what hooks and callbacks raise."""
+        """Ask until there is an answer. Raises cancellation, and errors of hooks and callbacks."""
         state = RunState(spec, AgentHookContext(list(spec.messages)))
         try:
             while not state.result.stop_reason:
                 await spec.hook.before_iteration(state.context)
                 state.context.iteration += 1
-                if spec.make_room:  # whoever keeps the conversation may take old turns out of it
+                if spec.make_room:  # the caller may move old turns out of the conversation
                     state.context.messages = await spec.make_room(state.context.messages)
                 request = self.govern(state)
                 response = await self._ask(state, request)
@@ -154,8 +154,8 @@ class AgentRunner:
         )  # fmt: skip
 
     def govern(self, state: RunState) -> Governed:
-        """A copy of the messages that fits, and at its end a note that only this request has. The
-        window must hold tools and answer too, with 1,024 tokens to spare. If it cannot:
+        """A copy of the messages that fits the window, and a note that only this request carries.
+        Tools, the answer and 1,024 spare tokens must fit, too. If not, old turns are left out:
         [system, old question, old answer, question] → [system, question]."""
         spec = state.spec
         may_call = state.has_tools and not state.is_over_limit
@@ -165,7 +165,7 @@ class AgentRunner:
         users = [message for message in spec.messages if message["role"] == "user"]
         task = users[-1] if users else None  # it is never left out
         request = Governed(state.context.messages, budget, spec.counter, task, tools)
-        if state.draft.parts:  # an answer that its length limit cut
+        if state.draft.parts:  # an answer that was cut at its length limit
             request.messages.append({"role": "assistant", "content": state.draft.joined("")})
         if state.is_over_limit:
             state.note = template("out_of_iterations", limit=spec.max_iterations)
@@ -186,7 +186,7 @@ class AgentRunner:
                 state.is_told = True
                 await state.spec.hook.on_retry(f"{TOO_LONG} ({'; '.join(shorter.notes)})")
                 too_long, response = response, await self._chat(state, shorter)
-                add_up(response.usage, too_long.usage)  # hooks see this response only
+                add_up(response.usage, too_long.usage)  # after_iteration sees only this response
         state.note = ""
         return response
 
@@ -207,10 +207,10 @@ class AgentRunner:
         return response
 
     async def _act(self, state: RunState, response: LLMResponse) -> None:
-        """Journal the answer, then run its calls. The messages are, in this order: the answer, a
-        result for each call as they were asked for, what the user said meanwhile. A call whose
-        result a kill took reads `[interrupted before it finished]`: nothing is repeated unasked."""
-        response.content = state.draft.joined(response.content) or None  # with parts cut before
+        """Journal the answer, then run its calls. The order of the messages: the answer, one result
+        per call in the order of the calls, what the user said meanwhile. A call that was killed is
+        not run again; its result is sent as `[interrupted before it finished]`."""
+        response.content = state.draft.joined(response.content) or None  # and its cut parts
         state.add(response.to_message())
         state.draft = Draft()
         await state.spec.hook.on_stream_end(resuming=True)
@@ -246,7 +246,7 @@ class AgentRunner:
             state.add({"role": "user", "content": [{"type": "text", "text": names}, *images]})
 
     async def _call(self, state: RunState, call: ToolCallRequest) -> tuple[dict, list[dict]]:
-        """Run one call; gives its message, which is journalled at once, and its images."""
+        """Run one call. Returns its message, which is journalled at once, and its images."""
         began = time.monotonic()
         if problem := reason_not_to_run(call, state.spec.tools):
             result = ToolResult(problem, is_error=True)
@@ -270,7 +270,7 @@ class AgentRunner:
                 state.draft.cuts += 1
                 state.draft.streamed = ""
                 state.draft.parts.append(response.content or "")
-                if response.has_tool_calls:  # what follows is no continuation of this sentence
+                if response.has_tool_calls:  # the next text begins a new paragraph
                     state.draft.parts.append("\n\n")
                     if state.spec.hook.wants_streaming:
                         await state.spec.hook.on_stream("\n\n")
@@ -289,7 +289,7 @@ class AgentRunner:
                 steps = counted(state.spec.max_iterations, "step")
                 limit = f"I stopped at the limit of {steps}. {response.error or ''}".strip()
                 await self._finish(state, "max_iterations", summary or limit)
-            case "empty":  # not journalled: small models repeat their own last words
+            case "empty":  # not journalled: small models would repeat it
                 state.result.stop_reason = "empty"
                 is_withheld = response.finish_reason in WITHHELD
                 why = "the endpoint withheld it" if is_withheld else state.why_empty
@@ -301,11 +301,11 @@ class AgentRunner:
         await state.spec.hook.on_stream_end(resuming=not state.result.stop_reason)
 
     async def _finish(self, state: RunState, reason: str, text: str | None, cut: str = "") -> None:
-        """End the run with a text. `cut`, why the text is not whole, is journalled and shown."""
+        """End the run with a text. `cut` says why it is incomplete; journalled and shown."""
         response = state.context.response
         answer = await state.spec.hook.finalize_content(state.draft.joined(text))
         message = {"role": "assistant", "content": answer}
-        if not response.has_tool_calls:  # else it was sent with the calls
+        if not response.has_tool_calls:  # else the message with the calls has it
             message |= response.extra  # the model's reasoning: some endpoints want it back
         if cut:
             message["cut"] = cut
@@ -315,7 +315,7 @@ class AgentRunner:
         state.result.final_content = f"{answer}\n\n({cut})" if cut else answer
 
     def _keep_half_answer(self, state: RunState, why: str) -> str | None:
-        """Journal what the user was shown of an answer: then user and model know the same."""
+        """Journal the part of an answer that the user saw, so that the model gets it, too."""
         shown = state.draft.joined(state.draft.streamed)
         if not shown.strip():
             return None
@@ -325,15 +325,15 @@ class AgentRunner:
 
 
 def verdict(state: RunState, response: LLMResponse) -> str:
-    """What an answer means; the first line that fits counts:
+    """What an answer means; the first row that applies counts:
 
-    limit      it was request 41 of 40, without tools       → the run ends with this summary
+    limit      the request after the last allowed step      → the run ends with this summary
     failed     the endpoint gave an error                   → the run ends; what was shown is kept
-    cut        its length limit ended it                    → it is asked to go on, three times
+    cut        its length limit ended it                    → it is asked to go on, at most 3 times
     calls      it wants tools                               → they run, and the model is asked again
     answered   there is a text                              → the run ends
-    empty      a filter took it, or nothing without tools   → the run ends and says so
-    blank      nothing                                      → it is asked again, then without tools
+    empty      filtered, or no text though without tools    → the run ends and says so
+    blank      neither text nor calls                       → it is asked again, then without tools
     """
     is_withheld = response.finish_reason in WITHHELD
     # a filter may cut a call, too, in the middle of an argument
@@ -352,7 +352,7 @@ def verdict(state: RunState, response: LLMResponse) -> str:
 
 
 def batches(calls: list[ToolCallRequest], tools: ToolRegistry) -> Iterator[list[ToolCallRequest]]:
-    """Neighbours that only read (their tools say so) run side by side, every other call alone.
+    """Consecutive calls of read-only tools run side by side; every other call runs alone.
 
     read_file, grep, write_file, read_file → [read_file, grep], [write_file], [read_file]
     """
@@ -372,7 +372,7 @@ def batches(calls: list[ToolCallRequest], tools: ToolRegistry) -> Iterator[list[
 
 
 class ContextBuilder:
-    """Puts together what is sent. The system prompt stays the same to the byte: caches need it."""
+    """Builds a request. The system prompt is byte-identical in each turn: prompt caches need it."""
 
     def __init__(self, config: Config, memory: MemoryStore, skills: SkillsLoader):
         self.memory = memory
@@ -382,7 +382,7 @@ class ContextBuilder:
         self.memory_tokens = config.defaults.budget // 4  # a longer MEMORY.md is cut
 
     def request(self, turn: Turn, history: list[dict], images: list[dict]) -> list[dict]:
-        """The messages of a request. Images go into the last one, never into the journal.
+        """The messages of a request. Images go into the last message, never into the journal.
 
         {"model": "…", "max_tokens": 8192, "temperature": 0.1, "tools": [{"type": "function", …}],
          "messages": [{"role": "system", "content": "You are nanobot …"}, …, {"role": "user",
@@ -399,8 +399,8 @@ class ContextBuilder:
 
     def parts(self, turn: Turn) -> dict[str, str]:
         """The system prompt by part, in order, without empty ones. Last month comes back as facts
-        of MEMORY.md (Memory) and, until a dream has worked them into facts, as entries of the
-        history (Recent History). All else is found with grep in `memory/`."""
+        of MEMORY.md (Memory) and as the history entries that Dream has not yet turned into facts
+        (Recent History). The model finds the rest with grep in `memory/`."""
         own = partial(own_text, turn)
         parts = {"identity": identity(turn, own(turn.workspace / "IDENTITY.md"))}
         for name in ("AGENTS.md", "SOUL.md", "USER.md", "TOOLS.md"):
@@ -416,7 +416,7 @@ class ContextBuilder:
 
         {"role": "user", "content": "[image: cat.png]\\nWhat is it?", "runtime": "[Runtime …"}
 
-        `runtime` (time, chat, working folder) begins the text only in what is sent.
+        `runtime` (time, chat, working folder) is put before the text in the request only.
         """
         files = [attachment(Path(path)) for path in media]
         lines = [line for line, _ in files]
@@ -457,7 +457,7 @@ class AgentLoop:
         self.dream = memory_model.dream
         self.cost = CostTrackingHook(config.prices, self.provider.model)
         self.hooks = [self.cost, *hooks]
-        self.hooks_of: Callable[[Turn], list[AgentHook]] = lambda turn: []  # of one turn
+        self.hooks_of: Callable[[Turn], list[AgentHook]] = lambda turn: []  # for one turn
         self.subagents = SubagentManager(self)
         self.commands = Commands(self)
         self.tools.register(tool(self.subagents.spawn))
@@ -466,7 +466,7 @@ class AgentLoop:
         self.turns = RunningTurns(self.sessions)
         self.background = Background()
         self.notes: dict[str, str] = {}  # by session: what the user is told in the next turn
-        self.is_ending = False  # a gateway ends: its turns go on at the next start
+        self.is_ending = False  # the gateway stops: its open turns resume at the next start
 
     async def process_direct(
         self, text: str, session_key: str = "cli:direct", on_event: Emit | None = None,
@@ -507,10 +507,10 @@ class AgentLoop:
         self, session: Session, events: EventHook, images: list[dict],
         arrivals: Callable[[], list[dict]] = list,
     ) -> AgentRunResult:  # fmt: skip
-        """Answer what the journal ends with; `arrivals` gives what the user says meanwhile.
+        """Answer the last message of the journal; `arrivals` gives what the user says meanwhile.
 
-        After Ctrl-C or /stop the journal has all finished results, what was shown of the answer
-        (`cut`), and the mark `ended`: no restart repeats the turn, /continue goes on with it.
+        After Ctrl-C or /stop the journal has all finished results, the part of the answer that was
+        shown (with `cut`), and the mark `ended`: only /continue resumes the turn, no restart does.
         """
         await self.mcp.connect(self.config.patience)
         spec = self.run_spec(session.history(), images, events)
@@ -537,7 +537,7 @@ class AgentLoop:
     def run_spec(self, history: list[dict], images: list[dict], events: EventHook) -> AgentRunSpec:
         """What the runner gets: the journal's projection, the tools, the limits of the settings."""
         limits, hooks = self.config.defaults, self.hooks
-        if events.turn.channel == "cron":  # nobody sits there who could be asked
+        if events.turn.channel == "cron":  # there is nobody to ask
             silent = ApprovalHook(self.tools, None)
             hooks = [silent if isinstance(hook, ApprovalHook) else hook for hook in hooks]
         return AgentRunSpec(
@@ -549,7 +549,7 @@ class AgentLoop:
         )  # fmt: skip
 
     async def _make_room(self, session: Session, events: EventHook, messages: list) -> list:
-        """If the request gets too long, old turns go into the memory. Gives the others."""
+        """If the request gets too long, old turns go into the memory. Returns the rest."""
         tokens = self.counter.total(messages)
         tokens += self.counter.count(lines_of_json(self.tools.get_definitions()))
         count = await self.consolidator.make_room(session, tokens)
@@ -566,7 +566,7 @@ class AgentLoop:
         """Serve a bus until cancelled. A kill loses no message on its way:
 
         channel → inbox, on disk → acknowledged → a slot (8 turns at once) and the session's lock
-        → journal, out of the inbox → the model. During a turn it enters behind the next results.
+        → journal, out of the inbox → the model (if a turn runs: after the results of its step).
         The answer: journal → outbox of its chat → sent → the mark `delivered`
         """
         service = BusService(self, bus)
@@ -578,7 +578,7 @@ class AgentLoop:
             await service.end()
 
     def stop(self, session_key: str) -> bool:
-        """Cancel a session's turn, its helpers and its jobs. Gives whether anything ran."""
+        """Cancel a session's turn, its helpers and its jobs. Returns whether any ran."""
         tasks, chats = self.turns.tasks, self.turns.chats
         running = self.subagents.of(session_key)
         running += [tasks[key] for key in tasks if session_key in (key, chats.get(key))]

@@ -1,6 +1,6 @@
 """The model: a conversation goes in, an answer or tool calls come out.
 
-The lingua franca is the Chat Completions message dict, so what you print is what the model saw:
+A conversation is a list of Chat Completions messages: what you print is what the model saw:
 
     [{"role": "system", "content": "You are …"}, {"role": "user", "content": "What is in a.txt?"},
      {"role": "assistant", "content": None, "tool_calls": [{"id": "call_1", "type": "function",
@@ -64,7 +64,7 @@ class ToolCallRequest:
     error: str = ""
     denied: str = ""
     extra: dict = field(default_factory=dict)  # unknown keys of the call, sent back as they came
-    must_only_read: bool = False  # nobody was asked: it runs only if its tool only reads
+    must_only_read: bool = False  # nobody was asked: run it only if its tool is read-only
 
     def to_message(self) -> dict:
         function = {"name": self.name, "arguments": to_json(self.arguments)}
@@ -73,7 +73,7 @@ class ToolCallRequest:
 
 @dataclass
 class LLMResponse:
-    """An answer. If `error` is set, it says what went wrong, and `content` is what was shown."""
+    """An answer. If `error` is set, it says what went wrong; `content` is what was shown so far."""
 
     content: str | None = None
     tool_calls: list[ToolCallRequest] = field(default_factory=list)
@@ -105,7 +105,7 @@ def failed(cause: str, **fields: Any) -> LLMResponse:
 
 @dataclass
 class LLMRequest:
-    """One question. `options` are max_tokens, temperature and tool_choice, if they are wanted."""
+    """One question. `options` may have max_tokens, temperature and tool_choice."""
 
     messages: list[dict]  # made for this request by `legal`
     tools: list[dict]
@@ -132,7 +132,7 @@ class LLMProvider:
     """A model. Callers use `chat`, a subclass writes `answer`."""
 
     model = ""
-    trace: Callable[[LLMRequest, LLMResponse | None, str], None] | None = None  # gets each attempt
+    trace: Callable[[LLMRequest, LLMResponse | None, str], None] | None = None  # told of each try
 
     async def chat(
         self, messages: list[dict], tools: list[dict] | None = None, *, model: str | None = None,
@@ -141,7 +141,7 @@ class LLMProvider:
         """Ask the model. With `on_delta` the answer streams; `on_retry` gets reasons for a delay.
 
         Options: max_tokens, temperature, tool_choice. An endpoint that fails is a response with
-        `finish_reason="error"`. Cancellation and what the two callbacks raise is raised.
+        `finish_reason="error"`. CancelledError and errors of the two callbacks are raised.
         """
         wanted = {name: value for name, value in options.items() if value is not None}
         lawful = legal(messages)
@@ -205,9 +205,9 @@ def legal(messages: list[dict], reply: bool = True) -> list[dict]:
     user: "Go on"                          user: "Well?\\n\\nGo on"
     assistant: "I will"
 
-    One system message, first; then a user message; neighbours of one role are one message; each
-    call has one result, directly behind it; ids are unique, arguments a JSON object, texts not
-    empty; only known keys. With `reply` the last message is not the assistant's.
+    One system message, first; then a user message; messages of one role in a row are joined; each
+    call has one result, directly after it; ids are unique, arguments are a JSON object, texts are
+    not empty, only known keys stay. With `reply` the last message is never the assistant's.
     """
     clean = [message for message in map(clean_message, messages) if message]
     system = [message for message in clean if message["role"] == "system"]
@@ -239,7 +239,7 @@ class OpenAIProvider(LLMProvider):
         self.is_warned = False  # the user knows that the server's window is too small
 
     async def answer(self, request: LLMRequest) -> LLMResponse:
-        """Ask until there is an answer, or an error that a further attempt cannot help.
+        """Ask until there is an answer, or an error that another attempt cannot cure.
 
         400 "'max_tokens' is not supported"  → the body is changed (`HEALING`), asked again at once
         429 "try again in 20s", 503          → asked again after 20 s; after 1, 2 and 4 s
@@ -293,18 +293,18 @@ class OpenAIProvider(LLMProvider):
         except Failure as failure:
             failure.cause = self.endpoint.without_secrets(failure.cause)
             failure.shown = reader.shown if request.on_delta else ""
-            _, calls = read_text_calls(failure.generation, known)  # of Groq's 400
+            _, calls = read_text_calls(failure.generation, known)  # Groq's 400 quotes a call
             if not calls or failure.shown:
                 raise
             return LLMResponse(None, calls, "tool_calls", estimate_usage(request, LLMResponse()))
 
     async def _learn(self, request: LLMRequest, answer: LLMResponse, healed: list[Healed]) -> None:
-        """Keep what helped. Requests side by side add to it; none takes away from it."""
+        """Remember the changes that helped this model. Concurrent requests only add to them."""
         known = self.learnt.setdefault(request.model, [])
         known += [entry for entry in healed if entry[0].is_remembered and entry not in known]
         seen = answer.usage["prompt_tokens"]
         sent = estimate_usage(request, answer)["prompt_tokens"]
-        # Ollama cuts what is over its window, 4,096 tokens by default, without a word
+        # Ollama cuts what is over its window, 4,096 tokens by default, silently
         is_cut = self.endpoint.spec.is_local and 1_000 < seen < 5_000 and sent > 2 * seen
         if is_cut and not self.is_warned:
             self.is_warned = True
@@ -335,7 +335,7 @@ def retry_after(failure: Failure, tries: int) -> float | None:
     429 "Rate limit reached, try again in 20s" → 20.0;  503 → 1.0, then 2.0, then 4.0;  401 → None
     """
     most = {"loading": 15, "timeout": 1}.get(failure.kind, 3)
-    is_too_late = bool(failure.shown)  # a second answer would stand behind what the user has read
+    is_too_late = bool(failure.shown)  # a second answer would follow text that the user has read
     if is_too_late or tries >= most or failure.kind not in PASSING:
         return None
     if failure.kind == "loading":  # a minute in all
@@ -351,7 +351,7 @@ def retry_after(failure: Failure, tries: int) -> float | None:
 class OfflineProvider(LLMProvider):
     """Rules of a file choose the tools: "what's in a.txt?" → read_file("a.txt").
 
-    It keeps no state: all steps are planned anew, and the first without a result is the next call.
+    It keeps no state: each request plans all steps; the first without a result is the next call.
     """
 
     model = "offline"

@@ -111,7 +111,7 @@ class Tool:
 
     @functools.cached_property
     def parameters(self) -> dict:
-        """JSON Schema of the arguments, from the signature unless the subclass writes it out."""
+        """JSON Schema of the arguments: from the signature, or written out in the subclass."""
         return signature_schema(self.body)
 
     @property
@@ -148,7 +148,7 @@ def tool(function: Callable | None = None, **flags: Any) -> Any:
     for flag, value in flags.items():
         setattr(FunctionTool, flag, value)
     if not FunctionTool.description:
-        log.warning("The tool %s has no docstring: no model knows its use.", FunctionTool.name)
+        log.warning("The tool %s has no docstring: models cannot know its use.", FunctionTool.name)
     return FunctionTool()
 
 
@@ -156,7 +156,7 @@ def tool(function: Callable | None = None, **flags: Any) -> Any:
 
 
 class ToolRegistry:
-    """The tools of one agent. A result over the turn's limit goes into a file."""
+    """The tools of one agent. A result longer than the turn's limit is saved to a file."""
 
     kept_results = 200  # files; older ones are removed
 
@@ -178,7 +178,7 @@ class ToolRegistry:
         return self._tools.get(name)
 
     def get_definitions(self) -> list[dict]:
-        """Schemas in a fixed order, the built-in ones first: prompt caches need equal bytes."""
+        """Schemas in a fixed order, the built-in ones first: prompt caches need identical bytes."""
         names = sorted(self._tools, key=lambda name: (name.startswith("mcp_"), name))
         return [self._tools[name].to_schema() for name in names]
 
@@ -257,7 +257,7 @@ class Turn:
     seen: dict[Path, tuple] = field(default_factory=dict, compare=False)  # versions of files read
 
     def path(self, text: str, write: bool = False) -> Path:
-        """Where "~/a.txt", "../b" or a link leads; raises ToolError if it may not go there."""
+        """The real path of "~/a.txt", "../b" or a link; raises ToolError if it is not allowed."""
         try:
             real = (self.cwd / os.path.expanduser(text)).resolve()
             home, here = self.workspace.resolve(), self.cwd.resolve()
@@ -269,7 +269,7 @@ class Turn:
         if holds_keys:
             raise ToolError(f"{real} holds keys: the agent may not open it. Ask the user to look.")
         if write and any(real.is_relative_to(home / name) for name in AGENT_FILES):
-            raise ToolError(f"{real} is the agent's own record: it is not for tools to write.")
+            raise ToolError(f"{real} is the agent's own record: tools may not write it.")
         roots = [home, here, *(() if write else map(Path.resolve, self.readable))]
         if self.restrict and not any(real.is_relative_to(root) for root in roots):
             raise ToolError(f"{real} is outside of {home} and {here}. Use a path inside.")
@@ -287,12 +287,12 @@ class Turn:
         return any(real.samefile(secret) for secret in self.secret if secret.exists())
 
     def note_read(self, path: Path) -> None:
-        """Remember this version of a file: the session knows it and may change it."""
+        """Remember this version of a file: the session has read it and may now change it."""
         info = path.stat()
         self.seen[path] = (info.st_mtime_ns, info.st_size)
 
     def check_known(self, path: Path) -> None:
-        """Raise ToolError if the session may not change a file: not read, changed, read-only."""
+        """Raise ToolError if a file was not read, has changed since, or is read-only."""
         if not path.is_file() or not path.stat().st_size:  # there is nothing to lose
             return
         info = path.stat()
