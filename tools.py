@@ -152,6 +152,47 @@ def tool(function: Callable | None = None, **flags: Any) -> Any:
     return FunctionTool()
 
 
+def as_schema(hint: Any) -> dict:
+    """JSON Schema of a type hint; a dict (a Schema is one) stays what it is.
+
+    list[str] → {"type": "array", "items": {"type": "string"}}
+    int | None → {"type": ["integer", "null"]}
+    Literal["a", "b"] → {"type": "string", "enum": ["a", "b"]}
+    Annotated[int, "Seconds"] → {"type": "integer", "description": "Seconds"}
+    """
+    if isinstance(hint, dict):
+        return hint
+    origin = get_origin(hint) or hint  # of list[str] it is list
+    inner = get_args(hint)
+    if origin is Annotated:
+        note = {"description": inner[1]} if isinstance(inner[1], str) else inner[1]
+        return {**as_schema(inner[0]), **note}
+    if origin is Literal:
+        return {**as_schema(type(inner[0])), "enum": list(inner)}
+    if origin in (Union, types.UnionType):
+        options = [as_schema(option) for option in inner]
+        merged = functools.reduce(lambda one, other: one | other, options)
+        return {**merged, "type": list(itertools.chain.from_iterable(map(kinds, options)))}
+    if origin is list:  # some endpoints refuse an array that does not say of what
+        return {"type": "array", "items": as_schema(inner[0]) if inner else {}}
+    names = {kind: name for name, kind in JSON_TYPES.items()} | {float: "number"}
+    return {"type": names[origin]} if origin in names else {}
+
+
+def signature_schema(function: Callable) -> dict:
+    """A function's parameters as a schema, without `turn`, which the registry hands in."""
+    hints = get_type_hints(function, include_extras=True)
+    starred = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    properties, required = {}, []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if name in ("self", "turn") or parameter.kind in starred:
+            continue
+        properties[name] = hints.get(name, Any)
+        if parameter.default is parameter.empty:
+            required.append(name)
+    return ObjectSchema(properties, required=required)
+
+
 # ---- The registry runs what the model asks for ----
 
 
@@ -516,47 +557,6 @@ def tool_parameters(schema: dict) -> Callable[[type], type]:
         return tool_class
 
     return decorate
-
-
-def as_schema(hint: Any) -> dict:
-    """JSON Schema of a type hint; a dict (a Schema is one) stays what it is.
-
-    list[str] → {"type": "array", "items": {"type": "string"}}
-    int | None → {"type": ["integer", "null"]}
-    Literal["a", "b"] → {"type": "string", "enum": ["a", "b"]}
-    Annotated[int, "Seconds"] → {"type": "integer", "description": "Seconds"}
-    """
-    if isinstance(hint, dict):
-        return hint
-    origin = get_origin(hint) or hint  # of list[str] it is list
-    inner = get_args(hint)
-    if origin is Annotated:
-        note = {"description": inner[1]} if isinstance(inner[1], str) else inner[1]
-        return {**as_schema(inner[0]), **note}
-    if origin is Literal:
-        return {**as_schema(type(inner[0])), "enum": list(inner)}
-    if origin in (Union, types.UnionType):
-        options = [as_schema(option) for option in inner]
-        merged = functools.reduce(lambda one, other: one | other, options)
-        return {**merged, "type": list(itertools.chain.from_iterable(map(kinds, options)))}
-    if origin is list:  # some endpoints refuse an array that does not say of what
-        return {"type": "array", "items": as_schema(inner[0]) if inner else {}}
-    names = {kind: name for name, kind in JSON_TYPES.items()} | {float: "number"}
-    return {"type": names[origin]} if origin in names else {}
-
-
-def signature_schema(function: Callable) -> dict:
-    """A function's parameters as a schema, without `self`, `turn` and starred ones."""
-    hints = get_type_hints(function, include_extras=True)
-    starred = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    properties, required = {}, []
-    for name, parameter in inspect.signature(function).parameters.items():
-        if name in ("self", "turn") or parameter.kind in starred:
-            continue
-        properties[name] = hints.get(name, Any)
-        if parameter.default is parameter.empty:
-            required.append(name)
-    return ObjectSchema(properties, required=required)
 
 
 # ---- Files are read and written with care ----

@@ -4,8 +4,8 @@ Goal: after `/new` the model no longer gets the old conversation; what it still 
       is saved, the model is asked to call `save_memory`. Be that model: return the arguments of the call, so that the agent
       knows in the next conversation that the user is called Ada, and still knows what it knew before.
 Read: memory.py:Consolidator, memory.py:MemoryStore, templates/consolidate.md
-Hint: `prompt` is the whole text that the model is asked with: it holds today's MEMORY.md and the conversation. history_entry
-      is a line about what happened; memory_update is the complete new text of MEMORY.md.
+Hint: `prompt` is the whole text that the model is asked with: today's MEMORY.md below a line `# MEMORY.md`, the conversation
+      below `# Conversation`. history_entry says what happened; memory_update is the complete new text of MEMORY.md.
 """
 
 

@@ -7,6 +7,8 @@ Hint: a parameter `*, turn: Turn` is handed in by the agent; the model does not 
       leads, or raises ToolError with words for the model. A relative path begins in turn.cwd.
 """
 
+from tools import ToolError, Turn, tool  # noqa: F401
+
 
 def count_words(path):
     raise NotImplementedError("make `count_words` a tool in ex_08_fence.py")

@@ -115,7 +115,8 @@ def main(numbers: list[str]) -> int:
         state = "solved" if not problem else "not begun" if problem.startswith("not begun") else "not yet right"
         print(f"{number} {about(number)}: {state}")
         if numbers and problem:
-            print(f"{problem}\n\nThe exercise: {next(HERE.glob(f'ex_{number}_*.py')).relative_to(ROOT)}")
+            name = files[number].stem.removeprefix("test_")
+            print(f"{problem}\n\nThe exercise: {file_of(name)}")
     if not numbers:
         print(f"\n{len(files) - failed} of {len(files)} solved. `nanobot exercises 01` says what is wrong with one.")
     return int(bool(numbers and failed))

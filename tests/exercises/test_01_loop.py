@@ -38,4 +38,5 @@ def test_the_loop():
     right = {"c2": "4", "c3": "9", "c4": "16"}
     check(results == right, f"each result under the id of its call: {right}", results, look)
     check(len(provider.requests) == 3, "three requests to the model", len(provider.requests), "nanobot.py:verdict")
-    check(messages[-1].get("content") == answer, "the answer as the last message of `messages`", messages[-1], look)
+    check(messages[-1].get("content") == answer, "the answer as the last message of `messages`", messages[-1],
+          "nanobot.py:AgentRunner._finish")  # fmt: skip

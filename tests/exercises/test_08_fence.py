@@ -1,7 +1,7 @@
 import asyncio
 import os
 
-from grading import check, exercise
+from grading import check, exercise, file_of
 
 from tools import Tool, ToolRegistry, Turn
 
@@ -10,9 +10,10 @@ LOOK = "tools.py:Turn.path"
 
 def test_the_fence(folder):
     count_words = exercise("08_fence").count_words
-    if not isinstance(count_words, Tool):
-        count_words("a.txt")  # raises NotImplementedError while nobody has begun
+    if "raise NotImplementedError" in file_of("08_fence").read_text(encoding="utf-8"):
+        raise NotImplementedError("make `count_words` a tool in ex_08_fence.py")
     check(isinstance(count_words, Tool), "`count_words` under @tool", count_words, "tools.py:tool")
+    check(len(count_words.description) > 10, "a docstring: it is the tool's description", count_words.description, "tools.py:tool")
     names = list(count_words.parameters["properties"])
     check(names == ["path"], "a schema with `path` only: `turn` is handed in by the agent", names, "tools.py:signature_schema")
     home, work = folder / "home", folder / "work"
@@ -40,5 +41,5 @@ def test_the_fence(folder):
         result = run(path)
         check(result.is_error, f"{path} is refused: it leads outside or holds keys", result.text, LOOK)
     missing = run("nothing.txt")
-    check(missing.is_error and "Traceback" not in missing.text, "a file that is missing is an error in words", missing.text,
-          "tools.py:ToolError")  # fmt: skip
+    in_words = missing.is_error and "Errno" not in missing.text
+    check(in_words, "a file that is missing is a ToolError in words of your own", missing.text, "tools.py:ToolError")
