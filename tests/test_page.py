@@ -261,3 +261,11 @@ def test_a_recorded_run_opens_without_a_server(browser, folder):
     tab = opened(browser, (folder / "run.html").as_uri())
     assert tab.run("document.querySelectorAll('article').length") == 2
     assert answers(tab) == 1
+
+
+@pytest.mark.parametrize("name", [file.stem for file in sorted((ROOT / "templates" / "traces").glob("*.jsonl"))])
+def test_a_run_that_is_shipped_is_shown_and_replayed_by_its_name(folder, name):
+    for command in ("trace", "replay"):
+        done = subprocess.run([*NANOBOT, command, name], cwd=folder, capture_output=True, encoding="utf-8")
+        assert (done.returncode, "is not the recorded one" in done.stderr) == (0, False) and done.stdout.strip(), done.stderr
+    assert name in (ROOT / "NOTES.md").read_text(encoding="utf-8")
