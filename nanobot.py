@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import difflib
 import inspect
 import itertools
 import json
@@ -2263,7 +2264,8 @@ def status_command(arguments: argparse.Namespace) -> int:
 def status_rows(config: Config) -> Iterator[tuple[str, str, str | None]]:
     """Each part, its state, its problem: ("sandbox", "bwrap", ""); None: missing, not needed."""
     loop = AgentLoop(config)
-    yield "settings", str(config.path) if config.path.exists() else "none: see nanobot onboard", ""
+    usual = "the defaults; `nanobot onboard` writes a file"
+    yield "settings", str(config.path) if config.path.exists() else usual, ""
     yield "workspace", str(loop.workspace), ""
     yield "model", *asyncio.run(model_and_problem(loop.provider))
     if sandbox := config.tools.exec.sandbox:
@@ -2510,9 +2512,7 @@ def main(argv: list[str] | None = None) -> int:
     first = argv[0] if argv else ""
     known = [*COMMAND_LINE, "-h", "--help", "--version"]
     if first not in known:
-        from difflib import get_close_matches
-
-        meant = get_close_matches(first, known, n=1) if first.isalpha() else []
+        meant = difflib.get_close_matches(first, known, n=1) if first.isalpha() else []
         if meant:  # `sesions`, `help`; a message has mostly more than one word
             fix = f"did you mean `nanobot {meant[0]}`? Pass a message of one word with -m"
             complain(f"unknown command {first!r}: {fix}")
