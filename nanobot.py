@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import difflib
 import inspect
 import itertools
 import json
@@ -62,9 +63,9 @@ from memory import (
     SessionManager, Skill, SkillsLoader, TokenCounter, as_sent, counted, fitted, locked,
 )  # fmt: skip
 from providers import (
-    ROWS, Endpoint, HumanProvider, LLMProvider, LLMResponse, OfflineProvider, OpenAIProvider,
-    RecordedTools, ReplayDiffers, ReplayProvider, ToolCallRequest, Trace, choose_endpoint,
-    legal, without_key_texts,
+    ROWS, Endpoint, HumanProvider, LLMProvider, LLMRequest, LLMResponse, OfflineProvider,
+    OpenAIProvider, RecordedTools, ReplayDiffers, ReplayProvider, ToolCallRequest, Trace,
+    choose_endpoint, legal, without_key_texts,
 )  # fmt: skip
 from tools import (
     FILE_TOOLS, SEARCH_SERVICES, Exec, MCPServers, Tool, ToolError, ToolRegistry, ToolResult, Turn,
@@ -597,8 +598,6 @@ class AgentLoop:
         config = self.config
         channel, _, chat_id = session_key.partition(":")
         has_fence = config.tools.restrict_to_workspace or bool(config.tools.exec.sandbox)
-        if len(self.files_seen) >= 1_000:  # a gateway runs for months
-            self.files_seen.pop(next(iter(self.files_seen)))
         secret = (config.path.resolve(), path_of(USUAL_SETTINGS))
         here = config.cwd.resolve()
         is_too_wide = any(path.is_relative_to(here) for path in (Path.home().resolve(), *secret))
@@ -684,7 +683,6 @@ async def end_all(tasks: list[asyncio.Task], seconds: float | None = None) -> No
 
 
 # ---- What the runner leaves to others ----
-# Without it a model that calls `list_dir(".")` forty times uses up a turn.
 
 Emit = Callable[[OutboundMessage], Awaitable[None]]
 Media = Iterable[Path]  # files that came with a message
@@ -888,7 +886,6 @@ def time_zone(name: str) -> Any:
 
 
 # ---- Hooks ----
-# Logging, cost, approval, and what is shown beside the answer.
 
 
 @dataclass
@@ -946,29 +943,24 @@ class CompositeHook(AgentHook):
         try:
             return await getattr(hook, event)(*details, **named)
         except Exception as problem:
-            name, show = f"{type(hook).__name__}.{event}", log.isEnabledFor(logging.INFO)
-            log.warning("%s failed: %s", name, problem, exc_info=show)  # its traceback with --logs
+            name = f"{type(hook).__name__}.{event}"
+            log.warning("%s failed: %s", name, problem, exc_info=log.isEnabledFor(logging.INFO))
             return None
 
     async def _tell_all(self, event: str, *details: Any, **named: Any) -> None:
         for hook in self.hooks:
             await self._tell(hook, event, *details, **named)
 
-    before_iteration = partialmethod(_tell_all, "before_iteration")
-    before_request = partialmethod(_tell_all, "before_request")
-    on_stream = partialmethod(_tell_all, "on_stream")
-    after_response = partialmethod(_tell_all, "after_response")
-    on_stream_end = partialmethod(_tell_all, "on_stream_end")
-    on_retry = partialmethod(_tell_all, "on_retry")
-    before_execute_tools = partialmethod(_tell_all, "before_execute_tools")
-    after_tool = partialmethod(_tell_all, "after_tool")
-    after_iteration = partialmethod(_tell_all, "after_iteration")
-
     async def finalize_content(self, content: str) -> str:
         for hook in self.hooks:
             changed = await self._tell(hook, "finalize_content", content)
             content = content if changed is None else changed
         return content
+
+
+for _event in vars(AgentHook):
+    if _event.startswith(("before_", "on_", "after_")):
+        setattr(CompositeHook, _event, partialmethod(CompositeHook._tell_all, _event))
 
 
 class LoggingHook(AgentHook):
@@ -1020,9 +1012,8 @@ class ApprovalHook(AgentHook):
                 call.denied = ""
 
     async def _is_approved(self, call: ToolCallRequest) -> bool:
-        if self.ask is None:
-            return False
-        answer = (await self.ask(approval_question(call.name, call.arguments))).strip().lower()
+        question = approval_question(call.name, call.arguments)
+        answer = (await self.ask(question)).strip().lower() if self.ask else "no"
         if answer in ("a", "always"):
             self.always.add(call.name)
         return answer in ("y", "yes", "a", "always")
@@ -1056,7 +1047,7 @@ class EventHook(AgentHook):
 
 @dataclass
 class WaitingHook(AgentHook):
-    """Tells the terminal what is waited for: the model, a tool, a busy endpoint."""
+    """Tells the terminal what is waited for: the model or a tool."""
 
     waiting: Waiting
 
@@ -1065,9 +1056,6 @@ class WaitingHook(AgentHook):
 
     async def on_stream(self, delta: str) -> None:
         self.waiting.end()
-
-    async def on_retry(self, why: str) -> None:
-        self.waiting.begin(why)
 
     async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
         self.waiting.begin(", ".join(tool_hint(call) for call in tool_calls))
@@ -1079,15 +1067,12 @@ def tool_hint(call: ToolCallRequest) -> str:
     """A call in one line: `read_file("a.txt")`, `$ ls`."""
     if call.name == "exec":
         return "$ " + " ".join(str(call.arguments.get("command", "")).split())[:100]
-    if not call.arguments:
-        return f"{call.name}()"
-    telling = "path" if "path" in call.arguments else next(iter(call.arguments))
-    value = json.dumps(call.arguments[telling], ensure_ascii=False, default=str)
+    telling = "path" if "path" in call.arguments else next(iter(call.arguments), "")
+    value = json.dumps(call.arguments[telling], ensure_ascii=False, default=str) if telling else ""
     return f"{call.name}({value if len(value) <= 80 else value[:79] + '…'})"
 
 
 # ---- Many chats at once ----
-# Each chat has its own order, none waits for another, and a crash loses no message.
 
 
 class BusService:
@@ -1288,8 +1273,7 @@ class Conversation:
 
     def _deliver(self, session: Session, result: AgentRunResult) -> None:
         """Send the result, even an empty one: `delivered` moves with each turn, in order."""
-        requests = counted(result.requests, "request")
-        GATEWAY_LOG.info("%s: %s, %s", self.key, result.stop_reason, requests)
+        GATEWAY_LOG.info("%s: %s", self.key, result.stop_reason)
         self._send(session, text_for_chat(result, self.key), session.last)
 
     def _send_answers(self, session: Session, behind: int = 0) -> None:
@@ -1488,7 +1472,6 @@ class JobRunner:
 
 
 # ---- Memory: what the loop hands in ----
-# memory.py knows no model, no tools and no templates.
 
 
 class MemoryModel:
@@ -1909,8 +1892,7 @@ def load_config(path: Path | None = None, environ: Mapping[str, str] = os.enviro
             config.providers.setdefault(row.name, ProviderSettings()).api_key = key
     defaults = config.defaults
     config.base_url = environ.get("OPENAI_BASE_URL", "")
-    own = config.providers.get(defaults.provider) or ProviderSettings()
-    if config.base_url not in ("", own.api_base) and defaults.provider in ROWS:
+    if config.base_url and defaults.provider in ROWS:
         defaults.provider = "auto"  # the environment wins over the file
     defaults.model = environ.get("NANOBOT_MODEL") or defaults.model
     defaults.workspace = environ.get("NANOBOT_WORKSPACE") or defaults.workspace
@@ -1956,8 +1938,6 @@ def read_section(section: type, values: dict, place: str) -> Any:
         path = f"{place}.{key}".lstrip(".")
         problem = f"{path}: unknown key. There are: {', '.join(sorted(names))}"
         if name := names.get(camel_case(key)):
-            if name in settings:
-                raise ConfigError(f"{path}: this key is there twice, in two spellings.")
             settings[name] = read_setting(hints[name], value, path)
         elif section is MCPSettings:  # people paste them, with keys of other programs
             log.warning("ignored: %s", problem)
@@ -2016,15 +1996,14 @@ def make_tools(config: Config) -> ToolRegistry:
 
 
 # ---- Behind glass: what the page, --step and `nanobot trace` show ----
-# Without this a class would have to read a run as 10 kB of JSON a request.
 
 
+@dataclass
 class StepHook(AgentHook):
     """Pauses before each request and each call. `ask(text, what, **details)` gives "" to go on,
     "skip", "stop", or other arguments of the call, as JSON."""
 
-    def __init__(self, ask: Callable[..., Awaitable[str]]):
-        self.ask = ask
+    ask: Callable[..., Awaitable[str]]
 
     async def before_request(self, messages: list[dict], tools: list[dict]) -> None:
         last = str(messages[-1].get("content"))[-1_000:]
@@ -2039,19 +2018,16 @@ class StepHook(AgentHook):
             if answer == "skip":
                 call.denied = "The user skipped this call."
             elif answer:
-                call.arguments = json.loads(answer)
+                try:
+                    call.arguments = dict(json.loads(answer))
+                except (ValueError, TypeError):
+                    call.denied = f"The user typed what is no JSON object: {answer[:80]}"
 
     async def _decide(self, text: str, what: str, **details: Any) -> str:
-        while True:
-            answer = (await self.ask(text, what, **details)).strip()
-            if answer == "stop":
-                raise asyncio.CancelledError
-            if answer in ("", "skip"):
-                return answer
-            with contextlib.suppress(ValueError):
-                if isinstance(json.loads(answer), dict):
-                    return answer
-            text = f"This is no JSON object: {answer[:80]}\n> "
+        answer = (await self.ask(text, what, **details)).strip()
+        if answer == "stop":
+            raise asyncio.CancelledError
+        return answer
 
 
 class PageHook(AgentHook):
@@ -2069,8 +2045,7 @@ class PageHook(AgentHook):
         """Only the messages that the request before did not have go to the page."""
         self.page.turn_of.set(self.chat_id)
         chat, model = self.page.chats[self.chat_id], self.loop.provider.model
-        pairs = zip(chat.sent, messages, strict=False)
-        same = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        same = len(chat.sent) if messages[: len(chat.sent)] == chat.sent else 0
         self.show("request", model=model, same=same, messages=messages[same:], tools=tools)
         chat.sent = list(messages)
         if chat.is_stepping:
@@ -2114,14 +2089,13 @@ def summary_of(records: list[dict]) -> Iterator[str]:
     """A run in words: what each request added, and what came back."""
     known: list[dict] = []
     for number, record in enumerate(records, 1):
-        messages, answer = record["messages"], record["answer"] or {"error": "cancelled"}
-        for message in messages:
+        answer = record["answer"] or {"error": "cancelled"}
+        for message in record["messages"]:
             if message not in known and message["role"] in ("user", "tool"):
                 yield f"{message['role']}: {message['content']}"
-        known = messages
-        sizes = f"{counted(len(messages), 'message')}, {counted(len(record['tools']), 'tool')}"
+        known = record["messages"]
         outcome = f"{record['outcome']} after {record['seconds']} s"
-        yield f"\nrequest {number} to {record['model']}: {sizes}; {outcome}"
+        yield f"\nrequest {number} to {record['model']}: {outcome}"
         for call in answer.get("tool_calls", []):
             yield f"call: {call['name']} {json.dumps(call['arguments'], ensure_ascii=False)}"
         yield answer.get("content") or answer.get("error") or ""
@@ -2176,13 +2150,12 @@ class Talk:
 
     def run(self) -> int:
         """Answer one message or many; gives the exit status."""
-        is_wanted = self.loop.config.defaults.provider == "offline"
-        if isinstance(self.loop.provider, OfflineProvider) and not is_wanted:
+        loop, config = self.loop, self.loop.config
+        if isinstance(loop.provider, OfflineProvider) and config.defaults.provider != "offline":
             self.terminal.note(template("no_model"))
-        here = self.loop.config.cwd
-        if self.loop.turn(self.key).cwd != here:
-            work = f"work starts in {self.loop.workspace}"
-            self.terminal.note(f"The fence does not open {here}: {work}.")
+        if loop.turn(self.key).cwd != config.cwd:
+            start = f"work starts in {loop.workspace}"
+            self.terminal.note(f"The fence does not open {config.cwd}: {start}.")
         if self.terminal.live:
             self.background.complete(logged(self.show_reports("While you were away:"), "reports"))
         is_conversation = self.has_keyboard and self.message is None
@@ -2211,10 +2184,9 @@ class Talk:
         threading.Thread(target=self.loop.provider.warm_up, daemon=True).start()
         self.loop.config.patience = 5.0  # a server that comes later serves the next message
         history = self.folder / "prompt-history"
-        greeting = "welcome_back" if history.exists() else "welcome"
         self.terminal.note(template(
-            greeting, version=__version__, model=self.loop.provider.model,
-            workspace=self.loop.workspace,
+            "welcome_back" if history.exists() else "welcome", version=__version__,
+            model=self.loop.provider.model, workspace=self.loop.workspace,
         ))  # fmt: skip
         for work in (JobRunner(self.loop).run_for_terminal(), self.watch_reports()):
             asyncio.run_coroutine_threadsafe(logged(work, "jobs"), self.background.loop)
@@ -2222,8 +2194,7 @@ class Talk:
 
     def answer(self, text: str) -> int:
         """One message to its answer on the terminal."""
-        if self.loop.mcp.servers:
-            self.terminal.waiting.begin("MCP servers")
+        self.terminal.waiting.begin("the model")
         work = self.loop.subagents.answer_with_helpers(text, self.key, self.terminal.send)
         result = self.background.complete(work)
         if result.requests:
@@ -2235,10 +2206,8 @@ class Talk:
             self.terminal.note(f"nanobot: {LIMIT_REACHED}")
         if result.stop_reason not in NOT_ANSWERED:
             return 0
-        answer = result.final_content or ""
-        cause = result.error or answer
-        if not (self.terminal.live and cause in answer):  # else it stands there already
-            self.terminal.note(f"nanobot: {cause}")
+        if result.error or not self.terminal.live:  # a terminal shows why an answer is empty
+            self.terminal.note(f"nanobot: {result.error or result.final_content}")
         return 1
 
     async def watch_reports(self) -> None:
@@ -2255,12 +2224,11 @@ class Talk:
             async with self.loop.turns.hold(self.key) as session:
                 reports = [line for line in inbox.read() if line["kind"] == "report"]
                 for report in reports:
+                    text = report["content"]
                     if report["id"] not in session.known_ids:
-                        message = {"content": report["content"], "id": report["id"]}
-                        session.append({"role": "assistant", **message})
-                if reports:
-                    texts = [title, *(report["content"] for report in reports)]
-                    self.terminal.report("\n\n".join(filter(None, texts)))
+                        session.append({"role": "assistant", "content": text, "id": report["id"]})
+                    self.terminal.report(f"{title}\n\n{text}".strip())
+                    title = ""
                 inbox.remove({report["id"] for report in reports})
         except SessionBusy as busy:  # the program that holds it shows them
             log.info("%s", busy)
@@ -2301,9 +2269,10 @@ def status_rows(config: Config) -> Iterator[tuple[str, str, str | None]]:
     yield "settings", str(config.path) if config.path.exists() else usual, ""
     yield "workspace", str(loop.workspace), ""
     yield "model", *asyncio.run(model_and_problem(loop.provider))
-    sandbox = config.tools.exec.sandbox
-    problem = sandbox_problem() if sandbox else ""
-    yield "sandbox", sandbox or "off: a command can do what you can", problem
+    if sandbox := config.tools.exec.sandbox:
+        yield "sandbox", sandbox, sandbox_problem()
+    else:
+        yield "sandbox", "off: a command can do what you can", ""
     telegram = config.channels.telegram  # the token is shown nowhere
     if not telegram.token:
         yield "telegram", "off: put a token into channels.telegram.token", None
@@ -2324,8 +2293,8 @@ async def model_and_problem(provider: LLMProvider) -> tuple[str, str]:
     if isinstance(provider, HumanProvider):
         return "human: it is you", ""
     if isinstance(provider, OfflineProvider):
-        problems = "; ".join(provider.rules.problems)
-        return "offline: fixed rules; set OPENAI_API_KEY or OPENAI_BASE_URL for a model", problems
+        state = "offline: fixed rules; set OPENAI_API_KEY or OPENAI_BASE_URL for a model"
+        return state, "; ".join(provider.rules.problems)
     problem = await provider.check()
     await provider.close()
     endpoint, model = provider.endpoint, provider.model or "no model named"
@@ -2360,20 +2329,16 @@ def lines_of_json(records: list[dict]) -> str:
 def sessions_command(arguments: argparse.Namespace) -> None:
     sessions = SessionManager(settings_of(arguments).workspace)
     keys = sessions.list_keys()
-    if arguments.show is None:
-        for key in keys:
-            print(printable(f"{key}  {counted(len(sessions.transcript(key)), 'message')}"))
-        return
-    if arguments.show not in keys:
-        raise ConfigError(f"There is no session {arguments.show!r}. `nanobot sessions` lists them.")
-    for line in sessions.transcript(arguments.show):
-        print(printable(line))
+    lines = [f"{key}  {counted(len(sessions.transcript(key)), 'message')}" for key in keys]
+    if arguments.show:
+        if arguments.show not in keys:
+            raise ConfigError(f"There is no session {arguments.show!r}: see `nanobot sessions`.")
+        lines = sessions.transcript(arguments.show)
+    print(printable("\n".join(lines)))
 
 
 def gateway_command(arguments: argparse.Namespace) -> None:
     """Channels, cron and heartbeat, until a signal."""
-    for handler in logging.getLogger().handlers:
-        handler.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     GATEWAY_LOG.setLevel(logging.INFO)
     if arguments.verbose:
         log.setLevel(logging.INFO)
@@ -2399,11 +2364,10 @@ def web_command(arguments: argparse.Namespace) -> None:
     config = settings_of(arguments)
     loop = AgentLoop(config, make_provider(config, HumanProvider()))
     window = config.defaults.context_window_tokens
-
-    def files(chat_id: str) -> tuple[Path, Path]:
-        return loop.sessions.path(f"web:{chat_id}"), loop.memory.facts
-
-    page = WebPage(glass_html(model=loop.provider.model, window=window), files, arguments.port)
+    page = WebPage(
+        glass_html(model=loop.provider.model, window=window),
+        lambda chat_id: (loop.sessions.path(f"web:{chat_id}"), loop.memory.facts), arguments.port,
+    )  # fmt: skip
     for key in loop.sessions.list_keys():
         if key.startswith("web:"):
             page.chats[key.removeprefix("web:")] = PageChat()
@@ -2412,8 +2376,16 @@ def web_command(arguments: argparse.Namespace) -> None:
         loop.provider.ask = partial(page.ask, what="model")
     if arguments.approve:
         loop.hooks.append(ApprovalHook(loop.tools, page.ask))
-    if arguments.trace:
-        loop.provider.trace = Trace(arguments.trace)
+    into_file = Trace(arguments.trace) if arguments.trace else None
+
+    def trace(request: LLMRequest, response: LLMResponse | None, outcome: str) -> None:
+        if outcome in ("healed", "retried"):
+            event = {"kind": "retry", "text": response.error}
+            page.show(page.turn_of.get(), without_key_texts(event))
+        if into_file:
+            into_file(request, response, outcome)
+
+    loop.provider.trace = trace
     print(f"The page: {page.address}\nCtrl-C ends it.", flush=True)
     if not arguments.no_open:
         threading.Thread(target=webbrowser.open, args=[page.address], daemon=True).start()
@@ -2427,8 +2399,7 @@ def trace_command(arguments: argparse.Namespace) -> None:
         print(printable("\n".join(summary_of(records))))
         return
     window = settings_of(arguments).defaults.context_window_tokens
-    html = glass_html(records=records, window=window)
-    html = html.replace("%NONCE%", uuid.uuid4().hex)
+    html = glass_html(records=records, window=window).replace("%NONCE%", uuid.uuid4().hex)
     arguments.html.write_text(html, encoding="utf-8")
     complain(f"{arguments.html} holds the prompts and all that the tools returned")
 
@@ -2438,7 +2409,7 @@ def lesson_command(arguments: argparse.Namespace) -> int:
     lessons = HERE / "tests" / "exercises"
     if not lessons.exists():
         raise ConfigError("This command needs the project's checkout: run nanobot.py there.")
-    if arguments.lesson == "exercises":
+    if arguments.command == "exercises":
         return subprocess.run([sys.executable, lessons / "grading.py", *arguments.more]).returncode
     walk = runpy.run_path(str(lessons / "walk.py"))["walk"]
     return walk(AgentLoop(settings_of(arguments)), arguments.message, HERE, is_long=arguments.all)
@@ -2481,6 +2452,35 @@ COMMAND_LINE = {  # by name: what runs, and what --help says
 }
 
 
+def session_key(name: str) -> str:
+    """`work` → `cli:work`; `telegram:123` is one already."""
+    return name if ":" in name else f"cli:{name}"
+
+
+SWITCH = {"action": "store_true"}
+FILE = {"metavar": "FILE", "type": path_of}
+OPTIONS = (  # the commands that have it, its spellings, what argparse is told
+    ("agent prompt", ["-s", "--session"], {"type": session_key, "default": "direct"}),
+    ("agent", ["--no-stream"], SWITCH | {"help": "do not stream requests"}),
+    ("agent", ["--step"], SWITCH | {"help": "stop before each request and call"}),
+    ("agent web", ["--approve"], SWITCH | {"help": "ask before tools act"}),
+    ("agent web", ["--trace"], FILE | {"help": "write down requests"}),
+    ("prompt", ["text"], {"nargs": "?", "default": "Hello!"}),
+    ("sessions", ["action"], {"nargs": "?", "choices": ["show"]}),
+    ("sessions", ["show"], {"nargs": "?", "metavar": "KEY", "type": session_key}),
+    ("gateway", ["--verbose"], SWITCH | {"help": "log more than events"}),
+    ("cron", ["action"], {"nargs": "?", "choices": ["list", "remove"], "default": "list"}),
+    ("cron", ["job_id"], {"nargs": "?", "default": "", "metavar": "ID", "help": "to remove"}),
+    ("replay trace", ["file"], FILE),
+    ("trace", ["--html"], FILE | {"help": "write it as a page"}),
+    ("web", ["--port"], {"type": int, "default": 8765, "help": "0: a free one"}),
+    ("web", ["--no-open"], SWITCH | {"help": "do not open the browser"}),
+    ("walk", ["-m", "--message"], {"metavar": "TEXT", "default": "read a.txt"}),
+    ("walk", ["--all"], SWITCH | {"help": "second readings, too"}),
+    ("exercises", ["more"], {"nargs": "*", "metavar": "NUMBER"}),
+)
+
+
 def parser() -> argparse.ArgumentParser:
     main_parser = argparse.ArgumentParser("nanobot", description="A personal AI agent.")
     main_parser.add_argument("--version", action="version", version=f"nanobot {__version__}")
@@ -2490,50 +2490,21 @@ def parser() -> argparse.ArgumentParser:
     common.add_argument("--model", metavar="NAME")
     common.add_argument("--base-url", metavar="URL", help="an endpoint; mostly ends in /v1")
     choice = common.add_mutually_exclusive_group()
-    names = ", ".join([*ROWS, "offline", "human (you)"])
-    choice.add_argument("--provider", metavar="NAME", help=names)
+    choice.add_argument("--provider", metavar="NAME", help=", ".join([*ROWS, "offline", "human"]))
     choice.add_argument("--offline", dest="provider", action="store_const", const="offline")
     common.add_argument("--logs", action="store_true", help="show what happens inside, on stderr")
     strict = partial(argparse.ArgumentParser, allow_abbrev=False)  # `--app` is not `--approve`
-    commands = main_parser.add_subparsers(metavar="COMMAND", parser_class=strict)
+    commands = main_parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=strict)
     added = {}
     for name, (_, text) in COMMAND_LINE.items():
         added[name] = commands.add_parser(name, parents=[common], help=text)
-    agent = added["agent"]
-    message = agent.add_mutually_exclusive_group()
+    message = added["agent"].add_mutually_exclusive_group()
     message.add_argument("text", nargs="*", default="", metavar="TEXT", help="ask this and leave")
     message.add_argument("-m", "--message", metavar="TEXT", help="the same")
-    agent.add_argument("--no-stream", action="store_true", help="do not stream requests")
-    added["prompt"].add_argument("text", nargs="?", default="Hello!")
-    for command in (agent, added["prompt"]):
-        command.add_argument("-s", "--session", metavar="NAME", type=session_key, default="direct")
-    added["sessions"].add_argument("action", nargs="?", choices=["show"])
-    added["sessions"].add_argument("show", nargs="?", metavar="KEY", type=session_key)
-    added["gateway"].add_argument("--verbose", action="store_true", help="log more than events")
-    cron = added["cron"]
-    cron.add_argument("action", nargs="?", choices=["list", "remove"], default="list")
-    cron.add_argument("job_id", nargs="?", default="", metavar="ID", help="of the job to remove")
-    for command in (added["replay"], added["trace"]):
-        command.add_argument("file", metavar="FILE", type=path_of)
-    added["trace"].add_argument("--html", metavar="OUT", type=path_of, help="write it as a page")
-    agent.add_argument("--step", action="store_true", help="stop before each request and call")
-    web = added["web"]
-    web.add_argument("--port", type=int, default=8765, help="0: a free one")
-    web.add_argument("--no-open", action="store_true", help="do not open the browser")
-    for command in (agent, web):
-        command.add_argument("--approve", action="store_true", help="ask before tools act")
-        command.add_argument("--trace", metavar="FILE", type=path_of, help="write down requests")
-    added["walk"].add_argument("-m", "--message", metavar="TEXT", default="read a.txt")
-    added["walk"].add_argument("--all", action="store_true", help="second readings, too")
-    added["exercises"].add_argument("more", nargs="*", metavar="NUMBER")
-    for name in ("walk", "exercises"):
-        added[name].set_defaults(lesson=name)
+    for names, flags, details in OPTIONS:
+        for name in names.split():
+            added[name].add_argument(*flags, **details)
     return main_parser
-
-
-def session_key(name: str) -> str:
-    """`work` → `cli:work`; `telegram:123` is one already."""
-    return name if ":" in name else f"cli:{name}"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -2542,9 +2513,7 @@ def main(argv: list[str] | None = None) -> int:
     first = argv[0] if argv else ""
     known = [*COMMAND_LINE, "-h", "--help", "--version"]
     if first not in known:
-        from difflib import get_close_matches
-
-        meant = get_close_matches(first, known, n=1) if first.isalpha() else []
+        meant = difflib.get_close_matches(first, known, n=1) if first.isalpha() else []
         if meant:  # `sesions`, `help`; a message has mostly more than one word
             fix = f"did you mean `nanobot {meant[0]}`? Pass a message of one word with -m"
             complain(f"unknown command {first!r}: {fix}")
@@ -2553,12 +2522,13 @@ def main(argv: list[str] | None = None) -> int:
     prepare_streams()
     arguments = parser().parse_args(argv)
     handler = logging.StreamHandler()
-    handler.setFormatter(PrintableFormatter("%(levelname)s %(name)s: %(message)s"))
+    stamp = "%(asctime)s " if arguments.command == "gateway" else ""
+    handler.setFormatter(PrintableFormatter(f"{stamp}%(levelname)s %(name)s: %(message)s"))
     level = logging.INFO if arguments.logs else logging.WARNING
     logging.basicConfig(level=level, handlers=[handler])
     end_on_signals()  # as after Ctrl-C: what runs is stopped, the journal is in order
     try:
-        status = COMMAND_LINE[argv[0]][0](arguments) or 0
+        status = COMMAND_LINE[arguments.command][0](arguments) or 0
         sys.stdout.flush()  # here, and not at exit, where Python reports a closed pipe with 120
         return status
     except (ConfigError, CronError, ReplayDiffers, SessionBusy) as problem:
