@@ -2063,7 +2063,7 @@ class PageHook(AgentHook):
         self.began = 0.0
 
     def show(self, kind: str, **event: Any) -> None:
-        self.page.show(self.chat_id, without_key_texts({"kind": kind, **event}))
+        self.page.show(self.chat_id, {"kind": kind, **event})
 
     async def before_request(self, messages: list[dict], tools: list[dict]) -> None:
         """Only the messages that the request before did not have go to the page."""
@@ -2095,7 +2095,8 @@ class PageHook(AgentHook):
 def glass_html(**run: Any) -> str:
     """The page; with `records` of a trace it is a recorded run that needs no server."""
     html = (DATA / "templates" / "glass.html").read_text(encoding="utf-8")
-    return html.replace("%RUN%", json.dumps(run).replace("<", "\\u003c"))  # no text ends the script
+    escaped = json.dumps(run).replace("<", "\\u003c").replace("%", "\\u0025")
+    return html.replace("%RUN%", escaped)  # no text in it ends the script, or is taken for %NONCE%
 
 
 def played(file: Path) -> tuple[ReplayProvider, list[dict]]:
@@ -2398,12 +2399,12 @@ def web_command(arguments: argparse.Namespace) -> None:
 
     config = settings_of(arguments)
     loop = AgentLoop(config, make_provider(config, HumanProvider()))
-    window = config.defaults.context_window_tokens
 
     def files(chat_id: str) -> tuple[Path, Path]:
         return loop.sessions.path(f"web:{chat_id}"), loop.memory.facts
 
-    page = WebPage(glass_html(model=loop.provider.model, window=window), files, arguments.port)
+    html = glass_html(model=loop.provider.model, window=config.defaults.context_window_tokens)
+    page = WebPage(html, files, arguments.port, without_key_texts)
     for key in loop.sessions.list_keys():
         if key.startswith("web:"):
             page.chats[key.removeprefix("web:")] = PageChat()
@@ -2427,8 +2428,7 @@ def trace_command(arguments: argparse.Namespace) -> None:
         print(printable("\n".join(summary_of(records))))
         return
     window = settings_of(arguments).defaults.context_window_tokens
-    html = glass_html(records=records, window=window)
-    html = html.replace("%NONCE%", uuid.uuid4().hex)
+    html = glass_html(records=records, window=window).replace("%NONCE%", uuid.uuid4().hex)
     arguments.html.write_text(html, encoding="utf-8")
     complain(f"{arguments.html} holds the prompts and all that the tools returned")
 
