@@ -240,14 +240,11 @@ def encodable(text: str) -> str:
 
 
 class PrintableFormatter(logging.Formatter):
-    """For logs on a terminal: what a tool or an endpoint said is in warnings, too. A line end in it
-    begins no line that looks like ours."""
+    """For logs on a terminal: what a tool or an endpoint said is in warnings, too. Lines behind the
+    first are indented: a line end in a text begins no line that looks like ours."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record))
-
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
-        return super().formatMessage(record).replace("\n", "\\n")
+        return printable(super().format(record)).replace("\n", "\n    ")
 
 
 def approval_question(name: str, arguments: dict) -> str:
@@ -784,27 +781,21 @@ class Telegram(Channel):
 
     async def start(self, bus: MessageBus) -> None:
         """Listens until it is cancelled. Raises NoSuchBot."""
-        failures, told = 0, ""
-        try:
-            while True:
-                try:
-                    await self._poll(bus)
-                    failures, told = 0, ""
-                except NoSuchBot:
-                    raise
-                except Exception as failure:  # whatever it is, people go on writing
-                    failures += 1
-                    if str(failure) != told:  # a line when trouble begins or changes
-                        is_rival = "terminated by other getUpdates" in str(failure)
-                        hint = RIVAL if is_rival else "It is tried again."
-                        log.warning("Telegram: %s. %s", failure, hint)
-                    told = str(failure)
-                    self.bot = {}  # introduced anew, without the webhook that may be the trouble
-                    pause = min(60.0, 5.0 * failures)
-                    await self.sleep(max(pause, getattr(failure, "retry_after", 0)))
-        finally:
-            for task in self._typing.values():
-                task.cancel()
+        told = ""
+        while True:
+            try:
+                await self._poll(bus)
+                told = ""
+            except NoSuchBot:
+                raise
+            except Exception as failure:  # whatever it is, people go on writing
+                if str(failure) != told:  # a line when trouble begins or changes
+                    is_rival = "terminated by other getUpdates" in str(failure)
+                    hint = RIVAL if is_rival else "It is tried again."
+                    log.warning("Telegram: %s. %s", failure, hint)
+                told = str(failure)
+                self.bot = {}  # introduced anew, without the webhook that may be the trouble
+                await self.sleep(max(10.0, getattr(failure, "retry_after", 0)))
 
     async def _introduce(self) -> None:
         """In groups people call the bot by its name: ask for it."""
@@ -1009,11 +1000,10 @@ def as_html(markdown: str) -> str:
         words = html.escape(match[3].replace("`", ""))  # [`run.py`](…): no code in a link
         return put_aside(f'<a href="{html.escape(match[4])}">{words}</a>')
 
-    def heading(match: re.Match) -> str:
-        return f"**{match[1].strip().replace('**', '')}**"
-
     text = re.sub(FENCE, fence, re.sub("[\0\ue000\ue001]", "", encodable(markdown)))
-    text = html.escape(re.sub(HEADING, heading, re.sub(f"{CODE}|{LINK}", code_or_link, text)))
+    text = re.sub(f"{CODE}|{LINK}", code_or_link, text)
+    text = re.sub(HEADING, lambda line: f"**{line[1].strip().replace('**', '')}**", text)
+    text = html.escape(text)
     for expression, tag in ((BOLD, "b"), (ITALIC, "i"), (UNDERLINED, "i")):
         text = re.sub(expression, rf"<{tag}>\1</{tag}>", text)
     return re.sub(ASIDE, lambda match: aside[int(match[1])], text)
@@ -1034,8 +1024,9 @@ def split_html(text: str, limit: int = 4_096) -> list[str]:
         head = beginning(text, limit - len("".join(opened)))
         text = text[len(head) :]
         part = "".join([*opened, head])
-        opened = open_tags(part)
-        parts.append("".join([part, *map(closing, reversed(opened))]))
+        opened = open_tags(part)  # <code class="language-py"> is closed by </code>
+        closings = [f"</{tag.strip('<>').split()[0]}>" for tag in reversed(opened)]
+        parts.append("".join([part, *closings]))
     return [part for part in parts if plain_text(part).strip()]  # "400 message text is empty"
 
 
@@ -1058,11 +1049,6 @@ def open_tags(part: str) -> list[str]:
         else:
             still_open.append(tag)
     return still_open
-
-
-def closing(tag: str) -> str:
-    """'<code class="language-py">' → "</code>" """
-    return f"</{tag.strip('<>').split()[0]}>"
 
 
 # ---- The calendar: when the five fields of a cron expression come next ----
@@ -1228,11 +1214,6 @@ class JobStore:
     def __init__(self, path: Path, lock: Callable[[Path], Any]):
         self.path, self.lock = path, lock
 
-    def stamp(self) -> tuple | None:
-        """Another one when the file has changed."""
-        status = self.path.stat() if self.path.exists() else None
-        return status and (status.st_mtime_ns, status.st_size, status.st_ino)
-
     def read(self) -> list:
         """Raises OSError if the file is damaged: it is never taken for one without jobs."""
         if not self.path.exists():
@@ -1303,7 +1284,7 @@ class CronService:
         self._system: dict[str, Callable[[], Awaitable]] = {}
         self._running: dict[str, asyncio.Task] = {}
         self._jobs: dict[str, CronJob] = {}
-        self._read, self._looked = (), self._utc()  # the file's stamp, and when it was read
+        self._looked = self._utc()  # when the file was read
 
     def _utc(self) -> datetime:
         return self.now().astimezone(UTC)
@@ -1329,10 +1310,7 @@ class CronService:
         may not go on, it waits for that."""
         try:
             while may_go_on():
-                try:
-                    await self.tick()
-                except Exception as problem:  # a file that is damaged, or may not be opened
-                    warn_once(f"cron: the jobs cannot be looked at: {problem}")
+                await self.tick()
                 await self.sleep(1)
             await asyncio.gather(*self._running.values(), return_exceptions=True)
         finally:
@@ -1342,13 +1320,14 @@ class CronService:
 
     async def tick(self) -> list[asyncio.Task]:
         """One look; returns the tasks of what runs."""
-        now, stamp = self._utc(), self.store.stamp()
+        now = self._utc()
         if now < self._looked:  # the clock was set back: no time of before counts
-            self._jobs, self._read = {}, ()
+            self._jobs = {}
         self._looked = now
-        if stamp != self._read:
-            self._read = stamp  # of a damaged file, too: it is told once, the jobs known go on
+        try:
             self._jobs = await in_thread(self._jobs_of_file, now)
+        except Exception as problem:  # the file is damaged or may not be opened: those known go on
+            warn_once(f"cron: the jobs cannot be looked at: {problem}")
         for job in self._jobs.values():
             is_due = job.enabled and job.coming is not None and job.coming <= now
             if is_due and job.id not in self._running and self.is_wanted(job):
@@ -1520,6 +1499,7 @@ PAGE_POLICY = (
     "default-src 'none'; script-src 'nonce-{0}'; style-src 'nonce-{0}'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
+NO_COOKIE = "Open the address that `nanobot web` printed."
 
 
 @dataclass
@@ -1538,33 +1518,42 @@ class WebPage(Channel):
 
     `show(chat_id, event)` brings a dict to all windows of the chat, also after a reload.
     `ask(text)` waits for an answer from the chat whose turn runs in this task. `files(chat_id)`
-    gives the paths of its journal and of MEMORY.md, which are shown as they change.
+    gives the paths of its journal and of MEMORY.md, which are shown as they change; `scrub` takes
+    keys out of an event.
     """
 
     name = "web"
     shows_deltas = True
 
-    def __init__(self, html: str, files: Callable[[str], tuple[Path, Path]], port: int = 0):
+    def __init__(self, html: str, files: Callable, port: int = 0, scrub: Callable = dict):
         super().__init__(["local"])
-        self.html, self.files = html, files
-        self.token = secrets.token_urlsafe(24)
+        self.html, self.files, self.scrub = html, files, scrub
         self.turn_of = contextvars.ContextVar("turn_of", default="page")  # the chat of this task
         self.chats: dict[str, PageChat] = defaultdict(PageChat)
         self.questions: dict[str, asyncio.Future] = {}
-        self.closed = threading.Event()
-        self.server = page_server(self, port)
-        self.port = self.server.server_address[1]
-        self.address = f"http://127.0.0.1:{self.port}/?token={self.token}"
+        self.server = self._server(port)
+        port, token = self.server.server_port, secrets.token_urlsafe(24)
+        self.host, self.address = f"127.0.0.1:{port}", f"http://127.0.0.1:{port}/?token={token}"
+        self.path, self.cookie = f"/?token={token}", f"nanobot_{port}={token}"
+
+    def _server(self, port: int) -> Any:
+        """Not yet serving. `http.server` takes 30 ms to import: only the page pays."""
+        from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+        class Handler(PageRequest, BaseHTTPRequestHandler):
+            page = self
+
+        class Server(ThreadingHTTPServer):
+            allow_reuse_address = os.name == "posix"  # on Windows two programs would share a port
+
+            def handle_error(self, *_: Any) -> None:  # a window was closed; no traceback for that
+                log.debug("page: a request broke off", exc_info=True)
+
+        return Server(("127.0.0.1", port), Handler)
 
     async def start(self, bus: MessageBus) -> None:
         self.bus, self.loop = bus, asyncio.get_running_loop()
         threading.Thread(target=self.server.serve_forever, args=(0.1,), daemon=True).start()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            self.closed.set()
-            self.server.shutdown()
-            self.server.server_close()
 
     async def send(self, message: OutboundMessage) -> None:
         if message.kind == "delta":
@@ -1577,7 +1566,12 @@ class WebPage(Channel):
         if event["kind"] in ("answer", "say"):
             chat.draft = ""
         chat.count += 1
-        chat.events.append((chat.count, json.dumps({"time": time.time(), **event}, default=str)))
+        chat.events.append((chat.count, self._json(**event)))
+
+    def _json(self, **event: Any) -> str:
+        """Without keys; but a call that waits for approval is shown, and edited, as it will run."""
+        shown = event if event["kind"] == "ask" else self.scrub(event)
+        return json.dumps({"time": time.time(), **shown}, default=str)
 
     async def ask(self, text: str, what: str = "approve", **details: Any) -> str:
         number, chat_id = secrets.token_hex(8), self.turn_of.get()
@@ -1593,10 +1587,9 @@ class WebPage(Channel):
     async def take(self, path: str, body: dict) -> None:
         """What a window sends. Raises ValueError if it is not understood."""
         if path == "/say":
-            chat_id = page_chat(body["chat"])
-            message = InboundMessage(self.name, "local", chat_id, str(body["text"]))
-            message.message_id = str(body["id"])[:64]
-            await self.bus.publish(message)
+            chat_id, number = page_chat(body["chat"]), str(body["id"])[:64]
+            said = InboundMessage(self.name, "local", chat_id, str(body["text"]), (), number)
+            await self.bus.publish(said)
         elif path == "/step":
             self.chats[page_chat(body["chat"])].is_stepping = bool(body["on"])
         elif body["id"] in self.questions and not self.questions[body["id"]].done():
@@ -1607,23 +1600,24 @@ class WebPage(Channel):
     def news(self, chat_id: str) -> Iterator[str]:
         """Events as JSON until the program ends; "" ten times a second."""
         chat, (journal, facts) = self.chats[chat_id], self.files(chat_id)
-        yield json.dumps({"kind": "hello", "step": chat.is_stepping, "chats": list(self.chats)})
+        yield self._json(kind="hello", step=chat.is_stepping, chats=list(self.chats))
         position, seen, draft, known = 0, 0, "", text_behind(facts)
-        while not self.closed.wait(0.1):
+        while True:
+            time.sleep(0.1)
             lines = text_behind(journal, position).rpartition("\n")[0]
             if lines:
                 position += len(lines.encode("utf-8", "surrogateescape")) + 1
-                yield json.dumps({"kind": "journal", "lines": lines.split("\n")})
+                yield self._json(kind="journal", lines=lines.split("\n"))
             for number, event in list(chat.events):
                 if number > seen:
                     seen = number
                     yield event
             if chat.draft != draft:
                 draft = chat.draft
-                yield json.dumps({"kind": "draft", "text": draft})
-            if text_behind(facts) != known:
-                before, known = known, text_behind(facts)
-                yield json.dumps({"kind": "memory", "before": before, "after": known})
+                yield self._json(kind="draft", text=draft)
+            before, known = known, text_behind(facts)
+            if before != known:
+                yield self._json(kind="memory", before=before, after=known)
             yield ""
 
 
@@ -1637,89 +1631,67 @@ def text_behind(path: Path, position: int = 0) -> str:
 
 
 def page_chat(name: Any) -> str:
-    if not re.fullmatch(r"[\w.-]{1,60}", str(name)):
-        raise ValueError("a session's name has up to 60 letters, digits, dots and dashes")
-    return str(name)
-
-
-def page_server(page: WebPage, port: int) -> Any:
-    """The HTTP server, not yet serving. `http.server` takes 30 ms to import: only the page pays."""
-    from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-
-    class Handler(BaseHTTPRequestHandler):
-        timeout = 60  # seconds that a silent client may hold its thread
-
-        def do_GET(self) -> None:
-            PageRequest(page, self).get()
-
-        def do_POST(self) -> None:
-            PageRequest(page, self).post()
-
-        def log_message(self, *details: Any) -> None:
-            log.debug("page: %s", details)
-
-    return ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    """"my session" → "my-session" """
+    return re.sub(r"[^\w.-]+", "-", str(name))[:60] or "page"
 
 
 class PageRequest:
-    """One HTTP request of a browser. Without token or cookie the answer is 403, for any path."""
+    """One HTTP request of a browser, for `http.server`. Without token or cookie it gets 403."""
 
-    def __init__(self, page: WebPage, http: Any):
-        self.page, self.http, self.headers = page, http, http.headers
-        host = self.headers.get("Host", "")
-        own = (f"127.0.0.1:{page.port}", f"localhost:{page.port}")  # a rebound name is another
-        origin = self.headers.get("Origin")  # another page in this browser has another
-        self.is_from_here = host in own and origin in (None, f"http://{host}")
-        cookies = self.headers.get("Cookie", "").split("; ")
-        values = [each.partition(f"nanobot_{page.port}=")[2] for each in cookies]
-        self.is_allowed = self.is_from_here and any(map(self._is_token, values))
+    page: WebPage
+    timeout = 60  # seconds that a silent client may hold its thread
 
-    def _is_token(self, text: str) -> bool:
-        return secrets.compare_digest(text.encode(), self.page.token.encode())
+    def log_message(self, *_: Any) -> None:
+        """Nothing: the token is in the first address."""
+
+    def _has(self, secret: str, *texts: str) -> bool:
+        """Is the secret among the texts, and the request from this page? A rebound name has another
+        Host, and another page in this browser has another Origin."""
+        own = self.page.host
+        is_from_here = self.headers.get("Origin", f"http://{own}") == f"http://{own}"
+        found = [secrets.compare_digest(text.encode(), secret.encode()) for text in texts]
+        return self.headers.get("Host") == own and is_from_here and any(found)
+
+    def _is_allowed(self) -> bool:
+        return self._has(self.page.cookie, *self.headers.get("Cookie", "").split("; "))
 
     def _reply(self, status: int, text: str, kind: str = "text/plain", **more: str) -> None:
-        self.http.send_response(status)
+        self.send_response(status)
         headers = {
             "Content_Type": f"{kind}; charset=utf-8", "Cache_Control": "no-store",
             "X_Content_Type_Options": "nosniff", "Referrer_Policy": "no-referrer", **more,
         }  # fmt: skip
         for name, value in headers.items():
-            self.http.send_header(name.replace("_", "-"), value)
-        self.http.end_headers()
-        self.http.wfile.write(text.encode("utf-8"))
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        self.wfile.write(text.encode("utf-8"))
 
-    def get(self) -> None:
-        path, _, query = self.http.path.partition("?")
-        values = dict(urllib.parse.parse_qsl(query))
-        if self.is_from_here and path == "/" and self._is_token(values.get("token", "")):
-            cookie = f"nanobot_{self.page.port}={self.page.token}"
-            cookie += "; HttpOnly; SameSite=Strict; Path=/"
-            self._reply(303, "", Location="/", Set_Cookie=cookie)  # out of the address bar
-        elif not self.is_allowed:
-            self._reply(403, "Open the address that `nanobot web` printed.")
+    def do_GET(self) -> None:  # noqa: N802
+        path, _, query = self.path.partition("?")
+        if self._has(self.page.path, self.path):  # out of the address bar: a projector shows it
+            cookie = f"{self.page.cookie}; HttpOnly; SameSite=Strict; Path=/"
+            self._reply(303, "", Location="/", Set_Cookie=cookie)
+        elif not self._is_allowed():
+            self._reply(403, NO_COOKIE)
         elif path == "/events":
             self._reply(200, "", "text/event-stream")
-            with contextlib.suppress(ConnectionError, TimeoutError):  # the window was closed
-                for event in self.page.news(page_chat(values.get("chat", "page"))):
-                    self.http.wfile.write(f"data: {event}\n\n".encode() if event else b":\n\n")
+            chat = dict(urllib.parse.parse_qsl(query)).get("chat", "page")
+            for event in self.page.news(page_chat(chat)):
+                self.wfile.write(f"data: {event}\n\n".encode() if event else b":\n\n")
         else:
             nonce = secrets.token_urlsafe(16)
             html, policy = self.page.html.replace("%NONCE%", nonce), PAGE_POLICY.format(nonce)
             self._reply(200, html, "text/html", Content_Security_Policy=policy)
 
-    def post(self) -> None:
-        size = int(self.headers.get("Content-Length") or 0)
-        is_json = self.headers.get_content_type() == "application/json"
-        if not self.is_allowed:
-            self._reply(403, "Open the address that `nanobot web` printed.")
-        elif size > 1_000_000 or not is_json:
-            self._reply(413, "JSON of up to 1,000,000 bytes, please.")
-        else:
-            try:
-                taking = self.page.take(self.http.path, json.loads(self.http.rfile.read(size)))
-                asyncio.run_coroutine_threadsafe(taking, self.page.loop).result(10)
-                self._reply(204, "")
-            except (ValueError, KeyError, TypeError) as mistake:
-                self._reply(400, f"This was not understood: {mistake}")
-            except Exception as problem:  # the journal cannot be written: the window shows why
-                self._reply(503, f"The message was not taken: {problem}")
+    def do_POST(self) -> None:  # noqa: N802
+        if not self._is_allowed():
+            return self._reply(403, NO_COOKIE)
+        try:
+            size = int(self.headers.get("Content-Length", 0))
+            if not 0 <= size <= 1_000_000 or self.headers.get_content_type() != "application/json":
+                return self._reply(413, "JSON of up to 1,000,000 bytes, please.")
+            taking = self.page.take(self.path, json.loads(self.rfile.read(size)))
+            asyncio.run_coroutine_threadsafe(taking, self.page.loop).result(10)
+            self._reply(204, "")
+        except Exception as problem:  # JSON that is none, a journal that cannot be written
+            self._reply(400, f"The message was not taken: {problem}")

@@ -2039,7 +2039,7 @@ class PageHook(AgentHook):
         self.began = 0.0
 
     def show(self, kind: str, **event: Any) -> None:
-        self.page.show(self.chat_id, without_key_texts({"kind": kind, **event}))
+        self.page.show(self.chat_id, {"kind": kind, **event})
 
     async def before_request(self, messages: list[dict], tools: list[dict]) -> None:
         """Only the messages that the request before did not have go to the page."""
@@ -2070,7 +2070,8 @@ class PageHook(AgentHook):
 def glass_html(**run: Any) -> str:
     """The page; with `records` of a trace it is a recorded run that needs no server."""
     html = (DATA / "templates" / "glass.html").read_text(encoding="utf-8")
-    return html.replace("%RUN%", json.dumps(run).replace("<", "\\u003c"))  # no text ends the script
+    escaped = json.dumps(run).replace("<", "\\u003c").replace("%", "\\u0025")
+    return html.replace("%RUN%", escaped)  # no text in it ends the script, or is taken for %NONCE%
 
 
 def played(file: Path) -> tuple[ReplayProvider, list[dict]]:
@@ -2363,10 +2364,10 @@ def web_command(arguments: argparse.Namespace) -> None:
 
     config = settings_of(arguments)
     loop = AgentLoop(config, make_provider(config, HumanProvider()))
-    window = config.defaults.context_window_tokens
+    html = glass_html(model=loop.provider.model, window=config.defaults.context_window_tokens)
     page = WebPage(
-        glass_html(model=loop.provider.model, window=window),
-        lambda chat_id: (loop.sessions.path(f"web:{chat_id}"), loop.memory.facts), arguments.port,
+        html, lambda chat_id: (loop.sessions.path(f"web:{chat_id}"), loop.memory.facts),
+        arguments.port, without_key_texts,
     )  # fmt: skip
     for key in loop.sessions.list_keys():
         if key.startswith("web:"):

@@ -3,6 +3,8 @@
 import http.client
 import json
 import re
+import socket
+import struct
 import subprocess
 import sys
 import time
@@ -21,7 +23,8 @@ class Page:
 
     def __init__(self, folder: Path, *flags: str):
         command = [*NANOBOT, "web", "--port", "0", "--no-open", *flags]
-        self.process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True)
+        with open(folder / "stderr", "w") as err:
+            self.process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=err, text=True)
         self.address = re.search(r"http://\S+", self.process.stdout.readline())[0]
         self.port = int(re.search(r":(\d+)/", self.address)[1])
         self.token = self.address.partition("token=")[2]
@@ -87,7 +90,9 @@ def test_only_whoever_has_the_token_sees_or_says_anything(open_page):
     strangers = {
         "no cookie": {"Cookie": ""}, "a wrong token": {"Cookie": f"nanobot_{page.port}=x"},
         "another page in the same browser": {"Origin": "https://evil.example"},
-        "a rebound name": {"Host": f"evil.example:{page.port}"},
+        "a sandboxed frame": {"Origin": "null"}, "another port": {"Origin": "http://127.0.0.1:1"},
+        "a rebound name": {"Host": f"evil.example:{page.port}"}, "IPv6": {"Host": f"[::1]:{page.port}"},
+        "the owner of [::1]": {"Host": f"localhost:{page.port}"},
     }  # fmt: skip
     for who, headers in strangers.items():
         for method, path in [("GET", "/"), ("GET", "/events?chat=page"), ("GET", "/x"), ("POST", "/say")]:
@@ -103,8 +108,31 @@ def test_only_whoever_has_the_token_sees_or_says_anything(open_page):
     assert f'<script nonce="{nonce}">' in text and page.request("GET", "/")[2] != text
     assert page.request("POST", "/say", Content_Length="1000001")[0] == 413
     assert page.request("POST", "/say", body, Content_Type="text/plain")[0] == 413
-    assert page.request("POST", "/say", '{"chat": "../x", "text": "hi", "id": "1"}')[0] == 400
+    for size in ("-1", "x"):  # -1 would be read without end
+        assert page.request("POST", "/say", Content_Length=size)[0] in (400, 413)
+    assert page.request("POST", "/say", Transfer_Encoding="chunked")[0] == 400
     assert page.request("POST", "/say", "[]")[0] == 400
+    tossed = f"nanobot_{page.port}=x; nanobot_{page.port}={page.token}"  # by another port of this host
+    assert page.request("GET", "/", Cookie=tossed)[0] == 200
+
+
+def test_no_name_leads_out_of_the_sessions_and_a_window_that_breaks_off_is_no_traceback(open_page, folder):
+    page = open_page()
+    assert page.say("hi", "../my session\r\n\r\nx")[0] == 204
+    assert page.events("say", "..-my-session-x")[0]["chats"] == ["..-my-session-x"]
+    with socket.create_connection(("127.0.0.1", page.port)) as window:
+        window.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        cookie = f"Cookie: nanobot_{page.port}={page.token}"
+        window.sendall(f"GET /events HTTP/1.1\r\nHost: 127.0.0.1:{page.port}\r\n{cookie}\r\n\r\n".encode())
+        window.recv(100)
+    assert page.say("hi", number="2")[0] == 204 and page.events("say")
+    assert "Traceback" not in (folder / "stderr").read_text()
+
+
+def test_keys_are_in_nothing_that_a_window_is_sent(open_page):
+    page = open_page()
+    page.say("my key is sk-abcdefghijklmnopqrst")
+    assert "abcdefghijklmnop" not in json.dumps(page.events("say") + page.events("say"))
 
 
 def test_a_window_gets_the_request_the_call_the_answer_and_the_journal(open_page):
@@ -142,6 +170,7 @@ def test_a_trace_is_shown_as_text_and_as_a_page_that_needs_no_server(folder):
     def nanobot(*words: str) -> subprocess.CompletedProcess:
         return subprocess.run([*NANOBOT, *words], cwd=folder, capture_output=True, text=True, stdin=subprocess.DEVNULL)
 
+    (folder / "a.txt").write_text("hello <script>document.title = 'owned'</script> %NONCE% %RUN%\n")
     nanobot("agent", "--offline", "--trace", "run.jsonl", "-m", "read a.txt")
     shown = nanobot("trace", "run.jsonl").stdout
     for words in ("request 1 to offline", 'read_file {"path": "a.txt"}', "1| hello", "request 2"):
@@ -151,6 +180,8 @@ def test_a_trace_is_shown_as_text_and_as_a_page_that_needs_no_server(folder):
     html = (folder / "run.html").read_text()
     assert "<script>document.title" not in html and html.count("</script>") == 2
     assert not re.search(r"(src|href)=", html)
+    run = json.loads(re.search('id="run" nonce="[0-9a-f]+">(.*)</script>', html)[1])
+    assert "</script> %NONCE% %RUN%" in run["records"][1]["messages"][-1]["content"]
     missing = nanobot("trace", "nothing.jsonl")
     assert missing.returncode == 1 and "nanobot agent --trace" in missing.stderr
 
