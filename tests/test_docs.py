@@ -75,6 +75,15 @@ def test_the_tree_in_readme_is_what_is_there():
     assert {f"{name}.py" for name in ("nanobot", "providers", "tools", "memory", "channels")} <= named
 
 
+@pytest.mark.budget
+def test_the_sizes_in_readme_are_those_of_the_files():
+    sizes = dict(re.findall(r"^(\w+\.py) +([\d,]+) lines", README, re.MULTILINE))
+    assert {name: int(size.replace(",", "")) for name, size in sizes.items()} == {
+        f"{name}.py": (ROOT / f"{name}.py").read_text(encoding="utf-8").count("\n")
+        for name in ("nanobot", "providers", "memory", "tools", "channels")
+    }
+
+
 def symbols(file: str) -> set[str]:
     """Names that a file defines: `nanobot.py:AgentRunner`, `nanobot.py:AgentRunner.run`."""
     found = set()

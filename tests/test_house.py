@@ -11,8 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 # `wc -l` of each file; a ceiling is never raised. The page, `walk` and the exercises have 370 lines in nanobot.py and channels.py.
-CEILINGS = {"nanobot": 2582, "providers": 1800, "memory": 1150, "tools": 2000, "channels": 1725}
-STATEMENTS = 6_400  # in all five files
+CEILINGS = {"nanobot": 2553, "providers": 1800, "memory": 1150, "tools": 2000, "channels": 1697}
+STATEMENTS = 6_444  # in all five files
 FIRST_READINGS = 2_000  # lines in all, imports included
 FILES = list(CEILINGS)
 LEAVES = [name for name in FILES if name != "nanobot"]
@@ -61,6 +61,11 @@ def test_a_file_keeps_to_its_ceiling_and_its_lines_to_theirs(name):
     assert [line for line in SOURCES[name].split("\n") if len(line) > 100] == []
     without_strings = re.sub(r'"""(?:.|\n)*?"""|"(?:\\.|[^"\\\n])*"|#.*', '""', SOURCES[name])
     assert not re.search(r";\s*\S", without_strings), "one statement a line"
+
+
+@pytest.mark.budget
+def test_fewer_lines_are_not_denser_lines():
+    assert sum(isinstance(node, ast.stmt) for _, node in NODES) <= STATEMENTS
 
 
 @pytest.mark.budget
