@@ -40,12 +40,14 @@ def check(is_right: bool, expected: str, got: Any = "", look: str = "") -> None:
 
 def file_of(name: str) -> Path:
     """`ex_<name>.py`, of the folder in NANOBOT_EXERCISES or of this one."""
-    return Path(os.environ.get("NANOBOT_EXERCISES", HERE)) / f"ex_{name}.py"
+    return Path(os.environ.get("NANOBOT_EXERCISES", HERE)).absolute() / f"ex_{name}.py"
 
 
 def exercise(name: str) -> ModuleType:
     """What is defined in the file of an exercise."""
     file = file_of(name)
+    if not file.exists():
+        raise NotImplementedError(f"copy {HERE / file.name} to {file.parent}")
     spec = importlib.util.spec_from_file_location(f"ex_{name}", file)
     module = importlib.util.module_from_spec(spec)
     try:
@@ -70,10 +72,11 @@ def graders() -> dict[str, Path]:
     return {file.name.split("_")[1]: file for file in sorted(HERE.glob("test_[0-9]*.py"))}
 
 
-def about(number: str) -> str:
-    """The first line of an exercise's docstring: `★ Your own loop`"""
+def about(number: str) -> tuple[str, str]:
+    """The first line of an exercise's docstring, `★ Your own loop`, and the rest: goal, what to read, a hint."""
     file = next(HERE.glob(f"ex_{number}_*.py"))
-    return file.read_text(encoding="utf-8").split('"""')[1].split("\n")[0]
+    title, _, task = file.read_text(encoding="utf-8").split('"""')[1].partition("\n")
+    return title, task.strip()
 
 
 def grade(file: Path) -> str:
@@ -103,7 +106,7 @@ def grade(file: Path) -> str:
 def main(numbers: list[str]) -> int:
     """Prints the state of all exercises, or what is still wrong with some."""
     sys.stdout.reconfigure(errors="replace")
-    files = graders()
+    files, numbers = graders(), [number.zfill(2) for number in numbers]  # 1 is 01
     unknown = [number for number in numbers if number not in files]
     if unknown:
         print(f"There is no exercise {unknown[0]}; there are {', '.join(files)}.", file=sys.stderr)
@@ -113,10 +116,12 @@ def main(numbers: list[str]) -> int:
         problem = grade(files[number])
         failed += bool(problem)
         state = "solved" if not problem else "not begun" if problem.startswith("not begun") else "not yet right"
-        print(f"{number} {about(number)}: {state}")
+        title, task = about(number)
+        print(f"{number} {title}: {state}")
         if numbers and problem:
             name = files[number].stem.removeprefix("test_")
-            print(f"{problem}\n\nThe exercise: {file_of(name)}")
+            begin = f"\n\n{task}" if state == "not begun" else ""
+            print(f"{problem}{begin}\n\nThe exercise: {file_of(name)}")
     if not numbers:
         print(f"\n{len(files) - failed} of {len(files)} solved. `nanobot exercises 01` says what is wrong with one.")
     return int(bool(numbers and failed))
