@@ -2474,7 +2474,7 @@ OPTIONS = (  # the commands that have it, its spellings, what argparse is told
     ("cron", ["job_id"], {"nargs": "?", "default": "", "metavar": "ID", "help": "to remove"}),
     ("replay trace", ["file"], FILE),
     ("trace", ["--html"], FILE | {"help": "write it as a page"}),
-    ("web", ["--port"], {"type": int, "default": 8765, "help": "0: a free one"}),
+    ("web", ["--port"], {"type": int, "default": 0, "help": "default: a free one"}),
     ("web", ["--no-open"], SWITCH | {"help": "do not open the browser"}),
     ("walk", ["-m", "--message"], {"metavar": "TEXT", "default": "read a.txt"}),
     ("walk", ["--all"], SWITCH | {"help": "second readings, too"}),
