@@ -1226,7 +1226,7 @@ class JobStore:
     """The file `{"jobs": [{…}, …]}`. Rows and keys that mean nothing here are kept as they are."""
 
     def __init__(self, path: Path, lock: Callable[[Path], Any]):
-        self.path, self.lock = path, lock
+        self.path, self.lock, self.own_lock = path, lock, threading.Lock()
 
     def stamp(self) -> tuple | None:
         """Another one when the file has changed."""
@@ -1248,7 +1248,7 @@ class JobStore:
     def change(self, edit: Callable[[list], list]) -> None:
         """Let `edit` make new rows of the file's, and write all of them or none. Blocks."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.lock(self.path.with_suffix(".lock")):
+        with self.own_lock, self.lock(self.path.with_suffix(".lock")):
             rows = edit(self.read())
             temporary = self.path.with_suffix(".tmp")  # there is one writer: what a crash left goes
             with open(temporary, "w", encoding="utf-8", errors="replace") as file:
@@ -1461,9 +1461,9 @@ class CronService:
 
     def _remove(self, job_id: str) -> str:
         def edit(rows: list) -> list:
-            found = [row for row in rows if id_of(row) == job_id]
+            found = [row for row in rows if job_id and id_of(row) == job_id]
             if not found:
-                known = ", ".join(map(id_of, rows)) or "none"
+                known = ", ".join(filter(None, map(id_of, rows))) or "none"
                 raise CronError(f"There is no job {job_id!r}. There are: {known}.")
             if found[0].get("system"):
                 raise CronError(f"{job_id} is a job of the system: it cannot be removed.")

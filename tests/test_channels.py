@@ -18,7 +18,9 @@ import threading
 import time
 import traceback
 import zoneinfo
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -1313,6 +1315,17 @@ def test_rows_written_by_hand_run_odd_ones_are_told_once_and_all_are_kept(tmp_pa
     assert "cron: {'id': 's1', 'every_seconds': -1} is no job: it does not say when" in caplog.messages
     assert office.cron("list").startswith("1 · every 60 s · next ")
     assert office.cron("remove", job_id="1") == "Removed job 1."
+    with pytest.raises(CronError, match="There is no job ''. There are: x, s1,"):
+        office.cron("remove")
+    assert office.rows() == odd
+
+
+def test_jobs_that_are_added_side_by_side_are_all_kept_without_a_lock_against_other_programs(tmp_path):
+    service = CronService(tmp_path / "jobs.json", None, now=lambda: START, zone=BERLIN)
+    with ThreadPoolExecutor(8) as threads:
+        add = partial(service.cron, "add", every_seconds=60, turn=CHAT)
+        list(threads.map(add, [f"job {number}" for number in range(20)]))
+    assert len(service.store.read()) == 20
 
 
 def test_a_clock_that_was_ahead_stops_nothing(tmp_path):
