@@ -868,7 +868,7 @@ class Telegram(Channel):
             return None  # somebody joined the group, a message was pinned
         return InboundMessage(
             self.name, str(sender["id"]), str(chat["id"]), content, media,
-            message_id=str(messages[0]["message_id"]),
+            message_id=f"{messages[0]['message_id']}/{self.bot['id']}",  # another bot counts anew
             speaker="" if chat["type"] == "private" else name_of(sender),
         )  # fmt: skip
 
@@ -898,8 +898,8 @@ class Telegram(Channel):
         if message.kind == "final":
             self._stop_typing(message.chat_id)
         target: dict[str, Any] = {"chat_id": message.chat_id}
-        if message.reply_to.isdigit():
-            reply = {"message_id": int(message.reply_to), "allow_sending_without_reply": True}
+        if own := re.fullmatch(r"(\d+)/\d+", message.reply_to):
+            reply = {"message_id": int(own[1]), "allow_sending_without_reply": True}
             target["reply_parameters"] = reply
         parts = [*split_html(as_html(message.content)), *map(Path, message.media)]
         for part in parts[message.parts_sent :]:

@@ -644,9 +644,9 @@ async def test_a_telegram_message_is_typed_at_answered_and_confirmed(server, des
     server.say("What is in a.txt?")
     message = await desk.take()
     assert (message.session_key, message.sender_id) == ("telegram:7", "7")
-    assert (message.content, message.message_id, message.speaker) == ("What is in a.txt?", "2", "")
+    assert (message.content, message.message_id, message.speaker) == ("What is in a.txt?", "2/99", "")
     await desk.until(lambda: server.calls("sendChatAction"))
-    await desk.send("**Hello** & bye.", reply_to="2")
+    await desk.send("**Hello** & bye.", reply_to=message.message_id)
     await desk.until_confirmed()
     reply = {"message_id": 2, "allow_sending_without_reply": True}
     assert server.calls("sendMessage") == [{"chat_id": "7", "text": "<b>Hello</b> &amp; bye.",
@@ -937,7 +937,7 @@ async def test_a_second_try_goes_on_where_the_first_broke_off(server, desk, capl
 async def test_photos_and_files_go_out_and_one_that_cannot_is_told_of(server, desk, caplog):
     async def sent(*media: Path) -> list[str]:
         server.requests.clear()
-        await desk.send("", media=media, reply_to="5")
+        await desk.send("", media=media, reply_to="5/99")
         return [request.method for request in server.requests if request.method.startswith("send")]
 
     photo, file = desk.folder / "a.PNG", desk.folder / 'odd"näme.txt'

@@ -2051,6 +2051,17 @@ def test_from_a_message_over_its_answer_to_the_reminder(serve_gateway, own_home)
     assert roles(line for line in said if "role" in line) == order
 
 
+def test_who_replaces_the_bot_is_answered_by_the_new_one_which_counts_its_messages_from_one_again(serve_gateway):
+    def work():
+        server.say("hello")
+        server.wait_until(lambda: len(server.texts()) == 1)
+
+    for number in (99, 100):
+        with FakeTelegram() as server:
+            server.bot["id"] = number
+            serve_gateway({"channels": bot(server)}, work, "--offline")
+
+
 def test_a_gateway_writes_to_chats_with_a_tool_and_beats_for_what_stands_in_a_file(serve_gateway, own_home):
     workspace = own_home / ".nanobot" / "workspace"
     workspace.mkdir(parents=True)
