@@ -168,7 +168,7 @@ def as_schema(hint: Any) -> dict:
         note = {"description": inner[1]} if isinstance(inner[1], str) else inner[1]
         return {**as_schema(inner[0]), **note}
     if origin is Literal:
-        return {**as_schema(type(inner[0])), "enum": list(inner)}
+        return {**as_schema(Union[tuple(map(type, inner))]), "enum": list(inner)}  # noqa: UP007
     if origin in (Union, types.UnionType):
         merged = functools.reduce(dict.__or__, map(as_schema, inner))
         types_of_each = [kinds(as_schema(option)) for option in inner]  # of Any and Path: []
