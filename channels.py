@@ -859,7 +859,7 @@ class Telegram(Channel):
             return None  # somebody joined the group, a message was pinned
         return InboundMessage(
             self.name, str(sender["id"]), str(chat["id"]), content, media,
-            message_id=str(messages[0]["message_id"]),
+            message_id=f"{messages[0]['message_id']}/{self.bot['id']}",  # another bot counts anew
             speaker="" if chat["type"] == "private" else name_of(sender),
         )  # fmt: skip
 
@@ -889,8 +889,8 @@ class Telegram(Channel):
         if message.kind == "final":
             self._stop_typing(message.chat_id)
         target: dict[str, Any] = {"chat_id": message.chat_id}
-        if message.reply_to.isdigit():
-            reply = {"message_id": int(message.reply_to), "allow_sending_without_reply": True}
+        if own := re.fullmatch(r"(\d+)/\d+", message.reply_to):
+            reply = {"message_id": int(own[1]), "allow_sending_without_reply": True}
             target["reply_parameters"] = reply
         parts = [*split_html(as_html(message.content)), *map(Path, message.media)]
         for part in parts[message.parts_sent :]:
@@ -1212,7 +1212,7 @@ class JobStore:
     """The file `{"jobs": [{…}, …]}`. Rows and keys that mean nothing here are kept as they are."""
 
     def __init__(self, path: Path, lock: Callable[[Path], Any]):
-        self.path, self.lock = path, lock
+        self.path, self.lock, self.own_lock = path, lock, threading.Lock()
 
     def read(self) -> list:
         """Raises OSError if the file is damaged: it is never taken for one without jobs."""
@@ -1229,7 +1229,7 @@ class JobStore:
     def change(self, edit: Callable[[list], list]) -> None:
         """Let `edit` make new rows of the file's, and write all of them or none. Blocks."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.lock(self.path.with_suffix(".lock")):
+        with self.own_lock, self.lock(self.path.with_suffix(".lock")):
             rows = edit(self.read())
             temporary = self.path.with_suffix(".tmp")  # there is one writer: what a crash left goes
             with open(temporary, "w", encoding="utf-8", errors="replace") as file:
@@ -1440,9 +1440,9 @@ class CronService:
 
     def _remove(self, job_id: str) -> str:
         def edit(rows: list) -> list:
-            found = [row for row in rows if id_of(row) == job_id]
+            found = [row for row in rows if job_id and id_of(row) == job_id]
             if not found:
-                known = ", ".join(map(id_of, rows)) or "none"
+                known = ", ".join(filter(None, map(id_of, rows))) or "none"
                 raise CronError(f"There is no job {job_id!r}. There are: {known}.")
             if found[0].get("system"):
                 raise CronError(f"{job_id} is a job of the system: it cannot be removed.")

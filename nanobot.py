@@ -1737,7 +1737,7 @@ class AgentSettings:
 class ProviderSettings:
     api_key: str = ""
     api_base: str = ""
-    extra_headers: dict = field(default_factory=dict)
+    extra_headers: dict[str, str] = field(default_factory=dict)
     extra_body: dict = field(default_factory=dict)
     text_tool_calls: Literal["auto", "on", "off"] = "auto"
 

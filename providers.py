@@ -232,7 +232,8 @@ class OpenAIProvider(LLMProvider):
         pace: float = 1,
     ):  # fmt: skip
         key = "".join(endpoint.api_key.split())  # a line end, copied along, would break the header
-        self.endpoint = replace(endpoint, api_key=key)
+        address = endpoint.api_base or endpoint.spec.default_api_base
+        self.endpoint = replace(endpoint, api_key=key, api_base=address)
         self.model, self.pace = endpoint.model, pace
         self.connection = Connection(self.endpoint, request_timeout, idle_timeout)
         self.learnt: dict[str, list[Healed]] = {}  # by model: the changes that it needs
@@ -802,7 +803,7 @@ def refusal(body: Any, status: int | None = None, wait: str = "") -> Failure:
     while inside and isinstance(inside, list | dict):
         if isinstance(inside, list):
             inside = {"error": inside[0]}
-        raw = (inside.get("metadata") or {}).get("raw")  # below "Provider returned error"
+        raw = getattr(inside.get("metadata"), "get", {}.get)("raw")  # "Provider returned error"
         inside = raw or inside.get("message") or inside.get("error") or json.dumps(inside)
     if status is None and isinstance(fields.get("code"), int):
         status = fields["code"]
@@ -1062,8 +1063,7 @@ class Connection:
 
     def __init__(self, endpoint: Endpoint, request_timeout: float, idle_timeout: float):
         self.endpoint = endpoint
-        self.request_timeout = request_timeout
-        self.idle_timeout = idle_timeout
+        self.request_timeout, self.idle_timeout = request_timeout, idle_timeout
         self._loop: asyncio.AbstractEventLoop | None = None  # open connections belong to a loop
 
     def client(self) -> Any:
@@ -1096,6 +1096,7 @@ class Connection:
         The first chunk must come within the request timeout, whatever comments come before it, and
         each further one within the idle timeout. While the caller works with one, no clock runs.
         """
+        chunk = None
         raw = {"headers": {"X-Stainless-Raw-Response": "stream"}, "security": {"bearer_auth": True}}
         try:
             post = self.client().post
@@ -1107,11 +1108,13 @@ class Connection:
                     async for chunk in chunks_of(response):
                         clock.reschedule(None)
                         yield chunk
-                        clock.reschedule(asyncio.get_running_loop().time() + self.idle_timeout)
+                        patience = 0.5 if chunk is DONE else self.idle_timeout
+                        clock.reschedule(asyncio.get_running_loop().time() + patience)
                 finally:
                     await response.close()
         except Exception as problem:  # cancellation is no Exception and goes on
-            raise as_failure(problem) from problem
+            if chunk is not DONE:  # some servers never close the connection, or break it
+                raise as_failure(problem) from problem
 
     async def models(self) -> list[str]:
         """The ids of the models that the endpoint offers; raises Failure."""
@@ -1153,9 +1156,8 @@ def parse_answer(data: bytes) -> dict:
             return answer
     without_tags = re.sub(rb"<[^<>]*>", b" ", data[:2_000])  # <title>Sign in</title>
     start = " ".join(without_tags.decode("utf-8", errors="replace").split())
-    is_half = not start or data.lstrip().startswith(b"{")
-    cause = f"not JSON but: {start[:120] or 'nothing'}"
-    raise Failure(cause, "cut" if is_half else "nonsense")
+    kind = "cut" if not start or data.lstrip().startswith(b"{") else "nonsense"
+    raise Failure(f"not JSON but: {start[:120] or 'nothing'}", kind)
 
 
 # ---- An answer is put together ----
@@ -1385,10 +1387,8 @@ def text_call(name: str, written: Any, schema: dict) -> ToolCallRequest:
 # "It worked yesterday": a trace says what was sent, and a replay runs that very turn again.
 
 # "Bearer abcdefgh…", "api_key = …", "sk-…"
-KEYS = (
-    r"(?i)(bearer |authorization\W{1,9}|api[_-]?key\W{1,9})[\w.~+/-]{8,}|"
-    r"\b(sk-|gsk_|xai-|AIza)[\w-]{16,}"
-)
+KEYS = (r"(?i)(bearer |authorization\W{1,9}|api[_-]?key\W{1,9})[\w.~+/-]{8,}|"
+        r"\b(sk-|gsk_|xai-|AIza)[\w-]{16,}")  # fmt: skip
 
 
 def without_key_texts(value: Any, name: str = "") -> Any:

@@ -168,11 +168,11 @@ def as_schema(hint: Any) -> dict:
         note = {"description": inner[1]} if isinstance(inner[1], str) else inner[1]
         return {**as_schema(inner[0]), **note}
     if origin is Literal:
-        return {**as_schema(type(inner[0])), "enum": list(inner)}
+        return {**as_schema(Union[tuple(map(type, inner))]), "enum": list(inner)}  # noqa: UP007
     if origin in (Union, types.UnionType):
-        options = [as_schema(option) for option in inner]
-        merged = functools.reduce(lambda one, other: one | other, options)
-        return {**merged, "type": list(itertools.chain.from_iterable(map(kinds, options)))}
+        merged = functools.reduce(dict.__or__, map(as_schema, inner))
+        types_of_each = [kinds(as_schema(option)) for option in inner]  # of Any and Path: []
+        return {**merged, "type": sum(types_of_each, [])} if all(types_of_each) else {}
     if origin is list:  # some endpoints refuse an array that does not say of what
         return {"type": "array", "items": as_schema(inner[0]) if inner else {}}
     names = {kind: name for name, kind in JSON_TYPES.items()} | {float: "number"}

@@ -18,7 +18,9 @@ import threading
 import time
 import traceback
 import zoneinfo
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -642,9 +644,9 @@ async def test_a_telegram_message_is_typed_at_answered_and_confirmed(server, des
     server.say("What is in a.txt?")
     message = await desk.take()
     assert (message.session_key, message.sender_id) == ("telegram:7", "7")
-    assert (message.content, message.message_id, message.speaker) == ("What is in a.txt?", "2", "")
+    assert (message.content, message.message_id, message.speaker) == ("What is in a.txt?", "2/99", "")
     await desk.until(lambda: server.calls("sendChatAction"))
-    await desk.send("**Hello** & bye.", reply_to="2")
+    await desk.send("**Hello** & bye.", reply_to=message.message_id)
     await desk.until_confirmed()
     reply = {"message_id": 2, "allow_sending_without_reply": True}
     assert server.calls("sendMessage") == [{"chat_id": "7", "text": "<b>Hello</b> &amp; bye.",
@@ -934,7 +936,7 @@ async def test_a_second_try_goes_on_where_the_first_broke_off(server, desk, capl
 async def test_photos_and_files_go_out_and_one_that_cannot_is_told_of(server, desk, caplog):
     async def sent(*media: Path) -> list[str]:
         server.requests.clear()
-        await desk.send("", media=media, reply_to="5")
+        await desk.send("", media=media, reply_to="5/99")
         return [request.method for request in server.requests if request.method.startswith("send")]
 
     photo, file = desk.folder / "a.PNG", desk.folder / 'odd"näme.txt'
@@ -1312,6 +1314,17 @@ def test_rows_written_by_hand_run_odd_ones_are_told_once_and_all_are_kept(tmp_pa
     assert "cron: {'id': 's1', 'every_seconds': -1} is no job: it does not say when" in caplog.messages
     assert office.cron("list").startswith("1 · every 60 s · next ")
     assert office.cron("remove", job_id="1") == "Removed job 1."
+    with pytest.raises(CronError, match="There is no job ''. There are: x, s1,"):
+        office.cron("remove")
+    assert office.rows() == odd
+
+
+def test_jobs_that_are_added_side_by_side_are_all_kept_without_a_lock_against_other_programs(tmp_path):
+    service = CronService(tmp_path / "jobs.json", None, now=lambda: START, zone=BERLIN)
+    with ThreadPoolExecutor(8) as threads:
+        add = partial(service.cron, "add", every_seconds=60, turn=CHAT)
+        list(threads.map(add, [f"job {number}" for number in range(20)]))
+    assert len(service.store.read()) == 20
 
 
 def test_a_clock_that_was_ahead_stops_nothing(tmp_path):

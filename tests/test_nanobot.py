@@ -1310,6 +1310,7 @@ def test_a_setting_is_read_in_both_spellings_with_variables_filled_in(own_home, 
     ('{"channels": {"telegram": {"allowFrom": [[]]}}}', "channels.telegram.allowFrom[0]", "string or integer"),
     ('{"providers": {"vllm": {"textToolCalls": "yes"}}}', "providers.vllm.textToolCalls", "auto"),
     ('{"providers": {"openai": {"apiKeys": ""}}}', "providers.openai.apiKeys: unknown key", "apiBase, apiKey, "),
+    ('{"providers": {"openai": {"extraHeaders": {"X-Team": 5}}}}', "providers.openai.extraHeaders.X-Team", "string, 5"),
     ('{"providers": {"openai": {"apiKey": "${NO_SUCH_KEY}"}}}', "NO_SUCH_KEY", "it is not set."),
     ('{"prices": {"m": {"input": "free"}}}', "prices.m.input", 'number, "free"'),
     ('{"tools": {"exec": {"timeout": -5}}}', "tools.exec.timeout", "1"),
@@ -2049,6 +2050,17 @@ def test_from_a_message_over_its_answer_to_the_reminder(serve_gateway, own_home)
     said = [json.loads(line) for line in lines]
     order = ["user", "assistant", "tool", "assistant", "assistant", "user", "assistant"]
     assert roles(line for line in said if "role" in line) == order
+
+
+def test_who_replaces_the_bot_is_answered_by_the_new_one_which_counts_its_messages_from_one_again(serve_gateway):
+    def work():
+        server.say("hello")
+        server.wait_until(lambda: len(server.texts()) == 1)
+
+    for number in (99, 100):
+        with FakeTelegram() as server:
+            server.bot["id"] = number
+            serve_gateway({"channels": bot(server)}, work, "--offline")
 
 
 def test_a_gateway_writes_to_chats_with_a_tool_and_beats_for_what_stands_in_a_file(serve_gateway, own_home):

@@ -435,6 +435,7 @@ FINE = {  # an odd answer: its text and its calls
     "a last line without its end": (Raw(HI.partition(b"\n\ndata: [DONE]")[0]), "Grüße ☃", []),
     "no reason but [DONE]": (sse(delta(content="Hi.")), "Hi.", []),
     "whole calls and no end": (sse(piece(id="a", name="f", arguments='{"a": 1}'), done=False), None, [{"a": 1}]),
+    "a line that breaks behind [DONE]": (Raw(HI, cut=True), "Grüße ☃", []),
     "a refusal": (sse(delta(refusal="I can"), delta(refusal="not.", content=None), delta("stop")), "I cannot.", []),
 }  # fmt: skip
 
@@ -446,6 +447,14 @@ def test_an_odd_answer_is_understood_and_shown(name, stream):
     answer, shown = reply_to(line, stream)
     assert (answer.content, [each.arguments for each in answer.tool_calls]) == (content, arguments)
     assert answer.error is None and "".join(shown) == (content or "" if stream else "")
+
+
+def test_a_server_that_keeps_the_line_open_behind_the_end_of_its_answer_is_not_waited_for():
+    with FakeLLM([Raw(HI, hang=20)]) as server:
+        began = time.monotonic()
+        answer, shown = ask(made(server, idle_timeout=15), stream=True)
+    assert (answer.content, answer.error) == ("".join(shown), None) == ("Grüße ☃", None)
+    assert time.monotonic() - began < 10
 
 
 def random_stream(dice):
@@ -787,6 +796,15 @@ def test_a_refusal_is_told_with_its_cause_and_what_to_do(name):
     refused = next(each for each in RECORDED if each["id"] == name)
     answer, _ = reply_to(Failure(refused["status"], refused["body"]))
     assert re.search(LITELLM[name], answer.error)
+
+
+def test_a_refusal_with_a_text_beside_its_message_is_a_refusal():
+    answer, _ = reply_to(Failure(400, {"error": {"message": "Bad thing.", "metadata": "x"}}))
+    assert "HTTP 400: Bad thing." in answer.error
+
+
+def test_an_endpoint_without_an_address_is_at_the_address_of_its_row():
+    assert OpenAIProvider(Endpoint(ROWS["openai"], "sk-1")).endpoint.api_base == "https://api.openai.com/v1"
 
 
 def test_a_model_that_is_being_loaded_is_waited_for_and_told_once():

@@ -242,7 +242,8 @@ def test_a_tool_that_raises_is_told_in_one_line_and_its_traceback_only_with_logs
     (Literal["only"], {"type": "string", "enum": ["only"]}), (float, {"type": "number"}), (object, {}),
     (Annotated[int, "Seconds"], {"type": "integer", "description": "Seconds"}), (dict, {"type": "object"}),
     (dict[str, int], {"type": "object"}), (list, {"type": "array", "items": {}}), (bool, {"type": "boolean"}),
-    (int | str | None, {"type": ["integer", "string", "null"]}), (None, {}), (Path, {}),
+    (int | str | None, {"type": ["integer", "string", "null"]}), (None, {}), (Path, {}), (Path | None, {}),
+    (Literal[5, "all"], {"type": ["integer", "string"], "enum": [5, "all"]}),
     (Annotated[str, {"minLength": 2}], {"type": "string", "minLength": 2}),
 ])  # fmt: skip
 def test_a_hint_becomes_a_schema(hint, schema):
