@@ -1434,7 +1434,7 @@ class JobRunner:
         report = InboundMessage("system", "job", chat, "", message_id=run)
         try:
             report.content = await self._answer(f"cron:{job.id}", task, chat)
-        except RuntimeError as failure:
+        except Exception as failure:  # also a session in use, a full disk: a reminder is not lost
             report.content = f"The job {job.id} ({job.message[:80]}) failed. {failure}"
             raise
         finally:
