@@ -832,7 +832,8 @@ def write_reminders(home: Path, chat: str, names: list[str]) -> None:
     store.change(lambda old: [*old, *rows])
 
 
-@pytest.mark.parametrize("rounds", [2, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rounds", [2, 20])
 def test_kill_9_of_a_gateway_under_load_loses_nothing_and_doubles_nothing(own_home, rounds):
     """Killed at random moments; each chat gets an answer for each message, and each reminder."""
     dice, chats = random.Random(5), range(100, 106)
