@@ -41,7 +41,6 @@ import threading
 import time
 import uuid
 import weakref
-import zoneinfo
 from collections import Counter, defaultdict
 from collections.abc import (
     AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping,
@@ -56,7 +55,7 @@ from channels import (
     CLI, NOBODY_TO_ASK, BackgroundLoop, CronError, CronJob, CronService,
     InboundMessage, MessageBus, OutboundMessage, PageChat, PrintableFormatter, Telegram, Waiting,
     WebPage, active_tasks, approval_question, end_on_signals, machine_zone, prepare_streams,
-    printable,
+    printable, zone_named,
 )  # fmt: skip
 from memory import (
     Consolidator, Dream, Governed, MemoryRepository, MemoryStore, Session, SessionBusy,
@@ -378,7 +377,7 @@ class ContextBuilder:
     def __init__(self, config: Config, memory: MemoryStore, skills: SkillsLoader):
         self.memory = memory
         self.skills = skills
-        self.zone = time_zone(config.defaults.timezone)
+        self.zone = zone_named(config.defaults.timezone, machine_zone())
         self.now = lambda: config.now().astimezone(self.zone)
         self.memory_tokens = config.defaults.budget // 4  # a longer MEMORY.md is cut
 
@@ -875,14 +874,6 @@ def attachment(path: Path) -> tuple[str, dict | None]:
     except OSError as problem:
         return f"[file: {path}, not readable: {problem.strerror}]", None
     return f"[{'image' if image else 'file'}: {path}]", image
-
-
-def time_zone(name: str) -> Any:
-    """A zone like `Europe/Berlin`, or None for the machine's own."""
-    try:
-        return zoneinfo.ZoneInfo(name) if name else None
-    except (KeyError, ValueError, OSError):
-        raise ConfigError(f"agents.defaults.timezone: there is no zone {name!r}.") from None
 
 
 # ---- Hooks ----
@@ -1391,7 +1382,7 @@ class JobRunner:
     def __init__(self, loop: AgentLoop, tell: Callable[[InboundMessage], Awaitable] | None = None):
         self.loop = loop
         self.tell = tell or self._into_inbox
-        zone = loop.context.zone or machine_zone()
+        zone = loop.context.zone
         self.clock = CronService(
             loop.workspace / "cron" / "jobs.json", self.run_job, zone=zone, lock=locked,
             now=lambda: loop.config.now().astimezone(zone), sleep=loop.config.sleep,
@@ -1867,9 +1858,7 @@ class Config:
         if answer * 2 >= window:
             limit = f"must be under half of contextWindowTokens ({window})"
             raise ConfigError(f"agents.defaults.maxTokens ({answer}) {limit}.")
-        shell, search = self.tools.exec, self.tools.web.search
-        if shell.sandbox_network and not shell.sandbox:
-            log.warning("tools.exec.sandboxNetwork has no effect without a sandbox")
+        search = self.tools.web.search
         if search.api_key and not SEARCH_SERVICES[search.provider].headers:
             log.warning("tools.web.search.apiKey has no effect: %s takes no key", search.provider)
 
@@ -2063,8 +2052,10 @@ class PageHook(AgentHook):
         self.show("retry", text=why)
 
     async def after_tool(self, call: ToolCallRequest, result: ToolResult, seconds: float) -> None:
-        facts = {"id": call.id, "text": result.text, "is_error": result.is_error}
-        self.show("result", **facts, began=time.monotonic() - seconds, seconds=seconds)
+        self.show(
+            "result", id=call.id, arguments=call.arguments, text=result.text,
+            is_error=result.is_error, began=time.monotonic() - seconds, seconds=seconds,
+        )  # fmt: skip
 
 
 def glass_html(**run: Any) -> str:
@@ -2074,16 +2065,15 @@ def glass_html(**run: Any) -> str:
     return html.replace("%RUN%", escaped)  # no text in it ends the script, or is taken for %NONCE%
 
 
-def played(file: Path) -> tuple[ReplayProvider, list[dict]]:
-    """A trace as a model and as records: of a file, or by name of a run that is shipped."""
-    shipped = DATA / "templates" / "traces" / f"{file.name}.jsonl"
-    path = shipped if shipped.exists() and not file.exists() else file
+def recorded(file: Path) -> ReplayProvider:
+    """A trace as a model: of a file, or by its name one of the runs in `templates/traces/`."""
+    shipped = {path.stem: path for path in (DATA / "templates" / "traces").glob("*.jsonl")}
     try:
-        model = ReplayProvider(path)  # raises ValueError that names a line which is no record
-        lines = path.read_text(encoding="utf-8", errors="replace").removesuffix("\n").split("\n")
-        return model, [json.loads(line) for line in lines]
+        return ReplayProvider(file if file.exists() else shipped.get(file.name, file))
     except (OSError, ValueError) as problem:
-        raise ConfigError(f"{problem}. Make a trace with: nanobot agent --trace FILE") from None
+        names = ", ".join(sorted(shipped))
+        advice = f"Make a trace with: nanobot agent --trace FILE, or name a shipped one: {names}"
+        raise ConfigError(f"{problem}. {advice}") from None
 
 
 def summary_of(records: list[dict]) -> Iterator[str]:
@@ -2095,8 +2085,8 @@ def summary_of(records: list[dict]) -> Iterator[str]:
             if message not in known and message["role"] in ("user", "tool"):
                 yield f"{message['role']}: {message['content']}"
         known = record["messages"]
-        outcome = f"{record['outcome']} after {record['seconds']} s"
-        yield f"\nrequest {number} to {record['model']}: {outcome}"
+        seconds, outcome = record["seconds"], record["outcome"]
+        yield f"\nrequest {number} to {record['model']}: {outcome} after {seconds} s"
         for call in answer.get("tool_calls", []):
             yield f"call: {call['name']} {json.dumps(call['arguments'], ensure_ascii=False)}"
         yield answer.get("content") or answer.get("error") or ""
@@ -2143,7 +2133,9 @@ class Talk:
             self.loop.hooks.append(ApprovalHook(self.loop.tools, ask))
             if ask is None:
                 self.terminal.note(NOBODY_TO_ASK)
-        if arguments.step and ask:
+        if arguments.step:
+            if ask is None:
+                raise ConfigError("--step needs a terminal: nobody else can press Enter.")
             self.loop.hooks.append(StepHook(lambda text, what, **details: ask(text)))
         self.loop.hooks += [LoggingHook(), WaitingHook(self.terminal.waiting)]
         background.waiting = self.terminal.waiting
@@ -2341,8 +2333,6 @@ def sessions_command(arguments: argparse.Namespace) -> None:
 def gateway_command(arguments: argparse.Namespace) -> None:
     """Channels, cron and heartbeat, until a signal."""
     GATEWAY_LOG.setLevel(logging.INFO)
-    if arguments.verbose:
-        log.setLevel(logging.INFO)
     config = settings_of(arguments)
     config.cwd = config.workspace
     loop = AgentLoop(config, hooks=[LoggingHook()])
@@ -2381,8 +2371,7 @@ def web_command(arguments: argparse.Namespace) -> None:
 
     def trace(request: LLMRequest, response: LLMResponse | None, outcome: str) -> None:
         if outcome in ("healed", "retried"):
-            event = {"kind": "retry", "text": response.error}
-            page.show(page.turn_of.get(), without_key_texts(event))
+            page.show(page.turn_of.get(), {"kind": "retry", "text": response.error})
         if into_file:
             into_file(request, response, outcome)
 
@@ -2395,7 +2384,7 @@ def web_command(arguments: argparse.Namespace) -> None:
 
 def trace_command(arguments: argparse.Namespace) -> None:
     """A recorded run as a summary, or as a page."""
-    _, records = played(arguments.file)
+    records = recorded(arguments.file).records
     if not arguments.html:
         print(printable("\n".join(summary_of(records))))
         return
@@ -2420,7 +2409,7 @@ def replay_command(arguments: argparse.Namespace) -> int:
     """Plays a trace again, turn after turn. Nothing is executed and nobody is asked."""
     limits = settings_of(arguments).defaults
     terminal, status = CLI(), 0
-    model, _ = played(arguments.file)
+    model = recorded(arguments.file)
     while model.rest:
         hook = EventHook(terminal.send, Turn(), wants_streaming=True)
         tools = RecordedTools(model.rest, ToolResult)
@@ -2469,7 +2458,6 @@ OPTIONS = (  # the commands that have it, its spellings, what argparse is told
     ("prompt", ["text"], {"nargs": "?", "default": "Hello!"}),
     ("sessions", ["action"], {"nargs": "?", "choices": ["show"]}),
     ("sessions", ["show"], {"nargs": "?", "metavar": "KEY", "type": session_key}),
-    ("gateway", ["--verbose"], SWITCH | {"help": "log more than events"}),
     ("cron", ["action"], {"nargs": "?", "choices": ["list", "remove"], "default": "list"}),
     ("cron", ["job_id"], {"nargs": "?", "default": "", "metavar": "ID", "help": "to remove"}),
     ("replay trace", ["file"], FILE),
@@ -2493,7 +2481,8 @@ def parser() -> argparse.ArgumentParser:
     choice = common.add_mutually_exclusive_group()
     choice.add_argument("--provider", metavar="NAME", help=", ".join([*ROWS, "offline", "human"]))
     choice.add_argument("--offline", dest="provider", action="store_const", const="offline")
-    common.add_argument("--logs", action="store_true", help="show what happens inside, on stderr")
+    logs = {"action": "store_true", "help": "show what happens inside, on stderr"}
+    common.add_argument("--logs", "--verbose", **logs)
     strict = partial(argparse.ArgumentParser, allow_abbrev=False)  # `--app` is not `--approve`
     commands = main_parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=strict)
     added = {}

@@ -1447,16 +1447,19 @@ class ReplayProvider(LLMProvider):
     model = "replay"
 
     def __init__(self, trace: Path):  # raises OSError, or ValueError that names a line
+        self.records: list[dict] = []  # as they stand in the file
         self.rest: list[dict] = []  # what was not played yet; each `answer` is an LLMResponse
         text = trace.read_text(encoding="utf-8", errors="replace")
         for number, line in enumerate(text.removesuffix("\n").split("\n"), 1):
             try:
                 record = json.loads(line)
-                answer = record["answer"] or asdict(failed("This request was cancelled."))
-                answer["tool_calls"] = [ToolCallRequest(**call) for call in answer["tool_calls"]]
-                record["answer"] = LLMResponse(**answer)
+                cancelled = asdict(failed("This request was cancelled."))
+                answer = LLMResponse(**(record["answer"] or cancelled))
+                answer.tool_calls = [ToolCallRequest(**call) for call in answer.tool_calls]
+                self.records.append(record)
                 if record.get("outcome") not in ("healed", "retried"):
-                    self.rest.append({**record, "messages": legal(record["messages"])})
+                    messages = legal(record["messages"])
+                    self.rest.append({**record, "answer": answer, "messages": messages})
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 raise ValueError(f"{trace}, line {number}: this is no record of a trace") from None
 

@@ -609,13 +609,13 @@ FLAGS = {
     "replay": "FILE",
     "prompt": "text -s --session",
     "sessions": "show KEY",
-    "gateway": "--verbose",
+    "gateway": "",
     "cron": "list remove ID",
     "onboard": "",
     "status": "",
     "": "agent replay prompt sessions gateway cron onboard status --version",
 }
-OF_ALL = "-h --help --config --workspace --model --base-url --provider --offline --logs"
+OF_ALL = "-h --help --config --workspace --model --base-url --provider --offline --logs --verbose"
 
 
 @pytest.mark.parametrize("command", FLAGS)
@@ -918,7 +918,6 @@ def test_settings_that_are_not_json_are_said_to_be_json(own_home, ending):
 @pytest.mark.parametrize(
     ("tools", "said"),
     [
-        ({"exec": {"sandboxNetwork": True}}, "tools.exec.sandboxNetwork has no effect without a sandbox"),
         ({"web": {"search": {"apiKey": "k"}}}, "tools.web.search.apiKey has no effect: duckduckgo takes no key"),
         ({"web": {"search": {"apiKey": "k", "provider": "brave"}}}, ""),
     ],

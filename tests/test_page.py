@@ -250,6 +250,7 @@ def test_calls_are_approved_changed_skipped_and_stopped_in_the_page(browser, ope
     tab.click("Run it")
     tab.click("Send it")
     tab.wait("document.querySelectorAll('.said.agent').length === 3")
+    assert "arguments that ran" in tab.run("byId('requests').textContent")
     tab.click("Journal")
     assert "two.txt" in tab.run("byId('journal').lastChild.previousSibling.textContent + byId('journal').textContent")
     tab.say("read a.txt")
