@@ -894,7 +894,9 @@ class AgentHookContext:
 
 
 class AgentHook:
-    """Looks on while a run goes on, and may have a say. Override what you need."""
+    """Looks on while a run goes on, and may have a say. Override what you need. In the order of a
+    step: before_iteration, before_request, on_stream, after_response, on_stream_end,
+    before_execute_tools, after_tool, after_iteration. finalize_content may change the answer."""
 
     wants_streaming = False
 
@@ -2262,17 +2264,16 @@ def status_rows(config: Config) -> Iterator[tuple[str, str, str | None]]:
     yield "settings", str(config.path) if config.path.exists() else usual, ""
     yield "workspace", str(loop.workspace), ""
     yield "model", *asyncio.run(model_and_problem(loop.provider))
-    if sandbox := config.tools.exec.sandbox:
-        yield "sandbox", sandbox, sandbox_problem()
-    else:
-        yield "sandbox", "off: a command can do what you can", ""
+    sandbox = config.tools.exec.sandbox
+    state = sandbox or "off: a command can do what you can"
+    yield "sandbox", state, sandbox and sandbox_problem()
     telegram = config.channels.telegram  # the token is shown nowhere
-    if not telegram.token:
-        yield "telegram", "off: put a token into channels.telegram.token", None
-    elif not telegram.allow_from:
-        yield "telegram", "a token is set", "put user ids into channels.telegram.allowFrom"
+    allowed = ", ".join(map(str, telegram.allow_from))
+    problem = "" if allowed else "put user ids into channels.telegram.allowFrom"
+    if telegram.token:
+        yield "telegram", f"a token is set, allowed: {allowed or 'nobody'}", problem
     else:
-        yield "telegram", f"a token is set, allowed: {', '.join(map(str, telegram.allow_from))}", ""
+        yield "telegram", "off: put a token into channels.telegram.token", None
     for name, problem in asyncio.run(loop.mcp.check()).items():
         yield f"mcp {name}", "connected", problem
     for skill in loop.skills.load():
