@@ -260,12 +260,6 @@ def approval_question(name: str, arguments: dict) -> str:
     return f"{shown}\n{size}Run it? [y/n/always] ({always}) "
 
 
-NOBODY_TO_ASK = (
-    "--approve: nobody can be asked, standard input is no terminal. What needs approval is refused."
-    " Start it without a pipe to be asked, or without --approve to allow everything."
-)
-
-
 # ---- What a program inherits ----
 # `2>&-`, `>&-` and `nohup nanobot gateway &` work.
 

@@ -42,9 +42,7 @@ import time
 import uuid
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import (
-    AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping,
-)  # fmt: skip
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from datetime import datetime
 from functools import partial, partialmethod, wraps
@@ -52,10 +50,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from channels import (
-    CLI, NOBODY_TO_ASK, BackgroundLoop, CronError, CronJob, CronService,
-    InboundMessage, MessageBus, OutboundMessage, PageChat, PrintableFormatter, Telegram, Waiting,
-    WebPage, active_tasks, approval_question, end_on_signals, machine_zone, prepare_streams,
-    printable, zone_named,
+    CLI, BackgroundLoop, CronError, CronJob, CronService, InboundMessage, MessageBus,
+    OutboundMessage, PageChat, PrintableFormatter, Telegram, Waiting, WebPage, active_tasks,
+    approval_question, end_on_signals, machine_zone, prepare_streams, printable, zone_named,
 )  # fmt: skip
 from memory import (
     Consolidator, Dream, Governed, MemoryRepository, MemoryStore, Session, SessionBusy,
@@ -649,7 +646,7 @@ class Background:
     def __init__(self) -> None:
         self.tasks: set[asyncio.Task] = set()
 
-    def start(self, work: Coroutine, name: str = "in the background") -> None:
+    def start(self, work: Awaitable, name: str = "in the background") -> None:
         task = asyncio.create_task(logged(work, name))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
@@ -661,7 +658,7 @@ class Background:
         await end_all(list(self.tasks))
 
 
-async def logged(work: Coroutine, name: str) -> Any:
+async def logged(work: Awaitable, name: str) -> Any:
     """The result; None after a failure, which is logged. A bug is logged with its traceback."""
     try:
         return await work
@@ -1301,10 +1298,6 @@ def text_for_chat(result: AgentRunResult, key: str = "") -> str:
 # Without a lock two gateways would answer each message twice and run each job twice.
 
 GATEWAY_LOG = logging.getLogger("nanobot.gateway")  # one line an event
-NOBODY_RUNS_JOBS = (
-    "No gateway runs: a job happens only while `nanobot gateway` runs; one of the terminal also "
-    "while a prompt is open."
-)
 
 
 def gateway_runs(workspace: Path, lock: str = "gateway") -> bool:
@@ -1458,7 +1451,7 @@ class JobRunner:
                 raise ToolError(str(mistake)) from None
             lock = "jobs" if turn.channel == "cli" else "gateway"  # a prompt may run jobs, too
             if action == "add" and not gateway_runs(turn.workspace, lock):
-                text += f"\n({NOBODY_RUNS_JOBS} Tell the user.)"
+                text += f"\n({template('no_gateway')} Tell the user.)"
             return text
 
         return tool(cron)
@@ -2133,12 +2126,10 @@ class Talk:
             self.loop.provider.trace = Trace(arguments.trace)
         if arguments.approve:
             self.loop.hooks.append(ApprovalHook(self.loop.tools, ask))
-            if ask is None:
-                self.terminal.note(NOBODY_TO_ASK)
-        if arguments.step:
-            if ask is None:
-                raise ConfigError("--step needs a terminal: nobody else can press Enter.")
+        if arguments.step and ask:
             self.loop.hooks.append(StepHook(lambda text, what, **details: ask(text)))
+        if (arguments.approve or arguments.step) and ask is None:
+            self.terminal.note(template("no_keyboard"))
         self.loop.hooks += [LoggingHook(), WaitingHook(self.terminal.waiting)]
         background.waiting = self.terminal.waiting
         background.close = self.loop.close
@@ -2149,8 +2140,8 @@ class Talk:
         if isinstance(loop.provider, OfflineProvider) and config.defaults.provider != "offline":
             self.terminal.note(template("no_model"))
         if loop.turn(self.key).cwd != config.cwd:
-            start = f"work starts in {loop.workspace}"
-            self.terminal.note(f"The fence does not open {config.cwd}: {start}.")
+            closed = f"The fence does not open {config.cwd}"
+            self.terminal.note(f"{closed}: work starts in {loop.workspace}.")
         if self.terminal.live:
             self.background.complete(logged(self.show_reports("While you were away:"), "reports"))
         is_conversation = self.has_keyboard and self.message is None
@@ -2346,7 +2337,7 @@ def cron_command(arguments: argparse.Namespace) -> None:
     clock = JobRunner(loop).clock
     print(printable(clock.cron(arguments.action, job_id=arguments.job_id, turn=turn)))
     if not gateway_runs(loop.workspace):
-        print(NOBODY_RUNS_JOBS)
+        print(template("no_gateway"))
 
 
 def web_command(arguments: argparse.Namespace) -> None:
@@ -2360,9 +2351,8 @@ def web_command(arguments: argparse.Namespace) -> None:
         html, lambda chat_id: (loop.sessions.path(f"web:{chat_id}"), loop.memory.facts),
         arguments.port, without_key_texts,
     )  # fmt: skip
-    for key in loop.sessions.list_keys():
-        if key.startswith("web:"):
-            page.chats[key.removeprefix("web:")] = PageChat()
+    names = [key.partition(":")[2] for key in loop.sessions.list_keys() if key[:4] == "web:"]
+    page.chats |= {name: PageChat() for name in names}
     loop.hooks_of = lambda turn: [PageHook(loop, page, turn.chat_id)]
     if isinstance(loop.provider, HumanProvider):
         loop.provider.ask = partial(page.ask, what="model")
