@@ -1570,8 +1570,7 @@ class WebPage(Channel):
     async def ask(self, text: str, what: str = "approve", **details: Any) -> str:
         number, chat_id = secrets.token_hex(8), self.turn_of.get()
         self.questions[number] = asyncio.get_running_loop().create_future()
-        question = {"kind": "ask", "id": number, "what": what, "text": text, **details}
-        self.show(chat_id, question)
+        self.show(chat_id, {"kind": "ask", "id": number, "what": what, "text": text, **details})
         try:
             return await self.questions[number]
         finally:

@@ -41,6 +41,7 @@ import threading
 import time
 import uuid
 import weakref
+import webbrowser
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
@@ -2047,10 +2048,9 @@ class PageHook(AgentHook):
         self.show("retry", text=why)
 
     async def after_tool(self, call: ToolCallRequest, result: ToolResult, seconds: float) -> None:
-        self.show(
-            "result", id=call.id, arguments=call.arguments, text=result.text,
-            is_error=result.is_error, began=time.monotonic() - seconds, seconds=seconds,
-        )  # fmt: skip
+        outcome = {"text": result.text, "is_error": result.is_error, "seconds": seconds}
+        began = time.monotonic() - seconds
+        self.show("result", id=call.id, arguments=call.arguments, began=began, **outcome)
 
 
 def glass_html(**run: Any) -> str:
@@ -2333,8 +2333,7 @@ def gateway_command(arguments: argparse.Namespace) -> None:
 
 def cron_command(arguments: argparse.Namespace) -> None:
     loop = AgentLoop(settings_of(arguments))
-    turn = loop.turn("cli:direct")
-    clock = JobRunner(loop).clock
+    clock, turn = JobRunner(loop).clock, loop.turn("cli:direct")
     print(printable(clock.cron(arguments.action, job_id=arguments.job_id, turn=turn)))
     if not gateway_runs(loop.workspace):
         print(template("no_gateway"))
@@ -2342,8 +2341,6 @@ def cron_command(arguments: argparse.Namespace) -> None:
 
 def web_command(arguments: argparse.Namespace) -> None:
     """The page, and what a gateway serves besides, until a signal."""
-    import webbrowser
-
     config = settings_of(arguments)
     loop = AgentLoop(config, make_provider(config, HumanProvider()))
     html = glass_html(model=loop.provider.model, window=config.defaults.context_window_tokens)
