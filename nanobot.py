@@ -2437,7 +2437,12 @@ def session_key(name: str) -> str:
 
 SWITCH = {"action": "store_true"}
 FILE = {"metavar": "FILE", "type": path_of}
-OPTIONS = (  # the commands that have it, its spellings, what argparse is told
+OPTIONS = (  # the commands that have it, "" for all, its spellings, what argparse is told
+    ("", ["--config"], FILE | {"help": "~/.nanobot/config.json"}),
+    ("", ["--workspace"], {"metavar": "DIR", "help": "its home; ~/.nanobot/workspace"}),
+    ("", ["--model"], {"metavar": "NAME"}),
+    ("", ["--base-url"], {"metavar": "URL", "help": "an endpoint; mostly ends in /v1"}),
+    ("", ["--logs", "--verbose"], SWITCH | {"help": "show what happens inside, on stderr"}),
     ("agent prompt", ["-s", "--session"], {"type": session_key, "default": "direct"}),
     ("agent", ["--no-stream"], SWITCH | {"help": "do not stream requests"}),
     ("agent", ["--step"], SWITCH | {"help": "stop before each request and call"}),
@@ -2462,15 +2467,9 @@ def parser() -> argparse.ArgumentParser:
     main_parser = argparse.ArgumentParser("nanobot", description="A personal AI agent.")
     main_parser.add_argument("--version", action="version", version=f"nanobot {__version__}")
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--config", metavar="FILE", type=path_of, help="~/.nanobot/config.json")
-    common.add_argument("--workspace", metavar="DIR", help="its home; ~/.nanobot/workspace")
-    common.add_argument("--model", metavar="NAME")
-    common.add_argument("--base-url", metavar="URL", help="an endpoint; mostly ends in /v1")
     choice = common.add_mutually_exclusive_group()
     choice.add_argument("--provider", metavar="NAME", help=", ".join([*ROWS, "offline", "human"]))
     choice.add_argument("--offline", dest="provider", action="store_const", const="offline")
-    logs = {"action": "store_true", "help": "show what happens inside, on stderr"}
-    common.add_argument("--logs", "--verbose", **logs)
     strict = partial(argparse.ArgumentParser, allow_abbrev=False)  # `--app` is not `--approve`
     commands = main_parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=strict)
     added = {}
@@ -2480,7 +2479,7 @@ def parser() -> argparse.ArgumentParser:
     message.add_argument("text", nargs="*", default="", metavar="TEXT", help="ask this and leave")
     message.add_argument("-m", "--message", metavar="TEXT", help="the same")
     for names, flags, details in OPTIONS:
-        for name in names.split():
+        for name in names.split() or COMMAND_LINE:
             added[name].add_argument(*flags, **details)
     return main_parser
 
