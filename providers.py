@@ -1472,22 +1472,39 @@ class ReplayProvider(LLMProvider):
         return answer
 
 
+# The runner ends the result of a repeated call with one of these lines (templates/same_*.md)
+WARNING = re.compile(r"\n(?:You have this result already|This same call has failed)[^\n]*\Z")
+
+
 class RecordedTools:
     """The tools of a trace. Nothing is executed: calls get the recorded results, in their order.
 
-    `make_result(text)` makes what a ToolRegistry would return.
+    `make_result(text)` makes a ToolResult. The warning is cut off its text: the runner of the
+    replay counts equal calls anew. A trace does not say which results are errors, but this warning
+    does, and only the count needs to know.
     """
 
     def __init__(self, records: list[dict], make_result: Callable[[str], Any]):
         self.make_result = make_result
         self.definitions = records[0]["tools"]
-        self.results: list[str] = []
+        self.results: list[Any] = []
+        by_call: defaultdict[str, list] = defaultdict(list)
         for record, later in itertools.pairwise(records):
             new = [message for message in later["messages"] if message not in record["messages"]]
             texts = [message["content"] for message in new if message["role"] == "tool"]
+            blocks = [message["content"] for message in new if isinstance(message["content"], list)]
+            images = {first.get("text"): rest for first, *rest in blocks}  # by their result
             for call, text in zip(record["answer"].tool_calls, texts, strict=False):
-                if not call.error:  # the runner itself answers a call that could not be read
-                    self.results.append(text)
+                if call.error:  # the runner itself answers a call that could not be read
+                    continue
+                result = make_result(WARNING.sub("", text))
+                result.images = images.get(text, [])
+                self.results.append(result)
+                same = by_call[to_json([call.name, call.arguments])]
+                same.append(result)
+                if "\nThis same call has failed " in text:
+                    for result in same[-3:]:  # the first warning comes with the third failure
+                        result.is_error = True
 
     def get(self, name: str) -> None:
         """Nothing is known of a tool but its results, so its calls run one after another."""
@@ -1496,8 +1513,9 @@ class RecordedTools:
         return self.definitions
 
     async def execute(self, name: str, params: dict, turn: Any = None) -> Any:
-        text = self.results.pop(0) if self.results else "(the trace ends before this call's result)"
-        return self.make_result(text)
+        if not self.results:
+            return self.make_result("(the trace ends before this call's result)", is_error=True)
+        return self.results.pop(0)
 
 
 # ---- You are the model ----
