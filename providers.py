@@ -360,15 +360,11 @@ class OfflineProvider(LLMProvider):
 
     def __init__(self, rules: str = ""):
         self.rules = Rules(rules or rules_beside_this_file())
-        for problem in self.rules.problems:
-            log.warning("%s", problem)
 
     async def answer(self, request: LLMRequest) -> LLMResponse:
         plan = Plan(request, self.rules)
-        try:
-            answer = LLMResponse(plan.answer())
-        except NextCall as call:
-            answer = calling(*call.args)
+        text = plan.answer()
+        answer = calling(*plan.next_call) if plan.next_call else LLMResponse(text)
         answer.reasoning_content = f"rules and their words: {plan.matches}"  # for traces, the page
         await request.show(*words(answer.content or ""))
         answer.usage = estimate_usage(request, answer)
@@ -1567,7 +1563,6 @@ class HumanProvider(LLMProvider):
 
 OFFLINE_RULES = "templates/offline/rules.md"  # beside this file, or in nanobot_data/ of a wheel
 FIELDS = ("tool", "answer", "line", "schedule", "path")  # and the arguments of a tool
-NO_RULE = f"I know no rule for that: there is none in {OFFLINE_RULES}."
 BUILT_IN = {"result", "time", "memory", "file"}  # <words> that nobody has to say
 MARKS = {"[": "(?:", "]": ")?", "(": "(?:", ")": ")", "|": "|"}
 
@@ -1579,13 +1574,14 @@ class Rules:
         self.kinds: dict[str, str] = defaultdict(lambda: "(?!)")  # {"url": "(?:https?://\\S+)"}
         self.sentences: list[tuple[str, str, dict]] = []  # `read <files>`, its regex, its rule
         self.problems: list[str] = []
-        self.otherwise = {"title": "anything else", "answer": NO_RULE}
+        self.otherwise = {"title": "anything else", "answer": f"{OFFLINE_RULES} is missing."}
         self.last: dict[str, str] = {}  # the rule that is being read
         for number, line in enumerate(text.split("\n"), 1):
             try:
                 self._read(line.rstrip())
             except (ValueError, re.error) as problem:
                 self.problems.append(f"{OFFLINE_RULES}, line {number}: {problem}")
+                log.warning("%s", self.problems[-1])
                 self.sentences = [row for row in self.sentences if row[2] is not self.last]
                 self.last = {}
 
@@ -1621,8 +1617,7 @@ class Rules:
         """`show [me] <file>` → an expression for ` show a.txt` and ` show me "my notes"`."""
         if any(sentence.count(pair[0]) != sentence.count(pair[1]) for pair in ("[]", "()", "<>")):
             raise ValueError(f"`{sentence}`: a bracket is not closed")
-        kinds = re.findall(r"<(\w+)>", sentence)
-        if len(kinds) > len(set(kinds)):
+        if re.search(r"<(\w+)>.*<\1>", sentence):
             raise ValueError(f"`{sentence}`: one of the <words> is in it twice")
         regex = ""
         for token in re.findall(r"[\[\]()|]|[^\s\[\]()|]+", sentence):
@@ -1634,12 +1629,25 @@ class Rules:
             regex += MARKS.get(token, said)
         return regex
 
+    def find(self, text: str) -> list[tuple[dict, dict]]:
+        """The rules for a text, each with its <words>: `list docs and read a.txt` has two."""
+        head = text.partition("\n\n")[0]  # text from a pipe stands behind it
+        between = f"(?i){self.kinds['between']}"
+        parts = re.split(between, head, maxsplit=9) if len(head) <= 1_000 else []
+        found = [self.match(part) for part in parts if part.count('"') % 2 == 0]
+        if len(parts) == len(found) > 1 and all(found):
+            return found
+        offered = self.otherwise | {"answer": self.suggestion(head) or self.otherwise["answer"]}
+        return [self.match(text) or self.match(head) or (offered, {})]
+
     def match(self, text: str) -> tuple[dict, dict] | None:
-        """The first rule with this sentence, of at most 1,000 characters; and its <words>."""
-        request = re.sub(f"(?i){self.kinds['after']}", "", text.strip()[:1_001])
+        """The first rule that has this sentence, and its <words>."""
+        if len(text) > 1_000:
+            return None
+        request = re.sub(f"(?i){self.kinds['after']}", "", text.strip())
         for spoken in (request, re.sub(f"(?i){self.kinds['before']}", "", request)):
             start = re.match(r"\w{0,2}", spoken.lower())[0]
-            for sentence, regex, rule in self.sentences if len(text) <= 1_000 else ():
+            for sentence, regex, rule in self.sentences:
                 if start not in sentence.lower() and "<" not in sentence[:2]:
                     continue  # compiling all sentences would take 100 ms
                 found = re.fullmatch(regex, f" {spoken}", re.IGNORECASE | re.DOTALL)
@@ -1647,23 +1655,13 @@ class Rules:
                     return rule, {name: said for name, said in found.groupdict().items() if said}
         return None
 
-    def split(self, text: str) -> list[str]:
-        """`list docs and read a.txt` → two requests; `read a.txt and b.txt` stays one."""
-        quoted = re.sub(self.kinds["quoted"], lambda part: "-" * len(part[0]), text[:1_000])
-        requests, start = [], 0
-        for border in itertools.islice(re.finditer(f"(?i){self.kinds['between']}", quoted), 9):
-            requests.append(text[start : border.start()])
-            start = border.end()
-        requests.append(text[start:])
-        return requests if all(map(self.match, requests)) else [text]
-
     def suggestion(self, text: str) -> str:
         """`delte c.txt` → "Did you mean: delete c.txt?"; nothing is run."""
-        spoken = text.strip(" .!?")[:100].split()
+        spoken = text.strip(" .!?")[:100]
         vocabulary = set(re.findall("[a-z]+", " ".join(row[0] for row in self.sentences)))
-        for place, word in enumerate(spoken[:9]):
+        for word in spoken.split()[:9]:
             for near in difflib.get_close_matches(word.lower(), vocabulary, 3, 0.7):
-                corrected = " ".join([*spoken[:place], near, *spoken[place + 1 :]])
+                corrected = spoken.replace(word, near, 1)
                 if self.match(corrected):
                     return f"Did you mean: {corrected}?"
         return ""
@@ -1677,14 +1675,13 @@ def rules_beside_this_file() -> str:
 
 RUNTIME_END = "[/Runtime Context]"
 QUOTED = "(?s)^[\"'`“‘](.+)[\"'`”’]$"
-# - Long-term facts: /home/a b/memory/MEMORY.md
-MEMORY_PATH = r"(?m)^.*?[:`] ?((?:/|~|\w:\\).*?MEMORY\.md)"
+MEMORY_PATH = r"[:`] ?((?:/|~|\w:\\)[^\n:`]*MEMORY\.md)"  # - Facts: /home/a b/memory/MEMORY.md
 USER_LINE = r"(?m)^\[[^\]\n]*\] user: (.+)$"  # [2026-04-03T10:00:00+0200] user: hi
 SUBJECT = r"- The user(?:'s .+? is |: I (?:live in|work) )"  # a newer such line replaces this one
-
-
-class NextCall(Exception):
-    """The tool and the arguments of a call whose result is needed before the plan goes on."""
+LAST_FILE = r'\A\[offline rule .*?, it is "([^"]*)", '  # the last line of an answer
+SECONDS_OF = {"sec": 1, "min": 60, "hour": 3_600, "hr": 3_600, "day": 86_400, "week": 604_800}
+# the form of a result by tool; a result of any other form is an error
+SUCCESS = {"read_file": r"\d+\| ", "edit_file": "--- ", "exec": r"(?s).*Exit code: 0$"}
 
 
 class Plan:
@@ -1693,12 +1690,12 @@ class Plan:
     def __init__(self, request: LLMRequest, rules: Rules):
         self.rules = rules
         self.matches: dict[str, dict] = {}  # rules by title, and how their words were filled
+        self.next_call: tuple[str, dict] | None = None  # the first call that has no result yet
         messages = [as_text(message) for message in request.messages]
         said = [place for place, each in enumerate(messages, 1) if each["role"] == "assistant"]
         begin = max([place for place in said if "tool_calls" not in messages[place - 1]], default=0)
-        self.it = ""  # the file that was named last
-        for call in itertools.chain(*[each.get("tool_calls", []) for each in messages[:begin]]):
-            self.it = file_of(json.loads(call["function"]["arguments"])) or self.it
+        source = messages[begin - 1]["content"].rpartition("\n")[2] if begin else ""
+        self.it = "".join(re.findall(LAST_FILE, source))  # the file that was named last
         asked = [each["content"] for each in messages[begin:] if each["role"] == "user"]
         typed = [text for text in asked if RUNTIME_END in text] or asked[:1]  # not the loop's
         self.prompt = messages[0]["content"]
@@ -1710,72 +1707,61 @@ class Plan:
         self.known = {"time": times[-1], "memory": memory[0]}
 
     def answer(self) -> str:
-        """What is said when all calls have results; raises NextCall for the first that has none."""
+        """What is said when all calls have results. Without a result there is a `next_call`."""
         if self.saves_memory:
-            raise NextCall("save_memory", saved_memory(self.question))
+            return self._result("save_memory", saved_memory(self.question))
         if "[SKIP]" in self.prompt and "[MEMORY]" in self.prompt:
             return "[SKIP]"  # Dream: what is a fact was noted when it was said
         reports = [OfflineProvider.intro]
-        for rule, said in self._rules_and_words():
+        for rule, said in self.rules.find(self.question):
             self.matches[rule["title"]] = said
             files = re.findall(self.rules.kinds["a_file"], said.get("files", ""), re.IGNORECASE)
-            for file in (files or [self.it]) if "<file>" in str(rule) else [""]:
+            for file in files or [self.it]:
                 named = [*said.items(), ("file", file)]
                 known = {name: re.sub(QUOTED, r"\1", text) for name, text in named}
+                self.it = known.get("target", known["file"])
                 reports.append(self._follow(rule, known | self.known))
         titles = ", ".join(f'"{title}"' for title in self.matches)
-        source = f"[offline rule {titles}, {OFFLINE_RULES}]"
-        return "\n\n".join([*reports, source])
-
-    def _rules_and_words(self) -> list[tuple[dict, dict]]:
-        match, otherwise = self.rules.match, self.rules.otherwise
-        head = self.question.partition("\n\n")[0]  # piped text stands behind it
-        requests = self.rules.split(head)
-        if len(requests) > 1:
-            return [match(text) or (otherwise, {}) for text in requests]
-        offered = otherwise | {"answer": self.rules.suggestion(head) or otherwise["answer"]}
-        return [match(self.question) or match(head) or (offered, {})]
+        it = f'it is "{self.it}", ' if self.it else ""
+        return "\n\n".join([*reports, f"[offline rule {titles}, {it}{OFFLINE_RULES}]"])
 
     def _follow(self, rule: dict, known: dict) -> str:
-        """One rule, for one file. Returns what is said then."""
+        """One rule, for one file. Returns what is said then; a tool's error as it is."""
         if "<file>" in str(rule) and not known["file"]:
             return "Which file do you mean? Name it, like: read a.txt"
+        result = ""
         if "line" in rule:
-            return self._add_line(fill(rule["path"], known), fill(rule["line"], known))
-        if "tool" in rule:
+            result = self._add_line(fill(rule["path"], known), fill(rule["line"], known))
+        elif "tool" in rule:
             arguments = arguments_of(rule, known)
             if rule["tool"] == "edit_file":  # it changes only what was read
                 self._result("read_file", {"path": arguments["path"]})
-            known["result"] = self._result(rule["tool"], arguments)
-        return fill(rule.get("answer", "<result>").strip(), known)
+            result = self._result(rule["tool"], arguments)
+        if not re.match(SUCCESS.get(rule.get("tool"), ""), result):
+            return result
+        return fill(rule.get("answer", "<result>").strip(), known | {"result": result})
 
     def _result(self, tool: str, arguments: dict) -> str:
-        self.it = file_of(arguments) or self.it
+        """The result of a call; "" if it has none yet: what follows is planned again with it."""
         if self.results:
             return self.results.pop(0)
-        raise NextCall(tool, arguments)
+        self.next_call = self.next_call or (tool, arguments)
+        return ""
 
     def _add_line(self, path: str, line: str) -> str:
         """Put a line behind a file's text. `- The user's name is Maria` replaces that of Bob."""
-        result = self._result("read_file", {"path": path})
-        page = re.findall(r"(?m)^\d+\| (.*)$", result)
-        fact, subject = line.removeprefix("- "), re.match(SUBJECT, line)
-        if "go on with offset=" in result:
+        text = self._result("read_file", {"path": path})
+        page = re.findall(r"(?m)^\d+\| (.*)$", text)
+        if text.endswith(" is empty)"):
+            return self._result("write_file", {"path": path, "content": line})
+        if "go on with offset=" in text:
             return f"{path} is too long for me: I read one page of it."
-        if fact != line and line in page:
-            return f"I know that already: {fact}"
+        if path == self.known["memory"] and line in page:
+            return f"I know that already: {line}"
+        subject = re.match(SUBJECT, line)
         kept = [old for old in page if not (subject and old.startswith(subject[0]))]
         edit = {"path": path, "old_text": "\n".join(page), "new_text": "\n".join([*kept, line])}
-        result = self._result("edit_file", edit)
-        return result if fact == line else f"I note: {fact}\n{result}"
-
-
-def file_of(arguments: dict) -> str:
-    """The file that "it" means after a call: of `mv -v -- a.txt b.txt` it is b.txt."""
-    path, command = arguments.get("path", ""), arguments.get("command", "")
-    if re.match(r"(?:if \[ -f .*; fi; )?(?:mv|cp|touch|rm) .*-- ", command):
-        path = shlex.split(command)[-1]
-    return "" if path.endswith("MEMORY.md") else path
+        return self._result("edit_file", edit) if page else text
 
 
 def saved_memory(text: str) -> dict:
@@ -1804,9 +1790,6 @@ def arguments_of(rule: dict, known: dict) -> dict:
     if "schedule" in rule:
         arguments |= schedule(known["when"].lower(), known["time"])
     return arguments
-
-
-SECONDS_OF = {"sec": 1, "min": 60, "hour": 3_600, "hr": 3_600, "day": 86_400, "week": 604_800}
 
 
 def schedule(when: str, moment: str) -> dict:
