@@ -1786,6 +1786,20 @@ def test_an_own_rule_is_a_copy_of_one():
         "word_count", {"path": "a.txt", "limit": 20})  # fmt: skip
 
 
+UNFINISHED = {  # a rule without a part that its tool needs: the tool says so, nothing breaks
+    "## mine\n- jot <text>\ntool: edit_file\nline: <text>\n": ("jot milk", "read_file"),
+    "## mine\n- mend <files>\ntool: edit_file\nold_text: a\n": ("mend a.txt", "read_file"),
+    "## mine\n- wake me [<when>]\ntool: cron\naction: add\nschedule: <when>\n": ("wake me", "cron"),
+}
+
+
+@pytest.mark.parametrize("rule", UNFINISHED)
+def test_a_rule_that_lacks_a_part_calls_its_tool_without_it(rule):
+    sentence, tool = UNFINISHED[rule]
+    model = OfflineProvider(providers.rules_beside_this_file().replace("## greet", f"{rule}\n## greet", 1))
+    assert offline(sentence, model=model)[0] == tool
+
+
 def test_without_its_rules_the_offline_model_says_so(tmp_path):
     shutil.copy(providers.__file__, tmp_path)
     code = "import asyncio, providers as p; print(asyncio.run(p.OfflineProvider().chat([])).content)"
