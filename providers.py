@@ -79,7 +79,7 @@ class LLMResponse:
     content: str | None = None
     tool_calls: list[ToolCallRequest] = field(default_factory=list)
     finish_reason: str | None = "stop"  # or tool_calls, length, content_filter, error
-    usage: dict = field(default_factory=dict)  # prompt_tokens, completion_tokens, cached_tokens
+    usage: dict = field(default_factory=dict)  # {"prompt_tokens": 9, …}, see `read_usage`
     reasoning_content: str | None = None
     error: str | None = None
     extra: dict = field(default_factory=dict)  # the reasoning fields, sent back unchanged
@@ -90,7 +90,7 @@ class LLMResponse:
         return bool(self.tool_calls)
 
     def to_message(self) -> dict:
-        """The assistant message for the conversation: content, reasoning and tool calls."""
+        """The assistant message for the conversation. Without a text its content is None."""
         message = {"role": "assistant", "content": self.content or None, **self.extra}
         if self.tool_calls:
             message["tool_calls"] = [call.to_message() for call in self.tool_calls]
@@ -158,7 +158,7 @@ class LLMProvider:
         return response
 
     async def answer(self, request: LLMRequest) -> LLMResponse:
-        """Ask once. A provider stores no conversation: `request.messages` has all of it."""
+        """Return the model's answer. A provider stores nothing: `request.messages` has it all."""
         raise NotImplementedError
 
     def warm_up(self) -> None:
@@ -207,7 +207,7 @@ def legal(messages: list[dict], reply: bool = True) -> list[dict]:
     user: "Go on"                          user: "Well?\\n\\nGo on"
     assistant: "I will"
 
-    It has one system message, at the start, and then a user message. Messages of one role in a row
+    It has one system message or none, then a user message. Neighbouring messages of one role
     are joined. Each call has one result, directly behind it. Ids are unique, arguments are JSON
     objects, texts are not empty, unknown keys are gone. With `reply` the assistant is never last.
     """
@@ -1471,7 +1471,7 @@ class ReplayProvider(LLMProvider):
         return answer
 
 
-# the last line of a result that a call brought for the third time (templates/same_*.md)
+# The last line of a result that the same call brought three times or more (templates/same_*.md)
 WARNING = re.compile(r"\n(?:You have this result already|This same call has failed)[^\n]*\Z")
 
 
@@ -1479,23 +1479,22 @@ class RecordedTools:
     """The tools of a trace. Nothing is executed: calls get the recorded results, in their order.
 
     `make_result` takes text, is_error and images, like ToolResult. A warning is cut off the text:
-    the runner counts equal calls anew. It is the only sign in a trace that a result is an error.
+    the runner counts equal calls anew. Nothing else in a trace says that a result is an error.
     """
 
     def __init__(self, records: list[dict], make_result: Callable[..., Any]):
         self.make_result = make_result
         self.definitions = records[0]["tools"]
-        self.results: list[str] = []
+        self.results: list[tuple[str, list]] = []  # text and images
         self.failing: set[str] = set()  # calls that failed three times or more
-        self.images: dict[str, list] = {}  # by text of their result
         for record, later in itertools.pairwise(records):
             new = [message for message in later["messages"] if message not in record["messages"]]
             texts = [message["content"] for message in new if message["role"] == "tool"]
             blocks = [message["content"] for message in new if isinstance(message["content"], list)]
-            self.images |= {first.get("text"): images for first, *images in blocks}
+            images = {first.get("text"): rest for first, *rest in blocks}  # by text of the result
             for call, text in zip(record["answer"].tool_calls, texts, strict=False):
                 if not call.error:  # the runner itself answers a call that could not be read
-                    self.results.append(text)
+                    self.results.append((text, images.get(text, [])))
                     if "\nThis same call has failed " in text:
                         self.failing.add(to_json([call.name, call.arguments]))
 
@@ -1506,9 +1505,10 @@ class RecordedTools:
         return self.definitions
 
     async def execute(self, name: str, params: dict, turn: Any = None) -> Any:
-        text = self.results.pop(0) if self.results else "(the trace ends before this result)"
+        lost = "(the trace ends before this result)", []
+        text, images = self.results.pop(0) if self.results else lost
         is_error = to_json([name, params]) in self.failing
-        return self.make_result(WARNING.sub("", text), is_error, self.images.get(text, []))
+        return self.make_result(WARNING.sub("", text), is_error, images)
 
 
 # ---- You are the model ----

@@ -589,7 +589,9 @@ PLAYED_AGAIN = {  # the answers of the model, the status of the turn, and a part
     "the same call, first with a result": (
         [call("write_file", path="gone.txt", content="x"), GONE[0], call("exec", command="rm gone.txt"), *GONE],
         1, "gone.txt: No such file"),
-    "an image": ([call("read_file", path="dot.png"), "It is a dot."], 0, "It is a dot.\n"),
+    "an image, and the same file with another one": (
+        [call("read_file", path="dot.png"), call("exec", command="printf x >> dot.png"),
+         call("read_file", path="dot.png"), "It is a dot."], 0, "It is a dot.\n"),
 }  # fmt: skip
 
 
