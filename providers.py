@@ -1,15 +1,15 @@
 """The model: a conversation goes in, an answer or tool calls come out.
 
-A conversation is a list of Chat Completions messages: what you print is what the model saw:
+A conversation is a list of Chat Completions messages. Print it, and you see what the model sees:
 
     [{"role": "system", "content": "You are …"}, {"role": "user", "content": "What is in a.txt?"},
      {"role": "assistant", "content": None, "tool_calls": [{"id": "call_1", "type": "function",
       "function": {"name": "read_file", "arguments": "{\\"path\\": \\"a.txt\\"}"}}]},
      {"role": "tool", "tool_call_id": "call_1", "content": "1| hello"}]
 
-`provider.chat(messages, tools)` returns an `LLMResponse`, also if the endpoint fails: then its
-`error` says the cause and what to do. The second reading has how endpoints differ (the tables
-PROVIDERS and HEALING), streams, traces, offline models. Not covered: how tools run. Alone:
+`provider.chat(messages, tools)` returns an `LLMResponse`. If the endpoint fails, its `error` says
+the cause and what to do. The second reading shows how endpoints differ (the tables PROVIDERS and
+HEALING), streams, traces and the offline model. Tools do not run here. To use this file alone:
 
     import asyncio
     from providers import ROWS, Endpoint, OpenAIProvider, ScriptedProvider
@@ -45,10 +45,10 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 log = logging.getLogger("nanobot.providers")
-to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode  # ValueError for NaN
-JSON = json.JSONDecoder(strict=False)  # accepts line ends within a string
-words = re.compile(r"\s*\S+|\s+\Z").findall  # "Hi you" → ["Hi", " you"]: joined they are the text
-OnDelta = Callable[[str], Awaitable[None]]
+to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode  # raises ValueError for NaN
+JSON = json.JSONDecoder(strict=False)  # accepts line breaks inside a string
+words = re.compile(r"\s*\S+|\s+\Z").findall  # "Hi you" → ["Hi", " you"]; joined: the same text
+OnDelta = Callable[[str], Awaitable[None]]  # is called with each piece of a streamed answer
 
 
 # ---- A question and its answer ----
@@ -56,39 +56,41 @@ OnDelta = Callable[[str], Awaitable[None]]
 
 @dataclass
 class ToolCallRequest:
-    """A call that the model asks for. If `error` or `denied` is set, it says why it is not run."""
+    """A tool call that the model asks for. `error` or `denied` says why it must not be run."""
 
     id: str
     name: str
     arguments: dict = field(default_factory=dict)
     error: str = ""
     denied: str = ""
-    extra: dict = field(default_factory=dict)  # unknown keys of the call, sent back as they came
-    must_only_read: bool = False  # nobody was asked: run it only if its tool is read-only
+    extra: dict = field(default_factory=dict)  # other keys of the call, sent back unchanged
+    must_only_read: bool = False  # nobody approved it: run it only if its tool is read-only
 
     def to_message(self) -> dict:
+        """The call as part of an assistant message. Raises ValueError if an argument is NaN."""
         function = {"name": self.name, "arguments": to_json(self.arguments)}
         return {"id": self.id, "type": "function", "function": function, **self.extra}
 
 
 @dataclass
 class LLMResponse:
-    """An answer. If `error` is set, it says what went wrong; `content` is what was shown so far."""
+    """An answer. If `error` is set, the request failed; `content` is what was shown before."""
 
     content: str | None = None
     tool_calls: list[ToolCallRequest] = field(default_factory=list)
     finish_reason: str | None = "stop"  # or tool_calls, length, content_filter, error
-    usage: dict = field(default_factory=dict)  # prompt_, completion_, cached_tokens; estimated
+    usage: dict = field(default_factory=dict)  # {"prompt_tokens": 9, …}, see `read_usage`
     reasoning_content: str | None = None
     error: str | None = None
-    extra: dict = field(default_factory=dict)  # the reasoning fields, sent back as they came
-    is_overflow: bool = False  # the error: the request is longer than the model's window
+    extra: dict = field(default_factory=dict)  # the reasoning fields, sent back unchanged
+    is_overflow: bool = False  # it failed because the request exceeds the model's context window
 
     @property
     def has_tool_calls(self) -> bool:
         return bool(self.tool_calls)
 
     def to_message(self) -> dict:
+        """The assistant message for the conversation. Without a text its content is None."""
         message = {"role": "assistant", "content": self.content or None, **self.extra}
         if self.tool_calls:
             message["tool_calls"] = [call.to_message() for call in self.tool_calls]
@@ -105,16 +107,16 @@ def failed(cause: str, **fields: Any) -> LLMResponse:
 
 @dataclass
 class LLMRequest:
-    """One question. `options` may have max_tokens, temperature and tool_choice."""
+    """One request. `options` may have max_tokens, temperature and tool_choice."""
 
-    messages: list[dict]  # made for this request by `legal`
+    messages: list[dict]  # a copy that `legal` made
     tools: list[dict]
     model: str
     options: dict
     on_delta: OnDelta | None = None
     on_retry: OnDelta | None = None
-    sent: dict = field(default_factory=dict)  # the body of the current HTTP attempt,
-    began: float = field(default_factory=time.monotonic)  # and when that attempt began
+    sent: dict = field(default_factory=dict)  # the body of the current HTTP attempt
+    began: float = field(default_factory=time.monotonic)  # when that attempt began
 
     async def show(self, *pieces: str) -> None:
         for piece in pieces:
@@ -122,14 +124,14 @@ class LLMRequest:
                 await self.on_delta(piece)
 
     async def tell(self, line: str) -> None:
-        """Tell the user why the answer takes longer: a wait, a change of the request."""
+        """Tell the user why the answer takes longer: a wait, or a changed request."""
         log.info("%s", line)
         if self.on_retry:
             await self.on_retry(line)
 
 
 class LLMProvider:
-    """A model. Callers use `chat`, a subclass writes `answer`."""
+    """A model. Callers use `chat`; a subclass implements `answer`."""
 
     model = ""
     trace: Callable[[LLMRequest, LLMResponse | None, str], None] | None = None  # told of each try
@@ -140,8 +142,8 @@ class LLMProvider:
     ) -> LLMResponse:  # fmt: skip
         """Ask the model. With `on_delta` the answer streams; `on_retry` gets reasons for a delay.
 
-        Options: max_tokens, temperature, tool_choice. An endpoint that fails is a response with
-        `finish_reason="error"`. CancelledError and errors of the two callbacks are raised.
+        Options: max_tokens, temperature, tool_choice. If the endpoint fails, the response has
+        `finish_reason="error"`. Raises CancelledError, and what the two callbacks raise.
         """
         wanted = {name: value for name, value in options.items() if value is not None}
         lawful = legal(messages)
@@ -156,11 +158,11 @@ class LLMProvider:
         return response
 
     async def answer(self, request: LLMRequest) -> LLMResponse:
-        """The model's answer. A provider keeps no conversation: `request.messages` has it all."""
+        """Return the model's answer. A provider stores nothing: `request.messages` has it all."""
         raise NotImplementedError
 
     def warm_up(self) -> None:
-        """Do slow work, like an import, before the first request; called on a thread."""
+        """Do slow work, like an import, before the first request. It runs on a thread."""
 
     async def close(self) -> None:
         """Close open connections. A later `chat` opens new ones."""
@@ -170,7 +172,7 @@ class LLMProvider:
 
 
 class ScriptedProvider(LLMProvider):
-    """Plays replies back: a text, a call, a list of calls, or an LLMResponse. Keeps `requests`."""
+    """Plays back replies: texts, calls, lists of calls, LLMResponses. Records `requests`."""
 
     model = "scripted"
 
@@ -205,9 +207,9 @@ def legal(messages: list[dict], reply: bool = True) -> list[dict]:
     user: "Go on"                          user: "Well?\\n\\nGo on"
     assistant: "I will"
 
-    One system message, first; then a user message; messages of one role in a row are joined; each
-    call has one result, directly after it; ids are unique, arguments are a JSON object, texts are
-    not empty, only known keys stay. With `reply` the last message is never the assistant's.
+    It has one system message or none, then a user message. Neighbouring messages of one role
+    are joined. Each call has one result, directly behind it. Ids are unique, arguments are JSON
+    objects, texts are not empty, unknown keys are gone. With `reply` the assistant is never last.
     """
     clean = [message for message in map(clean_message, messages) if message]
     system = [message for message in clean if message["role"] == "system"]
@@ -225,22 +227,22 @@ def legal(messages: list[dict], reply: bool = True) -> list[dict]:
 
 
 class OpenAIProvider(LLMProvider):
-    """An endpoint that speaks Chat Completions. Timeouts are in seconds, `pace` scales waits."""
+    """A Chat Completions endpoint. Timeouts are in seconds; `pace` scales pauses before retries."""
 
     def __init__(
         self, endpoint: Endpoint, request_timeout: float = 300, idle_timeout: float = 90,
         pace: float = 1,
     ):  # fmt: skip
-        key = "".join(endpoint.api_key.split())  # a line end, copied along, would break the header
+        key = "".join(endpoint.api_key.split())  # a copied line break would break the header
         address = endpoint.api_base or endpoint.spec.default_api_base
         self.endpoint = replace(endpoint, api_key=key, api_base=address)
         self.model, self.pace = endpoint.model, pace
         self.connection = Connection(self.endpoint, request_timeout, idle_timeout)
         self.learnt: dict[str, list[Healed]] = {}  # by model: the changes that it needs
-        self.is_warned = False  # the user knows that the server's window is too small
+        self.is_warned = False  # the user was told that the server's context window is too small
 
     async def answer(self, request: LLMRequest) -> LLMResponse:
-        """Ask until there is an answer, or an error that another attempt cannot cure.
+        """Ask until there is an answer, or an error that no other attempt can cure.
 
         400 "'max_tokens' is not supported"  → the body is changed (`HEALING`), asked again at once
         429 "try again in 20s", 503          → asked again after 20 s; after 1, 2 and 4 s
@@ -280,7 +282,7 @@ class OpenAIProvider(LLMProvider):
     async def _ask(self, request: LLMRequest, body: dict) -> LLMResponse:
         """One HTTP attempt. Raises Failure if the endpoint fails, and what `on_delta` raises."""
         request.sent, request.began = body, time.monotonic()
-        is_weak = self.endpoint.spec.is_local or "tools" not in body  # its calls may be text
+        is_weak = self.endpoint.spec.is_local or "tools" not in body  # may write calls as text
         reads_text = {"auto": is_weak, "on": True}.get(self.endpoint.text_tool_calls)
         known = parameters_by_name(request.tools)
         reader = AnswerReader(known if reads_text else {})
@@ -294,7 +296,7 @@ class OpenAIProvider(LLMProvider):
         except Failure as failure:
             failure.cause = self.endpoint.without_secrets(failure.cause)
             failure.shown = reader.shown if request.on_delta else ""
-            _, calls = read_text_calls(failure.generation, known)  # Groq's 400 quotes a call
+            _, calls = read_text_calls(failure.generation, known)  # Groq's 400 quotes the call
             if not calls or failure.shown:
                 raise
             return LLMResponse(None, calls, "tool_calls", estimate_usage(request, LLMResponse()))
@@ -305,7 +307,7 @@ class OpenAIProvider(LLMProvider):
         known += [entry for entry in healed if entry[0].is_remembered and entry not in known]
         seen = answer.usage["prompt_tokens"]
         sent = estimate_usage(request, answer)["prompt_tokens"]
-        # Ollama cuts what is over its window, 4,096 tokens by default, silently
+        # Ollama silently cuts a request that exceeds its window, by default 4,096 tokens
         is_cut = self.endpoint.spec.is_local and 1_000 < seen < 5_000 and sent > 2 * seen
         if is_cut and not self.is_warned:
             self.is_warned = True
@@ -336,10 +338,10 @@ def retry_after(failure: Failure, tries: int) -> float | None:
     429 "Rate limit reached, try again in 20s" → 20.0;  503 → 1.0, then 2.0, then 4.0;  401 → None
     """
     most = {"loading": 15, "timeout": 1}.get(failure.kind, 3)
-    is_too_late = bool(failure.shown)  # a second answer would follow text that the user has read
+    is_too_late = bool(failure.shown)  # the user has read the beginning of another answer
     if is_too_late or tries >= most or failure.kind not in PASSING:
         return None
-    if failure.kind == "loading":  # a minute in all
+    if failure.kind == "loading":  # 15 times 4 s: a minute
         return 4.0
     if failure.kind == "closed" and tries == 0:
         return 0.0
@@ -350,9 +352,10 @@ def retry_after(failure: Failure, tries: int) -> float | None:
 
 
 class OfflineProvider(LLMProvider):
-    """Rules of a file choose the tools: "what's in a.txt?" → read_file("a.txt").
+    """Rules in a file choose the calls: "what's in a.txt?" → read_file("a.txt").
 
-    It keeps no state: each request plans all steps; the first without a result is the next call.
+    It keeps no state. Each request plans all calls of the turn again, and the first call that has
+    no result yet is the answer. If all have results, the answer is a text.
     """
 
     model = "offline"
@@ -360,16 +363,12 @@ class OfflineProvider(LLMProvider):
 
     def __init__(self, rules: str = ""):
         self.rules = Rules(rules or rules_beside_this_file())
-        for problem in self.rules.problems:
-            log.warning("%s", problem)
 
     async def answer(self, request: LLMRequest) -> LLMResponse:
         plan = Plan(request, self.rules)
-        try:
-            answer = LLMResponse(plan.answer())
-        except NextCall as call:
-            answer = calling(*call.args)
-        answer.reasoning_content = f"rules and their words: {plan.matches}"  # for traces, the page
+        text = plan.answer()
+        answer = calling(*plan.next_call) if plan.next_call else LLMResponse(text)
+        answer.reasoning_content = f"rules and their words: {plan.matches}"  # seen in traces
         await request.show(*words(answer.content or ""))
         answer.usage = estimate_usage(request, answer)
         return answer
@@ -378,8 +377,8 @@ class OfflineProvider(LLMProvider):
 # ======== Second reading: what real histories, endpoints and answers are like ========
 
 # ---- How a history is made lawful ----
-# Otherwise one killed program breaks its session for ever: 400 "An assistant message with
-# 'tool_calls' must be followed by tool messages responding to each 'tool_call_id'".
+# A program that was killed between a call and its result would break its session for ever: 400 "An
+# assistant message with 'tool_calls' must be followed by tool messages responding to each …".
 
 REASONING = ("reasoning_content", "reasoning", "reasoning_details")  # sent back under the same name
 KNOWN_KEYS = {"role", "content", "tool_calls", "tool_call_id", *REASONING}
@@ -392,7 +391,7 @@ def clean_message(message: dict) -> dict | None:
     role = "system" if message.get("role") == "developer" else message.get("role")
     if role not in ("system", "user", "assistant", "tool"):
         return None
-    # nothing is put into the assistant's mouth: models repeat what they said
+    # an assistant message gets no filler: models repeat what they said before
     filler = "" if role == "assistant" else "(empty)"
     clean |= {"role": role, "content": clean_content(clean.get("content", ""), filler) or None}
     calls = clean_calls(clean.pop("tool_calls", []))
@@ -402,7 +401,7 @@ def clean_message(message: dict) -> dict | None:
 
 
 def clean_content(content: Any, filler: str) -> str | list[dict]:
-    """A text or blocks. A blank text gets the filler, or goes if that is empty."""
+    """A text or blocks. A blank text becomes the filler; a blank block goes if that is ""."""
     if not isinstance(content, list):
         text = content if isinstance(content, str) else to_json(content)
         return text if text.strip() else filler
@@ -420,7 +419,7 @@ def as_blocks(content: str | list) -> list[dict]:
 
 
 def clean_calls(calls: list[dict]) -> list[dict]:
-    """Calls that have a name, with arguments that are the text of a JSON object: None → "{}"."""
+    """Drop calls without a name; make arguments the text of a JSON object: None → "{}"."""
     clean = []
     for call in calls:
         function = call.get("function") or {}
@@ -432,14 +431,14 @@ def clean_calls(calls: list[dict]) -> list[dict]:
 
 
 def with_results(messages: list[dict]) -> list[dict]:
-    """Each call has an id of its own and one result, directly behind it; other results are dropped.
+    """Give each call a unique id and one result, directly behind it; drop all other results.
 
-    Some endpoints number their calls anew in each answer, so an id alone says little: a result
-    belongs to the last assistant message with calls before it.
+    Some endpoints use the same ids again in each answer. So a result belongs to the nearest
+    assistant message with calls before it.
     """
     paired: list[dict] = []
     used_ids: set[str] = set()
-    waiting: dict[Any, list[dict]] = {}  # by id of a call: the places for its result
+    waiting: dict[Any, list[dict]] = {}  # by id of a call: tool messages without their content
     for message in messages:
         if message["role"] == "tool":
             places = waiting.get(message.get("tool_call_id"))
@@ -459,7 +458,7 @@ def with_results(messages: list[dict]) -> list[dict]:
 
 
 def unused_id(id_: Any, used: set[str]) -> str:
-    """The id, or if it is taken the id with a number: "a", then "a_2"."""
+    """The id; if it is taken, the id with a number: "a", then "a_2"."""
     name = str(id_ or "call")
     names = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
     unused = next(each for each in names if each not in used)
@@ -489,21 +488,21 @@ def with_neighbours_joined(messages: list[dict]) -> list[dict]:
 
 
 def with_whole_letters(value: Any) -> Any:
-    """The same value; repaired if UTF-8 cannot hold it: "\\ud83d\\ude00 \\ud83d" → "😀 ?"."""
+    """Repair surrogates, which UTF-8 cannot encode: "\\ud83d\\ude00 \\ud83d" → "😀 ?"."""
     try:
         to_json(value).encode()
     except UnicodeEncodeError:
-        joined = json.loads(json.dumps(value))  # a JSON reader joins the two halves of a letter
+        joined = json.loads(json.dumps(value))  # a JSON reader joins pairs of surrogates
         return json.loads(to_json(joined).encode(errors="replace"))
     return value
 
 
 # ---- Arguments ----
-# Small models write {'path': 'a.txt',}. And an endpoint that cuts an answer at its limit may say
-# that the answer is whole: a repaired '{"command": "rm -rf bui' would run.
+# Small models write {'path': 'a.txt',}, which is repaired. Arguments that were cut off are not:
+# some endpoints call a cut answer whole, and a repaired '{"command": "rm -rf bui' would run.
 
 MOST_REPAIRED = 10_000  # characters: the time to repair grows with the square of the length
-# "a \" b" and 'a'; a quote that is never closed; and brackets
+# whole strings ("a \" b" and 'a'), a quote that is never closed, brackets
 JSON_MARKS = re.compile(r""""(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|["'{}\[\]]""", re.DOTALL)
 
 
@@ -529,7 +528,7 @@ def load_json(text: str, repair: bool) -> Any:
         if not repair or len(text) > MOST_REPAIRED or ends_within(text):
             raise
     try:
-        with warnings.catch_warnings(action="ignore"):  # of a "\\d" in a text
+        with warnings.catch_warnings(action="ignore"):  # SyntaxWarning for "\\d"
             return ast.literal_eval(text)  # {'path': 'a.txt', 'all': True}
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         import json_repair
@@ -538,7 +537,7 @@ def load_json(text: str, repair: bool) -> Any:
 
 
 def ends_within(text: str) -> bool:
-    """Of `{"command": "rm -rf bui`, which ends inside a string, nobody knows how it goes on."""
+    """Does it end inside a string, an object or a list, like `{"command": "rm -rf bui`?"""
     marks = [mark for mark in JSON_MARKS.findall(text) if len(mark) == 1]
     opened = marks.count("{") + marks.count("[") - marks.count("}") - marks.count("]")
     return '"' in marks or "'" in marks or opened > 0
@@ -550,22 +549,22 @@ def ends_within(text: str) -> bool:
 
 @dataclass(frozen=True)
 class ProviderSpec:
-    """A row of the table: all that the code knows of an endpoint."""
+    """A row of the table PROVIDERS: all that the code knows about an endpoint."""
 
     name: str
-    keywords: str = ""  # what names of its models begin with: gpt|o1
-    env_key: str = ""  # a row with a key has an address of its own, the same for everybody
+    keywords: str = ""  # how the names of its models begin, as a regular expression: gpt|o1
+    env_key: str = ""  # the variable with the key; such a row has one address for everybody
     default_api_base: str = ""
-    hosts: tuple[str, ...] = ()  # further ends of `.host:port` that are its
+    hosts: tuple[str, ...] = ()  # further endings of `.host:port` that belong to it
     key_prefix: str = ""
     default_model: str = ""
     is_gateway: bool = False  # serves any maker's models, as maker/model
     is_local: bool = False  # needs no key and no proxy
-    supports_prompt_caching: bool = False  # by marks in the request; others do it unasked
+    supports_prompt_caching: bool = False  # wants marks in the request; others cache without
     max_tokens_field: str = "max_tokens"
 
 
-PROVIDERS = [  # name, words in names of its models, its key's variable, address; what is special
+PROVIDERS = [  # name, keywords, env_key, default_api_base; then what is special
     ProviderSpec("openai", "gpt|chatgpt|o1|o3|o4", "OPENAI_API_KEY", "https://api.openai.com/v1",
                  default_model="gpt-5-mini", max_tokens_field="max_completion_tokens"),
     ProviderSpec("openrouter", "", "OPENROUTER_API_KEY", "https://openrouter.ai/api/v1",
@@ -614,12 +613,12 @@ class Endpoint:
     model: str = ""
     extra_headers: dict = field(default_factory=dict)
     extra_body: dict = field(default_factory=dict)
-    text_tool_calls: str = "auto"  # are calls in a text run? on, off, auto: those of local models
+    text_tool_calls: str = "auto"  # run calls that are written as text? on, off, auto: if local
 
     def without_secrets(self, text: str) -> str:
-        """Some servers repeat the key in their error messages; an address may have a password."""
+        """Servers repeat the key in their error messages; an address may hold a password."""
         secrets = [self.api_key, *map(str, self.extra_headers.values())]
-        for secret in filter(lambda secret: len(secret) > 7, secrets):  # "ollama" is no secret
+        for secret in filter(lambda secret: len(secret) > 7, secrets):  # but not "ollama"
             text = text.replace(secret, "[key]")
         return re.sub("//[^/@ ]*@", "//", text)
 
@@ -627,7 +626,7 @@ class Endpoint:
 def choose_endpoint(
     settings: dict[str, Endpoint], model: str = "", provider: str = "", base_url: str = ""
 ) -> Endpoint | None:
-    """Row, address and key to use, from the `settings` by row name; None if nothing is set.
+    """Choose row, address and key. `settings` are by row name. Returns None if nothing is set.
 
     The base URL decides, then the named provider, then the model's name. A key, and the headers
     beside it, never go to another row's host. Raises ValueError that says what to set.
@@ -659,7 +658,7 @@ def choose_endpoint(
     if host not in (None, spec) and address != chosen.api_base and spec.env_key:
         chosen.api_key, chosen.extra_headers = "", {}
     if host and not host.env_key and not chosen.api_key:
-        chosen.api_key = general_key  # OPENAI_API_KEY is also the key of a server of one's own
+        chosen.api_key = general_key  # OPENAI_API_KEY is also for the user's own server
     if spec.is_local and not urlsplit(address).path.strip("/"):
         address = address.rstrip("/") + "/v1"
     return replace(chosen, spec=spec, api_base=address, model=model or spec.default_model)
@@ -678,8 +677,8 @@ def row_of_address(base_url: str) -> ProviderSpec:
 
 
 def row_of_model(known: dict[str, Endpoint], model: str) -> ProviderSpec | None:
-    """The row for a model's name, of those with a key or an address. The order: `maker/model`,
-    the maker of such models, a server of one's own, a gateway; if no row knows the name, any.
+    """Choose among the rows with a key or an address: first the maker in `maker/model`, then the
+    maker of models with such names, the user's own server, a gateway; for an unknown name any row.
     """
     usable = [row for row in PROVIDERS if known[row.name].api_base]
     usable += [row for row in PROVIDERS if known[row.name].api_key and row.default_api_base]
@@ -702,15 +701,15 @@ def row_of_model(known: dict[str, Endpoint], model: str) -> ProviderSpec | None:
 
 
 # ---- What went wrong ----
-# "Connection error." helps nobody: the cause is four objects deep, in other words on each server.
+# The SDK says "Connection error."; the cause is deeper, and each server words it differently.
 
 AGAIN = r"(?:try again|retry)\w{0,9} (?:in|after) (?=\d)"  # "Please try again in 5.2s", "… 6m0s"
-# A kind of failure, and how it is recognized in `429 the endpoint's words`. The first row decides.
+# A kind of failure, and a pattern for `429 the endpoint's words`. The first match decides.
 KINDS = [
     # llama.cpp: "Loading model"
     ("loading", "^503 .*(loading model|currently loading)"),
-    # Anthropic "prompt is too long: 213462 tokens", OpenAI "exceeds the context window", a wordless
-    # 400 of Cerebras, LM Studio "n_keep", …: each is in tests/data/provider_errors.json
+    # Anthropic "prompt is too long: 213462 tokens", OpenAI "exceeds the context window", Cerebras a
+    # 400 without text, LM Studio "n_keep", …: each is in tests/data/provider_errors.json
     ("overflow", r"^413 |^400 \W*$|prompt (is )?too long|n_keep|input is too long|"
      "exceeds? the (context window|available context size)|token count.*exceeds the|"
      "maximum (prompt|context) length is|context_length_exceeded|request too large|"
@@ -730,7 +729,7 @@ KINDS = [
     ("model", "no model|not a valid model|model not exist|invalid model name|^404 .*model"),
     ("nonsense", "^40[45] "),
 ]  # fmt: skip
-# The same for `APIConnectionError ReadError`, an exception and its cause; and words for people.
+# The same for an exception and its cause: `APIConnectionError ReadError`; the last column is shown.
 NO_ANSWER = [
     ("network", "APITimeoutError ConnectTimeout", "no connection in time"),
     ("timeout", r"\w*Timeout", "no answer in time"),
@@ -738,7 +737,7 @@ NO_ANSWER = [
     ("network", "APIConnectionError", ""),
     ("cut", "(RemoteProtocol|Read|Write)Error", "it closed the connection in the middle"),
 ]  # fmt: skip
-ADVICE = {  # what to do; of any other kind only the cause is told
+ADVICE = {  # what to do, by kind of failure; for any other kind only the cause is shown
     "package": "{cause}",
     "timeout": "{where} gave no answer in time. Ask again, or try a smaller model.",
     "network": "Cannot reach {where} ({cause}). Is the address right, and is the server running?",
@@ -749,7 +748,7 @@ ADVICE = {  # what to do; of any other kind only the cause is told
     "model": "{where} has no such model ({cause}).",
     "nonsense": "{where} does not answer like a model ({cause}). A base URL mostly ends in /v1.",
 }
-PASSING = ("busy", "loading", "network", "closed", "cut", "timeout")  # asked again after a while
+PASSING = ("busy", "loading", "network", "closed", "cut", "timeout")  # retried after a pause
 
 
 @dataclass(eq=False)
@@ -766,7 +765,7 @@ class Failure(Exception):
 
 
 def explanation(failure: Failure, endpoint: Endpoint) -> str:
-    """The cause, then what to do."""
+    """The failure for people: the cause, then what to do."""
     text = ADVICE.get(failure.kind, "{where} failed: {cause}").format(
         where=endpoint.api_base, cause=failure.cause, model=endpoint.model,
         variable=endpoint.spec.env_key or "OPENAI_API_KEY",
@@ -775,7 +774,7 @@ def explanation(failure: Failure, endpoint: Endpoint) -> str:
 
 
 def as_failure(problem: Exception) -> Failure:
-    """What the SDK or the connection below it raised. Anything else is our bug, and raised."""
+    """Translate what the SDK or its HTTP client raised. Anything else is our bug: it is raised."""
     if isinstance(problem, Failure):
         return problem
     library = type(problem).__module__.partition(".")[0]
@@ -794,7 +793,7 @@ def as_failure(problem: Exception) -> Failure:
 
 
 def refusal(body: Any, status: int | None = None, wait: str = "") -> Failure:
-    """An error in the endpoint's own words, however deep they are; `wait` is of the headers.
+    """An error in the endpoint's own words, however deep they are; `wait` is a header's value.
 
     [{"error": {"code": 400, "message": "Unknown name"}}]  → Failure("Unknown name", …)
     """
@@ -809,7 +808,7 @@ def refusal(body: Any, status: int | None = None, wait: str = "") -> Failure:
         status = fields["code"]
     line = " ".join(str(inside or "")[:4_000].split())[:500]
     cause = f"HTTP {status}: {line}" if status else line
-    text = str(body or "")[:4_000]  # the expressions that search it are for a few lines
+    text = str(body or "")[:4_000]  # enough for every pattern, and it bounds their time
     found = [kind for kind, words in KINDS if re.search(f"(?is){words}", f"{status} {text}")]
     soon = re.search(rf"(?i){AGAIN}(\d{{1,9}}(?:\.\d{{1,9}})?) ?s", text)
     soon = re.fullmatch(r"(\d{1,9}(?:\.\d+)?)", wait) or soon
@@ -819,24 +818,24 @@ def refusal(body: Any, status: int | None = None, wait: str = "") -> Failure:
 
 
 # ---- What endpoints refuse, and what helps ----
-# 400 "'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead." Nobody
-# can know this of each model; the complaint says what to change.
+# 400 "'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead." No table
+# can know this about each model, but the complaint says what to change.
 
 Change = Callable[[dict, str], dict]  # (body, complaint) → a new body; the old one stays as it is
 
 
-class Remedy(NamedTuple):
+class Remedy(NamedTuple):  # a row of HEALING
     complaint: str  # a regular expression for what the endpoint wrote
     notice: str  # to the user
     change: Change
-    is_remembered: bool = True  # it holds for all requests to the model, not for this one only
+    is_remembered: bool = True  # for all later requests to the model, not only this one
 
 
-Healed = tuple[Remedy, str]  # with the complaint
+Healed = tuple[Remedy, str]  # a remedy, and the complaint that it was for
 
 
 def find_remedy(failure: Failure, body: dict, healed: list[Healed]) -> Remedy | None:
-    """The first row that fits the complaint and changes something; once each, nine in all."""
+    """The first row that fits the complaint and changes the body; each once, at most nine."""
     is_refusal = (failure.status or 400) in (400, 404, 405, 413, 415, 422, 500)
     if failure.shown or not is_refusal or len(healed) >= 9:
         return None
@@ -849,7 +848,7 @@ def find_remedy(failure: Failure, body: dict, healed: list[Healed]) -> Remedy | 
 
 
 def with_parameters(body: dict, complaint: str = "", **values: Any) -> dict:
-    """None leaves a parameter out."""
+    """The body with other values; None removes a parameter."""
     return {name: value for name, value in (body | values).items() if value is not None}
 
 
@@ -858,7 +857,7 @@ def each_message(body: dict, complaint: str, change: Callable[[dict], dict]) -> 
 
 
 def without_keys(value: Any, complaint: str, unwanted: tuple[str, ...], above: str = "") -> Any:
-    """Leave out keys, however deep; in "properties" the keys are names of parameters, and stay."""
+    """Remove keys at every depth. In "properties" the keys are names of parameters, and stay."""
     if isinstance(value, list):
         return [without_keys(item, complaint, unwanted) for item in value]
     if not isinstance(value, dict):
@@ -894,7 +893,7 @@ def with_some_reasoning(message: dict) -> dict:
 
 
 def with_signature(message: dict) -> dict:
-    """Gemini wants its signature on a step's first call; this one stands for calls of others."""
+    """Gemini wants its signature on a step's first call; it takes this one for others' calls."""
     if "tool_calls" not in message:
         return message
     first, *rest = message["tool_calls"]
@@ -1015,9 +1014,9 @@ HEALING = [
 
 
 # ---- What goes over the wire ----
-# The fewest parameters, as any other one is refused somewhere.
+# As few parameters as possible: any further one is refused by some endpoint.
 
-DONE = {"choices": [{}]}  # stands for the line `data: [DONE]`: a choice that is no delta is whole
+DONE = {"choices": [{}]}  # for the line `data: [DONE]`: a choice without `delta` ends the answer
 
 
 def request_body(endpoint: Endpoint, request: LLMRequest, healed: list[Healed]) -> dict:
@@ -1036,7 +1035,7 @@ def request_body(endpoint: Endpoint, request: LLMRequest, healed: list[Healed]) 
 
 
 def cache_marks(body: dict) -> dict:
-    """A mark at the system message: what is before it, the tools too, stays the same."""
+    """Mark the system message: the endpoint caches all before the mark, and the tools, too."""
     first, *rest = body["messages"]
     mark = {"cache_control": {"type": "ephemeral"}}
     marked = {**first, "content": [{"type": "text", "text": as_text(first)["content"], **mark}]}
@@ -1054,7 +1053,7 @@ def load_sdk() -> Any:
         raise Failure(f"The {name} package is missing: pip install {name}", "package") from problem
     finally:
         gc.enable()
-    gc.freeze()  # the modules live for ever: the collector need never look at them
+    gc.freeze()  # the collector need not look at these modules again
     return openai
 
 
@@ -1064,7 +1063,7 @@ class Connection:
     def __init__(self, endpoint: Endpoint, request_timeout: float, idle_timeout: float):
         self.endpoint = endpoint
         self.request_timeout, self.idle_timeout = request_timeout, idle_timeout
-        self._loop: asyncio.AbstractEventLoop | None = None  # open connections belong to a loop
+        self._loop: asyncio.AbstractEventLoop | None = None  # connections belong to one event loop
 
     def client(self) -> Any:
         here = asyncio.get_running_loop()
@@ -1093,8 +1092,8 @@ class Connection:
     async def chunks(self, body: dict) -> AsyncIterator[dict]:
         """The chunks of an answer; a server that does not stream sends one. Raises Failure.
 
-        The first chunk must come within the request timeout, whatever comments come before it, and
-        each further one within the idle timeout. While the caller works with one, no clock runs.
+        The first chunk must come within the request timeout (comments do not count), each further
+        one within the idle timeout. No timeout runs while the caller works with a chunk.
         """
         chunk = None
         raw = {"headers": {"X-Stainless-Raw-Response": "stream"}, "security": {"bearer_auth": True}}
@@ -1161,9 +1160,9 @@ def parse_answer(data: bytes) -> dict:
 
 
 # ---- An answer is put together ----
-# A stream brings calls in eleven orders, and errors after a "200 OK".
+# Endpoints stream calls in eleven ways, and may send an error after a "200 OK".
 
-# Models that think aloud write <think>…</think> before the answer; of some only the end comes.
+# Some models write <think>…</think> before the answer; some send the end tag only.
 THOUGHT = re.compile(r"\s*</?(?:think|thinking|thought)>")
 END = re.compile(r"</(?:think|thinking|thought)>")
 UNCLEAR = re.compile(r"\s{0,200}(?:<[/a-z]{0,9})?")  # blanks, "<thi": a thought may begin
@@ -1176,7 +1175,7 @@ REASONS = {  # in OpenAI's words; any other (`eos`, `tool_use`, `end_turn`) is a
 
 
 @dataclass
-class CallParts:
+class CallParts:  # a call whose pieces still arrive
     index: int | None
     id: str | None = None
     name: str = ""
@@ -1188,9 +1187,9 @@ class AnswerReader:
     """Puts an answer together from the chunks of a stream; an answer in one piece is one chunk."""
 
     def __init__(self, tools: dict[str, dict]) -> None:
-        self.tools = tools  # may be called in the text, too: {"read_file": {…its parameters…}}
-        self.shown = ""  # the text without thoughts,
-        self.held = ""  # and its end, that is not shown yet: it may be a thought or a call
+        self.tools = tools  # calls of these may be text: {"read_file": {…its parameters…}}
+        self.shown = ""  # the text so far, without thoughts
+        self.held = ""  # text that is held back: it may become a thought or a call
         self.is_thought = False
         self.calls: list[CallParts] = []
         self.text_calls: list[ToolCallRequest] = []
@@ -1253,7 +1252,7 @@ class AnswerReader:
         call.extra |= {key: value for key, value in piece.items() if key not in known}
 
     def _ready(self, text: str) -> str:
-        """The text that may be shown: no thoughts, and not what may yet become a call."""
+        """The text that may be shown now: no thought, and nothing that may become a call."""
         self.held += text
         if not self.shown:  # anywhere else a tag is text: "Wrap it in <think> and </think> tags."
             while tag := (END.search(self.held) if self.is_thought else THOUGHT.match(self.held)):
@@ -1311,7 +1310,7 @@ def read_usage(usage: dict) -> dict:
 
 
 def estimate_usage(request: LLMRequest, answer: LLMResponse) -> dict:
-    """A token of English is about four bytes."""
+    """Count roughly: in English a token is about four bytes."""
     sent = len(to_json([request.messages, request.tools])) // 4
     counts = {"prompt_tokens": sent, "completion_tokens": len(to_json(answer.to_message())) // 4}
     return counts | {"cached_tokens": 0, "estimated": True}
@@ -1319,7 +1318,7 @@ def estimate_usage(request: LLMRequest, answer: LLMResponse) -> dict:
 
 # ---- Calls that a weak model wrote as text ----
 # Qwen2.5-Coder-1.5B behind llama.cpp writes "I will use the `read_file` function." and then its
-# call as JSON in a fence, each third time. Only of local models, for known tools, at the end.
+# call as JSON in a fence, each third time. They run if a local model ends its answer with them.
 
 TAG = r"(?:tool_calls?|tools)>"
 # where a call may begin: <tool_call>, <function=now>, a fence and a brace; or "<tool_c", "``"
@@ -1347,12 +1346,12 @@ def read_text_calls(text: str, tools: dict[str, dict]) -> tuple[str, list[ToolCa
         try:
             return text[:start].rstrip(), calls_in(text, start, tools)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            continue  # something else is behind this place
+            continue  # what begins here is no call
     return text, []
 
 
 def calls_in(text: str, place: int, tools: dict[str, dict]) -> list[ToolCallRequest]:
-    """The calls from a place to the end of the text; raises if there is anything else.
+    """The calls from a place to the end of the text. Raises if anything else is there.
 
     JSON is read strictly, so that a fence or a tag inside a string stays a part of the string.
     """
@@ -1405,8 +1404,8 @@ def without_key_texts(value: Any, name: str = "") -> Any:
 class Trace:
     """Writes each HTTP attempt and its outcome to a file, one JSON object a line, without keys.
 
-    `sent` is what the body of the attempt had beside the request, or different from it. Outcomes:
-    answered, failed, cancelled; healed and retried are followed by another attempt.
+    `sent` has the parameters of the HTTP body that differ from the request. Outcomes: answered,
+    failed, cancelled; healed and retried are followed by another attempt.
     """
 
     def __init__(self, path: Path):
@@ -1448,7 +1447,7 @@ class ReplayProvider(LLMProvider):
 
     def __init__(self, trace: Path):  # raises OSError, or ValueError that names a line
         self.records: list[dict] = []  # as they stand in the file
-        self.rest: list[dict] = []  # what was not played yet; each `answer` is an LLMResponse
+        self.rest: list[dict] = []  # records not yet played; each `answer` is an LLMResponse
         text = trace.read_text(encoding="utf-8", errors="replace")
         for number, line in enumerate(text.removesuffix("\n").split("\n"), 1):
             try:
@@ -1475,22 +1474,32 @@ class ReplayProvider(LLMProvider):
         return answer
 
 
+# The last line of a result that the same call brought three times or more (templates/same_*.md)
+WARNING = re.compile(r"\n(?:You have this result already|This same call has failed)[^\n]*\Z")
+
+
 class RecordedTools:
     """The tools of a trace. Nothing is executed: calls get the recorded results, in their order.
 
-    `make_result(text)` makes what a ToolRegistry would return.
+    `make_result` takes text, is_error and images, like ToolResult. A warning is cut off the text:
+    the runner counts equal calls anew. Nothing else in a trace says that a result is an error.
     """
 
-    def __init__(self, records: list[dict], make_result: Callable[[str], Any]):
+    def __init__(self, records: list[dict], make_result: Callable[..., Any]):
         self.make_result = make_result
         self.definitions = records[0]["tools"]
-        self.results: list[str] = []
+        self.results: list[tuple[str, list]] = []  # text and images
+        self.failing: set[str] = set()  # calls that failed three times or more
         for record, later in itertools.pairwise(records):
             new = [message for message in later["messages"] if message not in record["messages"]]
             texts = [message["content"] for message in new if message["role"] == "tool"]
+            blocks = [message["content"] for message in new if isinstance(message["content"], list)]
+            images = {first.get("text"): rest for first, *rest in blocks}  # by text of the result
             for call, text in zip(record["answer"].tool_calls, texts, strict=False):
                 if not call.error:  # the runner itself answers a call that could not be read
-                    self.results.append(text)
+                    self.results.append((text, images.get(text, [])))
+                    if "\nThis same call has failed " in text:
+                        self.failing.add(to_json([call.name, call.arguments]))
 
     def get(self, name: str) -> None:
         """Nothing is known of a tool but its results, so its calls run one after another."""
@@ -1499,12 +1508,14 @@ class RecordedTools:
         return self.definitions
 
     async def execute(self, name: str, params: dict, turn: Any = None) -> Any:
-        text = self.results.pop(0) if self.results else "(the trace ends before this call's result)"
-        return self.make_result(text)
+        lost = "(the trace ends before this result)", []
+        text, images = self.results.pop(0) if self.results else lost
+        is_error = to_json([name, params]) in self.failing
+        return self.make_result(WARNING.sub("", text), is_error, images)
 
 
 # ---- You are the model ----
-# Nothing shows faster what a model sees, and how a call fails: `--provider human`.
+# `--provider human` shows what a model sees, and how a call fails.
 
 
 class HumanProvider(LLMProvider):
@@ -1532,7 +1543,7 @@ class HumanProvider(LLMProvider):
         return answer
 
     def news(self, request: LLMRequest) -> list[str]:
-        """What the last request did not have: messages, and the tools if they are others."""
+        """Lines for what is new since the last request: messages, and tools if they changed."""
         before, self.seen = self.seen, request
         lines = []
         for number, message in enumerate(request.messages):
@@ -1547,35 +1558,35 @@ class HumanProvider(LLMProvider):
 
 
 # ---- The offline model ----
-# Without it nothing runs before there is a key. Its rules are a file for people: here a sentence
-# of the file becomes a regular expression, and a mistake in it gets a name and a line.
+# It works without a key and without a network. People write its rules in a file. The code turns
+# each sentence of that file into a regular expression, and reports a mistake with its line.
 
 OFFLINE_RULES = "templates/offline/rules.md"  # beside this file, or in nanobot_data/ of a wheel
 FIELDS = ("tool", "answer", "line", "schedule", "path")  # and the arguments of a tool
-NO_RULE = f"I know no rule for that: there is none in {OFFLINE_RULES}."
-BUILT_IN = {"result", "time", "memory", "file"}  # <words> that nobody has to say
+BUILT_IN = {"result", "time", "memory", "file"}  # <words> that no sentence needs to have
 MARKS = {"[": "(?:", "]": ")?", "(": "(?:", ")": ")", "|": "|"}
 
 
 class Rules:
-    """The rules of a file. In their sentences and fields <words> stand for what the user says."""
+    """The rules of a file. <words> in their sentences and fields stand for what the user says."""
 
     def __init__(self, text: str):
         self.kinds: dict[str, str] = defaultdict(lambda: "(?!)")  # {"url": "(?:https?://\\S+)"}
         self.sentences: list[tuple[str, str, dict]] = []  # `read <files>`, its regex, its rule
         self.problems: list[str] = []
-        self.otherwise = {"title": "anything else", "answer": NO_RULE}
+        self.otherwise = {"title": "anything else", "answer": f"{OFFLINE_RULES} is missing."}
         self.last: dict[str, str] = {}  # the rule that is being read
         for number, line in enumerate(text.split("\n"), 1):
             try:
                 self._read(line.rstrip())
             except (ValueError, re.error) as problem:
                 self.problems.append(f"{OFFLINE_RULES}, line {number}: {problem}")
+                log.warning("%s", self.problems[-1])
                 self.sentences = [row for row in self.sentences if row[2] is not self.last]
                 self.last = {}
 
     def _read(self, line: str) -> None:
-        """Take a line in; raises ValueError, or re.error, that says what is wrong with it."""
+        """Read one line. Raises ValueError or re.error that says what is wrong with it."""
         kind = re.fullmatch(r"<(\w+)>(?: \([^()]*\))?: (.+)", line)  # <files> (a.txt): …
         key = re.match(r"(\w+): ?(.*)", line)
         if line.startswith("## "):
@@ -1603,11 +1614,10 @@ class Rules:
                 raise ValueError(f"<{word}> is in no sentence of this rule")
 
     def _regex(self, sentence: str) -> str:
-        """`show [me] <file>` → an expression for ` show a.txt` and ` show me "my notes"`."""
+        """`show [me] <file>` → a regex that matches ` show a.txt` and ` show me "my notes"`."""
         if any(sentence.count(pair[0]) != sentence.count(pair[1]) for pair in ("[]", "()", "<>")):
             raise ValueError(f"`{sentence}`: a bracket is not closed")
-        kinds = re.findall(r"<(\w+)>", sentence)
-        if len(kinds) > len(set(kinds)):
+        if re.search(r"<(\w+)>.*<\1>", sentence):
             raise ValueError(f"`{sentence}`: one of the <words> is in it twice")
         regex = ""
         for token in re.findall(r"[\[\]()|]|[^\s\[\]()|]+", sentence):
@@ -1619,12 +1629,24 @@ class Rules:
             regex += MARKS.get(token, said)
         return regex
 
+    def find(self, text: str) -> list[tuple[dict, dict]]:
+        """The rules for a text, each with its <words>: `list docs and read a.txt` has two."""
+        head = text.partition("\n\n")[0]  # text from a pipe stands behind it
+        parts = re.split(self.kinds["between"], head, maxsplit=9) if len(head) <= 1_000 else []
+        found = [self.match(part) for part in parts if part.count('"') % 2 == 0]
+        if len(parts) == len(found) > 1 and all(found):
+            return found
+        offered = self.otherwise | {"answer": self.suggestion(head) or self.otherwise["answer"]}
+        return [self.match(text) or self.match(head) or (offered, {})]
+
     def match(self, text: str) -> tuple[dict, dict] | None:
-        """The first rule with this sentence, of at most 1,000 characters; and its <words>."""
-        request = re.sub(f"(?i){self.kinds['after']}", "", text.strip()[:1_001])
-        for spoken in (request, re.sub(f"(?i){self.kinds['before']}", "", request)):
+        """The first rule that has this sentence, and its <words>."""
+        if len(text) > 1_000:
+            return None
+        request = re.sub(self.kinds["after"], "", text.strip())
+        for spoken in (request, re.sub(self.kinds["before"], "", request)):
             start = re.match(r"\w{0,2}", spoken.lower())[0]
-            for sentence, regex, rule in self.sentences if len(text) <= 1_000 else ():
+            for sentence, regex, rule in self.sentences:
                 if start not in sentence.lower() and "<" not in sentence[:2]:
                     continue  # compiling all sentences would take 100 ms
                 found = re.fullmatch(regex, f" {spoken}", re.IGNORECASE | re.DOTALL)
@@ -1632,23 +1654,13 @@ class Rules:
                     return rule, {name: said for name, said in found.groupdict().items() if said}
         return None
 
-    def split(self, text: str) -> list[str]:
-        """`list docs and read a.txt` → two requests; `read a.txt and b.txt` stays one."""
-        quoted = re.sub(self.kinds["quoted"], lambda part: "-" * len(part[0]), text[:1_000])
-        requests, start = [], 0
-        for border in itertools.islice(re.finditer(f"(?i){self.kinds['between']}", quoted), 9):
-            requests.append(text[start : border.start()])
-            start = border.end()
-        requests.append(text[start:])
-        return requests if all(map(self.match, requests)) else [text]
-
     def suggestion(self, text: str) -> str:
         """`delte c.txt` → "Did you mean: delete c.txt?"; nothing is run."""
-        spoken = text.strip(" .!?")[:100].split()
+        spoken = text.strip(" .!?")[:100]
         vocabulary = set(re.findall("[a-z]+", " ".join(row[0] for row in self.sentences)))
-        for place, word in enumerate(spoken[:9]):
+        for word in spoken.split()[:9]:
             for near in difflib.get_close_matches(word.lower(), vocabulary, 3, 0.7):
-                corrected = " ".join([*spoken[:place], near, *spoken[place + 1 :]])
+                corrected = spoken.replace(word, near, 1)
                 if self.match(corrected):
                     return f"Did you mean: {corrected}?"
         return ""
@@ -1662,14 +1674,12 @@ def rules_beside_this_file() -> str:
 
 RUNTIME_END = "[/Runtime Context]"
 QUOTED = "(?s)^[\"'`“‘](.+)[\"'`”’]$"
-# - Long-term facts: /home/a b/memory/MEMORY.md
-MEMORY_PATH = r"(?m)^.*?[:`] ?((?:/|~|\w:\\).*?MEMORY\.md)"
+MEMORY_PATH = r"[:`] ?((?:/|~|\w:\\)[^\n:`]*MEMORY\.md)"  # - Facts: /home/a b/memory/MEMORY.md
 USER_LINE = r"(?m)^\[[^\]\n]*\] user: (.+)$"  # [2026-04-03T10:00:00+0200] user: hi
 SUBJECT = r"- The user(?:'s .+? is |: I (?:live in|work) )"  # a newer such line replaces this one
-
-
-class NextCall(Exception):
-    """The tool and the arguments of a call whose result is needed before the plan goes on."""
+SECONDS_OF = {"sec": 1, "min": 60, "hour": 3_600, "hr": 3_600, "day": 86_400, "week": 604_800}
+# the form of a result by tool; a result of any other form is an error
+SUCCESS = {"read_file": r"\d+\| ", "edit_file": "--- ", "exec": r"(?s).*Exit code: 0$"}
 
 
 class Plan:
@@ -1677,15 +1687,17 @@ class Plan:
 
     def __init__(self, request: LLMRequest, rules: Rules):
         self.rules = rules
-        self.matches: dict[str, dict] = {}  # rules by title, and how their words were filled
+        self.matches: dict[str, dict] = {}  # by title of a rule: the values of its <words>
+        self.next_call: tuple[str, dict] | None = None  # the first call that has no result yet
         messages = [as_text(message) for message in request.messages]
+        # the turn begins behind the last answer without calls; that answer ends with a line like
+        # [offline rule "read files", it is "a.txt", templates/offline/rules.md]
         said = [place for place, each in enumerate(messages, 1) if each["role"] == "assistant"]
         begin = max([place for place in said if "tool_calls" not in messages[place - 1]], default=0)
-        self.it = ""  # the file that was named last
-        for call in itertools.chain(*[each.get("tool_calls", []) for each in messages[:begin]]):
-            self.it = file_of(json.loads(call["function"]["arguments"])) or self.it
+        source = messages[begin - 1]["content"].rpartition("\n")[2] if begin else ""
+        self.it = "".join(re.findall(r'\A\[offline rule .*?, it is "([^"]*)", ', source))
         asked = [each["content"] for each in messages[begin:] if each["role"] == "user"]
-        typed = [text for text in asked if RUNTIME_END in text] or asked[:1]  # not the loop's
+        typed = [text for text in asked if RUNTIME_END in text] or asked[:1]  # not by the loop
         self.prompt = messages[0]["content"]
         self.results = [each["content"] for each in messages[begin:] if each["role"] == "tool"]
         self.question = "\n".join(text.rpartition(RUNTIME_END)[2].strip() for text in typed)
@@ -1695,76 +1707,65 @@ class Plan:
         self.known = {"time": times[-1], "memory": memory[0]}
 
     def answer(self) -> str:
-        """What is said when all calls have results; raises NextCall for the first that has none."""
+        """The text of the answer. It is valid if there is no `next_call` afterwards."""
         if self.saves_memory:
-            raise NextCall("save_memory", saved_memory(self.question))
+            return self._result("save_memory", saved_memory(self.question))
         if "[SKIP]" in self.prompt and "[MEMORY]" in self.prompt:
-            return "[SKIP]"  # Dream: what is a fact was noted when it was said
+            return "[SKIP]"  # Dream asks for facts: they were noted when they were said
         reports = [OfflineProvider.intro]
-        for rule, said in self._rules_and_words():
+        for rule, said in self.rules.find(self.question):
             self.matches[rule["title"]] = said
             files = re.findall(self.rules.kinds["a_file"], said.get("files", ""), re.IGNORECASE)
-            for file in (files or [self.it]) if "<file>" in str(rule) else [""]:
+            for file in files or [self.it]:
                 named = [*said.items(), ("file", file)]
                 known = {name: re.sub(QUOTED, r"\1", text) for name, text in named}
+                self.it = known.get("target", known["file"])
                 reports.append(self._follow(rule, known | self.known))
         titles = ", ".join(f'"{title}"' for title in self.matches)
-        source = f"[offline rule {titles}, {OFFLINE_RULES}]"
-        return "\n\n".join([*reports, source])
-
-    def _rules_and_words(self) -> list[tuple[dict, dict]]:
-        match, otherwise = self.rules.match, self.rules.otherwise
-        head = self.question.partition("\n\n")[0]  # piped text stands behind it
-        requests = self.rules.split(head)
-        if len(requests) > 1:
-            return [match(text) or (otherwise, {}) for text in requests]
-        offered = otherwise | {"answer": self.rules.suggestion(head) or otherwise["answer"]}
-        return [match(self.question) or match(head) or (offered, {})]
+        it = f'it is "{self.it}", ' if self.it else ""
+        return "\n\n".join([*reports, f"[offline rule {titles}, {it}{OFFLINE_RULES}]"])
 
     def _follow(self, rule: dict, known: dict) -> str:
-        """One rule, for one file. Returns what is said then."""
+        """Follow one rule for one file. Returns its answer, or a tool's error as it is."""
         if "<file>" in str(rule) and not known["file"]:
             return "Which file do you mean? Name it, like: read a.txt"
+        result = ""
         if "line" in rule:
-            return self._add_line(fill(rule["path"], known), fill(rule["line"], known))
-        if "tool" in rule:
+            result = self._add_line(fill(rule.get("path", ""), known), fill(rule["line"], known))
+        elif "tool" in rule:
             arguments = arguments_of(rule, known)
-            if rule["tool"] == "edit_file":  # it changes only what was read
-                self._result("read_file", {"path": arguments["path"]})
-            known["result"] = self._result(rule["tool"], arguments)
-        return fill(rule.get("answer", "<result>").strip(), known)
+            if rule["tool"] == "edit_file":  # it refuses a file that was not read
+                self._result("read_file", {"path": arguments.get("path", "")})
+            result = self._result(rule["tool"], arguments)
+        if not re.match(SUCCESS.get(rule.get("tool"), ""), result):
+            return result
+        return fill(rule.get("answer", "<result>").strip(), known | {"result": result})
 
     def _result(self, tool: str, arguments: dict) -> str:
-        self.it = file_of(arguments) or self.it
+        """The result of a call; "" if there is none yet, and the call becomes `next_call`."""
         if self.results:
             return self.results.pop(0)
-        raise NextCall(tool, arguments)
+        self.next_call = self.next_call or (tool, arguments)
+        return ""
 
     def _add_line(self, path: str, line: str) -> str:
-        """Put a line behind a file's text. `- The user's name is Maria` replaces that of Bob."""
-        result = self._result("read_file", {"path": path})
-        page = re.findall(r"(?m)^\d+\| (.*)$", result)
-        fact, subject = line.removeprefix("- "), re.match(SUBJECT, line)
-        if "go on with offset=" in result:
+        """Append a line to a file. `- The user's name is Maria` replaces such a line about Bob."""
+        text = self._result("read_file", {"path": path})
+        page = re.findall(r"(?m)^\d+\| (.*)$", text)
+        if text.endswith(" is empty)"):
+            return self._result("write_file", {"path": path, "content": line})
+        if "go on with offset=" in text:
             return f"{path} is too long for me: I read one page of it."
-        if fact != line and line in page:
-            return f"I know that already: {fact}"
+        if path == self.known["memory"] and line in page:
+            return f"I know that already: {line}"
+        subject = re.match(SUBJECT, line)
         kept = [old for old in page if not (subject and old.startswith(subject[0]))]
         edit = {"path": path, "old_text": "\n".join(page), "new_text": "\n".join([*kept, line])}
-        result = self._result("edit_file", edit)
-        return result if fact == line else f"I note: {fact}\n{result}"
-
-
-def file_of(arguments: dict) -> str:
-    """The file that "it" means after a call: of `mv -v -- a.txt b.txt` it is b.txt."""
-    path, command = arguments.get("path", ""), arguments.get("command", "")
-    if re.match(r"(?:if \[ -f .*; fi; )?(?:mv|cp|touch|rm) .*-- ", command):
-        path = shlex.split(command)[-1]
-    return "" if path.endswith("MEMORY.md") else path
+        return self._result("edit_file", edit) if page else text
 
 
 def saved_memory(text: str) -> dict:
-    """What the user said becomes history. Facts are in MEMORY.md already, by rules with `line:`."""
+    """Arguments for save_memory: what the user said. Rules with `line:` saved the facts before."""
     memory, _, conversation = text.partition("\n# Conversation\n")
     quotes = "; ".join(line[:200] for line in re.findall(USER_LINE, conversation)[:20])
     entry = f"[{time.strftime('%Y-%m-%d %H:%M')}] The user said: {quotes}"
@@ -1777,7 +1778,7 @@ def fill(template: str, known: dict, change: Callable[[str], str] = str) -> str:
 
 
 def arguments_of(rule: dict, known: dict) -> dict:
-    """The tool's arguments; one is left out if its <words> were not said. `20` is a number."""
+    """The tool's arguments, without those whose <words> were not said. `20` is a number."""
     arguments: dict[str, Any] = {}
     for name, template in rule.items():
         is_said = all(word in known for word in re.findall(r"<(\w+)>", template))
@@ -1786,18 +1787,14 @@ def arguments_of(rule: dict, known: dict) -> dict:
             text = fill(template, known, shlex.quote if is_put_together else str)
             is_plain = re.fullmatch(r"\d+|true|false", template)
             arguments[name] = json.loads(template) if is_plain else text
-    if "schedule" in rule:
+    if "schedule" in rule and "when" in known:
         arguments |= schedule(known["when"].lower(), known["time"])
     return arguments
 
 
-SECONDS_OF = {"sec": 1, "min": 60, "hour": 3_600, "hr": 3_600, "day": 86_400, "week": 604_800}
-
-
 def schedule(when: str, moment: str) -> dict:
-    """`in 5 minutes` → {"at": "2026-04-03T10:07:00"}; `every hour` → {"every_seconds": 3600}"""
+    """`in 5 minutes`, `2026-04-03 10:02 (Friday), CEST` → {"at": "2026-04-03T10:07:00"}"""
     number, unit = re.search(rf"(\d*) ?({'|'.join(SECONDS_OF)})", when).groups()
     seconds = int(number or 1) * SECONDS_OF[unit]
-    now = datetime.fromisoformat(moment[:16])  # of 2026-04-03 10:02 (Friday), CEST
-    at = (now + timedelta(seconds=seconds)).isoformat()
-    return {"every_seconds": seconds} if when.startswith("every") else {"at": at}
+    at = datetime.fromisoformat(moment[:16]) + timedelta(seconds=seconds)
+    return {"every_seconds": seconds} if when.startswith("every") else {"at": at.isoformat()}

@@ -1592,6 +1592,10 @@ def no_name_service(*_, **__):
     raise OSError("no network")
 
 
+def no_permission(*_, **__):
+    raise PermissionError(13, "Permission denied")
+
+
 class Desk:
     """Talks with the offline model in one conversation, with the real tools in a real folder."""
 
@@ -1613,7 +1617,7 @@ class Desk:
         first, _, rest = run.final_content.partition("\n\n")
         assert first == "[offline model: a few fixed rules, no language model]"
         rest, _, last = rest.rpartition("\n\n")
-        assert re.fullmatch(r'\[offline rule "[^\n]+", templates/offline/rules\.md\]', last)
+        assert re.fullmatch(r'\[offline rule "[^\n]+", templates/offline/rules\.md\]', last), last
         return rest, [event["name"] for event in run.tool_events]
 
     def read(self, name):
@@ -1650,8 +1654,8 @@ DESK = {
     "run echo $((6 * 7))": ("exec", "42\nExit code: 0"),
     "what do you know about me?": ("grep", "- old"),
     "what do you remember about OLD": ("grep", "- old"),
-    "read gone.txt": ("read_file", "Cannot read"),
     "change x to y in a.txt": ("edit_file", "old_text is not in the file"),
+    "remember that I like tea": ("edit_file", "I note: I like tea"),
     "search the web for cats": ("web_search", "No answer from"),
 }
 
@@ -1664,9 +1668,25 @@ def test_the_offline_model_calls_a_tool_and_shows_its_result_as_it_is(desk, ques
     assert tools == [*read_first, tool] and answer in text
 
 
+FAILING = {  # the tool's error is the whole answer
+    "read gone.txt": "Cannot read .*gone.txt: No such file or directory.*",
+    "append x to gone.txt": "Cannot read .*gone.txt: No such file or directory.*",
+    "remember that I like tea": "Cannot write .*: Permission denied. Nothing was changed.",
+    "what is 12*7": "There is no bash. The user has to install bash .*",
+}
+
+
+@pytest.mark.parametrize("question", FAILING)
+def test_an_error_of_a_tool_is_shown_as_the_tool_gave_it(desk, question, monkeypatch):
+    monkeypatch.setattr("tools.shutil.which", lambda name: None)
+    monkeypatch.setattr("tools.os.replace", no_permission)
+    assert re.fullmatch(FAILING[question], desk.ask(question)[0])
+
+
 def test_the_offline_model_works_through_a_conversation(desk):
     """`it` is the last file, also after it was renamed; a new name replaces the old one."""
-    desk.ask("create a file new.txt with milk")
+    desk.ask("create new.txt")
+    desk.ask("append milk to it")
     desk.ask("append eggs to it")
     assert desk.read("new.txt") == "milk\neggs"
     assert "new.txt" in desk.ask("rename it to my-list.txt")[0]
@@ -1766,11 +1786,25 @@ def test_an_own_rule_is_a_copy_of_one():
         "word_count", {"path": "a.txt", "limit": 20})  # fmt: skip
 
 
+UNFINISHED = {  # a rule without a part that its tool needs: the tool says so, nothing breaks
+    "## mine\n- jot <text>\ntool: edit_file\nline: <text>\n": ("jot milk", "read_file"),
+    "## mine\n- mend <files>\ntool: edit_file\nold_text: a\n": ("mend a.txt", "read_file"),
+    "## mine\n- wake me [<when>]\ntool: cron\naction: add\nschedule: <when>\n": ("wake me", "cron"),
+}
+
+
+@pytest.mark.parametrize("rule", UNFINISHED)
+def test_a_rule_that_lacks_a_part_calls_its_tool_without_it(rule):
+    sentence, tool = UNFINISHED[rule]
+    model = OfflineProvider(providers.rules_beside_this_file().replace("## greet", f"{rule}\n## greet", 1))
+    assert offline(sentence, model=model)[0] == tool
+
+
 def test_without_its_rules_the_offline_model_says_so(tmp_path):
     shutil.copy(providers.__file__, tmp_path)
     code = "import asyncio, providers as p; print(asyncio.run(p.OfflineProvider().chat([])).content)"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
-    assert "I know no rule for that: there is none in templates/offline/rules.md." in done.stdout
+    assert "templates/offline/rules.md is missing." in done.stdout
 
 
 @pytest.mark.long
