@@ -1318,7 +1318,8 @@ def estimate_usage(request: LLMRequest, answer: LLMResponse) -> dict:
 
 # ---- Calls that a weak model wrote as text ----
 # Qwen2.5-Coder-1.5B behind llama.cpp writes "I will use the `read_file` function." and then its
-# call as JSON in a fence, each third time. They run if a local model ends its answer with them.
+# call as JSON in a fence, each third time. They run if a local model ends its answer with them;
+# if the answer begins with JSON, also if a result stands behind it, which the model made up.
 
 TAG = r"(?:tool_calls?|tools)>"
 # where a call may begin: <tool_call>, <function=now>, a fence and a brace; or "<tool_c", "``"
@@ -1351,12 +1352,12 @@ def read_text_calls(text: str, tools: dict[str, dict]) -> tuple[str, list[ToolCa
 
 
 def calls_in(text: str, place: int, tools: dict[str, dict]) -> list[ToolCallRequest]:
-    """The calls from a place to the end of the text. Raises if anything else is there.
-
-    JSON is read strictly, so that a fence or a tag inside a string stays a part of the string.
-    """
+    """The calls from a place to the end of the text. Raises if words are between or behind them.
+    JSON is read strictly, so that a fence or a tag inside a string stays a part of the string."""
     calls = []
     while (place := AROUND.match(text, place).end()) < len(text):
+        if calls and text[place] not in "{<" and BARE_CALL.match(text):
+            break  # '{"name": "ls", "arguments": {}}\n```\na.txt\n```'
         named = NAMED.match(text, place)
         place = named.end() if named else place
         if named and not text.startswith("{", place):
@@ -1451,14 +1452,12 @@ class ReplayProvider(LLMProvider):
         text = trace.read_text(encoding="utf-8", errors="replace")
         for number, line in enumerate(text.removesuffix("\n").split("\n"), 1):
             try:
-                record = json.loads(line)
-                cancelled = asdict(failed("This request was cancelled."))
-                answer = LLMResponse(**(record["answer"] or cancelled))
+                row = json.loads(line)
+                answer = LLMResponse(**(row["answer"] or asdict(failed("It was cancelled."))))
                 answer.tool_calls = [ToolCallRequest(**call) for call in answer.tool_calls]
-                self.records.append(record)
-                if record.get("outcome") not in ("healed", "retried"):
-                    messages = legal(record["messages"])
-                    self.rest.append({**record, "answer": answer, "messages": messages})
+                self.records.append(row)
+                if row.get("outcome") not in ("healed", "retried"):
+                    self.rest.append(row | {"answer": answer, "messages": legal(row["messages"])})
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 raise ValueError(f"{trace}, line {number}: this is no record of a trace") from None
 

@@ -1176,6 +1176,7 @@ TEXT_CALLS = {
     "the same, half in a tag": "<function=look><parameter=path>a.txt</parameter></function>\n</tool_call>",
     "in a fence": '```json\n{"name": "look", "arguments": {"path": "a.txt"}}\n```',
     "in <tools>": '<tools>{"name": "look", "arguments": {"path": "a.txt"}}</tools>',
+    "bare, and a result that it made up": '{"name": "look", "arguments": {"path": "a.txt"}}\n```\n1| hi\n```\n',
     "after thoughts": '<think>Hm.</think>\n{"name": "look", "arguments": {"path": "a.txt"}}',
 }  # fmt: skip
 LOOK_TOOL = {"type": "function", "function": {"name": "look", "parameters": {}}}
@@ -1555,7 +1556,7 @@ def test_a_replay_stops_at_the_first_request_that_differs_and_goes_on_from_there
     answer, shown = ask(replay, HELLO, [TOOL], stream=True)
     assert (answer.content, answer.error, shown) == ("One.", None, ["One."])
     assert ask(replay, HELLO, [TOOL])[0] == LLMResponse(
-        finish_reason="error", error="This request was cancelled.")  # fmt: skip
+        finish_reason="error", error="It was cancelled.")  # fmt: skip
     assert ask(replay, HELLO, [TOOL])[0].error == "The trace has no further step."
 
 
