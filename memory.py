@@ -366,7 +366,7 @@ class Consolidator:
     async def after_turn(self, session: Session) -> int:
         """In the background: move what `/new` dropped; if more messages than the window are
         unsaved, move turns until half the window is left. Returns how many have moved."""
-        count = await self.move(session, session.start)
+        count = await self.move(session, session.start) if session.start > session.saved else 0
         unsaved = len(session.conversation())
         if unsaved > self.window:
             upto = session.end_behind(unsaved - self.window // 2, lambda message: 1)
