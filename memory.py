@@ -366,7 +366,7 @@ class Consolidator:
     async def after_turn(self, session: Session) -> int:
         """In the background: move what `/new` dropped; if more messages than the window are
         unsaved, move turns until half the window is left. Returns how many have moved."""
-        count = await self.move(session, session.start)
+        count = await self.move(session, session.start) if session.start > session.saved else 0
         unsaved = len(session.conversation())
         if unsaved > self.window:
             upto = session.end_behind(unsaved - self.window // 2, lambda message: 1)
@@ -673,17 +673,17 @@ class SessionBusy(Exception):
 def locked(path: Path, busy: str = "") -> Iterator[None]:
     """Hold a lock against other programs: wait for it, or raise SessionBusy with the text `busy`.
     It ends with the program's death, too. What it protects must be opened inside."""
-    with open_private(path) as file:
+    with open_private(path) as file, contextlib.ExitStack() as unlock:
         try:
             if os.name == "nt":
                 import msvcrt
 
-                file.seek(0)
                 msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK if busy else msvcrt.LK_LOCK, 1)
             else:
                 import fcntl
 
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB if busy else fcntl.LOCK_EX)
+                unlock.callback(fcntl.flock, file, fcntl.LOCK_UN)  # a new child has it open, too
         except (BlockingIOError, PermissionError):
             raise SessionBusy(busy) from None
         yield

@@ -301,7 +301,6 @@ class Turn:
         """The real path of "~/a.txt", "../b" or a link; raises ToolError if it is not allowed."""
         try:
             real = (self.cwd / os.path.expanduser(text)).resolve()
-            home, here = self.workspace.resolve(), self.cwd.resolve()
             holds_keys = self.is_secret(real)
             if real.is_symlink():  # a loop of links; `resolve` leaves it as it is since Python 3.13
                 raise OSError("it is a link that leads to itself")
@@ -309,10 +308,11 @@ class Turn:
             raise ToolError(f"{text!r} is not a usable path: {problem}") from None
         if holds_keys:
             raise ToolError(f"{real} holds keys: the agent may not open it. Ask the user to look.")
-        if write and any(real.is_relative_to(home / name) for name in AGENT_FILES):
+        home, here = self.workspace, self.cwd
+        if write and any(real.is_relative_to(home.resolve() / name) for name in AGENT_FILES):
             raise ToolError(f"{real} is the agent's own record: tools may not write it.")
-        roots = [home, here, *(() if write else map(Path.resolve, self.readable))]
-        if self.restrict and not any(real.is_relative_to(root) for root in roots):
+        roots = [home, here, *(() if write else self.readable)]
+        if self.restrict and not any(real.is_relative_to(root.resolve()) for root in roots):
             raise ToolError(f"{real} is outside of {home} and {here}. Use a path inside.")
         return real
 
