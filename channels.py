@@ -5,8 +5,8 @@ A channel turns what somebody writes into a message, and an event of the agent i
     InboundMessage("telegram", "7", "42", "What is in a.txt?")  → bus →  the agent
     OutboundMessage("telegram", "42", "It says hello.")         ← bus ←  the agent
 
-The one rule: the sender of a message is told when it is safe, and sends it again until then:
-`publish` returns when a message is on disk, `on_delivered` is called when an answer has arrived.
+The one rule: who hands over a message learns when it is safe, and keeps it until then. `publish`
+returns when a message is on disk; `on_delivered` is called when an answer has arrived.
 Read it last. Not covered: turns, sessions, options. The file works alone:
 
     import asyncio

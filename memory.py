@@ -57,11 +57,11 @@ class Session:
         self.created_at = time.strftime(MOMENT)
         self.messages: list[dict] = []  # without those in the long-term memory
         self.last = 0  # the number of the last message
-        self.highest = 0  # number seen so far: the next message gets this plus 1
+        self.highest = 0  # the highest number seen so far: the next message gets this plus 1
         self.start = 0  # `/new`: the conversation begins after this number
         self.saved = 0  # the messages up to this number are in the long-term memory
         self.summary = ""  # what stands for the saved messages
-        self.turn_ends: set[int] = set()  # numbers that end a turn; not the newest turn's
+        self.turn_ends: set[int] = set()  # the last numbers of turns that have another behind them
         self.ended: dict[int, str] = {}  # why the turn with this last message has no answer
         self.resumed = 0  # how often the open turn was resumed after a restart
         self.undelivered: list[dict] = []  # answers without the mark `delivered`
@@ -87,7 +87,7 @@ class Session:
             self.take(line)
 
     def take(self, line: dict) -> None:
-        """Apply the next line of the journal. A damaged `upto` cannot hide later messages."""
+        """Apply the next line of the journal. A damaged `upto` hides no message that comes later."""
         uptos = [line[name] for name in ("n", "upto") if isinstance(line.get(name), int)]
         self.highest = max([self.highest, *uptos])
         if isinstance(line.get("id"), str):
@@ -177,7 +177,7 @@ class Session:
             self.mark("ended", why=why)
 
     def end_behind(self, excess: float, size: Callable[[dict], int]) -> int:
-        """The first end of a turn at which the sizes add up to `excess`, else the last end."""
+        """The last number of the oldest turns that together reach `excess`, or of all turns."""
         found = 0
         for message in self.conversation():
             excess -= size(message)
@@ -205,8 +205,8 @@ def as_sent(message: dict, gap: str) -> dict:
 
 
 class Inbox:
-    """What waits for a session, of kind user, command (`/new`, `/continue`) or report (of a job or
-    helper). Anybody appends; the holder of the session's lock moves lines into the journal."""
+    """What waits for a session. The kinds are user, command (`/new`, `/continue`) and report (of a
+    job or helper). Anybody appends; the holder of the session's lock moves it into the journal."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -399,7 +399,7 @@ class Consolidator:
         if session.saved < session.start:
             upto = min(upto, session.start)  # what `/new` dropped is in no summary
         end, text = 0, ""
-        for turn_end in sorted(end for end in session.turn_ends if end > session.saved):
+        for turn_end in sorted(n for n in session.turn_ends if n > session.saved):
             part = [readable(message) for message in session.messages if message["n"] <= turn_end]
             longer = "\n".join(middle_out(line, 2_000) for line in part)
             if turn_end > upto or (end and estimate(longer) > room):
@@ -408,7 +408,7 @@ class Consolidator:
         return end, fitted(text, room)  # one turn alone may be too long
 
     async def _save(self, session: Session, text: str) -> tuple[list[str], str] | None:
-        """History entries and summary (raw if no call is valid); None if it is unreachable."""
+        """History entries and summary (the raw text if no call is valid); None: no answer."""
         earlier = [message["content"] for message in session.summary_messages()]
         for _ in range(3):  # MEMORY.md may change while the model thinks, an answer may be cut
             facts = self.store.read_facts()

@@ -92,11 +92,11 @@ class AgentRunSpec:
     context_window: int = 65_536  # tokens
     hook: AgentHook = field(default_factory=lambda: AgentHook())
     turn: Turn = field(default_factory=Turn)  # handed to each tool that asks for it
-    counter: TokenCounter = field(default_factory=TokenCounter)  # of tokens; counts a message once
+    counter: TokenCounter = field(default_factory=TokenCounter)  # counts a message only once
     append: Callable[..., None] = lambda *messages: None  # gets each new message at once
-    arrivals: Callable[[], list[dict]] = list  # sent during the turn; already journalled
+    arrivals: Callable[[], list[dict]] = list  # gives what the user said meanwhile, journalled
     make_room: Callable[[list[dict]], Awaitable[list[dict]]] | None = None  # before each request
-    keeps_half: bool = True  # of a stopped answer: the part that the user saw
+    keeps_half: bool = True  # a stopped answer leaves the part that the user saw in the journal
 
 
 @dataclass
@@ -111,7 +111,7 @@ class AgentRunResult:
     tool_events: list[dict] = field(default_factory=list)  # {"name", "arguments", "is_error", …}
     error: str | None = None
     model: str = ""
-    requests: int = 0
+    requests: int = 0  # that were sent; a step sends a second one if the first was too long
     context_tokens: int = 0  # of the last request
 
 
@@ -128,7 +128,7 @@ class AgentRunner:
         """Ask until there is an answer. Raises cancellation, and errors of hooks and callbacks."""
         state = RunState(spec, AgentHookContext(list(spec.messages)))
         try:
-            while not state.result.stop_reason:
+            while not state.result.stop_reason:  # "" until the run ends
                 await spec.hook.before_iteration(state.context)
                 state.context.iteration += 1
                 if spec.make_room:  # the caller may move old turns out of the conversation
@@ -147,7 +147,7 @@ class AgentRunner:
             raise
         return replace(
             state.result, messages=state.context.messages, usage=state.context.usage,
-            requests=state.context.iteration, model=spec.model or self.provider.model,
+            model=spec.model or self.provider.model,
             tools_used=list(dict.fromkeys(event["name"] for event in state.result.tool_events)),
         )  # fmt: skip
 
@@ -191,6 +191,7 @@ class AgentRunner:
     async def _chat(self, state: RunState, request: Governed) -> LLMResponse:
         spec = state.spec
         await spec.hook.before_request(request.messages, state.tools)
+        state.result.requests += 1
         response = await self.provider.chat(
             request.messages, state.tools, model=spec.model, max_tokens=spec.max_tokens,
             temperature=0.1 if spec.temperature is None else spec.temperature,
@@ -216,7 +217,7 @@ class AgentRunner:
         state.failure = ""
         for batch in batches(response.tool_calls, state.spec.tools):
             await self._run_batch(state, batch)
-        goes_in_circles = state.end_step() >= 5
+        goes_in_circles = state.end_step() >= 5  # steps with these same calls and results
         if goes_in_circles and state.failure:
             state.result.error = state.failure
             await self._finish(state, "tool_error", f"I had to stop: {state.failure}")
@@ -252,7 +253,7 @@ class AgentRunner:
             result = await state.spec.tools.execute(call.name, call.arguments, state.spec.turn)
         if result.is_error:
             state.failure = f"{call.name} failed: {result.text}"
-        result = state.count(call, result)
+        result = state.count(call, result)  # with a warning if it is the same again and again
         event = {"name": call.name, "arguments": call.arguments, "is_error": result.is_error}
         state.result.tool_events.append(event | {"result": result.text})
         message = {"role": "tool", "tool_call_id": call.id, "name": call.name}
@@ -1992,13 +1993,13 @@ class StepHook(AgentHook):
 
     async def before_request(self, messages: list[dict], tools: list[dict]) -> None:
         last = str(messages[-1].get("content"))[-1_000:]
-        text = f"{last}\n---- A request of {len(messages)} messages. Enter sends it; stop: "
+        text = f"{last}\n---- A request of {len(messages)} messages. Enter sends it, `stop` ends the turn: "
         await self._decide(text, "request")
 
     async def after_response(self, response: LLMResponse) -> None:
         for call in response.tool_calls:
             shown = json.dumps(call.arguments, ensure_ascii=False)
-            text = f"{call.name} {shown}\nEnter runs it; skip; stop; or other arguments, as JSON: "
+            text = f"{call.name} {shown}\nEnter runs it; or type `skip`, `stop`, or other arguments as JSON: "
             answer = await self._decide(text, "call", name=call.name, arguments=call.arguments)
             if answer == "skip":
                 call.denied = "The user skipped this call."
@@ -2072,8 +2073,8 @@ def recorded(file: Path) -> ReplayProvider:
 
 
 def summary_of(records: list[dict]) -> Iterator[str]:
-    """A run in words: what each request added, and what came back."""
-    known: list[dict] = []
+    """A run in words: the question, what each later request added, and what came back."""
+    known = records[0]["messages"][:-1]
     for number, record in enumerate(records, 1):
         answer = record["answer"] or {"error": "cancelled"}
         for message in record["messages"]:
