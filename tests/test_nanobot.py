@@ -1321,7 +1321,7 @@ def test_a_setting_is_read_in_both_spellings_with_variables_filled_in(own_home, 
     # what can only be seen when a loop is made
     ('{"agents": {"defaults": {"maxTokens": 500, "contextWindowTokens": 1000}}}',
      "agents.defaults.maxTokens", "under half of contextWindowTokens (1000)"),
-    ('{"agents": {"defaults": {"timezone": "Mars/Olympus"}}}', "agents.defaults.timezone", "'Mars/Olympus'"),
+    ('{"agents": {"defaults": {"timezone": "Mars/Olympus"}}}', "time zone", "'Mars/Olympus'"),
     ('{"tools": {"web": {"search": {"provider": "altavista"}}}}', "tools.web.search.provider", "duckduckgo"),
     ('{"tools": {"web": {"proxy": "socks5://x"}}}', "tools.web.proxy", "'socks5://x' is no proxy. Write it like"),
     ('{"tools": {"ssrfWhitelist": ["10.1.2.3/8"]}}', "tools.ssrfWhitelist", "10.1.2.3/8 has host bits set"),
