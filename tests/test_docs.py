@@ -9,12 +9,12 @@ import shutil
 import subprocess
 import sys
 import textwrap
-import threading
 from pathlib import Path
 
 import pytest
 
 import nanobot
+from exercises.walk import Follower
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -115,46 +115,44 @@ def tour_rows() -> list[tuple[list[str], list[str]]]:
     return rows
 
 
-def take_the_tour(home: Path) -> tuple[dict[str, int], str]:
-    """Each function of the kit that the turn enters, in order, with its line; all data that it leaves."""
+class Tour(Follower):
+    """Keeps the verdicts on the answers, too: they are in no file."""
+
+    verdicts = ()
+
+    def note(self, frame, event, argument):
+        super().note(frame, event, argument)
+        if event == "return" and frame.f_code.co_name == "verdict":
+            self.verdicts += (argument,)
+
+
+def take_the_tour(home: Path) -> tuple[list[str], list[str], str]:
+    """The functions that the turn enters, in order; those of the first readings; all data that it leaves."""
     (home / "a.txt").write_text("hello\n", encoding="utf-8")
     config = nanobot.Config()
     config.cwd, config.defaults.workspace, config.defaults.provider = home, str(home / "ws"), "offline"
-    loop, entered, data = nanobot.AgentLoop(config), {}, ["cli:direct"]
+    loop, tour, told = nanobot.AgentLoop(config), Tour(ROOT, is_long=True), []
     loop.provider.trace = nanobot.Trace(home / "trace.jsonl")
 
     async def note(event):
-        data.append(event.content)
+        told.append(event.content)
 
-    def profile(frame, event, argument):
-        folder, _, file = frame.f_code.co_filename.rpartition(os.sep)
-        if event == "call" and folder == str(ROOT):
-            entered.setdefault(f"{file}:{frame.f_code.co_qualname}", frame.f_code.co_firstlineno)
-        if event == "return" and frame.f_code.co_name == "verdict":
-            data.append(argument)
-
-    threading.setprofile(profile)
-    sys.setprofile(profile)
-    try:
-        result = asyncio.run(loop.process_direct("read a.txt", on_event=note))
-    finally:
-        sys.setprofile(None)
-        threading.setprofile(None)
+    result = tour.follow(lambda: asyncio.run(loop.process_direct("read a.txt", on_event=note)))
     files = [loop.sessions.path("cli:direct"), home / "trace.jsonl"]
-    return entered, "\n".join([*data, result.stop_reason, *(file.read_text(encoding="utf-8") for file in files)])
+    data = ["cli:direct", *told, *tour.verdicts, result.stop_reason, *(file.read_text("utf-8") for file in files)]
+    first_readings = Follower(ROOT, is_long=False)
+    story = [place for place, code in tour.seen.items() if first_readings.is_shown(code)]
+    return list(tour.seen), story, "\n".join(data)
 
 
 def test_the_tour_has_the_places_of_a_turn_in_their_order_all_of_the_story_and_its_data(tmp_path):
-    entered, left = take_the_tour(tmp_path)
-    order, rows = list(entered), tour_rows()
-    firsts = [order.index(places[0]) for places, _ in rows]
-    assert len(firsts) > 20 and firsts == sorted(firsts)
+    entered, story, left = take_the_tour(tmp_path)
+    rows = tour_rows()
     named = {place for places, _ in rows for place in places}
-    source = (ROOT / "nanobot.py").read_text(encoding="utf-8")
-    border = source[: source.index("# ======== Second reading")].count("\n")
-    story = {place for place, line in entered.items() if place.startswith("nanobot.py:") and line < border}
-    assert {place for place in story if "<" not in place} - named == set()
-    assert named - set(entered) == set()
+    assert named - set(entered) == set() and len(rows) > 20
+    firsts = [entered.index(places[0]) for places, _ in rows]
+    assert firsts == sorted(firsts)
+    assert {place for place in story if place.startswith("nanobot.py:") and "<" not in place} - named == set()
     data = [text.replace("\\|", "|") for _, row in rows for text in row]
     assert [text for text in data if text not in left] == []
 
@@ -167,12 +165,8 @@ def test_the_project_speaks_of_itself_alone():
             assert not words.search((ROOT / name).read_text(encoding="utf-8", errors="replace")), name
 
 
-def test_walk_prints_the_places_of_the_tour_in_their_order(own_home, tmp_path):
+def test_walk_prints_the_places_of_the_tour_and_what_the_turn_gave(own_home, tmp_path):
     (tmp_path / "a.txt").write_text("hello\n")
-    done = subprocess.run(
-        [sys.executable, ROOT / "nanobot.py", "walk", "--offline", "-m", "read a.txt"],
-        cwd=tmp_path, capture_output=True, text=True, encoding="utf-8",
-    )  # fmt: skip
-    entered = [line.strip().partition("(")[0] for line in done.stdout.split("\n")]
-    firsts = [places[0] for places, _ in tour_rows() if places and "AgentHook" not in places[0]]
-    assert [place for place in entered if place in firsts] == firsts and "1| hello" in done.stdout
+    printed = run(str(ROOT / "nanobot.py"), "walk", "--offline", "-m", "read a.txt", folder=tmp_path)
+    firsts = [places[0] for places, _ in tour_rows() if "AgentHook" not in places[0]]
+    assert [place for place in firsts if f"{place}(" not in printed] == [] and "1| hello" in printed
