@@ -9,9 +9,7 @@ busy machine may not make the suite fail.
 """
 
 import asyncio
-import functools
 import json
-import logging
 import re
 import resource
 import statistics
@@ -179,13 +177,12 @@ def long_session(turns: int) -> float:
     return sum(times[-100:]) / sum(times[100:200])
 
 
-def many_chats(messages: int) -> tuple[float, float]:
-    """300 chats, the next message when the last is answered: one loop, 50 ms a request."""
+def many_chats(messages: int) -> float:
+    """The memory of one loop for 300 chats, each with the next message when the last is answered."""
     import chats
 
-    async def slow(request):
+    def reply(request):
         model.asked.clear()
-        await asyncio.sleep(0.05)
         return f"to {request.messages[-1]['content'].split()[-1]}"
 
     class Phone(chats.Desk):
@@ -201,41 +198,12 @@ def many_chats(messages: int) -> tuple[float, float]:
     async def everyone():
         gateway.desk = Phone()
         async with gateway:
-            start = time.perf_counter()
             await asyncio.gather(*(talk(gateway, chat) for chat in answers))
-            return since(start)
 
-    model, answers = chats.Model(slow), {str(n): asyncio.Queue() for n in range(300)}
+    model, answers = chats.Model(reply), {str(n): asyncio.Queue() for n in range(300)}
     gateway = chats.Chats(loop_with(provider=model))
-    ms = asyncio.run(everyone())
-    assert all(queue.empty() for queue in answers.values())
-    return ms / (300 * messages * 50 / 8), peak()  # ideal: eight turns at once
-
-
-def healthy_chat(*others: str) -> float:
-    """20 answers to a chat, beside one that blocked the bot (8) and one that is told to wait (9)."""
-    import channels
-    from fake_telegram import FakeTelegram, Refusal
-
-    async def answers(server):
-        bus, arrived = channels.MessageBus(), asyncio.Semaphore(0)
-        bus.open(channels.Telegram(server.token, ["*"], api_base=server.base_url))
-        start = time.perf_counter()
-        for number in range(20):
-            for chat in others:
-                bus.send(channels.OutboundMessage("telegram", chat, f"{number}"))
-            bus.send(channels.OutboundMessage("telegram", "7", f"{number}", on_delivered=arrived.release))
-        for _ in range(20):
-            await arrived.acquire()
-        ms = since(start)
-        await bus.close(0)
-        return ms
-
-    logging.disable()
-    with FakeTelegram() as server:
-        server.chats["8"] = Refusal(403, "Forbidden: bot was blocked by the user")
-        server.chats["9"] = Refusal(429, "Too Many Requests", {"retry_after": 3})
-        return asyncio.run(answers(server))
+    asyncio.run(everyone())
+    return peak()
 
 
 def ten_blocking_tools() -> float:
@@ -344,7 +312,6 @@ def grep(pattern: str) -> float:
 
 def figures(root: str) -> list[tuple]:
     """Name, unit, aim, and how it is measured."""
-    chats = functools.cache(lambda messages: inside("many_chats", messages))
     return [
         ("cold start", "x", 0.85, lambda: cold_start(root)),
         ("50 calls", "x", 0.5, lambda: calls(root, 50)),
@@ -357,10 +324,8 @@ def figures(root: str) -> list[tuple]:
         ("grep needle in 20,000 files", "ms", 1_000, lambda: grep("needle")),
         (r"grep def\s+needle", "ms", 1_000, lambda: grep(r"def\s+needle")),
         (r"grep \bneedle\b|nothing", "ms", 1_000, lambda: grep(r"\bneedle\b|nothing")),
-        ("chats: 300 of 50 messages / ideal", "x", 1.5, lambda: chats(50)[0]),
-        ("chats: memory, 50 messages - 5", "MB", 20, lambda: chats(50)[1] - chats(5)[1]),
-        ("chats: beside a blocked and a flooded", "x", 2,
-         lambda: race(lambda: inside("healthy_chat", "8", "9"), lambda: inside("healthy_chat"), 1)),
+        ("memory of 300 chats, 50 messages - 5", "MB", 20,
+         lambda: inside("many_chats", 50) - inside("many_chats", 5)),
     ]  # fmt: skip
 
 
