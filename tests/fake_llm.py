@@ -9,7 +9,6 @@ Server-Sent Events; only the model is made up. Whatever it was sent is kept for 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import re
@@ -68,7 +67,7 @@ class Hang:
 
 @dataclass
 class Recorded:
-    """One request as it arrived. `headers` has lower-case keys; `body` is None if it was no JSON object."""
+    """One request as it arrived. `headers` has lower-case keys; a GET has no `body`."""
 
     path: str
     headers: dict[str, str]
@@ -83,11 +82,6 @@ Line = Reply | Failure | Raw | Hang | str | Json | list[Json]  # a dict is one c
 def call(name: str, /, **arguments: Any) -> Json:
     """One tool call. It has no id yet: the server adds one, so that a line can be played more than once."""
     return {"type": "function", "function": {"name": name, "arguments": to_json(arguments)}}
-
-
-def calls(*tool_calls: Json, content: str | None = None, finish_reason: str | None = "tool_calls") -> Reply:
-    """An answer made of tool calls, perhaps with text beside them."""
-    return Reply(content, list(tool_calls), finish_reason)
 
 
 def error(status: int, message: str, code: str | None = None) -> Failure:
@@ -107,8 +101,8 @@ def as_raw(reply: Reply, request: Recorded, numbers: Iterator[int]) -> Raw:
     tool_calls = [{"id": f"call_{next(numbers)}", **each} for each in reply.tool_calls]
     # A token of English is about four bytes.
     sent, written = len(request.raw) // 4, len(f"{reply.content}{tool_calls}") // 4 + 1
-    usage = {"prompt_tokens": sent, "completion_tokens": written, "total_tokens": sent + written}
-    usage = usage if reply.usage is None else reply.usage
+    estimated = {"prompt_tokens": sent, "completion_tokens": written, "total_tokens": sent + written}
+    usage = estimated if reply.usage is None else reply.usage
     head = {"id": "chatcmpl-fake", "created": 1700000000, "model": asked.get("model")}
     if not asked.get("stream"):
         message = {"role": "assistant", "content": reply.content, **reply.extra}
@@ -201,8 +195,7 @@ class FakeLLM(Server):
         """Choose what to say: a refusal, the list of models, or what comes next in the script."""
         key = request.headers.get("authorization", "")
         if self.required_key is not None and key != f"Bearer {self.required_key}":
-            shown = key.removeprefix("Bearer ")[:3] + "***"  # OpenAI, too, repeats only some of the key
-            return error(401, f"Incorrect API key provided: {shown}.", "invalid_api_key")
+            return error(401, "Incorrect API key provided.", "invalid_api_key")
         if (method, request.path) == ("GET", "/v1/models"):
             models = [{"id": model, "object": "model"} for model in self.models]
             return Failure(200, {"object": "list", "data": models})
@@ -210,13 +203,12 @@ class FakeLLM(Server):
             return error(404, f"Invalid URL ({method} {request.path})")
         model = request.body.get("model")
         if self.known_models is not None and model not in self.known_models:
-            message = f"The model `{model}` does not exist or you do not have access to it."
-            return error(404, message, "model_not_found")
+            return error(404, f"The model `{model}` does not exist.", "model_not_found")
         line = self._script(request.body)
         if isinstance(line, str):
             return Reply(line)
         line = [line] if isinstance(line, dict) else line
-        return calls(*line) if isinstance(line, list) else line
+        return Reply(None, line, "tool_calls") if isinstance(line, list) else line
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -231,11 +223,8 @@ class Handler(BaseHTTPRequestHandler):
         raw = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         self.server.wait(0)  # a connection that is kept open may outlive the server
         headers = {name.lower(): value for name, value in self.headers.items()}
-        body = None
-        with contextlib.suppress(ValueError):
-            body = json.loads(raw)
-        port = self.client_address[1]
-        request = Recorded(self.path, headers, body if isinstance(body, dict) else None, raw, port)
+        body = json.loads(raw) if raw else None
+        request = Recorded(self.path, headers, body, raw, self.client_address[1])
         self.server.requests.append(request)
         match self.server.answer(self.command, request):
             case Reply(delay=delay) as reply:
@@ -249,8 +238,6 @@ class Handler(BaseHTTPRequestHandler):
             case Hang(seconds):
                 self.close_connection = True
                 self.server.wait(seconds)
-            case other:
-                raise TypeError(f"fake_llm: a script cannot answer {other!r}")
 
     do_GET = do_POST
 

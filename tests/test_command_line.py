@@ -22,7 +22,7 @@ import pytest
 import nanobot as program
 from channels import JobStore
 from conftest import fork
-from fake_llm import Failure, FakeLLM, Hang, Reply, call, calls
+from fake_llm import Failure, FakeLLM, Hang, Reply, call
 from fake_telegram import FakeTelegram
 from memory import SessionManager, locked
 from test_providers import check_grammar
@@ -111,7 +111,7 @@ def is_gone(pid: int) -> bool:
 
 # ---- Asking once ----
 
-LOOK = calls(call("list_dir"), content="Let me look.")
+LOOK = Reply("Let me look.", [call("list_dir")], "tool_calls")
 SLOW_DOWN = {"error": {"message": "slow down"}}
 BUSY = [Failure(429, SLOW_DOWN, {"retry-after-ms": "10"}), Failure(503, SLOW_DOWN, {"Retry-After": "0.01"})]
 PAGE = Failure(200, "<html><body>Welcome to the hotel WLAN</body></html>", content_type="text/html")
@@ -533,7 +533,7 @@ def trace_of(path: Path) -> list[dict]:
 
 def test_a_trace_is_replayed_without_network_and_without_running_anything(own_home, tmp_path):
     (tmp_path / "a.txt").write_text("hello\n", encoding="utf-8")
-    ran = calls(call("exec", command="echo ran >> ran.txt"), content="Let me see.")
+    ran = Reply("Let me see.", [call("exec", command="echo ran >> ran.txt")], "tool_calls")
     script = [ran, [call("read_file", path="a.txt"), call("read_file", path="gone.txt")], "It says Γειά."]
     with FakeLLM(script) as server:
         first = nanobot("-m", "do it", "--trace", "t.jsonl", server=server, cwd=tmp_path)
