@@ -158,6 +158,13 @@ class Server(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
 
+class QuietHandler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"  # keeps connections open, as the real servers do
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Keep the log of requests out of the output of the tests."""
+
+
 class FakeLLM(Server):
     """A script is a list of lines, said one after the other, or a function of the request's body."""
 
@@ -211,11 +218,10 @@ class FakeLLM(Server):
         return Reply(None, line, "tool_calls") if isinstance(line, list) else line
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(QuietHandler):
     """One connection: reads the requests of a client and sends what the server chooses to say."""
 
     server: FakeLLM
-    protocol_version = "HTTP/1.1"  # keeps connections open, as the real servers do
     disable_nagle_algorithm = True  # or small pieces would wait for one another
 
     def do_POST(self) -> None:
@@ -255,6 +261,3 @@ class Handler(BaseHTTPRequestHandler):
         self.server.wait(raw.hang)
         if not raw.cut:
             self.wfile.write(b"0\r\n\r\n")
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Keep the log of requests out of the output of the tests."""
