@@ -1013,7 +1013,7 @@ def test_after_a_storm_every_message_is_there_once_and_the_next_is_answered(tmp_
     """Each weather once in one session; then the trace of it all is played again."""
     storm, turns, trace = Storm(4), [], tmp_path / "trace.jsonl"
     with FakeLLM(storm) as server:
-        loop = endpoint_loop(tmp_path, server, request_timeout=0.1, idle_timeout=0.1)
+        loop = endpoint_loop(tmp_path, server, request_timeout=0.4, idle_timeout=0.4)
         loop.provider.trace = Trace(trace)
 
         async def many_turns():
