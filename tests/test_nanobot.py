@@ -727,7 +727,8 @@ def test_a_turn_is_journalled_once_and_told_step_by_step(tmp_path):
 
 
 def test_a_question_is_sent_with_the_moment_and_the_place(tmp_path):
-    loop = make_loop(tmp_path, ["ok"], timezone="Asia/Tokyo")
+    """A conversation may go on in another place: each question keeps its own."""
+    loop = make_loop(tmp_path, ["ok", "ok"], timezone="Asia/Tokyo")
     loop.config.now = lambda: datetime(2026, 11, 21, 12, 0, 30, tzinfo=UTC)
     ask(loop, "one", "telegram:7:8")
     sent = loop.provider.requests[0].messages
@@ -737,6 +738,10 @@ def test_a_question_is_sent_with_the_moment_and_the_place(tmp_path):
     assert facts[:3] == ["Time: 2026-11-21 21:00 (Saturday), JST", "Channel: telegram", "Chat: 7:8"]
     assert text == "one"
     assert journal(loop, "telegram:7:8")[0]["content"] == "one", "it is no part of what the user said"
+    before, loop.config.cwd = loop.config.cwd, tmp_path / "elsewhere"
+    ask(loop, "two", "telegram:7:8")
+    text = str([message["content"] for message in loop.provider.requests[1].messages[1:]])
+    assert re.findall(r"Working folder: (.+?)\\n", text) == [str(before), str(loop.config.cwd)]
 
 
 def test_a_failed_turn_is_told_not_put_into_the_models_mouth_and_goes_on_with_continue(tmp_path):
@@ -1119,7 +1124,6 @@ def recorded(tmp_path: Path, replies, *texts: str, **defaults) -> tuple[Path, st
 TURNS = {
     "calls whose ids come again": [call("look"), "done", call("look", n=2), "done"],
     "a call that could not be read": [UNREADABLE, call("look", "c2"), "done", "next"],
-    "an unknown tool": [call("nothing_like_it"), "done", "next"],
     "out of steps": [call("look", "a"), call("look", "b"), call("look", "c"), "so far"] * 2,
     "a call that fails again and again": [call("broken", f"c{n}") for n in range(4)] + ["next"],
     "letters that are none": [
@@ -1986,16 +1990,6 @@ def test_texts_of_the_kit_are_in_the_prompt_and_placeholders_are_not_until_they_
         with path.open("a", encoding="utf-8") as file:
             file.write("\nAda bakes.\n")
         assert loop.context.parts(loop.turn("cli:direct"))[part].endswith("\n\nAda bakes.")
-
-
-def test_a_conversation_may_go_on_in_another_folder(tmp_path):
-    for folder in ("one", "two"):
-        loop = make_loop(tmp_path, ["ok"])
-        loop.config.cwd = tmp_path / folder
-        ask(loop, "hello")
-    said = [m["content"] for m in loop.provider.requests[0].messages if m["role"] == "user"]
-    folders = [re.search("(?m)^Working folder: (.+)$", text)[1] for text in said]
-    assert folders == [str(tmp_path / "one"), str(tmp_path / "two")]
 
 
 @pytest.mark.parametrize(("setting", "sent"), [(None, 0.1), (0, 0), (0.7, 0.7)])
