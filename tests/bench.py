@@ -145,34 +145,17 @@ def kit(base_url: str, sessions: int = 1) -> float:
 
 
 def long_session(turns: int) -> float:
-    """CPU time of the last 100 turns by that of turns 100 to 200, of a session with a call in each turn.
-
-    The model is in this process and has its answers ready; it keeps memory, too.
-    """
-    from chats import Model
-    from providers import ToolCallRequest
-    from tools import tool
-
-    @tool(read_only=True)
-    def look(n: int) -> str:
-        """Look."""
-        return f"saw {n} " + "and more " * (500 if n % 7 == 0 else 30)
-
-    def reply(request):
-        model.asked.clear()
-        if request.messages[-1]["role"] == "tool" or not request.tools:
-            return "There is nothing."
-        return ToolCallRequest(f"c{len(times)}", "look", {"n": len(times)})
+    """CPU time of the last 100 turns by that of turns 100 to 200; each has a call, and the memory is kept, too."""
+    import test_memory
 
     async def talk() -> None:
         for n in range(turns):
             start = time.process_time()
-            await loop.process_direct(f"Look at number {n}.")
-            times.append((time.process_time() - start) * 1e3)
+            await loop.process_direct(f"question {n}")
+            times.append(time.process_time() - start)
+            loop.provider.asked, loop.provider.saves = [], []
 
-    saved = {"history_entry": "They looked around.", "memory_update": ""}
-    model, times = Model(reply, ToolCallRequest("c", "save_memory", saved)), []
-    loop = loop_with(look, provider=model)
+    loop, times = test_memory.talkative_loop(Path(tempfile.mkdtemp())), []
     asyncio.run(talk())
     return sum(times[-100:]) / sum(times[100:200])
 

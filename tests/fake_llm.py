@@ -1,10 +1,7 @@
 """A language model that says what the test wrote: a real HTTP server on loopback that plays back a script.
 
 It speaks the OpenAI Chat Completions protocol, so a test exercises the real SDK, real sockets and real
-Server-Sent Events; only the model is made up. Whatever it was sent is kept for the test to look at:
-
-    with FakeLLM([call("read_file", path="a.txt"), "The file is empty."]) as server:
-        client = OpenAI(base_url=server.base_url, api_key="any")
+Server-Sent Events; only the model is made up. Whatever it was sent is kept for the test to look at.
 """
 
 from __future__ import annotations

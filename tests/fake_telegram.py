@@ -119,8 +119,7 @@ class FakeTelegram(Server):
         """A file on the server, as a message names it."""
         file_id = f"ID{len(self.files)}"
         self.files[file_id] = (path, content)
-        size = {"file_unique_id": f"U{len(self.files)}", "file_size": len(content)}
-        return {"file_id": file_id, **size, **more}
+        return {"file_id": file_id, "file_size": len(content), **more}
 
     def refuse(self, method: str, *refusals: Refusal) -> None:
         """The next calls of a method fail so, one after the other."""

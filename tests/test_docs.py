@@ -19,6 +19,7 @@ import nanobot
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 NOTES = (ROOT / "NOTES.md").read_text(encoding="utf-8")
+FILES = [f"{name}.py" for name in ("nanobot", "providers", "tools", "memory", "channels")]
 
 
 def blocks(kind: str) -> list[str]:
@@ -49,9 +50,9 @@ def test_the_programs_in_readme_do_what_it_says(own_home, tmp_path):
     assert run("-c", blocks("python")[1], folder=tmp_path, PYTHONPATH="") == blocks("text")[-1]
 
 
-@pytest.mark.parametrize("name", ["tools", "providers", "memory", "channels"])
+@pytest.mark.parametrize("name", FILES[1:])
 def test_the_example_of_a_leaf_runs_if_the_file_is_copied_alone(name, tmp_path):
-    source = shutil.copy(ROOT / f"{name}.py", tmp_path)
+    source = shutil.copy(ROOT / name, tmp_path)
     about = ast.get_docstring(ast.parse(Path(source).read_text(encoding="utf-8")))
     examples = [block for block in re.findall(r"(?:^    .*\n|^\n)+", f"{about}\n", re.M) if "import" in block]
     assert run("-c", textwrap.dedent(examples[-1]), folder=tmp_path, PYTHONPATH="").strip()
@@ -72,16 +73,14 @@ def test_each_command_line_in_readme_is_one(capsys):
 def test_the_tree_in_readme_is_what_is_there():
     named = {line.split()[0].rstrip("/") for line in blocks("text")[0].strip().split("\n")}
     assert named == {path.name for path in ROOT.iterdir() if path.name in named}
-    assert {f"{name}.py" for name in ("nanobot", "providers", "tools", "memory", "channels")} <= named
+    assert set(FILES) <= named
 
 
 @pytest.mark.budget
 def test_the_sizes_in_readme_are_those_of_the_files():
     sizes = dict(re.findall(r"^(\w+\.py) +([\d,]+) lines", README, re.MULTILINE))
-    assert {name: int(size.replace(",", "")) for name, size in sizes.items()} == {
-        f"{name}.py": (ROOT / f"{name}.py").read_text(encoding="utf-8").count("\n")
-        for name in ("nanobot", "providers", "memory", "tools", "channels")
-    }
+    true = {name: (ROOT / name).read_text(encoding="utf-8").count("\n") for name in FILES}
+    assert {name: int(size.replace(",", "")) for name, size in sizes.items()} == true
 
 
 def test_every_place_in_notes_exists():

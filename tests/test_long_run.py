@@ -1,4 +1,7 @@
-"""The life of a chat message under `kill -9`, from outside: nothing is lost or doubled."""
+"""The life of a chat message under `kill -9`, from outside: nothing is lost or doubled.
+
+A gateway is a process of its own; the test is its channel, and sends again what was not confirmed.
+"""
 
 import asyncio
 import contextlib
@@ -20,9 +23,6 @@ from memory import MemoryStore, SessionManager
 from test_memory import CHAT, Model, call, contents, history_of, keeping, lines_of, loaded
 from test_memory import make_loop, no_network, posix, said, told, tokens_in  # noqa: F401
 from tools import tool
-
-
-# A gateway in a process of its own; the test is its channel: it sends again what was not confirmed.
 
 
 def die_at_write(workspace: Path, moment: int) -> None:

@@ -1700,22 +1700,28 @@ def keeping(pattern: str):
     return save
 
 
-def reads_now_and_then(request):
-    if request.messages[-1]["role"] == "tool":
-        return "It says something."
-    [*_, number] = ["1", *re.findall(r"question (\d+)", request.messages[-1]["content"])]
-    return call("read_file", path="small.txt" if int(number) % 7 else "large.txt")
+def talkative_loop(workspace: Path, window: int = 65_536) -> AgentLoop:
+    """Its model reads a small file or a large one in each turn, and keeps what the user likes best."""
+
+    def talk(request):
+        if request.messages[-1]["role"] == "tool":
+            return "It says something."
+        [*_, number] = ["1", *re.findall(r"question (\d+)", request.messages[-1]["content"])]
+        return call("read_file", path="small.txt" if int(number) % 7 else "large.txt")
+
+    model = Model(talk, keeping(r"my (favourite \w+ is \w+)"))
+    loop = make_loop(workspace, model, context_window_tokens=window, max_tokens=2_000)
+    (workspace / "small.txt").write_text("a line\n" * 30)
+    (workspace / "large.txt").write_text("a longer line of text\n" * 400)
+    return loop
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("window", [8_000, 65_536])
 @pytest.mark.parametrize("turns", [210, pytest.param(2_000, marks=pytest.mark.slow)])
 def test_a_conversation_of_2000_turns_forgets_nothing_and_what_is_sent_does_not_grow(tmp_path, window, turns):
-    model = Model(reads_now_and_then, keeping(r"my (favourite \w+ is \w+)"))
-    loop = make_loop(tmp_path, model, context_window_tokens=window, max_tokens=2_000)
-    (tmp_path / "small.txt").write_text("a line\n" * 30)
-    (tmp_path / "large.txt").write_text("a longer line of text\n" * 400)
-    sizes = []
+    loop, sizes = talkative_loop(tmp_path, window), []
+    model = loop.provider
 
     async def talk() -> None:
         for n in range(turns):
