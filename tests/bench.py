@@ -164,10 +164,6 @@ def many_chats(messages: int) -> float:
     """The memory of one loop for 300 chats, each with the next message when the last is answered."""
     import chats
 
-    def reply(request):
-        model.asked.clear()
-        return "done"
-
     class Phone(chats.Desk):
         async def send(self, message):
             if message.kind == "final":
@@ -177,14 +173,15 @@ def many_chats(messages: int) -> float:
         for number in range(messages):
             await gateway.say(f"m{number}", chat)
             await answers[chat].acquire()
+            gateway.model.asked.clear()
 
     async def everyone():
         gateway.desk = Phone()
         async with gateway:
             await asyncio.gather(*(talk(gateway, chat) for chat in answers))
 
-    model, answers = chats.Model(reply), {str(n): asyncio.Semaphore(0) for n in range(300)}
-    gateway = chats.Chats(loop_with(provider=model))
+    answers = {str(n): asyncio.Semaphore(0) for n in range(300)}
+    gateway = chats.Chats(loop_with(provider=chats.Model("done")))
     asyncio.run(everyone())
     return peak()
 

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-# What was started in the background or by nohup inherits signals that are ignored, and so would all
-# programs that the tests start: their Ctrl-C would do nothing.
+# Started by nohup, all programs that the tests start would inherit ignored signals: their Ctrl-C would do nothing.
 for name in ("SIGINT", "SIGTERM", "SIGHUP"):
     number = getattr(signal, name, None)  # there is no SIGHUP on Windows
     if number and signal.getsignal(number) == signal.SIG_IGN:
@@ -31,9 +30,8 @@ def own_home(tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def few_open_files():
-    """A test that drops a client without closing it leaves its sockets to the garbage collector. It
-    runs before they are too many: `ulimit -n` is 256 on macOS, and a server that gets no descriptor
-    hangs."""
+    """Sockets of clients that a test dropped are collected before they are too many: `ulimit -n` is 256 on macOS, and a
+    server that gets no descriptor hangs."""
     yield
     opened = Path("/dev/fd")
     if opened.exists() and len(list(opened.iterdir())) > 80:

@@ -74,6 +74,7 @@ class Recorded:
 
 
 Line = Reply | Failure | Raw | Hang | str | Json | list[Json]  # a dict is one call(), a list is several
+Script = Iterable[Line] | Callable[[Json], Line]  # lines, said one after the other, or a function of the request's body
 
 
 def call(name: str, /, **arguments: Any) -> Json:
@@ -163,12 +164,7 @@ class QuietHandler(BaseHTTPRequestHandler):
 
 
 class FakeLLM(Server):
-    """A script is a list of lines, said one after the other, or a function of the request's body."""
-
-    def __init__(
-        self, script: Iterable[Line] | Callable[[Json], Line], *, required_key: str | None = None,
-        known_models: list[str] | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, script: Script, *, required_key: str = "", known_models: list[str] | None = None) -> None:
         super().__init__(Handler)
         self.base_url = f"http://127.0.0.1:{self.server_port}/v1"
         self.requests: list[Recorded] = []
@@ -198,7 +194,7 @@ class FakeLLM(Server):
     def answer(self, method: str, request: Recorded) -> Reply | Failure | Raw | Hang:
         """Choose what to say: a refusal, the list of models, or what comes next in the script."""
         key = request.headers.get("authorization", "")
-        if self.required_key is not None and key != f"Bearer {self.required_key}":
+        if self.required_key and key != f"Bearer {self.required_key}":
             return error(401, "Incorrect API key provided.", "invalid_api_key")
         if (method, request.path) == ("GET", "/v1/models"):
             models = [{"id": model, "object": "model"} for model in self.models]
@@ -206,7 +202,7 @@ class FakeLLM(Server):
         if (method, request.path) != ("POST", "/v1/chat/completions"):
             return error(404, f"Invalid URL ({method} {request.path})")
         model = request.body.get("model")
-        if self.known_models is not None and model not in self.known_models:
+        if self.known_models and model not in self.known_models:
             return error(404, f"The model `{model}` does not exist.", "model_not_found")
         line = self._script(request.body)
         if isinstance(line, str):

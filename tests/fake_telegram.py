@@ -119,7 +119,7 @@ class FakeTelegram(Server):
         """A file on the server, as a message names it."""
         file_id = f"ID{len(self.files)}"
         self.files[file_id] = (path, content)
-        return {"file_id": file_id, "file_size": len(content), **more}
+        return {"file_id": file_id, "file_unique_id": f"U{len(self.files)}", "file_size": len(content), **more}
 
     def refuse(self, method: str, *refusals: Refusal) -> None:
         """The next calls of a method fail so, one after the other."""
@@ -231,9 +231,8 @@ class Handler(QuietHandler):
         if not refusal.status:
             self.close_connection = True
             return self.connection.close()
-        content = {"ok": False, "error_code": refusal.status, "description": refusal.description}
-        if refusal.parameters:
-            content["parameters"] = refusal.parameters
+        content = {"ok": False, "error_code": refusal.status, "description": refusal.description,
+                   "parameters": refusal.parameters}  # fmt: skip
         self._send(refusal.status, refusal.body or content)
 
     def _send(self, status: int, content: Json | bytes) -> None:
