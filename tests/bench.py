@@ -4,8 +4,7 @@
     python tests/bench.py calls      only what has `calls` in its name
 
 A stub endpoint, another process, asks for tool calls until it has enough of them, then it answers. Each
-contestant runs in a process of its own; runs alternate, and the median counts. Nothing here is a test: a
-busy machine may not make the suite fail.
+contestant runs in a process of its own; runs alternate, and the median counts.
 """
 
 import asyncio

@@ -38,8 +38,7 @@ def few_open_files():
         gc.collect()
 
 
-# Some tests run the program in hundreds of processes. To load the SDK in each takes longer than the test:
-# they are forked from one that has loaded it, and the tests.
+# Tests run the program in hundreds of processes: they are forked from one that has loaded the SDK, and the tests.
 FORKS = multiprocessing.get_context("forkserver" if hasattr(os, "fork") else "spawn")
 FORKS.set_forkserver_preload(["nanobot", "openai", "json_repair", "test_command_line", "test_long_run"])
 

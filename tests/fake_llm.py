@@ -79,18 +79,13 @@ Script = Iterable[Line] | Callable[[Json], Line]  # lines, said one after the ot
 
 def call(name: str, /, **arguments: Any) -> Json:
     """One tool call. It has no id yet: the server adds one, so that a line can be played more than once."""
-    return {"type": "function", "function": {"name": name, "arguments": to_json(arguments)}}
+    return {"type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
 
 
 def error(status: int, message: str, code: str | None = None) -> Failure:
     """A failure in the shape of OpenAI's error bodies."""
     kind = "server_error" if status >= 500 else "invalid_request_error"
     return Failure(status, {"error": {"message": message, "type": kind, "param": None, "code": code}})
-
-
-def to_json(value: Any) -> str:
-    """JSON with every letter as it is instead of as a \\u escape, as the real servers write it."""
-    return json.dumps(value, ensure_ascii=False)
 
 
 def as_raw(reply: Reply, request: Recorded, numbers: Iterator[int]) -> Raw:
@@ -108,13 +103,13 @@ def as_raw(reply: Reply, request: Recorded, numbers: Iterator[int]) -> Raw:
             message["tool_calls"] = tool_calls
         head["choices"] = [{"index": 0, "message": message, "finish_reason": reply.finish_reason}]
         head |= {"object": "chat.completion"} | ({"usage": usage} if usage else {})
-        return Raw(to_json(head).encode(), "application/json")
+        return Raw(json.dumps(head).encode(), "application/json")
     choices = [{"delta": delta, "finish_reason": None} for delta in deltas(reply, tool_calls)]
     choices.append({"delta": {}, "finish_reason": reply.finish_reason})
     chunks = [{"choices": [{"index": 0, **choice}]} for choice in choices]
     if usage and (asked.get("stream_options") or {}).get("include_usage"):
         chunks.append({"choices": [], "usage": usage})
-    events = [to_json({**head, "object": "chat.completion.chunk", **chunk}) for chunk in chunks]
+    events = [json.dumps({**head, "object": "chat.completion.chunk", **chunk}) for chunk in chunks]
     return Raw(chunks=[f"data: {event}\n\n".encode() for event in (*events, "[DONE]")])
 
 
@@ -230,7 +225,7 @@ class Handler(QuietHandler):
                 self.server.wait(delay)
                 self._send(as_raw(reply, request, self.server.numbers))
             case Failure(status, body, headers, content_type):
-                text = body if isinstance(body, str) else to_json(body)
+                text = body if isinstance(body, str) else json.dumps(body)
                 self._send(Raw(text.encode(), content_type), status, headers)
             case Raw() as raw:
                 self._send(raw)

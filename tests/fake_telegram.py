@@ -55,8 +55,7 @@ class Parser(html.parser.HTMLParser):
         self.feed(text)
         self.close()
         if self.opened:
-            tag = self.opened[-1]
-            raise Refusal(400, f"Bad Request: can't parse entities: Can't find end tag corresponding to start tag {tag}")
+            raise Refusal(400, f"Bad Request: can't parse entities: Can't find end tag of {self.opened[-1]}")
 
     def handle_starttag(self, tag: str, attrs: list) -> None:
         if tag not in TAGS:
@@ -109,11 +108,10 @@ class FakeTelegram(Server):
     def say(self, text: str = "", sender: int = 7, chat: Json | None = None, **parts: Any) -> int:
         """A message; without `chat` in the sender's private one."""
         self._next_message += 1
-        message = {"message_id": self._next_message, "date": 1_700_000_000}
-        message["chat"] = chat or {"id": sender, "type": "private"}
-        message["from"] = {"id": sender, "is_bot": False, "first_name": "Ann"}
-        message |= ({"text": text} if text else {}) | parts
-        return self.update(message=message)
+        people = {"chat": chat or {"id": sender, "type": "private"},
+                  "from": {"id": sender, "is_bot": False, "first_name": "Ann"}}  # fmt: skip
+        parts |= {"text": text} if text else {}
+        return self.update(message={"message_id": self._next_message, "date": 1_700_000_000, **people, **parts})
 
     def file(self, path: str, content: bytes, **more: Any) -> Json:
         """A file on the server, as a message names it."""
