@@ -987,13 +987,13 @@ WEATHER = [
     Failure(200, '{"choices": [{"message": {"content": "torn'),
     error(400, "Use of max_tokens is refused: max_completion_tokens is wanted instead"),
     error(400, "Tool call id was call_1 but must be a-z, A-Z, 0-9, with a length of 9."),
-    error(400, "This model's maximum context length is 100 tokens.", "context_length_exceeded"),
     error(400, "I do not like it"),
     error(401, "Incorrect API key provided: sk-test-key-123456."),
     Reply(None, finish_reason="content_filter"),
     Reply("the first part ", finish_reason="length"),
     Reply(" "),
 ]
+OVERFLOW = error(400, "This model's maximum context length is 100 tokens.", "context_length_exceeded")
 
 
 class Storm:
@@ -1002,6 +1002,7 @@ class Storm:
     def __init__(self, seed: int):
         self.dice, self.weather, self.calls = random.Random(seed), list(WEATHER), 0
         self.dice.shuffle(self.weather)
+        self.weather.append(OVERFLOW)  # comes first: behind a turn that failed a replay would leave out other turns
 
     def __call__(self, body: dict):
         luck = self.dice.random()
