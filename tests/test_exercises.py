@@ -1,4 +1,4 @@
-"""The lessons: each exercise can be solved, each mistake in it gets a message of its own, and the tour of NOTES.md is true."""
+"""The lessons: each exercise can be solved, each mistake in it is told apart, and the tour of NOTES.md is true."""
 
 import asyncio
 import os

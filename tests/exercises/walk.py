@@ -22,7 +22,7 @@ def walk(loop: Any, message: str, house: Path, is_long: bool) -> int:
 class Follower:
     def __init__(self, house: Path, is_long: bool):
         self.lines: list[str] = []
-        self.seen: dict[str, CodeType] = {}  # {"nanobot.py:AgentRunner.run": …}, in the order in which they are entered
+        self.seen: dict[str, CodeType] = {}  # {"nanobot.py:AgentRunner.run": …}, in the order of entry
         self.ends: dict[str, int] = {}  # by file: the line where its first reading ends
         for file in house.glob("*.py"):
             story = file.read_text(encoding="utf-8").partition("# ======== Second")[0]
