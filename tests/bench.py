@@ -4,8 +4,7 @@
     python tests/bench.py calls      only what has `calls` in its name
 
 A stub endpoint, another process, asks for tool calls until it has enough of them, then it answers. Each
-contestant runs in a process of its own; runs alternate, and the median counts. Nothing here is a test: a
-busy machine may not make the suite fail.
+contestant runs in a process of its own; runs alternate, and the median counts.
 """
 
 import asyncio
@@ -147,34 +146,17 @@ def kit(base_url: str, sessions: int = 1) -> float:
 
 
 def long_session(turns: int) -> float:
-    """CPU time of the last 100 turns by that of turns 100 to 200, of a session with a call in each turn.
-
-    The model is in this process and has its answers ready; it keeps memory, too.
-    """
-    from chats import Model
-    from providers import ToolCallRequest
-    from tools import tool
-
-    @tool(read_only=True)
-    def look(n: int) -> str:
-        """Look."""
-        return f"saw {n} " + "and more " * (500 if n % 7 == 0 else 30)
-
-    def reply(request):
-        model.asked.clear()
-        if request.messages[-1]["role"] == "tool" or not request.tools:
-            return "There is nothing."
-        return ToolCallRequest(f"c{len(times)}", "look", {"n": len(times)})
+    """CPU time of the last 100 turns by that of turns 100 to 200; each has a call, and the memory is kept, too."""
+    import test_memory
 
     async def talk() -> None:
         for n in range(turns):
             start = time.process_time()
-            await loop.process_direct(f"Look at number {n}.")
-            times.append((time.process_time() - start) * 1e3)
+            await loop.process_direct(f"question {n}")
+            times.append(time.process_time() - start)
+            loop.provider.asked, loop.provider.saves = [], []
 
-    saved = {"history_entry": "They looked around.", "memory_update": ""}
-    model, times = Model(reply, ToolCallRequest("c", "save_memory", saved)), []
-    loop = loop_with(look, provider=model)
+    loop, times = test_memory.talkative_loop(Path(tempfile.mkdtemp())), []
     asyncio.run(talk())
     return sum(times[-100:]) / sum(times[100:200])
 
@@ -264,16 +246,6 @@ def search(folder: str, pattern: str) -> float:
     return since(start)
 
 
-def small_question() -> float:
-    """Kilobytes of a question with all tools and the first files of a workspace, as they are sent."""
-    from fake_llm import FakeLLM
-
-    with FakeLLM(["Hello."]) as server:
-        loop = loop_with(OPENAI_BASE_URL=server.base_url, NANOBOT_MODEL="m")
-        asyncio.run(loop.process_direct("Hello."))
-        return len(server.requests[-1].raw) / 1e3
-
-
 def one_answer(base_url: str) -> float:
     import nanobot
 
@@ -353,7 +325,6 @@ def figures(root: str) -> list[tuple]:
         ("ten parallel tools of 0.2 s", "ms", 250, lambda: inside("ten_blocking_tools")),
         ("last turns of 2,000 / early ones", "x", 1.3, lambda: inside("long_session", 2_000)),
         ("memory of one answer", "MB", 60, lambda: inside("one_answer", f"{root}/0/v1")),
-        ("body of a small question", "kB", 10, lambda: inside("small_question")),
         ("grep needle in 20,000 files", "ms", 1_000, lambda: grep("needle")),
         (r"grep def\s+needle", "ms", 1_000, lambda: grep(r"def\s+needle")),
         (r"grep \bneedle\b|nothing", "ms", 1_000, lambda: grep(r"\bneedle\b|nothing")),

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-# What was started in the background or by nohup inherits signals that are ignored, and so would all
-# programs that the tests start: their Ctrl-C would do nothing.
+# Started by nohup, all programs that the tests start would inherit ignored signals: their Ctrl-C would do nothing.
 for name in ("SIGINT", "SIGTERM", "SIGHUP"):
     number = getattr(signal, name, None)  # there is no SIGHUP on Windows
     if number and signal.getsignal(number) == signal.SIG_IGN:
@@ -31,17 +30,15 @@ def own_home(tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def few_open_files():
-    """A test that drops a client without closing it leaves its sockets to the garbage collector. It
-    runs before they are too many: `ulimit -n` is 256 on macOS, and a server that gets no descriptor
-    hangs."""
+    """Sockets of clients that a test dropped are collected before they are too many: `ulimit -n` is 256 on macOS, and a
+    server that gets no descriptor hangs."""
     yield
     opened = Path("/dev/fd")
     if opened.exists() and len(list(opened.iterdir())) > 80:
         gc.collect()
 
 
-# Some tests run the program in hundreds of processes. To load the SDK in each takes longer than the test:
-# they are forked from one that has loaded it, and the tests.
+# Tests run the program in hundreds of processes: they are forked from one that has loaded the SDK, and the tests.
 FORKS = multiprocessing.get_context("forkserver" if hasattr(os, "fork") else "spawn")
 FORKS.set_forkserver_preload(["nanobot", "openai", "json_repair", "test_command_line", "test_long_run"])
 

@@ -1,15 +1,11 @@
 """A language model that says what the test wrote: a real HTTP server on loopback that plays back a script.
 
 It speaks the OpenAI Chat Completions protocol, so a test exercises the real SDK, real sockets and real
-Server-Sent Events; only the model is made up. Whatever it was sent is kept for the test to look at:
-
-    with FakeLLM([call("read_file", path="a.txt"), "The file is empty."]) as server:
-        client = OpenAI(base_url=server.base_url, api_key="any")
+Server-Sent Events; only the model is made up. Whatever it was sent is kept for the test to look at.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import re
@@ -68,7 +64,7 @@ class Hang:
 
 @dataclass
 class Recorded:
-    """One request as it arrived. `headers` has lower-case keys; `body` is None if it was no JSON object."""
+    """One request as it arrived. `headers` has lower-case keys; a GET has no `body`."""
 
     path: str
     headers: dict[str, str]
@@ -78,16 +74,12 @@ class Recorded:
 
 
 Line = Reply | Failure | Raw | Hang | str | Json | list[Json]  # a dict is one call(), a list is several
+Script = Iterable[Line] | Callable[[Json], Line]  # lines, said one after the other, or a function of the request's body
 
 
 def call(name: str, /, **arguments: Any) -> Json:
     """One tool call. It has no id yet: the server adds one, so that a line can be played more than once."""
-    return {"type": "function", "function": {"name": name, "arguments": to_json(arguments)}}
-
-
-def calls(*tool_calls: Json, content: str | None = None, finish_reason: str | None = "tool_calls") -> Reply:
-    """An answer made of tool calls, perhaps with text beside them."""
-    return Reply(content, list(tool_calls), finish_reason)
+    return {"type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
 
 
 def error(status: int, message: str, code: str | None = None) -> Failure:
@@ -96,19 +88,14 @@ def error(status: int, message: str, code: str | None = None) -> Failure:
     return Failure(status, {"error": {"message": message, "type": kind, "param": None, "code": code}})
 
 
-def to_json(value: Any) -> str:
-    """JSON with every letter as it is instead of as a \\u escape, as the real servers write it."""
-    return json.dumps(value, ensure_ascii=False)
-
-
 def as_raw(reply: Reply, request: Recorded, numbers: Iterator[int]) -> Raw:
     """A reply as the bytes that were asked for: a stream of events, or one JSON object."""
     asked = request.body or {}
     tool_calls = [{"id": f"call_{next(numbers)}", **each} for each in reply.tool_calls]
     # A token of English is about four bytes.
     sent, written = len(request.raw) // 4, len(f"{reply.content}{tool_calls}") // 4 + 1
-    usage = {"prompt_tokens": sent, "completion_tokens": written, "total_tokens": sent + written}
-    usage = usage if reply.usage is None else reply.usage
+    estimated = {"prompt_tokens": sent, "completion_tokens": written, "total_tokens": sent + written}
+    usage = estimated if reply.usage is None else reply.usage
     head = {"id": "chatcmpl-fake", "created": 1700000000, "model": asked.get("model")}
     if not asked.get("stream"):
         message = {"role": "assistant", "content": reply.content, **reply.extra}
@@ -116,13 +103,13 @@ def as_raw(reply: Reply, request: Recorded, numbers: Iterator[int]) -> Raw:
             message["tool_calls"] = tool_calls
         head["choices"] = [{"index": 0, "message": message, "finish_reason": reply.finish_reason}]
         head |= {"object": "chat.completion"} | ({"usage": usage} if usage else {})
-        return Raw(to_json(head).encode(), "application/json")
+        return Raw(json.dumps(head).encode(), "application/json")
     choices = [{"delta": delta, "finish_reason": None} for delta in deltas(reply, tool_calls)]
     choices.append({"delta": {}, "finish_reason": reply.finish_reason})
     chunks = [{"choices": [{"index": 0, **choice}]} for choice in choices]
     if usage and (asked.get("stream_options") or {}).get("include_usage"):
         chunks.append({"choices": [], "usage": usage})
-    events = [to_json({**head, "object": "chat.completion.chunk", **chunk}) for chunk in chunks]
+    events = [json.dumps({**head, "object": "chat.completion.chunk", **chunk}) for chunk in chunks]
     return Raw(chunks=[f"data: {event}\n\n".encode() for event in (*events, "[DONE]")])
 
 
@@ -164,13 +151,15 @@ class Server(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
 
-class FakeLLM(Server):
-    """A script is a list of lines, said one after the other, or a function of the request's body."""
+class QuietHandler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"  # keeps connections open, as the real servers do
 
-    def __init__(
-        self, script: Iterable[Line] | Callable[[Json], Line], *, required_key: str | None = None,
-        known_models: list[str] | None = None,
-    ) -> None:  # fmt: skip
+    def log_message(self, format: str, *args: Any) -> None:
+        """Keep the log of requests out of the output of the tests."""
+
+
+class FakeLLM(Server):
+    def __init__(self, script: Script, *, required_key: str = "", known_models: list[str] | None = None) -> None:
         super().__init__(Handler)
         self.base_url = f"http://127.0.0.1:{self.server_port}/v1"
         self.requests: list[Recorded] = []
@@ -200,30 +189,27 @@ class FakeLLM(Server):
     def answer(self, method: str, request: Recorded) -> Reply | Failure | Raw | Hang:
         """Choose what to say: a refusal, the list of models, or what comes next in the script."""
         key = request.headers.get("authorization", "")
-        if self.required_key is not None and key != f"Bearer {self.required_key}":
-            shown = key.removeprefix("Bearer ")[:3] + "***"  # OpenAI, too, repeats only some of the key
-            return error(401, f"Incorrect API key provided: {shown}.", "invalid_api_key")
+        if self.required_key and key != f"Bearer {self.required_key}":
+            return error(401, "Incorrect API key provided.", "invalid_api_key")
         if (method, request.path) == ("GET", "/v1/models"):
             models = [{"id": model, "object": "model"} for model in self.models]
             return Failure(200, {"object": "list", "data": models})
         if (method, request.path) != ("POST", "/v1/chat/completions"):
             return error(404, f"Invalid URL ({method} {request.path})")
         model = request.body.get("model")
-        if self.known_models is not None and model not in self.known_models:
-            message = f"The model `{model}` does not exist or you do not have access to it."
-            return error(404, message, "model_not_found")
+        if self.known_models and model not in self.known_models:
+            return error(404, f"The model `{model}` does not exist.", "model_not_found")
         line = self._script(request.body)
         if isinstance(line, str):
             return Reply(line)
         line = [line] if isinstance(line, dict) else line
-        return calls(*line) if isinstance(line, list) else line
+        return Reply(None, line, "tool_calls") if isinstance(line, list) else line
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(QuietHandler):
     """One connection: reads the requests of a client and sends what the server chooses to say."""
 
     server: FakeLLM
-    protocol_version = "HTTP/1.1"  # keeps connections open, as the real servers do
     disable_nagle_algorithm = True  # or small pieces would wait for one another
 
     def do_POST(self) -> None:
@@ -231,26 +217,21 @@ class Handler(BaseHTTPRequestHandler):
         raw = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         self.server.wait(0)  # a connection that is kept open may outlive the server
         headers = {name.lower(): value for name, value in self.headers.items()}
-        body = None
-        with contextlib.suppress(ValueError):
-            body = json.loads(raw)
-        port = self.client_address[1]
-        request = Recorded(self.path, headers, body if isinstance(body, dict) else None, raw, port)
+        body = json.loads(raw) if raw else None
+        request = Recorded(self.path, headers, body, raw, self.client_address[1])
         self.server.requests.append(request)
         match self.server.answer(self.command, request):
             case Reply(delay=delay) as reply:
                 self.server.wait(delay)
                 self._send(as_raw(reply, request, self.server.numbers))
             case Failure(status, body, headers, content_type):
-                text = body if isinstance(body, str) else to_json(body)
+                text = body if isinstance(body, str) else json.dumps(body)
                 self._send(Raw(text.encode(), content_type), status, headers)
             case Raw() as raw:
                 self._send(raw)
             case Hang(seconds):
                 self.close_connection = True
                 self.server.wait(seconds)
-            case other:
-                raise TypeError(f"fake_llm: a script cannot answer {other!r}")
 
     do_GET = do_POST
 
@@ -268,6 +249,3 @@ class Handler(BaseHTTPRequestHandler):
         self.server.wait(raw.hang)
         if not raw.cut:
             self.wfile.write(b"0\r\n\r\n")
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Keep the log of requests out of the output of the tests."""

@@ -65,7 +65,6 @@ def review(code: str, style: str = "") -> str:
     return f"Review this: {code}"
 
 
-if __name__ == "__main__":
-    transport, *port = sys.argv[1:] or ["stdio"]
-    print("a line that has no business on the terminal", file=sys.stderr)
-    server.run(transport, **({"port": int(port[0])} if port else {}))
+transport, *port = sys.argv[1:] or ["stdio"]
+print("a line that has no business on the terminal", file=sys.stderr)
+server.run(transport, **({"port": int(port[0])} if port else {}))

@@ -1,9 +1,11 @@
-"""Long conversations and `kill -9`, from outside: nothing is lost or doubled, late turns cost as early."""
+"""The life of a chat message under `kill -9`, from outside: nothing is lost or doubled.
+
+A gateway is a process of its own; the test is its channel, and sends again what was not confirmed.
+"""
 
 import asyncio
 import contextlib
 import itertools
-import json
 import os
 import random
 import re
@@ -18,59 +20,9 @@ import pytest
 from channels import Channel, InboundMessage, MessageBus
 from conftest import FORKS, fork
 from memory import MemoryStore, SessionManager
-from providers import OfflineProvider
-from test_memory import CHAT, HOUR, KEY, Model, call, contents, history_of, lines_of, loaded
-from test_memory import make_loop, no_network, posix, said, saving, say, told, tokens_in  # noqa: F401
+from test_memory import CHAT, Model, call, contents, history_of, keeping, lines_of, loaded
+from test_memory import make_loop, no_network, posix, said, told, tokens_in  # noqa: F401
 from tools import tool
-
-
-def keeping(pattern: str):
-    """A model that saves what it finds in a conversation, and gives MEMORY.md back whole."""
-
-    def save(request):
-        facts, _, talked = request.messages[1]["content"].partition("# Conversation")
-        found = re.findall(pattern, talked)
-        lines = re.findall(r"(?m)^- .*$", facts) + [f"- The user's {each}" for each in found]
-        return saving(f"{HOUR}Saved: {' '.join(found)}", "\n".join(dict.fromkeys(lines)), "This and that.")
-
-    return save
-
-
-def reads_now_and_then(request):
-    if request.messages[-1]["role"] == "tool":
-        return "It says something."
-    [*_, number] = ["1", *re.findall(r"question (\d+)", request.messages[-1]["content"])]
-    return call("read_file", path="small.txt" if int(number) % 7 else "large.txt")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("window", [8_000, 65_536])
-@pytest.mark.parametrize("turns", [210, pytest.param(2_000, marks=pytest.mark.slow)])
-def test_a_conversation_of_2000_turns_forgets_nothing_and_what_is_sent_does_not_grow(tmp_path, window, turns):
-    model = Model(reads_now_and_then, keeping(r"my (favourite \w+ is \w+)"))
-    loop = make_loop(tmp_path, model, context_window_tokens=window, max_tokens=2_000)
-    (tmp_path / "small.txt").write_text("a line\n" * 30)
-    (tmp_path / "large.txt").write_text("a longer line of text\n" * 400)
-    sizes = []
-
-    async def talk() -> None:
-        for n in range(turns):
-            await loop.process_direct("my favourite colour is green" if n == 3 else f"question {n}", KEY)
-            await loop.background.settled()
-            sizes.append(sum(len(json.dumps(request.messages)) for request in (*model.asked, *model.saves)))
-            model.asked, model.saves = [], []
-
-    asyncio.run(talk())
-    assert sum(sizes[-70:]) <= 1.3 * sum(sizes[70:140]), "of 70 turns: rounds of consolidation even out"
-    offline = make_loop(tmp_path, OfflineProvider())
-    assert "favourite colour is green" in say(offline, "what is my favourite colour?", key="cli:other")[0]
-    session = loaded(tmp_path)
-    assert session.saved > 4 * (turns - 70) and "green" not in str(session.history())
-    assert len([line for line in lines_of(session.path) if "role" in line]) == 4 * turns
-
-
-# ---- The life of a chat message ----
-# A gateway in a process of its own; the test is its channel: it sends again what was not confirmed.
 
 
 def die_at_write(workspace: Path, moment: int) -> None:

@@ -24,7 +24,7 @@ from chats import DOWN, Chats, Gate, Model, serve_chats, waiting_tool
 from memory import Governed, Inbox, MemoryRepository, MemoryStore, Session, SessionBusy, SessionManager
 from memory import SkillsLoader, TokenCounter, estimate
 from nanobot import AgentLoop, Config, JobRunner
-from providers import LLMProvider, LLMResponse, ToolCallRequest, legal
+from providers import LLMProvider, LLMResponse, OfflineProvider, ToolCallRequest, legal
 from tools import FILE_TOOLS, Tool, ToolRegistry
 
 ROOT = Path(__file__).parent.parent
@@ -1683,3 +1683,57 @@ def test_exact_counts_come_in_the_background_and_are_never_waited_for():
     here.set()
     while counter.size(user("x")) != 4 + 7:
         time.sleep(0.005)
+
+
+# ---- A long conversation ----
+
+
+def keeping(pattern: str):
+    """A model that saves what it finds in a conversation, and gives MEMORY.md back whole."""
+
+    def save(request):
+        facts, _, talked = request.messages[1]["content"].partition("# Conversation")
+        found = re.findall(pattern, talked)
+        lines = re.findall(r"(?m)^- .*$", facts) + [f"- The user's {each}" for each in found]
+        return saving(f"{HOUR}Saved: {' '.join(found)}", "\n".join(dict.fromkeys(lines)), "This and that.")
+
+    return save
+
+
+def talkative_loop(workspace: Path, window: int = 65_536) -> AgentLoop:
+    """Its model reads a small file or a large one in each turn, and keeps what the user likes best."""
+
+    def talk(request):
+        if request.messages[-1]["role"] == "tool":
+            return "It says something."
+        [*_, number] = ["1", *re.findall(r"question (\d+)", request.messages[-1]["content"])]
+        return call("read_file", path="small.txt" if int(number) % 7 else "large.txt")
+
+    model = Model(talk, keeping(r"my (favourite \w+ is \w+)"))
+    loop = make_loop(workspace, model, context_window_tokens=window, max_tokens=2_000)
+    (workspace / "small.txt").write_text("a line\n" * 30)
+    (workspace / "large.txt").write_text("a longer line of text\n" * 400)
+    return loop
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("window", [8_000, 65_536])
+@pytest.mark.parametrize("turns", [210, pytest.param(2_000, marks=pytest.mark.slow)])
+def test_a_conversation_of_2000_turns_forgets_nothing_and_what_is_sent_does_not_grow(tmp_path, window, turns):
+    loop, sizes = talkative_loop(tmp_path, window), []
+    model = loop.provider
+
+    async def talk() -> None:
+        for n in range(turns):
+            await loop.process_direct("my favourite colour is green" if n == 3 else f"question {n}", KEY)
+            await loop.background.settled()
+            sizes.append(sum(len(json.dumps(request.messages)) for request in (*model.asked, *model.saves)))
+            model.asked, model.saves = [], []
+
+    asyncio.run(talk())
+    assert sum(sizes[-70:]) <= 1.3 * sum(sizes[70:140]), "of 70 turns: rounds of consolidation even out"
+    offline = make_loop(tmp_path, OfflineProvider())
+    assert "favourite colour is green" in say(offline, "what is my favourite colour?", key="cli:other")[0]
+    session = loaded(tmp_path)
+    assert session.saved > 4 * (turns - 70) and "green" not in str(session.history())
+    assert len([line for line in lines_of(session.path) if "role" in line]) == 4 * turns

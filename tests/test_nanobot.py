@@ -4,13 +4,9 @@ import asyncio
 import contextlib
 import itertools
 import json
-import logging
-import os
 import random
 import re
-import signal
 import sys
-import threading
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -21,9 +17,8 @@ import nanobot
 from chats import Chats, Gate, Model, serve_chats, waiting_tool
 from fake_llm import Failure, FakeLLM, Hang, Raw, Reply, error
 from fake_llm import call as ask_for
-from fake_telegram import FakeTelegram
-from channels import CronError, CronJob, JobStore
-from memory import SessionManager, locked
+from channels import CronError, CronJob
+from memory import SessionManager
 from nanobot import (
     AgentHook, AgentLoop, AgentRunner, AgentRunSpec, ApprovalHook, CompositeHook, Config,
     ConfigError, CostTrackingHook, JobRunner, Price, load_config,
@@ -419,9 +414,11 @@ def test_a_run_of_which_nothing_is_said_has_these_limits():
     assert [bool(request.tools) for request in provider.requests] == [True] * 40 + [False]
     asked = provider.requests[0]
     assert (asked.options["max_tokens"], asked.model, asked.on_delta) == (8_192, "scripted", None)
-    _, provider = run(["ok"], model="big", max_tokens=77, temperature=0.5)
+    assert result.model == "scripted"
+    result, provider = run(["ok"], model="big", max_tokens=77, temperature=0.5)
     asked = provider.requests[0]
     assert (asked.model, asked.options) == ("big", {"max_tokens": 77, "temperature": 0.5})
+    assert result.model == "big"
 
 
 def test_usage_adds_up_and_a_size_is_what_the_endpoint_counted_or_an_estimate():
@@ -431,6 +428,7 @@ def test_usage_adds_up_and_a_size_is_what_the_endpoint_counted_or_an_estimate():
     result, _ = run([first, blank, last], [look], hook=cost)
     total = {"prompt_tokens": 31, "completion_tokens": 5, "cached_tokens": 8, "estimated": False}
     assert total.items() <= result.usage.items() and cost.total == result.usage
+    assert result.usage["total_tokens"] == 36
     assert result.context_tokens == 20
     text = [question("word " * 400)]
     for usage in ({"prompt_tokens": 33, "estimated": True}, {"prompt_tokens": 0}, {}):
@@ -729,7 +727,8 @@ def test_a_turn_is_journalled_once_and_told_step_by_step(tmp_path):
 
 
 def test_a_question_is_sent_with_the_moment_and_the_place(tmp_path):
-    loop = make_loop(tmp_path, ["ok"], timezone="Asia/Tokyo")
+    """A conversation may go on in another place: each question keeps its own."""
+    loop = make_loop(tmp_path, ["ok", "ok"], timezone="Asia/Tokyo")
     loop.config.now = lambda: datetime(2026, 11, 21, 12, 0, 30, tzinfo=UTC)
     ask(loop, "one", "telegram:7:8")
     sent = loop.provider.requests[0].messages
@@ -739,6 +738,10 @@ def test_a_question_is_sent_with_the_moment_and_the_place(tmp_path):
     assert facts[:3] == ["Time: 2026-11-21 21:00 (Saturday), JST", "Channel: telegram", "Chat: 7:8"]
     assert text == "one"
     assert journal(loop, "telegram:7:8")[0]["content"] == "one", "it is no part of what the user said"
+    before, loop.config.cwd = loop.config.cwd, tmp_path / "elsewhere"
+    ask(loop, "two", "telegram:7:8")
+    text = str([message["content"] for message in loop.provider.requests[1].messages[1:]])
+    assert re.findall(r"Working folder: (.+?)\\n", text) == [str(before), str(loop.config.cwd)]
 
 
 def test_a_failed_turn_is_told_not_put_into_the_models_mouth_and_goes_on_with_continue(tmp_path):
@@ -808,7 +811,6 @@ COMMANDS = [
     ("/help", "/status: version, model"),
     ("/help", "at a prompt press Ctrl-C"),  # a fault of issue 18: a line typed during a turn is read after it
     ("/start@my_bot", "I am your agent"),
-    ("/status@some_bot", "model scripted, session cli:direct, 0 messages"),
     (" /NEW\n", "A new session begins. The old one stays in its journal."),
     ("/stop", "Nothing runs here."),
     ("/continue", "There is no interrupted turn to go on with."),
@@ -985,13 +987,13 @@ WEATHER = [
     Failure(200, '{"choices": [{"message": {"content": "torn'),
     error(400, "Use of max_tokens is refused: max_completion_tokens is wanted instead"),
     error(400, "Tool call id was call_1 but must be a-z, A-Z, 0-9, with a length of 9."),
-    error(400, "This model's maximum context length is 100 tokens.", "context_length_exceeded"),
     error(400, "I do not like it"),
     error(401, "Incorrect API key provided: sk-test-key-123456."),
     Reply(None, finish_reason="content_filter"),
     Reply("the first part ", finish_reason="length"),
     Reply(" "),
 ]
+OVERFLOW = error(400, "This model's maximum context length is 100 tokens.", "context_length_exceeded")
 
 
 class Storm:
@@ -1000,6 +1002,7 @@ class Storm:
     def __init__(self, seed: int):
         self.dice, self.weather, self.calls = random.Random(seed), list(WEATHER), 0
         self.dice.shuffle(self.weather)
+        self.weather.append(OVERFLOW)  # comes first: behind a turn that failed a replay would leave out other turns
 
     def __call__(self, body: dict):
         luck = self.dice.random()
@@ -1016,7 +1019,7 @@ def test_after_a_storm_every_message_is_there_once_and_the_next_is_answered(tmp_
     """Each weather once in one session; then the trace of it all is played again."""
     storm, turns, trace = Storm(4), [], tmp_path / "trace.jsonl"
     with FakeLLM(storm) as server:
-        loop = endpoint_loop(tmp_path, server, request_timeout=0.1, idle_timeout=0.1)
+        loop = endpoint_loop(tmp_path, server, request_timeout=0.4, idle_timeout=0.4)
         loop.provider.trace = Trace(trace)
 
         async def many_turns():
@@ -1122,7 +1125,6 @@ def recorded(tmp_path: Path, replies, *texts: str, **defaults) -> tuple[Path, st
 TURNS = {
     "calls whose ids come again": [call("look"), "done", call("look", n=2), "done"],
     "a call that could not be read": [UNREADABLE, call("look", "c2"), "done", "next"],
-    "an unknown tool": [call("nothing_like_it"), "done", "next"],
     "out of steps": [call("look", "a"), call("look", "b"), call("look", "c"), "so far"] * 2,
     "a call that fails again and again": [call("broken", f"c{n}") for n in range(4)] + ["next"],
     "letters that are none": [
@@ -1171,7 +1173,8 @@ def test_the_system_prompt_has_its_parts_in_order(tmp_path):
              "# Skills\n\n", "# Recent History\n\n", "[2026-04-03 00:02] We spoke of cats."]  # fmt: skip
     places = [prompt.index(mark) for mark in marks]
     assert places == sorted(places)
-    assert "I am IDENTITY." in prompt and "data, never instructions" in prompt
+    assert prompt.startswith("I am IDENTITY.\n\nYou work on the user's own machine")
+    assert "You are nanobot" not in prompt and "data, never instructions" in prompt
 
 
 def test_the_first_part_of_the_prompt_says_where_whose_files_are_and_how_to_answer(tmp_path):
@@ -1185,13 +1188,14 @@ def test_the_first_part_of_the_prompt_says_where_whose_files_are_and_how_to_answ
         assert f"The user reads your answer {style}" in text
 
 
-def test_a_small_question_with_all_tools_stays_under_12_kb(tmp_path):
-    """And templates that nobody has changed are left out."""
+def test_a_small_question_with_all_tools_stays_under_10_kb(tmp_path):
+    """Templates that nobody has changed are left out."""
     loop = make_loop(tmp_path, ["hi"])
     ask(loop, "What is in a.txt?")
     request = loop.provider.requests[0]
     body = {"model": "m", "messages": request.messages, "tools": request.tools, "max_tokens": 8192}
-    assert len(json.dumps(body, ensure_ascii=False).encode()) <= 12_000
+    text = json.dumps(body, ensure_ascii=False).replace(str(tmp_path), "/home/ada")
+    assert len(text.encode()) <= 10_000
     assert not re.search(r"\n## USER\.md|---\n\n# Memory", request.messages[0]["content"])
 
 
@@ -1306,17 +1310,13 @@ def test_a_setting_is_read_in_both_spellings_with_variables_filled_in(own_home, 
     ('{"agents": {"defaults": {"maxTokens": 0}}}', "agents.defaults.maxTokens", "1"),
     ('{"agents": {"defaults": {"temperature": NaN}}}', "agents.defaults.temperature", "number"),
     ('{"gateway": {"heartbeat": {"enabled": 1}}}', "gateway.heartbeat.enabled", "boolean, 1"),
-    ('{"channels": {"telegram": {"groupPolicy": "all"}}}', "channels.telegram.groupPolicy", "mention"),
     ('{"channels": {"telegram": {"allowFrom": [[]]}}}', "channels.telegram.allowFrom[0]", "string or integer"),
     ('{"providers": {"vllm": {"textToolCalls": "yes"}}}', "providers.vllm.textToolCalls", "auto"),
     ('{"providers": {"openai": {"apiKeys": ""}}}', "providers.openai.apiKeys: unknown key", "apiBase, apiKey, "),
     ('{"providers": {"openai": {"extraHeaders": {"X-Team": 5}}}}', "providers.openai.extraHeaders.X-Team", "string, 5"),
     ('{"providers": {"openai": {"apiKey": "${NO_SUCH_KEY}"}}}', "NO_SUCH_KEY", "it is not set."),
-    ('{"prices": {"m": {"input": "free"}}}', "prices.m.input", 'number, "free"'),
-    ('{"tools": {"exec": {"timeout": -5}}}', "tools.exec.timeout", "1"),
     ('{"tools": {"exec": {"sandbox": "docker"}}}', "tools.exec.sandbox", "bwrap"),
     ('{"tools": {"mcpServers": {"a": {"args": "x"}}}}', "tools.mcpServers.a.args", 'array, "x"'),
-    ('{"mcpServers": []}', "mcpServers", "object, []"),
     ('{"mcpServers": {"a": {}}, "tools": {"mcpServers": 5}}', "tools.mcpServers", "object, 5"),
     # what can only be seen when a loop is made
     ('{"agents": {"defaults": {"maxTokens": 500, "contextWindowTokens": 1000}}}',
@@ -1339,7 +1339,7 @@ def test_a_setting_that_cannot_work_is_named_with_its_place_and_what_it_may_be(o
 
 def test_servers_that_stand_at_the_top_join_those_in_their_place_and_this_is_said(own_home, caplog):
     pasted = {"a": {"command": "top"}, "b": {"command": "top", "autoApprove": []}}
-    settings = {"mcpServers": pasted, "tools": {"mcpServers": {"a": {"command": "inside"}}}}
+    settings = {"mcpServers": pasted, "tools": {"mcp_servers": {"a": {"command": "inside"}}}}
     servers = load_config(write_config(own_home, settings), {}).tools.mcp_servers
     assert {name: server.command for name, server in servers.items()} == {"a": "inside", "b": "top"}
     assert "mcpServers.b.autoApprove: unknown key" in caplog.text and "enabledTools" in caplog.text
@@ -1446,7 +1446,7 @@ def test_messages_of_a_chat_are_answered_in_order_chats_side_by_side_and_command
 
     async def work(chats):
         await asyncio.sleep(0)
-        tasks = len(asyncio.all_tasks())
+        tasks = len(asyncio.all_tasks())  # a gateway runs for months: in the end there are as many
         await chats.say("one", "1")
         await chats.say("late", "1")
         await chats.say("two", "2")
@@ -1463,7 +1463,7 @@ def test_messages_of_a_chat_are_answered_in_order_chats_side_by_side_and_command
         await chats.answered(3, "1")
         assert chats.finals("1")[0].startswith("/start: ") and chats.finals("1")[1:] == ["to one", "to late"]
         assert chats.texts("1") == ["one", "to one", "late", "to late"], "as the model met them"
-        await chats.until(lambda: len(asyncio.all_tasks()) == tasks)  # a gateway runs for months
+        await chats.until(lambda: len(asyncio.all_tasks()) == tasks and not chats.loop.turns.locks)
 
     serve(tmp_path, script, work)
 
@@ -1972,151 +1972,7 @@ def test_the_cron_tool_says_when_nothing_will_happen_and_what_is_wrong(tmp_path)
     assert refused.is_error and refused.text == "Give exactly one of every_seconds, cron_expr and at."
 
 
-# ---- The gateway ----
-# As a process of its own, with a signal, a rival and kill -9, it is in test_command_line.py.
-
-
-@pytest.fixture
-def serve_gateway(own_home, monkeypatch, caplog):
-    """`serve_gateway(settings, work, *flags)`: `nanobot gateway` in this process, until `work()`, on a
-    thread beside it, is done; then it gets SIGTERM. Gives the lines of its log."""
-    names = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    handlers = {number: signal.getsignal(number) for number in names}
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    caplog.set_level("INFO")
-
-    def serve(settings, work, *flags):
-        caplog.clear()
-
-        def beside():
-            try:
-                wait_for(lambda: any(line.startswith("serving ") for line in caplog.messages))
-                work()
-            except BaseException as problem:
-                problems.append(problem)
-            if is_serving:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-        problems, is_serving = [], [True]
-        thread = threading.Thread(target=beside)
-        thread.start()
-        try:
-            assert nanobot.main(["gateway", "--config", str(write_config(own_home, settings)), *flags]) == 0
-        finally:
-            is_serving.clear()
-            thread.join()
-        assert problems == []
-        return [line for line in caplog.messages if not line.startswith("HTTP")]
-
-    yield serve
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-    logging.getLogger("nanobot.gateway").setLevel(logging.NOTSET)
-
-
-def wait_for(condition) -> None:
-    """On a thread beside a gateway."""
-    for _ in range(2_000):
-        if condition():
-            return
-        threading.Event().wait(0.01)
-    pytest.fail("it did not come to that")
-
-
-def bot(server: FakeTelegram) -> dict:
-    telegram = {"token": server.token, "apiBase": server.base_url, "allowFrom": [7]}
-    return {"sendToolHints": False, "telegram": telegram}
-
-
-def test_from_a_message_over_its_answer_to_the_reminder(serve_gateway, own_home):
-    """The gateway with the offline model, Telegram's stand-in and a reminder."""
-    workspace = own_home / ".nanobot" / "workspace"
-
-    def work():
-        server.say("remind me in 1 minute to stretch")
-        server.wait_until(lambda: len(server.texts()) == 1)
-        moment = datetime.now(UTC).isoformat()  # nobody waits for a minute
-        jobs = JobStore(workspace / "cron" / "jobs.json", locked)
-        jobs.change(lambda rows: [row | {"at": moment} if row.get("at") else row for row in rows])
-        server.wait_until(lambda: len(server.texts()) == 2)
-        server.say("thanks")
-        server.wait_until(lambda: len(server.texts()) == 3)
-
-    with FakeTelegram() as server:
-        log = serve_gateway({"channels": bot(server)}, work, "--offline")
-        assert "No gateway runs" not in server.texts()[0] and "stretch" in server.texts()[1]
-        assert server.token not in str(log) and log[-1] == "ended"
-    lines = (workspace / "sessions" / "telegram%3A7.jsonl").read_text().splitlines()
-    said = [json.loads(line) for line in lines]
-    order = ["user", "assistant", "tool", "assistant", "assistant", "user", "assistant"]
-    assert roles(line for line in said if "role" in line) == order
-
-
-def test_who_replaces_the_bot_is_answered_by_the_new_one_which_counts_its_messages_from_one_again(serve_gateway):
-    def work():
-        server.say("hello")
-        server.wait_until(lambda: len(server.texts()) == 1)
-
-    for number in (99, 100):
-        with FakeTelegram() as server:
-            server.bot["id"] = number
-            serve_gateway({"channels": bot(server)}, work, "--offline")
-
-
-def test_a_gateway_writes_to_chats_with_a_tool_and_beats_for_what_stands_in_a_file(serve_gateway, own_home):
-    workspace = own_home / ".nanobot" / "workspace"
-    workspace.mkdir(parents=True)
-    (workspace / "HEARTBEAT.md").write_text("- [ ] water the plants\n")
-    beats = []
-
-    def script(body):
-        last = body["messages"][-1]
-        if "HEARTBEAT.md" in str(last["content"]):
-            beats.append(last["content"])
-            return error(400, "no such luck") if len(beats) > 1 else "nothing is due"
-        return ask_for("message", content="from the tool") if last["role"] == "user" else "and that is all"
-
-    def work():
-        server.say("write")
-        server.wait_until(lambda: server.texts() == ["from the tool", "and that is all"])
-        wait_for(lambda: len(beats) > 1)
-        wait_for(lambda: "no such luck" in (workspace / "cron" / "jobs.json").read_text())
-
-    with FakeTelegram() as server, FakeLLM(script) as model:
-        settings = {"channels": bot(server), "gateway": {"heartbeat": {"intervalS": 1}},
-                    "agents": {"defaults": {"dream": {"intervalH": 5}}}}  # fmt: skip
-        log = serve_gateway(settings, work, "--base-url", model.base_url, "--model", "m")
-    rows = json.loads((workspace / "cron" / "jobs.json").read_text())["jobs"]
-    assert {row["id"]: row["every_seconds"] for row in rows} == {"dream": 18_000, "heartbeat": 1}
-    assert "It is time for what stands in HEARTBEAT.md." in beats[0] and beats[0].endswith("water the plants")
-    assert "serving telegram, cron" in log and "heartbeat" in log
-
-
-def test_a_gateway_says_which_settings_it_lacks(serve_gateway):
-    log = serve_gateway({}, lambda: None, "--offline")
-    assert re.search("channels.telegram.*token", str(log))
-    channels = {"telegram": {"token": "1:a", "apiBase": "http://127.0.0.1:1"}}
-    log = serve_gateway({"channels": channels}, lambda: None, "--offline")
-    assert re.search("Nobody .*allowFrom", str(log))
-
-
 # ---- What programs and workspaces of users expect ----
-
-
-def test_a_result_names_its_model_and_adds_up_its_tokens():
-    usage = {"prompt_tokens": 10, "completion_tokens": 2}
-    result, _ = run([call("look"), LLMResponse("ok", usage=usage)], [look], model="big")
-    assert (result.model, result.usage["total_tokens"]) == ("big", 12)
-    assert run(["ok"])[0].model == "scripted"
-
-
-def test_identity_md_says_who_the_agent_is_and_all_else_stays(tmp_path):
-    loop = make_loop(tmp_path)
-    (loop.workspace / "IDENTITY.md").write_text("You are Ida, the agent of a bakery.\n", encoding="utf-8")
-    prompt = loop.context.system_prompt(loop.turn("cli:direct"))
-    assert prompt.startswith("You are Ida, the agent of a bakery.\n\nYou work on the user's own machine")
-    assert "You are nanobot" not in prompt and "data, never instructions" in prompt
-    assert str(loop.workspace / "memory" / "MEMORY.md") in prompt
 
 
 def test_texts_of_the_kit_are_in_the_prompt_and_placeholders_are_not_until_they_are_filled(tmp_path):
@@ -2135,16 +1991,6 @@ def test_texts_of_the_kit_are_in_the_prompt_and_placeholders_are_not_until_they_
         with path.open("a", encoding="utf-8") as file:
             file.write("\nAda bakes.\n")
         assert loop.context.parts(loop.turn("cli:direct"))[part].endswith("\n\nAda bakes.")
-
-
-def test_a_conversation_may_go_on_in_another_folder(tmp_path):
-    for folder in ("one", "two"):
-        loop = make_loop(tmp_path, ["ok"])
-        loop.config.cwd = tmp_path / folder
-        ask(loop, "hello")
-    said = [m["content"] for m in loop.provider.requests[0].messages if m["role"] == "user"]
-    folders = [re.search("(?m)^Working folder: (.+)$", text)[1] for text in said]
-    assert folders == [str(tmp_path / "one"), str(tmp_path / "two")]
 
 
 @pytest.mark.parametrize(("setting", "sent"), [(None, 0.1), (0, 0), (0.7, 0.7)])

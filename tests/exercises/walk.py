@@ -3,6 +3,7 @@
 import asyncio
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -12,10 +13,7 @@ def walk(loop: Any, message: str, house: Path, is_long: bool) -> int:
     """Run one turn and print the functions in the order in which they are entered first; without `is_long` those of the
     first readings only."""
     follower = Follower(house, is_long)
-    threading.setprofile(follower.note)
-    sys.setprofile(follower.note)
-    result = asyncio.run(loop.process_direct(message, "cli:walk"))
-    sys.setprofile(None)
+    result = follower.follow(lambda: asyncio.run(loop.process_direct(message, "cli:walk")))
     print("\n".join(follower.lines).encode("utf-8", "replace").decode())
     print(f"\nanswer: {result.final_content or result.error or ''}")
     return int(result.stop_reason == "error")
@@ -24,11 +22,22 @@ def walk(loop: Any, message: str, house: Path, is_long: bool) -> int:
 class Follower:
     def __init__(self, house: Path, is_long: bool):
         self.lines: list[str] = []
-        self.seen: set[str] = set()
+        self.seen: dict[str, CodeType] = {}  # {"nanobot.py:AgentRunner.run": …}, in the order of entry
         self.ends: dict[str, int] = {}  # by file: the line where its first reading ends
         for file in house.glob("*.py"):
             story = file.read_text(encoding="utf-8").partition("# ======== Second")[0]
             self.ends[str(file)] = sys.maxsize if is_long else story.count("\n")
+
+    def follow(self, work: Callable[[], Any]) -> Any:
+        """Run `work()` and note the functions that it enters, on every thread; returns its result."""
+        before, before_in_threads = sys.getprofile(), threading.getprofile()
+        threading.setprofile(self.note)
+        sys.setprofile(self.note)
+        try:
+            return work()
+        finally:
+            sys.setprofile(before)
+            threading.setprofile(before_in_threads)
 
     def note(self, frame: FrameType, event: str, argument: Any) -> None:
         """Called by Python at each call of a function."""
@@ -36,7 +45,7 @@ class Follower:
         name = f"{Path(code.co_filename).name}:{code.co_qualname}"
         if event != "call" or name in self.seen or not self.is_shown(code):
             return
-        self.seen.add(name)
+        self.seen[name] = code
         depth, caller = 0, frame.f_back
         while caller:
             depth += self.is_shown(caller.f_code)
