@@ -1999,7 +1999,7 @@ class StepHook(AgentHook):
     async def after_response(self, response: LLMResponse) -> None:
         for call in response.tool_calls:
             shown = json.dumps(call.arguments, ensure_ascii=False)
-            text = f"{call.name} {shown}\nEnter runs it; or type `skip`, `stop`, or other arguments as JSON: "
+            text = f"{call.name} {shown}\nEnter runs it; or skip, stop, or other arguments as JSON: "
             answer = await self._decide(text, "call", name=call.name, arguments=call.arguments)
             if answer == "skip":
                 call.denied = "The user skipped this call."
