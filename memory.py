@@ -87,7 +87,7 @@ class Session:
             self.take(line)
 
     def take(self, line: dict) -> None:
-        """Apply the next line of the journal. A damaged `upto` hides no message that comes later."""
+        """Apply the next line of the journal. A damaged `upto` hides no later messages."""
         uptos = [line[name] for name in ("n", "upto") if isinstance(line.get(name), int)]
         self.highest = max([self.highest, *uptos])
         if isinstance(line.get("id"), str):

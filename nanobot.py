@@ -1993,13 +1993,13 @@ class StepHook(AgentHook):
 
     async def before_request(self, messages: list[dict], tools: list[dict]) -> None:
         last = str(messages[-1].get("content"))[-1_000:]
-        text = f"{last}\n---- A request of {len(messages)} messages. Enter sends it, `stop` ends the turn: "
+        text = f"{last}\n---- A request of {len(messages)} messages. Enter sends it, stop ends here: "
         await self._decide(text, "request")
 
     async def after_response(self, response: LLMResponse) -> None:
         for call in response.tool_calls:
             shown = json.dumps(call.arguments, ensure_ascii=False)
-            text = f"{call.name} {shown}\nEnter runs it; or skip, stop, or other arguments as JSON: "
+            text = f"{call.name} {shown}\nEnter runs it; or skip, stop, other arguments as JSON: "
             answer = await self._decide(text, "call", name=call.name, arguments=call.arguments)
             if answer == "skip":
                 call.denied = "The user skipped this call."
