@@ -597,7 +597,7 @@ def plain_text(data: bytes) -> str:
     """b"\\xef\\xbb\\xbfone\\r\\ntwo\\r\\n" → "one\\ntwo"; UTF-16 if the data begin with its BOM."""
     encoding = "utf-16" if data.startswith(UTF16_MARKS) else "utf-8"
     text = data.removeprefix(UTF8_MARK).decode(encoding, errors="replace")
-    return text.replace("\r\n", "\n").removesuffix("\n")
+    return (text.replace("\r\n", "\n") if "\r" in text else text).removesuffix("\n")
 
 
 def is_binary(data: bytes) -> bool:
@@ -1031,15 +1031,16 @@ async def search_lines(request: dict) -> dict:
     return json.loads(output)
 
 
-# A pattern is tried on the whole text first, which spares most files a loop over their lines. It
-# would be wrong or slow for \A, \s, [^x], (?!x), (?i) and *+, which see or may cross line ends.
-LINE_BY_LINE = r"\\(?![wdbS])[A-Za-z0-9]|\[\^|\(\?(?![:=]|P<)|[*+?}]\+|\n"
+# Most files lack the words of a pattern, and are spared the loop over their lines.
+NO_WORD = r"(?s)\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[^\0-\x7f]"  # \w, \., [a-z], [^]], ſ
+QUANTIFIED = r"(?s).?[*+?{][*+?\d,}]*|[.^$]"  # the s? of words?, the a{2,5} of ba{2,5}; ., ^, $
 
 
 def child_program() -> str:
     """The child's functions as source, because importing this file would take it 200 ms."""
-    names = ("READING", "UTF8_MARK", "UTF16_MARKS", "LINE_BY_LINE", "SEARCH_SECONDS")
-    functions = (open_file, plain_text, is_binary, search_child, searched_bytes, shown_lines)
+    names = ("READING", "UTF8_MARK", "UTF16_MARKS", "NO_WORD", "QUANTIFIED", "SEARCH_SECONDS")
+    functions = (open_file, plain_text, is_binary, search_child, needed_words, may_match,
+                 searched_bytes, shown_lines)  # fmt: skip
     head = "from __future__ import annotations\nimport json, os, re, signal, sys"
     constants = [f"{name} = {globals()[name]!r}" for name in names]
     return "\n".join([head, *constants, *map(inspect.getsource, functions), "search_child()"])
@@ -1052,28 +1053,55 @@ def search_child() -> None:
     request = json.load(sys.stdin)
     source, flags, shown, skipped = request["source"], request["flags"], [], 0
     try:
-        find = re.compile(source, flags).search
-        may_match = re.compile(source, flags | re.MULTILINE).search
+        pattern = re.compile(source, flags)
     except (re.error, OverflowError, RecursionError) as problem:
         print(json.dumps({"problem": str(problem)}))
         return
-    is_sure = not re.search(LINE_BY_LINE, source)
+    ignore_case = bool(pattern.flags & re.IGNORECASE)
+    options = needed_words(source, ignore_case=ignore_case)
     for name, path in request["files"]:
         data = searched_bytes(path)
         text = plain_text(data or b"")
         skipped += 1 if data is None else 0
-        if data and (not is_sure or may_match(text)):
-            shown += shown_lines(name, text, find, request)
+        if data and may_match(text, options, ignore_case=ignore_case):
+            shown += shown_lines(name, text, pattern.search, request)
         if len(shown) >= request["most"]:
             break
     print(json.dumps({"lines": shown, "skipped": skipped}))
+
+
+def needed_words(source: str, *, ignore_case: bool) -> list[list[str]]:
+    r"""Lists of words: a line that matches has all words of one list. [] if they are not known.
+
+    r"\bneedle\b|def\s+(get|set)_x" → [["needle"], ["get_x", "def"], ["set_x", "def"]]
+    """
+    plain = re.sub(NO_WORD, "\0", source.removeprefix("(?i)")).replace("(?:", "(")
+    plain = re.sub(r"\((?!\?)[^()]*\)(?=[*+?{])", "\0", plain)  # (a|b)?
+    if re.search(r"\\[\dxuUN]", source) or re.search(r"\(\?|\)[*+?{]", plain):
+        return []  # \x41 is A; after (?x) a space means nothing
+    options = [plain.lower() if ignore_case else plain]
+    while "(" in options[0] and len(options) <= 20:  # a(b|c) → ab, ac
+        parts = [re.split(r"\(([^()]*)\)", option, maxsplit=1) for option in options]
+        options = [a + each + z for a, group, z in parts for each in group.split("|")]
+    options = [re.sub(QUANTIFIED, "\0", option) for option in "|".join(options).split("|")]
+    lists = [sorted(set(option.split("\0")) - {""}, key=len)[::-1] for option in set(options)]
+    return lists if all(lists) and len(lists) <= 20 else []
+
+
+def may_match(text: str, options: list[list[str]], *, ignore_case: bool) -> bool:
+    """False if no line can match, because a word of each list is missing."""
+    if ignore_case and any(letter in text for letter in "İıſ"):  # re takes them for i and s
+        return True
+    text = text.lower() if ignore_case else text
+    return not options or any(all(word in text for word in words) for words in options)
 
 
 def searched_bytes(path: str) -> bytes | None:
     """The content of a file; None if it is not searched."""
     try:
         with open_file(path) as file:
-            data = file.read(2_000_001)
+            data = file.read(65_536)  # a buffer for 2 MB would take longer than the search
+            data += file.read(2_000_001 - len(data)) if len(data) == 65_536 else b""
     except OSError:  # it may not be read
         return None
     return None if len(data) > 2_000_000 or is_binary(data) else data

@@ -1217,10 +1217,10 @@ def test_what_other_programs_know_and_re_does_not_is_told(tree, pattern, told):
 PARTS = r"""
 a s foo Bar . \. \w \s \S \W \D \d \b \B ^ $ [ab] [^a] []b] [^]a] [^-a] [\s,] [^\S] [\w-] é (foo) (?:a|b) |
 (?=b) (?!a) (?!\s) (?<=a) (?<!\s) (?<!^) \( x{ x{2} ſ K \A \Z [*] \x41 \x0a \n [\x00-\x20] \u200b A\x42C \101
-(a)\1 (?P<n>a)(?P=n) (?s:a.b) (?i:foo) (?>a+) a*+ \t [|] \| (?#x) (a)?(?(1)b|f) \N{BULLET}"""
+(foo|Bar) (a(b|s)|K) (?:foo|) (i)? İ ı i (a)\1 (?P<n>a)(?P=n) (?s:a.b) (?i:foo) (?>a+) a*+ \t [|] \| (?#x) (a)?(?(1)b|f) \N{BULLET}"""
 ATOMS = [*PARTS.split(), " ", "#", "\n", "\ufffd", "\r"]
 REPEATS = ["", "", "", "", "?", "*", "+", "{2}", "{0,1}", "*?", "++"]
-WORDS = "a b foo Bar FOO é É . ( x{ xx S ſ K k ] * ABC A | • \u200b \x1b"
+WORDS = "a b foo Bar FOO é É . ( x{ xx S ſ K k i İ ı I ] * ABC A | • \u200b \x1b"
 PIECES = [piece.encode() for piece in (*WORDS.split(), "\t", "\r", " ", "\n", "\r\n", "\n\n")]
 PIECES += [b"\xff", b"\xef\xbb\xbf"]
 
@@ -1263,7 +1263,7 @@ ENDLESS = r"class(.|\s)*yield"
 @pytest.fixture
 def blanks(turn):
     """A line on which `class(.|\\s)*yield` takes longer than the world will stand."""
-    (turn.cwd / "sub" / "x.py").write_text("class " + " " * 40 + "\n")
+    (turn.cwd / "sub" / "x.py").write_text("class " + " " * 40 + "\nyield\n")
     (turn.cwd / "sub" / "a.py").write_text("class A: yield\n")
     return turn
 
