@@ -761,7 +761,8 @@ def replaced(text: str, start: int, end: int, old: str, new: str) -> str:
                 "old_text is in the file, but the indentation of new_text is not clear. "
                 "Copy whole lines with all of their indentation."
             )
-    if not new and text[max(start - 1, 0) : start] in ("", "\n") and text[end - 1 : end] != "\n":
+    is_whole = text[max(start - 1, 0) : start] in ("", "\n") and text.startswith("\n", end)
+    if not new and is_whole and text[end - 1] != "\n":
         end += 1  # deleted lines take their line end with them
     return text[:start] + new + text[end:]
 

@@ -1014,6 +1014,7 @@ def test_a_read_only_file_is_not_changed(turn):
     (b"a\nb\nc\n", "b", "", b"a\nc\n"),  # a deleted line takes its line end with it
     (b"a\nb\n\nc\n", "b\n", "", b"a\n\nc\n"),  # but no more than that
     (b"one two\nthree\n", " two", "", b"one\nthree\n"),  # the rest of the line stays a line
+    (b"a\n# x = 1\n", "# ", "", b"a\nx = 1\n"), (b"async def f\n", "async ", "", b"def f\n"),  # and whole
     (b"  a: 1\n", "a: 1", "a: 1\n  b:", b"  a: 1\n  b:\n"),
     (b"a\n  b\n  c\nd\n", "\nb\nc\n", "\nB\nC\n", b"a\n  B\n  C\nd\n"),
     (b"if 1:\n    if 2:\n        go()\n", "if 2:\n    go()", "if 3:\n    stop()\n\n    go()",
