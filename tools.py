@@ -27,7 +27,6 @@ import asyncio
 import atexit
 import base64
 import contextlib
-import copy
 import difflib
 import functools
 import html
@@ -106,8 +105,7 @@ class Tool:
     @property
     def body(self) -> Callable:
         """The function that the subclass wrote: its signature is the schema."""
-        is_blocking = type(self).execute is Tool.execute
-        return self.run if is_blocking else self.execute
+        return self.run if type(self).execute is Tool.execute else self.execute
 
     @functools.cached_property
     def parameters(self) -> dict:
@@ -117,14 +115,6 @@ class Tool:
     @property
     def concurrency_safe(self) -> bool:
         return self.read_only and not self.exclusive
-
-    def cast_params(self, params: dict) -> dict:
-        """{"timeout": "120"} → {"timeout": 120}"""
-        return cast(params, self.parameters)
-
-    def validate_params(self, params: dict) -> list[str]:
-        """Errors in words for the model: ["path is required", "timeout must be <= 600"]"""
-        return validate(params, self.parameters) + unexpected_keys(params, self.parameters)
 
     def to_schema(self) -> dict:
         about = {"name": self.name, "description": self.description}
@@ -208,8 +198,7 @@ class ToolRegistry:
 
     def register(self, tool: Tool) -> None:
         if not isinstance(tool, Tool):
-            name = getattr(tool, "__name__", repr(tool))
-            raise TypeError(f"{name} is not a tool: put @tool above it.")
+            raise TypeError(f"{getattr(tool, '__name__', tool)} is not a tool: put @tool above it.")
         self._tools[tool.name] = tool
 
     def unregister(self, name: str) -> None:
@@ -233,9 +222,9 @@ class ToolRegistry:
         if not isinstance(params, dict):
             problem = f'The arguments of {name} must be one JSON object, like {{"name": "value"}}.'
             return tool, {}, problem
-        params = tool.cast_params(params)
-        errors = "; ".join(tool.validate_params(params))
-        problem = f"{name} was not run: {errors}. Correct the call." if errors else None
+        params = cast(params, tool.parameters)
+        errors = validate(params, tool.parameters) + unexpected_keys(params, tool.parameters)
+        problem = f"{name} was not run: {'; '.join(errors)}. Correct the call." if errors else None
         return tool, params, problem
 
     async def execute(self, name: str, params: Any, turn: "Turn | None" = None) -> ToolResult:
@@ -254,8 +243,8 @@ class ToolRegistry:
             if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
                 raise  # the turn is cancelled, not only something in the tool
             result = ToolResult(f"{name} failed: {type(error).__name__}: {error}", is_error=True)
-            with_traceback = log.isEnabledFor(logging.INFO)  # --logs
-            log.warning("tool %s", result.text.split("\n")[0], exc_info=with_traceback)
+            show_traceback = log.isEnabledFor(logging.INFO)  # --logs
+            log.warning("tool %s", result.text.split("\n")[0], exc_info=show_traceback)
         if not result.text.strip():
             result.text = f"({name} completed with no output)"
         if len(result.text) > turn.max_result_chars:
@@ -322,10 +311,9 @@ class Turn:
         for secret in self.secret:
             if real.parent == secret.parent and real.name.startswith(secret.name):
                 return True  # the file, and config.json.bak beside it
-        if not real.exists():
-            return False
-        # samefile: a hard link is the same file, so is another case if the file system ignores case
-        return any(real.samefile(secret) for secret in self.secret if secret.exists())
+        # samefile also knows hard links, and other spellings if the file system ignores case
+        existing = [secret for secret in self.secret if real.exists() and secret.exists()]
+        return any(real.samefile(secret) for secret in existing)
 
     def note_read(self, path: Path) -> None:
         """Remember this version of a file: the session has read it and may now change it."""
@@ -518,9 +506,6 @@ class Schema(dict):
             if value not in (None, ""):
                 self[head + "".join(word.capitalize() for word in others)] = value
 
-    def to_json_schema(self) -> dict:
-        return dict(self)
-
 
 StringSchema = functools.partial(Schema, "string")
 IntegerSchema = functools.partial(Schema, "integer")
@@ -533,30 +518,12 @@ def ArraySchema(items: Any = Any, description: str = "", **keywords: Any) -> Sch
 
 
 def ObjectSchema(
-    properties: dict | None = None, *, required: Iterable[str] | None = None,
-    additional_properties: Any = None, nullable: bool = False, **others: Any,
-) -> Schema:  # fmt: skip
-    """`ObjectSchema({"name": str}, required=["name"])` or `ObjectSchema(name=str, …)`."""
-    description = others.pop("description") if isinstance(others.get("description"), str) else ""
-    hints = {**(properties or {}), **others}
-    return Schema(
-        "object", description, nullable=nullable, additional_properties=additional_properties,
-        properties={name: as_schema(hint) for name, hint in hints.items()},
-        required=list(required or []) or None,
-    )  # fmt: skip
-
-
-tool_parameters_schema = ObjectSchema
-
-
-def tool_parameters(schema: dict) -> Callable[[type], type]:
-    """Class decorator for a schema that is written out, by `tool_parameters_schema(…)`, say."""
-
-    def decorate(tool_class: type) -> type:
-        tool_class.parameters = copy.deepcopy(schema)
-        return tool_class
-
-    return decorate
+    properties: dict, required: Iterable[str] = (), description: str = "", **keywords: Any
+) -> Schema:
+    """`ObjectSchema({"name": str, "size": IntegerSchema(minimum=1)}, required=["name"])`"""
+    schemas = {name: as_schema(hint) for name, hint in properties.items()}
+    required = list(required) or None
+    return Schema("object", description, properties=schemas, required=required, **keywords)
 
 
 # ---- Files are read and written with care ----
@@ -683,8 +650,7 @@ def edit_file(
     """Replace a passage of a text file (read it first). Returns the diff."""
     if not old_text:
         raise ToolError("old_text is empty. Write a whole file with write_file.")
-    old = old_text.replace("\r\n", "\n")
-    new = new_text.replace("\r\n", "\n")
+    old, new = old_text.replace("\r\n", "\n"), new_text.replace("\r\n", "\n")
     return rewrite(path, turn, lambda text: replace_passage(text, old, new, replace_all))
 
 
@@ -833,13 +799,12 @@ def change_cell(text: str, index: int, source: str, kind: str, mode: str) -> str
     try:
         book = json.loads(text)
         cells = book["cells"] if book["nbformat"] == 4 else None
-        last = len(cells) if mode == "insert" else len(cells) - 1
-        if index > last:
+        taken = 0 if mode == "insert" else 1
+        if index + taken > len(cells):
             raise ToolError(f"There is no cell {index}: there are {len(cells)}, counted from 0.")
         old = {"metadata": {}, "id": os.urandom(4).hex()} if mode == "insert" else cells[index]
         new = lawful_cell({**old}, source, kind or old.get("cell_type", "code"), book)
-        end = index if mode == "insert" else index + 1
-        cells[index:end] = [] if mode == "delete" else [new]
+        cells[index : index + taken] = [] if mode == "delete" else [new]
         layout = re.match(r"\s*\{\n([ \t]*)", text)  # "{\n \"cells\"": Jupyter writes one space
         after = json.dumps(book, ensure_ascii=False, indent=layout and layout[1])
         after.encode()  # fails for half of a pair, and for bytes that are not UTF-8
@@ -894,8 +859,7 @@ def walk(folder: str, ignored: set[str] | None = None) -> Iterator[os.DirEntry]:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError:  # a folder that may not be read has nothing to show
         return
-    is_repository = any(entry.name == ".git" for entry in entries)  # perhaps within another one
-    if ignored is None or is_repository:
+    if ignored is None or any(entry.name == ".git" for entry in entries):  # a repository within one
         ignored = ignored_by_git(folder)
     for entry in entries:
         if entry.name in SKIPPED_FOLDERS or entry.path in ignored:
@@ -1072,29 +1036,28 @@ def search_child() -> None:
 
 
 def needed_words(source: str, *, ignore_case: bool) -> list[list[str]]:
-    r"""Lists of words: a line that matches has all words of one list. [] if they are not known.
+    r"""Lists of words: each line that matches has all words of one list. [[]]: none are known.
 
     r"\bneedle\b|def\s+(get|set)_x" → [["needle"], ["get_x", "def"], ["set_x", "def"]]
     """
     plain = re.sub(NO_WORD, "\0", source.removeprefix("(?i)")).replace("(?:", "(")
     plain = re.sub(r"\((?!\?)[^()]*\)(?=[*+?{])", "\0", plain)  # (a|b)?
     if re.search(r"\\[\dxuUN]", source) or re.search(r"\(\?|\)[*+?{]", plain):
-        return []  # \x41 is A; after (?x) a space means nothing
+        return [[]]  # \x41 is A; after (?x) a space means nothing
     options = [plain.lower() if ignore_case else plain]
     while "(" in options[0] and len(options) <= 20:  # a(b|c) → ab, ac
         parts = [re.split(r"\(([^()]*)\)", option, maxsplit=1) for option in options]
         options = [a + each + z for a, group, z in parts for each in group.split("|")]
     options = [re.sub(QUANTIFIED, "\0", option) for option in "|".join(options).split("|")]
     lists = [sorted(set(option.split("\0")) - {""}, key=len)[::-1] for option in set(options)]
-    return lists if all(lists) and len(lists) <= 20 else []
+    return lists if len(lists) <= 20 else [[]]
 
 
 def may_match(text: str, options: list[list[str]], *, ignore_case: bool) -> bool:
-    """False if no line can match, because a word of each list is missing."""
-    if ignore_case and any(letter in text for letter in "İıſ"):  # re takes them for i and s
-        return True
+    """False if no line can match, because each list has a word that the text lacks."""
+    is_odd = ignore_case and any(letter in text for letter in "İıſ")  # re takes them for i and s
     text = text.lower() if ignore_case else text
-    return not options or any(all(word in text for word in words) for words in options)
+    return is_odd or any(all(word in text for word in words) for words in options)
 
 
 def searched_bytes(path: str) -> bytes | None:
@@ -1289,8 +1252,8 @@ class Exec(Tool):
             raise ToolError("There is no bash. The user has to install bash (Git for Windows).")
         names = {*SAFE_ENVIRONMENT, *self.allowed_env} & set(os.environ)
         environment = {name: os.environ[name] for name in names}
-        folders = environment.get("PATH"), self.path_append
-        environment["PATH"] = os.pathsep.join(filter(None, folders))
+        folders = filter(None, (environment.get("PATH"), self.path_append))
+        environment["PATH"] = os.pathsep.join(folders)
         argv = [shell, "-c", command]
         if self.sandbox:
             argv = [*await in_thread(self._bwrap, turn), "--chdir", str(folder), *argv]
@@ -1503,8 +1466,8 @@ class Web:
                 socket.socket.shutdown(line, socket.SHUT_RDWR)
         location = response.getheader("Location", "").encode("latin-1").decode(errors="replace")
         if redirects and location and response.status // 100 == 3:
-            target = urllib.parse.urljoin(response.url, location)
-            return await self._ask(web_url(target), redirects - 1)
+            url = web_url(urllib.parse.urljoin(response.url, location))
+            return await self._ask(url, redirects - 1)
         return response, body
 
     async def _addresses(self, url: Any, trusted: bool) -> list[tuple]:

@@ -35,8 +35,7 @@ import tools
 from tools import (
     FILE_TOOLS, ArraySchema, BooleanSchema, Exec, IntegerSchema, MCPServers, NumberSchema, ObjectSchema,
     StringSchema, Tool, ToolError, ToolRegistry, ToolResult, Turn, Web, WebFetch, WebSearch, cast,
-    check_command, in_thread, is_public, page_text, replace_passage, sandbox_problem, tool, tool_parameters,
-    tool_parameters_schema, validate,
+    check_command, in_thread, is_public, page_text, replace_passage, sandbox_problem, tool, validate,
 )  # fmt: skip
 
 HERE = Path(tools.__file__).parent
@@ -120,11 +119,11 @@ def test_what_cannot_be_cast_is_left_for_the_check_to_name(value, kind):
     (StringSchema(enum=["a", "b"]), "a", "c", 'size must be one of ["a", "b"]'),
     (ArraySchema(StringSchema(), max_items=1), ["a"], ["a", "b"], "size: its length must be <= 1"),
     (BooleanSchema(nullable=True), None, 3, "size must be boolean or null, not 3"),
-    (ObjectSchema(required=["a"], a=NumberSchema()), {"a": 2.5}, {}, "size.a is required"),
-    (ObjectSchema(a=ObjectSchema(b=BooleanSchema())), {"a": {}}, {"a": {"b": 1}},
+    (ObjectSchema({"a": NumberSchema()}, ["a"]), {"a": 2.5}, {}, "size.a is required"),
+    (ObjectSchema({"a": ObjectSchema({"b": BooleanSchema()})}), {"a": {}}, {"a": {"b": 1}},
      "size.a.b must be boolean, not 1"),
     (IntegerSchema(), 5.0, 5.5, "size must be integer, not 5.5"),
-    (ObjectSchema(a=NumberSchema()), {"a": 1}, {"a": float("inf")}, "size.a must be a finite number"),
+    (ObjectSchema({"a": NumberSchema()}), {"a": 1}, {"a": float("inf")}, "size.a must be a finite number"),
 ])  # fmt: skip
 def test_a_schema_says_what_is_wrong_and_where(schema, good, bad, error):
     assert validate(good, schema, "size") == []
@@ -159,10 +158,10 @@ def test_an_enum_may_be_a_tuple_and_true_is_not_1_in_it(schema, value, is_good):
     assert (validate(value, schema) == []) == is_good
 
 
-def test_the_schema_classes_take_what_other_agents_pass():
+def test_a_schema_may_be_written_out():
     assert IntegerSchema(60, description="Seconds", minimum=1) == {
         "type": "integer", "default": 60, "description": "Seconds", "minimum": 1}  # fmt: skip
-    assert StringSchema("A path", min_length=1, nullable=True).to_json_schema() == {
+    assert StringSchema("A path", min_length=1, nullable=True) == {
         "type": ["string", "null"], "description": "A path", "minLength": 1}  # fmt: skip
     name = {"name": StringSchema("Who")}
     place = ObjectSchema(name, required=["name"], description="A place", additional_properties=False, nullable=True)
@@ -170,19 +169,11 @@ def test_the_schema_classes_take_what_other_agents_pass():
         "type": ["object", "null"], "description": "A place", "additionalProperties": False,
         "properties": name, "required": ["name"],
     }  # fmt: skip
-    whole = tool_parameters_schema(description="All", required=["rows"], rows=ArraySchema(place, max_items=3))
+    whole = ObjectSchema({"rows": ArraySchema(place, max_items=3)}, ["rows"], "All")
     assert (whole["description"], whole["required"]) == ("All", ["rows"])
     assert validate({"rows": [{}, None]}, whole) == ["rows[0].name is required"]
-    described = ObjectSchema({"description": StringSchema()}, required=("description",))
-    assert list(described["properties"]) == described["required"] == ["description"]
-
-
-def test_parameters_are_a_copy_for_each_class():
-    schema = tool_parameters_schema(n=IntegerSchema())
-    one, two = (tool_parameters(schema)(type(name, (Tool,), {"name": name})) for name in ("one", "two"))
-    one.parameters["properties"]["n"]["type"] = "string"
-    assert two.parameters["properties"]["n"] == {"type": "integer"} == schema["properties"]["n"]
-    assert two().validate_params({"n": "x"}) == ['n must be integer, not "x"']
+    written = type("Written", (Tool,), {"name": "written", "parameters": whole})()
+    assert answer(written, rows=1).text.startswith("written was not run: rows must be array, not 1")
 
 
 # ---- Tools ----
