@@ -172,15 +172,12 @@ def as_schema(hint: Any) -> dict:
 def signature_schema(function: Callable) -> dict:
     """A function's parameters as a schema, without `turn`, which the registry hands in."""
     hints = get_type_hints(function, include_extras=True)
-    starred = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    properties, required = {}, []
-    for name, parameter in inspect.signature(function).parameters.items():
-        if name in ("self", "turn") or parameter.kind in starred:
-            continue
-        properties[name] = hints.get(name, Any)
-        if parameter.default is parameter.empty:
-            required.append(name)
-    return ObjectSchema(properties, required=required)
+    parameters = {
+        name: each for name, each in inspect.signature(function).parameters.items()
+        if name not in ("self", "turn") and not str(each).startswith("*")  # *args, **others
+    }  # fmt: skip
+    required = [name for name, each in parameters.items() if each.default is each.empty]
+    return ObjectSchema({name: hints.get(name, Any) for name in parameters}, required)
 
 
 # ---- The registry runs what the model asks for ----
@@ -197,6 +194,7 @@ class ToolRegistry:
             self.register(tool)
 
     def register(self, tool: Tool) -> None:
+        """Add a tool; one of the same name is replaced."""
         if not isinstance(tool, Tool):
             raise TypeError(f"{getattr(tool, '__name__', tool)} is not a tool: put @tool above it.")
         self._tools[tool.name] = tool
@@ -205,6 +203,7 @@ class ToolRegistry:
         self._tools.pop(name, None)
 
     def get(self, name: str) -> Tool | None:
+        """The tool of this name; None if there is none."""
         return self._tools.get(name)
 
     def get_definitions(self) -> list[dict]:
@@ -228,7 +227,7 @@ class ToolRegistry:
         return tool, params, problem
 
     async def execute(self, name: str, params: Any, turn: "Turn | None" = None) -> ToolResult:
-        """Run one call. Every failure becomes an error result: the turn goes on."""
+        """Run one call; `params` is a dict or JSON text. Every failure becomes an error result."""
         turn = turn or Turn()
         try:
             tool, arguments, problem = self.prepare_call(name, params)
@@ -272,7 +271,15 @@ class ToolRegistry:
 
 @dataclass(frozen=True)
 class Turn:
-    """The circumstances of one turn, handed to each tool that has a parameter named `turn`."""
+    """The circumstances of one turn, handed to each tool that has a parameter named `turn`.
+
+    The fence is one of them. With this file alone, this prints "… is outside of …":
+
+        import asyncio, tools
+        turn = tools.Turn(restrict=True)  # workspace and cwd are the current folder
+        call = tools.ToolRegistry(tools.FILE_TOOLS).execute("read_file", {"path": "../a"}, turn)
+        print(asyncio.run(call).text)
+    """
 
     workspace: Path = Path(".")  # the agent's home
     cwd: Path = Path(".")  # where relative paths and exec start
@@ -809,9 +816,8 @@ def change_cell(text: str, index: int, source: str, kind: str, mode: str) -> str
         after = json.dumps(book, ensure_ascii=False, indent=layout and layout[1])
         after.encode()  # fails for half of a pair, and for bytes that are not UTF-8
     except (ValueError, KeyError, TypeError, RecursionError) as problem:
-        raise ToolError(
-            f"This is no notebook of nbformat 4: {type(problem).__name__}: {problem}."
-        ) from None
+        why = f"{type(problem).__name__}: {problem}"
+        raise ToolError(f"This is no notebook of nbformat 4: {why}.") from None
     return after + text[len(text.rstrip()) :]
 
 
@@ -887,6 +893,7 @@ def ignored_by_git(folder: str) -> set[str]:
     return {os.path.join(folder, name.rstrip("/")) for name in names}
 
 
+Limit = Annotated[int, IntegerSchema(minimum=1)]
 GLOB_TOKEN = r"(?s)\\.|\[[!^]?\]?[^\]]{0,99}\]|\*\*/|\*\*|."  # \[, [!a-z], **/ of src/**/*.py
 GLOB_MEANINGS = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]", "{": "(?:", "}": ")"}
 
@@ -914,10 +921,10 @@ def glob_pattern(glob: str) -> re.Pattern:
             regex += f"(?!/)[{negated}{characters}]"
         else:
             regex += GLOB_MEANINGS.get(token) or re.escape(token[-1])
-    return re.compile(regex + r"\Z", re.DOTALL)  # a name may hold a line end
-
-
-Limit = Annotated[int, IntegerSchema(minimum=1)]
+    try:
+        return re.compile(regex + r"\Z", re.DOTALL)  # a name may hold a line end
+    except re.error as problem:
+        raise ToolError(f"{glob!r}: {problem}. Close each {{ and [, or escape it: \\[") from None
 
 
 @tool(read_only=True)
@@ -940,14 +947,16 @@ def first_lines(lines: list[str], limit: int) -> str:
 
 SEARCH_SECONDS = 20
 TYPES = {
-    "py": "*.py{,i}", "js": "*.{,c,m}js{,x}", "ts": "*.{,c,m}ts{,x}", "md": "*.{md,markdown}",
-    "rust": "*.rs", "c": "*.[ch]", "cpp": "*.{cc,cpp,cxx,h,hh,hpp}", "html": "*.htm{,l}",
-    "css": "*.{c,sc,sa,le}ss", "ruby": "*.rb", "sh": "*.{,ba,z}sh", "yaml": "*.y{,a}ml",
+    "py": "*.py{,i}", "js": "*.{,c,m}js{,x}", "ts": "*.{,c,m}ts{,x}", "rust": "*.rs", "c": "*.[ch]",
+    "cpp": "*.{cc,cpp,cxx,h,hh,hpp}", "html": "*.htm{,l}", "ruby": "*.rb", "yaml": "*.y{,a}ml",
 }  # fmt: skip
 OF_OTHER_PROGRAMS = {  # re takes it literally
     r"\[[^]]{0,99}\[:\^?\w{1,9}:\]": r"re knows no [[:space:]]: use \s, \d, \w, [A-Za-z].",
     r"\\[<>]": r"In Python's re \< is a plain <: the edge of a word is \b.",
 }
+# Most files lack the words of a pattern, and are spared the loop over their lines.
+NO_WORD = r"(?s)\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[^\0-\x7f]"  # \w, \., [a-z], [^]], ſ
+QUANTIFIED = r"(?s).?[*+?{][*+?\d,}]*|[.^$]"  # the s? of words?, the a{2,5} of ba{2,5}; ., ^, $
 
 
 @tool(read_only=True)
@@ -962,12 +971,11 @@ async def grep(
     """Search lines with a regular expression. output_mode content gives `path:line: text`."""
     root = turn.path(path)
     type_glob = TYPES.get(type, f"*.{type}") if type else "*"  # rb means *.rb
-    request = {
+    answer = await search_lines({
         "source": re.escape(pattern) if fixed_strings else pattern, "mode": output_mode,
         "flags": re.IGNORECASE if case_insensitive else 0, "most": head_limit + 1,
         "context": context, "files": await in_thread(find_files, turn, root, glob, type_glob),
-    }  # fmt: skip
-    answer = await search_lines(request)
+    })  # fmt: skip
     if problem := answer.get("problem"):
         raise ToolError(f"{pattern!r} is no regular expression: {problem}. Set fixed_strings?")
     items, skipped = answer["lines"], answer["skipped"]
@@ -994,11 +1002,6 @@ async def search_lines(request: dict) -> dict:
     if not output.endswith(b"\n"):  # it was killed
         raise ToolError(f"Search ended after {SEARCH_SECONDS} s: take a simpler expression.")
     return json.loads(output)
-
-
-# Most files lack the words of a pattern, and are spared the loop over their lines.
-NO_WORD = r"(?s)\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[^\0-\x7f]"  # \w, \., [a-z], [^]], ſ
-QUANTIFIED = r"(?s).?[*+?{][*+?\d,}]*|[.^$]"  # the s? of words?, the a{2,5} of ba{2,5}; ., ^, $
 
 
 def child_program() -> str:
@@ -1086,6 +1089,7 @@ def shown_lines(name: str, text: str, find: Callable, request: dict) -> list[str
     return [f"{name}{mark}{number + 1}{mark} {lines[number][:500]}" for number, mark in shown]
 
 
+# ToolRegistry([*FILE_TOOLS, Exec()]) is all that a small agent needs.
 FILE_TOOLS = [read_file, write_file, edit_file, notebook_edit, list_dir, glob, grep]
 
 
@@ -1121,9 +1125,8 @@ def check_command(command: str, turn: Turn) -> None:
     if re.search(FORK_BOMB, command):
         raise ToolError("Refused: this is a fork bomb.")
     words, part = shell_words(command), []
-    written = {
-        word for before, word in itertools.pairwise(words) if re.fullmatch(REDIRECTION, before)
-    }
+    pairs = itertools.pairwise(words)
+    written = {word for before, word in pairs if re.fullmatch(REDIRECTION, before)}
     for word in written:
         check_word(word, turn, writes=True)
     for word in set(words):
@@ -1151,10 +1154,7 @@ def check_program(words: list[str], turn: Turn, *, moves: bool) -> None:
         removes = "-delete" in re.sub(NARROWED, "", options)
     is_known = 0 < len(names) <= 100 and not moves
     if removes and not (is_known and all(is_deletable(name, turn) for name in names)):
-        raise ToolError(
-            f"Refused: {program} can destroy much in this way. "
-            f"Name folders below {turn.cwd} plainly, without cd, $, .. and links."
-        )
+        raise ToolError(f"Refused: {program} may only delete below {turn.cwd}; no cd, $, .., links.")
     if program in SHELLS:
         for name in names:
             check_command(name if " " in name else "", turn)
@@ -1203,8 +1203,7 @@ def is_deletable(name: str, turn: Turn) -> bool:
 def check_word(word: str, turn: Turn, *, writes: bool) -> None:
     """Each part that may be a path must be allowed: -I/usr/include, --file=~/x, host:/etc, {a,b}"""
     word = re.sub(r"\$(HOME\b|\{HOME\})", "~", word).replace("file://", "")
-    without_urls = re.sub(r"\b\w{1,20}://\S*", "", word)  # https://example.com/x
-    for part in re.split(r"[=:,{}]", without_urls):
+    for part in re.split(r"[=:,{}]", re.sub(r"\b\w{1,20}://\S*", "", word)):  # without URLs
         path, *pattern = re.split(r"[*?\[$]", re.sub(r"^-\w(?=[/~])", "", part), maxsplit=1)
         path = path[: path.rfind("/") + 1] if pattern else path  # /etc/ of /etc/pass*
         if path in ("", "/") or re.fullmatch(HARMLESS, path):
@@ -1373,8 +1372,8 @@ SYSTEM = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", *(f"/etc/{name}" 
 
 def sandbox_problem() -> str:
     """Why commands cannot be confined on this machine, and the fix; empty if they can."""
-    trial = [*BWRAP, "--ro-bind", "/", "/", "true"]
     try:
+        trial = [*BWRAP, "--ro-bind", "/", "/", "true"]
         subprocess.run(trial, check=True, capture_output=True, text=True)
         return ""
     except (OSError, subprocess.CalledProcessError) as problem:
@@ -1479,10 +1478,8 @@ class Web:
             ip = ipaddress.ip_address(address)
             is_listed = any(ip in network for network in self.whitelist)
             if not (trusted or is_listed or is_public(ip)):
-                raise ToolError(
-                    f"Refused: {url.hostname} is at {ip}, which is not public. "
-                    "The user may open it in tools.ssrfWhitelist."
-                )
+                advice = "The user may open it in tools.ssrfWhitelist."
+                raise ToolError(f"Refused: {url.hostname} is {ip}, which is not public. {advice}")
         return addresses
 
     def _connect(self, addresses: list[tuple]) -> socket.socket:
@@ -1690,10 +1687,8 @@ class WebSearch(Tool):
         is_captcha = not results and re.search(r"\banomaly[.-](js|modal)", page)
         if response.status != 200 or is_captcha:
             advice = ADVICE.get(response.status, "It may take this for a robot.")
-            raise ToolError(
-                f"{self.provider} answered {response.status}. {advice} "
-                "The user may change tools.web.search."
-            )
+            advice += " The user may change tools.web.search."
+            raise ToolError(f"{self.provider} answered {response.status}. {advice}")
         lines = [UNTRUSTED]
         if not results:
             lines.append("(no results: use other words)")
@@ -1919,10 +1914,8 @@ class MCPServer:
         if self.stderr:
             text += ": " + (await in_thread(self.stderr.text)).split("\n")[-1]
         shown = "".join(filter(str.isprintable, text[:400])).rstrip(":. ")
-        return (
-            f"MCP server {self.name}: {shown}. "
-            f"Check tools.mcpServers.{self.name}; it is tried again."
-        )
+        advice = f"Check tools.mcpServers.{self.name}; it is tried again."
+        return f"MCP server {self.name}: {shown}. {advice}"
 
     async def _offer(self, client: Any) -> None:
         """Put the server's tools, resources and prompts into the registry, in place of the old."""
@@ -1965,7 +1958,21 @@ class MCPServer:
 
 
 class MCPServers:
-    """The servers of `tools.mcpServers`. The log tells a failure once; the other servers work."""
+    """The servers of `tools.mcpServers`. The log tells a failure once; the other servers work.
+
+    `settings`: by name, objects with nine attributes. If server.py is a server with a tool `echo`:
+
+        import asyncio, sys, tools, types
+        entry = types.SimpleNamespace(
+            command=sys.executable, args=["server.py"], env={}, url="", headers={}, type="",
+            tool_timeout=30, enabled_tools=["*"], disabled=False)
+        registry = tools.ToolRegistry()
+        servers = tools.MCPServers({"mine": entry}, registry)
+        with asyncio.Runner() as runner:
+            runner.run(servers.connect(patience=30))
+            print(runner.run(registry.execute("mcp_mine_echo", {"text": "hi"})).text)
+            runner.run(servers.close())
+    """
 
     def __init__(self, settings: dict[str, Any], registry: ToolRegistry):
         self.servers = [

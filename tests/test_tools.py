@@ -6,6 +6,7 @@ import base64
 import contextlib
 import fnmatch
 import http.server
+import inspect
 import ipaddress
 import json
 import logging
@@ -410,6 +411,18 @@ def mcp(runner):
         for process in processes:
             process.kill()
             process.wait()
+
+
+@pytest.mark.parametrize("name, told", [("Turn", "is outside of"), ("MCPServers", "hi")])
+def test_the_example_of_a_class_runs_with_tools_py_alone(name, told, tmp_path):
+    if name == "MCPServers":
+        pytest.importorskip("mcp", reason="the MCP SDK is missing: pip install 'mcp>=2.3'")
+    shutil.copy(tools.__file__, tmp_path)
+    shutil.copy(MCP_SCRIPT, tmp_path / "server.py")
+    about = inspect.getdoc(getattr(tools, name))
+    command = [sys.executable, "-c", textwrap.dedent(about[about.index("    import") :])]
+    done = subprocess.run(command, cwd=tmp_path, env={"PATH": os.environ["PATH"]}, capture_output=True, text=True)
+    assert told in done.stdout and not done.stderr, done.stderr
 
 
 def free_port() -> int:
@@ -948,11 +961,13 @@ def test_edits_of_what_stands_there_exactly_are_those_of_str_replace():
         text = "".join(chance.choices(["a", "b", "ab", "\n", "“", '"', "x y"], k=chance.randint(1, 12)))
         start = chance.randrange(len(text))
         old = text[start : start + chance.randint(1, 5)]
-        new = "".join(chance.choices(["a", "c\nd", "”", "\\1"], k=chance.randint(1, 3)))
+        new = "".join(chance.choices(["a", "c\nd", "”", "\\1"], k=chance.randint(0, 3)))
         assert tools.replace_passage(text, old, new, replace_all=True) == text.replace(old, new)
         places = [index for index in range(len(text)) if text.startswith(old, index)]
         if len(places) == 1:
-            assert tools.replace_passage(text, old, new) == text.replace(old, new)
+            without_lines = re.sub(rf"(?m)^{re.escape(old)}(?<!\n)\n", "", text)  # whole lines are deleted as such
+            wanted = without_lines if not new and without_lines != text else text.replace(old, new)
+            assert tools.replace_passage(text, old, new) == wanted
         else:
             with pytest.raises(ToolError, match="stands at lines"):
                 tools.replace_passage(text, old, new)
@@ -1321,7 +1336,8 @@ def test_search_never_shows_a_file_with_keys_or_what_was_put_aside(turn):
     ("glob", {"pattern": "src/**", "head_limit": 1},
      "src/deep/util.js\n(there are more: set head_limit, or search for less)"),
     ("glob", {"pattern": "!*.py"}, "*.{js,ts}"), ("glob", {"pattern": "*a*a*a*a*"}, "too many stars"),
-    ("glob", {"pattern": "[z-a]"}, "bad character range"), ("glob", {"pattern": "*.rs"}, "No file below"),
+    ("glob", {"pattern": "[z-a]"}, "bad character range"), ("glob", {"pattern": "{a,b"}, "Close each { and ["),
+    ("glob", {"pattern": "*.rs"}, "No file below"),
     ("glob", {"pattern": "*", "path": "sr"}, "There is: src."),
     ("grep", {"pattern": "TODO", "type": "py"}, "main.py\nsrc/app.py\nsrc/deep/util.py"),
     ("grep", {"pattern": "TODO", "type": "js", "glob": "src/*"}, "No match for 'TODO'"),
@@ -1837,7 +1853,7 @@ def test_a_folder_below_the_working_folder_may_be_deleted(turn, command):
 ])  # fmt: skip
 def test_any_other_recursive_delete_is_refused(turn, command):
     (turn.workspace / "memory").mkdir()
-    with pytest.raises(ToolError, match="Refused: (rm|find) can destroy|agent's own record|holds keys"):
+    with pytest.raises(ToolError, match="Refused: (rm|find) may only delete below|agent's own record|holds keys"):
         check_command(command.replace("{tmp}", str(turn.workspace.parent)), turn)
 
 
