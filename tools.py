@@ -67,7 +67,7 @@ log = logging.getLogger("nanobot.tools")
 
 @dataclass
 class ToolResult:
-    """What the model is told. `images` are `image_url` blocks, sent in a user message after it."""
+    """The text for the model; `images` are `image_url` blocks, sent in a user message after it."""
 
     text: str
     is_error: bool = False
@@ -79,7 +79,7 @@ class ToolError(Exception):
 
 
 def as_result(value: Any) -> ToolResult:
-    """None, "text", {"degrees": 21} or a ToolResult: whatever a tool returned, as a ToolResult."""
+    """A ToolResult of what a tool returned: None, "text", {"degrees": 21} or a ToolResult."""
     if isinstance(value, ToolResult):
         return value
     if isinstance(value, str | None):
@@ -91,7 +91,8 @@ def as_result(value: Any) -> ToolResult:
 
 
 class Tool:
-    """A subclass has a name, a description and an async `execute` or a blocking `run`."""
+    """A subclass has a name, a description and an async `execute` or a blocking `run`, whose
+    parameters are the schema; a parameter named `turn` gets the Turn instead."""
 
     name: str = ""
     description: str = ""
@@ -143,7 +144,7 @@ def tool(function: Callable | None = None, **flags: Any) -> Any:
 
 
 def as_schema(hint: Any) -> dict:
-    """JSON Schema of a type hint; a dict (a Schema is one) stays what it is.
+    """JSON Schema of a type hint; a dict, such as a Schema, is returned unchanged.
 
     list[str] → {"type": "array", "items": {"type": "string"}}
     int | None → {"type": ["integer", "null"]}
@@ -163,7 +164,7 @@ def as_schema(hint: Any) -> dict:
         merged = functools.reduce(dict.__or__, map(as_schema, inner))
         types_of_each = [kinds(as_schema(option)) for option in inner]  # of Any and Path: []
         return {**merged, "type": sum(types_of_each, [])} if all(types_of_each) else {}
-    if origin is list:  # some endpoints refuse an array that does not say of what
+    if origin is list:  # some endpoints refuse an array without `items`
         return {"type": "array", "items": as_schema(inner[0]) if inner else {}}
     names = {kind: name for name, kind in JSON_TYPES.items()} | {float: "number"}
     return {"type": names[origin]} if origin in names else {}
@@ -266,7 +267,7 @@ class ToolRegistry:
         return f"{notice}read_file or search it with grep. It begins:]\n{text[:1_200]}"
 
 
-# ---- The turn that tools run in, and two of them ----
+# ---- A turn's circumstances, and two tools ----
 
 
 @dataclass(frozen=True)
@@ -388,7 +389,7 @@ async def in_thread(function: Callable, /, *args: Any, **kwargs: Any) -> Any:
         try:
             future.set_result(function(*args, **kwargs))
         except BaseException as failure:
-            is_lost = isinstance(failure, StopIteration)  # with it, asyncio never wakes the waiter
+            is_lost = isinstance(failure, StopIteration)  # asyncio would never wake the waiter
             future.set_exception(RuntimeError(repr(failure)) if is_lost else failure)
 
     threading.Thread(target=work, daemon=True).start()
@@ -396,7 +397,7 @@ async def in_thread(function: Callable, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def shorten(text: str, limit: int, missing: int = 0) -> str:
-    """Head and tail of a text over `limit` characters; `missing` more were lost before."""
+    """Head and tail of a text over `limit` characters; `missing` counts those lost before."""
     if len(text) + missing <= limit:
         return text
     half = limit // 2
@@ -413,7 +414,7 @@ JSON_TYPES = {
 }  # fmt: skip
 LIMITS = {str: ("minLength", "maxLength"), list: ("minItems", "maxItems"),
           int: ("minimum", "maximum"), float: ("minimum", "maximum")}  # fmt: skip
-# An object with one of these may have more than its `properties`.
+# An object whose schema has one of these keywords may have keys that `properties` does not name.
 OPENING = ("additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref", "if")
 
 
@@ -442,7 +443,7 @@ def fits(value: Any, wanted: list[str]) -> bool:
 def cast(value: Any, schema: Any) -> Any:
     """A value in its schema's type: "120" → 120, "True" → True, "[1]" → [1]; else unchanged."""
     wanted = kinds(schema)
-    with contextlib.suppress(ValueError, RecursionError):  # no JSON; a number of 5,000 digits
+    with contextlib.suppress(ValueError, RecursionError):  # not JSON, or a number of 5,000 digits
         if isinstance(value, str) and not fits(value, wanted):
             read = json.loads(value.lower() if value in ("True", "False") else value)
             value = read if fits(read, wanted) else value
@@ -503,7 +504,7 @@ def unexpected_keys(params: dict, schema: dict) -> list[str]:
 
 
 class Schema(dict):
-    """`StringSchema("A path", min_length=1)`, `IntegerSchema(60)`: 60 is the default"""
+    """`StringSchema("A path", min_length=1)`; `IntegerSchema(60)` has the default 60."""
 
     def __init__(self, kind: str, first: Any = None, /, nullable: bool = False, **keywords: Any):
         super().__init__(type=[kind, "null"] if nullable else kind)
@@ -585,7 +586,7 @@ def similar_names(path: Path) -> str:
 
 
 def numbered_page(lines: list[str], first: int, most: int, room: int) -> str:
-    """["a", "b", "c"], from 2, one → 2| b ⏎ (lines 2-2 of 3; go on with offset=3)"""
+    """["a", "b", "c"], first=2, most=1 → 2| b ⏎ (lines 2-2 of 3; go on with offset=3)"""
     page: list[str] = []
     for number, line in enumerate(lines[first - 1 :][:most], first):
         shown = f"{number}| {line}"
@@ -714,7 +715,7 @@ def replace_passage(text: str, old: str, new: str, replace_all: bool = False) ->
 def passages_by_lines(text: str, old: str) -> list[tuple[int, int]]:
     """Passages that equal `old` (at most 100 lines) except for the space around each line."""
     lines = [re.escape(line.strip(" \t\r")) for line in old.strip("\n").split("\n")]
-    if len(lines) > 100 or not old.strip():  # more would take long
+    if len(lines) > 100 or not old.strip():  # comparing more takes long
         return []
     spaced = [rf"[ \t]*{line}[ \t\r]*" if line else r"[ \t\r]*" for line in lines]
     pattern = r"(?m)^(?=(" + r"\n".join(spaced) + "$))"
@@ -779,7 +780,7 @@ def indentations(lines: list[str]) -> list[str]:
 
 def nearest(text: str, old: str) -> str:
     lines, wanted = text.split("\n"), old.strip("\n").split("\n")
-    starts = [line[:100] for line in lines[:5_000]]  # comparing takes the product of two lengths
+    starts = [line[:100] for line in lines[:5_000]]  # the time grows with both lengths
     close = difflib.get_close_matches(wanted[0][:100], starts, n=1, cutoff=0.5)
     if not close:
         return " Nothing in it is like its first line: read the file again."
@@ -812,9 +813,9 @@ def change_cell(text: str, index: int, source: str, kind: str, mode: str) -> str
         old = {"metadata": {}, "id": os.urandom(4).hex()} if mode == "insert" else cells[index]
         new = lawful_cell({**old}, source, kind or old.get("cell_type", "code"), book)
         cells[index : index + taken] = [] if mode == "delete" else [new]
-        layout = re.match(r"\s*\{\n([ \t]*)", text)  # "{\n \"cells\"": Jupyter writes one space
+        layout = re.match(r"\s*\{\n([ \t]*)", text)  # its indentation; Jupyter's is one space
         after = json.dumps(book, ensure_ascii=False, indent=layout and layout[1])
-        after.encode()  # fails for half of a pair, and for bytes that are not UTF-8
+        after.encode()  # fails for lone surrogates, such as bytes that are not UTF-8
     except (ValueError, KeyError, TypeError, RecursionError) as problem:
         why = f"{type(problem).__name__}: {problem}"
         raise ToolError(f"This is no notebook of nbformat 4: {why}.") from None
@@ -822,7 +823,7 @@ def change_cell(text: str, index: int, source: str, kind: str, mode: str) -> str
 
 
 def lawful_cell(cell: dict, source: str, kind: str, book: dict) -> dict:
-    """As nbformat wants it: keys in order, outputs only of code, an id only since 4.5."""
+    """A cell as nbformat requires it: sorted keys, outputs only for code, an id only since 4.5."""
     cell |= {"cell_type": kind, "source": source.splitlines(keepends=True)}
     foreign = {"attachments"} if kind == "code" else {"execution_count", "outputs"}
     if kind == "code":
@@ -833,7 +834,7 @@ def lawful_cell(cell: dict, source: str, kind: str, book: dict) -> dict:
 
 
 # ---- Which files a search sees ----
-# git says what it ignores; the settings of a stranger's repository must start no program.
+# What git ignores is left out. The settings of a foreign repository must not start a program.
 
 SKIPPED_FOLDERS = {".git", "node_modules", "__pycache__", ".venv", ".tox", ".mypy_cache",
                    ".pytest_cache", ".ruff_cache", ".nanobot"}  # fmt: skip
@@ -885,7 +886,7 @@ def ignored_by_git(folder: str) -> set[str]:
     try:
         done = subprocess.run(command, cwd=folder, env=environment, stdin=subprocess.DEVNULL,
                               capture_output=True, timeout=10, check=True)  # fmt: skip
-    except (OSError, subprocess.SubprocessError):  # no git, no work tree, or somebody else's
+    except (OSError, subprocess.SubprocessError):  # no git, no work tree, or another user's
         return set()
     names = os.fsdecode(done.stdout).split("\0")
     if "./" in names:  # `folder` itself is ignored, but was asked for
@@ -904,7 +905,7 @@ def glob_pattern(glob: str) -> re.Pattern:
     "src/*.{py,js}" → r"src/[^/]*\\.(?:py|js)\\Z";  Python's own globs know no braces.
     """
     if glob.startswith("!"):
-        raise ToolError("A glob names what is wanted, like *.{js,ts}, not what is not.")
+        raise ToolError("A glob cannot exclude: name what you want, like *.{js,ts}.")
     whole = glob.removeprefix("./") if "/" in glob else f"**/{glob}"
     parts = whole.split("/")
     stars = max(len(re.findall(r"\*+", part)) for part in parts)
@@ -950,7 +951,7 @@ TYPES = {
     "py": "*.py{,i}", "js": "*.{,c,m}js{,x}", "ts": "*.{,c,m}ts{,x}", "rust": "*.rs", "c": "*.[ch]",
     "cpp": "*.{cc,cpp,cxx,h,hh,hpp}", "html": "*.htm{,l}", "ruby": "*.rb", "yaml": "*.y{,a}ml",
 }  # fmt: skip
-OF_OTHER_PROGRAMS = {  # re takes it literally
+OF_OTHER_PROGRAMS = {  # re reads these as plain characters
     r"\[[^]]{0,99}\[:\^?\w{1,9}:\]": r"re knows no [[:space:]]: use \s, \d, \w, [A-Za-z].",
     r"\\[<>]": r"In Python's re \< is a plain <: the edge of a word is \b.",
 }
@@ -1116,9 +1117,9 @@ HARMLESS = r"/dev/(null|std(in|out|err)|tty|shm/[\w.-]+|tcp/[\w.-]+/\w+)|(/usr)?
 
 
 def check_command(command: str, turn: Turn) -> None:
-    """Raise ToolError for accidents: FATAL programs, fork bombs, deletes of more than folders
-    below the working folder, writes to devices and to the agent's records, files with keys;
-    under the fence also for paths that lead outside and exist."""
+    """Raise ToolError for accidents: FATAL programs, fork bombs, recursive deletes (except of
+    plainly named folders below the working folder), writes to devices and to the agent's records,
+    files with keys; under the fence also for paths that lead outside and exist."""
     command = without_here_document(command)
     if len(command) > 20_000:  # so that no check takes long
         raise ToolError("The command is too long. Write a script file and run that.")
@@ -1154,7 +1155,7 @@ def check_program(words: list[str], turn: Turn, *, moves: bool) -> None:
         removes = "-delete" in re.sub(NARROWED, "", options)
     is_known = 0 < len(names) <= 100 and not moves
     if removes and not (is_known and all(is_deletable(name, turn) for name in names)):
-        raise ToolError(f"Refused: {program} may only delete below {turn.cwd}; no cd, $, .., links.")
+        raise ToolError(f"Refused: {program} may only delete below {turn.cwd}: no cd, $ or links.")
     if program in SHELLS:
         for name in names:
             check_command(name if " " in name else "", turn)
@@ -1189,7 +1190,7 @@ def without_here_document(command: str) -> str:
 
 
 def is_deletable(name: str, turn: Turn) -> bool:
-    """Is it plainly named, strictly below the working folder, and holds no records and keys?"""
+    """True if `name` is plain, strictly below the working folder, and holds no records or keys."""
     if re.search(r"[$`{?\[]|\*.*/|(^|/)\.\.(/|$)", name):  # nobody knows what $X/../*/a names
         return False
     target = os.path.dirname(name) if "*" in name else name  # sub/* is as good as sub
@@ -1217,7 +1218,7 @@ def check_word(word: str, turn: Turn, *, writes: bool) -> None:
 # ---- The shell: a command and all that it starts ----
 
 MAX_OUTPUT_CHARS = 10_000
-KEPT_BYTES = 4 * MAX_OUTPUT_CHARS  # of head and tail each: a character has up to four
+KEPT_BYTES = 4 * MAX_OUTPUT_CHARS  # of head and of tail: a character has up to four bytes
 SAFE_ENVIRONMENT = ("HOME", "LANG", "TERM", "PATH")  # nothing else of ours: keys live there
 
 
@@ -1362,7 +1363,7 @@ class Capture(threading.Thread):
 
 # Root keeps its powers under bwrap, and could undo the mounts, unless they are dropped.
 BWRAP = ["bwrap", "--unshare-all", "--cap-drop", "ALL", "--die-with-parent", "--new-session",
-         "--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys",  # root could write it, even so
+         "--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys",  # else root could write there
          "--dev", "/dev", "--tmpfs", "/tmp"]  # fmt: skip
 SYSTEM = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", *(f"/etc/{name}" for name in (
     "alternatives", "ca-certificates", "group", "hosts", "ld.so.cache", "localtime", "mime.types",
@@ -1393,7 +1394,7 @@ NOT_PUBLIC = [ipaddress.ip_network(network) for network in (  # the first is a s
 
 
 def is_public(ip: Any) -> bool:
-    """Is it an address of the open internet? `is_global` alone passes multicast and tunnels."""
+    """Is it an address of the open internet? `is_global` is also true for multicast and tunnels."""
     if any(ip in network for network in CARRIERS):  # the IPv4 address counts
         ip = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
     is_refused = any(ip in network for network in NOT_PUBLIC)
@@ -1442,7 +1443,7 @@ class Web:
             raise ValueError(f"{proxy!r} is no proxy. Write it like http://proxy.example:3128")
 
     async def ask(self, url: str, redirects: int = 0, **request: Any) -> tuple[Any, bytes]:
-        """http.client's response, and the body; `request`: trusted, body, headers."""
+        """Returns http.client's response and the body. `request`: trusted, body, headers."""
         try:
             work = self._ask(web_url(url), redirects, **request)
             return await asyncio.wait_for(work, self.seconds)
@@ -1517,7 +1518,7 @@ TAG = rf"(?i)<(/?[a-z][\w:-]*){ATTRIBUTES}|<(/?[a-z][\w:-]*)([^<>]*)>?|<[!?/][^<
 LINK = rf"(?is)<a\b{ATTRIBUTES}(.*?)(?:</a\b[^<>]*>?|(?=<a\b)|\Z)"
 NOT_TEXT = (r"(?is)<(script|style|template|svg|iframe|title)\b.*?(?:</\1\b[^<>]*>?|\Z)"
             r"|<!--.*?(?:-->|\Z)|&#\d{8,};?|[\0\1]|<h\d\b[^<>]*>\s*</h\d>")  # fmt: skip
-# <nav>menu</nav>; not <aside class=footnote>, nor what never ends
+# <nav>menu</nav>; not <aside class=footnote>, nor an element that is never closed
 BESIDE = r"(?is)<(nav|select|(?:footer|aside)(?![^<>]*note))\b.*?(?:(</\1\b[^<>]*>?)|\Z)"
 CODE = r"(?is)<pre\b[^<>]*>(.*?)(?:</pre\b[^<>]*>?|\Z)"
 BLOCK = (r"/?(p|div|[uod]l|d[dt]|table|blockquote|section|article|main|header|footer|aside"
@@ -1636,7 +1637,7 @@ def readable(response: Any, body: bytes) -> str:
 
 
 class SearchService(NamedTuple):
-    url: str  # begins with / if only the user knows the server
+    url: str  # begins with / if the user runs the server (baseUrl)
     query: str  # the name of the parameter
     count: str = ""
     headers: dict[str, str] = {}  # {key} stands for the user's
@@ -1750,7 +1751,7 @@ MCP_LOST = (-32000, -32600)  # error codes of "Connection closed" and "Session t
 
 
 class MCPTool(Tool):
-    """A tool, resource or prompt of a server. It may not declare its tools read-only."""
+    """A tool, resource or prompt of a server. The server may not declare its tools read-only."""
 
     def __init__(self, server: "MCPServer", name: str, kind: str, item: dict):
         self.server, self.name, self.method = server, name, MCP_METHODS[kind]
@@ -1794,14 +1795,14 @@ def mcp_result(answer: dict) -> ToolResult:
 
 
 # ---- MCP: a connection to a server ----
-# A server may hang, die or talk junk. Each has a task of its own that holds the connection: anyio
-# wants it closed by the task that opened it.
+# A server may hang, die or talk junk. Each connection has a task of its own, because anyio requires
+# that the task that opened a connection closes it.
 
-MAX_MCP_TOOLS, MAX_MCP_CHARS = 128, 20_000  # of a server, of a schema: all is in every request
+MAX_MCP_TOOLS, MAX_MCP_CHARS = 128, 20_000  # per server, per schema: all is in every request
 
 
 class MCPServer:
-    """Started at the first message, tried again when it failed, ended with the agent."""
+    """One server: started at the first message, retried after a failure, ended with the agent."""
 
     time_limit = 25.0  # seconds to connect in (`npx -y …` downloads), and 5 to end
     retry_after = 30.0  # seconds: one that hangs must not slow every turn
@@ -1925,7 +1926,7 @@ class MCPServer:
         for kind in MCP_METHODS:
             try:
                 items = await self._list(client, kind)
-            except ValueError as problem:  # the SDK takes a list whole or not at all
+            except ValueError as problem:  # the SDK refuses the whole list for one bad item
                 items = []
                 left_out.append(f"all {kind} ({' '.join(str(problem).split())[:200]})")
             for item in items:
