@@ -91,8 +91,7 @@ def as_result(value: Any) -> ToolResult:
 
 
 class Tool:
-    """A subclass has a name, a description and an async `execute` or a blocking `run`, whose
-    parameters are the schema; a parameter named `turn` gets the Turn instead."""
+    """A subclass has a name, a description, and an async `execute` or a blocking `run`."""
 
     name: str = ""
     description: str = ""
@@ -243,8 +242,8 @@ class ToolRegistry:
             if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
                 raise  # the turn is cancelled, not only something in the tool
             result = ToolResult(f"{name} failed: {type(error).__name__}: {error}", is_error=True)
-            show_traceback = log.isEnabledFor(logging.INFO)  # --logs
-            log.warning("tool %s", result.text.split("\n")[0], exc_info=show_traceback)
+            line = result.text.split("\n")[0]
+            log.warning("tool %s", line, exc_info=log.isEnabledFor(logging.INFO))  # --logs
         if not result.text.strip():
             result.text = f"({name} completed with no output)"
         if len(result.text) > turn.max_result_chars:
@@ -1007,12 +1006,13 @@ async def search_lines(request: dict) -> dict:
 
 def child_program() -> str:
     """The child's functions as source, because importing this file would take it 200 ms."""
-    names = ("READING", "UTF8_MARK", "UTF16_MARKS", "NO_WORD", "QUANTIFIED", "SEARCH_SECONDS")
+    lines = ["from __future__ import annotations", "import json, os, re, signal, sys"]
     functions = (open_file, plain_text, is_binary, search_child, needed_words, may_match,
                  searched_bytes, shown_lines)  # fmt: skip
-    head = "from __future__ import annotations\nimport json, os, re, signal, sys"
-    constants = [f"{name} = {globals()[name]!r}" for name in names]
-    return "\n".join([head, *constants, *map(inspect.getsource, functions), "search_child()"])
+    for name in ("READING", "UTF8_MARK", "UTF16_MARKS", "NO_WORD", "QUANTIFIED", "SEARCH_SECONDS"):
+        lines.append(f"{name} = {globals()[name]!r}")
+    lines += [*map(inspect.getsource, functions), "search_child()"]
+    return "\n".join(lines).encode("ascii", "backslashreplace").decode()  # for any locale
 
 
 def search_child() -> None:
@@ -1589,9 +1589,8 @@ def decode_page(body: bytes, kind: str) -> str:
         r"(?i)(?:charset|encoding)\s*=\s*[\"']?((?:utf|iso|windows|cp|gb|big5|euc|koi8|shift)"
         r"[\w:.-]*)", f"{kind}\n{body[:2_048].decode('latin-1')}",
     )  # fmt: skip
-    encoding = named[1] if named else "utf-8"
     with contextlib.suppress(LookupError):
-        return body.decode(encoding, errors="replace").removeprefix("\ufeff")
+        return body.decode(named[1] if named else "utf-8", "replace").removeprefix("\ufeff")
     return body.decode(errors="replace")
 
 

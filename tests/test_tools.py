@@ -1261,7 +1261,7 @@ def test_grep_finds_what_a_loop_over_the_lines_would_find(turn, monkeypatch):
         shown = call(everything, "grep", path="sub", glob="[0-9]*", head_limit=10**6, **arguments).text
         hits += bool(wanted)
         assert shown == "\n".join(wanted) or (not wanted and shown.startswith("No match for")), pattern
-    assert hits > 40
+    assert hits > 40 and tools.child_program().isascii()  # it is an argument, in any locale
 
 
 ENDLESS = r"class(.|\s)*yield"
