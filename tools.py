@@ -27,7 +27,6 @@ import asyncio
 import atexit
 import base64
 import contextlib
-import copy
 import difflib
 import functools
 import html
@@ -68,7 +67,7 @@ log = logging.getLogger("nanobot.tools")
 
 @dataclass
 class ToolResult:
-    """What the model is told. `images` are `image_url` blocks, sent in a user message after it."""
+    """The text for the model; `images` are `image_url` blocks, sent in a user message after it."""
 
     text: str
     is_error: bool = False
@@ -80,7 +79,7 @@ class ToolError(Exception):
 
 
 def as_result(value: Any) -> ToolResult:
-    """None, "text", {"degrees": 21} or a ToolResult: whatever a tool returned, as a ToolResult."""
+    """A ToolResult of what a tool returned: None, "text", {"degrees": 21} or a ToolResult."""
     if isinstance(value, ToolResult):
         return value
     if isinstance(value, str | None):
@@ -92,7 +91,7 @@ def as_result(value: Any) -> ToolResult:
 
 
 class Tool:
-    """A subclass has a name, a description and an async `execute` or a blocking `run`."""
+    """A subclass has a name, a description, and an async `execute` or a blocking `run`."""
 
     name: str = ""
     description: str = ""
@@ -106,8 +105,7 @@ class Tool:
     @property
     def body(self) -> Callable:
         """The function that the subclass wrote: its signature is the schema."""
-        is_blocking = type(self).execute is Tool.execute
-        return self.run if is_blocking else self.execute
+        return self.run if type(self).execute is Tool.execute else self.execute
 
     @functools.cached_property
     def parameters(self) -> dict:
@@ -117,14 +115,6 @@ class Tool:
     @property
     def concurrency_safe(self) -> bool:
         return self.read_only and not self.exclusive
-
-    def cast_params(self, params: dict) -> dict:
-        """{"timeout": "120"} → {"timeout": 120}"""
-        return cast(params, self.parameters)
-
-    def validate_params(self, params: dict) -> list[str]:
-        """Errors in words for the model: ["path is required", "timeout must be <= 600"]"""
-        return validate(params, self.parameters) + unexpected_keys(params, self.parameters)
 
     def to_schema(self) -> dict:
         about = {"name": self.name, "description": self.description}
@@ -153,7 +143,7 @@ def tool(function: Callable | None = None, **flags: Any) -> Any:
 
 
 def as_schema(hint: Any) -> dict:
-    """JSON Schema of a type hint; a dict (a Schema is one) stays what it is.
+    """JSON Schema of a type hint; a dict, such as a Schema, is returned unchanged.
 
     list[str] → {"type": "array", "items": {"type": "string"}}
     int | None → {"type": ["integer", "null"]}
@@ -173,7 +163,7 @@ def as_schema(hint: Any) -> dict:
         merged = functools.reduce(dict.__or__, map(as_schema, inner))
         types_of_each = [kinds(as_schema(option)) for option in inner]  # of Any and Path: []
         return {**merged, "type": sum(types_of_each, [])} if all(types_of_each) else {}
-    if origin is list:  # some endpoints refuse an array that does not say of what
+    if origin is list:  # some endpoints refuse an array without `items`
         return {"type": "array", "items": as_schema(inner[0]) if inner else {}}
     names = {kind: name for name, kind in JSON_TYPES.items()} | {float: "number"}
     return {"type": names[origin]} if origin in names else {}
@@ -182,15 +172,12 @@ def as_schema(hint: Any) -> dict:
 def signature_schema(function: Callable) -> dict:
     """A function's parameters as a schema, without `turn`, which the registry hands in."""
     hints = get_type_hints(function, include_extras=True)
-    starred = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    properties, required = {}, []
-    for name, parameter in inspect.signature(function).parameters.items():
-        if name in ("self", "turn") or parameter.kind in starred:
-            continue
-        properties[name] = hints.get(name, Any)
-        if parameter.default is parameter.empty:
-            required.append(name)
-    return ObjectSchema(properties, required=required)
+    parameters = {
+        name: each for name, each in inspect.signature(function).parameters.items()
+        if name not in ("self", "turn") and not str(each).startswith("*")  # *args, **others
+    }  # fmt: skip
+    required = [name for name, each in parameters.items() if each.default is each.empty]
+    return ObjectSchema({name: hints.get(name, Any) for name in parameters}, required)
 
 
 # ---- The registry runs what the model asks for ----
@@ -207,15 +194,16 @@ class ToolRegistry:
             self.register(tool)
 
     def register(self, tool: Tool) -> None:
+        """Add a tool; one of the same name is replaced."""
         if not isinstance(tool, Tool):
-            name = getattr(tool, "__name__", repr(tool))
-            raise TypeError(f"{name} is not a tool: put @tool above it.")
+            raise TypeError(f"{getattr(tool, '__name__', tool)} is not a tool: put @tool above it.")
         self._tools[tool.name] = tool
 
     def unregister(self, name: str) -> None:
         self._tools.pop(name, None)
 
     def get(self, name: str) -> Tool | None:
+        """The tool of this name; None if there is none."""
         return self._tools.get(name)
 
     def get_definitions(self) -> list[dict]:
@@ -233,13 +221,13 @@ class ToolRegistry:
         if not isinstance(params, dict):
             problem = f'The arguments of {name} must be one JSON object, like {{"name": "value"}}.'
             return tool, {}, problem
-        params = tool.cast_params(params)
-        errors = "; ".join(tool.validate_params(params))
-        problem = f"{name} was not run: {errors}. Correct the call." if errors else None
+        params = cast(params, tool.parameters)
+        errors = validate(params, tool.parameters) + unexpected_keys(params, tool.parameters)
+        problem = f"{name} was not run: {'; '.join(errors)}. Correct the call." if errors else None
         return tool, params, problem
 
     async def execute(self, name: str, params: Any, turn: "Turn | None" = None) -> ToolResult:
-        """Run one call. Every failure becomes an error result: the turn goes on."""
+        """Run one call; `params` is a dict or JSON text. Every failure becomes an error result."""
         turn = turn or Turn()
         try:
             tool, arguments, problem = self.prepare_call(name, params)
@@ -254,8 +242,8 @@ class ToolRegistry:
             if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
                 raise  # the turn is cancelled, not only something in the tool
             result = ToolResult(f"{name} failed: {type(error).__name__}: {error}", is_error=True)
-            with_traceback = log.isEnabledFor(logging.INFO)  # --logs
-            log.warning("tool %s", result.text.split("\n")[0], exc_info=with_traceback)
+            line = result.text.split("\n")[0]
+            log.warning("tool %s", line, exc_info=log.isEnabledFor(logging.INFO))  # --logs
         if not result.text.strip():
             result.text = f"({name} completed with no output)"
         if len(result.text) > turn.max_result_chars:
@@ -278,12 +266,20 @@ class ToolRegistry:
         return f"{notice}read_file or search it with grep. It begins:]\n{text[:1_200]}"
 
 
-# ---- The turn that tools run in, and two of them ----
+# ---- A turn's circumstances, and two tools ----
 
 
 @dataclass(frozen=True)
 class Turn:
-    """The circumstances of one turn, handed to each tool that has a parameter named `turn`."""
+    """The circumstances of one turn, handed to each tool that has a parameter named `turn`.
+
+    The fence is one of them. With this file alone, this prints "… is outside of …":
+
+        import asyncio, tools
+        turn = tools.Turn(restrict=True)  # workspace and cwd are the current folder
+        call = tools.ToolRegistry(tools.FILE_TOOLS).execute("read_file", {"path": "../a"}, turn)
+        print(asyncio.run(call).text)
+    """
 
     workspace: Path = Path(".")  # the agent's home
     cwd: Path = Path(".")  # where relative paths and exec start
@@ -322,10 +318,9 @@ class Turn:
         for secret in self.secret:
             if real.parent == secret.parent and real.name.startswith(secret.name):
                 return True  # the file, and config.json.bak beside it
-        if not real.exists():
-            return False
-        # samefile: a hard link is the same file, so is another case if the file system ignores case
-        return any(real.samefile(secret) for secret in self.secret if secret.exists())
+        # samefile also knows hard links, and other spellings if the file system ignores case
+        existing = [secret for secret in self.secret if real.exists() and secret.exists()]
+        return any(real.samefile(secret) for secret in existing)
 
     def note_read(self, path: Path) -> None:
         """Remember this version of a file: the session has read it and may now change it."""
@@ -393,7 +388,7 @@ async def in_thread(function: Callable, /, *args: Any, **kwargs: Any) -> Any:
         try:
             future.set_result(function(*args, **kwargs))
         except BaseException as failure:
-            is_lost = isinstance(failure, StopIteration)  # with it, asyncio never wakes the waiter
+            is_lost = isinstance(failure, StopIteration)  # asyncio would never wake the waiter
             future.set_exception(RuntimeError(repr(failure)) if is_lost else failure)
 
     threading.Thread(target=work, daemon=True).start()
@@ -401,7 +396,7 @@ async def in_thread(function: Callable, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def shorten(text: str, limit: int, missing: int = 0) -> str:
-    """Head and tail of a text over `limit` characters; `missing` more were lost before."""
+    """Head and tail of a text over `limit` characters; `missing` counts those lost before."""
     if len(text) + missing <= limit:
         return text
     half = limit // 2
@@ -418,7 +413,7 @@ JSON_TYPES = {
 }  # fmt: skip
 LIMITS = {str: ("minLength", "maxLength"), list: ("minItems", "maxItems"),
           int: ("minimum", "maximum"), float: ("minimum", "maximum")}  # fmt: skip
-# An object with one of these may have more than its `properties`.
+# An object whose schema has one of these keywords may have keys that `properties` does not name.
 OPENING = ("additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref", "if")
 
 
@@ -447,7 +442,7 @@ def fits(value: Any, wanted: list[str]) -> bool:
 def cast(value: Any, schema: Any) -> Any:
     """A value in its schema's type: "120" → 120, "True" → True, "[1]" → [1]; else unchanged."""
     wanted = kinds(schema)
-    with contextlib.suppress(ValueError, RecursionError):  # no JSON; a number of 5,000 digits
+    with contextlib.suppress(ValueError, RecursionError):  # not JSON, or a number of 5,000 digits
         if isinstance(value, str) and not fits(value, wanted):
             read = json.loads(value.lower() if value in ("True", "False") else value)
             value = read if fits(read, wanted) else value
@@ -508,7 +503,7 @@ def unexpected_keys(params: dict, schema: dict) -> list[str]:
 
 
 class Schema(dict):
-    """`StringSchema("A path", min_length=1)`, `IntegerSchema(60)`: 60 is the default"""
+    """`StringSchema("A path", min_length=1)`; `IntegerSchema(60)` has the default 60."""
 
     def __init__(self, kind: str, first: Any = None, /, nullable: bool = False, **keywords: Any):
         super().__init__(type=[kind, "null"] if nullable else kind)
@@ -517,9 +512,6 @@ class Schema(dict):
             head, *others = name.split("_")  # min_length → minLength
             if value not in (None, ""):
                 self[head + "".join(word.capitalize() for word in others)] = value
-
-    def to_json_schema(self) -> dict:
-        return dict(self)
 
 
 StringSchema = functools.partial(Schema, "string")
@@ -533,30 +525,12 @@ def ArraySchema(items: Any = Any, description: str = "", **keywords: Any) -> Sch
 
 
 def ObjectSchema(
-    properties: dict | None = None, *, required: Iterable[str] | None = None,
-    additional_properties: Any = None, nullable: bool = False, **others: Any,
-) -> Schema:  # fmt: skip
-    """`ObjectSchema({"name": str}, required=["name"])` or `ObjectSchema(name=str, …)`."""
-    description = others.pop("description") if isinstance(others.get("description"), str) else ""
-    hints = {**(properties or {}), **others}
-    return Schema(
-        "object", description, nullable=nullable, additional_properties=additional_properties,
-        properties={name: as_schema(hint) for name, hint in hints.items()},
-        required=list(required or []) or None,
-    )  # fmt: skip
-
-
-tool_parameters_schema = ObjectSchema
-
-
-def tool_parameters(schema: dict) -> Callable[[type], type]:
-    """Class decorator for a schema that is written out, by `tool_parameters_schema(…)`, say."""
-
-    def decorate(tool_class: type) -> type:
-        tool_class.parameters = copy.deepcopy(schema)
-        return tool_class
-
-    return decorate
+    properties: dict, required: Iterable[str] = (), description: str = "", **keywords: Any
+) -> Schema:
+    """`ObjectSchema({"name": str, "size": IntegerSchema(minimum=1)}, required=["name"])`"""
+    schemas = {name: as_schema(hint) for name, hint in properties.items()}
+    required = list(required) or None
+    return Schema("object", description, properties=schemas, required=required, **keywords)
 
 
 # ---- Files are read and written with care ----
@@ -597,7 +571,7 @@ def plain_text(data: bytes) -> str:
     """b"\\xef\\xbb\\xbfone\\r\\ntwo\\r\\n" → "one\\ntwo"; UTF-16 if the data begin with its BOM."""
     encoding = "utf-16" if data.startswith(UTF16_MARKS) else "utf-8"
     text = data.removeprefix(UTF8_MARK).decode(encoding, errors="replace")
-    return text.replace("\r\n", "\n").removesuffix("\n")
+    return (text.replace("\r\n", "\n") if "\r" in text else text).removesuffix("\n")
 
 
 def is_binary(data: bytes) -> bool:
@@ -611,7 +585,7 @@ def similar_names(path: Path) -> str:
 
 
 def numbered_page(lines: list[str], first: int, most: int, room: int) -> str:
-    """["a", "b", "c"], from 2, one → 2| b ⏎ (lines 2-2 of 3; go on with offset=3)"""
+    """["a", "b", "c"], first=2, most=1 → 2| b ⏎ (lines 2-2 of 3; go on with offset=3)"""
     page: list[str] = []
     for number, line in enumerate(lines[first - 1 :][:most], first):
         shown = f"{number}| {line}"
@@ -683,8 +657,7 @@ def edit_file(
     """Replace a passage of a text file (read it first). Returns the diff."""
     if not old_text:
         raise ToolError("old_text is empty. Write a whole file with write_file.")
-    old = old_text.replace("\r\n", "\n")
-    new = new_text.replace("\r\n", "\n")
+    old, new = old_text.replace("\r\n", "\n"), new_text.replace("\r\n", "\n")
     return rewrite(path, turn, lambda text: replace_passage(text, old, new, replace_all))
 
 
@@ -741,7 +714,7 @@ def replace_passage(text: str, old: str, new: str, replace_all: bool = False) ->
 def passages_by_lines(text: str, old: str) -> list[tuple[int, int]]:
     """Passages that equal `old` (at most 100 lines) except for the space around each line."""
     lines = [re.escape(line.strip(" \t\r")) for line in old.strip("\n").split("\n")]
-    if len(lines) > 100 or not old.strip():  # more would take long
+    if len(lines) > 100 or not old.strip():  # comparing more takes long
         return []
     spaced = [rf"[ \t]*{line}[ \t\r]*" if line else r"[ \t\r]*" for line in lines]
     pattern = r"(?m)^(?=(" + r"\n".join(spaced) + "$))"
@@ -761,7 +734,8 @@ def replaced(text: str, start: int, end: int, old: str, new: str) -> str:
                 "old_text is in the file, but the indentation of new_text is not clear. "
                 "Copy whole lines with all of their indentation."
             )
-    if not new and text[max(start - 1, 0) : start] in ("", "\n") and text[end - 1 : end] != "\n":
+    is_whole = text[max(start - 1, 0) : start] in ("", "\n") and text.startswith("\n", end)
+    if not new and is_whole and text[end - 1] != "\n":
         end += 1  # deleted lines take their line end with them
     return text[:start] + new + text[end:]
 
@@ -805,7 +779,7 @@ def indentations(lines: list[str]) -> list[str]:
 
 def nearest(text: str, old: str) -> str:
     lines, wanted = text.split("\n"), old.strip("\n").split("\n")
-    starts = [line[:100] for line in lines[:5_000]]  # comparing takes the product of two lengths
+    starts = [line[:100] for line in lines[:5_000]]  # the time grows with both lengths
     close = difflib.get_close_matches(wanted[0][:100], starts, n=1, cutoff=0.5)
     if not close:
         return " Nothing in it is like its first line: read the file again."
@@ -832,25 +806,23 @@ def change_cell(text: str, index: int, source: str, kind: str, mode: str) -> str
     try:
         book = json.loads(text)
         cells = book["cells"] if book["nbformat"] == 4 else None
-        last = len(cells) if mode == "insert" else len(cells) - 1
-        if index > last:
+        taken = 0 if mode == "insert" else 1
+        if index + taken > len(cells):
             raise ToolError(f"There is no cell {index}: there are {len(cells)}, counted from 0.")
         old = {"metadata": {}, "id": os.urandom(4).hex()} if mode == "insert" else cells[index]
         new = lawful_cell({**old}, source, kind or old.get("cell_type", "code"), book)
-        end = index if mode == "insert" else index + 1
-        cells[index:end] = [] if mode == "delete" else [new]
-        layout = re.match(r"\s*\{\n([ \t]*)", text)  # "{\n \"cells\"": Jupyter writes one space
+        cells[index : index + taken] = [] if mode == "delete" else [new]
+        layout = re.match(r"\s*\{\n([ \t]*)", text)  # its indentation; Jupyter's is one space
         after = json.dumps(book, ensure_ascii=False, indent=layout and layout[1])
-        after.encode()  # fails for half of a pair, and for bytes that are not UTF-8
+        after.encode()  # fails for lone surrogates, such as bytes that are not UTF-8
     except (ValueError, KeyError, TypeError, RecursionError) as problem:
-        raise ToolError(
-            f"This is no notebook of nbformat 4: {type(problem).__name__}: {problem}."
-        ) from None
+        why = f"{type(problem).__name__}: {problem}"
+        raise ToolError(f"This is no notebook of nbformat 4: {why}.") from None
     return after + text[len(text.rstrip()) :]
 
 
 def lawful_cell(cell: dict, source: str, kind: str, book: dict) -> dict:
-    """As nbformat wants it: keys in order, outputs only of code, an id only since 4.5."""
+    """A cell as nbformat requires it: sorted keys, outputs only for code, an id only since 4.5."""
     cell |= {"cell_type": kind, "source": source.splitlines(keepends=True)}
     foreign = {"attachments"} if kind == "code" else {"execution_count", "outputs"}
     if kind == "code":
@@ -861,7 +833,7 @@ def lawful_cell(cell: dict, source: str, kind: str, book: dict) -> dict:
 
 
 # ---- Which files a search sees ----
-# git says what it ignores; the settings of a stranger's repository must start no program.
+# What git ignores is left out. The settings of a foreign repository must not start a program.
 
 SKIPPED_FOLDERS = {".git", "node_modules", "__pycache__", ".venv", ".tox", ".mypy_cache",
                    ".pytest_cache", ".ruff_cache", ".nanobot"}  # fmt: skip
@@ -893,8 +865,7 @@ def walk(folder: str, ignored: set[str] | None = None) -> Iterator[os.DirEntry]:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError:  # a folder that may not be read has nothing to show
         return
-    is_repository = any(entry.name == ".git" for entry in entries)  # perhaps within another one
-    if ignored is None or is_repository:
+    if ignored is None or any(entry.name == ".git" for entry in entries):  # a repository within one
         ignored = ignored_by_git(folder)
     for entry in entries:
         if entry.name in SKIPPED_FOLDERS or entry.path in ignored:
@@ -914,7 +885,7 @@ def ignored_by_git(folder: str) -> set[str]:
     try:
         done = subprocess.run(command, cwd=folder, env=environment, stdin=subprocess.DEVNULL,
                               capture_output=True, timeout=10, check=True)  # fmt: skip
-    except (OSError, subprocess.SubprocessError):  # no git, no work tree, or somebody else's
+    except (OSError, subprocess.SubprocessError):  # no git, no work tree, or another user's
         return set()
     names = os.fsdecode(done.stdout).split("\0")
     if "./" in names:  # `folder` itself is ignored, but was asked for
@@ -922,6 +893,7 @@ def ignored_by_git(folder: str) -> set[str]:
     return {os.path.join(folder, name.rstrip("/")) for name in names}
 
 
+Limit = Annotated[int, IntegerSchema(minimum=1)]
 GLOB_TOKEN = r"(?s)\\.|\[[!^]?\]?[^\]]{0,99}\]|\*\*/|\*\*|."  # \[, [!a-z], **/ of src/**/*.py
 GLOB_MEANINGS = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]", "{": "(?:", "}": ")"}
 
@@ -932,7 +904,7 @@ def glob_pattern(glob: str) -> re.Pattern:
     "src/*.{py,js}" → r"src/[^/]*\\.(?:py|js)\\Z";  Python's own globs know no braces.
     """
     if glob.startswith("!"):
-        raise ToolError("A glob names what is wanted, like *.{js,ts}, not what is not.")
+        raise ToolError("A glob cannot exclude: name what you want, like *.{js,ts}.")
     whole = glob.removeprefix("./") if "/" in glob else f"**/{glob}"
     parts = whole.split("/")
     stars = max(len(re.findall(r"\*+", part)) for part in parts)
@@ -949,10 +921,10 @@ def glob_pattern(glob: str) -> re.Pattern:
             regex += f"(?!/)[{negated}{characters}]"
         else:
             regex += GLOB_MEANINGS.get(token) or re.escape(token[-1])
-    return re.compile(regex + r"\Z", re.DOTALL)  # a name may hold a line end
-
-
-Limit = Annotated[int, IntegerSchema(minimum=1)]
+    try:
+        return re.compile(regex + r"\Z", re.DOTALL)  # a name may hold a line end
+    except re.error as problem:
+        raise ToolError(f"{glob!r}: {problem}. Close each {{ and [, or escape it: \\[") from None
 
 
 @tool(read_only=True)
@@ -975,14 +947,16 @@ def first_lines(lines: list[str], limit: int) -> str:
 
 SEARCH_SECONDS = 20
 TYPES = {
-    "py": "*.py{,i}", "js": "*.{,c,m}js{,x}", "ts": "*.{,c,m}ts{,x}", "md": "*.{md,markdown}",
-    "rust": "*.rs", "c": "*.[ch]", "cpp": "*.{cc,cpp,cxx,h,hh,hpp}", "html": "*.htm{,l}",
-    "css": "*.{c,sc,sa,le}ss", "ruby": "*.rb", "sh": "*.{,ba,z}sh", "yaml": "*.y{,a}ml",
+    "py": "*.py{,i}", "js": "*.{,c,m}js{,x}", "ts": "*.{,c,m}ts{,x}", "rust": "*.rs", "c": "*.[ch]",
+    "cpp": "*.{cc,cpp,cxx,h,hh,hpp}", "html": "*.htm{,l}", "ruby": "*.rb", "yaml": "*.y{,a}ml",
 }  # fmt: skip
-OF_OTHER_PROGRAMS = {  # re takes it literally
+OF_OTHER_PROGRAMS = {  # re reads these as plain characters
     r"\[[^]]{0,99}\[:\^?\w{1,9}:\]": r"re knows no [[:space:]]: use \s, \d, \w, [A-Za-z].",
     r"\\[<>]": r"In Python's re \< is a plain <: the edge of a word is \b.",
 }
+# Most files lack the words of a pattern, and are spared the loop over their lines.
+NO_WORD = r"(?s)\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[^\0-\x7f]"  # \w, \., [a-z], [^]], ſ
+QUANTIFIED = r"(?s).?[*+?{][*+?\d,}]*|[.^$]"  # the s? of words?, the a{2,5} of ba{2,5}; ., ^, $
 
 
 @tool(read_only=True)
@@ -997,12 +971,11 @@ async def grep(
     """Search lines with a regular expression. output_mode content gives `path:line: text`."""
     root = turn.path(path)
     type_glob = TYPES.get(type, f"*.{type}") if type else "*"  # rb means *.rb
-    request = {
+    answer = await search_lines({
         "source": re.escape(pattern) if fixed_strings else pattern, "mode": output_mode,
         "flags": re.IGNORECASE if case_insensitive else 0, "most": head_limit + 1,
         "context": context, "files": await in_thread(find_files, turn, root, glob, type_glob),
-    }  # fmt: skip
-    answer = await search_lines(request)
+    })  # fmt: skip
     if problem := answer.get("problem"):
         raise ToolError(f"{pattern!r} is no regular expression: {problem}. Set fixed_strings?")
     items, skipped = answer["lines"], answer["skipped"]
@@ -1031,18 +1004,15 @@ async def search_lines(request: dict) -> dict:
     return json.loads(output)
 
 
-# A pattern is tried on the whole text first, which spares most files a loop over their lines. It
-# would be wrong or slow for \A, \s, [^x], (?!x), (?i) and *+, which see or may cross line ends.
-LINE_BY_LINE = r"\\(?![wdbS])[A-Za-z0-9]|\[\^|\(\?(?![:=]|P<)|[*+?}]\+|\n"
-
-
 def child_program() -> str:
     """The child's functions as source, because importing this file would take it 200 ms."""
-    names = ("READING", "UTF8_MARK", "UTF16_MARKS", "LINE_BY_LINE", "SEARCH_SECONDS")
-    functions = (open_file, plain_text, is_binary, search_child, searched_bytes, shown_lines)
-    head = "from __future__ import annotations\nimport json, os, re, signal, sys"
-    constants = [f"{name} = {globals()[name]!r}" for name in names]
-    return "\n".join([head, *constants, *map(inspect.getsource, functions), "search_child()"])
+    lines = ["from __future__ import annotations", "import json, os, re, signal, sys"]
+    functions = (open_file, plain_text, is_binary, search_child, needed_words, may_match,
+                 searched_bytes, shown_lines)  # fmt: skip
+    for name in ("READING", "UTF8_MARK", "UTF16_MARKS", "NO_WORD", "QUANTIFIED", "SEARCH_SECONDS"):
+        lines.append(f"{name} = {globals()[name]!r}")
+    lines += [*map(inspect.getsource, functions), "search_child()"]
+    return "\n".join(lines).encode("ascii", "backslashreplace").decode()  # for any locale
 
 
 def search_child() -> None:
@@ -1052,28 +1022,54 @@ def search_child() -> None:
     request = json.load(sys.stdin)
     source, flags, shown, skipped = request["source"], request["flags"], [], 0
     try:
-        find = re.compile(source, flags).search
-        may_match = re.compile(source, flags | re.MULTILINE).search
+        pattern = re.compile(source, flags)
     except (re.error, OverflowError, RecursionError) as problem:
         print(json.dumps({"problem": str(problem)}))
         return
-    is_sure = not re.search(LINE_BY_LINE, source)
+    ignore_case = bool(pattern.flags & re.IGNORECASE)
+    options = needed_words(source, ignore_case=ignore_case)
     for name, path in request["files"]:
         data = searched_bytes(path)
         text = plain_text(data or b"")
         skipped += 1 if data is None else 0
-        if data and (not is_sure or may_match(text)):
-            shown += shown_lines(name, text, find, request)
+        if data and may_match(text, options, ignore_case=ignore_case):
+            shown += shown_lines(name, text, pattern.search, request)
         if len(shown) >= request["most"]:
             break
     print(json.dumps({"lines": shown, "skipped": skipped}))
+
+
+def needed_words(source: str, *, ignore_case: bool) -> list[list[str]]:
+    r"""Lists of words: each line that matches has all words of one list. [[]]: none are known.
+
+    r"\bneedle\b|def\s+(get|set)_x" → [["needle"], ["get_x", "def"], ["set_x", "def"]]
+    """
+    plain = re.sub(NO_WORD, "\0", source.removeprefix("(?i)")).replace("(?:", "(")
+    plain = re.sub(r"\((?!\?)[^()]*\)(?=[*+?{])", "\0", plain)  # (a|b)?
+    if re.search(r"\\[\dxuUN]", source) or re.search(r"\(\?|\)[*+?{]", plain):
+        return [[]]  # \x41 is A; after (?x) a space means nothing
+    options = [plain.lower() if ignore_case else plain]
+    while "(" in options[0] and len(options) <= 20:  # a(b|c) → ab, ac
+        parts = [re.split(r"\(([^()]*)\)", option, maxsplit=1) for option in options]
+        options = [a + each + z for a, group, z in parts for each in group.split("|")]
+    options = [re.sub(QUANTIFIED, "\0", option) for option in "|".join(options).split("|")]
+    lists = [sorted(set(option.split("\0")) - {""}, key=len)[::-1] for option in set(options)]
+    return lists if len(lists) <= 20 else [[]]
+
+
+def may_match(text: str, options: list[list[str]], *, ignore_case: bool) -> bool:
+    """False if no line can match, because each list has a word that the text lacks."""
+    is_odd = ignore_case and any(letter in text for letter in "İıſ")  # re takes them for i and s
+    text = text.lower() if ignore_case else text
+    return is_odd or any(all(word in text for word in words) for words in options)
 
 
 def searched_bytes(path: str) -> bytes | None:
     """The content of a file; None if it is not searched."""
     try:
         with open_file(path) as file:
-            data = file.read(2_000_001)
+            data = file.read(65_536)  # a buffer for 2 MB would take longer than the search
+            data += file.read(2_000_001 - len(data)) if len(data) == 65_536 else b""
     except OSError:  # it may not be read
         return None
     return None if len(data) > 2_000_000 or is_binary(data) else data
@@ -1094,6 +1090,7 @@ def shown_lines(name: str, text: str, find: Callable, request: dict) -> list[str
     return [f"{name}{mark}{number + 1}{mark} {lines[number][:500]}" for number, mark in shown]
 
 
+# ToolRegistry([*FILE_TOOLS, Exec()]) is all that a small agent needs.
 FILE_TOOLS = [read_file, write_file, edit_file, notebook_edit, list_dir, glob, grep]
 
 
@@ -1120,18 +1117,17 @@ HARMLESS = r"/dev/(null|std(in|out|err)|tty|shm/[\w.-]+|tcp/[\w.-]+/\w+)|(/usr)?
 
 
 def check_command(command: str, turn: Turn) -> None:
-    """Raise ToolError for accidents: FATAL programs, fork bombs, deletes of more than folders
-    below the working folder, writes to devices and to the agent's records, files with keys;
-    under the fence also for paths that lead outside and exist."""
+    """Raise ToolError for accidents: FATAL programs, fork bombs, recursive deletes (except of
+    plainly named folders below the working folder), writes to devices and to the agent's records,
+    files with keys; under the fence also for paths that lead outside and exist."""
     command = without_here_document(command)
     if len(command) > 20_000:  # so that no check takes long
         raise ToolError("The command is too long. Write a script file and run that.")
     if re.search(FORK_BOMB, command):
         raise ToolError("Refused: this is a fork bomb.")
     words, part = shell_words(command), []
-    written = {
-        word for before, word in itertools.pairwise(words) if re.fullmatch(REDIRECTION, before)
-    }
+    pairs = itertools.pairwise(words)
+    written = {word for before, word in pairs if re.fullmatch(REDIRECTION, before)}
     for word in written:
         check_word(word, turn, writes=True)
     for word in set(words):
@@ -1159,10 +1155,7 @@ def check_program(words: list[str], turn: Turn, *, moves: bool) -> None:
         removes = "-delete" in re.sub(NARROWED, "", options)
     is_known = 0 < len(names) <= 100 and not moves
     if removes and not (is_known and all(is_deletable(name, turn) for name in names)):
-        raise ToolError(
-            f"Refused: {program} can destroy much in this way. "
-            f"Name folders below {turn.cwd} plainly, without cd, $, .. and links."
-        )
+        raise ToolError(f"Refused: {program} may only delete below {turn.cwd}: no cd, $ or links.")
     if program in SHELLS:
         for name in names:
             check_command(name if " " in name else "", turn)
@@ -1197,7 +1190,7 @@ def without_here_document(command: str) -> str:
 
 
 def is_deletable(name: str, turn: Turn) -> bool:
-    """Is it plainly named, strictly below the working folder, and holds no records and keys?"""
+    """True if `name` is plain, strictly below the working folder, and holds no records or keys."""
     if re.search(r"[$`{?\[]|\*.*/|(^|/)\.\.(/|$)", name):  # nobody knows what $X/../*/a names
         return False
     target = os.path.dirname(name) if "*" in name else name  # sub/* is as good as sub
@@ -1211,8 +1204,7 @@ def is_deletable(name: str, turn: Turn) -> bool:
 def check_word(word: str, turn: Turn, *, writes: bool) -> None:
     """Each part that may be a path must be allowed: -I/usr/include, --file=~/x, host:/etc, {a,b}"""
     word = re.sub(r"\$(HOME\b|\{HOME\})", "~", word).replace("file://", "")
-    without_urls = re.sub(r"\b\w{1,20}://\S*", "", word)  # https://example.com/x
-    for part in re.split(r"[=:,{}]", without_urls):
+    for part in re.split(r"[=:,{}]", re.sub(r"\b\w{1,20}://\S*", "", word)):  # without URLs
         path, *pattern = re.split(r"[*?\[$]", re.sub(r"^-\w(?=[/~])", "", part), maxsplit=1)
         path = path[: path.rfind("/") + 1] if pattern else path  # /etc/ of /etc/pass*
         if path in ("", "/") or re.fullmatch(HARMLESS, path):
@@ -1226,7 +1218,7 @@ def check_word(word: str, turn: Turn, *, writes: bool) -> None:
 # ---- The shell: a command and all that it starts ----
 
 MAX_OUTPUT_CHARS = 10_000
-KEPT_BYTES = 4 * MAX_OUTPUT_CHARS  # of head and tail each: a character has up to four
+KEPT_BYTES = 4 * MAX_OUTPUT_CHARS  # of head and of tail: a character has up to four bytes
 SAFE_ENVIRONMENT = ("HOME", "LANG", "TERM", "PATH")  # nothing else of ours: keys live there
 
 
@@ -1260,8 +1252,8 @@ class Exec(Tool):
             raise ToolError("There is no bash. The user has to install bash (Git for Windows).")
         names = {*SAFE_ENVIRONMENT, *self.allowed_env} & set(os.environ)
         environment = {name: os.environ[name] for name in names}
-        folders = environment.get("PATH"), self.path_append
-        environment["PATH"] = os.pathsep.join(filter(None, folders))
+        folders = filter(None, (environment.get("PATH"), self.path_append))
+        environment["PATH"] = os.pathsep.join(folders)
         argv = [shell, "-c", command]
         if self.sandbox:
             argv = [*await in_thread(self._bwrap, turn), "--chdir", str(folder), *argv]
@@ -1371,7 +1363,7 @@ class Capture(threading.Thread):
 
 # Root keeps its powers under bwrap, and could undo the mounts, unless they are dropped.
 BWRAP = ["bwrap", "--unshare-all", "--cap-drop", "ALL", "--die-with-parent", "--new-session",
-         "--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys",  # root could write it, even so
+         "--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys",  # else root could write there
          "--dev", "/dev", "--tmpfs", "/tmp"]  # fmt: skip
 SYSTEM = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", *(f"/etc/{name}" for name in (
     "alternatives", "ca-certificates", "group", "hosts", "ld.so.cache", "localtime", "mime.types",
@@ -1381,8 +1373,8 @@ SYSTEM = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", *(f"/etc/{name}" 
 
 def sandbox_problem() -> str:
     """Why commands cannot be confined on this machine, and the fix; empty if they can."""
-    trial = [*BWRAP, "--ro-bind", "/", "/", "true"]
     try:
+        trial = [*BWRAP, "--ro-bind", "/", "/", "true"]
         subprocess.run(trial, check=True, capture_output=True, text=True)
         return ""
     except (OSError, subprocess.CalledProcessError) as problem:
@@ -1402,7 +1394,7 @@ NOT_PUBLIC = [ipaddress.ip_network(network) for network in (  # the first is a s
 
 
 def is_public(ip: Any) -> bool:
-    """Is it an address of the open internet? `is_global` alone passes multicast and tunnels."""
+    """Is it an address of the open internet? `is_global` is also true for multicast and tunnels."""
     if any(ip in network for network in CARRIERS):  # the IPv4 address counts
         ip = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
     is_refused = any(ip in network for network in NOT_PUBLIC)
@@ -1451,7 +1443,7 @@ class Web:
             raise ValueError(f"{proxy!r} is no proxy. Write it like http://proxy.example:3128")
 
     async def ask(self, url: str, redirects: int = 0, **request: Any) -> tuple[Any, bytes]:
-        """http.client's response, and the body; `request`: trusted, body, headers."""
+        """Returns http.client's response and the body. `request`: trusted, body, headers."""
         try:
             work = self._ask(web_url(url), redirects, **request)
             return await asyncio.wait_for(work, self.seconds)
@@ -1474,8 +1466,8 @@ class Web:
                 socket.socket.shutdown(line, socket.SHUT_RDWR)
         location = response.getheader("Location", "").encode("latin-1").decode(errors="replace")
         if redirects and location and response.status // 100 == 3:
-            target = urllib.parse.urljoin(response.url, location)
-            return await self._ask(web_url(target), redirects - 1)
+            url = web_url(urllib.parse.urljoin(response.url, location))
+            return await self._ask(url, redirects - 1)
         return response, body
 
     async def _addresses(self, url: Any, trusted: bool) -> list[tuple]:
@@ -1487,10 +1479,8 @@ class Web:
             ip = ipaddress.ip_address(address)
             is_listed = any(ip in network for network in self.whitelist)
             if not (trusted or is_listed or is_public(ip)):
-                raise ToolError(
-                    f"Refused: {url.hostname} is at {ip}, which is not public. "
-                    "The user may open it in tools.ssrfWhitelist."
-                )
+                advice = "The user may open it in tools.ssrfWhitelist."
+                raise ToolError(f"Refused: {url.hostname} is {ip}, which is not public. {advice}")
         return addresses
 
     def _connect(self, addresses: list[tuple]) -> socket.socket:
@@ -1528,7 +1518,7 @@ TAG = rf"(?i)<(/?[a-z][\w:-]*){ATTRIBUTES}|<(/?[a-z][\w:-]*)([^<>]*)>?|<[!?/][^<
 LINK = rf"(?is)<a\b{ATTRIBUTES}(.*?)(?:</a\b[^<>]*>?|(?=<a\b)|\Z)"
 NOT_TEXT = (r"(?is)<(script|style|template|svg|iframe|title)\b.*?(?:</\1\b[^<>]*>?|\Z)"
             r"|<!--.*?(?:-->|\Z)|&#\d{8,};?|[\0\1]|<h\d\b[^<>]*>\s*</h\d>")  # fmt: skip
-# <nav>menu</nav>; not <aside class=footnote>, nor what never ends
+# <nav>menu</nav>; not <aside class=footnote>, nor an element that is never closed
 BESIDE = r"(?is)<(nav|select|(?:footer|aside)(?![^<>]*note))\b.*?(?:(</\1\b[^<>]*>?)|\Z)"
 CODE = r"(?is)<pre\b[^<>]*>(.*?)(?:</pre\b[^<>]*>?|\Z)"
 BLOCK = (r"/?(p|div|[uod]l|d[dt]|table|blockquote|section|article|main|header|footer|aside"
@@ -1599,9 +1589,8 @@ def decode_page(body: bytes, kind: str) -> str:
         r"(?i)(?:charset|encoding)\s*=\s*[\"']?((?:utf|iso|windows|cp|gb|big5|euc|koi8|shift)"
         r"[\w:.-]*)", f"{kind}\n{body[:2_048].decode('latin-1')}",
     )  # fmt: skip
-    encoding = named[1] if named else "utf-8"
     with contextlib.suppress(LookupError):
-        return body.decode(encoding, errors="replace").removeprefix("\ufeff")
+        return body.decode(named[1] if named else "utf-8", "replace").removeprefix("\ufeff")
     return body.decode(errors="replace")
 
 
@@ -1647,7 +1636,7 @@ def readable(response: Any, body: bytes) -> str:
 
 
 class SearchService(NamedTuple):
-    url: str  # begins with / if only the user knows the server
+    url: str  # begins with / if the user runs the server (baseUrl)
     query: str  # the name of the parameter
     count: str = ""
     headers: dict[str, str] = {}  # {key} stands for the user's
@@ -1698,10 +1687,8 @@ class WebSearch(Tool):
         is_captcha = not results and re.search(r"\banomaly[.-](js|modal)", page)
         if response.status != 200 or is_captcha:
             advice = ADVICE.get(response.status, "It may take this for a robot.")
-            raise ToolError(
-                f"{self.provider} answered {response.status}. {advice} "
-                "The user may change tools.web.search."
-            )
+            advice += " The user may change tools.web.search."
+            raise ToolError(f"{self.provider} answered {response.status}. {advice}")
         lines = [UNTRUSTED]
         if not results:
             lines.append("(no results: use other words)")
@@ -1763,7 +1750,7 @@ MCP_LOST = (-32000, -32600)  # error codes of "Connection closed" and "Session t
 
 
 class MCPTool(Tool):
-    """A tool, resource or prompt of a server. It may not declare its tools read-only."""
+    """A tool, resource or prompt of a server. The server may not declare its tools read-only."""
 
     def __init__(self, server: "MCPServer", name: str, kind: str, item: dict):
         self.server, self.name, self.method = server, name, MCP_METHODS[kind]
@@ -1807,14 +1794,14 @@ def mcp_result(answer: dict) -> ToolResult:
 
 
 # ---- MCP: a connection to a server ----
-# A server may hang, die or talk junk. Each has a task of its own that holds the connection: anyio
-# wants it closed by the task that opened it.
+# A server may hang, die or talk junk. Each connection has a task of its own, because anyio requires
+# that the task that opened a connection closes it.
 
-MAX_MCP_TOOLS, MAX_MCP_CHARS = 128, 20_000  # of a server, of a schema: all is in every request
+MAX_MCP_TOOLS, MAX_MCP_CHARS = 128, 20_000  # per server, per schema: all is in every request
 
 
 class MCPServer:
-    """Started at the first message, tried again when it failed, ended with the agent."""
+    """One server: started at the first message, retried after a failure, ended with the agent."""
 
     time_limit = 25.0  # seconds to connect in (`npx -y …` downloads), and 5 to end
     retry_after = 30.0  # seconds: one that hangs must not slow every turn
@@ -1927,10 +1914,8 @@ class MCPServer:
         if self.stderr:
             text += ": " + (await in_thread(self.stderr.text)).split("\n")[-1]
         shown = "".join(filter(str.isprintable, text[:400])).rstrip(":. ")
-        return (
-            f"MCP server {self.name}: {shown}. "
-            f"Check tools.mcpServers.{self.name}; it is tried again."
-        )
+        advice = f"Check tools.mcpServers.{self.name}; it is tried again."
+        return f"MCP server {self.name}: {shown}. {advice}"
 
     async def _offer(self, client: Any) -> None:
         """Put the server's tools, resources and prompts into the registry, in place of the old."""
@@ -1940,7 +1925,7 @@ class MCPServer:
         for kind in MCP_METHODS:
             try:
                 items = await self._list(client, kind)
-            except ValueError as problem:  # the SDK takes a list whole or not at all
+            except ValueError as problem:  # the SDK refuses the whole list for one bad item
                 items = []
                 left_out.append(f"all {kind} ({' '.join(str(problem).split())[:200]})")
             for item in items:
@@ -1973,7 +1958,21 @@ class MCPServer:
 
 
 class MCPServers:
-    """The servers of `tools.mcpServers`. The log tells a failure once; the other servers work."""
+    """The servers of `tools.mcpServers`. The log tells a failure once; the other servers work.
+
+    `settings`: by name, objects with nine attributes. If server.py is a server with a tool `echo`:
+
+        import asyncio, sys, tools, types
+        entry = types.SimpleNamespace(
+            command=sys.executable, args=["server.py"], env={}, url="", headers={}, type="",
+            tool_timeout=30, enabled_tools=["*"], disabled=False)
+        registry = tools.ToolRegistry()
+        servers = tools.MCPServers({"mine": entry}, registry)
+        with asyncio.Runner() as runner:
+            runner.run(servers.connect(patience=30))
+            print(runner.run(registry.execute("mcp_mine_echo", {"text": "hi"})).text)
+            runner.run(servers.close())
+    """
 
     def __init__(self, settings: dict[str, Any], registry: ToolRegistry):
         self.servers = [
