@@ -1993,7 +1993,7 @@ class StepHook(AgentHook):
 
     async def before_request(self, messages: list[dict], tools: list[dict]) -> None:
         last = str(messages[-1].get("content"))[-1_000:]
-        text = f"{last}\n---- A request of {len(messages)} messages. Enter sends it, stop ends here: "
+        text = f"{last}\n---- A request of {len(messages)} messages. Enter sends it; stop ends it: "
         await self._decide(text, "request")
 
     async def after_response(self, response: LLMResponse) -> None:

@@ -27,6 +27,7 @@ import asyncio
 import atexit
 import base64
 import contextlib
+import copy
 import difflib
 import functools
 import html
@@ -273,12 +274,10 @@ class ToolRegistry:
 class Turn:
     """The circumstances of one turn, handed to each tool that has a parameter named `turn`.
 
-    The fence is one of them. With this file alone, this prints "… is outside of …":
-
         import asyncio, tools
-        turn = tools.Turn(restrict=True)  # workspace and cwd are the current folder
+        turn = tools.Turn(restrict=True)  # the fence: workspace and cwd are the current folder
         call = tools.ToolRegistry(tools.FILE_TOOLS).execute("read_file", {"path": "../a"}, turn)
-        print(asyncio.run(call).text)
+        print(asyncio.run(call).text)  # ../a is outside of …
     """
 
     workspace: Path = Path(".")  # the agent's home
@@ -531,6 +530,22 @@ def ObjectSchema(
     schemas = {name: as_schema(hint) for name, hint in properties.items()}
     required = list(required) or None
     return Schema("object", description, properties=schemas, required=required, **keywords)
+
+
+def tool_parameters_schema(
+    description: str = "", required: Iterable[str] = (), **properties: Any
+) -> Schema:
+    return ObjectSchema(properties, required, description)
+
+
+def tool_parameters(schema: dict) -> Callable[[type], type]:
+    """Class decorator for a schema that is written out, by `tool_parameters_schema(…)`, say."""
+
+    def decorate(tool_class: type) -> type:
+        tool_class.parameters = copy.deepcopy(schema)
+        return tool_class
+
+    return decorate
 
 
 # ---- Files are read and written with care ----
@@ -979,7 +994,8 @@ async def grep(
     if problem := answer.get("problem"):
         raise ToolError(f"{pattern!r} is no regular expression: {problem}. Set fixed_strings?")
     items, skipped = answer["lines"], answer["skipped"]
-    nothing = f"No match for {pattern!r} in {root}."
+    only = f", only in {glob} of type {type or 'any'}" if type or glob != "*" else ""
+    nothing = f"No match for {pattern!r} in {root}{only}."
     for syntax, advice in OF_OTHER_PROGRAMS.items():
         if not items and not fixed_strings and re.search(syntax, pattern):
             raise ToolError(f"{nothing} {advice}")
@@ -1090,7 +1106,6 @@ def shown_lines(name: str, text: str, find: Callable, request: dict) -> list[str
     return [f"{name}{mark}{number + 1}{mark} {lines[number][:500]}" for number, mark in shown]
 
 
-# ToolRegistry([*FILE_TOOLS, Exec()]) is all that a small agent needs.
 FILE_TOOLS = [read_file, write_file, edit_file, notebook_edit, list_dir, glob, grep]
 
 
@@ -1960,18 +1975,8 @@ class MCPServer:
 class MCPServers:
     """The servers of `tools.mcpServers`. The log tells a failure once; the other servers work.
 
-    `settings`: by name, objects with nine attributes. If server.py is a server with a tool `echo`:
-
-        import asyncio, sys, tools, types
-        entry = types.SimpleNamespace(
-            command=sys.executable, args=["server.py"], env={}, url="", headers={}, type="",
-            tool_timeout=30, enabled_tools=["*"], disabled=False)
-        registry = tools.ToolRegistry()
-        servers = tools.MCPServers({"mine": entry}, registry)
-        with asyncio.Runner() as runner:
-            runner.run(servers.connect(patience=30))
-            print(runner.run(registry.execute("mcp_mine_echo", {"text": "hi"})).text)
-            runner.run(servers.close())
+    `settings`: by name, objects with the attributes command, args, env, url, headers, type,
+    tool_timeout, enabled_tools and disabled.
     """
 
     def __init__(self, settings: dict[str, Any], registry: ToolRegistry):
