@@ -608,7 +608,6 @@ def not_yet_shown(text: str, streamed: str) -> str:
 
 MOST_PIPED = 100_000  # characters of standard input that a message may hold
 HEAD_OF_PIPED = 10_000  # characters that the model gets of more than that
-KEPT_PIPED = 20  # files
 
 
 def text_of_pipe(stream: BinaryIO, folder: Path) -> str:
@@ -622,8 +621,6 @@ def text_of_pipe(stream: BinaryIO, folder: Path) -> str:
     with path.open("wb") as file:
         file.write(beginning)
         shutil.copyfileobj(stream, file)
-    for old in sorted(folder.glob("*-*.txt"))[:-KEPT_PIPED]:
-        old.unlink(missing_ok=True)
     return (
         f"{text[:HEAD_OF_PIPED]}\n[standard input goes on, {path.stat().st_size:,} bytes in all: "
         f"look into {path} with grep, or with read_file in pages]"
@@ -1199,7 +1196,8 @@ def zone_named(name: str, default: tzinfo) -> tzinfo:
     try:
         return zoneinfo.ZoneInfo(name) if name else default
     except (KeyError, ValueError, OSError):  # "Mars/Olympus", "../x", "Europe"
-        raise CronError(f"there is no time zone {name!r}; write it like Europe/Berlin") from None
+        hint = "write it like Europe/Berlin; a Windows without any zone needs: pip install tzdata"
+        raise CronError(f"there is no time zone {name!r}: {hint}") from None
 
 
 class JobStore:
@@ -1436,8 +1434,9 @@ class CronService:
         def edit(rows: list) -> list:
             found = [row for row in rows if job_id and id_of(row) == job_id]
             if not found:
-                known = ", ".join(filter(None, map(id_of, rows))) or "none"
-                raise CronError(f"There is no job {job_id!r}. There are: {known}.")
+                known = [id_of(row) for row in rows if id_of(row) and not row.get("system")]
+                can_go = f"Those that can be removed: {', '.join(known) or 'none'}."
+                raise CronError(f"There is no job {job_id!r}. {can_go}")
             if found[0].get("system"):
                 raise CronError(f"{job_id} is a job of the system: it cannot be removed.")
             return [row for row in rows if row not in found]

@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["openai>=3", "json-repair", "tiktoken"]
+# dependencies = ["openai>=3", "json-repair", "tiktoken", "tzdata; sys_platform == 'win32'"]
 # ///
 """One message's life: what happens between a question and its answer.
 
@@ -1300,6 +1300,7 @@ def text_for_chat(result: AgentRunResult, key: str = "") -> str:
 # Without a lock two gateways would answer each message twice and run each job twice.
 
 GATEWAY_LOG = logging.getLogger("nanobot.gateway")  # one line an event
+SERVED = "A gateway or a page serves {} already. End it with Ctrl-C, or name another --workspace."
 
 
 def gateway_runs(workspace: Path, lock: str = "gateway") -> bool:
@@ -1322,8 +1323,7 @@ class Gateway:
     def run(self) -> None:
         """Serve, unless another gateway serves this workspace: then it raises SessionBusy."""
         home = self.loop.workspace
-        busy = f"A gateway serves {home} already. End it first, or name another --workspace."
-        with locked(home / ".nanobot" / "gateway.lock", busy):
+        with locked(home / ".nanobot" / "gateway.lock", SERVED.format(home)):
             asyncio.Runner().run(self.serve())  # `asyncio.run` would wait for tasks left behind
 
     async def serve(self) -> None:
@@ -1850,14 +1850,11 @@ class Config:
         return path_of(self.defaults.workspace.strip() or AgentDefaults.workspace)
 
     def check(self) -> None:
-        """Raises ConfigError for what would fail deep in a turn; warns of keys without effect."""
+        """Raises ConfigError for what would fail deep in a turn."""
         answer, window = self.defaults.max_tokens, self.defaults.context_window_tokens
         if answer * 2 >= window:
             limit = f"must be under half of contextWindowTokens ({window})"
             raise ConfigError(f"agents.defaults.maxTokens ({answer}) {limit}.")
-        search = self.tools.web.search
-        if search.api_key and not SEARCH_SERVICES[search.provider].headers:
-            log.warning("tools.web.search.apiKey has no effect: %s takes no key", search.provider)
 
 
 def path_of(text: str) -> Path:
@@ -1994,7 +1991,8 @@ class StepHook(AgentHook):
     async def before_request(self, messages: list[dict], tools: list[dict]) -> None:
         last = str(messages[-1].get("content"))[-1_000:]
         text = f"{last}\n---- A request of {len(messages)} messages. Enter sends it; stop ends it: "
-        await self._decide(text, "request")
+        while await self._decide(text, "request"):
+            pass  # neither Enter nor stop: asked again
 
     async def after_response(self, response: LLMResponse) -> None:
         for call in response.tool_calls:
@@ -2115,7 +2113,8 @@ class Talk:
     def __init__(self, arguments: argparse.Namespace, background: BackgroundLoop):
         config = settings_of(arguments)
         config.streaming = not arguments.no_stream
-        self.message = " ".join(arguments.text) or arguments.message
+        words = arguments.text + arguments.message
+        self.message = " ".join(words) if words else None
         self.key = arguments.session
         self.background = background
         self.terminal = CLI(kinds=kinds_to_show(config.channels))
@@ -2343,12 +2342,18 @@ def cron_command(arguments: argparse.Namespace) -> None:
 def web_command(arguments: argparse.Namespace) -> None:
     """The page, and what a gateway serves besides, until a signal."""
     config = settings_of(arguments)
+    if gateway_runs(config.workspace):
+        raise ConfigError(SERVED.format(config.workspace))
     loop = AgentLoop(config, make_provider(config, HumanProvider()))
     html = glass_html(model=loop.provider.model, window=config.defaults.context_window_tokens)
-    page = WebPage(
-        html, lambda chat_id: (loop.sessions.path(f"web:{chat_id}"), loop.memory.facts),
-        arguments.port, without_key_texts,
-    )  # fmt: skip
+
+    def files(chat_id: str) -> tuple[Path, Path]:
+        return loop.sessions.path(f"web:{chat_id}"), loop.memory.facts
+
+    try:
+        page = WebPage(html, files, arguments.port, without_key_texts)
+    except (OSError, OverflowError) as problem:
+        raise ConfigError(f"Port {arguments.port}: {problem}. Name another one, or none.") from None
     names = [key.partition(":")[2] for key in loop.sessions.list_keys() if key[:4] == "web:"]
     page.chats |= {name: PageChat() for name in names}
     loop.hooks_of = lambda turn: [PageHook(loop, page, turn.chat_id)]
@@ -2365,7 +2370,7 @@ def web_command(arguments: argparse.Namespace) -> None:
             into_file(request, response, outcome)
 
     loop.provider.trace = trace
-    print(f"The page: {page.address}\nCtrl-C ends it.", flush=True)
+    print(f"The page: {page.address}\nCtrl-C ends it (process {os.getpid()}).", flush=True)
     if not arguments.no_open:
         threading.Thread(target=webbrowser.open, args=[page.address], daemon=True).start()
     Gateway(loop, page).run()
@@ -2443,7 +2448,11 @@ OPTIONS = (  # the commands that have it, "" for all, its spellings, what argpar
     ("", ["--workspace"], {"metavar": "DIR", "help": "its home; ~/.nanobot/workspace"}),
     ("", ["--model"], {"metavar": "NAME"}),
     ("", ["--base-url"], {"metavar": "URL", "help": "an endpoint; mostly ends in /v1"}),
+    ("", ["--provider"], {"metavar": "NAME", "help": ", ".join([*ROWS, "offline", "human"])}),
+    ("", ["--offline"], {"dest": "provider", "action": "store_const", "const": "offline"}),
     ("", ["--logs", "--verbose"], SWITCH | {"help": "show what happens inside, on stderr"}),
+    ("agent", ["text"], {"nargs": "*", "metavar": "TEXT", "help": "ask this and leave"}),
+    ("agent", ["-m", "--message"], {"metavar": "TEXT", "action": "append", "default": []}),
     ("agent prompt", ["-s", "--session"], {"type": session_key, "default": "direct"}),
     ("agent", ["--no-stream"], SWITCH | {"help": "do not stream requests"}),
     ("agent", ["--step"], SWITCH | {"help": "stop before each request and call"}),
@@ -2467,18 +2476,11 @@ OPTIONS = (  # the commands that have it, "" for all, its spellings, what argpar
 def parser() -> argparse.ArgumentParser:
     main_parser = argparse.ArgumentParser("nanobot", description="A personal AI agent.")
     main_parser.add_argument("--version", action="version", version=f"nanobot {__version__}")
-    common = argparse.ArgumentParser(add_help=False)
-    choice = common.add_mutually_exclusive_group()
-    choice.add_argument("--provider", metavar="NAME", help=", ".join([*ROWS, "offline", "human"]))
-    choice.add_argument("--offline", dest="provider", action="store_const", const="offline")
     strict = partial(argparse.ArgumentParser, allow_abbrev=False)  # `--app` is not `--approve`
     commands = main_parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=strict)
     added = {}
     for name, (_, text) in COMMAND_LINE.items():
-        added[name] = commands.add_parser(name, parents=[common], help=text)
-    message = added["agent"].add_mutually_exclusive_group()
-    message.add_argument("text", nargs="*", default="", metavar="TEXT", help="ask this and leave")
-    message.add_argument("-m", "--message", metavar="TEXT", help="the same")
+        added[name] = commands.add_parser(name, help=text)
     for names, flags, details in OPTIONS:
         for name in names.split() or COMMAND_LINE:
             added[name].add_argument(*flags, **details)
@@ -2514,7 +2516,7 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # `nanobot … | head`: nobody reads the rest
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as problem:
-        complain(f"{problem}. Mend it and ask again; the journal keeps what it has.")
+        complain(f"{problem}. Correct that and ask again; the journal keeps what it has.")
     except KeyboardInterrupt:
         return 130
     except Exception:

@@ -649,9 +649,10 @@ def choose_endpoint(
     chosen = known[spec.name]
     address = base_url or chosen.api_base or spec.default_api_base
     if not re.match("https?://.", address):
-        problem = f"the address {address!r} does not begin with http:// or https://"
-        problem = problem if address else "it has no address"
-        raise ValueError(f"Provider {spec.name}: {problem}. Set its apiBase, or --base-url.")
+        problem = f"needs an address with http:// or https://, not {address!r}"
+        raise ValueError(f"Provider {spec.name} {problem}. Set its apiBase, or --base-url.")
+    if spec.env_key and not chosen.api_key and not base_url:
+        raise ValueError(f"Provider {spec.name} has no key: set {spec.env_key}.")
     maker, _, rest = model.partition("/")
     if maker == spec.name and ("/" in rest or not spec.is_gateway):  # but openrouter/auto stays
         model = rest
@@ -1519,9 +1520,7 @@ class RecordedTools:
 
 class HumanProvider(LLMProvider):
     """You are the model: shows what a model would see, and takes your answer or tool calls.
-
-    `ask(question)` gives a line from the person. A call that is wrong fails as a model's would.
-    """
+    `ask(question)` gives a line from the person. A call that is wrong fails as a model's would."""
 
     model = "human"
 
@@ -1535,7 +1534,7 @@ class HumanProvider(LLMProvider):
         line = (await self.ask("\n".join([*self.news(request), "model> "]))).strip()
         name, _, written = line.partition(" ")
         answer = LLMResponse(line)
-        if name in parameters_by_name(request.tools):
+        if name in parameters_by_name(request.tools) or written.startswith("{"):
             arguments, error = parse_arguments(written, repair=False)
             answer = calling(name, arguments, error)
         answer.usage = estimate_usage(request, answer)
@@ -1668,7 +1667,8 @@ class Rules:
 def rules_beside_this_file() -> str:
     here = Path(__file__).resolve().parent
     places = [here / OFFLINE_RULES, here / "nanobot_data" / OFFLINE_RULES]
-    return next((path.read_text(encoding="utf-8") for path in places if path.is_file()), "")
+    texts = (path.read_text("utf-8-sig", errors="replace") for path in places if path.is_file())
+    return next(texts, "")
 
 
 RUNTIME_END = "[/Runtime Context]"

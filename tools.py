@@ -124,9 +124,7 @@ class Tool:
 
 def tool(function: Callable | None = None, **flags: Any) -> Any:
     """Make a tool of a function: `@tool`, `@tool(read_only=True)`; of a method: `tool(cron.cron)`.
-
-    The function becomes `run` or, if it is async, `execute` of a new subclass of Tool.
-    """
+    The function becomes `run` or, if it is async, `execute` of a new subclass of Tool."""
     if function is None:
         return functools.partial(tool, **flags)
 
@@ -377,9 +375,7 @@ def write_file(path: str, content: str, *, turn: Turn) -> str:
 
 async def in_thread(function: Callable, /, *args: Any, **kwargs: Any) -> Any:
     """Await a blocking function in a daemon thread of its own; if cancelled, drop its result.
-
-    `asyncio.to_thread` has only cores + 4 threads, and a program cannot end before they do.
-    """
+    `asyncio.to_thread` has only cores + 4 threads, and a program cannot end before they do."""
     future: Future = Future()
     future.set_running_or_notify_cancel()  # the thread can finish after the waiter is cancelled
 
@@ -1443,9 +1439,7 @@ MAX_WEB_BYTES = 5_000_000
 
 class Web:
     """Asks web servers that have a public address, or one in `whitelist` (CIDRs).
-
-    `proxy`, like http://proxy.example:3128, gets every request, and then decides on addresses.
-    """
+    `proxy`, like http://proxy.example:3128, gets every request, and then decides on addresses."""
 
     def __init__(
         self, whitelist: Iterable[str] = (), resolve: Any = socket.getaddrinfo,

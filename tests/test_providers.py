@@ -156,9 +156,10 @@ def test_a_key_never_goes_to_another_rows_host(name):
 
 @pytest.mark.parametrize(("wanted", "said_of_it"), [
     ({"provider": "opnai"}, "There is no provider 'opnai'. There are: openai, openrouter, .*, offline.$"),
-    ({"provider": "custom"}, "Provider custom: it has no address. Set its apiBase, or --base-url.$"),
-    ({"base_url": "localhost:8000/v1"}, "'localhost:8000/v1' does not begin with http:// or https://"),
-    ({"base_url": "http://"}, "does not begin with http://"),
+    ({"provider": "custom"}, "Provider custom needs an address with http:// or https://, not ''. Set its apiBase, or --base-url.$"),
+    ({"base_url": "localhost:8000/v1"}, "an address with http:// or https://, not 'localhost:8000/v1'"),
+    ({"base_url": "http://"}, "needs an address with http://"),
+    ({"provider": "anthropic"}, "Provider anthropic has no key: set ANTHROPIC_API_KEY.$"),
     ({"model": "claude-sonnet-4"},
      "claude-sonnet-4 is a model of anthropic: set ANTHROPIC_API_KEY, or name a gateway with --provider$"),
     ({"model": "groq/llama-3"}, "groq/llama-3 is a model of groq: set GROQ_API_KEY, or name a gateway"),

@@ -36,7 +36,8 @@ import tools
 from tools import (
     FILE_TOOLS, ArraySchema, BooleanSchema, Exec, IntegerSchema, MCPServers, NumberSchema, ObjectSchema,
     StringSchema, Tool, ToolError, ToolRegistry, ToolResult, Turn, Web, WebFetch, WebSearch, cast,
-    check_command, in_thread, is_public, page_text, replace_passage, sandbox_problem, tool, validate,
+    check_command, in_thread, is_public, page_text, replace_passage, sandbox_problem, tool, tool_parameters,
+    tool_parameters_schema, validate,
 )  # fmt: skip
 
 HERE = Path(tools.__file__).parent
@@ -175,6 +176,14 @@ def test_a_schema_may_be_written_out():
     assert validate({"rows": [{}, None]}, whole) == ["rows[0].name is required"]
     written = type("Written", (Tool,), {"name": "written", "parameters": whole})()
     assert answer(written, rows=1).text.startswith("written was not run: rows must be array, not 1")
+
+
+def test_parameters_are_a_copy_for_each_class():
+    schema = tool_parameters_schema(n=IntegerSchema(), required=["n"], description="One number")
+    one, two = (tool_parameters(schema)(type(name, (Tool,), {"name": name})) for name in ("one", "two"))
+    one.parameters["properties"]["n"]["type"] = "string"
+    assert two.parameters == schema and schema["properties"]["n"] == {"type": "integer"}
+    assert (schema["required"], schema["description"]) == (["n"], "One number")
 
 
 # ---- Tools ----
@@ -413,16 +422,12 @@ def mcp(runner):
             process.wait()
 
 
-@pytest.mark.parametrize("name, told", [("Turn", "is outside of"), ("MCPServers", "hi")])
-def test_the_example_of_a_class_runs_with_tools_py_alone(name, told, tmp_path):
-    if name == "MCPServers":
-        pytest.importorskip("mcp", reason="the MCP SDK is missing: pip install 'mcp>=2.3'")
+def test_the_example_of_the_fence_runs_with_tools_py_alone(tmp_path):
     shutil.copy(tools.__file__, tmp_path)
-    shutil.copy(MCP_SCRIPT, tmp_path / "server.py")
-    about = inspect.getdoc(getattr(tools, name))
-    command = [sys.executable, "-c", textwrap.dedent(about[about.index("    import") :])]
+    about = inspect.getdoc(tools.Turn)
+    command = [sys.executable, "-c", about[about.index("import") :]]
     done = subprocess.run(command, cwd=tmp_path, env={"PATH": os.environ["PATH"]}, capture_output=True, text=True)
-    assert told in done.stdout and not done.stderr, done.stderr
+    assert "is outside of" in done.stdout and not done.stderr, done.stderr
 
 
 def free_port() -> int:
