@@ -490,10 +490,9 @@ class Governed:
         summaries = [n for n in past if "is_summary" in messages[n]]
         past = past[len(summaries) :]  # they stand before the turns
         begins = [n for n in past if messages[n]["role"] == "user"]
-        for first, end in pairwise(sorted({*past[:1], *begins, begin})):
-            yield "turn", dict.fromkeys(range(first, end))
-        for n in summaries:
-            yield "summary", {n: None}
+        turns = pairwise(sorted({*past[:1], *begins, begin}))
+        yield from (("turn", dict.fromkeys(range(first, end))) for first, end in turns)
+        yield from (("summary", {n: None}) for n in summaries)
         for n in range(begin + 1, len(messages)):
             if isinstance(messages[n].get("content"), list):
                 yield "picture", {n: without_images(messages[n])}
@@ -773,10 +772,9 @@ class SessionManager:
 
 def readable(message: dict) -> str:
     """[2026-04-03T10:00:00+0200] assistant: calls read_file({"path": "a.txt"})"""
-    parts = [str(message.get("content") or "")]
-    for function in [call["function"] for call in message.get("tool_calls") or []]:
-        parts.append(f"calls {function.get('name')}({function.get('arguments')})")
-    text = "\n".join(part for part in parts if part)
+    called = [call["function"] for call in message.get("tool_calls") or []]
+    calls = [f"calls {each.get('name')}({each.get('arguments')})" for each in called]
+    text = "\n".join(filter(None, [str(message.get("content") or ""), *calls]))
     cut = f" [broke off: {message['cut']}]" if message.get("cut") else ""
     return f"[{message.get('timestamp', 'no time')}] {message['role']}: {text}{cut}"
 
@@ -1094,9 +1092,8 @@ class SkillsLoader:
 
     def load(self) -> list[Skill]:
         """All of them, the broken ones too: look at `problem`."""
-        paths: dict[str, Path] = {}
-        for folder in reversed(self.folders):
-            paths |= {path.parent.name: path for path in folder.glob("*/SKILL.md")}
+        found = (path for folder in reversed(self.folders) for path in folder.glob("*/SKILL.md"))
+        paths = {path.parent.name: path for path in found}
         return [self._read(path) for _, path in sorted(paths.items())]
 
     def _read(self, path: Path) -> Skill:

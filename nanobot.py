@@ -402,8 +402,8 @@ class ContextBuilder:
         (Recent History). The model finds the rest with grep in `memory/`."""
         own = partial(own_text, turn)
         parts = {"identity": identity(turn, own(turn.workspace / "IDENTITY.md"))}
-        for name in ("AGENTS.md", "SOUL.md", "USER.md", "TOOLS.md"):
-            parts[name] = titled(f"## {name}", own(turn.workspace / name))
+        names = ("AGENTS.md", "SOUL.md", "USER.md", "TOOLS.md")
+        parts |= {name: titled(f"## {name}", own(turn.workspace / name)) for name in names}
         parts["Memory"] = titled("# Memory", fitted(own(self.memory.facts), self.memory_tokens))
         parts |= skill_parts(self.skills.load())
         recent = "\n".join(self.memory.recent_history())
@@ -817,8 +817,7 @@ def identity(turn: Turn, who: str) -> str:
     style = template("format_cli") if turn.channel == "cli" else template("format_chat")
     platform = f"{sys.platform}, Python {sys.version_info.major}.{sys.version_info.minor}"
     about = {"platform": platform, "cwd": turn.cwd, "workspace": turn.workspace}
-    text = template("identity", format=style, **about)
-    usual, _, rest = text.partition("\n\n")
+    usual, _, rest = template("identity", format=style, **about).partition("\n\n")
     return f"{who or usual}\n\n{rest}"
 
 
@@ -842,8 +841,7 @@ def own_text(turn: Turn, path: Path) -> str:
         log.warning("%s is left out of the prompt: %s", path.name, problem)
         return ""
     turn.note_read(path.resolve())  # the model may change a file that stands in its prompt
-    lines = [line for line in text.split("\n") if line not in PLACEHOLDERS]
-    return "\n".join(lines).strip()
+    return "\n".join(line for line in text.split("\n") if line not in PLACEHOLDERS).strip()
 
 
 def titled(title: str, text: str) -> str:
@@ -1850,11 +1848,16 @@ class Config:
         return path_of(self.defaults.workspace.strip() or AgentDefaults.workspace)
 
     def check(self) -> None:
-        """Raises ConfigError for what would fail deep in a turn."""
+        """Raises ConfigError for what would fail deep in a turn; warns of keys without effect."""
         answer, window = self.defaults.max_tokens, self.defaults.context_window_tokens
         if answer * 2 >= window:
             limit = f"must be under half of contextWindowTokens ({window})"
             raise ConfigError(f"agents.defaults.maxTokens ({answer}) {limit}.")
+        shell, search = self.tools.exec, self.tools.web.search
+        if shell.sandbox_network and not shell.sandbox:
+            log.warning("tools.exec.sandboxNetwork has no effect without a sandbox")
+        if search.api_key and not SEARCH_SERVICES[search.provider].headers:
+            log.warning("tools.web.search.apiKey has no effect: %s takes no key", search.provider)
 
 
 def path_of(text: str) -> Path:
@@ -2075,14 +2078,14 @@ def summary_of(records: list[dict]) -> Iterator[str]:
     known = records[0]["messages"][:-1]
     for number, record in enumerate(records, 1):
         answer = record["answer"] or {"error": "cancelled"}
-        for message in record["messages"]:
-            if message not in known and message["role"] in ("user", "tool"):
-                yield f"{message['role']}: {message['content']}"
+        news = [message for message in record["messages"] if message not in known]
+        shown = [message for message in news if message["role"] in ("user", "tool")]
+        yield from (f"{message['role']}: {message['content']}" for message in shown)
         known = record["messages"]
         seconds, outcome = record["seconds"], record["outcome"]
         yield f"\nrequest {number} to {record['model']}: {outcome} after {seconds} s"
-        for call in answer.get("tool_calls", []):
-            yield f"call: {call['name']} {json.dumps(call['arguments'], ensure_ascii=False)}"
+        calls = [(call["name"], call["arguments"]) for call in answer.get("tool_calls", [])]
+        yield from (f"call: {name} {json.dumps(given, ensure_ascii=False)}" for name, given in calls)
         yield answer.get("content") or answer.get("error") or ""
 
 
@@ -2296,9 +2299,8 @@ def prompt_command(arguments: argparse.Namespace) -> None:
     request = loop.commands.preview(turn, message)
     _, *history, last = legal(request.messages)
     parts = loop.context.parts(turn)
-    parts["Tools"] = lines_of_json(loop.tools.get_definitions())
-    parts["History"] = lines_of_json(history)
-    parts["User"] = last["content"]
+    parts |= {"Tools": lines_of_json(loop.tools.get_definitions())}
+    parts |= {"History": lines_of_json(history), "User": last["content"]}
     for name, text in parts.items():
         if text:
             tokens = TokenCounter().total([{"content": text}])
@@ -2327,8 +2329,7 @@ def gateway_command(arguments: argparse.Namespace) -> None:
     GATEWAY_LOG.setLevel(logging.INFO)
     config = settings_of(arguments)
     config.cwd = config.workspace
-    loop = AgentLoop(config, hooks=[LoggingHook()])
-    Gateway(loop).run()
+    Gateway(AgentLoop(config, hooks=[LoggingHook()])).run()
 
 
 def cron_command(arguments: argparse.Namespace) -> None:
@@ -2478,9 +2479,7 @@ def parser() -> argparse.ArgumentParser:
     main_parser.add_argument("--version", action="version", version=f"nanobot {__version__}")
     strict = partial(argparse.ArgumentParser, allow_abbrev=False)  # `--app` is not `--approve`
     commands = main_parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=strict)
-    added = {}
-    for name, (_, text) in COMMAND_LINE.items():
-        added[name] = commands.add_parser(name, help=text)
+    added = {name: commands.add_parser(name, help=row[1]) for name, row in COMMAND_LINE.items()}
     for names, flags, details in OPTIONS:
         for name in names.split() or COMMAND_LINE:
             added[name].add_argument(*flags, **details)

@@ -1021,8 +1021,8 @@ def child_program() -> str:
     lines = ["from __future__ import annotations", "import json, os, re, signal, sys"]
     functions = (open_file, plain_text, is_binary, search_child, needed_words, may_match,
                  searched_bytes, shown_lines)  # fmt: skip
-    for name in ("READING", "UTF8_MARK", "UTF16_MARKS", "NO_WORD", "QUANTIFIED", "SEARCH_SECONDS"):
-        lines.append(f"{name} = {globals()[name]!r}")
+    names = ("READING", "UTF8_MARK", "UTF16_MARKS", "NO_WORD", "QUANTIFIED", "SEARCH_SECONDS")
+    lines += [f"{name} = {globals()[name]!r}" for name in names]
     lines += [*map(inspect.getsource, functions), "search_child()"]
     return "\n".join(lines).encode("ascii", "backslashreplace").decode()  # for any locale
 
@@ -1139,10 +1139,8 @@ def check_command(command: str, turn: Turn) -> None:
     words, part = shell_words(command), []
     pairs = itertools.pairwise(words)
     written = {word for before, word in pairs if re.fullmatch(REDIRECTION, before)}
-    for word in written:
-        check_word(word, turn, writes=True)
     for word in set(words):
-        check_word(word, turn, writes=False)
+        check_word(word, turn, writes=word in written)
     moves = not {"cd", "pushd", "popd"}.isdisjoint(words)
     for word in [*words, ";"]:
         if re.fullmatch(BORDER, word):

@@ -988,6 +988,20 @@ def test_settings_that_are_not_json_are_said_to_be_json(own_home, ending):
     assert status == 1 and f"{file} is not JSON: " in err
 
 
+@pytest.mark.parametrize(
+    ("tools", "said"),
+    [
+        ({"exec": {"sandboxNetwork": True}}, "tools.exec.sandboxNetwork has no effect without a sandbox"),
+        ({"web": {"search": {"apiKey": "k"}}}, "tools.web.search.apiKey has no effect: duckduckgo takes no key"),
+        ({"web": {"search": {"apiKey": "k", "provider": "brave"}}}, ""),
+    ],
+)
+def test_a_key_without_effect_warns(own_home, tools, said):
+    status, _, err = nanobot("--offline", "-m", "tell me a joke", *settings(own_home, tools=tools))
+    warnings = re.findall("^WARNING nanobot: (.*)$", err, re.MULTILINE)
+    assert (status, warnings) == (0, [said] if said else [])
+
+
 def test_a_command_that_fails_in_a_chat_is_told_there(own_home):
     (workspace_of(own_home) / "memory").mkdir(parents=True)
     (workspace_of(own_home) / "memory" / "history.jsonl").mkdir()
