@@ -241,7 +241,13 @@ def test_calls_are_approved_changed_skipped_and_stopped_in_the_page(browser, ope
     assert [path.name for path in folder.glob("*.txt")] and not (folder / "one.txt").exists()
     assert (folder / "two.txt").read_text() == "two\n"
     tab.run("byId('step').click()")
+    tab.click("Journal")
     tab.say("read a.txt")
+    tab.wait("byId('chat').textContent.includes('Request 5 is on the right.')")
+    seen = "(box => box.bottom > box.top && box.top >= 0 && box.bottom <= innerHeight)(last.element.getBoundingClientRect())"
+    tab.wait(seen)
+    tab.do("Page.reload")
+    tab.wait(f"typeof RECORDED !== 'undefined' && last && requests === 5 && {seen}")
     tab.click("Send it")
     tab.wait("Boolean(document.querySelector('.question textarea'))")
     tab.do("Page.reload")  # in mid-turn: the question is asked again
@@ -266,9 +272,10 @@ def test_a_person_is_the_model_in_the_page(browser, open_page):
     tab.run("""(chooser => {
         chooser.value = 'read_file';
         chooser.dispatchEvent(new Event('change'));
-        document.querySelector('.question label textarea').value = 'a.txt';
+        const path = document.querySelector('.question label textarea');
+        path.value = 'a.txt';
+        path.dispatchEvent(new KeyboardEvent('keydown', {key: 'Enter', bubbles: true, cancelable: true}));
     })(document.querySelector('.question select'))""")
-    tab.click("Call the tool")
     tab.wait("document.querySelectorAll('article').length === 2 && Boolean(document.querySelector('.question textarea'))")
     tab.run("document.querySelector('.question textarea').value = 'It says hello.'")
     tab.click("Answer")
@@ -290,13 +297,15 @@ def test_a_long_session_stays_responsive_and_a_reminder_appears(browser, open_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [390, 1280, 1920])
-def test_no_width_scrolls_sideways(browser, open_page, folder, width):
+@pytest.mark.parametrize("width", [390, 1024, 1280, 1920])
+def test_no_width_scrolls_sideways_and_a_long_header_leaves_the_message_box_in_view(browser, open_page, folder, width):
     (folder / "long.txt").write_text("x" * 3_000)
     tab = opened(browser, open_page().address, width=width, scheme="dark")
     tab.say("read long.txt")
     tab.wait("document.querySelectorAll('.said.agent').length === 1")
+    tab.run("setState(false, 'No connection: the program has ended or starts again. A new start prints a new address.')")
     assert tab.run("document.documentElement.scrollWidth") <= width
+    assert tab.run("byId('write').getBoundingClientRect().bottom <= innerHeight")
 
 
 @pytest.mark.slow
@@ -306,6 +315,11 @@ def test_a_recorded_run_opens_without_a_server(browser, folder):
     tab = opened(browser, (folder / "run.html").as_uri())
     assert tab.run("document.querySelectorAll('article').length") == 2
     assert answers(tab) == 1
+    subprocess.run([*NANOBOT, "trace", "mistake", "--html", "run.html"], cwd=folder, capture_output=True, check=True)
+    shown = opened(browser, (folder / "run.html").as_uri()).run("document.body.innerText")
+    assert "✓" not in shown and "window" not in shown and "The program\nYou sent nothing" in shown
+    for words in ("(nothing: no text, no call)", "new (nothing)", "no tools"):
+        assert words in shown
 
 
 @pytest.mark.parametrize("name", [file.stem for file in sorted((ROOT / "templates" / "traces").glob("*.jsonl"))])
