@@ -2383,8 +2383,7 @@ def trace_command(arguments: argparse.Namespace) -> None:
     if not arguments.html:
         print(printable("\n".join(summary_of(records))))
         return
-    window = settings_of(arguments).defaults.context_window_tokens
-    html = glass_html(records=records, window=window).replace("%NONCE%", uuid.uuid4().hex)
+    html = glass_html(records=records).replace("%NONCE%", uuid.uuid4().hex)
     arguments.html.write_text(html, encoding="utf-8")
     complain(f"{arguments.html} holds the prompts and all that the tools returned")
 
