@@ -2085,7 +2085,7 @@ def summary_of(records: list[dict]) -> Iterator[str]:
         seconds, outcome = record["seconds"], record["outcome"]
         yield f"\nrequest {number} to {record['model']}: {outcome} after {seconds} s"
         calls = [(call["name"], call["arguments"]) for call in answer.get("tool_calls", [])]
-        yield from (f"call: {name} {json.dumps(given, ensure_ascii=False)}" for name, given in calls)
+        yield from (f"call: {name} {json.dumps(args, ensure_ascii=False)}" for name, args in calls)
         yield answer.get("content") or answer.get("error") or ""
 
 
