@@ -521,7 +521,7 @@ class CLI(Channel):
         self._print(rest.removesuffix("\n") + "\n")
 
     def note(self, text: str) -> None:
-        """A line beside the answer, dimmed where colours are; half an answer ends its line."""
+        """A line on stderr, dim on a terminal; an answer still streaming gets a line end."""
         if self._streamed:
             self._end_text(self._streamed)
         line = printable(text)
@@ -698,7 +698,7 @@ class BotAPI:
                 return await in_thread(fetch, f"{self.base}/{address}", body, kind, seconds)
         except TimeoutError:
             problem = f"no answer in {seconds:g} s"
-        except Exception as failure:  # whatever it is, it may quote the address
+        except Exception as failure:  # any error: its text may hold the token
             problem = self._scrub(f"{type(failure).__name__}: {failure}")
         raise TelegramError(problem)  # out here, where no traceback leads to the one with the token
 
@@ -796,7 +796,7 @@ class Telegram(Channel):
         await self.api.call("deleteWebhook")
 
     async def _poll(self, bus: MessageBus) -> None:
-        """Take what is new. The offset moves behind each message when it is on disk."""
+        """Take what is new. Once a message is on disk, the offset passes it."""
         if not self.bot:
             await self._introduce()
         updates = await self._get_updates(self.poll_seconds)
@@ -1219,7 +1219,7 @@ class JobStore:
             raise OSError(f"{self.path} is damaged: {problem}") from None
 
     def change(self, edit: Callable[[list], list]) -> None:
-        """Let `edit` make new rows of the file's, and write all of them or none. Blocks."""
+        """Write `edit(the file's rows)` back: all of the rows or none. Blocks."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.own_lock, self.lock(self.path.with_suffix(".lock")):
             rows = edit(self.read())
@@ -1327,7 +1327,7 @@ class CronService:
         return list(self._running.values())
 
     def _jobs_of_file(self, now: datetime) -> dict[str, CronJob]:
-        """Those of rows that have not changed stay as they are. Blocks."""
+        """If a row is unchanged, its job object is kept. Blocks."""
         jobs: dict[str, CronJob] = {}
         for row in self.store.read():
             job = self._jobs.get(id_of(row))
@@ -1346,7 +1346,7 @@ class CronService:
             message = f"Only tell the user that this was missed on {late}: {message}"
         elif not job.at and not job.system:
             half = ((job.due(due, self.zone) or due + ONE_DAY) - due) / 2
-            due = job.due(now - min(half, self.longest_delay), self.zone)  # the last not too late
+            due = job.due(now - min(half, self.longest_delay), self.zone)  # the first that is not too late
             if due is None or due > now:
                 told = "cron: %s was due on %s, too long ago: it waits for its next time"
                 return log.warning(told, job.id, late)
@@ -1388,7 +1388,7 @@ class CronService:
         message: Annotated[str, "What to do then, in full: the run sees nothing of this chat"] = "",
         every_seconds: Annotated[int, "Again and again, so far apart"] = 0,
         cron_expr: Annotated[str, "Five fields, minute first: 30 8 * * mon-fri"] = "",
-        tz: Annotated[str, "Zone of cron_expr or at: Europe/Berlin; default: the user's"] = "",
+        tz: Annotated[str, "Time zone, like Europe/Berlin; default: the user's"] = "",
         at: Annotated[str, "Once: 2026-11-21T17:00, or with an offset"] = "",
         job_id: Annotated[str, "For remove: an id from list"] = "",
         *,

@@ -364,8 +364,8 @@ class Consolidator:
         return await self.move(session, upto)
 
     async def after_turn(self, session: Session) -> int:
-        """In the background: move what `/new` dropped; if more messages than the window are
-        unsaved, move turns until half the window is left. Returns how many have moved."""
+        """In the background: move what `/new` dropped. If more than `window` messages are unsaved,
+        move turns until about half as many are. Returns how many have moved."""
         count = await self.move(session, session.start) if session.start > session.saved else 0
         unsaved = len(session.conversation())
         if unsaved > self.window:
@@ -453,7 +453,7 @@ class Governed:
         steps = [n for n, message in enumerate(messages) if message.get("tool_calls")]
         self.last_step = [len(messages), *steps][-1]  # the model has not seen its results yet
         self.tokens = counter.total(messages) + beside  # `beside`: of the tools
-        if 4 * self.tokens > budget:  # near enough for an exact count
+        if 4 * self.tokens > budget:  # big enough to count exactly
             counter.count_exactly_from_now_on()
         for make_shorter in (self._leave_out, self._cut_results):
             if self.tokens > budget:
@@ -805,7 +805,7 @@ def middle_out(text: str, most: int) -> str:
 
 def fitted(text: str, most: int, count: Callable[[str], int] | None = None) -> str:
     """Shortened in its middle until it has at most so many tokens."""
-    while (count or estimate)(text) > most and len(text) > 50:  # characters, or it shrinks no more
+    while (count or estimate)(text) > most and len(text) > 50:  # shorter texts would not shrink
         text = middle_out(text, len(text) * 3 // 4)
     return text
 
@@ -818,7 +818,7 @@ LETTERS = b"abcdefghijklmnopqrstuvwxyz \n"
 
 
 def estimate(text: str) -> int:
-    """Tokens, 0.6 to 2.4 times the true number, of prose (five letters each) as of data (1.5)."""
+    """Tokens: one per 5 letters or 1.5 other ASCII; 0.6 to 2.4 times the true number."""
     data = text.encode("utf-8", errors="replace")
     rest = data.translate(None, LETTERS)
     foreign = rest.translate(None, bytes(range(128)))
@@ -835,7 +835,7 @@ def load_vocabulary() -> Callable[[str], int]:
 
 
 class TokenCounter:
-    """Sizes in tokens, each text measured once: estimated until `load() -> count` has come."""
+    """Sizes in tokens, each text measured once: estimates until `load()` gives a counter."""
 
     def __init__(self, load: Callable[[], Callable[[str], int]] = load_vocabulary):
         self._fetching = threading.Thread(target=self._fetch, args=[load], daemon=True)

@@ -96,7 +96,7 @@ class AgentRunSpec:
     append: Callable[..., None] = lambda *messages: None  # gets each new message at once
     arrivals: Callable[[], list[dict]] = list  # gives what the user said meanwhile, journalled
     make_room: Callable[[list[dict]], Awaitable[list[dict]]] | None = None  # before each request
-    keeps_half: bool = True  # a stopped answer leaves the part that the user saw in the journal
+    keeps_half: bool = True  # journal the part of a stopped answer that the user saw
 
 
 @dataclass
@@ -1229,7 +1229,7 @@ class Conversation:
                 return result
         elif lines[0]["kind"] == "report" and lines[0].get("sender") != "subagent":
             session.end_open_turn("interrupted")
-            text = lines[0]["content"]  # as said by the agent: the user may answer it
+            text = lines[0]["content"]  # an assistant message, so the user can reply
             session.append({"role": "assistant", "content": text, "id": lines[0]["id"]})
             await session.synced()
             return AgentRunResult(text)
@@ -1302,7 +1302,7 @@ SERVED = "A gateway or a page serves {} already. End it with Ctrl-C, or name ano
 
 
 def gateway_runs(workspace: Path, lock: str = "gateway") -> bool:
-    """Does a program hold this lock? A gateway holds `gateway`; `jobs`: a gateway or a prompt."""
+    """Does a program hold this lock? A gateway holds `gateway`; a gateway or an open terminal `jobs`."""
     try:
         with locked(workspace / ".nanobot" / f"{lock}.lock", "it is held"):
             return False
@@ -1384,7 +1384,7 @@ class JobRunner:
         )  # fmt: skip
 
     async def run(self, may_go_on: Callable[[], bool] = lambda: True) -> None:
-        """Until cancelled, while no other program of the workspace holds the lock of the jobs."""
+        """Run jobs until cancelled, while no other program of the workspace holds their lock."""
         lock = self.loop.workspace / ".nanobot" / "jobs.lock"
         while True:
             try:
@@ -1407,7 +1407,7 @@ class JobRunner:
             self.clock.add_system("heartbeat", heartbeat.interval_s, self._beat)
 
     async def _beat(self) -> None:
-        """A turn for what stands in HEARTBEAT.md; it tells people with the `message` tool."""
+        """A turn for the tasks in HEARTBEAT.md; the model reports by the `message` tool."""
         tasks = active_tasks(self.loop.memory.text_of(self.loop.workspace / "HEARTBEAT.md"))
         if tasks:
             GATEWAY_LOG.info("heartbeat")
@@ -1457,7 +1457,7 @@ class JobRunner:
         return tool(cron)
 
 
-# ---- Memory: what the loop hands in ----
+# ---- Memory: what the loop gives it ----
 
 
 class MemoryModel:
@@ -1571,7 +1571,7 @@ class SubagentManager:
         self.results.put_nowait(InboundMessage("system", "subagent", session_key, text))
 
     async def answer_with_helpers(self, text: str, key: str, on_event: Emit) -> AgentRunResult:
-        """Answer a message, then each helper's report: on a terminal nothing comes later."""
+        """Answer a message; wait for its helpers, and answer each one's report."""
         try:
             while True:
                 result = await self.loop.process_direct(text, key, on_event)
@@ -1704,7 +1704,7 @@ class AgentDefaults:
     max_tool_iterations: int = 40
     max_tool_result_chars: int = 16_000
     timezone: str = ""  # of the machine
-    memory_window: int = 100  # messages of a session that are not in memory yet
+    memory_window: int = 100  # at most so many messages outside the long-term memory
     max_concurrent: int = 8  # turns that came over the bus
     dream: DreamSettings = field(default_factory=DreamSettings)
 
@@ -2029,7 +2029,7 @@ class PageHook(AgentHook):
         self.page.show(self.chat_id, {"kind": kind, **event})
 
     async def before_request(self, messages: list[dict], tools: list[dict]) -> None:
-        """Only the messages that the request before did not have go to the page."""
+        """Send the page only the messages that the last request did not have."""
         self.page.turn_of.set(self.chat_id)
         chat, model = self.page.chats[self.chat_id], self.loop.provider.model
         same = len(chat.sent) if messages[: len(chat.sent)] == chat.sent else 0
@@ -2277,7 +2277,7 @@ def status_rows(config: Config) -> Iterator[tuple[str, str, str | None]]:
 
 
 async def model_and_problem(provider: LLMProvider) -> tuple[str, str]:
-    """What answers, and what is wrong with its address, key or name."""
+    """The model, and what is wrong with its address, key or name."""
     if isinstance(provider, HumanProvider):
         return "human: it is you", ""
     if isinstance(provider, OfflineProvider):
@@ -2443,7 +2443,7 @@ def session_key(name: str) -> str:
 
 SWITCH = {"action": "store_true"}
 FILE = {"metavar": "FILE", "type": path_of}
-OPTIONS = (  # the commands that have it, "" for all, its spellings, what argparse is told
+OPTIONS = (  # an option's commands ("": all), its spellings, its argparse settings
     ("", ["--config"], FILE | {"help": "~/.nanobot/config.json"}),
     ("", ["--workspace"], {"metavar": "DIR", "help": "its home; ~/.nanobot/workspace"}),
     ("", ["--model"], {"metavar": "NAME"}),

@@ -560,7 +560,7 @@ class ProviderSpec:
     default_model: str = ""
     is_gateway: bool = False  # serves any maker's models, as maker/model
     is_local: bool = False  # needs no key and no proxy
-    supports_prompt_caching: bool = False  # wants marks in the request; others cache without
+    supports_prompt_caching: bool = False  # True: the request must mark what to cache
     max_tokens_field: str = "max_tokens"
 
 

@@ -295,7 +295,7 @@ class Turn:
         try:
             real = (self.cwd / os.path.expanduser(text)).resolve()
             holds_keys = self.is_secret(real)
-            if real.is_symlink():  # a loop of links; `resolve` leaves it as it is since Python 3.13
+            if real.is_symlink():  # a loop of links; since Python 3.13 `resolve` keeps it
                 raise OSError("it is a link that leads to itself")
         except (OSError, RuntimeError, ValueError) as problem:  # a loop of links, a NUL
             raise ToolError(f"{text!r} is not a usable path: {problem}") from None
@@ -535,7 +535,7 @@ def tool_parameters_schema(
 
 
 def tool_parameters(schema: dict) -> Callable[[type], type]:
-    """Class decorator for a schema that is written out, by `tool_parameters_schema(…)`, say."""
+    """Class decorator for a hand-written schema, such as `tool_parameters_schema(…)`."""
 
     def decorate(tool_class: type) -> type:
         tool_class.parameters = copy.deepcopy(schema)
@@ -1080,7 +1080,7 @@ def searched_bytes(path: str) -> bytes | None:
     """The content of a file; None if it is not searched."""
     try:
         with open_file(path) as file:
-            data = file.read(65_536)  # a buffer for 2 MB would take longer than the search
+            data = file.read(65_536)  # allocating 2 MB would take longer than the search
             data += file.read(2_000_001 - len(data)) if len(data) == 65_536 else b""
     except OSError:  # it may not be read
         return None
@@ -1270,7 +1270,7 @@ class Exec(Tool):
         return await Job(argv, folder, environment).run(timeout or self.timeout)
 
     def _bwrap(self, turn: Turn) -> list[str]:
-        """The call of bwrap, without the command; raises ToolError if nothing can be confined."""
+        """bwrap's arguments, without the command; raises ToolError if it cannot confine it."""
         if problem := sandbox_problem():
             raise ToolError(f"The command was not run. {problem}")
         home, here = turn.workspace.absolute(), turn.cwd.absolute()
@@ -1810,7 +1810,7 @@ MAX_MCP_TOOLS, MAX_MCP_CHARS = 128, 20_000  # per server, per schema: all is in 
 class MCPServer:
     """One server: started at the first message, retried after a failure, ended with the agent."""
 
-    time_limit = 25.0  # seconds to connect in (`npx -y …` downloads), and 5 to end
+    time_limit = 25.0  # seconds to connect: `npx -y …` may download first
     retry_after = 30.0  # seconds: one that hangs must not slow every turn
 
     def __init__(self, name: str, settings: Any, registry: ToolRegistry):
