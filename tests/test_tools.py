@@ -342,7 +342,7 @@ def test_a_result_that_cannot_be_saved_is_cut_in_the_middle(turn, caplog):
     text = asyncio.run(ToolRegistry([big]).execute("big", {}, turn)).text
     assert text.startswith("head") and text.endswith("tail") and "left out" in text
     assert turn.max_result_chars - 120 < len(text) <= turn.max_result_chars
-    assert "could not keep the result of big in a file" in caplog.text and "directory" in caplog.text
+    assert "could not save the result of big to a file" in caplog.text and "directory" in caplog.text
 
 
 def test_a_thread_whose_waiter_is_gone_neither_holds_the_exit_nor_complains():
@@ -794,7 +794,7 @@ def test_read_file_shows_numbered_lines_without_line_ends_and_bom(turn):
     (b"a\nb", {"offset": 3}, "has 2 lines"),
     (b"a\nb", {"offset": -5, "limit": -1}, "1| a\n(lines 1-1 of 2; go on with offset=2)"),
     (b"x" * 50_000, {}, "(line cut)"),
-    (b"\x7fELF\0\0", {}, "is a binary file. Look at it with exec"),
+    (b"\x7fELF\0\0", {}, "is a binary file. Inspect it with exec"),
     ("a\ufeff".encode("utf-16") + b"b", {}, "1| a\ufeff\ufffd"),
 ])  # fmt: skip
 def test_read_file_at_the_edges(turn, data, arguments, told):
@@ -806,7 +806,7 @@ def test_read_file_at_the_edges(turn, data, arguments, told):
 def test_read_file_refuses_by_name_what_is_no_regular_file(turn):
     os.mkfifo(turn.cwd / "fifo")
     (turn.cwd / "zero").symlink_to("/dev/zero")
-    assert "Is a directory. Look around with list_dir" in call(turn, "read_file", path="sub").text
+    assert "Is a directory. Look for it with list_dir" in call(turn, "read_file", path="sub").text
     for path in ("fifo", "zero", "/dev/zero"):
         assert "not a regular file" in call(turn, "read_file", path=path).text
         for name, arguments in USES:
@@ -974,7 +974,7 @@ def test_edits_of_what_stands_there_exactly_are_those_of_str_replace():
             wanted = without_lines if not new and without_lines != text else text.replace(old, new)
             assert tools.replace_passage(text, old, new) == wanted
         else:
-            with pytest.raises(ToolError, match="stands at lines"):
+            with pytest.raises(ToolError, match="occurs at lines"):
                 tools.replace_passage(text, old, new)
 
 
@@ -1004,7 +1004,7 @@ def test_a_file_is_changed_only_as_the_session_has_read_it(turn, tool_name, argu
     assert not call(turn, "write_file", path="a.txt", content="text").is_error  # it knows its own version
     assert "read it first" in call(replace(turn, seen={}), tool_name, **write).text  # after a restart
     assert call(turn, "write_file", path="fresh", content="x") == ToolResult(f"Wrote 1 characters to {turn.cwd}/fresh.")
-    assert "Write a whole file with write_file" in call(turn, "edit_file", path="new", old_text="", new_text="x").text
+    assert "To write a whole file, use write_file" in call(turn, "edit_file", path="new", old_text="", new_text="x").text
     (turn.cwd / "empty").touch()
     assert not call(turn, "write_file", path="empty", content="x").is_error  # there is nothing to lose
 
@@ -1040,11 +1040,11 @@ def test_edit_file_changes_the_passage_and_nothing_else(turn, before, old, new, 
 
 
 @pytest.mark.parametrize("before, old, told", [
-    ("a\n", "b", "^old_text is not in the file. Nothing in it is like"),
+    ("a\n", "b", "^old_text is not in the file. No line is like"),
     ("def start(now):\n", "def start(then):", "^old_text is not in the file. The closest passage, at line 1"),
-    ("\ngo\ngo\n", "go", "^old_text stands at lines 2, 3. Add lines around the one that you mean, or copy it exactly and set replace_all"),
-    ("if a:\n    count = 0  # local\ncount = 0\n", "count = 0", "^old_text stands at lines 2, 3"),
-    ("aba-aba-aba", "aba-aba", "^old_text stands at lines 1, 1"),
+    ("\ngo\ngo\n", "go", "^old_text occurs at lines 2, 3. Add the lines around the right one to old_text, or copy it exactly and set replace_all"),
+    ("if a:\n    count = 0  # local\ncount = 0\n", "count = 0", "^old_text occurs at lines 2, 3"),
+    ("aba-aba-aba", "aba-aba", "^old_text occurs at lines 1, 1"),
     ("if a:\n    count = 0\n", "count = 0", "^old_text is in the file, but the indentation of new_text is not clear"),
     ("if a:\n    go()\n", "if a:\n  go()", "^old_text is in the file, but the indentation"),
 ])  # fmt: skip
@@ -1054,7 +1054,7 @@ def test_missing_repeated_and_unclear_passages_have_answers_of_their_own(before,
 
 
 @pytest.mark.parametrize("old, new, told", [
-    ("go", "a()\n  b()", "The indentation of new_text is not clear"), ("  go\n a", "a", "stands at lines 1, 4"),
+    ("go", "a()\n  b()", "The indentation of new_text is not clear"), ("  go\n a", "a", "occurs at lines 1, 4"),
 ])  # fmt: skip
 def test_replace_all_takes_what_stands_there_exactly_and_never_guesses(old, new, told):
     text = " go\n a\n--\n\tgo\n\ta\n"
@@ -1130,13 +1130,13 @@ def test_a_cell_is_what_nbformat_wants(turn, minor, arguments, cells, made):
 @pytest.mark.parametrize("data, cell, told", [
     (notebook(), 3, "There is no cell 3: there are 3"),
     (b'{"nbformat": 4, "cells": []}', 0, "There is no cell 0"),
-    (b"{", 0, "no notebook of nbformat 4: JSONDecodeError"),
-    (b"{}", 0, "no notebook of nbformat 4: KeyError"),
-    (notebook().replace(b"markdown", b"\xe9"), 0, "no notebook of nbformat 4: UnicodeEncodeError"),
-    (notebook().replace(b"markdown", rb"\udce9"), 0, "no notebook of nbformat 4: UnicodeEncodeError"),
-    (b'{"nbformat": 3, "worksheets": []}', 0, "no notebook of nbformat 4"),
-    (b'{"nbformat": 4, "cells": [7]}', 0, "no notebook of nbformat 4: TypeError"),
-    (b"[" * 100_000, 0, "no notebook"),
+    (b"{", 0, "not a notebook of nbformat 4: JSONDecodeError"),
+    (b"{}", 0, "not a notebook of nbformat 4: KeyError"),
+    (notebook().replace(b"markdown", b"\xe9"), 0, "not a notebook of nbformat 4: UnicodeEncodeError"),
+    (notebook().replace(b"markdown", rb"\udce9"), 0, "not a notebook of nbformat 4: UnicodeEncodeError"),
+    (b'{"nbformat": 3, "worksheets": []}', 0, "not a notebook of nbformat 4"),
+    (b'{"nbformat": 4, "cells": [7]}', 0, "not a notebook of nbformat 4: TypeError"),
+    (b"[" * 100_000, 0, "not a notebook"),
 ])  # fmt: skip
 def test_what_is_no_notebook_or_no_cell_is_said_and_left_alone(turn, data, cell, told):
     result, after = edit_cell(turn, data, cell, "x")
@@ -1148,7 +1148,7 @@ def test_list_dir_shows_folders_and_sizes(turn):
         f"{turn.cwd}: 6 entries", "a.txt  17 bytes", "away", "dangling", "leaf", "loop", "sub/",
     ]  # fmt: skip
     near = call(turn, "list_dir", path="a.tx")
-    assert near.text == f"Cannot list {turn.cwd}/a.tx: No such file or directory. There is: a.txt."
+    assert near.text == f"Cannot list {turn.cwd}/a.tx: No such file or directory. Similar names: a.txt."
     assert near.is_error and "Not a directory" in call(turn, "list_dir", path="a.txt").text
     (turn.cwd / "sub" / "big").write_bytes(b"x" * 1_234)
     os.mkfifo(turn.cwd / "sub" / "pipe")
@@ -1290,7 +1290,7 @@ def test_a_search_that_would_take_for_ever_is_ended(blanks, monkeypatch):
     before, start = own_children(), time.monotonic()
     for path in ("sub/x.py", "."):
         ended = call(blanks, "grep", pattern=ENDLESS, path=path)
-        assert ended.is_error and "ended after 1 s" in ended.text and "simpler expression" in ended.text
+        assert ended.is_error and "stopped after 1 s" in ended.text and "simplify the pattern" in ended.text
     assert time.monotonic() - start < 10 and own_children() == before
 
 
@@ -1339,11 +1339,11 @@ def test_search_never_shows_a_file_with_keys_or_what_was_put_aside(turn):
 @pytest.mark.parametrize("name, arguments, shown", [
     ("glob", {"pattern": "*.py"}, "src/deep/util.py\nsrc/app.py\nmain.py"),  # newest first
     ("glob", {"pattern": "src/**", "head_limit": 1},
-     "src/deep/util.js\n(there are more: set head_limit, or search for less)"),
+     "src/deep/util.js\n(there are more: raise head_limit or narrow the search)"),
     ("glob", {"pattern": "!*.py"}, "*.{js,ts}"), ("glob", {"pattern": "*a*a*a*a*"}, "too many stars"),
     ("glob", {"pattern": "[z-a]"}, "bad character range"), ("glob", {"pattern": "{a,b"}, "Close each { and ["),
     ("glob", {"pattern": "*.rs"}, "No file below"),
-    ("glob", {"pattern": "*", "path": "sr"}, "There is: src."),
+    ("glob", {"pattern": "*", "path": "sr"}, "Similar names: src."),
     ("grep", {"pattern": "TODO", "type": "py"}, "main.py\nsrc/app.py\nsrc/deep/util.py"),
     ("grep", {"pattern": "TODO", "type": "js", "glob": "src/*"}, "No match for 'TODO'"),
     ("grep", {"pattern": "("}, "is no regular expression: "),
@@ -1575,7 +1575,7 @@ def test_redirects_are_followed_and_each_is_checked_again(site):
 @pytest.mark.parametrize("target, told", [
     ("http://10.0.0.1/", "10.0.0.1, which is not public"),
     ("http://metadata.example/latest", "169.254.169.254, which is not public"),
-    ("file:///etc/passwd", "a whole URL"),
+    ("file:///etc/passwd", "Give a URL like"),
     ("/again", "Status: 302"),
 ])  # fmt: skip
 def test_a_redirect_to_where_it_must_not_lead_is_an_error(site, target, told):
@@ -1780,8 +1780,8 @@ def test_each_search_service_is_asked_and_read_in_its_own_format(site, provider)
     ("duckduckgo", 202, "<div class='anomaly-modal__title'>", "robot"),
     ("duckduckgo", 200, "<form action='//duckduckgo.com/anomaly.js'>", "robot"),
     ("brave", 401, "sk-key is wrong", "key is missing"),
-    ("searxng", 200, "<html>", "no JSON"),
-    ("brave", 200, "[" * 100_000, "no JSON"),
+    ("searxng", 200, "<html>", "not JSON"),
+    ("brave", 200, "[" * 100_000, "not JSON"),
 ])  # fmt: skip
 def test_what_a_search_service_refuses_is_an_error_that_says_why(site, provider, status, body, told):
     site.pages[PATHS[provider]] = (status, {"Location": "http://127.0.0.1:1/"}, body.encode())
