@@ -1,6 +1,6 @@
-"""The model: a conversation goes in, an answer or tool calls come out.
+"""The model: it gets a conversation, and returns an answer or tool calls.
 
-A conversation is a list of Chat Completions messages. Print it, and you see what the model sees:
+A conversation is a list of Chat Completions messages. The model sees exactly this:
 
     [{"role": "system", "content": "You are …"}, {"role": "user", "content": "What is in a.txt?"},
      {"role": "assistant", "content": None, "tool_calls": [{"id": "call_1", "type": "function",
@@ -8,8 +8,8 @@ A conversation is a list of Chat Completions messages. Print it, and you see wha
      {"role": "tool", "tool_call_id": "call_1", "content": "1| hello"}]
 
 `provider.chat(messages, tools)` returns an `LLMResponse`. If the endpoint fails, its `error` says
-the cause and what to do. The second reading shows how endpoints differ (the tables PROVIDERS and
-HEALING), streams, traces and the offline model. Tools do not run here. To use this file alone:
+the cause and what to do. The second reading has the differences of endpoints (the tables PROVIDERS
+and HEALING), streams, traces and the offline model. Tools run elsewhere. The file works alone:
 
     import asyncio
     from providers import ROWS, Endpoint, OpenAIProvider, ScriptedProvider
@@ -47,24 +47,24 @@ from urllib.parse import urlsplit
 log = logging.getLogger("nanobot.providers")
 to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode  # raises ValueError for NaN
 JSON = json.JSONDecoder(strict=False)  # accepts line breaks inside a string
-words = re.compile(r"\s*\S+|\s+\Z").findall  # "Hi you" → ["Hi", " you"]; joined: the same text
-OnDelta = Callable[[str], Awaitable[None]]  # is called with each piece of a streamed answer
+words = re.compile(r"\s*\S+|\s+\Z").findall  # "Hi you" → ["Hi", " you"]: all of the text
+OnDelta = Callable[[str], Awaitable[None]]  # called with each piece of a streamed answer
 
 
-# ---- A question and its answer ----
+# ---- A request to the model, and the answer ----
 
 
 @dataclass
 class ToolCallRequest:
-    """A tool call that the model asks for. `error` or `denied` says why it must not be run."""
+    """A tool call that the model asks for. If `error` or `denied` is set, it must not be run."""
 
     id: str
     name: str
     arguments: dict = field(default_factory=dict)
     error: str = ""
     denied: str = ""
-    extra: dict = field(default_factory=dict)  # other keys of the call, sent back unchanged
-    must_only_read: bool = False  # nobody approved it: run it only if its tool is read-only
+    extra: dict = field(default_factory=dict)  # other keys, sent back unchanged later
+    must_only_read: bool = False  # no approval: run it only if its tool is read-only
 
     def to_message(self) -> dict:
         """The call as part of an assistant message. Raises ValueError if an argument is NaN."""
@@ -74,7 +74,7 @@ class ToolCallRequest:
 
 @dataclass
 class LLMResponse:
-    """An answer. If `error` is set, the request failed; `content` is what was shown before."""
+    """An answer. If `error` is set, the request failed; `content` is the part shown before that."""
 
     content: str | None = None
     tool_calls: list[ToolCallRequest] = field(default_factory=list)
@@ -82,15 +82,15 @@ class LLMResponse:
     usage: dict = field(default_factory=dict)  # {"prompt_tokens": 9, …}, see `read_usage`
     reasoning_content: str | None = None
     error: str | None = None
-    extra: dict = field(default_factory=dict)  # the reasoning fields, sent back unchanged
-    is_overflow: bool = False  # it failed because the request exceeds the model's context window
+    extra: dict = field(default_factory=dict)  # the reasoning fields, sent back unchanged later
+    is_overflow: bool = False  # the request failed: it exceeds the model's context window
 
     @property
     def has_tool_calls(self) -> bool:
         return bool(self.tool_calls)
 
     def to_message(self) -> dict:
-        """The assistant message for the conversation. Without a text its content is None."""
+        """The assistant message for the conversation. If there is no text, content is None."""
         message = {"role": "assistant", "content": self.content or None, **self.extra}
         if self.tool_calls:
             message["tool_calls"] = [call.to_message() for call in self.tool_calls]
@@ -109,7 +109,7 @@ def failed(cause: str, **fields: Any) -> LLMResponse:
 class LLMRequest:
     """One request. `options` may have max_tokens, temperature and tool_choice."""
 
-    messages: list[dict]  # a copy that `legal` made
+    messages: list[dict]  # a copy made by `legal`
     tools: list[dict]
     model: str
     options: dict
@@ -124,7 +124,7 @@ class LLMRequest:
                 await self.on_delta(piece)
 
     async def tell(self, line: str) -> None:
-        """Tell the user why the answer takes longer: a wait, or a changed request."""
+        """Tell the user why the answer takes longer: the request waits, or was changed."""
         log.info("%s", line)
         if self.on_retry:
             await self.on_retry(line)
@@ -134,16 +134,16 @@ class LLMProvider:
     """A model. Callers use `chat`; a subclass implements `answer`."""
 
     model = ""
-    trace: Callable[[LLMRequest, LLMResponse | None, str], None] | None = None  # told of each try
+    trace: Callable[[LLMRequest, LLMResponse | None, str], None] | None = None  # gets each try
 
     async def chat(
         self, messages: list[dict], tools: list[dict] | None = None, *, model: str | None = None,
         on_delta: OnDelta | None = None, on_retry: OnDelta | None = None, **options: Any,
     ) -> LLMResponse:  # fmt: skip
-        """Ask the model. With `on_delta` the answer streams; `on_retry` gets reasons for a delay.
+        """Ask the model. With `on_delta` the answer streams; `on_retry` gets reasons for delays.
 
         Options: max_tokens, temperature, tool_choice. If the endpoint fails, the response has
-        `finish_reason="error"`. Raises CancelledError, and what the two callbacks raise.
+        `finish_reason="error"`. Raises CancelledError, and exceptions of the callbacks.
         """
         wanted = {name: value for name, value in options.items() if value is not None}
         lawful = legal(messages)
@@ -158,11 +158,11 @@ class LLMProvider:
         return response
 
     async def answer(self, request: LLMRequest) -> LLMResponse:
-        """Return the model's answer. A provider stores nothing: `request.messages` has it all."""
+        """Return the model's answer. A provider stores no messages: `request.messages` has all."""
         raise NotImplementedError
 
     def warm_up(self) -> None:
-        """Do slow work, like an import, before the first request. It runs on a thread."""
+        """Do slow work, like an import, before the first request. Called on another thread."""
 
     async def close(self) -> None:
         """Close open connections. A later `chat` opens new ones."""
@@ -172,7 +172,7 @@ class LLMProvider:
 
 
 class ScriptedProvider(LLMProvider):
-    """Plays back replies: texts, calls, lists of calls, LLMResponses. Records `requests`."""
+    """Returns given replies: texts, calls, lists of calls, LLMResponses. Records `requests`."""
 
     model = "scripted"
 
@@ -198,7 +198,7 @@ class ScriptedProvider(LLMProvider):
 
 
 def legal(messages: list[dict], reply: bool = True) -> list[dict]:
-    """A copy of a conversation that every endpoint accepts; idempotent.
+    """A lawful copy of a conversation: every endpoint accepts it. Idempotent.
 
     user: "List the files"                 user: "List the files"
     assistant: calls 1 and 2        →      assistant: calls 1 and 2
@@ -207,9 +207,9 @@ def legal(messages: list[dict], reply: bool = True) -> list[dict]:
     user: "Go on"                          user: "Well?\\n\\nGo on"
     assistant: "I will"
 
-    It has one system message or none, then a user message. Neighbouring messages of one role
-    are joined. Each call has one result, directly behind it. Ids are unique, arguments are JSON
-    objects, texts are not empty, unknown keys are gone. With `reply` the assistant is never last.
+    The copy has one system message or none, then a user message. Adjacent messages of one role are
+    joined. Each call is followed by one result. Ids are unique, arguments are JSON objects, texts
+    are not empty, unknown keys are removed. If `reply`, the last message is not the assistant's.
     """
     clean = [message for message in map(clean_message, messages) if message]
     system = [message for message in clean if message["role"] == "system"]
@@ -223,30 +223,30 @@ def legal(messages: list[dict], reply: bool = True) -> list[dict]:
     return with_whole_letters(lawful)
 
 
-# ---- An endpoint: ask, heal, wait ----
+# ---- An endpoint: ask, change a refused request, wait and retry ----
 
 
 class OpenAIProvider(LLMProvider):
-    """A Chat Completions endpoint. Timeouts are in seconds; `pace` scales pauses before retries."""
+    """A Chat Completions endpoint. Timeouts are in seconds; `pace` multiplies the retry delays."""
 
     def __init__(
         self, endpoint: Endpoint, request_timeout: float = 300, idle_timeout: float = 90,
         pace: float = 1,
     ):  # fmt: skip
-        key = "".join(endpoint.api_key.split())  # a copied line break would break the header
+        key = "".join(endpoint.api_key.split())  # a copied line break would make the header invalid
         address = endpoint.api_base or endpoint.spec.default_api_base
         self.endpoint = replace(endpoint, api_key=key, api_base=address)
         self.model, self.pace = endpoint.model, pace
         self.connection = Connection(self.endpoint, request_timeout, idle_timeout)
-        self.learnt: dict[str, list[Healed]] = {}  # by model: the changes that it needs
-        self.is_warned = False  # the user was told that the server's context window is too small
+        self.learnt: dict[str, list[Healed]] = {}  # by model: changes that its requests need
+        self.is_warned = False  # the user was told once that the server's window is too small
 
     async def answer(self, request: LLMRequest) -> LLMResponse:
-        """Ask until there is an answer, or an error that no other attempt can cure.
+        """Ask until there is an answer, or an error that no further attempt can help.
 
-        400 "'max_tokens' is not supported"  → the body is changed (`HEALING`), asked again at once
-        429 "try again in 20s", 503          → asked again after 20 s; after 1, 2 and 4 s
-        401, or half an answer was shown     → an answer with `error`: cause and fix
+        400 "'max_tokens' is not supported"  → change the body (`HEALING`) and retry at once
+        429 "try again in 20s"; 503          → retry after 20 s; after 1, 2 and 4 s
+        401; part of the answer was shown    → return an answer with `error`: cause and fix
         """
         healed = list(self.learnt.get(request.model, []))
         body = request_body(self.endpoint, request, healed)
@@ -280,9 +280,9 @@ class OpenAIProvider(LLMProvider):
             await asyncio.sleep(seconds * self.pace)
 
     async def _ask(self, request: LLMRequest, body: dict) -> LLMResponse:
-        """One HTTP attempt. Raises Failure if the endpoint fails, and what `on_delta` raises."""
+        """One HTTP attempt. Raises Failure if the endpoint fails, and exceptions of `on_delta`."""
         request.sent, request.began = body, time.monotonic()
-        is_weak = self.endpoint.spec.is_local or "tools" not in body  # may write calls as text
+        is_weak = self.endpoint.spec.is_local or "tools" not in body  # it may write calls as text
         reads_text = {"auto": is_weak, "on": True}.get(self.endpoint.text_tool_calls)
         known = parameters_by_name(request.tools)
         reader = AnswerReader(known if reads_text else {})
@@ -296,26 +296,26 @@ class OpenAIProvider(LLMProvider):
         except Failure as failure:
             failure.cause = self.endpoint.without_secrets(failure.cause)
             failure.shown = reader.shown if request.on_delta else ""
-            _, calls = read_text_calls(failure.generation, known)  # Groq's 400 quotes the call
+            _, calls = read_text_calls(failure.generation, known)  # Groq's error quotes the call
             if not calls or failure.shown:
                 raise
             return LLMResponse(None, calls, "tool_calls", estimate_usage(request, LLMResponse()))
 
     async def _learn(self, request: LLMRequest, answer: LLMResponse, healed: list[Healed]) -> None:
-        """Remember the changes that helped this model. Concurrent requests only add to them."""
+        """Remember the changes that this model needed. Concurrent requests only add changes."""
         known = self.learnt.setdefault(request.model, [])
         known += [entry for entry in healed if entry[0].is_remembered and entry not in known]
         seen = answer.usage["prompt_tokens"]
         sent = estimate_usage(request, answer)["prompt_tokens"]
-        # Ollama silently cuts a request that exceeds its window, by default 4,096 tokens
+        # Ollama silently cuts a request that exceeds its context window (4,096 tokens by default)
         is_cut = self.endpoint.spec.is_local and 1_000 < seen < 5_000 and sent > 2 * seen
         if is_cut and not self.is_warned:
             self.is_warned = True
-            fix = "Widen its window, for Ollama: OLLAMA_CONTEXT_LENGTH=64000 ollama serve"
-            await request.tell(f"The server saw {seen:,} of about {sent:,} tokens. {fix}")
+            fix = "Set a larger context, for Ollama: OLLAMA_CONTEXT_LENGTH=64000 ollama serve"
+            await request.tell(f"The server read {seen:,} of about {sent:,} tokens. {fix}")
 
     def warm_up(self) -> None:
-        with contextlib.suppress(Failure):  # a missing package is reported by the first request
+        with contextlib.suppress(Failure):  # the first request reports a missing package
             load_sdk()
 
     async def close(self) -> None:
@@ -329,19 +329,19 @@ class OpenAIProvider(LLMProvider):
             return explanation(failure, self.endpoint)
         if not offered or self.model in offered:
             return None
-        return f"Choose with --model or NANOBOT_MODEL; the endpoint has: {', '.join(offered[:20])}"
+        return f"Set --model or NANOBOT_MODEL; the endpoint has: {', '.join(offered[:20])}"
 
 
 def retry_after(failure: Failure, tries: int) -> float | None:
-    """Seconds to wait before the same request is sent again; None if that cannot help.
+    """Seconds to wait before the same request is sent again; None if a retry cannot help.
 
     429 "Rate limit reached, try again in 20s" → 20.0;  503 → 1.0, then 2.0, then 4.0;  401 → None
     """
     most = {"loading": 15, "timeout": 1}.get(failure.kind, 3)
-    is_too_late = bool(failure.shown)  # the user has read the beginning of another answer
+    is_too_late = bool(failure.shown)  # the user has read a part of this answer
     if is_too_late or tries >= most or failure.kind not in PASSING:
         return None
-    if failure.kind == "loading":  # 15 times 4 s: a minute
+    if failure.kind == "loading":  # 15 tries, 4 s apart: a minute
         return 4.0
     if failure.kind == "closed" and tries == 0:
         return 0.0
@@ -352,10 +352,10 @@ def retry_after(failure: Failure, tries: int) -> float | None:
 
 
 class OfflineProvider(LLMProvider):
-    """Rules in a file choose the calls: "what's in a.txt?" → read_file("a.txt").
+    """Rules in a file select the calls: "what's in a.txt?" → read_file("a.txt").
 
-    It keeps no state. Each request plans all calls of the turn again, and the first call that has
-    no result yet is the answer. If all have results, the answer is a text.
+    It keeps no state. For each request all calls of the turn are planned again; the answer is the
+    first call that has no result yet. If all calls have results, the answer is a text.
     """
 
     model = "offline"
@@ -368,16 +368,16 @@ class OfflineProvider(LLMProvider):
         plan = Plan(request, self.rules)
         text = plan.answer()
         answer = calling(*plan.next_call) if plan.next_call else LLMResponse(text)
-        answer.reasoning_content = f"rules and their words: {plan.matches}"  # seen in traces
+        answer.reasoning_content = f"rules and their words: {plan.matches}"  # visible in traces
         await request.show(*words(answer.content or ""))
         answer.usage = estimate_usage(request, answer)
         return answer
 
 
-# ======== Second reading: what real histories, endpoints and answers are like ========
+# ======== Second reading: how to cope with real histories, endpoints and answers ========
 
 # ---- How a history is made lawful ----
-# A program that was killed between a call and its result would break its session for ever: 400 "An
+# If a program is killed between a call and its result, each later request would get a 400: "An
 # assistant message with 'tool_calls' must be followed by tool messages responding to each …".
 
 REASONING = ("reasoning_content", "reasoning", "reasoning_details")  # sent back under the same name
@@ -386,12 +386,12 @@ NO_RESULT = "[interrupted before it finished]"
 
 
 def clean_message(message: dict) -> dict | None:
-    """Known keys and an acceptable content; None if nothing is left."""
+    """Keep known keys and make the content valid; returns None if nothing is left."""
     clean = {key: value for key, value in message.items() if key in KNOWN_KEYS and value}
     role = "system" if message.get("role") == "developer" else message.get("role")
     if role not in ("system", "user", "assistant", "tool"):
         return None
-    # an assistant message gets no filler: models repeat what they said before
+    # an assistant message gets no filler, because models repeat earlier answers
     filler = "" if role == "assistant" else "(empty)"
     clean |= {"role": role, "content": clean_content(clean.get("content", ""), filler) or None}
     calls = clean_calls(clean.pop("tool_calls", []))
@@ -401,7 +401,7 @@ def clean_message(message: dict) -> dict | None:
 
 
 def clean_content(content: Any, filler: str) -> str | list[dict]:
-    """A text or blocks. A blank text becomes the filler; a blank block goes if that is ""."""
+    """Text or blocks. `filler` replaces a blank text; if it is "", blank blocks are removed."""
     if not isinstance(content, list):
         text = content if isinstance(content, str) else to_json(content)
         return text if text.strip() else filler
@@ -419,7 +419,7 @@ def as_blocks(content: str | list) -> list[dict]:
 
 
 def clean_calls(calls: list[dict]) -> list[dict]:
-    """Drop calls without a name; make arguments the text of a JSON object: None → "{}"."""
+    """Drop calls without a name; turn arguments into JSON text of an object: None → "{}"."""
     clean = []
     for call in calls:
         function = call.get("function") or {}
@@ -431,14 +431,14 @@ def clean_calls(calls: list[dict]) -> list[dict]:
 
 
 def with_results(messages: list[dict]) -> list[dict]:
-    """Give each call a unique id and one result, directly behind it; drop all other results.
+    """Give each call a unique id and one result right after it; drop all other results.
 
-    Some endpoints use the same ids again in each answer. So a result belongs to the nearest
-    assistant message with calls before it.
+    Some endpoints use the same ids again in each answer. So a result belongs to the last assistant
+    message with calls that comes before the result.
     """
     paired: list[dict] = []
     used_ids: set[str] = set()
-    waiting: dict[Any, list[dict]] = {}  # by id of a call: tool messages without their content
+    waiting: dict[Any, list[dict]] = {}  # by id of a call: tool messages without content yet
     for message in messages:
         if message["role"] == "tool":
             places = waiting.get(message.get("tool_call_id"))
@@ -458,7 +458,7 @@ def with_results(messages: list[dict]) -> list[dict]:
 
 
 def unused_id(id_: Any, used: set[str]) -> str:
-    """The id; if it is taken, the id with a number: "a", then "a_2"."""
+    """The id; if it is used already, the id with a number: "a", then "a_2"."""
     name = str(id_ or "call")
     names = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
     unused = next(each for each in names if each not in used)
@@ -467,13 +467,13 @@ def unused_id(id_: Any, used: set[str]) -> str:
 
 
 def new_id(old: str = "") -> str:
-    """Nine digits, an id that every endpoint takes; the same digits for the same old id."""
+    """An id of nine digits, valid for every endpoint; the same old id gives the same digits."""
     number = zlib.crc32(old.encode()) if old else time.perf_counter_ns()
     return f"{number % 10**9:09d}"
 
 
 def with_neighbours_joined(messages: list[dict]) -> list[dict]:
-    """user "a", user [image] → user [{"type": "text", "text": "a"}, image]; reasoning stays."""
+    """user "a", user [image] → user [{"type": "text", "text": "a"}, image]; keeps reasoning."""
     joined: list[dict] = []
     for message in messages:
         if not joined or joined[-1]["role"] != message["role"] or message["role"] == "tool":
@@ -497,17 +497,17 @@ def with_whole_letters(value: Any) -> Any:
     return value
 
 
-# ---- Arguments ----
-# Small models write {'path': 'a.txt',}, which is repaired. Arguments that were cut off are not:
-# some endpoints call a cut answer whole, and a repaired '{"command": "rm -rf bui' would run.
+# ---- Arguments of tool calls ----
+# Small models write {'path': 'a.txt',}, which is repaired. Arguments that were cut are never
+# repaired, even if the endpoint calls the answer complete: '{"command": "rm -rf bui' must not run.
 
-MOST_REPAIRED = 10_000  # characters: the time to repair grows with the square of the length
-# whole strings ("a \" b" and 'a'), a quote that is never closed, brackets
+MOST_REPAIRED = 10_000  # characters; the time grows with the square of the length
+# matches closed strings ("a \" b" and 'a'), a quote that is never closed, brackets
 JSON_MARKS = re.compile(r""""(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|["'{}\[\]]""", re.DOTALL)
 
 
 def parse_arguments(written: Any, repair: bool) -> tuple[dict, str]:
-    """A call's arguments, and what is wrong: `({}, "its arguments are not whole JSON …")`."""
+    """A call's arguments and an error or "": `({}, "its arguments are not whole JSON …")`."""
     try:
         text = written if isinstance(written, str) else to_json(written or {})
         value = with_whole_letters(load_json(text.strip() or "{}", repair))  # raises for NaN
@@ -519,8 +519,8 @@ def parse_arguments(written: Any, repair: bool) -> tuple[dict, str]:
 
 
 def load_json(text: str, repair: bool) -> Any:
-    """Strict JSON, or ValueError; with `repair` also a Python dict, or what json-repair makes of
-    the text. A text that ends inside a string, an object or a list is never repaired.
+    """Read strict JSON, else raise ValueError. If `repair`, try a Python dict, then json-repair;
+    but a text that ends inside a string, an object or a list is never repaired.
     """
     try:
         return JSON.decode(text)
@@ -528,7 +528,7 @@ def load_json(text: str, repair: bool) -> Any:
         if not repair or len(text) > MOST_REPAIRED or ends_within(text):
             raise
     try:
-        with warnings.catch_warnings(action="ignore"):  # SyntaxWarning for "\\d"
+        with warnings.catch_warnings(action="ignore"):  # "\\d" causes a SyntaxWarning
             return ast.literal_eval(text)  # {'path': 'a.txt', 'all': True}
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         import json_repair
@@ -537,34 +537,34 @@ def load_json(text: str, repair: bool) -> Any:
 
 
 def ends_within(text: str) -> bool:
-    """Does it end inside a string, an object or a list, like `{"command": "rm -rf bui`?"""
+    """Does a text end inside a string, an object or a list, like `{"command": "rm -rf bui`?"""
     marks = [mark for mark in JSON_MARKS.findall(text) if len(mark) == 1]
     opened = marks.count("{") + marks.count("[") - marks.count("}") - marks.count("]")
     return '"' in marks or "'" in marks or opened > 0
 
 
-# ---- Which endpoint ----
-# One table instead of a class for each endpoint. A wrong choice sends a key to a stranger.
+# ---- Which endpoint gets the request ----
+# One table instead of a class for each endpoint. A wrong choice would send a key to a stranger.
 
 
 @dataclass(frozen=True)
 class ProviderSpec:
-    """A row of the table PROVIDERS: all that the code knows about an endpoint."""
+    """A row of the table PROVIDERS: all facts about one endpoint."""
 
     name: str
-    keywords: str = ""  # how the names of its models begin, as a regular expression: gpt|o1
-    env_key: str = ""  # the variable with the key; such a row has one address for everybody
+    keywords: str = ""  # regular expression for the first words of its models' names: gpt|o1
+    env_key: str = ""  # environment variable with the key; "" for local and custom
     default_api_base: str = ""
-    hosts: tuple[str, ...] = ()  # further endings of `.host:port` that belong to it
+    hosts: tuple[str, ...] = ()  # more endings of its `.host:port`
     key_prefix: str = ""
     default_model: str = ""
-    is_gateway: bool = False  # serves any maker's models, as maker/model
-    is_local: bool = False  # needs no key and no proxy
+    is_gateway: bool = False  # serves models of many makers, named maker/model
+    is_local: bool = False  # True: needs no key, uses no proxy
     supports_prompt_caching: bool = False  # True: the request must mark what to cache
     max_tokens_field: str = "max_tokens"
 
 
-PROVIDERS = [  # name, keywords, env_key, default_api_base; then what is special
+PROVIDERS = [  # name, keywords, env_key, default_api_base; then special fields
     ProviderSpec("openai", "gpt|chatgpt|o1|o3|o4", "OPENAI_API_KEY", "https://api.openai.com/v1",
                  default_model="gpt-5-mini", max_tokens_field="max_completion_tokens"),
     ProviderSpec("openrouter", "", "OPENROUTER_API_KEY", "https://openrouter.ai/api/v1",
@@ -605,7 +605,7 @@ ROWS = {row.name: row for row in PROVIDERS}
 
 @dataclass
 class Endpoint:
-    """Where requests go: a row, the user's key and address for it, and the model."""
+    """Where requests go: a row of PROVIDERS, the user's key and address, and the model."""
 
     spec: ProviderSpec
     api_key: str = ""
@@ -613,10 +613,10 @@ class Endpoint:
     model: str = ""
     extra_headers: dict = field(default_factory=dict)
     extra_body: dict = field(default_factory=dict)
-    text_tool_calls: str = "auto"  # run calls that are written as text? on, off, auto: if local
+    text_tool_calls: str = "auto"  # run calls written as text? on, off; auto: if local
 
     def without_secrets(self, text: str) -> str:
-        """Servers repeat the key in their error messages; an address may hold a password."""
+        """Hide the key, which servers repeat in errors, and the password of an address."""
         secrets = [self.api_key, *map(str, self.extra_headers.values())]
         for secret in filter(lambda secret: len(secret) > 7, secrets):  # but not "ollama"
             text = text.replace(secret, "[key]")
@@ -626,17 +626,17 @@ class Endpoint:
 def choose_endpoint(
     settings: dict[str, Endpoint], model: str = "", provider: str = "", base_url: str = ""
 ) -> Endpoint | None:
-    """Choose row, address and key. `settings` are by row name. Returns None if nothing is set.
+    """Choose row, address and key; `settings` by row name. Returns None if nothing is set.
 
-    The base URL decides, then the named provider, then the model's name. A key, and the headers
-    beside it, never go to another row's host. Raises ValueError that says what to set.
+    The base URL decides first, then the named provider, then the model's name. A row's key and
+    headers never go to another row's host. Raises ValueError, which names the missing setting.
     """
     if provider and provider not in ROWS:
         names = ", ".join(ROWS)
         raise ValueError(f"There is no provider {provider!r}. There are: {names}, offline.")
     known = {row.name: replace(settings.get(row.name) or Endpoint(row)) for row in PROVIDERS}
     general_key = known["openai"].api_key
-    for row in PROVIDERS:  # a key in OPENAI_API_KEY that begins with sk-or- is OpenRouter's
+    for row in PROVIDERS:  # OPENAI_API_KEY=sk-or-… is a key of OpenRouter
         if row.key_prefix and general_key.startswith(row.key_prefix):
             known[row.name].api_key = known[row.name].api_key or general_key
             known["openai"].api_key = ""
@@ -654,19 +654,19 @@ def choose_endpoint(
     if spec.env_key and not chosen.api_key and not base_url:
         raise ValueError(f"Provider {spec.name} has no key: set {spec.env_key}.")
     maker, _, rest = model.partition("/")
-    if maker == spec.name and ("/" in rest or not spec.is_gateway):  # but openrouter/auto stays
+    if maker == spec.name and ("/" in rest or not spec.is_gateway):  # but keep openrouter/auto
         model = rest
     if host not in (None, spec) and address != chosen.api_base and spec.env_key:
         chosen.api_key, chosen.extra_headers = "", {}
     if host and not host.env_key and not chosen.api_key:
-        chosen.api_key = general_key  # OPENAI_API_KEY is also for the user's own server
+        chosen.api_key = general_key  # OPENAI_API_KEY also goes to the user's own server
     if spec.is_local and not urlsplit(address).path.strip("/"):
         address = address.rstrip("/") + "/v1"
     return replace(chosen, spec=spec, api_base=address, model=model or spec.default_model)
 
 
 def row_of_address(base_url: str) -> ProviderSpec:
-    """`https://eu.api.openai.com/v1` is OpenAI's; an unknown host is local or custom."""
+    """The row for an address: eu.api.openai.com is OpenAI's; unknown hosts are local or custom."""
     place = f".{urlsplit(base_url).netloc.rpartition('@')[2]}"  # .api.openai.com, .localhost:11434
     for row in PROVIDERS:
         own = urlsplit(row.default_api_base).netloc
@@ -678,8 +678,8 @@ def row_of_address(base_url: str) -> ProviderSpec:
 
 
 def row_of_model(known: dict[str, Endpoint], model: str) -> ProviderSpec | None:
-    """Choose among the rows with a key or an address: first the maker in `maker/model`, then the
-    maker of models with such names, the user's own server, a gateway; for an unknown name any row.
+    """Choose a row that has a key or an address. The order: the maker in `maker/model`, the maker
+    whose models have such names, the user's own server, a gateway; for an unknown name any row.
     """
     usable = [row for row in PROVIDERS if known[row.name].api_base]
     usable += [row for row in PROVIDERS if known[row.name].api_key and row.default_api_base]
@@ -702,10 +702,10 @@ def row_of_model(known: dict[str, Endpoint], model: str) -> ProviderSpec | None:
 
 
 # ---- What went wrong ----
-# The SDK says "Connection error."; the cause is deeper, and each server words it differently.
+# The SDK only says "Connection error."; the cause is deeper, and each server words it differently.
 
 AGAIN = r"(?:try again|retry)\w{0,9} (?:in|after) (?=\d)"  # "Please try again in 5.2s", "… 6m0s"
-# A kind of failure, and a pattern for `429 the endpoint's words`. The first match decides.
+# A kind of failure, and a pattern for the text `429 the endpoint's words`. The first match decides.
 KINDS = [
     # llama.cpp: "Loading model"
     ("loading", "^503 .*(loading model|currently loading)"),
@@ -719,7 +719,7 @@ KINDS = [
      "context size has been exceeded|range of input length|`?inputs`? (tokens|must have less)"),
     # xAI, a 400: "Incorrect API key provided"; Gemini "API key not valid"; LiteLLM
     ("key", "^401 |incorrect api key|api key not valid|no connected db"),
-    # "quota exceeded, try again in 20s" is a rate limit in other words
+    # "quota exceeded, try again in 20s" is a rate limit, not "unpaid"
     ("busy", rf"^5\d\d |{AGAIN}"),
     # "You exceeded your current quota", "Insufficient Balance", "余额不足"
     ("unpaid", "^402 |insufficient|exceeded.{0,20}quota|billing|credit|balance|payment|余额|欠费"),
@@ -730,7 +730,7 @@ KINDS = [
     ("model", "no model|not a valid model|model not exist|invalid model name|^404 .*model"),
     ("nonsense", "^40[45] "),
 ]  # fmt: skip
-# The same for an exception and its cause: `APIConnectionError ReadError`; the last column is shown.
+# The same for the names of an exception and its cause; the third column is shown to the user.
 NO_ANSWER = [
     ("network", "APITimeoutError ConnectTimeout", "no connection in time"),
     ("timeout", r"\w*Timeout", "no answer in time"),
@@ -738,27 +738,27 @@ NO_ANSWER = [
     ("network", "APIConnectionError", ""),
     ("cut", "(RemoteProtocol|Read|Write)Error", "it closed the connection in the middle"),
 ]  # fmt: skip
-ADVICE = {  # what to do, by kind of failure; for any other kind only the cause is shown
+ADVICE = {  # the text for each kind of failure; any other kind shows only its cause
     "package": "{cause}",
     "timeout": "{where} gave no answer in time. Ask again, or try a smaller model.",
     "network": "Cannot reach {where} ({cause}). Is the address right, and is the server running?",
-    "overflow": "{where}: the conversation is too long for {model} ({cause}). Begin a /new one; "
-    "if a single message is that long, put its text into a file.",
+    "overflow": "{where}: the conversation is too long for {model} ({cause}). Begin a new one "
+    "with /new; if a single message is that long, put its text into a file.",
     "unpaid": "{where} reports a billing problem ({cause}). Pay there, or use another --provider.",
     "key": "{where} refuses the key ({cause}). Set {variable}.",
     "model": "{where} has no such model ({cause}).",
-    "nonsense": "{where} does not answer like a model ({cause}). A base URL mostly ends in /v1.",
+    "nonsense": "{where} does not answer like a model ({cause}). Base URLs mostly end in /v1.",
 }
 PASSING = ("busy", "loading", "network", "closed", "cut", "timeout")  # retried after a pause
 
 
 @dataclass(eq=False)
 class Failure(Exception):
-    """A request that failed: `cause` is for people, the other fields are for the code."""
+    """A request failed: `cause` is for people, the other fields are for the code."""
 
     cause: str
-    kind: str = ""  # of KINDS or NO_ANSWER, or package
-    text: str = ""  # all that the endpoint wrote
+    kind: str = ""  # from KINDS or NO_ANSWER, or "package"
+    text: str = ""  # the whole text of the endpoint's error
     status: int | None = None
     seconds: float = 0.0  # how long the endpoint asks to wait
     generation: str = ""  # a tool call that the endpoint could not read
@@ -766,7 +766,7 @@ class Failure(Exception):
 
 
 def explanation(failure: Failure, endpoint: Endpoint) -> str:
-    """The failure for people: the cause, then what to do."""
+    """The text for the user: the cause, then what to do."""
     text = ADVICE.get(failure.kind, "{where} failed: {cause}").format(
         where=endpoint.api_base, cause=failure.cause, model=endpoint.model,
         variable=endpoint.spec.env_key or "OPENAI_API_KEY",
@@ -775,7 +775,7 @@ def explanation(failure: Failure, endpoint: Endpoint) -> str:
 
 
 def as_failure(problem: Exception) -> Failure:
-    """Translate what the SDK or its HTTP client raised. Anything else is our bug: it is raised."""
+    """Convert an exception of the SDK or its HTTP client. Any other one is our bug: raise it."""
     if isinstance(problem, Failure):
         return problem
     library = type(problem).__module__.partition(".")[0]
@@ -794,7 +794,7 @@ def as_failure(problem: Exception) -> Failure:
 
 
 def refusal(body: Any, status: int | None = None, wait: str = "") -> Failure:
-    """An error in the endpoint's own words, however deep they are; `wait` is a header's value.
+    """Find the endpoint's words in nested JSON; `wait` is the value of the header retry-after.
 
     [{"error": {"code": 400, "message": "Unknown name"}}]  → Failure("Unknown name", …)
     """
@@ -809,7 +809,7 @@ def refusal(body: Any, status: int | None = None, wait: str = "") -> Failure:
         status = fields["code"]
     line = " ".join(str(inside or "")[:4_000].split())[:500]
     cause = f"HTTP {status}: {line}" if status else line
-    text = str(body or "")[:4_000]  # enough for every pattern, and it bounds their time
+    text = str(body or "")[:4_000]  # enough for every pattern; bounds the search time
     found = [kind for kind, words in KINDS if re.search(f"(?is){words}", f"{status} {text}")]
     soon = re.search(rf"(?i){AGAIN}(\d{{1,9}}(?:\.\d{{1,9}})?) ?s", text)
     soon = re.fullmatch(r"(\d{1,9}(?:\.\d+)?)", wait) or soon
@@ -820,23 +820,23 @@ def refusal(body: Any, status: int | None = None, wait: str = "") -> Failure:
 
 # ---- What endpoints refuse, and what helps ----
 # 400 "'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead." No table
-# can know this about each model, but the complaint says what to change.
+# can list this for each model, but the endpoint's error text says what to change.
 
-Change = Callable[[dict, str], dict]  # (body, complaint) → a new body; the old one stays as it is
+Change = Callable[[dict, str], dict]  # (body, complaint) → a new body; the old one is not changed
 
 
 class Remedy(NamedTuple):  # a row of HEALING
-    complaint: str  # a regular expression for what the endpoint wrote
-    notice: str  # to the user
+    complaint: str  # a regular expression for the endpoint's error text
+    notice: str  # shown to the user
     change: Change
-    is_remembered: bool = True  # for all later requests to the model, not only this one
+    is_remembered: bool = True  # applied to all later requests to the model, too
 
 
-Healed = tuple[Remedy, str]  # a remedy, and the complaint that it was for
+Healed = tuple[Remedy, str]  # a remedy, and the error text that it answers
 
 
 def find_remedy(failure: Failure, body: dict, healed: list[Healed]) -> Remedy | None:
-    """The first row that fits the complaint and changes the body; each once, at most nine."""
+    """The first row that matches the error and changes the body; at most nine for a request."""
     is_refusal = (failure.status or 400) in (400, 404, 405, 413, 415, 422, 500)
     if failure.shown or not is_refusal or len(healed) >= 9:
         return None
@@ -849,7 +849,7 @@ def find_remedy(failure: Failure, body: dict, healed: list[Healed]) -> Remedy | 
 
 
 def with_parameters(body: dict, complaint: str = "", **values: Any) -> dict:
-    """The body with other values; None removes a parameter."""
+    """A copy of the body with these values; None removes a parameter."""
     return {name: value for name, value in (body | values).items() if value is not None}
 
 
@@ -858,7 +858,7 @@ def each_message(body: dict, complaint: str, change: Callable[[dict], dict]) -> 
 
 
 def without_keys(value: Any, complaint: str, unwanted: tuple[str, ...], above: str = "") -> Any:
-    """Remove keys at every depth. In "properties" the keys are names of parameters, and stay."""
+    """Remove keys at every depth. Keys of "properties" are names of parameters: they are kept."""
     if isinstance(value, list):
         return [without_keys(item, complaint, unwanted) for item in value]
     if not isinstance(value, dict):
@@ -881,7 +881,7 @@ def without_the_named(body: dict, complaint: str) -> dict:
 
 
 def as_text(message: dict) -> dict:
-    """Content as one text; an image becomes a line."""
+    """The message with its content as one text; a line of text stands for an image."""
     if not isinstance(message["content"], list):
         return message
     image = "[an image: this model cannot see it]"
@@ -894,7 +894,7 @@ def with_some_reasoning(message: dict) -> dict:
 
 
 def with_signature(message: dict) -> dict:
-    """Gemini wants its signature on a step's first call; it takes this one for others' calls."""
+    """Gemini requires a signature on a step's first call; this one fits other models' calls."""
     if "tool_calls" not in message:
         return message
     first, *rest = message["tool_calls"]
@@ -922,7 +922,7 @@ What a tool returned comes back as <tool_result>. These are the tools:
 
 
 def tools_as_text(body: dict, complaint: str) -> dict:
-    """Describe the tools in the system message, and write calls and results as texts."""
+    """Describe the tools in the system message; turn calls and results into texts."""
     messages = [calls_as_text(message) for message in body["messages"]]
     if "tools" in body:
         lines = "\n".join(to_json(tool["function"]) for tool in body["tools"])
@@ -953,7 +953,7 @@ HEALING = [
     # "max_tokens is too large: 32000. This model supports at most 16384 completion tokens"
     Remedy("maximum context length.{1,200}(in the messages|input tokens)|"
            "max_(completion_)?tokens.{1,99}(too large|maximum|at most|less than|range|exceed)|"
-           "(range of|input length and) .?max_tokens", "its answers are as long as there is room",
+           "(range of|input length and) .?max_tokens", "max_tokens is left out: the server sets it",
            partial(with_parameters, max_tokens=None, max_completion_tokens=None)),
     # "'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead."
     Remedy("max_completion_tokens", "max_tokens has another name there", with_other_limit),
@@ -965,25 +965,25 @@ HEALING = [
     Remedy("stream\\b.{1,30}not support", "it does not stream",
            partial(with_parameters, stream=None, stream_options=None)),
     # "To use function tools, use /v1/responses or set reasoning_effort to 'none'."
-    Remedy("to 'none'", "with tools it does not reason",
+    Remedy("to 'none'", "with tools its reasoning is switched off",
            partial(with_parameters, reasoning_effort="none")),
     # Ollama: "gemma3:4b does not support tools"; a template: "Conversation roles must alternate";
     # vLLM: "auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set
     Remedy("support (tool|function)|(tool|function) call\\w* (is )?not support|"
            "roles must alternate|requires --enable-auto-tool-choice",
-           "tool calls go as text, as this model or server knows no others (vLLM knows them if it "
+           "tool calls are sent as text: this model or server supports no others (vLLM does, if it "
            "is started with --enable-auto-tool-choice --tool-call-parser)", tools_as_text),
     # DeepSeek: "The reasoning_content in the thinking mode must be passed back to the API."
     Remedy("reasoning_content.{0,50}(passed back|missing)|missing reasoning_content",
-           "older answers are sent with empty thoughts",
+           "older answers are sent with empty reasoning",
            partial(each_message, change=with_some_reasoning)),
     # Groq: "'messages.1' : … property 'reasoning_content' is unsupported"; llama.cpp: "Cannot pass
     # both content and thinking in an assistant message with tool calls!"
-    Remedy("messages.{0,80}reasoning|both content and thinking", "older thoughts are left out",
+    Remedy("messages.{0,80}reasoning|both content and thinking", "older reasoning is left out",
            partial(without_keys, unwanted=REASONING)),
     # llama.cpp: "Only user, assistant and tool roles are supported, got system."
     Remedy("(system|developer) (role|instruction|message).{0,20}not (supported|enabled)|got system|"
-           "not support 'system'", "the system prompt goes as the user's", with_system_as_user),
+           "not support 'system'", "the system prompt goes as a user message", with_system_as_user),
     # Mistral: "Tool call id was call_8bXe but must be a-z, A-Z, 0-9, with a length of 9."
     Remedy("a-z, A-Z, 0-9, with a length of 9", "ids of calls are shortened",
            partial(each_message, change=with_short_ids)),
@@ -993,7 +993,7 @@ HEALING = [
     # Gemini: "Unknown name \"additionalProperties\" at 'tools[0].function_declarations[0]…'"
     # OpenRouter: "messages.0.content.0.text.cache_control: Extra inputs are not permitted"
     Remedy("unknown name.{0,200}(schema|parameters|function)|top level|cache_control",
-           "tools are described in fewer words, and nothing is marked for the cache",
+           "some schema keywords and all cache marks are left out",
            partial(without_keys, unwanted=(*SCHEMA_WORDS, "cache_control"))),
     # Anthropic: "image exceeds 5 MB maximum: 6093312 bytes > 5242880 bytes"
     Remedy("image.{0,40}(exceed|too large|too many|must be)|(process|decode|download) .{0,9}image|"
@@ -1004,24 +1004,24 @@ HEALING = [
     # must be a string"
     Remedy("image|vision|multimodal|only .{0,9}text|content.type|content.{0,99}string|"
            "expected a string|untagged enum",
-           "contents go as plain text: this model takes no images or blocks",
+           "contents are sent as plain text: this model accepts no images or blocks",
            partial(each_message, change=as_text)),
     # "'temperature' does not support 0.16 with this model."; xAI: "does not support parameter
     # reasoningEffort"; DeepSeek: "Thinking mode does not support this tool_choice"
     Remedy("temperature|top_[pk]\\b|tool_choice|thinking|effort|not support|unsupported|unknown|"
            "unrecognized|unexpected|extra|forbidden|cannot",
-           "a parameter that it does not take is left out", without_the_named),
+           "a parameter that it does not accept is left out", without_the_named),
 ]  # fmt: skip
 
 
-# ---- What goes over the wire ----
-# As few parameters as possible: any further one is refused by some endpoint.
+# ---- The HTTP request and the stream ----
+# As few parameters as possible: for any additional one, some endpoint refuses the request.
 
-DONE = {"choices": [{}]}  # for the line `data: [DONE]`: a choice without `delta` ends the answer
+DONE = {"choices": [{}]}  # for `data: [DONE]`: a choice without `delta` means the end
 
 
 def request_body(endpoint: Endpoint, request: LLMRequest, healed: list[Healed]) -> dict:
-    """{"messages": […], "tools": […], "max_tokens": 8192, …}, as this model takes it."""
+    """{"messages": […], "tools": […], "max_tokens": 8192, …} with the changes for this model."""
     body = {"messages": request.messages, "tools": request.tools or None, **request.options}
     if "max_tokens" in body:
         body[endpoint.spec.max_tokens_field] = body.pop("max_tokens")
@@ -1036,7 +1036,7 @@ def request_body(endpoint: Endpoint, request: LLMRequest, healed: list[Healed]) 
 
 
 def cache_marks(body: dict) -> dict:
-    """Mark the system message: the endpoint caches all before the mark, and the tools, too."""
+    """Mark the system message: the endpoint caches it and the tools, which precede the mark."""
     first, *rest = body["messages"]
     mark = {"cache_control": {"type": "ephemeral"}}
     marked = {**first, "content": [{"type": "text", "text": as_text(first)["content"], **mark}]}
@@ -1054,17 +1054,17 @@ def load_sdk() -> Any:
         raise Failure(f"The {name} package is missing: pip install {name}", "package") from problem
     finally:
         gc.enable()
-    gc.freeze()  # the collector need not look at these modules again
+    gc.freeze()  # the collector does not visit these modules again
     return openai
 
 
 class Connection:
-    """The SDK's client for an endpoint, made when it is needed; answers are read as plain JSON."""
+    """The SDK's client for an endpoint, made at first use; answers are read as plain JSON."""
 
     def __init__(self, endpoint: Endpoint, request_timeout: float, idle_timeout: float):
         self.endpoint = endpoint
         self.request_timeout, self.idle_timeout = request_timeout, idle_timeout
-        self._loop: asyncio.AbstractEventLoop | None = None  # connections belong to one event loop
+        self._loop: asyncio.AbstractEventLoop | None = None  # connections belong to one loop
 
     def client(self) -> Any:
         here = asyncio.get_running_loop()
@@ -1091,10 +1091,10 @@ class Connection:
             await self._client.close()
 
     async def chunks(self, body: dict) -> AsyncIterator[dict]:
-        """The chunks of an answer; a server that does not stream sends one. Raises Failure.
+        """The chunks of an answer; one chunk if the server does not stream. Raises Failure.
 
-        The first chunk must come within the request timeout (comments do not count), each further
-        one within the idle timeout. No timeout runs while the caller works with a chunk.
+        The first chunk must come within the request timeout (comments do not count), each later
+        chunk within the idle timeout. Timeouts pause while the caller handles a chunk.
         """
         chunk = None
         raw = {"headers": {"X-Stainless-Raw-Response": "stream"}, "security": {"bearer_auth": True}}
@@ -1112,8 +1112,8 @@ class Connection:
                         clock.reschedule(asyncio.get_running_loop().time() + patience)
                 finally:
                     await response.close()
-        except Exception as problem:  # cancellation is no Exception and goes on
-            if chunk is not DONE:  # some servers never close the connection, or break it
+        except Exception as problem:  # CancelledError is no Exception: it is not caught
+            if chunk is not DONE:  # after [DONE], a broken or open connection is no error
                 raise as_failure(problem) from problem
 
     async def models(self) -> list[str]:
@@ -1122,13 +1122,13 @@ class Connection:
             list_models = self.client().models.with_raw_response.list
             response = await list_models(timeout=min(self.request_timeout, 10.0))
             rows = parse_answer(response.content).get("data") or []
-            return [str(row.get("id")).removeprefix("models/") for row in rows]  # Gemini's prefix
+            return [str(row.get("id")).removeprefix("models/") for row in rows]  # of Gemini
         except Exception as problem:
             raise as_failure(problem) from problem
 
 
 async def chunks_of(response: Any) -> AsyncIterator[dict]:
-    """A chunk for each line `data: {…}`; comments, names of events and blank lines are skipped."""
+    """A chunk for each line `data: {…}`; comments, event names and blank lines are skipped."""
     if "event-stream" not in response.headers.get("content-type", ""):
         yield parse_answer(await response.read())
         return
@@ -1139,7 +1139,7 @@ async def chunks_of(response: Any) -> AsyncIterator[dict]:
 
 
 async def lines_of(response: Any) -> AsyncIterator[bytes]:
-    """Lines end at \\n alone: a U+2028 may stand within a text."""
+    """Split at \\n alone: other line ends, like U+2028, may be inside a text."""
     rest = b""
     async for data in response.iter_bytes():
         *lines, rest = (rest + data).split(b"\n")
@@ -1149,7 +1149,7 @@ async def lines_of(response: Any) -> AsyncIterator[bytes]:
 
 
 def parse_answer(data: bytes) -> dict:
-    """A JSON object; raises Failure that shows what came instead."""
+    """Parse a JSON object; raises Failure, which shows the data if they are anything else."""
     with contextlib.suppress(ValueError):
         answer = json.loads(data)
         if isinstance(answer, dict):
@@ -1160,14 +1160,14 @@ def parse_answer(data: bytes) -> dict:
     raise Failure(f"not JSON but: {start[:120] or 'nothing'}", kind)
 
 
-# ---- An answer is put together ----
-# Endpoints stream calls in eleven ways, and may send an error after a "200 OK".
+# ---- Chunks are joined to an answer ----
+# Endpoints stream calls in eleven different ways, and may send an error after a "200 OK".
 
-# Some models write <think>…</think> before the answer; some send the end tag only.
+# Some models write <think>…</think> before the answer; some send only the end tag.
 THOUGHT = re.compile(r"\s*</?(?:think|thinking|thought)>")
 END = re.compile(r"</(?:think|thinking|thought)>")
-UNCLEAR = re.compile(r"\s{0,200}(?:<[/a-z]{0,9})?")  # blanks, "<thi": a thought may begin
-REASONS = {  # in OpenAI's words; any other (`eos`, `tool_use`, `end_turn`) is an end like `stop`
+UNCLEAR = re.compile(r"\s{0,200}(?:<[/a-z]{0,9})?")  # spaces or "<thi": perhaps a thought begins
+REASONS = {  # finish reasons in OpenAI's words; any other (`eos`, `end_turn`) counts as `stop`
     "none": None, "tool_calls": "tool_calls", "function_call": "tool_calls",
     "content_filter": "content_filter", "refusal": "refusal",
     "length": "length", "max_tokens": "length", "model_length": "length",  # Anthropic, Mistral
@@ -1176,7 +1176,7 @@ REASONS = {  # in OpenAI's words; any other (`eos`, `tool_use`, `end_turn`) is a
 
 
 @dataclass
-class CallParts:  # a call whose pieces still arrive
+class CallParts:  # a call of which some pieces may still arrive
     index: int | None
     id: str | None = None
     name: str = ""
@@ -1185,22 +1185,22 @@ class CallParts:  # a call whose pieces still arrive
 
 
 class AnswerReader:
-    """Puts an answer together from the chunks of a stream; an answer in one piece is one chunk."""
+    """Joins the chunks of a stream to an answer; an answer that is not streamed is one chunk."""
 
     def __init__(self, tools: dict[str, dict]) -> None:
-        self.tools = tools  # calls of these may be text: {"read_file": {…its parameters…}}
-        self.shown = ""  # the text so far, without thoughts
-        self.held = ""  # text that is held back: it may become a thought or a call
+        self.tools = tools  # tools whose calls may be text: {"read_file": {…parameters…}}
+        self.shown = ""  # the text shown so far, without thoughts
+        self.held = ""  # text not shown yet: it may become a thought or a call
         self.is_thought = False
         self.calls: list[CallParts] = []
         self.text_calls: list[ToolCallRequest] = []
         self.extra: dict = {}
         self.usage: dict = {}
-        self.is_whole = False  # the server said that this is all
+        self.is_whole = False  # the server has signalled the end
         self.finish_reason: str | None = None
 
     def feed(self, chunk: dict) -> str:
-        """Take a chunk in. Returns the text that may be shown now."""
+        """Add a chunk. Returns the text that may be shown now."""
         choices = chunk.get("choices") or []
         try:
             for part in (chunk, *choices):
@@ -1241,21 +1241,21 @@ class AnswerReader:
             begins = piece["id"] != fitting[-1].id
         elif fitting and name and arguments and fitting[-1].arguments:
             _, error = parse_arguments(fitting[-1].arguments, repair=False)
-            begins = not error  # the one before is whole
+            begins = not error  # the call before is complete
         if begins:
             self.calls.append(CallParts(index))
         call = self.calls[-1] if begins else fitting[-1]
         call.id = call.id or piece.get("id")
-        if name != call.name:  # some endpoints repeat it in every piece
+        if name != call.name:  # some endpoints repeat the name in every piece
             call.name += name
         call.arguments += arguments if isinstance(arguments, str) else to_json(arguments)
         known = ("index", "id", "type", "function")
         call.extra |= {key: value for key, value in piece.items() if key not in known}
 
     def _ready(self, text: str) -> str:
-        """The text that may be shown now: no thought, and nothing that may become a call."""
+        """The text that may be shown now: no thought, and no possible beginning of a call."""
         self.held += text
-        if not self.shown:  # anywhere else a tag is text: "Wrap it in <think> and </think> tags."
+        if not self.shown:  # later a tag is plain text: "Wrap it in <think> and </think> tags."
             while tag := (END.search(self.held) if self.is_thought else THOUGHT.match(self.held)):
                 self.is_thought = "/" not in tag[0]
                 self.held = self.held[tag.end() :]
@@ -1272,7 +1272,7 @@ class AnswerReader:
         return ready
 
     def close(self) -> str:
-        """The answer has ended. Returns the rest of the text that may be shown."""
+        """The stream has ended. Returns the text that is left to show."""
         text = self.shown if self.is_thought else self.shown + self.held
         before = len(self.shown)
         if self.tools and not self.calls:
@@ -1281,7 +1281,7 @@ class AnswerReader:
         return text[before:]
 
     def response(self, request: LLMRequest) -> LLMResponse:
-        """The whole answer; raises Failure if it broke off."""
+        """The complete answer; raises Failure if the answer broke off."""
         reason = REASONS.get(str(self.finish_reason).lower(), "stop")
         calls = self.text_calls
         for call in self.calls:
@@ -1289,7 +1289,7 @@ class AnswerReader:
             arguments, error = parse_arguments(call.arguments, repair=is_finished)
             id_ = call.id or new_id()
             calls.append(ToolCallRequest(id_, call.name, arguments, error, extra=call.extra))
-        # an answer that was cut is continued: its last line end belongs to it
+        # a cut answer will be continued: keep its last line end
         text = self.shown if reason == "length" else self.shown.rstrip("\n")
         text = with_whole_letters(text) if text.strip() else None
         is_cut = any(call.error for call in calls) if calls else not self.is_whole
@@ -1302,7 +1302,7 @@ class AnswerReader:
 
 
 def read_usage(usage: dict) -> dict:
-    """The endpoint's own count; cached tokens have three names. {} if it did not count."""
+    """Tokens that the endpoint counted ({} if none); cached tokens have one of three names."""
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
     cached = cached or usage.get("cached_tokens") or usage.get("prompt_cache_hit_tokens")
     counts = {name: int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")}
@@ -1311,19 +1311,19 @@ def read_usage(usage: dict) -> dict:
 
 
 def estimate_usage(request: LLMRequest, answer: LLMResponse) -> dict:
-    """Count roughly: in English a token is about four bytes."""
+    """Estimate the tokens: in English a token has about four bytes."""
     sent = len(to_json([request.messages, request.tools])) // 4
     counts = {"prompt_tokens": sent, "completion_tokens": len(to_json(answer.to_message())) // 4}
     return counts | {"cached_tokens": 0, "estimated": True}
 
 
 # ---- Calls that a weak model wrote as text ----
-# Qwen2.5-Coder-1.5B behind llama.cpp writes "I will use the `read_file` function." and then its
-# call as JSON in a fence, each third time. They run if a local model ends its answer with them;
-# if the answer begins with JSON, also if a result stands behind it, which the model made up.
+# Qwen2.5-Coder-1.5B on llama.cpp writes "I will use the `read_file` function." and then the call as
+# JSON in a code fence, each third time. A local model's calls run if they end the answer; if the
+# answer begins with a call, also if text follows, such as a result that the model made up.
 
 TAG = r"(?:tool_calls?|tools)>"
-# where a call may begin: <tool_call>, <function=now>, a fence and a brace; or "<tool_c", "``"
+# a call may begin with <tool_call>, <function=now>, a fence and a brace; or with a part: "<tool_c"
 CALL_START = re.compile(
     rf"<{TAG}|<function=|^```\w{{0,20}}\s{{0,9}}(?:[{{<]|\Z)|^`{{1,2}}\Z|<\w{{0,10}}\Z",
     re.MULTILINE)  # fmt: skip
@@ -1338,7 +1338,7 @@ def parameters_by_name(tools: list[dict]) -> dict[str, dict]:
 
 
 def read_text_calls(text: str, tools: dict[str, dict]) -> tuple[str, list[ToolCallRequest]]:
-    """The prose, and the calls behind it; or the whole text, and none.
+    """The text before the calls, and the calls; or the whole text, and no calls.
 
     'I look.\\n```json\\n{"name": "ls", "arguments": {}}\\n```'  → ("I look.", [ls({})])
     """
@@ -1348,13 +1348,13 @@ def read_text_calls(text: str, tools: dict[str, dict]) -> tuple[str, list[ToolCa
         try:
             return text[:start].rstrip(), calls_in(text, start, tools)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            continue  # what begins here is no call
+            continue  # the text from `start` on is no call
     return text, []
 
 
 def calls_in(text: str, place: int, tools: dict[str, dict]) -> list[ToolCallRequest]:
-    """The calls from a place to the end of the text. Raises if words are between or behind them.
-    JSON is read strictly, so that a fence or a tag inside a string stays a part of the string."""
+    """The calls from a place to the end of the text. Raises if there is other text among them.
+    JSON is read strictly, so a fence or a tag inside a string remains a part of the string."""
     calls = []
     while (place := AROUND.match(text, place).end()) < len(text):
         if calls and text[place] not in "{<" and BARE_CALL.match(text):
@@ -1369,12 +1369,12 @@ def calls_in(text: str, place: int, tools: dict[str, dict]) -> list[ToolCallRequ
             name, written = call["name"], call.get("arguments", call.get("parameters"))
         calls.append(text_call(name, written, tools[name]))
     if not calls:
-        raise ValueError("nothing but marks")
+        raise ValueError("no call, only tags")
     return calls
 
 
 def text_call(name: str, written: Any, schema: dict) -> ToolCallRequest:
-    """Arguments that the tool does not have are dropped. Raises ValueError if one is missing."""
+    """A call without unknown arguments. Raises ValueError if a required argument is missing."""
     arguments, error = parse_arguments(written, repair=False)
     properties = schema.get("properties")
     if properties and not schema.get("additionalProperties"):
@@ -1385,7 +1385,7 @@ def text_call(name: str, written: Any, schema: dict) -> ToolCallRequest:
 
 
 # ---- Traces and replays ----
-# "It worked yesterday": a trace says what was sent, and a replay runs that very turn again.
+# "It worked yesterday": a trace records the requests, and a replay repeats the recorded turn.
 
 # "Bearer abcdefgh…", "api_key = …", "sk-…"
 KEYS = (r"(?i)(bearer |authorization\W{1,9}|api[_-]?key\W{1,9})[\w.~+/-]{8,}|"
@@ -1393,7 +1393,7 @@ KEYS = (r"(?i)(bearer |authorization\W{1,9}|api[_-]?key\W{1,9})[\w.~+/-]{8,}|"
 
 
 def without_key_texts(value: Any, name: str = "") -> Any:
-    """A deep copy with `[key]` for what looks like a key, by its form or by the name before it."""
+    """A deep copy; `[key]` replaces texts that look like keys, by their form or by their name."""
     if isinstance(value, dict):
         return {key: without_key_texts(inside, key) for key, inside in value.items()}
     if isinstance(value, list):
@@ -1407,12 +1407,12 @@ class Trace:
     """Writes each HTTP attempt and its outcome to a file, one JSON object a line, without keys.
 
     `sent` has the parameters of the HTTP body that differ from the request. Outcomes: answered,
-    failed, cancelled; healed and retried are followed by another attempt.
+    failed, cancelled; after healed and retried another attempt follows.
     """
 
     def __init__(self, path: Path):
         self.path = path
-        self._append("")  # a file that cannot be written is reported at once
+        self._append("")  # raises OSError now if the file cannot be written
 
     def _append(self, text: str) -> None:
         private = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -1443,13 +1443,13 @@ class ReplayDiffers(Exception):
 
 
 class ReplayProvider(LLMProvider):
-    """Plays a trace back; raises ReplayDiffers if a request is not the recorded one."""
+    """Returns the recorded answers; raises ReplayDiffers if a request is not the recorded one."""
 
     model = "replay"
 
-    def __init__(self, trace: Path):  # raises OSError, or ValueError that names a line
-        self.records: list[dict] = []  # as they stand in the file
-        self.rest: list[dict] = []  # records not yet played; each `answer` is an LLMResponse
+    def __init__(self, trace: Path):  # raises OSError, or ValueError with a line number
+        self.records: list[dict] = []  # all records of the file
+        self.rest: list[dict] = []  # records still to play; each `answer` is an LLMResponse
         text = trace.read_text(encoding="utf-8", errors="replace")
         for number, line in enumerate(text.removesuffix("\n").split("\n"), 1):
             try:
@@ -1474,15 +1474,15 @@ class ReplayProvider(LLMProvider):
         return answer
 
 
-# The last line of a result that the same call brought three times or more (templates/same_*.md)
+# The runner adds this line if the same call is made three times or more (templates/same_*.md).
 WARNING = re.compile(r"\n(?:You have this result already|This same call has failed)[^\n]*\Z")
 
 
 class RecordedTools:
     """The tools of a trace. Nothing is executed: calls get the recorded results, in their order.
 
-    `make_result` takes text, is_error and images, like ToolResult. A warning is cut off the text:
-    the runner counts equal calls anew. Nothing else in a trace says that a result is an error.
+    `make_result` takes text, is_error and images, like ToolResult. A WARNING is cut off: the runner
+    adds it again. Nothing else in a trace shows that a result is an error.
     """
 
     def __init__(self, records: list[dict], make_result: Callable[..., Any]):
@@ -1494,15 +1494,15 @@ class RecordedTools:
             new = [message for message in later["messages"] if message not in record["messages"]]
             texts = [message["content"] for message in new if message["role"] == "tool"]
             blocks = [message["content"] for message in new if isinstance(message["content"], list)]
-            images = {first.get("text"): rest for first, *rest in blocks}  # by text of the result
+            images = {first.get("text"): rest for first, *rest in blocks}  # by the result's text
             for call, text in zip(record["answer"].tool_calls, texts, strict=False):
-                if not call.error:  # the runner itself answers a call that could not be read
+                if not call.error:  # the runner itself answers invalid calls
                     self.results.append((text, images.get(text, [])))
                     if "\nThis same call has failed " in text:
                         self.failing.add(to_json([call.name, call.arguments]))
 
     def get(self, name: str) -> None:
-        """Nothing is known of a tool but its results, so its calls run one after another."""
+        """A trace has no Tool objects: so None, and the calls run one after another."""
 
     def get_definitions(self) -> list[dict]:
         return self.definitions
@@ -1515,12 +1515,12 @@ class RecordedTools:
 
 
 # ---- You are the model ----
-# `--provider human` shows what a model sees, and how a call fails.
+# `--provider human` shows the view of a model, and how a call fails.
 
 
 class HumanProvider(LLMProvider):
-    """You are the model: shows what a model would see, and takes your answer or tool calls.
-    `ask(question)` gives a line from the person. A call that is wrong fails as a model's would."""
+    """You are the model: it shows you each request, and takes your answer or tool calls.
+    `ask(question)` returns a line of the person. An invalid call fails like a model's call."""
 
     model = "human"
 
@@ -1541,7 +1541,7 @@ class HumanProvider(LLMProvider):
         return answer
 
     def news(self, request: LLMRequest) -> list[str]:
-        """Lines for what is new since the last request: messages, and tools if they changed."""
+        """Lines that show new messages since the last request, and the tools if they changed."""
         before, self.seen = self.seen, request
         lines = []
         for number, message in enumerate(request.messages):
@@ -1556,12 +1556,12 @@ class HumanProvider(LLMProvider):
 
 
 # ---- The offline model ----
-# It works without a key and without a network. People write its rules in a file. The code turns
-# each sentence of that file into a regular expression, and reports a mistake with its line.
+# The offline model needs no key and no network. People write its rules in a file. The code turns
+# each sentence of the file into a regular expression, and reports mistakes with their line numbers.
 
-OFFLINE_RULES = "templates/offline/rules.md"  # beside this file, or in nanobot_data/ of a wheel
-FIELDS = ("tool", "answer", "line", "schedule", "path")  # and the arguments of a tool
-BUILT_IN = {"result", "time", "memory", "file"}  # <words> that no sentence needs to have
+OFFLINE_RULES = "templates/offline/rules.md"  # in this folder, or in nanobot_data/ of a wheel
+FIELDS = ("tool", "answer", "line", "schedule", "path")  # or an argument of a tool
+BUILT_IN = {"result", "time", "memory", "file"}  # <words> of fields that are in no sentence
 MARKS = {"[": "(?:", "]": ")?", "(": "(?:", ")": ")", "|": "|"}
 
 
@@ -1628,8 +1628,8 @@ class Rules:
         return regex
 
     def find(self, text: str) -> list[tuple[dict, dict]]:
-        """The rules for a text, each with its <words>: `list docs and read a.txt` has two."""
-        head = text.partition("\n\n")[0]  # text from a pipe stands behind it
+        """The rules for a text, each with its <words>: `list docs and read a.txt` finds two."""
+        head = text.partition("\n\n")[0]  # text from a pipe follows a blank line
         parts = re.split(self.kinds["between"], head, maxsplit=9) if len(head) <= 1_000 else []
         found = [self.match(part) for part in parts if part.count('"') % 2 == 0]
         if len(parts) == len(found) > 1 and all(found):
@@ -1638,7 +1638,7 @@ class Rules:
         return [self.match(text) or self.match(head) or (offered, {})]
 
     def match(self, text: str) -> tuple[dict, dict] | None:
-        """The first rule that has this sentence, and its <words>."""
+        """The first rule with a sentence that matches the text, and its <words>."""
         if len(text) > 1_000:
             return None
         request = re.sub(self.kinds["after"], "", text.strip())
@@ -1675,28 +1675,28 @@ RUNTIME_END = "[/Runtime Context]"
 QUOTED = "(?s)^[\"'`“‘](.+)[\"'`”’]$"
 MEMORY_PATH = r"[:`] ?((?:/|~|\w:\\)[^\n:`]*MEMORY\.md)"  # - Facts: /home/a b/memory/MEMORY.md
 USER_LINE = r"(?m)^\[[^\]\n]*\] user: (.+)$"  # [2026-04-03T10:00:00+0200] user: hi
-SUBJECT = r"- The user(?:'s .+? is |: I (?:live in|work) )"  # a newer such line replaces this one
+SUBJECT = r"- The user(?:'s .+? is |: I (?:live in|work) )"  # a new one replaces the old one
 SECONDS_OF = {"sec": 1, "min": 60, "hour": 3_600, "hr": 3_600, "day": 86_400, "week": 604_800}
-# the form of a result by tool; a result of any other form is an error
+# by tool: the form of a good result; a result of any other form is an error
 SUCCESS = {"read_file": r"\d+\| ", "edit_file": "--- ", "exec": r"(?s).*Exit code: 0$"}
 
 
 class Plan:
-    """What the user asks for in this turn, and the results that its calls have so far."""
+    """The rules that apply to the user's text in this turn, and the results of calls so far."""
 
     def __init__(self, request: LLMRequest, rules: Rules):
         self.rules = rules
         self.matches: dict[str, dict] = {}  # by title of a rule: the values of its <words>
         self.next_call: tuple[str, dict] | None = None  # the first call that has no result yet
         messages = [as_text(message) for message in request.messages]
-        # the turn begins behind the last answer without calls; that answer ends with a line like
+        # the turn begins after the last answer without calls; that answer ends with a line like
         # [offline rule "read files", it is "a.txt", templates/offline/rules.md]
         said = [place for place, each in enumerate(messages, 1) if each["role"] == "assistant"]
         begin = max([place for place in said if "tool_calls" not in messages[place - 1]], default=0)
         source = messages[begin - 1]["content"].rpartition("\n")[2] if begin else ""
         self.it = "".join(re.findall(r'\A\[offline rule .*?, it is "([^"]*)", ', source))
         asked = [each["content"] for each in messages[begin:] if each["role"] == "user"]
-        typed = [text for text in asked if RUNTIME_END in text] or asked[:1]  # not by the loop
+        typed = [text for text in asked if RUNTIME_END in text] or asked[:1]  # from the user
         self.prompt = messages[0]["content"]
         self.results = [each["content"] for each in messages[begin:] if each["role"] == "tool"]
         self.question = "\n".join(text.rpartition(RUNTIME_END)[2].strip() for text in typed)
@@ -1706,11 +1706,11 @@ class Plan:
         self.known = {"time": times[-1], "memory": memory[0]}
 
     def answer(self) -> str:
-        """The text of the answer. It is valid if there is no `next_call` afterwards."""
+        """The text of the answer. Use it only if no `next_call` is set afterwards."""
         if self.saves_memory:
             return self._result("save_memory", saved_memory(self.question))
         if "[SKIP]" in self.prompt and "[MEMORY]" in self.prompt:
-            return "[SKIP]"  # Dream asks for facts: they were noted when they were said
+            return "[SKIP]"  # Dream asks for facts: the rules saved them at once
         reports = [OfflineProvider.intro]
         for rule, said in self.rules.find(self.question):
             self.matches[rule["title"]] = said
@@ -1725,7 +1725,7 @@ class Plan:
         return "\n\n".join([*reports, f"[offline rule {titles}, {it}{OFFLINE_RULES}]"])
 
     def _follow(self, rule: dict, known: dict) -> str:
-        """Follow one rule for one file. Returns its answer, or a tool's error as it is."""
+        """Apply one rule to one file. Returns the rule's answer, or a tool's error unchanged."""
         if "<file>" in str(rule) and not known["file"]:
             return "Which file do you mean? Name it, like: read a.txt"
         result = ""
@@ -1733,7 +1733,7 @@ class Plan:
             result = self._add_line(fill(rule.get("path", ""), known), fill(rule["line"], known))
         elif "tool" in rule:
             arguments = arguments_of(rule, known)
-            if rule["tool"] == "edit_file":  # it refuses a file that was not read
+            if rule["tool"] == "edit_file":  # edit_file refuses a file that was not read
                 self._result("read_file", {"path": arguments.get("path", "")})
             result = self._result(rule["tool"], arguments)
         if not re.match(SUCCESS.get(rule.get("tool"), ""), result):
@@ -1741,20 +1741,20 @@ class Plan:
         return fill(rule.get("answer", "<result>").strip(), known | {"result": result})
 
     def _result(self, tool: str, arguments: dict) -> str:
-        """The result of a call; "" if there is none yet, and the call becomes `next_call`."""
+        """The result of a call. If there is none yet: "", and the call becomes `next_call`."""
         if self.results:
             return self.results.pop(0)
         self.next_call = self.next_call or (tool, arguments)
         return ""
 
     def _add_line(self, path: str, line: str) -> str:
-        """Append a line to a file. `- The user's name is Maria` replaces such a line about Bob."""
+        """Append a line to a file. `- The user's name is Maria` replaces the line with Bob."""
         text = self._result("read_file", {"path": path})
         page = re.findall(r"(?m)^\d+\| (.*)$", text)
         if text.endswith(" is empty)"):
             return self._result("write_file", {"path": path, "content": line})
         if "go on with offset=" in text:
-            return f"{path} is too long for me: I read one page of it."
+            return f"{path} is too long for me: I can only read one page."
         if path == self.known["memory"] and line in page:
             return f"I know that already: {line}"
         subject = re.match(SUBJECT, line)
@@ -1764,7 +1764,7 @@ class Plan:
 
 
 def saved_memory(text: str) -> dict:
-    """Arguments for save_memory: what the user said. Rules with `line:` saved the facts before."""
+    """Arguments for save_memory: the user's texts. Rules with `line:` have saved the facts."""
     memory, _, conversation = text.partition("\n# Conversation\n")
     quotes = "; ".join(line[:200] for line in re.findall(USER_LINE, conversation)[:20])
     entry = f"[{time.strftime('%Y-%m-%d %H:%M')}] The user said: {quotes}"
@@ -1777,7 +1777,7 @@ def fill(template: str, known: dict, change: Callable[[str], str] = str) -> str:
 
 
 def arguments_of(rule: dict, known: dict) -> dict:
-    """The tool's arguments, without those whose <words> were not said. `20` is a number."""
+    """A tool's arguments, except those with <words> that the user did not say. `20` is a number."""
     arguments: dict[str, Any] = {}
     for name, template in rule.items():
         is_said = all(word in known for word in re.findall(r"<(\w+)>", template))

@@ -833,7 +833,7 @@ def test_a_key_that_the_endpoint_repeats_is_not_shown(line, key):
 
 @pytest.mark.parametrize(("models", "said_of_it"), [
     (["models/test-model"], None), ([], None),
-    ([f"m{n}" for n in range(30)], "Choose with --model or NANOBOT_MODEL; the endpoint has: "
+    ([f"m{n}" for n in range(30)], "Set --model or NANOBOT_MODEL; the endpoint has: "
      + ", ".join(f"m{n}" for n in range(20)))])  # fmt: skip
 def test_the_models_of_an_endpoint_are_compared_by_their_names(models, said_of_it):
     with FakeLLM([]) as server:
@@ -923,31 +923,31 @@ AS_TEXT = {"tools": GONE, "tool_choice": GONE, "messages": [
     {"role": "assistant", "content": 'Well.\n<tool_call>{"name": "look", "arguments": {}}</tool_call>'},
     {"role": "user", "content": "<tool_result>\na cat\n</tool_result>"}]}  # fmt: skip
 MENDED = {  # a recorded refusal: a part of what the user is told, and what changes in the request
-    "vllm-max-tokens-over-context": ("as long as there is room", {"max_tokens": GONE}),
-    "openai-max-tokens-too-large": ("as long as there is room", {"max_tokens": GONE}),
+    "vllm-max-tokens-over-context": ("max_tokens is left out: the server sets it", {"max_tokens": GONE}),
+    "openai-max-tokens-too-large": ("max_tokens is left out: the server sets it", {"max_tokens": GONE}),
     "openai-max-tokens-renamed": (
         "max_tokens has another name", {"max_tokens": GONE, "max_completion_tokens": 100}),
     "dashscope-stream-only": ("answers in streams only", {"stream": True}),
     "openai-stream-refused": ("does not stream", {"stream": GONE, "stream_options": GONE}),
-    "openai-tools-with-effort": ("with tools it does not reason", {"reasoning_effort": "none"}),
-    "vllm-auto-tool-choice": ("tool calls go as text", AS_TEXT),
-    "ollama-no-tools": ("tool calls go as text", AS_TEXT),
-    "deepseek-reasoning-must-be-passed-back": ("empty thoughts", {"messages.2.reasoning_content": ""}),
-    "groq-reasoning-content-unsupported": ("thoughts are left out", {"messages.2.reasoning": GONE}),
-    "template-system-refused": ("system prompt goes as the user's", {"messages": [
+    "openai-tools-with-effort": ("with tools its reasoning is switched off", {"reasoning_effort": "none"}),
+    "vllm-auto-tool-choice": ("tool calls are sent as text", AS_TEXT),
+    "ollama-no-tools": ("tool calls are sent as text", AS_TEXT),
+    "deepseek-reasoning-must-be-passed-back": ("empty reasoning", {"messages.2.reasoning_content": ""}),
+    "groq-reasoning-content-unsupported": ("reasoning is left out", {"messages.2.reasoning": GONE}),
+    "template-system-refused": ("system prompt goes as a user message", {"messages": [
         {"role": "user", "content": [{"type": "text", "text": "You are a test."}, *EVERYTHING[1]["content"]]},
         *EVERYTHING[2:]]}),
     "mistral-tool-id-9": ("ids of calls are shortened", {
         "messages.2.tool_calls.0.id": "735677572", "messages.3.tool_call_id": "735677572"}),
     "gemini-thought-signature": ("get a signature", {"messages.2.tool_calls.0.extra_content":
         {"google": {"thought_signature": "skip_thought_signature_validator"}}}),
-    "gemini-unknown-schema": ("described in fewer words", {
+    "gemini-unknown-schema": ("some schema keywords", {
         "tools.0.function.parameters": {"type": "object", "properties": {"const": {"type": "string"}}}}),
     "anthropic-image-5mb": ("images are left out of this request", {"messages.1.content": NO_IMAGE}),
-    "deepseek-image-url-variant": ("contents go as plain text", {"messages.1.content": NO_IMAGE}),
-    "groq-content-string-system": ("contents go as plain text", {"messages.1.content": NO_IMAGE}),
-    "openai-temperature-only-default": ("does not take is left out", {"temperature": GONE}),
-    "groq-store-unsupported": ("does not take is left out", {"store": GONE}),
+    "deepseek-image-url-variant": ("contents are sent as plain text", {"messages.1.content": NO_IMAGE}),
+    "groq-content-string-system": ("contents are sent as plain text", {"messages.1.content": NO_IMAGE}),
+    "openai-temperature-only-default": ("does not accept is left out", {"temperature": GONE}),
+    "groq-store-unsupported": ("does not accept is left out", {"store": GONE}),
 }  # fmt: skip
 
 
@@ -1043,7 +1043,7 @@ def test_what_was_learnt_is_remembered_for_the_model_and_told_once():
             ask(provider, HELLO, [STRICT], model=model, told=told)[0]
         efforts = [body.get("reasoning_effort") for body in server.bodies]
     assert efforts == [None, "none", "none", None]
-    assert told == ["custom, a: with tools it does not reason"]
+    assert told == ["custom, a: with tools its reasoning is switched off"]
 
 
 def test_a_change_that_does_not_help_is_tried_once_and_not_remembered():
@@ -1164,7 +1164,7 @@ def test_a_server_that_sees_less_than_it_was_sent_is_told_of_once():
         provider = made(server, "ollama")
         for _ in range(2):
             ask(provider, long, told=told)[0]
-    assert len(told) == 1 and "saw 4,096 of about 25,0" in told[0] and "OLLAMA_CONTEXT_LENGTH" in told[0]
+    assert len(told) == 1 and "read 4,096 of about 25,0" in told[0] and "OLLAMA_CONTEXT_LENGTH" in told[0]
 
 
 # ---- Calls that are written as text ----
