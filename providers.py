@@ -64,7 +64,7 @@ class ToolCallRequest:
     error: str = ""
     denied: str = ""
     extra: dict = field(default_factory=dict)  # other keys, sent back unchanged later
-    must_only_read: bool = False  # no approval: run it only if its tool is read-only
+    must_only_read: bool = False  # not approved: run it only if its tool is read-only
 
     def to_message(self) -> dict:
         """The call as part of an assistant message. Raises ValueError if an argument is NaN."""
@@ -158,7 +158,7 @@ class LLMProvider:
         return response
 
     async def answer(self, request: LLMRequest) -> LLMResponse:
-        """Return the model's answer. A provider stores no messages: `request.messages` has all."""
+        """Return the model's answer. A provider stores nothing: all messages are in `request`."""
         raise NotImplementedError
 
     def warm_up(self) -> None:
@@ -832,7 +832,7 @@ class Remedy(NamedTuple):  # a row of HEALING
     is_remembered: bool = True  # applied to all later requests to the model, too
 
 
-Healed = tuple[Remedy, str]  # a remedy, and the error text that it answers
+Healed = tuple[Remedy, str]  # a remedy, and the error text that it was for
 
 
 def find_remedy(failure: Failure, body: dict, healed: list[Healed]) -> Remedy | None:
@@ -1122,7 +1122,7 @@ class Connection:
             list_models = self.client().models.with_raw_response.list
             response = await list_models(timeout=min(self.request_timeout, 10.0))
             rows = parse_answer(response.content).get("data") or []
-            return [str(row.get("id")).removeprefix("models/") for row in rows]  # of Gemini
+            return [str(row.get("id")).removeprefix("models/") for row in rows]  # Gemini's prefix
         except Exception as problem:
             raise as_failure(problem) from problem
 
@@ -1393,7 +1393,7 @@ KEYS = (r"(?i)(bearer |authorization\W{1,9}|api[_-]?key\W{1,9})[\w.~+/-]{8,}|"
 
 
 def without_key_texts(value: Any, name: str = "") -> Any:
-    """A deep copy; `[key]` replaces texts that look like keys, by their form or by their name."""
+    """A deep copy; `[key]` replaces texts that look like keys, by form or by the field's name."""
     if isinstance(value, dict):
         return {key: without_key_texts(inside, key) for key, inside in value.items()}
     if isinstance(value, list):
@@ -1560,8 +1560,8 @@ class HumanProvider(LLMProvider):
 # each sentence of the file into a regular expression, and reports mistakes with their line numbers.
 
 OFFLINE_RULES = "templates/offline/rules.md"  # in this folder, or in nanobot_data/ of a wheel
-FIELDS = ("tool", "answer", "line", "schedule", "path")  # or an argument of a tool
-BUILT_IN = {"result", "time", "memory", "file"}  # <words> of fields that are in no sentence
+FIELDS = ("tool", "answer", "line", "schedule", "path")  # other keys are arguments of a tool
+BUILT_IN = {"result", "time", "memory", "file"}  # <words> that need not be in a sentence
 MARKS = {"[": "(?:", "]": ")?", "(": "(?:", ")": ")", "|": "|"}
 
 
@@ -1675,7 +1675,7 @@ RUNTIME_END = "[/Runtime Context]"
 QUOTED = "(?s)^[\"'`“‘](.+)[\"'`”’]$"
 MEMORY_PATH = r"[:`] ?((?:/|~|\w:\\)[^\n:`]*MEMORY\.md)"  # - Facts: /home/a b/memory/MEMORY.md
 USER_LINE = r"(?m)^\[[^\]\n]*\] user: (.+)$"  # [2026-04-03T10:00:00+0200] user: hi
-SUBJECT = r"- The user(?:'s .+? is |: I (?:live in|work) )"  # a new one replaces the old one
+SUBJECT = r"- The user(?:'s .+? is |: I (?:live in|work) )"  # a new line replaces an old one
 SECONDS_OF = {"sec": 1, "min": 60, "hour": 3_600, "hr": 3_600, "day": 86_400, "week": 604_800}
 # by tool: the form of a good result; a result of any other form is an error
 SUCCESS = {"read_file": r"\d+\| ", "edit_file": "--- ", "exec": r"(?s).*Exit code: 0$"}

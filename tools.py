@@ -1,7 +1,7 @@
 """The tools of the agent: a tool is a function that the model may call.
 
 The model runs nothing itself. Each request carries the schemas of the tools. The model answers with
-a name and JSON text; the registry casts and checks the arguments and runs the tool: a `ToolResult`.
+a name and JSON text. The registry casts and checks the arguments, and returns a `ToolResult`.
 
     {"type": "function", "function": {"name": "read_file", "description": "…", "parameters": {…}}}
     {"id": "call_1", "function": {"name": "read_file", "arguments": "{\\"path\\": \\"a.txt\\"}"}}
@@ -592,7 +592,7 @@ def is_binary(data: bytes) -> bool:
 def similar_names(path: Path) -> str:
     names = os.listdir(path.parent) if path.parent.is_dir() and not path.exists() else []
     near = difflib.get_close_matches(path.name, names)
-    return f" Similar names: {', '.join(near)}." if near else " Look for it with list_dir or glob."
+    return f" Similar names: {', '.join(near)}." if near else " Try list_dir or glob."
 
 
 def numbered_page(lines: list[str], first: int, most: int, room: int) -> str:
@@ -716,8 +716,8 @@ def replace_passage(text: str, old: str, new: str, replace_all: bool = False) ->
     if len(passages) > 1:
         lines = ", ".join(str(text.count("\n", 0, start) + 1) for start, _ in passages[:20])
         raise ToolError(
-            f"old_text occurs at lines {lines}. Add the lines around the right one to old_text, or "
-            "copy it exactly and set replace_all."
+            f"old_text occurs at lines {lines}. Add the lines before and after the right place, or "
+            "copy old_text exactly and set replace_all."
         )
     return replaced(text, *passages[0], old, new)
 
@@ -819,7 +819,7 @@ def change_cell(text: str, index: int, source: str, kind: str, mode: str) -> str
         cells = book["cells"] if book["nbformat"] == 4 else None
         taken = 0 if mode == "insert" else 1
         if index + taken > len(cells):
-            raise ToolError(f"There is no cell {index}: there are {len(cells)} cells, from 0.")
+            raise ToolError(f"There is no cell {index}: the notebook has {len(cells)}, from 0.")
         old = {"metadata": {}, "id": os.urandom(4).hex()} if mode == "insert" else cells[index]
         new = lawful_cell({**old}, source, kind or old.get("cell_type", "code"), book)
         cells[index : index + taken] = [] if mode == "delete" else [new]
@@ -1071,7 +1071,7 @@ def needed_words(source: str, *, ignore_case: bool) -> list[list[str]]:
 
 def may_match(text: str, options: list[list[str]], *, ignore_case: bool) -> bool:
     """False if no line can match, because each list has a word that the text lacks."""
-    is_odd = ignore_case and any(letter in text for letter in "İıſ")  # they match i and s
+    is_odd = ignore_case and any(letter in text for letter in "İıſ")  # these match i and s
     text = text.lower() if ignore_case else text
     return is_odd or any(all(word in text for word in words) for words in options)
 
@@ -1233,7 +1233,7 @@ SAFE_ENVIRONMENT = ("HOME", "LANG", "TERM", "PATH")  # no other variables: some 
 
 @dataclass
 class Exec(Tool):
-    """A shell with a clean environment; `timeout` is in seconds, PATH gets `path_append` added."""
+    """A shell with a clean environment; `timeout` is in seconds; `path_append` is added to PATH."""
 
     name = "exec"
     description = (
@@ -1370,7 +1370,7 @@ class Capture(threading.Thread):
 
 # ---- The shell: the sandbox ----
 
-# Root keeps its capabilities under bwrap, and could undo the mounts: so they are dropped.
+# --cap-drop: root keeps its capabilities under bwrap, and with them it could undo the mounts.
 BWRAP = ["bwrap", "--unshare-all", "--cap-drop", "ALL", "--die-with-parent", "--new-session",
          "--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys",  # else root could write there
          "--dev", "/dev", "--tmpfs", "/tmp"]  # fmt: skip
@@ -1450,7 +1450,7 @@ class Web:
             raise ValueError(f"{proxy!r} is no proxy. Write it like http://proxy.example:3128")
 
     async def ask(self, url: str, redirects: int = 0, **request: Any) -> tuple[Any, bytes]:
-        """Returns http.client's response and the body. `request` can be trusted, body, headers."""
+        """Return http.client's response and the body. `request` may have trusted, body, headers."""
         try:
             work = self._ask(web_url(url), redirects, **request)
             return await asyncio.wait_for(work, self.seconds)
@@ -1546,7 +1546,7 @@ def page_text(source: str, url: str = "") -> str:
     codes = iter(re.findall(CODE, source))
     source = re.sub(r"\s+", " ", re.sub(CODE, "<p>\1<p>", source))  # \1 stands for a block of code
     source = re.sub(ROW, lambda row: re.sub(rf"(?i)<({BLOCK}|br|li)\b", r" \g<0>_", row[0]), source)
-    marks: list[Iterator[str]] = []  # for each open list its next "-" or number
+    marks: list[Iterator[str]] = []  # for each open list, its bullets or numbers
 
     def mark_of(tag: re.Match) -> str:
         name = (tag[1] or tag[3] or "").lower()
@@ -1647,7 +1647,7 @@ class SearchService(NamedTuple):
     query: str  # the name of the parameter for the search words
     count: str = ""
     headers: dict[str, str] = {}  # {key} is replaced by the user's key
-    results: str = ""  # where they are in the JSON; "" for DuckDuckGo, an HTML page
+    results: str = ""  # the path of the results in the JSON; "": DuckDuckGo, which sends HTML
     snippet: str = "snippet"  # the field with a short text from the page
 
 
@@ -1656,7 +1656,7 @@ SEARCH_SERVICES = {
     "brave": SearchService(
         "https://api.search.brave.com/res/v1/web/search", query="q", count="count",
         headers={"X-Subscription-Token": "{key}"}, results="web.results", snippet="description"),
-    "tavily": SearchService(  # Content-Type: it gets a JSON body
+    "tavily": SearchService(  # gets the query as a JSON body
         "https://api.tavily.com/search", query="query", count="max_results",
         headers={"Authorization": "Bearer {key}", "Content-Type": "application/json"},
         results="results", snippet="content"),
@@ -1766,7 +1766,7 @@ class MCPTool(Tool):
         label = f"[MCP {kind[:-1]} {server.name}: {item.get('uri', item['name'])}] "
         about = item.get("description") or f"{kind[:-1]} {item['name']} of {server.name}"
         seen = "".join(letter for letter in about if letter.isprintable() or letter == "\n")
-        self.description = (seen if kind == "tools" else label + seen)[:2_000]  # all visible
+        self.description = (seen if kind == "tools" else label + seen)[:2_000]  # only printable
         schema = item.get("inputSchema", {})
         if arguments := item.get("arguments"):  # it is a prompt
             texts = {each["name"]: StringSchema(each.get("description")) for each in arguments}
@@ -1804,7 +1804,7 @@ def mcp_result(answer: dict) -> ToolResult:
 # A server may hang, exit or send invalid data. Each connection has a task of its own, because anyio
 # requires that the same task opens and closes it.
 
-MAX_MCP_TOOLS, MAX_MCP_CHARS = 128, 20_000  # per server, per tool: each request has all
+MAX_MCP_TOOLS, MAX_MCP_CHARS = 128, 20_000  # per server; per tool: all are in each request
 
 
 class MCPServer:

@@ -806,7 +806,7 @@ def test_read_file_at_the_edges(turn, data, arguments, told):
 def test_read_file_refuses_by_name_what_is_no_regular_file(turn):
     os.mkfifo(turn.cwd / "fifo")
     (turn.cwd / "zero").symlink_to("/dev/zero")
-    assert "Is a directory. Look for it with list_dir" in call(turn, "read_file", path="sub").text
+    assert "Is a directory. Try list_dir" in call(turn, "read_file", path="sub").text
     for path in ("fifo", "zero", "/dev/zero"):
         assert "not a regular file" in call(turn, "read_file", path=path).text
         for name, arguments in USES:
@@ -1042,7 +1042,7 @@ def test_edit_file_changes_the_passage_and_nothing_else(turn, before, old, new, 
 @pytest.mark.parametrize("before, old, told", [
     ("a\n", "b", "^old_text is not in the file. No line is like"),
     ("def start(now):\n", "def start(then):", "^old_text is not in the file. The closest passage, at line 1"),
-    ("\ngo\ngo\n", "go", "^old_text occurs at lines 2, 3. Add the lines around the right one to old_text, or copy it exactly and set replace_all"),
+    ("\ngo\ngo\n", "go", "^old_text occurs at lines 2, 3. Add the lines before and after the right place, or copy old_text exactly and set replace_all"),
     ("if a:\n    count = 0  # local\ncount = 0\n", "count = 0", "^old_text occurs at lines 2, 3"),
     ("aba-aba-aba", "aba-aba", "^old_text occurs at lines 1, 1"),
     ("if a:\n    count = 0\n", "count = 0", "^old_text is in the file, but the indentation of new_text is not clear"),
@@ -1128,7 +1128,7 @@ def test_a_cell_is_what_nbformat_wants(turn, minor, arguments, cells, made):
 
 
 @pytest.mark.parametrize("data, cell, told", [
-    (notebook(), 3, "There is no cell 3: there are 3"),
+    (notebook(), 3, "There is no cell 3: the notebook has 3"),
     (b'{"nbformat": 4, "cells": []}', 0, "There is no cell 0"),
     (b"{", 0, "not a notebook of nbformat 4: JSONDecodeError"),
     (b"{}", 0, "not a notebook of nbformat 4: KeyError"),
