@@ -93,9 +93,9 @@ def take_the_tour(home: Path) -> tuple[list[str], list[str], str]:
     async def note(event):
         told.append(event.content)
 
-    result = tour.follow(lambda: asyncio.run(loop.process_direct("read a.txt", "cli:tour", note)))
-    files = [loop.sessions.path("cli:tour"), home / "trace.jsonl"]
-    data = ["cli:tour", *told, *tour.verdicts, result.stop_reason, *(file.read_text("utf-8") for file in files)]
+    result = tour.follow(lambda: asyncio.run(loop.process_direct("read a.txt", on_event=note)))
+    files = [loop.sessions.path("cli:direct"), home / "trace.jsonl"]
+    data = ["cli:direct", *told, *tour.verdicts, result.stop_reason, *(file.read_text("utf-8") for file in files)]
     first_readings = Follower(ROOT, is_long=False)
     story = [place for place, code in tour.seen.items() if first_readings.is_shown(code)]
     return list(tour.seen), story, "\n".join(data)
