@@ -20,7 +20,7 @@ def lines_about_it(folder, path):
 
 
 def test_the_skill(folder):
-    text = exercise("06_skill").SKILL.lstrip("\n")
+    text = exercise("06_skill", "SKILL").lstrip("\n")
     if text.startswith("write the text"):
         raise NotImplementedError("write SKILL in ex_06_skill.py")
     file = folder / "home" / "skills" / "release-note" / "SKILL.md"

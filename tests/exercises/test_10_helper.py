@@ -48,7 +48,7 @@ async def ask(folder, spawn):
 
 def test_the_helper(folder):
     (folder / "notes.txt").write_text("one\ntwo\nthree\n")
-    spawn = exercise("10_helper").SPAWN
+    spawn = exercise("10_helper", "SPAWN")
     if not spawn:
         raise NotImplementedError("write SPAWN in ex_10_helper.py")
     answer, tasks = asyncio.run(ask(folder, spawn))

@@ -37,7 +37,7 @@ def runs(row, begin, days):
 
 
 def test_the_job(folder):
-    arguments = exercise("11_job").CRON
+    arguments = exercise("11_job", "CRON")
     if not arguments:
         raise NotImplementedError("write CRON in ex_11_job.py")
     result = asyncio.run(add(folder, arguments))

@@ -35,7 +35,7 @@ def play(folder, answers):
 
 
 def test_the_task(folder):
-    answers = exercise("15_model").ANSWERS
+    answers = exercise("15_model", "ANSWERS")
     if not answers:
         raise NotImplementedError("write ANSWERS in ex_15_model.py")
     check(isinstance(answers, list), "a list of answers: [first, second, …]", answers, LOOK)

@@ -3,14 +3,16 @@
 import asyncio
 import sys
 import threading
+from contextvars import ContextVar
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+DEPTH = ContextVar("depth", default=0)  # of shown functions; a task begins with that of the function that creates it
+
 
 def walk(loop: Any, message: str, house: Path, is_long: bool) -> int:
-    """Run one turn and print the functions in the order in which they are entered first; without `is_long` those of the
-    first readings only."""
+    """Run one turn and print the functions in the order of their first calls; `is_long`: of the second readings, too."""
     follower = Follower(house, is_long)
     threading.setprofile(follower.note)
     sys.setprofile(follower.note)
@@ -31,18 +33,21 @@ class Follower:
             self.ends[str(file)] = sys.maxsize if is_long else story.count("\n")
 
     def note(self, frame: FrameType, event: str, argument: Any) -> None:
-        """Called by Python at each call of a function."""
+        """Called by Python when a function is entered or left; an `await` that waits leaves and enters again."""
         code = frame.f_code
+        if code is threading.Thread.start.__code__:  # the new thread begins with this depth, too
+            frame.f_locals["self"].depth = DEPTH.get()
+        if code is threading.Thread.run.__code__ and event == "call":
+            DEPTH.set(frame.f_locals["self"].depth)
+        if event not in ("call", "return") or not self.is_shown(code):
+            return
+        depth = DEPTH.get()
+        DEPTH.set(depth + 1 if event == "call" else depth - 1)
         name = f"{Path(code.co_filename).name}:{code.co_qualname}"
-        if event != "call" or name in self.seen or not self.is_shown(code):
+        if event == "return" or name in self.seen:
             return
         self.seen.add(name)
-        depth, caller = 0, frame.f_back
-        while caller:
-            depth += self.is_shown(caller.f_code)
-            caller = caller.f_back
-        names = [each for each in code.co_varnames[: code.co_argcount] if each != "self"]
-        data = ", ".join(brief(frame.f_locals[each]) for each in names)
+        data = ", ".join(brief(frame.f_locals[each]) for each in code.co_varnames[: code.co_argcount] if each != "self")
         self.lines.append(f"{'  ' * depth}{name}({data})")
         if code.co_consts and isinstance(code.co_consts[0], str):
             self.lines.append(f"{'  ' * depth}    {code.co_consts[0].strip().splitlines()[0]}")
@@ -52,5 +57,4 @@ class Follower:
 
 
 def brief(value: Any) -> str:
-    is_plain = isinstance(value, str | int | list | dict | Path)
-    return ascii(value)[:50] if is_plain else type(value).__name__
+    return ascii(value)[:50] if isinstance(value, str | int | list | dict | Path) else type(value).__name__
