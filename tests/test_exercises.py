@@ -57,6 +57,7 @@ MESSAGES = [  # exercise, what a student writes, what the grader must say of it
     ("01_loop", LOOP.replace("async def", "def").replace("await ", ""), "AttributeError in ex_01_loop.py, line 4: "),
     ("01_loop", LOOP.replace("def ask", "def aks"), "`ask` is missing in ex_01_loop.py"),
     ("01_loop", LOOP + "    )", "SyntaxError while the grader used your ex_01_loop.py: unmatched ')' (ex_01_loop.py, line 10)"),
+    ("01_loop", LOOP + '    raise NotImplementedError("write `ask`")', "not begun: write `ask`, in place of its line"),
     ("01_loop", "import sys\nsys.exit()", "SystemExit in ex_01_loop.py, line 2"),
     ("04_healing", ROW + '("of 64", "changed", dict)', "expected: REMEDY = Remedy(complaint, notice, change)"),
     ("04_healing", ROW + 'Remedy("of 64", "", lambda body, text: body)', "expected: a notice"),

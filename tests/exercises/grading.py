@@ -5,8 +5,11 @@ it got and where to look. It works without pytest, without a key and without net
 
     python tests/exercises/grading.py        lists the exercises and their state
     python tests/exercises/grading.py 04     runs one
+    pytest -s tests/exercises/test_04_healing.py      the same with a debugger, which needs the terminal and more time
 """
 
+import asyncio
+import contextlib
 import inspect
 import json
 import logging
@@ -71,6 +74,17 @@ def settings(folder: Path, **more: Any) -> Any:
     return load_config(file, environ={})
 
 
+def result_of(loop: Any, text: str, session_key: str = "cli:direct") -> Any:
+    """What one turn of an agent comes to; then the agent ends."""
+
+    async def turn() -> Any:
+        result = await loop.process_direct(text, session_key)
+        await loop.close()
+        return result
+
+    return asyncio.run(turn())
+
+
 def graders() -> dict[str, Path]:
     """{"01": tests/exercises/test_01_loop.py, …}"""
     return {file.name.split("_")[1]: file for file in sorted(HERE.glob("test_[0-9]*.py"))}
@@ -85,6 +99,7 @@ def about(number: str) -> tuple[str, str]:
 
 def told(problem: BaseException, file: Path) -> str:
     """`KeyError in ex_05_memory.py, line 7: 'name'`: the student's line, not that of a library below it."""
+    traceback.clear_frames(problem.__traceback__)  # after a MemoryError this needs what they hold
     theirs = [each for each in traceback.extract_tb(problem.__traceback__) if Path(each.filename).name == file.name]
     place = f"in {file.name}, line {theirs[-1].lineno}" if theirs else f"while the grader used your {file.name}"
     return f"{type(problem).__name__} {place}: {problem}"
@@ -114,20 +129,29 @@ def grade(file: Path, folder: str) -> str:
     return ""
 
 
+def at_most_4_gb() -> None:
+    """A list that grows without end is a MemoryError then; else it fills a machine within a minute. Not on Windows."""
+    with contextlib.suppress(ImportError, OSError, ValueError):  # macOS may refuse
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (2**32, 2**32))
+
+
 def grades(files: list[Path]) -> Iterator[str]:
     """What `grade` says of each, from a process that is killed if a solution does not end."""
     processes = multiprocessing.get_context("spawn")
-    pool = processes.Pool(1)
-    for file in files:
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            try:
-                yield pool.apply_async(grade, [file, folder]).get(SECONDS)
-            except multiprocessing.TimeoutError:
-                pool.terminate()
-                pool = processes.Pool(1)
-                yield f"still running after {SECONDS} s: is there a loop without an end?"
-    pool.close()
-    pool.join()
+    pool = processes.Pool(1, at_most_4_gb)
+    try:
+        for file in files:
+            with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+                try:
+                    yield pool.apply_async(grade, [file, folder]).get(SECONDS)
+                except multiprocessing.TimeoutError:
+                    pool.terminate()
+                    pool = processes.Pool(1, at_most_4_gb)
+                    yield f"still running after {SECONDS} s: is there a loop without an end?"
+    finally:
+        pool.terminate()
 
 
 def main(numbers: list[str]) -> int:

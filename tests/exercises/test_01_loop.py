@@ -7,6 +7,7 @@ from providers import ScriptedProvider, ToolCallRequest
 from tools import ToolRegistry, tool
 
 LOOK = "nanobot.py:AgentRunner._act"
+QUESTION = {"role": "user", "content": "Square 2, 3 and 4."}
 
 
 @tool(read_only=True)
@@ -35,14 +36,10 @@ class Script(ScriptedProvider):
         return await super().chat(messages, *arguments, **options)
 
 
-def conversation():
-    return [{"role": "user", "content": "Square 2, 3 and 4."}]
-
-
 def test_the_loop():
     ask, registry, theirs = exercise("01_loop", "ask"), ToolRegistry([square]), Script()
-    asyncio.run(AgentRunner(theirs).run(AgentRunSpec(conversation(), registry)))
-    provider, messages = Script(), conversation()
+    asyncio.run(AgentRunner(theirs).run(AgentRunSpec([QUESTION], registry)))
+    provider, messages = Script(), [QUESTION]
     answer = asyncio.run(ask(provider, registry, messages))
     for number, (seen, right) in enumerate(zip(provider.roles, theirs.roles, strict=False), 1):
         without = [role for role in right if role != "assistant"]
@@ -51,7 +48,6 @@ def test_the_loop():
     check(len(provider.roles) == 3, "three requests to the model", len(provider.roles), "nanobot.py:verdict")
     check(answer == "4, 9 and 16.", 'the text of the last answer, "4, 9 and 16."', answer, "nanobot.py:AgentRunner.run")
     results = {m.get("tool_call_id"): m["content"] for m in messages if m["role"] == "tool"}
-    right = {"c2": "4", "c3": "9", "c4": "16"}
-    check(results == right, f"each result under the id of its call: {right}", results, LOOK)
+    check(results == {"c2": "4", "c3": "9", "c4": "16"}, "each result under the id of its call: 4 under c2 …", results, LOOK)
     is_last = isinstance(messages[-1], dict) and messages[-1].get("content") == answer
     check(is_last, "the answer as the last message of `messages`", messages[-1], "nanobot.py:AgentRunner._finish")

@@ -46,11 +46,10 @@ async def talk(folder, model):
 
 def test_the_fact_survives(folder):
     model, look = Model(exercise("05_memory", "save_memory")), "memory.py:Consolidator"
-    facts = asyncio.run(talk(folder, model))
+    facts, saved = asyncio.run(talk(folder, model)), model.saved
     if model.problem:
         raise model.problem
     check(model.asked > 0, "one request that offers save_memory, after /new", "there was none", look)
-    saved = model.saved
     check(isinstance(saved, dict), 'a dict: {"history_entry": "…", "memory_update": "…"}', saved, "templates/consolidate.md")
     for name in ("history_entry", "memory_update"):
         value = saved.get(name, f"no {name}")

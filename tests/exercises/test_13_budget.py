@@ -10,7 +10,7 @@ LOOK = "nanobot.py:AgentHook"
 
 
 def run(hook, steps=6):
-    """Each request costs 1,000 tokens in and 100 out; each step calls `look` twice."""
+    """Each request costs 1,000 tokens in and 100 out; each step calls `look` twice: 0.003 at 2 and 10 per million."""
     ran = []
 
     @tool(read_only=True)
@@ -32,7 +32,6 @@ def run(hook, steps=6):
 
 def test_the_budget():
     make = exercise("13_budget", "BudgetHook")
-    # A request costs 1,000 × 2 / 1,000,000 + 100 × 10 / 1,000,000 = 0.003.
     ran, result = run(make(0.0065, 2.0, 10.0))
     story = "each request costs 0.003 and asks for two calls; the limit is 0.0065. After two requests 0.006 are spent: their four calls run."
     check(ran == [0, 1, 2, 3], f"{story} With the third it is 0.009: no more call runs", f"{len(ran)} calls ran", LOOK)

@@ -1,6 +1,4 @@
-import asyncio
-
-from grading import check, exercise, settings
+from grading import check, exercise, result_of, settings
 
 from nanobot import AgentLoop
 from providers import LLMResponse, ScriptedProvider, ToolCallRequest
@@ -22,13 +20,7 @@ def run(folder, hook, session, question, *calls):
         file.unlink()
     (config.cwd / "notes.txt").write_text(EVIL)
     loop = AgentLoop(config, ScriptedProvider([*calls, "Done."]), hooks=[hook])
-
-    async def turn():
-        result = await loop.process_direct(question, session)
-        await loop.close()
-        return result
-
-    result = asyncio.run(turn())
+    result = result_of(loop, question, session)
     return sorted(file.name for file in config.cwd.iterdir()), result
 
 
