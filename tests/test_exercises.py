@@ -12,7 +12,7 @@ import pytest
 HERE = Path(__file__).parent / "exercises"
 SOLUTIONS = HERE / "solutions"
 STUBS = {file.stem: file for file in sorted(HERE.glob("ex_*.py"))}
-IN_EACH_RUN = ("01", "08")  # the others are marked slow
+IN_EACH_RUN = ("08",)  # the others are marked slow
 NAMES = [
     pytest.param(name, marks=() if name[3:5] in IN_EACH_RUN else pytest.mark.slow) for name in STUBS
 ]
@@ -106,22 +106,22 @@ def test_a_message_names_what_the_student_did(tmp_path):
 
 
 def test_a_loop_that_never_waits_is_ended_and_the_next_exercise_is_graded(tmp_path):
-    (tmp_path / "ex_01_loop.py").write_text("async def ask(provider, registry, messages):\n    while True:\n        pass\n")
+    (tmp_path / "ex_01_loop.py").write_text("import time\n\nasync def ask(*_):\n    while True:\n        time.sleep(0.1)\n")
     shutil.copy(SOLUTIONS / "ex_10_helper.py", tmp_path)
-    program = f"import sys; sys.path.insert(0, {str(HERE)!r}); import grading; grading.SECONDS = 5; grading.main(['01', '10'])"
+    program = f"import sys; sys.path.insert(0, {str(HERE)!r}); import grading; grading.SECONDS = 8; grading.main(['01', '10'])"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, encoding="utf-8", timeout=60,
         env={**os.environ, "NANOBOT_EXERCISES": str(tmp_path)},
     )  # fmt: skip
-    assert "still running after 5 s: is there a loop without an end?" in done.stdout and "helper: solved" in done.stdout
+    assert "still running after 8 s: is there a loop without an end?" in done.stdout and "helper: solved" in done.stdout
     assert not done.stderr
 
 
-@pytest.mark.skipif(os.name == "nt", reason="a shell with pipes and head")
+@pytest.mark.skipif(os.name == "nt", reason="a shell with pipes")
 def test_a_pipe_that_is_closed_early_is_no_error():
-    command = f'"{sys.executable}" -u "{HERE.parent.parent / "nanobot.py"}" exercises 01 | head -1'
+    command = f'"{sys.executable}" "{HERE.parent.parent / "nanobot.py"}" exercises | true'
     done = subprocess.run(command, shell=True, capture_output=True, text=True, encoding="utf-8")
-    assert "Your own loop" in done.stdout and not done.stderr
+    assert not done.stderr
 
 
 def test_walk_shows_what_runs_in_a_task_or_a_thread_below_its_caller(tmp_path):

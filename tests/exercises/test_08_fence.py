@@ -20,7 +20,7 @@ def test_the_fence(folder):
     check(count_words.read_only, "@tool(read_only=True): it changes nothing", "read_only=False", "tools.py:Tool")
     home, work = folder / "home", folder / "work"
     for place in (home, work):
-        place.mkdir()
+        place.mkdir(exist_ok=True)
     (work / "a.txt").write_text("one two three\nfour")
     (work / "b.txt").write_text("word " * 12)
     (folder / "diary.txt").write_text("my secret thoughts")
