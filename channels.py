@@ -1346,7 +1346,7 @@ class CronService:
             message = f"Only tell the user that this was missed on {late}: {message}"
         elif not job.at and not job.system:
             half = ((job.due(due, self.zone) or due + ONE_DAY) - due) / 2
-            due = job.due(now - min(half, self.longest_delay), self.zone)  # the first that is not too late
+            due = job.due(now - min(half, self.longest_delay), self.zone)  # first not too late
             if due is None or due > now:
                 told = "cron: %s was due on %s, too long ago: it waits for its next time"
                 return log.warning(told, job.id, late)

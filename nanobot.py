@@ -1302,7 +1302,7 @@ SERVED = "A gateway or a page serves {} already. End it with Ctrl-C, or name ano
 
 
 def gateway_runs(workspace: Path, lock: str = "gateway") -> bool:
-    """Does a program hold this lock? A gateway holds `gateway`; a gateway or an open terminal `jobs`."""
+    """Does a program hold this lock? A gateway has `gateway`; it or an open terminal has `jobs`."""
     try:
         with locked(workspace / ".nanobot" / f"{lock}.lock", "it is held"):
             return False

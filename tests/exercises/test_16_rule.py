@@ -9,7 +9,7 @@ LOOK = "templates/offline/rules.md"
 
 
 def test_the_rule(folder):
-    rule = exercise("16_rule").RULE.strip()
+    rule = exercise("16_rule", "RULE").strip()
     if rule.startswith("write the rule"):
         raise NotImplementedError("write RULE in ex_16_rule.py")
     kinds = ("## ", "- ", "tool:")
