@@ -1422,7 +1422,7 @@ def is_question(request) -> bool:
     return request.messages[-1]["role"] == "user"
 
 
-def serve(tmp_path: Path, script, work, *tools, in_hurry=False, **defaults) -> None:
+def serve(tmp_path: Path, script, work, *tools, **defaults) -> None:
     """Runs `work(chats)` while a bus is served; the model answers by `script(request)`, a coroutine."""
     loop = AgentLoop(settings_for(tmp_path, **defaults), Model(script))
 
@@ -1434,7 +1434,7 @@ def serve(tmp_path: Path, script, work, *tools, in_hurry=False, **defaults) -> N
             loop.tools.register(each)
         await work(chats)
 
-    serve_chats(loop, with_tools, in_hurry)
+    serve_chats(loop, with_tools)
 
 
 def test_messages_of_a_chat_are_answered_in_order_chats_side_by_side_and_commands_at_once(tmp_path):
@@ -1643,14 +1643,14 @@ def test_a_session_that_another_program_holds_is_answered_when_it_lets_go(tmp_pa
             await chats.answered(1, "2")
             told = asyncio.create_task(run_job(chats, "j1@1"))
             await chats.until(lambda: own.messages and not own.unfinished)
-            await asyncio.sleep(3.0)
+            await asyncio.sleep(1.5)
             assert chats.finals() == [] and len(caplog.messages) < 20, "it is told once a second"
         await told
         await chats.answered(2)
         assert sorted(text.split()[-1] for text in chats.finals()) == ["hello", "stretch"]
         assert len(chats.texts()) == 3
 
-    serve(tmp_path, echo, work, max_concurrent=1, in_hurry=True)
+    serve(tmp_path, echo, work, max_concurrent=1)
     assert "desk:1: Session desk:1 is in use by another program." in caplog.messages[0]
 
 
@@ -1684,7 +1684,7 @@ def test_a_journal_that_cannot_be_read_holds_up_no_other_and_loses_nothing(tmp_p
     for key in ("cli:direct", "desk:3"):
         sessions.get(key).append(question("hello"))
     sessions.path("desk:2").mkdir()
-    serve(tmp_path, script, work, in_hurry=True)
+    serve(tmp_path, script, work)
     assert "desk%3A2.jsonl" in caplog.text, "it is told which"
 
 
@@ -1699,7 +1699,7 @@ def test_stop_between_the_journalled_answer_and_its_delivery_loses_nothing(tmp_p
         assert chats.finals()[0] == "to one"
         await chats.at_rest()
 
-    serve(tmp_path, echo, work, in_hurry=True)
+    serve(tmp_path, echo, work)
 
 
 def test_in_a_group_the_text_begins_with_who_said_it_but_a_command_stays_one(tmp_path):
@@ -1938,7 +1938,7 @@ def test_a_run_that_was_killed_behind_its_report_does_not_report_twice(tmp_path)
         (line,) = chats.loop.sessions.inbox("cli:direct").read()
         assert (line["kind"], "stretch" in line["content"]) == ("report", True), "it waits for the terminal"
 
-    serve(tmp_path, echo, first, in_hurry=True)
+    serve(tmp_path, echo, first)
     serve(tmp_path, echo, second)
 
 
