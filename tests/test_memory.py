@@ -652,7 +652,6 @@ def test_windows_has_a_lock_too(tmp_path):
 
 
 # ---- Turns that were killed, stopped or failed ----
-# The life of a chat message, killed before each of its writes, is in test_long_run.py.
 
 OPEN_TURNS = [
     ("a question without an answer", [], 0, 0, ["Fine."]),
