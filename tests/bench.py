@@ -337,7 +337,8 @@ def figures(root: str) -> list[tuple]:
 
 def main() -> None:
     wanted = sys.argv[1] if len(sys.argv) > 1 else ""
-    stub = subprocess.Popen([sys.executable, str(HERE), "--stub"], stdout=subprocess.PIPE, text=True)
+    code = f"{START}import asyncio, bench; asyncio.run(bench.serve())"
+    stub = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     try:
         root = f"http://127.0.0.1:{int(stub.stdout.readline())}"
         for name, unit, aim, measure in figures(root):
@@ -348,7 +349,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--stub"]:
-        asyncio.run(serve())
-    else:
-        main()
+    main()

@@ -122,8 +122,7 @@ def deltas(reply: Reply, tool_calls: list[Json]) -> Iterator[Json]:
     for index, tool_call in enumerate(tool_calls):
         name, arguments = tool_call["function"]["name"], tool_call["function"]["arguments"]
         yield {"tool_calls": [{"index": index, **tool_call, "function": {"name": name, "arguments": ""}}]}
-        # The first character goes alone, so that even "{}" has to be put together from two pieces.
-        for piece in [arguments[:1], *in_pieces(arguments[1:])]:
+        for piece in in_pieces(arguments):
             yield {"tool_calls": [{"index": index, "function": {"arguments": piece}}]}
 
 

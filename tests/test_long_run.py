@@ -8,7 +8,6 @@ import itertools
 import random
 import re
 from collections import Counter, defaultdict
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -48,15 +47,12 @@ class Line:
                 return True
         return False
 
-    def until(self, condition) -> bool:
-        """False if the gateway ended before it was so."""
-        while not condition():
+    def until(self, words: str, kind: str = "sent") -> bool:
+        """False if the gateway ended before they were heard."""
+        while words not in str(self.heard[kind]):
             if not self.hear(0.2) and not self.process.is_alive() and not self.hear(0):
-                return condition()
+                return words in str(self.heard[kind])
         return True
-
-    def has_sent(self, words: str) -> bool:
-        return words in str(self.heard["sent"])
 
     def kill(self) -> None:
         self.process.kill()
@@ -87,8 +83,8 @@ class Line:
         assert sorted([*moved, *left]) == sorted(tokens) and len(facts) == len(set(facts)), "each moved once"
 
 
-# What is said, and what is sent when it is done; the tool works until `<b>` is there.
-LIFE = [("<a>", None), ("<b>", "<b>"), ("/new", "A new session"), ("<c>", "<c>"), ("<go.on>", "<go.on>")]
+# What is said, and what is heard when it is done; the tool works until `<b>` is there.
+LIFE = [("<a>", "-1", "works"), ("<b>", "<b>"), ("/new", "A new session"), ("<c>", "<c>"), ("<go.on>", "<go.on>")]
 
 
 @posix
@@ -102,26 +98,19 @@ def test_kill_9_before_any_write_of_a_message_s_life_loses_and_doubles_nothing(t
         line.start(moment=moment)
         was_killed = False
         with told(f"killed before write {moment}"):
-            for text, sign in LIFE:
+            for text, *sign in LIFE:
                 line.say(text)
-                done = partial(line.has_sent, sign) if sign else lambda line=line: line.heard["works"]
-                if not was_killed and not line.until(done):
+                if not was_killed and not line.until(*sign):
                     was_killed = True
                     line.kill()
                     line.start()
-            assert line.until(partial(line.has_sent, "<go.on>"))
+            assert line.until("<go.on>")
             line.kill()
             line.check()
             assert window == 2 or not {"<a>", "<b>"} & set(line.heard["asked"][-1]), "/new was done"
         if not was_killed:
             break
     assert moment > 30
-
-
-def tokens_of_ended_turns(workspace: Path) -> set[str]:
-    text = SessionManager(workspace).path(CHAT).read_text()
-    turns = re.split(r'\n(?={"n": \d+, "role": "assistant", "content": ")', text)
-    return {token for turn in turns for token in tokens_in(turn) if '"mark": "ended"' in turn}
 
 
 @posix
@@ -140,7 +129,9 @@ def test_whatever_comes_when_each_message_is_seen_in_order_and_answered_once(tmp
     line.start(seed=seed)
     for text in ("<end.1>", "<end.2>", "<end.3>", "<end.4>", "<end.5>"):
         line.say(text)
-        assert line.until(partial(line.has_sent, text))
-    line.until(lambda: history_of(tmp_path))
+        assert line.until(text)
+    while not history_of(tmp_path):
+        line.hear(0.2)
     line.kill()
-    line.check(tokens_of_ended_turns(tmp_path))
+    turns = re.split(r'\n(?={"n": \d+, "role": "assistant", "content": ")', loaded(tmp_path, CHAT).path.read_text())
+    line.check({token for turn in turns for token in tokens_in(turn) if '"mark": "ended"' in turn})
