@@ -12,8 +12,6 @@ from providers import LLMProvider, LLMResponse, ToolCallRequest
 from tools import Tool, tool
 
 IDS = itertools.count(1)
-
-
 DOWN = LLMResponse(finish_reason="error", error="the endpoint is down")
 
 

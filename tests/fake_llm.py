@@ -34,16 +34,6 @@ class Reply:
 
 
 @dataclass
-class Failure:
-    """An HTTP error, or any odd body: with status 200 it can be a page of HTML or `choices: null`."""
-
-    status: int
-    body: Json | list[Any] | str
-    headers: dict[str, str] = field(default_factory=dict)
-    content_type: str = "application/json"
-
-
-@dataclass
 class Raw:
     """Bytes sent exactly as given, at the pace asked for: a stream in any shape seen in the wild."""
 
@@ -53,6 +43,16 @@ class Raw:
     pause: float = 0.0  # seconds between two chunks
     hang: float = 0.0  # seconds of silence after the last one
     cut: bool = False  # close the connection without HTTP's mark of the end, as a dying proxy does
+    status: int = 200
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+class Failure(Raw):
+    """An HTTP error, or any odd body: with status 200 it can be a page of HTML or `choices: null`."""
+
+    def __init__(self, status: int, body: Any, headers: Json | None = None, content_type: str = "application/json"):
+        text = body if isinstance(body, str) else json.dumps(body)
+        super().__init__(text.encode(), content_type, status=status, headers=headers or {})
 
 
 @dataclass
@@ -73,7 +73,7 @@ class Recorded:
     client: int = 0  # the port of the connection that it came over
 
 
-Line = Reply | Failure | Raw | Hang | str | Json | list[Json]  # a dict is one call(), a list is several
+Line = Reply | Raw | Hang | str | Json | list[Json]  # a dict is one call(), a list is several
 Script = Iterable[Line] | Callable[[Json], Line]  # lines, said one after the other, or a function of the request's body
 
 
@@ -185,7 +185,7 @@ class FakeLLM(Server):
         if self._stopped.wait(seconds):
             raise ConnectionAbortedError
 
-    def answer(self, method: str, request: Recorded) -> Reply | Failure | Raw | Hang:
+    def answer(self, method: str, request: Recorded) -> Reply | Raw | Hang:
         """Choose what to say: a refusal, the list of models, or what comes next in the script."""
         key = request.headers.get("authorization", "")
         if self.required_key and key != f"Bearer {self.required_key}":
@@ -223,9 +223,6 @@ class Handler(QuietHandler):
             case Reply(delay=delay) as reply:
                 self.server.wait(delay)
                 self._send(as_raw(reply, request, self.server.numbers))
-            case Failure(status, body, headers, content_type):
-                text = body if isinstance(body, str) else json.dumps(body)
-                self._send(Raw(text.encode(), content_type), status, headers)
             case Raw() as raw:
                 self._send(raw)
             case Hang(seconds):
@@ -234,11 +231,11 @@ class Handler(QuietHandler):
 
     do_GET = do_POST
 
-    def _send(self, raw: Raw, status: int = 200, headers: dict[str, str] | None = None) -> None:
+    def _send(self, raw: Raw) -> None:
         self.close_connection |= raw.cut
-        self.send_response(status)
+        self.send_response(raw.status)
         usual = {"Content-Type": raw.content_type, "Transfer-Encoding": "chunked"}
-        for name, value in (usual | (headers or {})).items():
+        for name, value in (usual | raw.headers).items():
             self.send_header(name, value)
         self.end_headers()
         # An empty chunk is HTTP's mark of the end, so none may slip in before it.

@@ -28,12 +28,9 @@ def blocks(kind: str) -> list[str]:
 
 def run(*arguments: str, folder: Path = ROOT, **environ: str) -> str:
     """What this Python prints."""
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=folder, env={**os.environ, **environ}, stdin=subprocess.DEVNULL,
-        capture_output=True, encoding="utf-8",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "encoding": "utf-8"}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=folder, env={**os.environ, **environ}, check=True, **streams).stdout
 
 
 def test_the_first_command_stands_within_twelve_lines_and_gets_a_useful_answer(own_home):
