@@ -103,8 +103,8 @@ def bare(base_url: str, sessions: int = 0) -> float:
     async def everyone() -> None:
         await asyncio.gather(*(one() for _ in range(sessions)))
 
-    client = AsyncOpenAI if sessions else OpenAI
-    create = client(api_key="none", base_url=base_url).chat.completions.create
+    client = (AsyncOpenAI if sessions else OpenAI)(api_key="none", base_url=base_url)
+    create = client.chat.completions.create
     start, messages = time.perf_counter(), [QUESTION]
     if sessions:
         asyncio.run(everyone())
@@ -174,20 +174,19 @@ def many_chats(messages: int) -> tuple[float, float]:
             if message.kind == "final":
                 answers[message.chat_id].put_nowait(message.content)
 
-    async def talk(gateway, chat):
+    async def talk(chat):
         for number in range(messages):
             await gateway.say(f"m{number}", chat)
             assert await answers[chat].get() == f"to m{number}", "every message once and in order"
 
     async def everyone():
-        gateway.desk = Phone()
         async with gateway:
             start = time.perf_counter()
-            await asyncio.gather(*(talk(gateway, chat) for chat in answers))
+            await asyncio.gather(*map(talk, answers))
             return since(start)
 
     model, answers = chats.Model(slow), {str(n): asyncio.Queue() for n in range(300)}
-    gateway = chats.Chats(loop_with(provider=model))
+    gateway = chats.Chats(loop_with(provider=model), Phone())
     ms = asyncio.run(everyone())
     assert all(queue.empty() for queue in answers.values())
     return ms / (300 * messages * 200 / 8), peak()  # ideal: eight turns at once
@@ -255,11 +254,10 @@ def one_answer(base_url: str) -> float:
 
 HOME = tempfile.mkdtemp()
 START = f"import sys; sys.path[:0] = [{str(HERE.parent)!r}, {str(HERE.parent.parent)!r}]\n"
-PLAIN = (
-    "import sys; from openai import OpenAI; client = OpenAI(api_key='none', base_url=sys.argv[-1]); "
-    "print(client.chat.completions.create(model='m', messages=[{'role': 'user', 'content': 'hi'}])"
-    ".choices[0].message.content)"
-)
+PLAIN = """import sys; from openai import OpenAI
+client = OpenAI(api_key="none", base_url=sys.argv[-1])
+answer = client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+print(answer.choices[0].message.content)"""
 
 
 def python(code: str, *arguments: str) -> str:

@@ -56,8 +56,8 @@ class Desk(Channel):
 class Chats:
     """A loop that serves a bus with one channel, inside its `async with`: what a gateway does."""
 
-    def __init__(self, loop: AgentLoop):
-        self.loop, self.model, self.desk = loop, loop.provider, Desk()
+    def __init__(self, loop: AgentLoop, desk: Desk | None = None):
+        self.loop, self.model, self.desk = loop, loop.provider, desk or Desk()
 
     async def __aenter__(self):
         self.bus = MessageBus(lambda seconds: asyncio.sleep(seconds / 100))  # nobody waits for pauses
