@@ -219,7 +219,6 @@ NOT_THE_SAME = {
     "a poll that returns something new": [call("poll", f"c{n}") for n in range(7)],
     "the same words with another picture": [call("poll", f"c{n}", words="x") for n in range(7)],
     "other arguments in between": [call("look", f"c{n}", n=n % 2) for n in range(8)],
-    "another call in between": [call(name, f"{name}{n}") for n in range(4) for name in ("broken", "look")],
 }
 
 
@@ -415,10 +414,6 @@ def test_a_run_of_which_nothing_is_said_has_these_limits():
     asked = provider.requests[0]
     assert (asked.options["max_tokens"], asked.model, asked.on_delta) == (8_192, "scripted", None)
     assert result.model == "scripted"
-    result, provider = run(["ok"], model="big", max_tokens=77, temperature=0.5)
-    asked = provider.requests[0]
-    assert (asked.model, asked.options) == ("big", {"max_tokens": 77, "temperature": 0.5})
-    assert result.model == "big"
 
 
 def test_usage_adds_up_and_a_size_is_what_the_endpoint_counted_or_an_estimate():
@@ -867,17 +862,6 @@ def test_files_come_before_the_text_images_as_data_and_the_journal_has_a_line_fo
     assert "base64" not in loop.sessions.path("cli:direct").read_text(encoding="utf-8")
 
 
-def test_the_limits_of_the_settings_reach_each_request_of_a_turn(tmp_path):
-    settings = {"max_tokens": 55, "temperature": 0.75, "max_tool_iterations": 2, "max_tool_result_chars": 1_000}
-    loop = make_loop(tmp_path, [call("list_dir", f"c{n}", path=f".{'/.' * n}") for n in range(9)], **settings)
-    for number in range(100):
-        (loop.workspace / f"{number:0>40}").touch()
-    result, _ = ask(loop, "go")
-    assert (result.stop_reason, result.requests) == ("max_iterations", 3)
-    assert [each.options for each in loop.provider.requests] == [{"max_tokens": 55, "temperature": 0.75}] * 3
-    assert "too long to show" in results(loop.provider.requests[1].messages)[0]
-
-
 def test_what_the_memory_asks_keeps_to_the_limits_and_is_paid_for(tmp_path):
     """A dream edits with three tools, in its home, in the steps that are set."""
     usage = {"prompt_tokens": 10, "completion_tokens": 1}
@@ -1126,7 +1110,6 @@ TURNS = {
     "calls whose ids come again": [call("look"), "done", call("look", n=2), "done"],
     "a call that could not be read": [UNREADABLE, call("look", "c2"), "done", "next"],
     "out of steps": [call("look", "a"), call("look", "b"), call("look", "c"), "so far"] * 2,
-    "a call that fails again and again": [call("broken", f"c{n}") for n in range(4)] + ["next"],
     "letters that are none": [
         LLMResponse("done", extra={"reasoning_content": "\ud83d"}), ToolCallRequest("c\ud83d", "look"), "next",
     ],
@@ -1364,16 +1347,20 @@ def test_the_settings_of_a_model_and_its_provider_reach_the_endpoint(own_home, t
     with FakeLLM([written, "done"]) as server:
         vllm = {"apiKey": "sk-mine", "apiBase": server.base_url, "extraHeaders": {"X-Title": "kit"},
                 "extraBody": {"min_p": 0.1}, "textToolCalls": text_calls}  # fmt: skip
-        defaults = {"model": "m", "provider": "vllm", "maxTokens": 777, "temperature": 0.25}
+        defaults = {"model": "m", "provider": "vllm", "maxTokens": 777, "temperature": 0.25,
+                    "maxToolResultChars": 1_000}  # fmt: skip
         prices = {"m": {"input": 1_000_000, "output": 0}}
         settings = {"agents": {"defaults": defaults}, "providers": {"vllm": vllm}, "prices": prices}
         loop = loop_of(own_home, settings, None)
+        for number in range(100):
+            (own_home / "project" / f"{number:0>40}").touch()
         result, _ = ask(loop, "look")
-    request = server.requests[0]
-    assert (request.headers["authorization"], request.headers["x-title"]) == ("Bearer sk-mine", "kit")
-    assert {"model": "m", "temperature": 0.25, "min_p": 0.1}.items() <= request.body.items()
-    assert 777 in (request.body.get("max_tokens"), request.body.get("max_completion_tokens"))
+    for request in server.requests:
+        assert (request.headers["authorization"], request.headers["x-title"]) == ("Bearer sk-mine", "kit")
+        assert {"model": "m", "temperature": 0.25, "min_p": 0.1}.items() <= request.body.items()
+        assert 777 in (request.body.get("max_tokens"), request.body.get("max_completion_tokens"))
     assert result.final_content == ("done" if text_calls == "auto" else written)
+    assert ["too long to show" in text for text in results(result.messages)] == [True] * len(result.tools_used)
     assert loop.cost.line(result.usage).endswith(f" · {result.usage['prompt_tokens']:.4f}")
 
 
@@ -1422,7 +1409,7 @@ def is_question(request) -> bool:
     return request.messages[-1]["role"] == "user"
 
 
-def serve(tmp_path: Path, script, work, *tools, in_hurry=False, **defaults) -> None:
+def serve(tmp_path: Path, script, work, *tools, **defaults) -> None:
     """Runs `work(chats)` while a bus is served; the model answers by `script(request)`, a coroutine."""
     loop = AgentLoop(settings_for(tmp_path, **defaults), Model(script))
 
@@ -1434,7 +1421,7 @@ def serve(tmp_path: Path, script, work, *tools, in_hurry=False, **defaults) -> N
             loop.tools.register(each)
         await work(chats)
 
-    serve_chats(loop, with_tools, in_hurry)
+    serve_chats(loop, with_tools)
 
 
 def test_messages_of_a_chat_are_answered_in_order_chats_side_by_side_and_commands_at_once(tmp_path):
@@ -1615,23 +1602,6 @@ def test_every_turn_ends_with_an_answer_or_with_what_went_wrong_and_the_others_g
     serve(tmp_path, script, work, max_tool_iterations=6)
 
 
-@pytest.mark.parametrize("steps", [{"progress": "Let me look."}, {"tool_hint": "list_dir()"}])
-def test_the_settings_decide_which_steps_a_chat_sees(tmp_path, steps):
-    async def script(request):
-        looks = LLMResponse("Let me look.", [call("list_dir")], "tool_calls")
-        return looks if is_question(request) else "Nothing there."
-
-    async def work(chats):
-        settings = chats.loop.config.channels
-        settings.send_progress, settings.send_tool_hints = "progress" in steps, "tool_hint" in steps
-        await chats.say("look")
-        await chats.answered()
-        shown = {message.kind: message.content for message in chats.desk.sent if message.kind != "delta"}
-        assert shown == {"final": "Nothing there."} | steps
-
-    serve(tmp_path, script, work)
-
-
 def test_a_session_that_another_program_holds_is_answered_when_it_lets_go(tmp_path, caplog):
     """A message and what a job tells; fault 6 of issue 18: a reminder was lost."""
 
@@ -1643,14 +1613,14 @@ def test_a_session_that_another_program_holds_is_answered_when_it_lets_go(tmp_pa
             await chats.answered(1, "2")
             told = asyncio.create_task(run_job(chats, "j1@1"))
             await chats.until(lambda: own.messages and not own.unfinished)
-            await asyncio.sleep(3.0)
+            await asyncio.sleep(1.5)
             assert chats.finals() == [] and len(caplog.messages) < 20, "it is told once a second"
         await told
         await chats.answered(2)
         assert sorted(text.split()[-1] for text in chats.finals()) == ["hello", "stretch"]
         assert len(chats.texts()) == 3
 
-    serve(tmp_path, echo, work, max_concurrent=1, in_hurry=True)
+    serve(tmp_path, echo, work, max_concurrent=1)
     assert "desk:1: Session desk:1 is in use by another program." in caplog.messages[0]
 
 
@@ -1684,7 +1654,7 @@ def test_a_journal_that_cannot_be_read_holds_up_no_other_and_loses_nothing(tmp_p
     for key in ("cli:direct", "desk:3"):
         sessions.get(key).append(question("hello"))
     sessions.path("desk:2").mkdir()
-    serve(tmp_path, script, work, in_hurry=True)
+    serve(tmp_path, script, work)
     assert "desk%3A2.jsonl" in caplog.text, "it is told which"
 
 
@@ -1699,7 +1669,7 @@ def test_stop_between_the_journalled_answer_and_its_delivery_loses_nothing(tmp_p
         assert chats.finals()[0] == "to one"
         await chats.at_rest()
 
-    serve(tmp_path, echo, work, in_hurry=True)
+    serve(tmp_path, echo, work)
 
 
 def test_in_a_group_the_text_begins_with_who_said_it_but_a_command_stays_one(tmp_path):
@@ -1938,7 +1908,7 @@ def test_a_run_that_was_killed_behind_its_report_does_not_report_twice(tmp_path)
         (line,) = chats.loop.sessions.inbox("cli:direct").read()
         assert (line["kind"], "stretch" in line["content"]) == ("report", True), "it waits for the terminal"
 
-    serve(tmp_path, echo, first, in_hurry=True)
+    serve(tmp_path, echo, first)
     serve(tmp_path, echo, second)
 
 
