@@ -53,35 +53,23 @@ ROW = "from providers import Remedy\nREMEDY = "
 LOOP = SOLUTIONS.joinpath("ex_01_loop.py").read_text(encoding="utf-8")
 FENCE = SOLUTIONS.joinpath("ex_08_fence.py").read_text(encoding="utf-8")
 CHANNEL = SOLUTIONS.joinpath("ex_12_channel.py").read_text(encoding="utf-8")
-BUDGET = SOLUTIONS.joinpath("ex_13_budget.py").read_text(encoding="utf-8")
 MESSAGES = [  # exercise, what a student writes, what the grader must say of it
     ("01_loop", (SOLUTIONS / "ex_01_loop.wrong3.py").read_text(), "request 2 with the messages ['user', 'assistant', 'tool', 'tool']: results mean"),
     ("01_loop", (SOLUTIONS / "ex_01_loop.wrong4.py").read_text(), "yours has asked 20 times, and the script has three answers"),
-    ("01_loop", LOOP.replace("result.text}", "result}"), "each message's content is a text"),
     ("01_loop", LOOP.replace("response.to_message()", "response"), "response.to_message() makes one"),
     ("01_loop", LOOP.replace("call.name,", "call.nam,"), "AttributeError in ex_01_loop.py, line 8: "),
-    ("01_loop", LOOP.replace("async def", "def").replace("await ", ""), "AttributeError in ex_01_loop.py, line 4: "),
     ("01_loop", LOOP.replace("def ask", "def aks"), "`ask` is missing in ex_01_loop.py"),
     ("01_loop", LOOP + "    )", "SyntaxError while the grader used your ex_01_loop.py: unmatched ')' (ex_01_loop.py, line 10)"),
-    ("01_loop", LOOP + '    raise NotImplementedError("write `ask`")', "not begun: write `ask`, in place of its line"),
-    ("01_loop", "import sys\nsys.exit()", "SystemExit in ex_01_loop.py, line 2"),
     ("04_healing", ROW + '("of 64", "changed", dict)', "expected: REMEDY = Remedy(complaint, notice, change)"),
     ("04_healing", ROW + 'Remedy("of 64", "", lambda body, text: body)', "expected: a notice"),
-    ("04_healing", ROW + 'Remedy("of 64", "changed", lambda body, text: None)', "expected: `change` returns the body"),
     ("04_healing", ROW + 'Remedy("of (64", "changed", lambda body, text: {**body, "max_tokens": body["max_tokens"] // 64 * 64})',
      "while the grader used your ex_04_healing.py: missing ), unterminated subpattern"),
     ("05_memory", TASK + "None", 'expected: a dict: {"history_entry": "…", "memory_update": "…"}\ngot:      None'),
-    ("05_memory", TASK + "'Ada'", "got:      Ada"),
-    ("05_memory", TASK + '{"history_entry": "Ada said hello"}', "expected: a text as memory_update\ngot:      no memory_update"),
     ("05_memory", TASK + '{"history_entry": "Ada said hello", "memory_update": ["Ada"]}', "expected: a text as memory_update\ngot:      ['Ada']"),
-    ("05_memory", TASK + '{"history_entry": prompt["x"]}', "TypeError in ex_05_memory.py, line 2: "),
     ("08_fence", FENCE.replace("path: str", "path"), "expected: `path: str`"),
     ("08_fence", FENCE.replace("(read_only=True)", ""), "expected: @tool(read_only=True)"),
-    ("08_fence", FENCE.replace(".split()", ""), "expected: a.txt has 4 words"),
     ("08_fence", (SOLUTIONS / "ex_08_fence.wrong3.py").read_text(), "../diary.txt is refused as an error"),
     ("12_channel", CHANNEL.replace("await bus.publish", "await bus.publsh"), "logged:   folder: nobody listens there any more: "),
-    ("13_budget", BUDGET.replace("self.usage[", "self.usge["), "AttributeError in ex_13_budget.py, line "),
-    ("14_injection", "class InjectionHook:\n    pass", "while the grader used your ex_14_injection.py"),
 ]  # fmt: skip
 GRADE = """
 import json, os, sys
@@ -123,29 +111,13 @@ def test_a_loop_that_never_waits_is_ended_and_the_next_exercise_is_graded(tmp_pa
     assert not done.stderr
 
 
-@pytest.mark.skipif(os.name == "nt", reason="a shell with pipes")
-def test_a_pipe_that_is_closed_early_is_no_error():
-    command = f'"{sys.executable}" "{HERE.parent.parent / "nanobot.py"}" exercises | true'
-    done = subprocess.run(command, shell=True, capture_output=True, text=True, encoding="utf-8")
-    assert not done.stderr
-
-
-def test_walk_shows_what_runs_in_a_task_or_a_thread_below_its_caller(tmp_path):
-    (tmp_path / "a.txt").write_text("hello\n")
-    command = [sys.executable, str(HERE.parent.parent / "nanobot.py"), "walk", "--offline", "-m", "read a.txt"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, encoding="utf-8")
-    names = [line.partition("(")[0] for line in done.stdout.split("\n")]
-    depth = {name.strip(): len(name) - len(name.lstrip()) for name in names}
-    chain = ["AgentLoop.process_direct", "AgentRunner.run", "AgentRunner._act", "AgentRunner._run_batch", "AgentRunner._call"]
-    depths = [*(depth[f"nanobot.py:{name}"] for name in chain), depth["tools.py:Tool.execute"], depth["tools.py:read_file"]]
-    assert depths == sorted(set(depths)) and depths[0] == 0
-    assert depth["nanobot.py:AgentRunner._conclude"] == depth["nanobot.py:AgentRunner._act"]
-
-
 def test_the_list_names_each_exercise_and_a_wrong_number_is_told():
     command = [sys.executable, str(ROOT / "nanobot.py"), "exercises"]
     done = subprocess.run([*command, "99"], capture_output=True, text=True, encoding="utf-8")
     assert done.returncode == 2 and "There is no exercise 99" in done.stderr
+    if os.name == "posix":  # a pipe that is closed early is no error
+        done = subprocess.run(f'"{sys.executable}" "{command[1]}" exercises | true', shell=True, capture_output=True)
+        assert not done.stderr
     assert len(STUBS) >= 14
     for file in STUBS.values():
         about = file.read_text(encoding="utf-8").split('"""')[1]
@@ -208,8 +180,14 @@ def test_the_tour_has_the_places_of_a_turn_in_their_order_all_of_the_story_and_i
     assert [text for text in data if text not in left] == []
 
 
-def test_walk_prints_the_places_of_the_tour_and_what_the_turn_gave(own_home, tmp_path):
+def test_walk_prints_the_places_of_the_tour_and_what_runs_in_a_task_or_a_thread_below_its_caller(own_home, tmp_path):
     (tmp_path / "a.txt").write_text("hello\n")
-    printed = run(str(ROOT / "nanobot.py"), "walk", "--offline", "-m", "read a.txt", folder=tmp_path)
+    program = os.path.relpath(ROOT / "nanobot.py", tmp_path)  # as pupils write it
+    printed = run(program, "walk", "--offline", "-m", "read a.txt", folder=tmp_path)
     firsts = [places[0] for places, _ in tour_rows() if "AgentHook" not in places[0]]
     assert [place for place in firsts if f"{place}(" not in printed] == [] and "1| hello" in printed
+    names = [line.partition("(")[0] for line in printed.split("\n")]
+    depth = {name.strip(): len(name) - len(name.lstrip()) for name in names}
+    steps = ["AgentLoop.process_direct", "AgentRunner.run", "AgentRunner._act", "AgentRunner._run_batch", "AgentRunner._call"]
+    depths = [*(depth[f"nanobot.py:{name}"] for name in steps), depth["tools.py:Tool.execute"], depth["tools.py:read_file"]]
+    assert depths == sorted(set(depths)) and depths[0] == 0
