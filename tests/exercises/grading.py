@@ -25,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+if "NANOBOT_EXERCISES" in os.environ:  # "~/lessons", "lessons": a grader changes the current folder
+    os.environ["NANOBOT_EXERCISES"] = str(Path(os.environ["NANOBOT_EXERCISES"]).expanduser().absolute())
 ROOT = HERE.parent.parent
 SECONDS = 60  # for one exercise
 sys.path[:0] = [str(ROOT), str(HERE), str(ROOT / "tests")]  # fake_llm.py: a model of the grader's
