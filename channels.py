@@ -122,7 +122,7 @@ class OutboundMessage:
     channel: str
     chat_id: str
     content: str  # an empty final message says only that the turn has ended
-    kind: str = "final"  # or delta (a piece of the answer), progress, tool_hint, retry
+    kind: str = "final"  # others: delta (a piece of the answer), progress, tool_hint, retry
     media: Sequence[Path] = ()
     reply_to: str = ""  # the message_id of the message that this one answers
     parts_sent: int = 0  # how many parts were sent; a retry goes on after them
@@ -782,7 +782,7 @@ class Telegram(Channel):
             except Exception as failure:  # any error: people go on writing
                 if str(failure) != told:  # log each new problem once
                     is_rival = "terminated by other getUpdates" in str(failure)
-                    hint = RIVAL if is_rival else "It is tried again."
+                    hint = RIVAL if is_rival else "The request is retried."
                     log.warning("Telegram: %s. %s", failure, hint)
                 told = str(failure)
                 self.bot = {}  # `_introduce` runs again: a webhook may be the problem
@@ -1069,7 +1069,7 @@ class CronField(NamedTuple):
     def _range(self, part: str) -> range:
         match = re.fullmatch(PART, part)
         if not match:
-            raise ValueError(f"{self.name}: {part!r} is none of 5, 1-5, 1,5, *, */15 and 0-30/5")
+            raise ValueError(f"{self.name}: {part!r} is not like 5, 1-5, 1,5, *, */15 or 0-30/5")
         first, last, step, single = match.groups()
         low, high = int(first or single or self.lowest), int(last or single or self.highest)
         if not self.lowest <= low <= high <= self.highest or step == "0":

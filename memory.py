@@ -818,7 +818,7 @@ LETTERS = b"abcdefghijklmnopqrstuvwxyz \n"
 
 
 def estimate(text: str) -> int:
-    """Tokens: one per 5 letters or 1.5 other ASCII; 0.6 to 2.4 times the true number."""
+    """Tokens: 1 per 5 small letters or 1.5 other ASCII characters; 0.6 to 2.4 times the truth."""
     data = text.encode("utf-8", errors="replace")
     rest = data.translate(None, LETTERS)
     foreign = rest.translate(None, bytes(range(128)))
@@ -889,8 +889,8 @@ class Dream:
     find_prompt: str
     edit_prompt: str
     skills: "SkillsLoader"
-    budget: int = 56_320  # tokens
-    max_batch: int = 20  # entries
+    budget: int = 56_320  # tokens that a request may have
+    max_batch: int = 20  # entries that one dream reads
     failures: int = field(default=0, init=False)  # failed dreams in a row
 
     async def run(self) -> str:
@@ -1086,7 +1086,7 @@ class SkillsLoader:
     """Skills of the workspace and of the kit. If two have one name, the workspace's is used."""
 
     def __init__(self, *folders: Path, read: Read = read_regular_file):
-        self.folders = folders  # the first one wins
+        self.folders = folders  # if two folders have a skill of one name, the first folder wins
         self.read = read
         self._warned: set[tuple[Path, str]] = set()
 

@@ -814,7 +814,7 @@ async def test_a_rival_a_webhook_and_an_outage_are_told_once_and_waited_for(serv
             assert desk.naps == [77]
         else:
             assert desk.naps == [10] * len(refusals)
-        hint = "Another program asks for this bot's messages" if rival in refusals else "It is tried again"
+        hint = "Another program asks for this bot's messages" if rival in refusals else "The request is retried"
         assert [hint in line for line in caplog.messages] == [True]
     server.webhook = "https://elsewhere"
     for text in ("three", "four"):
@@ -1073,11 +1073,11 @@ def test_when_an_expression_comes_next(expr, after, expected):
     ("", "has 0 fields instead of five: minute, hour"),
     ("60 * * * *", "minute: '60' is not within 0-59"),
     ("* * * * 8", "day of week: '8' is not within 0-7"),
-    ("* * * mon *", "month: 'mon' is none of"),
+    ("* * * mon *", "month: 'mon' is not like"),
     ("*/0 * * * *", "minute: './0' is not within 0-59"),
     ("0 22-2 * * *", "hour: '22-2' is not within 0-23; 22-2 is written as 22-23,0-2"),
-    ("5/15 * * * *", "minute: '5/15' is none of"),
-    ("١ * * * *", "minute: '١' is none of"),
+    ("5/15 * * * *", "minute: '5/15' is not like"),
+    ("١ * * * *", "minute: '١' is not like"),
 ])  # fmt: skip
 def test_a_bad_expression_says_what_is_wrong(expr, complaint):
     with pytest.raises(ValueError, match=complaint):
