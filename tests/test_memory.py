@@ -456,7 +456,7 @@ GAPS = [
     ("what has no answer, too", [user("a"), "it was stopped", user("c", runtime="It is Monday")],
      ["a", "[the message above was not answered: it was stopped]\n\nIt is Monday\n\nc"]),
     ("/continue goes on where an answer stops", [user("a"), answer("b", cut="it was stopped")],
-     ["a", "b", "[the answer above broke off: it was stopped] Go on where it stops."]),
+     ["a", "b", "[the answer above broke off: it was stopped] Go on where the answer stops."]),
     ("a rest without its question is left out", [answer("b"), result("c1", "x"), user("c")], ["c"]),
     ("two messages wait for one answer", [user("a"), user("b"), answer("to both")], ["a", "b", "to both"]),
 ]  # fmt: skip
@@ -1361,7 +1361,7 @@ def test_three_failures_in_a_row_skip_the_entries_and_an_endpoint_that_is_down_n
     loop = dreamer(home, found="What a nice day.")
     told_texts = say(loop, *["/dream"] * 3)
     assert [text.split(".")[0] for text in told_texts[:2]] == ["The dream failed"] * 2
-    assert told_texts[2].startswith("Dreamt about 3 entries") and "these are skipped" in caplog.text
+    assert told_texts[2].startswith("Dreamt about 3 entries") and "these entries are skipped" in caplog.text
 
 
 def test_a_batch_is_20_entries_or_half_the_budget_and_whatever_its_size_it_fits(home, monkeypatch):
@@ -1445,7 +1445,7 @@ def test_what_a_dream_changed_is_undone_to_the_byte_with_modes_kept(home, name):
     assert repository.restore() == f"Undone: {changes} change{'s' * (changes > 1)}."
     assert (path.read_bytes(), path.stat().st_mode & 0o777) == (before, 0o600)
     assert soul.read_text() == "later\n", "what came later stays"
-    assert "what it did is undone already" in repository.restore()
+    assert "the commit is undone already" in repository.restore()
 
 
 def test_what_a_dream_wrote_is_gone_when_it_is_undone_and_not_dreamt_again(home):
