@@ -126,7 +126,7 @@ def test_what_became_of_a_call_is_told_to_the_model():
     empty, unknown, torn = results(provider.requests[1].messages)
     assert empty == "(silent completed with no output)"
     assert "look, broken" in unknown, "the closest one first"
-    assert torn == "look was not run: its arguments are not whole JSON. Send the call again, whole."
+    assert torn == "look was not run: its arguments are not whole JSON. Send the complete call again."
 
 
 def test_neighbours_that_only_read_go_together_and_whatever_else_alone():
@@ -817,7 +817,7 @@ COMMANDS = [
     ("/stopp", "There is no /stopp."),
     ("/dream", "nothing"),
     ("/dream-log", "no dream"),
-    ("/dream-log wrong way", "'wrong way' is no commit. Write /dream-log, or with a commit: /dream-log 1f3a9c"),
+    ("/dream-log wrong way", "'wrong way' is not a commit. Write /dream-log, or with a commit: /dream-log 1f3a9c"),
     ("/dream-restore", "no dream"),
     ("/etc/hosts?", "asked"),
     ("say /new", "asked"),
@@ -1235,7 +1235,7 @@ def test_a_workspace_is_private_filled_once_and_never_overwritten(tmp_path):
     assert [each.stat().st_mode & 0o777 for each in (home, path.parent, path)] == [0o700, 0o700, 0o600]
     with pytest.raises(ConfigError) as caught:
         make_loop(tmp_path, workspace=str(path / "ws"))
-    said = f"Cannot write the workspace {path}/ws: Not a directory. Choose another with --workspace."
+    said = f"Cannot write the workspace {path}/ws: Not a directory. Choose another folder with --workspace."
     assert str(caught.value) == said
 
 
@@ -1302,7 +1302,7 @@ def test_a_setting_is_read_in_both_spellings_with_variables_filled_in(own_home, 
 
 @pytest.mark.parametrize(("text", "place", "said"), [
     ("[]", "the file", "object"),
-    ("{", "config.json", "Correct it there."),
+    ("{", "config.json", "Correct the file."),
     ('{"streaming": false}', "streaming: unknown key", "agents, channels, gateway, "),
     ('{"agents": {"defualts": {}}}', "agents.defualts: unknown key", "defaults"),
     ('{"agents": {"defaults": {"maxTokens": "many"}}}', "agents.defaults.maxTokens", 'integer, "many"'),
@@ -1582,7 +1582,7 @@ def a_fault_of_ours():
     raise ValueError("a fault of ours")
 
 
-LIMIT = "so far\n\n(the limit of steps (maxToolIterations) is reached; ask it to go on)"
+LIMIT = "so far\n\n(the limit of steps (maxToolIterations) is reached; ask the agent to go on)"
 NO_REASON = "Sorry, that failed: the endpoint ended its answer with an error"
 TOLD_IN_A_CHAT = {
     "an answer": (lambda n: " done\n", "done"),
@@ -1828,7 +1828,7 @@ def test_what_needs_approval_needs_it_in_a_helper_too_and_is_refused_in_a_job(tm
 def test_the_message_tool_reaches_known_chats_and_its_text_is_not_said_twice(tmp_path):
     """Fault 1 of issue 18: after the tool wrote to the chat, the final answer never arrived."""
     (tmp_path / "outside.txt").write_text("secret")
-    to_nobody = "There is no chat desk:99 that you have talked with. There are: desk:1, desk:2"
+    to_nobody = "There is no chat desk:99 that you have talked with. Known: desk:1, desk:2"
     cases = {  # what the model writes, what is sent in this chat, what the tool says
         "same": ({"content": "from the tool"}, ["from the tool", "final of same"], "Sent to desk:1."),
         "repeated": ({"content": "final of repeated"}, ["final of repeated"], "Sent to desk:1."),
