@@ -328,7 +328,7 @@ def verdict(state: RunState, response: LLMResponse) -> str:
 
     limit      all steps were used, this is the summary     → the run ends with this answer
     failed     the endpoint returned an error               → the run ends; the shown part is kept
-    cut        the length limit cut the answer              → ask the model to go on, 3 times at most
+    cut        the length limit cut the answer              → ask the model to go on, up to 3 times
     calls      the model calls tools                        → run them, then ask the model again
     answered   there is a text                              → the run ends
     empty      no text: a filter, or tools are switched off → the run ends and says so
@@ -1826,7 +1826,7 @@ class Config:
     prices: dict[str, Price] = field(default_factory=dict)
     channels: ChannelSettings = field(default_factory=ChannelSettings)
     gateway: GatewaySettings = field(default_factory=GatewaySettings)
-    mcp_servers: dict[str, MCPSettings] = field(default_factory=dict)  # where other programs have them
+    mcp_servers: dict[str, MCPSettings] = field(default_factory=dict)  # as in other programs
 
     def __post_init__(self):
         self.tools.mcp_servers = self.mcp_servers | self.tools.mcp_servers
@@ -1871,7 +1871,7 @@ def load_config(path: Path | None = None, environ: Mapping[str, str] = os.enviro
     if path or file.exists():
         config = read_setting(Config, read_json(file, environ))
     elif others := sorted(file.parent.glob("config.*ml")):  # .yaml, .yml, .toml
-        raise ConfigError(f"{others[0]} is not read: settings are JSON, in {file}.")
+        raise ConfigError(f"{others[0]} is not read: the settings must be JSON, in {file}.")
     config.path = file
     for row in ROWS.values():
         if key := environ.get(row.env_key):
@@ -1993,7 +1993,7 @@ class StepHook(AgentHook):
 
     async def before_request(self, messages: list[dict], tools: list[dict]) -> None:
         last = str(messages[-1].get("content"))[-1_000:]
-        text = f"{last}\n---- {len(messages)} messages are ready. Enter sends them; stop ends the turn: "
+        text = f"{last}\n---- {len(messages)} messages. Enter sends them; stop ends the turn: "
         while await self._decide(text, "request"):
             pass  # the answer was neither Enter nor stop: ask again
 

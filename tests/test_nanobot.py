@@ -809,7 +809,7 @@ def test_the_fence_opens_neither_home_nor_what_holds_it(own_home, tmp_path, sett
 
 COMMANDS = [
     ("/help", "/status: version, model"),
-    ("/help", "at a prompt press Ctrl-C"),  # a fault of issue 18: a line typed during a turn is read after it
+    ("/help", "in a terminal press Ctrl-C"),  # a fault of issue 18: a line typed during a turn is read after it
     ("/start@my_bot", "I am your agent"),
     (" /NEW\n", "A new session begins. The old one stays in its journal."),
     ("/stop", "Nothing runs here."),
@@ -1326,7 +1326,7 @@ def test_a_setting_is_read_in_both_spellings_with_variables_filled_in(own_home, 
     ('{"tools": {"web": {"proxy": "socks5://x"}}}', "tools.web.proxy", "'socks5://x' is no proxy. Write it like"),
     ('{"tools": {"ssrfWhitelist": ["10.1.2.3/8"]}}', "tools.ssrfWhitelist", "10.1.2.3/8 has host bits set"),
     # and which model they mean
-    ('{"providers": {"opnai": {}}}', "providers.opnai", "There are: openai, "),
+    ('{"providers": {"opnai": {}}}', "providers.opnai", "Known: openai, "),
     ('{"agents": {"defaults": {"provider": "opnai"}}}', "no provider 'opnai'", "There are: "),
     ('{"agents": {"defaults": {"model": "gpt"}}}', "no key and no base URL for the model gpt",
      "Set OPENAI_API_KEY or OPENAI_BASE_URL, or use --off"),
@@ -1960,7 +1960,7 @@ def test_stop_in_a_chat_stops_the_job_that_runs_for_it(tmp_path):
 
 def test_the_cron_tool_says_when_nothing_will_happen_and_what_is_wrong(tmp_path):
     loop = make_loop(tmp_path)
-    note = "No gateway runs: a job happens only while `nanobot gateway` runs"
+    note = "No gateway runs. Jobs run only while `nanobot gateway` runs"
     cron = partial(loop.tools.execute, "cron", turn=loop.turn("desk:1"))
     job = {"action": "add", "message": "stretch"}
     added = asyncio.run(cron({**job, "every_seconds": 60}))
