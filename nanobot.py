@@ -81,7 +81,7 @@ DATA = HERE if (HERE / "templates").is_dir() else HERE / "nanobot_data"  # in a 
 
 @dataclass
 class AgentRunSpec:
-    """What to run, and with which limits."""
+    """The input of a run: messages, tools, limits and callbacks."""
 
     messages: list[dict]
     tools: ToolRegistry = field(default_factory=ToolRegistry)
@@ -225,7 +225,7 @@ class AgentRunner:
         if goes_in_circles:
             state.has_tools = False
             state.note = template("same_result_end")
-            state.why_empty = "the same call brought the same result five times"
+            state.why_empty = "the same call gave the same result five times"
         state.context.messages += state.spec.arrivals()  # no `add`: these are already journalled
 
     async def _run_batch(self, state: RunState, batch: list[ToolCallRequest]) -> None:
@@ -245,7 +245,7 @@ class AgentRunner:
             state.add({"role": "user", "content": [{"type": "text", "text": names}, *images]})
 
     async def _call(self, state: RunState, call: ToolCallRequest) -> tuple[dict, list[dict]]:
-        """Run one call. Returns its message, which is journalled at once, and its images."""
+        """Run one call and journal its result at once. Returns the message and its images."""
         began = time.monotonic()
         if problem := reason_not_to_run(call, state.spec.tools):
             result = ToolResult(problem, is_error=True)
@@ -378,7 +378,7 @@ class ContextBuilder:
         self.skills = skills
         self.zone = zone_named(config.defaults.timezone, machine_zone())
         self.now = lambda: config.now().astimezone(self.zone)
-        self.memory_tokens = config.defaults.budget // 4  # a longer MEMORY.md is cut
+        self.memory_tokens = config.defaults.budget // 4  # a longer MEMORY.md is shortened
 
     def request(self, turn: Turn, history: list[dict], images: list[dict]) -> list[dict]:
         """The messages of a request. Images go into the last message, never into the journal.
@@ -443,7 +443,7 @@ class AgentLoop:
         self.provider = provider or make_provider(config)
         self.tools = make_tools(config) if tools is None else tools
         self.mcp = MCPServers(config.tools.mcp_servers, self.tools)
-        self.files_seen: defaultdict[str, dict] = defaultdict(dict)  # by session
+        self.files_seen: defaultdict[str, dict] = defaultdict(dict)  # by session: files read
         read = partial(read_own, self.turn("cli:direct"))
         self.memory = MemoryStore(self.workspace, read)
         self.sessions = SessionManager(self.workspace, self.memory)
@@ -628,7 +628,7 @@ class RunningTurns:
 
     def __init__(self, sessions: SessionManager):
         self.sessions = sessions
-        self.tasks: dict[str, asyncio.Task] = {}  # by session
+        self.tasks: dict[str, asyncio.Task] = {}  # by session: its running turn
         self.chats: dict[str, str] = {}  # by a job's session: the chat that gets its report
         self.locks = weakref.WeakValueDictionary()  # by session; an unused lock is removed
 
@@ -703,7 +703,7 @@ class RunState:
     draft: Draft = field(default_factory=lambda: Draft())  # the answer so far
     tools: list[dict] = field(default_factory=list)  # that the request offers to the model
     has_tools: bool = True  # False: the model must now answer in words
-    why_empty: str = "the model sent nothing of use"  # the reason why there is no answer
+    why_empty: str = "the model sent nothing useful"  # the reason why there is no answer
     note: str = ""  # a message that only the next request has
     failure: str = ""  # the error of the last failed call of this step
     calls: dict[str, int] = field(default_factory=dict)  # counts of this step; see `count`
@@ -776,7 +776,7 @@ def is_read_only(call: ToolCallRequest, tools: ToolRegistry) -> bool:
     return known is not None and known.read_only
 
 
-# ---- Prompts are files ----
+# ---- Prompts are files, in templates/ and in the workspace ----
 # The fence refuses a link such as SOUL.md → ~/.ssh/id_rsa: else each request would have the key.
 
 PLACEHOLDERS = (  # also of older versions: small models take these lines for facts
@@ -813,7 +813,7 @@ def prepare_workspace(workspace: Path) -> Path:
 
 
 def identity(turn: Turn, who: str) -> str:
-    """The first part of the system prompt; `who` (IDENTITY.md) replaces its first paragraph."""
+    """The first part of the system prompt; the text `who` (IDENTITY.md) replaces paragraph 1."""
     style = template("format_cli") if turn.channel == "cli" else template("format_chat")
     platform = f"{sys.platform}, Python {sys.version_info.major}.{sys.version_info.minor}"
     about = {"platform": platform, "cwd": turn.cwd, "workspace": turn.workspace}
@@ -1298,7 +1298,7 @@ def text_for_chat(result: AgentRunResult, key: str = "") -> str:
 # A lock allows one gateway: two would answer each message twice and run each job twice.
 
 GATEWAY_LOG = logging.getLogger("nanobot.gateway")  # one line per event
-SERVED = "A gateway or a page serves {} already. End it with Ctrl-C, or name another --workspace."
+SERVED = "A gateway or a page already serves {}. End it with Ctrl-C, or use another --workspace."
 
 
 def gateway_runs(workspace: Path, lock: str = "gateway") -> bool:
@@ -1354,7 +1354,7 @@ class Gateway:
                 media_folder=self.loop.workspace / ".nanobot" / "media",
             ))  # fmt: skip
         if not (self.page or telegram.token and telegram.allow_from):
-            log.warning("Nobody can write: channels.telegram needs a token and allowFrom.")
+            log.warning("Nobody can write: set token and allowFrom in channels.telegram.")
 
     async def end(self, work: list[asyncio.Task]) -> None:
         """End within 8 s, even if a tool does not react to its cancellation."""
@@ -1407,7 +1407,7 @@ class JobRunner:
             self.clock.add_system("heartbeat", heartbeat.interval_s, self._beat)
 
     async def _beat(self) -> None:
-        """A turn for the tasks in HEARTBEAT.md; the model reports by the `message` tool."""
+        """A turn for the tasks in HEARTBEAT.md; the model reports with the `message` tool."""
         tasks = active_tasks(self.loop.memory.text_of(self.loop.workspace / "HEARTBEAT.md"))
         if tasks:
             GATEWAY_LOG.info("heartbeat")
@@ -1538,7 +1538,7 @@ class SubagentManager:
         return f"Helper {name!r} is at work. Its result comes as a message: go on, or end here."
 
     async def _work(self, task: str, turn: Turn) -> str:
-        """The helper's answer. Raises ToolError if it has none."""
+        """Run a helper. Returns its answer, or raises ToolError if there is none."""
         names = [tool["function"]["name"] for tool in self.loop.tools.get_definitions()]
         kept = ("spawn", "message", "cron")
         tools = [self.loop.tools.get(name) for name in names if name not in kept]
@@ -1590,7 +1590,7 @@ COMMANDS = {
     "start": "what nanobot is",
     "new": "start a new conversation; the old one stays in the journal",
     "stop": "end the running turn and its helpers; in a terminal press Ctrl-C instead",
-    "continue": "go on with a turn that was interrupted",
+    "continue": "resume a turn that was interrupted",
     "status": "version, model, tokens, context, uptime",
     "dream": "review the recent history; keep lasting facts in memory",
     "dream-log": "show what dreams changed; with a commit: what this commit changed",
@@ -1704,7 +1704,7 @@ class AgentDefaults:
     max_tool_iterations: int = 40
     max_tool_result_chars: int = 16_000
     timezone: str = ""  # "": that of the machine
-    memory_window: int = 100  # messages of a session; more are moved into the memory
+    memory_window: int = 100  # messages of a session; if more, old ones move to the memory
     max_concurrent: int = 8  # turns at once in a gateway
     dream: DreamSettings = field(default_factory=DreamSettings)
 
@@ -2000,7 +2000,7 @@ class StepHook(AgentHook):
     async def after_response(self, response: LLMResponse) -> None:
         for call in response.tool_calls:
             shown = json.dumps(call.arguments, ensure_ascii=False)
-            text = f"{call.name} {shown}\nEnter runs it; or skip, stop, other arguments as JSON: "
+            text = f"{call.name} {shown}\nEnter runs it; or type skip, stop or new JSON arguments: "
             answer = await self._decide(text, "call", name=call.name, arguments=call.arguments)
             if answer == "skip":
                 call.denied = "The user skipped this call."
@@ -2111,7 +2111,7 @@ def kinds_to_show(settings: ChannelSettings) -> tuple[str, ...]:
 
 
 class Talk:
-    """The agent in a terminal or between pipes: one message, or a conversation at a prompt."""
+    """The agent on the command line: it answers one message, or it holds a conversation."""
 
     def __init__(self, arguments: argparse.Namespace, background: BackgroundLoop):
         config = settings_of(arguments)
@@ -2166,7 +2166,7 @@ class Talk:
         try:
             return self.answer(text)
         except KeyboardInterrupt:
-            self.terminal.note("stopped; `nanobot -m /continue` goes on with this turn")
+            self.terminal.note("stopped; `nanobot -m /continue` resumes this turn")
             raise
 
     def converse(self) -> int:
@@ -2277,7 +2277,7 @@ def status_rows(config: Config) -> Iterator[tuple[str, str, str | None]]:
 
 
 async def model_and_problem(provider: LLMProvider) -> tuple[str, str]:
-    """The model, and what is wrong with its address, key or name."""
+    """The model, and the problem with its address, key or name ("": none)."""
     if isinstance(provider, HumanProvider):
         return "human: you play the model", ""
     if isinstance(provider, OfflineProvider):
@@ -2421,18 +2421,18 @@ def replay_command(arguments: argparse.Namespace) -> int:
 
 
 COMMAND_LINE = {  # by name: its function and its text in --help
-    "agent": (agent_command, "ask, or talk at a prompt"),
+    "agent": (agent_command, "ask once, or have a conversation"),
     "prompt": (prompt_command, "print the request that would be sent"),
-    "sessions": (sessions_command, "list, or `show KEY`"),
-    "onboard": (onboard_command, "write settings and workspace"),
+    "sessions": (sessions_command, "list sessions, or `show KEY`"),
+    "onboard": (onboard_command, "create settings and workspace"),
     "status": (status_command, "check each part"),
     "gateway": (gateway_command, "serve channels and cron"),
-    "cron": (cron_command, "list what is planned; remove ID"),
-    "replay": (replay_command, "run a trace again: no network"),
+    "cron": (cron_command, "list the jobs; remove ID"),
+    "replay": (replay_command, "repeat a trace without a network"),
     "trace": (trace_command, "show a recorded run"),
     "web": (web_command, "a page that shows the agent at work"),
     "walk": (lesson_command, "one turn, function by function"),
-    "exercises": (lesson_command, "list them, or grade some"),
+    "exercises": (lesson_command, "list the exercises, or grade some"),
 }
 
 
@@ -2450,13 +2450,13 @@ OPTIONS = (  # an option's commands ("": all), its spellings, its argparse setti
     ("", ["--base-url"], {"metavar": "URL", "help": "an endpoint; usually ends in /v1"}),
     ("", ["--provider"], {"metavar": "NAME", "help": ", ".join([*ROWS, "offline", "human"])}),
     ("", ["--offline"], {"dest": "provider", "action": "store_const", "const": "offline"}),
-    ("", ["--logs", "--verbose"], SWITCH | {"help": "show what happens inside, on stderr"}),
+    ("", ["--logs", "--verbose"], SWITCH | {"help": "write log messages to stderr"}),
     ("agent", ["text"], {"nargs": "*", "metavar": "TEXT", "help": "ask this, then exit"}),
     ("agent", ["-m", "--message"], {"metavar": "TEXT", "action": "append", "default": []}),
     ("agent prompt", ["-s", "--session"], {"type": session_key, "default": "direct"}),
     ("agent", ["--no-stream"], SWITCH | {"help": "do not stream answers"}),
     ("agent", ["--step"], SWITCH | {"help": "stop before each request and call"}),
-    ("agent web", ["--approve"], SWITCH | {"help": "ask before tools act"}),
+    ("agent web", ["--approve"], SWITCH | {"help": "ask before calls that change things"}),
     ("agent web", ["--trace"], FILE | {"help": "record requests and answers"}),
     ("prompt", ["text"], {"nargs": "?", "default": "Hello!"}),
     ("sessions", ["action"], {"nargs": "?", "choices": ["show"]}),
@@ -2464,8 +2464,8 @@ OPTIONS = (  # an option's commands ("": all), its spellings, its argparse setti
     ("cron", ["action"], {"nargs": "?", "choices": ["list", "remove"], "default": "list"}),
     ("cron", ["job_id"], {"nargs": "?", "default": "", "metavar": "ID", "help": "to remove"}),
     ("replay trace", ["file"], FILE),
-    ("trace", ["--html"], FILE | {"help": "write it as a page"}),
-    ("web", ["--port"], {"type": int, "default": 0, "help": "default: a free one"}),
+    ("trace", ["--html"], FILE | {"help": "write the run as a page"}),
+    ("web", ["--port"], {"type": int, "default": 0, "help": "default: any free port"}),
     ("web", ["--no-open"], SWITCH | {"help": "do not open the browser"}),
     ("walk", ["-m", "--message"], {"metavar": "TEXT", "default": "read a.txt"}),
     ("walk", ["--all"], SWITCH | {"help": "second readings, too"}),

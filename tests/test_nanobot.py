@@ -212,7 +212,7 @@ def test_a_step_of_two_calls_counts_as_one_and_the_end_names_the_true_reason():
     result, provider = run([*step, "", ""], [look])
     assert ["already" in text for text in results(result.messages)] == [False] * 4 + [True] * 6
     assert [bool(request.tools) for request in provider.requests][:6] == [True] * 5 + [False]
-    assert "the same call brought the same result five times" in result.final_content
+    assert "the same call gave the same result five times" in result.final_content
 
 
 NOT_THE_SAME = {
@@ -243,7 +243,7 @@ def test_what_is_not_the_same_may_go_on(case):
 ABC = [cut("a "), cut("b "), cut("c ")]
 GONE = failed("it is gone")
 WITHHELD = "There is no answer: the endpoint withheld it. Ask in other words."
-NOTHING = "There is no answer: the model sent nothing of use. Ask in other words."
+NOTHING = "There is no answer: the model sent nothing useful. Ask in other words."
 ENDS = [  # a sentence, the script, its stop reason, the answer, the number of requests
     ("an answer", ["whole"], "completed", "whole", 1),
     ("a cut answer is continued", [*ABC, "d"], "completed", "a b c d", 4),
@@ -946,7 +946,7 @@ def test_run_works_in_the_current_folder_and_streams(own_home, tmp_path, monkeyp
 
 
 @pytest.mark.parametrize(("replies", "said"), [
-    (["", "", ""], "There is no answer: the model sent nothing of use"),
+    (["", "", ""], "There is no answer: the model sent nothing useful"),
     ([ask_for("nothing_like_it")] * 9, "nothing_like_it failed: "),
     ([Reply("half of it", finish_reason="length"), error(400, "boom")], "boom"),
 ])  # fmt: skip
