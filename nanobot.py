@@ -1354,7 +1354,7 @@ class Gateway:
                 media_folder=self.loop.workspace / ".nanobot" / "media",
             ))  # fmt: skip
         if not (self.page or telegram.token and telegram.allow_from):
-            log.warning("Nobody can write: set token and allowFrom in channels.telegram.")
+            log.warning("Nobody can write: channels.telegram needs a token and allowFrom.")
 
     async def end(self, work: list[asyncio.Task]) -> None:
         """End within 8 s, even if a tool does not react to its cancellation."""

@@ -820,7 +820,7 @@ def test_a_gateway_answers_lets_others_look_survives_its_terminal_and_ends_whate
         telegram.wait_until(lambda: telegram.texts() == ["to hello"])
         gateway.process.send_signal(signal.SIGHUP)
         status, _, err = nanobot("gateway", server=server)
-        assert status == 1 and "A gateway or a page serves" in err
+        assert status == 1 and "A gateway or a page already serves" in err
         assert "dream" in nanobot("cron")[1] and nanobot("status", "--offline")[0] == 0
         telegram.say("stay")
         telegram.wait_until(lambda: telegram.texts() == ["to hello", "stay()"])
