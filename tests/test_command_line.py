@@ -245,7 +245,7 @@ def test_a_one_shot_waits_for_its_helpers_and_tells_what_they_found(own_home):
         ([], 2, ["-m TEXT", "standard input"]),
         (["--offline", "-m", " "], 2, ["-m TEXT"]),
         (["agent", "--app"], 2, ["usage:", "unrecognized arguments: --app"]),
-        (["web", "--offline", "--no-open", "--port", "80000"], 1, ["Port 80000", "Name another"]),
+        (["web", "--offline", "--no-open", "--port", "80000"], 1, ["Port 80000", "Try another"]),
         (["agent", "--provider", "anthropic", "-m", "x"], 1, ["has no key: set ANTHROPIC_API_KEY"]),
         (["cron", "add"], 2, ["'add'", "list", "remove"]),
         (["replay"], 2, ["FILE"]),
@@ -822,7 +822,7 @@ def test_a_gateway_answers_lets_others_look_survives_its_terminal_and_ends_whate
         telegram.wait_until(lambda: telegram.texts() == ["to hello"])
         gateway.process.send_signal(signal.SIGHUP)
         status, _, err = nanobot("gateway", server=server)
-        assert status == 1 and "A gateway or a page serves" in err
+        assert status == 1 and "A gateway or a page already serves" in err
         assert "dream" in nanobot("cron")[1] and nanobot("status", "--offline")[0] == 0
         telegram.say("stay")
         telegram.wait_until(lambda: telegram.texts() == ["to hello", "I stay.", "stay()"])
@@ -899,7 +899,7 @@ def test_a_gateway_writes_to_chats_with_a_tool_and_beats_for_what_stands_in_a_fi
         gateway.end()
     rows = json.loads((workspace / "cron" / "jobs.json").read_text())["jobs"]
     assert {row["id"]: row["every_seconds"] for row in rows} == {"dream": 18_000, "heartbeat": 1}
-    assert "It is time for what stands in HEARTBEAT.md." in beats[0] and beats[0].endswith("water the plants")
+    assert "It is time for the tasks in HEARTBEAT.md." in beats[0] and beats[0].endswith("water the plants")
     assert "serving telegram, cron" in gateway.log.read_text()
 
 
@@ -986,7 +986,7 @@ def test_settings_that_are_not_json_are_said_to_be_json(own_home, ending):
     file.parent.mkdir()
     file.write_text("agents: {}")
     status, _, err = nanobot("--offline", "-m", "x")
-    assert status == 1 and f"{file} is not read: settings are JSON, in {file.with_suffix('.json')}." in err
+    assert status == 1 and f"{file} is not read: the settings must be JSON, in {file.with_suffix('.json')}." in err
     status, _, err = nanobot("--offline", "-m", "x", "--config", str(file))
     assert status == 1 and f"{file} is not JSON: " in err
 

@@ -126,7 +126,7 @@ def test_what_became_of_a_call_is_told_to_the_model():
     empty, unknown, torn = results(provider.requests[1].messages)
     assert empty == "(silent completed with no output)"
     assert "look, broken" in unknown, "the closest one first"
-    assert torn == "look was not run: its arguments are not whole JSON. Send the call again, whole."
+    assert torn == "look was not run: its arguments are not whole JSON. Send the complete call again."
 
 
 def test_neighbours_that_only_read_go_together_and_whatever_else_alone():
@@ -212,7 +212,7 @@ def test_a_step_of_two_calls_counts_as_one_and_the_end_names_the_true_reason():
     result, provider = run([*step, "", ""], [look])
     assert ["already" in text for text in results(result.messages)] == [False] * 4 + [True] * 6
     assert [bool(request.tools) for request in provider.requests][:6] == [True] * 5 + [False]
-    assert "the same call brought the same result five times" in result.final_content
+    assert "the same call gave the same result five times" in result.final_content
 
 
 NOT_THE_SAME = {
@@ -242,7 +242,7 @@ def test_what_is_not_the_same_may_go_on(case):
 ABC = [cut("a "), cut("b "), cut("c ")]
 GONE = failed("it is gone")
 WITHHELD = "There is no answer: the endpoint withheld it. Ask in other words."
-NOTHING = "There is no answer: the model sent nothing of use. Ask in other words."
+NOTHING = "There is no answer: the model sent nothing useful. Ask in other words."
 ENDS = [  # a sentence, the script, its stop reason, the answer, the number of requests
     ("an answer", ["whole"], "completed", "whole", 1),
     ("a cut answer is continued", [*ABC, "d"], "completed", "a b c d", 4),
@@ -804,7 +804,7 @@ def test_the_fence_opens_neither_home_nor_what_holds_it(own_home, tmp_path, sett
 
 COMMANDS = [
     ("/help", "/status: version, model"),
-    ("/help", "at a prompt press Ctrl-C"),  # a fault of issue 18: a line typed during a turn is read after it
+    ("/help", "in a terminal press Ctrl-C"),  # a fault of issue 18: a line typed during a turn is read after it
     ("/start@my_bot", "I am your agent"),
     (" /NEW\n", "A new session begins. The old one stays in its journal."),
     ("/stop", "Nothing runs here."),
@@ -812,7 +812,7 @@ COMMANDS = [
     ("/stopp", "There is no /stopp."),
     ("/dream", "nothing"),
     ("/dream-log", "no dream"),
-    ("/dream-log wrong way", "'wrong way' is no commit. Write /dream-log, or with a commit: /dream-log 1f3a9c"),
+    ("/dream-log wrong way", "'wrong way' is not a commit. Write /dream-log, or with a commit: /dream-log 1f3a9c"),
     ("/dream-restore", "no dream"),
     ("/etc/hosts?", "asked"),
     ("say /new", "asked"),
@@ -930,7 +930,7 @@ def test_run_works_in_the_current_folder_and_streams(own_home, tmp_path, monkeyp
 
 
 @pytest.mark.parametrize(("replies", "said"), [
-    (["", "", ""], "There is no answer: the model sent nothing of use"),
+    (["", "", ""], "There is no answer: the model sent nothing useful"),
     ([ask_for("nothing_like_it")] * 9, "nothing_like_it failed: "),
     ([Reply("half of it", finish_reason="length"), error(400, "boom")], "boom"),
 ])  # fmt: skip
@@ -1218,7 +1218,7 @@ def test_a_workspace_is_private_filled_once_and_never_overwritten(tmp_path):
     assert [each.stat().st_mode & 0o777 for each in (home, path.parent, path)] == [0o700, 0o700, 0o600]
     with pytest.raises(ConfigError) as caught:
         make_loop(tmp_path, workspace=str(path / "ws"))
-    said = f"Cannot write the workspace {path}/ws: Not a directory. Choose another with --workspace."
+    said = f"Cannot write the workspace {path}/ws: Not a directory. Choose another folder with --workspace."
     assert str(caught.value) == said
 
 
@@ -1285,7 +1285,7 @@ def test_a_setting_is_read_in_both_spellings_with_variables_filled_in(own_home, 
 
 @pytest.mark.parametrize(("text", "place", "said"), [
     ("[]", "the file", "object"),
-    ("{", "config.json", "Correct it there."),
+    ("{", "config.json", "Correct the file."),
     ('{"streaming": false}', "streaming: unknown key", "agents, channels, gateway, "),
     ('{"agents": {"defualts": {}}}', "agents.defualts: unknown key", "defaults"),
     ('{"agents": {"defaults": {"maxTokens": "many"}}}', "agents.defaults.maxTokens", 'integer, "many"'),
@@ -1309,7 +1309,7 @@ def test_a_setting_is_read_in_both_spellings_with_variables_filled_in(own_home, 
     ('{"tools": {"web": {"proxy": "socks5://x"}}}', "tools.web.proxy", "'socks5://x' is no proxy. Write it like"),
     ('{"tools": {"ssrfWhitelist": ["10.1.2.3/8"]}}', "tools.ssrfWhitelist", "10.1.2.3/8 has host bits set"),
     # and which model they mean
-    ('{"providers": {"opnai": {}}}', "providers.opnai", "There are: openai, "),
+    ('{"providers": {"opnai": {}}}', "providers.opnai", "Known: openai, "),
     ('{"agents": {"defaults": {"provider": "opnai"}}}', "no provider 'opnai'", "There are: "),
     ('{"agents": {"defaults": {"model": "gpt"}}}', "no key and no base URL for the model gpt",
      "Set OPENAI_API_KEY or OPENAI_BASE_URL, or use --off"),
@@ -1569,7 +1569,7 @@ def a_fault_of_ours():
     raise ValueError("a fault of ours")
 
 
-LIMIT = "so far\n\n(the limit of steps (maxToolIterations) is reached; ask it to go on)"
+LIMIT = "so far\n\n(the limit of steps (maxToolIterations) is reached; ask the agent to go on)"
 NO_REASON = "Sorry, that failed: the endpoint ended its answer with an error"
 TOLD_IN_A_CHAT = {
     "an answer": (lambda n: " done\n", "done"),
@@ -1798,7 +1798,7 @@ def test_what_needs_approval_needs_it_in_a_helper_too_and_is_refused_in_a_job(tm
 def test_the_message_tool_reaches_known_chats_and_its_text_is_not_said_twice(tmp_path):
     """Fault 1 of issue 18: after the tool wrote to the chat, the final answer never arrived."""
     (tmp_path / "outside.txt").write_text("secret")
-    to_nobody = "There is no chat desk:99 that you have talked with. There are: desk:1, desk:2"
+    to_nobody = "There is no chat desk:99 that you have talked with. Known: desk:1, desk:2"
     cases = {  # what the model writes, what is sent in this chat, what the tool says
         "same": ({"content": "from the tool"}, ["from the tool", "final of same"], "Sent to desk:1."),
         "repeated": ({"content": "final of repeated"}, ["final of repeated"], "Sent to desk:1."),
@@ -1930,7 +1930,7 @@ def test_stop_in_a_chat_stops_the_job_that_runs_for_it(tmp_path):
 
 def test_the_cron_tool_says_when_nothing_will_happen_and_what_is_wrong(tmp_path):
     loop = make_loop(tmp_path)
-    note = "No gateway runs: a job happens only while `nanobot gateway` runs"
+    note = "No gateway runs. Jobs run only while `nanobot gateway` runs"
     cron = partial(loop.tools.execute, "cron", turn=loop.turn("desk:1"))
     job = {"action": "add", "message": "stretch"}
     added = asyncio.run(cron({**job, "every_seconds": 60}))
