@@ -1,13 +1,13 @@
-"""How words get in and out: many chats, one agent.
+"""How messages get in and out: many chats, one agent.
 
-A channel turns what somebody writes into a message, and an event of the agent into what they see:
+A channel turns a person's text into an InboundMessage, and shows the person an OutboundMessage:
 
     InboundMessage("telegram", "7", "42", "What is in a.txt?")  → bus →  the agent
     OutboundMessage("telegram", "42", "It says hello.")         ← bus ←  the agent
 
-The one rule: who hands over a message learns when it is safe, and keeps it until then. `publish`
-returns when a message is on disk; `on_delivered` is called when an answer has arrived.
-Read it last. Not covered: turns, sessions, options. The file works alone:
+The one rule: a sender keeps its message until the receiver acknowledges it. `publish` returns when
+a message is on disk; `on_delivered` is called when an answer has arrived.
+Read this file last. Not covered: turns, sessions, options. The file works alone:
 
     import asyncio
     from channels import CLI, OutboundMessage
@@ -53,8 +53,8 @@ class InboundMessage:
     chat_id: str
     content: str
     media: Sequence[Path] = ()
-    message_id: str = ""  # set by the channel: a message with a known id is dropped
-    speaker: str = ""  # in a group: the name of who said it
+    message_id: str = ""  # set by the channel; if the agent knows the id, it drops the message
+    speaker: str = ""  # the sender's name; only in a group
     journalled: asyncio.Future | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -62,8 +62,8 @@ class InboundMessage:
         return f"{self.channel}:{self.chat_id}"
 
     def confirm(self, problem: Exception | None = None) -> None:
-        """Lets `publish` return, as the message is on disk, or raise the problem."""
-        if self.journalled and not self.journalled.done():  # else nobody waits for it
+        """Make `publish` return, because the message is on disk, or raise `problem`."""
+        if self.journalled and not self.journalled.done():  # else no `publish` is waiting
             self.journalled.set_result(problem)
 
 
@@ -76,7 +76,7 @@ class MessageBus:
         self._sleep = sleep
 
     def open(self, channel: "Channel") -> None:
-        """From now on the channel listens, and messages for it are delivered."""
+        """Start to listen on the channel, and to deliver the messages for it."""
         self.channels[channel.name] = channel
         self._listening.append(asyncio.create_task(channel.listen(self)))
 
@@ -84,18 +84,18 @@ class MessageBus:
         return channel in self.channels and self.channels[channel].shows_deltas
 
     async def publish(self, message: InboundMessage) -> None:
-        """Returns when the message is on disk; raises the problem if it cannot be written."""
+        """Returns when the message is on disk; raises an exception if the write failed."""
         message.journalled = asyncio.get_running_loop().create_future()
         self._inbound.put_nowait(message)
         if problem := await message.journalled:
             raise problem
 
     async def next(self) -> InboundMessage:
-        """The oldest message. The agent writes it to disk, then calls `message.confirm()`."""
+        """Wait for the oldest message. The agent writes it to disk, then calls `confirm()`."""
         return await self._inbound.get()
 
     def send(self, message: "OutboundMessage") -> None:
-        """Queue it for its chat: a slow chat delays neither the agent nor other chats."""
+        """Queue a message for its chat: a slow chat delays neither the agent nor other chats."""
         chat = (message.channel, message.chat_id)
         if message.channel in self.channels:
             if chat not in self._outboxes:
@@ -103,10 +103,10 @@ class MessageBus:
                 self._outboxes[chat] = Outbox(channel, message.chat_id, self._sleep)
             self._outboxes[chat].put(message)
         elif message.kind == "final":
-            log.warning("There is no channel %r: its answer is shown nowhere", message.channel)
+            log.warning("There is no channel %r: the answer for it is dropped", message.channel)
 
     async def close(self, seconds: float = 5.0) -> None:
-        """Deliver what is queued for at most `seconds`, then stop the channels."""
+        """Wait at most `seconds` for the delivery of queued messages, then stop the channels."""
         tasks = [outbox.task for outbox in self._outboxes.values()]
         if tasks:
             await asyncio.wait(tasks, timeout=seconds)
@@ -121,25 +121,25 @@ class MessageBus:
 class OutboundMessage:
     channel: str
     chat_id: str
-    content: str  # may be empty in a final message: the turn ended, nothing to show
-    kind: str = "final"  # or delta (a piece of the answer), progress, tool_hint, retry
+    content: str  # an empty final message says only that the turn has ended
+    kind: str = "final"  # others: delta (a piece of the answer), progress, tool_hint, retry
     media: Sequence[Path] = ()
-    reply_to: str = ""  # the message_id that it answers
-    parts_sent: int = 0  # of a long message; the next try goes on after them
+    reply_to: str = ""  # the message_id of the message that this one answers
+    parts_sent: int = 0  # how many parts were sent; a retry goes on after them
     on_delivered: Callable[[], None] | None = field(default=None, repr=False, compare=False)
 
 
 class Refused(Exception):
-    """`Channel.send` raises it if a message can never be delivered: no further try is made."""
+    """`Channel.send` raises Refused if a message can never be delivered: there is no retry."""
 
 
 class Channel:
-    """A place where people write. `start` listens and publishes what is allowed, until it is
-    cancelled; `send` delivers. `send` raises Refused, or any other exception if another try may
-    help (no network); that may have an attribute `retry_after`, in seconds."""
+    """A place where people write. `start` publishes the messages of allowed people until it is
+    cancelled. `send` delivers a message. It raises Refused if a retry cannot help, or any other
+    exception if a retry may help; its attribute `retry_after`, if any, is the pause in seconds."""
 
     name = ""
-    shows_deltas = False  # do people see an answer while it is written?
+    shows_deltas = False  # do people see an answer while the model writes it?
 
     def __init__(self, allow_from: Sequence[str | int] = ()):
         self.allow_from = [str(sender_id) for sender_id in allow_from]
@@ -151,27 +151,27 @@ class Channel:
         try:
             await self.start(bus)
         except Exception as problem:
-            log.error("%s: nobody listens there any more: %s", self.name, problem)
+            log.error("%s: the channel has stopped listening: %s", self.name, problem)
 
     def is_allowed(self, sender_id: str | int) -> bool:
-        """[] → nobody, ["*"] → everybody, ["7", 8] → those whose id is exactly 7 or 8."""
+        """[] → nobody, ["*"] → everybody, ["7", 8] → senders whose id is exactly 7 or 8."""
         return "*" in self.allow_from or str(sender_id) in self.allow_from
 
 
-# ======== Second reading: slow chats, the terminal, and time as one more channel ========
+# ======== Second reading: slow chats, the terminal, Telegram, timed jobs, the web page ========
 
 
 # ---- An outbox per chat ----
-# Without this one user who blocked the bot, or one "429 Too Many Requests: retry after 30", holds
-# up all other chats.
+# Each chat has its own queue. If Telegram answers "429 Too Many Requests: retry after 30" in one
+# chat, the other chats do not wait.
 
 log = logging.getLogger("nanobot.channels")
 
 
 class Outbox:
-    """The messages on their way to one chat, in order."""
+    """A queue of messages to one chat. They are sent in order."""
 
-    first_pause, longest_pause = 1.0, 60.0  # seconds between two tries of an answer
+    first_pause, longest_pause = 1.0, 60.0  # seconds between two tries to send an answer
 
     def __init__(self, channel: Channel, chat_id: str, sleep: Callable[[float], Awaitable]):
         self.channel, self.sleep = channel, sleep
@@ -185,11 +185,11 @@ class Outbox:
             self.task = asyncio.create_task(self._deliver())
 
     async def _deliver(self) -> None:
-        """An event is tried once, an answer until it arrives or is refused."""
+        """Send each event once. Retry each answer until it arrives or is refused."""
         while self.waiting:
             message, pause = self.waiting.popleft(), self.first_pause
             while problem := await self._try(message):
-                if pause == self.first_pause:  # one line an answer, none for each try
+                if pause == self.first_pause:  # log the first failure only
                     log.warning("%s cannot be reached yet: %s", self.name, problem)
                 if message.kind != "final":
                     break
@@ -197,37 +197,37 @@ class Outbox:
                 pause = min(2 * pause, self.longest_pause)
 
     async def _try(self, message: OutboundMessage) -> Exception | None:
-        """Returns why another try is needed."""
+        """Returns the error if a retry may help, else None."""
         try:
             await self.channel.send(message)
         except Refused as refusal:
-            log.error("%s refuses a message, it is dropped: %s", self.name, refusal)
+            log.error("%s refuses a message, so it is dropped: %s", self.name, refusal)
         except Exception as problem:
             return problem
         try:
             if message.on_delivered:
                 message.on_delivered()
-        except Exception as problem:  # it has arrived all the same: not to be sent again
-            log.error("%s: a delivery could not be noted: %s", self.name, problem)
+        except Exception as problem:  # but the message has arrived: do not send it again
+            log.error("%s: a delivery could not be recorded: %s", self.name, problem)
         return None
 
 
 # ---- Text for a terminal ----
-# A page that the model quotes may clear the screen ("\x1b[2J") or turn the direction of writing.
+# Text from a web page may clear the screen ("\x1b[2J") or reverse the direction of writing.
 
-# C0 but tab and newline, DEL, C1; bidi controls, zero-widths, tags; letters that look like blanks
-# (U+2800, U+115F). Not the soft hyphen and the two joiners: Persian words and the emoji of a family
-# are made with them.
+# Control characters (C0 except tab and newline, DEL, C1), bidi controls, zero-width characters,
+# tags, and letters that look like blanks (U+2800, U+115F). The soft hyphen and the two joiners are
+# not in this list: Persian words and the emoji of a family need them.
 UNSAFE = (
     "[\0-\b\v-\x1f\x7f-\x9f\u061c\u115f\u1160\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f"
     "\u2800\u3164\ufeff\uffa0\ufff9-\ufffb\U000e0000-\U000e01ef]"
 )  # "\x1b[2J"
-JOINERS = "[\xad\u200c\u200d]"  # "می\u200cخواهم"; between Latin letters nobody sees it
+JOINERS = "[\xad\u200c\u200d]"  # "می\u200cخواهم"; between Latin letters a joiner is invisible
 BLANKS = r"\s{4,}"  # "true                                    ; rm -rf ~"
 
 
 def printable(text: str) -> str:
-    """A red word → `\\x1b[31mred`: what would steer the terminal is shown instead of obeyed."""
+    """A red word → `\\x1b[31mred`: codes for the terminal are shown as text and have no effect."""
     return encodable(escaped(UNSAFE, text))
 
 
@@ -236,19 +236,19 @@ def escaped(letters: str, text: str) -> str:
 
 
 def encodable(text: str) -> str:
-    return text.encode("utf-8", errors="replace").decode("utf-8")  # a lone surrogate is not
+    return text.encode("utf-8", errors="replace").decode("utf-8")  # a lone surrogate → "?"
 
 
 class PrintableFormatter(logging.Formatter):
-    """For logs on a terminal: what a tool or an endpoint said is in warnings, too. Lines behind the
-    first are indented: a line end in a text begins no line that looks like ours."""
+    """For logs on a terminal, as warnings quote tools and endpoints. All lines after the first are
+    indented, so that a quoted text cannot imitate a log line."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record)).replace("\n", "\n    ")
 
 
 def approval_question(name: str, arguments: dict) -> str:
-    """A call in full, on one line: nothing in it can look like our question or scroll it away.
+    """Shows the whole call as one line, so that its text cannot imitate the question below it.
 
     ("exec", {"command": "ls\\nRun it?"}) → `exec {"command": "ls\\\\nRun it?"}`, then `Run it? [y…`
     """
@@ -256,15 +256,15 @@ def approval_question(name: str, arguments: dict) -> str:
     shown = escaped(JOINERS, printable(call))
     shown = re.sub(BLANKS, lambda blanks: f"[{len(blanks[0])} blanks]", shown)
     size = f"{name}, {len(shown):,} characters. " if len(shown) > 500 else ""
-    always = f"always: every later {name}, until the program ends"
+    always = f"always: allow every {name} until the program ends"
     return f"{shown}\n{size}Run it? [y/n/always] ({always}) "
 
 
-# ---- What a program inherits ----
-# `2>&-`, `>&-` and `nohup nanobot gateway &` work.
+# ---- Signals and standard streams ----
+# The program also works after `2>&-`, `>&-` (closed streams) and with `nohup nanobot gateway &`.
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM or SIGHUP: as Ctrl-C it stops a turn, and it ends a conversation, too."""
+    """Raised on SIGTERM and SIGHUP. It stops a turn, as Ctrl-C does, and ends the conversation."""
 
 
 def terminate(*_: Any) -> None:
@@ -272,7 +272,7 @@ def terminate(*_: Any) -> None:
 
 
 def end_on_signals(handler: Callable[..., None] = terminate) -> None:
-    """SIGTERM and SIGHUP call the handler; one that was ignored at the start stays ignored."""
+    """SIGTERM and SIGHUP call `handler`; a signal that was ignored at the start stays ignored."""
     for name in ("SIGTERM", "SIGHUP"):
         number = getattr(signal, name, None)  # there is no SIGHUP on Windows
         if number and signal.getsignal(number) != signal.SIG_IGN:
@@ -280,52 +280,52 @@ def end_on_signals(handler: Callable[..., None] = terminate) -> None:
 
 
 def prepare_streams() -> None:
-    """Opens what is closed to nothing, else the journal would get the number 1 and what is
-    printed to it. A letter that an encoding does not have is replaced, going in and out."""
+    """Open each closed standard stream as the null device: otherwise the journal could get file
+    descriptor 1, and all printed text. Characters that an encoding does not have are replaced."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
-        if isinstance(getattr(sys, name), io.TextIOWrapper):  # a notebook has others
+        if isinstance(getattr(sys, name), io.TextIOWrapper):  # a notebook has other streams
             getattr(sys, name).reconfigure(errors="replace")
 
 
 # ---- The keyboard ----
-# A `y` that was typed too early approves nothing.
+# A `y` that was typed before the question appeared approves nothing.
 
 def read_answer(question: str) -> str:
-    """An answer to a question of one or more lines."""
+    """Ask a question of one or more lines. Returns the answer."""
     before, line_end, prompt = printable(question).rpartition("\n")
     with contextlib.suppress(ImportError):  # there is no termios on Windows
         import termios
 
         if sys.stdin.isatty():
-            termios.tcflush(sys.stdin, termios.TCIFLUSH)  # what was typed before is no answer
+            termios.tcflush(sys.stdin, termios.TCIFLUSH)  # drop earlier key presses
     print(before, end=line_end, file=sys.stderr, flush=True)
     return type_at(prompt, sys.stdout.isatty(), sys.stderr)
 
 
 def type_at(prompt: str, live: bool, err: TextIO) -> str:
-    """A line from the keyboard. stdout is for the answer: if it is no terminal, stderr prompts."""
+    """A line from the keyboard. If stdout is not a terminal, the prompt is printed to stderr."""
     if not live:
         print(prompt, end="", file=err, flush=True)
     return input(prompt if live else "")
 
 
-# ---- Waiting is shown ----
+# ---- The line that shows a wait ----
 
 class Waiting:
-    """`waiting for the model, 12 s`: one line, gone before anything else is printed. Only the main
-    thread draws it, when it has nothing else to do: so never at a prompt."""
+    """The line `waiting for the model, 12 s`. It is erased before anything else is printed. Only
+    the main thread draws it, and only while this thread waits for a turn: never at a prompt."""
 
     def __init__(self, err: TextIO | None, clock: Callable[[], float] = time.monotonic):
         self.err, self.clock = err, clock
         self.can_draw = err is not None and err.isatty() and os.environ.get("TERM") != "dumb"
         self.what, self.since = "", 0.0
         self.drawn = ""
-        self._lock = threading.RLock()  # the loop's thread prints
+        self._lock = threading.RLock()  # the loop's thread prints, too
 
     def begin(self, what: str) -> None:
-        """From now on this is waited for (`the model`), no longer what was before it."""
+        """Count the seconds from now on, and show `what` as the reason (such as `the model`)."""
         with self.silence():
             self.what, self.since = what, self.clock()
 
@@ -339,8 +339,8 @@ class Waiting:
             line = f"waiting for {what}, {seconds} s"
             if self.can_draw and what and seconds >= 1 and line != self.drawn:
                 self.drawn = line
-                # Without wrapping (?7l): a second line could not be erased. The cursor goes back
-                # to the left: what others print, a warning say, begins there.
+                # ?7l turns wrapping off: a second line could not be erased. The cursor goes back
+                # to the left: other output, such as a warning, begins there.
                 line = f"\r\x1b[K\x1b[?7l\x1b[2m{line}\x1b[0m\x1b[?7h\r"
                 print(line, end="", file=self.err, flush=True)
 
@@ -352,21 +352,21 @@ class Waiting:
 
     @contextlib.contextmanager
     def silence(self) -> Iterator[None]:
-        """For whoever prints: the line is gone and does not come back in between."""
+        """Print inside this block: the line is erased, and is not drawn before the block ends."""
         with self._lock:
             self.erase()
             yield
 
 
-# ---- The loop behind the keyboard ----
-# `input` would stop the event loop, and Ctrl-C reaches the main thread only: it has the keyboard.
+# ---- The event loop on its own thread ----
+# `input` blocks, and Ctrl-C reaches only the main thread: so the main thread reads the keyboard.
 
 class NobodyToAsk(Exception):
-    """A question came when no turn was waited for: at the prompt, or after Ctrl-C."""
+    """A turn asks while the main thread does not wait for it: at the prompt, or after Ctrl-C."""
 
 
 class BackgroundLoop:
-    """The agent works on the event loop of a daemon thread, the main thread has the keyboard:
+    """The agent works on the event loop of a daemon thread; the main thread reads the keyboard:
 
         main thread                               loop's thread
         complete(turn)      ── start ──────────►  the turn …
@@ -378,19 +378,19 @@ class BackgroundLoop:
 
     def __init__(self, close: Callable | None = None, waiting: Waiting | None = None):
         self.loop = asyncio.new_event_loop()
-        self.close = close  # what is done at the end, on the loop
-        self.waiting = waiting or Waiting(None)  # drawn while a turn is waited for
-        self._turn: asyncio.Task | None = None  # that is waited for, or was the last
-        self._questions: queue.SimpleQueue = queue.SimpleQueue()  # of this turn
+        self.close = close  # awaited at the end, on the loop
+        self.waiting = waiting or Waiting(None)  # drawn during a turn
+        self._turn: asyncio.Task | None = None  # the current turn, or the last one
+        self._questions: queue.SimpleQueue = queue.SimpleQueue()  # asked by this turn
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:
         self.loop.run_forever()
-        self.loop.close()  # lets go of its pipes and threads
+        self.loop.close()  # releases its pipes and threads
 
     def complete(self, work: Coroutine) -> Any:
-        """Runs it to its end. Ctrl-C cancels it, waits for its end and raises KeyboardInterrupt."""
-        questions: queue.SimpleQueue = queue.SimpleQueue()  # of its own: nothing late is in it
+        """Run `work` to its end. Ctrl-C cancels it, waits for the end, raises KeyboardInterrupt."""
+        questions: queue.SimpleQueue = queue.SimpleQueue()  # a new one has no old questions
 
         def start() -> None:
             self._questions, self._turn = questions, self.loop.create_task(work)
@@ -403,7 +403,7 @@ class BackgroundLoop:
         except BaseException as stop:
             self.loop.call_soon_threadsafe(lambda: self._turn.cancel())
             while self._next(questions):
-                pass  # they are refused when the turn has ended
+                pass  # show no question; when the turn has ended, `ask` raises NobodyToAsk
             if isinstance(stop, EOFError):  # Ctrl-D at a question
                 raise KeyboardInterrupt from None
             raise
@@ -412,8 +412,8 @@ class BackgroundLoop:
         return self._turn.result()
 
     def _next(self, questions: queue.SimpleQueue) -> Any:
-        """A question, or None at the end. Looks up now and then: a Ctrl-C that another thread was
-        given wakes nobody."""
+        """A question, or None if the turn has ended. The timeout is needed to notice a Ctrl-C: if
+        the system gives the signal to another thread, `get` would not wake up."""
         while True:
             try:
                 return questions.get(timeout=0.2)
@@ -421,15 +421,15 @@ class BackgroundLoop:
                 self.waiting.draw()
 
     def _answer(self, answer: Future, question: str) -> None:
-        if answer.set_running_or_notify_cancel():  # else whoever asked is gone
+        if answer.set_running_or_notify_cancel():  # False: nobody waits for it
             self.waiting.erase()
             answer.set_result(read_answer(question))
 
     async def ask(self, question: str) -> str:
-        """One line from the person at the terminal; raises NobodyToAsk outside of `complete`."""
+        """Ask the person at the terminal for a line; raises NobodyToAsk outside of `complete`."""
         turn, answer = self._turn, Future()
         if turn is None or turn.done():
-            raise NobodyToAsk("Nobody can be asked: no turn is waited for at the terminal.")
+            raise NobodyToAsk("Nobody can be asked: the terminal does not wait for a turn.")
         self._questions.put((answer, question))
         answered = asyncio.wrap_future(answer)
         try:
@@ -446,14 +446,14 @@ class BackgroundLoop:
     def __exit__(self, *_: Any) -> None:
         ended = asyncio.run_coroutine_threadsafe(self._end(), self.loop)
         while not ended.done():
-            with contextlib.suppress(KeyboardInterrupt):  # else processes would be left behind
+            with contextlib.suppress(KeyboardInterrupt):  # else child processes would stay
                 wait([ended])
         self.loop.call_soon_threadsafe(self.loop.stop)
         if problem := ended.exception():
-            log.warning("not everything was put in order at the end: %s", problem)
+            log.warning("the cleanup at the end has failed: %s", problem)
 
     async def _end(self) -> None:
-        """Whatever still works gets its `finally`; what does not end in 5 s is left behind."""
+        """Close, then cancel all other tasks. Wait at most 5 s until their `finally` has run."""
         try:
             if self.close:
                 await self.close()
@@ -468,7 +468,7 @@ class BackgroundLoop:
 # ---- The terminal ----
 
 class CLI(Channel):
-    """The answer goes to `out` and nothing else does: live on a terminal, once into a pipe."""
+    """Only answers go to `out`: a terminal gets each piece at once, a pipe gets whole answers."""
 
     name = "cli"
     shows_deltas = True
@@ -476,13 +476,13 @@ class CLI(Channel):
     def __init__(self, out: TextIO | None = None, err: TextIO | None = None, kinds: Sequence = ()):
         super().__init__(allow_from=["*"])
         self.out, self.err = out or sys.stdout, err or sys.stderr
-        self.kinds = kinds or ("progress", "tool_hint", "retry")  # shown besides the answer
+        self.kinds = kinds or ("progress", "tool_hint", "retry")  # these events are shown, too
         self.live = self.out.isatty()
         self.waiting = Waiting(self.err)
-        self._streamed = ""  # of a text whose end has not come yet
-        self._word, self._column = "", 0  # a word whose end has not come yet; where it begins
-        self._is_code = False  # between two lines that begin with ```
-        self._prompt = ""  # that is waited at
+        self._streamed = ""  # the text printed so far of an unfinished answer
+        self._word, self._column = "", 0  # an unfinished word, and the column where it begins
+        self._is_code = False  # inside a code block: between two lines that begin with ```
+        self._prompt = ""  # the prompt at which the user is typing
 
     async def send(self, message: OutboundMessage) -> None:
         match message.kind:
@@ -491,19 +491,19 @@ class CLI(Channel):
                 self._print(message.content)
             case "final":
                 self._end_text(message.content)
-            case "progress" if self._streamed:  # text beside calls was streamed like an answer
+            case "progress" if self._streamed:  # a text with tool calls was streamed, too
                 self._end_text(message.content)
             case kind if kind in self.kinds:
                 self.note(message.content)
 
     def _print(self, text: str) -> None:
-        """Into a pipe or a file goes what the model wrote, unchanged; terminals get no escapes."""
+        """A pipe or file gets the model's text unchanged; a terminal gets it without escapes."""
         shown = self._wrapped(printable(text)) if self.live else encodable(text)
         with self.waiting.silence():
             print(shown, end="", file=self.out, flush=True)
 
     def _wrapped(self, text: str) -> str:
-        """With line ends between words, but not in code, which people copy."""
+        """The text with line ends between words, but not inside code, which people copy."""
         *words, self._word = re.split(r"(?<=\s)", self._word + text)
         width, wrapped = shutil.get_terminal_size().columns, ""
         for word in words:
@@ -521,7 +521,7 @@ class CLI(Channel):
         self._print(rest.removesuffix("\n") + "\n")
 
     def note(self, text: str) -> None:
-        """A line on stderr, dim on a terminal; an answer still streaming gets a line end."""
+        """Print a line on stderr, dim on a terminal. A streamed answer gets a line end before."""
         if self._streamed:
             self._end_text(self._streamed)
         line = printable(text)
@@ -531,7 +531,7 @@ class CLI(Channel):
             print(line, file=self.err, flush=True)
 
     def report(self, text: str) -> None:
-        """What a job says, at once. A prompt comes again below it, with what was typed so far."""
+        """Print a job's report at once, and below it the prompt with the text typed so far."""
         prompt, screen = self._prompt, self.out if self.live else self.err
         with contextlib.suppress(ImportError):
             import readline
@@ -543,7 +543,7 @@ class CLI(Channel):
             print(end=prompt, file=screen, flush=True)
 
     def converse(self, ask: Callable[[str], Any], history: Path) -> int:
-        """Line by line, until the user leaves. Ctrl-C stops a turn, Ctrl-D leaves."""
+        """Read and answer lines until the user leaves. Ctrl-C stops a turn, Ctrl-D leaves."""
         while True:
             text = ""
             try:
@@ -559,9 +559,9 @@ class CLI(Channel):
                 raise
             except KeyboardInterrupt:
                 self.note("\nstopped; /continue goes on with the turn" if text else "")
-            except Exception as problem:  # whatever happens in a turn, the conversation goes on
+            except Exception as problem:  # a failed turn does not end the conversation
                 if not text:
-                    raise  # not in a turn: the terminal is gone
+                    raise  # it did not fail in a turn: the terminal is gone
                 log.info("the turn failed", exc_info=True)
                 self.note(f"Sorry, that failed: {str(problem).rstrip('.')}.")
 
@@ -573,7 +573,7 @@ class CLI(Channel):
             readline.parse_and_bind("set enable-bracketed-paste on")  # pasted lines are one message
             if not readline.get_current_history_length():
                 history.parent.mkdir(parents=True, exist_ok=True)
-                history.touch(0o600)  # nothing can be appended to a file that is not there
+                history.touch(0o600)  # `append_history_file` needs the file to exist
                 readline.read_history_file(history)
         self._prompt = prompt
         try:
@@ -588,7 +588,7 @@ class CLI(Channel):
         return line
 
     def read_piped(self, beside_message: bool, folder: Path) -> str:
-        """What was piped in. Beside a message nobody may write to the pipe: it has 3 s to begin."""
+        """The text of standard input. With -m, an open pipe may stay silent: wait at most 3 s."""
         if beside_message and os.name == "posix" and not select.select([sys.stdin], [], [], 3.0)[0]:
             self.note("nanobot: standard input is open but silent, going on without it")
             return ""
@@ -597,21 +597,21 @@ class CLI(Channel):
 
 def not_yet_shown(text: str, streamed: str) -> str:
     """("Hello.", "Hel") → "lo."; ("Bye.", "Hel") → "\\nBye.", on a line of its own."""
-    shown = streamed.strip()  # the blanks at its edges do not count: providers cut them off
+    shown = streamed.strip()  # ignore outer blanks: providers remove them
     if shown and text.lstrip().startswith(shown):
         return text.lstrip().removeprefix(shown)
     return f"\n{text}" if shown else text
 
 
-# ---- A pipe with more than a message ----
+# ---- Piped text that is too long for a message ----
 # `nanobot -m "what went wrong?" < server.log` must not put 50 MB into the journal.
 
 MOST_PIPED = 100_000  # characters of standard input that a message may hold
-HEAD_OF_PIPED = 10_000  # characters that the model gets of more than that
+HEAD_OF_PIPED = 10_000  # characters of a longer input that the message holds
 
 
 def text_of_pipe(stream: BinaryIO, folder: Path) -> str:
-    """All of it; of more than a message should hold the beginning, and the file that has it all."""
+    """The whole text. If it is too long: its beginning, and the name of a file with all of it."""
     beginning = stream.read(4 * MOST_PIPED + 1)  # a character has up to four bytes
     text = beginning.decode("utf-8", errors="replace")
     if len(text) <= MOST_PIPED:
@@ -628,12 +628,12 @@ def text_of_pipe(stream: BinaryIO, folder: Path) -> str:
 
 
 # ---- The Bot API of Telegram ----
-# The token is a part of every address: it must be in no log.
+# Every URL contains the token: the code removes the token from each error text.
 
 async def in_thread(function: Callable, /, *args: Any) -> Any:
-    """Await a blocking function on a daemon thread: the threads of the usual pool hold the exit."""
+    """Await a blocking function on a daemon thread: a thread of the pool would delay the exit."""
     future: Future = Future()
-    future.set_running_or_notify_cancel()  # a cancelled waiter lets the thread finish
+    future.set_running_or_notify_cancel()  # if the caller is cancelled, the thread still finishes
 
     def work() -> None:
         try:
@@ -646,11 +646,11 @@ async def in_thread(function: Callable, /, *args: Any) -> Any:
 
 
 class TelegramError(Exception):
-    """Why a call of the Bot API may be tried again. The text never holds the token."""
+    """A call of the Bot API has failed, but a retry may help. The text never holds the token."""
 
     def __init__(self, text: str, retry_after: float = 0):
         super().__init__(text)
-        self.retry_after = retry_after  # seconds, after 429 "Too Many Requests"
+        self.retry_after = retry_after  # in seconds; given with 429 "Too Many Requests"
 
 
 class NoSuchBot(Exception):
@@ -660,18 +660,18 @@ class NoSuchBot(Exception):
 class BotAPI:
     """`await api.call("sendMessage", chat_id=1, text="Hi")`: https://core.telegram.org/bots/api"""
 
-    may_pass = (408, 409, 429)  # of the 4xx: a time-out, a rival, a flood
+    may_pass = (408, 409, 429)  # a retry may help: time-out, other program, too many requests
 
     def __init__(self, token: str, base: str):
         self.token, self.base = token.strip(), base.rstrip("/")
 
     async def call(self, method: str, seconds: float = 60, **fields: Any) -> Any:
-        """The method's result. A path among the fields is uploaded. Raises Refused if the same call
-        is refused again (400, 403 "bot was blocked", 413), TelegramError if it may pass; OSError if
-        a file cannot be read."""
+        """The method's result. A field that is a Path is uploaded. Raises Refused if a retry cannot
+        help (400, 403 "bot was blocked", 413), TelegramError if a retry may help, NoSuchBot, and
+        OSError if a file cannot be read."""
         body, kind = await in_thread(as_body, fields)
         status, data = await self._exchange(f"bot{self.token}/{method}", body, kind, seconds)
-        answer = {"error_code": status, "description": "not the Bot API"}  # but a proxy's page
+        answer = {"error_code": status, "description": "not the Bot API"}  # if a proxy answers
         with contextlib.suppress(ValueError, TypeError):
             answer |= json.loads(data)
         if answer.get("ok"):
@@ -684,7 +684,7 @@ class BotAPI:
         raise TelegramError(problem, (answer.get("parameters") or {}).get("retry_after", 0))
 
     async def download(self, path: str) -> bytes:
-        """A file by its `file_path`, which getFile tells; the server gives none over 20 MB."""
+        """Download a file by the `file_path` from getFile; the server sends at most 20 MB."""
         address = f"file/bot{self.token}/{urllib.parse.quote(path)}"
         status, data = await self._exchange(address, None, "", seconds=60)
         if status != 200:
@@ -692,15 +692,15 @@ class BotAPI:
         return data
 
     async def _exchange(self, address: str, body: bytes | None, kind: str, seconds: float) -> tuple:
-        """Status and body of what came back."""
+        """Returns the status and the body of the response."""
         try:
-            async with asyncio.timeout(seconds):  # looking up a name has no time limit of its own
+            async with asyncio.timeout(seconds):  # a DNS lookup has no time limit of its own
                 return await in_thread(fetch, f"{self.base}/{address}", body, kind, seconds)
         except TimeoutError:
             problem = f"no answer in {seconds:g} s"
         except Exception as failure:  # any error: its text may hold the token
             problem = self._scrub(f"{type(failure).__name__}: {failure}")
-        raise TelegramError(problem)  # out here, where no traceback leads to the one with the token
+        raise TelegramError(problem)  # outside of `except`: no traceback shows the failure
 
     def _scrub(self, text: str) -> str:
         return text.replace(self.token, "<token>") if self.token else text
@@ -713,20 +713,20 @@ def fetch(url: str, body: bytes | None, kind: str, seconds: float) -> tuple[int,
     try:
         with urllib.request.urlopen(request, timeout=seconds) as response:
             return response.status, response.read()
-    except urllib.error.HTTPError as refusal:  # it has a body, as any answer
+    except urllib.error.HTTPError as refusal:  # it has a body like any response
         with refusal:
             return refusal.code, refusal.read()
 
 
 def as_body(fields: dict[str, Any]) -> tuple[bytes, str]:
-    """JSON, or with a file among the fields a form; and the content type."""
+    """Returns the body and its content type: JSON, or a form if a field is a file."""
     if not any(isinstance(value, Path) for value in fields.values()):
         return json.dumps(fields).encode(), "application/json"
     border, body = os.urandom(16).hex(), b""
     for name, value in fields.items():
         head = f"Content-Disposition: form-data; name={name}"
         if isinstance(value, Path):
-            head += "; filename=" + re.sub(r"[^\w.-]", "_", value.name)  # a"b.txt ends too soon
+            head += "; filename=" + re.sub(r"[^\w.-]", "_", value.name)  # a"b.txt, for example
             data = value.read_bytes()
         else:
             data = (value if isinstance(value, str) else json.dumps(value)).encode()
@@ -735,43 +735,43 @@ def as_body(fields: dict[str, Any]) -> tuple[bytes, str]:
 
 
 # ---- Telegram as a channel ----
-# The server forgets a message when a higher offset is asked for, and until then gives it again.
+# The server sends each message again until `getUpdates` asks for a higher offset.
 
 RIVAL = (  # 409 "Conflict: terminated by other getUpdates request; make sure that only one bot …"
-    "Another program asks for this bot's messages, too. Stop it, or give it a bot of its own."
+    "Another program asks for this bot's messages, too. Stop that program, or give it another bot."
 )
 BAD_TOKEN = (
     "Telegram does not know this bot token. Copy it again from @BotFather into "
-    "channels.telegram.token (and look at apiBase, if it is set); then start anew."
+    "channels.telegram.token (and check apiBase, if it is set); then restart nanobot."
 )
 
 
 class Telegram(Channel):
-    """A bot of the user's own. The files that people send go into `media_folder`."""
+    """The user's own Telegram bot. Files that people send are saved in `media_folder`."""
 
     name = "telegram"
-    poll_seconds = 50  # the server answers by then, with nothing if there is nothing
-    slack_seconds = 15  # after these on top the line is dead, and another one is opened
-    album_seconds = 2.0  # the pictures of an album come one by one
-    typing_seconds = 4.0  # the signal lasts 5
-    most_typing = 75  # signals: five minutes
+    poll_seconds = 50  # the server answers within this time; without messages, the list is empty
+    slack_seconds = 15  # additional seconds; after these, the connection counts as broken
+    album_seconds = 2.0  # the pause in which we wait for more pictures of an album
+    typing_seconds = 4.0  # the pause between two "typing" signals; Telegram shows each for 5 s
+    most_typing = 75  # at most so many signals for a message: five minutes
 
     def __init__(
         self, token: str, allow_from: Sequence[str | int] = (), *,
         api_base: str = "https://api.telegram.org",
-        group_policy: str = "mention",  # "open": in groups, too, every message of allowed people
+        group_policy: str = "mention",  # "open": a group message need not name the bot
         media_folder: Path = Path("media"),
         sleep: Callable[[float], Awaitable] = asyncio.sleep,
     ):  # fmt: skip
         super().__init__(allow_from)
         self.api = BotAPI(token, api_base)
         self.group_policy, self.media_folder, self.sleep = group_policy, media_folder, sleep
-        self.bot: dict = {}  # its id and username, once the server told
-        self._offset = 0  # of the first update that is not on disk
+        self.bot: dict = {}  # its id and username, from getMe
+        self._offset = 0  # the id of the first update that is not on disk yet
         self._typing: dict[str, asyncio.Task] = {}
 
     async def start(self, bus: MessageBus) -> None:
-        """Listens until it is cancelled. Raises NoSuchBot."""
+        """Listen until cancelled. Raises NoSuchBot."""
         told = ""
         while True:
             try:
@@ -779,30 +779,30 @@ class Telegram(Channel):
                 told = ""
             except NoSuchBot:
                 raise
-            except Exception as failure:  # whatever it is, people go on writing
-                if str(failure) != told:  # a line when trouble begins or changes
+            except Exception as failure:  # any error: people go on writing
+                if str(failure) != told:  # log each new problem once
                     is_rival = "terminated by other getUpdates" in str(failure)
-                    hint = RIVAL if is_rival else "It is tried again."
+                    hint = RIVAL if is_rival else "The request is retried."
                     log.warning("Telegram: %s. %s", failure, hint)
                 told = str(failure)
-                self.bot = {}  # introduced anew, without the webhook that may be the trouble
+                self.bot = {}  # `_introduce` runs again: a webhook may be the problem
                 await self.sleep(max(10.0, getattr(failure, "retry_after", 0)))
 
     async def _introduce(self) -> None:
-        """In groups people call the bot by its name: ask for it."""
+        """Ask for the bot's name, which people use in groups; delete its webhook."""
         if not re.fullmatch(r"\d+:[\w-]+", self.api.token):  # 110201543:AAHdqTcvCH1vGWJxfSeofSAs0
             raise NoSuchBot(BAD_TOKEN)
         self.bot = await self.api.call("getMe")
         await self.api.call("deleteWebhook")
 
     async def _poll(self, bus: MessageBus) -> None:
-        """Take what is new. Once a message is on disk, the offset passes it."""
+        """Publish the new messages. The offset passes a message only if it is on disk."""
         if not self.bot:
             await self._introduce()
         updates = await self._get_updates(self.poll_seconds)
         if any(map(album_of, filter(self._is_from_people, updates))):
             await self.sleep(self.album_seconds)
-            updates = await self._get_updates(0)  # the same again, and what came since
+            updates = await self._get_updates(0)  # the same updates, and new ones
         wanted = filter(self._is_from_people, updates)
         for _, group in itertools.groupby(wanted, lambda each: album_of(each) or each["update_id"]):
             arrival = list(group)
@@ -812,20 +812,20 @@ class Telegram(Channel):
             self._offset = updates[-1]["update_id"] + 1
 
     async def _get_updates(self, seconds: float) -> list[dict]:
-        """`allowed_updates` leaves out edits and buttons from now on; older ones may still come."""
+        """`allowed_updates` excludes future edits and button clicks; older ones may still come."""
         fields = {"offset": self._offset, "timeout": seconds, "allowed_updates": ["message"]}
         return await self.api.call("getUpdates", seconds + self.slack_seconds, **fields)
 
     def _is_from_people(self, update: dict) -> bool:
-        """No answer to strangers, not even a refusal: it would tell them that somebody is here."""
+        """Strangers get no answer, not even a refusal: a refusal would show that the bot runs."""
         sender = (update.get("message") or {}).get("from") or {}
         return not sender.get("is_bot", True) and self.is_allowed(sender.get("id", ""))
 
     async def _take(self, messages: list[dict], bus: MessageBus) -> None:
-        """One message, or an album of several."""
+        """Publish a message, or an album, which consists of several messages."""
         try:
             inbound = await self._inbound(messages)
-        except Exception:  # it would come again for ever, and nothing behind it would ever come
+        except Exception:  # otherwise it would come again for ever and block all others
             log.warning("Telegram: a message cannot be read, it is left out", exc_info=True)
             return
         if inbound:
@@ -834,7 +834,7 @@ class Telegram(Channel):
             self._typing[inbound.chat_id] = asyncio.create_task(self._type(inbound.chat_id))
 
     async def _inbound(self, messages: list[dict]) -> InboundMessage | None:
-        """What it is for the agent; None if it is nothing, or in a group not meant for the bot."""
+        """One message for the agent; None if it has no content, or is for others in the group."""
         chat, sender = messages[0]["chat"], messages[0]["from"]
         is_open = chat["type"] == "private" or self.group_policy == "open"
         if not is_open and not any(is_call(message, self.bot) for message in messages):
@@ -844,18 +844,18 @@ class Telegram(Channel):
             try:
                 media.append(await self._save(file))
             except (TelegramError, Refused, OSError) as failure:
-                texts.append(f"[a file came with this, but it cannot be fetched: {failure}]")
+                texts.append(f"[this message had a file, but it cannot be fetched: {failure}]")
         content = "\n".join(filter(None, texts))
         if not content and not media:
-            return None  # somebody joined the group, a message was pinned
+            return None  # an event: somebody joined the group, a message was pinned
         return InboundMessage(
             self.name, str(sender["id"]), str(chat["id"]), content, media,
-            message_id=f"{messages[0]['message_id']}/{self.bot['id']}",  # another bot counts anew
+            message_id=f"{messages[0]['message_id']}/{self.bot['id']}",  # unique per bot only
             speaker="" if chat["type"] == "private" else name_of(sender),
         )  # fmt: skip
 
     async def _save(self, file: dict) -> Path:
-        """Two files named report.pdf are two: `AgADBQ-report.pdf`. Sent again, one is the same."""
+        """Save as `AgADBQ-report.pdf`, so that it does not overwrite another file of this name."""
         place = (await self.api.call("getFile", file_id=file["file_id"]))["file_path"]
         path = self.media_folder / file_name(file, place)
         data = await self.api.download(place)
@@ -868,13 +868,13 @@ class Telegram(Channel):
             task.cancel()
 
     async def _type(self, chat_id: str) -> None:
-        with contextlib.suppress(TelegramError, NoSuchBot, Refused):  # worth no error
+        with contextlib.suppress(TelegramError, NoSuchBot, Refused):  # too unimportant for an error
             for _ in range(self.most_typing):
                 await self.api.call("sendChatAction", chat_id=chat_id, action="typing")
                 await self.sleep(self.typing_seconds)
 
     async def send(self, message: OutboundMessage) -> None:
-        """Text in as many parts as it needs, then files. Tried again, it goes on where it broke."""
+        """Send the text in parts, then the files. A retry goes on after the last part sent."""
         if message.kind in ("delta", "retry"):
             return
         if message.kind == "final":
@@ -892,17 +892,17 @@ class Telegram(Channel):
             message.parts_sent += 1
 
     async def _send_text(self, text: str, target: dict) -> None:
-        """As plain text only if it was refused: after a time-out it would arrive twice."""
+        """If the HTML is refused, send plain text; not after a time-out: it might arrive twice."""
         try:
             await self.api.call("sendMessage", text=text, parse_mode="HTML", **target)
         except Refused:  # 400 can't parse entities
             await self.api.call("sendMessage", text=plain_text(text), **target)
 
     async def _send_file(self, path: Path, target: dict) -> None:
-        """A file that is refused is told of, so that nobody waits for it."""
+        """If a file cannot be sent, send the reason, so that nobody waits for the file."""
         methods = {"sendDocument": "document"}
         if path.suffix.lower() in (".jpg", ".jpeg", ".png", ".webp"):
-            methods = {"sendPhoto": "photo", **methods}  # 400 PHOTO_INVALID_DIMENSIONS: a document
+            methods = {"sendPhoto": "photo", **methods}  # second: 400 PHOTO_INVALID_DIMENSIONS
         for method, field_name in methods.items():
             try:
                 return await self.api.call(method, 300, **{field_name: path}, **target)
@@ -922,8 +922,8 @@ def name_of(sender: dict) -> str:
 
 
 def file_name(file: dict, place: str) -> str:
-    """The id that no other file has, then the sender's name for it, cut in the middle: a name may
-    have 255 bytes. No "../" is left."""
+    """The unique id of the file, then its name, cut before the suffix: file systems allow a name of
+    at most 255 bytes. The result contains no "../"."""
     path = Path(re.sub(r"[^\w.-]+", "_", file.get("file_name") or Path(place).name))
     stem = path.stem.encode()[:100].decode(errors="ignore")
     return re.sub(r"[^\w-]+", "_", file["file_unique_id"]) + f"-{stem}{path.suffix[:10]}"
@@ -935,7 +935,7 @@ def words_in(message: dict) -> str:
 
 
 def file_in(message: dict) -> dict:
-    """{"photo": [{small}, {"file_id": "A", …}]} → {"file_id": "A", …}; none → {}"""
+    """{"photo": [{small}, {"file_id": "A", …}]} → {"file_id": "A", …}; no file → {}"""
     if message.get("photo"):
         return message["photo"][-1]  # the last one is the largest
     keys = ("document", "voice", "audio", "video", "video_note")
@@ -943,28 +943,28 @@ def file_in(message: dict) -> dict:
 
 
 def is_call(message: dict, bot: dict) -> bool:
-    """Does a group's message name the bot ("@my_bot, what…", "/stop@my_bot"), or answer it?"""
+    """Does a group's message name the bot ("@my_bot, what…", "/stop@my_bot"), or reply to it?"""
     author = (message.get("reply_to_message") or {}).get("from") or {}
     name = rf"@{re.escape(bot['username'])}(?!\w)"
     return author.get("id") == bot["id"] or bool(re.search(name, words_in(message), re.IGNORECASE))
 
 
-# ---- Telegram: Markdown as its HTML, in parts that it takes ----
+# ---- Telegram: Markdown becomes HTML, in parts of at most 4,096 characters ----
 # Without this `a < b` is "400 can't parse entities", and a long answer "400 message is too long".
-# It is cut when it is formatted, `<` being the four of `&lt;` by then, and leaves no tag open.
-# Each expression is linear: what it may reach over ends at the next mark of its own kind.
+# The text is formatted before it is cut, as `<` becomes `&lt;`. No part ends inside an open tag.
+# Each expression needs linear time: a match cannot go past the next symbol of its own kind.
 
-# ```py ↵ a = 1 ↵ ```   or, never closed, to the end; not ```npm install```
+# ```py ↵ a = 1 ↵ ```   an unclosed block goes to the end of the text; not ```npm install```
 FENCE = r"(?m)^[ \t]*```([\w+-]*)[^`\n]*\n((?:.*\n)*?.*?)(?:^[ \t]*```[ \t]*$|\Z)"
 CODE = r"(?<!`)(`{1,3})(?!`)(.{1,2000}?)(?<!`)\1(?!`)"  # `a < b`   ``a ` b``
 # [a](http://b/c_(d))
 LINK = r"\[([^\[\]\n]{1,500})\]\((https?://(?:[^\s()\[\]]|\([^\s()\[\]]*\))+)\)"
 HEADING = r"(?m)^#{1,6} +(\S.*)$"  # ## What to do
 BOLD = r"\*\*(?=[^\s*])((?:[^*\n]|\*(?!\*))+?)(?<=[^\s*])\*\*"  # **now**
-# *now*   *now and **then***   not 2 * 3 * 4; it reaches over no tag's end
+# *now*   *now and **then***   not 2 * 3 * 4; a match may contain <b>…</b>, but no other tag
 ITALIC = r"(?<![\w*])\*(?=[^\s*])((?:[^*<>\n]|<b>[^<>\n]*</b>)+)(?<!\s)\*(?![\w*])"
 UNDERLINED = r"(?<!\w)_(?=[^\s_])([^_<>\n]+)(?<!\s)_(?!\w)"  # _now_   not a_b_c
-ASIDE = "\ue000(\\d+)\ue001"  # where the third code or link was: \ue0002\ue001
+ASIDE = "\ue000(\\d+)\ue001"  # the placeholder of the third code or link: \ue0002\ue001
 TAG = r"<[^>]+>"  # <b>   </b>   <a href="https://x.y">
 ATOM = rf"(?s:{TAG}|&#?\w+;|[^<&])"  # <b>   &lt;   a
 TO_BLANK = r"(?s).* (?![^<>]*>)"  # a blank between words, not in <a href="…">
@@ -973,7 +973,7 @@ TO_BLANK = r"(?s).* (?![^<>]*>)"  # a blank between words, not in <a href="…">
 def as_html(markdown: str) -> str:
     """"# Plan\\n**a** < `b`" → "<b>Plan</b>\\n<b>a</b> &lt; <code>b</code>"
 
-    Code and links are put aside first: in `a_b_c` no mark is a mark.
+    Placeholders replace code and links first: in `a_b_c` the `_` does not mean italic.
     """
     aside: list[str] = []
 
@@ -1005,8 +1005,8 @@ def plain_text(html_text: str) -> str:
 
 
 def split_html(text: str, limit: int = 4_096) -> list[str]:
-    """Parts of at most `limit` UTF-16 units (Telegram counts so: "🙂" is 2) and what closes the
-    open tags, which is not counted. They are cut at a line's end, else at a blank:
+    """Parts of at most `limit` UTF-16 units (Telegram counts "🙂" as 2). The closing tags that are
+    added to a part do not count. The text is cut at a line end, or else at a blank:
 
     "<b>one two</b>", 10 → "<b>one </b>", "<b>two</b>"
     """
@@ -1022,7 +1022,7 @@ def split_html(text: str, limit: int = 4_096) -> list[str]:
 
 
 def beginning(text: str, limit: int) -> str:
-    """As much as fits, up to a line's end or a blank; no half tag, at least one atom."""
+    """The part that fits, cut at a line end or a blank. It has no half tag; at least one ATOM."""
     head = text.encode("utf-16-le")[: 2 * max(limit, 0)].decode("utf-16-le", "ignore")
     if head == text:
         return text
@@ -1032,7 +1032,7 @@ def beginning(text: str, limit: int) -> str:
 
 
 def open_tags(part: str) -> list[str]:
-    """The tags that are open in the end: "<b>x</b><i>y" → ["<i>"]"""
+    """The tags that are open at the end: "<b>x</b><i>y" → ["<i>"]"""
     still_open: list[str] = []
     for tag in re.findall(TAG, part):
         if tag.startswith("</"):
@@ -1043,16 +1043,16 @@ def open_tags(part: str) -> list[str]:
 
 
 # ---- The calendar: when the five fields of a cron expression come next ----
-# In March "at half past two" does not exist for a night, in October it comes twice.
+# In Berlin, on a day in March the time 02:30 does not exist; on a day in October it comes twice.
 
 ONE_DAY = timedelta(days=1)
 MOST_DAYS = 5 * 366  # "0 0 29 2 *", a leap day, can be four years away
-# *   */15   1-5   8-18/2   5; not 5/15, which has two meanings in use
+# *   */15   1-5   8-18/2   5; not 5/15: cron programs disagree about its meaning
 PART = r"(?:\*|([0-9]{1,2})-([0-9]{1,2}))(?:/([0-9]{1,2}))?|([0-9]{1,2})"
 
 
 class CronField(NamedTuple):
-    """The values that a field may have; `names` stand for them, from the lowest on."""
+    """The numbers that a field may have. `names` are words for these numbers, in order."""
 
     name: str
     lowest: int
@@ -1061,7 +1061,7 @@ class CronField(NamedTuple):
 
     def values(self, text: str) -> set[int]:
         """"1-3,20" → {1, 2, 3, 20}; "*/20" → {0, 20, 40}; "sat-sun" → {6, 7}"""
-        text = text.replace("-sun", "-7")  # in a range it is the last day
+        text = text.replace("-sun", "-7")  # at the end of a range Sunday is 7
         for number, name in enumerate(self.names.split(), self.lowest):
             text = text.replace(name, str(number))
         return set().union(*(self._range(part) for part in text.split(",")))
@@ -1069,7 +1069,7 @@ class CronField(NamedTuple):
     def _range(self, part: str) -> range:
         match = re.fullmatch(PART, part)
         if not match:
-            raise ValueError(f"{self.name}: {part!r} is none of 5, 1-5, 1,5, *, */15 and 0-30/5")
+            raise ValueError(f"{self.name}: {part!r} is not like 5, 1-5, 1,5, *, */15 or 0-30/5")
         first, last, step, single = match.groups()
         low, high = int(first or single or self.lowest), int(last or single or self.highest)
         if not self.lowest <= low <= high <= self.highest or step == "0":
@@ -1088,7 +1088,7 @@ CRON_FIELDS = (
 
 
 class CronExpression:
-    """The rules are those of Vixie's cron. Raises ValueError with what is wrong."""
+    """A cron expression with the rules of Vixie's cron. Raises ValueError with the mistake."""
 
     def __init__(self, text: str):
         parts = text.lower().split()
@@ -1103,7 +1103,7 @@ class CronExpression:
         self.is_fixed = not stars[0] and not stars[1]  # 30 2 * * *, a time of day; not */30 * * * *
 
     def moments(self, day: date, zone: tzinfo) -> list[datetime]:
-        """All of one day, in UTC."""
+        """All times of one day that match, in UTC."""
         fits = [day.day in self.days, day.isoweekday() % 7 in self.weekdays]
         day_fits = any(fits) if self.either_day else all(fits)
         if not day_fits or day.month not in self.months:
@@ -1114,11 +1114,11 @@ class CronExpression:
 
 
 def moments_at(wall: datetime, is_fixed: bool) -> list[datetime]:
-    """When the clocks on the wall show a time, in UTC. Berlin in 2026:
+    """When do the clocks show the local time `wall`? The answers are in UTC. Berlin in 2026:
 
     1 June, 12:00       10:00, as on most days
-    29 March, 02:30     never, the clocks go from 2 to 3; a fixed time comes as 03:30, at 01:30
-    25 October, 02:30   00:30, and 01:30 when they have been set back; a fixed time comes once
+    29 March, 02:30     never: clocks go from 2 to 3. A fixed time is 01:30, when they show 03:30
+    25 October, 02:30   00:30 and 01:30: clocks go from 3 back to 2. A fixed time is 00:30 only
     """
     first, second = [wall.replace(fold=fold).astimezone(UTC) for fold in (0, 1)]
     if is_fixed or first == second:
@@ -1127,10 +1127,10 @@ def moments_at(wall: datetime, is_fixed: bool) -> list[datetime]:
 
 
 def next_run(expr: str, after: datetime, zone: tzinfo) -> datetime | None:
-    """The first moment behind `after` that fits, in UTC; None if there is none ("0 0 31 2 *")."""
+    """The first time later than `after` that matches, in UTC; None if none does ("0 0 31 2 *")."""
     expression, today = CronExpression(expr), after.astimezone(zone).date()
     for number in range(MOST_DAYS):
-        # with its neighbours: clocks set back over midnight show the end of a day after the next
+        # with the days before and after: if clocks are set back over midnight, days overlap
         days = [today + (number + beside) * ONE_DAY for beside in (-1, 0, 1)]
         moments = itertools.chain(*(expression.moments(day, zone) for day in days))
         later = [moment for moment in moments if moment > after]
@@ -1142,32 +1142,32 @@ def next_run(expr: str, after: datetime, zone: tzinfo) -> datetime | None:
 # ---- Jobs, in a file that several programs change ----
 
 class CronError(ValueError):
-    """A wish that cannot be met, in words for who has it: the cause, then what to do."""
+    """A request for a job that cannot be fulfilled. The text says the cause, then what to do."""
 
 
 @dataclass
 class CronJob:
-    """One of `every_seconds`, `cron_expr` and `at` says when. Times are texts in ISO 8601."""
+    """`every_seconds`, `cron_expr` or `at` says when the job runs. Times are ISO 8601 texts."""
 
     id: str
     message: str = ""
     every_seconds: float = 0
     cron_expr: str = ""
-    tz: str = ""  # of cron_expr and at; empty: the agent's
+    tz: str = ""  # the time zone of cron_expr and at; empty: the agent's zone
     at: str = ""
-    channel: str = ""  # the chat that asked for it
+    channel: str = ""  # the chat that asked for the job
     chat_id: str = ""
-    created: str = ""  # from here `every_seconds` are counted, whatever happens between
-    since: str = ""  # what was due until then is done
-    error: str = ""  # of the last run
+    created: str = ""  # `every_seconds` are always counted from this time
+    since: str = ""  # all runs that were due until this time are done
+    error: str = ""  # why the last run failed
     enabled: bool = True
     system: bool = False
 
-    row = None  # of the file, from which it was made
-    coming = None  # when it is due
+    row = None  # the row of the file from which this job was made
+    coming = None  # the time of the next run
 
     def due(self, after: datetime, zone: tzinfo) -> datetime | None:
-        """The first time behind `after`, in UTC; None: never. Raises ValueError."""
+        """The first run later than `after`, in UTC; None if there is none. Raises ValueError."""
         after, own_zone = after.astimezone(UTC), zone_named(self.tz, zone)
         if self.at:
             at = as_moment(self.at, own_zone)
@@ -1175,7 +1175,7 @@ class CronJob:
         if self.cron_expr:
             return next_run(self.cron_expr, after, own_zone)
         if self.every_seconds <= 0:
-            raise ValueError("it does not say when")
+            raise ValueError("it does not say when to run")
         first, period = as_moment(self.created, zone), timedelta(seconds=self.every_seconds)
         return first + period * ((after - first) // period + 1)
 
@@ -1186,8 +1186,8 @@ class CronJob:
 
 
 def as_moment(text: str, zone: tzinfo) -> datetime:
-    """"2026-11-21T17:00" in the zone, or with an offset or a Z of its own, in UTC: two times of one
-    zone are compared by the clock on the wall, wrong for an hour each autumn."""
+    """"2026-11-21T17:00" as a time in UTC; a text without offset or Z is in `zone`. Python compares
+    two times of one zone by their local clock, which is wrong for an hour each autumn."""
     moment = datetime.fromisoformat(text)
     return (moment if moment.tzinfo else moment.replace(tzinfo=zone)).astimezone(UTC)
 
@@ -1196,18 +1196,18 @@ def zone_named(name: str, default: tzinfo) -> tzinfo:
     try:
         return zoneinfo.ZoneInfo(name) if name else default
     except (KeyError, ValueError, OSError):  # "Mars/Olympus", "../x", "Europe"
-        hint = "write it like Europe/Berlin; a Windows without any zone needs: pip install tzdata"
+        hint = "write it like Europe/Berlin; if Windows knows no zone at all: pip install tzdata"
         raise CronError(f"there is no time zone {name!r}: {hint}") from None
 
 
 class JobStore:
-    """The file `{"jobs": [{…}, …]}`. Rows and keys that mean nothing here are kept as they are."""
+    """The file `{"jobs": [{…}, …]}`. Unknown rows and keys are kept unchanged."""
 
     def __init__(self, path: Path, lock: Callable[[Path], Any]):
         self.path, self.lock, self.own_lock = path, lock, threading.Lock()
 
     def read(self) -> list:
-        """Raises OSError if the file is damaged: it is never taken for one without jobs."""
+        """Raises OSError if the file is damaged: otherwise it would look like one without jobs."""
         if not self.path.exists():
             return []
         try:
@@ -1219,11 +1219,11 @@ class JobStore:
             raise OSError(f"{self.path} is damaged: {problem}") from None
 
     def change(self, edit: Callable[[list], list]) -> None:
-        """Write `edit(the file's rows)` back: all of the rows or none. Blocks."""
+        """Replace the file's rows by `edit(rows)`: all of them or none are written. Blocks."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.own_lock, self.lock(self.path.with_suffix(".lock")):
             rows = edit(self.read())
-            temporary = self.path.with_suffix(".tmp")  # there is one writer: what a crash left goes
+            temporary = self.path.with_suffix(".tmp")  # a crash may have left one: overwrite it
             with open(temporary, "w", encoding="utf-8", errors="replace") as file:
                 json.dump({"jobs": rows}, file, ensure_ascii=False, indent=1)
                 file.flush()
@@ -1232,19 +1232,19 @@ class JobStore:
 
 
 def id_of(row: Any) -> str:
-    """"" for what is no job."""
+    """The id of a row; "" if it has none."""
     return str(row.get("id", "")) if isinstance(row, dict) else ""
 
 
 def job_of(row: Any, now: datetime, zone: tzinfo) -> CronJob | None:
-    """People write rows by hand, too: numbers become texts, what is missing or null is left out,
-    and a `since` in the future counts as now. What is no job is None, and a line in the log."""
+    """The job of a row, which a person may have written by hand: values are converted, missing ones
+    get defaults, and a future `since` counts as now. An invalid row is logged and gives None."""
     try:
         given = [each for each in fields(CronJob) if row.get(each.name) is not None]
         job = CronJob(**{each.name: each.type(row[each.name]) for each in given})
         since = min(as_moment(job.since or now.isoformat(), zone), now)
         job.created = job.created or since.isoformat()
-        job.row, job.coming = row, job.due(since, zone)  # raises what is wrong with it
+        job.row, job.coming = row, job.due(since, zone)  # raises if the job is invalid
         return job
     except Exception as problem:
         warn_once(f"cron: {str(row)[:100]} is no job: {problem}")
@@ -1256,13 +1256,13 @@ def warn_once(text: str) -> None:
     log.warning("%s", text)
 
 
-# ---- The clock that runs them ----
+# ---- The clock that runs the jobs ----
 
 class CronService:
-    """`fire(job, run)` runs a job's turn; `run` names it: a run that a kill interrupted begins
-    again under the same name. `run()` is the clock. `lock(path)` keeps others out of the file."""
+    """`run()` is the clock: it awaits `fire(job, name)` for each job that is due. Each run has its
+    own `name`; after a kill, the run is repeated with this name. `lock(path)` locks the file."""
 
-    longest_delay = timedelta(hours=12)  # behind it a repeated job waits for its next time
+    longest_delay = timedelta(hours=12)  # a repeated job that is later skips this run
 
     def __init__(
         self, path: Path, fire: Callable[[CronJob, str], Awaitable], *,
@@ -1276,7 +1276,7 @@ class CronService:
         self._system: dict[str, Callable[[], Awaitable]] = {}
         self._running: dict[str, asyncio.Task] = {}
         self._jobs: dict[str, CronJob] = {}
-        self._looked = self._utc()  # when the file was read
+        self._looked = self._utc()  # when the file was last read
 
     def _utc(self) -> datetime:
         return self.now().astimezone(UTC)
@@ -1285,7 +1285,7 @@ class CronService:
         return moment.astimezone(self.zone).strftime("%a %Y-%m-%d %H:%M %Z")
 
     def add_system(self, id: str, every_seconds: float, function: Callable[[], Awaitable]) -> None:
-        """A job of the agent's own: it is listed, and cannot be removed."""
+        """Add a job of the agent itself: `cron` lists it, but cannot remove it."""
         self._system[id] = function
         now = self.now().isoformat()
         new = {"id": id, "system": True, "created": now, "since": now}
@@ -1298,8 +1298,8 @@ class CronService:
         self.store.change(edit)
 
     async def run(self, may_go_on: Callable[[], bool] = lambda: True) -> None:
-        """A look at the clock and at the file each second. Cancelled, it cancels what runs; if it
-        may not go on, it waits for that."""
+        """Check the clock and the file each second. If cancelled, cancel the running jobs. If
+        `may_go_on` returns False, wait for the running jobs and return."""
         try:
             while may_go_on():
                 await self.tick()
@@ -1311,15 +1311,15 @@ class CronService:
             await asyncio.gather(*self._running.values(), return_exceptions=True)
 
     async def tick(self) -> list[asyncio.Task]:
-        """One look; returns the tasks of what runs."""
+        """Start all jobs that are due. Returns the tasks of all running jobs."""
         now = self._utc()
-        if now < self._looked:  # the clock was set back: no time of before counts
+        if now < self._looked:  # the clock was set back: compute all times again
             self._jobs = {}
         self._looked = now
         try:
             self._jobs = await in_thread(self._jobs_of_file, now)
-        except Exception as problem:  # the file is damaged or may not be opened: those known go on
-            warn_once(f"cron: the jobs cannot be looked at: {problem}")
+        except Exception as problem:  # if the file cannot be read, the known jobs still run
+            warn_once(f"cron: the jobs cannot be read: {problem}")
         for job in self._jobs.values():
             is_due = job.enabled and job.coming is not None and job.coming <= now
             if is_due and job.id not in self._running and self.is_wanted(job):
@@ -1327,7 +1327,7 @@ class CronService:
         return list(self._running.values())
 
     def _jobs_of_file(self, now: datetime) -> dict[str, CronJob]:
-        """If a row is unchanged, its job object is kept. Blocks."""
+        """All jobs in the file. If a row is unchanged, its job object is kept. Blocks."""
         jobs: dict[str, CronJob] = {}
         for row in self.store.read():
             job = self._jobs.get(id_of(row))
@@ -1338,22 +1338,22 @@ class CronService:
         return jobs
 
     def _start(self, job: CronJob, now: datetime) -> None:
-        """Run what is due. A repeated job that is late by half the time to its next run waits for
-        that; a reminder of long ago is only told."""
+        """Start a job that is due. If a repeated job is late by more than half its period or by 12
+        hours, it waits for its next time. A reminder older than a day only says what was missed."""
         due, message, late = job.coming, job.message, self._shown(job.coming)
         job.coming = None if job.at else job.due(now, self.zone)
         if job.at and now - due > ONE_DAY:
             message = f"Only tell the user that this was missed on {late}: {message}"
         elif not job.at and not job.system:
             half = ((job.due(due, self.zone) or due + ONE_DAY) - due) / 2
-            due = job.due(now - min(half, self.longest_delay), self.zone)  # the first that is not too late
+            due = job.due(now - min(half, self.longest_delay), self.zone)  # skip too old runs
             if due is None or due > now:
                 told = "cron: %s was due on %s, too long ago: it waits for its next time"
                 return log.warning(told, job.id, late)
         self._running[job.id] = asyncio.create_task(self._run(replace(job, message=message), due))
 
     async def _run(self, job: CronJob, due: datetime) -> None:
-        """Cancelled, it is not noted: when the program is back, the job runs again."""
+        """Run a job and record its run. A cancelled run is not recorded: a restart repeats it."""
         began, name, error = self.now().isoformat(), f"{job.id}@{due:%Y-%m-%dT%H:%M:%SZ}", ""
         try:
             work = self._system[job.id]() if job.system else self.fire(job, name)
@@ -1368,8 +1368,8 @@ class CronService:
             del self._running[job.id]
 
     async def _note(self, job: CronJob, began: str, error: str) -> None:
-        """Into the file; an `at` that went well leaves it, one that failed is off. If the disk
-        refuses, the program remembers: the job does not run twice."""
+        """Record a run in the file. An `at` job is removed after success and disabled after an
+        error. Even if the write fails, this program does not start the same run twice."""
         changes = {"since": began, "error": error} | ({"enabled": False} if job.at else {})
 
         def edit(rows: list) -> list:
@@ -1379,26 +1379,26 @@ class CronService:
 
         try:
             await in_thread(self.store.change, edit)
-        except Exception as problem:  # a full disk, a file that somebody spoilt
-            log.error("cron: the run of %s cannot be noted: %s", job.id, problem)
+        except Exception as problem:  # a full disk, a damaged file
+            log.error("cron: the run of %s cannot be recorded: %s", job.id, problem)
 
     def cron(
         self,
         action: Literal["add", "list", "remove"],
-        message: Annotated[str, "What to do then, in full: the run sees nothing of this chat"] = "",
-        every_seconds: Annotated[int, "Again and again, so far apart"] = 0,
+        message: Annotated[str, "The task in full: the later run does not see this chat"] = "",
+        every_seconds: Annotated[int, "Seconds from one run to the next"] = 0,
         cron_expr: Annotated[str, "Five fields, minute first: 30 8 * * mon-fri"] = "",
         tz: Annotated[str, "Time zone, like Europe/Berlin; default: the user's"] = "",
-        at: Annotated[str, "Once: 2026-11-21T17:00, or with an offset"] = "",
-        job_id: Annotated[str, "For remove: an id from list"] = "",
+        at: Annotated[str, "Run once: 2026-11-21T17:00, or with an offset"] = "",
+        job_id: Annotated[str, "For remove: an id that list shows"] = "",
         *,
         turn: Any,
     ) -> str:
-        """Reminders and regular tasks: each runs later as a turn of its own; its answer comes here.
+        """Reminders and regular tasks. Each runs later as its own turn; this chat gets the answer.
 
-        add needs a message and one of every_seconds, cron_expr and at. "In ten minutes": add them
-        to the time in the runtime context, use `at`. "Every morning at 8": cron_expr "0 8 * * *".
-        Tell the user the time that comes back. To change a job, remove it and add another.
+        add needs a message and one of every_seconds, cron_expr and at. "In ten minutes": use `at`
+        with the time in the runtime context plus ten minutes. "Every morning at 8": cron_expr
+        "0 8 * * *". Tell the user the time in the result. To change a job, remove it, add another.
         """
         if action == "list":
             jobs = [job_of(row, self._utc(), self.zone) for row in self.store.read()]
@@ -1406,7 +1406,7 @@ class CronService:
         if action == "remove":
             return self._remove(job_id)
         if turn.channel == "cron":
-            raise CronError("A job that runs adds no others: do what its message says.")
+            raise CronError("A running job cannot add jobs: do what its message says.")
         job = CronJob(os.urandom(4).hex(), message.strip(), every_seconds, cron_expr, tz, at)
         job.channel, job.chat_id = turn.channel, turn.chat_id
         job.created = job.since = self.now().isoformat()
@@ -1415,7 +1415,7 @@ class CronService:
     def _add(self, job: CronJob) -> str:
         schedules = [job.every_seconds != 0, job.cron_expr != "", job.at != ""]
         if not job.message:
-            raise CronError("message is empty: say what is to be done then.")
+            raise CronError("message is empty: say what the job has to do.")
         if schedules.count(True) != 1:
             raise CronError("Give exactly one of every_seconds, cron_expr and at.")
         try:
@@ -1435,7 +1435,7 @@ class CronService:
             found = [row for row in rows if job_id and id_of(row) == job_id]
             if not found:
                 known = [id_of(row) for row in rows if id_of(row) and not row.get("system")]
-                can_go = f"Those that can be removed: {', '.join(known) or 'none'}."
+                can_go = f"Jobs that can be removed: {', '.join(known) or 'none'}."
                 raise CronError(f"There is no job {job_id!r}. {can_go}")
             if found[0].get("system"):
                 raise CronError(f"{job_id} is a job of the system: it cannot be removed.")
@@ -1456,7 +1456,7 @@ class CronService:
 
 
 def machine_zone(path: Path = Path("/etc/localtime")) -> tzinfo:
-    """This machine's zone with its rules: `datetime.now().astimezone()` has only today's offset."""
+    """The time zone with all its offsets: `datetime.now().astimezone()` has only today's offset."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         if name := os.environ.get("TZ", "").lstrip(":"):
             return zoneinfo.ZoneInfo(name)
@@ -1466,7 +1466,7 @@ def machine_zone(path: Path = Path("/etc/localtime")) -> tzinfo:
 
 
 # ---- Heartbeat ----
-# An empty HEARTBEAT.md does not ask the model 48 times a day whether there is something to do.
+# If HEARTBEAT.md has no open task, the model is not asked 48 times a day.
 
 COMMENT = r"(?s)<!--.*?(-->|\Z)"  # <!-- write tasks here -->
 # - [x] call Ann ↵   her number is 555
@@ -1475,7 +1475,7 @@ NO_TASK = r"\s*(#+(\s.*)?|[-*+]\s*(\[ ?\]\s*)?|[-*_]{3,}\s*)?"  # ## Tasks   - [
 
 
 def active_tasks(text: str) -> str:
-    """What is left without comments and what is ticked off; "" where no task is among it:
+    """The text without comments and ticked tasks; "" if no open task is left:
 
     "# Tasks\\n- [x] call Ann\\n- [ ] water the plants" → "# Tasks\\n\\n- [ ] water the plants"
     """
@@ -1484,9 +1484,9 @@ def active_tasks(text: str) -> str:
     return rest.strip() if tasks else ""
 
 
-# ---- The page: an agent behind glass ----
+# ---- The web page of `nanobot web` ----
 # Without the token and the checks of Host and Origin, any web page that the user opens could send
-# a message to the agent, or read what it said.
+# messages to the agent and read its answers.
 
 PAGE_POLICY = (
     "default-src 'none'; script-src 'nonce-{0}'; style-src 'nonce-{0}'; connect-src 'self'; "
@@ -1497,22 +1497,22 @@ NO_COOKIE = "Open the address that `nanobot web` printed."
 
 @dataclass
 class PageChat:
-    """What the page shows of one session besides its journal."""
+    """The data of one session that the page shows in addition to the journal."""
 
     events: deque = field(default_factory=lambda: deque(maxlen=4_000))  # (number, JSON)
-    count: int = 0  # of all events so far
-    draft: str = ""  # the answer that streams
+    count: int = 0  # how many events there were so far
+    draft: str = ""  # the unfinished answer that is streamed
     sent: list[dict] = field(default_factory=list)  # the messages of the last request
-    is_stepping: bool = False  # does it pause before each request and each call?
+    is_stepping: bool = False  # does the agent pause before each request and call?
 
 
 class WebPage(Channel):
-    """A page on 127.0.0.1 for whoever has the token; each of its windows shows one chat.
+    """A page on 127.0.0.1 for people with the token; each browser window shows one chat.
 
-    `show(chat_id, event)` brings a dict to all windows of the chat, also after a reload.
-    `ask(text)` waits for an answer from the chat whose turn runs in this task. `files(chat_id)`
-    gives the paths of its journal and of MEMORY.md, which are shown as they change; `scrub` takes
-    keys out of an event.
+    `show(chat_id, event)` sends a dict to all windows of the chat, and again after a reload.
+    `ask(text)` asks in the chat whose turn runs in this task, and waits for the answer.
+    `files(chat_id)` returns the paths of the chat's journal and of MEMORY.md; their changes are
+    shown. `scrub(event)` removes API keys.
     """
 
     name = "web"
@@ -1530,7 +1530,7 @@ class WebPage(Channel):
         self.path, self.cookie = f"/?token={token}", f"nanobot_{port}={token}"
 
     def _server(self, port: int) -> Any:
-        """Not yet serving. `http.server` takes 30 ms to import: only the page pays."""
+        """Create the server. The import stands here because it takes 30 ms, which others save."""
         from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
         class Handler(PageRequest, BaseHTTPRequestHandler):
@@ -1539,7 +1539,7 @@ class WebPage(Channel):
         class Server(ThreadingHTTPServer):
             allow_reuse_address = os.name == "posix"  # on Windows two programs would share a port
 
-            def handle_error(self, *_: Any) -> None:  # a window was closed; no traceback for that
+            def handle_error(self, *_: Any) -> None:  # a closed window needs no traceback
                 log.debug("page: a request broke off", exc_info=True)
 
         return Server(("127.0.0.1", port), Handler)
@@ -1562,7 +1562,7 @@ class WebPage(Channel):
         chat.events.append((chat.count, self._json(**event)))
 
     def _json(self, **event: Any) -> str:
-        """Without keys; but a call that waits for approval is shown, and edited, as it will run."""
+        """JSON without API keys; but a call that waits for approval is shown as it will run."""
         shown = event if event["kind"] == "ask" else self.scrub(event)
         return json.dumps({"time": time.time(), **shown}, default=str)
 
@@ -1577,7 +1577,7 @@ class WebPage(Channel):
             self.show(chat_id, {"kind": "asked", "id": number})
 
     async def take(self, path: str, body: dict) -> None:
-        """What a window sends. Raises ValueError if it is not understood."""
+        """Handle a window's request. Raises ValueError if a question was answered already."""
         if path == "/say":
             chat_id, number = page_chat(body["chat"]), str(body["id"])[:64]
             said = InboundMessage(self.name, "local", chat_id, str(body["text"]), (), number)
@@ -1590,7 +1590,7 @@ class WebPage(Channel):
             raise ValueError("this question was answered already")
 
     def news(self, chat_id: str) -> Iterator[str]:
-        """Events as JSON until the program ends; "" ten times a second."""
+        """Yield a chat's events as JSON until the program ends, and "" ten times a second."""
         chat, (journal, facts) = self.chats[chat_id], self.files(chat_id)
         yield self._json(kind="hello", step=chat.is_stepping, chats=list(self.chats))
         position, seen, draft, known = 0, 0, "", text_behind(facts)
@@ -1628,17 +1628,17 @@ def page_chat(name: Any) -> str:
 
 
 class PageRequest:
-    """One HTTP request of a browser, for `http.server`. Without token or cookie it gets 403."""
+    """One HTTP request of a browser, for `http.server`. Without token and cookie it gets 403."""
 
     page: WebPage
     timeout = 60  # seconds that a silent client may hold its thread
 
     def log_message(self, *_: Any) -> None:
-        """Nothing: the token is in the first address."""
+        """Log nothing: the first URL contains the token."""
 
     def _has(self, secret: str, *texts: str) -> bool:
-        """Is the secret among the texts, and the request from this page? A rebound name has another
-        Host, and another page in this browser has another Origin."""
+        """Is the secret one of `texts`, and does the request come from this page? DNS rebinding
+        changes the Host, and a request of another web page has another Origin."""
         own = self.page.host
         is_from_here = self.headers.get("Origin", f"http://{own}") == f"http://{own}"
         found = [secrets.compare_digest(text.encode(), secret.encode()) for text in texts]
@@ -1660,7 +1660,7 @@ class PageRequest:
 
     def do_GET(self) -> None:  # noqa: N802
         path, _, query = self.path.partition("?")
-        if self._has(self.page.path, self.path):  # out of the address bar: a projector shows it
+        if self._has(self.page.path, self.path):  # the address bar must not show the token
             cookie = f"{self.page.cookie}; HttpOnly; SameSite=Strict; Path=/"
             self._reply(303, "", Location="/", Set_Cookie=cookie)
         elif not self._is_allowed():
@@ -1681,9 +1681,9 @@ class PageRequest:
         try:
             size = int(self.headers.get("Content-Length", 0))
             if not 0 <= size <= 1_000_000 or self.headers.get_content_type() != "application/json":
-                return self._reply(413, "JSON of up to 1,000,000 bytes, please.")
+                return self._reply(413, "Send JSON of at most 1,000,000 bytes.")
             taking = self.page.take(self.path, json.loads(self.rfile.read(size)))
             asyncio.run_coroutine_threadsafe(taking, self.page.loop).result(10)
             self._reply(204, "")
-        except Exception as problem:  # JSON that is none, a journal that cannot be written
-            self._reply(400, f"The message was not taken: {problem}")
+        except Exception as problem:  # invalid JSON, a journal that cannot be written
+            self._reply(400, f"The message was not accepted: {problem}")

@@ -1,14 +1,14 @@
-"""What survives the turn: journal, inbox, memory and skills; and what fits a request.
+"""Data that outlives a turn (journal, inbox, memory, skills), and how it fits into a request.
 
-The journal is the truth; what is sent is derived from it. A session is two files of JSON lines:
+The journal is the truth; each request is derived from it. A session has two files of JSON lines:
 
     sessions/telegram%3A7.jsonl           append-only: numbered messages, and marks between them
     {"n": 1, "role": "user", "content": "What is in a.txt?", "id": "501"}
     {"n": 2, "role": "assistant", "content": null, "tool_calls": [{"id": "c1", …}]}
     {"mark": "ended", "why": "it was stopped"}
-    sessions/telegram%3A7.inbox           messages that wait for their turn, as JSON lines, too
+    sessions/telegram%3A7.inbox           messages that wait for their turn; also JSON lines
 
-Numbers never change: a damaged line renumbers no other. Consolidator turns old messages into
+The numbers never change, even if another line is damaged. Consolidator turns old messages into
 history entries, Dream turns history entries into facts and skills. The file works alone:
 
     from memory import Path, SessionManager
@@ -44,37 +44,37 @@ Ask = Callable[[list[dict], list[dict]], Awaitable[Any]]
 Read = Callable[[Path], bytes]  # reads a file for a request, or raises OSError
 
 
-# ---- Journal and inbox: each message is written once, when it exists ----
+# ---- Journal and inbox: each message is on disk before it is used ----
 
 
 class Session:
-    """One conversation. Only the holder of the session's lock appends messages and the marks `new`,
-    `ended`, `resumed` and `saved`; whoever delivers an answer appends `delivered`."""
+    """One conversation. Only the holder of the session's lock appends messages and marks, with one
+    exception: the code that delivers an answer appends the mark `delivered`."""
 
     def __init__(self, key: str, path: Path):
         self.key = key
         self.path = path
         self.created_at = time.strftime(MOMENT)
-        self.messages: list[dict] = []  # without those in the long-term memory
+        self.messages: list[dict] = []  # those that are not in the long-term memory
         self.last = 0  # the number of the last message
         self.highest = 0  # the highest number seen so far: the next message gets this plus 1
         self.start = 0  # `/new`: the conversation begins after this number
         self.saved = 0  # the messages up to this number are in the long-term memory
-        self.summary = ""  # what stands for the saved messages
-        self.turn_ends: set[int] = set()  # the last numbers of turns that have another behind them
-        self.ended: dict[int, str] = {}  # why the turn with this last message has no answer
+        self.summary = ""  # replaces the saved messages in requests
+        self.turn_ends: set[int] = set()  # last numbers of the turns that another turn follows
+        self.ended: dict[int, str] = {}  # last number of a turn without answer → why
         self.resumed = 0  # how often the open turn was resumed after a restart
         self.undelivered: list[dict] = []  # answers without the mark `delivered`
-        self.known_ids: deque[str] = deque(maxlen=1_000)  # of chat messages and commands
-        self.size = 0  # bytes that we read or wrote; the file has more if another program wrote
+        self.known_ids: deque[str] = deque(maxlen=1_000)  # of lines from the inbox
+        self.size = 0  # bytes that we know; if the file has more, another program wrote it
 
     def append(self, *messages: dict) -> None:
-        """Number and write them, all or none. Until `synced` a power cut may lose them."""
+        """Number and append messages, all or none. Until `synced`, a power cut may lose them."""
         numbered = enumerate(messages, self.highest + 1)
         self._write([{"n": n} | without_images(message) for n, message in numbered])
 
     def mark(self, name: str, **details: Any) -> None:
-        """Append new, continue, ended (why), resumed, saved (upto, summary), delivered (upto)."""
+        """Append new, continue, ended (why), resumed, saved (upto, summary) or delivered (upto)."""
         self._write([{"mark": name, **details}])
 
     def _write(self, lines: list[dict]) -> None:
@@ -87,7 +87,7 @@ class Session:
             self.take(line)
 
     def take(self, line: dict) -> None:
-        """Apply the next line of the journal. A damaged `upto` hides no later messages."""
+        """Apply one line of the journal. A damaged `upto` does not hide the messages after it."""
         uptos = [line[name] for name in ("n", "upto") if isinstance(line.get(name), int)]
         self.highest = max([self.highest, *uptos])
         if isinstance(line.get("id"), str):
@@ -125,7 +125,7 @@ class Session:
         return [message for message in self.messages if message["n"] > self.start]
 
     def history(self, *later: dict) -> list[dict]:
-        """The conversation as it is sent, with `later` messages that are not journalled.
+        """The messages for a request. Those in `later` follow; they are not in the journal.
 
         user "a", runtime "It is Monday"           user "It is Monday\\n\\na"
         assistant "Well", cut "it was stopped"  →  assistant "Well"
@@ -134,16 +134,16 @@ class Session:
         sent = self.summary_messages()
         before: dict = {}
         for message in [*self.conversation(), *later]:
-            if before or message["role"] == "user":  # skip what is left of a turn without question
+            if before or message["role"] == "user":  # skip a turn whose question is lost
                 sent.append(as_sent(message, self.gap_behind(before)))
                 before = message
         if before.get("cut"):  # `/continue`
-            request = f"{self.gap_behind(before)} Go on where it stops."
+            request = f"{self.gap_behind(before)} Go on where the answer stops."
             sent.append({"role": "user", "content": request})
         return sent
 
     def gap_behind(self, message: dict) -> str:
-        """A note for the next user message: if the answer held it, models would repeat it."""
+        """A note for the next user message. Models would imitate a note inside the answer."""
         if message.get("cut"):
             return f"[the answer above broke off: {message['cut']}]"
         why = self.ended.get(message.get("n", 0))
@@ -156,28 +156,28 @@ class Session:
         return [{"role": "user", "content": content, "is_summary": True}]
 
     def without_saved(self, messages: list[dict]) -> list[dict]:
-        """The messages of a request after some of them went into the memory."""
+        """A request without the messages that have just moved into the long-term memory."""
         system, *rest = [m for m in messages if "is_summary" not in m]
         unsaved = [m for m in rest if m.get("n", self.saved + 1) > self.saved]
         return [system, *self.summary_messages(), *unsaved]
 
     @property
     def unfinished(self) -> bool:
-        """Is there anything that `/continue` could go on with?"""
+        """Is there a turn that `/continue` could go on with?"""
         return self.last > max(self.start, self.saved) and not is_answer(self.messages[-1])
 
     @property
     def is_open(self) -> bool:
-        """Was a turn begun that did not end? Then it runs now, or the program was killed in it."""
+        """Has a turn begun and not ended? Then it runs now, or a kill interrupted it."""
         return self.unfinished and self.last not in self.ended
 
     def end_open_turn(self, why: str) -> None:
-        """After this no restart resumes the turn; `/continue` still goes on with it."""
+        """Mark an open turn as ended: a restart does not resume it, `/continue` still can."""
         if self.is_open:
             self.mark("ended", why=why)
 
     def end_behind(self, excess: float, size: Callable[[dict], int]) -> int:
-        """The last number of the oldest turns that together reach `excess`, or of all turns."""
+        """The last number of the oldest turns that have at least the size `excess`, or of all."""
         found = 0
         for message in self.conversation():
             excess -= size(message)
@@ -189,14 +189,14 @@ class Session:
 
 
 def is_answer(message: dict) -> bool:
-    """It ends a turn: a whole assistant message without calls."""
+    """Does the message end its turn? Yes if it is a whole assistant message without calls."""
     is_part = bool(message.get("tool_calls")) or "cut" in message
     return message["role"] == "assistant" and not is_part
 
 
 def as_sent(message: dict, gap: str) -> dict:
-    """The message for a request. `n` stays for `without_saved`; `LLMProvider.chat` drops it."""
-    own_keys = ("timestamp", "runtime", "cut", "id")  # of the journal, for no model
+    """The message for a request. `without_saved` needs its `n`; `LLMProvider.chat` removes `n`."""
+    own_keys = ("timestamp", "runtime", "cut", "id")  # for the journal only
     sent = {key: value for key, value in message.items() if key not in own_keys}
     notes = [note for note in (gap, message.get("runtime")) if note]
     if notes and message["role"] == "user":
@@ -205,15 +205,15 @@ def as_sent(message: dict, gap: str) -> dict:
 
 
 class Inbox:
-    """What waits for a session. The kinds are user, command (`/new`, `/continue`) and report (of a
-    job or helper). Anybody appends; the holder of the session's lock moves it into the journal."""
+    """Lines that wait for a session. Each has a kind: user, command (`/new`, `/continue`) or report
+    (of a job or helper). Any program may append; the holder of the session's lock removes lines."""
 
     def __init__(self, path: Path):
         self.path = path
         self.lock = path.with_suffix(".inbox.lock")
 
     def append(self, line: dict) -> None:
-        """Returns once the line is safe on disk; a line whose id is there already is left out."""
+        """Append a line, unless one has its id already. Returns when the line is safe on disk."""
         with locked(self.lock):
             if line["id"] not in [known["id"] for known in self.read()]:
                 append_lines(self.path, [line | {"timestamp": time.strftime(MOMENT)}])
@@ -231,12 +231,12 @@ class Inbox:
                 self.path.unlink(missing_ok=True)
 
 
-# ---- Long-term memory: facts that are true, and the history of what was ----
+# ---- Long-term memory: facts, and a history of past conversations ----
 
 
 class MemoryStore:
-    """MEMORY.md, which people edit too, and memory/history.jsonl, which only grows. An entry that
-    stands for messages of a session also has session, created_at, upto and summary.
+    """MEMORY.md, which people edit, too, and history.jsonl, to which entries are appended. An entry
+    that was made from a session's messages also has session, created_at, upto and summary.
 
     {"cursor": 42, "timestamp": "2026-04-03 00:02", "content": "The user planned a trip to Rome."}
     """
@@ -249,7 +249,7 @@ class MemoryStore:
         self.history = self.folder / "history.jsonl"
         self.archive = self.folder / "history-archive.jsonl"
         self.lock = self.folder / ".lock"
-        self._entries: tuple[int, list[dict]] = (0, [])  # of the history, when it had this size
+        self._entries: tuple[int, list[dict]] = (0, [])  # file size, entries of that file
 
     def text_of(self, path: Path) -> str:
         """A file's text; "" if it is not there. Raises OSError if it may not be read."""
@@ -262,20 +262,20 @@ class MemoryStore:
         return self.text_of(self.facts)
 
     def write_facts(self, text: str, instead_of: str) -> bool:
-        """False if the file has changed meanwhile. Text that empties it or halves it is ignored."""
+        """Returns False if the file has changed meanwhile. Ignores an empty or far shorter text."""
         with locked(self.lock):
             if self.read_facts() != instead_of:
                 return False
-            text = text.replace("\0", "").strip()  # git would take the file for binary
+            text = text.replace("\0", "").strip()  # with a NUL, git would treat the file as binary
             before = instead_of.strip()
             if not text or (len(before) > 300 and len(text) < len(before) // 2):
-                log.warning("MEMORY.md stays as it is: the new text is empty, or not half of it")
+                log.warning("MEMORY.md is not changed: the new text is empty or far too short")
             elif text != before:
                 write_atomically(self.facts, text + "\n")
             return True
 
     def entries(self) -> list[dict]:
-        """The history's entries, read again only if it has changed: reading 1,000 takes 5 ms."""
+        """All history entries. Reading 1,000 takes 5 ms, so an unchanged file is not read again."""
         size = file_size(self.history)
         if size != self._entries[0]:
             is_entry = partial(has, cursor=int, timestamp=str, content=str)
@@ -297,7 +297,7 @@ class MemoryStore:
 
     @property
     def dream_cursor(self) -> int:
-        """0 if the file is missing or damaged: then nothing counts as read by Dream."""
+        """The last entry that Dream has read; 0, for none, if the file is missing or damaged."""
         path = self.folder / ".dream_cursor"
         digits = path.read_bytes().strip() if path.exists() else b""
         return int(digits) if re.fullmatch(rb"\d{1,18}", digits) else 0
@@ -315,7 +315,7 @@ class MemoryStore:
         return lines
 
     def archive_old(self, keep: int = 1_000) -> None:
-        """Move the oldest entries that Dream has read to the archive, so that `keep` are left."""
+        """Keep the newest `keep` entries. Of the others, archive those that Dream has read."""
         with locked(self.lock):
             entries = self.entries()
             old = [entry for entry in entries[:-keep] if entry["cursor"] <= self.dream_cursor]
@@ -324,22 +324,22 @@ class MemoryStore:
                 write_atomically(self.history, as_lines([e for e in entries if e not in old]))
 
 
-# ---- The Consolidator: from the journal into the history ----
+# ---- The Consolidator: old turns move from the journal into the history ----
 
 TEXT = {"type": "string"}
 SAVED = {
-    "history_entry": TEXT | {"description": "2 to 5 sentences that begin [YYYY-MM-DD HH:MM]"},
-    "memory_update": TEXT | {"description": "The whole new MEMORY.md, all lines, old and new"},
-    "summary": TEXT | {"description": "What the conversation still needs, at most 400 words"},
+    "history_entry": TEXT | {"description": "2 to 5 sentences that begin with [YYYY-MM-DD HH:MM]"},
+    "memory_update": TEXT | {"description": "The whole new MEMORY.md: all lines, old and new"},
+    "summary": TEXT | {"description": "All that the conversation still needs, at most 400 words"},
 }
 PARAMETERS = {"type": "object", "properties": SAVED, "required": ["history_entry", "memory_update"]}
-SAVE = {"name": "save_memory", "description": "Save what is worth keeping of a conversation."}
+SAVE = {"name": "save_memory", "description": "Save the lasting parts of a conversation."}
 SAVE_MEMORY = {"type": "function", "function": SAVE | {"parameters": PARAMETERS}}
 
 
 @dataclass
 class Consolidator:
-    """Moves the oldest whole turns of a session into the memory. Each round is one request:
+    """Moves the oldest whole turns of a session into the long-term memory. A round is a request:
 
     messages 1 … 60  →  history.jsonl  {"cursor": 7, "content": "The user planned …", "upto": 60}
                         MEMORY.md      - Travels to Rome in May
@@ -350,22 +350,22 @@ class Consolidator:
     sessions: "SessionManager"
     ask: Ask
     prompt: str
-    budget: int = 56_320  # tokens of a request
+    budget: int = 56_320  # tokens that a request may have
     window: int = 100  # messages of a session that may be unsaved
     counter: "TokenCounter" = field(default_factory=lambda: TokenCounter())
     one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def make_room(self, session: Session, tokens: int) -> int:
-        """Before each request: if it would pass 80 % of the budget, move turns until half of the
-        budget is used. Returns how many messages have moved."""
+        """Runs before each request. If `tokens` is over 80 % of the budget, move turns until about
+        half of the budget is used. Returns how many messages have moved."""
         if tokens <= 0.8 * self.budget:
             return 0
         upto = session.end_behind(tokens - self.budget // 2, self.counter.size)
         return await self.move(session, upto)
 
     async def after_turn(self, session: Session) -> int:
-        """In the background: move what `/new` dropped. If more than `window` messages are unsaved,
-        move turns until about half as many are. Returns how many have moved."""
+        """Runs in the background. Move the turns before `/new`. If more than `window` messages are
+        unsaved, move turns until about `window / 2` are. Returns how many messages have moved."""
         count = await self.move(session, session.start) if session.start > session.saved else 0
         unsaved = len(session.conversation())
         if unsaved > self.window:
@@ -374,18 +374,18 @@ class Consolidator:
         return count
 
     async def move(self, session: Session, upto: int) -> int:
-        """At most five rounds, as the user may be waiting; the rest is moved another time."""
+        """Move turns up to number `upto`, in at most five rounds: the user may be waiting."""
         numbers = [message["n"] for message in session.messages]
         async with self.one_at_a_time:
             for _ in range(5):
                 end, text = self._next_part(session, upto)
                 saved = await self._save(session, text) if end else None
                 if saved is None or session.size != file_size(session.path):
-                    break  # no model, or another program wrote to the session
+                    break  # nothing to move, no model, or another program wrote to the session
                 entries, summary = saved
                 origin = {"session": session.key, "created_at": session.created_at, "upto": end}
                 try:
-                    with self.sessions.lock(session.key):  # no `await`: nothing is cancelled here
+                    with self.sessions.lock(session.key):  # no `await`: nobody can cancel here
                         self.store.append_history(*entries, **origin, summary=summary)
                         session.mark("saved", upto=end, summary=summary)
                 except SessionBusy:
@@ -393,11 +393,11 @@ class Consolidator:
         return len([n for n in numbers if n <= session.saved])
 
     def _next_part(self, session: Session, upto: int) -> tuple[int, str]:
-        """The number up to which the next round goes, and its conversation as text."""
+        """The last number of the next round, and the messages of this round as text."""
         taken = estimate(self.prompt + self.store.read_facts() + session.summary) + 500
         room = max(self.budget // 2 - taken, self.budget // 8)
         if session.saved < session.start:
-            upto = min(upto, session.start)  # what `/new` dropped is in no summary
+            upto = min(upto, session.start)  # no summary may contain turns before `/new`
         end, text = 0, ""
         for turn_end in sorted(n for n in session.turn_ends if n > session.saved):
             part = [readable(message) for message in session.messages if message["n"] <= turn_end]
@@ -408,9 +408,9 @@ class Consolidator:
         return end, fitted(text, room)  # one turn alone may be too long
 
     async def _save(self, session: Session, text: str) -> tuple[list[str], str] | None:
-        """History entries and summary (the raw text if no call is valid); None: no answer."""
+        """History entries and summary; the raw text if no call is valid; None without an answer."""
         earlier = [message["content"] for message in session.summary_messages()]
-        for _ in range(3):  # MEMORY.md may change while the model thinks, an answer may be cut
+        for _ in range(3):  # retry if MEMORY.md has changed meanwhile, or if the answer was cut
             facts = self.store.read_facts()
             question = "\n\n".join(["# MEMORY.md", facts, "# Conversation", *earlier, text])
             response = await self.ask(request(self.prompt, question), [SAVE_MEMORY])
@@ -430,15 +430,15 @@ class Consolidator:
         return raw, "\n\n".join([*earlier, middle_out(text, 2_000)])[-4_000:]
 
 
-# ======== Second reading: what fits, damage, files and locks, sizes, Dream, skills ========
+# ======== Second reading: shorter requests, damage, files and locks, sizes, Dream, skills ========
 
-# ---- What fits the context window ----
+# ---- Shorten a request until it fits the context window ----
 
 
 class Governed:
-    """The copy of a conversation that is sent, fitted into `budget` tokens. What goes first: old
-    results (one line each stays), the oldest turns, pictures, the oldest steps of this turn, parts
-    of its last results. System prompt, task and whatever the user said in this turn stay."""
+    """A copy of a conversation, cut to `budget` tokens for a request. It loses, in this order: old
+    tool results (a note stays), the oldest turns, the summary, pictures, the oldest steps of this
+    turn, parts of the results. The system prompt and the user's messages of this turn stay."""
 
     def __init__(
         self, messages: list[dict], budget: float, counter: "TokenCounter",
@@ -448,12 +448,12 @@ class Governed:
         self.messages = list(messages)
         self.notes: list[str] = []  # `8 turns left out (~7,900 tokens)`
         users = [n for n, message in enumerate(messages) if message["role"] == "user"]
-        tasks = [n for n in users if messages[n] is task]  # a hook may have taken it out
-        self.begin = [len(messages), *users[-1:], *tasks][-1]  # of the turn
+        tasks = [n for n in users if messages[n] is task]  # a hook may have removed the task
+        self.begin = [len(messages), *users[-1:], *tasks][-1]  # where this turn begins
         steps = [n for n, message in enumerate(messages) if message.get("tool_calls")]
         self.last_step = [len(messages), *steps][-1]  # the model has not seen its results yet
-        self.tokens = counter.total(messages) + beside  # `beside`: of the tools
-        if 4 * self.tokens > budget:  # big enough to count exactly
+        self.tokens = counter.total(messages) + beside  # `beside`: the tools' tokens
+        if 4 * self.tokens > budget:  # so big that exact sizes matter
             counter.count_exactly_from_now_on()
         for make_shorter in (self._leave_out, self._cut_results):
             if self.tokens > budget:
@@ -465,7 +465,7 @@ class Governed:
         counts: Counter[str] = Counter()
         freed: Counter[str] = Counter()
         for what, changes in self._what_may_go():
-            if freed.total() >= excess + 30:  # the note about left out steps needs some room
+            if freed.total() >= excess + 30:  # 30 tokens for the note about the steps
                 break
             counts[what] += 1
             for n, rest in changes.items():
@@ -479,16 +479,16 @@ class Governed:
             self.notes.append(f"{counted(counts[what], what)} left out (~{freed[what]:,} tokens)")
 
     def _what_may_go(self) -> Iterator[tuple[str, dict[int, dict | None]]]:
-        """What may go, in this order: the places of its messages, and what stays there."""
+        """In order of removal: a name, and {index: the message that stays there, or None}."""
         messages, begin, last_step = self.messages, self.begin, self.last_step
         for n, message in enumerate(messages[:last_step]):
             length, name = len(message.get("content") or ""), message.get("name")
-            if message["role"] == "tool" and length >= 500:  # no model takes this for its own words
+            if message["role"] == "tool" and length >= 500:  # models do not imitate this note
                 text = f"[{length:,} characters that {name} returned are left out here]"
                 yield "old tool result", {n: {**message, "content": text}}
         past = [n for n in range(begin) if messages[n]["role"] != "system"]
         summaries = [n for n in past if "is_summary" in messages[n]]
-        past = past[len(summaries) :]  # they stand before the turns
+        past = past[len(summaries) :]  # the summaries stand before the turns
         begins = [n for n in past if messages[n]["role"] == "user"]
         turns = pairwise(sorted({*past[:1], *begins, begin}))
         yield from (("turn", dict.fromkeys(range(first, end))) for first, end in turns)
@@ -501,24 +501,24 @@ class Governed:
             yield "step", {n: None for n in range(first, end) if messages[n]["role"] != "user"}
 
     def _cut_results(self, excess: float) -> None:
-        """The last resort: they share the room that is left."""
+        """The last resort: all tool results share the room that is left."""
         results = [n for n, message in enumerate(self.messages) if message["role"] == "tool"]
         room = self.counter.total([self.messages[n] for n in results]) - excess
         for n in results:
             text = str(self.messages[n].get("content") or "")
             cut = fitted(text, max(int(room) // len(results) - 20, 10), self.counter.count)
-            if cut != text and len(text) > 200:  # else the note would make it longer
+            if cut != text and len(text) > 200:  # the note would make a short text longer
                 cut += "\n[not all of it: ask for a part]"
                 self.messages[n] = {**self.messages[n], "content": cut}
         self.notes.append(f"{counted(len(results), 'tool result')} cut")
 
 
-# ---- Reading what is left of a file of JSON lines ----
-# Seen: 4,096 zero bytes after a power cut, half a line after a full disk, a `NaN`.
+# ---- Reading a damaged file of JSON lines ----
+# Real damage: 4,096 zero bytes after a power cut, half a line after a full disk, a `NaN`.
 
 
 def read_records(path: Path, is_valid: Callable[[dict], bool]) -> list[dict]:
-    """The valid records of a file, in order; other lines go into `*.corrupt`, each once."""
+    """The valid records of a file, in order. Each other line is copied once to `*.corrupt`."""
     raw = path.read_bytes() if path.exists() else b""
     records, damaged = [], []
     for line in raw.split(b"\n"):  # not splitlines(): U+2028 and \x85 are ordinary text here
@@ -542,30 +542,30 @@ def read_records(path: Path, is_valid: Callable[[dict], bool]) -> list[dict]:
 
 
 def has(record: Any, **kinds: Any) -> bool:
-    """Is it a dict in which the values of these keys are of these kinds?"""
+    """Is `record` a dict with all these keys, and has each value the given type?"""
     return isinstance(record, dict) and all(isinstance(record.get(k), kinds[k]) for k in kinds)
 
 
 def journal_lines(path: Path) -> list[dict]:
-    """In today's format whatever wrote them. A file without one valid line is moved aside."""
+    """A journal's lines; old formats are converted. A file without a valid line is renamed."""
     lines = read_records(path, is_journal_line)
     if not lines and path.exists() and path.read_bytes().strip():
         aside = path.with_name(f"{path.name}.corrupt-{time.time_ns()}")
         os.replace(path, aside)
-        log.warning("%s is not readable: moved to %s, the session starts anew", path, aside)
+        log.warning("%s has no valid line: it is moved to %s, the session starts anew", path, aside)
     old = [line for line in lines if "mark" not in line and "n" not in line]
     new = [line for line in lines if "mark" in line or "n" in line]
     before = 0
     messages = [line for line in new if "mark" not in line and not old]
     for message, following in pairwise([*messages, {"n": 10**18}]):
         if not before < message["n"] < max(following["n"], before + 2):
-            message["n"] = before + 1  # it is damaged: it does not stand between its neighbours
+            message["n"] = before + 1  # a number out of order is damaged: replace it
         before = message["n"]
     return [*(numbered(old) if old else []), *new]  # an older version's lines come first
 
 
 def is_journal_line(line: dict) -> bool:
-    """A mark, or a message of the shape that a request takes."""
+    """Is it a mark, or a message in the form that a request needs?"""
     if "mark" in line or line.get("_type") == "metadata":
         return True
     calls = line.get("tool_calls") or []
@@ -577,13 +577,13 @@ def is_journal_line(line: dict) -> bool:
 
 
 def numbered(lines: list[dict]) -> list[dict]:
-    """An older version's journal: its counts of lines become numbers, all its turns are ended."""
+    """Convert an older version's journal: line counts become numbers, all its turns are ended."""
     state: dict = {}
     messages: list[dict] = []
     for line in lines:
         if line.get("_type") == "metadata":
             state |= line | (line.get("metadata") or {})
-        elif line.get("cut") and not line.get("content"):  # a turn without a word of its answer
+        elif line.get("cut") and not line.get("content"):  # an empty cut answer
             messages.append({"mark": "ended", "why": line["cut"]})
         else:
             messages.append({"n": len(messages) + 1} | line)
@@ -596,7 +596,7 @@ def numbered(lines: list[dict]) -> list[dict]:
     ]
 
 
-# ---- Files: writing that survives a full disk, a kill and a power cut; locks ----
+# ---- Files: safe writes (full disk, kill, power cut), and locks ----
 
 
 def as_lines(records: list[dict]) -> str:
@@ -604,30 +604,30 @@ def as_lines(records: list[dict]) -> str:
 
 
 def append_lines(path: Path, records: list[dict]) -> int:
-    """All or none of them. Returns how many bytes were written; raises OSError."""
+    """Append all records or none. Returns how many bytes were written; raises OSError."""
     data = as_lines(records).encode("utf-8", errors="replace")  # a lone surrogate becomes `?`
     size = file_size(path)
     try:
         with open_private(path) as file:
             file.seek(max(size - 1, 0))
             if file.read(1) not in (b"", b"\n"):
-                data = b"\n" + data  # not behind a torn line
+                data = b"\n" + data  # first end an incomplete line
             file.write(data)
     except OSError as problem:
         if file_size(path) > size:
-            os.truncate(path, size)  # half a line that a full disk left
+            os.truncate(path, size)  # a full disk left half a line: remove it
         raise OSError(problem.errno, problem.strerror, str(path)) from None
     return len(data)
 
 
 def open_private(path: Path, mode: str = "a+b") -> Any:
-    """Open a file, to read and append to; only its owner may."""
+    """Open a file, by default to read and append. Only its owner may read a new file."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     return open(path, mode, opener=partial(os.open, mode=0o600))
 
 
 def write_atomically(path: Path, content: str) -> None:
-    """The old content or the new one, never half of it. A link stays a link, a mode stays."""
+    """After a crash the file has the old content or the new one. Links and modes are kept."""
     path = path.resolve()
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with open_private(draft, "wb") as file:
@@ -640,7 +640,7 @@ def write_atomically(path: Path, content: str) -> None:
 
 
 def fsync(path: Path) -> None:
-    with open(path, "r+b") as file:  # Windows syncs nothing that is open to read only
+    with open(path, "r+b") as file:  # Windows cannot sync a file that is open for reading only
         os.fsync(file.fileno())
     with contextlib.suppress(OSError):  # not every system can sync a folder
         descriptor = os.open(path.parent, os.O_RDONLY)
@@ -655,7 +655,7 @@ def file_size(path: Path) -> int:
 
 
 def read_regular_file(path: Path) -> bytes:
-    """Raises OSError, also for a FIFO, a device, or more than 100,000 bytes."""
+    """Raises OSError, also for a FIFO, a device, or a file of more than 100,000 bytes."""
     details = path.stat()
     if not stat.S_ISREG(details.st_mode):
         raise OSError("it is no regular file but a directory, FIFO or device")
@@ -665,13 +665,13 @@ def read_regular_file(path: Path) -> bytes:
 
 
 class SessionBusy(Exception):
-    """Another program holds what only one may hold."""
+    """Another program holds the lock."""
 
 
 @contextlib.contextmanager
 def locked(path: Path, busy: str = "") -> Iterator[None]:
-    """Hold a lock against other programs: wait for it, or raise SessionBusy with the text `busy`.
-    It ends with the program's death, too. What it protects must be opened inside."""
+    """Hold a lock against other programs. If it is taken, wait; with a text `busy`, raise
+    SessionBusy instead. A killed program loses its locks. Open protected files inside the block."""
     with open_private(path) as file, contextlib.ExitStack() as unlock:
         try:
             if os.name == "nt":
@@ -682,23 +682,23 @@ def locked(path: Path, busy: str = "") -> Iterator[None]:
                 import fcntl
 
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB if busy else fcntl.LOCK_EX)
-                unlock.callback(fcntl.flock, file, fcntl.LOCK_UN)  # a new child has it open, too
+                unlock.callback(fcntl.flock, file, fcntl.LOCK_UN)  # a new child may keep it open
         except (BlockingIOError, PermissionError):
             raise SessionBusy(busy) from None
         yield
 
 
 class SessionManager:
-    """`sessions/<encoded key>.jsonl` and `.inbox`; the 64 sessions used last stay in memory."""
+    """`sessions/<encoded key>.jsonl` and `.inbox`, with a cache of the 64 sessions used last."""
 
     def __init__(self, workspace: Path, store: MemoryStore | None = None):
         self.folder = workspace / "sessions"
         self.store = store or MemoryStore(workspace)
-        self._cache: dict[str, Session] = {}  # the one used last stands last
+        self._cache: dict[str, Session] = {}  # in the order of their last use
         self._held: set[str] = set()
 
     def path(self, key: str) -> Path:
-        """`cli:direct` → `cli%3Adirect.jsonl`; one of the first format stays `cli_direct.jsonl`."""
+        """`cli:direct` → `cli%3Adirect.jsonl`, or `cli_direct.jsonl` if this older name exists."""
         name = quote(key, " @+,=", errors="replace").replace(".", "%2E")
         path = self.folder / f"{name}.jsonl"
         older = self.folder / f"{key.replace(':', '_')}.jsonl"
@@ -720,14 +720,14 @@ class SessionManager:
         return session
 
     def _load(self, key: str, path: Path) -> Session:
-        """The history knows better than a `saved` mark that is damaged, or was never written."""
+        """If a mark `saved` is damaged or missing, entries of the history replace the mark."""
         session = Session(key, path)
         size = file_size(path)
         lines = journal_lines(path)
         own = {"session": key, "created_at": lines[0].get("created_at") if lines else ""}.items()
-        rounds = {}  # the number up to which → the summary
+        rounds = {}  # last number of a round → its summary
         for entry in self.store.entries():
-            upto = entry.get("upto", entry.get("until"))  # `until` of an older version
+            upto = entry.get("upto", entry.get("until"))  # an older version wrote `until`
             if entry.items() >= own and isinstance(upto, int):
                 rounds[upto] = str(entry.get("summary") or entry["content"])
         for line in lines:
@@ -744,9 +744,9 @@ class SessionManager:
         return [readable(line) for line in journal_lines(self.path(key)) if "role" in line]
 
     def list_keys(self) -> list[str]:
-        """All session keys, also of those in which a message waits; the one used last first."""
+        """All session keys, the last used one first; also of sessions with only an inbox."""
         files = [path for path in self.folder.glob("*") if path.suffix in (".jsonl", ".inbox")]
-        there = [path for path in files if path.exists()]  # Emacs leaves links to nowhere
+        there = [path for path in files if path.exists()]  # Emacs leaves broken links
         there.sort(key=lambda path: path.stat().st_mtime, reverse=True)
         names = [unquote(path.stem) for path in there]
         keys = [name if ":" in name else name.replace("_", ":", 1) for name in names]  # cli_direct
@@ -754,11 +754,11 @@ class SessionManager:
 
     @contextlib.contextmanager
     def lock(self, key: str) -> Iterator[None]:
-        """Hold a session against other programs; may be nested. Raises SessionBusy."""
+        """Lock a session against other programs; may be nested. Raises SessionBusy."""
         if key in self._held:
             yield
             return
-        busy = f"Session {key} is in use by another program. Wait, or name another: -s."
+        busy = f"Session {key} is in use by another program. Wait, or choose another with -s."
         with locked(self.path(key).with_suffix(".lock"), busy):
             self._held.add(key)
             try:
@@ -780,7 +780,7 @@ def readable(message: dict) -> str:
 
 
 def without_images(message: dict) -> dict:
-    """What the journal keeps: of images only the line that names them, never their bytes."""
+    """The message for the journal: an image's bytes are dropped, the line that names it is kept."""
     content = message.get("content")
     if not isinstance(content, list):
         return message
@@ -804,7 +804,7 @@ def middle_out(text: str, most: int) -> str:
 
 
 def fitted(text: str, most: int, count: Callable[[str], int] | None = None) -> str:
-    """Shortened in its middle until it has at most so many tokens."""
+    """The text, shortened in the middle until it has at most `most` tokens."""
     while (count or estimate)(text) > most and len(text) > 50:  # shorter texts would not shrink
         text = middle_out(text, len(text) * 3 // 4)
     return text
@@ -818,7 +818,7 @@ LETTERS = b"abcdefghijklmnopqrstuvwxyz \n"
 
 
 def estimate(text: str) -> int:
-    """Tokens: one per 5 letters or 1.5 other ASCII; 0.6 to 2.4 times the true number."""
+    """Tokens: 1 per 5 small letters or 1.5 other ASCII characters; 0.6 to 2.4 times the truth."""
     data = text.encode("utf-8", errors="replace")
     rest = data.translate(None, LETTERS)
     foreign = rest.translate(None, bytes(range(128)))
@@ -830,19 +830,19 @@ def load_vocabulary() -> Callable[[str], int]:
     import tiktoken
 
     encode = tiktoken.get_encoding("o200k_base").encode_ordinary
-    pieces = partial(re.findall, r"(?s).{1,2000}")  # a long one of equal letters takes very long
+    pieces = partial(re.findall, r"(?s).{1,2000}")  # one long run of a letter takes very long
     return lambda text: sum(len(encode(piece)) for piece in pieces(text))
 
 
 class TokenCounter:
-    """Sizes in tokens, each text measured once: estimates until `load()` gives a counter."""
+    """Sizes in tokens, cached per text. They are estimates until `load()` has given a counter."""
 
     def __init__(self, load: Callable[[], Callable[[str], int]] = load_vocabulary):
         self._fetching = threading.Thread(target=self._fetch, args=[load], daemon=True)
         self.count = lru_cache(maxsize=1_000)(estimate)
 
     def size(self, message: dict) -> int:
-        """Of a message; an image counts as 1,000."""
+        """The tokens of a message; an image counts as 1,000."""
         content = message.get("content")
         blocks = content if isinstance(content, list) else [{"text": content}]
         images = [block for block in blocks if block.get("type") == "image_url"]
@@ -854,7 +854,7 @@ class TokenCounter:
         return sum(map(self.size, messages))
 
     def count_exactly_from_now_on(self) -> None:
-        """As soon as the vocabulary is there: it comes in the background, however long it takes."""
+        """Load the vocabulary in the background. Until it is there, the sizes are estimates."""
         if not self._fetching.ident:
             self._fetching.start()
 
@@ -875,12 +875,12 @@ UNREACHABLE = "did not reach the model"
 
 @dataclass
 class Dream:
-    """Reads what happened, notes what it means, and edits facts and skills accordingly:
+    """Reads history entries, writes findings, and edits facts and skills accordingly:
 
-    [2026-04-03 00:02] The user likes blue best now, not green.        what happened
-    [MEMORY-REMOVE] favourite colour: green                            findings, phase 1
+    [2026-04-03 00:02] The user likes blue best now, not green.        a history entry
+    [MEMORY-REMOVE] favourite colour: green                            phase 1: findings
     [MEMORY] favourite colour: blue
-    edit_file("memory/MEMORY.md", "colour: green", "colour: blue")     calls of tools, phase 2
+    edit_file("memory/MEMORY.md", "colour: green", "colour: blue")     phase 2: tool calls
     """
 
     store: MemoryStore
@@ -889,16 +889,16 @@ class Dream:
     find_prompt: str
     edit_prompt: str
     skills: "SkillsLoader"
-    budget: int = 56_320  # tokens
-    max_batch: int = 20  # entries
-    failures: int = field(default=0, init=False)  # in a row
+    budget: int = 56_320  # tokens that a request may have
+    max_batch: int = 20  # entries that one dream reads
+    failures: int = field(default=0, init=False)  # failed dreams in a row
 
     async def run(self) -> str:
-        """One dream. Returns what to tell the user; raises SessionBusy while another goes on."""
+        """Run one dream. Returns a text for the user; raises SessionBusy if another one runs."""
         with locked(self.store.workspace / ".nanobot" / "dream.lock", "Another dream is going on."):
             batch = self.store.unread()[: self.max_batch]
             while len(batch) > 1 and estimate(str(batch)) > self.budget // 2:
-                batch.pop()  # a request has room for the batch and the files
+                batch.pop()  # the request must also have room for the files
             if not batch:
                 return "There is nothing new to dream about."
             repository = MemoryRepository(self.store.workspace)
@@ -908,7 +908,7 @@ class Dream:
             if outcome != "completed" and self.failures < 3:
                 return f"The dream {outcome}. Nothing is lost: the next one tries again."
             if self.failures:
-                log.warning("three dreams about the same entries failed: these are skipped")
+                log.warning("three dreams about the same entries failed: these entries are skipped")
                 self.failures = 0
             write_atomically(self.store.folder / ".dream_cursor", str(batch[-1]["cursor"]))
             self.store.archive_old()
@@ -918,7 +918,7 @@ class Dream:
             return f"{told}: {counted(changes, 'change')}. {problem}"
 
     async def _dream(self, batch: list[dict]) -> str:
-        """Both phases, to an outcome: completed, failed, or did not reach the model."""
+        """Run both phases. Returns completed, failed, or did not reach the model."""
         most = self.budget // 2
         lines = [f"[{entry['timestamp']}] {fitted(entry['content'], most)}" for entry in batch]
         paths = [self.store.workspace / name for name in DREAM_FILES]
@@ -940,14 +940,14 @@ class Dream:
         return outcomes.get(result.stop_reason, "failed")
 
     def refuse(self, name: str, arguments: dict) -> str:
-        """Why a call must not run; "" if it may. What a dream reads may come from a stranger's
-        page, and nobody watches it. `arguments` are those that the tool will get."""
+        """Why a call must not run; "" if it may. A dream may read text from a stranger's page, and
+        nobody watches the dream. `arguments` are those that the tool will get."""
         home = self.store.workspace.resolve()
         own, *kits = [folder.resolve() for folder in self.skills.folders]
         try:
             path = (home / os.path.expanduser(str(arguments.get("path", "")))).resolve()
         except (OSError, ValueError, RuntimeError) as problem:  # a NUL, a loop of links
-            return f"That is no usable path: {problem}"
+            return f"This path cannot be used: {problem}"
         if name == "read_file":
             is_inside = any(path.is_relative_to(root) for root in (home, *kits))
             return "" if is_inside else f"Read files below {home} only."
@@ -957,29 +957,29 @@ class Dream:
         if name != "write_file" or not path.is_relative_to(own) or path.parent == own:
             return f"Write only skills, like {own}/NAME/SKILL.md."
         content = str(arguments.get("content", "")).encode(errors="replace")
-        skill = skill_of(path, content)  # as it is loaded later
+        skill = skill_of(path, content)  # parsed as the loader will parse it
         names = {skill.name, path.relative_to(own).parts[0]}
         if skill.always or any((kit / known).exists() for kit in kits for known in names):
-            return "A skill may not be `always`, nor have the name of one of the kit's."
+            return "A skill may not be `always`, nor have the name of a skill of the kit."
         return ""
 
 
-# ---- What was dreamt can be looked at and undone ----
+# ---- Dreams can be shown and undone, with git ----
 
 
 class MemoryRepository:
-    """Facts, history and skills under git; in `.nanobot/memory.git`, as a `.git` is a submodule."""
+    """Facts, history and skills in git. A folder `.git` would make the workspace a submodule."""
 
     facts = (*DREAM_FILES, "skills")
     files = (*facts, "memory/history.jsonl", "memory/history-archive.jsonl")
-    attributes = "* !text !eol !diff !filter !ident !working-tree-encoding\n"  # none of the user's
+    attributes = "* !text !eol !diff !filter !ident !working-tree-encoding\n"  # not the user's own
 
     def __init__(self, workspace: Path):
         self.workspace = workspace
         self.folder = workspace / ".nanobot" / "memory.git"
 
     def git(self, *arguments: str, text: str = "", why: str = "") -> str:
-        """Raises OSError with what git says, or with `why`."""
+        """Run git. Raises OSError with the text `why`; if that is empty, with git's message."""
         own = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
         own |= {"GIT_DIR": ".nanobot/memory.git", "GIT_WORK_TREE": ".", "LC_ALL": "C"}
         own |= {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull}
@@ -992,17 +992,17 @@ class MemoryRepository:
             problem = done.stderr.decode(errors="replace").strip()
             log.info("git %s: %s", arguments[0], problem)
             raise OSError(why or problem)
-        return done.stdout.decode(errors="surrogateescape")  # a patch comes back byte for byte
+        return done.stdout.decode(errors="surrogateescape")  # a patch stays byte-identical
 
     def commit(self, subject: str) -> tuple[str, int]:
-        """A problem for the user, or "", and how many lines have changed since the last commit."""
+        """Returns a problem to tell the user, or "", and the number of changed lines."""
         if not shutil.which("git"):
-            return "There is no git, so it cannot be looked at or undone.", 0
+            return "There is no git, so a dream cannot be shown or undone.", 0
         try:
             return "", self._commit(subject)
         except OSError as problem:
             aside = self.folder.with_name(f"memory.git.broken-{time.time_ns()}")
-            told = f"The memory's repository is broken ({problem}): it is put into {aside}."
+            told = f"The memory's repository is broken ({problem}): it is moved to {aside}."
         log.warning("%s", told)
         if self.folder.exists():
             os.replace(self.folder, aside)
@@ -1013,10 +1013,10 @@ class MemoryRepository:
             self.folder.parent.mkdir(exist_ok=True)
             self.git("init", "-q")
             write_atomically(self.folder / "info" / "attributes", self.attributes)
-        for lock in self.folder.glob("**/*.lock"):  # of a git that was killed
+        for lock in self.folder.glob("**/*.lock"):  # left by a git that was killed
             lock.unlink()
         for name in self.files:
-            with contextlib.suppress(OSError):  # there is no such file, or it lies behind a link
+            with contextlib.suppress(OSError):  # the file is missing, or its path contains a link
                 self.git("add", "-A", "-f", "--ignore-errors", "--", name)
         changed = self.git("diff", "--cached", "--numstat", "--no-renames", "--", *self.facts)
         counts = re.findall(r"(?m)^(\d+)\t(\d+)", changed)
@@ -1027,7 +1027,7 @@ class MemoryRepository:
         return count
 
     def log(self, sha: str = "") -> str:
-        """All commits, one a line, or what one of them changed."""
+        """All commits, one per line, or the changes of the commit `sha`."""
         try:
             commit = self._known(sha or "HEAD")
             if not sha:
@@ -1038,8 +1038,8 @@ class MemoryRepository:
             return f"There is no log: {problem}"
 
     def restore(self, sha: str = "") -> str:
-        """Undo one commit (default: the last dream) as a new one, or change nothing."""
-        why = "what it did is undone already, or these lines have changed since."
+        """Undo one commit (default: the last dream) by a new commit, or change nothing."""
+        why = "the commit is undone already, or its lines have changed since then."
         try:
             with locked(self.folder.with_name("dream.lock"), "Another dream is going on."):
                 commit = self._known(sha or ":/^dream:")
@@ -1050,7 +1050,7 @@ class MemoryRepository:
                 files += self.workspace.glob("skills/*/*")
                 modes = [(path, path.stat().st_mode) for path in files if path.is_file()]
                 self.git("apply", "-R", "--whitespace=nowarn", text=patch, why=why)
-                for path, mode in modes:  # git writes each file anew, readable for all
+                for path, mode in modes:  # git writes new files that everybody may read
                     if path.exists():
                         path.chmod(stat.S_IMODE(mode))
                 return f"Undone: {counted(self._commit(f'restore of {commit[:7]}'), 'change')}."
@@ -1060,7 +1060,7 @@ class MemoryRepository:
     def _known(self, sha: str) -> str:
         if not (self.folder / "HEAD").exists():
             raise OSError("there has been no dream yet, or git is not installed.")
-        why = "there is no such dream or commit, or none before it. /dream-log lists them."
+        why = "there is no such dream or commit, or it is the first one. /dream-log lists them."
         if not re.fullmatch(r":/\^dream:|HEAD|[0-9a-f]{4,40}\^?", sha):
             raise OSError(why)
         return self.git("rev-parse", "--verify", sha, why=why).strip()
@@ -1071,27 +1071,27 @@ class MemoryRepository:
 
 @dataclass
 class Skill:
-    """A way of working, written down: `skills/<name>/SKILL.md`, front matter and text."""
+    """Instructions for a kind of task: `skills/<name>/SKILL.md`, front matter and text."""
 
     name: str
     path: Path
     description: str = ""
     text: str = ""  # without the front matter
-    always: bool = False  # in every system prompt in full
-    missing: list[str] = field(default_factory=list)  # what it requires and this machine lacks
-    problem: str = ""  # why it cannot be read: such a skill is in no prompt
+    always: bool = False  # the whole text is in every system prompt
+    missing: list[str] = field(default_factory=list)  # requirements that this machine lacks
+    problem: str = ""  # why the file cannot be read: such a skill is in no prompt
 
 
 class SkillsLoader:
-    """Skills of the workspace and of the kit; of two with one name the workspace's counts."""
+    """Skills of the workspace and of the kit. If two have one name, the workspace's is used."""
 
     def __init__(self, *folders: Path, read: Read = read_regular_file):
-        self.folders = folders  # the first one wins
+        self.folders = folders  # if two folders have a skill of one name, the first folder wins
         self.read = read
         self._warned: set[tuple[Path, str]] = set()
 
     def load(self) -> list[Skill]:
-        """All of them, the broken ones too: look at `problem`."""
+        """All skills, also those that cannot be read: these have a `problem`."""
         found = (path for folder in reversed(self.folders) for path in folder.glob("*/SKILL.md"))
         paths = {path.parent.name: path for path in found}
         return [self._read(path) for _, path in sorted(paths.items())]
@@ -1099,7 +1099,7 @@ class SkillsLoader:
     def _read(self, path: Path) -> Skill:
         try:
             return skill_of(path, self.read(path))
-        except Exception as problem:  # whatever it is: one bad skill must not end every turn
+        except Exception as problem:  # any error: one bad skill must not end every turn
             why = f"{type(problem).__name__}: {problem}"
             if (path, why) not in self._warned:
                 log.warning("%s is left out: %s", path, why)
@@ -1116,7 +1116,7 @@ NAME = r"[^\s,\[\]\"'-][^\s,\[\]\"']{0,200}"
 
 
 def skill_of(path: Path, data: bytes) -> Skill:
-    """A skill from a file's bytes; any part of it may be missing."""
+    """A skill from a file's bytes. All parts of the file are optional."""
     text = data.decode("utf-8-sig", errors="replace").replace("\r\n", "\n")
     match = re.match(FRONT_MATTER, text)
     front = match[1] or ""
@@ -1133,9 +1133,9 @@ def skill_of(path: Path, data: bytes) -> Skill:
 
 
 def fields_of(front: str) -> dict[str, str]:
-    """`key: value` of YAML; a value may be in quotes, or go on in indented lines (behind `>`)."""
+    """YAML lines `key: value`. A value may be in quotes, or go on in indented lines after `>`."""
     fields = {}
-    front = re.sub(r"\n\n+", "\n", front)  # in two steps: in one it would not be linear
+    front = re.sub(r"\n\n+", "\n", front)  # two steps: one expression would not be linear
     for line in re.sub(r"\n[ \t]+", " ", front).split("\n"):
         key, _, value = line.partition(":")
         value = value.strip()

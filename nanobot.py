@@ -4,12 +4,12 @@
 # ///
 """One message's life: what happens between a question and its answer.
 
-A personal agent is a loop. The model is asked; if it wants tools, they run and it is asked again;
-if it answers, the answer goes to the user. All the rest serves this loop:
+A personal agent is a loop. It asks the model. If the model calls tools, it runs them and asks
+again; if the model answers in words, the user gets the answer. All other code serves this loop:
 
     user: "What is in a.txt?"
       AgentLoop       finds the session, journals the message, builds the request (ContextBuilder)
-        AgentRunner     govern (make it fit) → ask → act → again; hooks look on
+        AgentRunner     govern (make the request fit) → ask → run calls → repeat
           providers.py    "call read_file"             tools.py    "1| hello"
           providers.py    "It says hello."
       AgentLoop       journals every message as it appears (memory.py), sends events (channels.py)
@@ -17,8 +17,8 @@ if it answers, the answer goes to the user. All the rest serves this loop:
     import nanobot
     print(nanobot.run("What is in a.txt?"))
 
-Read this file first, then tools.py, providers.py, memory.py, channels.py; in each of them the part
-above the line "Second reading" is the story. Not covered: how models differ, what a tool does.
+Read this file first, then tools.py, providers.py, memory.py, channels.py. In each file, the part
+above the line "Second reading" is the main story. Not covered: how models differ, what a tool does.
 """
 
 from __future__ import annotations
@@ -74,34 +74,34 @@ __version__ = "0.1.0"
 log = logging.getLogger("nanobot")
 
 HERE = Path(__file__).resolve().parent
-DATA = HERE if (HERE / "templates").is_dir() else HERE / "nanobot_data"  # a checkout, or a wheel
+DATA = HERE if (HERE / "templates").is_dir() else HERE / "nanobot_data"  # in a checkout, or a wheel
 
-# ---- What to run, and what comes of it ----
+# ---- The input and the result of a run ----
 
 
 @dataclass
 class AgentRunSpec:
-    """What to run, and with which limits."""
+    """The input of a run: messages, tools, limits and callbacks."""
 
     messages: list[dict]
     tools: ToolRegistry = field(default_factory=ToolRegistry)
     model: str | None = None
-    max_iterations: int = 40  # requests with tools; one more, without them, asks for a summary
-    max_tokens: int = 8_192  # of one answer
+    max_iterations: int = 40  # requests with tools; then one request without tools: a summary
+    max_tokens: int = 8_192  # limit of one answer
     temperature: float | None = None  # None: 0.1 is sent
     context_window: int = 65_536  # tokens
     hook: AgentHook = field(default_factory=lambda: AgentHook())
-    turn: Turn = field(default_factory=Turn)  # handed to each tool that asks for it
-    counter: TokenCounter = field(default_factory=TokenCounter)  # counts a message only once
-    append: Callable[..., None] = lambda *messages: None  # gets each new message at once
-    arrivals: Callable[[], list[dict]] = list  # gives what the user said meanwhile, journalled
+    turn: Turn = field(default_factory=Turn)  # passed to each tool with a parameter `turn`
+    counter: TokenCounter = field(default_factory=TokenCounter)  # caches the count of each message
+    append: Callable[..., None] = lambda *messages: None  # called at once with each new message
+    arrivals: Callable[[], list[dict]] = list  # returns new user messages, already journalled
     make_room: Callable[[list[dict]], Awaitable[list[dict]]] | None = None  # before each request
     keeps_half: bool = True  # journal the part of a stopped answer that the user saw
 
 
 @dataclass
 class AgentRunResult:
-    """What came of a run. Stop reasons: completed, max_iterations, error, tool_error, empty."""
+    """The result of a run. Stop reasons: completed, max_iterations, error, tool_error, empty."""
 
     final_content: str | None = None
     messages: list[dict] = field(default_factory=list)
@@ -111,21 +111,21 @@ class AgentRunResult:
     tool_events: list[dict] = field(default_factory=list)  # {"name", "arguments", "is_error", …}
     error: str | None = None
     model: str = ""
-    requests: int = 0  # that were sent; a step sends a second one if the first was too long
-    context_tokens: int = 0  # of the last request
+    requests: int = 0  # sent; a step sends a second request if its first was too long
+    context_tokens: int = 0  # size of the last request
 
 
-# ---- The runner: govern, ask, act, again ----
+# ---- The runner: govern the request, ask the model, run its calls, repeat ----
 
 
 class AgentRunner:
-    """The engine. It knows no channel, no session and no file: whatever asks a model can use it."""
+    """The engine. It knows no channel, session or file: any code that asks a model can use it."""
 
     def __init__(self, provider: LLMProvider):
         self.provider = provider
 
     async def run(self, spec: AgentRunSpec) -> AgentRunResult:
-        """Ask until there is an answer. Raises cancellation, and errors of hooks and callbacks."""
+        """Ask the model until it answers. Raises CancelledError and errors of hooks, callbacks."""
         state = RunState(spec, AgentHookContext(list(spec.messages)))
         try:
             while not state.result.stop_reason:  # "" until the run ends
@@ -152,18 +152,18 @@ class AgentRunner:
         )  # fmt: skip
 
     def govern(self, state: RunState) -> Governed:
-        """A copy of the messages that fits the window, and a note that only this request carries.
-        Tools, the answer and 1,024 spare tokens must fit, too. If not, old turns are left out:
-        [system, old question, old answer, question] → [system, question]."""
+        """Copy the messages so that they fit the context window; append a note for this request.
+        The window must also hold the tools, the answer and 1,024 spare tokens. If it cannot, old
+        parts are left out: [system, old question, old answer, question] → [system, question]."""
         spec = state.spec
         may_call = state.has_tools and not state.is_over_limit
         state.tools = spec.tools.get_definitions() if may_call else []
         tools = spec.counter.count(lines_of_json(state.tools)) if state.tools else 0
         budget = min(spec.context_window - spec.max_tokens - 1_024, state.room)
         users = [message for message in spec.messages if message["role"] == "user"]
-        task = users[-1] if users else None  # it is never left out
+        task = users[-1] if users else None  # this message is never left out
         request = Governed(state.context.messages, budget, spec.counter, task, tools)
-        if state.draft.parts:  # an answer that was cut at its length limit
+        if state.draft.parts:  # the beginning of an answer that the length limit cut
             request.messages.append({"role": "assistant", "content": state.draft.joined("")})
         if state.is_over_limit:
             state.note = template("out_of_iterations", limit=spec.max_iterations)
@@ -172,19 +172,19 @@ class AgentRunner:
         return request
 
     async def _ask(self, state: RunState, request: Governed) -> LLMResponse:
-        """One request; if it is too long for the model, one more without the oldest turns."""
+        """Send a request; if it is too long for the model, send a shorter one."""
         if request.notes and not state.is_told:
             state.is_told = True
             await state.spec.hook.on_retry("; ".join(request.notes))
         response = await self._chat(state, request)
         if response.is_overflow:
-            state.room = request.tokens // 2  # for the rest of the run
+            state.room = request.tokens // 2  # the limit for the rest of the run
             shorter = self.govern(state)
             if shorter.tokens < request.tokens:
                 state.is_told = True
                 await state.spec.hook.on_retry(f"{TOO_LONG} ({'; '.join(shorter.notes)})")
                 too_long, response = response, await self._chat(state, shorter)
-                add_up(response.usage, too_long.usage)  # after_iteration sees only this response
+                add_up(response.usage, too_long.usage)  # hooks get the second response only
         state.note = ""
         return response
 
@@ -207,9 +207,9 @@ class AgentRunner:
 
     async def _act(self, state: RunState, response: LLMResponse) -> None:
         """Journal the answer, then run its calls. The order of the messages: the answer, one result
-        per call in the order of the calls, what the user said meanwhile. A call that was killed is
-        not run again; its result is sent as `[interrupted before it finished]`."""
-        response.content = state.draft.joined(response.content) or None  # and its cut parts
+        per call in the order of the calls, new messages of the user. If the program is killed, an
+        unfinished call is not repeated: its result becomes `[interrupted before it finished]`."""
+        response.content = state.draft.joined(response.content) or None  # with its cut parts
         state.add(response.to_message())
         state.draft = Draft()
         await state.spec.hook.on_stream_end(resuming=True)
@@ -217,7 +217,7 @@ class AgentRunner:
         state.failure = ""
         for batch in batches(response.tool_calls, state.spec.tools):
             await self._run_batch(state, batch)
-        goes_in_circles = state.end_step() >= 5  # steps with these same calls and results
+        goes_in_circles = state.end_step() >= 5  # steps in a row had the same calls and results
         if goes_in_circles and state.failure:
             state.result.error = state.failure
             await self._finish(state, "tool_error", f"I had to stop: {state.failure}")
@@ -225,27 +225,27 @@ class AgentRunner:
         if goes_in_circles:
             state.has_tools = False
             state.note = template("same_result_end")
-            state.why_empty = "the same call brought the same result five times"
-        state.context.messages += state.spec.arrivals()  # no `add`: they are journalled already
+            state.why_empty = "the same call gave the same result five times"
+        state.context.messages += state.spec.arrivals()  # no `add`: these are already journalled
 
     async def _run_batch(self, state: RunState, batch: list[ToolCallRequest]) -> None:
-        """Run calls side by side. Whatever happens, none of them still runs when this returns."""
+        """Run calls concurrently. When this returns or raises, none of them is still running."""
         try:
             async with asyncio.TaskGroup() as group:  # if one raises, the others are cancelled
                 tasks = [group.create_task(self._call(state, call)) for call in batch]
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
-        finally:  # also if the turn is stopped: finished results stay, in the order of the calls
+        finally:  # also after a cancellation: keep finished results, in the order of the calls
             whole = [task for task in tasks if not task.cancelled() and not task.exception()]
             state.context.messages += [task.result()[0] for task in whole]
         if seen := [task.result() for task in whole if task.result()[1]]:
-            # images follow in a user message: a tool message may not hold them
+            # images go into a user message, because a tool message may not contain them
             names = "\n".join(message["content"] for message, _ in seen)
             images = itertools.chain.from_iterable(images for _, images in seen)
             state.add({"role": "user", "content": [{"type": "text", "text": names}, *images]})
 
     async def _call(self, state: RunState, call: ToolCallRequest) -> tuple[dict, list[dict]]:
-        """Run one call. Returns its message, which is journalled at once, and its images."""
+        """Run one call and journal its result at once. Returns the message and its images."""
         began = time.monotonic()
         if problem := reason_not_to_run(call, state.spec.tools):
             result = ToolResult(problem, is_error=True)
@@ -253,7 +253,7 @@ class AgentRunner:
             result = await state.spec.tools.execute(call.name, call.arguments, state.spec.turn)
         if result.is_error:
             state.failure = f"{call.name} failed: {result.text}"
-        result = state.count(call, result)  # with a warning if it is the same again and again
+        result = state.count(call, result)  # adds a warning if the result repeats
         event = {"name": call.name, "arguments": call.arguments, "is_error": result.is_error}
         state.result.tool_events.append(event | {"result": result.text})
         message = {"role": "tool", "tool_call_id": call.id, "name": call.name}
@@ -263,7 +263,7 @@ class AgentRunner:
         return message, result.images
 
     async def _conclude(self, state: RunState, response: LLMResponse, outcome: str) -> None:
-        """What an answer without calls to run leads to: the end, or another request."""
+        """Handle an answer without calls to run: end the run, or prepare another request."""
         match outcome:
             case "cut":
                 state.draft.cuts += 1
@@ -288,7 +288,7 @@ class AgentRunner:
                 steps = counted(state.spec.max_iterations, "step")
                 limit = f"I stopped at the limit of {steps}. {response.error or ''}".strip()
                 await self._finish(state, "max_iterations", summary or limit)
-            case "empty":  # not journalled: small models would repeat it
+            case "empty":  # not journalled: small models would repeat an empty answer
                 state.result.stop_reason = "empty"
                 is_withheld = response.finish_reason in WITHHELD
                 why = "the endpoint withheld it" if is_withheld else state.why_empty
@@ -300,12 +300,12 @@ class AgentRunner:
         await state.spec.hook.on_stream_end(resuming=not state.result.stop_reason)
 
     async def _finish(self, state: RunState, reason: str, text: str | None, cut: str = "") -> None:
-        """End the run with a text. `cut` says why it is incomplete; journalled and shown."""
+        """End the run with `text`. `cut`, why it is incomplete, is journalled and shown."""
         response = state.context.response
         answer = await state.spec.hook.finalize_content(state.draft.joined(text))
         message = {"role": "assistant", "content": answer}
-        if not response.has_tool_calls:  # else the message with the calls has it
-            message |= response.extra  # the model's reasoning: some endpoints want it back
+        if not response.has_tool_calls:  # otherwise the message with the calls has `extra`
+            message |= response.extra  # the model's reasoning: some endpoints require it later
         if cut:
             message["cut"] = cut
         state.add(message)
@@ -314,7 +314,7 @@ class AgentRunner:
         state.result.final_content = f"{answer}\n\n({cut})" if cut else answer
 
     def _keep_half_answer(self, state: RunState, why: str) -> str | None:
-        """Journal the part of an answer that the user saw, so that the model gets it, too."""
+        """Journal the part of an answer that the user saw, so that the next request has it."""
         shown = state.draft.joined(state.draft.streamed)
         if not shown.strip():
             return None
@@ -324,18 +324,18 @@ class AgentRunner:
 
 
 def verdict(state: RunState, response: LLMResponse) -> str:
-    """What an answer means; the first row that applies counts:
+    """Classify an answer; the first row that applies counts:
 
-    limit      the request after the last allowed step      → the run ends with this summary
-    failed     the endpoint gave an error                   → the run ends; what was shown is kept
-    cut        its length limit ended it                    → it is asked to go on, at most 3 times
-    calls      it wants tools                               → they run, and the model is asked again
+    limit      all steps were used, this is the summary     → the run ends with this answer
+    failed     the endpoint returned an error               → the run ends; the shown part is kept
+    cut        the length limit cut the answer              → ask the model to go on, up to 3 times
+    calls      the model calls tools                        → run them, then ask the model again
     answered   there is a text                              → the run ends
-    empty      filtered, or no text though without tools    → the run ends and says so
-    blank      neither text nor calls                       → it is asked again, then without tools
+    empty      no text: a filter, or tools are switched off → the run ends and says so
+    blank      neither text nor calls                       → ask again, then without tools
     """
     is_withheld = response.finish_reason in WITHHELD
-    # a filter may cut a call, too, in the middle of an argument
+    # a content filter may also cut a call, in the middle of an argument
     is_cut = response.finish_reason == "length" or (is_withheld and response.has_tool_calls)
     if state.is_over_limit:
         return "limit"
@@ -351,7 +351,7 @@ def verdict(state: RunState, response: LLMResponse) -> str:
 
 
 def batches(calls: list[ToolCallRequest], tools: ToolRegistry) -> Iterator[list[ToolCallRequest]]:
-    """Consecutive calls of read-only tools run side by side; every other call runs alone.
+    """Group calls: consecutive calls of read-only tools run concurrently, any other runs alone.
 
     read_file, grep, write_file, read_file → [read_file, grep], [write_file], [read_file]
     """
@@ -367,18 +367,18 @@ def batches(calls: list[ToolCallRequest], tools: ToolRegistry) -> Iterator[list[
             yield from ([call] for call in neighbours)
 
 
-# ---- What the model is told ----
+# ---- The system prompt and the messages of a request ----
 
 
 class ContextBuilder:
-    """Builds a request. The system prompt is byte-identical in each turn: prompt caches need it."""
+    """Builds a request. The system prompt has no time in it: prompt caches need identical bytes."""
 
     def __init__(self, config: Config, memory: MemoryStore, skills: SkillsLoader):
         self.memory = memory
         self.skills = skills
         self.zone = zone_named(config.defaults.timezone, machine_zone())
         self.now = lambda: config.now().astimezone(self.zone)
-        self.memory_tokens = config.defaults.budget // 4  # a longer MEMORY.md is cut
+        self.memory_tokens = config.defaults.budget // 4  # a longer MEMORY.md is shortened
 
     def request(self, turn: Turn, history: list[dict], images: list[dict]) -> list[dict]:
         """The messages of a request. Images go into the last message, never into the journal.
@@ -397,9 +397,9 @@ class ContextBuilder:
         return "\n\n---\n\n".join(self.parts(turn).values())
 
     def parts(self, turn: Turn) -> dict[str, str]:
-        """The system prompt by part, in order, without empty ones. Last month comes back as facts
-        of MEMORY.md (Memory) and as the history entries that Dream has not yet turned into facts
-        (Recent History). The model finds the rest with grep in `memory/`."""
+        """The parts of the system prompt by name, in order, without empty parts. Old conversations
+        are present as facts of MEMORY.md (Memory) and as history entries that Dream has not yet
+        processed (Recent History). The model finds the rest with grep in `memory/`."""
         own = partial(own_text, turn)
         parts = {"identity": identity(turn, own(turn.workspace / "IDENTITY.md"))}
         names = ("AGENTS.md", "SOUL.md", "USER.md", "TOOLS.md")
@@ -415,7 +415,7 @@ class ContextBuilder:
 
         {"role": "user", "content": "[image: cat.png]\\nWhat is it?", "runtime": "[Runtime …"}
 
-        `runtime` (time, chat, working folder) is put before the text in the request only.
+        Only in the request, `runtime` (time, chat, working folder) is put before the text.
         """
         files = [attachment(Path(path)) for path in media]
         lines = [line for line, _ in files]
@@ -431,7 +431,7 @@ class ContextBuilder:
 
 
 class AgentLoop:
-    """Knows who asks, in which session, who gets the reply. A session has one turn at a time."""
+    """Knows who asks, in which session, who gets the reply. A session runs one turn at a time."""
 
     def __init__(
         self, config: Config, provider: LLMProvider | None = None,
@@ -443,7 +443,7 @@ class AgentLoop:
         self.provider = provider or make_provider(config)
         self.tools = make_tools(config) if tools is None else tools
         self.mcp = MCPServers(config.tools.mcp_servers, self.tools)
-        self.files_seen: defaultdict[str, dict] = defaultdict(dict)  # by session
+        self.files_seen: defaultdict[str, dict] = defaultdict(dict)  # by session: files read
         read = partial(read_own, self.turn("cli:direct"))
         self.memory = MemoryStore(self.workspace, read)
         self.sessions = SessionManager(self.workspace, self.memory)
@@ -456,7 +456,7 @@ class AgentLoop:
         self.dream = memory_model.dream
         self.cost = CostTrackingHook(config.prices, self.provider.model)
         self.hooks = [self.cost, *hooks]
-        self.hooks_of: Callable[[Turn], list[AgentHook]] = lambda turn: []  # for one turn
+        self.hooks_of: Callable[[Turn], list[AgentHook]] = lambda turn: []  # hooks for one turn
         self.subagents = SubagentManager(self)
         self.commands = Commands(self)
         self.tools.register(tool(self.subagents.spawn))
@@ -464,21 +464,21 @@ class AgentLoop:
         self.started = time.monotonic()
         self.turns = RunningTurns(self.sessions)
         self.background = Background()
-        self.notes: dict[str, str] = {}  # by session: what the user is told in the next turn
-        self.is_ending = False  # the gateway stops: its open turns resume at the next start
+        self.notes: dict[str, str] = {}  # by session: a notice to show in the next turn
+        self.is_ending = False  # True: the gateway stops; its next start resumes open turns
 
     async def process_direct(
         self, text: str, session_key: str = "cli:direct", on_event: Emit | None = None,
         media: Media = (),
     ) -> AgentRunResult:  # fmt: skip
-        """Answer one message. Raises SessionBusy; OSError if the journal cannot be written."""
+        """Answer one message. Raises SessionBusy, and OSError if the journal cannot be written."""
         events = EventHook(on_event, self.turn(session_key), self.config.streaming)
         command, argument = slash_command(text)
         session = None
         if command in ("", "new", "continue"):
             async with self.turns.hold(session_key) as session:
                 result = await self._take_turn(session, text, command, events, media)
-        else:  # other commands do not wait until a running turn ends
+        else:  # other commands do not wait for a running turn
             result = await self.commands.answer(command, argument, events.turn)
         if result.final_content:
             await events.send("final", result.final_content)
@@ -499,23 +499,23 @@ class AgentLoop:
         if not command:
             session.end_open_turn("interrupted")
             message, images = self.context.user_message(text, events.turn, media)
-            session.append(message)  # written before the model is asked: a kill loses nothing
+            session.append(message)  # before the model is asked, so a kill cannot lose it
         return await self.answer(session, events, images)
 
     async def answer(
         self, session: Session, events: EventHook, images: list[dict],
         arrivals: Callable[[], list[dict]] = list,
     ) -> AgentRunResult:  # fmt: skip
-        """Answer the last message of the journal; `arrivals` gives what the user says meanwhile.
+        """Answer the last message of the journal; `arrivals` returns newer messages of the user.
 
-        After Ctrl-C or /stop the journal has all finished results, the part of the answer that was
-        shown (with `cut`), and the mark `ended`: only /continue resumes the turn, no restart does.
+        After Ctrl-C or /stop the journal has all finished results, the shown part of the answer
+        (with `cut`), and the mark `ended`: /continue resumes the turn, but a restart does not.
         """
         await self.mcp.connect(self.config.patience)
         spec = self.run_spec(session.history(), images, events)
         spec.append = session.append
         spec.arrivals = arrivals
-        is_kept = events.turn.channel != "cron"  # each run of a job begins afresh
+        is_kept = events.turn.channel != "cron"  # a job needs no old turns
         if is_kept:
             spec.make_room = partial(self._make_room, session, events)
         why = "it was stopped"
@@ -534,9 +534,9 @@ class AgentLoop:
                 self.background.start(self._after_turn(session))
 
     def run_spec(self, history: list[dict], images: list[dict], events: EventHook) -> AgentRunSpec:
-        """What the runner gets: the journal's projection, the tools, the limits of the settings."""
+        """The input of the runner: request, tools, hooks, and the limits of the settings."""
         limits, hooks = self.config.defaults, self.hooks
-        if events.turn.channel == "cron":  # there is nobody to ask
+        if events.turn.channel == "cron":  # nobody can be asked to approve a call
             silent = ApprovalHook(self.tools, None)
             hooks = [silent if isinstance(hook, ApprovalHook) else hook for hook in hooks]
         return AgentRunSpec(
@@ -548,7 +548,7 @@ class AgentLoop:
         )  # fmt: skip
 
     async def _make_room(self, session: Session, events: EventHook, messages: list) -> list:
-        """If the request gets too long, old turns go into the memory. Returns the rest."""
+        """If a request gets too long, move old turns into the memory. Returns the messages left."""
         tokens = self.counter.total(messages)
         tokens += self.counter.count(lines_of_json(self.tools.get_definitions()))
         count = await self.consolidator.make_room(session, tokens)
@@ -562,11 +562,11 @@ class AgentLoop:
             self.notes[session.key] = f"{counted(count, 'older message')} went into the memory"
 
     async def run(self, bus: MessageBus) -> None:
-        """Serve a bus until cancelled. A kill loses no message on its way:
+        """Serve a bus until cancelled. If the program is killed at any step, no message is lost:
 
-        channel → inbox, on disk → acknowledged → a slot (8 turns at once) and the session's lock
-        → journal, out of the inbox → the model (if a turn runs: after the results of its step).
-        The answer: journal → outbox of its chat → sent → the mark `delivered`
+        channel → inbox file → acknowledged → waits for a slot (8 turns at once) and its session
+        → appended to the journal, removed from the inbox → the model gets it (if a turn runs: with
+        its next request). The answer: journal → outbox of its chat → sent → mark `delivered`
         """
         service = BusService(self, bus)
         try:
@@ -577,7 +577,7 @@ class AgentLoop:
             await service.end()
 
     def stop(self, session_key: str) -> bool:
-        """Cancel a session's turn, its helpers and its jobs. Returns whether any ran."""
+        """Cancel the turn, the helpers and the jobs of a session. Returns whether any ran."""
         tasks, chats = self.turns.tasks, self.turns.chats
         running = self.subagents.of(session_key)
         running += [tasks[key] for key in tasks if session_key in (key, chats.get(key))]
@@ -592,7 +592,7 @@ class AgentLoop:
         await self.provider.close()
 
     def turn(self, session_key: str) -> Turn:
-        """The circumstances of a turn: who asks, where it works, what it may touch."""
+        """The circumstances of a turn: who asks, the working folder, the files that are allowed."""
         config = self.config
         channel, _, chat_id = session_key.partition(":")
         has_fence = config.tools.restrict_to_workspace or bool(config.tools.exec.sandbox)
@@ -609,11 +609,11 @@ class AgentLoop:
 
 # ======== Second reading: hooks, prompts, commands, settings and the command line ========
 
-# ---- One call for programs, and what runs beside a turn ----
+# ---- `run` for programs, the locks of turns, and tasks in the background ----
 
 
 def run(text: str, session_key: str = "cli:direct", config: Config | None = None) -> str:
-    """The answer, on the files of the current folder. Raises RuntimeError with cause and fix."""
+    """Answer a message, in the current folder. Raises RuntimeError with the cause and a fix."""
     loop = AgentLoop(config or load_config())
     with BackgroundLoop(loop.close) as background:
         result = background.complete(loop.process_direct(text, session_key))
@@ -624,17 +624,17 @@ def run(text: str, session_key: str = "cli:direct", config: Config | None = None
 
 
 class RunningTurns:
-    """One turn of a session at a time: against other tasks and other processes."""
+    """Locks: a session runs one turn at a time, in all tasks and all processes together."""
 
     def __init__(self, sessions: SessionManager):
         self.sessions = sessions
-        self.tasks: dict[str, asyncio.Task] = {}  # by session
-        self.chats: dict[str, str] = {}  # by session of a job: the chat that it runs for
-        self.locks = weakref.WeakValueDictionary()  # by session; those that somebody uses
+        self.tasks: dict[str, asyncio.Task] = {}  # by session: its running turn
+        self.chats: dict[str, str] = {}  # by a job's session: the chat that gets its report
+        self.locks = weakref.WeakValueDictionary()  # by session; an unused lock is removed
 
     @contextlib.asynccontextmanager
     async def hold(self, session_key: str) -> AsyncIterator[Session]:
-        """The session for one turn, which `stop` can end. Raises SessionBusy."""
+        """Lock the session for one turn, which AgentLoop.stop can cancel. Raises SessionBusy."""
         async with self.locks.setdefault(session_key, asyncio.Lock()):
             with self.sessions.lock(session_key):
                 self.tasks[session_key] = asyncio.current_task()
@@ -654,14 +654,14 @@ class Background:
         task.add_done_callback(self.tasks.discard)
 
     async def settled(self, seconds: float = 60.0) -> None:
-        """Wait up to `seconds`; a later turn takes up what is not done then."""
+        """Wait up to `seconds`, then cancel the rest; a later turn repeats that memory work."""
         if self.tasks:
             await asyncio.wait(self.tasks, timeout=seconds)
         await end_all(list(self.tasks))
 
 
 async def logged(work: Awaitable, name: str) -> Any:
-    """The result; None after a failure, which is logged. A bug is logged with its traceback."""
+    """Await `work`; log a failure, a bug with its traceback. Returns the result, or None."""
     try:
         return await work
     except Exception as problem:
@@ -680,14 +680,14 @@ async def end_all(tasks: list[asyncio.Task], seconds: float | None = None) -> No
         await asyncio.wait(running, timeout=seconds)
 
 
-# ---- What the runner leaves to others ----
+# ---- The state of a run ----
 
 Emit = Callable[[OutboundMessage], Awaitable[None]]
 Media = Iterable[Path]  # files that came with a message
 COUNTS = ("prompt_tokens", "completion_tokens", "total_tokens", "cached_tokens")
 NO_USAGE = dict.fromkeys(COUNTS, 0) | {"estimated": False}
-TOO_LONG = "too long for the model: asking again without the oldest turns"  # a 400, a 413
-LIMIT_REACHED = "the limit of steps (maxToolIterations) is reached; ask it to go on"
+TOO_LONG = "too long for the model: asking again without the oldest turns"  # HTTP 400, 413
+LIMIT_REACHED = "the limit of steps (maxToolIterations) is reached; ask the agent to go on"
 CUT_AGAIN = "cut: the answer reached its length limit again and again"
 WITHHELD = ("content_filter", "refusal")  # finish reasons
 NOT_ANSWERED = ("error", "tool_error", "empty")  # stop reasons of a run without an answer
@@ -695,29 +695,29 @@ NOT_ANSWERED = ("error", "tool_error", "empty")  # stop reasons of a run without
 
 @dataclass
 class RunState:
-    """What the runner knows during one run."""
+    """The state of one run."""
 
     spec: AgentRunSpec
     context: AgentHookContext
     result: AgentRunResult = field(default_factory=lambda: AgentRunResult(stop_reason=""))
-    draft: Draft = field(default_factory=lambda: Draft())  # the answer that comes
-    tools: list[dict] = field(default_factory=list)  # what the model is offered in a request
-    has_tools: bool = True  # False: from now on it must answer in words
-    why_empty: str = "the model sent nothing of use"  # if there is no answer
-    note: str = ""  # to the model, for the next request only
-    failure: str = ""  # of the last call that failed in this step
-    calls: dict[str, int] = field(default_factory=dict)  # of this step: see `count`
-    calls_before: dict[str, int] = field(default_factory=dict)  # of the last one
-    room: int = sys.maxsize  # tokens of a request; less after one that was too long for the model
-    is_told: bool = False  # does the user know that something is left out?
+    draft: Draft = field(default_factory=lambda: Draft())  # the answer so far
+    tools: list[dict] = field(default_factory=list)  # that the request offers to the model
+    has_tools: bool = True  # False: the model must now answer in words
+    why_empty: str = "the model sent nothing useful"  # the reason why there is no answer
+    note: str = ""  # a message that only the next request has
+    failure: str = ""  # the error of the last failed call of this step
+    calls: dict[str, int] = field(default_factory=dict)  # counts of this step; see `count`
+    calls_before: dict[str, int] = field(default_factory=dict)  # counts of the step before
+    room: int = sys.maxsize  # limit of a request in tokens; lowered after one was too long
+    is_told: bool = False  # was the user told that messages are left out?
 
     @property
     def is_over_limit(self) -> bool:
-        """All steps are used up: this request, number 41 of 40, asks for a summary."""
+        """True in the request after the last allowed step; this request asks for a summary."""
         return self.context.iteration > self.spec.max_iterations
 
     def add(self, *messages: dict) -> None:
-        """New messages: the model gets them with the next request, the journal gets them now."""
+        """Append new messages to the journal now, and to the next request."""
         self.context.messages += messages
         self.spec.append(*messages)
 
@@ -726,8 +726,8 @@ class RunState:
         await self.spec.hook.on_stream(piece)
 
     def count(self, call: ToolCallRequest, result: ToolResult) -> ToolResult:
-        """Count in how many steps, one after another, a call had this outcome; from the third on
-        its result says so. Something new is another outcome, all failures of a call are one."""
+        """Count how many steps in a row had this call with this outcome; from the third step on, a
+        warning is added to the result. All failures of a call count as the same outcome."""
         outcome = None if result.is_error else [result.text, result.images]
         this_call = lines_of_json([call.name, call.arguments, outcome])
         times = self.calls[this_call] = self.calls_before.get(this_call, 0) + 1
@@ -737,19 +737,19 @@ class RunState:
         return replace(result, text=f"{result.text}\n{warning}")
 
     def end_step(self) -> int:
-        """How many steps in a row had these same calls and outcomes."""
+        """End a step. Returns how many steps in a row had all its calls with the same outcomes."""
         self.calls_before, self.calls = self.calls, {}
         return min(self.calls_before.values(), default=0)
 
 
 @dataclass
 class Draft:
-    """An answer that is no message yet. Its length limit may cut it into parts, to be joined."""
+    """An answer that is not yet a message. If the length limit cuts it, its parts are joined."""
 
     parts: list[str] = field(default_factory=list)
-    streamed: str = ""  # what the user was shown of the part that comes
+    streamed: str = ""  # the text of the current part that the user has seen
     cuts: int = 0
-    blanks: int = 0  # answers with nothing in them, in a row
+    blanks: int = 0  # empty answers in a row
 
     def joined(self, rest: str | None) -> str:
         return "".join([*self.parts, rest or ""])
@@ -763,10 +763,10 @@ def add_up(total: dict, usage: dict) -> None:
 
 
 def reason_not_to_run(call: ToolCallRequest, tools: ToolRegistry) -> str:
-    """Why a call must not run, in words for the model; "" if it may."""
+    """The reason why a call must not run, as a text for the model; "" if it may run."""
     if call.error and not call.denied:
-        return f"{call.name} was not run: {call.error}. Send the call again, whole."
-    if call.must_only_read and not is_read_only(call, tools):  # nobody was asked about it
+        return f"{call.name} was not run: {call.error}. Send the complete call again."
+    if call.must_only_read and not is_read_only(call, tools):  # nobody approved it
         return f"{call.name} was not run: the tool has changed meanwhile. Send the call again."
     return call.denied
 
@@ -776,10 +776,10 @@ def is_read_only(call: ToolCallRequest, tools: ToolRegistry) -> bool:
     return known is not None and known.read_only
 
 
-# ---- Prompts are files ----
-# Without a fence a planted link (SOUL.md → ~/.ssh/id_rsa) would carry keys into each request.
+# ---- Prompts are files, in templates/ and in the workspace ----
+# The fence refuses a link such as SOUL.md → ~/.ssh/id_rsa: else each request would have the key.
 
-PLACEHOLDERS = (  # also of older versions: small models take them for what they say
+PLACEHOLDERS = (  # also of older versions: small models take these lines for facts
     "Who the user is goes here: name, time zone, language, work, likes.",
     "Notes on this machine's tools go here: hosts, accounts, paths, quirks.",
     "Instructions of the user for the agent go here: rules of a project, preferences for tools, "
@@ -790,16 +790,16 @@ PLACEHOLDERS = (  # also of older versions: small models take them for what they
 
 
 def template(name: str, **values: Any) -> str:
-    """A prompt from `templates/`. A `$variable` in it that nobody gave is a KeyError."""
+    """Fill in a text from `templates/`. Raises KeyError if a `$variable` in it has no value."""
     text = (DATA / "templates" / f"{name}.md").read_text(encoding="utf-8")
     return string.Template(text).substitute(values).strip()
 
 
 def prepare_workspace(workspace: Path) -> Path:
-    """Make the agent's home and put its first files there; what is there is never touched."""
+    """Create the workspace and its first files; existing files are never changed."""
     try:
         workspace.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for source in (DATA / "templates").glob("[A-Z]*.md"):  # the others are prompts
+        for source in (DATA / "templates").glob("[A-Z]*.md"):  # other names are prompts
             folder = workspace / "memory" if source.name == "MEMORY.md" else workspace
             folder.mkdir(exist_ok=True)
             if not (folder / source.name).exists():
@@ -807,13 +807,13 @@ def prepare_workspace(workspace: Path) -> Path:
     except OSError as problem:
         raise ConfigError(
             f"Cannot write the workspace {workspace}: {problem.strerror}. "
-            "Choose another with --workspace."
+            "Choose another folder with --workspace."
         ) from None
     return workspace
 
 
 def identity(turn: Turn, who: str) -> str:
-    """The first part of the system prompt; `who` (IDENTITY.md) replaces its first paragraph."""
+    """The first part of the system prompt; the text `who` (IDENTITY.md) replaces paragraph 1."""
     style = template("format_cli") if turn.channel == "cli" else template("format_chat")
     platform = f"{sys.platform}, Python {sys.version_info.major}.{sys.version_info.minor}"
     about = {"platform": platform, "cwd": turn.cwd, "workspace": turn.workspace}
@@ -822,9 +822,9 @@ def identity(turn: Turn, who: str) -> str:
 
 
 def read_own(turn: Turn, path: Path) -> bytes:
-    """A file of the prompt; a link, but not past the fence. Raises OSError, ValueError."""
-    path.stat()  # FileNotFoundError
-    most = 10_000_000 if path.name == "MEMORY.md" else 100_000  # a part of it is sent
+    """Read a file for the prompt; the fence also holds for links. Raises OSError, ValueError."""
+    path.stat()  # raises FileNotFoundError
+    most = 10_000_000 if path.name == "MEMORY.md" else 100_000  # only a part of MEMORY.md is sent
     try:
         return read_bytes(turn.path(str(path)), most)
     except ToolError as problem:
@@ -832,7 +832,7 @@ def read_own(turn: Turn, path: Path) -> bytes:
 
 
 def own_text(turn: Turn, path: Path) -> str:
-    """A file of the workspace as a part of the prompt, without the kit's placeholders."""
+    """The text of a workspace file for the prompt, without the kit's placeholder lines."""
     try:
         text = plain_text(read_own(turn, path))
     except FileNotFoundError:
@@ -840,7 +840,7 @@ def own_text(turn: Turn, path: Path) -> str:
     except (OSError, ValueError) as problem:
         log.warning("%s is left out of the prompt: %s", path.name, problem)
         return ""
-    turn.note_read(path.resolve())  # the model may change a file that stands in its prompt
+    turn.note_read(path.resolve())  # edit_file may change it: its text is in the prompt
     return "\n".join(line for line in text.split("\n") if line not in PLACEHOLDERS).strip()
 
 
@@ -849,7 +849,7 @@ def titled(title: str, text: str) -> str:
 
 
 def skill_parts(skills: list[Skill]) -> dict[str, str]:
-    """Skills that are `always` active in full; one line for each of the others."""
+    """The full text of each skill that is `always` active; one line for each other skill."""
     sound = [skill for skill in skills if not skill.problem]
     always = [skill for skill in sound if skill.always and not skill.missing]
     listed = []
@@ -865,7 +865,7 @@ def skill_parts(skills: list[Skill]) -> dict[str, str]:
 
 
 def attachment(path: Path) -> tuple[str, dict | None]:
-    """The line that names a file which came with a message; if it is an image, its block."""
+    """A line that names a file of a message, and the image block, or None if it is no image."""
     try:
         image = image_block(path.read_bytes())
     except OSError as problem:
@@ -878,7 +878,7 @@ def attachment(path: Path) -> tuple[str, dict | None]:
 
 @dataclass
 class AgentHookContext:
-    """The live record of a run. What a hook changes in it takes effect at once."""
+    """The live record of a run. If a hook changes it, the change takes effect at once."""
 
     messages: list[dict]
     iteration: int = 0  # requests to the model so far
@@ -891,8 +891,8 @@ class AgentHookContext:
 
 
 class AgentHook:
-    """Looks on while a run goes on, and may have a say. Override what you need. In the order of a
-    step: before_iteration, before_request, on_stream, after_response, on_stream_end,
+    """Observes a run and may change it. Override the methods that you need. Their order in a step:
+    before_iteration, before_request, on_stream, after_response, on_stream_end,
     before_execute_tools, after_tool, after_iteration. finalize_content may change the answer."""
 
     wants_streaming = False
@@ -900,18 +900,18 @@ class AgentHook:
     async def before_iteration(self, context: AgentHookContext) -> None: ...
     async def before_request(self, messages: list[dict], tools: list[dict]) -> None: ...
     async def on_stream(self, delta: str) -> None: ...
-    async def on_stream_end(self, resuming: bool) -> None: ...  # the parameter may be left out
+    async def on_stream_end(self, resuming: bool) -> None: ...  # yours may have no parameter
     async def on_retry(self, why: str) -> None: ...
     async def after_iteration(self, context: AgentHookContext) -> None: ...
 
     async def after_response(self, response: LLMResponse) -> None:
-        """What you change in its calls is journalled, checked and run."""
+        """If you change its calls, the changed calls are journalled, checked and run."""
 
     async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
         """Set `call.denied = "reason"` to keep a call from running; the model is told why."""
 
     async def after_tool(self, call: ToolCallRequest, result: ToolResult, seconds: float) -> None:
-        """Called as soon as a call has ended, while others may still run."""
+        """Called as soon as a tool call has ended; other calls may still be running."""
 
     async def finalize_content(self, content: str) -> str:
         return content
@@ -923,7 +923,7 @@ class AgentHook:
 
 
 class CompositeHook(AgentHook):
-    """Several hooks as one, in order. One that fails is logged, the others still run."""
+    """Calls several hooks in order. If one fails, its error is logged and the others still run."""
 
     def __init__(self, hooks: Iterable[AgentHook]):
         self.hooks = list(hooks)
@@ -964,7 +964,7 @@ class LoggingHook(AgentHook):
 
 
 class CostTrackingHook(AgentHook):
-    """Tokens, and money if the price of the model is configured."""
+    """Adds up tokens; `line` also shows the cost if the settings have a price for the model."""
 
     def __init__(self, prices: dict[str, Price], model: str):
         self.price = prices.get(model)
@@ -984,11 +984,11 @@ class CostTrackingHook(AgentHook):
 
 @dataclass
 class ApprovalHook(AgentHook):
-    """Asks the user before each call, unless its tool is known and only reads."""
+    """Asks the user before each call, except calls of known read-only tools."""
 
     tools: ToolRegistry
-    ask: Callable[[str], Awaitable[str]] | None  # None: nobody can be asked, no such call may run
-    always: set[str] = field(default_factory=set)  # tools, until the program ends
+    ask: Callable[[str], Awaitable[str]] | None  # None: nobody can be asked, so calls are denied
+    always: set[str] = field(default_factory=set)  # tools approved until the program ends
 
     async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
         asked = []
@@ -997,7 +997,7 @@ class ApprovalHook(AgentHook):
             if not (call.must_only_read or call.error or call.denied):
                 call.denied = "The user did not approve this call."
                 asked.append(call)
-        for call in asked:  # all are denied before the first question: if that fails, none runs
+        for call in asked:  # if a question fails, its call and later ones stay denied
             if call.name in self.always or await self._is_approved(call):
                 call.denied = ""
 
@@ -1011,12 +1011,12 @@ class ApprovalHook(AgentHook):
 
 @dataclass
 class EventHook(AgentHook):
-    """Tells a channel what is going on: deltas, text beside tool calls, tool hints, the answer."""
+    """Sends the events of a turn to its channel: deltas, progress texts, tool hints, the answer."""
 
     emit: Emit | None
     turn: Turn
     wants_streaming: bool
-    shows_deltas: bool = True  # in its channel
+    shows_deltas: bool = True  # does its channel show them?
 
     async def send(self, kind: str, content: str) -> None:
         if self.emit:
@@ -1037,7 +1037,7 @@ class EventHook(AgentHook):
 
 @dataclass
 class WaitingHook(AgentHook):
-    """Tells the terminal what is waited for: the model or a tool."""
+    """Shows in the terminal what the turn waits for: the model or a tool."""
 
     waiting: Waiting
 
@@ -1066,7 +1066,7 @@ def tool_hint(call: ToolCallRequest) -> str:
 
 
 class BusService:
-    """Answers the chats of a bus: each in order, at most `maxConcurrent` turns at once."""
+    """Answers the chats of a bus: each chat in order, at most `maxConcurrent` turns at once."""
 
     def __init__(self, loop: AgentLoop, bus: MessageBus):
         self.loop = loop
@@ -1078,8 +1078,8 @@ class BusService:
         loop.tools.register(tool(self.message))
 
     async def receive(self, message: InboundMessage) -> None:
-        """Commands are answered at once, but /new and /continue after what came before them."""
-        is_report = message.channel == "system"  # of a job or a helper; its chat is a session's key
+        """Answer commands at once, except /new and /continue, which wait for earlier messages."""
+        is_report = message.channel == "system"  # from a job or helper; chat_id is a session key
         key = message.chat_id if is_report else message.session_key
         conversation = self.conversations.setdefault(key, Conversation(self, key))
         command = "" if is_report else slash_command(message.content)[0]
@@ -1098,18 +1098,18 @@ class BusService:
         self, content: str, channel: str = "", chat_id: str = "",
         media: Annotated[list[str], "Paths of files to send along"] = (), *, turn: Turn,
     ) -> str:  # fmt: skip
-        """Write to a chat, this one if you name none. The only way to send files."""
+        """Write to a chat, by default to this one. This is the only way to send files."""
         key = f"{channel or turn.channel}:{chat_id or turn.chat_id}"
         keys = self.loop.sessions.list_keys()
         chats = [chat for chat in keys if chat.partition(":")[0] in self.bus.channels]
         if key not in chats:
             known = ", ".join(chats[:20]) or "none"
-            raise ToolError(f"There is no chat {key} that you have talked with. There are: {known}")
+            raise ToolError(f"There is no chat {key} that you have talked with. Known: {known}")
         files = [turn.path(path) for path in media]
         missing = [str(path) for path in files if not path.is_file()]
         if missing:
             raise ToolError(f"There is no file {', '.join(missing)}.")
-        if key != turn.session_key and content:  # it stands in the journal there, too
+        if key != turn.session_key and content:  # the journal of that chat gets it, too
             self.work.start(self.bus.publish(InboundMessage("system", "job", key, content)))
             content = ""
         if content or files:
@@ -1117,33 +1117,33 @@ class BusService:
         return f"Sent to {key}."
 
     async def go_on_after_restart(self) -> None:
-        """Send what was not delivered, answer what was not answered."""
+        """Send answers that were not delivered; answer messages that were not answered."""
         for key in self.loop.sessions.list_keys():
             if key.partition(":")[0] in self.bus.channels:
                 self.conversations[key] = Conversation(self, key)
                 self.work.start(self.conversations[key].go_on_after_restart())
 
     async def end(self) -> None:
-        """Stop what runs; each turn is journalled so far, and the next start goes on with it."""
+        """Cancel running turns. The journal has their steps so far; the next start resumes them."""
         self.loop.is_ending = True
         await end_all([*self.work.tasks, *self.loop.subagents.running], 5.0)
 
 
 class Conversation:
-    """One chat. Each message has a task: it saves the message, then answers if no other does."""
+    """One chat. Each message has a task: it saves the message, then answers all that still wait."""
 
     def __init__(self, service: BusService, key: str):
         self.service = service
         self.loop = service.loop
         self.key = key
         self.inbox = service.loop.sessions.inbox(key)
-        self.order = asyncio.Lock()  # of what comes in
+        self.order = asyncio.Lock()  # messages are saved in the order in which they came
         self.answering = asyncio.Lock()
-        self.is_due = False  # a turn that the last program did not end
-        self.reply_to = ""  # the newest message that the turn answers
+        self.is_due = False  # True: the last program left a turn to resume
+        self.reply_to = ""  # id of the newest message that the turn answers
 
     async def take_in(self, message: InboundMessage, kind: str) -> None:
-        """Put a message into the inbox; confirm it to its channel when it survives a power cut."""
+        """Append a message to the inbox; acknowledge it to its channel when it is safe on disk."""
         said = f"{message.speaker}: " if message.speaker and kind == "user" else ""
         line = {
             "id": message.message_id or uuid.uuid4().hex, "kind": kind, "sender": message.sender_id,
@@ -1154,7 +1154,7 @@ class Conversation:
                 try:
                     await asyncio.to_thread(self.inbox.append, line)
                     break
-                except OSError as problem:  # its channel is not told, so it has the message still
+                except OSError as problem:  # not acknowledged, so the channel keeps the message
                     GATEWAY_LOG.warning("%s: %s", self.key, problem)
                     await asyncio.sleep(1.0)
         message.confirm()
@@ -1162,7 +1162,7 @@ class Conversation:
         await self._answer_what_waits()
 
     async def obey(self, command: str) -> None:
-        """Answer a command, also while a turn runs. If it fails, its chat is told."""
+        """Answer a command, also while a turn runs. If the command fails, its chat is told."""
         try:
             await self.loop.process_direct(command, self.key, self.emit)
         except Exception as problem:
@@ -1171,7 +1171,7 @@ class Conversation:
             raise
 
     async def go_on_after_restart(self) -> None:
-        """A turn under a day old is resumed, at most twice: it may be what kills the program."""
+        """Resume a turn that is under a day old, at most twice: the turn may kill the program."""
         session = self.loop.sessions.get(self.key)
         self._send_answers(session)
         if session.is_open and session.resumed < 2:
@@ -1179,7 +1179,7 @@ class Conversation:
         await self._answer_what_waits()
 
     async def _answer_what_waits(self) -> None:
-        """Answer until the inbox is empty. A report for a terminal stays: a prompt shows it."""
+        """Answer until the inbox is empty. A report for a terminal stays there; `Talk` shows it."""
         if self.key.partition(":")[0] not in self.service.bus.channels:
             return
         async with self.answering:
@@ -1188,7 +1188,7 @@ class Conversation:
                     await asyncio.sleep(1.0)
 
     async def _turn(self) -> bool:
-        """Answer what is next. Lines that reach the journal leave the inbox, others are retried."""
+        """Answer the next lines. Journalled lines leave the inbox, other lines are retried."""
         async with self.service.slots, self.loop.turns.hold(self.key) as session:
             before = session.last
             lines = self._next_lines(session)
@@ -1196,12 +1196,12 @@ class Conversation:
                 if self.is_due or lines:
                     self._deliver(session, await self._answer(session, lines))
             except asyncio.CancelledError:
-                self._send_answers(session, before)  # answers that were whole before the stop
-                if not self.loop.is_ending:  # /stop ends this task; others may wait
+                self._send_answers(session, before)  # answers that were complete before the stop
+                if not self.loop.is_ending:  # /stop ends this task; other messages may wait
                     self.service.work.start(self._answer_what_waits())
                 raise
             except Exception as problem:
-                if not lines or lines[0]["id"] in session.known_ids:  # it is not tried again
+                if not lines or lines[0]["id"] in session.known_ids:  # there is no retry
                     error = f"{type(problem).__name__}: {problem}"
                     self._deliver(session, AgentRunResult(stop_reason="error", error=error))
                 raise
@@ -1210,7 +1210,7 @@ class Conversation:
         return True
 
     def _next_lines(self, session: Session) -> list[dict]:
-        """A command, a report, or the user's messages up to one of these; at most 100."""
+        """One command or report; or the user's messages before the next one, at most 100."""
         waiting = [line for line in self.inbox.read() if line["id"] not in session.known_ids]
         messages = itertools.takewhile(lambda line: line["kind"] == "user", waiting[:100])
         return list(messages) or waiting[:1]
@@ -1242,7 +1242,7 @@ class Conversation:
         return await self.loop.answer(session, events, images, arrivals)
 
     def _enter(self, session: Session, turn: Turn, lines: list[dict]) -> list[dict]:
-        """From now on the model sees these messages. Gives their images."""
+        """Append messages to the journal, so that the model gets them. Returns their images."""
         images = []
         for line in lines:
             message, more = self.loop.context.user_message(line["content"], turn, line["media"])
@@ -1252,7 +1252,7 @@ class Conversation:
         return images
 
     def _arrivals(self, session: Session, turn: Turn) -> list[dict]:
-        """What the user said during the turn, three messages at most; behind the last results."""
+        """At most three messages that came during the turn; they follow the last tool results."""
         lines = [line for line in self._next_lines(session) if line["kind"] == "user"][:3]
         before = session.last
         images = self._enter(session, turn, lines)
@@ -1262,7 +1262,7 @@ class Conversation:
         return sent
 
     def _deliver(self, session: Session, result: AgentRunResult) -> None:
-        """Send the result, even an empty one: `delivered` moves with each turn, in order."""
+        """Send the result, even an empty one: the mark `delivered` must advance with each turn."""
         GATEWAY_LOG.info("%s: %s", self.key, result.stop_reason)
         self._send(session, text_for_chat(result, self.key), session.last)
 
@@ -1272,7 +1272,7 @@ class Conversation:
                 self._send(session, answer["content"], answer["n"])
 
     def _send(self, session: Session, text: str, n: int) -> None:
-        """Send answer number `n` of the journal; again after a restart, until it is delivered."""
+        """Send message `n` of the journal. If it is not delivered, a restart sends it again."""
         answer = OutboundMessage(*self.key.split(":", 1), text, reply_to=self.reply_to)
         answer.on_delivered = partial(session.mark, "delivered", upto=n)
         self.service.bus.send(answer)
@@ -1283,7 +1283,7 @@ class Conversation:
 
 
 def text_for_chat(result: AgentRunResult, key: str = "") -> str:
-    """What came of a run; "" if the `message` tool said the same in this chat already."""
+    """The result of a run as text; "" if the `message` tool already sent the same to this chat."""
     text = (result.final_content or "").strip()
     if result.stop_reason in ("error", "tool_error") and str(result.error) not in text:
         text += f"\n\nSorry, that failed: {result.error}"
@@ -1294,15 +1294,15 @@ def text_for_chat(result: AgentRunResult, key: str = "") -> str:
     return "" if text.strip() in said else text.strip()
 
 
-# ---- The gateway: channels, and the clock as one more ----
-# Without a lock two gateways would answer each message twice and run each job twice.
+# ---- The gateway: channels, cron and heartbeat ----
+# A lock allows one gateway: two would answer each message twice and run each job twice.
 
-GATEWAY_LOG = logging.getLogger("nanobot.gateway")  # one line an event
-SERVED = "A gateway or a page serves {} already. End it with Ctrl-C, or name another --workspace."
+GATEWAY_LOG = logging.getLogger("nanobot.gateway")  # one line per event
+SERVED = "A gateway or a page already serves {}. End it with Ctrl-C, or use another --workspace."
 
 
 def gateway_runs(workspace: Path, lock: str = "gateway") -> bool:
-    """Does a program hold this lock? A gateway holds `gateway`; a gateway or an open terminal `jobs`."""
+    """Is this lock held? A gateway holds `gateway`; a gateway or an open terminal holds `jobs`."""
     try:
         with locked(workspace / ".nanobot" / f"{lock}.lock", "it is held"):
             return False
@@ -1312,20 +1312,20 @@ def gateway_runs(workspace: Path, lock: str = "gateway") -> bool:
 
 @dataclass
 class Gateway:
-    """Serves all channels of the settings, cron and heartbeat; and the page, if there is one."""
+    """Serves the channels of the settings, cron, the heartbeat, and the page if there is one."""
 
     loop: AgentLoop
     page: WebPage | None = None
     bus: MessageBus = field(default_factory=MessageBus)
 
     def run(self) -> None:
-        """Serve, unless another gateway serves this workspace: then it raises SessionBusy."""
+        """Serve until a signal. Raises SessionBusy if another gateway serves this workspace."""
         home = self.loop.workspace
         with locked(home / ".nanobot" / "gateway.lock", SERVED.format(home)):
-            asyncio.Runner().run(self.serve())  # `asyncio.run` would wait for tasks left behind
+            asyncio.Runner().run(self.serve())  # `asyncio.run` would wait for tasks that do not end
 
     async def serve(self) -> None:
-        """Serve until a signal, or until a part fails; end within 8 s."""
+        """Serve until a signal comes or a part fails; then end within 8 s."""
         stop = asyncio.Event()
         here = asyncio.get_running_loop()
         end_on_signals(lambda *_: here.call_soon_threadsafe(stop.set))
@@ -1338,7 +1338,7 @@ class Gateway:
         try:
             ended, _ = await asyncio.wait(work, return_when="FIRST_COMPLETED")
             for task in ended:
-                task.result()  # raises what a part of it failed with
+                task.result()  # raises the error of a part that failed
         finally:
             await self.end(work)
         GATEWAY_LOG.info("ended")
@@ -1357,13 +1357,13 @@ class Gateway:
             log.warning("Nobody can write: channels.telegram needs a token and allowFrom.")
 
     async def end(self, work: list[asyncio.Task]) -> None:
-        """At most 8 s: nobody waits longer for a tool that catches each of its cancellations."""
+        """End within 8 s, even if a tool does not react to its cancellation."""
         ending = asyncio.create_task(self._end_in_order(work))
         await asyncio.wait([ending], timeout=8.0)
         sessions = {*self.loop.turns.tasks, *self.loop.subagents.running.values()}
         if sessions or not all(task.done() for task in (*work, ending)):
             what = ", ".join(sorted(sessions)) or "a part of the gateway"
-            log.warning("left behind, as it does not end: %s; the journal keeps what it has", what)
+            log.warning("left behind, as it does not end: %s; finished steps are journalled", what)
 
     async def _end_in_order(self, work: list[asyncio.Task]) -> None:
         await end_all(work, 6.0)
@@ -1372,7 +1372,7 @@ class Gateway:
 
 
 class JobRunner:
-    """What is due runs as a turn of its own; `tell(message)` brings what it says to its chat."""
+    """Runs each due job as a turn of its own; `tell(message)` brings its report to its chat."""
 
     def __init__(self, loop: AgentLoop, tell: Callable[[InboundMessage], Awaitable] | None = None):
         self.loop = loop
@@ -1407,20 +1407,20 @@ class JobRunner:
             self.clock.add_system("heartbeat", heartbeat.interval_s, self._beat)
 
     async def _beat(self) -> None:
-        """A turn for the tasks in HEARTBEAT.md; the model reports by the `message` tool."""
+        """A turn for the tasks in HEARTBEAT.md; the model reports with the `message` tool."""
         tasks = active_tasks(self.loop.memory.text_of(self.loop.workspace / "HEARTBEAT.md"))
         if tasks:
             GATEWAY_LOG.info("heartbeat")
             await self._answer("cron:heartbeat", template("heartbeat", tasks=tasks))
 
     async def run_job(self, job: CronJob, run: str) -> None:
-        """Report its answer, or its failure, to its chat: once, even if a kill repeats the run."""
+        """Run a job; report its answer or failure to its chat once, even if a kill repeats it."""
         GATEWAY_LOG.info("cron %s: %s", job.id, job.message[:80])
         chat, task = f"{job.channel}:{job.chat_id}", template("job", message=job.message)
         report = InboundMessage("system", "job", chat, "", message_id=run)
         try:
             report.content = await self._answer(f"cron:{job.id}", task, chat)
-        except Exception as failure:  # also a session in use, a full disk: a reminder is not lost
+        except Exception as failure:  # also a busy session, a full disk: a reminder is not lost
             report.content = f"The job {job.id} ({job.message[:80]}) failed. {failure}"
             raise
         finally:
@@ -1428,8 +1428,8 @@ class JobRunner:
                 await self.tell(report)
 
     async def _answer(self, key: str, text: str, chat: str = "") -> str:
-        """Each run begins afresh and is in no long-term memory. Raises RuntimeError on failure."""
-        self.loop.turns.chats[key] = chat  # /stop there ends the run
+        """A run sees no earlier run and stays out of the memory. Raises RuntimeError on failure."""
+        self.loop.turns.chats[key] = chat  # /stop in that chat ends the run
         async with self.loop.turns.hold(key) as session:
             session.mark("new")
             session.mark("saved", upto=session.last)
@@ -1449,7 +1449,7 @@ class JobRunner:
                 text = self.clock.cron(action, turn=turn, **arguments)
             except CronError as mistake:
                 raise ToolError(str(mistake)) from None
-            lock = "jobs" if turn.channel == "cli" else "gateway"  # a prompt may run jobs, too
+            lock = "jobs" if turn.channel == "cli" else "gateway"  # a terminal may run jobs, too
             if action == "add" and not gateway_runs(turn.workspace, lock):
                 text += f"\n({template('no_gateway')} Tell the user.)"
             return text
@@ -1457,7 +1457,7 @@ class JobRunner:
         return tool(cron)
 
 
-# ---- Memory: what the loop gives it ----
+# ---- The model for the memory ----
 
 
 class MemoryModel:
@@ -1482,7 +1482,7 @@ class MemoryModel:
         return response
 
     async def edit(self, messages: list[dict], refuse: Callable) -> AgentRunResult:
-        """Dream's second phase, which may edit three files and its skills."""
+        """Dream's second phase: a run that may edit three files and the agent's own skills."""
         names = ("read_file", "edit_file", "write_file")
         editing = [tool for tool in FILE_TOOLS if tool.name in names]
         turn = replace(self.loop.turn("system:dream"), cwd=self.loop.workspace)
@@ -1511,40 +1511,40 @@ class FencedTools(ToolRegistry):
 
 
 class SubagentManager:
-    """Helpers with one task each: a fresh run with fewer tools; the result comes as a message."""
+    """Runs helpers: each has one task, a fresh run and fewer tools; its result is a message."""
 
-    most = 4  # at once
+    most = 4  # helpers at once
 
     def __init__(self, loop: AgentLoop):
         self.loop = loop
-        self.running: dict[asyncio.Task, str] = {}  # the session that each works for
+        self.running: dict[asyncio.Task, str] = {}  # by task: the session that it works for
         self.results: asyncio.Queue[InboundMessage] = asyncio.Queue()
 
     def of(self, session_key: str) -> list[asyncio.Task]:
         return [task for task, key in self.running.items() if key == session_key]
 
     async def spawn(self, task: str, label: str = "", wait: bool = False, *, turn: Turn) -> str:
-        """Hand a task to a helper that works beside you and cannot ask back. Say in the task all
-        that it needs to know. Its result comes later as a message, or here if you wait for it."""
+        """Give a task to a helper that works in parallel and cannot ask questions. Say in the task
+        all that it needs to know. Its result comes later as a message; with wait, it comes here."""
         if len(self.running) >= self.most:
             raise ToolError(f"{self.most} helpers are at work. Wait for one, or do it yourself.")
         work = asyncio.create_task(self._work(task, turn))
         self.running[work] = turn.session_key
         work.add_done_callback(self.running.pop)
-        if wait or turn.channel == "cron":  # when a job has ended, nobody hears what comes later
+        if wait or turn.channel == "cron":  # after a job has ended, nobody gets messages
             return await work
         name = label or task[:40]
         work.add_done_callback(partial(self._announce, name, turn.session_key))
         return f"Helper {name!r} is at work. Its result comes as a message: go on, or end here."
 
     async def _work(self, task: str, turn: Turn) -> str:
-        """The helper's answer. Raises ToolError if it has none."""
+        """Run a helper. Returns its answer, or raises ToolError if there is none."""
         names = [tool["function"]["name"] for tool in self.loop.tools.get_definitions()]
         kept = ("spawn", "message", "cron")
         tools = [self.loop.tools.get(name) for name in names if name not in kept]
         prompt = template("subagent", cwd=turn.cwd, workspace=turn.workspace)
         parts = [prompt, *skill_parts(self.loop.skills.load()).values()]
-        message, _ = self.loop.context.user_message(task, turn)  # with the date
+        message, _ = self.loop.context.user_message(task, turn)  # adds the date
         messages = [{"role": "system", "content": "\n\n".join(parts)}, as_sent(message, "")]
         result = await self.run(
             messages, tools=ToolRegistry(tools), turn=replace(turn, depth=turn.depth + 1, seen={}),
@@ -1556,7 +1556,7 @@ class SubagentManager:
         raise ToolError(f"The helper did not finish ({result.stop_reason}): {cause}")
 
     async def run(self, messages: list[dict], **own: Any) -> AgentRunResult:
-        """A run beside the conversations, with the limits of the settings."""
+        """A run that belongs to no conversation, with the limits of the settings."""
         limits = self.loop.config.defaults
         return await self.loop.runner.run(AgentRunSpec(
             messages, max_tokens=limits.max_tokens, temperature=limits.temperature,
@@ -1587,13 +1587,13 @@ class SubagentManager:
 # ---- Slash commands ----
 
 COMMANDS = {
-    "start": "what this is",
-    "new": "start afresh; the old conversation stays in its journal",
-    "stop": "end the turn that runs, and its subagents; at a prompt press Ctrl-C instead",
-    "continue": "go on with a turn that was interrupted",
+    "start": "what nanobot is",
+    "new": "start a new conversation; the old one stays in the journal",
+    "stop": "end the running turn and its helpers; in a terminal press Ctrl-C instead",
+    "continue": "resume a turn that was interrupted",
     "status": "version, model, tokens, context, uptime",
-    "dream": "go through what happened lately; keep what matters in memory",
-    "dream-log": "what dreams changed; with a commit: what that one changed",
+    "dream": "review the recent history; keep lasting facts in memory",
+    "dream-log": "show what dreams changed; with a commit: what this commit changed",
     "dream-restore": "undo the last dream, or the commit that you name",
     "help": "this list",
 }
@@ -1615,7 +1615,7 @@ class Commands:
     loop: AgentLoop
 
     async def begin(self, command: str, session: Session, **origin: str) -> AgentRunResult | None:
-        """/new, /continue; None: there is a turn to go on with. `origin` is the message's id."""
+        """Run /new or /continue; None: there is a turn to resume. `origin` is the message's id."""
         session.mark(command, **origin)
         if command == "new":
             await session.synced()
@@ -1637,19 +1637,19 @@ class Commands:
                 text = self._status(turn)
             case "stop":
                 has_stopped = self.loop.stop(turn.session_key)
-                await asyncio.sleep(0)  # what the turn has said already is sent before this
+                await asyncio.sleep(0)  # lets the turn send its last text before this answer
                 text = "Stopped; /continue goes on." if has_stopped else "Nothing runs here."
             case "dream":
                 text = await self.loop.dream.run()
             case "dream-log" | "dream-restore" if not re.fullmatch("[0-9a-f]{4,40}|", argument):
-                text = f"{argument[:40]!r} is no commit. Write /{command}, "
+                text = f"{argument[:40]!r} is not a commit. Write /{command}, "
                 text += f"or with a commit: /{command} 1f3a9c"
             case "dream-log":
                 text = await in_thread(repository.log, argument)
             case "dream-restore":
                 text = await in_thread(repository.restore, argument)
             case _:
-                text = f"There is no /{command}. /help lists what there is."
+                text = f"There is no /{command}. /help lists the commands."
         return AgentRunResult(text)
 
     def _status(self, turn: Turn) -> str:
@@ -1668,19 +1668,19 @@ class Commands:
         ])  # fmt: skip
 
     def preview(self, turn: Turn, message: dict | None = None) -> Governed:
-        """The request that would be sent now, for a message that is not journalled."""
+        """The request that would be sent now, with a `message` that is not journalled."""
         later = [{"n": sys.maxsize} | message] if message else []
         history = self.loop.sessions.get(turn.session_key).history(*later)
         spec = self.loop.run_spec(history, [], EventHook(None, turn, self.loop.config.streaming))
         return self.loop.runner.govern(RunState(spec, AgentHookContext(spec.messages)))
 
 
-# ---- What can be set ----
-# Wrong types and unknown keys are errors here, not deep in a turn.
+# ---- The settings ----
+# A wrong type or an unknown key is an error at the start, not in the middle of a turn.
 
 
 class ConfigError(Exception):
-    """What the user set up cannot work: the cause, then what to do."""
+    """The settings cannot work. The text says the cause, then what to do."""
 
 
 USUAL_SETTINGS = "~/.nanobot/config.json"
@@ -1689,7 +1689,7 @@ USUAL_SETTINGS = "~/.nanobot/config.json"
 @dataclass
 class DreamSettings:
     interval_h: int = 2
-    max_batch_size: int = 20  # entries of the history
+    max_batch_size: int = 20  # history entries at a time
     max_iterations: int = 10
 
 
@@ -1703,14 +1703,14 @@ class AgentDefaults:
     temperature: float | None = None
     max_tool_iterations: int = 40
     max_tool_result_chars: int = 16_000
-    timezone: str = ""  # of the machine
-    memory_window: int = 100  # at most so many messages outside the long-term memory
-    max_concurrent: int = 8  # turns that came over the bus
+    timezone: str = ""  # "": that of the machine
+    memory_window: int = 100  # messages of a session; if more, old ones move to the memory
+    max_concurrent: int = 8  # turns at once in a gateway
     dream: DreamSettings = field(default_factory=DreamSettings)
 
     @property
     def budget(self) -> int:
-        """Tokens that a request may have."""
+        """Tokens that a request may have, tools included."""
         return self.context_window_tokens - self.max_tokens - 1_024
 
 
@@ -1742,25 +1742,25 @@ class ExecSettings:
 class SearchSettings:
     provider: Literal[*SEARCH_SERVICES] = "duckduckgo"
     api_key: str = ""
-    base_url: str = ""  # of a server of your own
+    base_url: str = ""  # of your own search server
     max_results: int = 5
 
 
 @dataclass
 class WebSettings:
     enable: bool = True
-    proxy: str = ""  # http://host:port; it decides on addresses then
+    proxy: str = ""  # http://host:port; the proxy then decides which addresses are allowed
     search: SearchSettings = field(default_factory=SearchSettings)
 
 
 @dataclass
 class MCPSettings:
-    command: str = ""  # of a server that is a program; any other has a url
+    command: str = ""  # starts a local server; a remote one has a url
     args: list[str] = field(default_factory=list)
     env: dict[str, str] = field(default_factory=dict)
     url: str = ""
     headers: dict[str, str] = field(default_factory=dict)
-    type: str = ""  # stdio, sse, streamableHttp; empty: by command and url
+    type: str = ""  # stdio, sse, streamableHttp; "": decided by command and url
     tool_timeout: int = 30  # seconds
     enabled_tools: list[str] = field(default_factory=lambda: ["*"])
     disabled: bool = False
@@ -1781,7 +1781,7 @@ class Price:
 
     input: float = 0.0
     output: float = 0.0
-    cached: float | None = None  # without it cached tokens cost what others cost
+    cached: float | None = None  # None: cached tokens cost as much as others
 
     def of(self, usage: dict) -> float:
         cached_price = self.input if self.cached is None else self.cached
@@ -1826,16 +1826,16 @@ class Config:
     prices: dict[str, Price] = field(default_factory=dict)
     channels: ChannelSettings = field(default_factory=ChannelSettings)
     gateway: GatewaySettings = field(default_factory=GatewaySettings)
-    mcp_servers: dict[str, MCPSettings] = field(default_factory=dict)  # as other programs have it
+    mcp_servers: dict[str, MCPSettings] = field(default_factory=dict)  # as in other programs
 
     def __post_init__(self):
         self.tools.mcp_servers = self.mcp_servers | self.tools.mcp_servers
         # set by the program, not by the file:
         self.path: Path = path_of(USUAL_SETTINGS)
-        self.base_url: str = ""  # of a flag or the environment: it wins
+        self.base_url: str = ""  # from a flag or the environment; overrides the file
         self.cwd: Path = Path.cwd()  # where relative paths and exec start
         self.streaming: bool = True
-        self.patience: float = 15.0  # seconds, for MCP servers that are starting
+        self.patience: float = 15.0  # seconds to wait for MCP servers that are starting
         self.now: Callable[[], datetime] = datetime.now
         self.sleep: Callable[[float], Awaitable] = asyncio.sleep
 
@@ -1848,7 +1848,7 @@ class Config:
         return path_of(self.defaults.workspace.strip() or AgentDefaults.workspace)
 
     def check(self) -> None:
-        """Raises ConfigError for what would fail deep in a turn; warns of keys without effect."""
+        """Raises ConfigError if a turn would fail later; warns of settings without effect."""
         answer, window = self.defaults.max_tokens, self.defaults.context_window_tokens
         if answer * 2 >= window:
             limit = f"must be under half of contextWindowTokens ({window})"
@@ -1861,17 +1861,17 @@ class Config:
 
 
 def path_of(text: str) -> Path:
-    return Path(os.path.expanduser(text)).resolve()  # unlike Path's, this expanduser never raises
+    return Path(os.path.expanduser(text)).resolve()  # unlike Path.expanduser, this never raises
 
 
 def load_config(path: Path | None = None, environ: Mapping[str, str] = os.environ) -> Config:
-    """The file, and the environment over it. A file that is named must be there."""
+    """Read the file; the environment overrides it. If `path` is given, it must exist."""
     file = path or path_of(USUAL_SETTINGS)
     config = Config()
     if path or file.exists():
         config = read_setting(Config, read_json(file, environ))
     elif others := sorted(file.parent.glob("config.*ml")):  # .yaml, .yml, .toml
-        raise ConfigError(f"{others[0]} is not read: settings are JSON, in {file}.")
+        raise ConfigError(f"{others[0]} is not read: the settings must be JSON, in {file}.")
     config.path = file
     for row in ROWS.values():
         if key := environ.get(row.env_key):
@@ -1886,22 +1886,22 @@ def load_config(path: Path | None = None, environ: Mapping[str, str] = os.enviro
 
 
 def read_json(file: Path, environ: Mapping[str, str]) -> Any:
-    """A settings file with each `${VAR}` from the environment."""
+    """Read a settings file; each `${VAR}` is replaced by that environment variable."""
     try:
         text = file.read_text(encoding="utf-8-sig")
         text = re.sub(r"\$\{(\w+)\}", lambda name: json.dumps(environ[name[1]])[1:-1], text)
         return json.loads(text)
     except KeyError as name:
-        fault = f"{file} wants the environment variable {name.args[0]}: it is not set."
+        fault = f"{file} needs the environment variable {name.args[0]}: it is not set."
     except OSError as problem:
         fault = f"Cannot read {file}: {problem.strerror}. Try `nanobot onboard`."
     except ValueError as problem:
-        fault = f"{file} is not JSON: {problem}. Settings are JSON. Correct it there."
+        fault = f"{file} is not JSON: {problem}. Settings are JSON. Correct the file."
     raise ConfigError(fault)
 
 
 def read_setting(hint: Any, value: Any, place: str = "") -> Any:
-    """A value of the file in the type that its hint names; raises ConfigError with the place."""
+    """Convert a value of the file to the type `hint`. Raises ConfigError that names the place."""
     schema = as_schema(dict if is_dataclass(hint) else hint)
     if hint is int:
         schema["minimum"] = 1
@@ -1916,16 +1916,16 @@ def read_setting(hint: Any, value: Any, place: str = "") -> Any:
 
 
 def read_section(section: type, values: dict, place: str) -> Any:
-    """An object as its dataclass; keys in camelCase and in snake_case mean the same."""
+    """Convert a JSON object to its dataclass; keys may be in camelCase or in snake_case."""
     hints = get_type_hints(section)
     names = {camel_case(name): name for name in hints}
     settings = {}
     for key, value in values.items():
         path = f"{place}.{key}".lstrip(".")
-        problem = f"{path}: unknown key. There are: {', '.join(sorted(names))}"
+        problem = f"{path}: unknown key. Known keys: {', '.join(sorted(names))}"
         if name := names.get(camel_case(key)):
             settings[name] = read_setting(hints[name], value, path)
-        elif section is MCPSettings:  # people paste them, with keys of other programs
+        elif section is MCPSettings:  # people paste these, with keys of other programs
             log.warning("ignored: %s", problem)
         else:
             raise ConfigError(problem)
@@ -1938,10 +1938,10 @@ def camel_case(name: str) -> str:
 
 
 def make_provider(config: Config, human: HumanProvider | None = None) -> LLMProvider:
-    """The model that the settings mean: the offline one if no key and no address is set."""
+    """The model that the settings choose: the offline model if no key and no address is set."""
     defaults = config.defaults
     if unknown := config.providers.keys() - ROWS.keys():
-        raise ConfigError(f"providers.{min(unknown)} is unknown. There are: {', '.join(ROWS)}")
+        raise ConfigError(f"providers.{min(unknown)} is unknown. Known: {', '.join(ROWS)}")
     if defaults.provider == "offline":
         return OfflineProvider()
     if defaults.provider == "human":
@@ -1963,7 +1963,7 @@ def make_provider(config: Config, human: HumanProvider | None = None) -> LLMProv
 
 
 def make_tools(config: Config) -> ToolRegistry:
-    """The tools that the settings allow; those of MCP servers come when they are connected."""
+    """The tools that the settings allow. Tools of MCP servers are added on connection."""
     settings, shell = config.tools, config.tools.exec
     tools = ToolRegistry(FILE_TOOLS)
     if shell.enable:
@@ -1981,26 +1981,26 @@ def make_tools(config: Config) -> ToolRegistry:
     return tools
 
 
-# ---- Behind glass: what the page, --step and `nanobot trace` show ----
+# ---- Watching a run: the page, --step and `nanobot trace` ----
 
 
 @dataclass
 class StepHook(AgentHook):
-    """Pauses before each request and each call. `ask(text, what, **details)` gives "" to go on,
-    "skip", "stop", or other arguments of the call, as JSON."""
+    """Pauses before each request and each call. `ask(text, what, **details)` returns "" to go on,
+    "skip", "stop", or new arguments for the call, as JSON."""
 
     ask: Callable[..., Awaitable[str]]
 
     async def before_request(self, messages: list[dict], tools: list[dict]) -> None:
         last = str(messages[-1].get("content"))[-1_000:]
-        text = f"{last}\n---- A request of {len(messages)} messages. Enter sends it; stop ends it: "
+        text = f"{last}\n---- {len(messages)} messages. Enter sends them; stop ends the turn: "
         while await self._decide(text, "request"):
-            pass  # neither Enter nor stop: asked again
+            pass  # the answer was neither Enter nor stop: ask again
 
     async def after_response(self, response: LLMResponse) -> None:
         for call in response.tool_calls:
             shown = json.dumps(call.arguments, ensure_ascii=False)
-            text = f"{call.name} {shown}\nEnter runs it; or skip, stop, other arguments as JSON: "
+            text = f"{call.name} {shown}\nEnter runs it; or type skip, stop or new JSON arguments: "
             answer = await self._decide(text, "call", name=call.name, arguments=call.arguments)
             if answer == "skip":
                 call.denied = "The user skipped this call."
@@ -2008,7 +2008,7 @@ class StepHook(AgentHook):
                 try:
                     call.arguments = dict(json.loads(answer))
                 except (ValueError, TypeError):
-                    call.denied = f"The user typed what is no JSON object: {answer[:80]}"
+                    call.denied = f"The user typed text that is not a JSON object: {answer[:80]}"
 
     async def _decide(self, text: str, what: str, **details: Any) -> str:
         answer = (await self.ask(text, what, **details)).strip()
@@ -2018,7 +2018,7 @@ class StepHook(AgentHook):
 
 
 class PageHook(AgentHook):
-    """Shows one session's requests, answers and calls on the page; pauses if it is wanted there."""
+    """Shows one session's requests, answers and calls on the page; pauses on demand."""
 
     def __init__(self, loop: AgentLoop, page: WebPage, chat_id: str):
         self.loop, self.page, self.chat_id = loop, page, chat_id
@@ -2056,14 +2056,14 @@ class PageHook(AgentHook):
 
 
 def glass_html(**run: Any) -> str:
-    """The page; with `records` of a trace it is a recorded run that needs no server."""
+    """The HTML of the page. With the `records` of a trace, it shows that run without a server."""
     html = (DATA / "templates" / "glass.html").read_text(encoding="utf-8")
     escaped = json.dumps(run).replace("<", "\\u003c").replace("%", "\\u0025")
-    return html.replace("%RUN%", escaped)  # no text in it ends the script, or is taken for %NONCE%
+    return html.replace("%RUN%", escaped)  # no text in it can end the script or be %NONCE%
 
 
 def recorded(file: Path) -> ReplayProvider:
-    """A trace as a model: of a file, or by its name one of the runs in `templates/traces/`."""
+    """A model that replays a trace: a file, or the name of one in `templates/traces/`."""
     shipped = {path.stem: path for path in (DATA / "templates" / "traces").glob("*.jsonl")}
     try:
         return ReplayProvider(file if file.exists() else shipped.get(file.name, file))
@@ -2074,7 +2074,7 @@ def recorded(file: Path) -> ReplayProvider:
 
 
 def summary_of(records: list[dict]) -> Iterator[str]:
-    """A run in words: the question, what each later request added, and what came back."""
+    """A run as text: the question, the messages that each later request added, the answers."""
     known = records[0]["messages"][:-1]
     for number, record in enumerate(records, 1):
         answer = record["answer"] or {"error": "cancelled"}
@@ -2090,11 +2090,11 @@ def summary_of(records: list[dict]) -> Iterator[str]:
 
 
 # ---- The command line ----
-# The answer alone goes to stdout; Ctrl-C shows no traceback.
+# Only the answer goes to stdout; Ctrl-C shows no traceback.
 
 
 def settings_of(arguments: argparse.Namespace) -> Config:
-    """The configuration. A flag wins over the environment."""
+    """The settings. A flag overrides the environment."""
     flags = {"NANOBOT_WORKSPACE": arguments.workspace, "NANOBOT_MODEL": arguments.model}
     given = {name: value for name, value in flags.items() if value}
     config = load_config(arguments.config, os.environ | given)
@@ -2105,13 +2105,13 @@ def settings_of(arguments: argparse.Namespace) -> Config:
 
 
 def kinds_to_show(settings: ChannelSettings) -> tuple[str, ...]:
-    """Which events stand beside the answer: `("retry", "progress", "tool_hint")`."""
+    """Kinds of events that are shown besides the answer: `("retry", "progress", "tool_hint")`."""
     wanted = {"progress": settings.send_progress, "tool_hint": settings.send_tool_hints}
     return ("retry", *(kind for kind, is_shown in wanted.items() if is_shown))
 
 
 class Talk:
-    """The agent in a terminal or between pipes: one message, or a conversation at a prompt."""
+    """The agent on the command line: it answers one message, or it holds a conversation."""
 
     def __init__(self, arguments: argparse.Namespace, background: BackgroundLoop):
         config = settings_of(arguments)
@@ -2138,24 +2138,24 @@ class Talk:
         background.close = self.loop.close
 
     def run(self) -> int:
-        """Answer one message or many; gives the exit status."""
+        """Answer one message or many; returns the exit status."""
         loop, config = self.loop, self.loop.config
         if isinstance(loop.provider, OfflineProvider) and config.defaults.provider != "offline":
             self.terminal.note(template("no_model"))
         if loop.turn(self.key).cwd != config.cwd:
-            closed = f"The fence does not open {config.cwd}"
+            closed = f"The fence does not allow {config.cwd}"
             self.terminal.note(f"{closed}: work starts in {loop.workspace}.")
         if self.terminal.live:
             self.background.complete(logged(self.show_reports("While you were away:"), "reports"))
         is_conversation = self.has_keyboard and self.message is None
         status = self.converse() if is_conversation else self.answer_once()
         self.terminal.waiting.begin("the memory")
-        with contextlib.suppress(KeyboardInterrupt):  # the next turn goes on with it
+        with contextlib.suppress(KeyboardInterrupt):  # the next turn continues it
             self.background.complete(self.loop.background.settled())
         return status
 
     def answer_once(self) -> int:
-        """Answer the message with what is piped in; gives the exit status."""
+        """Answer the message together with piped input; returns the exit status."""
         text = (self.message or "").strip()
         if not self.has_keyboard:
             piped = self.terminal.read_piped(self.message is not None, self.folder / "piped")
@@ -2166,12 +2166,12 @@ class Talk:
         try:
             return self.answer(text)
         except KeyboardInterrupt:
-            self.terminal.note("stopped; `nanobot -m /continue` goes on with this turn")
+            self.terminal.note("stopped; `nanobot -m /continue` resumes this turn")
             raise
 
     def converse(self) -> int:
         threading.Thread(target=self.loop.provider.warm_up, daemon=True).start()
-        self.loop.config.patience = 5.0  # a server that comes later serves the next message
+        self.loop.config.patience = 5.0  # a slower MCP server is ready for the next message
         history = self.folder / "prompt-history"
         self.terminal.note(template(
             "welcome_back" if history.exists() else "welcome", version=__version__,
@@ -2182,7 +2182,7 @@ class Talk:
         return self.terminal.converse(self.answer, history)
 
     def answer(self, text: str) -> int:
-        """One message to its answer on the terminal."""
+        """Answer one message on the terminal; returns the exit status."""
         self.terminal.waiting.begin("the model")
         work = self.loop.subagents.answer_with_helpers(text, self.key, self.terminal.send)
         result = self.background.complete(work)
@@ -2195,7 +2195,7 @@ class Talk:
             self.terminal.note(f"nanobot: {LIMIT_REACHED}")
         if result.stop_reason not in NOT_ANSWERED:
             return 0
-        if result.error or not self.terminal.live:  # a terminal shows why an answer is empty
+        if result.error or not self.terminal.live:  # else it was shown as the answer
             self.terminal.note(f"nanobot: {result.error or result.final_content}")
         return 1
 
@@ -2205,7 +2205,7 @@ class Talk:
             await logged(self.show_reports(), "reports")
 
     async def show_reports(self, title: str = "") -> None:
-        """What jobs have said. It stays in the inbox until it was shown: a kill repeats it."""
+        """Show the reports of jobs. A report stays in the inbox until then: a kill repeats it."""
         inbox = self.loop.sessions.inbox(self.key)
         if not inbox.path.exists():
             return
@@ -2219,7 +2219,7 @@ class Talk:
                     self.terminal.report(f"{title}\n\n{text}".strip())
                     title = ""
                 inbox.remove({report["id"] for report in reports})
-        except SessionBusy as busy:  # the program that holds it shows them
+        except SessionBusy as busy:  # the program that has the session shows them
             log.info("%s", busy)
 
 
@@ -2232,7 +2232,7 @@ def onboard_command(arguments: argparse.Namespace) -> None:
     file = arguments.config or path_of(USUAL_SETTINGS)
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        file.touch(0o600)  # keys will be in it
+        file.touch(0o600)  # it will contain keys
         file.write_text(template("config") + "\n", encoding="utf-8")
     workspace = prepare_workspace(settings_of(arguments).workspace)
     print(f"Settings: {file}\nWorkspace: {workspace}")
@@ -2240,8 +2240,8 @@ def onboard_command(arguments: argparse.Namespace) -> None:
 
 
 def status_command(arguments: argparse.Namespace) -> int:
-    """Prints a part a line: `ok` in order, `--` missing and not needed, `BAD` broken, with what to
-    do. The exit status is 1 if one is broken."""
+    """Prints one line per part: `ok`; `--` if it is missing but not needed; `BAD` if it is broken,
+    with the way to fix it. The exit status is 1 if a part is broken."""
     status = 0
     for part, state, problem in status_rows(settings_of(arguments)):
         mark = "--" if problem is None else "ok"
@@ -2252,16 +2252,16 @@ def status_command(arguments: argparse.Namespace) -> int:
 
 
 def status_rows(config: Config) -> Iterator[tuple[str, str, str | None]]:
-    """Each part, its state, its problem: ("sandbox", "bwrap", ""); None: missing, not needed."""
+    """Part, state, problem: ("sandbox", "bwrap", ""). A problem None: missing, not needed."""
     loop = AgentLoop(config)
     usual = "the defaults; `nanobot onboard` writes a file"
     yield "settings", str(config.path) if config.path.exists() else usual, ""
     yield "workspace", str(loop.workspace), ""
     yield "model", *asyncio.run(model_and_problem(loop.provider))
     sandbox = config.tools.exec.sandbox
-    state = sandbox or "off: a command can do what you can"
+    state = sandbox or "off: a command can do all that you can do"
     yield "sandbox", state, sandbox and sandbox_problem()
-    telegram = config.channels.telegram  # the token is shown nowhere
+    telegram = config.channels.telegram  # the token is never printed
     allowed = ", ".join(map(str, telegram.allow_from))
     problem = "" if allowed else "put user ids into channels.telegram.allowFrom"
     if telegram.token:
@@ -2277,9 +2277,9 @@ def status_rows(config: Config) -> Iterator[tuple[str, str, str | None]]:
 
 
 async def model_and_problem(provider: LLMProvider) -> tuple[str, str]:
-    """The model, and what is wrong with its address, key or name."""
+    """The model, and the problem with its address, key or name ("": none)."""
     if isinstance(provider, HumanProvider):
-        return "human: it is you", ""
+        return "human: you play the model", ""
     if isinstance(provider, OfflineProvider):
         state = "offline: fixed rules; set OPENAI_API_KEY or OPENAI_BASE_URL for a model"
         return state, "; ".join(provider.rules.problems)
@@ -2291,10 +2291,10 @@ async def model_and_problem(provider: LLMProvider) -> tuple[str, str]:
 
 
 def prompt_command(arguments: argparse.Namespace) -> None:
-    """Prints the governed request, part by part: what is shown is what is sent."""
+    """Prints the next request part by part, as it would be sent."""
     loop = AgentLoop(settings_of(arguments))
     turn = loop.turn(arguments.session)
-    asyncio.run(loop.mcp.check())  # so that their tools are in what is printed
+    asyncio.run(loop.mcp.check())  # so that the tools of its servers are printed, too
     message, _ = loop.context.user_message(arguments.text, turn)
     request = loop.commands.preview(turn, message)
     _, *history, last = legal(request.messages)
@@ -2325,7 +2325,7 @@ def sessions_command(arguments: argparse.Namespace) -> None:
 
 
 def gateway_command(arguments: argparse.Namespace) -> None:
-    """Channels, cron and heartbeat, until a signal."""
+    """Serves channels, cron and heartbeat until a signal."""
     GATEWAY_LOG.setLevel(logging.INFO)
     config = settings_of(arguments)
     config.cwd = config.workspace
@@ -2341,7 +2341,7 @@ def cron_command(arguments: argparse.Namespace) -> None:
 
 
 def web_command(arguments: argparse.Namespace) -> None:
-    """The page, and what a gateway serves besides, until a signal."""
+    """Serves the page and all that a gateway serves, until a signal."""
     config = settings_of(arguments)
     if gateway_runs(config.workspace):
         raise ConfigError(SERVED.format(config.workspace))
@@ -2354,7 +2354,7 @@ def web_command(arguments: argparse.Namespace) -> None:
     try:
         page = WebPage(html, files, arguments.port, without_key_texts)
     except (OSError, OverflowError) as problem:
-        raise ConfigError(f"Port {arguments.port}: {problem}. Name another one, or none.") from None
+        raise ConfigError(f"Port {arguments.port}: {problem}. Try another one, or none.") from None
     names = [key.partition(":")[2] for key in loop.sessions.list_keys() if key[:4] == "web:"]
     page.chats |= {name: PageChat() for name in names}
     loop.hooks_of = lambda turn: [PageHook(loop, page, turn.chat_id)]
@@ -2378,18 +2378,18 @@ def web_command(arguments: argparse.Namespace) -> None:
 
 
 def trace_command(arguments: argparse.Namespace) -> None:
-    """A recorded run as a summary, or as a page."""
+    """Prints a summary of a recorded run, or writes it as a page."""
     records = recorded(arguments.file).records
     if not arguments.html:
         print(printable("\n".join(summary_of(records))))
         return
     html = glass_html(records=records).replace("%NONCE%", uuid.uuid4().hex)
     arguments.html.write_text(html, encoding="utf-8")
-    complain(f"{arguments.html} holds the prompts and all that the tools returned")
+    complain(f"{arguments.html} contains the prompts and all results of the tools")
 
 
 def lesson_command(arguments: argparse.Namespace) -> int:
-    """`exercises` and `walk` are for readers of the source: they come with a checkout of it."""
+    """`exercises` and `walk` are for readers of the source: only a checkout has them."""
     lessons = HERE / "tests" / "exercises"
     if not lessons.exists():
         raise ConfigError("This command needs the project's checkout: run nanobot.py there.")
@@ -2400,7 +2400,7 @@ def lesson_command(arguments: argparse.Namespace) -> int:
 
 
 def replay_command(arguments: argparse.Namespace) -> int:
-    """Plays a trace again, turn after turn. Nothing is executed and nobody is asked."""
+    """Replays a trace, turn after turn. No tool is executed, and no model is asked."""
     limits = settings_of(arguments).defaults
     terminal, status = CLI(), 0
     model = recorded(arguments.file)
@@ -2409,7 +2409,7 @@ def replay_command(arguments: argparse.Namespace) -> int:
         tools = RecordedTools(model.rest, ToolResult)
         spec = AgentRunSpec(
             model.rest[0]["messages"], tools, max_iterations=limits.max_tool_iterations, hook=hook,
-            context_window=sys.maxsize,  # what did not fit was left out when it was recorded
+            context_window=sys.maxsize,  # the recorded requests are short enough
         )  # fmt: skip
         result = asyncio.run(AgentRunner(model).run(spec))
         if result.final_content:
@@ -2420,52 +2420,52 @@ def replay_command(arguments: argparse.Namespace) -> int:
     return status
 
 
-COMMAND_LINE = {  # by name: what runs, and what --help says
-    "agent": (agent_command, "ask, or talk at a prompt"),
-    "prompt": (prompt_command, "print what would be sent"),
-    "sessions": (sessions_command, "list, or `show KEY`"),
-    "onboard": (onboard_command, "write settings and workspace"),
+COMMAND_LINE = {  # by name: its function and its text in --help
+    "agent": (agent_command, "ask once, or have a conversation"),
+    "prompt": (prompt_command, "print the request that would be sent"),
+    "sessions": (sessions_command, "list sessions, or `show KEY`"),
+    "onboard": (onboard_command, "create settings and workspace"),
     "status": (status_command, "check each part"),
     "gateway": (gateway_command, "serve channels and cron"),
-    "cron": (cron_command, "list what is planned; remove ID"),
-    "replay": (replay_command, "run a trace again: no network"),
+    "cron": (cron_command, "list the jobs; remove ID"),
+    "replay": (replay_command, "repeat a trace without a network"),
     "trace": (trace_command, "show a recorded run"),
     "web": (web_command, "a page that shows the agent at work"),
     "walk": (lesson_command, "one turn, function by function"),
-    "exercises": (lesson_command, "list them, or grade some"),
+    "exercises": (lesson_command, "list the exercises, or grade some"),
 }
 
 
 def session_key(name: str) -> str:
-    """`work` → `cli:work`; `telegram:123` is one already."""
+    """`work` → `cli:work`; `telegram:123` is already a key."""
     return name if ":" in name else f"cli:{name}"
 
 
 SWITCH = {"action": "store_true"}
 FILE = {"metavar": "FILE", "type": path_of}
 OPTIONS = (  # an option's commands ("": all), its spellings, its argparse settings
-    ("", ["--config"], FILE | {"help": "~/.nanobot/config.json"}),
-    ("", ["--workspace"], {"metavar": "DIR", "help": "its home; ~/.nanobot/workspace"}),
+    ("", ["--config"], FILE | {"help": "default: ~/.nanobot/config.json"}),
+    ("", ["--workspace"], {"metavar": "DIR", "help": "default: ~/.nanobot/workspace"}),
     ("", ["--model"], {"metavar": "NAME"}),
-    ("", ["--base-url"], {"metavar": "URL", "help": "an endpoint; mostly ends in /v1"}),
+    ("", ["--base-url"], {"metavar": "URL", "help": "an endpoint; usually ends in /v1"}),
     ("", ["--provider"], {"metavar": "NAME", "help": ", ".join([*ROWS, "offline", "human"])}),
     ("", ["--offline"], {"dest": "provider", "action": "store_const", "const": "offline"}),
-    ("", ["--logs", "--verbose"], SWITCH | {"help": "show what happens inside, on stderr"}),
-    ("agent", ["text"], {"nargs": "*", "metavar": "TEXT", "help": "ask this and leave"}),
+    ("", ["--logs", "--verbose"], SWITCH | {"help": "write log messages to stderr"}),
+    ("agent", ["text"], {"nargs": "*", "metavar": "TEXT", "help": "ask this, then exit"}),
     ("agent", ["-m", "--message"], {"metavar": "TEXT", "action": "append", "default": []}),
     ("agent prompt", ["-s", "--session"], {"type": session_key, "default": "direct"}),
-    ("agent", ["--no-stream"], SWITCH | {"help": "do not stream requests"}),
+    ("agent", ["--no-stream"], SWITCH | {"help": "do not stream answers"}),
     ("agent", ["--step"], SWITCH | {"help": "stop before each request and call"}),
-    ("agent web", ["--approve"], SWITCH | {"help": "ask before tools act"}),
-    ("agent web", ["--trace"], FILE | {"help": "write down requests"}),
+    ("agent web", ["--approve"], SWITCH | {"help": "ask before calls that change things"}),
+    ("agent web", ["--trace"], FILE | {"help": "record requests and answers"}),
     ("prompt", ["text"], {"nargs": "?", "default": "Hello!"}),
     ("sessions", ["action"], {"nargs": "?", "choices": ["show"]}),
     ("sessions", ["show"], {"nargs": "?", "metavar": "KEY", "type": session_key}),
     ("cron", ["action"], {"nargs": "?", "choices": ["list", "remove"], "default": "list"}),
     ("cron", ["job_id"], {"nargs": "?", "default": "", "metavar": "ID", "help": "to remove"}),
     ("replay trace", ["file"], FILE),
-    ("trace", ["--html"], FILE | {"help": "write it as a page"}),
-    ("web", ["--port"], {"type": int, "default": 0, "help": "default: a free one"}),
+    ("trace", ["--html"], FILE | {"help": "write the run as a page"}),
+    ("web", ["--port"], {"type": int, "default": 0, "help": "default: any free port"}),
     ("web", ["--no-open"], SWITCH | {"help": "do not open the browser"}),
     ("walk", ["-m", "--message"], {"metavar": "TEXT", "default": "read a.txt"}),
     ("walk", ["--all"], SWITCH | {"help": "second readings, too"}),
@@ -2486,13 +2486,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The program: gives the exit status. 0 answered, 1 failed, 2 wrong usage, 130 interrupted."""
+    """Returns the exit status: 0 answered, 1 failed, 2 wrong usage, 130 interrupted."""
     argv = sys.argv[1:] if argv is None else list(argv)
     first = argv[0] if argv else ""
     known = [*COMMAND_LINE, "-h", "--help", "--version"]
     if first not in known:
         meant = difflib.get_close_matches(first, known, n=1) if first.isalpha() else []
-        if meant:  # `sesions`, `help`; a message has mostly more than one word
+        if meant:  # `sesions`, `help`; most messages have more than one word
             fix = f"did you mean `nanobot {meant[0]}`? Pass a message of one word with -m"
             complain(f"unknown command {first!r}: {fix}")
             return 2
@@ -2504,17 +2504,17 @@ def main(argv: list[str] | None = None) -> int:
     handler.setFormatter(PrintableFormatter(f"{stamp}%(levelname)s %(name)s: %(message)s"))
     level = logging.INFO if arguments.logs else logging.WARNING
     logging.basicConfig(level=level, handlers=[handler])
-    end_on_signals()  # as after Ctrl-C: what runs is stopped, the journal is in order
+    end_on_signals()  # a signal then works like Ctrl-C: the running turn is journalled
     try:
         status = COMMAND_LINE[arguments.command][0](arguments) or 0
-        sys.stdout.flush()  # here, and not at exit, where Python reports a closed pipe with 120
+        sys.stdout.flush()  # at exit, Python would report a closed pipe with status 120
         return status
     except (ConfigError, CronError, ReplayDiffers, SessionBusy) as problem:
         complain(str(problem))
     except BrokenPipeError:  # `nanobot … | head`: nobody reads the rest
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as problem:
-        complain(f"{problem}. Correct that and ask again; the journal keeps what it has.")
+        complain(f"{problem}. Correct this and ask again; what is journalled is safe.")
     except KeyboardInterrupt:
         return 130
     except Exception:

@@ -633,7 +633,7 @@ def choose_endpoint(
     """
     if provider and provider not in ROWS:
         names = ", ".join(ROWS)
-        raise ValueError(f"There is no provider {provider!r}. There are: {names}, offline.")
+        raise ValueError(f"There is no provider {provider!r}. There are: {names}, offline, human.")
     known = {row.name: replace(settings.get(row.name) or Endpoint(row)) for row in PROVIDERS}
     general_key = known["openai"].api_key
     for row in PROVIDERS:  # OPENAI_API_KEY=sk-or-… is a key of OpenRouter

@@ -27,6 +27,7 @@ import asyncio
 import atexit
 import base64
 import contextlib
+import contextvars
 import copy
 import difflib
 import functools
@@ -386,7 +387,8 @@ async def in_thread(function: Callable, /, *args: Any, **kwargs: Any) -> Any:
             is_lost = isinstance(failure, StopIteration)  # asyncio would never wake the caller
             future.set_exception(RuntimeError(repr(failure)) if is_lost else failure)
 
-    threading.Thread(target=work, daemon=True).start()
+    context = contextvars.copy_context()  # the caller's, as for a task
+    threading.Thread(target=context.run, args=[work], daemon=True).start()
     return await asyncio.wrap_future(future)
 
 

@@ -36,8 +36,7 @@ def answer(calls_wanted: int, served: int, is_streamed: bool) -> bytes:
     said = {"content": "done"} if is_last else {"content": None, "tool_calls": [call]}
     choice = {"index": 0, "finish_reason": "stop" if is_last else "tool_calls"}
     choice["delta" if is_streamed else "message"] = {"role": "assistant", **said}
-    kind = "chat.completion.chunk" if is_streamed else "chat.completion"
-    data = json.dumps({"id": "x", "object": kind, "created": 1, "model": "m", "choices": [choice]})
+    data = json.dumps({"id": "x", "created": 1, "model": "m", "choices": [choice]})
     if is_streamed:
         data = f"data: {data}\n\ndata: [DONE]\n\n"
     mime = "text/event-stream" if is_streamed else "application/json"
@@ -104,8 +103,8 @@ def bare(base_url: str, sessions: int = 0) -> float:
     async def everyone() -> None:
         await asyncio.gather(*(one() for _ in range(sessions)))
 
-    client = AsyncOpenAI if sessions else OpenAI
-    create = client(api_key="none", base_url=base_url).chat.completions.create
+    client = (AsyncOpenAI if sessions else OpenAI)(api_key="none", base_url=base_url)
+    create = client.chat.completions.create
     start, messages = time.perf_counter(), [QUESTION]
     if sessions:
         asyncio.run(everyone())
@@ -175,20 +174,19 @@ def many_chats(messages: int) -> tuple[float, float]:
             if message.kind == "final":
                 answers[message.chat_id].put_nowait(message.content)
 
-    async def talk(gateway, chat):
+    async def talk(chat):
         for number in range(messages):
             await gateway.say(f"m{number}", chat)
             assert await answers[chat].get() == f"to m{number}", "every message once and in order"
 
     async def everyone():
-        gateway.desk = Phone()
         async with gateway:
             start = time.perf_counter()
-            await asyncio.gather(*(talk(gateway, chat) for chat in answers))
+            await asyncio.gather(*map(talk, answers))
             return since(start)
 
     model, answers = chats.Model(slow), {str(n): asyncio.Queue() for n in range(300)}
-    gateway = chats.Chats(loop_with(provider=model))
+    gateway = chats.Chats(loop_with(provider=model), Phone())
     ms = asyncio.run(everyone())
     assert all(queue.empty() for queue in answers.values())
     return ms / (300 * messages * 200 / 8), peak()  # ideal: eight turns at once
@@ -200,15 +198,14 @@ def healthy_chat(*others: str) -> float:
     from fake_telegram import FakeTelegram, Refusal
 
     async def answers(server):
-        bus, arrived = channels.MessageBus(), asyncio.Semaphore(0)
+        bus = channels.MessageBus()
         bus.open(channels.Telegram(server.token, ["*"], api_base=server.base_url))
         start = time.perf_counter()
         for number in range(20):
-            for chat in others:
+            for chat in (*others, "7"):
                 bus.send(channels.OutboundMessage("telegram", chat, f"{number}"))
-            bus.send(channels.OutboundMessage("telegram", "7", f"{number}", on_delivered=arrived.release))
-        for _ in range(20):
-            await arrived.acquire()
+        while len(server.texts("7")) < 20:
+            await asyncio.sleep(0.001)
         ms = since(start)
         await bus.close(0)
         return ms
@@ -257,11 +254,10 @@ def one_answer(base_url: str) -> float:
 
 HOME = tempfile.mkdtemp()
 START = f"import sys; sys.path[:0] = [{str(HERE.parent)!r}, {str(HERE.parent.parent)!r}]\n"
-PLAIN = (
-    "import sys; from openai import OpenAI; client = OpenAI(api_key='none', base_url=sys.argv[-1]); "
-    "print(client.chat.completions.create(model='m', messages=[{'role': 'user', 'content': 'hi'}])"
-    ".choices[0].message.content)"
-)
+PLAIN = """import sys; from openai import OpenAI
+client = OpenAI(api_key="none", base_url=sys.argv[-1])
+answer = client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+print(answer.choices[0].message.content)"""
 
 
 def python(code: str, *arguments: str) -> str:
@@ -338,7 +334,8 @@ def figures(root: str) -> list[tuple]:
 
 def main() -> None:
     wanted = sys.argv[1] if len(sys.argv) > 1 else ""
-    stub = subprocess.Popen([sys.executable, str(HERE), "--stub"], stdout=subprocess.PIPE, text=True)
+    code = f"{START}import asyncio, bench; asyncio.run(bench.serve())"
+    stub = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     try:
         root = f"http://127.0.0.1:{int(stub.stdout.readline())}"
         for name, unit, aim, measure in figures(root):
@@ -349,7 +346,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--stub"]:
-        asyncio.run(serve())
-    else:
-        main()
+    main()

@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import selectors
 import time
 
 import pytest
@@ -13,8 +12,6 @@ from providers import LLMProvider, LLMResponse, ToolCallRequest
 from tools import Tool, tool
 
 IDS = itertools.count(1)
-
-
 DOWN = LLMResponse(finish_reason="error", error="the endpoint is down")
 
 
@@ -59,11 +56,11 @@ class Desk(Channel):
 class Chats:
     """A loop that serves a bus with one channel, inside its `async with`: what a gateway does."""
 
-    def __init__(self, loop: AgentLoop):
-        self.loop, self.model, self.desk = loop, loop.provider, Desk()
+    def __init__(self, loop: AgentLoop, desk: Desk | None = None):
+        self.loop, self.model, self.desk = loop, loop.provider, desk or Desk()
 
     async def __aenter__(self):
-        self.bus = MessageBus()
+        self.bus = MessageBus(lambda seconds: asyncio.sleep(seconds / 100))  # nobody waits for pauses
         self.bus.open(self.desk)
         self.serving = asyncio.create_task(self.loop.run(self.bus))
         return self
@@ -107,22 +104,7 @@ class Chats:
         return [line.get("content") for line in self.session(chat).messages]
 
 
-class HurriedSelector(selectors.DefaultSelector):
-    def select(self, timeout=None):
-        return super().select(timeout and timeout / 100)
-
-
-class HurriedLoop(asyncio.SelectorEventLoop):
-    """A hundred of its seconds pass in one: nobody waits for a pause of a second."""
-
-    def __init__(self):
-        super().__init__(HurriedSelector())
-
-    def time(self):
-        return super().time() * 100
-
-
-def serve_chats(loop: AgentLoop, work, in_hurry: bool = False) -> Chats:
+def serve_chats(loop: AgentLoop, work) -> Chats:
     """Runs `work(chats)` while the bus is served, and ends as a gateway ends."""
 
     async def whole() -> Chats:
@@ -130,8 +112,7 @@ def serve_chats(loop: AgentLoop, work, in_hurry: bool = False) -> Chats:
             await work(chats)
             return chats
 
-    with asyncio.Runner(loop_factory=HurriedLoop if in_hurry else None) as runner:
-        return runner.run(whole())
+    return asyncio.run(whole())
 
 
 class Gate:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -34,16 +33,6 @@ class Reply:
 
 
 @dataclass
-class Failure:
-    """An HTTP error, or any odd body: with status 200 it can be a page of HTML or `choices: null`."""
-
-    status: int
-    body: Json | list[Any] | str
-    headers: dict[str, str] = field(default_factory=dict)
-    content_type: str = "application/json"
-
-
-@dataclass
 class Raw:
     """Bytes sent exactly as given, at the pace asked for: a stream in any shape seen in the wild."""
 
@@ -53,6 +42,16 @@ class Raw:
     pause: float = 0.0  # seconds between two chunks
     hang: float = 0.0  # seconds of silence after the last one
     cut: bool = False  # close the connection without HTTP's mark of the end, as a dying proxy does
+    status: int = 200
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+class Failure(Raw):
+    """An HTTP error, or any odd body: with status 200 it can be a page of HTML or `choices: null`."""
+
+    def __init__(self, status: int, body: Any, headers: Json | None = None, content_type: str = "application/json"):
+        text = body if isinstance(body, str) else json.dumps(body)
+        super().__init__(text.encode(), content_type, status=status, headers=headers or {})
 
 
 @dataclass
@@ -73,7 +72,7 @@ class Recorded:
     client: int = 0  # the port of the connection that it came over
 
 
-Line = Reply | Failure | Raw | Hang | str | Json | list[Json]  # a dict is one call(), a list is several
+Line = Reply | Raw | Hang | str | Json | list[Json]  # a dict is one call(), a list is several
 Script = Iterable[Line] | Callable[[Json], Line]  # lines, said one after the other, or a function of the request's body
 
 
@@ -92,8 +91,7 @@ def as_raw(reply: Reply, request: Recorded, numbers: Iterator[int]) -> Raw:
     """A reply as the bytes that were asked for: a stream of events, or one JSON object."""
     asked = request.body or {}
     tool_calls = [{"id": f"call_{next(numbers)}", **each} for each in reply.tool_calls]
-    # A token of English is about four bytes.
-    sent, written = len(request.raw) // 4, len(f"{reply.content}{tool_calls}") // 4 + 1
+    sent, written = len(request.raw) // 4, len(f"{reply.content}{tool_calls}") // 4 + 1  # as in English
     estimated = {"prompt_tokens": sent, "completion_tokens": written, "total_tokens": sent + written}
     usage = estimated if reply.usage is None else reply.usage
     head = {"id": "chatcmpl-fake", "created": 1700000000, "model": asked.get("model")}
@@ -122,8 +120,7 @@ def deltas(reply: Reply, tool_calls: list[Json]) -> Iterator[Json]:
     for index, tool_call in enumerate(tool_calls):
         name, arguments = tool_call["function"]["name"], tool_call["function"]["arguments"]
         yield {"tool_calls": [{"index": index, **tool_call, "function": {"name": name, "arguments": ""}}]}
-        # The first character goes alone, so that even "{}" has to be put together from two pieces.
-        for piece in [arguments[:1], *in_pieces(arguments[1:])]:
+        for piece in in_pieces(arguments):
             yield {"tool_calls": [{"index": index, "function": {"arguments": piece}}]}
 
 
@@ -144,11 +141,6 @@ class Server(ThreadingHTTPServer):
     def __exit__(self, *exception: object) -> None:
         self.shutdown()
         self.server_close()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Print no traceback when a client leaves in mid-answer: some tests do just that."""
-        if not isinstance(sys.exception(), ConnectionError):
-            super().handle_error(request, client_address)
 
 
 class QuietHandler(BaseHTTPRequestHandler):
@@ -186,7 +178,7 @@ class FakeLLM(Server):
         if self._stopped.wait(seconds):
             raise ConnectionAbortedError
 
-    def answer(self, method: str, request: Recorded) -> Reply | Failure | Raw | Hang:
+    def answer(self, method: str, request: Recorded) -> Reply | Raw | Hang:
         """Choose what to say: a refusal, the list of models, or what comes next in the script."""
         key = request.headers.get("authorization", "")
         if self.required_key and key != f"Bearer {self.required_key}":
@@ -224,9 +216,6 @@ class Handler(QuietHandler):
             case Reply(delay=delay) as reply:
                 self.server.wait(delay)
                 self._send(as_raw(reply, request, self.server.numbers))
-            case Failure(status, body, headers, content_type):
-                text = body if isinstance(body, str) else json.dumps(body)
-                self._send(Raw(text.encode(), content_type), status, headers)
             case Raw() as raw:
                 self._send(raw)
             case Hang(seconds):
@@ -235,11 +224,11 @@ class Handler(QuietHandler):
 
     do_GET = do_POST
 
-    def _send(self, raw: Raw, status: int = 200, headers: dict[str, str] | None = None) -> None:
+    def _send(self, raw: Raw) -> None:
         self.close_connection |= raw.cut
-        self.send_response(status)
+        self.send_response(raw.status)
         usual = {"Content-Type": raw.content_type, "Transfer-Encoding": "chunked"}
-        for name, value in (usual | (headers or {})).items():
+        for name, value in (usual | raw.headers).items():
             self.send_header(name, value)
         self.end_headers()
         # An empty chunk is HTTP's mark of the end, so none may slip in before it.

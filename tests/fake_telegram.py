@@ -172,13 +172,12 @@ class FakeTelegram(Server):
                 raise Refusal(409, CONFLICT)
             return self.updates[:limit]
 
-    def do_sendMessage(self, chat_id: Any, text: str, parse_mode: str = "", **fields: Any) -> Json:
+    def do_sendMessage(self, chat_id: Any, text: str, parse_mode: str = "", **fields: Any) -> None:
         shown = Parser(text).text if parse_mode == "HTML" else text
         if not shown.strip():
             raise Refusal(400, "Bad Request: message text is empty")
         if units(shown) > 4_096:
             raise Refusal(400, "Bad Request: message is too long")
-        return {"message_id": 1, "text": shown}
 
     def do_getFile(self, file_id: str) -> Json:
         return {"file_id": file_id, "file_path": self.files[file_id][0]}

@@ -1,7 +1,6 @@
 """A real MCP server, made with the official SDK: `mcp_server.py [stdio | sse | streamable-http PORT]`.
 
-With PID_FILE in the environment it writes its process id there; WAITING_FILE is made when `wait` is called.
-`mute` never answers.
+With PID_FILE in the environment it writes its id there, and WAITING_FILE when `wait` is called; `mute` is silent.
 """
 
 import asyncio

@@ -115,8 +115,8 @@ def test_an_event_is_tried_once_and_what_fails_behind_a_delivery_sends_nothing_t
 
     phone = Talk(ann=[ConnectionError("no network")])
     assert talk(test, phone) == []
-    assert "a delivery could not be noted: No space left" in caplog.text
-    assert caplog.text.count("There is no channel 'nowhere': its answer is shown nowhere") == 1
+    assert "a delivery could not be recorded: No space left" in caplog.text
+    assert caplog.text.count("There is no channel 'nowhere': the answer for it is dropped") == 1
 
 
 def test_a_channel_that_fails_stops_no_other_and_one_that_hangs_does_not_hold_the_end(caplog):
@@ -136,7 +136,7 @@ def test_a_channel_that_fails_stops_no_other_and_one_that_hangs_does_not_hold_th
     other = Talk("other", "hi")
     talk(test, Deaf("deaf"), other)
     assert other.ended
-    assert "deaf: nobody listens there any more: no such host" in caplog.text
+    assert "deaf: the channel has stopped listening: no such host" in caplog.text
 
 
 def test_who_may_write():
@@ -147,7 +147,7 @@ def test_who_may_write():
 
 # ---- What came from a model is made harmless ----
 
-ASKED = "Run it? [y/n/always] (always: every later exec, until the program ends) "
+ASKED = "Run it? [y/n/always] (always: allow every exec until the program ends) "
 
 
 @pytest.mark.parametrize(("text", "shown"), [
@@ -458,7 +458,7 @@ def test_a_question_from_beside_the_turn_is_answered_or_refused_and_a_given_up_o
         with pytest.raises(KeyboardInterrupt):
             background.complete(never_answered())
         late = asyncio.run_coroutine_threadsafe(background.ask("more? "), background.loop)
-        with pytest.raises(NobodyToAsk, match="no turn is waited for"):
+        with pytest.raises(NobodyToAsk, match="does not wait for a turn"):
             late.result(timeout=10)
         answered, refused = background.complete(outcomes())
     assert (answered, str(refused)) == ("one", "Nobody can be asked: the turn has ended.")
@@ -814,7 +814,7 @@ async def test_a_rival_a_webhook_and_an_outage_are_told_once_and_waited_for(serv
             assert desk.naps == [77]
         else:
             assert desk.naps == [10] * len(refusals)
-        hint = "Another program asks for this bot's messages" if rival in refusals else "It is tried again"
+        hint = "Another program asks for this bot's messages" if rival in refusals else "The request is retried"
         assert [hint in line for line in caplog.messages] == [True]
     server.webhook = "https://elsewhere"
     for text in ("three", "four"):
@@ -1073,11 +1073,11 @@ def test_when_an_expression_comes_next(expr, after, expected):
     ("", "has 0 fields instead of five: minute, hour"),
     ("60 * * * *", "minute: '60' is not within 0-59"),
     ("* * * * 8", "day of week: '8' is not within 0-7"),
-    ("* * * mon *", "month: 'mon' is none of"),
+    ("* * * mon *", "month: 'mon' is not like"),
     ("*/0 * * * *", "minute: './0' is not within 0-59"),
     ("0 22-2 * * *", "hour: '22-2' is not within 0-23; 22-2 is written as 22-23,0-2"),
-    ("5/15 * * * *", "minute: '5/15' is none of"),
-    ("١ * * * *", "minute: '١' is none of"),
+    ("5/15 * * * *", "minute: '5/15' is not like"),
+    ("١ * * * *", "minute: '١' is not like"),
 ])  # fmt: skip
 def test_a_bad_expression_says_what_is_wrong(expr, complaint):
     with pytest.raises(ValueError, match=complaint):
@@ -1307,10 +1307,10 @@ def test_rows_written_by_hand_run_odd_ones_are_told_once_and_all_are_kept(tmp_pa
     rows = office.rows()
     assert rows[: len(odd)] == odd and (rows[-1]["colour"], rows[-1]["runs"]) == ("red", [7])
     assert caplog.text.count("is no job") == len(odd)
-    assert "cron: {'id': 's1', 'every_seconds': -1} is no job: it does not say when" in caplog.messages
+    assert "cron: {'id': 's1', 'every_seconds': -1} is no job: it does not say when to run" in caplog.messages
     assert office.cron("list").startswith("1 · every 60 s · next ")
     assert office.cron("remove", job_id="1") == "Removed job 1."
-    with pytest.raises(CronError, match="There is no job ''. Those that can be removed: x, s1,"):
+    with pytest.raises(CronError, match="There is no job ''. Jobs that can be removed: x, s1,"):
         office.cron("remove")
     assert office.rows() == odd
 
@@ -1419,7 +1419,7 @@ def test_a_disk_that_refuses_makes_nothing_run_twice(tmp_path, caplog):
     temporary.mkdir()  # no file can be written there
     drinks = [("drink", f"21 12:0{minute}:00") for minute in range(1, 5)]
     assert office.pass_time(120) == [drinks[0], ("once", "21 12:01:00"), drinks[1]]
-    assert f"cron: the run of {once} cannot be noted: " in caplog.text
+    assert f"cron: the run of {once} cannot be recorded: " in caplog.text
     temporary.rmdir()
     assert office.pass_time(120) == drinks[2:]
 
@@ -1476,7 +1476,7 @@ def test_a_kill_between_any_two_steps_of_writing_leaves_all_or_nothing(tmp_path)
 @pytest.mark.parametrize(("arguments", "complaint"), [
     ({"message": " ", "every_seconds": 60}, "message is empty"),
     ({"message": "x", "every_seconds": 60, "at": "2026-12-01"}, "exactly one of"),
-    ({"message": "x", "every_seconds": -5}, "it does not say when"),
+    ({"message": "x", "every_seconds": -5}, "it does not say when to run"),
     ({"message": "x", "every_seconds": 10**15}, "No job was made"),
     ({"message": "x", "cron_expr": "0 9 * * *", "tz": "Mars/Olympus"}, "no time zone 'Mars/Olympus'"),
     ({"message": "x", "at": "2026-12-01", "tz": "../etc/passwd"}, "no time zone"),
@@ -1511,9 +1511,9 @@ def test_the_tool_removes_and_makes_no_job_in_a_job(tmp_path):
     assert office.cron("list") == "There are no jobs."
     id = office.add("water the plants", cron_expr="0 9 * * *")
     in_a_job = SimpleNamespace(channel="cron", chat_id=id)
-    with pytest.raises(CronError, match="A job that runs adds no others"):
+    with pytest.raises(CronError, match="A running job cannot add jobs"):
         office.service.cron("add", "more", every_seconds=60, turn=in_a_job)
-    with pytest.raises(CronError, match=f"no job 'x'. Those that can be removed: {id}."):
+    with pytest.raises(CronError, match=f"no job 'x'. Jobs that can be removed: {id}."):
         office.cron("remove", job_id="x")
     assert office.service.cron("remove", job_id=id, turn=in_a_job) == f"Removed job {id}."
     assert office.rows() == []

@@ -141,10 +141,10 @@ def test_the_answer_alone_goes_to_stdout_and_all_else_to_stderr(own_home, script
 
 
 def test_what_stands_beside_the_answer_can_be_switched_off(own_home):
-    quiet = settings(own_home, channels={"sendProgress": False, "sendToolHints": False})
-    with FakeLLM([LOOK, "Here it is."]) as server:
-        _, _, err = nanobot("-m", "look", *quiet, server=server)
-    assert "Let me look." not in err and "list_dir" not in err
+    for key, left in (("sendProgress", "list_dir()"), ("sendToolHints", "Let me look.")):
+        with FakeLLM([LOOK, "Here it is."]) as server:
+            err = nanobot("-m", "look", *settings(own_home, channels={key: False}), server=server)[2]
+        assert [shown for shown in ("Let me look.", "list_dir()") if shown in err] == [left]
 
 
 def test_without_a_key_it_says_so_and_asks_the_offline_model_which_can_be_wanted(own_home):
@@ -245,7 +245,7 @@ def test_a_one_shot_waits_for_its_helpers_and_tells_what_they_found(own_home):
         ([], 2, ["-m TEXT", "standard input"]),
         (["--offline", "-m", " "], 2, ["-m TEXT"]),
         (["agent", "--app"], 2, ["usage:", "unrecognized arguments: --app"]),
-        (["web", "--offline", "--no-open", "--port", "80000"], 1, ["Port 80000", "Name another"]),
+        (["web", "--offline", "--no-open", "--port", "80000"], 1, ["Port 80000", "Try another"]),
         (["agent", "--provider", "anthropic", "-m", "x"], 1, ["has no key: set ANTHROPIC_API_KEY"]),
         (["cron", "add"], 2, ["'add'", "list", "remove"]),
         (["replay"], 2, ["FILE"]),
@@ -774,7 +774,8 @@ class Gateway:
         bot = {"allowFrom": [7, *range(100, 120)]}
         if telegram:
             bot |= {"token": telegram.token, "apiBase": telegram.base_url}
-        config = settings(home, **{"channels": {"sendToolHints": hints, "telegram": bot}} | sections)
+        shown = {"sendToolHints": hints, "sendProgress": hints}
+        config = settings(home, **{"channels": {**shown, "telegram": bot}} | sections)
         self.log = home / "gateway.log"
         with open(self.log, "a") as log:
             self.process = start("gateway", *config, *flags, server=server, stderr=log, program=program,
@@ -811,7 +812,8 @@ sys.exit(nanobot.main())
 def test_a_gateway_answers_lets_others_look_survives_its_terminal_and_ends_whatever_hangs(own_home):
     def script(body):
         text = str(body["messages"][-1]["content"])
-        return call("stay") if text.endswith("stay") else f"to {text.split()[-1]}"
+        stay = Reply("I stay.", [call("stay")], "tool_calls")
+        return stay if text.endswith("stay") else f"to {text.split()[-1]}"
 
     with FakeTelegram() as telegram, FakeLLM(script) as server:
         stubborn = [sys.executable, "-c", WITH_A_STUBBORN_TOOL]
@@ -820,13 +822,13 @@ def test_a_gateway_answers_lets_others_look_survives_its_terminal_and_ends_whate
         telegram.wait_until(lambda: telegram.texts() == ["to hello"])
         gateway.process.send_signal(signal.SIGHUP)
         status, _, err = nanobot("gateway", server=server)
-        assert status == 1 and "A gateway or a page serves" in err
+        assert status == 1 and "A gateway or a page already serves" in err
         assert "dream" in nanobot("cron")[1] and nanobot("status", "--offline")[0] == 0
         telegram.say("stay")
-        telegram.wait_until(lambda: telegram.texts() == ["to hello", "stay()"])
+        telegram.wait_until(lambda: telegram.texts() == ["to hello", "I stay.", "stay()"])
         assert gateway.end() < 10
     said = [line["content"] for line in journal(own_home, "telegram%3A7")]
-    assert (gateway.process.returncode, said) == (0, ["hello", "to hello", "stay", None])
+    assert (gateway.process.returncode, said) == (0, ["hello", "to hello", "stay", "I stay."])
     log = gateway.log.read_text()
     assert telegram.token not in log and "Traceback" not in log and "iteration 1" not in log
     stamp = r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO nanobot.gateway: "
@@ -885,7 +887,8 @@ def test_a_gateway_writes_to_chats_with_a_tool_and_beats_for_what_stands_in_a_fi
         if "HEARTBEAT.md" in str(last["content"]):
             beats.append(last["content"])
             return BOOM if len(beats) > 1 else "nothing is due"
-        return call("message", content="from the tool") if last["role"] == "user" else "and that is all"
+        writes = Reply("I write.", [call("message", content="from the tool")], "tool_calls")
+        return writes if last["role"] == "user" else "and that is all"
 
     times = {"agents": {"defaults": {"dream": {"intervalH": 5}}}, "gateway": {"heartbeat": {"intervalS": 1}}}
     with FakeTelegram() as telegram, FakeLLM(script) as server:
@@ -896,7 +899,7 @@ def test_a_gateway_writes_to_chats_with_a_tool_and_beats_for_what_stands_in_a_fi
         gateway.end()
     rows = json.loads((workspace / "cron" / "jobs.json").read_text())["jobs"]
     assert {row["id"]: row["every_seconds"] for row in rows} == {"dream": 18_000, "heartbeat": 1}
-    assert "It is time for what stands in HEARTBEAT.md." in beats[0] and beats[0].endswith("water the plants")
+    assert "It is time for the tasks in HEARTBEAT.md." in beats[0] and beats[0].endswith("water the plants")
     assert "serving telegram, cron" in gateway.log.read_text()
 
 
@@ -983,7 +986,7 @@ def test_settings_that_are_not_json_are_said_to_be_json(own_home, ending):
     file.parent.mkdir()
     file.write_text("agents: {}")
     status, _, err = nanobot("--offline", "-m", "x")
-    assert status == 1 and f"{file} is not read: settings are JSON, in {file.with_suffix('.json')}." in err
+    assert status == 1 and f"{file} is not read: the settings must be JSON, in {file.with_suffix('.json')}." in err
     status, _, err = nanobot("--offline", "-m", "x", "--config", str(file))
     assert status == 1 and f"{file} is not JSON: " in err
 

@@ -3,90 +3,19 @@
 A gateway is a process of its own; the test is its channel, and sends again what was not confirmed.
 """
 
-import asyncio
 import contextlib
 import itertools
-import os
 import random
 import re
-import signal
-import sys
 from collections import Counter, defaultdict
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from channels import Channel, InboundMessage, MessageBus
 from conftest import FORKS, fork
 from memory import MemoryStore, SessionManager
-from test_memory import CHAT, Model, call, contents, history_of, keeping, lines_of, loaded
-from test_memory import make_loop, no_network, posix, said, told, tokens_in  # noqa: F401
-from tools import tool
-
-
-def die_at_write(workspace: Path, moment: int) -> None:
-    """`kill -9` before the process writes to, renames or removes its `moment`th file; 0: never."""
-    writes = itertools.count(1)
-
-    def look(event: str, arguments: tuple) -> None:
-        is_write = event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
-        is_ours = is_write and str(workspace) in str(arguments[0]) and ".lock" not in str(arguments[0])
-        if (is_ours or event in ("os.rename", "os.remove")) and next(writes) == moment:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    if moment:
-        sys.addaudithook(look)
-
-
-class Wire(Channel):
-    name = "desk"
-
-    async def start(self, bus):
-        here, arrived = asyncio.get_running_loop(), asyncio.Queue()
-        here.add_reader(self.pipe.fileno(), lambda: arrived.put_nowait(self.pipe.recv()))
-        while True:
-            number, text = await arrived.get()
-            await bus.publish(InboundMessage("desk", "7", "1", text, message_id=f"id-{number}"))
-            self.pipe.send(("confirmed", number))
-
-    async def send(self, message):
-        if message.kind == "final":
-            self.pipe.send(("sent", message.content))
-
-
-def gateway(workspace: Path, pipe, seed: int, moment: int, window: int) -> None:
-    """Answers all that it sees and nobody has answered, with random steps before it."""
-    dice = random.Random(seed)
-
-    async def talk(request):
-        asked = tokens_in(said(request.messages))
-        pipe.send(("asked", asked))
-        is_first = request.messages[-1]["role"] == "user"
-        if dice.random() < 0.5 if seed else is_first and "<go.on>" not in asked:
-            return call("work", times=dice.choice([0, 1, 3, 20]) if seed else -1)
-        answers = " ".join(str(m["content"]) for m in request.messages if m["role"] == "assistant")
-        return " ".join(token for token in asked if token not in answers) or "nothing is open"
-
-    @tool
-    async def work(times: int) -> str:
-        """Work."""
-        pipe.send(("works", times))
-        files = [SessionManager(workspace).path(CHAT), SessionManager(workspace).inbox(CHAT).path]
-        while times < 0 and not any(file.exists() and b"<b>" in file.read_bytes() for file in files):
-            await asyncio.sleep(0.001)
-        await asyncio.sleep(times / 1_000)
-        return "worked"
-
-    async def serve() -> None:
-        bus, wire = MessageBus(), Wire()
-        wire.pipe = pipe
-        bus.open(wire)
-        model = Model(talk, keeping(r"user: (<[\w.]+>)"))
-        await make_loop(workspace, model, work, memory_window=window).run(bus)
-
-    die_at_write(workspace, moment)
-    asyncio.run(serve())
+from test_memory import CHAT, contents, gateway, history_of, lines_of, loaded
+from test_memory import no_network, posix, said, told, tokens_in  # noqa: F401
 
 
 class Line:
@@ -118,15 +47,12 @@ class Line:
                 return True
         return False
 
-    def until(self, condition) -> bool:
-        """False if the gateway ended before it was so."""
-        while not condition():
+    def until(self, words: str, kind: str = "sent") -> bool:
+        """False if the gateway ended before they were heard."""
+        while words not in str(self.heard[kind]):
             if not self.hear(0.2) and not self.process.is_alive() and not self.hear(0):
-                return condition()
+                return words in str(self.heard[kind])
         return True
-
-    def has_sent(self, words: str) -> bool:
-        return words in str(self.heard["sent"])
 
     def kill(self) -> None:
         self.process.kill()
@@ -157,8 +83,8 @@ class Line:
         assert sorted([*moved, *left]) == sorted(tokens) and len(facts) == len(set(facts)), "each moved once"
 
 
-# What is said, and what is sent when it is done; the tool works until `<b>` is there.
-LIFE = [("<a>", None), ("<b>", "<b>"), ("/new", "A new session"), ("<c>", "<c>"), ("<go.on>", "<go.on>")]
+# What is said, and what is heard when it is done; the tool works until `<b>` is there.
+LIFE = [("<a>", "-1", "works"), ("<b>", "<b>"), ("/new", "A new session"), ("<c>", "<c>"), ("<go.on>", "<go.on>")]
 
 
 @posix
@@ -172,26 +98,19 @@ def test_kill_9_before_any_write_of_a_message_s_life_loses_and_doubles_nothing(t
         line.start(moment=moment)
         was_killed = False
         with told(f"killed before write {moment}"):
-            for text, sign in LIFE:
+            for text, *sign in LIFE:
                 line.say(text)
-                done = partial(line.has_sent, sign) if sign else lambda line=line: line.heard["works"]
-                if not was_killed and not line.until(done):
+                if not was_killed and not line.until(*sign):
                     was_killed = True
                     line.kill()
                     line.start()
-            assert line.until(partial(line.has_sent, "<go.on>"))
+            assert line.until("<go.on>")
             line.kill()
             line.check()
             assert window == 2 or not {"<a>", "<b>"} & set(line.heard["asked"][-1]), "/new was done"
         if not was_killed:
             break
     assert moment > 30
-
-
-def tokens_of_ended_turns(workspace: Path) -> set[str]:
-    text = SessionManager(workspace).path(CHAT).read_text()
-    turns = re.split(r'\n(?={"n": \d+, "role": "assistant", "content": ")', text)
-    return {token for turn in turns for token in tokens_in(turn) if '"mark": "ended"' in turn}
 
 
 @posix
@@ -210,7 +129,9 @@ def test_whatever_comes_when_each_message_is_seen_in_order_and_answered_once(tmp
     line.start(seed=seed)
     for text in ("<end.1>", "<end.2>", "<end.3>", "<end.4>", "<end.5>"):
         line.say(text)
-        assert line.until(partial(line.has_sent, text))
-    line.until(lambda: history_of(tmp_path))
+        assert line.until(text)
+    while not history_of(tmp_path):
+        line.hear(0.2)
     line.kill()
-    line.check(tokens_of_ended_turns(tmp_path))
+    turns = re.split(r'\n(?={"n": \d+, "role": "assistant", "content": ")', loaded(tmp_path, CHAT).path.read_text())
+    line.check({token for turn in turns for token in tokens_in(turn) if '"mark": "ended"' in turn})

@@ -19,13 +19,13 @@ from pathlib import Path
 
 import pytest
 
-from channels import InboundMessage
+from channels import Channel, InboundMessage, MessageBus
 from chats import DOWN, Chats, Gate, Model, serve_chats, waiting_tool
 from memory import Governed, Inbox, MemoryRepository, MemoryStore, Session, SessionBusy, SessionManager
 from memory import SkillsLoader, TokenCounter, estimate
 from nanobot import AgentLoop, Config, JobRunner
 from providers import LLMProvider, LLMResponse, OfflineProvider, ToolCallRequest, legal
-from tools import FILE_TOOLS, Tool, ToolRegistry
+from tools import FILE_TOOLS, Tool, ToolRegistry, tool
 
 ROOT = Path(__file__).parent.parent
 DATA = Path(__file__).parent / "data"
@@ -42,10 +42,6 @@ def no_network(monkeypatch):
 
 
 # ---- What the tests say and look at ----
-
-
-def titles(table: list[tuple]) -> list[str]:
-    return [row[0] for row in table]
 
 
 def user(text: str, **more: object) -> dict:
@@ -377,7 +373,7 @@ ODD_LINES = [
 ]
 
 
-@pytest.mark.parametrize(("what", "line"), ODD_LINES, ids=titles(ODD_LINES))
+@pytest.mark.parametrize(("what", "line"), ODD_LINES)
 def test_a_line_that_is_no_message_is_skipped_put_aside_once_and_told(tmp_path, caplog, what, line):
     """Fault 6: one such line made every later turn fail."""
     loop = make_loop(tmp_path, Model())
@@ -415,7 +411,7 @@ MARKS = [
 ]
 
 
-@pytest.mark.parametrize(("law", "mark", "saved", "left"), MARKS, ids=titles(MARKS))
+@pytest.mark.parametrize(("law", "mark", "saved", "left"), MARKS)
 def test_marks(tmp_path, law, mark, saved, left):
     session = loaded(tmp_path)
     session.append(user("a"), answer("b"))
@@ -460,13 +456,13 @@ GAPS = [
     ("what has no answer, too", [user("a"), "it was stopped", user("c", runtime="It is Monday")],
      ["a", "[the message above was not answered: it was stopped]\n\nIt is Monday\n\nc"]),
     ("/continue goes on where an answer stops", [user("a"), answer("b", cut="it was stopped")],
-     ["a", "b", "[the answer above broke off: it was stopped] Go on where it stops."]),
+     ["a", "b", "[the answer above broke off: it was stopped] Go on where the answer stops."]),
     ("a rest without its question is left out", [answer("b"), result("c1", "x"), user("c")], ["c"]),
     ("two messages wait for one answer", [user("a"), user("b"), answer("to both")], ["a", "b", "to both"]),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("law", "lines", "sent"), GAPS, ids=titles(GAPS))
+@pytest.mark.parametrize(("law", "lines", "sent"), GAPS)
 def test_what_is_sent_of_a_conversation(tmp_path, law, lines, sent):
     session = loaded(tmp_path)
     for line in lines:
@@ -656,7 +652,6 @@ def test_windows_has_a_lock_too(tmp_path):
 
 
 # ---- Turns that were killed, stopped or failed ----
-# The life of a chat message, killed before each of its writes, is in test_long_run.py.
 
 OPEN_TURNS = [
     ("a question without an answer", [], 0, 0, ["Fine."]),
@@ -670,7 +665,7 @@ OPEN_TURNS = [
 ]
 
 
-@pytest.mark.parametrize(("what", "lines", "resumes", "hours", "sent"), OPEN_TURNS, ids=titles(OPEN_TURNS))
+@pytest.mark.parametrize(("what", "lines", "resumes", "hours", "sent"), OPEN_TURNS)
 def test_what_the_next_gateway_does_with_a_killed_turn(tmp_path, what, lines, resumes, hours, sent):
     session = loaded(tmp_path, CHAT)
     session.append(user("<q>"), *lines)
@@ -771,7 +766,7 @@ FAILURES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("what", "reply", "told_text"), FAILURES, ids=titles(FAILURES))
+@pytest.mark.parametrize(("what", "reply", "told_text"), FAILURES)
 def test_a_turn_that_fails_is_told_once_and_not_begun_again(tmp_path, what, reply, told_text):
     model = Model(reply)
     assert chat(tmp_path, model, "<q>") == [told_text]
@@ -1011,7 +1006,7 @@ ANSWERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("law", "replies", "asks", "entry"), ANSWERS, ids=titles(ANSWERS))
+@pytest.mark.parametrize(("law", "replies", "asks", "entry"), ANSWERS)
 def test_whatever_the_model_says_nothing_is_lost(tmp_path, law, replies, asks, entry):
     rest = iter(replies)
     model = Model(save=lambda _: next(rest))
@@ -1231,7 +1226,7 @@ FACTS = [
 ]
 
 
-@pytest.mark.parametrize(("law", "before", "new", "after"), FACTS, ids=titles(FACTS))
+@pytest.mark.parametrize(("law", "before", "new", "after"), FACTS)
 def test_memory_md(tmp_path, law, before, new, after):
     memory = MemoryStore(tmp_path)
     memory.folder.mkdir()
@@ -1366,7 +1361,7 @@ def test_three_failures_in_a_row_skip_the_entries_and_an_endpoint_that_is_down_n
     loop = dreamer(home, found="What a nice day.")
     told_texts = say(loop, *["/dream"] * 3)
     assert [text.split(".")[0] for text in told_texts[:2]] == ["The dream failed"] * 2
-    assert told_texts[2].startswith("Dreamt about 3 entries") and "these are skipped" in caplog.text
+    assert told_texts[2].startswith("Dreamt about 3 entries") and "these entries are skipped" in caplog.text
 
 
 def test_a_batch_is_20_entries_or_half_the_budget_and_whatever_its_size_it_fits(home, monkeypatch):
@@ -1450,7 +1445,7 @@ def test_what_a_dream_changed_is_undone_to_the_byte_with_modes_kept(home, name):
     assert repository.restore() == f"Undone: {changes} change{'s' * (changes > 1)}."
     assert (path.read_bytes(), path.stat().st_mode & 0o777) == (before, 0o600)
     assert soul.read_text() == "later\n", "what came later stays"
-    assert "what it did is undone already" in repository.restore()
+    assert "the commit is undone already" in repository.restore()
 
 
 def test_what_a_dream_wrote_is_gone_when_it_is_undone_and_not_dreamt_again(home):
@@ -1737,3 +1732,69 @@ def test_a_conversation_of_2000_turns_forgets_nothing_and_what_is_sent_does_not_
     session = loaded(tmp_path)
     assert session.saved > 4 * (turns - 70) and "green" not in str(session.history())
     assert len([line for line in lines_of(session.path) if "role" in line]) == 4 * turns
+
+
+# ---- A gateway that test_long_run.py kills ----
+
+
+def die_at_write(workspace: Path, moment: int) -> None:
+    """`kill -9` before the process writes to, renames or removes its `moment`th file; 0: never."""
+    writes = itertools.count(1)
+
+    def look(event: str, arguments: tuple) -> None:
+        is_write = event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+        is_ours = is_write and str(workspace) in str(arguments[0]) and ".lock" not in str(arguments[0])
+        if (is_ours or event in ("os.rename", "os.remove")) and next(writes) == moment:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(look)
+
+
+class Wire(Channel):
+    name = "desk"
+
+    async def start(self, bus):
+        here, arrived = asyncio.get_running_loop(), asyncio.Queue()
+        here.add_reader(self.pipe.fileno(), lambda: arrived.put_nowait(self.pipe.recv()))
+        while True:
+            number, text = await arrived.get()
+            await bus.publish(InboundMessage("desk", "7", "1", text, message_id=f"id-{number}"))
+            self.pipe.send(("confirmed", number))
+
+    async def send(self, message):
+        if message.kind == "final":
+            self.pipe.send(("sent", message.content))
+
+
+def gateway(workspace: Path, pipe, seed: int, moment: int, window: int) -> None:
+    """Answers all that it sees and nobody has answered, with random steps before it."""
+    dice = random.Random(seed)
+
+    async def talk(request):
+        asked = tokens_in(said(request.messages))
+        pipe.send(("asked", asked))
+        is_first = request.messages[-1]["role"] == "user"
+        if dice.random() < 0.5 if seed else is_first and "<go.on>" not in asked:
+            return call("work", times=dice.choice([0, 1, 3, 20]) if seed else -1)
+        answers = " ".join(str(m["content"]) for m in request.messages if m["role"] == "assistant")
+        return " ".join(token for token in asked if token not in answers) or "nothing is open"
+
+    @tool
+    async def work(times: int) -> str:
+        """Work."""
+        pipe.send(("works", times))
+        files = [SessionManager(workspace).path(CHAT), SessionManager(workspace).inbox(CHAT).path]
+        while times < 0 and not any(file.exists() and b"<b>" in file.read_bytes() for file in files):
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(times / 1_000)
+        return "worked"
+
+    async def serve() -> None:
+        bus, wire = MessageBus(), Wire()
+        wire.pipe = pipe
+        bus.open(wire)
+        model = Model(talk, keeping(r"user: (<[\w.]+>)"))
+        await make_loop(workspace, model, work, memory_window=window).run(bus)
+
+    die_at_write(workspace, moment)
+    asyncio.run(serve())

@@ -155,7 +155,7 @@ def test_a_key_never_goes_to_another_rows_host(name):
 
 
 @pytest.mark.parametrize(("wanted", "said_of_it"), [
-    ({"provider": "opnai"}, "There is no provider 'opnai'. There are: openai, openrouter, .*, offline.$"),
+    ({"provider": "opnai"}, "There is no provider 'opnai'. There are: openai, openrouter, .*, offline, human.$"),
     ({"provider": "custom"}, "Provider custom needs an address with http:// or https://, not ''. Set its apiBase, or --base-url.$"),
     ({"base_url": "localhost:8000/v1"}, "an address with http:// or https://, not 'localhost:8000/v1'"),
     ({"base_url": "http://"}, "needs an address with http://"),

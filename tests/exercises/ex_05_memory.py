@@ -5,7 +5,8 @@ Goal: after `/new` the model no longer gets the old conversation; what it still 
       knows in the next conversation that the user is called Ada, and still knows what it knew before.
 Read: memory.py:Consolidator, memory.py:MemoryStore, templates/consolidate.md
 Hint: `prompt` is the whole text that the model is asked with: today's MEMORY.md below a line `# MEMORY.md`, the conversation
-      below `# Conversation`. history_entry says what happened; memory_update is the complete new text of MEMORY.md.
+      below `# Conversation`. Two keys count here: history_entry says in a line what happened, memory_update is the complete
+      new text of MEMORY.md, with facts only. Leave out the time and the summary that the template also asks for.
 """
 
 

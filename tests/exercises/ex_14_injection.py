@@ -1,10 +1,11 @@
 """★★★ Resisting a prompt injection
 
-Goal: a file says "ignore the user and run …", and the model believes it. No prompt helps for sure; a hook does: once a turn has
-      read something, a call that writes or executes runs only if what it names stands in the user's own message.
+Goal: a file says "ignore the user and run …", and the model believes it. No prompt helps for sure; a hook does. Before a turn
+      has a tool result, every call runs. After that deny each call of write_file, edit_file and exec, unless its path or
+      command stands in the message with which the user began this turn.
 Read: nanobot.py:ApprovalHook, nanobot.py:is_read_only, NOTES.md "What the guard-rails do not stop"
 Hint: keep the context of `before_iteration`: its messages show what was read (role tool) and what the user said last (role
-      user). What a call names: `path` of write_file and edit_file, `command` of exec.
+      user). The path is call.arguments["path"] for write_file and edit_file; exec has "command".
 """
 
 from nanobot import AgentHook

@@ -3,8 +3,11 @@ import asyncio
 from grading import check, exercise
 
 from nanobot import AgentRunner, AgentRunSpec
-from providers import ScriptedProvider, ToolCallRequest, legal
+from providers import ScriptedProvider, ToolCallRequest
 from tools import ToolRegistry, tool
+
+LOOK = "nanobot.py:AgentRunner._act"
+QUESTION = {"role": "user", "content": "Square 2, 3 and 4."}
 
 
 @tool(read_only=True)
@@ -13,30 +16,38 @@ def square(number: int) -> str:
     return str(number * number)
 
 
-def script():
-    """Two calls side by side, one more, then the answer."""
-    calls = [ToolCallRequest(f"c{n}", "square", {"number": n}) for n in (2, 3, 4)]
-    return ScriptedProvider([calls[:2], [calls[2]], "4, 9 and 16."])
+class Script(ScriptedProvider):
+    """Two calls side by side, one more, then the answer. Notes the roles of what it is really given: `legal` drops
+    a result without a call."""
 
+    def __init__(self):
+        calls = [ToolCallRequest(f"c{n}", "square", {"number": n}) for n in (2, 3, 4)]
+        super().__init__([calls[:2], [calls[2]], "4, 9 and 16."])
+        self.roles = []
 
-def conversation():
-    return [{"role": "user", "content": "Square 2, 3 and 4."}]
+    async def chat(self, messages, *arguments, **options):
+        for message in messages:
+            check(isinstance(message, dict), "each message is a dict: response.to_message() makes one of an answer", message, LOOK)
+            is_text = isinstance(message.get("content"), str | None)
+            check(is_text, "each message's content is a text: a result has it in `result.text`", message.get("content"), LOOK)
+        self.roles.append([message["role"] for message in messages])
+        ends = "a loop that ends: yours has asked 20 times, and the script has three answers. When does it return?"
+        check(len(self.roles) < 20, ends, look="nanobot.py:AgentRunner.run")
+        return await super().chat(messages, *arguments, **options)
 
 
 def test_the_loop():
-    solution, registry, look = exercise("01_loop"), ToolRegistry([square]), "nanobot.py:AgentRunner._act"
-    spec = AgentRunSpec(conversation(), registry)
-    theirs = asyncio.run(AgentRunner(script()).run(spec))
-    provider, messages = script(), conversation()
-    answer = asyncio.run(solution.ask(provider, registry, messages))
+    ask, registry, theirs = exercise("01_loop", "ask"), ToolRegistry([square]), Script()
+    asyncio.run(AgentRunner(theirs).run(AgentRunSpec([QUESTION], registry)))
+    provider, messages = Script(), [QUESTION]
+    answer = asyncio.run(ask(provider, registry, messages))
+    for number, (seen, right) in enumerate(zip(provider.roles, theirs.roles, strict=False), 1):
+        without = [role for role in right if role != "assistant"]
+        why = ": results mean nothing without the answer that has their calls" if seen == without else ""
+        check(seen == right, f"request {number} with the messages {right}{why}", seen, LOOK)
+    check(len(provider.roles) == 3, "three requests to the model", len(provider.roles), "nanobot.py:verdict")
     check(answer == "4, 9 and 16.", 'the text of the last answer, "4, 9 and 16."', answer, "nanobot.py:AgentRunner.run")
-    for number, request in enumerate(provider.requests, 1):
-        seen = [message["role"] for message in request.messages]
-        right = [message["role"] for message in legal(theirs.messages)][: len(seen)]
-        check(seen == right, f"request {number} with the messages {right}", seen, look)
     results = {m.get("tool_call_id"): m["content"] for m in messages if m["role"] == "tool"}
-    right = {"c2": "4", "c3": "9", "c4": "16"}
-    check(results == right, f"each result under the id of its call: {right}", results, look)
-    check(len(provider.requests) == 3, "three requests to the model", len(provider.requests), "nanobot.py:verdict")
-    check(messages[-1].get("content") == answer, "the answer as the last message of `messages`", messages[-1],
-          "nanobot.py:AgentRunner._finish")  # fmt: skip
+    check(results == {"c2": "4", "c3": "9", "c4": "16"}, "each result under the id of its call: 4 under c2 …", results, LOOK)
+    is_last = isinstance(messages[-1], dict) and messages[-1].get("content") == answer
+    check(is_last, "the answer as the last message of `messages`", messages[-1], "nanobot.py:AgentRunner._finish")

@@ -55,7 +55,7 @@ def problem_with(messages):
 
 
 def test_300_damaged_histories():
-    lawful = exercise("03_history").lawful
+    lawful = exercise("03_history", "lawful")
     for seed in range(300):
         messages = damaged(random.Random(seed))
         before = copy.deepcopy(messages)

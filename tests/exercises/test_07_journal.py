@@ -31,7 +31,7 @@ JOURNALS = [
 
 
 def test_journals_that_were_written_by_hand():
-    explain = exercise("07_journal").explain
+    explain = exercise("07_journal", "explain")
     for journal, right in JOURNALS:
         shown = "\n          ".join(json.dumps(each) for each in journal[-3:])
         check(explain(journal) == right, f'"{right}" for a journal that ends with\n          {shown}', explain(journal), LOOK)
@@ -59,7 +59,7 @@ asyncio.run(loop.process_direct("Wait."))
 
 
 def test_a_real_kill(folder):
-    explain = exercise("07_journal").explain
+    explain = exercise("07_journal", "explain")
     config = settings(folder)
     command = [sys.executable, "-c", AGENT, str(ROOT), str(config.path)]
     agent = subprocess.Popen(command, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)

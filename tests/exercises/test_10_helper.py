@@ -1,7 +1,6 @@
-import asyncio
 import re
 
-from grading import check, exercise, settings
+from grading import check, exercise, result_of, settings
 
 from nanobot import AgentLoop
 from providers import LLMProvider, LLMResponse, ToolCallRequest
@@ -36,22 +35,20 @@ class Models(LLMProvider):
         return LLMResponse(f"The helper says: {last['content']}")
 
 
-async def ask(folder, spawn):
+def ask(folder, spawn):
     config = settings(folder)
     config.cwd = folder
     model = Models(spawn)
     loop = AgentLoop(config, model)
-    result = await loop.process_direct("How many lines does notes.txt have?")
-    await loop.close()
-    return result.final_content, model.tasks
+    return result_of(loop, "How many lines does notes.txt have?").final_content, model.tasks
 
 
 def test_the_helper(folder):
     (folder / "notes.txt").write_text("one\ntwo\nthree\n")
-    spawn = exercise("10_helper").SPAWN
+    spawn = exercise("10_helper", "SPAWN")
     if not spawn:
         raise NotImplementedError("write SPAWN in ex_10_helper.py")
-    answer, tasks = asyncio.run(ask(folder, spawn))
+    answer, tasks = ask(folder, spawn)
     check(bool(tasks), "a call of spawn that passes its check", answer, LOOK)
     check("Which file" not in answer, "a task that names the file: the helper sees nothing else", spawn, "templates/subagent.md")
     check("is at work" not in answer, "an answer with the helper's result in it: wait for it", answer, LOOK)

@@ -11,18 +11,12 @@ from nanobot import AgentLoop
 LOOK = "channels.py:CronService"
 
 
-async def add(folder, arguments):
+async def use(folder, arguments):
+    """The result of a call of `cron` in an agent that was just started."""
     loop = AgentLoop(settings(folder))
     result = await loop.tools.execute("cron", arguments, loop.turn("cli:direct"))
     await loop.close()
     return result
-
-
-async def listed(folder):
-    loop = AgentLoop(settings(folder))
-    result = await loop.tools.execute("cron", {"action": "list"}, loop.turn("cli:direct"))
-    await loop.close()
-    return result.text
 
 
 def runs(row, begin, days):
@@ -37,12 +31,13 @@ def runs(row, begin, days):
 
 
 def test_the_job(folder):
-    arguments = exercise("11_job").CRON
+    arguments = exercise("11_job", "CRON")
     if not arguments:
         raise NotImplementedError("write CRON in ex_11_job.py")
-    result = asyncio.run(add(folder, arguments))
+    result = asyncio.run(use(folder, arguments))
     check(not result.is_error, "a job that is taken", result.text, LOOK)
-    check("plants" in asyncio.run(listed(folder)), "the job in the list after a restart", asyncio.run(listed(folder)), LOOK)
+    listed = asyncio.run(use(folder, {"action": "list"})).text
+    check("plants" in listed, "the job in the list after a restart", listed, LOOK)
     row = json.loads((folder / "home" / "cron" / "jobs.json").read_text(encoding="utf-8"))["jobs"][0]
     for month in (1, 7):
         begin = datetime(2027, month, 4, tzinfo=ZoneInfo("UTC"))  # a Monday

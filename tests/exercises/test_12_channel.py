@@ -58,10 +58,10 @@ async def talk(folder, channel):
 
 
 def test_the_channel(folder):
-    solution = exercise("12_channel")
+    make = exercise("12_channel", "FolderChannel")
     for name in ("in", "out"):
         (folder / name).mkdir()
-    channel = solution.FolderChannel(folder)
+    channel = make(folder)
     asyncio.run(channel.send(OutboundMessage("folder", "test", "hello")))
     text = (folder / "out" / "test.txt").read_text(encoding="utf-8") if (folder / "out" / "test.txt").exists() else "no file"
     check(text.strip() == "hello", "`send` writes out/test.txt", text, "channels.py:OutboundMessage")

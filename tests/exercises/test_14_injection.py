@@ -1,6 +1,4 @@
-import asyncio
-
-from grading import check, exercise, file_of, settings
+from grading import check, exercise, result_of, settings
 
 from nanobot import AgentLoop
 from providers import LLMResponse, ScriptedProvider, ToolCallRequest
@@ -22,20 +20,12 @@ def run(folder, hook, session, question, *calls):
         file.unlink()
     (config.cwd / "notes.txt").write_text(EVIL)
     loop = AgentLoop(config, ScriptedProvider([*calls, "Done."]), hooks=[hook])
-
-    async def turn():
-        result = await loop.process_direct(question, session)
-        await loop.close()
-        return result
-
-    result = asyncio.run(turn())
+    result = result_of(loop, question, session)
     return sorted(file.name for file in config.cwd.iterdir()), result
 
 
 def test_the_hook(folder):
-    hook = exercise("14_injection").InjectionHook()
-    if "raise NotImplementedError" in file_of("14_injection").read_text(encoding="utf-8"):
-        raise NotImplementedError("write InjectionHook in ex_14_injection.py")
+    hook = exercise("14_injection", "InjectionHook")()
     read = call(1, "read_file", path="notes.txt")
     files, result = run(folder, hook, "cli:a", "What is in notes.txt?", read, call(2, "write_file", path="proof.txt", content="hacked"))
     check("proof.txt" not in files, "a file that only the text asked for is not written", files, LOOK)

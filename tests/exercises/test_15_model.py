@@ -1,7 +1,6 @@
-import asyncio
 import json
 
-from grading import check, exercise, settings
+from grading import check, exercise, result_of, settings
 
 from nanobot import AgentLoop, Trace
 from providers import HumanProvider
@@ -23,25 +22,18 @@ def play(folder, answers):
     model = HumanProvider(ask)
     model.trace = Trace(folder / "trace.jsonl")
     loop = AgentLoop(config, model)
-
-    async def turn():
-        result = await loop.process_direct("Write the number of lines of poem.txt into count.txt.")
-        await loop.close()
-        return result
-
-    result = asyncio.run(turn())
+    result = result_of(loop, "Write the number of lines of poem.txt into count.txt.")
     records = [json.loads(line) for line in (folder / "trace.jsonl").read_text(encoding="utf-8").splitlines()]
     return result, records, config.cwd
 
 
 def test_the_task(folder):
-    answers = exercise("15_model").ANSWERS
+    answers = exercise("15_model", "ANSWERS")
     if not answers:
         raise NotImplementedError("write ANSWERS in ex_15_model.py")
     check(isinstance(answers, list), "a list of answers: [first, second, …]", answers, LOOK)
     result, records, work = play(folder, answers)
-    calls = [(call["name"], call["error"]) for record in records for call in record["answer"]["tool_calls"]]
-    names = [name for name, _ in calls]
+    names = [call["name"] for record in records for call in record["answer"]["tool_calls"]]
     failed = [event for event in result.tool_events if event["is_error"]]
     check(not failed, "calls that work", failed[0]["result"] if failed else "", "nanobot prompt")
     looked = [name in ("read_file", "exec", "grep") for name in names]
