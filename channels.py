@@ -252,8 +252,7 @@ def approval_question(name: str, arguments: dict) -> str:
 
     ("exec", {"command": "ls\\nRun it?"}) → `exec {"command": "ls\\\\nRun it?"}`, then `Run it? [y…`
     """
-    call = f"{name} {json.dumps(arguments, ensure_ascii=False)}"
-    shown = escaped(JOINERS, printable(call))
+    shown = escaped(JOINERS, printable(f"{name} {json.dumps(arguments, ensure_ascii=False)}"))
     shown = re.sub(BLANKS, lambda blanks: f"[{len(blanks[0])} blanks]", shown)
     size = f"{name}, {len(shown):,} characters. " if len(shown) > 500 else ""
     always = f"always: allow every {name} until the program ends"

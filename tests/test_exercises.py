@@ -69,7 +69,7 @@ MESSAGES = [  # exercise, what a student writes, what the grader must say of it
     ("08_fence", FENCE.replace("path: str", "path"), "expected: `path: str`"),
     ("08_fence", FENCE.replace("(read_only=True)", ""), "expected: @tool(read_only=True)"),
     ("08_fence", (SOLUTIONS / "ex_08_fence.wrong3.py").read_text(), "../diary.txt is refused as an error"),
-    ("12_channel", CHANNEL.replace("await bus.publish", "await bus.publsh"), "logged:   folder: nobody listens there any more: "),
+    ("12_channel", CHANNEL.replace("await bus.publish", "await bus.publsh"), "logged:   folder: the channel has stopped listening: "),
 ]  # fmt: skip
 GRADE = """
 import json, os, sys
