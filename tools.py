@@ -830,7 +830,7 @@ def change_cell(text: str, index: int, source: str, kind: str, mode: str) -> str
         after.encode()  # raises for lone surrogates, which stand for invalid UTF-8
     except (ValueError, KeyError, TypeError, RecursionError) as problem:
         why = f"{type(problem).__name__}: {problem}"
-        raise ToolError(f"This is not a notebook of nbformat 4: {why}.") from None
+        raise ToolError(f"Not a notebook of nbformat 4: {why}. Use edit_file.") from None
     return after + text[len(text.rstrip()) :]
 
 
