@@ -496,7 +496,7 @@ def test_a_person_can_be_the_model_and_leave_in_mid_turn(own_home, tmp_path):
     terminal = Terminal("--provider", "human", cwd=tmp_path)
     terminal.expect("> ")
     terminal.say("what is in a.txt?", "---- system ----", "You are nanobot", "---- user ----", "what is in a.txt?")
-    terminal.expect("---- tools ----", '{"name": "read_file"', "Read a text", "model> ")
+    terminal.expect("---- tools ----", '{"name": "read_file"', "Read a page", "model> ")
     wrong = ['read_file {"path": "a.txt", "colour": 1}', 'read_file {"path": ', "read_file"]
     complaints = ["colour", "JSON", "call"]
     for line, complaint in zip(wrong, complaints, strict=True):

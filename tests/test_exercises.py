@@ -99,6 +99,7 @@ def test_a_message_names_what_the_student_did(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_loop_that_never_waits_is_ended_and_the_next_exercise_is_graded(tmp_path):
     (tmp_path / "ex_01_loop.py").write_text("import time\n\nasync def ask(*_):\n    while True:\n        time.sleep(0.1)\n")
     shutil.copy(SOLUTIONS / "ex_10_helper.py", tmp_path)

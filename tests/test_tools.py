@@ -1130,13 +1130,13 @@ def test_a_cell_is_what_nbformat_wants(turn, minor, arguments, cells, made):
 @pytest.mark.parametrize("data, cell, told", [
     (notebook(), 3, "There is no cell 3: the notebook has 3"),
     (b'{"nbformat": 4, "cells": []}', 0, "There is no cell 0"),
-    (b"{", 0, "ot a notebook of nbformat 4: JSONDecodeError"),
-    (b"{}", 0, "ot a notebook of nbformat 4: KeyError"),
-    (notebook().replace(b"markdown", b"\xe9"), 0, "ot a notebook of nbformat 4: UnicodeEncodeError"),
-    (notebook().replace(b"markdown", rb"\udce9"), 0, "ot a notebook of nbformat 4: UnicodeEncodeError"),
-    (b'{"nbformat": 3, "worksheets": []}', 0, "ot a notebook of nbformat 4"),
-    (b'{"nbformat": 4, "cells": [7]}', 0, "ot a notebook of nbformat 4: TypeError"),
-    (b"[" * 100_000, 0, "not a notebook"),
+    (b"{", 0, "Not a notebook of nbformat 4: JSONDecodeError"),
+    (b"{}", 0, "Not a notebook of nbformat 4: KeyError"),
+    (notebook().replace(b"markdown", b"\xe9"), 0, "Not a notebook of nbformat 4: UnicodeEncodeError"),
+    (notebook().replace(b"markdown", rb"\udce9"), 0, "Not a notebook of nbformat 4: UnicodeEncodeError"),
+    (b'{"nbformat": 3, "worksheets": []}', 0, "Not a notebook of nbformat 4"),
+    (b'{"nbformat": 4, "cells": [7]}', 0, "Not a notebook of nbformat 4: TypeError"),
+    (b"[" * 100_000, 0, "Not a notebook"),
 ])  # fmt: skip
 def test_what_is_no_notebook_or_no_cell_is_said_and_left_alone(turn, data, cell, told):
     result, after = edit_cell(turn, data, cell, "x")
