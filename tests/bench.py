@@ -322,7 +322,6 @@ def figures(root: str) -> list[tuple]:
         ("last turns of 2,000 / early ones", "x", 1.3, lambda: inside("long_session", 2_000)),
         ("memory of one answer", "MB", 60, lambda: inside("one_answer", f"{root}/0/v1")),
         ("grep needle in 20,000 files", "ms", 1_000, lambda: grep("needle")),
-        ("grep (?i)needle", "ms", 1_000, lambda: grep("(?i)needle")),
         (r"grep def\s+needle", "ms", 1_000, lambda: grep(r"def\s+needle")),
         (r"grep \bneedle\b|nothing", "ms", 1_000, lambda: grep(r"\bneedle\b|nothing")),
         ("chats: 300 of 50 messages / ideal", "x", 1.5, lambda: chats(50)[0]),
