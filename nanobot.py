@@ -2354,7 +2354,7 @@ def web_command(arguments: argparse.Namespace) -> None:
     try:
         page = WebPage(html, files, arguments.port, without_key_texts)
     except (OSError, OverflowError) as problem:
-        raise ConfigError(f"Port {arguments.port}: {problem}. Use another; 0: a free one") from None
+        raise ConfigError(f"Port {arguments.port}: {problem}. Change or omit --port.") from None
     names = [key.partition(":")[2] for key in loop.sessions.list_keys() if key[:4] == "web:"]
     page.chats |= {name: PageChat() for name in names}
     loop.hooks_of = lambda turn: [PageHook(loop, page, turn.chat_id)]

@@ -245,7 +245,7 @@ def test_a_one_shot_waits_for_its_helpers_and_tells_what_they_found(own_home):
         ([], 2, ["-m TEXT", "standard input"]),
         (["--offline", "-m", " "], 2, ["-m TEXT"]),
         (["agent", "--app"], 2, ["usage:", "unrecognized arguments: --app"]),
-        (["web", "--offline", "--no-open", "--port", "80000"], 1, ["Port 80000", "Use another"]),
+        (["web", "--offline", "--no-open", "--port", "80000"], 1, ["Port 80000", "Change or omit --port"]),
         (["cron", "add"], 2, ["'add'", "list", "remove"]),
         (["replay"], 2, ["FILE"]),
         (["sessions", "show", "x"], 1, ["cli:x", "`nanobot sessions`"]),
