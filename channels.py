@@ -351,7 +351,7 @@ class Waiting:
 
     @contextlib.contextmanager
     def silence(self) -> Iterator[None]:
-        """Print inside this block: the line is erased, and is not drawn before the block ends."""
+        """For printing: erase the line, and do not draw it again before the block ends."""
         with self._lock:
             self.erase()
             yield
@@ -402,7 +402,7 @@ class BackgroundLoop:
         except BaseException as stop:
             self.loop.call_soon_threadsafe(lambda: self._turn.cancel())
             while self._next(questions):
-                pass  # show no question; when the turn has ended, `ask` raises NobodyToAsk
+                pass  # drop questions until the turn ends; then `ask` raises NobodyToAsk
             if isinstance(stop, EOFError):  # Ctrl-D at a question
                 raise KeyboardInterrupt from None
             raise
@@ -699,7 +699,7 @@ class BotAPI:
             problem = f"no answer in {seconds:g} s"
         except Exception as failure:  # any error: its text may hold the token
             problem = self._scrub(f"{type(failure).__name__}: {failure}")
-        raise TelegramError(problem)  # outside of `except`: no traceback shows the failure
+        raise TelegramError(problem)  # outside of `except`: no traceback shows the token
 
     def _scrub(self, text: str) -> str:
         return text.replace(self.token, "<token>") if self.token else text
@@ -778,7 +778,7 @@ class Telegram(Channel):
                 told = ""
             except NoSuchBot:
                 raise
-            except Exception as failure:  # any error: people go on writing
+            except Exception as failure:  # any error: polling must go on
                 if str(failure) != told:  # log each new problem once
                     is_rival = "terminated by other getUpdates" in str(failure)
                     hint = RIVAL if is_rival else "The request is retried."
@@ -1465,7 +1465,7 @@ def machine_zone(path: Path = Path("/etc/localtime")) -> tzinfo:
 
 
 # ---- Heartbeat ----
-# If HEARTBEAT.md has no open task, the model is not asked 48 times a day.
+# The model is asked only if HEARTBEAT.md has an open task.
 
 COMMENT = r"(?s)<!--.*?(-->|\Z)"  # <!-- write tasks here -->
 # - [x] call Ann ↵   her number is 555

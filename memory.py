@@ -577,7 +577,7 @@ def is_journal_line(line: dict) -> bool:
 
 
 def numbered(lines: list[dict]) -> list[dict]:
-    """Convert an older version's journal: line counts become numbers, all its turns are ended."""
+    """Convert an older version's journal: its messages get numbers, all its turns are ended."""
     state: dict = {}
     messages: list[dict] = []
     for line in lines:
@@ -725,7 +725,7 @@ class SessionManager:
         size = file_size(path)
         lines = journal_lines(path)
         own = {"session": key, "created_at": lines[0].get("created_at") if lines else ""}.items()
-        rounds = {}  # last number of a round → its summary
+        rounds = {}  # last saved number → summary up to it
         for entry in self.store.entries():
             upto = entry.get("upto", entry.get("until"))  # an older version wrote `until`
             if entry.items() >= own and isinstance(upto, int):
@@ -995,7 +995,7 @@ class MemoryRepository:
         return done.stdout.decode(errors="surrogateescape")  # a patch stays byte-identical
 
     def commit(self, subject: str) -> tuple[str, int]:
-        """Returns a problem to tell the user, or "", and the number of changed lines."""
+        """Returns (a problem for the user or "", the number of changed lines)."""
         if not shutil.which("git"):
             return "There is no git, so a dream cannot be shown or undone.", 0
         try:

@@ -184,7 +184,7 @@ class AgentRunner:
                 state.is_told = True
                 await state.spec.hook.on_retry(f"{TOO_LONG} ({'; '.join(shorter.notes)})")
                 too_long, response = response, await self._chat(state, shorter)
-                add_up(response.usage, too_long.usage)  # hooks get the second response only
+                add_up(response.usage, too_long.usage)  # hooks never see `too_long`, only its usage
         state.note = ""
         return response
 
@@ -1925,7 +1925,7 @@ def read_section(section: type, values: dict, place: str) -> Any:
         problem = f"{path}: unknown key. Known keys: {', '.join(sorted(names))}"
         if name := names.get(camel_case(key)):
             settings[name] = read_setting(hints[name], value, path)
-        elif section is MCPSettings:  # people paste these, with keys of other programs
+        elif section is MCPSettings:  # pasted entries have settings of other programs
             log.warning("ignored: %s", problem)
         else:
             raise ConfigError(problem)
@@ -2056,7 +2056,7 @@ class PageHook(AgentHook):
 
 
 def glass_html(**run: Any) -> str:
-    """The HTML of the page. With the `records` of a trace, it shows that run without a server."""
+    """The HTML of the page. With a trace's `records`, the page shows that run without a server."""
     html = (DATA / "templates" / "glass.html").read_text(encoding="utf-8")
     escaped = json.dumps(run).replace("<", "\\u003c").replace("%", "\\u0025")
     return html.replace("%RUN%", escaped)  # no text in it can end the script or be %NONCE%

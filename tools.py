@@ -402,7 +402,7 @@ def shorten(text: str, limit: int, missing: int = 0) -> str:
 
 
 # ---- Schemas: which arguments are valid ----
-# Models send "120" for 120. MCP servers use all of JSON Schema; unknown keywords are ignored.
+# Models send "120" for 120. MCP servers use all of JSON Schema; this code checks a part of it.
 
 JSON_TYPES = {
     "string": str, "integer": int, "number": (int, float), "boolean": bool,
@@ -853,7 +853,7 @@ SKIPPED_FOLDERS = {".git", "node_modules", "__pycache__", ".venv", ".tox", ".myp
 
 
 def find_files(turn: Turn, root: Path, *globs: str) -> list[tuple[str, str]]:
-    """(path below `root`, path) of each regular file that matches all globs and holds no keys."""
+    """(path below `root`, path) of each regular file that matches all globs and is not secret."""
     if root.is_file():
         return [(root.name, str(root))]
     if not root.is_dir():
@@ -1010,7 +1010,7 @@ async def search_lines(request: dict) -> dict:
     searching = asyncio.ensure_future(in_thread(process.communicate, json.dumps(request).encode()))
     try:
         await asyncio.wait([searching], timeout=SEARCH_SECONDS)
-    finally:  # also if the turn is cancelled; then the thread ends by itself
+    finally:  # also if the turn is cancelled; the kill also ends the thread
         process.kill()
     output, _ = await searching
     if not output.endswith(b"\n"):  # it was killed
@@ -1645,7 +1645,7 @@ def readable(response: Any, body: bytes) -> str:
 
 
 class SearchService(NamedTuple):
-    url: str  # only a path if the user runs the server (baseUrl)
+    url: str  # a path, if baseUrl names the user's own server
     query: str  # the name of the parameter for the search words
     count: str = ""
     headers: dict[str, str] = {}  # {key} is replaced by the user's key
