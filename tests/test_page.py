@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from browser import CHROMIUM, Browser
 from fake_llm import FakeLLM, Failure, error
+from test_command_line import Terminal, journal, needs_terminal
 
 ROOT = Path(__file__).parent.parent
 NANOBOT = [sys.executable, str(ROOT / "nanobot.py")]
@@ -184,6 +185,21 @@ def test_a_trace_is_shown_as_text_and_as_a_page_that_needs_no_server(folder):
     assert "</script> %NONCE% %RUN%" in run["records"][1]["messages"][-1]["content"]
     missing = nanobot("trace", "nothing.jsonl")
     assert missing.returncode == 1 and "nanobot agent --trace" in missing.stderr
+
+
+@needs_terminal
+def test_at_the_terminal_a_step_waits_for_enter_and_a_call_runs_as_it_was_changed(own_home, folder):
+    (folder / "b.txt").write_text("this is b\n")
+    terminal = Terminal("--offline", "--step", cwd=folder)
+    terminal.expect("> ")
+    terminal.say("read a.txt", "Enter sends them")
+    terminal.say("what?", "Enter sends them")  # neither Enter nor stop: asked again
+    terminal.say("", "Enter runs it")
+    terminal.say('{"path": "b.txt"}', "Enter sends them")
+    terminal.say("", "this is b")
+    terminal.expect("> ")
+    assert terminal.close() == 0
+    assert any("this is b" in str(line.get("content")) for line in journal(own_home) if line.get("role") == "tool")
 
 
 # ---- In a real browser ----
