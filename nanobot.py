@@ -62,7 +62,7 @@ from memory import (
 from providers import (
     ROWS, Endpoint, HumanProvider, LLMProvider, LLMRequest, LLMResponse, OfflineProvider,
     OpenAIProvider, RecordedTools, ReplayDiffers, ReplayProvider, ToolCallRequest, Trace,
-    choose_endpoint, legal, without_key_texts,
+    choose_endpoint, legal, parse_arguments, without_key_texts,
 )  # fmt: skip
 from tools import (
     FILE_TOOLS, SEARCH_SERVICES, Exec, MCPServers, Tool, ToolError, ToolRegistry, ToolResult, Turn,
@@ -1994,8 +1994,7 @@ class StepHook(AgentHook):
     async def before_request(self, messages: list[dict], tools: list[dict]) -> None:
         last = str(messages[-1].get("content"))[-1_000:]
         text = f"{last}\n---- {len(messages)} messages. Enter sends them; stop ends the turn: "
-        while await self._decide(text, "request"):
-            pass  # the answer was neither Enter nor stop: ask again
+        await self._decide(text, "request")
 
     async def after_response(self, response: LLMResponse) -> None:
         for call in response.tool_calls:
@@ -2005,16 +2004,16 @@ class StepHook(AgentHook):
             if answer == "skip":
                 call.denied = "The user skipped this call."
             elif answer:
-                try:
-                    call.arguments = dict(json.loads(answer))
-                except (ValueError, TypeError):
-                    call.denied = f"The user typed text that is not a JSON object: {answer[:80]}"
+                call.arguments, call.error = parse_arguments(answer, repair=False)
 
     async def _decide(self, text: str, what: str, **details: Any) -> str:
-        answer = (await self.ask(text, what, **details)).strip()
-        if answer == "stop":
-            raise asyncio.CancelledError
-        return answer
+        while True:  # an answer that the text does not offer is asked for again
+            answer = (await self.ask(text, what, **details)).strip()
+            if answer == "stop":
+                raise asyncio.CancelledError
+            _, error = parse_arguments(answer, repair=False)
+            if not answer or (what == "call" and (answer == "skip" or not error)):
+                return answer
 
 
 class PageHook(AgentHook):
