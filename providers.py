@@ -803,7 +803,8 @@ def refusal(body: Any, status: int | None = None, wait: str = "") -> Failure:
     while inside and isinstance(inside, list | dict):
         if isinstance(inside, list):
             inside = {"error": inside[0]}
-        raw = getattr(inside.get("metadata"), "get", {}.get)("raw")  # "Provider returned error"
+        metadata = inside.get("metadata")  # of "Provider returned error"
+        raw = metadata.get("raw") if isinstance(metadata, dict) else None
         inside = raw or inside.get("message") or inside.get("error") or json.dumps(inside)
     if status is None and isinstance(fields.get("code"), int):
         status = fields["code"]

@@ -387,8 +387,8 @@ async def in_thread(function: Callable, /, *args: Any, **kwargs: Any) -> Any:
             is_lost = isinstance(failure, StopIteration)  # asyncio would never wake the caller
             future.set_exception(RuntimeError(repr(failure)) if is_lost else failure)
 
-    context = contextvars.copy_context()  # the caller's, as for a task
-    threading.Thread(target=context.run, args=[work], daemon=True).start()
+    # the thread has the context of the caller, as each task has
+    threading.Thread(target=contextvars.copy_context().run, args=[work], daemon=True).start()
     return await asyncio.wrap_future(future)
 
 
