@@ -37,7 +37,7 @@ import time
 import urllib.parse
 import zoneinfo
 from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, date, datetime, timedelta, tzinfo
@@ -107,14 +107,10 @@ class MessageBus:
 
     async def close(self, seconds: float = 5.0) -> None:
         """Wait at most `seconds` for the delivery of queued messages, then stop the channels."""
-        tasks = [outbox.task for outbox in self._outboxes.values()]
-        if tasks:
-            await asyncio.wait(tasks, timeout=seconds)
-        tasks += self._listening
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=1.0)
+        deliveries = [outbox.task for outbox in self._outboxes.values()]
+        if deliveries:
+            await asyncio.wait(deliveries, timeout=seconds)
+        await end_all([*deliveries, *self._listening], 1.0)
 
 
 @dataclass
@@ -210,6 +206,16 @@ class Outbox:
         except Exception as problem:  # but the message has arrived: do not send it again
             log.error("%s: a delivery could not be recorded: %s", self.name, problem)
         return None
+
+
+async def end_all(tasks: Iterable[asyncio.Task], seconds: float | None = None) -> None:
+    """Cancel the tasks that still run; wait until they have ended, at most `seconds`."""
+    running = [task for task in tasks if not task.done()]
+    for task in running:
+        if not task.cancelling():  # cancelling twice would interrupt its cleanup
+            task.cancel()
+    if running:
+        await asyncio.wait(running, timeout=seconds)
 
 
 # ---- Text for a terminal ----
@@ -360,10 +366,6 @@ class Waiting:
 # ---- The event loop on its own thread ----
 # `input` blocks, and Ctrl-C reaches only the main thread: so the main thread reads the keyboard.
 
-class NobodyToAsk(Exception):
-    """A turn asks while the main thread does not wait for it: at the prompt, or after Ctrl-C."""
-
-
 class BackgroundLoop:
     """The agent works on the event loop of a daemon thread; the main thread reads the keyboard:
 
@@ -402,7 +404,7 @@ class BackgroundLoop:
         except BaseException as stop:
             self.loop.call_soon_threadsafe(lambda: self._turn.cancel())
             while self._next(questions):
-                pass  # drop questions until the turn ends; then `ask` raises NobodyToAsk
+                pass  # drop questions until the turn ends; then `ask` fails
             if isinstance(stop, EOFError):  # Ctrl-D at a question
                 raise KeyboardInterrupt from None
             raise
@@ -425,17 +427,18 @@ class BackgroundLoop:
             answer.set_result(read_answer(question))
 
     async def ask(self, question: str) -> str:
-        """Ask the person at the terminal for a line; raises NobodyToAsk outside of `complete`."""
+        """Ask the person at the terminal for a line. Raises RuntimeError if the main thread does
+        not wait for a turn: it reads the next message, or Ctrl-C has stopped the turn."""
         turn, answer = self._turn, Future()
         if turn is None or turn.done():
-            raise NobodyToAsk("Nobody can be asked: the terminal does not wait for a turn.")
+            raise RuntimeError("Nobody can be asked: the terminal does not wait for a turn.")
         self._questions.put((answer, question))
         answered = asyncio.wrap_future(answer)
         try:
             await asyncio.wait([answered, turn], return_when="FIRST_COMPLETED")
             if answered.done():
                 return answered.result()
-            raise NobodyToAsk("Nobody can be asked: the turn has ended.")
+            raise RuntimeError("Nobody can be asked: the turn has ended.")
         finally:
             answer.cancel()
 
@@ -457,11 +460,7 @@ class BackgroundLoop:
             if self.close:
                 await self.close()
         finally:
-            rest = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in rest:
-                task.cancel()
-            if rest:
-                await asyncio.wait(rest, timeout=5.0)
+            await end_all(asyncio.all_tasks() - {asyncio.current_task()}, 5.0)
 
 
 # ---- The terminal ----
@@ -606,7 +605,6 @@ def not_yet_shown(text: str, streamed: str) -> str:
 # `nanobot -m "what went wrong?" < server.log` must not put 50 MB into the journal.
 
 MOST_PIPED = 100_000  # characters of standard input that a message may hold
-HEAD_OF_PIPED = 10_000  # characters of a longer input that the message holds
 
 
 def text_of_pipe(stream: BinaryIO, folder: Path) -> str:
@@ -621,7 +619,7 @@ def text_of_pipe(stream: BinaryIO, folder: Path) -> str:
         file.write(beginning)
         shutil.copyfileobj(stream, file)
     return (
-        f"{text[:HEAD_OF_PIPED]}\n[standard input goes on, {path.stat().st_size:,} bytes in all: "
+        f"{text[:10_000]}\n[standard input goes on, {path.stat().st_size:,} bytes in all: "
         f"look into {path} with grep, or with read_file in pages]"
     )
 
@@ -1045,7 +1043,6 @@ def open_tags(part: str) -> list[str]:
 # In Berlin, on a day in March the time 02:30 does not exist; on a day in October it comes twice.
 
 ONE_DAY = timedelta(days=1)
-MOST_DAYS = 5 * 366  # "0 0 29 2 *", a leap day, can be four years away
 # *   */15   1-5   8-18/2   5; not 5/15: cron programs disagree about its meaning
 PART = r"(?:\*|([0-9]{1,2})-([0-9]{1,2}))(?:/([0-9]{1,2}))?|([0-9]{1,2})"
 
@@ -1128,7 +1125,7 @@ def moments_at(wall: datetime, is_fixed: bool) -> list[datetime]:
 def next_run(expr: str, after: datetime, zone: tzinfo) -> datetime | None:
     """The first time later than `after` that matches, in UTC; None if none does ("0 0 31 2 *")."""
     expression, today = CronExpression(expr), after.astimezone(zone).date()
-    for number in range(MOST_DAYS):
+    for number in range(9 * 366):  # "0 0 29 2 *", a leap day: none is between 2096 and 2104
         # with the days before and after: if clocks are set back over midnight, days overlap
         days = [today + (number + beside) * ONE_DAY for beside in (-1, 0, 1)]
         moments = itertools.chain(*(expression.moments(day, zone) for day in days))
@@ -1305,9 +1302,7 @@ class CronService:
                 await self.sleep(1)
             await asyncio.gather(*self._running.values(), return_exceptions=True)
         finally:
-            for task in self._running.values():
-                task.cancel()
-            await asyncio.gather(*self._running.values(), return_exceptions=True)
+            await end_all(self._running.values())
 
     async def tick(self) -> list[asyncio.Task]:
         """Start all jobs that are due. Returns the tasks of all running jobs."""

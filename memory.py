@@ -332,9 +332,12 @@ SAVED = {
     "memory_update": TEXT | {"description": "The whole new MEMORY.md: all lines, old and new"},
     "summary": TEXT | {"description": "All that the conversation still needs, at most 400 words"},
 }
-PARAMETERS = {"type": "object", "properties": SAVED, "required": ["history_entry", "memory_update"]}
-SAVE = {"name": "save_memory", "description": "Save the lasting parts of a conversation."}
-SAVE_MEMORY = {"type": "function", "function": SAVE | {"parameters": PARAMETERS}}
+SAVE_MEMORY = {"type": "function", "function": {
+    "name": "save_memory", "description": "Save the lasting parts of a conversation.",
+    "parameters": {
+        "type": "object", "properties": SAVED, "required": ["history_entry", "memory_update"],
+    },
+}}  # fmt: skip
 
 
 @dataclass
@@ -814,13 +817,11 @@ THOUGHTS = r"(?s)\s{0,100}<think>.*?(</think>|\Z)"  # "<think>The user wants …
 # "[2026-04-03 00:02] The user planned a trip."
 STAMP = r"(?s)\s{0,100}(?:\[(\d{4}-\d\d-\d\d \d\d:\d\d)\]\s{0,100})?(.{0,64000})"
 
-LETTERS = b"abcdefghijklmnopqrstuvwxyz \n"
-
 
 def estimate(text: str) -> int:
     """Tokens: 1 per 5 small letters or 1.5 other ASCII characters; 0.6 to 2.4 times the truth."""
     data = text.encode("utf-8", errors="replace")
-    rest = data.translate(None, LETTERS)
+    rest = data.translate(None, b"abcdefghijklmnopqrstuvwxyz \n")
     foreign = rest.translate(None, bytes(range(128)))
     letters, marks = len(data) - len(rest), len(rest) - len(foreign)
     return int(letters / 5 + marks / 1.5 + len(foreign) / 4.5) + 1

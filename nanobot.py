@@ -53,7 +53,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 from channels import (
     CLI, BackgroundLoop, CronError, CronJob, CronService, InboundMessage, MessageBus,
     OutboundMessage, PageChat, PrintableFormatter, Telegram, Waiting, WebPage, active_tasks,
-    approval_question, end_on_signals, machine_zone, prepare_streams, printable, zone_named,
+    approval_question, end_all, end_on_signals, machine_zone, prepare_streams, printable,
+    zone_named,
 )  # fmt: skip
 from memory import (
     Consolidator, Dream, Governed, MemoryRepository, MemoryStore, Session, SessionBusy,
@@ -182,7 +183,10 @@ class AgentRunner:
             shorter = self.govern(state)
             if shorter.tokens < request.tokens:
                 state.is_told = True
-                await state.spec.hook.on_retry(f"{TOO_LONG} ({'; '.join(shorter.notes)})")
+                await state.spec.hook.on_retry(
+                    "too long for the model: asking again without the oldest turns "
+                    f"({'; '.join(shorter.notes)})"
+                )
                 too_long, response = response, await self._chat(state, shorter)
                 add_up(response.usage, too_long.usage)  # hooks never see `too_long`, only its usage
         state.note = ""
@@ -623,14 +627,14 @@ def run(text: str, session_key: str = "cli:direct", config: Config | None = None
     return result.final_content
 
 
+@dataclass
 class RunningTurns:
     """Locks: a session runs one turn at a time, in all tasks and all processes together."""
 
-    def __init__(self, sessions: SessionManager):
-        self.sessions = sessions
-        self.tasks: dict[str, asyncio.Task] = {}  # by session: its running turn
-        self.chats: dict[str, str] = {}  # by a job's session: the chat that gets its report
-        self.locks = weakref.WeakValueDictionary()  # by session; an unused lock is removed
+    sessions: SessionManager
+    tasks: dict[str, asyncio.Task] = field(default_factory=dict)  # by session: its running turn
+    chats: dict[str, str] = field(default_factory=dict)  # by a job's session: its report's chat
+    locks: Any = field(default_factory=weakref.WeakValueDictionary)  # by session, while in use
 
     @contextlib.asynccontextmanager
     async def hold(self, session_key: str) -> AsyncIterator[Session]:
@@ -644,9 +648,9 @@ class RunningTurns:
                     del self.tasks[session_key]
 
 
+@dataclass
 class Background:
-    def __init__(self) -> None:
-        self.tasks: set[asyncio.Task] = set()
+    tasks: set[asyncio.Task] = field(default_factory=set)
 
     def start(self, work: Awaitable, name: str = "in the background") -> None:
         task = asyncio.create_task(logged(work, name))
@@ -657,7 +661,7 @@ class Background:
         """Wait up to `seconds`, then cancel the rest; a later turn repeats that memory work."""
         if self.tasks:
             await asyncio.wait(self.tasks, timeout=seconds)
-        await end_all(list(self.tasks))
+        await end_all(self.tasks)
 
 
 async def logged(work: Awaitable, name: str) -> Any:
@@ -670,23 +674,14 @@ async def logged(work: Awaitable, name: str) -> Any:
         return None
 
 
-async def end_all(tasks: list[asyncio.Task], seconds: float | None = None) -> None:
-    """Cancel the tasks that still run; wait until they have ended, at most `seconds`."""
-    running = [task for task in tasks if not task.done()]
-    for task in running:
-        if not task.cancelling():  # cancelling twice would interrupt its cleanup
-            task.cancel()
-    if running:
-        await asyncio.wait(running, timeout=seconds)
-
-
 # ---- The state of a run ----
 
 Emit = Callable[[OutboundMessage], Awaitable[None]]
 Media = Iterable[Path]  # files that came with a message
-COUNTS = ("prompt_tokens", "completion_tokens", "total_tokens", "cached_tokens")
-NO_USAGE = dict.fromkeys(COUNTS, 0) | {"estimated": False}
-TOO_LONG = "too long for the model: asking again without the oldest turns"  # HTTP 400, 413
+NO_USAGE = {
+    "prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0, "cached_tokens": 0,
+    "estimated": False,
+}  # fmt: skip
 LIMIT_REACHED = "the limit of steps (maxToolIterations) is reached; ask the agent to go on"
 CUT_AGAIN = "cut: the answer reached its length limit again and again"
 WITHHELD = ("content_filter", "refusal")  # finish reasons
@@ -695,8 +690,6 @@ NOT_ANSWERED = ("error", "tool_error", "empty")  # stop reasons of a run without
 
 @dataclass
 class RunState:
-    """The state of one run."""
-
     spec: AgentRunSpec
     context: AgentHookContext
     result: AgentRunResult = field(default_factory=lambda: AgentRunResult(stop_reason=""))
@@ -1510,15 +1503,14 @@ class FencedTools(ToolRegistry):
 # ---- Subagents ----
 
 
+@dataclass
 class SubagentManager:
     """Runs helpers: each has one task, a fresh run and fewer tools; its result is a message."""
 
-    most = 4  # helpers at once
-
-    def __init__(self, loop: AgentLoop):
-        self.loop = loop
-        self.running: dict[asyncio.Task, str] = {}  # by task: the session that it works for
-        self.results: asyncio.Queue[InboundMessage] = asyncio.Queue()
+    loop: AgentLoop
+    most: int = 4  # helpers at once
+    running: dict[asyncio.Task, str] = field(default_factory=dict)  # by task: for which session
+    results: asyncio.Queue[InboundMessage] = field(default_factory=asyncio.Queue)
 
     def of(self, session_key: str) -> list[asyncio.Task]:
         return [task for task, key in self.running.items() if key == session_key]

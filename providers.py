@@ -337,9 +337,9 @@ def retry_after(failure: Failure, tries: int) -> float | None:
 
     429 "Rate limit reached, try again in 20s" → 20.0;  503 → 1.0, then 2.0, then 4.0;  401 → None
     """
-    most = {"loading": 15, "timeout": 1}.get(failure.kind, 3)
+    most = {"busy": 3, "network": 3, "closed": 3, "cut": 3, "timeout": 1, "loading": 15}
     is_too_late = bool(failure.shown)  # the user has read a part of this answer
-    if is_too_late or tries >= most or failure.kind not in PASSING:
+    if is_too_late or tries >= most.get(failure.kind, 0):
         return None
     if failure.kind == "loading":  # 15 tries, 4 s apart: a minute
         return 4.0
@@ -501,7 +501,6 @@ def with_whole_letters(value: Any) -> Any:
 # Small models write {'path': 'a.txt',}, which is repaired. Arguments that were cut are never
 # repaired, even if the endpoint calls the answer complete: '{"command": "rm -rf bui' must not run.
 
-MOST_REPAIRED = 10_000  # characters; the time grows with the square of the length
 # matches closed strings ("a \" b" and 'a'), a quote that is never closed, brackets
 JSON_MARKS = re.compile(r""""(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|["'{}\[\]]""", re.DOTALL)
 
@@ -520,12 +519,13 @@ def parse_arguments(written: Any, repair: bool) -> tuple[dict, str]:
 
 def load_json(text: str, repair: bool) -> Any:
     """Read strict JSON, else raise ValueError. If `repair`, try a Python dict, then json-repair;
-    but a text that ends inside a string, an object or a list is never repaired.
+    but a text that ends inside a string, an object or a list is never repaired, nor a text of over
+    10,000 characters: the time for a repair grows with the square of the length.
     """
     try:
         return JSON.decode(text)
     except ValueError:
-        if not repair or len(text) > MOST_REPAIRED or ends_within(text):
+        if not repair or len(text) > 10_000 or ends_within(text):
             raise
     try:
         with warnings.catch_warnings(action="ignore"):  # "\\d" causes a SyntaxWarning
@@ -749,7 +749,6 @@ ADVICE = {  # the text for each kind of failure; any other kind shows only its c
     "model": "{where} has no such model ({cause}).",
     "nonsense": "{where} does not answer like a model ({cause}). Base URLs mostly end in /v1.",
 }
-PASSING = ("busy", "loading", "network", "closed", "cut", "timeout")  # retried after a pause
 
 
 @dataclass(eq=False)
@@ -823,13 +822,11 @@ def refusal(body: Any, status: int | None = None, wait: str = "") -> Failure:
 # 400 "'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead." No table
 # can list this for each model, but the endpoint's error text says what to change.
 
-Change = Callable[[dict, str], dict]  # (body, complaint) → a new body; the old one is not changed
-
 
 class Remedy(NamedTuple):  # a row of HEALING
     complaint: str  # a regular expression for the endpoint's error text
     notice: str  # shown to the user
-    change: Change
+    change: Callable[[dict, str], dict]  # (body, complaint) → a new body; the old one stays
     is_remembered: bool = True  # applied to all later requests to the model, too
 
 
@@ -1185,20 +1182,20 @@ class CallParts:  # a call of which some pieces may still arrive
     extra: dict = field(default_factory=dict)
 
 
+@dataclass
 class AnswerReader:
     """Joins the chunks of a stream to an answer; an answer that is not streamed is one chunk."""
 
-    def __init__(self, tools: dict[str, dict]) -> None:
-        self.tools = tools  # tools whose calls may be text: {"read_file": {…parameters…}}
-        self.shown = ""  # the text shown so far, without thoughts
-        self.held = ""  # text not shown yet: it may become a thought or a call
-        self.is_thought = False
-        self.calls: list[CallParts] = []
-        self.text_calls: list[ToolCallRequest] = []
-        self.extra: dict = {}
-        self.usage: dict = {}
-        self.is_whole = False  # the server has signalled the end
-        self.finish_reason: str | None = None
+    tools: dict[str, dict]  # tools whose calls may be text: {"read_file": {…parameters…}}
+    shown: str = ""  # the text shown so far, without thoughts
+    held: str = ""  # text not shown yet: it may become a thought or a call
+    is_thought: bool = False
+    calls: list[CallParts] = field(default_factory=list)
+    text_calls: list[ToolCallRequest] = field(default_factory=list)
+    extra: dict = field(default_factory=dict)
+    usage: dict = field(default_factory=dict)
+    is_whole: bool = False  # the server has signalled the end
+    finish_reason: str | None = None
 
     def feed(self, chunk: dict) -> str:
         """Add a chunk. Returns the text that may be shown now."""
@@ -1519,15 +1516,14 @@ class RecordedTools:
 # `--provider human` shows the view of a model, and how a call fails.
 
 
+@dataclass
 class HumanProvider(LLMProvider):
     """You are the model: it shows you each request, and takes your answer or tool calls.
     `ask(question)` returns a line of the person. An invalid call fails like a model's call."""
 
+    ask: Callable[[str], Awaitable[str]] | None = None
+    seen: LLMRequest = field(default_factory=lambda: LLMRequest([], [], "", {}))
     model = "human"
-
-    def __init__(self, ask: Callable[[str], Awaitable[str]] | None = None):
-        self.ask = ask
-        self.seen = LLMRequest([], [], "", {})
 
     async def answer(self, request: LLMRequest) -> LLMResponse:
         if not self.ask:

@@ -28,7 +28,6 @@ import atexit
 import base64
 import contextlib
 import contextvars
-import copy
 import difflib
 import functools
 import html
@@ -203,7 +202,6 @@ class ToolRegistry:
         self._tools.pop(name, None)
 
     def get(self, name: str) -> Tool | None:
-        """The tool of this name; None if there is none."""
         return self._tools.get(name)
 
     def get_definitions(self) -> list[dict]:
@@ -540,7 +538,7 @@ def tool_parameters(schema: dict) -> Callable[[type], type]:
     """Class decorator for a hand-written schema, such as `tool_parameters_schema(…)`."""
 
     def decorate(tool_class: type) -> type:
-        tool_class.parameters = copy.deepcopy(schema)
+        tool_class.parameters = schema
         return tool_class
 
     return decorate
@@ -1610,13 +1608,12 @@ ADVICE = {401: "A login or key is missing.", 403: "The server refuses this progr
           404: "Is the URL right?", 429: "Too many requests: wait."}  # fmt: skip
 
 
+@dataclass
 class WebFetch(Tool):
+    web: Web
     name = "web_fetch"
     description = "Fetch a URL: a page as readable text, JSON, an image."
     read_only = True
-
-    def __init__(self, web: Web):
-        self.web = web
 
     async def execute(
         self, url: str, max_chars: Annotated[int, IntegerSchema(minimum=1, maximum=50_000)] = 12_000

@@ -30,7 +30,7 @@ import pytest
 
 from channels import (
     CLI, BackgroundLoop, Channel, CronError, CronJob, CronService, InboundMessage, JobStore, MessageBus,
-    NoSuchBot, NobodyToAsk, OutboundMessage, PrintableFormatter, Telegram, TelegramError, Terminated,
+    NoSuchBot, OutboundMessage, PrintableFormatter, Telegram, TelegramError, Terminated,
     Waiting, active_tasks, approval_question, as_html, machine_zone, next_run, plain_text,
     printable, split_html, text_of_pipe,
 )  # fmt: skip
@@ -458,7 +458,7 @@ def test_a_question_from_beside_the_turn_is_answered_or_refused_and_a_given_up_o
         with pytest.raises(KeyboardInterrupt):
             background.complete(never_answered())
         late = asyncio.run_coroutine_threadsafe(background.ask("more? "), background.loop)
-        with pytest.raises(NobodyToAsk, match="does not wait for a turn"):
+        with pytest.raises(RuntimeError, match="does not wait for a turn"):
             late.result(timeout=10)
         answered, refused = background.complete(outcomes())
     assert (answered, str(refused)) == ("one", "Nobody can be asked: the turn has ended.")

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 # `wc -l` of each file; a ceiling is never raised. The page, `walk` and the exercises have 370 lines in nanobot.py and channels.py.
 CEILINGS = {"nanobot": 2530, "providers": 1800, "memory": 1150, "tools": 2000, "channels": 1690}
-STATEMENTS = 6_430  # in all five files
+STATEMENTS = 6_400  # in all five files
 FIRST_READINGS = 2_000  # lines in all, imports included
 FILES = list(CEILINGS)
 LEAVES = [name for name in FILES if name != "nanobot"]
