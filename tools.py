@@ -28,6 +28,7 @@ import atexit
 import base64
 import contextlib
 import contextvars
+import copy
 import difflib
 import functools
 import html
@@ -538,7 +539,7 @@ def tool_parameters(schema: dict) -> Callable[[type], type]:
     """Class decorator for a hand-written schema, such as `tool_parameters_schema(…)`."""
 
     def decorate(tool_class: type) -> type:
-        tool_class.parameters = schema
+        tool_class.parameters = copy.deepcopy(schema)
         return tool_class
 
     return decorate
