@@ -233,7 +233,7 @@ class OpenAIProvider(LLMProvider):
         self, endpoint: Endpoint, request_timeout: float = 300, idle_timeout: float = 90,
         pace: float = 1,
     ):  # fmt: skip
-        key = "".join(endpoint.api_key.split())  # removes line breaks: a header cannot have any
+        key = "".join(endpoint.api_key.split())  # removes line breaks: a header cannot contain any
         address = endpoint.api_base or endpoint.spec.default_api_base
         self.endpoint = replace(endpoint, api_key=key, api_base=address)
         self.model, self.pace = endpoint.model, pace
@@ -282,7 +282,7 @@ class OpenAIProvider(LLMProvider):
     async def _ask(self, request: LLMRequest, body: dict) -> LLMResponse:
         """Make one HTTP attempt. Raises Failure, or an exception of `on_delta`."""
         request.sent, request.began = body, time.monotonic()
-        is_weak = self.endpoint.spec.is_local or "tools" not in body  # a model may write text calls
+        is_weak = self.endpoint.spec.is_local or "tools" not in body  # calls may arrive as text
         reads_text = {"auto": is_weak, "on": True}.get(self.endpoint.text_tool_calls)
         known = parameters_by_name(request.tools)
         reader = AnswerReader(known if reads_text else {})
@@ -311,7 +311,7 @@ class OpenAIProvider(LLMProvider):
         is_cut = self.endpoint.spec.is_local and 1_000 < seen < 5_000 and sent > 2 * seen
         if is_cut and not self.is_warned:
             self.is_warned = True
-            fix = "Set a larger context, for Ollama: OLLAMA_CONTEXT_LENGTH=64000 ollama serve"
+            fix = "Set a larger context. For Ollama: OLLAMA_CONTEXT_LENGTH=64000 ollama serve"
             await request.tell(f"The server read {seen:,} of about {sent:,} tokens. {fix}")
 
     def warm_up(self) -> None:
@@ -498,7 +498,7 @@ def with_whole_letters(value: Any) -> Any:
 
 
 # ---- Arguments of tool calls ----
-# Small models write {'path': 'a.txt',}; the code repairs this. Arguments that were cut are never
+# Small models write {'path': 'a.txt',}; the code repairs this. Arguments cut off early are never
 # repaired, even if the endpoint calls the answer complete: '{"command": "rm -rf bui' must not run.
 
 MOST_REPAIRED = 10_000  # characters; repairing longer text would be slow (quadratic time)
@@ -544,7 +544,7 @@ def ends_within(text: str) -> bool:
 
 
 # ---- Which endpoint gets the request ----
-# One table replaces a class per endpoint. A wrong row would send the key to a stranger's server.
+# One table replaces a class per endpoint. If the code picks a wrong row, a stranger gets the key.
 
 
 @dataclass(frozen=True)
@@ -553,7 +553,7 @@ class ProviderSpec:
 
     name: str
     keywords: str = ""  # regular expression for the start of model names: gpt|o1
-    env_key: str = ""  # environment variable with the API key; "" for local and custom rows
+    env_key: str = ""  # environment variable with the API key, empty for local and custom
     default_api_base: str = ""
     hosts: tuple[str, ...] = ()  # other hosts and ports of the endpoint: ".api.z.ai", ":1234"
     key_prefix: str = ""
@@ -738,7 +738,7 @@ NO_ANSWER = [
     ("network", "APIConnectionError", ""),
     ("cut", "(RemoteProtocol|Read|Write)Error", "it closed the connection in the middle"),
 ]  # fmt: skip
-ADVICE = {  # the text for each kind of failure; any other kind shows only its cause
+ADVICE = {  # the text for each kind of failure; any other failure shows only its cause
     "package": "{cause}",
     "timeout": "{where} gave no answer in time. Ask again, or try a smaller model.",
     "network": "Cannot reach {where} ({cause}). Is the address right, and is the server running?",
@@ -895,7 +895,7 @@ def with_some_reasoning(message: dict) -> dict:
 
 
 def with_signature(message: dict) -> dict:
-    """Gemini requires a signature on the first call; add a dummy to calls of other models."""
+    """Gemini requires a signature on the first call; other models' calls get a dummy signature."""
     if "tool_calls" not in message:
         return message
     first, *rest = message["tool_calls"]
@@ -1046,7 +1046,7 @@ def cache_marks(body: dict) -> dict:
 
 @cache
 def load_sdk() -> Any:
-    """Import the `openai` package in half a second. Raises Failure if the package is missing."""
+    """Import the `openai` package, which takes 0.5 s. Raises Failure if the package is missing."""
     gc.disable()  # with the garbage collector on, loading 800 modules takes 0.1 s more
     try:
         import openai
@@ -1189,7 +1189,7 @@ class AnswerReader:
     """Joins the chunks of an answer; an answer that is not streamed consists of one chunk."""
 
     def __init__(self, tools: dict[str, dict]) -> None:
-        self.tools = tools  # text calls may use these tools: {"read_file": {…parameters…}}
+        self.tools = tools  # tools that may be called as text: {"read_file": {…parameters…}}
         self.shown = ""  # the text shown so far, without thoughts
         self.held = ""  # text not shown yet: it may become a thought or a call
         self.is_thought = False
@@ -1375,7 +1375,7 @@ def calls_in(text: str, place: int, tools: dict[str, dict]) -> list[ToolCallRequ
 
 
 def text_call(name: str, written: Any, schema: dict) -> ToolCallRequest:
-    """Make a call of known arguments. Raises ValueError if a required argument is missing."""
+    """Keep the known arguments only. Raises ValueError if a required argument is missing."""
     arguments, error = parse_arguments(written, repair=False)
     properties = schema.get("properties")
     if properties and not schema.get("additionalProperties"):
