@@ -1,15 +1,15 @@
 """The model: it gets a conversation, and returns an answer or tool calls.
 
-A conversation is a list of Chat Completions messages. The model sees exactly this:
+A conversation is a list of Chat Completions messages. The model receives exactly such a list:
 
     [{"role": "system", "content": "You are …"}, {"role": "user", "content": "What is in a.txt?"},
      {"role": "assistant", "content": None, "tool_calls": [{"id": "call_1", "type": "function",
       "function": {"name": "read_file", "arguments": "{\\"path\\": \\"a.txt\\"}"}}]},
      {"role": "tool", "tool_call_id": "call_1", "content": "1| hello"}]
 
-`provider.chat(messages, tools)` returns an `LLMResponse`. If the endpoint fails, its `error` says
-the cause and what to do. The second reading has the differences of endpoints (the tables PROVIDERS
-and HEALING), streams, traces and the offline model. Tools run elsewhere. The file works alone:
+`provider.chat(messages, tools)` returns an `LLMResponse`. If the endpoint fails, the response has
+an `error` text with the cause and the remedy. The part "Second reading" handles different endpoints
+(tables PROVIDERS and HEALING), streams, traces and the offline model. You can use this file alone:
 
     import asyncio
     from providers import ROWS, Endpoint, OpenAIProvider, ScriptedProvider
@@ -47,7 +47,7 @@ from urllib.parse import urlsplit
 log = logging.getLogger("nanobot.providers")
 to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode  # raises ValueError for NaN
 JSON = json.JSONDecoder(strict=False)  # accepts line breaks inside a string
-words = re.compile(r"\s*\S+|\s+\Z").findall  # "Hi you" → ["Hi", " you"]: all of the text
+words = re.compile(r"\s*\S+|\s+\Z").findall  # "Hi you" → ["Hi", " you"]
 OnDelta = Callable[[str], Awaitable[None]]  # called with each piece of a streamed answer
 
 
@@ -56,15 +56,15 @@ OnDelta = Callable[[str], Awaitable[None]]  # called with each piece of a stream
 
 @dataclass
 class ToolCallRequest:
-    """A tool call that the model asks for. If `error` or `denied` is set, it must not be run."""
+    """A tool call that the model asks for. If `error` or `denied` is set, the call must not run."""
 
     id: str
     name: str
     arguments: dict = field(default_factory=dict)
     error: str = ""
     denied: str = ""
-    extra: dict = field(default_factory=dict)  # other keys, sent back unchanged later
-    must_only_read: bool = False  # not approved: run it only if its tool is read-only
+    extra: dict = field(default_factory=dict)  # other keys of the call, copied into later requests
+    must_only_read: bool = False  # True: nobody approved the call, so its tool must be read-only
 
     def to_message(self) -> dict:
         """The call as part of an assistant message. Raises ValueError if an argument is NaN."""
@@ -74,15 +74,15 @@ class ToolCallRequest:
 
 @dataclass
 class LLMResponse:
-    """An answer. If `error` is set, the request failed; `content` is the part shown before that."""
+    """An answer. If the request failed, `error` is set and `content` is the text shown before."""
 
     content: str | None = None
     tool_calls: list[ToolCallRequest] = field(default_factory=list)
-    finish_reason: str | None = "stop"  # or tool_calls, length, content_filter, error
+    finish_reason: str | None = "stop"  # others: tool_calls, length, content_filter, refusal, error
     usage: dict = field(default_factory=dict)  # {"prompt_tokens": 9, …}, see `read_usage`
     reasoning_content: str | None = None
     error: str | None = None
-    extra: dict = field(default_factory=dict)  # the reasoning fields, sent back unchanged later
+    extra: dict = field(default_factory=dict)  # the reasoning fields, copied into later requests
     is_overflow: bool = False  # the request failed: it exceeds the model's context window
 
     @property
@@ -109,7 +109,7 @@ def failed(cause: str, **fields: Any) -> LLMResponse:
 class LLMRequest:
     """One request. `options` may have max_tokens, temperature and tool_choice."""
 
-    messages: list[dict]  # a copy made by `legal`
+    messages: list[dict]  # the conversation, repaired by `legal`
     tools: list[dict]
     model: str
     options: dict
@@ -134,16 +134,16 @@ class LLMProvider:
     """A model. Callers use `chat`; a subclass implements `answer`."""
 
     model = ""
-    trace: Callable[[LLMRequest, LLMResponse | None, str], None] | None = None  # gets each try
+    trace: Callable[[LLMRequest, LLMResponse | None, str], None] | None = None  # called per attempt
 
     async def chat(
         self, messages: list[dict], tools: list[dict] | None = None, *, model: str | None = None,
         on_delta: OnDelta | None = None, on_retry: OnDelta | None = None, **options: Any,
     ) -> LLMResponse:  # fmt: skip
-        """Ask the model. With `on_delta` the answer streams; `on_retry` gets reasons for delays.
+        """Ask the model. `on_delta` receives pieces of the answer, `on_retry` reasons for delays.
 
         Options: max_tokens, temperature, tool_choice. If the endpoint fails, the response has
-        `finish_reason="error"`. Raises CancelledError, and exceptions of the callbacks.
+        `finish_reason="error"`. CancelledError and exceptions of the callbacks are not caught.
         """
         wanted = {name: value for name, value in options.items() if value is not None}
         lawful = legal(messages)
@@ -165,14 +165,14 @@ class LLMProvider:
         """Do slow work, like an import, before the first request. Called on another thread."""
 
     async def close(self) -> None:
-        """Close open connections. A later `chat` opens new ones."""
+        """Close open connections. A later `chat` opens new connections."""
 
 
 # ---- A provider in twenty lines ----
 
 
 class ScriptedProvider(LLMProvider):
-    """Returns given replies: texts, calls, lists of calls, LLMResponses. Records `requests`."""
+    """Returns the given replies (text, call, list of calls or LLMResponse); records `requests`."""
 
     model = "scripted"
 
@@ -198,7 +198,7 @@ class ScriptedProvider(LLMProvider):
 
 
 def legal(messages: list[dict], reply: bool = True) -> list[dict]:
-    """A lawful copy of a conversation: every endpoint accepts it. Idempotent.
+    """Copy a conversation and make the copy lawful: every endpoint accepts the copy. Idempotent.
 
     user: "List the files"                 user: "List the files"
     assistant: calls 1 and 2        →      assistant: calls 1 and 2
@@ -208,8 +208,8 @@ def legal(messages: list[dict], reply: bool = True) -> list[dict]:
     assistant: "I will"
 
     The copy has one system message or none, then a user message. Adjacent messages of one role are
-    joined. Each call is followed by one result. Ids are unique, arguments are JSON objects, texts
-    are not empty, unknown keys are removed. If `reply`, the last message is not the assistant's.
+    joined. Each call has one result. Ids are unique, arguments are JSON objects, texts are not
+    empty. Unknown keys are removed. If `reply` is set, assistant messages at the end are removed.
     """
     clean = [message for message in map(clean_message, messages) if message]
     system = [message for message in clean if message["role"] == "system"]
@@ -233,16 +233,16 @@ class OpenAIProvider(LLMProvider):
         self, endpoint: Endpoint, request_timeout: float = 300, idle_timeout: float = 90,
         pace: float = 1,
     ):  # fmt: skip
-        key = "".join(endpoint.api_key.split())  # a copied line break would make the header invalid
+        key = "".join(endpoint.api_key.split())  # removes line breaks: a header cannot contain any
         address = endpoint.api_base or endpoint.spec.default_api_base
         self.endpoint = replace(endpoint, api_key=key, api_base=address)
         self.model, self.pace = endpoint.model, pace
         self.connection = Connection(self.endpoint, request_timeout, idle_timeout)
-        self.learnt: dict[str, list[Healed]] = {}  # by model: changes that its requests need
-        self.is_warned = False  # the user was told once that the server's window is too small
+        self.learnt: dict[str, list[Healed]] = {}  # model name → remedies that the model needs
+        self.is_warned = False  # True: the user was warned that the server cuts requests
 
     async def answer(self, request: LLMRequest) -> LLMResponse:
-        """Ask until there is an answer, or an error that no further attempt can help.
+        """Repeat the request until there is an answer, or until a further attempt cannot help.
 
         400 "'max_tokens' is not supported"  → change the body (`HEALING`) and retry at once
         429 "try again in 20s"; 503          → retry after 20 s; after 1, 2 and 4 s
@@ -280,9 +280,9 @@ class OpenAIProvider(LLMProvider):
             await asyncio.sleep(seconds * self.pace)
 
     async def _ask(self, request: LLMRequest, body: dict) -> LLMResponse:
-        """One HTTP attempt. Raises Failure if the endpoint fails, and exceptions of `on_delta`."""
+        """Make one HTTP attempt. Raises Failure, or an exception of `on_delta`."""
         request.sent, request.began = body, time.monotonic()
-        is_weak = self.endpoint.spec.is_local or "tools" not in body  # it may write calls as text
+        is_weak = self.endpoint.spec.is_local or "tools" not in body  # calls may arrive as text
         reads_text = {"auto": is_weak, "on": True}.get(self.endpoint.text_tool_calls)
         known = parameters_by_name(request.tools)
         reader = AnswerReader(known if reads_text else {})
@@ -296,13 +296,13 @@ class OpenAIProvider(LLMProvider):
         except Failure as failure:
             failure.cause = self.endpoint.without_secrets(failure.cause)
             failure.shown = reader.shown if request.on_delta else ""
-            _, calls = read_text_calls(failure.generation, known)  # Groq's error quotes the call
+            _, calls = read_text_calls(failure.generation, known)  # Groq's error repeats the call
             if not calls or failure.shown:
                 raise
             return LLMResponse(None, calls, "tool_calls", estimate_usage(request, LLMResponse()))
 
     async def _learn(self, request: LLMRequest, answer: LLMResponse, healed: list[Healed]) -> None:
-        """Remember the changes that this model needed. Concurrent requests only add changes."""
+        """Store the changes that this model needed; concurrent requests only add more changes."""
         known = self.learnt.setdefault(request.model, [])
         known += [entry for entry in healed if entry[0].is_remembered and entry not in known]
         seen = answer.usage["prompt_tokens"]
@@ -311,7 +311,7 @@ class OpenAIProvider(LLMProvider):
         is_cut = self.endpoint.spec.is_local and 1_000 < seen < 5_000 and sent > 2 * seen
         if is_cut and not self.is_warned:
             self.is_warned = True
-            fix = "Set a larger context, for Ollama: OLLAMA_CONTEXT_LENGTH=64000 ollama serve"
+            fix = "Set a larger context. For Ollama: OLLAMA_CONTEXT_LENGTH=64000 ollama serve"
             await request.tell(f"The server read {seen:,} of about {sent:,} tokens. {fix}")
 
     def warm_up(self) -> None:
@@ -329,7 +329,7 @@ class OpenAIProvider(LLMProvider):
             return explanation(failure, self.endpoint)
         if not offered or self.model in offered:
             return None
-        return f"Set --model or NANOBOT_MODEL; the endpoint has: {', '.join(offered[:20])}"
+        return f"Set --model or NANOBOT_MODEL to one of these models: {', '.join(offered[:20])}"
 
 
 def retry_after(failure: Failure, tries: int) -> float | None:
@@ -341,7 +341,7 @@ def retry_after(failure: Failure, tries: int) -> float | None:
     is_too_late = bool(failure.shown)  # the user has read a part of this answer
     if is_too_late or tries >= most.get(failure.kind, 0):
         return None
-    if failure.kind == "loading":  # 15 tries, 4 s apart: a minute
+    if failure.kind == "loading":  # 15 retries, each after 4 s: a minute
         return 4.0
     if failure.kind == "closed" and tries == 0:
         return 0.0
@@ -354,8 +354,8 @@ def retry_after(failure: Failure, tries: int) -> float | None:
 class OfflineProvider(LLMProvider):
     """Rules in a file select the calls: "what's in a.txt?" → read_file("a.txt").
 
-    It keeps no state. For each request all calls of the turn are planned again; the answer is the
-    first call that has no result yet. If all calls have results, the answer is a text.
+    The provider keeps no state: for each request it plans all calls of the turn again. The answer
+    is the first call that has no result yet, or a text if every call has a result.
     """
 
     model = "offline"
@@ -380,18 +380,18 @@ class OfflineProvider(LLMProvider):
 # If a program is killed between a call and its result, each later request would get a 400: "An
 # assistant message with 'tool_calls' must be followed by tool messages responding to each …".
 
-REASONING = ("reasoning_content", "reasoning", "reasoning_details")  # sent back under the same name
+REASONING = ("reasoning_content", "reasoning", "reasoning_details")  # copied into later requests
 KNOWN_KEYS = {"role", "content", "tool_calls", "tool_call_id", *REASONING}
 NO_RESULT = "[interrupted before it finished]"
 
 
 def clean_message(message: dict) -> dict | None:
-    """Keep known keys and make the content valid; returns None if nothing is left."""
+    """Copy a message with known keys and valid content; return None if no content is left."""
     clean = {key: value for key, value in message.items() if key in KNOWN_KEYS and value}
     role = "system" if message.get("role") == "developer" else message.get("role")
     if role not in ("system", "user", "assistant", "tool"):
         return None
-    # an assistant message gets no filler, because models repeat earlier answers
+    # an assistant message gets no filler, because the model would repeat the filler later
     filler = "" if role == "assistant" else "(empty)"
     clean |= {"role": role, "content": clean_content(clean.get("content", ""), filler) or None}
     calls = clean_calls(clean.pop("tool_calls", []))
@@ -401,7 +401,7 @@ def clean_message(message: dict) -> dict | None:
 
 
 def clean_content(content: Any, filler: str) -> str | list[dict]:
-    """Text or blocks. `filler` replaces a blank text; if it is "", blank blocks are removed."""
+    """Text or blocks. `filler` replaces blank text; an empty `filler` removes blank blocks."""
     if not isinstance(content, list):
         text = content if isinstance(content, str) else to_json(content)
         return text if text.strip() else filler
@@ -419,7 +419,7 @@ def as_blocks(content: str | list) -> list[dict]:
 
 
 def clean_calls(calls: list[dict]) -> list[dict]:
-    """Drop calls without a name; turn arguments into JSON text of an object: None → "{}"."""
+    """Drop calls without a name; arguments become the text of a JSON object: None → "{}"."""
     clean = []
     for call in calls:
         function = call.get("function") or {}
@@ -433,12 +433,12 @@ def clean_calls(calls: list[dict]) -> list[dict]:
 def with_results(messages: list[dict]) -> list[dict]:
     """Give each call a unique id and one result right after it; drop all other results.
 
-    Some endpoints use the same ids again in each answer. So a result belongs to the last assistant
-    message with calls that comes before the result.
+    Some endpoints use the same ids again in each answer. Therefore a result is matched only with
+    the calls of one message: the last message with calls before the result.
     """
     paired: list[dict] = []
     used_ids: set[str] = set()
-    waiting: dict[Any, list[dict]] = {}  # by id of a call: tool messages without content yet
+    waiting: dict[Any, list[dict]] = {}  # old id → tool messages that wait for a result
     for message in messages:
         if message["role"] == "tool":
             places = waiting.get(message.get("tool_call_id"))
@@ -458,7 +458,7 @@ def with_results(messages: list[dict]) -> list[dict]:
 
 
 def unused_id(id_: Any, used: set[str]) -> str:
-    """The id; if it is used already, the id with a number: "a", then "a_2"."""
+    """Return the id, with a number if another call has the same id: "a", then "a_2"."""
     name = str(id_ or "call")
     names = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
     unused = next(each for each in names if each not in used)
@@ -467,7 +467,7 @@ def unused_id(id_: Any, used: set[str]) -> str:
 
 
 def new_id(old: str = "") -> str:
-    """An id of nine digits, valid for every endpoint; the same old id gives the same digits."""
+    """Make an id of nine digits, which every endpoint accepts; equal old ids give equal new ids."""
     number = zlib.crc32(old.encode()) if old else time.perf_counter_ns()
     return f"{number % 10**9:09d}"
 
@@ -492,34 +492,34 @@ def with_whole_letters(value: Any) -> Any:
     try:
         to_json(value).encode()
     except UnicodeEncodeError:
-        joined = json.loads(json.dumps(value))  # a JSON reader joins pairs of surrogates
+        joined = json.loads(json.dumps(value))  # JSON parsing joins pairs of surrogates
         return json.loads(to_json(joined).encode(errors="replace"))
     return value
 
 
 # ---- Arguments of tool calls ----
-# Small models write {'path': 'a.txt',}, which is repaired. Arguments that were cut are never
+# Small models write {'path': 'a.txt',}; the code repairs this. Arguments cut off early are never
 # repaired, even if the endpoint calls the answer complete: '{"command": "rm -rf bui' must not run.
 
-# matches closed strings ("a \" b" and 'a'), a quote that is never closed, brackets
+# The pattern matches a closed string ("a \" b" or 'a'), a quote that is never closed, or a bracket.
 JSON_MARKS = re.compile(r""""(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|["'{}\[\]]""", re.DOTALL)
 
 
 def parse_arguments(written: Any, repair: bool) -> tuple[dict, str]:
-    """A call's arguments and an error or "": `({}, "its arguments are not whole JSON …")`."""
+    """Return a call's arguments and an error: `({}, "its arguments are not valid JSON …")`."""
     try:
         text = written if isinstance(written, str) else to_json(written or {})
         value = with_whole_letters(load_json(text.strip() or "{}", repair))  # raises for NaN
     except (TypeError, ValueError, RecursionError, ImportError) as problem:
-        return {}, f"its arguments are not whole JSON ({problem})"
+        return {}, f"its arguments are not valid JSON ({problem})"
     if not isinstance(value, dict):
         return {}, f"its arguments must be one JSON object, not {text[:100]!r}"
     return value, ""
 
 
 def load_json(text: str, repair: bool) -> Any:
-    """Read strict JSON, else raise ValueError. If `repair`, try a Python dict, then json-repair;
-    but a text that ends inside a string, an object or a list is never repaired, nor a text of over
+    """Parse JSON, else raise ValueError. If `repair` is set, try a Python dict, then json-repair;
+    but never repair a text that ends inside a string, an object or a list, nor a text of over
     10,000 characters: the time for a repair grows with the square of the length.
     """
     try:
@@ -544,7 +544,7 @@ def ends_within(text: str) -> bool:
 
 
 # ---- Which endpoint gets the request ----
-# One table instead of a class for each endpoint. A wrong choice would send a key to a stranger.
+# One table replaces a class per endpoint. If the code picks a wrong row, a stranger gets the key.
 
 
 @dataclass(frozen=True)
@@ -552,15 +552,15 @@ class ProviderSpec:
     """A row of the table PROVIDERS: all facts about one endpoint."""
 
     name: str
-    keywords: str = ""  # regular expression for the first words of its models' names: gpt|o1
-    env_key: str = ""  # environment variable with the key; "" for local and custom
+    keywords: str = ""  # regular expression for the start of model names: gpt|o1
+    env_key: str = ""  # environment variable with the API key, empty for local and custom
     default_api_base: str = ""
-    hosts: tuple[str, ...] = ()  # more endings of its `.host:port`
+    hosts: tuple[str, ...] = ()  # other hosts and ports of the endpoint: ".api.z.ai", ":1234"
     key_prefix: str = ""
     default_model: str = ""
-    is_gateway: bool = False  # serves models of many makers, named maker/model
-    is_local: bool = False  # True: needs no key, uses no proxy
-    supports_prompt_caching: bool = False  # True: the request must mark what to cache
+    is_gateway: bool = False  # True: offers models of many makers, with names like openai/gpt-5
+    is_local: bool = False  # True: the server needs no key, and the code uses no proxy
+    supports_prompt_caching: bool = False  # True: the request must mark the text to cache
     max_tokens_field: str = "max_tokens"
 
 
@@ -605,7 +605,7 @@ ROWS = {row.name: row for row in PROVIDERS}
 
 @dataclass
 class Endpoint:
-    """Where requests go: a row of PROVIDERS, the user's key and address, and the model."""
+    """The target of requests: a row of PROVIDERS, the user's key and address, and the model."""
 
     spec: ProviderSpec
     api_key: str = ""
@@ -613,10 +613,10 @@ class Endpoint:
     model: str = ""
     extra_headers: dict = field(default_factory=dict)
     extra_body: dict = field(default_factory=dict)
-    text_tool_calls: str = "auto"  # run calls written as text? on, off; auto: if local
+    text_tool_calls: str = "auto"  # accept calls written as text: on, off, auto (from weak models)
 
     def without_secrets(self, text: str) -> str:
-        """Hide the key, which servers repeat in errors, and the password of an address."""
+        """Hide keys and the password in an address, because servers repeat both in errors."""
         secrets = [self.api_key, *map(str, self.extra_headers.values())]
         for secret in filter(lambda secret: len(secret) > 7, secrets):  # but not "ollama"
             text = text.replace(secret, "[key]")
@@ -626,17 +626,17 @@ class Endpoint:
 def choose_endpoint(
     settings: dict[str, Endpoint], model: str = "", provider: str = "", base_url: str = ""
 ) -> Endpoint | None:
-    """Choose row, address and key; `settings` by row name. Returns None if nothing is set.
+    """Choose row, address and key from `settings` (by row name). Returns None if no row is usable.
 
-    The base URL decides first, then the named provider, then the model's name. A row's key and
-    headers never go to another row's host. Raises ValueError, which names the missing setting.
+    The row is chosen by a maker's base URL, else by the provider, any other base URL, or the model.
+    A row's key and headers never reach another row's host. Raises ValueError for a wrong setting.
     """
     if provider and provider not in ROWS:
         names = ", ".join(ROWS)
         raise ValueError(f"There is no provider {provider!r}. There are: {names}, offline, human.")
     known = {row.name: replace(settings.get(row.name) or Endpoint(row)) for row in PROVIDERS}
     general_key = known["openai"].api_key
-    for row in PROVIDERS:  # OPENAI_API_KEY=sk-or-… is a key of OpenRouter
+    for row in PROVIDERS:  # OPENAI_API_KEY=sk-or-… contains a key of OpenRouter
         if row.key_prefix and general_key.startswith(row.key_prefix):
             known[row.name].api_key = known[row.name].api_key or general_key
             known["openai"].api_key = ""
@@ -659,14 +659,14 @@ def choose_endpoint(
     if host not in (None, spec) and address != chosen.api_base and spec.env_key:
         chosen.api_key, chosen.extra_headers = "", {}
     if host and not host.env_key and not chosen.api_key:
-        chosen.api_key = general_key  # OPENAI_API_KEY also goes to the user's own server
+        chosen.api_key = general_key  # the user's own server also gets OPENAI_API_KEY
     if spec.is_local and not urlsplit(address).path.strip("/"):
         address = address.rstrip("/") + "/v1"
     return replace(chosen, spec=spec, api_base=address, model=model or spec.default_model)
 
 
 def row_of_address(base_url: str) -> ProviderSpec:
-    """The row for an address: eu.api.openai.com is OpenAI's; unknown hosts are local or custom."""
+    """Find the row of an address: eu.api.openai.com → openai, other hosts → local or custom."""
     place = f".{urlsplit(base_url).netloc.rpartition('@')[2]}"  # .api.openai.com, .localhost:11434
     for row in PROVIDERS:
         own = urlsplit(row.default_api_base).netloc
@@ -678,15 +678,15 @@ def row_of_address(base_url: str) -> ProviderSpec:
 
 
 def row_of_model(known: dict[str, Endpoint], model: str) -> ProviderSpec | None:
-    """Choose a row that has a key or an address. The order: the maker in `maker/model`, the maker
-    whose models have such names, the user's own server, a gateway; for an unknown name any row.
+    """Choose a row that has a key or an address, in this order: the maker in `maker/model`, a maker
+    with matching `keywords`, the user's own server, a gateway; any row for an unknown model name.
     """
     usable = [row for row in PROVIDERS if known[row.name].api_base]
     usable += [row for row in PROVIDERS if known[row.name].api_key and row.default_api_base]
     named = ROWS.get(model.partition("/")[0])
     if named and named.is_local:
         return named
-    # `gpt-5`, `openai/gpt-5` and `hf.co/gpt-5` are OpenAI's
+    # the names `gpt-5`, `openai/gpt-5` and `hf.co/gpt-5` match the row openai
     makers = [row for row in PROVIDERS if row.keywords]
     makers = [row for row in makers if re.search(rf"(?i)(?<![a-z0-9])({row.keywords})", model)]
     makers = [named] if named else makers
@@ -702,10 +702,10 @@ def row_of_model(known: dict[str, Endpoint], model: str) -> ProviderSpec | None:
 
 
 # ---- What went wrong ----
-# The SDK only says "Connection error."; the cause is deeper, and each server words it differently.
+# The SDK's error text is often only "Connection error.". This part finds the cause of the error.
 
 AGAIN = r"(?:try again|retry)\w{0,9} (?:in|after) (?=\d)"  # "Please try again in 5.2s", "… 6m0s"
-# A kind of failure, and a pattern for the text `429 the endpoint's words`. The first match decides.
+# Each row has a kind of failure and a pattern for texts like `429 Slow down`. The first match wins.
 KINDS = [
     # llama.cpp: "Loading model"
     ("loading", "^503 .*(loading model|currently loading)"),
@@ -717,9 +717,9 @@ KINDS = [
      "reduce (the length of the|your) message|(than the|with) context length|"
      "context ?window ?exceed|exceeded model token limit|too large for model with|"
      "context size has been exceeded|range of input length|`?inputs`? (tokens|must have less)"),
-    # xAI, a 400: "Incorrect API key provided"; Gemini "API key not valid"; LiteLLM
+    # xAI "Incorrect API key provided", Gemini "API key not valid", LiteLLM "No connected db"
     ("key", "^401 |incorrect api key|api key not valid|no connected db"),
-    # "quota exceeded, try again in 20s" is a rate limit, not "unpaid"
+    # "quota exceeded, try again in 20s" is a rate limit: "busy", not "unpaid"
     ("busy", rf"^5\d\d |{AGAIN}"),
     # "You exceeded your current quota", "Insufficient Balance", "余额不足"
     ("unpaid", "^402 |insufficient|exceeded.{0,20}quota|billing|credit|balance|payment|余额|欠费"),
@@ -730,7 +730,7 @@ KINDS = [
     ("model", "no model|not a valid model|model not exist|invalid model name|^404 .*model"),
     ("nonsense", "^40[45] "),
 ]  # fmt: skip
-# The same for the names of an exception and its cause; the third column is shown to the user.
+# Kinds of failure, patterns for the names of an exception and its cause, and texts for the user.
 NO_ANSWER = [
     ("network", "APITimeoutError ConnectTimeout", "no connection in time"),
     ("timeout", r"\w*Timeout", "no answer in time"),
@@ -738,13 +738,13 @@ NO_ANSWER = [
     ("network", "APIConnectionError", ""),
     ("cut", "(RemoteProtocol|Read|Write)Error", "it closed the connection in the middle"),
 ]  # fmt: skip
-ADVICE = {  # the text for each kind of failure; any other kind shows only its cause
+ADVICE = {  # the text for each kind of failure; any other failure shows only its cause
     "package": "{cause}",
     "timeout": "{where} gave no answer in time. Ask again, or try a smaller model.",
     "network": "Cannot reach {where} ({cause}). Is the address right, and is the server running?",
     "overflow": "{where}: the conversation is too long for {model} ({cause}). Begin a new one "
     "with /new; if a single message is that long, put its text into a file.",
-    "unpaid": "{where} reports a billing problem ({cause}). Pay there, or use another --provider.",
+    "unpaid": "{where} reports a billing problem ({cause}). Add credit, or use another --provider.",
     "key": "{where} refuses the key ({cause}). Set {variable}.",
     "model": "{where} has no such model ({cause}).",
     "nonsense": "{where} does not answer like a model ({cause}). Base URLs mostly end in /v1.",
@@ -756,11 +756,11 @@ class Failure(Exception):
     """A request failed: `cause` is for people, the other fields are for the code."""
 
     cause: str
-    kind: str = ""  # from KINDS or NO_ANSWER, or "package"
+    kind: str = ""  # a kind from KINDS or NO_ANSWER, or "package"
     text: str = ""  # the whole text of the endpoint's error
     status: int | None = None
-    seconds: float = 0.0  # how long the endpoint asks to wait
-    generation: str = ""  # a tool call that the endpoint could not read
+    seconds: float = 0.0  # the delay that the endpoint asks for
+    generation: str = ""  # a tool call that the endpoint could not parse
     shown: str = ""  # the part of the answer that the user saw
 
 
@@ -774,7 +774,7 @@ def explanation(failure: Failure, endpoint: Endpoint) -> str:
 
 
 def as_failure(problem: Exception) -> Failure:
-    """Convert an exception of the SDK or its HTTP client. Any other one is our bug: raise it."""
+    """Convert an exception of the SDK or the network; raise any other exception, which is a bug."""
     if isinstance(problem, Failure):
         return problem
     library = type(problem).__module__.partition(".")[0]
@@ -793,7 +793,7 @@ def as_failure(problem: Exception) -> Failure:
 
 
 def refusal(body: Any, status: int | None = None, wait: str = "") -> Failure:
-    """Find the endpoint's words in nested JSON; `wait` is the value of the header retry-after.
+    """Find the error message in nested JSON; `wait` is the value of the header retry-after.
 
     [{"error": {"code": 400, "message": "Unknown name"}}]  → Failure("Unknown name", …)
     """
@@ -809,7 +809,7 @@ def refusal(body: Any, status: int | None = None, wait: str = "") -> Failure:
         status = fields["code"]
     line = " ".join(str(inside or "")[:4_000].split())[:500]
     cause = f"HTTP {status}: {line}" if status else line
-    text = str(body or "")[:4_000]  # enough for every pattern; bounds the search time
+    text = str(body or "")[:4_000]  # long enough for each pattern, short enough for a fast search
     found = [kind for kind, words in KINDS if re.search(f"(?is){words}", f"{status} {text}")]
     soon = re.search(rf"(?i){AGAIN}(\d{{1,9}}(?:\.\d{{1,9}})?) ?s", text)
     soon = re.fullmatch(r"(\d{1,9}(?:\.\d+)?)", wait) or soon
@@ -820,21 +820,21 @@ def refusal(body: Any, status: int | None = None, wait: str = "") -> Failure:
 
 # ---- What endpoints refuse, and what helps ----
 # 400 "'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead." No table
-# can list this for each model, but the endpoint's error text says what to change.
+# can list such rules for each model; but the endpoint's error text names the necessary change.
 
 
 class Remedy(NamedTuple):  # a row of HEALING
     complaint: str  # a regular expression for the endpoint's error text
     notice: str  # shown to the user
-    change: Callable[[dict, str], dict]  # (body, complaint) → a new body; the old one stays
-    is_remembered: bool = True  # applied to all later requests to the model, too
+    change: Callable[[dict, str], dict]  # (body, error text) → a changed copy of the body
+    is_remembered: bool = True  # True: all later requests to the model are changed, too
 
 
-Healed = tuple[Remedy, str]  # a remedy, and the error text that it was for
+Healed = tuple[Remedy, str]  # a remedy, and the error text that required the remedy
 
 
 def find_remedy(failure: Failure, body: dict, healed: list[Healed]) -> Remedy | None:
-    """The first row that matches the error and changes the body; at most nine for a request."""
+    """Find the first row that matches the error and changes the body; at most nine per request."""
     is_refusal = (failure.status or 400) in (400, 404, 405, 413, 415, 422, 500)
     if failure.shown or not is_refusal or len(healed) >= 9:
         return None
@@ -847,7 +847,7 @@ def find_remedy(failure: Failure, body: dict, healed: list[Healed]) -> Remedy | 
 
 
 def with_parameters(body: dict, complaint: str = "", **values: Any) -> dict:
-    """A copy of the body with these values; None removes a parameter."""
+    """Copy the body and set these parameters; the value None removes a parameter."""
     return {name: value for name, value in (body | values).items() if value is not None}
 
 
@@ -856,7 +856,7 @@ def each_message(body: dict, complaint: str, change: Callable[[dict], dict]) -> 
 
 
 def without_keys(value: Any, complaint: str, unwanted: tuple[str, ...], above: str = "") -> Any:
-    """Remove keys at every depth. Keys of "properties" are names of parameters: they are kept."""
+    """Remove keys at every depth, except keys of "properties", which are names of parameters."""
     if isinstance(value, list):
         return [without_keys(item, complaint, unwanted) for item in value]
     if not isinstance(value, dict):
@@ -871,7 +871,7 @@ def with_other_limit(body: dict, complaint: str) -> dict:
 
 
 def without_the_named(body: dict, complaint: str) -> dict:
-    """ "Unknown parameter: 'store'." → without store; reasoningEffort means reasoning_effort."""
+    """Remove each parameter that the error text names; reasoningEffort names reasoning_effort."""
     kept = ("model", "messages", "tools", "stream")
     names = {name: re.escape(name).replace("_", "_?") for name in body if name not in kept}
     named = [name for name in names if re.search(rf"(?i)\b{names[name]}\b", complaint)]
@@ -879,7 +879,7 @@ def without_the_named(body: dict, complaint: str) -> dict:
 
 
 def as_text(message: dict) -> dict:
-    """The message with its content as one text; a line of text stands for an image."""
+    """Join the blocks of a message into one text, where a line of text replaces each image."""
     if not isinstance(message["content"], list):
         return message
     image = "[an image: this model cannot see it]"
@@ -892,7 +892,7 @@ def with_some_reasoning(message: dict) -> dict:
 
 
 def with_signature(message: dict) -> dict:
-    """Gemini requires a signature on a step's first call; this one fits other models' calls."""
+    """Gemini requires a signature on the first call; other models' calls get a dummy signature."""
     if "tool_calls" not in message:
         return message
     first, *rest = message["tool_calls"]
@@ -920,7 +920,7 @@ What a tool returned comes back as <tool_result>. These are the tools:
 
 
 def tools_as_text(body: dict, complaint: str) -> dict:
-    """Describe the tools in the system message; turn calls and results into texts."""
+    """Describe the tools in the system message, and write calls and results as text."""
     messages = [calls_as_text(message) for message in body["messages"]]
     if "tools" in body:
         lines = "\n".join(to_json(tool["function"]) for tool in body["tools"])
@@ -954,23 +954,23 @@ HEALING = [
            "(range of|input length and) .?max_tokens", "max_tokens is left out: the server sets it",
            partial(with_parameters, max_tokens=None, max_completion_tokens=None)),
     # "'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead."
-    Remedy("max_completion_tokens", "max_tokens has another name there", with_other_limit),
+    Remedy("max_completion_tokens", "max_tokens is renamed for this model", with_other_limit),
     # DashScope: "This model only support stream mode, please enable the stream parameter", and
     # "parameter.enable_thinking must be set to false for non-streaming calls"
     Remedy("only support stream|streaming is (strongly )?(required|recommended)|non-streaming",
-           "it answers in streams only", partial(with_parameters, stream=True)),
+           "this model only streams its answers", partial(with_parameters, stream=True)),
     # "'stream' does not support true with this model."
-    Remedy("stream\\b.{1,30}not support", "it does not stream",
+    Remedy("stream\\b.{1,30}not support", "this model does not stream",
            partial(with_parameters, stream=None, stream_options=None)),
     # "To use function tools, use /v1/responses or set reasoning_effort to 'none'."
-    Remedy("to 'none'", "with tools its reasoning is switched off",
+    Remedy("to 'none'", "reasoning is switched off in requests with tools",
            partial(with_parameters, reasoning_effort="none")),
     # Ollama: "gemma3:4b does not support tools"; a template: "Conversation roles must alternate";
     # vLLM: "auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set
     Remedy("support (tool|function)|(tool|function) call\\w* (is )?not support|"
            "roles must alternate|requires --enable-auto-tool-choice",
-           "tool calls are sent as text: this model or server supports no others (vLLM does, if it "
-           "is started with --enable-auto-tool-choice --tool-call-parser)", tools_as_text),
+           "tool calls are sent as text: this model or server supports no tools (vLLM needs the "
+           "options --enable-auto-tool-choice --tool-call-parser)", tools_as_text),
     # DeepSeek: "The reasoning_content in the thinking mode must be passed back to the API."
     Remedy("reasoning_content.{0,50}(passed back|missing)|missing reasoning_content",
            "older answers are sent with empty reasoning",
@@ -981,7 +981,7 @@ HEALING = [
            partial(without_keys, unwanted=REASONING)),
     # llama.cpp: "Only user, assistant and tool roles are supported, got system."
     Remedy("(system|developer) (role|instruction|message).{0,20}not (supported|enabled)|got system|"
-           "not support 'system'", "the system prompt goes as a user message", with_system_as_user),
+           "not support 'system'", "the system prompt becomes a user message", with_system_as_user),
     # Mistral: "Tool call id was call_8bXe but must be a-z, A-Z, 0-9, with a length of 9."
     Remedy("a-z, A-Z, 0-9, with a length of 9", "ids of calls are shortened",
            partial(each_message, change=with_short_ids)),
@@ -1002,20 +1002,20 @@ HEALING = [
     # must be a string"
     Remedy("image|vision|multimodal|only .{0,9}text|content.type|content.{0,99}string|"
            "expected a string|untagged enum",
-           "contents are sent as plain text: this model accepts no images or blocks",
+           "messages are sent as plain text: this model accepts no images or blocks",
            partial(each_message, change=as_text)),
     # "'temperature' does not support 0.16 with this model."; xAI: "does not support parameter
     # reasoningEffort"; DeepSeek: "Thinking mode does not support this tool_choice"
     Remedy("temperature|top_[pk]\\b|tool_choice|thinking|effort|not support|unsupported|unknown|"
            "unrecognized|unexpected|extra|forbidden|cannot",
-           "a parameter that it does not accept is left out", without_the_named),
+           "a parameter that this model does not accept is left out", without_the_named),
 ]  # fmt: skip
 
 
 # ---- The HTTP request and the stream ----
-# As few parameters as possible: for any additional one, some endpoint refuses the request.
+# The request has few parameters, because any further parameter is refused by some endpoint.
 
-DONE = {"choices": [{}]}  # for `data: [DONE]`: a choice without `delta` means the end
+DONE = {"choices": [{}]}  # replaces `data: [DONE]`; a choice without `delta` ends the answer
 
 
 def request_body(endpoint: Endpoint, request: LLMRequest, healed: list[Healed]) -> dict:
@@ -1034,7 +1034,7 @@ def request_body(endpoint: Endpoint, request: LLMRequest, healed: list[Healed]) 
 
 
 def cache_marks(body: dict) -> dict:
-    """Mark the system message: the endpoint caches it and the tools, which precede the mark."""
+    """Mark the system message, so that the endpoint caches the tools and the system message."""
     first, *rest = body["messages"]
     mark = {"cache_control": {"type": "ephemeral"}}
     marked = {**first, "content": [{"type": "text", "text": as_text(first)["content"], **mark}]}
@@ -1043,7 +1043,7 @@ def cache_marks(body: dict) -> dict:
 
 @cache
 def load_sdk() -> Any:
-    """The `openai` package; loading it takes half a second. Raises Failure if it is missing."""
+    """Import the `openai` package, which takes 0.5 s. Raises Failure if the package is missing."""
     gc.disable()  # with the garbage collector on, loading 800 modules takes 0.1 s more
     try:
         import openai
@@ -1052,17 +1052,17 @@ def load_sdk() -> Any:
         raise Failure(f"The {name} package is missing: pip install {name}", "package") from problem
     finally:
         gc.enable()
-    gc.freeze()  # the collector does not visit these modules again
+    gc.freeze()  # the garbage collector skips these modules from now on
     return openai
 
 
 class Connection:
-    """The SDK's client for an endpoint, made at first use; answers are read as plain JSON."""
+    """Creates the SDK's client at the first request, and reads the answers as plain JSON."""
 
     def __init__(self, endpoint: Endpoint, request_timeout: float, idle_timeout: float):
         self.endpoint = endpoint
         self.request_timeout, self.idle_timeout = request_timeout, idle_timeout
-        self._loop: asyncio.AbstractEventLoop | None = None  # connections belong to one loop
+        self._loop: asyncio.AbstractEventLoop | None = None  # the event loop of the connections
 
     def client(self) -> Any:
         here = asyncio.get_running_loop()
@@ -1078,7 +1078,7 @@ class Connection:
             timeout=openai.Timeout(self.request_timeout, connect=min(10.0, self.request_timeout)),
             default_headers=where.extra_headers, http_client=http,
         )  # fmt: skip
-        if row_of_address(where.api_base).name != "openai":  # OPENAI_ORG_ID is for OpenAI alone
+        if row_of_address(where.api_base).name != "openai":  # only OpenAI may get OPENAI_ORG_ID
             self._client.organization = self._client.project = None
         self._loop = here
         return self._client
@@ -1089,10 +1089,10 @@ class Connection:
             await self._client.close()
 
     async def chunks(self, body: dict) -> AsyncIterator[dict]:
-        """The chunks of an answer; one chunk if the server does not stream. Raises Failure.
+        """Yield the chunks of an answer; one chunk if the server does not stream. Raises Failure.
 
-        The first chunk must come within the request timeout (comments do not count), each later
-        chunk within the idle timeout. Timeouts pause while the caller handles a chunk.
+        The first chunk must arrive within the request timeout (SSE comments do not count), each
+        later chunk within the idle timeout. Timeouts pause while the caller handles a chunk.
         """
         chunk = None
         raw = {"headers": {"X-Stainless-Raw-Response": "stream"}, "security": {"bearer_auth": True}}
@@ -1110,8 +1110,8 @@ class Connection:
                         clock.reschedule(asyncio.get_running_loop().time() + patience)
                 finally:
                     await response.close()
-        except Exception as problem:  # CancelledError is no Exception: it is not caught
-            if chunk is not DONE:  # after [DONE], a broken or open connection is no error
+        except Exception as problem:  # does not catch CancelledError
+            if chunk is not DONE:  # after [DONE], a lost connection or a timeout is no error
                 raise as_failure(problem) from problem
 
     async def models(self) -> list[str]:
@@ -1126,7 +1126,7 @@ class Connection:
 
 
 async def chunks_of(response: Any) -> AsyncIterator[dict]:
-    """A chunk for each line `data: {…}`; comments, event names and blank lines are skipped."""
+    """Yield a chunk for each line `data: {…}`; skip comments, event names and blank lines."""
     if "event-stream" not in response.headers.get("content-type", ""):
         yield parse_answer(await response.read())
         return
@@ -1137,7 +1137,7 @@ async def chunks_of(response: Any) -> AsyncIterator[dict]:
 
 
 async def lines_of(response: Any) -> AsyncIterator[bytes]:
-    """Split at \\n alone: other line ends, like U+2028, may be inside a text."""
+    """Split only at \\n: other line separators, like U+2028, may be part of a text."""
     rest = b""
     async for data in response.iter_bytes():
         *lines, rest = (rest + data).split(b"\n")
@@ -1147,7 +1147,7 @@ async def lines_of(response: Any) -> AsyncIterator[bytes]:
 
 
 def parse_answer(data: bytes) -> dict:
-    """Parse a JSON object; raises Failure, which shows the data if they are anything else."""
+    """Parse a JSON object. For any other data, raises Failure with the beginning of the data."""
     with contextlib.suppress(ValueError):
         answer = json.loads(data)
         if isinstance(answer, dict):
@@ -1155,7 +1155,7 @@ def parse_answer(data: bytes) -> dict:
     without_tags = re.sub(rb"<[^<>]*>", b" ", data[:2_000])  # <title>Sign in</title>
     start = " ".join(without_tags.decode("utf-8", errors="replace").split())
     kind = "cut" if not start or data.lstrip().startswith(b"{") else "nonsense"
-    raise Failure(f"not JSON but: {start[:120] or 'nothing'}", kind)
+    raise Failure(f"not a JSON object but: {start[:120] or 'nothing'}", kind)
 
 
 # ---- Chunks are joined to an answer ----
@@ -1164,7 +1164,7 @@ def parse_answer(data: bytes) -> dict:
 # Some models write <think>…</think> before the answer; some send only the end tag.
 THOUGHT = re.compile(r"\s*</?(?:think|thinking|thought)>")
 END = re.compile(r"</(?:think|thinking|thought)>")
-UNCLEAR = re.compile(r"\s{0,200}(?:<[/a-z]{0,9})?")  # spaces or "<thi": perhaps a thought begins
+UNCLEAR = re.compile(r"\s{0,200}(?:<[/a-z]{0,9})?")  # spaces or "<thi" may begin a thought
 REASONS = {  # finish reasons in OpenAI's words; any other (`eos`, `end_turn`) counts as `stop`
     "none": None, "tool_calls": "tool_calls", "function_call": "tool_calls",
     "content_filter": "content_filter", "refusal": "refusal",
@@ -1174,7 +1174,7 @@ REASONS = {  # finish reasons in OpenAI's words; any other (`eos`, `end_turn`) c
 
 
 @dataclass
-class CallParts:  # a call of which some pieces may still arrive
+class CallParts:  # the pieces of one call that have arrived so far
     index: int | None
     id: str | None = None
     name: str = ""
@@ -1184,9 +1184,9 @@ class CallParts:  # a call of which some pieces may still arrive
 
 @dataclass
 class AnswerReader:
-    """Joins the chunks of a stream to an answer; an answer that is not streamed is one chunk."""
+    """Joins the chunks of an answer; an answer that is not streamed consists of one chunk."""
 
-    tools: dict[str, dict]  # tools whose calls may be text: {"read_file": {…parameters…}}
+    tools: dict[str, dict]  # tools that may be called as text: {"read_file": {…parameters…}}
     shown: str = ""  # the text shown so far, without thoughts
     held: str = ""  # text not shown yet: it may become a thought or a call
     is_thought: bool = False
@@ -1225,7 +1225,7 @@ class AnswerReader:
         return self._ready(text)
 
     def _add_call(self, piece: dict) -> None:
-        """A piece begins a call or continues one. How endpoints send read_file({…}) and now({}):
+        """Add a piece to its call, or begin a call. Examples with read_file({…}) and now({}):
 
         by index     0 read_file {"pa    1 now {}            0 th": "a"}
         by id        a read_file {"pa        th": "a"}       b now {}
@@ -1239,7 +1239,7 @@ class AnswerReader:
             begins = piece["id"] != fitting[-1].id
         elif fitting and name and arguments and fitting[-1].arguments:
             _, error = parse_arguments(fitting[-1].arguments, repair=False)
-            begins = not error  # the call before is complete
+            begins = not error  # the previous call is complete
         if begins:
             self.calls.append(CallParts(index))
         call = self.calls[-1] if begins else fitting[-1]
@@ -1251,9 +1251,9 @@ class AnswerReader:
         call.extra |= {key: value for key, value in piece.items() if key not in known}
 
     def _ready(self, text: str) -> str:
-        """The text that may be shown now: no thought, and no possible beginning of a call."""
+        """Return the text that may be shown now: no thought, and no possible start of a call."""
         self.held += text
-        if not self.shown:  # later a tag is plain text: "Wrap it in <think> and </think> tags."
+        if not self.shown:  # tags after other text are plain text: "Wrap it in <think> tags."
             while tag := (END.search(self.held) if self.is_thought else THOUGHT.match(self.held)):
                 self.is_thought = "/" not in tag[0]
                 self.held = self.held[tag.end() :]
@@ -1270,7 +1270,7 @@ class AnswerReader:
         return ready
 
     def close(self) -> str:
-        """The stream has ended. Returns the text that is left to show."""
+        """Finish the answer. Returns the text that is not shown yet."""
         text = self.shown if self.is_thought else self.shown + self.held
         before = len(self.shown)
         if self.tools and not self.calls:
@@ -1287,7 +1287,7 @@ class AnswerReader:
             arguments, error = parse_arguments(call.arguments, repair=is_finished)
             id_ = call.id or new_id()
             calls.append(ToolCallRequest(id_, call.name, arguments, error, extra=call.extra))
-        # a cut answer will be continued: keep its last line end
+        # the model will continue an answer that was cut off: keep the line break at its end
         text = self.shown if reason == "length" else self.shown.rstrip("\n")
         text = with_whole_letters(text) if text.strip() else None
         is_cut = any(call.error for call in calls) if calls else not self.is_whole
@@ -1300,7 +1300,7 @@ class AnswerReader:
 
 
 def read_usage(usage: dict) -> dict:
-    """Tokens that the endpoint counted ({} if none); cached tokens have one of three names."""
+    """Return the endpoint's token counts, or {}. Endpoints use three names for cached tokens."""
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
     cached = cached or usage.get("cached_tokens") or usage.get("prompt_cache_hit_tokens")
     counts = {name: int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")}
@@ -1309,19 +1309,19 @@ def read_usage(usage: dict) -> dict:
 
 
 def estimate_usage(request: LLMRequest, answer: LLMResponse) -> dict:
-    """Estimate the tokens: in English a token has about four bytes."""
+    """Estimate the token counts: an English token has about four characters."""
     sent = len(to_json([request.messages, request.tools])) // 4
     counts = {"prompt_tokens": sent, "completion_tokens": len(to_json(answer.to_message())) // 4}
     return counts | {"cached_tokens": 0, "estimated": True}
 
 
 # ---- Calls that a weak model wrote as text ----
-# Qwen2.5-Coder-1.5B on llama.cpp writes "I will use the `read_file` function." and then the call as
-# JSON in a code fence, each third time. A local model's calls run if they end the answer; if the
-# answer begins with a call, also if text follows, such as a result that the model made up.
+# In one of three answers, Qwen2.5-Coder-1.5B writes "I will use the `read_file` function." and then
+# the call as JSON in a code fence. Calls of weak models run if the answer ends with the calls. If
+# the answer begins with a call, text may follow the calls, such as an invented result.
 
 TAG = r"(?:tool_calls?|tools)>"
-# a call may begin with <tool_call>, <function=now>, a fence and a brace; or with a part: "<tool_c"
+# a call begins with <tool_call>, <function=now>, or a fence and a brace; "<tool_c" is incomplete
 CALL_START = re.compile(
     rf"<{TAG}|<function=|^```\w{{0,20}}\s{{0,9}}(?:[{{<]|\Z)|^`{{1,2}}\Z|<\w{{0,10}}\Z",
     re.MULTILINE)  # fmt: skip
@@ -1336,7 +1336,7 @@ def parameters_by_name(tools: list[dict]) -> dict[str, dict]:
 
 
 def read_text_calls(text: str, tools: dict[str, dict]) -> tuple[str, list[ToolCallRequest]]:
-    """The text before the calls, and the calls; or the whole text, and no calls.
+    """Split an answer into text and calls. Without a valid call, the whole answer is text.
 
     'I look.\\n```json\\n{"name": "ls", "arguments": {}}\\n```'  → ("I look.", [ls({})])
     """
@@ -1346,13 +1346,13 @@ def read_text_calls(text: str, tools: dict[str, dict]) -> tuple[str, list[ToolCa
         try:
             return text[:start].rstrip(), calls_in(text, start, tools)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            continue  # the text from `start` on is no call
+            continue  # the text at `start` is not a call
     return text, []
 
 
 def calls_in(text: str, place: int, tools: dict[str, dict]) -> list[ToolCallRequest]:
-    """The calls from a place to the end of the text. Raises if there is other text among them.
-    JSON is read strictly, so a fence or a tag inside a string remains a part of the string."""
+    """Read the calls from `place` to the end of the text. Other text raises an exception. A JSON
+    parser reads the calls, so a fence or a tag inside a string remains part of the string."""
     calls = []
     while (place := AROUND.match(text, place).end()) < len(text):
         if calls and text[place] not in "{<" and BARE_CALL.match(text):
@@ -1372,7 +1372,7 @@ def calls_in(text: str, place: int, tools: dict[str, dict]) -> list[ToolCallRequ
 
 
 def text_call(name: str, written: Any, schema: dict) -> ToolCallRequest:
-    """A call without unknown arguments. Raises ValueError if a required argument is missing."""
+    """Keep the known arguments only. Raises ValueError if a required argument is missing."""
     arguments, error = parse_arguments(written, repair=False)
     properties = schema.get("properties")
     if properties and not schema.get("additionalProperties"):
@@ -1391,7 +1391,7 @@ KEYS = (r"(?i)(bearer |authorization\W{1,9}|api[_-]?key\W{1,9})[\w.~+/-]{8,}|"
 
 
 def without_key_texts(value: Any, name: str = "") -> Any:
-    """A deep copy; `[key]` replaces texts that look like keys, by form or by the field's name."""
+    """Make a deep copy. `[key]` replaces API keys, found by their form or the field's name."""
     if isinstance(value, dict):
         return {key: without_key_texts(inside, key) for key, inside in value.items()}
     if isinstance(value, list):
@@ -1402,10 +1402,10 @@ def without_key_texts(value: Any, name: str = "") -> Any:
 
 
 class Trace:
-    """Writes each HTTP attempt and its outcome to a file, one JSON object a line, without keys.
+    """Appends each HTTP attempt to a file as one line of JSON, without API keys.
 
-    `sent` has the parameters of the HTTP body that differ from the request. Outcomes: answered,
-    failed, cancelled; after healed and retried another attempt follows.
+    `sent` has the parameters of the HTTP body that differ from the request. The outcome is
+    answered, failed or cancelled; or healed or retried, if another attempt follows.
     """
 
     def __init__(self, path: Path):
@@ -1431,23 +1431,23 @@ class Trace:
 
 
 class ReplayDiffers(Exception):
-    """A request is not the recorded one; shows the first 40 lines in which they differ."""
+    """A request differs from the recorded request; the message shows 40 lines of the diff."""
 
     def __init__(self, *requests: dict):
         old, new = (json.dumps(each, ensure_ascii=False, indent=1).split("\n") for each in requests)
         changes = difflib.unified_diff(old, new, "recorded", "now", lineterm="", n=2)
         shown = "\n".join(line[:300] for line in itertools.islice(changes, 40))
-        super().__init__(f"This request is not the recorded one:\n{shown}")
+        super().__init__(f"This request differs from the recorded request:\n{shown}")
 
 
 class ReplayProvider(LLMProvider):
-    """Returns the recorded answers; raises ReplayDiffers if a request is not the recorded one."""
+    """Returns the recorded answers; raises ReplayDiffers if a request differs from its record."""
 
     model = "replay"
 
     def __init__(self, trace: Path):  # raises OSError, or ValueError with a line number
         self.records: list[dict] = []  # all records of the file
-        self.rest: list[dict] = []  # records still to play; each `answer` is an LLMResponse
+        self.rest: list[dict] = []  # records not yet replayed; each `answer` is an LLMResponse
         text = trace.read_text(encoding="utf-8", errors="replace")
         for number, line in enumerate(text.removesuffix("\n").split("\n"), 1):
             try:
@@ -1458,7 +1458,7 @@ class ReplayProvider(LLMProvider):
                 if row.get("outcome") not in ("healed", "retried"):
                     self.rest.append(row | {"answer": answer, "messages": legal(row["messages"])})
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                raise ValueError(f"{trace}, line {number}: this is no record of a trace") from None
+                raise ValueError(f"{trace}, line {number}: this is not a trace record") from None
 
     async def answer(self, request: LLMRequest) -> LLMResponse:
         if not self.rest:
@@ -1477,10 +1477,10 @@ WARNING = re.compile(r"\n(?:You have this result already|This same call has fail
 
 
 class RecordedTools:
-    """The tools of a trace. Nothing is executed: calls get the recorded results, in their order.
+    """Replaces the tools in a replay: no tool runs, and each call gets the next recorded result.
 
-    `make_result` takes text, is_error and images, like ToolResult. A WARNING is cut off: the runner
-    adds it again. Nothing else in a trace shows that a result is an error.
+    `make_result` takes text, is_error and images, like ToolResult. Each WARNING is removed, because
+    the runner adds it again. In a trace only "This same call has failed …" shows a failed call.
     """
 
     def __init__(self, records: list[dict], make_result: Callable[..., Any]):
@@ -1500,7 +1500,7 @@ class RecordedTools:
                         self.failing.add(to_json([call.name, call.arguments]))
 
     def get(self, name: str) -> None:
-        """A trace has no Tool objects: so None, and the calls run one after another."""
+        """Return None: a trace has no Tool objects. The runner then runs the calls one by one."""
 
     def get_definitions(self) -> list[dict]:
         return self.definitions
@@ -1513,13 +1513,13 @@ class RecordedTools:
 
 
 # ---- You are the model ----
-# `--provider human` shows the view of a model, and how a call fails.
+# With `--provider human`, you answer in place of a model, and can learn how calls fail.
 
 
 @dataclass
 class HumanProvider(LLMProvider):
-    """You are the model: it shows you each request, and takes your answer or tool calls.
-    `ask(question)` returns a line of the person. An invalid call fails like a model's call."""
+    """Shows each request to a person, who types the answer or a tool call. `ask(question)` returns
+    the typed line. An invalid call of the person fails like an invalid call of a model."""
 
     ask: Callable[[str], Awaitable[str]] | None = None
     seen: LLMRequest = field(default_factory=lambda: LLMRequest([], [], "", {}))
@@ -1527,7 +1527,7 @@ class HumanProvider(LLMProvider):
 
     async def answer(self, request: LLMRequest) -> LLMResponse:
         if not self.ask:
-            return failed("To be the model you need a terminal.")
+            return failed("`--provider human` needs a terminal.")
         line = (await self.ask("\n".join([*self.news(request), "model> "]))).strip()
         name, _, written = line.partition(" ")
         answer = LLMResponse(line)
@@ -1553,24 +1553,24 @@ class HumanProvider(LLMProvider):
 
 
 # ---- The offline model ----
-# The offline model needs no key and no network. People write its rules in a file. The code turns
-# each sentence of the file into a regular expression, and reports mistakes with their line numbers.
+# The offline model needs no key and no network. Its rules are in a file that users can edit. Each
+# sentence of the file becomes a regular expression. Mistakes are reported with their line numbers.
 
-OFFLINE_RULES = "templates/offline/rules.md"  # in this folder, or in nanobot_data/ of a wheel
-FIELDS = ("tool", "answer", "line", "schedule", "path")  # other keys are arguments of a tool
-BUILT_IN = {"result", "time", "memory", "file"}  # <words> that need not be in a sentence
+OFFLINE_RULES = "templates/offline/rules.md"  # in this folder, or in nanobot_data/ if installed
+FIELDS = ("tool", "answer", "line", "schedule", "path")  # any other key is a tool argument
+BUILT_IN = {"result", "time", "memory", "file"}  # <words> that the code fills in
 MARKS = {"[": "(?:", "]": ")?", "(": "(?:", ")": ")", "|": "|"}
 
 
 class Rules:
-    """The rules of a file. <words> in their sentences and fields stand for what the user says."""
+    """The rules of a file. In sentences and fields, <words> are placeholders for user input."""
 
     def __init__(self, text: str):
         self.kinds: dict[str, str] = defaultdict(lambda: "(?!)")  # {"url": "(?:https?://\\S+)"}
-        self.sentences: list[tuple[str, str, dict]] = []  # `read <files>`, its regex, its rule
+        self.sentences: list[tuple[str, str, dict]] = []  # sentence, its regex, its rule
         self.problems: list[str] = []
         self.otherwise = {"title": "anything else", "answer": f"{OFFLINE_RULES} is missing."}
-        self.last: dict[str, str] = {}  # the rule that is being read
+        self.last: dict[str, str] = {}  # the rule of the current line
         for number, line in enumerate(text.split("\n"), 1):
             try:
                 self._read(line.rstrip())
@@ -1581,7 +1581,7 @@ class Rules:
                 self.last = {}
 
     def _read(self, line: str) -> None:
-        """Read one line. Raises ValueError or re.error that says what is wrong with it."""
+        """Read one line. Raises ValueError or re.error with a text that describes the mistake."""
         kind = re.fullmatch(r"<(\w+)>(?: \([^()]*\))?: (.+)", line)  # <files> (a.txt): …
         key = re.match(r"(\w+): ?(.*)", line)
         if line.startswith("## "):
@@ -1602,7 +1602,7 @@ class Rules:
 
     def _check_field(self, key: str, value: str) -> None:
         if key not in FIELDS and "tool" not in self.last:
-            raise ValueError(f"unknown key {key}: known are {', '.join(FIELDS)}")
+            raise ValueError(f"unknown key {key}: use one of {', '.join(FIELDS)}")
         sentences = " ".join(text for text, _, rule in self.sentences if rule is self.last)
         for word in re.findall(r"<(\w+)>", value):
             if word not in BUILT_IN and f"<{word}>" not in sentences:
@@ -1613,20 +1613,20 @@ class Rules:
         if any(sentence.count(pair[0]) != sentence.count(pair[1]) for pair in ("[]", "()", "<>")):
             raise ValueError(f"`{sentence}`: a bracket is not closed")
         if re.search(r"<(\w+)>.*<\1>", sentence):
-            raise ValueError(f"`{sentence}`: one of the <words> is in it twice")
+            raise ValueError(f"`{sentence}`: the same <word> occurs twice")
         regex = ""
         for token in re.findall(r"[\[\]()|]|[^\s\[\]()|]+", sentence):
             said = self.kinds.get(f"said_{token}", rf"\s+{re.escape(token)}")
             if token[0] == "<":
                 if token[1:-1] not in self.kinds:
-                    raise ValueError(f"nothing says what {token} can be")
+                    raise ValueError(f"{token} is not defined above")
                 said = rf"\s+(?P{token}{self.kinds[token[1:-1]]})"
             regex += MARKS.get(token, said)
         return regex
 
     def find(self, text: str) -> list[tuple[dict, dict]]:
-        """The rules for a text, each with its <words>: `list docs and read a.txt` finds two."""
-        head = text.partition("\n\n")[0]  # text from a pipe follows a blank line
+        """Find the rules for a text, with <words>: `list docs and read a.txt` finds two rules."""
+        head = text.partition("\n\n")[0]  # cut off text from a pipe, which follows a blank line
         parts = re.split(self.kinds["between"], head, maxsplit=9) if len(head) <= 1_000 else []
         found = [self.match(part) for part in parts if part.count('"') % 2 == 0]
         if len(parts) == len(found) > 1 and all(found):
@@ -1635,7 +1635,7 @@ class Rules:
         return [self.match(text) or self.match(head) or (offered, {})]
 
     def match(self, text: str) -> tuple[dict, dict] | None:
-        """The first rule with a sentence that matches the text, and its <words>."""
+        """Return the first rule with a matching sentence, and the values of the <words>."""
         if len(text) > 1_000:
             return None
         request = re.sub(self.kinds["after"], "", text.strip())
@@ -1643,7 +1643,7 @@ class Rules:
             start = re.match(r"\w{0,2}", spoken.lower())[0]
             for sentence, regex, rule in self.sentences:
                 if start not in sentence.lower() and "<" not in sentence[:2]:
-                    continue  # compiling all sentences would take 100 ms
+                    continue  # skip early: compiling all sentences would take 100 ms
                 found = re.fullmatch(regex, f" {spoken}", re.IGNORECASE | re.DOTALL)
                 if found:
                     return rule, {name: said for name, said in found.groupdict().items() if said}
@@ -1672,9 +1672,9 @@ RUNTIME_END = "[/Runtime Context]"
 QUOTED = "(?s)^[\"'`“‘](.+)[\"'`”’]$"
 MEMORY_PATH = r"[:`] ?((?:/|~|\w:\\)[^\n:`]*MEMORY\.md)"  # - Facts: /home/a b/memory/MEMORY.md
 USER_LINE = r"(?m)^\[[^\]\n]*\] user: (.+)$"  # [2026-04-03T10:00:00+0200] user: hi
-SUBJECT = r"- The user(?:'s .+? is |: I (?:live in|work) )"  # a new line replaces an old one
+SUBJECT = r"- The user(?:'s .+? is |: I (?:live in|work) )"  # a new fact replaces the old fact
 SECONDS_OF = {"sec": 1, "min": 60, "hour": 3_600, "hr": 3_600, "day": 86_400, "week": 604_800}
-# by tool: the form of a good result; a result of any other form is an error
+# tool → pattern for a successful result; any other result is an error
 SUCCESS = {"read_file": r"\d+\| ", "edit_file": "--- ", "exec": r"(?s).*Exit code: 0$"}
 
 
@@ -1683,10 +1683,10 @@ class Plan:
 
     def __init__(self, request: LLMRequest, rules: Rules):
         self.rules = rules
-        self.matches: dict[str, dict] = {}  # by title of a rule: the values of its <words>
+        self.matches: dict[str, dict] = {}  # title of a rule → the values of its <words>
         self.next_call: tuple[str, dict] | None = None  # the first call that has no result yet
         messages = [as_text(message) for message in request.messages]
-        # the turn begins after the last answer without calls; that answer ends with a line like
+        # a turn begins after the last assistant message without calls, which ends with a line like
         # [offline rule "read files", it is "a.txt", templates/offline/rules.md]
         said = [place for place, each in enumerate(messages, 1) if each["role"] == "assistant"]
         begin = max([place for place in said if "tool_calls" not in messages[place - 1]], default=0)
@@ -1703,11 +1703,11 @@ class Plan:
         self.known = {"time": times[-1], "memory": memory[0]}
 
     def answer(self) -> str:
-        """The text of the answer. Use it only if no `next_call` is set afterwards."""
+        """Return the answer's text, which is valid only if `next_call` is None afterwards."""
         if self.saves_memory:
             return self._result("save_memory", saved_memory(self.question))
         if "[SKIP]" in self.prompt and "[MEMORY]" in self.prompt:
-            return "[SKIP]"  # Dream asks for facts: the rules saved them at once
+            return "[SKIP]"  # Dream asks for facts, which the rules have already saved
         reports = [OfflineProvider.intro]
         for rule, said in self.rules.find(self.question):
             self.matches[rule["title"]] = said
@@ -1722,7 +1722,7 @@ class Plan:
         return "\n\n".join([*reports, f"[offline rule {titles}, {it}{OFFLINE_RULES}]"])
 
     def _follow(self, rule: dict, known: dict) -> str:
-        """Apply one rule to one file. Returns the rule's answer, or a tool's error unchanged."""
+        """Apply one rule to one file. Returns the rule's answer, or the error text of a tool."""
         if "<file>" in str(rule) and not known["file"]:
             return "Which file do you mean? Name it, like: read a.txt"
         result = ""
@@ -1738,14 +1738,14 @@ class Plan:
         return fill(rule.get("answer", "<result>").strip(), known | {"result": result})
 
     def _result(self, tool: str, arguments: dict) -> str:
-        """The result of a call. If there is none yet: "", and the call becomes `next_call`."""
+        """Return a call's result. If the call has no result yet, set `next_call` and return ""."""
         if self.results:
             return self.results.pop(0)
         self.next_call = self.next_call or (tool, arguments)
         return ""
 
     def _add_line(self, path: str, line: str) -> str:
-        """Append a line to a file. `- The user's name is Maria` replaces the line with Bob."""
+        """Append a line; `- The user's name is Maria` replaces `- The user's name is Bob`."""
         text = self._result("read_file", {"path": path})
         page = re.findall(r"(?m)^\d+\| (.*)$", text)
         if text.endswith(" is empty)"):
@@ -1761,7 +1761,7 @@ class Plan:
 
 
 def saved_memory(text: str) -> dict:
-    """Arguments for save_memory: the user's texts. Rules with `line:` have saved the facts."""
+    """Arguments for save_memory: the user's texts. Rules with `line:` already saved the facts."""
     memory, _, conversation = text.partition("\n# Conversation\n")
     quotes = "; ".join(line[:200] for line in re.findall(USER_LINE, conversation)[:20])
     entry = f"[{time.strftime('%Y-%m-%d %H:%M')}] The user said: {quotes}"
@@ -1774,14 +1774,14 @@ def fill(template: str, known: dict, change: Callable[[str], str] = str) -> str:
 
 
 def arguments_of(rule: dict, known: dict) -> dict:
-    """A tool's arguments, except those with <words> that the user did not say. `20` is a number."""
+    """Fill in a tool's arguments; omit arguments with <words> that the user did not say."""
     arguments: dict[str, Any] = {}
     for name, template in rule.items():
         is_said = all(word in known for word in re.findall(r"<(\w+)>", template))
         if name not in ("title", "tool", "answer", "schedule") and is_said:
             is_put_together = name == "command" and template != "<command>"
             text = fill(template, known, shlex.quote if is_put_together else str)
-            is_plain = re.fullmatch(r"\d+|true|false", template)
+            is_plain = re.fullmatch(r"\d+|true|false", template)  # a JSON number or boolean
             arguments[name] = json.loads(template) if is_plain else text
     if "schedule" in rule and "when" in known:
         arguments |= schedule(known["when"].lower(), known["time"])

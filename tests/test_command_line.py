@@ -255,7 +255,7 @@ def test_a_one_shot_waits_for_its_helpers_and_tells_what_they_found(own_home):
         (["--provider", "human", "-m", "x"], 1, ["terminal"]),
         (["--offline", "-m", "x", "--trace", "no/t.jsonl"], 1, ["no/t.jsonl", "No such file"]),
         (["replay", "gone.jsonl"], 1, ["No such file", "nanobot agent --trace FILE"]),
-        (["replay", __file__], 1, ["line 1", "no record of a trace", "nanobot agent --trace FILE"]),
+        (["replay", __file__], 1, ["line 1", "not a trace record", "nanobot agent --trace FILE"]),
         (["cron", "remove", "r9"], 1, ["r9"]),
     ],
 )

@@ -117,7 +117,7 @@ def test_calls_run_and_the_model_sees_their_results_until_it_answers():
     assert given == [question()], "the caller's messages are not changed"
 
 
-UNREADABLE = ToolCallRequest("c1", "look", error="its arguments are not whole JSON")
+UNREADABLE = ToolCallRequest("c1", "look", error="its arguments are not valid JSON")
 
 
 def test_what_became_of_a_call_is_told_to_the_model():
@@ -126,7 +126,7 @@ def test_what_became_of_a_call_is_told_to_the_model():
     empty, unknown, torn = results(provider.requests[1].messages)
     assert empty == "(silent completed with no output)"
     assert "look, broken" in unknown, "the closest one first"
-    assert torn == "look was not run: its arguments are not whole JSON. Send the complete call again."
+    assert torn == "look was not run: its arguments are not valid JSON. Send the complete call again."
 
 
 def test_neighbours_that_only_read_go_together_and_whatever_else_alone():
@@ -1124,7 +1124,7 @@ def test_whatever_happened_in_a_turn_it_can_be_played_again(tmp_path, capsys, na
     nanobot.main(["replay", str(trace), "--config", str(settings)])
     out, err = capsys.readouterr()
     assert out == seen
-    assert "not the recorded one" not in err
+    assert "differs from the recorded request" not in err
 
 
 def test_a_replay_leaves_nothing_out_however_long_the_recorded_request_is(tmp_path, capsys):

@@ -343,5 +343,5 @@ def test_a_recorded_run_opens_without_a_server(browser, folder):
 def test_a_run_that_is_shipped_is_shown_and_replayed_by_its_name(folder, name):
     for command in ("trace", "replay"):
         done = subprocess.run([*NANOBOT, command, name], cwd=folder, capture_output=True, encoding="utf-8")
-        assert (done.returncode, "is not the recorded one" in done.stderr) == (0, False) and done.stdout.strip(), done.stderr
+        assert (done.returncode, "differs from the recorded request" in done.stderr) == (0, False) and done.stdout.strip(), done.stderr
     assert name in (ROOT / "NOTES.md").read_text(encoding="utf-8")

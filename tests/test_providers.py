@@ -401,8 +401,8 @@ ODD_BODIES = {
     "a usage that is no number": (
         {"choices": [{"message": {"content": "Hi."}}], "usage": {"prompt_tokens": "many"}}, "strange form"),
     "a content that is a number": ({"choices": [{"message": {"content": 5}}]}, "strange form"),
-    "broken JSON": ('{"choices": [', "not JSON but: .*choices"),
-    "an empty body": ("", "not JSON but: nothing"),
+    "broken JSON": ('{"choices": [', "not a JSON object but: .*choices"),
+    "an empty body": ("", "not a JSON object but: nothing"),
     "a tower of lists": ('{"choices": ' + "[" * 100_000, "recursion"),
 }
 
@@ -513,7 +513,7 @@ ODD_STREAMS = {
     "an error in the middle": (sse(delta(content="Well"), {"error": {"message": "Overloaded"}}),
         "Overloaded"),
     "an error event": (sse('event: error\ndata: {"error": {"message": "Boom"}}\n\n'), "Boom"),
-    "garbage": (sse(delta(content="a"), "data: {oops\n\n"), "not JSON but: {oops"),
+    "garbage": (sse(delta(content="a"), "data: {oops\n\n"), "not a JSON object but: {oops"),
     "no end": (sse(delta(content="Well"), done=False), "broke off"),
     "a call without an end": (sse(piece(id="a", name="f", arguments='{"a": '), done=False), "broke off"),
     "only comments": (Raw(b": ping\n\n"), "sent no answer"),
@@ -607,16 +607,16 @@ ARGUMENTS = {
     "a raw line end in a text": ('{"a": "1\n2"}', "stop", {"a": "1\n2"}, ""),
     "broken, but the answer is whole": ("{path: 'a',}", "tool_calls", {"path": "a"}, ""),
     "a Python dict": ("{'a': True, 'b': None, 'c': 'it\\'s'}", "stop", {"a": True, "b": None, "c": "it's"}, ""),
-    "an open string that looks closed": ('{"a": "b", "c": "rm -rf \\"', "stop", {}, "not whole JSON"),
-    "broken, and cut by the limit": ('{"command": "rm -r bui', "length", {}, "not whole JSON"),
-    "cut in a text, whatever the reason": ('{"command": "rm -rf bui', "tool_calls", {}, "not whole JSON"),
-    "cut with a brace in the text": ('{"a": "b {c}', "stop", {}, "not whole JSON"),
-    "cut in a text of single quotes": ("{'a': 'echo }", "stop", {}, "not whole JSON"),
+    "an open string that looks closed": ('{"a": "b", "c": "rm -rf \\"', "stop", {}, "not valid JSON"),
+    "broken, and cut by the limit": ('{"command": "rm -r bui', "length", {}, "not valid JSON"),
+    "cut in a text, whatever the reason": ('{"command": "rm -rf bui', "tool_calls", {}, "not valid JSON"),
+    "cut with a brace in the text": ('{"a": "b {c}', "stop", {}, "not valid JSON"),
+    "cut in a text of single quotes": ("{'a': 'echo }", "stop", {}, "not valid JSON"),
     "broken, with a quote in a quote": ('{"a": \'it", b\',}', "stop", {"a": 'it", b'}, ""),
     "two objects": ('{"a": 1}{"b": 2}', "stop", {}, "must be one JSON object"),
-    "not a number": ('{"a": NaN}', "stop", {}, "not whole JSON"),
-    "a number beyond all numbers": ('{"a": 1e400}', "stop", {}, "not whole JSON"),
-    "a tower of lists": ("[" * 50_000, "stop", {}, "not whole JSON"),
+    "not a number": ('{"a": NaN}', "stop", {}, "not valid JSON"),
+    "a number beyond all numbers": ('{"a": 1e400}', "stop", {}, "not valid JSON"),
+    "a tower of lists": ("[" * 50_000, "stop", {}, "not valid JSON"),
     "a half of a surrogate pair": (r'{"a": "\ud83d"}', "stop", {"a": "?"}, ""),
 }
 
@@ -833,7 +833,7 @@ def test_a_key_that_the_endpoint_repeats_is_not_shown(line, key):
 
 @pytest.mark.parametrize(("models", "said_of_it"), [
     (["models/test-model"], None), ([], None),
-    ([f"m{n}" for n in range(30)], "Set --model or NANOBOT_MODEL; the endpoint has: "
+    ([f"m{n}" for n in range(30)], "Set --model or NANOBOT_MODEL to one of these models: "
      + ", ".join(f"m{n}" for n in range(20)))])  # fmt: skip
 def test_the_models_of_an_endpoint_are_compared_by_their_names(models, said_of_it):
     with FakeLLM([]) as server:
@@ -926,15 +926,15 @@ MENDED = {  # a recorded refusal: a part of what the user is told, and what chan
     "vllm-max-tokens-over-context": ("max_tokens is left out: the server sets it", {"max_tokens": GONE}),
     "openai-max-tokens-too-large": ("max_tokens is left out: the server sets it", {"max_tokens": GONE}),
     "openai-max-tokens-renamed": (
-        "max_tokens has another name", {"max_tokens": GONE, "max_completion_tokens": 100}),
-    "dashscope-stream-only": ("answers in streams only", {"stream": True}),
+        "max_tokens is renamed", {"max_tokens": GONE, "max_completion_tokens": 100}),
+    "dashscope-stream-only": ("only streams its answers", {"stream": True}),
     "openai-stream-refused": ("does not stream", {"stream": GONE, "stream_options": GONE}),
-    "openai-tools-with-effort": ("with tools its reasoning is switched off", {"reasoning_effort": "none"}),
+    "openai-tools-with-effort": ("reasoning is switched off in requests with tools", {"reasoning_effort": "none"}),
     "vllm-auto-tool-choice": ("tool calls are sent as text", AS_TEXT),
     "ollama-no-tools": ("tool calls are sent as text", AS_TEXT),
     "deepseek-reasoning-must-be-passed-back": ("empty reasoning", {"messages.2.reasoning_content": ""}),
     "groq-reasoning-content-unsupported": ("reasoning is left out", {"messages.2.reasoning": GONE}),
-    "template-system-refused": ("system prompt goes as a user message", {"messages": [
+    "template-system-refused": ("system prompt becomes a user message", {"messages": [
         {"role": "user", "content": [{"type": "text", "text": "You are a test."}, *EVERYTHING[1]["content"]]},
         *EVERYTHING[2:]]}),
     "mistral-tool-id-9": ("ids of calls are shortened", {
@@ -944,8 +944,8 @@ MENDED = {  # a recorded refusal: a part of what the user is told, and what chan
     "gemini-unknown-schema": ("some schema keywords", {
         "tools.0.function.parameters": {"type": "object", "properties": {"const": {"type": "string"}}}}),
     "anthropic-image-5mb": ("images are left out of this request", {"messages.1.content": NO_IMAGE}),
-    "deepseek-image-url-variant": ("contents are sent as plain text", {"messages.1.content": NO_IMAGE}),
-    "groq-content-string-system": ("contents are sent as plain text", {"messages.1.content": NO_IMAGE}),
+    "deepseek-image-url-variant": ("messages are sent as plain text", {"messages.1.content": NO_IMAGE}),
+    "groq-content-string-system": ("messages are sent as plain text", {"messages.1.content": NO_IMAGE}),
     "openai-temperature-only-default": ("does not accept is left out", {"temperature": GONE}),
     "groq-store-unsupported": ("does not accept is left out", {"store": GONE}),
 }  # fmt: skip
@@ -982,7 +982,7 @@ WITHOUT_PACKAGES = [sys.executable, "-S", "-E", str(Path(providers.__file__).wit
 
 @pytest.mark.parametrize(("flags", "status", "text"), [
     (["--offline", "-m", "hi"], 0, "Hello!"), (["status", "--offline"], 0, "offline: fixed rules"),
-    (["--provider", "human", "-m", "hi"], 1, "To be the model you need a terminal."),
+    (["--provider", "human", "-m", "hi"], 1, "`--provider human` needs a terminal."),
     (["--base-url", "http://127.0.0.1:1/v1", "-m", "hi"], 1,
      "nanobot: The openai package is missing: pip install openai\n"),
     (["status", "--base-url", "http://127.0.0.1:1/v1"], 1,
@@ -1043,7 +1043,7 @@ def test_what_was_learnt_is_remembered_for_the_model_and_told_once():
             ask(provider, HELLO, [STRICT], model=model, told=told)[0]
         efforts = [body.get("reasoning_effort") for body in server.bodies]
     assert efforts == [None, "none", "none", None]
-    assert told == ["custom, a: with tools its reasoning is switched off"]
+    assert told == ["custom, a: reasoning is switched off in requests with tools"]
 
 
 def test_a_change_that_does_not_help_is_tried_once_and_not_remembered():
@@ -1575,7 +1575,7 @@ NO_RECORDS = {
 def test_a_line_that_is_no_record_is_named_by_its_number(name, tmp_path):
     good = json.dumps(a_record(HELLO, {"content": "x", "tool_calls": []}))
     (tmp_path / "t").write_text(f"{good}\n{NO_RECORDS[name]}\n")
-    with pytest.raises(ValueError, match=r"t, line 2: this is no record of a trace$"):
+    with pytest.raises(ValueError, match=r"t, line 2: this is not a trace record$"):
         ReplayProvider(tmp_path / "t")
 
 
@@ -1757,10 +1757,10 @@ def test_piped_text_is_no_request():
 BROKEN = {  # a rule as a student breaks it: the number of the line, and the reason
     "- read [me <file>\nanswer: x": (2, "a bracket is not closed"),
     "read a file\nanswer: x": (2, "neither a sentence"),
-    "- read a file\nanswr: x": (3, "unknown key answr: known are tool, answer, "),
+    "- read a file\nanswr: x": (3, "unknown key answr: use one of tool, answer, "),
     "- read <fil>\nanswer: x": (2, "<fil>"),
     "- read a file\ntool: read_file\npath: <fil>": (4, "<fil> is in no sentence of this rule"),
-    "- read <text> and <text>\nanswer: x": (2, "is in it twice"),
+    "- read <text> and <text>\nanswer: x": (2, "occurs twice"),
     "- sound\nanswer: x\n\n<odd>: [a": (5, "unterminated character set"),
 }
 
