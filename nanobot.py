@@ -1589,7 +1589,7 @@ class SubagentManager:
 COMMANDS = {
     "start": "say what nanobot can do",
     "new": "start a new conversation; the old one stays in the journal",
-    "stop": "stop this chat's turn, helpers and jobs; in a terminal, press Ctrl-C instead",
+    "stop": "stop this chat's turn, helpers and jobs; in a terminal press Ctrl-C instead",
     "continue": "resume a turn that was interrupted",
     "status": "version, model, tokens, context, uptime",
     "dream": "read the recent history and save lasting facts in the memory",
@@ -1615,7 +1615,7 @@ class Commands:
     loop: AgentLoop
 
     async def begin(self, command: str, session: Session, **origin: str) -> AgentRunResult | None:
-        """Run /new or /continue. Returns None if a turn must be resumed. `origin`: the message id."""
+        """Run /new or /continue. None: a turn must be resumed. `origin` is the message id."""
         session.mark(command, **origin)
         if command == "new":
             await session.synced()
