@@ -1288,16 +1288,16 @@ def text_for_chat(result: AgentRunResult, key: str = "") -> str:
 
 
 # ---- The gateway: channels, cron and heartbeat ----
-# A lock allows one gateway: two would answer each message twice and run each job twice.
+# A lock prevents a second gateway, which would answer each message and run each job again.
 
-GATEWAY_LOG = logging.getLogger("nanobot.gateway")  # one line per event
-SERVED = "A gateway or a page already serves {}. End it with Ctrl-C, or use another --workspace."
+GATEWAY_LOG = logging.getLogger("nanobot.gateway")  # the gateway logs one line per event
+SERVED = "A gateway or a page already serves {}. Stop that program, or use another --workspace."
 
 
 def gateway_runs(workspace: Path, lock: str = "gateway") -> bool:
-    """Is this lock held? A gateway holds `gateway`; a gateway or an open terminal holds `jobs`."""
+    """Does a program hold `lock`? A gateway holds "gateway"; a gateway or terminal holds "jobs"."""
     try:
-        with locked(workspace / ".nanobot" / f"{lock}.lock", "it is held"):
+        with locked(workspace / ".nanobot" / f"{lock}.lock", "the lock is held"):
             return False
     except SessionBusy:
         return True
@@ -1305,20 +1305,20 @@ def gateway_runs(workspace: Path, lock: str = "gateway") -> bool:
 
 @dataclass
 class Gateway:
-    """Serves the channels of the settings, cron, the heartbeat, and the page if there is one."""
+    """Runs the configured channels, the cron jobs, the heartbeat and, if given, the `page`."""
 
     loop: AgentLoop
     page: WebPage | None = None
     bus: MessageBus = field(default_factory=MessageBus)
 
     def run(self) -> None:
-        """Serve until a signal. Raises SessionBusy if another gateway serves this workspace."""
+        """Serve until a signal arrives. Raises SessionBusy if this workspace has a gateway."""
         home = self.loop.workspace
         with locked(home / ".nanobot" / "gateway.lock", SERVED.format(home)):
-            asyncio.Runner().run(self.serve())  # `asyncio.run` would wait for tasks that do not end
+            asyncio.Runner().run(self.serve())  # `asyncio.run` would wait for stuck tasks
 
     async def serve(self) -> None:
-        """Serve until a signal comes or a part fails; then end within 8 s."""
+        """Serve until a signal arrives or a task fails; then stop within 8 s."""
         stop = asyncio.Event()
         here = asyncio.get_running_loop()
         end_on_signals(lambda *_: here.call_soon_threadsafe(stop.set))
@@ -1331,7 +1331,7 @@ class Gateway:
         try:
             ended, _ = await asyncio.wait(work, return_when="FIRST_COMPLETED")
             for task in ended:
-                task.result()  # raises the error of a part that failed
+                task.result()  # raises the error of a failed task
         finally:
             await self.end(work)
         GATEWAY_LOG.info("ended")
@@ -1347,16 +1347,16 @@ class Gateway:
                 media_folder=self.loop.workspace / ".nanobot" / "media",
             ))  # fmt: skip
         if not (self.page or telegram.token and telegram.allow_from):
-            log.warning("Nobody can write: channels.telegram needs a token and allowFrom.")
+            log.warning("Nobody can reach the agent: set channels.telegram.token and allowFrom.")
 
     async def end(self, work: list[asyncio.Task]) -> None:
-        """End within 8 s, even if a tool does not react to its cancellation."""
+        """Cancel all tasks and return within 8 s, even if a tool ignores the cancellation."""
         ending = asyncio.create_task(self._end_in_order(work))
         await asyncio.wait([ending], timeout=8.0)
         sessions = {*self.loop.turns.tasks, *self.loop.subagents.running.values()}
         if sessions or not all(task.done() for task in (*work, ending)):
-            what = ", ".join(sorted(sessions)) or "a part of the gateway"
-            log.warning("left behind, as it does not end: %s; finished steps are journalled", what)
+            what = ", ".join(sorted(sessions)) or "a task of the gateway"
+            log.warning("still running after 8 s: %s; the journal has the finished steps", what)
 
     async def _end_in_order(self, work: list[asyncio.Task]) -> None:
         await end_all(work, 6.0)
@@ -1365,7 +1365,7 @@ class Gateway:
 
 
 class JobRunner:
-    """Runs each due job as a turn of its own; `tell(message)` brings its report to its chat."""
+    """Runs each due job as its own turn. `tell(message)` sends the job's report to its chat."""
 
     def __init__(self, loop: AgentLoop, tell: Callable[[InboundMessage], Awaitable] | None = None):
         self.loop = loop
@@ -1377,7 +1377,7 @@ class JobRunner:
         )  # fmt: skip
 
     async def run(self, may_go_on: Callable[[], bool] = lambda: True) -> None:
-        """Run jobs until cancelled, while no other program of the workspace holds their lock."""
+        """Run due jobs until cancelled, but only while no other program holds the lock `jobs`."""
         lock = self.loop.workspace / ".nanobot" / "jobs.lock"
         while True:
             try:
@@ -1400,20 +1400,20 @@ class JobRunner:
             self.clock.add_system("heartbeat", heartbeat.interval_s, self._beat)
 
     async def _beat(self) -> None:
-        """A turn for the tasks in HEARTBEAT.md; the model reports with the `message` tool."""
+        """Run a turn for the tasks of HEARTBEAT.md, if any; the tool `message` sends reports."""
         tasks = active_tasks(self.loop.memory.text_of(self.loop.workspace / "HEARTBEAT.md"))
         if tasks:
             GATEWAY_LOG.info("heartbeat")
             await self._answer("cron:heartbeat", template("heartbeat", tasks=tasks))
 
     async def run_job(self, job: CronJob, run: str) -> None:
-        """Run a job; report its answer or failure to its chat once, even if a kill repeats it."""
+        """Run a job; send its answer or failure to its chat. The id `run` prevents duplicates."""
         GATEWAY_LOG.info("cron %s: %s", job.id, job.message[:80])
         chat, task = f"{job.channel}:{job.chat_id}", template("job", message=job.message)
         report = InboundMessage("system", "job", chat, "", message_id=run)
         try:
             report.content = await self._answer(f"cron:{job.id}", task, chat)
-        except Exception as failure:  # also a busy session, a full disk: a reminder is not lost
+        except Exception as failure:  # report every failure: no reminder may be lost silently
             report.content = f"The job {job.id} ({job.message[:80]}) failed. {failure}"
             raise
         finally:
@@ -1421,8 +1421,8 @@ class JobRunner:
                 await self.tell(report)
 
     async def _answer(self, key: str, text: str, chat: str = "") -> str:
-        """A run sees no earlier run and stays out of the memory. Raises RuntimeError on failure."""
-        self.loop.turns.chats[key] = chat  # /stop in that chat ends the run
+        """Answer in a new conversation that the memory ignores. A failure raises RuntimeError."""
+        self.loop.turns.chats[key] = chat  # /stop in this chat cancels the run
         async with self.loop.turns.hold(key) as session:
             session.mark("new")
             session.mark("saved", upto=session.last)
@@ -1442,7 +1442,7 @@ class JobRunner:
                 text = self.clock.cron(action, turn=turn, **arguments)
             except CronError as mistake:
                 raise ToolError(str(mistake)) from None
-            lock = "jobs" if turn.channel == "cli" else "gateway"  # a terminal may run jobs, too
+            lock = "jobs" if turn.channel == "cli" else "gateway"  # an open terminal runs cli jobs
             if action == "add" and not gateway_runs(turn.workspace, lock):
                 text += f"\n({template('no_gateway')} Tell the user.)"
             return text
@@ -1454,7 +1454,7 @@ class JobRunner:
 
 
 class MemoryModel:
-    """The model as the memory uses it: `ask` for an answer, `edit` for a run that edits files."""
+    """Gives the memory access to the model: `ask` sends a request, `edit` lets it edit files."""
 
     def __init__(self, loop: AgentLoop):
         self.loop = loop
@@ -1475,13 +1475,13 @@ class MemoryModel:
         return response
 
     async def edit(self, messages: list[dict], refuse: Callable) -> AgentRunResult:
-        """Dream's second phase: a run that may edit three files and the agent's own skills."""
+        """Dream's second phase: the model may edit MEMORY.md, USER.md, SOUL.md and own skills."""
         names = ("read_file", "edit_file", "write_file")
         editing = [tool for tool in FILE_TOOLS if tool.name in names]
         turn = replace(self.loop.turn("system:dream"), cwd=self.loop.workspace)
-        for name in ("memory/MEMORY.md", "USER.md", "SOUL.md"):  # their texts are in the messages
+        for name in ("memory/MEMORY.md", "USER.md", "SOUL.md"):
             if (turn.cwd / name).is_file():
-                turn.note_read((turn.cwd / name).resolve())
+                turn.note_read((turn.cwd / name).resolve())  # `messages` contains this file
         return await self.loop.subagents.run(
             messages, tools=FencedTools(editing, refuse), turn=turn, hook=self.loop.cost,
             max_iterations=self.loop.config.defaults.dream.max_iterations,
@@ -1489,7 +1489,7 @@ class MemoryModel:
 
 
 class FencedTools(ToolRegistry):
-    """`refuse(name, arguments)` says why a call must not run; "" if it may."""
+    """Tools for Dream. `refuse(name, arguments)` returns why a call is forbidden, or ""."""
 
     def __init__(self, tools: Iterable[Tool], refuse: Callable[[str, dict], str]):
         super().__init__(tools)
@@ -1505,29 +1505,29 @@ class FencedTools(ToolRegistry):
 
 @dataclass
 class SubagentManager:
-    """Runs helpers: each has one task, a fresh run and fewer tools; its result is a message."""
+    """Runs helper agents. A helper has one task, no conversation and fewer tools than the agent."""
 
     loop: AgentLoop
-    most: int = 4  # helpers at once
-    running: dict[asyncio.Task, str] = field(default_factory=dict)  # by task: for which session
+    most: int = 4  # the maximum number of running helpers
+    running: dict[asyncio.Task, str] = field(default_factory=dict)  # task → its session key
     results: asyncio.Queue[InboundMessage] = field(default_factory=asyncio.Queue)
 
     def of(self, session_key: str) -> list[asyncio.Task]:
         return [task for task, key in self.running.items() if key == session_key]
 
     async def spawn(self, task: str, label: str = "", wait: bool = False, *, turn: Turn) -> str:
-        """Give a task to a helper that works in parallel and cannot ask questions. Say in the task
-        all that it needs to know. Its result comes later as a message; with wait, it comes here."""
+        """Give a task to a helper that works in parallel and cannot ask questions. Put all needed
+        facts into the task. The result arrives as a message; with `wait`, this call returns it."""
         if len(self.running) >= self.most:
-            raise ToolError(f"{self.most} helpers are at work. Wait for one, or do it yourself.")
+            raise ToolError(f"{self.most} helpers are at work. Wait, or do the task yourself.")
         work = asyncio.create_task(self._work(task, turn))
         self.running[work] = turn.session_key
         work.add_done_callback(self.running.pop)
-        if wait or turn.channel == "cron":  # after a job has ended, nobody gets messages
+        if wait or turn.channel == "cron":  # a job cannot receive a later message
             return await work
         name = label or task[:40]
         work.add_done_callback(partial(self._announce, name, turn.session_key))
-        return f"Helper {name!r} is at work. Its result comes as a message: go on, or end here."
+        return f"Helper {name!r} is at work. Its result arrives as a message. Go on, or stop here."
 
     async def _work(self, task: str, turn: Turn) -> str:
         """Run a helper. Returns its answer, or raises ToolError if there is none."""
@@ -1536,7 +1536,7 @@ class SubagentManager:
         tools = [self.loop.tools.get(name) for name in names if name not in kept]
         prompt = template("subagent", cwd=turn.cwd, workspace=turn.workspace)
         parts = [prompt, *skill_parts(self.loop.skills.load()).values()]
-        message, _ = self.loop.context.user_message(task, turn)  # adds the date
+        message, _ = self.loop.context.user_message(task, turn)  # adds date and time to the task
         messages = [{"role": "system", "content": "\n\n".join(parts)}, as_sent(message, "")]
         result = await self.run(
             messages, tools=ToolRegistry(tools), turn=replace(turn, depth=turn.depth + 1, seen={}),
@@ -1548,7 +1548,7 @@ class SubagentManager:
         raise ToolError(f"The helper did not finish ({result.stop_reason}): {cause}")
 
     async def run(self, messages: list[dict], **own: Any) -> AgentRunResult:
-        """A run that belongs to no conversation, with the limits of the settings."""
+        """Run the agent outside of all conversations, with the limits of the settings."""
         limits = self.loop.config.defaults
         return await self.loop.runner.run(AgentRunSpec(
             messages, max_tokens=limits.max_tokens, temperature=limits.temperature,
@@ -1563,7 +1563,7 @@ class SubagentManager:
         self.results.put_nowait(InboundMessage("system", "subagent", session_key, text))
 
     async def answer_with_helpers(self, text: str, key: str, on_event: Emit) -> AgentRunResult:
-        """Answer a message; wait for its helpers, and answer each one's report."""
+        """Answer a message, wait for its helpers, and answer the report of each helper."""
         try:
             while True:
                 result = await self.loop.process_direct(text, key, on_event)
@@ -1579,21 +1579,21 @@ class SubagentManager:
 # ---- Slash commands ----
 
 COMMANDS = {
-    "start": "what nanobot is",
+    "start": "say what nanobot can do",
     "new": "start a new conversation; the old one stays in the journal",
-    "stop": "end the running turn and its helpers; in a terminal press Ctrl-C instead",
+    "stop": "stop this chat's turn, helpers and jobs; in a terminal press Ctrl-C instead",
     "continue": "resume a turn that was interrupted",
     "status": "version, model, tokens, context, uptime",
-    "dream": "review the recent history; keep lasting facts in memory",
-    "dream-log": "show what dreams changed; with a commit: what this commit changed",
+    "dream": "read the recent history and save lasting facts in the memory",
+    "dream-log": "list the commits of the memory, or show the commit that you name",
     "dream-restore": "undo the last dream, or the commit that you name",
     "help": "this list",
 }
 
 
 def slash_command(text: str) -> tuple[str, str]:
-    """`/NEW ` → ("new", ""), `/dream-log 1f3a` → ("dream-log", "1f3a"); "" for no command."""
-    # "/status@my_bot", "/dream-log 1f3a9c", but not "/etc/hosts?" nor "/new York is where?"
+    """`/NEW ` → ("new", ""), `/dream-log 1f3a` → ("dream-log", "1f3a"), other text → ("", "")"""
+    # Commands: "/status@my_bot", "/dream-log 1f3a9c". No commands: "/etc/hosts?", "/new York?"
     match = re.fullmatch(r"/([a-z][a-z-]*)(?:@\w+)?(?:\s+(.+))?", text.strip().lower())
     if match is None or (match[2] and match[1] not in ("dream-log", "dream-restore")):
         return "", ""
@@ -1602,12 +1602,12 @@ def slash_command(text: str) -> tuple[str, str]:
 
 @dataclass
 class Commands:
-    """Answers slash commands: /new and /continue as a turn, all others at once."""
+    """Runs slash commands. Only /new and /continue wait for the end of a running turn."""
 
     loop: AgentLoop
 
     async def begin(self, command: str, session: Session, **origin: str) -> AgentRunResult | None:
-        """Run /new or /continue; None: there is a turn to resume. `origin` is the message's id."""
+        """Run /new or /continue. None: a turn must be resumed. `origin` is the message id."""
         session.mark(command, **origin)
         if command == "new":
             await session.synced()
@@ -1615,7 +1615,7 @@ class Commands:
             self.loop.background.start(self.loop.consolidator.after_turn(session))
             return AgentRunResult("A new session begins. The old one stays in its journal.")
         if not session.unfinished:
-            return AgentRunResult("There is no interrupted turn to go on with.")
+            return AgentRunResult("There is no interrupted turn to resume.")
         return None
 
     async def answer(self, command: str, argument: str, turn: Turn) -> AgentRunResult:
@@ -1629,13 +1629,13 @@ class Commands:
                 text = self._status(turn)
             case "stop":
                 has_stopped = self.loop.stop(turn.session_key)
-                await asyncio.sleep(0)  # lets the turn send its last text before this answer
-                text = "Stopped; /continue goes on." if has_stopped else "Nothing runs here."
+                await asyncio.sleep(0)  # lets the stopped turn send its last text first
+                text = "Stopped; resume with /continue." if has_stopped else "Nothing is running."
             case "dream":
                 text = await self.loop.dream.run()
             case "dream-log" | "dream-restore" if not re.fullmatch("[0-9a-f]{4,40}|", argument):
-                text = f"{argument[:40]!r} is not a commit. Write /{command}, "
-                text += f"or with a commit: /{command} 1f3a9c"
+                text = f"{argument[:40]!r} is not a commit id. Write /{command}, "
+                text += f"or add the id: /{command} 1f3a9c"
             case "dream-log":
                 text = await in_thread(repository.log, argument)
             case "dream-restore":
@@ -1660,7 +1660,7 @@ class Commands:
         ])  # fmt: skip
 
     def preview(self, turn: Turn, message: dict | None = None) -> Governed:
-        """The request that would be sent now, with a `message` that is not journalled."""
+        """Build the next request, with `message` added, but do not send or journal anything."""
         later = [{"n": sys.maxsize} | message] if message else []
         history = self.loop.sessions.get(turn.session_key).history(*later)
         spec = self.loop.run_spec(history, [], EventHook(None, turn, self.loop.config.streaming))
@@ -1672,7 +1672,7 @@ class Commands:
 
 
 class ConfigError(Exception):
-    """The settings cannot work. The text says the cause, then what to do."""
+    """The settings or arguments are wrong. The text gives the cause, then says what to do."""
 
 
 USUAL_SETTINGS = "~/.nanobot/config.json"
@@ -1681,7 +1681,7 @@ USUAL_SETTINGS = "~/.nanobot/config.json"
 @dataclass
 class DreamSettings:
     interval_h: int = 2
-    max_batch_size: int = 20  # history entries at a time
+    max_batch_size: int = 20  # history entries that one dream reads
     max_iterations: int = 10
 
 
@@ -1695,14 +1695,14 @@ class AgentDefaults:
     temperature: float | None = None
     max_tool_iterations: int = 40
     max_tool_result_chars: int = 16_000
-    timezone: str = ""  # "": that of the machine
-    memory_window: int = 100  # messages of a session; if more, old ones move to the memory
-    max_concurrent: int = 8  # turns at once in a gateway
+    timezone: str = ""  # "": the time zone of the machine
+    memory_window: int = 100  # above this limit, a session's old messages move to the memory
+    max_concurrent: int = 8  # turns that a gateway runs at the same time
     dream: DreamSettings = field(default_factory=DreamSettings)
 
     @property
     def budget(self) -> int:
-        """Tokens that a request may have, tools included."""
+        """The maximum size of a request in tokens, including the tool definitions."""
         return self.context_window_tokens - self.max_tokens - 1_024
 
 
@@ -1734,7 +1734,7 @@ class ExecSettings:
 class SearchSettings:
     provider: Literal[*SEARCH_SERVICES] = "duckduckgo"
     api_key: str = ""
-    base_url: str = ""  # of your own search server
+    base_url: str = ""  # the URL of your own search server
     max_results: int = 5
 
 
@@ -1747,12 +1747,12 @@ class WebSettings:
 
 @dataclass
 class MCPSettings:
-    command: str = ""  # starts a local server; a remote one has a url
+    command: str = ""  # starts a local server; a remote server needs `url` instead
     args: list[str] = field(default_factory=list)
     env: dict[str, str] = field(default_factory=dict)
     url: str = ""
     headers: dict[str, str] = field(default_factory=dict)
-    type: str = ""  # stdio, sse, streamableHttp; "": decided by command and url
+    type: str = ""  # stdio, sse, streamableHttp; "": derived from command and url
     tool_timeout: int = 30  # seconds
     enabled_tools: list[str] = field(default_factory=lambda: ["*"])
     disabled: bool = False
@@ -1769,11 +1769,11 @@ class ToolSettings:
 
 @dataclass
 class Price:
-    """Money per million tokens."""
+    """Prices per million tokens, in any currency."""
 
     input: float = 0.0
     output: float = 0.0
-    cached: float | None = None  # None: cached tokens cost as much as others
+    cached: float | None = None  # None: the same price as `input`
 
     def of(self, usage: dict) -> float:
         cached_price = self.input if self.cached is None else self.cached
@@ -1785,7 +1785,7 @@ class Price:
 @dataclass
 class TelegramSettings:
     token: str = ""
-    allow_from: list[str | int] = field(default_factory=list)  # user ids; empty: nobody
+    allow_from: list[str | int] = field(default_factory=list)  # ids of allowed users; empty: nobody
     api_base: str = "https://api.telegram.org"
     group_policy: Literal["mention", "open"] = "mention"
 
@@ -1818,14 +1818,14 @@ class Config:
     prices: dict[str, Price] = field(default_factory=dict)
     channels: ChannelSettings = field(default_factory=ChannelSettings)
     gateway: GatewaySettings = field(default_factory=GatewaySettings)
-    mcp_servers: dict[str, MCPSettings] = field(default_factory=dict)  # as in other programs
+    mcp_servers: dict[str, MCPSettings] = field(default_factory=dict)  # copied from other programs
 
     def __post_init__(self):
         self.tools.mcp_servers = self.mcp_servers | self.tools.mcp_servers
         # set by the program, not by the file:
         self.path: Path = path_of(USUAL_SETTINGS)
         self.base_url: str = ""  # from a flag or the environment; overrides the file
-        self.cwd: Path = Path.cwd()  # where relative paths and exec start
+        self.cwd: Path = Path.cwd()  # the base of relative paths; `exec` runs commands here
         self.streaming: bool = True
         self.patience: float = 15.0  # seconds to wait for MCP servers that are starting
         self.now: Callable[[], datetime] = datetime.now
@@ -1840,7 +1840,7 @@ class Config:
         return path_of(self.defaults.workspace.strip() or AgentDefaults.workspace)
 
     def check(self) -> None:
-        """Raises ConfigError if a turn would fail later; warns of settings without effect."""
+        """Raises ConfigError if maxTokens is too large; warns of settings that have no effect."""
         answer, window = self.defaults.max_tokens, self.defaults.context_window_tokens
         if answer * 2 >= window:
             limit = f"must be under half of contextWindowTokens ({window})"
@@ -1857,7 +1857,7 @@ def path_of(text: str) -> Path:
 
 
 def load_config(path: Path | None = None, environ: Mapping[str, str] = os.environ) -> Config:
-    """Read the file; the environment overrides it. If `path` is given, it must exist."""
+    """Read the settings file; environment variables override it. A given `path` must exist."""
     file = path or path_of(USUAL_SETTINGS)
     config = Config()
     if path or file.exists():
@@ -1871,29 +1871,29 @@ def load_config(path: Path | None = None, environ: Mapping[str, str] = os.enviro
     defaults = config.defaults
     config.base_url = environ.get("OPENAI_BASE_URL", "")
     if config.base_url and defaults.provider in ROWS:
-        defaults.provider = "auto"  # the environment wins over the file
+        defaults.provider = "auto"  # the environment overrides the file
     defaults.model = environ.get("NANOBOT_MODEL") or defaults.model
     defaults.workspace = environ.get("NANOBOT_WORKSPACE") or defaults.workspace
     return config
 
 
 def read_json(file: Path, environ: Mapping[str, str]) -> Any:
-    """Read a settings file; each `${VAR}` is replaced by that environment variable."""
+    """Read a settings file. Each `${VAR}` is replaced by the environment variable VAR."""
     try:
         text = file.read_text(encoding="utf-8-sig")
         text = re.sub(r"\$\{(\w+)\}", lambda name: json.dumps(environ[name[1]])[1:-1], text)
         return json.loads(text)
     except KeyError as name:
-        fault = f"{file} needs the environment variable {name.args[0]}: it is not set."
+        fault = f"{file} needs the environment variable {name.args[0]}, which is not set."
     except OSError as problem:
         fault = f"Cannot read {file}: {problem.strerror}. Try `nanobot onboard`."
     except ValueError as problem:
-        fault = f"{file} is not JSON: {problem}. Settings are JSON. Correct the file."
+        fault = f"{file} is not JSON: {problem}. Settings must be JSON. Correct the file."
     raise ConfigError(fault)
 
 
 def read_setting(hint: Any, value: Any, place: str = "") -> Any:
-    """Convert a value of the file to the type `hint`. Raises ConfigError that names the place."""
+    """Convert a value of the file to the type `hint`. A ConfigError contains the setting's path."""
     schema = as_schema(dict if is_dataclass(hint) else hint)
     if hint is int:
         schema["minimum"] = 1
@@ -1917,7 +1917,7 @@ def read_section(section: type, values: dict, place: str) -> Any:
         problem = f"{path}: unknown key. Known keys: {', '.join(sorted(names))}"
         if name := names.get(camel_case(key)):
             settings[name] = read_setting(hints[name], value, path)
-        elif section is MCPSettings:  # pasted entries have settings of other programs
+        elif section is MCPSettings:  # an entry from another program may have more keys
             log.warning("ignored: %s", problem)
         else:
             raise ConfigError(problem)
@@ -1930,7 +1930,7 @@ def camel_case(name: str) -> str:
 
 
 def make_provider(config: Config, human: HumanProvider | None = None) -> LLMProvider:
-    """The model that the settings choose: the offline model if no key and no address is set."""
+    """The provider that the settings choose. Without key, URL and model: the offline model."""
     defaults = config.defaults
     if unknown := config.providers.keys() - ROWS.keys():
         raise ConfigError(f"providers.{min(unknown)} is unknown. Known: {', '.join(ROWS)}")
@@ -1955,7 +1955,7 @@ def make_provider(config: Config, human: HumanProvider | None = None) -> LLMProv
 
 
 def make_tools(config: Config) -> ToolRegistry:
-    """The tools that the settings allow. Tools of MCP servers are added on connection."""
+    """The tools that the settings allow. MCP tools are added when their server connects."""
     settings, shell = config.tools, config.tools.exec
     tools = ToolRegistry(FILE_TOOLS)
     if shell.enable:
@@ -1978,14 +1978,14 @@ def make_tools(config: Config) -> ToolRegistry:
 
 @dataclass
 class StepHook(AgentHook):
-    """Pauses before each request and each call. `ask(text, what, **details)` returns "" to go on,
-    "skip", "stop", or new arguments for the call, as JSON."""
+    """Asks before each request and each tool call. `ask(text, what, **details)` returns "" to
+    continue, "skip", "stop", or new arguments for the call as JSON."""
 
     ask: Callable[..., Awaitable[str]]
 
     async def before_request(self, messages: list[dict], tools: list[dict]) -> None:
         last = str(messages[-1].get("content"))[-1_000:]
-        text = f"{last}\n---- {len(messages)} messages. Enter sends them; stop ends the turn: "
+        text = f"{last}\n---- {len(messages)} messages. Enter sends them; type stop to cancel: "
         await self._decide(text, "request")
 
     async def after_response(self, response: LLMResponse) -> None:
@@ -1999,7 +1999,7 @@ class StepHook(AgentHook):
                 call.arguments, call.error = parse_arguments(answer, repair=False)
 
     async def _decide(self, text: str, what: str, **details: Any) -> str:
-        while True:  # an answer that the text does not offer is asked for again
+        while True:  # ask again after an invalid answer
             answer = (await self.ask(text, what, **details)).strip()
             if answer == "stop":
                 raise asyncio.CancelledError
@@ -2009,7 +2009,7 @@ class StepHook(AgentHook):
 
 
 class PageHook(AgentHook):
-    """Shows one session's requests, answers and calls on the page; pauses on demand."""
+    """Shows a chat's requests, answers and calls on the page; can pause at each of them."""
 
     def __init__(self, loop: AgentLoop, page: WebPage, chat_id: str):
         self.loop, self.page, self.chat_id = loop, page, chat_id
@@ -2020,7 +2020,7 @@ class PageHook(AgentHook):
         self.page.show(self.chat_id, {"kind": kind, **event})
 
     async def before_request(self, messages: list[dict], tools: list[dict]) -> None:
-        """Send the page only the messages that the last request did not have."""
+        """Send the page only the messages that were not in the previous request."""
         self.page.turn_of.set(self.chat_id)
         chat, model = self.page.chats[self.chat_id], self.loop.provider.model
         same = len(chat.sent) if messages[: len(chat.sent)] == chat.sent else 0
@@ -2047,25 +2047,25 @@ class PageHook(AgentHook):
 
 
 def glass_html(**run: Any) -> str:
-    """The HTML of the page. With a trace's `records`, the page shows that run without a server."""
+    """The HTML of the page. If a trace's `records` are given, the page needs no server."""
     html = (DATA / "templates" / "glass.html").read_text(encoding="utf-8")
     escaped = json.dumps(run).replace("<", "\\u003c").replace("%", "\\u0025")
-    return html.replace("%RUN%", escaped)  # no text in it can end the script or be %NONCE%
+    return html.replace("%RUN%", escaped)  # the data cannot contain </script> or %NONCE%
 
 
 def recorded(file: Path) -> ReplayProvider:
-    """A model that replays a trace: a file, or the name of one in `templates/traces/`."""
+    """A model that replays the trace `file`, or the trace of this name in `templates/traces/`."""
     shipped = {path.stem: path for path in (DATA / "templates" / "traces").glob("*.jsonl")}
     try:
         return ReplayProvider(file if file.exists() else shipped.get(file.name, file))
     except (OSError, ValueError) as problem:
         names = ", ".join(sorted(shipped))
-        advice = f"Make a trace with: nanobot agent --trace FILE, or name a shipped one: {names}"
+        advice = f"Record a trace with `nanobot agent --trace FILE`, or use one of: {names}"
         raise ConfigError(f"{problem}. {advice}") from None
 
 
 def summary_of(records: list[dict]) -> Iterator[str]:
-    """A run as text: the question, the messages that each later request added, the answers."""
+    """Yields a run as text: the question, the new messages of each request, and the answers."""
     known = records[0]["messages"][:-1]
     for number, record in enumerate(records, 1):
         answer = record["answer"] or {"error": "cancelled"}
@@ -2081,11 +2081,11 @@ def summary_of(records: list[dict]) -> Iterator[str]:
 
 
 # ---- The command line ----
-# Only the answer goes to stdout; Ctrl-C shows no traceback.
+# `nanobot agent` prints only answers on stdout. Ctrl-C prints no traceback.
 
 
 def settings_of(arguments: argparse.Namespace) -> Config:
-    """The settings. A flag overrides the environment."""
+    """Load the settings. Flags override environment variables, which override the file."""
     flags = {"NANOBOT_WORKSPACE": arguments.workspace, "NANOBOT_MODEL": arguments.model}
     given = {name: value for name, value in flags.items() if value}
     config = load_config(arguments.config, os.environ | given)
@@ -2096,7 +2096,7 @@ def settings_of(arguments: argparse.Namespace) -> Config:
 
 
 def kinds_to_show(settings: ChannelSettings) -> tuple[str, ...]:
-    """Kinds of events that are shown besides the answer: `("retry", "progress", "tool_hint")`."""
+    """The events that a user sees in addition to the answer: ("retry", "progress", "tool_hint")."""
     wanted = {"progress": settings.send_progress, "tool_hint": settings.send_tool_hints}
     return ("retry", *(kind for kind, is_shown in wanted.items() if is_shown))
 
@@ -2129,30 +2129,30 @@ class Talk:
         background.close = self.loop.close
 
     def run(self) -> int:
-        """Answer one message or many; returns the exit status."""
+        """Answer one message, or hold a conversation. Returns the exit status."""
         loop, config = self.loop, self.loop.config
         if isinstance(loop.provider, OfflineProvider) and config.defaults.provider != "offline":
             self.terminal.note(template("no_model"))
         if loop.turn(self.key).cwd != config.cwd:
-            closed = f"The fence does not allow {config.cwd}"
-            self.terminal.note(f"{closed}: work starts in {loop.workspace}.")
+            closed = f"The settings do not allow access to {config.cwd}"
+            self.terminal.note(f"{closed}; nanobot works in {loop.workspace}.")
         if self.terminal.live:
             self.background.complete(logged(self.show_reports("While you were away:"), "reports"))
         is_conversation = self.has_keyboard and self.message is None
         status = self.converse() if is_conversation else self.answer_once()
         self.terminal.waiting.begin("the memory")
-        with contextlib.suppress(KeyboardInterrupt):  # the next turn continues it
+        with contextlib.suppress(KeyboardInterrupt):  # a later turn repeats this work
             self.background.complete(self.loop.background.settled())
         return status
 
     def answer_once(self) -> int:
-        """Answer the message together with piped input; returns the exit status."""
+        """Answer one message, which may include piped input. Returns the exit status."""
         text = (self.message or "").strip()
         if not self.has_keyboard:
             piped = self.terminal.read_piped(self.message is not None, self.folder / "piped")
             text = f"{text}\n\n{piped}".strip()
         if not text:
-            complain("there is no message: give one with -m TEXT, or on standard input")
+            complain("there is no message: pass one with -m TEXT or on standard input")
             return 2
         try:
             return self.answer(text)
@@ -2162,7 +2162,7 @@ class Talk:
 
     def converse(self) -> int:
         threading.Thread(target=self.loop.provider.warm_up, daemon=True).start()
-        self.loop.config.patience = 5.0  # a slower MCP server is ready for the next message
+        self.loop.config.patience = 5.0  # a later message can use slower MCP servers
         history = self.folder / "prompt-history"
         self.terminal.note(template(
             "welcome_back" if history.exists() else "welcome", version=__version__,
@@ -2173,7 +2173,7 @@ class Talk:
         return self.terminal.converse(self.answer, history)
 
     def answer(self, text: str) -> int:
-        """Answer one message on the terminal; returns the exit status."""
+        """Answer one message on the terminal. Returns the exit status."""
         self.terminal.waiting.begin("the model")
         work = self.loop.subagents.answer_with_helpers(text, self.key, self.terminal.send)
         result = self.background.complete(work)
@@ -2186,7 +2186,7 @@ class Talk:
             self.terminal.note(f"nanobot: {LIMIT_REACHED}")
         if result.stop_reason not in NOT_ANSWERED:
             return 0
-        if result.error or not self.terminal.live:  # else it was shown as the answer
+        if result.error or not self.terminal.live:  # a terminal already shows final_content
             self.terminal.note(f"nanobot: {result.error or result.final_content}")
         return 1
 
@@ -2196,7 +2196,7 @@ class Talk:
             await logged(self.show_reports(), "reports")
 
     async def show_reports(self, title: str = "") -> None:
-        """Show the reports of jobs. A report stays in the inbox until then: a kill repeats it."""
+        """Show the reports of jobs, then remove them from the inbox. A kill may repeat a report."""
         inbox = self.loop.sessions.inbox(self.key)
         if not inbox.path.exists():
             return
@@ -2210,7 +2210,7 @@ class Talk:
                     self.terminal.report(f"{title}\n\n{text}".strip())
                     title = ""
                 inbox.remove({report["id"] for report in reports})
-        except SessionBusy as busy:  # the program that has the session shows them
+        except SessionBusy as busy:  # the inbox keeps the reports for a later try
             log.info("%s", busy)
 
 
@@ -2223,7 +2223,7 @@ def onboard_command(arguments: argparse.Namespace) -> None:
     file = arguments.config or path_of(USUAL_SETTINGS)
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        file.touch(0o600)  # it will contain keys
+        file.touch(0o600)  # only the owner may read the API keys in this file
         file.write_text(template("config") + "\n", encoding="utf-8")
     workspace = prepare_workspace(settings_of(arguments).workspace)
     print(f"Settings: {file}\nWorkspace: {workspace}")
@@ -2231,8 +2231,8 @@ def onboard_command(arguments: argparse.Namespace) -> None:
 
 
 def status_command(arguments: argparse.Namespace) -> int:
-    """Prints one line per part: `ok`; `--` if it is missing but not needed; `BAD` if it is broken,
-    with the way to fix it. The exit status is 1 if a part is broken."""
+    """Prints one line per part: `ok`, `--` (missing, but not needed) or `BAD` (broken; the line
+    says how to fix the part). Returns exit status 1 if a part is broken."""
     status = 0
     for part, state, problem in status_rows(settings_of(arguments)):
         mark = "--" if problem is None else "ok"
@@ -2243,14 +2243,14 @@ def status_command(arguments: argparse.Namespace) -> int:
 
 
 def status_rows(config: Config) -> Iterator[tuple[str, str, str | None]]:
-    """Part, state, problem: ("sandbox", "bwrap", ""). A problem None: missing, not needed."""
+    """Yields ("sandbox", "bwrap", ""): part, state, problem (None: missing, but not needed)."""
     loop = AgentLoop(config)
-    usual = "the defaults; `nanobot onboard` writes a file"
+    usual = "the defaults; `nanobot onboard` creates a settings file"
     yield "settings", str(config.path) if config.path.exists() else usual, ""
     yield "workspace", str(loop.workspace), ""
     yield "model", *asyncio.run(model_and_problem(loop.provider))
     sandbox = config.tools.exec.sandbox
-    state = sandbox or "off: a command can do all that you can do"
+    state = sandbox or "off: commands run with all your rights"
     yield "sandbox", state, sandbox and sandbox_problem()
     telegram = config.channels.telegram  # the token is never printed
     allowed = ", ".join(map(str, telegram.allow_from))
@@ -2263,29 +2263,29 @@ def status_rows(config: Config) -> Iterator[tuple[str, str, str | None]]:
         yield f"mcp {name}", "connected", problem
     for skill in loop.skills.load():
         state = f"needs {', '.join(skill.missing)}" if skill.missing else "ready"
-        state = f"broken, left out: {skill.problem}" if skill.problem else state
+        state = f"broken, not used: {skill.problem}" if skill.problem else state
         yield f"skill {skill.name}", state, "" if state == "ready" else None
 
 
 async def model_and_problem(provider: LLMProvider) -> tuple[str, str]:
-    """The model, and the problem with its address, key or name ("": none)."""
+    """Check address, key and name of the model. Returns (description, problem or "")."""
     if isinstance(provider, HumanProvider):
         return "human: you play the model", ""
     if isinstance(provider, OfflineProvider):
-        state = "offline: fixed rules; set OPENAI_API_KEY or OPENAI_BASE_URL for a model"
+        state = "offline: fixed rules; set OPENAI_API_KEY or OPENAI_BASE_URL to use a real model"
         return state, "; ".join(provider.rules.problems)
     problem = await provider.check()
     await provider.close()
-    endpoint, model = provider.endpoint, provider.model or "no model named"
+    endpoint, model = provider.endpoint, provider.model or "no model name"
     address = endpoint.without_secrets(endpoint.api_base)
     return f"{model} at {address} ({endpoint.spec.name})", problem or ""
 
 
 def prompt_command(arguments: argparse.Namespace) -> None:
-    """Prints the next request part by part, as it would be sent."""
+    """Prints the next request part by part, but does not send it."""
     loop = AgentLoop(settings_of(arguments))
     turn = loop.turn(arguments.session)
-    asyncio.run(loop.mcp.check())  # so that the tools of its servers are printed, too
+    asyncio.run(loop.mcp.check())  # connects to MCP servers, so that their tools are printed
     message, _ = loop.context.user_message(arguments.text, turn)
     request = loop.commands.preview(turn, message)
     _, *history, last = legal(request.messages)
@@ -2297,7 +2297,7 @@ def prompt_command(arguments: argparse.Namespace) -> None:
             tokens = TokenCounter().total([{"content": text}])
             print(f"==== {name} (~{tokens:,} tokens) ====\n{printable(text)}\n")
     window = loop.config.defaults.context_window_tokens
-    print("\n".join([*request.notes, f"In all: context {request.tokens:,} of {window:,}"]))
+    print("\n".join([*request.notes, f"Total: context {request.tokens:,} of {window:,}"]))
 
 
 def lines_of_json(records: list[dict]) -> str:
@@ -2316,7 +2316,7 @@ def sessions_command(arguments: argparse.Namespace) -> None:
 
 
 def gateway_command(arguments: argparse.Namespace) -> None:
-    """Serves channels, cron and heartbeat until a signal."""
+    """Serves channels, cron and heartbeat until a signal arrives."""
     GATEWAY_LOG.setLevel(logging.INFO)
     config = settings_of(arguments)
     config.cwd = config.workspace
@@ -2332,7 +2332,7 @@ def cron_command(arguments: argparse.Namespace) -> None:
 
 
 def web_command(arguments: argparse.Namespace) -> None:
-    """Serves the page and all that a gateway serves, until a signal."""
+    """Serves the page, and also channels, cron and heartbeat, until a signal arrives."""
     config = settings_of(arguments)
     if gateway_runs(config.workspace):
         raise ConfigError(SERVED.format(config.workspace))
@@ -2362,28 +2362,28 @@ def web_command(arguments: argparse.Namespace) -> None:
             into_file(request, response, outcome)
 
     loop.provider.trace = trace
-    print(f"The page: {page.address}\nCtrl-C ends it (process {os.getpid()}).", flush=True)
+    print(f"The page: {page.address}\nCtrl-C stops nanobot (process {os.getpid()}).", flush=True)
     if not arguments.no_open:
         threading.Thread(target=webbrowser.open, args=[page.address], daemon=True).start()
     Gateway(loop, page).run()
 
 
 def trace_command(arguments: argparse.Namespace) -> None:
-    """Prints a summary of a recorded run, or writes it as a page."""
+    """Prints a summary of a recorded run, or writes the run as an HTML page."""
     records = recorded(arguments.file).records
     if not arguments.html:
         print(printable("\n".join(summary_of(records))))
         return
     html = glass_html(records=records).replace("%NONCE%", uuid.uuid4().hex)
     arguments.html.write_text(html, encoding="utf-8")
-    complain(f"{arguments.html} contains the prompts and all results of the tools")
+    complain(f"{arguments.html} contains the prompts and all tool results")
 
 
 def lesson_command(arguments: argparse.Namespace) -> int:
-    """`exercises` and `walk` are for readers of the source: only a checkout has them."""
+    """Runs `exercises` or `walk`, which only a checkout of the source contains."""
     lessons = HERE / "tests" / "exercises"
     if not lessons.exists():
-        raise ConfigError("This command needs the project's checkout: run nanobot.py there.")
+        raise ConfigError("This command needs a checkout of the source: run its nanobot.py.")
     if arguments.command == "exercises":
         return subprocess.run([sys.executable, lessons / "grading.py", *arguments.more]).returncode
     walk = runpy.run_path(str(lessons / "walk.py"))["walk"]
@@ -2400,7 +2400,7 @@ def replay_command(arguments: argparse.Namespace) -> int:
         tools = RecordedTools(model.rest, ToolResult)
         spec = AgentRunSpec(
             model.rest[0]["messages"], tools, max_iterations=limits.max_tool_iterations, hook=hook,
-            context_window=sys.maxsize,  # the recorded requests are short enough
+            context_window=sys.maxsize,  # recorded requests need no shortening
         )  # fmt: skip
         result = asyncio.run(AgentRunner(model).run(spec))
         if result.final_content:
@@ -2411,18 +2411,18 @@ def replay_command(arguments: argparse.Namespace) -> int:
     return status
 
 
-COMMAND_LINE = {  # by name: its function and its text in --help
-    "agent": (agent_command, "ask once, or have a conversation"),
-    "prompt": (prompt_command, "print the request that would be sent"),
+COMMAND_LINE = {  # command: (its function, its text in --help)
+    "agent": (agent_command, "answer one message, or hold a conversation"),
+    "prompt": (prompt_command, "print the next request, but do not send it"),
     "sessions": (sessions_command, "list sessions, or `show KEY`"),
     "onboard": (onboard_command, "create settings and workspace"),
-    "status": (status_command, "check each part"),
+    "status": (status_command, "check the settings, the model and other parts"),
     "gateway": (gateway_command, "serve channels and cron"),
-    "cron": (cron_command, "list the jobs; remove ID"),
-    "replay": (replay_command, "repeat a trace without a network"),
+    "cron": (cron_command, "list the jobs, or `remove ID`"),
+    "replay": (replay_command, "replay a trace without a network"),
     "trace": (trace_command, "show a recorded run"),
-    "web": (web_command, "a page that shows the agent at work"),
-    "walk": (lesson_command, "one turn, function by function"),
+    "web": (web_command, "open a page that shows the agent at work"),
+    "walk": (lesson_command, "show one turn, function by function"),
     "exercises": (lesson_command, "list the exercises, or grade some"),
 }
 
@@ -2434,20 +2434,20 @@ def session_key(name: str) -> str:
 
 SWITCH = {"action": "store_true"}
 FILE = {"metavar": "FILE", "type": path_of}
-OPTIONS = (  # an option's commands ("": all), its spellings, its argparse settings
+OPTIONS = (  # each option: its commands ("": all), its spellings, its argparse settings
     ("", ["--config"], FILE | {"help": "default: ~/.nanobot/config.json"}),
     ("", ["--workspace"], {"metavar": "DIR", "help": "default: ~/.nanobot/workspace"}),
     ("", ["--model"], {"metavar": "NAME"}),
-    ("", ["--base-url"], {"metavar": "URL", "help": "an endpoint; usually ends in /v1"}),
+    ("", ["--base-url"], {"metavar": "URL", "help": "URL of the endpoint; usually ends in /v1"}),
     ("", ["--provider"], {"metavar": "NAME", "help": ", ".join([*ROWS, "offline", "human"])}),
     ("", ["--offline"], {"dest": "provider", "action": "store_const", "const": "offline"}),
     ("", ["--logs", "--verbose"], SWITCH | {"help": "write log messages to stderr"}),
-    ("agent", ["text"], {"nargs": "*", "metavar": "TEXT", "help": "ask this, then exit"}),
+    ("agent", ["text"], {"nargs": "*", "metavar": "TEXT", "help": "answer this text, then exit"}),
     ("agent", ["-m", "--message"], {"metavar": "TEXT", "action": "append", "default": []}),
     ("agent prompt", ["-s", "--session"], {"type": session_key, "default": "direct"}),
     ("agent", ["--no-stream"], SWITCH | {"help": "do not stream answers"}),
-    ("agent", ["--step"], SWITCH | {"help": "stop before each request and call"}),
-    ("agent web", ["--approve"], SWITCH | {"help": "ask before calls that change things"}),
+    ("agent", ["--step"], SWITCH | {"help": "stop before each request and tool call"}),
+    ("agent web", ["--approve"], SWITCH | {"help": "ask before a tool writes or executes"}),
     ("agent web", ["--trace"], FILE | {"help": "record requests and answers"}),
     ("prompt", ["text"], {"nargs": "?", "default": "Hello!"}),
     ("sessions", ["action"], {"nargs": "?", "choices": ["show"]}),
@@ -2455,11 +2455,11 @@ OPTIONS = (  # an option's commands ("": all), its spellings, its argparse setti
     ("cron", ["action"], {"nargs": "?", "choices": ["list", "remove"], "default": "list"}),
     ("cron", ["job_id"], {"nargs": "?", "default": "", "metavar": "ID", "help": "to remove"}),
     ("replay trace", ["file"], FILE),
-    ("trace", ["--html"], FILE | {"help": "write the run as a page"}),
+    ("trace", ["--html"], FILE | {"help": "write the run as an HTML page"}),
     ("web", ["--port"], {"type": int, "default": 0, "help": "default: any free port"}),
     ("web", ["--no-open"], SWITCH | {"help": "do not open the browser"}),
     ("walk", ["-m", "--message"], {"metavar": "TEXT", "default": "read a.txt"}),
-    ("walk", ["--all"], SWITCH | {"help": "second readings, too"}),
+    ("walk", ["--all"], SWITCH | {"help": "also show functions of second readings"}),
     ("exercises", ["more"], {"nargs": "*", "metavar": "NUMBER"}),
 )
 
@@ -2467,7 +2467,7 @@ OPTIONS = (  # an option's commands ("": all), its spellings, its argparse setti
 def parser() -> argparse.ArgumentParser:
     main_parser = argparse.ArgumentParser("nanobot", description="A personal AI agent.")
     main_parser.add_argument("--version", action="version", version=f"nanobot {__version__}")
-    strict = partial(argparse.ArgumentParser, allow_abbrev=False)  # `--app` is not `--approve`
+    strict = partial(argparse.ArgumentParser, allow_abbrev=False)  # `--app` must not be `--approve`
     commands = main_parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=strict)
     added = {name: commands.add_parser(name, help=row[1]) for name, row in COMMAND_LINE.items()}
     for names, flags, details in OPTIONS:
@@ -2477,13 +2477,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit status: 0 answered, 1 failed, 2 wrong usage, 130 interrupted."""
+    """Returns the exit status: 0 success, 1 failure, 2 wrong usage, 130 interrupted."""
     argv = sys.argv[1:] if argv is None else list(argv)
     first = argv[0] if argv else ""
     known = [*COMMAND_LINE, "-h", "--help", "--version"]
     if first not in known:
         meant = difflib.get_close_matches(first, known, n=1) if first.isalpha() else []
-        if meant:  # `sesions`, `help`; most messages have more than one word
+        if meant:  # `sesions`, `help`: most likely a mistyped command
             fix = f"did you mean `nanobot {meant[0]}`? Pass a message of one word with -m"
             complain(f"unknown command {first!r}: {fix}")
             return 2
@@ -2495,17 +2495,17 @@ def main(argv: list[str] | None = None) -> int:
     handler.setFormatter(PrintableFormatter(f"{stamp}%(levelname)s %(name)s: %(message)s"))
     level = logging.INFO if arguments.logs else logging.WARNING
     logging.basicConfig(level=level, handlers=[handler])
-    end_on_signals()  # a signal then works like Ctrl-C: the running turn is journalled
+    end_on_signals()  # SIGTERM stops a turn as Ctrl-C does: the journal keeps all finished steps
     try:
         status = COMMAND_LINE[arguments.command][0](arguments) or 0
-        sys.stdout.flush()  # at exit, Python would report a closed pipe with status 120
+        sys.stdout.flush()  # at exit, a closed pipe would give status 120
         return status
     except (ConfigError, CronError, ReplayDiffers, SessionBusy) as problem:
         complain(str(problem))
-    except BrokenPipeError:  # `nanobot … | head`: nobody reads the rest
+    except BrokenPipeError:  # `nanobot … | head`: the reader has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as problem:
-        complain(f"{problem}. Correct this and ask again; what is journalled is safe.")
+        complain(f"{problem}. Correct this and try again. Journalled messages are safe.")
     except KeyboardInterrupt:
         return 130
     except Exception:

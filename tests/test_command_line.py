@@ -153,7 +153,7 @@ def test_without_a_key_it_says_so_and_asks_the_offline_model_which_can_be_wanted
     status, out, err = nanobot("--offline", "tell me a joke", "--logs")
     assert (status, "I know no rule" in out, "OPENAI_API_KEY" in err) == (0, True, False)
     assert re.search("^INFO nanobot: ", err, re.M)
-    assert nanobot("--offline", "-m", "/stop")[1:] == ("Nothing runs here.\n", ""), "a command is no request"
+    assert nanobot("--offline", "-m", "/stop")[1:] == ("Nothing is running.\n", ""), "a command is no request"
 
 
 def test_what_is_piped_in_is_the_message_or_stands_behind_it(own_home):
@@ -734,7 +734,7 @@ def test_prompt_prints_what_is_sent_part_by_part_and_asks_no_model(own_home):
     assert "\n\n---\n\n".join(system) == sent["messages"][0]["content"]
     assert [json.loads(line) for line in tools.splitlines()] == sent["tools"]
     assert [json.loads(line) for line in history.splitlines()] == sent["messages"][1:3]
-    assert re.search(r"\n\nWhat is in a.txt\?\n\nIn all: context [\d,]+ of 65,536\n$", user)
+    assert re.search(r"\n\nWhat is in a.txt\?\n\nTotal: context [\d,]+ of 65,536\n$", user)
     assert "==== History" not in nanobot("prompt", "hi", "-s", "work", server=server)[1]
 
 
@@ -747,7 +747,7 @@ def test_prompt_status_and_the_token_line_say_in_numbers_what_does_not_fit(own_h
         _, status, _ = nanobot("-m", "/status", *narrow, server=server)
         _, _, err = nanobot("-m", "question 6", *narrow, server=server)
     assert int(re.search(r"^(\d) turns left out \(~[\d,]+ tokens\)$", out, re.M)[1]) > 0
-    for text, pattern in ((out, "In all: context "), (status, "context "), (err, ".* context ")):
+    for text, pattern in ((out, "Total: context "), (status, "context "), (err, ".* context ")):
         used = re.search(rf"^{pattern}([\d,]+) of 6,000$", text, re.M)[1]
         assert 1_000 < int(used.replace(",", "")) < 6_000
 
@@ -831,7 +831,7 @@ def test_a_gateway_answers_lets_others_look_survives_its_terminal_and_ends_whate
     assert telegram.token not in log and "Traceback" not in log and "iteration 1" not in log
     stamp = r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO nanobot.gateway: "
     assert len(re.findall(rf"{stamp}telegram:7", log, re.M)) == 3, "a line an event: two came, one was answered"
-    assert re.search(r"left behind.* telegram:7.*\n.*: ended\n$", log), "and nothing else is told"
+    assert re.search(r"still running after 8 s:.* telegram:7.*\n.*: ended\n$", log), "and nothing else is told"
     prompt = server.bodies[0]["messages"][0]["content"]
     assert f"files are in {workspace_of(own_home)}: a.txt means" in prompt
 

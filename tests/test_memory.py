@@ -687,7 +687,7 @@ def test_a_terminal_session_waits_for_continue(tmp_path):
     model = Model()
     assert chat(tmp_path, model) == model.asked == []
     answers = say(make_loop(tmp_path, model), "/continue", "/continue")
-    assert answers == ["Fine.", "There is no interrupted turn to go on with."]
+    assert answers == ["Fine.", "There is no interrupted turn to resume."]
     assert legal(model.asked[0].messages)[-1]["role"] == "tool", "the call reads as interrupted"
 
 
@@ -732,11 +732,11 @@ def test_stop_ends_a_turn_for_good_continue_takes_it_up_and_what_waited_is_answe
 
     model = Model(talk)
     chats = serve(tmp_path, model, work, waiting_tool(gate))
-    assert chats.finals() == ["Nothing runs here.", "Stopped; /continue goes on."]
+    assert chats.finals() == ["Nothing is running.", "Stopped; resume with /continue."]
     assert "it was stopped" in [line.get("why") for line in lines_of(chats.loop.sessions.path(CHAT))]
     assert chat(tmp_path, model) == [] and len(model.asked) == 1, "a restart does not begin it again"
     sent = chat(tmp_path, model, "/continue", "/continue", "<b>")
-    assert sent == ["<a>", "There is no interrupted turn to go on with.", "<a> <b>"]
+    assert sent == ["<a>", "There is no interrupted turn to resume.", "<a> <b>"]
     assert "not answered" not in str(model.asked[-1].messages)
 
 

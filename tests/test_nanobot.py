@@ -746,7 +746,7 @@ def test_a_failed_turn_is_told_not_put_into_the_models_mouth_and_goes_on_with_co
     assert [kind for kind, _ in events] == ["tool_hint"], "the error is for the program to tell"
     assert ask(loop, "/continue")[0].final_content == "finished"
     assert roles(loop.provider.requests[2].messages) == ["system", "user", "assistant", "tool"]
-    assert ask(loop, "/continue")[0].final_content == "There is no interrupted turn to go on with."
+    assert ask(loop, "/continue")[0].final_content == "There is no interrupted turn to resume."
     ask(loop, "two")
     ask(loop, "three")
     sent = loop.provider.requests[-1].messages
@@ -807,12 +807,12 @@ COMMANDS = [
     ("/help", "in a terminal press Ctrl-C"),  # a fault of issue 18: a line typed during a turn is read after it
     ("/start@my_bot", "I am your agent"),
     (" /NEW\n", "A new session begins. The old one stays in its journal."),
-    ("/stop", "Nothing runs here."),
-    ("/continue", "There is no interrupted turn to go on with."),
+    ("/stop", "Nothing is running."),
+    ("/continue", "There is no interrupted turn to resume."),
     ("/stopp", "There is no /stopp."),
     ("/dream", "nothing"),
     ("/dream-log", "no dream"),
-    ("/dream-log wrong way", "'wrong way' is not a commit. Write /dream-log, or with a commit: /dream-log 1f3a9c"),
+    ("/dream-log wrong way", "'wrong way' is not a commit id. Write /dream-log, or add the id: /dream-log 1f3a9c"),
     ("/dream-restore", "no dream"),
     ("/etc/hosts?", "asked"),
     ("say /new", "asked"),
@@ -1297,7 +1297,7 @@ def test_a_setting_is_read_in_both_spellings_with_variables_filled_in(own_home, 
     ('{"providers": {"vllm": {"textToolCalls": "yes"}}}', "providers.vllm.textToolCalls", "auto"),
     ('{"providers": {"openai": {"apiKeys": ""}}}', "providers.openai.apiKeys: unknown key", "apiBase, apiKey, "),
     ('{"providers": {"openai": {"extraHeaders": {"X-Team": 5}}}}', "providers.openai.extraHeaders.X-Team", "string, 5"),
-    ('{"providers": {"openai": {"apiKey": "${NO_SUCH_KEY}"}}}', "NO_SUCH_KEY", "it is not set."),
+    ('{"providers": {"openai": {"apiKey": "${NO_SUCH_KEY}"}}}', "NO_SUCH_KEY", "which is not set."),
     ('{"tools": {"exec": {"sandbox": "docker"}}}', "tools.exec.sandbox", "bwrap"),
     ('{"tools": {"mcpServers": {"a": {"args": "x"}}}}', "tools.mcpServers.a.args", 'array, "x"'),
     ('{"mcpServers": {"a": {}}, "tools": {"mcpServers": 5}}', "tools.mcpServers", "object, 5"),
@@ -1720,7 +1720,7 @@ def test_a_helper_reports_in_its_chat_in_the_agents_words_and_status_counts_it(t
         assert '[The helper "dive" has ended.' in told[0] and "did not finish (error): no water" in told[0]
         assert '[The helper "digger" has ended.' in told[1] and "\n\ngold\n\n" in told[1]
         assert results(chats.session().messages)[0] == (
-            "Helper 'digger' is at work. Its result comes as a message: go on, or end here.")  # fmt: skip
+            "Helper 'digger' is at work. Its result arrives as a message. Go on, or stop here.")  # fmt: skip
 
     serve(tmp_path, script, work)
 
@@ -1765,7 +1765,7 @@ def test_at_most_four_helpers_work_at_once_and_stop_ends_those_of_its_chat(tmp_p
             await chats.say(text, chat)
             await chats.answered(1 + count, chat if count else "2")
         gate.open.set()
-        assert chats.finals("2") == ["Nothing runs here."]
+        assert chats.finals("2") == ["Nothing is running."]
         assert chats.finals()[-1].split("\n")[1] == "0 helpers at work"
 
     serve(tmp_path, script, work)
