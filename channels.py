@@ -53,7 +53,7 @@ class InboundMessage:
     chat_id: str
     content: str
     media: Sequence[Path] = ()
-    message_id: str = ""  # set by the channel; the agent ignores a message with an old id
+    message_id: str = ""  # set by the channel; the agent ignores a second message with the same id
     speaker: str = ""  # the sender's name; only in a group
     journalled: asyncio.Future | None = field(default=None, repr=False, compare=False)
 
@@ -76,7 +76,7 @@ class MessageBus:
         self._sleep = sleep
 
     def open(self, channel: "Channel") -> None:
-        """Start to listen on the channel, and to deliver the messages for it."""
+        """Start to receive messages from the channel, and to send messages to the channel."""
         self.channels[channel.name] = channel
         self._listening.append(asyncio.create_task(channel.listen(self)))
 
@@ -91,11 +91,11 @@ class MessageBus:
             raise problem
 
     async def next(self) -> InboundMessage:
-        """Wait for the next message. The caller writes it to disk and then calls `confirm()`."""
+        """Wait for a message. The caller writes the message to disk, then calls `confirm()`."""
         return await self._inbound.get()
 
     def send(self, message: "OutboundMessage") -> None:
-        """Queue a message for its chat: a slow chat delays neither the agent nor other chats."""
+        """Queue a message for its chat. A slow chat does not delay the agent or other chats."""
         chat = (message.channel, message.chat_id)
         if message.channel in self.channels:
             if chat not in self._outboxes:
@@ -121,8 +121,8 @@ class MessageBus:
 class OutboundMessage:
     channel: str
     chat_id: str
-    content: str  # an empty final message says only that the turn has ended
-    kind: str = "final"  # or delta (a piece of an answer), progress, tool_hint, retry
+    content: str  # an empty final message only reports that the turn has ended
+    kind: str = "final"  # or "delta" (a piece of an answer), "progress", "tool_hint", "retry"
     media: Sequence[Path] = ()
     reply_to: str = ""  # the message_id of the InboundMessage that is answered
     parts_sent: int = 0  # the number of parts already sent; a retry skips these parts
@@ -136,7 +136,7 @@ class Refused(Exception):
 class Channel:
     """A place where people write, such as Telegram. `start` publishes messages from allowed people
     until its task is cancelled. `send` delivers a message. If `send` raises Refused, a retry cannot
-    help. Any other exception may have an attribute `retry_after`: the pause before a retry."""
+    help. Any other exception may have an attribute `retry_after`: the seconds until a retry."""
 
     name = ""
     shows_deltas = False  # do people see an answer while the model writes it?
@@ -248,7 +248,7 @@ class PrintableFormatter(logging.Formatter):
 
 
 def approval_question(name: str, arguments: dict) -> str:
-    """Shows the whole call as one line, so that its text cannot imitate the question below it.
+    """Shows the whole call as one line, so that an argument cannot imitate the question below.
 
     ("exec", {"command": "ls\\nRun it?"}) → `exec {"command": "ls\\\\nRun it?"}`, then `Run it? [y…`
     """
@@ -313,8 +313,8 @@ def type_at(prompt: str, live: bool, err: TextIO) -> str:
 # ---- The waiting line at the terminal ----
 
 class Waiting:
-    """The line `waiting for the model, 12 s`, which is erased before any other output. The main
-    thread draws this line while the main thread waits for a turn, and never at a prompt."""
+    """The line `waiting for the model, 12 s`, which is erased before any other output. Only the
+    main thread draws this line, while this thread waits for a turn, and never at a prompt."""
 
     def __init__(self, err: TextIO | None, clock: Callable[[], float] = time.monotonic):
         self.err, self.clock = err, clock
@@ -378,7 +378,7 @@ class BackgroundLoop:
     def __init__(self, close: Callable | None = None, waiting: Waiting | None = None):
         self.loop = asyncio.new_event_loop()
         self.close = close  # awaited on the loop when the `with` block ends
-        self.waiting = waiting or Waiting(None)  # the line is drawn during a turn
+        self.waiting = waiting or Waiting(None)  # the line that is drawn during a turn
         self._turn: asyncio.Task | None = None  # the current or the last turn
         self._questions: queue.SimpleQueue = queue.SimpleQueue()  # the questions of this turn
         threading.Thread(target=self._serve, daemon=True).start()
@@ -389,7 +389,7 @@ class BackgroundLoop:
 
     def complete(self, work: Coroutine) -> Any:
         """Run `work`. On Ctrl-C, cancel `work`, wait for the end, and raise KeyboardInterrupt."""
-        questions: queue.SimpleQueue = queue.SimpleQueue()  # a new queue has no old questions
+        questions: queue.SimpleQueue = queue.SimpleQueue()  # without questions of an older turn
 
         def start() -> None:
             self._questions, self._turn = questions, self.loop.create_task(work)
@@ -496,7 +496,7 @@ class CLI(Channel):
                 self.note(message.content)
 
     def _print(self, text: str) -> None:
-        """Print to a pipe or file unchanged; on a terminal, make escape sequences visible."""
+        """Print `text`: unchanged to a pipe or file, with visible escape codes on a terminal."""
         shown = self._wrapped(printable(text)) if self.live else encodable(text)
         with self.waiting.silence():
             print(shown, end="", file=self.out, flush=True)
@@ -610,7 +610,7 @@ HEAD_OF_PIPED = 10_000  # a longer input is shortened to this number of characte
 
 
 def text_of_pipe(stream: BinaryIO, folder: Path) -> str:
-    """Return the text. Save a text that is too long in a file; return its beginning and path."""
+    """Return the text. If the text is too long, save it in a file; return its start and path."""
     beginning = stream.read(4 * MOST_PIPED + 1)  # a character has up to four bytes
     text = beginning.decode("utf-8", errors="replace")
     if len(text) <= MOST_PIPED:
@@ -621,8 +621,8 @@ def text_of_pipe(stream: BinaryIO, folder: Path) -> str:
         file.write(beginning)
         shutil.copyfileobj(stream, file)
     return (
-        f"{text[:HEAD_OF_PIPED]}\n[standard input goes on, {path.stat().st_size:,} bytes in all: "
-        f"look into {path} with grep, or with read_file in pages]"
+        f"{text[:HEAD_OF_PIPED]}\n[standard input is longer: all {path.stat().st_size:,} bytes are "
+        f"in {path}. Use grep, or read_file in pages]"
     )
 
 
@@ -645,7 +645,7 @@ async def in_thread(function: Callable, /, *args: Any) -> Any:
 
 
 class TelegramError(Exception):
-    """A call of the Bot API has failed; a retry may help. The text never contains the token."""
+    """A call of the Bot API has failed; a retry may help. The error text contains no token."""
 
     def __init__(self, text: str, retry_after: float = 0):
         super().__init__(text)
@@ -659,15 +659,15 @@ class NoSuchBot(Exception):
 class BotAPI:
     """`await api.call("sendMessage", chat_id=1, text="Hi")`: https://core.telegram.org/bots/api"""
 
-    may_pass = (408, 409, 429)  # retry: timeout, conflict with a program, too many requests
+    may_pass = (408, 409, 429)  # retry after a timeout, a conflict, too many requests
 
     def __init__(self, token: str, base: str):
         self.token, self.base = token.strip(), base.rstrip("/")
 
     async def call(self, method: str, seconds: float = 60, **fields: Any) -> Any:
         """The method's result. A field that is a Path is uploaded. Raises Refused if a retry cannot
-        help (400, 403 "bot was blocked", 413), TelegramError if a retry may help, NoSuchBot, and
-        OSError if a file cannot be read."""
+        help (400, 403 "bot was blocked", 413), TelegramError if a retry may help, NoSuchBot if
+        the token is wrong, and OSError if a file cannot be read."""
         body, kind = await in_thread(as_body, fields)
         status, data = await self._exchange(f"bot{self.token}/{method}", body, kind, seconds)
         answer = {"error_code": status, "description": "not the Bot API"}  # if a proxy answers
@@ -737,7 +737,7 @@ def as_body(fields: dict[str, Any]) -> tuple[bytes, str]:
 # The server sends each message again until `getUpdates` asks for a higher offset.
 
 RIVAL = (  # 409 "Conflict: terminated by other getUpdates request; make sure that only one bot …"
-    "Another program asks for this bot's messages, too. Stop that program, or give it another bot."
+    "Another program also reads this bot's messages. Stop that program, or give it another bot."
 )
 BAD_TOKEN = (
     "Telegram does not know this bot token. Copy it again from @BotFather into "
@@ -750,10 +750,10 @@ class Telegram(Channel):
 
     name = "telegram"
     poll_seconds = 50  # if no message arrives within this time, the server returns []
-    slack_seconds = 15  # if the server is late by more than this, the request times out
+    slack_seconds = 15  # the request times out this many seconds after `poll_seconds`
     album_seconds = 2.0  # seconds to wait for the other pictures of an album
     typing_seconds = 4.0  # seconds between two "typing" signals, which Telegram shows for 5 s
-    most_typing = 75  # "typing" signals for a message: 75 × 4 s = 5 minutes
+    most_typing = 75  # at most 75 "typing" signals for each message: 75 × 4 s = 5 minutes
 
     def __init__(
         self, token: str, allow_from: Sequence[str | int] = (), *,
@@ -784,7 +784,7 @@ class Telegram(Channel):
                     hint = RIVAL if is_rival else "The request is retried."
                     log.warning("Telegram: %s. %s", failure, hint)
                 told = str(failure)
-                self.bot = {}  # `_introduce` then deletes a webhook, a possible cause
+                self.bot = {}  # `_introduce` runs again and deletes a webhook
                 await self.sleep(max(10.0, getattr(failure, "retry_after", 0)))
 
     async def _introduce(self) -> None:
@@ -833,7 +833,7 @@ class Telegram(Channel):
             self._typing[inbound.chat_id] = asyncio.create_task(self._type(inbound.chat_id))
 
     async def _inbound(self, messages: list[dict]) -> InboundMessage | None:
-        """Combine the messages into one. Returns None if they are empty or not for the bot."""
+        """Combine messages into one. Returns None if the messages are empty or not for the bot."""
         chat, sender = messages[0]["chat"], messages[0]["from"]
         is_open = chat["type"] == "private" or self.group_policy == "open"
         if not is_open and not any(is_call(message, self.bot) for message in messages):
@@ -921,8 +921,8 @@ def name_of(sender: dict) -> str:
 
 
 def file_name(file: dict, place: str) -> str:
-    """The unique id of the file, then its name, cut before the suffix: file systems allow a name of
-    at most 255 bytes. The result contains no "../"."""
+    """The file's unique id and its name. A long name is shortened before the suffix, because file
+    systems allow at most 255 bytes. The result contains no "../"."""
     path = Path(re.sub(r"[^\w.-]+", "_", file.get("file_name") or Path(place).name))
     stem = path.stem.encode()[:100].decode(errors="ignore")
     return re.sub(r"[^\w-]+", "_", file["file_unique_id"]) + f"-{stem}{path.suffix[:10]}"
@@ -950,7 +950,7 @@ def is_call(message: dict, bot: dict) -> bool:
 
 # ---- Telegram: Markdown becomes HTML, in parts of at most 4,096 characters ----
 # Telegram refuses `a < b` ("400 can't parse entities") and a long text ("400 message is too long").
-# First format, then split, because `&lt;` is longer than `<`. Each part closes its open tags.
+# Format a text before splitting it: `&lt;` is longer than `<`. Each part closes its open tags.
 # Each regular expression takes linear time: a match stops at the next symbol of the same kind.
 
 # ```py ↵ a = 1 ↵ ```   an unclosed block extends to the end of the text; not ```npm install```
@@ -1021,7 +1021,7 @@ def split_html(text: str, limit: int = 4_096) -> list[str]:
 
 
 def beginning(text: str, limit: int) -> str:
-    """The first part of `text`: at most `limit` units, but at least one ATOM; no cut in a tag."""
+    """The first part of `text`: at most `limit` units, at least one ATOM, and no half tag."""
     head = text.encode("utf-16-le")[: 2 * max(limit, 0)].decode("utf-16-le", "ignore")
     if head == text:
         return text
@@ -1060,7 +1060,7 @@ class CronField(NamedTuple):
 
     def values(self, text: str) -> set[int]:
         """"1-3,20" → {1, 2, 3, 20}; "*/20" → {0, 20, 40}; "sat-sun" → {6, 7}"""
-        text = text.replace("-sun", "-7")  # at the end of a range Sunday is 7
+        text = text.replace("-sun", "-7")  # at the end of a range, Sunday is 7
         for number, name in enumerate(self.names.split(), self.lowest):
             text = text.replace(name, str(number))
         return set().union(*(self._range(part) for part in text.split(",")))
@@ -1129,7 +1129,7 @@ def next_run(expr: str, after: datetime, zone: tzinfo) -> datetime | None:
     """The first matching time later than `after`, in UTC; None if no date matches (31 February)."""
     expression, today = CronExpression(expr), after.astimezone(zone).date()
     for number in range(MOST_DAYS):
-        # also the days before and after: days overlap if clocks are set back over midnight
+        # include the days before and after: days overlap if clocks go back across midnight
         days = [today + (number + beside) * ONE_DAY for beside in (-1, 0, 1)]
         moments = itertools.chain(*(expression.moments(day, zone) for day in days))
         later = [moment for moment in moments if moment > after]
@@ -1141,7 +1141,7 @@ def next_run(expr: str, after: datetime, zone: tzinfo) -> datetime | None:
 # ---- Jobs, in a file that several programs change ----
 
 class CronError(ValueError):
-    """An invalid request for a job, or an unknown time zone. The text says what to correct."""
+    """An invalid request for a job, or an unknown time zone. The error text names the cause."""
 
 
 @dataclass
@@ -1152,13 +1152,13 @@ class CronJob:
     message: str = ""
     every_seconds: float = 0
     cron_expr: str = ""
-    tz: str = ""  # the time zone of cron_expr and at; empty: the agent's zone
+    tz: str = ""  # the time zone of cron_expr and at; "" is the agent's zone
     at: str = ""
     channel: str = ""  # the chat that asked for the job
     chat_id: str = ""
-    created: str = ""  # `every_seconds` are always counted from this time
+    created: str = ""  # runs of an `every_seconds` job are counted from this time
     since: str = ""  # all runs that were due until this time are done
-    error: str = ""  # why the last run failed
+    error: str = ""  # the error of the last run
     enabled: bool = True
     system: bool = False
 
@@ -1236,14 +1236,14 @@ def id_of(row: Any) -> str:
 
 
 def job_of(row: Any, now: datetime, zone: tzinfo) -> CronJob | None:
-    """The job of a row. A person may have written the row: convert values, add missing defaults,
-    and replace a future `since` by `now`. Returns None for an invalid row, after a warning."""
+    """Convert a row of the jobs file, which a person may have written. Missing values get defaults,
+    and a future `since` is replaced by `now`. Log an invalid row and return None."""
     try:
         given = [each for each in fields(CronJob) if row.get(each.name) is not None]
         job = CronJob(**{each.name: each.type(row[each.name]) for each in given})
         since = min(as_moment(job.since or now.isoformat(), zone), now)
         job.created = job.created or since.isoformat()
-        job.row, job.coming = row, job.due(since, zone)  # raises if the job is invalid
+        job.row, job.coming = row, job.due(since, zone)  # `due` raises if the job is invalid
         return job
     except Exception as problem:
         warn_once(f"cron: {str(row)[:100]} is no job: {problem}")
@@ -1275,7 +1275,7 @@ class CronService:
         self._system: dict[str, Callable[[], Awaitable]] = {}
         self._running: dict[str, asyncio.Task] = {}
         self._jobs: dict[str, CronJob] = {}
-        self._looked = self._utc()  # when the file was last read
+        self._looked = self._utc()  # the time when the jobs file was last read
 
     def _utc(self) -> datetime:
         return self.now().astimezone(UTC)
@@ -1338,14 +1338,14 @@ class CronService:
 
     def _start(self, job: CronJob, now: datetime) -> None:
         """Start a job that is due. A repeated job skips a run that is late by half the period or by
-        12 hours. If an `at` job is late by a day, the agent only reports that it was missed."""
+        12 hours. If an `at` job is late by a day, the agent only reports the missed job."""
         due, message, late = job.coming, job.message, self._shown(job.coming)
         job.coming = None if job.at else job.due(now, self.zone)
         if job.at and now - due > ONE_DAY:
             message = f"Only tell the user that this was missed on {late}: {message}"
         elif not job.at and not job.system:
             half = ((job.due(due, self.zone) or due + ONE_DAY) - due) / 2
-            due = job.due(now - min(half, self.longest_delay), self.zone)  # skip runs that are late
+            due = job.due(now - min(half, self.longest_delay), self.zone)  # skip very late runs
             if due is None or due > now:
                 told = "cron: %s was due on %s, too long ago: the run is skipped"
                 return log.warning(told, job.id, late)
@@ -1501,15 +1501,15 @@ class PageChat:
     events: deque = field(default_factory=lambda: deque(maxlen=4_000))  # (number, JSON)
     count: int = 0  # the number of events so far
     draft: str = ""  # the part of an answer that was streamed so far
-    sent: list[dict] = field(default_factory=list)  # the messages of the last request
-    is_stepping: bool = False  # does the agent pause before each request and call?
+    sent: list[dict] = field(default_factory=list)  # the messages of the last request to the model
+    is_stepping: bool = False  # does the agent pause before each request and tool call?
 
 
 class WebPage(Channel):
     """A page on 127.0.0.1 for people with the token; each browser window shows one chat.
 
-    `show(chat_id, event)` sends an event (a dict) to all windows of the chat; a reload sends the
-    event again. `ask(text)` asks in the chat of the current turn and waits for the answer.
+    `show(chat_id, event)` sends an event (a dict) to all windows of the chat, also after a reload.
+    `ask(text)` shows a question in the chat of the current turn and waits for the answer.
     `files(chat_id)` returns the paths of the chat's journal and of MEMORY.md; the page shows each
     change of these two files. `scrub(event)` removes API keys.
     """
@@ -1589,7 +1589,7 @@ class WebPage(Channel):
             raise ValueError("this question was answered already")
 
     def news(self, chat_id: str) -> Iterator[str]:
-        """Yield each event of a chat as JSON, and every 0.1 s "" to detect a closed window."""
+        """Yield a chat's events as JSON. Also yield "" every 0.1 s to detect a closed window."""
         chat, (journal, facts) = self.chats[chat_id], self.files(chat_id)
         yield self._json(kind="hello", step=chat.is_stepping, chats=list(self.chats))
         position, seen, draft, known = 0, 0, "", text_behind(facts)

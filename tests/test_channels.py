@@ -550,7 +550,7 @@ def test_more_than_a_message_should_hold_goes_into_a_file_and_the_model_gets_its
     beginning, last = text_of_pipe(io.BytesIO(raw), folder).splitlines()
     [file] = folder.iterdir()
     assert file.read_bytes() == raw and beginning == "🙂" * 10_000
-    assert last.startswith("[standard input goes on, 1,400,004 bytes in all: look into ") and str(file) in last
+    assert last.startswith("[standard input is longer: all 1,400,004 bytes are in ") and str(file) in last
     assert folder.stat().st_mode & 0o777 == 0o700, "it may hold what is nobody else's business"
 
 
@@ -814,7 +814,7 @@ async def test_a_rival_a_webhook_and_an_outage_are_told_once_and_waited_for(serv
             assert desk.naps == [77]
         else:
             assert desk.naps == [10] * len(refusals)
-        hint = "Another program asks for this bot's messages" if rival in refusals else "The request is retried"
+        hint = "Another program also reads this bot's messages" if rival in refusals else "The request is retried"
         assert [hint in line for line in caplog.messages] == [True]
     server.webhook = "https://elsewhere"
     for text in ("three", "four"):
