@@ -1,4 +1,4 @@
-"""How messages get in and out: many chats, one agent.
+"""How messages enter and leave the program: many chats, one agent.
 
 A channel turns a person's text into an InboundMessage, and shows the person an OutboundMessage:
 
@@ -53,7 +53,7 @@ class InboundMessage:
     chat_id: str
     content: str
     media: Sequence[Path] = ()
-    message_id: str = ""  # set by the channel; if the agent knows the id, it drops the message
+    message_id: str = ""  # set by the channel; the agent ignores a second message with the same id
     speaker: str = ""  # the sender's name; only in a group
     journalled: asyncio.Future | None = field(default=None, repr=False, compare=False)
 
@@ -62,8 +62,8 @@ class InboundMessage:
         return f"{self.channel}:{self.chat_id}"
 
     def confirm(self, problem: Exception | None = None) -> None:
-        """Make `publish` return, because the message is on disk, or raise `problem`."""
-        if self.journalled and not self.journalled.done():  # else no `publish` is waiting
+        """Make `publish` return (the message is on disk) or raise `problem` (the write failed)."""
+        if self.journalled and not self.journalled.done():  # false if no `publish` is waiting
             self.journalled.set_result(problem)
 
 
@@ -76,7 +76,7 @@ class MessageBus:
         self._sleep = sleep
 
     def open(self, channel: "Channel") -> None:
-        """Start to listen on the channel, and to deliver the messages for it."""
+        """Start to receive messages from the channel, and to send messages to the channel."""
         self.channels[channel.name] = channel
         self._listening.append(asyncio.create_task(channel.listen(self)))
 
@@ -91,11 +91,11 @@ class MessageBus:
             raise problem
 
     async def next(self) -> InboundMessage:
-        """Wait for the oldest message. The agent writes it to disk, then calls `confirm()`."""
+        """Wait for a message. The caller writes the message to disk, then calls `confirm()`."""
         return await self._inbound.get()
 
     def send(self, message: "OutboundMessage") -> None:
-        """Queue a message for its chat: a slow chat delays neither the agent nor other chats."""
+        """Queue a message for its chat. A slow chat does not delay the agent or other chats."""
         chat = (message.channel, message.chat_id)
         if message.channel in self.channels:
             if chat not in self._outboxes:
@@ -103,7 +103,7 @@ class MessageBus:
                 self._outboxes[chat] = Outbox(channel, message.chat_id, self._sleep)
             self._outboxes[chat].put(message)
         elif message.kind == "final":
-            log.warning("There is no channel %r: the answer for it is dropped", message.channel)
+            log.warning("There is no channel %r: the answer is dropped", message.channel)
 
     async def close(self, seconds: float = 5.0) -> None:
         """Wait at most `seconds` for the delivery of queued messages, then stop the channels."""
@@ -117,11 +117,11 @@ class MessageBus:
 class OutboundMessage:
     channel: str
     chat_id: str
-    content: str  # an empty final message says only that the turn has ended
-    kind: str = "final"  # others: delta (a piece of the answer), progress, tool_hint, retry
+    content: str  # an empty final message only reports that the turn has ended
+    kind: str = "final"  # or "delta" (a piece of an answer), "progress", "tool_hint", "retry"
     media: Sequence[Path] = ()
-    reply_to: str = ""  # the message_id of the message that this one answers
-    parts_sent: int = 0  # how many parts were sent; a retry goes on after them
+    reply_to: str = ""  # the message_id of the InboundMessage that is answered
+    parts_sent: int = 0  # the number of parts already sent; a retry skips these parts
     on_delivered: Callable[[], None] | None = field(default=None, repr=False, compare=False)
 
 
@@ -130,9 +130,9 @@ class Refused(Exception):
 
 
 class Channel:
-    """A place where people write. `start` publishes the messages of allowed people until it is
-    cancelled. `send` delivers a message. It raises Refused if a retry cannot help, or any other
-    exception if a retry may help; its attribute `retry_after`, if any, is the pause in seconds."""
+    """A place where people write, such as Telegram. `start` publishes messages from allowed people
+    until its task is cancelled. `send` delivers a message. If `send` raises Refused, a retry cannot
+    help. Any other exception may have an attribute `retry_after`: the seconds until a retry."""
 
     name = ""
     shows_deltas = False  # do people see an answer while the model writes it?
@@ -165,9 +165,9 @@ log = logging.getLogger("nanobot.channels")
 
 
 class Outbox:
-    """A queue of messages to one chat. They are sent in order."""
+    """Sends the messages for one chat in order."""
 
-    first_pause, longest_pause = 1.0, 60.0  # seconds between two tries to send an answer
+    first_pause, longest_pause = 1.0, 60.0  # seconds between two attempts to send an answer
 
     def __init__(self, channel: Channel, chat_id: str, sleep: Callable[[float], Awaitable]):
         self.channel, self.sleep = channel, sleep
@@ -197,13 +197,13 @@ class Outbox:
         try:
             await self.channel.send(message)
         except Refused as refusal:
-            log.error("%s refuses a message, so it is dropped: %s", self.name, refusal)
+            log.error("%s refuses a message, which is dropped: %s", self.name, refusal)
         except Exception as problem:
             return problem
         try:
             if message.on_delivered:
                 message.on_delivered()
-        except Exception as problem:  # but the message has arrived: do not send it again
+        except Exception as problem:  # the message has arrived: no retry
             log.error("%s: a delivery could not be recorded: %s", self.name, problem)
         return None
 
@@ -222,8 +222,8 @@ async def end_all(tasks: Iterable[asyncio.Task], seconds: float | None = None) -
 # Text from a web page may clear the screen ("\x1b[2J") or reverse the direction of writing.
 
 # Control characters (C0 except tab and newline, DEL, C1), bidi controls, zero-width characters,
-# tags, and letters that look like blanks (U+2800, U+115F). The soft hyphen and the two joiners are
-# not in this list: Persian words and the emoji of a family need them.
+# tag characters, and letters that look like blanks (U+2800, U+115F). The soft hyphen and the two
+# joiners are allowed: a Persian word or the emoji of a family may contain a joiner.
 UNSAFE = (
     "[\0-\b\v-\x1f\x7f-\x9f\u061c\u115f\u1160\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f"
     "\u2800\u3164\ufeff\uffa0\ufff9-\ufffb\U000e0000-\U000e01ef]"
@@ -246,15 +246,15 @@ def encodable(text: str) -> str:
 
 
 class PrintableFormatter(logging.Formatter):
-    """For logs on a terminal, as warnings quote tools and endpoints. All lines after the first are
-    indented, so that a quoted text cannot imitate a log line."""
+    """Makes a log safe for a terminal, because a warning may quote a tool or an endpoint. All lines
+    after the first are indented, so that a quoted text cannot imitate a log line."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record)).replace("\n", "\n    ")
 
 
 def approval_question(name: str, arguments: dict) -> str:
-    """Shows the whole call as one line, so that its text cannot imitate the question below it.
+    """Shows the whole call as one line, so that an argument cannot imitate the question below.
 
     ("exec", {"command": "ls\\nRun it?"}) → `exec {"command": "ls\\\\nRun it?"}`, then `Run it? [y…`
     """
@@ -269,7 +269,7 @@ def approval_question(name: str, arguments: dict) -> str:
 # The program also works after `2>&-`, `>&-` (closed streams) and with `nohup nanobot gateway &`.
 
 class Terminated(KeyboardInterrupt):
-    """Raised on SIGTERM and SIGHUP. It stops a turn, as Ctrl-C does, and ends the conversation."""
+    """Raised on SIGTERM and SIGHUP, to stop the current turn (like Ctrl-C) and the conversation."""
 
 
 def terminate(*_: Any) -> None:
@@ -285,12 +285,12 @@ def end_on_signals(handler: Callable[..., None] = terminate) -> None:
 
 
 def prepare_streams() -> None:
-    """Open each closed standard stream as the null device: otherwise the journal could get file
-    descriptor 1, and all printed text. Characters that an encoding does not have are replaced."""
+    """Open each closed standard stream as the null device. Otherwise the journal could get file
+    descriptor 1 and the output of child processes. Replace characters that cannot be encoded."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
-        if isinstance(getattr(sys, name), io.TextIOWrapper):  # a notebook has other streams
+        if isinstance(getattr(sys, name), io.TextIOWrapper):  # false in a notebook
             getattr(sys, name).reconfigure(errors="replace")
 
 
@@ -310,27 +310,27 @@ def read_answer(question: str) -> str:
 
 
 def type_at(prompt: str, live: bool, err: TextIO) -> str:
-    """A line from the keyboard. If stdout is not a terminal, the prompt is printed to stderr."""
+    """Read a line from the keyboard. If stdout is not a terminal, print the prompt to stderr."""
     if not live:
         print(prompt, end="", file=err, flush=True)
     return input(prompt if live else "")
 
 
-# ---- The line that shows a wait ----
+# ---- The waiting line at the terminal ----
 
 class Waiting:
-    """The line `waiting for the model, 12 s`. It is erased before anything else is printed. Only
-    the main thread draws it, and only while this thread waits for a turn: never at a prompt."""
+    """The line `waiting for the model, 12 s`, which is erased before any other output. Only the
+    main thread draws this line, while this thread waits for a turn, and never at a prompt."""
 
     def __init__(self, err: TextIO | None, clock: Callable[[], float] = time.monotonic):
         self.err, self.clock = err, clock
         self.can_draw = err is not None and err.isatty() and os.environ.get("TERM") != "dumb"
         self.what, self.since = "", 0.0
         self.drawn = ""
-        self._lock = threading.RLock()  # the loop's thread prints, too
+        self._lock = threading.RLock()  # the main thread and the loop's thread both print
 
     def begin(self, what: str) -> None:
-        """Count the seconds from now on, and show `what` as the reason (such as `the model`)."""
+        """Start to count the seconds. `what` is the reason for the wait, such as `the model`."""
         with self.silence():
             self.what, self.since = what, self.clock()
 
@@ -344,8 +344,8 @@ class Waiting:
             line = f"waiting for {what}, {seconds} s"
             if self.can_draw and what and seconds >= 1 and line != self.drawn:
                 self.drawn = line
-                # ?7l turns wrapping off: a second line could not be erased. The cursor goes back
-                # to the left: other output, such as a warning, begins there.
+                # ?7l turns line wrapping off, because `erase` clears only one line. The last \r
+                # moves the cursor to the left, where other output, such as a warning, starts.
                 line = f"\r\x1b[K\x1b[?7l\x1b[2m{line}\x1b[0m\x1b[?7h\r"
                 print(line, end="", file=self.err, flush=True)
 
@@ -357,17 +357,17 @@ class Waiting:
 
     @contextlib.contextmanager
     def silence(self) -> Iterator[None]:
-        """For printing: erase the line, and do not draw it again before the block ends."""
+        """Erase the waiting line, and do not draw this line inside the `with` block."""
         with self._lock:
             self.erase()
             yield
 
 
 # ---- The event loop on its own thread ----
-# `input` blocks, and Ctrl-C reaches only the main thread: so the main thread reads the keyboard.
+# The main thread reads the keyboard, because `input` blocks and Ctrl-C reaches only this thread.
 
 class BackgroundLoop:
-    """The agent works on the event loop of a daemon thread; the main thread reads the keyboard:
+    """The agent runs on the event loop of a daemon thread; the main thread reads the keyboard:
 
         main thread                               loop's thread
         complete(turn)      ── start ──────────►  the turn …
@@ -379,19 +379,19 @@ class BackgroundLoop:
 
     def __init__(self, close: Callable | None = None, waiting: Waiting | None = None):
         self.loop = asyncio.new_event_loop()
-        self.close = close  # awaited at the end, on the loop
-        self.waiting = waiting or Waiting(None)  # drawn during a turn
-        self._turn: asyncio.Task | None = None  # the current turn, or the last one
-        self._questions: queue.SimpleQueue = queue.SimpleQueue()  # asked by this turn
+        self.close = close  # awaited on the loop when the `with` block ends
+        self.waiting = waiting or Waiting(None)  # the line that is drawn during a turn
+        self._turn: asyncio.Task | None = None  # the current or the last turn
+        self._questions: queue.SimpleQueue = queue.SimpleQueue()  # the questions of this turn
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:
         self.loop.run_forever()
-        self.loop.close()  # releases its pipes and threads
+        self.loop.close()  # releases the loop's pipes and threads
 
     def complete(self, work: Coroutine) -> Any:
-        """Run `work` to its end. Ctrl-C cancels it, waits for the end, raises KeyboardInterrupt."""
-        questions: queue.SimpleQueue = queue.SimpleQueue()  # a new one has no old questions
+        """Run `work`. On Ctrl-C, cancel `work`, wait for the end, and raise KeyboardInterrupt."""
+        questions: queue.SimpleQueue = queue.SimpleQueue()  # without questions of an older turn
 
         def start() -> None:
             self._questions, self._turn = questions, self.loop.create_task(work)
@@ -404,7 +404,7 @@ class BackgroundLoop:
         except BaseException as stop:
             self.loop.call_soon_threadsafe(lambda: self._turn.cancel())
             while self._next(questions):
-                pass  # drop questions until the turn ends; then `ask` fails
+                pass  # ignore questions until the turn ends; then `ask` fails
             if isinstance(stop, EOFError):  # Ctrl-D at a question
                 raise KeyboardInterrupt from None
             raise
@@ -413,8 +413,8 @@ class BackgroundLoop:
         return self._turn.result()
 
     def _next(self, questions: queue.SimpleQueue) -> Any:
-        """A question, or None if the turn has ended. The timeout is needed to notice a Ctrl-C: if
-        the system gives the signal to another thread, `get` would not wake up."""
+        """Return a question, or None if the turn has ended. The timeout makes Ctrl-C work even if
+        the system sends the signal to another thread, in which case `get` does not wake up."""
         while True:
             try:
                 return questions.get(timeout=0.2)
@@ -422,7 +422,7 @@ class BackgroundLoop:
                 self.waiting.draw()
 
     def _answer(self, answer: Future, question: str) -> None:
-        if answer.set_running_or_notify_cancel():  # False: nobody waits for it
+        if answer.set_running_or_notify_cancel():  # false if `ask` was cancelled
             self.waiting.erase()
             answer.set_result(read_answer(question))
 
@@ -431,7 +431,7 @@ class BackgroundLoop:
         not wait for a turn: it reads the next message, or Ctrl-C has stopped the turn."""
         turn, answer = self._turn, Future()
         if turn is None or turn.done():
-            raise RuntimeError("Nobody can be asked: the terminal does not wait for a turn.")
+            raise RuntimeError("Nobody can be asked: no turn is running at the terminal.")
         self._questions.put((answer, question))
         answered = asyncio.wrap_future(answer)
         try:
@@ -448,14 +448,14 @@ class BackgroundLoop:
     def __exit__(self, *_: Any) -> None:
         ended = asyncio.run_coroutine_threadsafe(self._end(), self.loop)
         while not ended.done():
-            with contextlib.suppress(KeyboardInterrupt):  # else child processes would stay
+            with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C must not stop the cleanup
                 wait([ended])
         self.loop.call_soon_threadsafe(self.loop.stop)
         if problem := ended.exception():
             log.warning("the cleanup at the end has failed: %s", problem)
 
     async def _end(self) -> None:
-        """Close, then cancel all other tasks. Wait at most 5 s until their `finally` has run."""
+        """Call `close`, cancel all other tasks, and wait at most 5 s for the end of these tasks."""
         try:
             if self.close:
                 await self.close()
@@ -466,7 +466,7 @@ class BackgroundLoop:
 # ---- The terminal ----
 
 class CLI(Channel):
-    """Only answers go to `out`: a terminal gets each piece at once, a pipe gets whole answers."""
+    """Prints answers to `out`: piece by piece on a terminal, only whole answers into a pipe."""
 
     name = "cli"
     shows_deltas = True
@@ -474,11 +474,11 @@ class CLI(Channel):
     def __init__(self, out: TextIO | None = None, err: TextIO | None = None, kinds: Sequence = ()):
         super().__init__(allow_from=["*"])
         self.out, self.err = out or sys.stdout, err or sys.stderr
-        self.kinds = kinds or ("progress", "tool_hint", "retry")  # these events are shown, too
+        self.kinds = kinds or ("progress", "tool_hint", "retry")  # printed to `err`
         self.live = self.out.isatty()
         self.waiting = Waiting(self.err)
-        self._streamed = ""  # the text printed so far of an unfinished answer
-        self._word, self._column = "", 0  # an unfinished word, and the column where it begins
+        self._streamed = ""  # the printed part of an unfinished answer
+        self._word, self._column = "", 0  # an unfinished word and its first column
         self._is_code = False  # inside a code block: between two lines that begin with ```
         self._prompt = ""  # the prompt at which the user is typing
 
@@ -489,19 +489,19 @@ class CLI(Channel):
                 self._print(message.content)
             case "final":
                 self._end_text(message.content)
-            case "progress" if self._streamed:  # a text with tool calls was streamed, too
+            case "progress" if self._streamed:  # the text before tool calls was streamed
                 self._end_text(message.content)
             case kind if kind in self.kinds:
                 self.note(message.content)
 
     def _print(self, text: str) -> None:
-        """A pipe or file gets the model's text unchanged; a terminal gets it without escapes."""
+        """Print `text`: unchanged to a pipe or file, with visible escape codes on a terminal."""
         shown = self._wrapped(printable(text)) if self.live else encodable(text)
         with self.waiting.silence():
             print(shown, end="", file=self.out, flush=True)
 
     def _wrapped(self, text: str) -> str:
-        """The text with line ends between words, but not inside code, which people copy."""
+        """Break long lines between words. Inside code, break no lines, because people copy code."""
         *words, self._word = re.split(r"(?<=\s)", self._word + text)
         width, wrapped = shutil.get_terminal_size().columns, ""
         for word in words:
@@ -519,7 +519,7 @@ class CLI(Channel):
         self._print(rest.removesuffix("\n") + "\n")
 
     def note(self, text: str) -> None:
-        """Print a line on stderr, dim on a terminal. A streamed answer gets a line end before."""
+        """Print a line to stderr, dim on a terminal. First end the line of a streamed answer."""
         if self._streamed:
             self._end_text(self._streamed)
         line = printable(text)
@@ -529,7 +529,7 @@ class CLI(Channel):
             print(line, file=self.err, flush=True)
 
     def report(self, text: str) -> None:
-        """Print a job's report at once, and below it the prompt with the text typed so far."""
+        """Print a job's report at once, then the prompt again with the text typed so far."""
         prompt, screen = self._prompt, self.out if self.live else self.err
         with contextlib.suppress(ImportError):
             import readline
@@ -541,7 +541,7 @@ class CLI(Channel):
             print(end=prompt, file=screen, flush=True)
 
     def converse(self, ask: Callable[[str], Any], history: Path) -> int:
-        """Read and answer lines until the user leaves. Ctrl-C stops a turn, Ctrl-D leaves."""
+        """Read and answer lines until the user exits. Ctrl-C stops a turn; Ctrl-D exits."""
         while True:
             text = ""
             try:
@@ -556,15 +556,15 @@ class CLI(Channel):
             except Terminated:
                 raise
             except KeyboardInterrupt:
-                self.note("\nstopped; /continue goes on with the turn" if text else "")
+                self.note("\nstopped; /continue resumes the turn" if text else "")
             except Exception as problem:  # a failed turn does not end the conversation
                 if not text:
-                    raise  # it did not fail in a turn: the terminal is gone
+                    raise  # `read_line` failed, not a turn: the terminal is closed
                 log.info("the turn failed", exc_info=True)
                 self.note(f"Sorry, that failed: {str(problem).rstrip('.')}.")
 
     def read_line(self, prompt: str, history: Path) -> str:
-        """A line from the user, with line editing and history; raises EOFError on Ctrl-D."""
+        """Read a line, with line editing and history. Raises EOFError on Ctrl-D."""
         with contextlib.suppress(ImportError, OSError):  # there is no readline on Windows
             import readline
 
@@ -586,7 +586,7 @@ class CLI(Channel):
         return line
 
     def read_piped(self, beside_message: bool, folder: Path) -> str:
-        """The text of standard input. With -m, an open pipe may stay silent: wait at most 3 s."""
+        """Read standard input. With -m, wait at most 3 s, because a pipe may never send a byte."""
         if beside_message and os.name == "posix" and not select.select([sys.stdin], [], [], 3.0)[0]:
             self.note("nanobot: standard input is open but silent, going on without it")
             return ""
@@ -594,8 +594,8 @@ class CLI(Channel):
 
 
 def not_yet_shown(text: str, streamed: str) -> str:
-    """("Hello.", "Hel") → "lo."; ("Bye.", "Hel") → "\\nBye.", on a line of its own."""
-    shown = streamed.strip()  # ignore outer blanks: providers remove them
+    """("Hello.", "Hel") → "lo."; ("Bye.", "Hel") → "\\nBye.": a different text gets a new line."""
+    shown = streamed.strip()  # providers remove blanks at both ends of the final text
     if shown and text.lstrip().startswith(shown):
         return text.lstrip().removeprefix(shown)
     return f"\n{text}" if shown else text
@@ -608,7 +608,7 @@ MOST_PIPED = 100_000  # characters of standard input that a message may hold
 
 
 def text_of_pipe(stream: BinaryIO, folder: Path) -> str:
-    """The whole text. If it is too long: its beginning, and the name of a file with all of it."""
+    """Return the text. If the text is too long, save it in a file; return its start and path."""
     beginning = stream.read(4 * MOST_PIPED + 1)  # a character has up to four bytes
     text = beginning.decode("utf-8", errors="replace")
     if len(text) <= MOST_PIPED:
@@ -619,8 +619,8 @@ def text_of_pipe(stream: BinaryIO, folder: Path) -> str:
         file.write(beginning)
         shutil.copyfileobj(stream, file)
     return (
-        f"{text[:10_000]}\n[standard input goes on, {path.stat().st_size:,} bytes in all: "
-        f"look into {path} with grep, or with read_file in pages]"
+        f"{text[:10_000]}\n[standard input is longer: all {path.stat().st_size:,} bytes are "
+        f"in {path}. Use grep, or read_file in pages]"
     )
 
 
@@ -628,7 +628,7 @@ def text_of_pipe(stream: BinaryIO, folder: Path) -> str:
 # Every URL contains the token: the code removes the token from each error text.
 
 async def in_thread(function: Callable, /, *args: Any) -> Any:
-    """Await a blocking function on a daemon thread: a thread of the pool would delay the exit."""
+    """Run a blocking function on a daemon thread: asyncio's own threads would delay the exit."""
     future: Future = Future()
     future.set_running_or_notify_cancel()  # if the caller is cancelled, the thread still finishes
 
@@ -643,11 +643,11 @@ async def in_thread(function: Callable, /, *args: Any) -> Any:
 
 
 class TelegramError(Exception):
-    """A call of the Bot API has failed, but a retry may help. The text never holds the token."""
+    """A call of the Bot API has failed; a retry may help. The error text contains no token."""
 
     def __init__(self, text: str, retry_after: float = 0):
         super().__init__(text)
-        self.retry_after = retry_after  # in seconds; given with 429 "Too Many Requests"
+        self.retry_after = retry_after  # in seconds, from a response 429 "Too Many Requests"
 
 
 class NoSuchBot(Exception):
@@ -657,15 +657,15 @@ class NoSuchBot(Exception):
 class BotAPI:
     """`await api.call("sendMessage", chat_id=1, text="Hi")`: https://core.telegram.org/bots/api"""
 
-    may_pass = (408, 409, 429)  # a retry may help: time-out, other program, too many requests
+    may_pass = (408, 409, 429)  # retry after a timeout, a conflict, too many requests
 
     def __init__(self, token: str, base: str):
         self.token, self.base = token.strip(), base.rstrip("/")
 
     async def call(self, method: str, seconds: float = 60, **fields: Any) -> Any:
         """The method's result. A field that is a Path is uploaded. Raises Refused if a retry cannot
-        help (400, 403 "bot was blocked", 413), TelegramError if a retry may help, NoSuchBot, and
-        OSError if a file cannot be read."""
+        help (400, 403 "bot was blocked", 413), TelegramError if a retry may help, NoSuchBot if
+        the token is wrong, and OSError if a file cannot be read."""
         body, kind = await in_thread(as_body, fields)
         status, data = await self._exchange(f"bot{self.token}/{method}", body, kind, seconds)
         answer = {"error_code": status, "description": "not the Bot API"}  # if a proxy answers
@@ -695,9 +695,9 @@ class BotAPI:
                 return await in_thread(fetch, f"{self.base}/{address}", body, kind, seconds)
         except TimeoutError:
             problem = f"no answer in {seconds:g} s"
-        except Exception as failure:  # any error: its text may hold the token
+        except Exception as failure:  # the text of any error may contain the token
             problem = self._scrub(f"{type(failure).__name__}: {failure}")
-        raise TelegramError(problem)  # outside of `except`: no traceback shows the token
+        raise TelegramError(problem)  # not inside `except`: the traceback would show the token
 
     def _scrub(self, text: str) -> str:
         return text.replace(self.token, "<token>") if self.token else text
@@ -710,13 +710,13 @@ def fetch(url: str, body: bytes | None, kind: str, seconds: float) -> tuple[int,
     try:
         with urllib.request.urlopen(request, timeout=seconds) as response:
             return response.status, response.read()
-    except urllib.error.HTTPError as refusal:  # it has a body like any response
+    except urllib.error.HTTPError as refusal:  # an HTTPError has a body, too
         with refusal:
             return refusal.code, refusal.read()
 
 
 def as_body(fields: dict[str, Any]) -> tuple[bytes, str]:
-    """Returns the body and its content type: JSON, or a form if a field is a file."""
+    """Returns the body and its content type: a form if a field is a file, otherwise JSON."""
     if not any(isinstance(value, Path) for value in fields.values()):
         return json.dumps(fields).encode(), "application/json"
     border, body = os.urandom(16).hex(), b""
@@ -735,7 +735,7 @@ def as_body(fields: dict[str, Any]) -> tuple[bytes, str]:
 # The server sends each message again until `getUpdates` asks for a higher offset.
 
 RIVAL = (  # 409 "Conflict: terminated by other getUpdates request; make sure that only one bot …"
-    "Another program asks for this bot's messages, too. Stop that program, or give it another bot."
+    "Another program also reads this bot's messages. Stop that program, or give it another bot."
 )
 BAD_TOKEN = (
     "Telegram does not know this bot token. Copy it again from @BotFather into "
@@ -747,23 +747,23 @@ class Telegram(Channel):
     """The user's own Telegram bot. Files that people send are saved in `media_folder`."""
 
     name = "telegram"
-    poll_seconds = 50  # the server answers within this time; without messages, the list is empty
-    slack_seconds = 15  # additional seconds; after these, the connection counts as broken
-    album_seconds = 2.0  # the pause in which we wait for more pictures of an album
-    typing_seconds = 4.0  # the pause between two "typing" signals; Telegram shows each for 5 s
-    most_typing = 75  # at most so many signals for a message: five minutes
+    poll_seconds = 50  # if no message arrives within this time, the server returns []
+    slack_seconds = 15  # the request times out this many seconds after `poll_seconds`
+    album_seconds = 2.0  # seconds to wait for the other pictures of an album
+    typing_seconds = 4.0  # seconds between two "typing" signals, which Telegram shows for 5 s
+    most_typing = 75  # at most 75 "typing" signals for each message: 75 × 4 s = 5 minutes
 
     def __init__(
         self, token: str, allow_from: Sequence[str | int] = (), *,
         api_base: str = "https://api.telegram.org",
-        group_policy: str = "mention",  # "open": a group message need not name the bot
+        group_policy: str = "mention",  # "open": the bot reads all group messages
         media_folder: Path = Path("media"),
         sleep: Callable[[float], Awaitable] = asyncio.sleep,
     ):  # fmt: skip
         super().__init__(allow_from)
         self.api = BotAPI(token, api_base)
         self.group_policy, self.media_folder, self.sleep = group_policy, media_folder, sleep
-        self.bot: dict = {}  # its id and username, from getMe
+        self.bot: dict = {}  # the bot's id and username, from getMe
         self._offset = 0  # the id of the first update that is not on disk yet
         self._typing: dict[str, asyncio.Task] = {}
 
@@ -776,30 +776,30 @@ class Telegram(Channel):
                 told = ""
             except NoSuchBot:
                 raise
-            except Exception as failure:  # any error: polling must go on
+            except Exception as failure:  # any error: polling must continue
                 if str(failure) != told:  # log each new problem once
                     is_rival = "terminated by other getUpdates" in str(failure)
                     hint = RIVAL if is_rival else "The request is retried."
                     log.warning("Telegram: %s. %s", failure, hint)
                 told = str(failure)
-                self.bot = {}  # `_introduce` runs again: a webhook may be the problem
+                self.bot = {}  # `_introduce` runs again and deletes a webhook
                 await self.sleep(max(10.0, getattr(failure, "retry_after", 0)))
 
     async def _introduce(self) -> None:
-        """Ask for the bot's name, which people use in groups; delete its webhook."""
+        """Get the bot's username for groups. Delete the webhook, because it blocks getUpdates."""
         if not re.fullmatch(r"\d+:[\w-]+", self.api.token):  # 110201543:AAHdqTcvCH1vGWJxfSeofSAs0
             raise NoSuchBot(BAD_TOKEN)
         self.bot = await self.api.call("getMe")
         await self.api.call("deleteWebhook")
 
     async def _poll(self, bus: MessageBus) -> None:
-        """Publish the new messages. The offset passes a message only if it is on disk."""
+        """Publish the new messages. Increase the offset only after a message is on disk."""
         if not self.bot:
             await self._introduce()
         updates = await self._get_updates(self.poll_seconds)
         if any(map(album_of, filter(self._is_from_people, updates))):
             await self.sleep(self.album_seconds)
-            updates = await self._get_updates(0)  # the same updates, and new ones
+            updates = await self._get_updates(0)  # the same updates and the rest of the album
         wanted = filter(self._is_from_people, updates)
         for _, group in itertools.groupby(wanted, lambda each: album_of(each) or each["update_id"]):
             arrival = list(group)
@@ -809,7 +809,7 @@ class Telegram(Channel):
             self._offset = updates[-1]["update_id"] + 1
 
     async def _get_updates(self, seconds: float) -> list[dict]:
-        """`allowed_updates` excludes future edits and button clicks; older ones may still come."""
+        """`allowed_updates` excludes edits and clicks, except those that are already queued."""
         fields = {"offset": self._offset, "timeout": seconds, "allowed_updates": ["message"]}
         return await self.api.call("getUpdates", seconds + self.slack_seconds, **fields)
 
@@ -822,8 +822,8 @@ class Telegram(Channel):
         """Publish a message, or an album, which consists of several messages."""
         try:
             inbound = await self._inbound(messages)
-        except Exception:  # otherwise it would come again for ever and block all others
-            log.warning("Telegram: a message cannot be read, it is left out", exc_info=True)
+        except Exception:  # otherwise Telegram would send this message again and again
+            log.warning("Telegram: an unreadable message is skipped", exc_info=True)
             return
         if inbound:
             await bus.publish(inbound)
@@ -831,7 +831,7 @@ class Telegram(Channel):
             self._typing[inbound.chat_id] = asyncio.create_task(self._type(inbound.chat_id))
 
     async def _inbound(self, messages: list[dict]) -> InboundMessage | None:
-        """One message for the agent; None if it has no content, or is for others in the group."""
+        """Combine messages into one. Returns None if the messages are empty or not for the bot."""
         chat, sender = messages[0]["chat"], messages[0]["from"]
         is_open = chat["type"] == "private" or self.group_policy == "open"
         if not is_open and not any(is_call(message, self.bot) for message in messages):
@@ -844,15 +844,15 @@ class Telegram(Channel):
                 texts.append(f"[this message had a file, but it cannot be fetched: {failure}]")
         content = "\n".join(filter(None, texts))
         if not content and not media:
-            return None  # an event: somebody joined the group, a message was pinned
+            return None  # an event; for example, somebody joined the group
         return InboundMessage(
             self.name, str(sender["id"]), str(chat["id"]), content, media,
-            message_id=f"{messages[0]['message_id']}/{self.bot['id']}",  # unique per bot only
+            message_id=f"{messages[0]['message_id']}/{self.bot['id']}",  # two bots may use one id
             speaker="" if chat["type"] == "private" else name_of(sender),
         )  # fmt: skip
 
     async def _save(self, file: dict) -> Path:
-        """Save as `AgADBQ-report.pdf`, so that it does not overwrite another file of this name."""
+        """Save as `AgADBQ-report.pdf`, to keep an earlier file that is also named `report.pdf`."""
         place = (await self.api.call("getFile", file_id=file["file_id"]))["file_path"]
         path = self.media_folder / file_name(file, place)
         data = await self.api.download(place)
@@ -865,13 +865,13 @@ class Telegram(Channel):
             task.cancel()
 
     async def _type(self, chat_id: str) -> None:
-        with contextlib.suppress(TelegramError, NoSuchBot, Refused):  # too unimportant for an error
+        with contextlib.suppress(TelegramError, NoSuchBot, Refused):  # "typing" is not important
             for _ in range(self.most_typing):
                 await self.api.call("sendChatAction", chat_id=chat_id, action="typing")
                 await self.sleep(self.typing_seconds)
 
     async def send(self, message: OutboundMessage) -> None:
-        """Send the text in parts, then the files. A retry goes on after the last part sent."""
+        """Send the text in parts, then the files. A retry skips the parts already sent."""
         if message.kind in ("delta", "retry"):
             return
         if message.kind == "final":
@@ -889,7 +889,7 @@ class Telegram(Channel):
             message.parts_sent += 1
 
     async def _send_text(self, text: str, target: dict) -> None:
-        """If the HTML is refused, send plain text; not after a time-out: it might arrive twice."""
+        """If Telegram refuses the HTML text, send plain text."""
         try:
             await self.api.call("sendMessage", text=text, parse_mode="HTML", **target)
         except Refused:  # 400 can't parse entities
@@ -899,12 +899,12 @@ class Telegram(Channel):
         """If a file cannot be sent, send the reason, so that nobody waits for the file."""
         methods = {"sendDocument": "document"}
         if path.suffix.lower() in (".jpg", ".jpeg", ".png", ".webp"):
-            methods = {"sendPhoto": "photo", **methods}  # second: 400 PHOTO_INVALID_DIMENSIONS
+            methods = {"sendPhoto": "photo", **methods}
         for method, field_name in methods.items():
             try:
                 return await self.api.call(method, 300, **{field_name: path}, **target)
             except (Refused, OSError) as failure:
-                problem = failure
+                problem = failure  # after 400 PHOTO_INVALID_DIMENSIONS, try sendDocument
         await self._send_text(as_html(f"[{path.name} cannot be sent: {problem}]"), target)
 
 
@@ -919,8 +919,8 @@ def name_of(sender: dict) -> str:
 
 
 def file_name(file: dict, place: str) -> str:
-    """The unique id of the file, then its name, cut before the suffix: file systems allow a name of
-    at most 255 bytes. The result contains no "../"."""
+    """The file's unique id and its name. A long name is shortened before the suffix, because file
+    systems allow at most 255 bytes. The result contains no "../"."""
     path = Path(re.sub(r"[^\w.-]+", "_", file.get("file_name") or Path(place).name))
     stem = path.stem.encode()[:100].decode(errors="ignore")
     return re.sub(r"[^\w-]+", "_", file["file_unique_id"]) + f"-{stem}{path.suffix[:10]}"
@@ -934,7 +934,7 @@ def words_in(message: dict) -> str:
 def file_in(message: dict) -> dict:
     """{"photo": [{small}, {"file_id": "A", …}]} → {"file_id": "A", …}; no file → {}"""
     if message.get("photo"):
-        return message["photo"][-1]  # the last one is the largest
+        return message["photo"][-1]  # the last picture is the largest
     keys = ("document", "voice", "audio", "video", "video_note")
     return next((message[key] for key in keys if message.get(key)), {})
 
@@ -947,11 +947,11 @@ def is_call(message: dict, bot: dict) -> bool:
 
 
 # ---- Telegram: Markdown becomes HTML, in parts of at most 4,096 characters ----
-# Without this `a < b` is "400 can't parse entities", and a long answer "400 message is too long".
-# The text is formatted before it is cut, as `<` becomes `&lt;`. No part ends inside an open tag.
-# Each expression needs linear time: a match cannot go past the next symbol of its own kind.
+# Telegram refuses `a < b` ("400 can't parse entities") and a long text ("400 message is too long").
+# Format a text before splitting it: `&lt;` is longer than `<`. Each part closes its open tags.
+# Each regular expression takes linear time: a match stops at the next symbol of the same kind.
 
-# ```py ↵ a = 1 ↵ ```   an unclosed block goes to the end of the text; not ```npm install```
+# ```py ↵ a = 1 ↵ ```   an unclosed block extends to the end of the text; not ```npm install```
 FENCE = r"(?m)^[ \t]*```([\w+-]*)[^`\n]*\n((?:.*\n)*?.*?)(?:^[ \t]*```[ \t]*$|\Z)"
 CODE = r"(?<!`)(`{1,3})(?!`)(.{1,2000}?)(?<!`)\1(?!`)"  # `a < b`   ``a ` b``
 # [a](http://b/c_(d))
@@ -961,7 +961,7 @@ BOLD = r"\*\*(?=[^\s*])((?:[^*\n]|\*(?!\*))+?)(?<=[^\s*])\*\*"  # **now**
 # *now*   *now and **then***   not 2 * 3 * 4; a match may contain <b>…</b>, but no other tag
 ITALIC = r"(?<![\w*])\*(?=[^\s*])((?:[^*<>\n]|<b>[^<>\n]*</b>)+)(?<!\s)\*(?![\w*])"
 UNDERLINED = r"(?<!\w)_(?=[^\s_])([^_<>\n]+)(?<!\s)_(?!\w)"  # _now_   not a_b_c
-ASIDE = "\ue000(\\d+)\ue001"  # the placeholder of the third code or link: \ue0002\ue001
+ASIDE = "\ue000(\\d+)\ue001"  # the placeholder \ue0002\ue001 replaces the third code or link
 TAG = r"<[^>]+>"  # <b>   </b>   <a href="https://x.y">
 ATOM = rf"(?s:{TAG}|&#?\w+;|[^<&])"  # <b>   &lt;   a
 TO_BLANK = r"(?s).* (?![^<>]*>)"  # a blank between words, not in <a href="…">
@@ -970,7 +970,7 @@ TO_BLANK = r"(?s).* (?![^<>]*>)"  # a blank between words, not in <a href="…">
 def as_html(markdown: str) -> str:
     """"# Plan\\n**a** < `b`" → "<b>Plan</b>\\n<b>a</b> &lt; <code>b</code>"
 
-    Placeholders replace code and links first: in `a_b_c` the `_` does not mean italic.
+    First, placeholders replace code and links, because a `_` in code does not mean italic.
     """
     aside: list[str] = []
 
@@ -1002,8 +1002,8 @@ def plain_text(html_text: str) -> str:
 
 
 def split_html(text: str, limit: int = 4_096) -> list[str]:
-    """Parts of at most `limit` UTF-16 units (Telegram counts "🙂" as 2). The closing tags that are
-    added to a part do not count. The text is cut at a line end, or else at a blank:
+    """Parts of at most `limit` UTF-16 units (Telegram counts "🙂" as 2), not counting the closing
+    tags that are added to a part. The text is cut after a line end, or else after a blank:
 
     "<b>one two</b>", 10 → "<b>one </b>", "<b>two</b>"
     """
@@ -1019,7 +1019,7 @@ def split_html(text: str, limit: int = 4_096) -> list[str]:
 
 
 def beginning(text: str, limit: int) -> str:
-    """The part that fits, cut at a line end or a blank. It has no half tag; at least one ATOM."""
+    """The first part of `text`: at most `limit` units, at least one ATOM, and no half tag."""
     head = text.encode("utf-16-le")[: 2 * max(limit, 0)].decode("utf-16-le", "ignore")
     if head == text:
         return text
@@ -1039,16 +1039,16 @@ def open_tags(part: str) -> list[str]:
     return still_open
 
 
-# ---- The calendar: when the five fields of a cron expression come next ----
-# In Berlin, on a day in March the time 02:30 does not exist; on a day in October it comes twice.
+# ---- The calendar: the next time that matches a cron expression ----
+# In Berlin, 02:30 does not exist on one day in March, and exists twice on one day in October.
 
 ONE_DAY = timedelta(days=1)
-# *   */15   1-5   8-18/2   5; not 5/15: cron programs disagree about its meaning
+# *   */15   1-5   8-18/2   5; not 5/15, which cron programs interpret differently
 PART = r"(?:\*|([0-9]{1,2})-([0-9]{1,2}))(?:/([0-9]{1,2}))?|([0-9]{1,2})"
 
 
 class CronField(NamedTuple):
-    """The numbers that a field may have. `names` are words for these numbers, in order."""
+    """The numbers that a cron field may have, and their names in order, like "jan feb mar …"."""
 
     name: str
     lowest: int
@@ -1057,7 +1057,7 @@ class CronField(NamedTuple):
 
     def values(self, text: str) -> set[int]:
         """"1-3,20" → {1, 2, 3, 20}; "*/20" → {0, 20, 40}; "sat-sun" → {6, 7}"""
-        text = text.replace("-sun", "-7")  # at the end of a range Sunday is 7
+        text = text.replace("-sun", "-7")  # at the end of a range, Sunday is 7
         for number, name in enumerate(self.names.split(), self.lowest):
             text = text.replace(name, str(number))
         return set().union(*(self._range(part) for part in text.split(",")))
@@ -1084,7 +1084,7 @@ CRON_FIELDS = (
 
 
 class CronExpression:
-    """A cron expression with the rules of Vixie's cron. Raises ValueError with the mistake."""
+    """A cron expression, as in Vixie cron. Raises ValueError if the expression is invalid."""
 
     def __init__(self, text: str):
         parts = text.lower().split()
@@ -1096,10 +1096,10 @@ class CronExpression:
         self.weekdays = {number % 7 for number in weekdays}
         stars = [part.startswith("*") for part in parts]
         self.either_day = not stars[2] and not stars[4]  # 0 9 13 * fri: each 13th, and each Friday
-        self.is_fixed = not stars[0] and not stars[1]  # 30 2 * * *, a time of day; not */30 * * * *
+        self.is_fixed = not stars[0] and not stars[1]  # true for 30 2 * * *, false for */30 * * * *
 
     def moments(self, day: date, zone: tzinfo) -> list[datetime]:
-        """All times of one day that match, in UTC."""
+        """All matching times of one day, in UTC."""
         fits = [day.day in self.days, day.isoweekday() % 7 in self.weekdays]
         day_fits = any(fits) if self.either_day else all(fits)
         if not day_fits or day.month not in self.months:
@@ -1110,11 +1110,11 @@ class CronExpression:
 
 
 def moments_at(wall: datetime, is_fixed: bool) -> list[datetime]:
-    """When do the clocks show the local time `wall`? The answers are in UTC. Berlin in 2026:
+    """The UTC times at which local clocks show `wall`. In Berlin in 2026:
 
     1 June, 12:00       10:00, as on most days
-    29 March, 02:30     never: clocks go from 2 to 3. A fixed time is 01:30, when they show 03:30
-    25 October, 02:30   00:30 and 01:30: clocks go from 3 back to 2. A fixed time is 00:30 only
+    29 March, 02:30     none: clocks skip 02:00 to 03:00. If `is_fixed`, 01:30 (03:30 in Berlin)
+    25 October, 02:30   00:30 and 01:30: clocks repeat 02:00 to 03:00. If `is_fixed`, only 00:30
     """
     first, second = [wall.replace(fold=fold).astimezone(UTC) for fold in (0, 1)]
     if is_fixed or first == second:
@@ -1123,10 +1123,10 @@ def moments_at(wall: datetime, is_fixed: bool) -> list[datetime]:
 
 
 def next_run(expr: str, after: datetime, zone: tzinfo) -> datetime | None:
-    """The first time later than `after` that matches, in UTC; None if none does ("0 0 31 2 *")."""
+    """The first matching time later than `after`, in UTC; None if no date matches (31 February)."""
     expression, today = CronExpression(expr), after.astimezone(zone).date()
-    for number in range(9 * 366):  # "0 0 29 2 *", a leap day: none is between 2096 and 2104
-        # with the days before and after: if clocks are set back over midnight, days overlap
+    for number in range(9 * 366):  # "0 0 29 2 *", a leap day: 2096, 2104; not 2100
+        # include the days before and after: days overlap if clocks go back across midnight
         days = [today + (number + beside) * ONE_DAY for beside in (-1, 0, 1)]
         moments = itertools.chain(*(expression.moments(day, zone) for day in days))
         later = [moment for moment in moments if moment > after]
@@ -1138,7 +1138,7 @@ def next_run(expr: str, after: datetime, zone: tzinfo) -> datetime | None:
 # ---- Jobs, in a file that several programs change ----
 
 class CronError(ValueError):
-    """A request for a job that cannot be fulfilled. The text says the cause, then what to do."""
+    """An invalid request for a job, or an unknown time zone. The error text names the cause."""
 
 
 @dataclass
@@ -1149,13 +1149,13 @@ class CronJob:
     message: str = ""
     every_seconds: float = 0
     cron_expr: str = ""
-    tz: str = ""  # the time zone of cron_expr and at; empty: the agent's zone
+    tz: str = ""  # the time zone of cron_expr and at; "" is the agent's zone
     at: str = ""
     channel: str = ""  # the chat that asked for the job
     chat_id: str = ""
-    created: str = ""  # `every_seconds` are always counted from this time
+    created: str = ""  # runs of an `every_seconds` job are counted from this time
     since: str = ""  # all runs that were due until this time are done
-    error: str = ""  # why the last run failed
+    error: str = ""  # the error of the last run
     enabled: bool = True
     system: bool = False
 
@@ -1163,7 +1163,7 @@ class CronJob:
     coming = None  # the time of the next run
 
     def due(self, after: datetime, zone: tzinfo) -> datetime | None:
-        """The first run later than `after`, in UTC; None if there is none. Raises ValueError."""
+        """The time of the next run in UTC, or None. Raises ValueError for an invalid schedule."""
         after, own_zone = after.astimezone(UTC), zone_named(self.tz, zone)
         if self.at:
             at = as_moment(self.at, own_zone)
@@ -1171,7 +1171,7 @@ class CronJob:
         if self.cron_expr:
             return next_run(self.cron_expr, after, own_zone)
         if self.every_seconds <= 0:
-            raise ValueError("it does not say when to run")
+            raise ValueError("the schedule is missing or negative")
         first, period = as_moment(self.created, zone), timedelta(seconds=self.every_seconds)
         return first + period * ((after - first) // period + 1)
 
@@ -1182,8 +1182,8 @@ class CronJob:
 
 
 def as_moment(text: str, zone: tzinfo) -> datetime:
-    """"2026-11-21T17:00" as a time in UTC; a text without offset or Z is in `zone`. Python compares
-    two times of one zone by their local clock, which is wrong for an hour each autumn."""
+    """"2026-11-21T17:00" as a time in UTC; a text without offset or Z is in `zone`. All times are
+    compared in UTC, because a local time like 02:30 occurs twice on one day each autumn."""
     moment = datetime.fromisoformat(text)
     return (moment if moment.tzinfo else moment.replace(tzinfo=zone)).astimezone(UTC)
 
@@ -1192,7 +1192,7 @@ def zone_named(name: str, default: tzinfo) -> tzinfo:
     try:
         return zoneinfo.ZoneInfo(name) if name else default
     except (KeyError, ValueError, OSError):  # "Mars/Olympus", "../x", "Europe"
-        hint = "write it like Europe/Berlin; if Windows knows no zone at all: pip install tzdata"
+        hint = "use a name like Europe/Berlin; if Windows finds no zone, run: pip install tzdata"
         raise CronError(f"there is no time zone {name!r}: {hint}") from None
 
 
@@ -1203,23 +1203,23 @@ class JobStore:
         self.path, self.lock, self.own_lock = path, lock, threading.Lock()
 
     def read(self) -> list:
-        """Raises OSError if the file is damaged: otherwise it would look like one without jobs."""
+        """Raises OSError if the file is damaged: an empty list would mean that no jobs exist."""
         if not self.path.exists():
             return []
         try:
             match json.loads(self.path.read_bytes()):
                 case {"jobs": list(rows)}:
                     return rows
-            raise ValueError("it holds no list of jobs")
+            raise ValueError("the list of jobs is missing")
         except ValueError as problem:
             raise OSError(f"{self.path} is damaged: {problem}") from None
 
     def change(self, edit: Callable[[list], list]) -> None:
-        """Replace the file's rows by `edit(rows)`: all of them or none are written. Blocks."""
+        """Replace the file's rows by `edit(rows)`, atomically. Blocks the thread."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.own_lock, self.lock(self.path.with_suffix(".lock")):
             rows = edit(self.read())
-            temporary = self.path.with_suffix(".tmp")  # a crash may have left one: overwrite it
+            temporary = self.path.with_suffix(".tmp")  # overwrites a file that a crash has left
             with open(temporary, "w", encoding="utf-8", errors="replace") as file:
                 json.dump({"jobs": rows}, file, ensure_ascii=False, indent=1)
                 file.flush()
@@ -1228,19 +1228,19 @@ class JobStore:
 
 
 def id_of(row: Any) -> str:
-    """The id of a row; "" if it has none."""
+    """The id of a row, or "" if the row has no id."""
     return str(row.get("id", "")) if isinstance(row, dict) else ""
 
 
 def job_of(row: Any, now: datetime, zone: tzinfo) -> CronJob | None:
-    """The job of a row, which a person may have written by hand: values are converted, missing ones
-    get defaults, and a future `since` counts as now. An invalid row is logged and gives None."""
+    """Convert a row of the jobs file, which a person may have written. Missing values get defaults,
+    and a future `since` is replaced by `now`. Log an invalid row and return None."""
     try:
         given = [each for each in fields(CronJob) if row.get(each.name) is not None]
         job = CronJob(**{each.name: each.type(row[each.name]) for each in given})
         since = min(as_moment(job.since or now.isoformat(), zone), now)
         job.created = job.created or since.isoformat()
-        job.row, job.coming = row, job.due(since, zone)  # raises if the job is invalid
+        job.row, job.coming = row, job.due(since, zone)  # `due` raises if the job is invalid
         return job
     except Exception as problem:
         warn_once(f"cron: {str(row)[:100]} is no job: {problem}")
@@ -1255,10 +1255,10 @@ def warn_once(text: str) -> None:
 # ---- The clock that runs the jobs ----
 
 class CronService:
-    """`run()` is the clock: it awaits `fire(job, name)` for each job that is due. Each run has its
-    own `name`; after a kill, the run is repeated with this name. `lock(path)` locks the file."""
+    """`run()` awaits `fire(job, name)` for each job that is due. Each run has a unique `name`. If
+    the process is killed, the run is repeated with the same name. `lock(path)` locks the file."""
 
-    longest_delay = timedelta(hours=12)  # a repeated job that is later skips this run
+    longest_delay = timedelta(hours=12)  # a repeated job skips a run with a longer delay
 
     def __init__(
         self, path: Path, fire: Callable[[CronJob, str], Awaitable], *,
@@ -1272,7 +1272,7 @@ class CronService:
         self._system: dict[str, Callable[[], Awaitable]] = {}
         self._running: dict[str, asyncio.Task] = {}
         self._jobs: dict[str, CronJob] = {}
-        self._looked = self._utc()  # when the file was last read
+        self._looked = self._utc()  # the time when the jobs file was last read
 
     def _utc(self) -> datetime:
         return self.now().astimezone(UTC)
@@ -1281,7 +1281,7 @@ class CronService:
         return moment.astimezone(self.zone).strftime("%a %Y-%m-%d %H:%M %Z")
 
     def add_system(self, id: str, every_seconds: float, function: Callable[[], Awaitable]) -> None:
-        """Add a job of the agent itself: `cron` lists it, but cannot remove it."""
+        """Add a job of the agent itself. The tool `cron` lists such a job, but cannot remove it."""
         self._system[id] = function
         now = self.now().isoformat()
         new = {"id": id, "system": True, "created": now, "since": now}
@@ -1294,8 +1294,8 @@ class CronService:
         self.store.change(edit)
 
     async def run(self, may_go_on: Callable[[], bool] = lambda: True) -> None:
-        """Check the clock and the file each second. If cancelled, cancel the running jobs. If
-        `may_go_on` returns False, wait for the running jobs and return."""
+        """Check the clock and the jobs file once a second. If `run` is cancelled, cancel the
+        running jobs. If `may_go_on` returns False, wait for the running jobs and return."""
         try:
             while may_go_on():
                 await self.tick()
@@ -1321,7 +1321,7 @@ class CronService:
         return list(self._running.values())
 
     def _jobs_of_file(self, now: datetime) -> dict[str, CronJob]:
-        """All jobs in the file. If a row is unchanged, its job object is kept. Blocks."""
+        """All jobs in the file. An unchanged row keeps its CronJob object. Blocks the thread."""
         jobs: dict[str, CronJob] = {}
         for row in self.store.read():
             job = self._jobs.get(id_of(row))
@@ -1332,22 +1332,22 @@ class CronService:
         return jobs
 
     def _start(self, job: CronJob, now: datetime) -> None:
-        """Start a job that is due. If a repeated job is late by more than half its period or by 12
-        hours, it waits for its next time. A reminder older than a day only says what was missed."""
+        """Start a job that is due. A repeated job skips a run that is late by half the period or by
+        12 hours. If an `at` job is late by a day, the agent only reports the missed job."""
         due, message, late = job.coming, job.message, self._shown(job.coming)
         job.coming = None if job.at else job.due(now, self.zone)
         if job.at and now - due > ONE_DAY:
             message = f"Only tell the user that this was missed on {late}: {message}"
         elif not job.at and not job.system:
             half = ((job.due(due, self.zone) or due + ONE_DAY) - due) / 2
-            due = job.due(now - min(half, self.longest_delay), self.zone)  # skip too old runs
+            due = job.due(now - min(half, self.longest_delay), self.zone)  # skip very late runs
             if due is None or due > now:
-                told = "cron: %s was due on %s, too long ago: it waits for its next time"
+                told = "cron: %s was due on %s, too long ago: the run is skipped"
                 return log.warning(told, job.id, late)
         self._running[job.id] = asyncio.create_task(self._run(replace(job, message=message), due))
 
     async def _run(self, job: CronJob, due: datetime) -> None:
-        """Run a job and record its run. A cancelled run is not recorded: a restart repeats it."""
+        """Run a job and record the run. After a restart, a cancelled run is repeated."""
         began, name, error = self.now().isoformat(), f"{job.id}@{due:%Y-%m-%dT%H:%M:%SZ}", ""
         try:
             work = self._system[job.id]() if job.system else self.fire(job, name)
@@ -1373,26 +1373,26 @@ class CronService:
 
         try:
             await in_thread(self.store.change, edit)
-        except Exception as problem:  # a full disk, a damaged file
+        except Exception as problem:  # for example, a full disk
             log.error("cron: the run of %s cannot be recorded: %s", job.id, problem)
 
     def cron(
         self,
         action: Literal["add", "list", "remove"],
-        message: Annotated[str, "The task in full: the later run does not see this chat"] = "",
+        message: Annotated[str, "The complete task: the later run does not see this chat"] = "",
         every_seconds: Annotated[int, "Seconds from one run to the next"] = 0,
         cron_expr: Annotated[str, "Five fields, minute first: 30 8 * * mon-fri"] = "",
-        tz: Annotated[str, "Time zone, like Europe/Berlin; default: the user's"] = "",
+        tz: Annotated[str, "Time zone, like Europe/Berlin; default: the user's zone"] = "",
         at: Annotated[str, "Run once: 2026-11-21T17:00, or with an offset"] = "",
         job_id: Annotated[str, "For remove: an id that list shows"] = "",
         *,
         turn: Any,
     ) -> str:
-        """Reminders and regular tasks. Each runs later as its own turn; this chat gets the answer.
+        """Reminders and regular tasks. Each job runs later as a turn; this chat gets the answer.
 
-        add needs a message and one of every_seconds, cron_expr and at. "In ten minutes": use `at`
-        with the time in the runtime context plus ten minutes. "Every morning at 8": cron_expr
-        "0 8 * * *". Tell the user the time in the result. To change a job, remove it, add another.
+        add needs a message and one of every_seconds, cron_expr and at. For "in ten minutes", `at`
+        is the time in the runtime context plus ten minutes. For "every morning at 8", cron_expr is
+        "0 8 * * *". Tell the user when the job runs. To change a job, remove it, then add another.
         """
         if action == "list":
             jobs = [job_of(row, self._utc(), self.zone) for row in self.store.read()]
@@ -1400,7 +1400,7 @@ class CronService:
         if action == "remove":
             return self._remove(job_id)
         if turn.channel == "cron":
-            raise CronError("A running job cannot add jobs: do what its message says.")
+            raise CronError("A running job cannot add jobs. Do what the job's message says.")
         job = CronJob(os.urandom(4).hex(), message.strip(), every_seconds, cron_expr, tz, at)
         job.channel, job.chat_id = turn.channel, turn.chat_id
         job.created = job.since = self.now().isoformat()
@@ -1409,7 +1409,7 @@ class CronService:
     def _add(self, job: CronJob) -> str:
         schedules = [job.every_seconds != 0, job.cron_expr != "", job.at != ""]
         if not job.message:
-            raise CronError("message is empty: say what the job has to do.")
+            raise CronError("message is empty: write what the job has to do.")
         if schedules.count(True) != 1:
             raise CronError("Give exactly one of every_seconds, cron_expr and at.")
         try:
@@ -1418,9 +1418,9 @@ class CronService:
                 job.at, job.tz = moment.astimezone(self.zone).isoformat(), ""
             due = job.due(self.now(), self.zone)
         except (ValueError, OverflowError) as problem:
-            raise CronError(f"No job was made of {job.schedule()!r}: {problem}.") from None
+            raise CronError(f"No job was added for {job.schedule()!r}: {problem}.") from None
         if due is None:
-            raise CronError(f"{job.schedule()!r} never comes. It is now {self._shown(self.now())}.")
+            raise CronError(f"{job.schedule()!r} never runs. It is now {self._shown(self.now())}.")
         self.store.change(lambda rows: [*rows, asdict(job)])
         return f"Added job {job.id}, {job.schedule()}: it runs next on {self._shown(due)}."
 
@@ -1450,7 +1450,7 @@ class CronService:
 
 
 def machine_zone(path: Path = Path("/etc/localtime")) -> tzinfo:
-    """The time zone with all its offsets: `datetime.now().astimezone()` has only today's offset."""
+    """The machine's zone with summer and winter time; `astimezone()` has only today's offset."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         if name := os.environ.get("TZ", "").lstrip(":"):
             return zoneinfo.ZoneInfo(name)
@@ -1491,22 +1491,22 @@ NO_COOKIE = "Open the address that `nanobot web` printed."
 
 @dataclass
 class PageChat:
-    """The data of one session that the page shows in addition to the journal."""
+    """For one session, the data that the page shows in addition to the journal."""
 
     events: deque = field(default_factory=lambda: deque(maxlen=4_000))  # (number, JSON)
-    count: int = 0  # how many events there were so far
-    draft: str = ""  # the unfinished answer that is streamed
-    sent: list[dict] = field(default_factory=list)  # the messages of the last request
-    is_stepping: bool = False  # does the agent pause before each request and call?
+    count: int = 0  # the number of events so far
+    draft: str = ""  # the part of an answer that was streamed so far
+    sent: list[dict] = field(default_factory=list)  # the messages of the last request to the model
+    is_stepping: bool = False  # does the agent pause before each request and tool call?
 
 
 class WebPage(Channel):
     """A page on 127.0.0.1 for people with the token; each browser window shows one chat.
 
-    `show(chat_id, event)` sends a dict to all windows of the chat, and again after a reload.
-    `ask(text)` asks in the chat whose turn runs in this task, and waits for the answer.
-    `files(chat_id)` returns the paths of the chat's journal and of MEMORY.md; their changes are
-    shown. `scrub(event)` removes API keys.
+    `show(chat_id, event)` sends an event (a dict) to all windows of the chat, also after a reload.
+    `ask(text)` shows a question in the chat of the current turn and waits for the answer.
+    `files(chat_id)` returns the paths of the chat's journal and of MEMORY.md; the page shows each
+    change of these two files. `scrub(event)` removes API keys.
     """
 
     name = "web"
@@ -1515,7 +1515,7 @@ class WebPage(Channel):
     def __init__(self, html: str, files: Callable, port: int = 0, scrub: Callable = dict):
         super().__init__(["local"])
         self.html, self.files, self.scrub = html, files, scrub
-        self.turn_of = contextvars.ContextVar("turn_of", default="page")  # the chat of this task
+        self.turn_of = contextvars.ContextVar("turn_of", default="page")  # the current turn's chat
         self.chats: dict[str, PageChat] = defaultdict(PageChat)
         self.questions: dict[str, asyncio.Future] = {}
         self.server = self._server(port)
@@ -1524,17 +1524,17 @@ class WebPage(Channel):
         self.path, self.cookie = f"/?token={token}", f"nanobot_{port}={token}"
 
     def _server(self, port: int) -> Any:
-        """Create the server. The import stands here because it takes 30 ms, which others save."""
+        """Create the server. The import takes 30 ms, which only `nanobot web` has to spend."""
         from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
         class Handler(PageRequest, BaseHTTPRequestHandler):
             page = self
 
         class Server(ThreadingHTTPServer):
-            allow_reuse_address = os.name == "posix"  # on Windows two programs would share a port
+            allow_reuse_address = os.name == "posix"  # on Windows, two programs could use one port
 
             def handle_error(self, *_: Any) -> None:  # a closed window needs no traceback
-                log.debug("page: a request broke off", exc_info=True)
+                log.debug("page: a request has failed", exc_info=True)
 
         return Server(("127.0.0.1", port), Handler)
 
@@ -1556,7 +1556,7 @@ class WebPage(Channel):
         chat.events.append((chat.count, self._json(**event)))
 
     def _json(self, **event: Any) -> str:
-        """JSON without API keys; but a call that waits for approval is shown as it will run."""
+        """JSON without API keys, except that a question for approval shows the exact call."""
         shown = event if event["kind"] == "ask" else self.scrub(event)
         return json.dumps({"time": time.time(), **shown}, default=str)
 
@@ -1571,7 +1571,7 @@ class WebPage(Channel):
             self.show(chat_id, {"kind": "asked", "id": number})
 
     async def take(self, path: str, body: dict) -> None:
-        """Handle a window's request. Raises ValueError if a question was answered already."""
+        """Handle a request of the page. Raises ValueError if a question was answered already."""
         if path == "/say":
             chat_id, number = page_chat(body["chat"]), str(body["id"])[:64]
             said = InboundMessage(self.name, "local", chat_id, str(body["text"]), (), number)
@@ -1584,7 +1584,7 @@ class WebPage(Channel):
             raise ValueError("this question was answered already")
 
     def news(self, chat_id: str) -> Iterator[str]:
-        """Yield a chat's events as JSON until the program ends, and "" ten times a second."""
+        """Yield a chat's events as JSON. Also yield "" every 0.1 s to detect a closed window."""
         chat, (journal, facts) = self.chats[chat_id], self.files(chat_id)
         yield self._json(kind="hello", step=chat.is_stepping, chats=list(self.chats))
         position, seen, draft, known = 0, 0, "", text_behind(facts)
@@ -1622,17 +1622,17 @@ def page_chat(name: Any) -> str:
 
 
 class PageRequest:
-    """One HTTP request of a browser, for `http.server`. Without token and cookie it gets 403."""
+    """One HTTP request from a browser. A request without the token or the cookie gets 403."""
 
     page: WebPage
-    timeout = 60  # seconds that a silent client may hold its thread
+    timeout = 60  # seconds until an idle connection is closed
 
     def log_message(self, *_: Any) -> None:
         """Log nothing: the first URL contains the token."""
 
     def _has(self, secret: str, *texts: str) -> bool:
-        """Is the secret one of `texts`, and does the request come from this page? DNS rebinding
-        changes the Host, and a request of another web page has another Origin."""
+        """Is the secret one of `texts`, and does the request come from this page? An attack by DNS
+        rebinding has another Host, and a request from another web page has another Origin."""
         own = self.page.host
         is_from_here = self.headers.get("Origin", f"http://{own}") == f"http://{own}"
         found = [secrets.compare_digest(text.encode(), secret.encode()) for text in texts]
@@ -1679,5 +1679,5 @@ class PageRequest:
             taking = self.page.take(self.path, json.loads(self.rfile.read(size)))
             asyncio.run_coroutine_threadsafe(taking, self.page.loop).result(10)
             self._reply(204, "")
-        except Exception as problem:  # invalid JSON, a journal that cannot be written
+        except Exception as problem:  # for example, invalid JSON or a full disk
             self._reply(400, f"The message was not accepted: {problem}")

@@ -116,7 +116,7 @@ def test_an_event_is_tried_once_and_what_fails_behind_a_delivery_sends_nothing_t
     phone = Talk(ann=[ConnectionError("no network")])
     assert talk(test, phone) == []
     assert "a delivery could not be recorded: No space left" in caplog.text
-    assert caplog.text.count("There is no channel 'nowhere': the answer for it is dropped") == 1
+    assert caplog.text.count("There is no channel 'nowhere': the answer is dropped") == 1
 
 
 def test_a_channel_that_fails_stops_no_other_and_one_that_hangs_does_not_hold_the_end(caplog):
@@ -364,7 +364,7 @@ class Keyboard:
     (["exit\n", "hello\n"], [], [], "> "),
     (["exit now\n", " /quit \n"], [], ["exit now"], "> > "),
     ([KeyboardInterrupt(), "hello\n"], [], ["hello"], "> \n> > \n"),
-    (["one\n", "two\n"], [KeyboardInterrupt()], ["one", "two"], "> \nstopped; /continue goes on with the turn\n> > \n"),
+    (["one\n", "two\n"], [KeyboardInterrupt()], ["one", "two"], "> \nstopped; /continue resumes the turn\n> > \n"),
     (["one\n"], [LookupError("no model.")], ["one"], "> Sorry, that failed: no model.\n> \n"),
     (["one\n", "two\n"], [Terminated()], ["one"], "> "),
     ([OSError("the terminal is gone"), "one\n"], [], [], "> "),
@@ -458,7 +458,7 @@ def test_a_question_from_beside_the_turn_is_answered_or_refused_and_a_given_up_o
         with pytest.raises(KeyboardInterrupt):
             background.complete(never_answered())
         late = asyncio.run_coroutine_threadsafe(background.ask("more? "), background.loop)
-        with pytest.raises(RuntimeError, match="does not wait for a turn"):
+        with pytest.raises(RuntimeError, match="no turn is running"):
             late.result(timeout=10)
         answered, refused = background.complete(outcomes())
     assert (answered, str(refused)) == ("one", "Nobody can be asked: the turn has ended.")
@@ -550,7 +550,7 @@ def test_more_than_a_message_should_hold_goes_into_a_file_and_the_model_gets_its
     beginning, last = text_of_pipe(io.BytesIO(raw), folder).splitlines()
     [file] = folder.iterdir()
     assert file.read_bytes() == raw and beginning == "🙂" * 10_000
-    assert last.startswith("[standard input goes on, 1,400,004 bytes in all: look into ") and str(file) in last
+    assert last.startswith("[standard input is longer: all 1,400,004 bytes are in ") and str(file) in last
     assert folder.stat().st_mode & 0o777 == 0o700, "it may hold what is nobody else's business"
 
 
@@ -732,7 +732,7 @@ async def test_noise_is_confirmed_and_left_alone(server, desk, caplog):
     assert (await desk.take()).content == "a word"
     await desk.until_confirmed()
     [record] = caplog.records
-    assert record.getMessage() == "Telegram: a message cannot be read, it is left out"
+    assert record.getMessage() == "Telegram: an unreadable message is skipped"
     assert record.exc_info[0] is KeyError, "the one without a chat"
 
 
@@ -814,7 +814,7 @@ async def test_a_rival_a_webhook_and_an_outage_are_told_once_and_waited_for(serv
             assert desk.naps == [77]
         else:
             assert desk.naps == [10] * len(refusals)
-        hint = "Another program asks for this bot's messages" if rival in refusals else "The request is retried"
+        hint = "Another program also reads this bot's messages" if rival in refusals else "The request is retried"
         assert [hint in line for line in caplog.messages] == [True]
     server.webhook = "https://elsewhere"
     for text in ("three", "four"):
@@ -1278,7 +1278,7 @@ def test_a_job_that_is_late_runs_once_if_that_is_of_use_and_else_the_log_says_so
     Office(tmp_path).add("water", **schedule)
     office = Office(tmp_path, local(started))
     assert [message for message, _ in office.pass_time(30)] == ["water"] * fires
-    assert ("too long ago: it waits for its next time" in caplog.text) == (not fires)
+    assert ("too long ago: the run is skipped" in caplog.text) == (not fires)
     assert Office(tmp_path, office.now).pass_time(30) == []
 
 
@@ -1307,7 +1307,7 @@ def test_rows_written_by_hand_run_odd_ones_are_told_once_and_all_are_kept(tmp_pa
     rows = office.rows()
     assert rows[: len(odd)] == odd and (rows[-1]["colour"], rows[-1]["runs"]) == ("red", [7])
     assert caplog.text.count("is no job") == len(odd)
-    assert "cron: {'id': 's1', 'every_seconds': -1} is no job: it does not say when to run" in caplog.messages
+    assert "cron: {'id': 's1', 'every_seconds': -1} is no job: the schedule is missing or negative" in caplog.messages
     assert office.cron("list").startswith("1 · every 60 s · next ")
     assert office.cron("remove", job_id="1") == "Removed job 1."
     with pytest.raises(CronError, match="There is no job ''. Jobs that can be removed: x, s1,"):
@@ -1476,12 +1476,12 @@ def test_a_kill_between_any_two_steps_of_writing_leaves_all_or_nothing(tmp_path)
 @pytest.mark.parametrize(("arguments", "complaint"), [
     ({"message": " ", "every_seconds": 60}, "message is empty"),
     ({"message": "x", "every_seconds": 60, "at": "2026-12-01"}, "exactly one of"),
-    ({"message": "x", "every_seconds": -5}, "it does not say when to run"),
-    ({"message": "x", "every_seconds": 10**15}, "No job was made"),
+    ({"message": "x", "every_seconds": -5}, "the schedule is missing or negative"),
+    ({"message": "x", "every_seconds": 10**15}, "No job was added"),
     ({"message": "x", "cron_expr": "0 9 * * *", "tz": "Mars/Olympus"}, "no time zone 'Mars/Olympus'"),
     ({"message": "x", "at": "2026-12-01", "tz": "../etc/passwd"}, "no time zone"),
-    ({"message": "x", "cron_expr": "0 0 31 2 *"}, "never comes. It is now Sat 2026-11-21 12:00 CET"),
-    ({"message": "x", "at": "tomorrow"}, "No job was made of 'at tomorrow'"),
+    ({"message": "x", "cron_expr": "0 0 31 2 *"}, "never runs. It is now Sat 2026-11-21 12:00 CET"),
+    ({"message": "x", "at": "tomorrow"}, "No job was added for 'at tomorrow'"),
 ])  # fmt: skip
 def test_a_wish_that_cannot_be_met_says_why(tmp_path, arguments, complaint):
     office = Office(tmp_path)
