@@ -2,7 +2,7 @@
 # requires-python = ">=3.11"
 # dependencies = ["openai>=3", "json-repair", "tiktoken", "tzdata; sys_platform == 'win32'"]
 # ///
-"""The way of one message, from the user's question to the agent's answer.
+"""The path of one message, from the user's question to the agent's answer.
 
 A personal agent is a loop around a model. The agent asks the model. If the model calls tools, the
 agent runs these tools and asks the model again. If the model answers in words, the user gets the
@@ -91,7 +91,7 @@ class AgentRunSpec:
     temperature: float | None = None  # None means 0.1
     context_window: int = 65_536  # tokens
     hook: AgentHook = field(default_factory=lambda: AgentHook())
-    turn: Turn = field(default_factory=Turn)  # tools with a parameter `turn` get this
+    turn: Turn = field(default_factory=Turn)  # given to tools with a parameter `turn`
     counter: TokenCounter = field(default_factory=TokenCounter)  # caches token counts of messages
     append: Callable[..., None] = lambda *messages: None  # receives each new message at once
     arrivals: Callable[[], list[dict]] = list  # returns new user messages, already journalled
@@ -163,7 +163,7 @@ class AgentRunner:
         users = [message for message in spec.messages if message["role"] == "user"]
         task = users[-1] if users else None  # the user's last message is never left out
         request = Governed(state.context.messages, budget, spec.counter, task, tools)
-        if state.draft.parts:  # the beginning of an answer that the length limit cut
+        if state.draft.parts:  # append the beginning of the cut answer
             request.messages.append({"role": "assistant", "content": state.draft.joined("")})
         if state.is_over_limit:
             state.note = template("out_of_iterations", limit=spec.max_iterations)
@@ -184,7 +184,7 @@ class AgentRunner:
                 state.is_told = True
                 await state.spec.hook.on_retry(f"{TOO_LONG} ({'; '.join(shorter.notes)})")
                 too_long, response = response, await self._chat(state, shorter)
-                add_up(response.usage, too_long.usage)  # after_iteration must count both requests
+                add_up(response.usage, too_long.usage)  # hooks must count both requests' tokens
         state.note = ""
         return response
 
@@ -304,7 +304,7 @@ class AgentRunner:
         response = state.context.response
         answer = await state.spec.hook.finalize_content(state.draft.joined(text))
         message = {"role": "assistant", "content": answer}
-        if not response.has_tool_calls:  # else `extra` belongs to the message with the calls
+        if not response.has_tool_calls:  # without calls, `extra` belongs to this answer
             message |= response.extra  # reasoning that some endpoints require in later requests
         if cut:
             message["cut"] = cut
@@ -443,7 +443,7 @@ class AgentLoop:
         self.provider = provider or make_provider(config)
         self.tools = make_tools(config) if tools is None else tools
         self.mcp = MCPServers(config.tools.mcp_servers, self.tools)
-        self.files_seen: defaultdict[str, dict] = defaultdict(dict)  # session key → files, as read
+        self.files_seen: defaultdict[str, dict] = defaultdict(dict)  # session key → files read
         read = partial(read_own, self.turn("cli:direct"))
         self.memory = MemoryStore(self.workspace, read)
         self.sessions = SessionManager(self.workspace, self.memory)
@@ -562,7 +562,7 @@ class AgentLoop:
             self.notes[session.key] = f"{counted(count, 'older message')} moved to the memory"
 
     async def run(self, bus: MessageBus) -> None:
-        """Serve a bus until cancelled. A kill at any step loses no message and no answer:
+        """Serve a bus until cancelled. A kill at any step loses no message:
 
         message: channel → inbox file → acknowledgement → wait for a slot (8 turns at once) and for
                  the session → journal; removal from the inbox → next request to the model
@@ -654,7 +654,7 @@ class Background:
         task.add_done_callback(self.tasks.discard)
 
     async def settled(self, seconds: float = 60.0) -> None:
-        """Wait up to `seconds`, then cancel open tasks. A later turn repeats their memory work."""
+        """Wait up to `seconds`, then cancel open tasks. A later turn repeats the memory work."""
         if self.tasks:
             await asyncio.wait(self.tasks, timeout=seconds)
         await end_all(list(self.tasks))
@@ -790,7 +790,7 @@ PLACEHOLDERS = (  # template lines, old and new: small models would read these l
 
 
 def template(name: str, **values: Any) -> str:
-    """Fill in the `$variables` of a text from `templates/`. Raises KeyError if one has no value."""
+    """Fill in the `$variables` of a file in `templates/`. Raises KeyError if a value is missing."""
     text = (DATA / "templates" / f"{name}.md").read_text(encoding="utf-8")
     return string.Template(text).substitute(values).strip()
 
@@ -813,7 +813,7 @@ def prepare_workspace(workspace: Path) -> Path:
 
 
 def identity(turn: Turn, who: str) -> str:
-    """The first part of the system prompt; the text `who` (IDENTITY.md) replaces paragraph 1."""
+    """The first part of the system prompt. The text `who` from IDENTITY.md replaces paragraph 1."""
     style = template("format_cli") if turn.channel == "cli" else template("format_chat")
     platform = f"{sys.platform}, Python {sys.version_info.major}.{sys.version_info.minor}"
     about = {"platform": platform, "cwd": turn.cwd, "workspace": turn.workspace}
@@ -1109,7 +1109,7 @@ class BusService:
         missing = [str(path) for path in files if not path.is_file()]
         if missing:
             raise ToolError(f"There is no file {', '.join(missing)}.")
-        if key != turn.session_key and content:  # send a report: it enters the other journal
+        if key != turn.session_key and content:  # a report: the other chat's journal gets the text
             self.work.start(self.bus.publish(InboundMessage("system", "job", key, content)))
             content = ""
         if content or files:
@@ -1188,7 +1188,7 @@ class Conversation:
                     await asyncio.sleep(1.0)
 
     async def _turn(self) -> bool:
-        """Answer the next lines of the inbox. Remove journalled lines; other lines are retried."""
+        """Answer the next lines of the inbox. Remove journalled lines; retry all other lines."""
         async with self.service.slots, self.loop.turns.hold(self.key) as session:
             before = session.last
             lines = self._next_lines(session)
@@ -1229,7 +1229,7 @@ class Conversation:
                 return result
         elif lines[0]["kind"] == "report" and lines[0].get("sender") != "subagent":
             session.end_open_turn("interrupted")
-            text = lines[0]["content"]  # as an assistant message: the user may reply to a report
+            text = lines[0]["content"]  # an assistant message: the user may reply to the report
             session.append({"role": "assistant", "content": text, "id": lines[0]["id"]})
             await session.synced()
             return AgentRunResult(text)
@@ -1262,7 +1262,7 @@ class Conversation:
         return sent
 
     def _deliver(self, session: Session, result: AgentRunResult) -> None:
-        """Send the result of a turn, even if it is empty: each turn moves the mark `delivered`."""
+        """Send the result of a turn, even an empty result, to advance the mark `delivered`."""
         GATEWAY_LOG.info("%s: %s", self.key, result.stop_reason)
         self._send(session, text_for_chat(result, self.key), session.last)
 
