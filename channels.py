@@ -209,10 +209,10 @@ class Outbox:
 
 
 async def end_all(tasks: Iterable[asyncio.Task], seconds: float | None = None) -> None:
-    """Cancel the tasks that still run; wait until they have ended, at most `seconds`."""
+    """Cancel all unfinished tasks; wait at most `seconds` until the tasks have ended."""
     running = [task for task in tasks if not task.done()]
     for task in running:
-        if not task.cancelling():  # cancelling twice would interrupt its cleanup
+        if not task.cancelling():  # a second cancel would interrupt the task's cleanup
             task.cancel()
     if running:
         await asyncio.wait(running, timeout=seconds)

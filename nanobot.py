@@ -2,10 +2,11 @@
 # requires-python = ">=3.11"
 # dependencies = ["openai>=3", "json-repair", "tiktoken", "tzdata; sys_platform == 'win32'"]
 # ///
-"""One message's life: what happens between a question and its answer.
+"""The path of one message, from the user's question to the agent's answer.
 
-A personal agent is a loop. It asks the model. If the model calls tools, it runs them and asks
-again; if the model answers in words, the user gets the answer. All other code serves this loop:
+A personal agent is a loop around a model. The agent asks the model. If the model calls tools, the
+agent runs these tools and asks the model again. If the model answers in words, the user gets the
+answer. All other code serves this loop:
 
     user: "What is in a.txt?"
       AgentLoop       finds the session, journals the message, builds the request (ContextBuilder)
@@ -17,9 +18,8 @@ again; if the model answers in words, the user gets the answer. All other code s
     import nanobot
     print(nanobot.run("What is in a.txt?"))
 
-Read this file first, then tools.py, providers.py, memory.py, channels.py. In each file, the part
-above the line "Second reading" is the main story. Not covered: how models differ, what a tool does.
-"""
+Read this file first, then tools.py, providers.py, memory.py, channels.py. The main story of a file
+is above the line "Second reading". Not covered here: how models differ, how tools work."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ __version__ = "0.1.0"
 log = logging.getLogger("nanobot")
 
 HERE = Path(__file__).resolve().parent
-DATA = HERE if (HERE / "templates").is_dir() else HERE / "nanobot_data"  # in a checkout, or a wheel
+DATA = HERE if (HERE / "templates").is_dir() else HERE / "nanobot_data"  # nanobot_data: in wheels
 
 # ---- The input and the result of a run ----
 
@@ -87,17 +87,17 @@ class AgentRunSpec:
     messages: list[dict]
     tools: ToolRegistry = field(default_factory=ToolRegistry)
     model: str | None = None
-    max_iterations: int = 40  # requests with tools; then one request without tools: a summary
-    max_tokens: int = 8_192  # limit of one answer
-    temperature: float | None = None  # None: 0.1 is sent
+    max_iterations: int = 40  # limit of steps; one more request asks for a summary
+    max_tokens: int = 8_192  # limit of one answer, in tokens
+    temperature: float | None = None  # None means 0.1
     context_window: int = 65_536  # tokens
     hook: AgentHook = field(default_factory=lambda: AgentHook())
-    turn: Turn = field(default_factory=Turn)  # passed to each tool with a parameter `turn`
-    counter: TokenCounter = field(default_factory=TokenCounter)  # caches the count of each message
-    append: Callable[..., None] = lambda *messages: None  # called at once with each new message
+    turn: Turn = field(default_factory=Turn)  # given to tools with a parameter `turn`
+    counter: TokenCounter = field(default_factory=TokenCounter)  # caches token counts of messages
+    append: Callable[..., None] = lambda *messages: None  # receives each new message at once
     arrivals: Callable[[], list[dict]] = list  # returns new user messages, already journalled
     make_room: Callable[[list[dict]], Awaitable[list[dict]]] | None = None  # before each request
-    keeps_half: bool = True  # journal the part of a stopped answer that the user saw
+    keeps_half: bool = True  # if the run is cancelled, journal the text streamed so far
 
 
 @dataclass
@@ -109,30 +109,30 @@ class AgentRunResult:
     tools_used: list[str] = field(default_factory=list)
     usage: dict = field(default_factory=lambda: dict(NO_USAGE))
     stop_reason: str = "completed"
-    tool_events: list[dict] = field(default_factory=list)  # {"name", "arguments", "is_error", …}
+    tool_events: list[dict] = field(default_factory=list)  # name, arguments, is_error, result
     error: str | None = None
     model: str = ""
-    requests: int = 0  # sent; a step sends a second request if its first was too long
-    context_tokens: int = 0  # size of the last request
+    requests: int = 0  # requests sent; a step sends two if the first was too long
+    context_tokens: int = 0  # size of the last request, in tokens
 
 
 # ---- The runner: govern the request, ask the model, run its calls, repeat ----
 
 
 class AgentRunner:
-    """The engine. It knows no channel, session or file: any code that asks a model can use it."""
+    """Asks a model and runs its tool calls. Independent of channels, sessions and files."""
 
     def __init__(self, provider: LLMProvider):
         self.provider = provider
 
     async def run(self, spec: AgentRunSpec) -> AgentRunResult:
-        """Ask the model until it answers. Raises CancelledError and errors of hooks, callbacks."""
+        """Ask the model until the run ends. Raises CancelledError, and errors of the callbacks."""
         state = RunState(spec, AgentHookContext(list(spec.messages)))
         try:
-            while not state.result.stop_reason:  # "" until the run ends
+            while not state.result.stop_reason:  # stays empty until the run ends
                 await spec.hook.before_iteration(state.context)
                 state.context.iteration += 1
-                if spec.make_room:  # the caller may move old turns out of the conversation
+                if spec.make_room:  # the caller may remove old turns from the messages
                     state.context.messages = await spec.make_room(state.context.messages)
                 request = self.govern(state)
                 response = await self._ask(state, request)
@@ -153,18 +153,18 @@ class AgentRunner:
         )  # fmt: skip
 
     def govern(self, state: RunState) -> Governed:
-        """Copy the messages so that they fit the context window; append a note for this request.
-        The window must also hold the tools, the answer and 1,024 spare tokens. If it cannot, old
-        parts are left out: [system, old question, old answer, question] → [system, question]."""
+        """Copy the messages; if they exceed the context window, leave out old parts: [system, old
+        question, old answer, question] → [system, question]. The context window must also hold the
+        tools, the answer and 1,024 spare tokens. Appends the note for this request, if any."""
         spec = state.spec
         may_call = state.has_tools and not state.is_over_limit
         state.tools = spec.tools.get_definitions() if may_call else []
         tools = spec.counter.count(lines_of_json(state.tools)) if state.tools else 0
         budget = min(spec.context_window - spec.max_tokens - 1_024, state.room)
         users = [message for message in spec.messages if message["role"] == "user"]
-        task = users[-1] if users else None  # this message is never left out
+        task = users[-1] if users else None  # the user's last message is never left out
         request = Governed(state.context.messages, budget, spec.counter, task, tools)
-        if state.draft.parts:  # the beginning of an answer that the length limit cut
+        if state.draft.parts:  # append the beginning of the cut answer
             request.messages.append({"role": "assistant", "content": state.draft.joined("")})
         if state.is_over_limit:
             state.note = template("out_of_iterations", limit=spec.max_iterations)
@@ -173,22 +173,22 @@ class AgentRunner:
         return request
 
     async def _ask(self, state: RunState, request: Governed) -> LLMResponse:
-        """Send a request; if it is too long for the model, send a shorter one."""
+        """Send a request. If the model rejects the request as too long, send a shorter one."""
         if request.notes and not state.is_told:
             state.is_told = True
             await state.spec.hook.on_retry("; ".join(request.notes))
         response = await self._chat(state, request)
         if response.is_overflow:
-            state.room = request.tokens // 2  # the limit for the rest of the run
+            state.room = request.tokens // 2  # token limit of all later requests
             shorter = self.govern(state)
             if shorter.tokens < request.tokens:
                 state.is_told = True
                 await state.spec.hook.on_retry(
-                    "too long for the model: asking again without the oldest turns "
+                    "the request is too long for the model: retrying with a shorter one "
                     f"({'; '.join(shorter.notes)})"
                 )
                 too_long, response = response, await self._chat(state, shorter)
-                add_up(response.usage, too_long.usage)  # hooks never see `too_long`, only its usage
+                add_up(response.usage, too_long.usage)  # hooks must count both requests' tokens
         state.note = ""
         return response
 
@@ -211,9 +211,9 @@ class AgentRunner:
 
     async def _act(self, state: RunState, response: LLMResponse) -> None:
         """Journal the answer, then run its calls. The order of the messages: the answer, one result
-        per call in the order of the calls, new messages of the user. If the program is killed, an
-        unfinished call is not repeated: its result becomes `[interrupted before it finished]`."""
-        response.content = state.draft.joined(response.content) or None  # with its cut parts
+        per call in the order of the calls, new messages of the user. A call that a kill interrupts
+        is not repeated later: its result becomes `[interrupted before it finished]`."""
+        response.content = state.draft.joined(response.content) or None  # prepend the cut parts
         state.add(response.to_message())
         state.draft = Draft()
         await state.spec.hook.on_stream_end(resuming=True)
@@ -221,7 +221,7 @@ class AgentRunner:
         state.failure = ""
         for batch in batches(response.tool_calls, state.spec.tools):
             await self._run_batch(state, batch)
-        goes_in_circles = state.end_step() >= 5  # steps in a row had the same calls and results
+        goes_in_circles = state.end_step() >= 5  # 5 steps with the same calls and results
         if goes_in_circles and state.failure:
             state.result.error = state.failure
             await self._finish(state, "tool_error", f"I had to stop: {state.failure}")
@@ -230,16 +230,16 @@ class AgentRunner:
             state.has_tools = False
             state.note = template("same_result_end")
             state.why_empty = "the same call gave the same result five times"
-        state.context.messages += state.spec.arrivals()  # no `add`: these are already journalled
+        state.context.messages += state.spec.arrivals()  # arrivals are already journalled
 
     async def _run_batch(self, state: RunState, batch: list[ToolCallRequest]) -> None:
-        """Run calls concurrently. When this returns or raises, none of them is still running."""
+        """Run calls concurrently. Every call has ended when this method returns or raises."""
         try:
-            async with asyncio.TaskGroup() as group:  # if one raises, the others are cancelled
+            async with asyncio.TaskGroup() as group:  # an error in a call cancels the others
                 tasks = [group.create_task(self._call(state, call)) for call in batch]
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
-        finally:  # also after a cancellation: keep finished results, in the order of the calls
+        finally:  # keep the results of finished calls, also after a cancellation
             whole = [task for task in tasks if not task.cancelled() and not task.exception()]
             state.context.messages += [task.result()[0] for task in whole]
         if seen := [task.result() for task in whole if task.result()[1]]:
@@ -249,7 +249,7 @@ class AgentRunner:
             state.add({"role": "user", "content": [{"type": "text", "text": names}, *images]})
 
     async def _call(self, state: RunState, call: ToolCallRequest) -> tuple[dict, list[dict]]:
-        """Run one call and journal its result at once. Returns the message and its images."""
+        """Run one call, journal its result at once. Returns the result's message and its images."""
         began = time.monotonic()
         if problem := reason_not_to_run(call, state.spec.tools):
             result = ToolResult(problem, is_error=True)
@@ -273,7 +273,7 @@ class AgentRunner:
                 state.draft.cuts += 1
                 state.draft.streamed = ""
                 state.draft.parts.append(response.content or "")
-                if response.has_tool_calls:  # the next text begins a new paragraph
+                if response.has_tool_calls:  # a blank line separates the next part
                     state.draft.parts.append("\n\n")
                     if state.spec.hook.wants_streaming:
                         await state.spec.hook.on_stream("\n\n")
@@ -292,10 +292,10 @@ class AgentRunner:
                 steps = counted(state.spec.max_iterations, "step")
                 limit = f"I stopped at the limit of {steps}. {response.error or ''}".strip()
                 await self._finish(state, "max_iterations", summary or limit)
-            case "empty":  # not journalled: small models would repeat an empty answer
+            case "empty":  # not journalled: small models imitate an empty answer in the history
                 state.result.stop_reason = "empty"
                 is_withheld = response.finish_reason in WITHHELD
-                why = "the endpoint withheld it" if is_withheld else state.why_empty
+                why = "the endpoint blocked the answer" if is_withheld else state.why_empty
                 state.result.final_content = f"There is no answer: {why}. Ask in other words."
             case "failed":
                 state.result.stop_reason = "error"
@@ -304,12 +304,12 @@ class AgentRunner:
         await state.spec.hook.on_stream_end(resuming=not state.result.stop_reason)
 
     async def _finish(self, state: RunState, reason: str, text: str | None, cut: str = "") -> None:
-        """End the run with `text`. `cut`, why it is incomplete, is journalled and shown."""
+        """End the run with `text`. If `text` is incomplete, journal and show the reason `cut`."""
         response = state.context.response
         answer = await state.spec.hook.finalize_content(state.draft.joined(text))
         message = {"role": "assistant", "content": answer}
-        if not response.has_tool_calls:  # otherwise the message with the calls has `extra`
-            message |= response.extra  # the model's reasoning: some endpoints require it later
+        if not response.has_tool_calls:  # without calls, `extra` belongs to this answer
+            message |= response.extra  # reasoning that some endpoints require in later requests
         if cut:
             message["cut"] = cut
         state.add(message)
@@ -318,7 +318,7 @@ class AgentRunner:
         state.result.final_content = f"{answer}\n\n({cut})" if cut else answer
 
     def _keep_half_answer(self, state: RunState, why: str) -> str | None:
-        """Journal the part of an answer that the user saw, so that the next request has it."""
+        """Journal the part of an answer that the user saw, so that the next request contains it."""
         shown = state.draft.joined(state.draft.streamed)
         if not shown.strip():
             return None
@@ -330,13 +330,13 @@ class AgentRunner:
 def verdict(state: RunState, response: LLMResponse) -> str:
     """Classify an answer; the first row that applies counts:
 
-    limit      all steps were used, this is the summary     → the run ends with this answer
+    limit      the step limit is reached: a summary         → the run ends with this summary
     failed     the endpoint returned an error               → the run ends; the shown part is kept
     cut        the length limit cut the answer              → ask the model to go on, up to 3 times
-    calls      the model calls tools                        → run them, then ask the model again
-    answered   there is a text                              → the run ends
-    empty      no text: a filter, or tools are switched off → the run ends and says so
-    blank      neither text nor calls                       → ask again, then without tools
+    calls      the model calls tools                        → run the tools, ask the model again
+    answered   the answer has a text                        → the run ends with this answer
+    empty      no text: a filter, or tools are switched off → the run ends with an explanation
+    blank      neither text nor calls                       → ask again, next time without tools
     """
     is_withheld = response.finish_reason in WITHHELD
     # a content filter may also cut a call, in the middle of an argument
@@ -355,7 +355,7 @@ def verdict(state: RunState, response: LLMResponse) -> str:
 
 
 def batches(calls: list[ToolCallRequest], tools: ToolRegistry) -> Iterator[list[ToolCallRequest]]:
-    """Group calls: consecutive calls of read-only tools run concurrently, any other runs alone.
+    """Consecutive calls of read-only tools form a batch; any other call is a batch of its own.
 
     read_file, grep, write_file, read_file → [read_file, grep], [write_file], [read_file]
     """
@@ -375,17 +375,17 @@ def batches(calls: list[ToolCallRequest], tools: ToolRegistry) -> Iterator[list[
 
 
 class ContextBuilder:
-    """Builds a request. The system prompt has no time in it: prompt caches need identical bytes."""
+    """Builds a request. The system prompt contains no time: prompt caches need identical bytes."""
 
     def __init__(self, config: Config, memory: MemoryStore, skills: SkillsLoader):
         self.memory = memory
         self.skills = skills
         self.zone = zone_named(config.defaults.timezone, machine_zone())
         self.now = lambda: config.now().astimezone(self.zone)
-        self.memory_tokens = config.defaults.budget // 4  # a longer MEMORY.md is shortened
+        self.memory_tokens = config.defaults.budget // 4  # limit for MEMORY.md in the prompt
 
     def request(self, turn: Turn, history: list[dict], images: list[dict]) -> list[dict]:
-        """The messages of a request. Images go into the last message, never into the journal.
+        """The messages of a request. The last message has the images; the journal has no images.
 
         {"model": "…", "max_tokens": 8192, "temperature": 0.1, "tools": [{"type": "function", …}],
          "messages": [{"role": "system", "content": "You are nanobot …"}, …, {"role": "user",
@@ -401,9 +401,9 @@ class ContextBuilder:
         return "\n\n---\n\n".join(self.parts(turn).values())
 
     def parts(self, turn: Turn) -> dict[str, str]:
-        """The parts of the system prompt by name, in order, without empty parts. Old conversations
-        are present as facts of MEMORY.md (Memory) and as history entries that Dream has not yet
-        processed (Recent History). The model finds the rest with grep in `memory/`."""
+        """Name → text of each part of the system prompt, in order. "Memory" has lasting facts from
+        MEMORY.md. "Recent History" has the history entries that Dream has not yet processed; the
+        model can find older history entries in `memory/` with the tool grep."""
         own = partial(own_text, turn)
         parts = {"identity": identity(turn, own(turn.workspace / "IDENTITY.md"))}
         names = ("AGENTS.md", "SOUL.md", "USER.md", "TOOLS.md")
@@ -415,11 +415,11 @@ class ContextBuilder:
         return {name: text for name, text in parts.items() if text}
 
     def user_message(self, text: str, turn: Turn, media: Media = ()) -> tuple[dict, list[dict]]:
-        """The user's message as it is journalled, and the images to be sent with it.
+        """Returns the user's message for the journal, and the images for the request.
 
         {"role": "user", "content": "[image: cat.png]\\nWhat is it?", "runtime": "[Runtime …"}
 
-        Only in the request, `runtime` (time, chat, working folder) is put before the text.
+        In a request, `runtime` (time, chat, working folder) precedes the text.
         """
         files = [attachment(Path(path)) for path in media]
         lines = [line for line, _ in files]
@@ -435,7 +435,7 @@ class ContextBuilder:
 
 
 class AgentLoop:
-    """Knows who asks, in which session, who gets the reply. A session runs one turn at a time."""
+    """Answers messages, each in the session of its chat. A session runs one turn at a time."""
 
     def __init__(
         self, config: Config, provider: LLMProvider | None = None,
@@ -447,7 +447,7 @@ class AgentLoop:
         self.provider = provider or make_provider(config)
         self.tools = make_tools(config) if tools is None else tools
         self.mcp = MCPServers(config.tools.mcp_servers, self.tools)
-        self.files_seen: defaultdict[str, dict] = defaultdict(dict)  # by session: files read
+        self.files_seen: defaultdict[str, dict] = defaultdict(dict)  # session key → files read
         read = partial(read_own, self.turn("cli:direct"))
         self.memory = MemoryStore(self.workspace, read)
         self.sessions = SessionManager(self.workspace, self.memory)
@@ -460,7 +460,7 @@ class AgentLoop:
         self.dream = memory_model.dream
         self.cost = CostTrackingHook(config.prices, self.provider.model)
         self.hooks = [self.cost, *hooks]
-        self.hooks_of: Callable[[Turn], list[AgentHook]] = lambda turn: []  # hooks for one turn
+        self.hooks_of: Callable[[Turn], list[AgentHook]] = lambda turn: []  # extra hooks for a turn
         self.subagents = SubagentManager(self)
         self.commands = Commands(self)
         self.tools.register(tool(self.subagents.spawn))
@@ -468,7 +468,7 @@ class AgentLoop:
         self.started = time.monotonic()
         self.turns = RunningTurns(self.sessions)
         self.background = Background()
-        self.notes: dict[str, str] = {}  # by session: a notice to show in the next turn
+        self.notes: dict[str, str] = {}  # session key → notice for the next turn
         self.is_ending = False  # True: the gateway stops; its next start resumes open turns
 
     async def process_direct(
@@ -482,7 +482,7 @@ class AgentLoop:
         if command in ("", "new", "continue"):
             async with self.turns.hold(session_key) as session:
                 result = await self._take_turn(session, text, command, events, media)
-        else:  # other commands do not wait for a running turn
+        else:  # other commands run at once, even during a turn
             result = await self.commands.answer(command, argument, events.turn)
         if result.final_content:
             await events.send("final", result.final_content)
@@ -503,23 +503,23 @@ class AgentLoop:
         if not command:
             session.end_open_turn("interrupted")
             message, images = self.context.user_message(text, events.turn, media)
-            session.append(message)  # before the model is asked, so a kill cannot lose it
+            session.append(message)  # before any request: a kill must not lose the message
         return await self.answer(session, events, images)
 
     async def answer(
         self, session: Session, events: EventHook, images: list[dict],
         arrivals: Callable[[], list[dict]] = list,
     ) -> AgentRunResult:  # fmt: skip
-        """Answer the last message of the journal; `arrivals` returns newer messages of the user.
+        """Answer the last message of the journal, and the messages that `arrivals` returns.
 
-        After Ctrl-C or /stop the journal has all finished results, the shown part of the answer
-        (with `cut`), and the mark `ended`: /continue resumes the turn, but a restart does not.
+        After Ctrl-C or /stop, the journal has the finished results, the shown part of the answer
+        (with `cut`) and the mark `ended`. Only /continue resumes a turn with this mark.
         """
         await self.mcp.connect(self.config.patience)
         spec = self.run_spec(session.history(), images, events)
         spec.append = session.append
         spec.arrivals = arrivals
-        is_kept = events.turn.channel != "cron"  # a job needs no old turns
+        is_kept = events.turn.channel != "cron"  # a job starts without its old turns
         if is_kept:
             spec.make_room = partial(self._make_room, session, events)
         why = "it was stopped"
@@ -540,7 +540,7 @@ class AgentLoop:
     def run_spec(self, history: list[dict], images: list[dict], events: EventHook) -> AgentRunSpec:
         """The input of the runner: request, tools, hooks, and the limits of the settings."""
         limits, hooks = self.config.defaults, self.hooks
-        if events.turn.channel == "cron":  # nobody can be asked to approve a call
+        if events.turn.channel == "cron":  # no user is there to approve a call
             silent = ApprovalHook(self.tools, None)
             hooks = [silent if isinstance(hook, ApprovalHook) else hook for hook in hooks]
         return AgentRunSpec(
@@ -552,25 +552,25 @@ class AgentLoop:
         )  # fmt: skip
 
     async def _make_room(self, session: Session, events: EventHook, messages: list) -> list:
-        """If a request gets too long, move old turns into the memory. Returns the messages left."""
+        """Move old turns to the memory if a request is too long. Returns the remaining messages."""
         tokens = self.counter.total(messages)
         tokens += self.counter.count(lines_of_json(self.tools.get_definitions()))
         count = await self.consolidator.make_room(session, tokens)
         if count and events.turn.channel == "cli":
-            await events.on_retry(f"{counted(count, 'older message')} went into the memory")
+            await events.on_retry(f"{counted(count, 'older message')} moved to the memory")
         return session.without_saved(messages) if count else messages
 
     async def _after_turn(self, session: Session) -> None:
         count = await self.consolidator.after_turn(session)
         if count and session.key.startswith("cli:"):
-            self.notes[session.key] = f"{counted(count, 'older message')} went into the memory"
+            self.notes[session.key] = f"{counted(count, 'older message')} moved to the memory"
 
     async def run(self, bus: MessageBus) -> None:
-        """Serve a bus until cancelled. If the program is killed at any step, no message is lost:
+        """Serve a bus until cancelled. A kill at any step loses no message:
 
-        channel → inbox file → acknowledged → waits for a slot (8 turns at once) and its session
-        → appended to the journal, removed from the inbox → the model gets it (if a turn runs: with
-        its next request). The answer: journal → outbox of its chat → sent → mark `delivered`
+        message: channel → inbox file → acknowledgement → wait for a slot (8 turns at once) and for
+                 the session → journal; removal from the inbox → next request to the model
+        answer:  journal → outbox of the chat → channel → mark `delivered` in the journal
         """
         service = BusService(self, bus)
         try:
@@ -581,7 +581,7 @@ class AgentLoop:
             await service.end()
 
     def stop(self, session_key: str) -> bool:
-        """Cancel the turn, the helpers and the jobs of a session. Returns whether any ran."""
+        """Cancel the turn, helpers and jobs of a session. Returns False if nothing was running."""
         tasks, chats = self.turns.tasks, self.turns.chats
         running = self.subagents.of(session_key)
         running += [tasks[key] for key in tasks if session_key in (key, chats.get(key))]
@@ -596,7 +596,7 @@ class AgentLoop:
         await self.provider.close()
 
     def turn(self, session_key: str) -> Turn:
-        """The circumstances of a turn: who asks, the working folder, the files that are allowed."""
+        """The chat, the working folder and the accessible files for a turn of this session."""
         config = self.config
         channel, _, chat_id = session_key.partition(":")
         has_fence = config.tools.restrict_to_workspace or bool(config.tools.exec.sandbox)
@@ -617,7 +617,7 @@ class AgentLoop:
 
 
 def run(text: str, session_key: str = "cli:direct", config: Config | None = None) -> str:
-    """Answer a message, in the current folder. Raises RuntimeError with the cause and a fix."""
+    """Answer a message in the current folder. Raises RuntimeError with the cause and a fix."""
     loop = AgentLoop(config or load_config())
     with BackgroundLoop(loop.close) as background:
         result = background.complete(loop.process_direct(text, session_key))
@@ -632,13 +632,13 @@ class RunningTurns:
     """Locks: a session runs one turn at a time, in all tasks and all processes together."""
 
     sessions: SessionManager
-    tasks: dict[str, asyncio.Task] = field(default_factory=dict)  # by session: its running turn
-    chats: dict[str, str] = field(default_factory=dict)  # by a job's session: its report's chat
-    locks: Any = field(default_factory=weakref.WeakValueDictionary)  # by session, while in use
+    tasks: dict[str, asyncio.Task] = field(default_factory=dict)  # session key → running turn
+    chats: dict[str, str] = field(default_factory=dict)  # a job's session key → chat for its report
+    locks: Any = field(default_factory=weakref.WeakValueDictionary)  # session key → lock in use
 
     @contextlib.asynccontextmanager
     async def hold(self, session_key: str) -> AsyncIterator[Session]:
-        """Lock the session for one turn, which AgentLoop.stop can cancel. Raises SessionBusy."""
+        """Lock the session for one turn. AgentLoop.stop can cancel the turn. Raises SessionBusy."""
         async with self.locks.setdefault(session_key, asyncio.Lock()):
             with self.sessions.lock(session_key):
                 self.tasks[session_key] = asyncio.current_task()
@@ -658,14 +658,14 @@ class Background:
         task.add_done_callback(self.tasks.discard)
 
     async def settled(self, seconds: float = 60.0) -> None:
-        """Wait up to `seconds`, then cancel the rest; a later turn repeats that memory work."""
+        """Wait up to `seconds`, then cancel open tasks. A later turn repeats the memory work."""
         if self.tasks:
             await asyncio.wait(self.tasks, timeout=seconds)
         await end_all(self.tasks)
 
 
 async def logged(work: Awaitable, name: str) -> Any:
-    """Await `work`; log a failure, a bug with its traceback. Returns the result, or None."""
+    """Returns the result of `work`. Logs an error (a bug with its traceback) and returns None."""
     try:
         return await work
     except Exception as problem:
@@ -677,7 +677,7 @@ async def logged(work: Awaitable, name: str) -> Any:
 # ---- The state of a run ----
 
 Emit = Callable[[OutboundMessage], Awaitable[None]]
-Media = Iterable[Path]  # files that came with a message
+Media = Iterable[Path]  # files attached to a message
 NO_USAGE = {
     "prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0, "cached_tokens": 0,
     "estimated": False,
@@ -694,15 +694,15 @@ class RunState:
     context: AgentHookContext
     result: AgentRunResult = field(default_factory=lambda: AgentRunResult(stop_reason=""))
     draft: Draft = field(default_factory=lambda: Draft())  # the answer so far
-    tools: list[dict] = field(default_factory=list)  # that the request offers to the model
+    tools: list[dict] = field(default_factory=list)  # schemas of the tools in the request
     has_tools: bool = True  # False: the model must now answer in words
     why_empty: str = "the model sent nothing useful"  # the reason why there is no answer
-    note: str = ""  # a message that only the next request has
+    note: str = ""  # a message to the model, in the next request only
     failure: str = ""  # the error of the last failed call of this step
-    calls: dict[str, int] = field(default_factory=dict)  # counts of this step; see `count`
-    calls_before: dict[str, int] = field(default_factory=dict)  # counts of the step before
-    room: int = sys.maxsize  # limit of a request in tokens; lowered after one was too long
-    is_told: bool = False  # was the user told that messages are left out?
+    calls: dict[str, int] = field(default_factory=dict)  # call → steps in a row; see `count`
+    calls_before: dict[str, int] = field(default_factory=dict)  # `calls` of the previous step
+    room: int = sys.maxsize  # token limit of requests; lowered after a request was too long
+    is_told: bool = False  # True: the user was informed that messages are left out
 
     @property
     def is_over_limit(self) -> bool:
@@ -710,7 +710,7 @@ class RunState:
         return self.context.iteration > self.spec.max_iterations
 
     def add(self, *messages: dict) -> None:
-        """Append new messages to the journal now, and to the next request."""
+        """Append new messages to the journal and to the next request."""
         self.context.messages += messages
         self.spec.append(*messages)
 
@@ -719,8 +719,8 @@ class RunState:
         await self.spec.hook.on_stream(piece)
 
     def count(self, call: ToolCallRequest, result: ToolResult) -> ToolResult:
-        """Count how many steps in a row had this call with this outcome; from the third step on, a
-        warning is added to the result. All failures of a call count as the same outcome."""
+        """Count the steps in a row in which this call had this outcome. From the third step on,
+        append a warning to the result. All failures of a call count as the same outcome."""
         outcome = None if result.is_error else [result.text, result.images]
         this_call = lines_of_json([call.name, call.arguments, outcome])
         times = self.calls[this_call] = self.calls_before.get(this_call, 0) + 1
@@ -730,17 +730,17 @@ class RunState:
         return replace(result, text=f"{result.text}\n{warning}")
 
     def end_step(self) -> int:
-        """End a step. Returns how many steps in a row had all its calls with the same outcomes."""
+        """End a step. Returns the number of steps in a row with the same calls and outcomes."""
         self.calls_before, self.calls = self.calls, {}
         return min(self.calls_before.values(), default=0)
 
 
 @dataclass
 class Draft:
-    """An answer that is not yet a message. If the length limit cuts it, its parts are joined."""
+    """An unfinished answer. If the length limit cuts the answer into parts, Draft joins them."""
 
     parts: list[str] = field(default_factory=list)
-    streamed: str = ""  # the text of the current part that the user has seen
+    streamed: str = ""  # streamed text of the current part
     cuts: int = 0
     blanks: int = 0  # empty answers in a row
 
@@ -756,10 +756,10 @@ def add_up(total: dict, usage: dict) -> None:
 
 
 def reason_not_to_run(call: ToolCallRequest, tools: ToolRegistry) -> str:
-    """The reason why a call must not run, as a text for the model; "" if it may run."""
+    """Returns the reason (for the model) why a call must not run, or "" if the call may run."""
     if call.error and not call.denied:
         return f"{call.name} was not run: {call.error}. Send the complete call again."
-    if call.must_only_read and not is_read_only(call, tools):  # nobody approved it
+    if call.must_only_read and not is_read_only(call, tools):  # no user approved the call
         return f"{call.name} was not run: the tool has changed meanwhile. Send the call again."
     return call.denied
 
@@ -770,9 +770,9 @@ def is_read_only(call: ToolCallRequest, tools: ToolRegistry) -> bool:
 
 
 # ---- Prompts are files, in templates/ and in the workspace ----
-# The fence refuses a link such as SOUL.md → ~/.ssh/id_rsa: else each request would have the key.
+# The fence refuses a link such as SOUL.md → ~/.ssh/id_rsa: a private key must not enter a prompt.
 
-PLACEHOLDERS = (  # also of older versions: small models take these lines for facts
+PLACEHOLDERS = (  # template lines, old and new: small models would read these lines as facts
     "Who the user is goes here: name, time zone, language, work, likes.",
     "Notes on this machine's tools go here: hosts, accounts, paths, quirks.",
     "Instructions of the user for the agent go here: rules of a project, preferences for tools, "
@@ -783,7 +783,7 @@ PLACEHOLDERS = (  # also of older versions: small models take these lines for fa
 
 
 def template(name: str, **values: Any) -> str:
-    """Fill in a text from `templates/`. Raises KeyError if a `$variable` in it has no value."""
+    """Fill in the `$variables` of a file in `templates/`. Raises KeyError if a value is missing."""
     text = (DATA / "templates" / f"{name}.md").read_text(encoding="utf-8")
     return string.Template(text).substitute(values).strip()
 
@@ -792,7 +792,7 @@ def prepare_workspace(workspace: Path) -> Path:
     """Create the workspace and its first files; existing files are never changed."""
     try:
         workspace.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for source in (DATA / "templates").glob("[A-Z]*.md"):  # other names are prompts
+        for source in (DATA / "templates").glob("[A-Z]*.md"):  # other files are prompts
             folder = workspace / "memory" if source.name == "MEMORY.md" else workspace
             folder.mkdir(exist_ok=True)
             if not (folder / source.name).exists():
@@ -806,7 +806,7 @@ def prepare_workspace(workspace: Path) -> Path:
 
 
 def identity(turn: Turn, who: str) -> str:
-    """The first part of the system prompt; the text `who` (IDENTITY.md) replaces paragraph 1."""
+    """The first part of the system prompt. The text `who` from IDENTITY.md replaces paragraph 1."""
     style = template("format_cli") if turn.channel == "cli" else template("format_chat")
     platform = f"{sys.platform}, Python {sys.version_info.major}.{sys.version_info.minor}"
     about = {"platform": platform, "cwd": turn.cwd, "workspace": turn.workspace}
@@ -815,9 +815,9 @@ def identity(turn: Turn, who: str) -> str:
 
 
 def read_own(turn: Turn, path: Path) -> bytes:
-    """Read a file for the prompt; the fence also holds for links. Raises OSError, ValueError."""
+    """Read a file for the prompt. The fence checks links, too. Raises OSError or ValueError."""
     path.stat()  # raises FileNotFoundError
-    most = 10_000_000 if path.name == "MEMORY.md" else 100_000  # only a part of MEMORY.md is sent
+    most = 10_000_000 if path.name == "MEMORY.md" else 100_000  # MEMORY.md is shortened later
     try:
         return read_bytes(turn.path(str(path)), most)
     except ToolError as problem:
@@ -833,7 +833,7 @@ def own_text(turn: Turn, path: Path) -> str:
     except (OSError, ValueError) as problem:
         log.warning("%s is left out of the prompt: %s", path.name, problem)
         return ""
-    turn.note_read(path.resolve())  # edit_file may change it: its text is in the prompt
+    turn.note_read(path.resolve())  # the prompt shows the file, so edit_file may change the file
     return "\n".join(line for line in text.split("\n") if line not in PLACEHOLDERS).strip()
 
 
@@ -858,7 +858,7 @@ def skill_parts(skills: list[Skill]) -> dict[str, str]:
 
 
 def attachment(path: Path) -> tuple[str, dict | None]:
-    """A line that names a file of a message, and the image block, or None if it is no image."""
+    """Returns a line with the file's path, and an image block (None if the file is no image)."""
     try:
         image = image_block(path.read_bytes())
     except OSError as problem:
@@ -871,10 +871,10 @@ def attachment(path: Path) -> tuple[str, dict | None]:
 
 @dataclass
 class AgentHookContext:
-    """The live record of a run. If a hook changes it, the change takes effect at once."""
+    """The current state of a run, for hooks. A hook's change of `messages` takes effect at once."""
 
     messages: list[dict]
-    iteration: int = 0  # requests to the model so far
+    iteration: int = 0  # steps so far
     response: LLMResponse = field(default_factory=LLMResponse)
     usage: dict = field(default_factory=lambda: dict(NO_USAGE))
 
@@ -884,8 +884,8 @@ class AgentHookContext:
 
 
 class AgentHook:
-    """Observes a run and may change it. Override the methods that you need. Their order in a step:
-    before_iteration, before_request, on_stream, after_response, on_stream_end,
+    """Observes or changes a run. Override any of the methods. A step calls the methods in this
+    order: before_iteration, before_request, on_stream, after_response, on_stream_end,
     before_execute_tools, after_tool, after_iteration. finalize_content may change the answer."""
 
     wants_streaming = False
@@ -893,18 +893,18 @@ class AgentHook:
     async def before_iteration(self, context: AgentHookContext) -> None: ...
     async def before_request(self, messages: list[dict], tools: list[dict]) -> None: ...
     async def on_stream(self, delta: str) -> None: ...
-    async def on_stream_end(self, resuming: bool) -> None: ...  # yours may have no parameter
+    async def on_stream_end(self, resuming: bool) -> None: ...  # an override may omit `resuming`
     async def on_retry(self, why: str) -> None: ...
     async def after_iteration(self, context: AgentHookContext) -> None: ...
 
     async def after_response(self, response: LLMResponse) -> None:
-        """If you change its calls, the changed calls are journalled, checked and run."""
+        """A hook may change `response.tool_calls`; the changed calls are journalled and run."""
 
     async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
-        """Set `call.denied = "reason"` to keep a call from running; the model is told why."""
+        """To deny a call, set `call.denied = "reason"`; the model gets the reason as the result."""
 
     async def after_tool(self, call: ToolCallRequest, result: ToolResult, seconds: float) -> None:
-        """Called as soon as a tool call has ended; other calls may still be running."""
+        """Runs as soon as a tool call has ended; other tool calls may still be running."""
 
     async def finalize_content(self, content: str) -> str:
         return content
@@ -916,7 +916,7 @@ class AgentHook:
 
 
 class CompositeHook(AgentHook):
-    """Calls several hooks in order. If one fails, its error is logged and the others still run."""
+    """Calls several hooks in order. An error in one hook is logged; the other hooks still run."""
 
     def __init__(self, hooks: Iterable[AgentHook]):
         self.hooks = list(hooks)
@@ -967,7 +967,7 @@ class CostTrackingHook(AgentHook):
         add_up(self.total, context.response.usage)
 
     def line(self, usage: dict) -> str:
-        """`1,234 in (200 cached) · 56 out · 0.0012`; `~` marks an estimate."""
+        """Token counts and cost: `1,234 in (200 cached) · 56 out · 0.0012`; `~` means estimated."""
         mark = "~" if usage["estimated"] else ""
         cached = f" ({usage['cached_tokens']:,} cached)" if usage["cached_tokens"] else ""
         money = f" · {mark}{self.price.of(usage):.4f}" if self.price else ""
@@ -980,8 +980,8 @@ class ApprovalHook(AgentHook):
     """Asks the user before each call, except calls of known read-only tools."""
 
     tools: ToolRegistry
-    ask: Callable[[str], Awaitable[str]] | None  # None: nobody can be asked, so calls are denied
-    always: set[str] = field(default_factory=set)  # tools approved until the program ends
+    ask: Callable[[str], Awaitable[str]] | None  # None: no user is there, so deny calls
+    always: set[str] = field(default_factory=set)  # tools that the user always approves
 
     async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
         asked = []
@@ -990,7 +990,7 @@ class ApprovalHook(AgentHook):
             if not (call.must_only_read or call.error or call.denied):
                 call.denied = "The user did not approve this call."
                 asked.append(call)
-        for call in asked:  # if a question fails, its call and later ones stay denied
+        for call in asked:  # if `ask` raises, this call and all later calls stay denied
             if call.name in self.always or await self._is_approved(call):
                 call.denied = ""
 
@@ -1009,7 +1009,7 @@ class EventHook(AgentHook):
     emit: Emit | None
     turn: Turn
     wants_streaming: bool
-    shows_deltas: bool = True  # does its channel show them?
+    shows_deltas: bool = True  # True: the channel shows deltas
 
     async def send(self, kind: str, content: str) -> None:
         if self.emit:
@@ -1071,8 +1071,8 @@ class BusService:
         loop.tools.register(tool(self.message))
 
     async def receive(self, message: InboundMessage) -> None:
-        """Answer commands at once, except /new and /continue, which wait for earlier messages."""
-        is_report = message.channel == "system"  # from a job or helper; chat_id is a session key
+        """Queue a message in its chat. Commands except /new and /continue run without waiting."""
+        is_report = message.channel == "system"  # from a job or helper: chat_id is a session key
         key = message.chat_id if is_report else message.session_key
         conversation = self.conversations.setdefault(key, Conversation(self, key))
         command = "" if is_report else slash_command(message.content)[0]
@@ -1089,20 +1089,20 @@ class BusService:
 
     async def message(
         self, content: str, channel: str = "", chat_id: str = "",
-        media: Annotated[list[str], "Paths of files to send along"] = (), *, turn: Turn,
+        media: Annotated[list[str], "Paths of files to send"] = (), *, turn: Turn,
     ) -> str:  # fmt: skip
-        """Write to a chat, by default to this one. This is the only way to send files."""
+        """Send a text or files to a chat (default: this chat). No other tool can send files."""
         key = f"{channel or turn.channel}:{chat_id or turn.chat_id}"
         keys = self.loop.sessions.list_keys()
         chats = [chat for chat in keys if chat.partition(":")[0] in self.bus.channels]
         if key not in chats:
             known = ", ".join(chats[:20]) or "none"
-            raise ToolError(f"There is no chat {key} that you have talked with. Known: {known}")
+            raise ToolError(f"There is no conversation in the chat {key}. Known chats: {known}")
         files = [turn.path(path) for path in media]
         missing = [str(path) for path in files if not path.is_file()]
         if missing:
             raise ToolError(f"There is no file {', '.join(missing)}.")
-        if key != turn.session_key and content:  # the journal of that chat gets it, too
+        if key != turn.session_key and content:  # a report: the other chat's journal gets the text
             self.work.start(self.bus.publish(InboundMessage("system", "job", key, content)))
             content = ""
         if content or files:
@@ -1110,33 +1110,33 @@ class BusService:
         return f"Sent to {key}."
 
     async def go_on_after_restart(self) -> None:
-        """Send answers that were not delivered; answer messages that were not answered."""
+        """Send all undelivered answers, resume open turns, and answer all waiting messages."""
         for key in self.loop.sessions.list_keys():
             if key.partition(":")[0] in self.bus.channels:
                 self.conversations[key] = Conversation(self, key)
                 self.work.start(self.conversations[key].go_on_after_restart())
 
     async def end(self) -> None:
-        """Cancel running turns. The journal has their steps so far; the next start resumes them."""
+        """Cancel running turns. Finished steps are journalled; the next start resumes the turns."""
         self.loop.is_ending = True
         await end_all([*self.work.tasks, *self.loop.subagents.running], 5.0)
 
 
 class Conversation:
-    """One chat. Each message has a task: it saves the message, then answers all that still wait."""
+    """One chat. Each message starts a task that saves the message, then answers the whole inbox."""
 
     def __init__(self, service: BusService, key: str):
         self.service = service
         self.loop = service.loop
         self.key = key
         self.inbox = service.loop.sessions.inbox(key)
-        self.order = asyncio.Lock()  # messages are saved in the order in which they came
+        self.order = asyncio.Lock()  # saves messages in the order of their arrival
         self.answering = asyncio.Lock()
-        self.is_due = False  # True: the last program left a turn to resume
-        self.reply_to = ""  # id of the newest message that the turn answers
+        self.is_due = False  # True: resume the turn that the last program left open
+        self.reply_to = ""  # id of the newest message in this turn
 
     async def take_in(self, message: InboundMessage, kind: str) -> None:
-        """Append a message to the inbox; acknowledge it to its channel when it is safe on disk."""
+        """Append a message to the inbox file, then acknowledge the message to its channel."""
         said = f"{message.speaker}: " if message.speaker and kind == "user" else ""
         line = {
             "id": message.message_id or uuid.uuid4().hex, "kind": kind, "sender": message.sender_id,
@@ -1147,15 +1147,15 @@ class Conversation:
                 try:
                     await asyncio.to_thread(self.inbox.append, line)
                     break
-                except OSError as problem:  # not acknowledged, so the channel keeps the message
+                except OSError as problem:  # the channel keeps an unacknowledged message
                     GATEWAY_LOG.warning("%s: %s", self.key, problem)
                     await asyncio.sleep(1.0)
         message.confirm()
-        GATEWAY_LOG.info("%s: %d characters came in", self.key, len(message.content))
+        GATEWAY_LOG.info("%s: received %d characters", self.key, len(message.content))
         await self._answer_what_waits()
 
     async def obey(self, command: str) -> None:
-        """Answer a command, also while a turn runs. If the command fails, its chat is told."""
+        """Answer a command, also during a turn. If the command fails, the chat gets the error."""
         try:
             await self.loop.process_direct(command, self.key, self.emit)
         except Exception as problem:
@@ -1164,7 +1164,7 @@ class Conversation:
             raise
 
     async def go_on_after_restart(self) -> None:
-        """Resume a turn that is under a day old, at most twice: the turn may kill the program."""
+        """Resume an open turn under a day old, at most twice: the turn itself may cause crashes."""
         session = self.loop.sessions.get(self.key)
         self._send_answers(session)
         if session.is_open and session.resumed < 2:
@@ -1172,7 +1172,7 @@ class Conversation:
         await self._answer_what_waits()
 
     async def _answer_what_waits(self) -> None:
-        """Answer until the inbox is empty. A report for a terminal stays there; `Talk` shows it."""
+        """Answer until the inbox is empty. Skip a terminal's inbox: `Talk` shows its reports."""
         if self.key.partition(":")[0] not in self.service.bus.channels:
             return
         async with self.answering:
@@ -1181,7 +1181,7 @@ class Conversation:
                     await asyncio.sleep(1.0)
 
     async def _turn(self) -> bool:
-        """Answer the next lines. Journalled lines leave the inbox, other lines are retried."""
+        """Answer the next lines of the inbox. Remove journalled lines; retry all other lines."""
         async with self.service.slots, self.loop.turns.hold(self.key) as session:
             before = session.last
             lines = self._next_lines(session)
@@ -1189,12 +1189,12 @@ class Conversation:
                 if self.is_due or lines:
                     self._deliver(session, await self._answer(session, lines))
             except asyncio.CancelledError:
-                self._send_answers(session, before)  # answers that were complete before the stop
-                if not self.loop.is_ending:  # /stop ends this task; other messages may wait
+                self._send_answers(session, before)  # send answers that are already complete
+                if not self.loop.is_ending:  # after /stop, a new task answers waiting messages
                     self.service.work.start(self._answer_what_waits())
                 raise
             except Exception as problem:
-                if not lines or lines[0]["id"] in session.known_ids:  # there is no retry
+                if not lines or lines[0]["id"] in session.known_ids:  # no retry: report the error
                     error = f"{type(problem).__name__}: {problem}"
                     self._deliver(session, AgentRunResult(stop_reason="error", error=error))
                 raise
@@ -1203,7 +1203,7 @@ class Conversation:
         return True
 
     def _next_lines(self, session: Session) -> list[dict]:
-        """One command or report; or the user's messages before the next one, at most 100."""
+        """Returns up to 100 user messages in a row, or else one command or one report."""
         waiting = [line for line in self.inbox.read() if line["id"] not in session.known_ids]
         messages = itertools.takewhile(lambda line: line["kind"] == "user", waiting[:100])
         return list(messages) or waiting[:1]
@@ -1222,7 +1222,7 @@ class Conversation:
                 return result
         elif lines[0]["kind"] == "report" and lines[0].get("sender") != "subagent":
             session.end_open_turn("interrupted")
-            text = lines[0]["content"]  # an assistant message, so the user can reply
+            text = lines[0]["content"]  # an assistant message: the user may reply to the report
             session.append({"role": "assistant", "content": text, "id": lines[0]["id"]})
             await session.synced()
             return AgentRunResult(text)
@@ -1245,7 +1245,7 @@ class Conversation:
         return images
 
     def _arrivals(self, session: Session, turn: Turn) -> list[dict]:
-        """At most three messages that came during the turn; they follow the last tool results."""
+        """Journal and return up to three user messages that arrived during the turn."""
         lines = [line for line in self._next_lines(session) if line["kind"] == "user"][:3]
         before = session.last
         images = self._enter(session, turn, lines)
@@ -1255,7 +1255,7 @@ class Conversation:
         return sent
 
     def _deliver(self, session: Session, result: AgentRunResult) -> None:
-        """Send the result, even an empty one: the mark `delivered` must advance with each turn."""
+        """Send the result of a turn, even an empty result, to advance the mark `delivered`."""
         GATEWAY_LOG.info("%s: %s", self.key, result.stop_reason)
         self._send(session, text_for_chat(result, self.key), session.last)
 
@@ -1265,7 +1265,7 @@ class Conversation:
                 self._send(session, answer["content"], answer["n"])
 
     def _send(self, session: Session, text: str, n: int) -> None:
-        """Send message `n` of the journal. If it is not delivered, a restart sends it again."""
+        """Send message `n` of the journal. A restart sends an undelivered message again."""
         answer = OutboundMessage(*self.key.split(":", 1), text, reply_to=self.reply_to)
         answer.on_delivered = partial(session.mark, "delivered", upto=n)
         self.service.bus.send(answer)
@@ -1276,7 +1276,7 @@ class Conversation:
 
 
 def text_for_chat(result: AgentRunResult, key: str = "") -> str:
-    """The result of a run as text; "" if the `message` tool already sent the same to this chat."""
+    """The result of a run as text, or "" if the `message` tool sent the same text to this chat."""
     text = (result.final_content or "").strip()
     if result.stop_reason in ("error", "tool_error") and str(result.error) not in text:
         text += f"\n\nSorry, that failed: {result.error}"

@@ -975,7 +975,7 @@ def test_a_turn_runs_within_80_percent_of_the_budget_and_its_system_prompt_stays
         size = counter.total(request.messages) + counter.count(json.dumps(request.tools))
         assert size <= 0.8 * budget + 50
         assert "<task>" in str(request.messages) and "left out" not in str(request.messages)
-    moved = [kind for kind, text in loop.shown if "went into the memory" in text]
+    moved = [kind for kind, text in loop.shown if "moved to the memory" in text]
     assert set(moved) == {"retry"} and 1 <= len(moved) <= len(model.saves)
 
 
@@ -989,7 +989,7 @@ def test_what_moves_is_told_in_one_line_except_in_chats(tmp_path, key):
     say(loop, "hi", "and now?", key=key)
     told = [text for _, text in loop.shown if "memory" in text]
     assert len(told) == (2 if key == KEY else 0) and loop.memory.entries()
-    assert all(re.fullmatch(r"\d+ older messages went into the memory", text) for text in told)
+    assert all(re.fullmatch(r"\d+ older messages moved to the memory", text) for text in told)
 
 
 ANSWERS = [

@@ -241,7 +241,7 @@ def test_what_is_not_the_same_may_go_on(case):
 
 ABC = [cut("a "), cut("b "), cut("c ")]
 GONE = failed("it is gone")
-WITHHELD = "There is no answer: the endpoint withheld it. Ask in other words."
+WITHHELD = "There is no answer: the endpoint blocked the answer. Ask in other words."
 NOTHING = "There is no answer: the model sent nothing useful. Ask in other words."
 ENDS = [  # a sentence, the script, its stop reason, the answer, the number of requests
     ("an answer", ["whole"], "completed", "whole", 1),
@@ -488,7 +488,7 @@ def test_what_is_too_long_for_the_model_is_asked_again_without_the_oldest_turns_
     for request in later:
         check_grammar(request.messages)
         assert users(request)[: len(users(later[0]))] == users(later[0])
-    assert len(hook.told) == 1 and "\n" not in hook.told[0] and "without the oldest turns" in hook.told[0]
+    assert len(hook.told) == 1 and "\n" not in hook.told[0] and "retrying with a shorter" in hook.told[0]
 
 
 @pytest.mark.parametrize("history", [[], old_turns(5)], ids=["alone", "behind others"])
@@ -559,7 +559,7 @@ def test_each_hook_is_told_everything_in_order_and_one_that_fails_stops_nothing(
     result, _ = run(steps, [look], messages=history, hook=CompositeHook(hooks))
     assert result.final_content == "<<all done>>"
     assert hooks[0].seen == hooks[2].seen == [
-        "before 0, 26 messages", "too long for the model: asking again without the oldest turns",
+        "before 0, 26 messages", "the request is too long for the model: retrying with a shorter one",
         "end True", ["look"], ("look", "saw 0", False, True), (["look"], None, 10),
         "before 1, 28 messages", "all", " done", "end False", ([], "all done", 20),
     ]  # fmt: skip
@@ -1798,14 +1798,14 @@ def test_what_needs_approval_needs_it_in_a_helper_too_and_is_refused_in_a_job(tm
 def test_the_message_tool_reaches_known_chats_and_its_text_is_not_said_twice(tmp_path):
     """Fault 1 of issue 18: after the tool wrote to the chat, the final answer never arrived."""
     (tmp_path / "outside.txt").write_text("secret")
-    to_nobody = "There is no chat desk:99 that you have talked with. Known: desk:1, desk:2"
+    to_nobody = "There is no conversation in the chat desk:99. Known chats: desk:1, desk:2"
     cases = {  # what the model writes, what is sent in this chat, what the tool says
         "same": ({"content": "from the tool"}, ["from the tool", "final of same"], "Sent to desk:1."),
         "repeated": ({"content": "final of repeated"}, ["final of repeated"], "Sent to desk:1."),
         "other": ({"content": "for you", "chat_id": "2"}, ["final of other"], "Sent to desk:2."),
         "stranger": ({"content": "psst", "chat_id": "99"}, ["final of stranger"], to_nobody),
         "nowhere": (
-            {"content": "x", "channel": "cron", "chat_id": "j"}, ["final of nowhere"], "There is no chat cron:j",
+            {"content": "x", "channel": "cron", "chat_id": "j"}, ["final of nowhere"], "There is no conversation in",
         ),
         "file": ({"content": "here", "media": ["a.txt"]}, ["here", "final of file"], "Sent to desk:1."),
         "gone": ({"content": "x", "media": ["a.txt", "b"]}, ["final of gone"], f"There is no file {tmp_path}"),
