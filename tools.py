@@ -69,7 +69,7 @@ log = logging.getLogger("nanobot.tools")
 
 @dataclass
 class ToolResult:
-    """A tool's text for the model; `images` (`image_url` blocks) follow in a user message."""
+    """A tool's text for the model, and images (`image_url` blocks) for the next user message."""
 
     text: str
     is_error: bool = False
@@ -81,7 +81,7 @@ class ToolError(Exception):
 
 
 def as_result(value: Any) -> ToolResult:
-    """Make a ToolResult from a tool's return value: None, text, a ToolResult or {"degrees": 21}."""
+    """Convert a tool's return value (None, text, a ToolResult or JSON data) to a ToolResult."""
     if isinstance(value, ToolResult):
         return value
     if isinstance(value, str | None):
@@ -98,7 +98,7 @@ class Tool:
     name: str = ""
     description: str = ""
     read_only: bool = False  # True: the tool changes nothing and needs no approval
-    exclusive: bool = False  # True: the tool runs while no other tool runs
+    exclusive: bool = False  # True: the tool never runs together with another tool
 
     async def execute(self, **arguments: Any) -> Any:
         """Returns text, a ToolResult or JSON data; raises ToolError if the model made a mistake."""
@@ -125,7 +125,7 @@ class Tool:
 
 def tool(function: Callable | None = None, **flags: Any) -> Any:
     """Make a tool: `@tool` or `@tool(read_only=True)` above a function, `tool(a.b)` for a method.
-    The function becomes the method `run` (if async: `execute`) of a new Tool subclass."""
+    The function becomes the method `run`, or `execute` if it is async, of a new Tool subclass."""
     if function is None:
         return functools.partial(tool, **flags)
 
@@ -212,7 +212,7 @@ class ToolRegistry:
         return [self._tools[name].to_schema() for name in names]
 
     def prepare_call(self, name: str, params: Any) -> tuple[Tool | None, dict, str | None]:
-        """Return (tool, arguments after casting, problem with the arguments or None)."""
+        """Return (tool or None, arguments after casting, problem or None)."""
         tool = self._tools.get(name)
         if not tool:
             near = ", ".join(difflib.get_close_matches(name[:64].lower(), self._tools, 99, 0))
@@ -298,7 +298,7 @@ class Turn:
             holds_keys = self.is_secret(real)
             if real.is_symlink():  # since Python 3.13 `resolve` returns a looping link
                 raise OSError("it is a link that leads to itself")
-        except (OSError, RuntimeError, ValueError) as problem:  # such as a looping link, a NUL byte
+        except (OSError, RuntimeError, ValueError) as problem:  # for a looping link or a NUL byte
             raise ToolError(f"{text!r} is not a usable path: {problem}") from None
         if holds_keys:
             raise ToolError(f"{real} holds keys: the agent may not open it. Ask the user to look.")
@@ -327,7 +327,7 @@ class Turn:
 
     def check_known(self, path: Path) -> None:
         """Raise ToolError if a file was not read, has changed since, or is read-only."""
-        if not path.is_file() or not path.stat().st_size:  # no content can be lost
+        if not path.is_file() or not path.stat().st_size:  # there is no content to lose
             return
         info = path.stat()
         if path not in self.seen:
@@ -402,7 +402,7 @@ def shorten(text: str, limit: int, missing: int = 0) -> str:
 
 
 # ---- Schemas: which arguments are valid ----
-# Models send "120" instead of 120. MCP servers use all of JSON Schema; this code checks a part.
+# Models send "120" instead of 120. MCP servers use all of JSON Schema, but only a part is checked.
 
 JSON_TYPES = {
     "string": str, "integer": int, "number": (int, float), "boolean": bool,
@@ -650,7 +650,7 @@ def list_dir(path: str = ".", *, turn: Turn) -> str:
     except OSError as problem:
         raise ToolError(f"Cannot list {real}: {problem.strerror}.{similar_names(real)}") from None
     lines = [f"{real}: {len(entries)} entries"]
-    for entry in entries:  # "sub/" and "a.txt  17 bytes"; a link has only its name
+    for entry in entries:  # "sub/", "a.txt  17 bytes", and the bare name of a link
         end = "/" if entry.is_dir(follow_symlinks=False) else ""
         if entry.is_file(follow_symlinks=False):
             end = f"  {entry.stat().st_size:,} bytes"
@@ -725,7 +725,7 @@ def replace_passage(text: str, old: str, new: str, replace_all: bool = False) ->
 
 
 def passages_by_lines(text: str, old: str) -> list[tuple[int, int]]:
-    """Find `old`, ignoring spaces around each line: [(start, end)]. Over 100 lines give []."""
+    """[(start, end)] of `old`, ignoring spaces around each line; [] if `old` has over 100 lines."""
     lines = [re.escape(line.strip(" \t\r")) for line in old.strip("\n").split("\n")]
     if len(lines) > 100 or not old.strip():  # the search for more lines is slow
         return []
@@ -792,7 +792,7 @@ def indentations(lines: list[str]) -> list[str]:
 
 def nearest(text: str, old: str) -> str:
     lines, wanted = text.split("\n"), old.strip("\n").split("\n")
-    starts = [line[:100] for line in lines[:5_000]]  # the limits keep this fast
+    starts = [line[:100] for line in lines[:5_000]]  # the limits keep the comparison fast
     close = difflib.get_close_matches(wanted[0][:100], starts, n=1, cutoff=0.5)
     if not close:
         return " No line is like the first one of old_text: read the file again."
@@ -827,7 +827,7 @@ def change_cell(text: str, index: int, source: str, kind: str, mode: str) -> str
         cells[index : index + taken] = [] if mode == "delete" else [new]
         layout = re.match(r"\s*\{\n([ \t]*)", text)  # the file's indentation (Jupyter: one space)
         after = json.dumps(book, ensure_ascii=False, indent=layout and layout[1])
-        after.encode()  # raises ValueError for lone surrogates, which come from invalid UTF-8
+        after.encode()  # raises ValueError for lone surrogates (invalid UTF-8)
     except (ValueError, KeyError, TypeError, RecursionError) as problem:
         why = f"{type(problem).__name__}: {problem}"
         raise ToolError(f"Not a notebook of nbformat 4: {why}. Use edit_file.") from None
@@ -835,7 +835,7 @@ def change_cell(text: str, index: int, source: str, kind: str, mode: str) -> str
 
 
 def lawful_cell(cell: dict, source: str, kind: str, book: dict) -> dict:
-    """A valid cell: sorted keys, outputs only in code cells, an id only since nbformat 4.5."""
+    """Make a valid cell: sorted keys, outputs only in code cells, an id only since nbformat 4.5."""
     cell |= {"cell_type": kind, "source": source.splitlines(keepends=True)}
     foreign = {"attachments"} if kind == "code" else {"execution_count", "outputs"}
     if kind == "code":
@@ -912,7 +912,7 @@ GLOB_MEANINGS = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]", "{": 
 
 
 def glob_pattern(glob: str) -> re.Pattern:
-    """Make a regular expression from a glob. A glob without a slash fits names in all folders.
+    """Convert a glob to a regular expression. A glob without a slash matches in every folder.
 
     "src/*.{py,js}" → r"src/[^/]*\\.(?:py|js)\\Z";  Python's own globs have no braces.
     """
@@ -968,8 +968,8 @@ OF_OTHER_PROGRAMS = {  # syntax that `re` reads as plain characters
     r"\\[<>]": r"In Python's re \< is a plain <; \b is a word boundary.",
 }
 # grep quickly skips each file that lacks the words that every match of the pattern must contain.
-NO_WORD = r"(?s)\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[^\0-\x7f]"  # ends a word: \w, \., [a-z], ſ
-QUANTIFIED = r"(?s).?[*+?{][*+?\d,}]*|[.^$]"  # finds s? in words?, a{2,5} in ba{2,5}, ^ and $
+NO_WORD = r"(?s)\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[^\0-\x7f]"  # not part of a word: \w, \., [a-z]
+QUANTIFIED = r"(?s).?[*+?{][*+?\d,}]*|[.^$]"  # matches `s?` in `words?`, `a{2,5}` in `ba{2,5}`
 
 
 @tool(read_only=True)
@@ -1019,7 +1019,7 @@ async def search_lines(request: dict) -> dict:
 
 
 def child_program() -> str:
-    """The child's program has only the functions it needs: importing this file takes 200 ms."""
+    """The child runs a short program instead of importing this file, which takes 200 ms."""
     lines = ["from __future__ import annotations", "import json, os, re, signal, sys"]
     functions = (open_file, plain_text, is_binary, search_child, needed_words, may_match,
                  searched_bytes, shown_lines)  # fmt: skip
@@ -1054,7 +1054,7 @@ def search_child() -> None:
 
 
 def needed_words(source: str, *, ignore_case: bool) -> list[list[str]]:
-    r"""Return lists of words. Each matching line has all words of a list; [[]] excludes no line.
+    r"""Return lists of words. A matching line has all words of one list; [[]] allows any line.
 
     r"\bneedle\b|def\s+(get|set)_x" → [["needle"], ["get_x", "def"], ["set_x", "def"]]
     """
@@ -1073,7 +1073,7 @@ def needed_words(source: str, *, ignore_case: bool) -> list[list[str]]:
 
 def may_match(text: str, options: list[list[str]], *, ignore_case: bool) -> bool:
     """False if the text lacks a word of each list, which means that no line can match."""
-    is_odd = ignore_case and any(letter in text for letter in "İıſ")  # `re` takes them for i and s
+    is_odd = ignore_case and any(letter in text for letter in "İıſ")  # `re` reads İ, ı as i, ſ as s
     text = text.lower() if ignore_case else text
     return is_odd or any(all(word in text for word in words) for words in options)
 
@@ -1120,21 +1120,21 @@ NARROWED = r"(-i?(name|path|regex)|-empty|-size|-[acm](time|min)|-newer).*"
 BORDER = r"[;&|()`]+|-exec(dir)?"  # separates two programs: make && ls
 REDIRECTION = r"[;&|()<>`]*>[&|]?"  # make &> log
 PREFIX = (r"(?s)sudo|env|nohup|time|timeout|command|exec|nice|xargs|if|then|do|else|[!{]?"
-          r"|[-\d].*|[^=]*=.*")  # A=1 sudo nice -n 5 rm: rm is the program  # fmt: skip
-SHELLS = {"sh", "bash", "dash", "zsh", "eval", "su"}  # run their argument: bash -c 'rm -rf x'
+          r"|[-\d].*|[^=]*=.*")  # in A=1 sudo nice -n 5 rm, the program is rm  # fmt: skip
+SHELLS = {"sh", "bash", "dash", "zsh", "eval", "su"}  # a shell runs an argument: bash -c 'rm x'
 WRITERS = {"tee", "mv", "rm", "truncate", "touch", "mkdir"}
 HERE_DOCUMENT = r"(?<!<)<<-?\s*[\"'\\]?([A-Za-z_]\w*)"  # cat > a.txt <<'END'
 READ_BY_A_SHELL = r"(^|[\s;&|(/])((ba|da|z|s)?sh|su|eval|source)([\s<]|$)"  # bash <<END.
-# These paths need no check: `make 2> /dev/null`, `/usr/bin/env python`
+# These paths need no check, as in `make 2> /dev/null` and `/usr/bin/env python`
 HARMLESS = r"/dev/(null|std(in|out|err)|tty|shm/[\w.-]+|tcp/[\w.-]+/\w+)|(/usr)?/bin/\w[^/]*"
 
 
 def check_command(command: str, turn: Turn) -> None:
-    """Raise ToolError for a FATAL program, a fork bomb, a file with API keys, and a write to a
+    """Raise ToolError for a FATAL program, a fork bomb, a file with API keys, or a write to a
     device or to the agent's records. A recursive delete may only name plain paths below the
     working folder. Under the fence, existing paths outside of the allowed folders are refused."""
     command = without_here_document(command)
-    if len(command) > 20_000:  # the checks would be slow
+    if len(command) > 20_000:  # the checks of a long command are slow
         raise ToolError("The command is too long. Write a script file and run that.")
     if re.search(FORK_BOMB, command):
         raise ToolError("Refused: this is a fork bomb.")
@@ -1229,13 +1229,13 @@ def check_word(word: str, turn: Turn, *, writes: bool) -> None:
 # ---- The shell: a command and all processes that it starts ----
 
 MAX_OUTPUT_CHARS = 10_000
-KEPT_BYTES = 4 * MAX_OUTPUT_CHARS  # of the start and of the end; a character has up to 4 bytes
+KEPT_BYTES = 4 * MAX_OUTPUT_CHARS  # up to 4 bytes per character, for the start and for the end
 SAFE_ENVIRONMENT = ("HOME", "LANG", "TERM", "PATH")  # other variables may hold API keys
 
 
 @dataclass
 class Exec(Tool):
-    """A shell with few environment variables; PATH gets `path_append`; `timeout` is in seconds."""
+    """Runs bash with few environment variables. `path_append` is added to PATH."""
 
     name = "exec"
     description = (
@@ -1243,7 +1243,7 @@ class Exec(Tool):
         "flags like -y. Returns stdout, then STDERR:, then the exit code. A background process "
         "(`cmd &`) is killed when the agent exits; after `setsid cmd &` the process keeps running."
     )
-    timeout: int = 60
+    timeout: int = 60  # seconds
     path_append: str = ""
     allowed_env: Iterable[str] = ()
     sandbox: str = ""  # "bwrap", or "" for no sandbox
@@ -1304,7 +1304,7 @@ class Job:
             argv, cwd=folder, env=environment, start_new_session=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
-        atexit.register(self.kill)  # for the case that this program exits before the command
+        atexit.register(self.kill)  # kill the command when this program exits
         self.stdout, self.stderr = Capture(self.process.stdout), Capture(self.process.stderr)
 
     async def run(self, seconds: float) -> ToolResult:
@@ -1394,7 +1394,7 @@ def sandbox_problem() -> str:
 
 
 # ---- The web: which addresses are allowed ----
-# Host names are never judged, only the IP addresses that they resolve to.
+# Host names are not checked, only the IP addresses that they resolve to.
 
 PORTS = {"http": 80, "https": 443}
 CARRIERS = [ipaddress.ip_network(network) for network in (  # carry IPv4: ::ffff:127.0.0.1
@@ -1439,7 +1439,7 @@ MAX_WEB_BYTES = 5_000_000
 
 class Web:
     """Sends requests to public addresses, and to addresses in `whitelist` (CIDRs). With a `proxy`,
-    like http://proxy.example:3128, only trusted requests are direct; the proxy resolves names."""
+    like http://proxy.example:3128, only trusted requests bypass the proxy, which resolves names."""
 
     def __init__(
         self, whitelist: Iterable[str] = (), resolve: Any = socket.getaddrinfo,
@@ -1480,7 +1480,7 @@ class Web:
         return response, body
 
     async def _addresses(self, url: Any, trusted: bool) -> list[tuple]:
-        """Resolve a host once and check the addresses, because a second answer could differ."""
+        """Resolve a host only once, because a second answer could differ; check each address."""
         place = (url.hostname, url.port or PORTS[url.scheme])
         answers = await in_thread(self.resolve, *place, type=socket.SOCK_STREAM)
         addresses = [answer[4][:2] for answer in answers]
@@ -1527,7 +1527,7 @@ TAG = rf"(?i)<(/?[a-z][\w:-]*){ATTRIBUTES}|<(/?[a-z][\w:-]*)([^<>]*)>?|<[!?/][^<
 LINK = rf"(?is)<a\b{ATTRIBUTES}(.*?)(?:</a\b[^<>]*>?|(?=<a\b)|\Z)"
 NOT_TEXT = (r"(?is)<(script|style|template|svg|iframe|title)\b.*?(?:</\1\b[^<>]*>?|\Z)"
             r"|<!--.*?(?:-->|\Z)|&#\d{8,};?|[\0\1]|<h\d\b[^<>]*>\s*</h\d>")  # fmt: skip
-# <nav>menu</nav>, but not <aside class=footnote>, and no element that is never closed
+# removes <nav>menu</nav>, but not <aside class=footnote> or an element that is never closed
 BESIDE = r"(?is)<(nav|select|(?:footer|aside)(?![^<>]*note))\b.*?(?:(</\1\b[^<>]*>?)|\Z)"
 CODE = r"(?is)<pre\b[^<>]*>(.*?)(?:</pre\b[^<>]*>?|\Z)"
 BLOCK = (r"/?(p|div|[uod]l|d[dt]|table|blockquote|section|article|main|header|footer|aside"
@@ -1632,7 +1632,7 @@ class WebFetch(Tool):
 
 
 def readable(response: Any, body: bytes) -> str:
-    """Convert HTML to plain text; other text is unchanged, and binary data give type and size."""
+    """Convert HTML to plain text, keep other text, and describe binary data by type and size."""
     kind = response.getheader("Content-Type", "").lower()
     text = decode_page(body, kind).replace("\r\n", "\n")
     if "\0" in text[:8_192] or re.match("(audio|video|font)/|application/pdf", kind):
@@ -1645,7 +1645,7 @@ def readable(response: Any, body: bytes) -> str:
 
 
 class SearchService(NamedTuple):
-    url: str  # only a path if the user must set baseUrl
+    url: str  # without a host if the user must set baseUrl
     query: str  # the name of the parameter for the search words
     count: str = ""
     headers: dict[str, str] = {}  # {key} is replaced by the user's key
@@ -1806,7 +1806,7 @@ def mcp_result(answer: dict) -> ToolResult:
 # A server may hang, exit or send invalid data. Each connection has a task of its own, because anyio
 # requires that one task opens and closes a connection.
 
-MAX_MCP_TOOLS, MAX_MCP_CHARS = 128, 20_000  # per server and per tool, to keep requests small
+MAX_MCP_TOOLS, MAX_MCP_CHARS = 128, 20_000  # limits per server and per tool keep requests small
 
 
 class MCPServer:
@@ -1892,8 +1892,8 @@ class MCPServer:
     async def _transport(self, stack: contextlib.AsyncExitStack) -> Any:
         from mcp.client import sse, stdio, streamable_http
 
-        logging.getLogger("mcp").setLevel(logging.CRITICAL)  # else each bad line logs a traceback
-        logging.getLogger("httpx2").setLevel(logging.WARNING)  # httpx2 logs URLs, some with keys
+        logging.getLogger("mcp").setLevel(logging.CRITICAL)  # mcp logs a traceback per bad line
+        logging.getLogger("httpx2").setLevel(logging.WARNING)  # httpx2 would log keys in URLs
         settings = self.settings
         kind = settings.type.lower() or settings.url.rpartition("/")[2]
         if settings.command:
