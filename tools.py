@@ -161,7 +161,7 @@ def as_schema(hint: Any) -> dict:
         return {**as_schema(Union[tuple(map(type, inner))]), "enum": list(inner)}  # noqa: UP007
     if origin in (Union, types.UnionType):
         merged = functools.reduce(dict.__or__, map(as_schema, inner))
-        types_of_each = [kinds(as_schema(option)) for option in inner]  # Any and Path give []
+        types_of_each = [kinds(as_schema(option)) for option in inner]  # Any and Path give no types
         return {**merged, "type": sum(types_of_each, [])} if all(types_of_each) else {}
     if origin is list:  # some endpoints refuse an array without `items`
         return {"type": "array", "items": as_schema(inner[0]) if inner else {}}
@@ -280,7 +280,7 @@ class Turn:
     """
 
     workspace: Path = Path(".")  # the agent's own folder: memory, sessions, skills
-    cwd: Path = Path(".")  # relative paths and exec start here
+    cwd: Path = Path(".")  # relative paths start here; exec runs here
     channel: str = "cli"
     chat_id: str = "direct"
     session_key: str = "cli:direct"
@@ -384,7 +384,7 @@ async def in_thread(function: Callable, /, *args: Any, **kwargs: Any) -> Any:
         try:
             future.set_result(function(*args, **kwargs))
         except BaseException as failure:
-            is_lost = isinstance(failure, StopIteration)  # asyncio would not wake the caller
+            is_lost = isinstance(failure, StopIteration)  # else the caller would wait forever
             future.set_exception(RuntimeError(repr(failure)) if is_lost else failure)
 
     # the thread gets a copy of the caller's context variables, as an asyncio task does
@@ -907,7 +907,7 @@ def ignored_by_git(folder: str) -> set[str]:
 
 
 Limit = Annotated[int, IntegerSchema(minimum=1)]
-GLOB_TOKEN = r"(?s)\\.|\[[!^]?\]?[^\]]{0,99}\]|\*\*/|\*\*|."  # \[, [!a-z], **/ in src/**/*.py
+GLOB_TOKEN = r"(?s)\\.|\[[!^]?\]?[^\]]{0,99}\]|\*\*/|\*\*|."  # tokens such as \[, [!a-z], **/
 GLOB_MEANINGS = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]", "{": "(?:", "}": ")"}
 
 
@@ -1201,7 +1201,7 @@ def without_here_document(command: str) -> str:
 
 
 def is_deletable(name: str, turn: Turn) -> bool:
-    """True if `name` is plain, strictly below the working folder, and holds no records or keys."""
+    """True if `name` is a plain path below the working folder and contains no records or keys."""
     if re.search(r"[$`{?\[]|\*.*/|(^|/)\.\.(/|$)", name):  # the target of $X/../*/a is unknown
         return False
     target = os.path.dirname(name) if "*" in name else name  # sub/* is checked like sub
@@ -1399,7 +1399,7 @@ def sandbox_problem() -> str:
 PORTS = {"http": 80, "https": 443}
 CARRIERS = [ipaddress.ip_network(network) for network in (  # carry IPv4: ::ffff:127.0.0.1
     "::ffff:0:0/96", "64:ff9b::/96", "::/96")]  # fmt: skip
-NOT_PUBLIC = [ipaddress.ip_network(network) for network in (  # the first is a server of Azure
+NOT_PUBLIC = [ipaddress.ip_network(network) for network in (  # 168.63.129.16 belongs to Azure
     "168.63.129.16", "192.0.0.0/24", "192.88.99.0/24", "2002::/16", "3fff::/20", "fec0::/10",
 )]  # fmt: skip
 
@@ -1786,7 +1786,7 @@ class MCPTool(Tool):
 def mcp_result(answer: dict) -> ToolResult:
     """Collect texts and images: a tool's `content`, resource `contents` or a prompt's `messages`.
 
-    {"content": [{"type": "text", "text": "21 °C"}]} → 21 °C; a link → [text/plain: file:///a.txt]
+    A text block gives its text, 21 °C; a link gives its type and URI, [text/plain: file:///a.txt].
     """
     blocks = answer.get("content") or answer.get("contents") or []
     blocks += [message["content"] for message in answer.get("messages", [])]
@@ -1817,7 +1817,7 @@ class MCPServer:
 
     def __init__(self, name: str, settings: Any, registry: ToolRegistry):
         self.name, self.settings, self.registry = name, settings, registry
-        self.tools: list[str] = []  # the names of its tools in the registry
+        self.tools: list[str] = []  # the names of this server's tools in the registry
         self.client = self.task = self.scope = self.stderr = None
         self.problem, self.started, self.retry_at = "", 0.0, 0.0
 
