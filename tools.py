@@ -69,7 +69,7 @@ log = logging.getLogger("nanobot.tools")
 
 @dataclass
 class ToolResult:
-    """A text for the model; `images` are `image_url` blocks, sent in a user message after it."""
+    """A tool's text for the model, and images (`image_url` blocks) for the next user message."""
 
     text: str
     is_error: bool = False
@@ -77,11 +77,11 @@ class ToolResult:
 
 
 class ToolError(Exception):
-    """The model made a mistake. It gets this text: the cause, then what to do."""
+    """The model made a mistake. The model gets the error's text: the cause, then what to do."""
 
 
 def as_result(value: Any) -> ToolResult:
-    """Turn what a tool returned into a ToolResult: None, "text", {"degrees": 21}, a ToolResult."""
+    """Convert a tool's return value (None, text, a ToolResult or JSON data) to a ToolResult."""
     if isinstance(value, ToolResult):
         return value
     if isinstance(value, str | None):
@@ -97,8 +97,8 @@ class Tool:
 
     name: str = ""
     description: str = ""
-    read_only: bool = False  # True: it changes nothing, and needs no approval
-    exclusive: bool = False  # True: no other call runs at the same time
+    read_only: bool = False  # True: the tool changes nothing and needs no approval
+    exclusive: bool = False  # True: the tool never runs together with another tool
 
     async def execute(self, **arguments: Any) -> Any:
         """Returns text, a ToolResult or JSON data; raises ToolError if the model made a mistake."""
@@ -106,7 +106,7 @@ class Tool:
 
     @property
     def body(self) -> Callable:
-        """The function that the subclass wrote: its signature is the schema."""
+        """The method that the subclass defines; the schema is made from its signature."""
         return self.run if type(self).execute is Tool.execute else self.execute
 
     @functools.cached_property
@@ -124,8 +124,8 @@ class Tool:
 
 
 def tool(function: Callable | None = None, **flags: Any) -> Any:
-    """Make a tool from a function: `@tool`, `@tool(read_only=True)`; from a method: `tool(a.b)`.
-    The function becomes the method `run` of a new Tool subclass (`execute` if it is async)."""
+    """Make a tool: `@tool` or `@tool(read_only=True)` above a function, `tool(a.b)` for a method.
+    The function becomes the method `run`, or `execute` if it is async, of a new Tool subclass."""
     if function is None:
         return functools.partial(tool, **flags)
 
@@ -138,7 +138,7 @@ def tool(function: Callable | None = None, **flags: Any) -> Any:
     for flag, value in flags.items():
         setattr(FunctionTool, flag, value)
     if not FunctionTool.description:
-        log.warning("The tool %s has no docstring: models cannot know its use.", FunctionTool.name)
+        log.warning("The tool %s has no docstring: models get no description.", FunctionTool.name)
     return FunctionTool()
 
 
@@ -161,7 +161,7 @@ def as_schema(hint: Any) -> dict:
         return {**as_schema(Union[tuple(map(type, inner))]), "enum": list(inner)}  # noqa: UP007
     if origin in (Union, types.UnionType):
         merged = functools.reduce(dict.__or__, map(as_schema, inner))
-        types_of_each = [kinds(as_schema(option)) for option in inner]  # [] for Any and Path
+        types_of_each = [kinds(as_schema(option)) for option in inner]  # Any and Path give no types
         return {**merged, "type": sum(types_of_each, [])} if all(types_of_each) else {}
     if origin is list:  # some endpoints refuse an array without `items`
         return {"type": "array", "items": as_schema(inner[0]) if inner else {}}
@@ -170,7 +170,7 @@ def as_schema(hint: Any) -> dict:
 
 
 def signature_schema(function: Callable) -> dict:
-    """A function's parameters as a schema, without `turn`, which the registry passes."""
+    """The schema of a function's parameters, except `turn`, which the registry passes."""
     hints = get_type_hints(function, include_extras=True)
     parameters = {
         name: each for name, each in inspect.signature(function).parameters.items()
@@ -186,7 +186,7 @@ def signature_schema(function: Callable) -> dict:
 class ToolRegistry:
     """The tools of one agent. A result longer than the turn's limit is saved to a file."""
 
-    kept_results = 200  # result files; older ones are deleted
+    kept_results = 200  # older result files are deleted
 
     def __init__(self, tools: Iterable[Tool] = ()):
         self._tools: dict[str, Tool] = {}
@@ -194,7 +194,7 @@ class ToolRegistry:
             self.register(tool)
 
     def register(self, tool: Tool) -> None:
-        """Add a tool; it replaces a tool of the same name."""
+        """Add a tool; a tool with the same name is replaced."""
         if not isinstance(tool, Tool):
             raise TypeError(f"{getattr(tool, '__name__', tool)} is not a tool: put @tool above it.")
         self._tools[tool.name] = tool
@@ -211,7 +211,7 @@ class ToolRegistry:
         return [self._tools[name].to_schema() for name in names]
 
     def prepare_call(self, name: str, params: Any) -> tuple[Tool | None, dict, str | None]:
-        """The tool, its arguments after casting, and the problem with them (None: no problem)."""
+        """Return (tool or None, arguments after casting, problem or None)."""
         tool = self._tools.get(name)
         if not tool:
             near = ", ".join(difflib.get_close_matches(name[:64].lower(), self._tools, 99, 0))
@@ -226,7 +226,7 @@ class ToolRegistry:
         return tool, params, problem
 
     async def execute(self, name: str, params: Any, turn: "Turn | None" = None) -> ToolResult:
-        """Run one call; `params` is a dict or JSON text. Every failure becomes an error result."""
+        """Run one tool. `params` is a dict or JSON text. Every failure becomes an error result."""
         turn = turn or Turn()
         try:
             tool, arguments, problem = self.prepare_call(name, params)
@@ -239,10 +239,10 @@ class ToolRegistry:
             result = ToolResult(str(mistake), is_error=True)
         except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
             if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
-                raise  # the turn is cancelled, not only a task inside the tool
+                raise  # the turn itself is cancelled, not a task that the tool started
             result = ToolResult(f"{name} failed: {type(error).__name__}: {error}", is_error=True)
             line = result.text.split("\n")[0]
-            log.warning("tool %s", line, exc_info=log.isEnabledFor(logging.INFO))  # if --logs
+            log.warning("tool %s", line, exc_info=log.isEnabledFor(logging.INFO))  # with --logs
         if not result.text.strip():
             result.text = f"({name} completed with no output)"
         if len(result.text) > turn.max_result_chars:
@@ -250,14 +250,14 @@ class ToolRegistry:
         return result
 
     def _put_aside(self, name: str, text: str, turn: "Turn") -> str:
-        """Save a text that is too long to a file; returns a notice and the text's first part."""
+        """Save an overlong text in a file; returns a notice and the start of the text."""
         folder = turn.workspace / ".nanobot" / "tool-results"
         path = folder / f"{time.time_ns()}-{name[:64]}.txt"
         try:
             folder.mkdir(parents=True, exist_ok=True)
             path.write_bytes(text.encode("utf-8", errors="replace"))
             for old in sorted(folder.glob("*-*.txt"))[: -self.kept_results]:
-                old.unlink(missing_ok=True)  # another program may have removed it
+                old.unlink(missing_ok=True)  # another program may have deleted the file
         except OSError as problem:
             log.warning("could not save the result of %s to a file: %s", name, problem)
             return shorten(text, turn.max_result_chars - 100)
@@ -270,7 +270,7 @@ class ToolRegistry:
 
 @dataclass(frozen=True)
 class Turn:
-    """The chat, folders and limits of one turn; a tool gets them by a parameter named `turn`.
+    """The chat, folders and limits of one turn, passed to each tool with a parameter `turn`.
 
         import asyncio, tools
         turn = tools.Turn(restrict=True)  # the fence: workspace and cwd are the current folder
@@ -279,31 +279,31 @@ class Turn:
     """
 
     workspace: Path = Path(".")  # the agent's own folder: memory, sessions, skills
-    cwd: Path = Path(".")  # relative paths and exec start here
+    cwd: Path = Path(".")  # relative paths start here; exec runs here
     channel: str = "cli"
     chat_id: str = "direct"
     session_key: str = "cli:direct"
     depth: int = 0  # 0: the main agent; 1: a subagent
-    restrict: bool = False  # the fence: allow only workspace, cwd and, to read, `readable`
+    restrict: bool = False  # the fence: tools may use only workspace and cwd, and read `readable`
     readable: tuple[Path, ...] = ()
-    secret: tuple[Path, ...] = ()  # files with keys: no tool may open them
+    secret: tuple[Path, ...] = ()  # files with API keys, which no tool may open
     max_result_chars: int = 16_000
     seen: dict[Path, tuple] = field(default_factory=dict, compare=False)  # file version when read
 
     def path(self, text: str, write: bool = False) -> Path:
-        """The real path of "~/a.txt", "../b" or a link; raises ToolError if it is not allowed."""
+        """Resolve "~/a.txt", "../b" or a link; raises ToolError if the real path is not allowed."""
         try:
             real = (self.cwd / os.path.expanduser(text)).resolve()
             holds_keys = self.is_secret(real)
-            if real.is_symlink():  # a loop of links: since Python 3.13 `resolve` returns it
+            if real.is_symlink():  # since Python 3.13 `resolve` returns a looping link
                 raise OSError("it is a link that leads to itself")
-        except (OSError, RuntimeError, ValueError) as problem:  # such as a loop of links, or a NUL
+        except (OSError, RuntimeError, ValueError) as problem:  # for a looping link or a NUL byte
             raise ToolError(f"{text!r} is not a usable path: {problem}") from None
         if holds_keys:
             raise ToolError(f"{real} holds keys: the agent may not open it. Ask the user to look.")
         home, here = self.workspace, self.cwd
         if write and any(real.is_relative_to(home.resolve() / name) for name in AGENT_FILES):
-            raise ToolError(f"{real} is the agent's own record: tools may not write there.")
+            raise ToolError(f"{real} is the agent's own record: tools may not write to it.")
         roots = [home, here, *(() if write else self.readable)]
         if self.restrict and not any(real.is_relative_to(root.resolve()) for root in roots):
             raise ToolError(f"{real} is outside of {home} and {here}. Use a path inside them.")
@@ -311,22 +311,22 @@ class Turn:
 
     def is_secret(self, real: Path) -> bool:
         if real.parts[1:2] == ("proc",) and real.name in ("environ", "mem"):
-            return True  # both can show the keys in the environment
+            return True  # both files can show API keys from the environment
         for secret in self.secret:
             if real.parent == secret.parent and real.name.startswith(secret.name):
-                return True  # the file, or a copy of it like config.json.bak
-        # samefile also recognizes hard links, and other capitals if the file system ignores case
+                return True  # `startswith` also finds copies, like config.json.bak.
+        # `samefile` also finds hard links, and CONFIG.JSON if the file system ignores case.
         existing = [secret for secret in self.secret if real.exists() and secret.exists()]
         return any(real.samefile(secret) for secret in existing)
 
     def note_read(self, path: Path) -> None:
-        """Remember this version of a file: the session has read it and may now change it."""
+        """Record the version of a file that the session has read and may therefore edit."""
         info = path.stat()
         self.seen[path] = (info.st_mtime_ns, info.st_size)
 
     def check_known(self, path: Path) -> None:
         """Raise ToolError if a file was not read, has changed since, or is read-only."""
-        if not path.is_file() or not path.stat().st_size:  # a write destroys nothing
+        if not path.is_file() or not path.stat().st_size:  # there is no content to lose
             return
         info = path.stat()
         if path not in self.seen:
@@ -374,25 +374,25 @@ def write_file(path: str, content: str, *, turn: Turn) -> str:
 
 
 async def in_thread(function: Callable, /, *args: Any, **kwargs: Any) -> Any:
-    """Run a blocking function in a new daemon thread and await it; if cancelled, drop its result.
-    `asyncio.to_thread` has only CPU cores + 4 threads, and a program cannot end before they do."""
+    """Run a blocking function in a new daemon thread and await it; if cancelled, drop the result.
+    `asyncio.to_thread` has few threads (CPU cores + 4), and no program can exit while they run."""
     future: Future = Future()
-    future.set_running_or_notify_cancel()  # else a cancelled caller would make `set_result` fail
+    future.set_running_or_notify_cancel()  # else `set_result` fails if the caller was cancelled
 
     def work() -> None:
         try:
             future.set_result(function(*args, **kwargs))
         except BaseException as failure:
-            is_lost = isinstance(failure, StopIteration)  # asyncio would never wake the caller
+            is_lost = isinstance(failure, StopIteration)  # else the caller would wait forever
             future.set_exception(RuntimeError(repr(failure)) if is_lost else failure)
 
-    # the thread has the context of the caller, as each task has
+    # the thread gets a copy of the caller's context variables, as an asyncio task does
     threading.Thread(target=contextvars.copy_context().run, args=[work], daemon=True).start()
     return await asyncio.wrap_future(future)
 
 
 def shorten(text: str, limit: int, missing: int = 0) -> str:
-    """Keep head and tail of a text over `limit` characters; `missing` more were lost before."""
+    """Remove the middle of a text over `limit` characters; `missing` were removed earlier."""
     if len(text) + missing <= limit:
         return text
     half = limit // 2
@@ -401,7 +401,7 @@ def shorten(text: str, limit: int, missing: int = 0) -> str:
 
 
 # ---- Schemas: which arguments are valid ----
-# Models send "120" for 120. MCP servers use all of JSON Schema; this code checks a part of it.
+# Models send "120" instead of 120. MCP servers use all of JSON Schema, but only a part is checked.
 
 JSON_TYPES = {
     "string": str, "integer": int, "number": (int, float), "boolean": bool,
@@ -414,13 +414,13 @@ OPENING = ("additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf
 
 
 def keyword(schema: Any, name: str, kind: type) -> Any:
-    """The value of a keyword; `kind()` if the value is missing or has another type."""
+    """Read a keyword of a schema; returns an empty `kind` if the value is missing or mistyped."""
     value = schema.get(name) if isinstance(schema, dict) else None
     return value if isinstance(value, kind) else kind()
 
 
 def kinds(schema: Any) -> list[str]:
-    """The JSON types that a schema allows; [] means any (anyOf and $ref are not looked at)."""
+    """The JSON types that a schema allows; [] means any type (anyOf and $ref are ignored)."""
     names = keyword(schema, "type", list) or [keyword(schema, "type", str)]
     if not all(str(name) in JSON_TYPES for name in names):
         return []
@@ -438,7 +438,7 @@ def fits(value: Any, wanted: list[str]) -> bool:
 def cast(value: Any, schema: Any) -> Any:
     """Convert a value to its schema's type if possible: "120" → 120, "True" → True, "[1]" → [1]."""
     wanted = kinds(schema)
-    with contextlib.suppress(ValueError, RecursionError):  # not JSON, or a number of 5,000 digits
+    with contextlib.suppress(ValueError, RecursionError):  # invalid JSON, or an overlong integer
         if isinstance(value, str) and not fits(value, wanted):
             read = json.loads(value.lower() if value in ("True", "False") else value)
             value = read if fits(read, wanted) else value
@@ -551,7 +551,7 @@ AGENT_FILES = ("sessions", "cron", "memory/history.jsonl", "memory/HISTORY.md", 
                "memory/.dream_cursor", "memory/history-archive.jsonl", "memory/.lock",
                "memory/.git", ".nanobot")  # fmt: skip
 MAX_FILE_BYTES = 50_000_000
-# O_NOFOLLOW refuses a link that was made after the check; with O_NONBLOCK a FIFO does not block
+# O_NOFOLLOW refuses a link that was created after the check; O_NONBLOCK does not wait for a FIFO
 READING = sum(getattr(os, flag, 0) for flag in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"))
 UTF8_MARK, UTF16_MARKS = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff")
 IMAGE_STARTS = {
@@ -561,12 +561,12 @@ IMAGE_STARTS = {
 
 
 def open_file(path: Any) -> BinaryIO:
-    """Open a file for reading. A link is refused; a FIFO without a writer does not block."""
+    """Open a file for reading; refuses a link, and does not wait for the writer of a FIFO."""
     return open(path, "rb", opener=lambda path, _: os.open(path, READING))
 
 
 def read_bytes(path: Path, most: int = MAX_FILE_BYTES) -> bytes:
-    """A regular file's content; raises ToolError with the reason if it cannot be read."""
+    """Read a regular file; raises ToolError with the reason if the file cannot be read."""
     try:
         with open_file(path) as file:
             info = os.fstat(file.fileno())
@@ -580,7 +580,7 @@ def read_bytes(path: Path, most: int = MAX_FILE_BYTES) -> bytes:
 
 
 def plain_text(data: bytes) -> str:
-    """b"\\xef\\xbb\\xbfone\\r\\ntwo\\r\\n" → "one\\ntwo"; UTF-16 if the data begin with its BOM."""
+    """b"\\xef\\xbb\\xbfone\\r\\ntwo\\r\\n" → "one\\ntwo"; a UTF-16 BOM selects UTF-16."""
     encoding = "utf-16" if data.startswith(UTF16_MARKS) else "utf-8"
     text = data.removeprefix(UTF8_MARK).decode(encoding, errors="replace")
     return (text.replace("\r\n", "\n") if "\r" in text else text).removesuffix("\n")
@@ -612,7 +612,7 @@ def numbered_page(lines: list[str], first: int, most: int, room: int) -> str:
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Replace the whole content or nothing, even in a power cut; the file mode is kept."""
+    """Replace a file's whole content or nothing, even at a power failure; keeps the file mode."""
     if path.exists() and not path.is_file():
         raise ToolError(f"{path} is not a regular file: nothing was written.")
     temporary = path.with_name(f".{path.name[:40]}.{os.getpid()}-{time.time_ns()}.tmp")
@@ -632,7 +632,7 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 def image_block(data: bytes) -> dict | None:
-    """An `image_url` block with the bytes; None if they are not a png, jpeg, gif or webp."""
+    """Make an `image_url` block; returns None if the data are not a png, jpeg, gif or webp."""
     for kind, start in IMAGE_STARTS.items():
         if re.match(start, data):
             url = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
@@ -649,7 +649,7 @@ def list_dir(path: str = ".", *, turn: Turn) -> str:
     except OSError as problem:
         raise ToolError(f"Cannot list {real}: {problem.strerror}.{similar_names(real)}") from None
     lines = [f"{real}: {len(entries)} entries"]
-    for entry in entries:  # "sub/", "a.txt  17 bytes"; for a link only its name
+    for entry in entries:  # "sub/", "a.txt  17 bytes", and the bare name of a link
         end = "/" if entry.is_dir(follow_symlinks=False) else ""
         if entry.is_file(follow_symlinks=False):
             end = f"  {entry.stat().st_size:,} bytes"
@@ -699,8 +699,8 @@ def diff(before: str, after: str, name: str) -> str:
 
 
 def replace_passage(text: str, old: str, new: str, replace_all: bool = False) -> str:
-    """`text` with `old` replaced by `new`; raises ToolError if `old` is missing, occurs more than
-    once, or does not show how to indent the new lines."""
+    """Replace `old` by `new`; raises ToolError if `old` is missing or occurs more than once, or if
+    the indentation of the new lines is not certain."""
     is_block, first = "\n" in new.strip("\n"), text.find(old)
     if replace_all and first >= 0:
         matches = re.finditer(re.escape(old), text) if is_block else []
@@ -724,9 +724,9 @@ def replace_passage(text: str, old: str, new: str, replace_all: bool = False) ->
 
 
 def passages_by_lines(text: str, old: str) -> list[tuple[int, int]]:
-    """Passages equal to `old`, except for spaces around each line; none for over 100 lines."""
+    """[(start, end)] of `old`, ignoring spaces around each line; [] if `old` has over 100 lines."""
     lines = [re.escape(line.strip(" \t\r")) for line in old.strip("\n").split("\n")]
-    if len(lines) > 100 or not old.strip():  # more lines would take long
+    if len(lines) > 100 or not old.strip():  # the search for more lines is slow
         return []
     spaced = [rf"[ \t]*{line}[ \t\r]*" if line else r"[ \t\r]*" for line in lines]
     pattern = r"(?m)^(?=(" + r"\n".join(spaced) + "$))"
@@ -734,9 +734,9 @@ def passages_by_lines(text: str, old: str) -> list[tuple[int, int]]:
 
 
 def replaced(text: str, start: int, end: int, old: str, new: str) -> str:
-    """`text` with one passage replaced by `new`, which gets the passage's indentation."""
+    """Replace one passage of `text` by `new`; the new lines get the passage's indentation."""
     is_exact = text[start:end] == old
-    before = indentation_before(text, start)  # the indentation that `old` lacks
+    before = indentation_before(text, start)  # `old` lacks this indentation
     if not is_exact or (before and "\n" in new.strip("\n")):
         given, wanted = (old, new) if is_exact else (old.strip("\n"), new.strip("\n"))
         start -= len(before)
@@ -748,22 +748,22 @@ def replaced(text: str, start: int, end: int, old: str, new: str) -> str:
             )
     is_whole = text[max(start - 1, 0) : start] in ("", "\n") and text.startswith("\n", end)
     if not new and is_whole and text[end - 1] != "\n":
-        end += 1  # delete the line end with the lines
+        end += 1  # also delete the line break after the deleted lines
     return text[:start] + new + text[end:]
 
 
 def indentation_before(text: str, start: int) -> str:
-    """The spaces between the start of the line and `start`; "" if other text is there."""
+    """The text from the start of the line to `start` if this text is only spaces, else ""."""
     before = text[max(start - 200, 0) : start].rpartition("\n")[2]
     return before if before.isspace() and not text.startswith("\n", start) else ""
 
 
 def reindented(old: str, new: str, passage: str) -> str | None:
-    r"""`new` with the indentation of the passage; None if that indentation is not certain.
+    r"""Give `new` the indentation of the passage; returns None if the indentation is not certain.
 
     old "a()\n  b()"   passage "    a()\n      b()"   new "a()\n  c()"   →   "    a()\n      c()"
 
-    An indentation that only `new` has is not certain: the model may have miscounted its spaces.
+    An indentation that occurs only in `new` is rarely certain: the model may have miscounted.
     """
     old_lines, new_lines, lines = (part.split("\n") for part in (old, new, passage))
     old_depths, new_depths, real_depths = map(indentations, (old_lines, new_lines, lines))
@@ -775,7 +775,7 @@ def reindented(old: str, new: str, passage: str) -> str | None:
     is_known = set(new_depths) <= set(depths) or (is_deeper and not is_moved)
     if len(shifts) > 1 or all_stripped or not is_known or new_depths[:1] not in ([first], []):
         return None
-    kept = dict(zip(old_lines, lines, strict=True))  # with the spaces at the line ends
+    kept = dict(zip(old_lines, lines, strict=True))  # an unchanged line keeps its trailing spaces
 
     def moved(line: str) -> str:
         depth = line[: len(line) - len(line.lstrip(" \t"))]
@@ -791,7 +791,7 @@ def indentations(lines: list[str]) -> list[str]:
 
 def nearest(text: str, old: str) -> str:
     lines, wanted = text.split("\n"), old.strip("\n").split("\n")
-    starts = [line[:100] for line in lines[:5_000]]  # a limit, as the time grows with both lengths
+    starts = [line[:100] for line in lines[:5_000]]  # the limits keep the comparison fast
     close = difflib.get_close_matches(wanted[0][:100], starts, n=1, cutoff=0.5)
     if not close:
         return " No line is like the first one of old_text: read the file again."
@@ -809,12 +809,12 @@ def notebook_edit(
     cell_type: Literal["code", "markdown", "raw", ""] = "",
     mode: Literal["replace", "insert", "delete"] = "replace", *, turn: Turn,
 ) -> str:  # fmt: skip
-    """Change a cell of a Jupyter notebook; insert adds a new cell before it. Returns the diff."""
+    """Change a cell of a Jupyter notebook; mode insert adds a cell before it. Returns the diff."""
     return rewrite(path, turn, lambda text: change_cell(text, cell, source, cell_type, mode))
 
 
 def change_cell(text: str, index: int, source: str, kind: str, mode: str) -> str:
-    """A notebook's JSON with one cell changed; everything else in it stays the same."""
+    """Change one cell in a notebook's JSON; the rest of the notebook stays the same."""
     try:
         book = json.loads(text)
         cells = book["cells"] if book["nbformat"] == 4 else None
@@ -824,9 +824,9 @@ def change_cell(text: str, index: int, source: str, kind: str, mode: str) -> str
         old = {"metadata": {}, "id": os.urandom(4).hex()} if mode == "insert" else cells[index]
         new = lawful_cell({**old}, source, kind or old.get("cell_type", "code"), book)
         cells[index : index + taken] = [] if mode == "delete" else [new]
-        layout = re.match(r"\s*\{\n([ \t]*)", text)  # keep the indentation; Jupyter's is one space
+        layout = re.match(r"\s*\{\n([ \t]*)", text)  # the file's indentation (Jupyter: one space)
         after = json.dumps(book, ensure_ascii=False, indent=layout and layout[1])
-        after.encode()  # raises for lone surrogates, which stand for invalid UTF-8
+        after.encode()  # raises ValueError for lone surrogates (invalid UTF-8)
     except (ValueError, KeyError, TypeError, RecursionError) as problem:
         why = f"{type(problem).__name__}: {problem}"
         raise ToolError(f"Not a notebook of nbformat 4: {why}. Use edit_file.") from None
@@ -834,7 +834,7 @@ def change_cell(text: str, index: int, source: str, kind: str, mode: str) -> str
 
 
 def lawful_cell(cell: dict, source: str, kind: str, book: dict) -> dict:
-    """A cell as nbformat requires it: sorted keys, outputs only for code, an id only since 4.5."""
+    """Make a valid cell: sorted keys, outputs only in code cells, an id only since nbformat 4.5."""
     cell |= {"cell_type": kind, "source": source.splitlines(keepends=True)}
     foreign = {"attachments"} if kind == "code" else {"execution_count", "outputs"}
     if kind == "code":
@@ -845,14 +845,14 @@ def lawful_cell(cell: dict, source: str, kind: str, book: dict) -> dict:
 
 
 # ---- Which files are searched ----
-# Files that git ignores are left out. Git settings of a foreign repository must start no program.
+# Files that git ignores are skipped. A repository's git settings must not start a program.
 
 SKIPPED_FOLDERS = {".git", "node_modules", "__pycache__", ".venv", ".tox", ".mypy_cache",
                    ".pytest_cache", ".ruff_cache", ".nanobot"}  # fmt: skip
 
 
 def find_files(turn: Turn, root: Path, *globs: str) -> list[tuple[str, str]]:
-    """(path below `root`, path) of each regular file that matches all globs and is not secret."""
+    """[(path below `root`, path)] of the regular files that match all globs and are not secret."""
     if root.is_file():
         return [(root.name, str(root))]
     if not root.is_dir():
@@ -875,7 +875,7 @@ def find_files(turn: Turn, root: Path, *globs: str) -> list[tuple[str, str]]:
 def walk(folder: str, ignored: set[str] | None = None) -> Iterator[os.DirEntry]:
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    except OSError:  # a folder that may not be read is skipped
+    except OSError:  # skip a folder that cannot be read
         return
     if ignored is None or any(entry.name == ".git" for entry in entries):  # a nested repository
         ignored = ignored_by_git(folder)
@@ -889,7 +889,7 @@ def walk(folder: str, ignored: set[str] | None = None) -> Iterator[os.DirEntry]:
 
 
 def ignored_by_git(folder: str) -> set[str]:
-    """Paths that git ignores. git may start no other program here: no fsmonitor, no fetch."""
+    """List the paths that git ignores. git must not start programs, such as fsmonitor or fetch."""
     environment = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
     environment |= {"GIT_ALLOW_PROTOCOL": "", "GIT_NO_LAZY_FETCH": "1"}
     command = ["git", "-c", "core.fsmonitor=", "ls-files", "-z", "--others", "--ignored",
@@ -897,21 +897,21 @@ def ignored_by_git(folder: str) -> set[str]:
     try:
         done = subprocess.run(command, cwd=folder, env=environment, stdin=subprocess.DEVNULL,
                               capture_output=True, timeout=10, check=True)  # fmt: skip
-    except (OSError, subprocess.SubprocessError):  # no git, or no work tree, or one of another user
+    except (OSError, subprocess.SubprocessError):  # git is missing, too slow, or refuses the folder
         return set()
     names = os.fsdecode(done.stdout).split("\0")
-    if "./" in names:  # git ignores `folder` itself, but the caller asked for it
+    if "./" in names:  # git ignores `folder` itself, but the caller asked to search it
         return set()
     return {os.path.join(folder, name.rstrip("/")) for name in names}
 
 
 Limit = Annotated[int, IntegerSchema(minimum=1)]
-GLOB_TOKEN = r"(?s)\\.|\[[!^]?\]?[^\]]{0,99}\]|\*\*/|\*\*|."  # \[, [!a-z], **/ in src/**/*.py
+GLOB_TOKEN = r"(?s)\\.|\[[!^]?\]?[^\]]{0,99}\]|\*\*/|\*\*|."  # tokens such as \[, [!a-z], **/
 GLOB_MEANINGS = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]", "{": "(?:", "}": ")"}
 
 
 def glob_pattern(glob: str) -> re.Pattern:
-    """A regular expression for relative paths. A glob without a slash fits names in any folder.
+    """Convert a glob to a regular expression. A glob without a slash matches in every folder.
 
     "src/*.{py,js}" → r"src/[^/]*\\.(?:py|js)\\Z";  Python's own globs have no braces.
     """
@@ -941,7 +941,7 @@ def glob_pattern(glob: str) -> re.Pattern:
 
 @tool(read_only=True)
 def glob(pattern: str, path: str = ".", head_limit: Limit = 250, *, turn: Turn) -> str:
-    """Find files by name, newest first. `*.py` matches in every folder below path."""
+    """Find files by name, newest first. `*.py` finds files in all folders below path."""
     root = turn.path(path)
     dated = [(-os.lstat(file).st_mtime, name) for name, file in find_files(turn, root, pattern)]
     names = [name for _, name in sorted(dated)]
@@ -954,8 +954,8 @@ def first_lines(lines: list[str], limit: int) -> str:
 
 
 # ---- Searching lines ----
-# grep calls `re.search` for each line. For `(a|a)*b` Python's re can take years, and blocks the
-# whole process. So a child process searches, and is killed after 20 s or when the turn is stopped.
+# For a pattern like `(a|a)*b`, Python's `re.search` can take years and blocks the whole process. So
+# grep searches in a child process, which is killed after 20 s or when the turn is cancelled.
 
 SEARCH_SECONDS = 20
 TYPES = {
@@ -966,9 +966,9 @@ OF_OTHER_PROGRAMS = {  # syntax that `re` reads as plain characters
     r"\[[^]]{0,99}\[:\^?\w{1,9}:\]": r"re has no [[:space:]]: use \s, \d, \w, [A-Za-z].",
     r"\\[<>]": r"In Python's re \< is a plain <; \b is a word boundary.",
 }
-# Most files lack the words that a pattern needs. Their lines are not searched one by one.
-NO_WORD = r"(?s)\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[^\0-\x7f]"  # \w, \., [a-z], [^]], ſ
-QUANTIFIED = r"(?s).?[*+?{][*+?\d,}]*|[.^$]"  # s? in words?, a{2,5} in ba{2,5}; also ., ^, $
+# grep quickly skips each file that lacks the words that every match of the pattern must contain.
+NO_WORD = r"(?s)\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[^\0-\x7f]"  # not part of a word: \w, \., [a-z]
+QUANTIFIED = r"(?s).?[*+?{][*+?\d,}]*|[.^$]"  # matches `s?` in `words?`, `a{2,5}` in `ba{2,5}`
 
 
 @tool(read_only=True)
@@ -980,9 +980,9 @@ async def grep(
     context: Annotated[int, IntegerSchema("Lines before and after a match", minimum=0)] = 0,
     head_limit: Limit = 250, *, turn: Turn,
 ) -> str:  # fmt: skip
-    """Search lines with a regular expression. output_mode content gives `path:line: text`."""
+    """Search lines with a regular expression. output_mode content returns `path:line: text`."""
     root = turn.path(path)
-    type_glob = TYPES.get(type, f"*.{type}") if type else "*"  # for other types such as rb: *.rb
+    type_glob = TYPES.get(type, f"*.{type}") if type else "*"  # an unlisted type like rb means *.rb
     answer = await search_lines({
         "source": re.escape(pattern) if fixed_strings else pattern, "mode": output_mode,
         "flags": re.IGNORECASE if case_insensitive else 0, "most": head_limit + 1,
@@ -1001,7 +1001,7 @@ async def grep(
 
 
 async def search_lines(request: dict) -> dict:
-    """{"lines": […], "skipped": 2} or {"problem": "…"}; raises ToolError if it takes too long."""
+    """Returns {"lines": […], "skipped": 2} or {"problem": …}; raises ToolError on a timeout."""
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", child_program()], start_new_session=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
@@ -1009,16 +1009,16 @@ async def search_lines(request: dict) -> dict:
     searching = asyncio.ensure_future(in_thread(process.communicate, json.dumps(request).encode()))
     try:
         await asyncio.wait([searching], timeout=SEARCH_SECONDS)
-    finally:  # also if the turn is cancelled; the kill also ends the thread
+    finally:  # runs also if the turn is cancelled; after the kill, `communicate` returns
         process.kill()
     output, _ = await searching
-    if not output.endswith(b"\n"):  # it was killed
+    if not output.endswith(b"\n"):  # the child was killed
         raise ToolError(f"The search was stopped after {SEARCH_SECONDS} s: simplify the pattern.")
     return json.loads(output)
 
 
 def child_program() -> str:
-    """The source of the functions that the child needs: importing this file takes 200 ms."""
+    """The child runs a short program instead of importing this file, which takes 200 ms."""
     lines = ["from __future__ import annotations", "import json, os, re, signal, sys"]
     functions = (open_file, plain_text, is_binary, search_child, needed_words, may_match,
                  searched_bytes, shown_lines)  # fmt: skip
@@ -1031,7 +1031,7 @@ def child_program() -> str:
 def search_child() -> None:
     """The main function of the child: read a request from stdin, print the answer."""
     if hasattr(signal, "alarm"):
-        signal.alarm(SEARCH_SECONDS + 10)  # if the parent has died and cannot kill it
+        signal.alarm(SEARCH_SECONDS + 10)  # stops this child even if the parent has died
     request = json.load(sys.stdin)
     source, flags, shown, skipped = request["source"], request["flags"], [], 0
     try:
@@ -1053,14 +1053,14 @@ def search_child() -> None:
 
 
 def needed_words(source: str, *, ignore_case: bool) -> list[list[str]]:
-    r"""Lists of words: a line that matches has all words of one list. [[]]: any line may match.
+    r"""Return lists of words. A matching line has all words of one list; [[]] allows any line.
 
     r"\bneedle\b|def\s+(get|set)_x" → [["needle"], ["get_x", "def"], ["set_x", "def"]]
     """
     plain = re.sub(NO_WORD, "\0", source.removeprefix("(?i)")).replace("(?:", "(")
     plain = re.sub(r"\((?!\?)[^()]*\)(?=[*+?{])", "\0", plain)  # (a|b)?
     if re.search(r"\\[\dxuUN]", source) or re.search(r"\(\?|\)[*+?{]", plain):
-        return [[]]  # \x41 is A; after (?x) spaces are ignored
+        return [[]]  # too complex: \x41 means A, and (?x) ignores spaces
     options = [plain.lower() if ignore_case else plain]
     while "(" in options[0] and len(options) <= 20:  # a(b|c) → ab, ac
         parts = [re.split(r"\(([^()]*)\)", option, maxsplit=1) for option in options]
@@ -1071,25 +1071,25 @@ def needed_words(source: str, *, ignore_case: bool) -> list[list[str]]:
 
 
 def may_match(text: str, options: list[list[str]], *, ignore_case: bool) -> bool:
-    """False if no line can match, because each list has a word that the text lacks."""
-    is_odd = ignore_case and any(letter in text for letter in "İıſ")  # these match i and s
+    """False if the text lacks a word of each list, which means that no line can match."""
+    is_odd = ignore_case and any(letter in text for letter in "İıſ")  # `re` reads İ, ı as i, ſ as s
     text = text.lower() if ignore_case else text
     return is_odd or any(all(word in text for word in words) for words in options)
 
 
 def searched_bytes(path: str) -> bytes | None:
-    """The content of a file; None if it is not searched."""
+    """Read a file; returns None if the file is binary, over 2 MB or not readable."""
     try:
         with open_file(path) as file:
-            data = file.read(65_536)  # allocating 2 MB would take longer than the search
+            data = file.read(65_536)  # allocating 2 MB takes longer than searching a small file
             data += file.read(2_000_001 - len(data)) if len(data) == 65_536 else b""
-    except OSError:  # such as: no permission
+    except OSError:  # such as a missing permission
         return None
     return None if len(data) > 2_000_000 or is_binary(data) else data
 
 
 def shown_lines(name: str, text: str, find: Callable, request: dict) -> list[str]:
-    """`name:12: text` for a match, `name-13- text` for the context around it, each line once."""
+    """Format each match as `name:12: text` and each context line as `name-13- text`."""
     lines = text.split("\n")
     hits = [number for number, line in enumerate(lines) if find(line)]
     if request["mode"] != "content":
@@ -1107,33 +1107,33 @@ FILE_TOOLS = [read_file, write_file, edit_file, notebook_edit, list_dir, glob, g
 
 
 # ---- The shell: checks against accidents ----
-# The checks refuse accidents, like `rm -rf ~/projects`. They do not stop intent: `c=rm; $c -rf x`
-# passes. The security boundary is the sandbox, further down.
+# The checks refuse accidents, like `rm -rf ~/projects`. A disguised command, like `c=rm; $c -rf x`,
+# passes the checks. The security boundary is the sandbox, further down.
 
 # :(){ :|:& };:
 FORK_BOMB = r"([\w:.]{1,80})\s{0,9}\(\)\s{0,9}\{[^}]{0,200}\1\s{0,9}\|\s{0,9}\1\s{0,9}&"
 # mkfs.ext4 /dev/sda1; sudo reboot; systemctl poweroff
 FATAL = r"(mkfs\S*|mke2fs|wipefs|shutdown|reboot|halt|poweroff|systemctl (reboot|halt|poweroff)) "
-# find . -name x -delete
+# `find . -name x -delete` may run, but `find . -delete` is refused
 NARROWED = r"(-i?(name|path|regex)|-empty|-size|-[acm](time|min)|-newer).*"
 BORDER = r"[;&|()`]+|-exec(dir)?"  # separates two programs: make && ls
 REDIRECTION = r"[;&|()<>`]*>[&|]?"  # make &> log
 PREFIX = (r"(?s)sudo|env|nohup|time|timeout|command|exec|nice|xargs|if|then|do|else|[!{]?"
-          r"|[-\d].*|[^=]*=.*")  # A=1 sudo nice -n 5 rm: rm is the program  # fmt: skip
-SHELLS = {"sh", "bash", "dash", "zsh", "eval", "su"}  # bash -c 'rm -rf x': an argument is a command
+          r"|[-\d].*|[^=]*=.*")  # in A=1 sudo nice -n 5 rm, the program is rm  # fmt: skip
+SHELLS = {"sh", "bash", "dash", "zsh", "eval", "su"}  # a shell runs an argument: bash -c 'rm x'
 WRITERS = {"tee", "mv", "rm", "truncate", "touch", "mkdir"}
 HERE_DOCUMENT = r"(?<!<)<<-?\s*[\"'\\]?([A-Za-z_]\w*)"  # cat > a.txt <<'END'
-READ_BY_A_SHELL = r"(^|[\s;&|(/])((ba|da|z|s)?sh|su|eval|source)([\s<]|$)"  # bash <<END
-# `make 2> /dev/null`, `/usr/bin/env python`
+READ_BY_A_SHELL = r"(^|[\s;&|(/])((ba|da|z|s)?sh|su|eval|source)([\s<]|$)"  # bash <<END.
+# These paths need no check, as in `make 2> /dev/null` and `/usr/bin/env python`
 HARMLESS = r"/dev/(null|std(in|out|err)|tty|shm/[\w.-]+|tcp/[\w.-]+/\w+)|(/usr)?/bin/\w[^/]*"
 
 
 def check_command(command: str, turn: Turn) -> None:
-    """Raise ToolError if the command has a FATAL program, a fork bomb, a recursive delete (except
-    of plainly named folders below the working folder), a write to a device or to the agent's
-    records, or a file with keys; under the fence also for existing paths that lead outside."""
+    """Raise ToolError for a FATAL program, a fork bomb, a file with API keys, or a write to a
+    device or to the agent's records. A recursive delete may only name plain paths below the
+    working folder. Under the fence, existing paths outside of the allowed folders are refused."""
     command = without_here_document(command)
-    if len(command) > 20_000:  # so that no check takes long
+    if len(command) > 20_000:  # the checks of a long command are slow
         raise ToolError("The command is too long. Write a script file and run that.")
     if re.search(FORK_BOMB, command):
         raise ToolError("Refused: this is a fork bomb.")
@@ -1152,14 +1152,14 @@ def check_command(command: str, turn: Turn) -> None:
 
 
 def check_program(words: list[str], turn: Turn, *, moves: bool) -> None:
-    """Check one program with its arguments, `[rm, -r, a]`; `moves`: the whole command has a cd."""
+    """Check one program with its arguments, [rm, -r, a]; `moves` is true if the command has cd."""
     program = next((word for word in words if not re.fullmatch(PREFIX, word)), "")
     arguments = words[words.index(program) + 1 :] if program else []
     names = list(dict.fromkeys(word for word in arguments if not word.startswith("-")))
     options = " ".join(word for word in arguments if word.startswith("-"))
     program = os.path.basename(program).lower()
     if re.match(FATAL, f"{program} {' '.join(names)} "):
-        raise ToolError(f"Refused: {program} can destroy much. Ask the user to run it.")
+        raise ToolError(f"Refused: {program} is too dangerous. Ask the user to run it.")
     removes = program == "rm" and re.search(r"(^| )-(\w*[rR]|-r)", options)
     if program == "find":
         removes = "-delete" in re.sub(NARROWED, "", options)
@@ -1169,7 +1169,7 @@ def check_program(words: list[str], turn: Turn, *, moves: bool) -> None:
     if program in SHELLS:
         for name in names:
             check_command(name if " " in name else "", turn)
-    if "/" in names and program not in ("awk", "cut", "sed", "tr"):  # cut -d / -f 2
+    if "/" in names and program not in ("awk", "cut", "sed", "tr"):  # `/` is no path in cut -d /
         turn.path("/")
     written = names if program in WRITERS else [word for word in names if word.startswith("of=")]
     if program in ("cp", "ln", "install") or (program == "sed" and "-i" in options):
@@ -1179,7 +1179,7 @@ def check_program(words: list[str], turn: Turn, *, moves: bool) -> None:
 
 
 def shell_words(command: str) -> list[str]:
-    """Words without quotes, and operators: `ls "a b">c # d` → ls, a b, >, c, #, d; line end → ;"""
+    """Split into words and operators: ls "a b">c # d → ls, a b, >, c, #, d; a line break → ;"""
     text = re.sub(r"[\r\n]+", " ; ", command.replace("\\\n", ""))
     lexer = shlex.shlex(text, posix=True, punctuation_chars=";&|()<>`")
     lexer.whitespace_split, lexer.commenters = True, ""
@@ -1190,7 +1190,7 @@ def shell_words(command: str) -> list[str]:
 
 
 def without_here_document(command: str) -> str:
-    """cat > a <<'E' ⏎ rm -rf x ⏎ E ⏎ ls  →  cat > a <<'E' ⏎ ls; but input of a shell stays."""
+    """Drop text that no shell runs: cat > a <<'E' ⏎ rm -rf x ⏎ E ⏎ ls  →  cat > a <<'E' ⏎ ls"""
     opening = re.search(HERE_DOCUMENT, command)
     if not opening or re.search(READ_BY_A_SHELL, command):
         return command
@@ -1200,10 +1200,10 @@ def without_here_document(command: str) -> str:
 
 
 def is_deletable(name: str, turn: Turn) -> bool:
-    """True if `name` is plain, strictly below the working folder, and holds no records or keys."""
-    if re.search(r"[$`{?\[]|\*.*/|(^|/)\.\.(/|$)", name):  # it is not known where $X/../*/a leads
+    """True if `name` is a plain path below the working folder and contains no records or keys."""
+    if re.search(r"[$`{?\[]|\*.*/|(^|/)\.\.(/|$)", name):  # the target of $X/../*/a is unknown
         return False
-    target = os.path.dirname(name) if "*" in name else name  # sub/* is judged like sub
+    target = os.path.dirname(name) if "*" in name else name  # sub/* is checked like sub
     here, real = turn.cwd.resolve(), turn.path(target, write=True)
     is_link = os.path.normpath(here / target) != str(real)
     kept = [here, *(turn.workspace / record for record in AGENT_FILES), *turn.secret]
@@ -1212,7 +1212,7 @@ def is_deletable(name: str, turn: Turn) -> bool:
 
 
 def check_word(word: str, turn: Turn, *, writes: bool) -> None:
-    """Raise ToolError if a part is a forbidden path: -I/usr/lib, --file=~/x, host:/etc, {a,b}"""
+    """Raise ToolError for a forbidden path in a word: -I/usr/lib, --file=~/x, host:/etc, {a,b}"""
     word = re.sub(r"\$(HOME\b|\{HOME\})", "~", word).replace("file://", "")
     for part in re.split(r"[=:,{}]", re.sub(r"\b\w{1,20}://\S*", "", word)):  # without URLs
         path, *pattern = re.split(r"[*?\[$]", re.sub(r"^-\w(?=[/~])", "", part), maxsplit=1)
@@ -1228,25 +1228,25 @@ def check_word(word: str, turn: Turn, *, writes: bool) -> None:
 # ---- The shell: a command and all processes that it starts ----
 
 MAX_OUTPUT_CHARS = 10_000
-KEPT_BYTES = 4 * MAX_OUTPUT_CHARS  # for head and tail each: a character has up to 4 bytes
-SAFE_ENVIRONMENT = ("HOME", "LANG", "TERM", "PATH")  # no other variables: some hold keys
+KEPT_BYTES = 4 * MAX_OUTPUT_CHARS  # up to 4 bytes per character, for the start and for the end
+SAFE_ENVIRONMENT = ("HOME", "LANG", "TERM", "PATH")  # other variables may hold API keys
 
 
 @dataclass
 class Exec(Tool):
-    """A shell with a clean environment; `timeout` is in seconds; `path_append` is added to PATH."""
+    """Runs bash with few environment variables. `path_append` is added to PATH."""
 
     name = "exec"
     description = (
         "Run a bash command. For files prefer read_file, grep and glob. No input is possible: use "
-        "flags like -y. Returns stdout, then STDERR:, then the exit code. A background "
-        "process (`cmd &`) ends with this program; `setsid cmd &` outlives it."
+        "flags like -y. Returns stdout, then STDERR:, then the exit code. A background process "
+        "(`cmd &`) is killed when the agent exits; after `setsid cmd &` the process keeps running."
     )
-    timeout: int = 60
+    timeout: int = 60  # seconds
     path_append: str = ""
     allowed_env: Iterable[str] = ()
-    sandbox: str = ""  # "bwrap", or "" for none
-    network: bool = False  # True: the sandbox has a network
+    sandbox: str = ""  # "bwrap", or "" for no sandbox
+    network: bool = False  # True: commands in the sandbox may use the network
 
     async def execute(
         self, command: str, working_dir: str = ".",
@@ -1271,7 +1271,7 @@ class Exec(Tool):
         return await Job(argv, folder, environment).run(timeout or self.timeout)
 
     def _bwrap(self, turn: Turn) -> list[str]:
-        """bwrap's arguments, without the command; raises ToolError if bwrap cannot confine it."""
+        """Return bwrap's arguments; raises ToolError if bwrap cannot confine the command."""
         if problem := sandbox_problem():
             raise ToolError(f"The command was not run. {problem}")
         home, here = turn.workspace.absolute(), turn.cwd.absolute()
@@ -1286,7 +1286,7 @@ class Exec(Tool):
                 )
         records = [home / name for name in sorted({name.split("/")[0] for name in AGENT_FILES})]
         for folder in records:
-            folder.mkdir(0o700, exist_ok=True)  # else a command could create a missing one
+            folder.mkdir(0o700, exist_ok=True)  # else a command could create a missing folder
         shown = [*SYSTEM, *filter(None, self.path_append.split(os.pathsep))]
         arguments = [*BWRAP]
         for how, paths in (("--ro-bind-try", shown), ("--bind", opened), ("--ro-bind", records)):
@@ -1303,7 +1303,7 @@ class Job:
             argv, cwd=folder, env=environment, start_new_session=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
-        atexit.register(self.kill)  # if this program ends before the command
+        atexit.register(self.kill)  # kill the command when this program exits
         self.stdout, self.stderr = Capture(self.process.stdout), Capture(self.process.stderr)
 
     async def run(self, seconds: float) -> ToolResult:
@@ -1312,23 +1312,23 @@ class Job:
             await asyncio.wait_for(in_thread(self.process.wait), seconds)
         except TimeoutError:
             late = f"\nTimed out after {seconds} s: its process group was killed."
-        finally:  # also if the turn is cancelled: the process group is killed before this returns
+        finally:  # a cancelled turn also waits until the process group is killed
             if self.process.returncode is None:
                 await in_thread(self.kill)
         output, code = await in_thread(self.output), self.process.returncode
         return ToolResult(f"{output}{late}\nExit code: {code}".strip("\n"), code != 0)
 
     def kill(self) -> None:
-        """Send SIGKILL (9) to the whole group until no process is left in it. Blocks."""
+        """Send SIGKILL (9) to the process group until it is empty, for at most 0.5 s. Blocks."""
         atexit.unregister(self.kill)
-        deadline = time.monotonic() + 0.5  # zombies stay if their parent does not wait for them
+        deadline = time.monotonic() + 0.5  # a zombie process stays until its parent waits for it
         while self.signal_group(9) and time.monotonic() < deadline:
             time.sleep(0.005)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(5)
 
     def signal_group(self, number: int) -> bool:
-        """Send a signal to the group (0 only tests it); False if no process is left in it."""
+        """Signal the process group (0 sends nothing); returns False if the group is empty."""
         if not hasattr(os, "killpg"):  # Windows has no process groups
             self.process.kill()
             return False
@@ -1348,7 +1348,7 @@ class Job:
 
 
 class Capture(threading.Thread):
-    """Reads a pipe to its end, so the writer never waits; keeps head and tail, to save memory."""
+    """Reads a pipe to its end, so the writer never blocks; keeps only the start and the end."""
 
     def __init__(self, pipe: Any):
         super().__init__(daemon=True)
@@ -1364,16 +1364,16 @@ class Capture(threading.Thread):
                 self.missing += len(rest) - len(self.tail)
 
     def text(self) -> str:
-        """Head and tail of the output so far; waits at most 0.5 s for its end. Blocks."""
+        """The start and the end of the output; waits at most 0.5 s until the pipe is closed."""
         self.join(0.5)
         return (self.head + self.tail).decode("utf-8", errors="replace").rstrip("\n")
 
 
 # ---- The shell: the sandbox ----
 
-# --cap-drop: root keeps its capabilities under bwrap, and with them it could undo the mounts.
+# Without `--cap-drop`, root keeps its capabilities in the sandbox and could undo the mounts.
 BWRAP = ["bwrap", "--unshare-all", "--cap-drop", "ALL", "--die-with-parent", "--new-session",
-         "--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys",  # else root could write there
+         "--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys",  # read-only, also for root
          "--dev", "/dev", "--tmpfs", "/tmp"]  # fmt: skip
 SYSTEM = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", *(f"/etc/{name}" for name in (
     "alternatives", "ca-certificates", "group", "hosts", "ld.so.cache", "localtime", "mime.types",
@@ -1382,7 +1382,7 @@ SYSTEM = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", *(f"/etc/{name}" 
 
 
 def sandbox_problem() -> str:
-    """Why bwrap cannot confine commands on this machine, and the fix; "" if it can."""
+    """Test whether bwrap works on this machine; returns the problem and the fix, or ""."""
     try:
         trial = [*BWRAP, "--ro-bind", "/", "/", "true"]
         subprocess.run(trial, check=True, capture_output=True, text=True)
@@ -1393,19 +1393,19 @@ def sandbox_problem() -> str:
 
 
 # ---- The web: which addresses are allowed ----
-# Host names are never judged, only the IP addresses that they resolve to.
+# Host names are not checked, only the IP addresses that they resolve to.
 
 PORTS = {"http": 80, "https": 443}
 CARRIERS = [ipaddress.ip_network(network) for network in (  # carry IPv4: ::ffff:127.0.0.1
     "::ffff:0:0/96", "64:ff9b::/96", "::/96")]  # fmt: skip
-NOT_PUBLIC = [ipaddress.ip_network(network) for network in (  # the first is a server of Azure
+NOT_PUBLIC = [ipaddress.ip_network(network) for network in (  # 168.63.129.16 belongs to Azure
     "168.63.129.16", "192.0.0.0/24", "192.88.99.0/24", "2002::/16", "3fff::/20", "fec0::/10",
 )]  # fmt: skip
 
 
 def is_public(ip: Any) -> bool:
-    """Is it an address on the public internet? `is_global` is also true for multicast, tunnels."""
-    if any(ip in network for network in CARRIERS):  # the IPv4 address in it counts
+    """Is the address on the public internet? `is_global` also accepts multicast and tunnels."""
+    if any(ip in network for network in CARRIERS):  # check the IPv4 address that `ip` contains
         ip = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
     is_refused = any(ip in network for network in NOT_PUBLIC)
     return ip.is_global and not (ip.is_multicast or ip.is_reserved or is_refused)
@@ -1414,10 +1414,10 @@ def is_public(ip: Any) -> bool:
 def web_url(text: str) -> urllib.parse.SplitResult:
     """Split and encode a URL: http://münchen.de/a b#c → http, xn--mnchen-3ya.de, /a%20b
 
-    Raises ToolError if it is not http(s), or if programs read the URL in different ways.
+    Raises ToolError for other schemes, and for URLs that two programs could read differently.
     """
     text = text.strip()
-    with contextlib.suppress(ValueError):  # http://[::1/, the port "x", a label of 70 letters
+    with contextlib.suppress(ValueError):  # an invalid host or port: http://[::1/, http://a:x
         url = urllib.parse.urlsplit(text)
         host = url.netloc.encode("idna").decode()
         port = url.port or PORTS.get(url.scheme, 0)
@@ -1438,7 +1438,7 @@ MAX_WEB_BYTES = 5_000_000
 
 class Web:
     """Sends requests to public addresses, and to addresses in `whitelist` (CIDRs). With a `proxy`,
-    like http://proxy.example:3128, the proxy gets all but trusted requests, and resolves names."""
+    like http://proxy.example:3128, only trusted requests bypass the proxy, which resolves names."""
 
     def __init__(
         self, whitelist: Iterable[str] = (), resolve: Any = socket.getaddrinfo,
@@ -1451,7 +1451,7 @@ class Web:
             raise ValueError(f"{proxy!r} is no proxy. Write it like http://proxy.example:3128")
 
     async def ask(self, url: str, redirects: int = 0, **request: Any) -> tuple[Any, bytes]:
-        """Return http.client's response and the body. `request` may have trusted, body, headers."""
+        """Return http.client's response and the body. Options: `trusted`, `body`, `headers`."""
         try:
             work = self._ask(web_url(url), redirects, **request)
             return await asyncio.wait_for(work, self.seconds)
@@ -1469,7 +1469,7 @@ class Web:
             line = context.wrap_socket(line, server_hostname=host, do_handshake_on_connect=False)
         try:
             response, body = await in_thread(self._exchange, line, url, **request)
-        finally:  # wakes a thread that still reads; SSLSocket.shutdown would wait for it
+        finally:  # wake the reading thread, for which SSLSocket.shutdown would wait
             with contextlib.suppress(OSError):
                 socket.socket.shutdown(line, socket.SHUT_RDWR)
         location = response.getheader("Location", "").encode("latin-1").decode(errors="replace")
@@ -1479,7 +1479,7 @@ class Web:
         return response, body
 
     async def _addresses(self, url: Any, trusted: bool) -> list[tuple]:
-        """[(address, port)], all allowed. One look-up only: a second one could differ."""
+        """Resolve a host only once, because a second answer could differ; check each address."""
         place = (url.hostname, url.port or PORTS[url.scheme])
         answers = await in_thread(self.resolve, *place, type=socket.SOCK_STREAM)
         addresses = [answer[4][:2] for answer in answers]
@@ -1487,7 +1487,7 @@ class Web:
             ip = ipaddress.ip_address(address)
             is_listed = any(ip in network for network in self.whitelist)
             if not (trusted or is_listed or is_public(ip)):
-                advice = "The user may allow it in tools.ssrfWhitelist."
+                advice = "The user may allow this address in tools.ssrfWhitelist."
                 raise ToolError(f"Refused: {url.hostname} is {ip}, which is not public. {advice}")
         return addresses
 
@@ -1507,7 +1507,7 @@ class Web:
     def _exchange(self, line: Any, url: Any, body: Any = None, headers: Any = ()) -> tuple:
         about = {"Host": url.netloc, "User-Agent": "Mozilla/5.0 (compatible; nanobot)"}
         with contextlib.closing(HTTPConnection(url.hostname, 80)) as connection:
-            connection.sock = line  # already connected: http.client looks no name up
+            connection.sock = line  # already connected, so http.client resolves no name
             is_for_proxy = self.proxy.hostname and url.scheme == "http"
             target = url if is_for_proxy else url._replace(scheme="", netloc="")
             connection.request(
@@ -1519,14 +1519,14 @@ class Web:
 
 
 # ---- The web: a page as text ----
-# The patterns take linear time; html.parser of Python 3.11 needs most of an hour for 1 MB `<a x='`.
+# These patterns are fast: Python 3.11's html.parser needs most of an hour for 1 MB of `<a x='`.
 
-ATTRIBUTES = r"""([^<>"']*(?:"[^"<]*"[^<>"']*|'[^'<]*'[^<>"']*)*)>"""  # a quoted > ends no tag
+ATTRIBUTES = r"""([^<>"']*(?:"[^"<]*"[^<>"']*|'[^'<]*'[^<>"']*)*)>"""  # a quoted > is skipped
 TAG = rf"(?i)<(/?[a-z][\w:-]*){ATTRIBUTES}|<(/?[a-z][\w:-]*)([^<>]*)>?|<[!?/][^<>]*>?"
 LINK = rf"(?is)<a\b{ATTRIBUTES}(.*?)(?:</a\b[^<>]*>?|(?=<a\b)|\Z)"
 NOT_TEXT = (r"(?is)<(script|style|template|svg|iframe|title)\b.*?(?:</\1\b[^<>]*>?|\Z)"
             r"|<!--.*?(?:-->|\Z)|&#\d{8,};?|[\0\1]|<h\d\b[^<>]*>\s*</h\d>")  # fmt: skip
-# <nav>menu</nav>, but not <aside class=footnote>, and no element that is never closed
+# removes <nav>menu</nav>, but not <aside class=footnote> or an element that is never closed
 BESIDE = r"(?is)<(nav|select|(?:footer|aside)(?![^<>]*note))\b.*?(?:(</\1\b[^<>]*>?)|\Z)"
 CODE = r"(?is)<pre\b[^<>]*>(.*?)(?:</pre\b[^<>]*>?|\Z)"
 BLOCK = (r"/?(p|div|[uod]l|d[dt]|table|blockquote|section|article|main|header|footer|aside"
@@ -1537,7 +1537,7 @@ MARKS = {"br": "\n", "tr": "\n", "td": " | ", "th": " | ", "code": "`", "/code":
 
 
 def page_text(source: str, url: str = "") -> str:
-    """HTML as text: # headings, - lists, [links](url), | cells, fenced code; no menus, scripts.
+    """Convert HTML to text: # headings, - lists, [links](url), | cells, code; no menus, scripts.
 
     <h1>Hi</h1><p>See <a href="/b">b</a>  →  # Hi ⏎ ⏎ See [b](https://example.com/b)
     """
@@ -1545,15 +1545,15 @@ def page_text(source: str, url: str = "") -> str:
     source = re.sub(BESIDE, lambda match: "\n" if match[2] else match[0], source)
     source = re.sub(LINK, functools.partial(link_text, url=url), source)
     codes = iter(re.findall(CODE, source))
-    source = re.sub(r"\s+", " ", re.sub(CODE, "<p>\1<p>", source))  # \1 stands for a block of code
+    source = re.sub(r"\s+", " ", re.sub(CODE, "<p>\1<p>", source))  # \1 replaces a code block
     source = re.sub(ROW, lambda row: re.sub(rf"(?i)<({BLOCK}|br|li)\b", r" \g<0>_", row[0]), source)
-    marks: list[Iterator[str]] = []  # for each open list, its bullets or numbers
+    marks: list[Iterator[str]] = []  # the bullets or numbers of each open list
 
     def mark_of(tag: re.Match) -> str:
         name = (tag[1] or tag[3] or "").lower()
         if name in ("/ul", "/ol") and marks:
             marks.pop()
-        gap = "\f" if marks else "\n\n"  # several \f in a row are one line end
+        gap = "\f" if marks else "\n\n"  # adjacent \f become one line break
         if name in ("ul", "ol"):
             numbers = map("{}.".format, itertools.count(1))
             marks.append(numbers if name == "ol" else itertools.repeat("-"))
@@ -1578,21 +1578,21 @@ def link_text(match: re.Match, url: str) -> str:
     """<a href="b?x=1"> <b>go</b> </a> → [go](https://example.com/b?x=1)"""
     words = re.sub(TAG, "", re.sub(rf"(?i)<{BLOCK}\b", r" \g<0>", match[2])).split()
     text, href, target = " ".join(words), attribute(match[1], "href"), ""
-    with contextlib.suppress(ValueError):  # an href that is no URL gives no link
+    with contextlib.suppress(ValueError):  # an invalid URL gives no link
         target = urllib.parse.urljoin(url, href) if href else ""
     is_link = text and target.startswith("http")
     return f"[{text}]({html.escape(target)})" if is_link else match[2]
 
 
 def attribute(attributes: str, name: str) -> str:
-    """href of ` class=x href="/b?x=1&amp;y=2"` → /b?x=1&y=2; "" if it is missing"""
+    """Read the href in ` class=x href="/b?x=1&amp;y=2"` → /b?x=1&y=2, or "" if it is missing."""
     value = rf"""(?i)(?<![\w-]){name}\s*=\s*("[^"]*"|'[^']*'|[^\s"'>]+)"""
     match = re.search(value, attributes)
     return html.unescape(match[1].strip("\"' ")) if match else ""
 
 
 def decode_page(body: bytes, kind: str) -> str:
-    """Decode by the charset of header or page, else as UTF-8; never by rare codecs: some hang."""
+    """Decode by the charset in header or page, else UTF-8; skips rare codecs, which may hang."""
     named = re.search(  # charset=ISO-8859-2
         r"(?i)(?:charset|encoding)\s*=\s*[\"']?((?:utf|iso|windows|cp|gb|big5|euc|koi8|shift)"
         r"[\w:.-]*)", f"{kind}\n{body[:2_048].decode('latin-1')}",
@@ -1613,7 +1613,7 @@ ADVICE = {401: "A login or key is missing.", 403: "The server refuses this progr
 class WebFetch(Tool):
     web: Web
     name = "web_fetch"
-    description = "Fetch a URL: a page as readable text, JSON, an image."
+    description = "Fetch a URL. Returns a page as readable text, JSON, or an image."
     read_only = True
 
     async def execute(
@@ -1630,7 +1630,7 @@ class WebFetch(Tool):
 
 
 def readable(response: Any, body: bytes) -> str:
-    """An HTML page as plain text, other text unchanged; for binary data its type and size."""
+    """Convert HTML to plain text, keep other text, and describe binary data by type and size."""
     kind = response.getheader("Content-Type", "").lower()
     text = decode_page(body, kind).replace("\r\n", "\n")
     if "\0" in text[:8_192] or re.match("(audio|video|font)/|application/pdf", kind):
@@ -1643,11 +1643,11 @@ def readable(response: Any, body: bytes) -> str:
 
 
 class SearchService(NamedTuple):
-    url: str  # a path, if baseUrl names the user's own server
+    url: str  # without a host if the user must set baseUrl
     query: str  # the name of the parameter for the search words
     count: str = ""
     headers: dict[str, str] = {}  # {key} is replaced by the user's key
-    results: str = ""  # the path of the results in the JSON; "": DuckDuckGo, which sends HTML
+    results: str = ""  # the path to the results in the JSON, or "" for DuckDuckGo's HTML
     snippet: str = "snippet"  # the field with a short text from the page
 
 
@@ -1656,7 +1656,7 @@ SEARCH_SERVICES = {
     "brave": SearchService(
         "https://api.search.brave.com/res/v1/web/search", query="q", count="count",
         headers={"X-Subscription-Token": "{key}"}, results="web.results", snippet="description"),
-    "tavily": SearchService(  # gets the query as a JSON body
+    "tavily": SearchService(  # Tavily expects the query in a JSON body
         "https://api.tavily.com/search", query="query", count="max_results",
         headers={"Authorization": "Bearer {key}", "Content-Type": "application/json"},
         results="results", snippet="content"),
@@ -1693,7 +1693,7 @@ class WebSearch(Tool):
         results = search_results(page, service.results)[:count] if response.status == 200 else []
         is_captcha = not results and re.search(r"\banomaly[.-](js|modal)", page)
         if response.status != 200 or is_captcha:
-            advice = ADVICE.get(response.status, "It may take this program for a robot.")
+            advice = ADVICE.get(response.status, "The service may block this program as a robot.")
             advice += " The user may change tools.web.search."
             raise ToolError(f"{self.provider} answered {response.status}. {advice}")
         lines = [UNTRUSTED]
@@ -1707,7 +1707,7 @@ class WebSearch(Tool):
     async def _ask(self, service: SearchService, query: str, count: int) -> tuple[Any, bytes]:
         parameters = {service.query: query} | ({service.count: count} if service.count else {})
         url, body = service.url, None
-        if self.base:  # the user's own server, which may have any address
+        if self.base:  # the user's own server may have any address
             url = self.base + re.sub("^https://[^/]+", "", url)
         if "Content-Type" in service.headers:
             body = json.dumps(parameters).encode()
@@ -1723,7 +1723,7 @@ def one_line(source: Any) -> str:
 
 
 def search_results(page: str, where: str) -> list[dict]:
-    """[{title, url, …}] from JSON, at a path like `web.results`, or from DuckDuckGo's page."""
+    """Read [{title, url, …}] from JSON at a path like `web.results`, or from DuckDuckGo's HTML."""
     if not where:
         return duckduckgo_results(page)
     try:
@@ -1742,7 +1742,7 @@ def duckduckgo_results(page: str) -> list[dict]:
     pattern = r'(?s)<a ([^<>]*\bresult__(a|snippet)\b[^<>]*)>(.{0,2000}?)</a>'
     for attributes, part, text in re.findall(pattern, page):
         address = attribute(attributes, "href")
-        if part == "a" and "duckduckgo.com/y.js" not in address:  # y.js: an ad
+        if part == "a" and "duckduckgo.com/y.js" not in address:  # y.js links are ads
             parameters = urllib.parse.parse_qs(urllib.parse.urlsplit(address).query)
             results.append({"title": text, "url": parameters.get("uddg", [address])[0]})
         elif part == "snippet" and results:
@@ -1757,7 +1757,7 @@ MCP_LOST = (-32000, -32600)  # error codes of "Connection closed" and "Session t
 
 
 class MCPTool(Tool):
-    """A tool, resource or prompt of a server. Tools are not read-only, whatever the server says."""
+    """A tool, resource or prompt of a server. A tool never counts as read-only: servers may lie."""
 
     def __init__(self, server: "MCPServer", name: str, kind: str, item: dict):
         self.server, self.name, self.method = server, name, MCP_METHODS[kind]
@@ -1768,7 +1768,7 @@ class MCPTool(Tool):
         seen = "".join(letter for letter in about if letter.isprintable() or letter == "\n")
         self.description = (seen if kind == "tools" else label + seen)[:2_000]  # only printable
         schema = item.get("inputSchema", {})
-        if arguments := item.get("arguments"):  # it is a prompt
+        if arguments := item.get("arguments"):  # only prompts have arguments
             texts = {each["name"]: StringSchema(each.get("description")) for each in arguments}
             required = [each["name"] for each in arguments if each.get("required")]
             schema = ObjectSchema(texts, required=required)
@@ -1782,9 +1782,9 @@ class MCPTool(Tool):
 
 
 def mcp_result(answer: dict) -> ToolResult:
-    """Text and images of a tool's `content`, a resource's `contents` or a prompt's `messages`.
+    """Collect texts and images: a tool's `content`, resource `contents` or a prompt's `messages`.
 
-    {"content": [{"type": "text", "text": "21 °C"}]} → 21 °C; a link → [text/plain: file:///a.txt]
+    A text block gives its text, 21 °C; a link gives its type and URI, [text/plain: file:///a.txt].
     """
     blocks = answer.get("content") or answer.get("contents") or []
     blocks += [message["content"] for message in answer.get("messages", [])]
@@ -1802,25 +1802,25 @@ def mcp_result(answer: dict) -> ToolResult:
 
 # ---- MCP: a connection to a server ----
 # A server may hang, exit or send invalid data. Each connection has a task of its own, because anyio
-# requires that the same task opens and closes it.
+# requires that one task opens and closes a connection.
 
-MAX_MCP_TOOLS, MAX_MCP_CHARS = 128, 20_000  # per server; per tool: all are in each request
+MAX_MCP_TOOLS, MAX_MCP_CHARS = 128, 20_000  # limits per server and per tool keep requests small
 
 
 class MCPServer:
-    """One server: started at the first message, retried after a failure, ended with the agent."""
+    """One server, started at the first message, retried after a failure and stopped at exit."""
 
-    time_limit = 25.0  # seconds to connect: `npx -y …` may download first
-    retry_after = 30.0  # seconds: a server that hangs must not slow every turn
+    time_limit = 25.0  # seconds to connect, because `npx -y …` may first download the server
+    retry_after = 30.0  # seconds between attempts: a hanging server must not slow every turn
 
     def __init__(self, name: str, settings: Any, registry: ToolRegistry):
         self.name, self.settings, self.registry = name, settings, registry
-        self.tools: list[str] = []  # their names in the registry
+        self.tools: list[str] = []  # the names of this server's tools in the registry
         self.client = self.task = self.scope = self.stderr = None
         self.problem, self.started, self.retry_at = "", 0.0, 0.0
 
     async def connect(self, patience: float = 5.0) -> None:
-        """Start it if needed; wait until it runs or fails, `patience` s from its start at most."""
+        """Connect if needed; wait for success or failure, at most `patience` s after the start."""
         is_running = self.task and not self.task.done()
         if not is_running and time.monotonic() >= self.retry_at:
             self.ready, self.started, self.scope = asyncio.Event(), time.monotonic(), None
@@ -1830,7 +1830,7 @@ class MCPServer:
             await asyncio.wait_for(self.ready.wait(), self.started + patience - time.monotonic())
 
     async def call(self, method: str, request: dict, name: str) -> dict:
-        """The server's answer; raises ToolError if there is none in `tool_timeout` seconds."""
+        """Return the server's answer; raises ToolError on a failure or after `tool_timeout` s."""
         await self.connect()
         if not self.client:
             raise ToolError(self.problem)
@@ -1845,7 +1845,7 @@ class MCPServer:
                 raise ToolError(f"{name} failed: {str(failure) or failure!r}") from None
             await self.close()  # the next call or message connects again
             raise ToolError(await self.cause(failure)) from None
-        finally:  # also if the turn is cancelled: the server is told so
+        finally:  # a cancelled turn cancels the request, too; the SDK notifies the server
             work.cancel()
             await asyncio.wait([work], timeout=2)
         raise ToolError(f"(MCP tool call timed out after {limit}s)")
@@ -1856,13 +1856,13 @@ class MCPServer:
         if self.scope:
             self.scope.cancel()  # cancelling the task would interrupt the SDK's cleanup
         else:
-            self.task.cancel()  # it still imports the SDK
-        await asyncio.wait([self.task], timeout=8)  # after 5 s the SDK kills the process group
+            self.task.cancel()  # the task is still importing the SDK
+        await asyncio.wait([self.task], timeout=8)  # the SDK kills the process group within 5 s
 
     async def _serve(self) -> None:
-        """Start a connection and keep it, until `close` is called or the connection is lost."""
+        """Open a connection and keep it open until `close` is called or the connection is lost."""
         try:
-            await in_thread(__import__, "mcp.client")  # takes a second of CPU time
+            await in_thread(__import__, "mcp.client")  # this import takes a second of CPU time
             await self._hold()
         except Exception as failure:
             self.problem = await self.cause(failure)
@@ -1872,7 +1872,7 @@ class MCPServer:
             self.ready.set()
 
     async def _hold(self) -> None:
-        """Connect, register the tools, wait for `close`; raises the error that ends it earlier."""
+        """Connect, register the tools, await `close`; raises the error if the connection fails."""
         import anyio
         from mcp.client import Client
 
@@ -1890,8 +1890,8 @@ class MCPServer:
     async def _transport(self, stack: contextlib.AsyncExitStack) -> Any:
         from mcp.client import sse, stdio, streamable_http
 
-        logging.getLogger("mcp").setLevel(logging.CRITICAL)  # it logs a traceback for each bad line
-        logging.getLogger("httpx2").setLevel(logging.WARNING)  # it logs whole URLs: some have a key
+        logging.getLogger("mcp").setLevel(logging.CRITICAL)  # mcp logs a traceback per bad line
+        logging.getLogger("httpx2").setLevel(logging.WARNING)  # httpx2 would log keys in URLs
         settings = self.settings
         kind = settings.type.lower() or settings.url.rpartition("/")[2]
         if settings.command:
@@ -1911,21 +1911,21 @@ class MCPServer:
         )
 
     async def cause(self, failure: BaseException) -> str:
-        """The failure in one line: MCP server db: Connection closed: no key given. Check …"""
+        """Describe a failure in one line, with the last line that the server wrote to stderr."""
         while isinstance(failure, BaseExceptionGroup):
             failure = failure.exceptions[0]
         if isinstance(failure, ImportError):
             return "MCP servers need their SDK, which is missing: pip install 'mcp>=2.3'"
-        text = str(failure).split(" for url ")[0]  # a URL may hold a key
-        text = text or type(failure).__name__  # TimeoutError: no answer in `time_limit`
+        text = str(failure).split(" for url ")[0]  # the URL may contain a key
+        text = text or type(failure).__name__  # a TimeoutError has no text
         if self.stderr:
             text += ": " + (await in_thread(self.stderr.text)).split("\n")[-1]
         shown = "".join(filter(str.isprintable, text[:400])).rstrip(":. ")
-        advice = f"Check tools.mcpServers.{self.name}; it is tried again."
+        advice = f"Check tools.mcpServers.{self.name}; the connection is retried."
         return f"MCP server {self.name}: {shown}. {advice}"
 
     async def _offer(self, client: Any) -> None:
-        """Register the server's tools, resources and prompts; earlier ones are removed."""
+        """Register the server's tools, resources and prompts; earlier entries are removed."""
         while self.tools:
             self.registry.unregister(self.tools.pop())
         left_out = []
@@ -1965,7 +1965,7 @@ class MCPServer:
 
 
 class MCPServers:
-    """The servers of `tools.mcpServers`. A failure is logged once; the other servers go on.
+    """The servers of `tools.mcpServers`. A failure is logged once; the other servers keep working.
 
     `settings` has an object for each name, with the attributes command, args, env, url, headers,
     type, tool_timeout, enabled_tools and disabled.
@@ -1989,7 +1989,7 @@ class MCPServers:
         await asyncio.gather(*(server.close() for server in self.servers))
 
     async def check(self) -> dict[str, str]:
-        """The problem of each server ("": none). Their tools stay in the registry."""
+        """Connect to each server; returns its problem or "". The tools stay in the registry."""
         await self.connect(patience=60)
         problems = {server.name: server.problem for server in self.servers}
         await self.close()

@@ -560,7 +560,7 @@ def test_each_kind_of_content_becomes_text_and_images(shelf, number):
 
 def test_a_session_that_the_server_has_ended_is_begun_again_by_the_next_call(shelf):
     lost = shelf.call("mcp_s_lost")
-    assert lost.is_error and "MCP server s: Session terminated" in lost.text and "tried again" in lost.text
+    assert lost.is_error and "MCP server s: Session terminated" in lost.text and "is retried" in lost.text
     assert shelf.servers.servers[0].client is None
     assert shelf.call("mcp_s_t0").text == "hi\nhi"
 
@@ -568,7 +568,7 @@ def test_a_session_that_the_server_has_ended_is_begun_again_by_the_next_call(she
 def test_a_program_that_ends_in_a_call_tells_why_and_is_started_by_the_next(shelf):
     ended = shelf.call("mcp_s_end")
     why = "MCP server s: Connection closed: Error: tools/call is not expected. Check tools.mcpServers.s"
-    assert ended.is_error and ended.text == f"{why}; it is tried again."
+    assert ended.is_error and ended.text == f"{why}; the connection is retried."
     assert shelf.call("mcp_s_t0").text == "hi\nhi"
 
 
@@ -617,7 +617,7 @@ def test_a_url_is_asked_as_its_type_or_its_end_says(runner, site, caplog, place,
     logging.getLogger("of.others").info("still told")
     assert "still told" in caplog.text
     assert (site.asked[0][0], site.asked[0][2]["X-Key"]) == (method, "1")
-    assert re.search("MCP server s: .*Not Found'?. Check tools.mcpServers.s; it is tried again", caplog.text)
+    assert re.search("MCP server s: .*Not Found'?. Check tools.mcpServers.s; the connection is retried", caplog.text)
     assert site.url not in caplog.text  # some hold a key
     runner.run(kit.servers.close())
 
