@@ -1060,7 +1060,7 @@ class MemoryRepository:
     def _known(self, sha: str) -> str:
         if not (self.folder / "HEAD").exists():
             raise OSError("there has been no dream yet, or git is not installed.")
-        why = "this commit does not exist or is the first commit. /dream-log lists all dreams."
+        why = "this commit does not exist or is the first commit. /dream-log lists all commits."
         if not re.fullmatch(r":/\^dream:|HEAD|[0-9a-f]{4,40}\^?", sha):
             raise OSError(why)
         return self.git("rev-parse", "--verify", sha, why=why).strip()

@@ -1459,7 +1459,7 @@ def test_what_a_dream_wrote_is_gone_when_it_is_undone_and_not_dreamt_again(home)
     log = [re.sub(r"^\w+ |:.*", "", line) for line in say(loop, "/dream-log")[0].split("\n")]
     assert re.match("restore of", log[0]) and log[1:] == ["dream", "changes outside of dreams"]
     for sha in ("0123456", "HEAD; rm", "--help", ".."):
-        assert "/dream-log lists all dreams" in MemoryRepository(home).restore(sha)
+        assert "/dream-log lists all commits" in MemoryRepository(home).restore(sha)
 
 
 DAMAGE = {
