@@ -895,7 +895,7 @@ class Dream:
 
     async def run(self) -> str:
         """Run one dream. Returns a text for the user. Raises SessionBusy during another dream."""
-        with locked(self.store.workspace / ".nanobot" / "dream.lock", "Another dream is going on."):
+        with locked(self.store.workspace / ".nanobot" / "dream.lock", "Another dream is running."):
             batch = self.store.unread()[: self.max_batch]
             while len(batch) > 1 and estimate(str(batch)) > self.budget // 2:
                 batch.pop()  # leave room for the memory files in the request
@@ -913,7 +913,7 @@ class Dream:
             write_atomically(self.store.folder / ".dream_cursor", str(batch[-1]["cursor"]))
             self.store.archive_old()
             second_problem, changes = await asyncio.to_thread(repository.commit, "dream")
-            problem = problem or second_problem or "/dream-log shows them."
+            problem = problem or second_problem or "/dream-log shows the changes."
             told = f"Dreamt about {counted(len(batch), 'entry', 'entries')}"
             return f"{told}: {counted(changes, 'change')}. {problem}"
 
@@ -1041,7 +1041,7 @@ class MemoryRepository:
         """Undo one commit (default: the last dream) with a new commit. Returns a message."""
         why = "the commit is undone already, or its lines have changed since then."
         try:
-            with locked(self.folder.with_name("dream.lock"), "Another dream is going on."):
+            with locked(self.folder.with_name("dream.lock"), "Another dream is running."):
                 commit = self._known(sha or ":/^dream:")
                 parent = self._known(f"{commit}^")
                 self._commit("changes outside of dreams")

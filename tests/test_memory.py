@@ -1321,7 +1321,7 @@ def home(tmp_path):
 def test_a_dream_reads_what_is_unread_edits_and_is_one_commit_and_the_users_edits_are_another(home):
     (home / "SOUL.md").write_text("# Be kind.\n")  # by the user
     loop = dreamer(home, edit("green", "blue"), found="Here:\n- [MEMORY] blue\n[MEMORY-REMOVE] green\nAll.")
-    assert say(loop, "/dream") == ["Dreamt about 3 entries: 2 changes. /dream-log shows them."]
+    assert say(loop, "/dream") == ["Dreamt about 3 entries: 2 changes. /dream-log shows the changes."]
     find, phase_2 = (request.messages[1]["content"] for request in loop.provider.asked[:2])
     assert "[2026-04-03 00:02] Thing 2." in find and GREEN in find and time.strftime("%Y-%m-%d") in find
     assert "# Findings\n\n[MEMORY] blue\n\n[MEMORY-REMOVE] green" in phase_2 and "- memory:" in phase_2
@@ -1484,7 +1484,7 @@ def test_a_damaged_repository_is_said_put_aside_and_begun_anew(home, damage):
     [told_text] = say(dreamer(home, edit("green", "blue")), "/dream")
     asides = list(folder.parent.glob("memory.git.broken-*"))
     if damage == "gone" or "locked" in damage:
-        assert told_text == "Dreamt about 1 entry: 2 changes. /dream-log shows them." and not asides
+        assert told_text == "Dreamt about 1 entry: 2 changes. /dream-log shows the changes." and not asides
     else:
         assert "repository is broken" in told_text and str(asides[0]) in told_text
     assert memory.read_facts() == BLUE
