@@ -66,7 +66,7 @@ class Session:
         self.resumed = 0  # number of restarts that resumed the open turn
         self.undelivered: list[dict] = []  # answers that have no mark `delivered` yet
         self.known_ids: deque[str] = deque(maxlen=1_000)  # ids of inbox lines
-        self.size = 0  # known file size; if the real size differs, another program wrote
+        self.size = 0  # known size; if the file's size differs, another program wrote to it
 
     def append(self, *messages: dict) -> None:
         """Number and append all messages or none. A power cut before `synced` may lose messages."""
@@ -177,7 +177,7 @@ class Session:
             self.mark("ended", why=why)
 
     def end_behind(self, excess: float, size: Callable[[dict], int]) -> int:
-        """Find the oldest turns whose sizes add up to `excess`. Returns their last number."""
+        """Find the oldest turns with the size `excess`. Returns the number of their last message."""
         found = 0
         for message in self.conversation():
             excess -= size(message)
@@ -205,8 +205,8 @@ def as_sent(message: dict, gap: str) -> dict:
 
 
 class Inbox:
-    """Waiting messages of a session. Their kinds: user, command (`/new`, `/continue`), report (of a
-    job or helper). Any program may append; the holder of the session's lock removes messages."""
+    """Waiting messages of a session: user messages, commands (`/new`, `/continue`) and reports (of
+    jobs or helpers). Any program may append; the holder of the session's lock removes messages."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -275,7 +275,7 @@ class MemoryStore:
             return True
 
     def entries(self) -> list[dict]:
-        """All history entries, cached until the file size changes: reading 1,000 takes 5 ms."""
+        """All history entries, cached until the file size changes (5 ms for 1,000 entries)."""
         size = file_size(self.history)
         if size != self._entries[0]:
             is_entry = partial(has, cursor=int, timestamp=str, content=str)
@@ -297,7 +297,7 @@ class MemoryStore:
 
     @property
     def dream_cursor(self) -> int:
-        """The number of the last entry that Dream has read; 0 if its file is missing or damaged."""
+        """The number of the last entry that Dream has read; 0 if the file is missing or damaged."""
         path = self.folder / ".dream_cursor"
         digits = path.read_bytes().strip() if path.exists() else b""
         return int(digits) if re.fullmatch(rb"\d{1,18}", digits) else 0
@@ -307,7 +307,7 @@ class MemoryStore:
         return [entry for entry in self.entries() if entry["cursor"] > dreamt]
 
     def recent_history(self) -> list[str]:
-        """Entries that Dream has not read, `[2026-04-03 00:02] text`: the last 4,000 characters."""
+        """Entries unread by Dream, as `[2026-04-03 00:02] text`: the newest 4,000 characters."""
         entries = self.unread()[-50:]
         lines = [f"[{e['timestamp']}] {middle_out(e['content'], 1_000)}" for e in entries]
         while len("\n".join(lines)) > 4_000:
@@ -393,7 +393,7 @@ class Consolidator:
         return len([n for n in numbers if n <= session.saved])
 
     def _next_part(self, session: Session, upto: int) -> tuple[int, str]:
-        """Choose turns for the next round. Returns their last message number, and their text."""
+        """Choose turns for the next round. Returns the turns' last message number and text."""
         taken = estimate(self.prompt + self.store.read_facts() + session.summary) + 500
         room = max(self.budget // 2 - taken, self.budget // 8)
         if session.saved < session.start:
@@ -408,7 +408,7 @@ class Consolidator:
         return end, fitted(text, room)  # even a single turn may be too long
 
     async def _save(self, session: Session, text: str) -> tuple[list[str], str] | None:
-        """Ask for an entry and a summary: the raw text if no call is valid, None if no answer."""
+        """Ask for entry and summary. Returns raw text if no call is valid, None after an error."""
         earlier = [message["content"] for message in session.summary_messages()]
         for _ in range(3):  # retry if MEMORY.md has changed, or if the answer was cut off
             facts = self.store.read_facts()
@@ -451,7 +451,7 @@ class Governed:
         tasks = [n for n in users if messages[n] is task]  # none if a hook removed the task
         self.begin = [len(messages), *users[-1:], *tasks][-1]  # where this turn begins
         steps = [n for n, message in enumerate(messages) if message.get("tool_calls")]
-        self.last_step = [len(messages), *steps][-1]  # the newest step: results are unread
+        self.last_step = [len(messages), *steps][-1]  # the model has not read this step yet
         self.tokens = counter.total(messages) + beside  # `beside`: tokens of the tools' schemas
         if 4 * self.tokens > budget:  # estimates are too inexact for a request of this size
             counter.count_exactly_from_now_on()
@@ -671,7 +671,7 @@ class SessionBusy(Exception):
 @contextlib.contextmanager
 def locked(path: Path, busy: str = "") -> Iterator[None]:
     """Lock `path` against other programs. If `path` is locked already, wait; with a text `busy`,
-    raise SessionBusy. A kill unlocks `path`. Open the protected files only inside the block."""
+    raise SessionBusy. A kill unlocks `path`. Open protected files inside the `with` block."""
     with open_private(path) as file, contextlib.ExitStack() as unlock:
         try:
             if os.name == "nt":
@@ -1016,7 +1016,7 @@ class MemoryRepository:
         for lock in self.folder.glob("**/*.lock"):  # a killed git process leaves lock files
             lock.unlink()
         for name in self.files:
-            with contextlib.suppress(OSError):  # fails if a file is missing or a path has a link
+            with contextlib.suppress(OSError):  # git refuses a missing file or a path with a link
                 self.git("add", "-A", "-f", "--ignore-errors", "--", name)
         changed = self.git("diff", "--cached", "--numstat", "--no-renames", "--", *self.facts)
         counts = re.findall(r"(?m)^(\d+)\t(\d+)", changed)
@@ -1050,7 +1050,7 @@ class MemoryRepository:
                 files += self.workspace.glob("skills/*/*")
                 modes = [(path, path.stat().st_mode) for path in files if path.is_file()]
                 self.git("apply", "-R", "--whitespace=nowarn", text=patch, why=why)
-                for path, mode in modes:  # git changes the modes: restore them
+                for path, mode in modes:  # restore the file modes that git has changed
                     if path.exists():
                         path.chmod(stat.S_IMODE(mode))
                 return f"Undone: {counted(self._commit(f'restore of {commit[:7]}'), 'change')}."
