@@ -177,7 +177,7 @@ class Session:
             self.mark("ended", why=why)
 
     def end_behind(self, excess: float, size: Callable[[dict], int]) -> int:
-        """Find the oldest turns with the size `excess`. Returns the number of their last message."""
+        """Find the oldest turns of total size `excess`. Returns their last message number."""
         found = 0
         for message in self.conversation():
             excess -= size(message)
