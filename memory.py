@@ -1,15 +1,15 @@
-"""Data that outlives a turn (journal, inbox, memory, skills), and how it fits into a request.
+"""Store the agent's data on disk (journal, inbox, memory, skills), and shorten long requests.
 
-The journal is the truth; each request is derived from it. A session has two files of JSON lines:
+Each request is built from the journal of its session. A session has two files of JSON lines:
 
-    sessions/telegram%3A7.jsonl           append-only: numbered messages, and marks between them
+    sessions/telegram%3A7.jsonl           append-only: numbered messages, and marks for events
     {"n": 1, "role": "user", "content": "What is in a.txt?", "id": "501"}
     {"n": 2, "role": "assistant", "content": null, "tool_calls": [{"id": "c1", …}]}
     {"mark": "ended", "why": "it was stopped"}
     sessions/telegram%3A7.inbox           messages that wait for their turn; also JSON lines
 
-The numbers never change, even if another line is damaged. Consolidator turns old messages into
-history entries, Dream turns history entries into facts and skills. The file works alone:
+A message keeps its number even if other lines are damaged. Consolidator turns old messages into
+history entries; Dream turns history entries into facts and skills. memory.py can be used alone:
 
     from memory import Path, SessionManager
     session = SessionManager(Path("home")).get("cli:me")
@@ -44,37 +44,37 @@ Ask = Callable[[list[dict], list[dict]], Awaitable[Any]]
 Read = Callable[[Path], bytes]  # reads a file for a request, or raises OSError
 
 
-# ---- Journal and inbox: each message is on disk before it is used ----
+# ---- Journal and inbox: a message is stored on disk before the agent uses it ----
 
 
 class Session:
-    """One conversation. Only the holder of the session's lock appends messages and marks, with one
-    exception: the code that delivers an answer appends the mark `delivered`."""
+    """One conversation. A program must hold the session's lock to append to the journal. The
+    only exception is the mark `delivered`, which is also appended without the lock."""
 
     def __init__(self, key: str, path: Path):
         self.key = key
         self.path = path
         self.created_at = time.strftime(MOMENT)
-        self.messages: list[dict] = []  # those that are not in the long-term memory
+        self.messages: list[dict] = []  # messages that are not in the long-term memory
         self.last = 0  # the number of the last message
-        self.highest = 0  # the highest number seen so far: the next message gets this plus 1
-        self.start = 0  # `/new`: the conversation begins after this number
+        self.highest = 0  # highest number so far: the next message gets `highest + 1`
+        self.start = 0  # last message number before `/new`
         self.saved = 0  # the messages up to this number are in the long-term memory
-        self.summary = ""  # replaces the saved messages in requests
-        self.turn_ends: set[int] = set()  # last numbers of the turns that another turn follows
-        self.ended: dict[int, str] = {}  # last number of a turn without answer → why
-        self.resumed = 0  # how often the open turn was resumed after a restart
-        self.undelivered: list[dict] = []  # answers without the mark `delivered`
-        self.known_ids: deque[str] = deque(maxlen=1_000)  # of lines from the inbox
-        self.size = 0  # bytes that we know; if the file has more, another program wrote it
+        self.summary = ""  # text that replaces the saved messages in requests
+        self.turn_ends: set[int] = set()  # last message number of each turn but the newest
+        self.ended: dict[int, str] = {}  # last message number of an unanswered turn → why
+        self.resumed = 0  # number of restarts that resumed the open turn
+        self.undelivered: list[dict] = []  # answers that have no mark `delivered` yet
+        self.known_ids: deque[str] = deque(maxlen=1_000)  # ids of inbox lines
+        self.size = 0  # known size; if the file's size differs, another program wrote to it
 
     def append(self, *messages: dict) -> None:
-        """Number and append messages, all or none. Until `synced`, a power cut may lose them."""
+        """Number and append all messages or none. A power cut before `synced` may lose messages."""
         numbered = enumerate(messages, self.highest + 1)
         self._write([{"n": n} | without_images(message) for n, message in numbered])
 
     def mark(self, name: str, **details: Any) -> None:
-        """Append new, continue, ended (why), resumed, saved (upto, summary) or delivered (upto)."""
+        """Marks: new, continue, resumed, ended (why), saved (upto, summary), delivered (upto)."""
         self._write([{"mark": name, **details}])
 
     def _write(self, lines: list[dict]) -> None:
@@ -87,7 +87,7 @@ class Session:
             self.take(line)
 
     def take(self, line: dict) -> None:
-        """Apply one line of the journal. A damaged `upto` does not hide the messages after it."""
+        """Update the state with one journal line. A damaged `upto` must not hide later messages."""
         uptos = [line[name] for name in ("n", "upto") if isinstance(line.get(name), int)]
         self.highest = max([self.highest, *uptos])
         if isinstance(line.get("id"), str):
@@ -125,7 +125,7 @@ class Session:
         return [message for message in self.messages if message["n"] > self.start]
 
     def history(self, *later: dict) -> list[dict]:
-        """The messages for a request. Those in `later` follow; they are not in the journal.
+        """The messages for a request: the conversation, then `later` (not in the journal).
 
         user "a", runtime "It is Monday"           user "It is Monday\\n\\na"
         assistant "Well", cut "it was stopped"  →  assistant "Well"
@@ -134,7 +134,7 @@ class Session:
         sent = self.summary_messages()
         before: dict = {}
         for message in [*self.conversation(), *later]:
-            if before or message["role"] == "user":  # skip a turn whose question is lost
+            if before or message["role"] == "user":  # skip a turn if its user message is lost
                 sent.append(as_sent(message, self.gap_behind(before)))
                 before = message
         if before.get("cut"):  # `/continue`
@@ -143,7 +143,7 @@ class Session:
         return sent
 
     def gap_behind(self, message: dict) -> str:
-        """A note for the next user message. Models would imitate a note inside the answer."""
+        """A note for the next user message. Models would imitate a note in an assistant message."""
         if message.get("cut"):
             return f"[the answer above broke off: {message['cut']}]"
         why = self.ended.get(message.get("n", 0))
@@ -163,21 +163,21 @@ class Session:
 
     @property
     def unfinished(self) -> bool:
-        """Is there a turn that `/continue` could go on with?"""
+        """Can `/continue` resume the last turn?"""
         return self.last > max(self.start, self.saved) and not is_answer(self.messages[-1])
 
     @property
     def is_open(self) -> bool:
-        """Has a turn begun and not ended? Then it runs now, or a kill interrupted it."""
+        """Is the last turn still open? If so, the turn runs now, or a kill interrupted the turn."""
         return self.unfinished and self.last not in self.ended
 
     def end_open_turn(self, why: str) -> None:
-        """Mark an open turn as ended: a restart does not resume it, `/continue` still can."""
+        """Mark an open turn as ended. `/continue` can resume an ended turn; a restart does not."""
         if self.is_open:
             self.mark("ended", why=why)
 
     def end_behind(self, excess: float, size: Callable[[dict], int]) -> int:
-        """The last number of the oldest turns that have at least the size `excess`, or of all."""
+        """Find the oldest turns of total size `excess`. Returns their last message number."""
         found = 0
         for message in self.conversation():
             excess -= size(message)
@@ -189,14 +189,14 @@ class Session:
 
 
 def is_answer(message: dict) -> bool:
-    """Does the message end its turn? Yes if it is a whole assistant message without calls."""
+    """Does this message end its turn? True for a complete assistant message without calls."""
     is_part = bool(message.get("tool_calls")) or "cut" in message
     return message["role"] == "assistant" and not is_part
 
 
 def as_sent(message: dict, gap: str) -> dict:
-    """The message for a request. `without_saved` needs its `n`; `LLMProvider.chat` removes `n`."""
-    own_keys = ("timestamp", "runtime", "cut", "id")  # for the journal only
+    """A journal message in the form for a request. `LLMProvider.chat` removes the key `n` later."""
+    own_keys = ("timestamp", "runtime", "cut", "id")  # keys that only the journal has
     sent = {key: value for key, value in message.items() if key not in own_keys}
     notes = [note for note in (gap, message.get("runtime")) if note]
     if notes and message["role"] == "user":
@@ -205,15 +205,15 @@ def as_sent(message: dict, gap: str) -> dict:
 
 
 class Inbox:
-    """Lines that wait for a session. Each has a kind: user, command (`/new`, `/continue`) or report
-    (of a job or helper). Any program may append; the holder of the session's lock removes lines."""
+    """Waiting messages of a session: user messages, commands (`/new`, `/continue`) and reports (of
+    jobs or helpers). Any program may append; the holder of the session's lock removes messages."""
 
     def __init__(self, path: Path):
         self.path = path
         self.lock = path.with_suffix(".inbox.lock")
 
     def append(self, line: dict) -> None:
-        """Append a line, unless one has its id already. Returns when the line is safe on disk."""
+        """Append and fsync a line, unless the inbox already has a line with the same id."""
         with locked(self.lock):
             if line["id"] not in [known["id"] for known in self.read()]:
                 append_lines(self.path, [line | {"timestamp": time.strftime(MOMENT)}])
@@ -235,8 +235,8 @@ class Inbox:
 
 
 class MemoryStore:
-    """MEMORY.md, which people edit, too, and history.jsonl, to which entries are appended. An entry
-    that was made from a session's messages also has session, created_at, upto and summary.
+    """Facts in MEMORY.md, which people may edit, and entries in history.jsonl. An entry about a
+    session also has the keys session, created_at, upto and summary.
 
     {"cursor": 42, "timestamp": "2026-04-03 00:02", "content": "The user planned a trip to Rome."}
     """
@@ -249,10 +249,10 @@ class MemoryStore:
         self.history = self.folder / "history.jsonl"
         self.archive = self.folder / "history-archive.jsonl"
         self.lock = self.folder / ".lock"
-        self._entries: tuple[int, list[dict]] = (0, [])  # file size, entries of that file
+        self._entries: tuple[int, list[dict]] = (0, [])  # file size, entries read from the file
 
     def text_of(self, path: Path) -> str:
-        """A file's text; "" if it is not there. Raises OSError if it may not be read."""
+        """Read a text file; a missing file gives "". Raises OSError if the file cannot be read."""
         try:
             return self.read(path).decode("utf-8-sig", errors="replace")
         except FileNotFoundError:
@@ -262,11 +262,11 @@ class MemoryStore:
         return self.text_of(self.facts)
 
     def write_facts(self, text: str, instead_of: str) -> bool:
-        """Returns False if the file has changed meanwhile. Ignores an empty or far shorter text."""
+        """Replace the text `instead_of`. Returns False if the file has a different text by now."""
         with locked(self.lock):
             if self.read_facts() != instead_of:
                 return False
-            text = text.replace("\0", "").strip()  # with a NUL, git would treat the file as binary
+            text = text.replace("\0", "").strip()  # git treats a file with a NUL as binary
             before = instead_of.strip()
             if not text or (len(before) > 300 and len(text) < len(before) // 2):
                 log.warning("MEMORY.md is not changed: the new text is empty or far too short")
@@ -275,7 +275,7 @@ class MemoryStore:
             return True
 
     def entries(self) -> list[dict]:
-        """All history entries. Reading 1,000 takes 5 ms, so an unchanged file is not read again."""
+        """All history entries, cached until the file size changes (5 ms for 1,000 entries)."""
         size = file_size(self.history)
         if size != self._entries[0]:
             is_entry = partial(has, cursor=int, timestamp=str, content=str)
@@ -283,7 +283,7 @@ class MemoryStore:
         return self._entries[1]
 
     def append_history(self, *texts: str, **origin: Any) -> None:
-        """Add entries in one write. A text may begin with its time, `[2026-04-03 00:02]`."""
+        """Append the texts as entries in one write. A text may begin with `[2026-04-03 00:02]`."""
         with locked(self.lock):
             first = max([self.dream_cursor, *(entry["cursor"] for entry in self.entries())]) + 1
             entries = []
@@ -297,7 +297,7 @@ class MemoryStore:
 
     @property
     def dream_cursor(self) -> int:
-        """The last entry that Dream has read; 0, for none, if the file is missing or damaged."""
+        """The number of the last entry that Dream has read; 0 if the file is missing or damaged."""
         path = self.folder / ".dream_cursor"
         digits = path.read_bytes().strip() if path.exists() else b""
         return int(digits) if re.fullmatch(rb"\d{1,18}", digits) else 0
@@ -307,7 +307,7 @@ class MemoryStore:
         return [entry for entry in self.entries() if entry["cursor"] > dreamt]
 
     def recent_history(self) -> list[str]:
-        """`[2026-04-03 00:02] text` of the newest unread entries, at most 4,000 characters."""
+        """Entries unread by Dream, as `[2026-04-03 00:02] text`: the newest 4,000 characters."""
         entries = self.unread()[-50:]
         lines = [f"[{e['timestamp']}] {middle_out(e['content'], 1_000)}" for e in entries]
         while len("\n".join(lines)) > 4_000:
@@ -315,7 +315,7 @@ class MemoryStore:
         return lines
 
     def archive_old(self, keep: int = 1_000) -> None:
-        """Keep the newest `keep` entries. Of the others, archive those that Dream has read."""
+        """Keep the newest `keep` entries. Archive the older entries that Dream has read."""
         with locked(self.lock):
             entries = self.entries()
             old = [entry for entry in entries[:-keep] if entry["cursor"] <= self.dream_cursor]
@@ -330,7 +330,7 @@ TEXT = {"type": "string"}
 SAVED = {
     "history_entry": TEXT | {"description": "2 to 5 sentences that begin with [YYYY-MM-DD HH:MM]"},
     "memory_update": TEXT | {"description": "The whole new MEMORY.md: all lines, old and new"},
-    "summary": TEXT | {"description": "All that the conversation still needs, at most 400 words"},
+    "summary": TEXT | {"description": "Facts that the conversation still needs, at most 400 words"},
 }
 SAVE_MEMORY = {"type": "function", "function": {
     "name": "save_memory", "description": "Save the lasting parts of a conversation.",
@@ -342,7 +342,7 @@ SAVE_MEMORY = {"type": "function", "function": {
 
 @dataclass
 class Consolidator:
-    """Moves the oldest whole turns of a session into the long-term memory. A round is a request:
+    """Moves the oldest whole turns of a session into the long-term memory. One round writes:
 
     messages 1 … 60  →  history.jsonl  {"cursor": 7, "content": "The user planned …", "upto": 60}
                         MEMORY.md      - Travels to Rome in May
@@ -353,14 +353,14 @@ class Consolidator:
     sessions: "SessionManager"
     ask: Ask
     prompt: str
-    budget: int = 56_320  # tokens that a request may have
-    window: int = 100  # messages of a session that may be unsaved
+    budget: int = 56_320  # maximum number of tokens in a request
+    window: int = 100  # maximum number of unsaved messages in a session
     counter: "TokenCounter" = field(default_factory=lambda: TokenCounter())
     one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def make_room(self, session: Session, tokens: int) -> int:
         """Runs before each request. If `tokens` is over 80 % of the budget, move turns until about
-        half of the budget is used. Returns how many messages have moved."""
+        half of the budget is used. Returns the number of moved messages."""
         if tokens <= 0.8 * self.budget:
             return 0
         upto = session.end_behind(tokens - self.budget // 2, self.counter.size)
@@ -368,7 +368,7 @@ class Consolidator:
 
     async def after_turn(self, session: Session) -> int:
         """Runs in the background. Move the turns before `/new`. If more than `window` messages are
-        unsaved, move turns until about `window / 2` are. Returns how many messages have moved."""
+        unsaved, move turns until `window / 2` remain. Returns the number of moved messages."""
         count = await self.move(session, session.start) if session.start > session.saved else 0
         unsaved = len(session.conversation())
         if unsaved > self.window:
@@ -377,18 +377,18 @@ class Consolidator:
         return count
 
     async def move(self, session: Session, upto: int) -> int:
-        """Move turns up to number `upto`, in at most five rounds: the user may be waiting."""
+        """Move turns up to message `upto`, in at most five rounds: the user may be waiting."""
         numbers = [message["n"] for message in session.messages]
         async with self.one_at_a_time:
             for _ in range(5):
                 end, text = self._next_part(session, upto)
                 saved = await self._save(session, text) if end else None
                 if saved is None or session.size != file_size(session.path):
-                    break  # nothing to move, no model, or another program wrote to the session
+                    break  # nothing to move, no answer, or another program wrote to the session
                 entries, summary = saved
                 origin = {"session": session.key, "created_at": session.created_at, "upto": end}
                 try:
-                    with self.sessions.lock(session.key):  # no `await`: nobody can cancel here
+                    with self.sessions.lock(session.key):  # no `await`: this cannot be cancelled
                         self.store.append_history(*entries, **origin, summary=summary)
                         session.mark("saved", upto=end, summary=summary)
                 except SessionBusy:
@@ -396,11 +396,11 @@ class Consolidator:
         return len([n for n in numbers if n <= session.saved])
 
     def _next_part(self, session: Session, upto: int) -> tuple[int, str]:
-        """The last number of the next round, and the messages of this round as text."""
+        """Choose turns for the next round. Returns the turns' last message number and text."""
         taken = estimate(self.prompt + self.store.read_facts() + session.summary) + 500
         room = max(self.budget // 2 - taken, self.budget // 8)
         if session.saved < session.start:
-            upto = min(upto, session.start)  # no summary may contain turns before `/new`
+            upto = min(upto, session.start)  # do not mix turns before and after `/new`
         end, text = 0, ""
         for turn_end in sorted(n for n in session.turn_ends if n > session.saved):
             part = [readable(message) for message in session.messages if message["n"] <= turn_end]
@@ -408,12 +408,12 @@ class Consolidator:
             if turn_end > upto or (end and estimate(longer) > room):
                 break
             end, text = turn_end, longer
-        return end, fitted(text, room)  # one turn alone may be too long
+        return end, fitted(text, room)  # even a single turn may be too long
 
     async def _save(self, session: Session, text: str) -> tuple[list[str], str] | None:
-        """History entries and summary; the raw text if no call is valid; None without an answer."""
+        """Ask for entry and summary. Returns raw text if no call is valid, None after an error."""
         earlier = [message["content"] for message in session.summary_messages()]
-        for _ in range(3):  # retry if MEMORY.md has changed meanwhile, or if the answer was cut
+        for _ in range(3):  # retry if MEMORY.md has changed, or if the answer was cut off
             facts = self.store.read_facts()
             question = "\n\n".join(["# MEMORY.md", facts, "# Conversation", *earlier, text])
             response = await self.ask(request(self.prompt, question), [SAVE_MEMORY])
@@ -439,9 +439,9 @@ class Consolidator:
 
 
 class Governed:
-    """A copy of a conversation, cut to `budget` tokens for a request. It loses, in this order: old
-    tool results (a note stays), the oldest turns, the summary, pictures, the oldest steps of this
-    turn, parts of the results. The system prompt and the user's messages of this turn stay."""
+    """A copy of a conversation, shortened to `budget` tokens. Removed in this order: old tool
+    results (a note stays), the oldest turns, the summary, pictures, the oldest steps of this turn,
+    parts of tool results. Never removed: the system prompt, the user's messages of this turn."""
 
     def __init__(
         self, messages: list[dict], budget: float, counter: "TokenCounter",
@@ -451,12 +451,12 @@ class Governed:
         self.messages = list(messages)
         self.notes: list[str] = []  # `8 turns left out (~7,900 tokens)`
         users = [n for n, message in enumerate(messages) if message["role"] == "user"]
-        tasks = [n for n in users if messages[n] is task]  # a hook may have removed the task
+        tasks = [n for n in users if messages[n] is task]  # none if a hook removed the task
         self.begin = [len(messages), *users[-1:], *tasks][-1]  # where this turn begins
         steps = [n for n, message in enumerate(messages) if message.get("tool_calls")]
-        self.last_step = [len(messages), *steps][-1]  # the model has not seen its results yet
-        self.tokens = counter.total(messages) + beside  # `beside`: the tools' tokens
-        if 4 * self.tokens > budget:  # so big that exact sizes matter
+        self.last_step = [len(messages), *steps][-1]  # the model has not read this step yet
+        self.tokens = counter.total(messages) + beside  # `beside`: tokens of the tools' schemas
+        if 4 * self.tokens > budget:  # estimates are too inexact for a request of this size
             counter.count_exactly_from_now_on()
         for make_shorter in (self._leave_out, self._cut_results):
             if self.tokens > budget:
@@ -468,7 +468,7 @@ class Governed:
         counts: Counter[str] = Counter()
         freed: Counter[str] = Counter()
         for what, changes in self._what_may_go():
-            if freed.total() >= excess + 30:  # 30 tokens for the note about the steps
+            if freed.total() >= excess + 30:  # 30 tokens for the note about left-out steps
                 break
             counts[what] += 1
             for n, rest in changes.items():
@@ -482,16 +482,16 @@ class Governed:
             self.notes.append(f"{counted(counts[what], what)} left out (~{freed[what]:,} tokens)")
 
     def _what_may_go(self) -> Iterator[tuple[str, dict[int, dict | None]]]:
-        """In order of removal: a name, and {index: the message that stays there, or None}."""
+        """Yields, in order of removal, a name and {message index: the replacement, or None}."""
         messages, begin, last_step = self.messages, self.begin, self.last_step
         for n, message in enumerate(messages[:last_step]):
             length, name = len(message.get("content") or ""), message.get("name")
-            if message["role"] == "tool" and length >= 500:  # models do not imitate this note
+            if message["role"] == "tool" and length >= 500:  # models do not copy the note below
                 text = f"[{length:,} characters that {name} returned are left out here]"
                 yield "old tool result", {n: {**message, "content": text}}
         past = [n for n in range(begin) if messages[n]["role"] != "system"]
         summaries = [n for n in past if "is_summary" in messages[n]]
-        past = past[len(summaries) :]  # the summaries stand before the turns
+        past = past[len(summaries) :]  # the summary comes before the turns
         begins = [n for n in past if messages[n]["role"] == "user"]
         turns = pairwise(sorted({*past[:1], *begins, begin}))
         yield from (("turn", dict.fromkeys(range(first, end))) for first, end in turns)
@@ -504,29 +504,29 @@ class Governed:
             yield "step", {n: None for n in range(first, end) if messages[n]["role"] != "user"}
 
     def _cut_results(self, excess: float) -> None:
-        """The last resort: all tool results share the room that is left."""
+        """Last resort: cut each tool result to an equal share of the remaining tokens."""
         results = [n for n, message in enumerate(self.messages) if message["role"] == "tool"]
         room = self.counter.total([self.messages[n] for n in results]) - excess
         for n in results:
             text = str(self.messages[n].get("content") or "")
             cut = fitted(text, max(int(room) // len(results) - 20, 10), self.counter.count)
-            if cut != text and len(text) > 200:  # the note would make a short text longer
+            if cut != text and len(text) > 200:  # a note would lengthen short texts
                 cut += "\n[not all of it: ask for a part]"
                 self.messages[n] = {**self.messages[n], "content": cut}
         self.notes.append(f"{counted(len(results), 'tool result')} cut")
 
 
 # ---- Reading a damaged file of JSON lines ----
-# Real damage: 4,096 zero bytes after a power cut, half a line after a full disk, a `NaN`.
+# Real examples: 4,096 zero bytes after a power cut, half a line on a full disk, a `NaN`.
 
 
 def read_records(path: Path, is_valid: Callable[[dict], bool]) -> list[dict]:
-    """The valid records of a file, in order. Each other line is copied once to `*.corrupt`."""
+    """The valid records of a file, in order. An invalid line is copied once to `*.corrupt`."""
     raw = path.read_bytes() if path.exists() else b""
     records, damaged = [], []
-    for line in raw.split(b"\n"):  # not splitlines(): U+2028 and \x85 are ordinary text here
+    for line in raw.split(b"\n"):  # splitlines() would also split at U+2028 and \x85
         try:
-            record = json.loads(line, parse_constant=int)  # no NaN: int("NaN") is a ValueError
+            record = json.loads(line, parse_constant=int)  # refuses NaN: int("NaN") is a ValueError
         except (ValueError, RecursionError):
             record = None
         if isinstance(record, dict) and is_valid(record):
@@ -538,37 +538,37 @@ def read_records(path: Path, is_valid: Callable[[dict], bool]) -> list[dict]:
     lines = [line for line in damaged if line not in known]
     if lines:
         skipped = counted(len(lines), "unreadable line")
-        log.warning("%s: %s skipped, kept in %s", path, skipped, aside.name)
+        log.warning("%s: %s skipped, and copied to %s", path, skipped, aside.name)
         with open_private(aside) as file:
             file.write(b"\n".join(lines) + b"\n")
     return records
 
 
 def has(record: Any, **kinds: Any) -> bool:
-    """Is `record` a dict with all these keys, and has each value the given type?"""
+    """Is `record` a dict with all keys of `kinds`, and does each value have the given type?"""
     return isinstance(record, dict) and all(isinstance(record.get(k), kinds[k]) for k in kinds)
 
 
 def journal_lines(path: Path) -> list[dict]:
-    """A journal's lines; old formats are converted. A file without a valid line is renamed."""
+    """Read a journal's lines and convert old formats. Rename a file that has no valid line."""
     lines = read_records(path, is_journal_line)
     if not lines and path.exists() and path.read_bytes().strip():
         aside = path.with_name(f"{path.name}.corrupt-{time.time_ns()}")
         os.replace(path, aside)
-        log.warning("%s has no valid line: it is moved to %s, the session starts anew", path, aside)
+        log.warning("%s has no valid line: file moved to %s, the session starts anew", path, aside)
     old = [line for line in lines if "mark" not in line and "n" not in line]
     new = [line for line in lines if "mark" in line or "n" in line]
     before = 0
     messages = [line for line in new if "mark" not in line and not old]
     for message, following in pairwise([*messages, {"n": 10**18}]):
         if not before < message["n"] < max(following["n"], before + 2):
-            message["n"] = before + 1  # a number out of order is damaged: replace it
+            message["n"] = before + 1  # replace a damaged number
         before = message["n"]
-    return [*(numbered(old) if old else []), *new]  # an older version's lines come first
+    return [*(numbered(old) if old else []), *new]  # lines of an older version come first
 
 
 def is_journal_line(line: dict) -> bool:
-    """Is it a mark, or a message in the form that a request needs?"""
+    """Is the line a mark, or a message with valid keys for a request?"""
     if "mark" in line or line.get("_type") == "metadata":
         return True
     calls = line.get("tool_calls") or []
@@ -580,7 +580,7 @@ def is_journal_line(line: dict) -> bool:
 
 
 def numbered(lines: list[dict]) -> list[dict]:
-    """Convert an older version's journal: its messages get numbers, all its turns are ended."""
+    """Convert an older version's journal: number its messages, and mark its last turn as ended."""
     state: dict = {}
     messages: list[dict] = []
     for line in lines:
@@ -607,30 +607,30 @@ def as_lines(records: list[dict]) -> str:
 
 
 def append_lines(path: Path, records: list[dict]) -> int:
-    """Append all records or none. Returns how many bytes were written; raises OSError."""
-    data = as_lines(records).encode("utf-8", errors="replace")  # a lone surrogate becomes `?`
+    """Append all records or none. Returns the number of written bytes. Raises OSError."""
+    data = as_lines(records).encode("utf-8", errors="replace")  # `?` replaces a lone surrogate
     size = file_size(path)
     try:
         with open_private(path) as file:
             file.seek(max(size - 1, 0))
             if file.read(1) not in (b"", b"\n"):
-                data = b"\n" + data  # first end an incomplete line
+                data = b"\n" + data  # end an incomplete last line first
             file.write(data)
     except OSError as problem:
         if file_size(path) > size:
-            os.truncate(path, size)  # a full disk left half a line: remove it
+            os.truncate(path, size)  # remove the partial line, for example on a full disk
         raise OSError(problem.errno, problem.strerror, str(path)) from None
     return len(data)
 
 
 def open_private(path: Path, mode: str = "a+b") -> Any:
-    """Open a file, by default to read and append. Only its owner may read a new file."""
+    """Open a file, by default to read and append. A new file is readable by its owner only."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     return open(path, mode, opener=partial(os.open, mode=0o600))
 
 
 def write_atomically(path: Path, content: str) -> None:
-    """After a crash the file has the old content or the new one. Links and modes are kept."""
+    """Replace a file's content: a crash leaves the old or new content. Keeps links and modes."""
     path = path.resolve()
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with open_private(draft, "wb") as file:
@@ -658,10 +658,10 @@ def file_size(path: Path) -> int:
 
 
 def read_regular_file(path: Path) -> bytes:
-    """Raises OSError, also for a FIFO, a device, or a file of more than 100,000 bytes."""
+    """Read a file. Raises OSError also for a FIFO, a device, or more than 100,000 bytes."""
     details = path.stat()
     if not stat.S_ISREG(details.st_mode):
-        raise OSError("it is no regular file but a directory, FIFO or device")
+        raise OSError("it is not a regular file but a directory, FIFO or device")
     if details.st_size > 100_000:
         raise OSError("it has more than 100,000 bytes")
     return path.read_bytes()
@@ -673,8 +673,8 @@ class SessionBusy(Exception):
 
 @contextlib.contextmanager
 def locked(path: Path, busy: str = "") -> Iterator[None]:
-    """Hold a lock against other programs. If it is taken, wait; with a text `busy`, raise
-    SessionBusy instead. A killed program loses its locks. Open protected files inside the block."""
+    """Lock `path` against other programs. If `path` is locked already, wait; with a text `busy`,
+    raise SessionBusy. A kill unlocks `path`. Open protected files inside the `with` block."""
     with open_private(path) as file, contextlib.ExitStack() as unlock:
         try:
             if os.name == "nt":
@@ -685,19 +685,19 @@ def locked(path: Path, busy: str = "") -> Iterator[None]:
                 import fcntl
 
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB if busy else fcntl.LOCK_EX)
-                unlock.callback(fcntl.flock, file, fcntl.LOCK_UN)  # a new child may keep it open
+                unlock.callback(fcntl.flock, file, fcntl.LOCK_UN)  # a new child may share `file`
         except (BlockingIOError, PermissionError):
             raise SessionBusy(busy) from None
         yield
 
 
 class SessionManager:
-    """`sessions/<encoded key>.jsonl` and `.inbox`, with a cache of the 64 sessions used last."""
+    """Finds, loads and locks sessions. The 64 most recently used sessions are cached."""
 
     def __init__(self, workspace: Path, store: MemoryStore | None = None):
         self.folder = workspace / "sessions"
         self.store = store or MemoryStore(workspace)
-        self._cache: dict[str, Session] = {}  # in the order of their last use
+        self._cache: dict[str, Session] = {}  # the least recently used first
         self._held: set[str] = set()
 
     def path(self, key: str) -> Path:
@@ -712,7 +712,7 @@ class SessionManager:
         return Inbox(self.path(key).with_suffix(".inbox"))
 
     def get(self, key: str) -> Session:
-        """The session, read again if another program wrote to it. Raises OSError."""
+        """The session; loaded again if another program wrote to its file. Raises OSError."""
         path = self.path(key)
         session = self._cache.pop(key, None)
         if session is None or session.size != file_size(path):
@@ -723,12 +723,12 @@ class SessionManager:
         return session
 
     def _load(self, key: str, path: Path) -> Session:
-        """If a mark `saved` is damaged or missing, entries of the history replace the mark."""
+        """Load a session. History entries replace marks `saved` that are damaged or missing."""
         session = Session(key, path)
         size = file_size(path)
         lines = journal_lines(path)
         own = {"session": key, "created_at": lines[0].get("created_at") if lines else ""}.items()
-        rounds = {}  # last saved number → summary up to it
+        rounds = {}  # last message number of a round → its summary
         for entry in self.store.entries():
             upto = entry.get("upto", entry.get("until"))  # an older version wrote `until`
             if entry.items() >= own and isinstance(upto, int):
@@ -747,7 +747,7 @@ class SessionManager:
         return [readable(line) for line in journal_lines(self.path(key)) if "role" in line]
 
     def list_keys(self) -> list[str]:
-        """All session keys, the last used one first; also of sessions with only an inbox."""
+        """All session keys, the most recently used first. Some sessions have only an inbox."""
         files = [path for path in self.folder.glob("*") if path.suffix in (".jsonl", ".inbox")]
         there = [path for path in files if path.exists()]  # Emacs leaves broken links
         there.sort(key=lambda path: path.stat().st_mtime, reverse=True)
@@ -757,11 +757,11 @@ class SessionManager:
 
     @contextlib.contextmanager
     def lock(self, key: str) -> Iterator[None]:
-        """Lock a session against other programs; may be nested. Raises SessionBusy."""
+        """Lock a session, so that no other program writes to it. Calls may be nested."""
         if key in self._held:
             yield
             return
-        busy = f"Session {key} is in use by another program. Wait, or choose another with -s."
+        busy = f"Session {key} is in use by another program. Wait, or open another session with -s."
         with locked(self.path(key).with_suffix(".lock"), busy):
             self._held.add(key)
             try:
@@ -783,7 +783,7 @@ def readable(message: dict) -> str:
 
 
 def without_images(message: dict) -> dict:
-    """The message for the journal: an image's bytes are dropped, the line that names it is kept."""
+    """Remove the image bytes from a message. The text line that names the image stays."""
     content = message.get("content")
     if not isinstance(content, list):
         return message
@@ -796,7 +796,7 @@ def request(system: str, text: str) -> list[dict]:
 
 
 def counted(count: int, one: str, several: str = "") -> str:
-    """0 steps, 1 step, 2 steps; 2 entries"""
+    """Returns "0 steps", "1 step", "2 steps", "2 entries"."""
     return f"{count:,} {one}" if count == 1 else f"{count:,} {several or one + 's'}"
 
 
@@ -807,8 +807,8 @@ def middle_out(text: str, most: int) -> str:
 
 
 def fitted(text: str, most: int, count: Callable[[str], int] | None = None) -> str:
-    """The text, shortened in the middle until it has at most `most` tokens."""
-    while (count or estimate)(text) > most and len(text) > 50:  # shorter texts would not shrink
+    """Remove characters from the middle of a text until it has at most `most` tokens."""
+    while (count or estimate)(text) > most and len(text) > 50:  # shorter texts cannot be shortened
         text = middle_out(text, len(text) * 3 // 4)
     return text
 
@@ -819,7 +819,7 @@ STAMP = r"(?s)\s{0,100}(?:\[(\d{4}-\d\d-\d\d \d\d:\d\d)\]\s{0,100})?(.{0,64000})
 
 
 def estimate(text: str) -> int:
-    """Tokens: 1 per 5 small letters or 1.5 other ASCII characters; 0.6 to 2.4 times the truth."""
+    """Estimate the tokens from the kinds of characters: 0.6 to 2.4 times the true number."""
     data = text.encode("utf-8", errors="replace")
     rest = data.translate(None, b"abcdefghijklmnopqrstuvwxyz \n")
     foreign = rest.translate(None, bytes(range(128)))
@@ -831,19 +831,19 @@ def load_vocabulary() -> Callable[[str], int]:
     import tiktoken
 
     encode = tiktoken.get_encoding("o200k_base").encode_ordinary
-    pieces = partial(re.findall, r"(?s).{1,2000}")  # one long run of a letter takes very long
+    pieces = partial(re.findall, r"(?s).{1,2000}")  # tiktoken is slow for one long run of a letter
     return lambda text: sum(len(encode(piece)) for piece in pieces(text))
 
 
 class TokenCounter:
-    """Sizes in tokens, cached per text. They are estimates until `load()` has given a counter."""
+    """Counts tokens, with a cache per text. The sizes are estimates until `load()` has ended."""
 
     def __init__(self, load: Callable[[], Callable[[str], int]] = load_vocabulary):
         self._fetching = threading.Thread(target=self._fetch, args=[load], daemon=True)
         self.count = lru_cache(maxsize=1_000)(estimate)
 
     def size(self, message: dict) -> int:
-        """The tokens of a message; an image counts as 1,000."""
+        """The number of tokens in a message. An image counts as 1,000 tokens."""
         content = message.get("content")
         blocks = content if isinstance(content, list) else [{"text": content}]
         images = [block for block in blocks if block.get("type") == "image_url"]
@@ -855,18 +855,18 @@ class TokenCounter:
         return sum(map(self.size, messages))
 
     def count_exactly_from_now_on(self) -> None:
-        """Load the vocabulary in the background. Until it is there, the sizes are estimates."""
+        """Load the vocabulary in the background. The sizes are estimates until loading ends."""
         if not self._fetching.ident:
             self._fetching.start()
 
     def _fetch(self, load: Callable) -> None:
         try:
             self.count = lru_cache(maxsize=1_000)(load())
-        except Exception as problem:  # no network, no tiktoken: the estimate is good enough
+        except Exception as problem:  # without a network or tiktoken: keep the estimates
             log.info("tokens are estimated: %s", problem)
 
 
-# ---- Dream: from the history into facts and skills ----
+# ---- Dream: turn history entries into facts and skills ----
 
 DREAM_FILES = ("memory/MEMORY.md", "SOUL.md", "USER.md")
 # "- [MEMORY] Favourite colour: blue"
@@ -876,7 +876,7 @@ UNREACHABLE = "did not reach the model"
 
 @dataclass
 class Dream:
-    """Reads history entries, writes findings, and edits facts and skills accordingly:
+    """Reads history entries, lists findings, and then edits facts and skills:
 
     [2026-04-03 00:02] The user likes blue best now, not green.        a history entry
     [MEMORY-REMOVE] favourite colour: green                            phase 1: findings
@@ -890,16 +890,16 @@ class Dream:
     find_prompt: str
     edit_prompt: str
     skills: "SkillsLoader"
-    budget: int = 56_320  # tokens that a request may have
-    max_batch: int = 20  # entries that one dream reads
-    failures: int = field(default=0, init=False)  # failed dreams in a row
+    budget: int = 56_320  # maximum number of tokens in a request
+    max_batch: int = 20  # maximum number of history entries per dream
+    failures: int = field(default=0, init=False)  # number of failed dreams in a row
 
     async def run(self) -> str:
-        """Run one dream. Returns a text for the user; raises SessionBusy if another one runs."""
-        with locked(self.store.workspace / ".nanobot" / "dream.lock", "Another dream is going on."):
+        """Run one dream. Returns a text for the user. Raises SessionBusy during another dream."""
+        with locked(self.store.workspace / ".nanobot" / "dream.lock", "Another dream is running."):
             batch = self.store.unread()[: self.max_batch]
             while len(batch) > 1 and estimate(str(batch)) > self.budget // 2:
-                batch.pop()  # the request must also have room for the files
+                batch.pop()  # leave room for the memory files in the request
             if not batch:
                 return "There is nothing new to dream about."
             repository = MemoryRepository(self.store.workspace)
@@ -907,19 +907,19 @@ class Dream:
             outcome = await self._dream(batch)
             self.failures = self.failures + 1 if outcome == "failed" else 0
             if outcome != "completed" and self.failures < 3:
-                return f"The dream {outcome}. Nothing is lost: the next one tries again."
+                return f"The dream {outcome}. Nothing is lost: the next dream tries again."
             if self.failures:
                 log.warning("three dreams about the same entries failed: these entries are skipped")
                 self.failures = 0
             write_atomically(self.store.folder / ".dream_cursor", str(batch[-1]["cursor"]))
             self.store.archive_old()
             second_problem, changes = await asyncio.to_thread(repository.commit, "dream")
-            problem = problem or second_problem or "/dream-log shows them."
+            problem = problem or second_problem or "/dream-log shows the changes."
             told = f"Dreamt about {counted(len(batch), 'entry', 'entries')}"
             return f"{told}: {counted(changes, 'change')}. {problem}"
 
     async def _dream(self, batch: list[dict]) -> str:
-        """Run both phases. Returns completed, failed, or did not reach the model."""
+        """Run both phases. Returns "completed", "failed" or UNREACHABLE."""
         most = self.budget // 2
         lines = [f"[{entry['timestamp']}] {fitted(entry['content'], most)}" for entry in batch]
         paths = [self.store.workspace / name for name in DREAM_FILES]
@@ -941,46 +941,46 @@ class Dream:
         return outcomes.get(result.stop_reason, "failed")
 
     def refuse(self, name: str, arguments: dict) -> str:
-        """Why a call must not run; "" if it may. A dream may read text from a stranger's page, and
-        nobody watches the dream. `arguments` are those that the tool will get."""
+        """Returns why a call must not run, or "" if it may. Without this check, text from a page
+        of the web could make a dream do harm. The tool gets the same `arguments` as this method."""
         home = self.store.workspace.resolve()
         own, *kits = [folder.resolve() for folder in self.skills.folders]
         try:
             path = (home / os.path.expanduser(str(arguments.get("path", "")))).resolve()
-        except (OSError, ValueError, RuntimeError) as problem:  # a NUL, a loop of links
+        except (OSError, ValueError, RuntimeError) as problem:  # such as a NUL character
             return f"This path cannot be used: {problem}"
         if name == "read_file":
             is_inside = any(path.is_relative_to(root) for root in (home, *kits))
-            return "" if is_inside else f"Read files below {home} only."
+            return "" if is_inside else f"Read only files below {home}."
         if name == "edit_file":
             is_one = path in [(home / file).resolve() for file in DREAM_FILES]
-            return "" if is_one else f"Edit {', '.join(DREAM_FILES)} only."
+            return "" if is_one else f"Edit only {', '.join(DREAM_FILES)}."
         if name != "write_file" or not path.is_relative_to(own) or path.parent == own:
             return f"Write only skills, like {own}/NAME/SKILL.md."
         content = str(arguments.get("content", "")).encode(errors="replace")
-        skill = skill_of(path, content)  # parsed as the loader will parse it
+        skill = skill_of(path, content)  # the same parser as in SkillsLoader
         names = {skill.name, path.relative_to(own).parts[0]}
         if skill.always or any((kit / known).exists() for kit in kits for known in names):
-            return "A skill may not be `always`, nor have the name of a skill of the kit."
+            return "A skill may not set `always`, and may not have the name of a built-in skill."
         return ""
 
 
-# ---- Dreams can be shown and undone, with git ----
+# ---- Git commits of dreams: show a dream's changes, or undo them ----
 
 
 class MemoryRepository:
-    """Facts, history and skills in git. A folder `.git` would make the workspace a submodule."""
+    """A git repository without the name `.git`, which would make the workspace a submodule."""
 
     facts = (*DREAM_FILES, "skills")
     files = (*facts, "memory/history.jsonl", "memory/history-archive.jsonl")
-    attributes = "* !text !eol !diff !filter !ident !working-tree-encoding\n"  # not the user's own
+    attributes = "* !text !eol !diff !filter !ident !working-tree-encoding\n"  # replaces the user's
 
     def __init__(self, workspace: Path):
         self.workspace = workspace
         self.folder = workspace / ".nanobot" / "memory.git"
 
     def git(self, *arguments: str, text: str = "", why: str = "") -> str:
-        """Run git. Raises OSError with the text `why`; if that is empty, with git's message."""
+        """Run git. Raises OSError with the text `why`, or with git's message if `why` is empty."""
         own = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
         own |= {"GIT_DIR": ".nanobot/memory.git", "GIT_WORK_TREE": ".", "LC_ALL": "C"}
         own |= {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull}
@@ -993,17 +993,17 @@ class MemoryRepository:
             problem = done.stderr.decode(errors="replace").strip()
             log.info("git %s: %s", arguments[0], problem)
             raise OSError(why or problem)
-        return done.stdout.decode(errors="surrogateescape")  # a patch stays byte-identical
+        return done.stdout.decode(errors="surrogateescape")  # keeps the bytes of a patch
 
     def commit(self, subject: str) -> tuple[str, int]:
-        """Returns (a problem for the user or "", the number of changed lines)."""
+        """Commit all files. Returns (an error for the user or "", the number of changed lines)."""
         if not shutil.which("git"):
-            return "There is no git, so a dream cannot be shown or undone.", 0
+            return "git is not installed, so a dream cannot be shown or undone.", 0
         try:
             return "", self._commit(subject)
         except OSError as problem:
             aside = self.folder.with_name(f"memory.git.broken-{time.time_ns()}")
-            told = f"The memory's repository is broken ({problem}): it is moved to {aside}."
+            told = f"The memory's repository is broken ({problem}). The folder is moved to {aside}."
         log.warning("%s", told)
         if self.folder.exists():
             os.replace(self.folder, aside)
@@ -1014,10 +1014,10 @@ class MemoryRepository:
             self.folder.parent.mkdir(exist_ok=True)
             self.git("init", "-q")
             write_atomically(self.folder / "info" / "attributes", self.attributes)
-        for lock in self.folder.glob("**/*.lock"):  # left by a git that was killed
+        for lock in self.folder.glob("**/*.lock"):  # a killed git process leaves lock files
             lock.unlink()
         for name in self.files:
-            with contextlib.suppress(OSError):  # the file is missing, or its path contains a link
+            with contextlib.suppress(OSError):  # git refuses a missing file or a path with a link
                 self.git("add", "-A", "-f", "--ignore-errors", "--", name)
         changed = self.git("diff", "--cached", "--numstat", "--no-renames", "--", *self.facts)
         counts = re.findall(r"(?m)^(\d+)\t(\d+)", changed)
@@ -1028,7 +1028,7 @@ class MemoryRepository:
         return count
 
     def log(self, sha: str = "") -> str:
-        """All commits, one per line, or the changes of the commit `sha`."""
+        """List all commits, one per line. With `sha`, show the changes of that commit."""
         try:
             commit = self._known(sha or "HEAD")
             if not sha:
@@ -1039,10 +1039,10 @@ class MemoryRepository:
             return f"There is no log: {problem}"
 
     def restore(self, sha: str = "") -> str:
-        """Undo one commit (default: the last dream) by a new commit, or change nothing."""
+        """Undo one commit (default: the last dream) with a new commit. Returns a message."""
         why = "the commit is undone already, or its lines have changed since then."
         try:
-            with locked(self.folder.with_name("dream.lock"), "Another dream is going on."):
+            with locked(self.folder.with_name("dream.lock"), "Another dream is running."):
                 commit = self._known(sha or ":/^dream:")
                 parent = self._known(f"{commit}^")
                 self._commit("changes outside of dreams")
@@ -1051,7 +1051,7 @@ class MemoryRepository:
                 files += self.workspace.glob("skills/*/*")
                 modes = [(path, path.stat().st_mode) for path in files if path.is_file()]
                 self.git("apply", "-R", "--whitespace=nowarn", text=patch, why=why)
-                for path, mode in modes:  # git writes new files that everybody may read
+                for path, mode in modes:  # restore the file modes that git has changed
                     if path.exists():
                         path.chmod(stat.S_IMODE(mode))
                 return f"Undone: {counted(self._commit(f'restore of {commit[:7]}'), 'change')}."
@@ -1061,7 +1061,7 @@ class MemoryRepository:
     def _known(self, sha: str) -> str:
         if not (self.folder / "HEAD").exists():
             raise OSError("there has been no dream yet, or git is not installed.")
-        why = "there is no such dream or commit, or it is the first one. /dream-log lists them."
+        why = "this commit does not exist or is the first commit. /dream-log lists all commits."
         if not re.fullmatch(r":/\^dream:|HEAD|[0-9a-f]{4,40}\^?", sha):
             raise OSError(why)
         return self.git("rev-parse", "--verify", sha, why=why).strip()
@@ -1072,27 +1072,27 @@ class MemoryRepository:
 
 @dataclass
 class Skill:
-    """Instructions for a kind of task: `skills/<name>/SKILL.md`, front matter and text."""
+    """Instructions for one kind of task, from a file `skills/<name>/SKILL.md`."""
 
     name: str
     path: Path
     description: str = ""
     text: str = ""  # without the front matter
-    always: bool = False  # the whole text is in every system prompt
-    missing: list[str] = field(default_factory=list)  # requirements that this machine lacks
-    problem: str = ""  # why the file cannot be read: such a skill is in no prompt
+    always: bool = False  # if True, the whole text is in every system prompt
+    missing: list[str] = field(default_factory=list)  # missing programs and variables
+    problem: str = ""  # why the file cannot be read; an unreadable skill is in no prompt
 
 
 class SkillsLoader:
-    """Skills of the workspace and of the kit. If two have one name, the workspace's is used."""
+    """Loads the skills of the workspace and the built-in skills."""
 
     def __init__(self, *folders: Path, read: Read = read_regular_file):
-        self.folders = folders  # if two folders have a skill of one name, the first folder wins
+        self.folders = folders  # if a skill is in two folders, the first folder wins
         self.read = read
         self._warned: set[tuple[Path, str]] = set()
 
     def load(self) -> list[Skill]:
-        """All skills, also those that cannot be read: these have a `problem`."""
+        """All skills. For an unreadable skill, `problem` says why."""
         found = (path for folder in reversed(self.folders) for path in folder.glob("*/SKILL.md"))
         paths = {path.parent.name: path for path in found}
         return [self._read(path) for _, path in sorted(paths.items())]
@@ -1100,7 +1100,7 @@ class SkillsLoader:
     def _read(self, path: Path) -> Skill:
         try:
             return skill_of(path, self.read(path))
-        except Exception as problem:  # any error: one bad skill must not end every turn
+        except Exception as problem:  # any error: one damaged skill must not stop every turn
             why = f"{type(problem).__name__}: {problem}"
             if (path, why) not in self._warned:
                 log.warning("%s is left out: %s", path, why)
@@ -1117,7 +1117,7 @@ NAME = r"[^\s,\[\]\"'-][^\s,\[\]\"']{0,200}"
 
 
 def skill_of(path: Path, data: bytes) -> Skill:
-    """A skill from a file's bytes. All parts of the file are optional."""
+    """Parse the bytes of a file SKILL.md. All parts of the file are optional."""
     text = data.decode("utf-8-sig", errors="replace").replace("\r\n", "\n")
     match = re.match(FRONT_MATTER, text)
     front = match[1] or ""
@@ -1134,9 +1134,9 @@ def skill_of(path: Path, data: bytes) -> Skill:
 
 
 def fields_of(front: str) -> dict[str, str]:
-    """YAML lines `key: value`. A value may be in quotes, or go on in indented lines after `>`."""
+    """Parse YAML lines `key: value`. A value may be quoted, or continue in indented lines."""
     fields = {}
-    front = re.sub(r"\n\n+", "\n", front)  # two steps: one expression would not be linear
+    front = re.sub(r"\n\n+", "\n", front)  # two steps: a single pattern would be slower than linear
     for line in re.sub(r"\n[ \t]+", " ", front).split("\n"):
         key, _, value = line.partition(":")
         value = value.strip()

@@ -860,7 +860,7 @@ def test_from_a_message_over_its_answer_to_the_reminder(own_home):
         telegram.say("thanks")
         telegram.wait_until(lambda: len(telegram.texts()) == 3)
         gateway.end()
-        assert "No gateway runs" not in telegram.texts()[0] and "stretch" in telegram.texts()[1]
+        assert "No gateway is running" not in telegram.texts()[0] and "stretch" in telegram.texts()[1]
     order = ["user", "assistant", "tool", "assistant", "assistant", "user", "assistant"]
     assert [line["role"] for line in journal(own_home, "telegram%3A7")] == order
 

@@ -385,7 +385,7 @@ def test_a_line_that_is_no_message_is_skipped_put_aside_once_and_told(tmp_path, 
         assert say(make_loop(tmp_path, Model()), "after") == ["Fine."]
     aside = path.with_name(f"{path.name}.corrupt")
     assert aside.read_text(encoding="utf-8") == line + "\n"
-    assert "1 unreadable line skipped, kept in cli%3Adirect.jsonl.corrupt" in caplog.text
+    assert "1 unreadable line skipped, and copied to cli%3Adirect.jsonl.corrupt" in caplog.text
     model = Model()
     say(make_loop(tmp_path, model), "now")
     assert said(model.asked[0].messages) == ["before", "after", "after", "now"]
@@ -1321,7 +1321,7 @@ def home(tmp_path):
 def test_a_dream_reads_what_is_unread_edits_and_is_one_commit_and_the_users_edits_are_another(home):
     (home / "SOUL.md").write_text("# Be kind.\n")  # by the user
     loop = dreamer(home, edit("green", "blue"), found="Here:\n- [MEMORY] blue\n[MEMORY-REMOVE] green\nAll.")
-    assert say(loop, "/dream") == ["Dreamt about 3 entries: 2 changes. /dream-log shows them."]
+    assert say(loop, "/dream") == ["Dreamt about 3 entries: 2 changes. /dream-log shows the changes."]
     find, phase_2 = (request.messages[1]["content"] for request in loop.provider.asked[:2])
     assert "[2026-04-03 00:02] Thing 2." in find and GREEN in find and time.strftime("%Y-%m-%d") in find
     assert "# Findings\n\n[MEMORY] blue\n\n[MEMORY-REMOVE] green" in phase_2 and "- memory:" in phase_2
@@ -1415,7 +1415,7 @@ def test_a_dreamer_edits_three_files_and_its_own_skills_only(home, own_home, tmp
     [outcome] = [m["content"] for m in loop.provider.asked[-1].messages if m["role"] == "tool"]
     assert "sk-secret" not in str([request.messages for request in loop.provider.asked])
     assert (files() != before) is (may and step[0] != "read_file"), outcome
-    assert not may or not re.match("Read files|Edit |Write only|A skill may", outcome)
+    assert not may or not re.match("Read only|Edit only|Write only|A skill may", outcome)
     assert not any(skill.always for skill in SkillsLoader(home / "skills").load())
 
 
@@ -1459,7 +1459,7 @@ def test_what_a_dream_wrote_is_gone_when_it_is_undone_and_not_dreamt_again(home)
     log = [re.sub(r"^\w+ |:.*", "", line) for line in say(loop, "/dream-log")[0].split("\n")]
     assert re.match("restore of", log[0]) and log[1:] == ["dream", "changes outside of dreams"]
     for sha in ("0123456", "HEAD; rm", "--help", ".."):
-        assert "/dream-log lists them" in MemoryRepository(home).restore(sha)
+        assert "/dream-log lists all commits" in MemoryRepository(home).restore(sha)
 
 
 DAMAGE = {
@@ -1484,7 +1484,7 @@ def test_a_damaged_repository_is_said_put_aside_and_begun_anew(home, damage):
     [told_text] = say(dreamer(home, edit("green", "blue")), "/dream")
     asides = list(folder.parent.glob("memory.git.broken-*"))
     if damage == "gone" or "locked" in damage:
-        assert told_text == "Dreamt about 1 entry: 2 changes. /dream-log shows them." and not asides
+        assert told_text == "Dreamt about 1 entry: 2 changes. /dream-log shows the changes." and not asides
     else:
         assert "repository is broken" in told_text and str(asides[0]) in told_text
     assert memory.read_facts() == BLUE
@@ -1514,7 +1514,7 @@ def test_the_users_own_repository_and_settings_are_left_alone(home, own_home, mo
 def test_without_git_it_dreams_all_the_same_and_says_that_nothing_can_be_undone(home, monkeypatch):
     monkeypatch.setenv("PATH", "")
     loop = dreamer(home, edit("green", "blue"))
-    assert "There is no git" in say(loop, "/dream")[0] and loop.memory.read_facts() == BLUE
+    assert "git is not installed" in say(loop, "/dream")[0] and loop.memory.read_facts() == BLUE
     assert "git is not installed" in say(loop, "/dream-log")[0] + say(loop, "/dream-restore")[0]
 
 

@@ -200,7 +200,7 @@ def test_the_same_failing_call_is_told_to_change_at_three_and_ends_the_run_at_fi
 def test_the_same_result_is_told_at_three_and_ends_the_tools_at_five():
     script = [call("look", f"c{n}") for n in range(5)] + ["Nothing new."]
     result, provider = run(script, [look])
-    counts = [re.search(r"the same call has given it (\d) times", text) for text in results(result.messages)]
+    counts = [re.search(r"the same call has returned it (\d) times", text) for text in results(result.messages)]
     assert [int(count[1]) for count in counts if count] == [3, 4, 5]
     assert [bool(request.tools) for request in provider.requests] == [True] * 5 + [False]
     assert (result.stop_reason, result.final_content) == ("completed", "Nothing new.")
@@ -294,11 +294,11 @@ def test_whole_calls_run_whatever_an_endpoint_calls_their_end(reason):
 
 
 NOTES = {
-    "a cut answer": ([cut("one ")], "Go on exactly where it stops"),
+    "a cut answer": ([cut("one ")], "Go on exactly where the answer stops"),
     "a cut call": ([cut("one ", call("look"))], "Take shorter steps"),
     "a cut thought": ([cut(" \n")], "Think less, and answer now."),
     "two blanks": (["", ""], "You sent nothing, twice."),
-    "the same call": ([call("look", f"c{n}") for n in range(5)], "there are no tools any more"),
+    "the same call": ([call("look", f"c{n}") for n in range(5)], "the tools are switched off"),
 }
 
 
@@ -1930,7 +1930,7 @@ def test_stop_in_a_chat_stops_the_job_that_runs_for_it(tmp_path):
 
 def test_the_cron_tool_says_when_nothing_will_happen_and_what_is_wrong(tmp_path):
     loop = make_loop(tmp_path)
-    note = "No gateway runs. Jobs run only while `nanobot gateway` runs"
+    note = "No gateway is running. Jobs run only while `nanobot gateway` runs"
     cron = partial(loop.tools.execute, "cron", turn=loop.turn("desk:1"))
     job = {"action": "add", "message": "stretch"}
     added = asyncio.run(cron({**job, "every_seconds": 60}))
