@@ -1249,7 +1249,7 @@ PLANTED = {
     "a FIFO": lambda path, _: os.mkfifo(path),
     "a device": lambda path, _: path.symlink_to("/dev/zero"),
     "a folder": lambda path, _: path.mkdir(),
-    "100 MB": lambda path, _: [path.touch(), os.truncate(path, 100_000_000)],
+    "20 MB": lambda path, _: [path.touch(), os.truncate(path, 20_000_000)],
 }  # fmt: skip
 PLACES = ["HEARTBEAT.md", "memory/MEMORY.md", "SOUL.md", "USER.md", "AGENTS.md", "skills/odd/SKILL.md"]
 
