@@ -1295,7 +1295,7 @@ SERVED = "A gateway or a page already serves {}. Stop that program, or use anoth
 
 
 def gateway_runs(workspace: Path, lock: str = "gateway") -> bool:
-    """True if a program holds `lock`: "gateway" for a gateway, "jobs" for a program that runs jobs."""
+    """True if a program holds `lock`: "gateway" for a gateway, "jobs" for the runner of jobs."""
     try:
         with locked(workspace / ".nanobot" / f"{lock}.lock", "the lock is held"):
             return False
@@ -1930,7 +1930,7 @@ def camel_case(name: str) -> str:
 
 
 def make_provider(config: Config, human: HumanProvider | None = None) -> LLMProvider:
-    """Returns the provider of the settings, or OfflineProvider if key, URL and model are missing."""
+    """The provider of the settings, or OfflineProvider if key, URL and model are missing."""
     defaults = config.defaults
     if unknown := config.providers.keys() - ROWS.keys():
         raise ConfigError(f"providers.{min(unknown)} is unknown. Known: {', '.join(ROWS)}")
