@@ -1288,14 +1288,14 @@ def text_for_chat(result: AgentRunResult, key: str = "") -> str:
 
 
 # ---- The gateway: channels, cron and heartbeat ----
-# A lock prevents a second gateway, which would answer each message and run each job again.
+# A lock prevents a second gateway, because two gateways could answer the same message twice.
 
 GATEWAY_LOG = logging.getLogger("nanobot.gateway")  # the gateway logs one line per event
 SERVED = "A gateway or a page already serves {}. Stop that program, or use another --workspace."
 
 
 def gateway_runs(workspace: Path, lock: str = "gateway") -> bool:
-    """Does a program hold `lock`? A gateway holds "gateway"; a gateway or terminal holds "jobs"."""
+    """True if a program holds `lock`: "gateway" for a gateway, "jobs" for the runner of jobs."""
     try:
         with locked(workspace / ".nanobot" / f"{lock}.lock", "the lock is held"):
             return False
@@ -1315,7 +1315,7 @@ class Gateway:
         """Serve until a signal arrives. Raises SessionBusy if this workspace has a gateway."""
         home = self.loop.workspace
         with locked(home / ".nanobot" / "gateway.lock", SERVED.format(home)):
-            asyncio.Runner().run(self.serve())  # `asyncio.run` would wait for stuck tasks
+            asyncio.Runner().run(self.serve())  # unlike `asyncio.run`, do not wait for stuck tasks
 
     async def serve(self) -> None:
         """Serve until a signal arrives or a task fails; then stop within 8 s."""
@@ -1400,20 +1400,20 @@ class JobRunner:
             self.clock.add_system("heartbeat", heartbeat.interval_s, self._beat)
 
     async def _beat(self) -> None:
-        """Run a turn for the tasks of HEARTBEAT.md, if any; the tool `message` sends reports."""
+        """If HEARTBEAT.md has tasks, run a turn. The model reports with the tool `message`."""
         tasks = active_tasks(self.loop.memory.text_of(self.loop.workspace / "HEARTBEAT.md"))
         if tasks:
             GATEWAY_LOG.info("heartbeat")
             await self._answer("cron:heartbeat", template("heartbeat", tasks=tasks))
 
     async def run_job(self, job: CronJob, run: str) -> None:
-        """Run a job; send its answer or failure to its chat. The id `run` prevents duplicates."""
+        """Run a job and send its answer or error to its chat. `run` is the id of the report."""
         GATEWAY_LOG.info("cron %s: %s", job.id, job.message[:80])
         chat, task = f"{job.channel}:{job.chat_id}", template("job", message=job.message)
         report = InboundMessage("system", "job", chat, "", message_id=run)
         try:
             report.content = await self._answer(f"cron:{job.id}", task, chat)
-        except Exception as failure:  # report every failure: no reminder may be lost silently
+        except Exception as failure:  # report each error, so that no reminder is lost silently
             report.content = f"The job {job.id} ({job.message[:80]}) failed. {failure}"
             raise
         finally:
@@ -1421,7 +1421,7 @@ class JobRunner:
                 await self.tell(report)
 
     async def _answer(self, key: str, text: str, chat: str = "") -> str:
-        """Answer in a new conversation that the memory ignores. A failure raises RuntimeError."""
+        """Answer in a new conversation, not saved to the memory. A failure raises RuntimeError."""
         self.loop.turns.chats[key] = chat  # /stop in this chat cancels the run
         async with self.loop.turns.hold(key) as session:
             session.mark("new")
@@ -1442,7 +1442,7 @@ class JobRunner:
                 text = self.clock.cron(action, turn=turn, **arguments)
             except CronError as mistake:
                 raise ToolError(str(mistake)) from None
-            lock = "jobs" if turn.channel == "cli" else "gateway"  # an open terminal runs cli jobs
+            lock = "jobs" if turn.channel == "cli" else "gateway"  # a terminal runs only `cli` jobs
             if action == "add" and not gateway_runs(turn.workspace, lock):
                 text += f"\n({template('no_gateway')} Tell the user.)"
             return text
@@ -1454,7 +1454,7 @@ class JobRunner:
 
 
 class MemoryModel:
-    """Gives the memory access to the model: `ask` sends a request, `edit` lets it edit files."""
+    """Connects the memory to the model. `ask` sends a request; `edit` lets the model edit files."""
 
     def __init__(self, loop: AgentLoop):
         self.loop = loop
@@ -1475,7 +1475,7 @@ class MemoryModel:
         return response
 
     async def edit(self, messages: list[dict], refuse: Callable) -> AgentRunResult:
-        """Dream's second phase: the model may edit MEMORY.md, USER.md, SOUL.md and own skills."""
+        """Phase 2 of Dream: the model edits MEMORY.md, USER.md, SOUL.md and the user's skills."""
         names = ("read_file", "edit_file", "write_file")
         editing = [tool for tool in FILE_TOOLS if tool.name in names]
         turn = replace(self.loop.turn("system:dream"), cwd=self.loop.workspace)
@@ -1517,13 +1517,13 @@ class SubagentManager:
 
     async def spawn(self, task: str, label: str = "", wait: bool = False, *, turn: Turn) -> str:
         """Give a task to a helper that works in parallel and cannot ask questions. Put all needed
-        facts into the task. The result arrives as a message; with `wait`, this call returns it."""
+        facts into the task. The result comes as a message, or with `wait` as this call's result."""
         if len(self.running) >= self.most:
             raise ToolError(f"{self.most} helpers are at work. Wait, or do the task yourself.")
         work = asyncio.create_task(self._work(task, turn))
         self.running[work] = turn.session_key
         work.add_done_callback(self.running.pop)
-        if wait or turn.channel == "cron":  # a job cannot receive a later message
+        if wait or turn.channel == "cron":  # a job must wait, because no later message can reach it
             return await work
         name = label or task[:40]
         work.add_done_callback(partial(self._announce, name, turn.session_key))
@@ -1548,7 +1548,7 @@ class SubagentManager:
         raise ToolError(f"The helper did not finish ({result.stop_reason}): {cause}")
 
     async def run(self, messages: list[dict], **own: Any) -> AgentRunResult:
-        """Run the agent outside of all conversations, with the limits of the settings."""
+        """Run the agent on `messages`, without a session and with the limits of the settings."""
         limits = self.loop.config.defaults
         return await self.loop.runner.run(AgentRunSpec(
             messages, max_tokens=limits.max_tokens, temperature=limits.temperature,
@@ -1563,7 +1563,7 @@ class SubagentManager:
         self.results.put_nowait(InboundMessage("system", "subagent", session_key, text))
 
     async def answer_with_helpers(self, text: str, key: str, on_event: Emit) -> AgentRunResult:
-        """Answer a message, wait for its helpers, and answer the report of each helper."""
+        """Answer a message, then wait for all running helpers and answer their reports."""
         try:
             while True:
                 result = await self.loop.process_direct(text, key, on_event)
@@ -1580,7 +1580,7 @@ class SubagentManager:
 
 COMMANDS = {
     "start": "say what nanobot can do",
-    "new": "start a new conversation; the old one stays in the journal",
+    "new": "start a new conversation; the journal keeps the old one",
     "stop": "stop this chat's turn, helpers and jobs; in a terminal press Ctrl-C instead",
     "continue": "resume a turn that was interrupted",
     "status": "version, model, tokens, context, uptime",
@@ -1593,7 +1593,7 @@ COMMANDS = {
 
 def slash_command(text: str) -> tuple[str, str]:
     """`/NEW ` → ("new", ""), `/dream-log 1f3a` → ("dream-log", "1f3a"), other text → ("", "")"""
-    # Commands: "/status@my_bot", "/dream-log 1f3a9c". No commands: "/etc/hosts?", "/new York?"
+    # Commands: "/status@my_bot", "/dream-log 1f3a9c". Not commands: "/etc/hosts?", "/new York?"
     match = re.fullmatch(r"/([a-z][a-z-]*)(?:@\w+)?(?:\s+(.+))?", text.strip().lower())
     if match is None or (match[2] and match[1] not in ("dream-log", "dream-restore")):
         return "", ""
@@ -1607,13 +1607,13 @@ class Commands:
     loop: AgentLoop
 
     async def begin(self, command: str, session: Session, **origin: str) -> AgentRunResult | None:
-        """Run /new or /continue. None: a turn must be resumed. `origin` is the message id."""
+        """Run /new or /continue. Returns None if a turn must be resumed. `origin`: message id."""
         session.mark(command, **origin)
         if command == "new":
             await session.synced()
             self.loop.turn(session.key).seen.clear()
             self.loop.background.start(self.loop.consolidator.after_turn(session))
-            return AgentRunResult("A new session begins. The old one stays in its journal.")
+            return AgentRunResult("A new conversation begins; the journal keeps the old one.")
         if not session.unfinished:
             return AgentRunResult("There is no interrupted turn to resume.")
         return None
@@ -1629,7 +1629,7 @@ class Commands:
                 text = self._status(turn)
             case "stop":
                 has_stopped = self.loop.stop(turn.session_key)
-                await asyncio.sleep(0)  # lets the stopped turn send its last text first
+                await asyncio.sleep(0)  # the stopped turn sends its last text before `text`
                 text = "Stopped; resume with /continue." if has_stopped else "Nothing is running."
             case "dream":
                 text = await self.loop.dream.run()
@@ -1660,7 +1660,7 @@ class Commands:
         ])  # fmt: skip
 
     def preview(self, turn: Turn, message: dict | None = None) -> Governed:
-        """Build the next request, with `message` added, but do not send or journal anything."""
+        """Build the next request, including `message`. Nothing is sent, and nothing is saved."""
         later = [{"n": sys.maxsize} | message] if message else []
         history = self.loop.sessions.get(turn.session_key).history(*later)
         spec = self.loop.run_spec(history, [], EventHook(None, turn, self.loop.config.streaming))
@@ -1672,7 +1672,7 @@ class Commands:
 
 
 class ConfigError(Exception):
-    """The settings or arguments are wrong. The text gives the cause, then says what to do."""
+    """The settings or arguments are wrong. The error text gives the cause and the remedy."""
 
 
 USUAL_SETTINGS = "~/.nanobot/config.json"
@@ -1681,7 +1681,7 @@ USUAL_SETTINGS = "~/.nanobot/config.json"
 @dataclass
 class DreamSettings:
     interval_h: int = 2
-    max_batch_size: int = 20  # history entries that one dream reads
+    max_batch_size: int = 20  # maximum number of history entries per dream
     max_iterations: int = 10
 
 
@@ -1695,9 +1695,9 @@ class AgentDefaults:
     temperature: float | None = None
     max_tool_iterations: int = 40
     max_tool_result_chars: int = 16_000
-    timezone: str = ""  # "": the time zone of the machine
+    timezone: str = ""  # if empty, the time zone of the machine
     memory_window: int = 100  # above this limit, a session's old messages move to the memory
-    max_concurrent: int = 8  # turns that a gateway runs at the same time
+    max_concurrent: int = 8  # maximum number of turns that a gateway runs at the same time
     dream: DreamSettings = field(default_factory=DreamSettings)
 
     @property
@@ -1752,7 +1752,7 @@ class MCPSettings:
     env: dict[str, str] = field(default_factory=dict)
     url: str = ""
     headers: dict[str, str] = field(default_factory=dict)
-    type: str = ""  # stdio, sse, streamableHttp; "": derived from command and url
+    type: str = ""  # stdio, sse or streamableHttp; if empty, found from `command` and `url`
     tool_timeout: int = 30  # seconds
     enabled_tools: list[str] = field(default_factory=lambda: ["*"])
     disabled: bool = False
@@ -1773,7 +1773,7 @@ class Price:
 
     input: float = 0.0
     output: float = 0.0
-    cached: float | None = None  # None: the same price as `input`
+    cached: float | None = None  # if None, the same price as `input`
 
     def of(self, usage: dict) -> float:
         cached_price = self.input if self.cached is None else self.cached
@@ -1824,8 +1824,8 @@ class Config:
         self.tools.mcp_servers = self.mcp_servers | self.tools.mcp_servers
         # set by the program, not by the file:
         self.path: Path = path_of(USUAL_SETTINGS)
-        self.base_url: str = ""  # from a flag or the environment; overrides the file
-        self.cwd: Path = Path.cwd()  # the base of relative paths; `exec` runs commands here
+        self.base_url: str = ""  # from a flag or the environment; overrides config.json
+        self.cwd: Path = Path.cwd()  # the base of relative paths and the working folder of `exec`
         self.streaming: bool = True
         self.patience: float = 15.0  # seconds to wait for MCP servers that are starting
         self.now: Callable[[], datetime] = datetime.now
@@ -1853,11 +1853,11 @@ class Config:
 
 
 def path_of(text: str) -> Path:
-    return Path(os.path.expanduser(text)).resolve()  # unlike Path.expanduser, this never raises
+    return Path(os.path.expanduser(text)).resolve()  # `Path.expanduser` could raise RuntimeError
 
 
 def load_config(path: Path | None = None, environ: Mapping[str, str] = os.environ) -> Config:
-    """Read the settings file; environment variables override it. A given `path` must exist."""
+    """Read the settings file. Environment variables override it. The file `path` must exist."""
     file = path or path_of(USUAL_SETTINGS)
     config = Config()
     if path or file.exists():
@@ -1871,7 +1871,7 @@ def load_config(path: Path | None = None, environ: Mapping[str, str] = os.enviro
     defaults = config.defaults
     config.base_url = environ.get("OPENAI_BASE_URL", "")
     if config.base_url and defaults.provider in ROWS:
-        defaults.provider = "auto"  # the environment overrides the file
+        defaults.provider = "auto"  # environment variables override the settings file
     defaults.model = environ.get("NANOBOT_MODEL") or defaults.model
     defaults.workspace = environ.get("NANOBOT_WORKSPACE") or defaults.workspace
     return config
@@ -1904,7 +1904,7 @@ def read_setting(hint: Any, value: Any, place: str = "") -> Any:
     if get_origin(hint) is dict:
         _, inner = get_args(hint)
         return {key: read_setting(inner, item, f"{place}.{key}") for key, item in value.items()}
-    return cast(value, schema)  # 100.0 is an integer, too
+    return cast(value, schema)  # an integer setting: 100.0 → 100
 
 
 def read_section(section: type, values: dict, place: str) -> Any:
@@ -1917,7 +1917,7 @@ def read_section(section: type, values: dict, place: str) -> Any:
         problem = f"{path}: unknown key. Known keys: {', '.join(sorted(names))}"
         if name := names.get(camel_case(key)):
             settings[name] = read_setting(hints[name], value, path)
-        elif section is MCPSettings:  # an entry from another program may have more keys
+        elif section is MCPSettings:  # entries copied from other programs may have more keys
             log.warning("ignored: %s", problem)
         else:
             raise ConfigError(problem)
@@ -1930,7 +1930,7 @@ def camel_case(name: str) -> str:
 
 
 def make_provider(config: Config, human: HumanProvider | None = None) -> LLMProvider:
-    """The provider that the settings choose. Without key, URL and model: the offline model."""
+    """The provider of the settings, or OfflineProvider if key, URL and model are missing."""
     defaults = config.defaults
     if unknown := config.providers.keys() - ROWS.keys():
         raise ConfigError(f"providers.{min(unknown)} is unknown. Known: {', '.join(ROWS)}")
@@ -1978,8 +1978,8 @@ def make_tools(config: Config) -> ToolRegistry:
 
 @dataclass
 class StepHook(AgentHook):
-    """Asks before each request and each tool call. `ask(text, what, **details)` returns "" to
-    continue, "skip", "stop", or new arguments for the call as JSON."""
+    """Asks the user before each request and each tool call. `ask(text, what, **details)` returns
+    "" (continue), "skip", "stop", or new arguments for the call as JSON."""
 
     ask: Callable[..., Awaitable[str]]
 
@@ -2009,7 +2009,7 @@ class StepHook(AgentHook):
 
 
 class PageHook(AgentHook):
-    """Shows a chat's requests, answers and calls on the page; can pause at each of them."""
+    """Shows a chat's requests, answers and tool results on the page, and can pause at each step."""
 
     def __init__(self, loop: AgentLoop, page: WebPage, chat_id: str):
         self.loop, self.page, self.chat_id = loop, page, chat_id
@@ -2020,7 +2020,7 @@ class PageHook(AgentHook):
         self.page.show(self.chat_id, {"kind": kind, **event})
 
     async def before_request(self, messages: list[dict], tools: list[dict]) -> None:
-        """Send the page only the messages that were not in the previous request."""
+        """If a request extends the previous request, the page gets only the new messages."""
         self.page.turn_of.set(self.chat_id)
         chat, model = self.page.chats[self.chat_id], self.loop.provider.model
         same = len(chat.sent) if messages[: len(chat.sent)] == chat.sent else 0
@@ -2085,7 +2085,7 @@ def summary_of(records: list[dict]) -> Iterator[str]:
 
 
 def settings_of(arguments: argparse.Namespace) -> Config:
-    """Load the settings. Flags override environment variables, which override the file."""
+    """Load the settings. Flags override environment variables; these override the settings file."""
     flags = {"NANOBOT_WORKSPACE": arguments.workspace, "NANOBOT_MODEL": arguments.model}
     given = {name: value for name, value in flags.items() if value}
     config = load_config(arguments.config, os.environ | given)
@@ -2102,7 +2102,7 @@ def kinds_to_show(settings: ChannelSettings) -> tuple[str, ...]:
 
 
 class Talk:
-    """The agent on the command line: it answers one message, or it holds a conversation."""
+    """Runs `nanobot agent`: answers one message, or holds a conversation with the user."""
 
     def __init__(self, arguments: argparse.Namespace, background: BackgroundLoop):
         config = settings_of(arguments)
@@ -2141,7 +2141,7 @@ class Talk:
         is_conversation = self.has_keyboard and self.message is None
         status = self.converse() if is_conversation else self.answer_once()
         self.terminal.waiting.begin("the memory")
-        with contextlib.suppress(KeyboardInterrupt):  # a later turn repeats this work
+        with contextlib.suppress(KeyboardInterrupt):  # a later turn does the cancelled memory work
             self.background.complete(self.loop.background.settled())
         return status
 
@@ -2162,7 +2162,7 @@ class Talk:
 
     def converse(self) -> int:
         threading.Thread(target=self.loop.provider.warm_up, daemon=True).start()
-        self.loop.config.patience = 5.0  # a later message can use slower MCP servers
+        self.loop.config.patience = 5.0  # the tools of a slow MCP server come with a later turn
         history = self.folder / "prompt-history"
         self.terminal.note(template(
             "welcome_back" if history.exists() else "welcome", version=__version__,
@@ -2186,7 +2186,7 @@ class Talk:
             self.terminal.note(f"nanobot: {LIMIT_REACHED}")
         if result.stop_reason not in NOT_ANSWERED:
             return 0
-        if result.error or not self.terminal.live:  # a terminal already shows final_content
+        if result.error or not self.terminal.live:  # a terminal already shows `final_content`
             self.terminal.note(f"nanobot: {result.error or result.final_content}")
         return 1
 
@@ -2196,7 +2196,7 @@ class Talk:
             await logged(self.show_reports(), "reports")
 
     async def show_reports(self, title: str = "") -> None:
-        """Show the reports of jobs, then remove them from the inbox. A kill may repeat a report."""
+        """Show all waiting reports, then remove them. After a kill, a report may appear twice."""
         inbox = self.loop.sessions.inbox(self.key)
         if not inbox.path.exists():
             return
@@ -2210,7 +2210,7 @@ class Talk:
                     self.terminal.report(f"{title}\n\n{text}".strip())
                     title = ""
                 inbox.remove({report["id"] for report in reports})
-        except SessionBusy as busy:  # the inbox keeps the reports for a later try
+        except SessionBusy as busy:  # the reports stay in the inbox until the next try
             log.info("%s", busy)
 
 
@@ -2243,7 +2243,7 @@ def status_command(arguments: argparse.Namespace) -> int:
 
 
 def status_rows(config: Config) -> Iterator[tuple[str, str, str | None]]:
-    """Yields ("sandbox", "bwrap", ""): part, state, problem (None: missing, but not needed)."""
+    """Yields (part, state, problem). Problem: a text, "" (ok) or None (missing, but not needed)."""
     loop = AgentLoop(config)
     usual = "the defaults; `nanobot onboard` creates a settings file"
     yield "settings", str(config.path) if config.path.exists() else usual, ""
@@ -2268,7 +2268,7 @@ def status_rows(config: Config) -> Iterator[tuple[str, str, str | None]]:
 
 
 async def model_and_problem(provider: LLMProvider) -> tuple[str, str]:
-    """Check address, key and name of the model. Returns (description, problem or "")."""
+    """Check URL, key and model. Returns (description, problem); problem is "" if all is well."""
     if isinstance(provider, HumanProvider):
         return "human: you play the model", ""
     if isinstance(provider, OfflineProvider):
@@ -2316,7 +2316,7 @@ def sessions_command(arguments: argparse.Namespace) -> None:
 
 
 def gateway_command(arguments: argparse.Namespace) -> None:
-    """Serves channels, cron and heartbeat until a signal arrives."""
+    """Runs the channels, the cron jobs and the heartbeat until a signal arrives."""
     GATEWAY_LOG.setLevel(logging.INFO)
     config = settings_of(arguments)
     config.cwd = config.workspace
@@ -2332,7 +2332,7 @@ def cron_command(arguments: argparse.Namespace) -> None:
 
 
 def web_command(arguments: argparse.Namespace) -> None:
-    """Serves the page, and also channels, cron and heartbeat, until a signal arrives."""
+    """Runs the page, the channels, the cron jobs and the heartbeat until a signal arrives."""
     config = settings_of(arguments)
     if gateway_runs(config.workspace):
         raise ConfigError(SERVED.format(config.workspace))
@@ -2383,7 +2383,7 @@ def lesson_command(arguments: argparse.Namespace) -> int:
     """Runs `exercises` or `walk`, which only a checkout of the source contains."""
     lessons = HERE / "tests" / "exercises"
     if not lessons.exists():
-        raise ConfigError("This command needs a checkout of the source: run its nanobot.py.")
+        raise ConfigError("This command needs a checkout of the source: run nanobot.py there.")
     if arguments.command == "exercises":
         return subprocess.run([sys.executable, lessons / "grading.py", *arguments.more]).returncode
     walk = runpy.run_path(str(lessons / "walk.py"))["walk"]
@@ -2400,7 +2400,7 @@ def replay_command(arguments: argparse.Namespace) -> int:
         tools = RecordedTools(model.rest, ToolResult)
         spec = AgentRunSpec(
             model.rest[0]["messages"], tools, max_iterations=limits.max_tool_iterations, hook=hook,
-            context_window=sys.maxsize,  # recorded requests need no shortening
+            context_window=sys.maxsize,  # never shorten a recorded request
         )  # fmt: skip
         result = asyncio.run(AgentRunner(model).run(spec))
         if result.final_content:
@@ -2411,13 +2411,13 @@ def replay_command(arguments: argparse.Namespace) -> int:
     return status
 
 
-COMMAND_LINE = {  # command: (its function, its text in --help)
+COMMAND_LINE = {  # command: (function, description in --help)
     "agent": (agent_command, "answer one message, or hold a conversation"),
     "prompt": (prompt_command, "print the next request, but do not send it"),
     "sessions": (sessions_command, "list sessions, or `show KEY`"),
     "onboard": (onboard_command, "create settings and workspace"),
     "status": (status_command, "check the settings, the model and other parts"),
-    "gateway": (gateway_command, "serve channels and cron"),
+    "gateway": (gateway_command, "run the channels and the cron jobs"),
     "cron": (cron_command, "list the jobs, or `remove ID`"),
     "replay": (replay_command, "replay a trace without a network"),
     "trace": (trace_command, "show a recorded run"),
@@ -2428,13 +2428,13 @@ COMMAND_LINE = {  # command: (its function, its text in --help)
 
 
 def session_key(name: str) -> str:
-    """`work` → `cli:work`; `telegram:123` is already a key."""
+    """`work` → `cli:work`; `telegram:123` → `telegram:123`"""
     return name if ":" in name else f"cli:{name}"
 
 
 SWITCH = {"action": "store_true"}
 FILE = {"metavar": "FILE", "type": path_of}
-OPTIONS = (  # each option: its commands ("": all), its spellings, its argparse settings
+OPTIONS = (  # rows: commands ("" means all), spellings of the option, argparse settings
     ("", ["--config"], FILE | {"help": "default: ~/.nanobot/config.json"}),
     ("", ["--workspace"], {"metavar": "DIR", "help": "default: ~/.nanobot/workspace"}),
     ("", ["--model"], {"metavar": "NAME"}),
@@ -2453,7 +2453,7 @@ OPTIONS = (  # each option: its commands ("": all), its spellings, its argparse 
     ("sessions", ["action"], {"nargs": "?", "choices": ["show"]}),
     ("sessions", ["show"], {"nargs": "?", "metavar": "KEY", "type": session_key}),
     ("cron", ["action"], {"nargs": "?", "choices": ["list", "remove"], "default": "list"}),
-    ("cron", ["job_id"], {"nargs": "?", "default": "", "metavar": "ID", "help": "to remove"}),
+    ("cron", ["job_id"], {"nargs": "?", "default": "", "metavar": "ID", "help": "job to remove"}),
     ("replay trace", ["file"], FILE),
     ("trace", ["--html"], FILE | {"help": "write the run as an HTML page"}),
     ("web", ["--port"], {"type": int, "default": 0, "help": "default: any free port"}),
@@ -2467,7 +2467,7 @@ OPTIONS = (  # each option: its commands ("": all), its spellings, its argparse 
 def parser() -> argparse.ArgumentParser:
     main_parser = argparse.ArgumentParser("nanobot", description="A personal AI agent.")
     main_parser.add_argument("--version", action="version", version=f"nanobot {__version__}")
-    strict = partial(argparse.ArgumentParser, allow_abbrev=False)  # `--app` must not be `--approve`
+    strict = partial(argparse.ArgumentParser, allow_abbrev=False)  # reject `--app` for `--approve`
     commands = main_parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=strict)
     added = {name: commands.add_parser(name, help=row[1]) for name, row in COMMAND_LINE.items()}
     for names, flags, details in OPTIONS:
@@ -2483,7 +2483,7 @@ def main(argv: list[str] | None = None) -> int:
     known = [*COMMAND_LINE, "-h", "--help", "--version"]
     if first not in known:
         meant = difflib.get_close_matches(first, known, n=1) if first.isalpha() else []
-        if meant:  # `sesions`, `help`: most likely a mistyped command
+        if meant:  # `sesions` for `sessions`, `help` for `--help`
             fix = f"did you mean `nanobot {meant[0]}`? Pass a message of one word with -m"
             complain(f"unknown command {first!r}: {fix}")
             return 2
@@ -2495,10 +2495,10 @@ def main(argv: list[str] | None = None) -> int:
     handler.setFormatter(PrintableFormatter(f"{stamp}%(levelname)s %(name)s: %(message)s"))
     level = logging.INFO if arguments.logs else logging.WARNING
     logging.basicConfig(level=level, handlers=[handler])
-    end_on_signals()  # SIGTERM stops a turn as Ctrl-C does: the journal keeps all finished steps
+    end_on_signals()  # SIGTERM acts like Ctrl-C: the journal keeps all finished steps
     try:
         status = COMMAND_LINE[arguments.command][0](arguments) or 0
-        sys.stdout.flush()  # at exit, a closed pipe would give status 120
+        sys.stdout.flush()  # if Python's own flush at exit fails, the exit status is 120
         return status
     except (ConfigError, CronError, ReplayDiffers, SessionBusy) as problem:
         complain(str(problem))

@@ -84,7 +84,7 @@ class Line:
 
 
 # What is said, and what is heard when it is done; the tool works until `<b>` is there.
-LIFE = [("<a>", "-1", "works"), ("<b>", "<b>"), ("/new", "A new session"), ("<c>", "<c>"), ("<go.on>", "<go.on>")]
+LIFE = [("<a>", "-1", "works"), ("<b>", "<b>"), ("/new", "A new conversation"), ("<c>", "<c>"), ("<go.on>", "<go.on>")]
 
 
 @posix

@@ -755,7 +755,7 @@ def test_new_and_continue_wait_for_what_came_before_them(tmp_path):
     chats = serve(tmp_path, model, work)
     first, second, new, third, nothing = chats.finals()
     assert (first, second, third) == ("one", "['<a>', '<b>']", "['<c>']")
-    assert new.startswith("A new session begins") and nothing.startswith("There is no interrupted")
+    assert new.startswith("A new conversation begins") and nothing.startswith("There is no interrupted")
 
 
 FAILURES = [
@@ -1013,7 +1013,7 @@ def test_whatever_the_model_says_nothing_is_lost(tmp_path, law, replies, asks, e
     loop = make_loop(tmp_path, model)
     loop.memory.facts.write_text("- The cat is Tom\n")
     say(loop, "<aa>", "<bb>")
-    assert say(loop, "/new")[0].startswith("A new session begins")
+    assert say(loop, "/new")[0].startswith("A new conversation begins")
     assert len(model.saves) == asks
     if entry is None:
         assert history_of(tmp_path) == [] and loaded(tmp_path).saved == 0

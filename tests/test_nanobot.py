@@ -806,7 +806,7 @@ COMMANDS = [
     ("/help", "/status: version, model"),
     ("/help", "in a terminal press Ctrl-C"),  # a fault of issue 18: a line typed during a turn is read after it
     ("/start@my_bot", "I am your agent"),
-    (" /NEW\n", "A new session begins. The old one stays in its journal."),
+    (" /NEW\n", "A new conversation begins; the journal keeps the old one."),
     ("/stop", "Nothing is running."),
     ("/continue", "There is no interrupted turn to resume."),
     ("/stopp", "There is no /stopp."),
@@ -1678,7 +1678,7 @@ def test_in_a_group_the_text_begins_with_who_said_it_but_a_command_stays_one(tmp
             await chats.say(text, speaker=speaker)
             await chats.answered(count)
         said = chats.finals()
-        assert said[0] == "to Ada: hello" and "A new session" in said[1] and said[2] == "to Bob: hi"
+        assert said[0] == "to Ada: hello" and "A new conversation" in said[1] and said[2] == "to Bob: hi"
 
     serve(tmp_path, echo, work)
 
