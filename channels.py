@@ -519,7 +519,7 @@ class CLI(Channel):
         self._print(rest.removesuffix("\n") + "\n")
 
     def note(self, text: str) -> None:
-        """Print a line to stderr, dim on a terminal. If an answer is streamed, end its line first."""
+        """Print a line to stderr, dim on a terminal. A streamed answer's line is ended first."""
         if self._streamed:
             self._end_text(self._streamed)
         line = printable(text)
@@ -608,7 +608,7 @@ MOST_PIPED = 100_000  # the maximum number of characters of standard input in a 
 
 
 def text_of_pipe(stream: BinaryIO, folder: Path) -> str:
-    """Return the text. If the text is too long, save it in a file; return a part and the path."""
+    """Return the text. If it is too long, save it in a file, and return its start and the path."""
     beginning = stream.read(4 * MOST_PIPED + 1)  # a character has up to four bytes
     text = beginning.decode("utf-8", errors="replace")
     if len(text) <= MOST_PIPED:
@@ -697,7 +697,7 @@ class BotAPI:
             problem = f"no answer in {seconds:g} s"
         except Exception as failure:  # the text of any error may contain the token
             problem = self._scrub(f"{type(failure).__name__}: {failure}")
-        raise TelegramError(problem)  # after the `except`, so that no traceback shows the token
+        raise TelegramError(problem)  # raised after `except`, so that no traceback shows the token
 
     def _scrub(self, text: str) -> str:
         return text.replace(self.token, "<token>") if self.token else text
@@ -949,7 +949,7 @@ def is_call(message: dict, bot: dict) -> bool:
 # ---- Telegram: Markdown becomes HTML, in parts of at most 4,096 characters ----
 # Telegram refuses `a < b` ("400 can't parse entities") and a long text ("400 message is too long").
 # Split a text after formatting, because `&lt;` is longer than `<`. Each part closes its open tags.
-# Each regular expression takes linear time, as a match stops at the next symbol of the same kind.
+# All expressions take linear time, because a match stops at the next symbol of the same kind.
 
 # ```py ↵ a = 1 ↵ ```   not ```npm install```; an unclosed block extends to the end of the text
 FENCE = r"(?m)^[ \t]*```([\w+-]*)[^`\n]*\n((?:.*\n)*?.*?)(?:^[ \t]*```[ \t]*$|\Z)"
@@ -964,7 +964,7 @@ UNDERLINED = r"(?<!\w)_(?=[^\s_])([^_<>\n]+)(?<!\s)_(?!\w)"  # _now_   not a_b_c
 ASIDE = "\ue000(\\d+)\ue001"  # the placeholder `\ue0000\ue001` replaces the first code or link
 TAG = r"<[^>]+>"  # <b>   </b>   <a href="https://x.y">
 ATOM = rf"(?s:{TAG}|&#?\w+;|[^<&])"  # <b>   &lt;   a
-TO_BLANK = r"(?s).* (?![^<>]*>)"  # up to the last space that is not in a tag like <a href="…">
+TO_BLANK = r"(?s).* (?![^<>]*>)"  # matches up to the last space outside tags like <a href="…">
 
 
 def as_html(markdown: str) -> str:
@@ -1333,7 +1333,7 @@ class CronService:
 
     def _start(self, job: CronJob, now: datetime) -> None:
         """Start a job that is due. A repeated job skips a run that is more than half a period or
-        12 hours late. If an `at` job is over a day late, the user is only told about it."""
+        12 hours late. If an `at` job is over a day late, only report that it was missed."""
         due, message, late = job.coming, job.message, self._shown(job.coming)
         job.coming = None if job.at else job.due(now, self.zone)
         if job.at and now - due > ONE_DAY:
@@ -1450,7 +1450,7 @@ class CronService:
 
 
 def machine_zone(path: Path = Path("/etc/localtime")) -> tzinfo:
-    """The machine's zone with daylight saving time: `astimezone()` gives only today's offset."""
+    """A zone that knows daylight saving time, because `astimezone()` gives only today's offset."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         if name := os.environ.get("TZ", "").lstrip(":"):
             return zoneinfo.ZoneInfo(name)
