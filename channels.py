@@ -62,7 +62,7 @@ class InboundMessage:
         return f"{self.channel}:{self.chat_id}"
 
     def confirm(self, problem: Exception | None = None) -> None:
-        """Make `publish` return (the message is on disk) or raise `problem` (the write failed)."""
+        """Let `publish` return, or let it raise `problem` if the message could not be written."""
         if self.journalled and not self.journalled.done():  # false if no `publish` is waiting
             self.journalled.set_result(problem)
 
@@ -84,7 +84,7 @@ class MessageBus:
         return channel in self.channels and self.channels[channel].shows_deltas
 
     async def publish(self, message: InboundMessage) -> None:
-        """Returns when the message is on disk; raises an exception if the write failed."""
+        """Returns after `confirm()`; raises an exception if the message could not be written."""
         message.journalled = asyncio.get_running_loop().create_future()
         self._inbound.put_nowait(message)
         if problem := await message.journalled:
@@ -118,7 +118,7 @@ class OutboundMessage:
     channel: str
     chat_id: str
     content: str  # an empty final message only reports that the turn has ended
-    kind: str = "final"  # or "delta" (a piece of an answer), "progress", "tool_hint", "retry"
+    kind: str = "final"  # also "delta" (a piece of an answer), "progress", "tool_hint" and "retry"
     media: Sequence[Path] = ()
     reply_to: str = ""  # the message_id of the InboundMessage that is answered
     parts_sent: int = 0  # the number of parts already sent; a retry skips these parts
@@ -228,12 +228,12 @@ UNSAFE = (
     "[\0-\b\v-\x1f\x7f-\x9f\u061c\u115f\u1160\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f"
     "\u2800\u3164\ufeff\uffa0\ufff9-\ufffb\U000e0000-\U000e01ef]"
 )  # "\x1b[2J"
-JOINERS = "[\xad\u200c\u200d]"  # "می\u200cخواهم"; between Latin letters a joiner is invisible
+JOINERS = "[\xad\u200c\u200d]"  # "می\u200cخواهم"; a joiner in a shell command is invisible
 BLANKS = r"\s{4,}"  # "true                                    ; rm -rf ~"
 
 
 def printable(text: str) -> str:
-    """A red word → `\\x1b[31mred`: codes for the terminal are shown as text and have no effect."""
+    """Show each unsafe character as text: ESC, which starts a color code, becomes `\\x1b`."""
     return encodable(escaped(UNSAFE, text))
 
 
@@ -246,8 +246,8 @@ def encodable(text: str) -> str:
 
 
 class PrintableFormatter(logging.Formatter):
-    """Makes a log safe for a terminal, because a warning may quote a tool or an endpoint. All lines
-    after the first are indented, so that a quoted text cannot imitate a log line."""
+    """Shows unsafe characters as text, because a warning may quote a tool's result. All lines after
+    the first are indented, so that a quoted text cannot imitate a log line."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record)).replace("\n", "\n    ")
@@ -285,8 +285,8 @@ def end_on_signals(handler: Callable[..., None] = terminate) -> None:
 
 
 def prepare_streams() -> None:
-    """Open each closed standard stream as the null device. Otherwise the journal could get file
-    descriptor 1 and the output of child processes. Replace characters that cannot be encoded."""
+    """Open each closed standard stream as the null device. If the journal got file descriptor 1,
+    child processes would write into the journal. Replace characters that cannot be encoded."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
@@ -319,8 +319,8 @@ def type_at(prompt: str, live: bool, err: TextIO) -> str:
 # ---- The waiting line at the terminal ----
 
 class Waiting:
-    """The line `waiting for the model, 12 s`, which is erased before any other output. Only the
-    main thread draws this line, while this thread waits for a turn, and never at a prompt."""
+    """The line `waiting for the model, 12 s`, which is erased before any other output. The main
+    thread draws this line during a turn, except when the user has to answer a question."""
 
     def __init__(self, err: TextIO | None, clock: Callable[[], float] = time.monotonic):
         self.err, self.clock = err, clock
@@ -345,7 +345,7 @@ class Waiting:
             if self.can_draw and what and seconds >= 1 and line != self.drawn:
                 self.drawn = line
                 # ?7l turns line wrapping off, because `erase` clears only one line. The last \r
-                # moves the cursor to the left, where other output, such as a warning, starts.
+                # moves the cursor to column 1, because other output, such as a warning, may follow.
                 line = f"\r\x1b[K\x1b[?7l\x1b[2m{line}\x1b[0m\x1b[?7h\r"
                 print(line, end="", file=self.err, flush=True)
 
@@ -380,7 +380,7 @@ class BackgroundLoop:
     def __init__(self, close: Callable | None = None, waiting: Waiting | None = None):
         self.loop = asyncio.new_event_loop()
         self.close = close  # awaited on the loop when the `with` block ends
-        self.waiting = waiting or Waiting(None)  # the line that is drawn during a turn
+        self.waiting = waiting or Waiting(None)  # `Waiting(None)` draws nothing
         self._turn: asyncio.Task | None = None  # the current or the last turn
         self._questions: queue.SimpleQueue = queue.SimpleQueue()  # the questions of this turn
         threading.Thread(target=self._serve, daemon=True).start()
@@ -390,8 +390,8 @@ class BackgroundLoop:
         self.loop.close()  # releases the loop's pipes and threads
 
     def complete(self, work: Coroutine) -> Any:
-        """Run `work`. On Ctrl-C, cancel `work`, wait for the end, and raise KeyboardInterrupt."""
-        questions: queue.SimpleQueue = queue.SimpleQueue()  # without questions of an older turn
+        """Run `work`. On Ctrl-C, cancel `work`, wait for its end, and raise KeyboardInterrupt."""
+        questions: queue.SimpleQueue = queue.SimpleQueue()  # a new queue contains no old question
 
         def start() -> None:
             self._questions, self._turn = questions, self.loop.create_task(work)
@@ -404,7 +404,7 @@ class BackgroundLoop:
         except BaseException as stop:
             self.loop.call_soon_threadsafe(lambda: self._turn.cancel())
             while self._next(questions):
-                pass  # ignore questions until the turn ends; then `ask` fails
+                pass  # do not answer questions: `ask` fails when the turn has ended
             if isinstance(stop, EOFError):  # Ctrl-D at a question
                 raise KeyboardInterrupt from None
             raise
@@ -413,8 +413,8 @@ class BackgroundLoop:
         return self._turn.result()
 
     def _next(self, questions: queue.SimpleQueue) -> Any:
-        """Return a question, or None if the turn has ended. The timeout makes Ctrl-C work even if
-        the system sends the signal to another thread, in which case `get` does not wake up."""
+        """Return a question, or None if the turn has ended. Without a timeout, `get` would ignore
+        Ctrl-C if the system sent the signal to another thread."""
         while True:
             try:
                 return questions.get(timeout=0.2)
@@ -427,8 +427,8 @@ class BackgroundLoop:
             answer.set_result(read_answer(question))
 
     async def ask(self, question: str) -> str:
-        """Ask the person at the terminal for a line. Raises RuntimeError if the main thread does
-        not wait for a turn: it reads the next message, or Ctrl-C has stopped the turn."""
+        """Ask the person at the terminal for a line. Raises RuntimeError if no turn is
+        running, or if the turn ends before the person answers."""
         turn, answer = self._turn, Future()
         if turn is None or turn.done():
             raise RuntimeError("Nobody can be asked: no turn is running at the terminal.")
@@ -478,7 +478,7 @@ class CLI(Channel):
         self.live = self.out.isatty()
         self.waiting = Waiting(self.err)
         self._streamed = ""  # the printed part of an unfinished answer
-        self._word, self._column = "", 0  # an unfinished word and its first column
+        self._word, self._column = "", 0  # the last word, and the column where this word starts
         self._is_code = False  # inside a code block: between two lines that begin with ```
         self._prompt = ""  # the prompt at which the user is typing
 
@@ -489,7 +489,7 @@ class CLI(Channel):
                 self._print(message.content)
             case "final":
                 self._end_text(message.content)
-            case "progress" if self._streamed:  # the text before tool calls was streamed
+            case "progress" if self._streamed:  # print only the part that was not streamed
                 self._end_text(message.content)
             case kind if kind in self.kinds:
                 self.note(message.content)
@@ -501,7 +501,7 @@ class CLI(Channel):
             print(shown, end="", file=self.out, flush=True)
 
     def _wrapped(self, text: str) -> str:
-        """Break long lines between words. Inside code, break no lines, because people copy code."""
+        """Break long lines between words, but not in code blocks, because people copy code."""
         *words, self._word = re.split(r"(?<=\s)", self._word + text)
         width, wrapped = shutil.get_terminal_size().columns, ""
         for word in words:
@@ -519,7 +519,7 @@ class CLI(Channel):
         self._print(rest.removesuffix("\n") + "\n")
 
     def note(self, text: str) -> None:
-        """Print a line to stderr, dim on a terminal. First end the line of a streamed answer."""
+        """Print a line to stderr, dim on a terminal. A streamed answer's line is ended first."""
         if self._streamed:
             self._end_text(self._streamed)
         line = printable(text)
@@ -559,7 +559,7 @@ class CLI(Channel):
                 self.note("\nstopped; /continue resumes the turn" if text else "")
             except Exception as problem:  # a failed turn does not end the conversation
                 if not text:
-                    raise  # `read_line` failed, not a turn: the terminal is closed
+                    raise  # `read_line` failed, for example because the terminal is closed
                 log.info("the turn failed", exc_info=True)
                 self.note(f"Sorry, that failed: {str(problem).rstrip('.')}.")
 
@@ -604,11 +604,11 @@ def not_yet_shown(text: str, streamed: str) -> str:
 # ---- Piped text that is too long for a message ----
 # `nanobot -m "what went wrong?" < server.log` must not put 50 MB into the journal.
 
-MOST_PIPED = 100_000  # characters of standard input that a message may hold
+MOST_PIPED = 100_000  # the maximum number of characters of standard input in a message
 
 
 def text_of_pipe(stream: BinaryIO, folder: Path) -> str:
-    """Return the text. If the text is too long, save it in a file; return its start and path."""
+    """Return the text. If it is too long, save it in a file, and return its start and the path."""
     beginning = stream.read(4 * MOST_PIPED + 1)  # a character has up to four bytes
     text = beginning.decode("utf-8", errors="replace")
     if len(text) <= MOST_PIPED:
@@ -625,10 +625,10 @@ def text_of_pipe(stream: BinaryIO, folder: Path) -> str:
 
 
 # ---- The Bot API of Telegram ----
-# Every URL contains the token: the code removes the token from each error text.
+# Every URL contains the token, so the code removes the token from each error text.
 
 async def in_thread(function: Callable, /, *args: Any) -> Any:
-    """Run a blocking function on a daemon thread: asyncio's own threads would delay the exit."""
+    """Run a blocking function on a daemon thread, because asyncio's own threads delay the exit."""
     future: Future = Future()
     future.set_running_or_notify_cancel()  # if the caller is cancelled, the thread still finishes
 
@@ -697,7 +697,7 @@ class BotAPI:
             problem = f"no answer in {seconds:g} s"
         except Exception as failure:  # the text of any error may contain the token
             problem = self._scrub(f"{type(failure).__name__}: {failure}")
-        raise TelegramError(problem)  # not inside `except`: the traceback would show the token
+        raise TelegramError(problem)  # raised after `except`, so that no traceback shows the token
 
     def _scrub(self, text: str) -> str:
         return text.replace(self.token, "<token>") if self.token else text
@@ -799,7 +799,7 @@ class Telegram(Channel):
         updates = await self._get_updates(self.poll_seconds)
         if any(map(album_of, filter(self._is_from_people, updates))):
             await self.sleep(self.album_seconds)
-            updates = await self._get_updates(0)  # the same updates and the rest of the album
+            updates = await self._get_updates(0)  # the same updates, now with the whole album
         wanted = filter(self._is_from_people, updates)
         for _, group in itertools.groupby(wanted, lambda each: album_of(each) or each["update_id"]):
             arrival = list(group)
@@ -814,7 +814,7 @@ class Telegram(Channel):
         return await self.api.call("getUpdates", seconds + self.slack_seconds, **fields)
 
     def _is_from_people(self, update: dict) -> bool:
-        """Strangers get no answer, not even a refusal: a refusal would show that the bot runs."""
+        """Strangers do not even get a refusal, because a refusal shows that the bot runs."""
         sender = (update.get("message") or {}).get("from") or {}
         return not sender.get("is_bot", True) and self.is_allowed(sender.get("id", ""))
 
@@ -845,9 +845,9 @@ class Telegram(Channel):
         content = "\n".join(filter(None, texts))
         if not content and not media:
             return None  # an event; for example, somebody joined the group
-        return InboundMessage(
+        return InboundMessage(  # another bot can use the same `message_id`, so add the bot's id
             self.name, str(sender["id"]), str(chat["id"]), content, media,
-            message_id=f"{messages[0]['message_id']}/{self.bot['id']}",  # two bots may use one id
+            message_id=f"{messages[0]['message_id']}/{self.bot['id']}",
             speaker="" if chat["type"] == "private" else name_of(sender),
         )  # fmt: skip
 
@@ -940,7 +940,7 @@ def file_in(message: dict) -> dict:
 
 
 def is_call(message: dict, bot: dict) -> bool:
-    """Does a group's message name the bot ("@my_bot, what…", "/stop@my_bot"), or reply to it?"""
+    """Does a group's message mention the bot ("@my_bot, what…", "/stop@my_bot"), or reply to it?"""
     author = (message.get("reply_to_message") or {}).get("from") or {}
     name = rf"@{re.escape(bot['username'])}(?!\w)"
     return author.get("id") == bot["id"] or bool(re.search(name, words_in(message), re.IGNORECASE))
@@ -948,10 +948,10 @@ def is_call(message: dict, bot: dict) -> bool:
 
 # ---- Telegram: Markdown becomes HTML, in parts of at most 4,096 characters ----
 # Telegram refuses `a < b` ("400 can't parse entities") and a long text ("400 message is too long").
-# Format a text before splitting it: `&lt;` is longer than `<`. Each part closes its open tags.
-# Each regular expression takes linear time: a match stops at the next symbol of the same kind.
+# Split a text after formatting, because `&lt;` is longer than `<`. Each part closes its open tags.
+# All expressions take linear time, because a match stops at the next symbol of the same kind.
 
-# ```py ↵ a = 1 ↵ ```   an unclosed block extends to the end of the text; not ```npm install```
+# ```py ↵ a = 1 ↵ ```   not ```npm install```; an unclosed block extends to the end of the text
 FENCE = r"(?m)^[ \t]*```([\w+-]*)[^`\n]*\n((?:.*\n)*?.*?)(?:^[ \t]*```[ \t]*$|\Z)"
 CODE = r"(?<!`)(`{1,3})(?!`)(.{1,2000}?)(?<!`)\1(?!`)"  # `a < b`   ``a ` b``
 # [a](http://b/c_(d))
@@ -961,10 +961,10 @@ BOLD = r"\*\*(?=[^\s*])((?:[^*\n]|\*(?!\*))+?)(?<=[^\s*])\*\*"  # **now**
 # *now*   *now and **then***   not 2 * 3 * 4; a match may contain <b>…</b>, but no other tag
 ITALIC = r"(?<![\w*])\*(?=[^\s*])((?:[^*<>\n]|<b>[^<>\n]*</b>)+)(?<!\s)\*(?![\w*])"
 UNDERLINED = r"(?<!\w)_(?=[^\s_])([^_<>\n]+)(?<!\s)_(?!\w)"  # _now_   not a_b_c
-ASIDE = "\ue000(\\d+)\ue001"  # the placeholder \ue0002\ue001 replaces the third code or link
+ASIDE = "\ue000(\\d+)\ue001"  # the placeholder `\ue0000\ue001` replaces the first code or link
 TAG = r"<[^>]+>"  # <b>   </b>   <a href="https://x.y">
 ATOM = rf"(?s:{TAG}|&#?\w+;|[^<&])"  # <b>   &lt;   a
-TO_BLANK = r"(?s).* (?![^<>]*>)"  # a blank between words, not in <a href="…">
+TO_BLANK = r"(?s).* (?![^<>]*>)"  # matches up to the last space outside tags like <a href="…">
 
 
 def as_html(markdown: str) -> str:
@@ -985,7 +985,7 @@ def as_html(markdown: str) -> str:
     def code_or_link(match: re.Match) -> str:
         if match[2]:
             return put_aside(f"<code>{html.escape(match[2])}</code>")
-        words = html.escape(match[3].replace("`", ""))  # [`run.py`](…): no code in a link
+        words = html.escape(match[3].replace("`", ""))  # [`run.py`](…) → run.py
         return put_aside(f'<a href="{html.escape(match[4])}">{words}</a>')
 
     text = re.sub(FENCE, fence, re.sub("[\0\ue000\ue001]", "", encodable(markdown)))
@@ -1003,7 +1003,7 @@ def plain_text(html_text: str) -> str:
 
 def split_html(text: str, limit: int = 4_096) -> list[str]:
     """Parts of at most `limit` UTF-16 units (Telegram counts "🙂" as 2), not counting the closing
-    tags that are added to a part. The text is cut after a line end, or else after a blank:
+    tags that are added to a part. A part ends after a newline or, if there is none, after a space:
 
     "<b>one two</b>", 10 → "<b>one </b>", "<b>two</b>"
     """
@@ -1019,7 +1019,7 @@ def split_html(text: str, limit: int = 4_096) -> list[str]:
 
 
 def beginning(text: str, limit: int) -> str:
-    """The first part of `text`: at most `limit` units, at least one ATOM, and no half tag."""
+    """At most `limit` UTF-16 units from the start of `text`, but at least one tag or character."""
     head = text.encode("utf-16-le")[: 2 * max(limit, 0)].decode("utf-16-le", "ignore")
     if head == text:
         return text
@@ -1029,7 +1029,7 @@ def beginning(text: str, limit: int) -> str:
 
 
 def open_tags(part: str) -> list[str]:
-    """The tags that are open at the end: "<b>x</b><i>y" → ["<i>"]"""
+    """The tags that `part` does not close: "<b>x</b><i>y" → ["<i>"]"""
     still_open: list[str] = []
     for tag in re.findall(TAG, part):
         if tag.startswith("</"):
@@ -1048,7 +1048,7 @@ PART = r"(?:\*|([0-9]{1,2})-([0-9]{1,2}))(?:/([0-9]{1,2}))?|([0-9]{1,2})"
 
 
 class CronField(NamedTuple):
-    """The numbers that a cron field may have, and their names in order, like "jan feb mar …"."""
+    """The allowed numbers of a cron field, and their names in order, like "jan feb mar …"."""
 
     name: str
     lowest: int
@@ -1096,7 +1096,7 @@ class CronExpression:
         self.weekdays = {number % 7 for number in weekdays}
         stars = [part.startswith("*") for part in parts]
         self.either_day = not stars[2] and not stars[4]  # 0 9 13 * fri: each 13th, and each Friday
-        self.is_fixed = not stars[0] and not stars[1]  # true for 30 2 * * *, false for */30 * * * *
+        self.is_fixed = not stars[0] and not stars[1]  # a fixed time: 30 2 * * *, not */30 * * * *
 
     def moments(self, day: date, zone: tzinfo) -> list[datetime]:
         """All matching times of one day, in UTC."""
@@ -1110,11 +1110,11 @@ class CronExpression:
 
 
 def moments_at(wall: datetime, is_fixed: bool) -> list[datetime]:
-    """The UTC times at which local clocks show `wall`. In Berlin in 2026:
+    """The UTC times at which clocks show the local time `wall`. In Berlin in 2026:
 
-    1 June, 12:00       10:00, as on most days
-    29 March, 02:30     none: clocks skip 02:00 to 03:00. If `is_fixed`, 01:30 (03:30 in Berlin)
-    25 October, 02:30   00:30 and 01:30: clocks repeat 02:00 to 03:00. If `is_fixed`, only 00:30
+    1 June, 12:00       10:00
+    29 March, 02:30     none, because clocks skip this hour; but 01:30 if `is_fixed`
+    25 October, 02:30   00:30 and 01:30, because clocks repeat this hour; only 00:30 if `is_fixed`
     """
     first, second = [wall.replace(fold=fold).astimezone(UTC) for fold in (0, 1)]
     if is_fixed or first == second:
@@ -1126,7 +1126,7 @@ def next_run(expr: str, after: datetime, zone: tzinfo) -> datetime | None:
     """The first matching time later than `after`, in UTC; None if no date matches (31 February)."""
     expression, today = CronExpression(expr), after.astimezone(zone).date()
     for number in range(9 * 366):  # "0 0 29 2 *", a leap day: 2096, 2104; not 2100
-        # include the days before and after: days overlap if clocks go back across midnight
+        # include the days before and after, because two days overlap if clocks go back at midnight
         days = [today + (number + beside) * ONE_DAY for beside in (-1, 0, 1)]
         moments = itertools.chain(*(expression.moments(day, zone) for day in days))
         later = [moment for moment in moments if moment > after]
@@ -1149,12 +1149,12 @@ class CronJob:
     message: str = ""
     every_seconds: float = 0
     cron_expr: str = ""
-    tz: str = ""  # the time zone of cron_expr and at; "" is the agent's zone
+    tz: str = ""  # the time zone of `cron_expr` and `at`; "" means the agent's zone
     at: str = ""
     channel: str = ""  # the chat that asked for the job
     chat_id: str = ""
-    created: str = ""  # runs of an `every_seconds` job are counted from this time
-    since: str = ""  # all runs that were due until this time are done
+    created: str = ""  # an `every_seconds` job runs at this time plus multiples of its period
+    since: str = ""  # the next run is the first one that is due after this time
     error: str = ""  # the error of the last run
     enabled: bool = True
     system: bool = False
@@ -1197,13 +1197,13 @@ def zone_named(name: str, default: tzinfo) -> tzinfo:
 
 
 class JobStore:
-    """The file `{"jobs": [{…}, …]}`. Unknown rows and keys are kept unchanged."""
+    """Reads and writes the file `{"jobs": [{…}, …]}`. Unknown rows and keys stay unchanged."""
 
     def __init__(self, path: Path, lock: Callable[[Path], Any]):
         self.path, self.lock, self.own_lock = path, lock, threading.Lock()
 
     def read(self) -> list:
-        """Raises OSError if the file is damaged: an empty list would mean that no jobs exist."""
+        """Raises OSError if the file is damaged, so that a damaged file never looks empty."""
         if not self.path.exists():
             return []
         try:
@@ -1240,7 +1240,7 @@ def job_of(row: Any, now: datetime, zone: tzinfo) -> CronJob | None:
         job = CronJob(**{each.name: each.type(row[each.name]) for each in given})
         since = min(as_moment(job.since or now.isoformat(), zone), now)
         job.created = job.created or since.isoformat()
-        job.row, job.coming = row, job.due(since, zone)  # `due` raises if the job is invalid
+        job.row, job.coming = row, job.due(since, zone)  # `due` raises if the schedule is invalid
         return job
     except Exception as problem:
         warn_once(f"cron: {str(row)[:100]} is no job: {problem}")
@@ -1258,7 +1258,7 @@ class CronService:
     """`run()` awaits `fire(job, name)` for each job that is due. Each run has a unique `name`. If
     the process is killed, the run is repeated with the same name. `lock(path)` locks the file."""
 
-    longest_delay = timedelta(hours=12)  # a repeated job skips a run with a longer delay
+    longest_delay = timedelta(hours=12)  # a repeated job skips a run that is over 12 hours late
 
     def __init__(
         self, path: Path, fire: Callable[[CronJob, str], Awaitable], *,
@@ -1281,7 +1281,7 @@ class CronService:
         return moment.astimezone(self.zone).strftime("%a %Y-%m-%d %H:%M %Z")
 
     def add_system(self, id: str, every_seconds: float, function: Callable[[], Awaitable]) -> None:
-        """Add a job of the agent itself. The tool `cron` lists such a job, but cannot remove it."""
+        """Add a system job. The tool `cron` lists this job, but cannot remove it."""
         self._system[id] = function
         now = self.now().isoformat()
         new = {"id": id, "system": True, "created": now, "since": now}
@@ -1332,12 +1332,12 @@ class CronService:
         return jobs
 
     def _start(self, job: CronJob, now: datetime) -> None:
-        """Start a job that is due. A repeated job skips a run that is late by half the period or by
-        12 hours. If an `at` job is late by a day, the agent only reports the missed job."""
+        """Start a job that is due. A repeated job skips a run that is more than half a period or
+        12 hours late. If an `at` job is over a day late, only report that it was missed."""
         due, message, late = job.coming, job.message, self._shown(job.coming)
         job.coming = None if job.at else job.due(now, self.zone)
         if job.at and now - due > ONE_DAY:
-            message = f"Only tell the user that this was missed on {late}: {message}"
+            message = f"Only tell the user that this job was missed on {late}: {message}"
         elif not job.at and not job.system:
             half = ((job.due(due, self.zone) or due + ONE_DAY) - due) / 2
             due = job.due(now - min(half, self.longest_delay), self.zone)  # skip very late runs
@@ -1384,14 +1384,14 @@ class CronService:
         cron_expr: Annotated[str, "Five fields, minute first: 30 8 * * mon-fri"] = "",
         tz: Annotated[str, "Time zone, like Europe/Berlin; default: the user's zone"] = "",
         at: Annotated[str, "Run once: 2026-11-21T17:00, or with an offset"] = "",
-        job_id: Annotated[str, "For remove: an id that list shows"] = "",
+        job_id: Annotated[str, "For `remove`: the id of the job, from `list`"] = "",
         *,
         turn: Any,
     ) -> str:
         """Reminders and regular tasks. Each job runs later as a turn; this chat gets the answer.
 
-        add needs a message and one of every_seconds, cron_expr and at. For "in ten minutes", `at`
-        is the time in the runtime context plus ten minutes. For "every morning at 8", cron_expr is
+        `add` needs a message and one of `every_seconds`, `cron_expr` and `at`. For "in 10 minutes",
+        `at` is the time in the runtime context plus 10 minutes. For "daily at 8", `cron_expr` is
         "0 8 * * *". Tell the user when the job runs. To change a job, remove it, then add another.
         """
         if action == "list":
@@ -1411,7 +1411,7 @@ class CronService:
         if not job.message:
             raise CronError("message is empty: write what the job has to do.")
         if schedules.count(True) != 1:
-            raise CronError("Give exactly one of every_seconds, cron_expr and at.")
+            raise CronError("Give exactly one of `every_seconds`, `cron_expr` and `at`.")
         try:
             if job.at:
                 moment = as_moment(job.at, zone_named(job.tz, self.zone))
@@ -1450,7 +1450,7 @@ class CronService:
 
 
 def machine_zone(path: Path = Path("/etc/localtime")) -> tzinfo:
-    """The machine's zone with summer and winter time; `astimezone()` has only today's offset."""
+    """A zone that knows daylight saving time, because `astimezone()` gives only today's offset."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         if name := os.environ.get("TZ", "").lstrip(":"):
             return zoneinfo.ZoneInfo(name)
@@ -1524,7 +1524,7 @@ class WebPage(Channel):
         self.path, self.cookie = f"/?token={token}", f"nanobot_{port}={token}"
 
     def _server(self, port: int) -> Any:
-        """Create the server. The import takes 30 ms, which only `nanobot web` has to spend."""
+        """Create the server. Import `http.server` only here, because the import takes 30 ms."""
         from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
         class Handler(PageRequest, BaseHTTPRequestHandler):
@@ -1631,8 +1631,8 @@ class PageRequest:
         """Log nothing: the first URL contains the token."""
 
     def _has(self, secret: str, *texts: str) -> bool:
-        """Is the secret one of `texts`, and does the request come from this page? An attack by DNS
-        rebinding has another Host, and a request from another web page has another Origin."""
+        """Is the secret one of `texts`, and does the request come from this page? A DNS
+        rebinding attack sends another Host header; other web pages send another Origin header."""
         own = self.page.host
         is_from_here = self.headers.get("Origin", f"http://{own}") == f"http://{own}"
         found = [secrets.compare_digest(text.encode(), secret.encode()) for text in texts]

@@ -1290,7 +1290,7 @@ def test_a_reminder_of_long_ago_is_only_told_and_the_list_never_shows_the_past(t
     listed = office.cron("list").splitlines()
     assert " · next Sun 2026-11-22 13:45 CET · " in listed[0]
     assert listed[1] == f"{id} · cron 0 13 * * * · next Mon 2026-11-23 13:00 CET · telegram:42 · daily"
-    told = "Only tell the user that this was missed on Sat 2026-11-21 12:30 CET: old"
+    told = "Only tell the user that this job was missed on Sat 2026-11-21 12:30 CET: old"
     assert told in [message for message, _ in office.pass_time(5)]
     assert Office(tmp_path, office.now).pass_time(5) == []
     assert [row["message"] for row in office.rows()] == ["daily"]

@@ -1939,7 +1939,7 @@ def test_the_cron_tool_says_when_nothing_will_happen_and_what_is_wrong(tmp_path)
     listed = asyncio.run(cron({"action": "list"}))
     assert " · desk:1 · stretch" in listed.text and note not in listed.text
     refused = asyncio.run(cron(job))
-    assert refused.is_error and refused.text == "Give exactly one of every_seconds, cron_expr and at."
+    assert refused.is_error and refused.text == "Give exactly one of `every_seconds`, `cron_expr` and `at`."
 
 
 # ---- What programs and workspaces of users expect ----
