@@ -1503,9 +1503,11 @@ def test_the_users_own_repository_and_settings_are_left_alone(home, own_home, mo
     (outer / ".git" / "hooks" / "pre-commit").chmod(0o755)
     (outer / ".gitignore").write_text("ws/memory\n*.md\n")
     (own_home / ".gitconfig").write_text("[commit]\ngpgsign = true\n[user]\nname = Somebody\n")
-    monkeypatch.setenv("GIT_DIR", str(outer / ".git"))
+    for name, path in (("GIT_DIR", outer / ".git"), ("GIT_INDEX_FILE", outer / ".git" / "index")):
+        monkeypatch.setenv(name, str(path))  # as in a hook of git
     say(dreamer(home, edit("green", "blue")), "/dream")
     monkeypatch.delenv("GIT_DIR")
+    assert not (outer / ".git" / "index").exists()
     author = git("--git-dir", str(home / ".nanobot" / "memory.git"), "log", "-1", "--format=%an %s", cwd=home)
     assert author.startswith("nanobot dream: ") and git("log", cwd=outer) == ""
     assert not list(home.rglob(".git"))

@@ -155,13 +155,13 @@ def test_a_window_gets_the_request_the_call_the_answer_and_the_journal(open_page
     assert len([e for e in page.events("say") if e["kind"] == "request"]) == 2
 
 
-def test_a_window_gets_what_the_endpoint_said_before_it_was_asked_again(open_page, folder):
+def test_the_window_of_a_chat_gets_what_the_endpoint_said_before_it_was_asked_again(open_page, folder):
     slow_down = Failure(503, {"error": {"message": "slow down"}}, {"Retry-After": "0.01"})
     no_temperature = error(400, "Unsupported parameter: 'temperature' is not supported with this model.")
     with FakeLLM([slow_down, no_temperature, "ok"]) as server:
         page = open_page("--base-url", server.base_url, "--model", "m", "--trace", "run.jsonl")
-        assert page.say("hello")[0] == 204
-        told = [event["text"] for event in page.events("say") if event["kind"] == "retry"]
+        assert page.say("hello", chat="work")[0] == 204
+        told = [event["text"] for event in page.events("say", chat="work") if event["kind"] == "retry"]
     assert any("slow down" in text for text in told) and any("Unsupported parameter" in text for text in told)
     assert [json.loads(line)["outcome"] for line in (folder / "run.jsonl").read_text().splitlines()] == [
         "retried", "healed", "answered"]  # fmt: skip
