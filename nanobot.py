@@ -97,7 +97,7 @@ class AgentRunSpec:
     append: Callable[..., None] = lambda *messages: None  # stores each new message at once
     arrivals: Callable[[], list[dict]] = list  # journals and returns new user messages
     make_room: Callable[[list[dict]], Awaitable[list[dict]]] | None = None  # before each request
-    keeps_half: bool = True  # if the run is cancelled, journal the text streamed so far
+    keeps_half: bool = True  # if the run is cancelled, journal the text that was streamed
 
 
 @dataclass
@@ -770,7 +770,7 @@ def is_read_only(call: ToolCallRequest, tools: ToolRegistry) -> bool:
 
 
 # ---- Prompts are files, in templates/ and in the workspace ----
-# SOUL.md may be a link to ~/.ssh/id_rsa. With the fence, such a file does not enter the prompt.
+# If SOUL.md is a link to ~/.ssh/id_rsa, the fence keeps this private key out of the prompt.
 
 PLACEHOLDERS = (  # the prompt omits these template lines, because small models take them for facts
     "Who the user is goes here: name, time zone, language, work, likes.",
@@ -1059,7 +1059,7 @@ def tool_hint(call: ToolCallRequest) -> str:
 
 
 class BusService:
-    """Answers the chats of a bus: each chat in order, at most `maxConcurrent` turns at once."""
+    """Answers the chats of a bus. At most `maxConcurrent` turns run at once, one per chat."""
 
     def __init__(self, loop: AgentLoop, bus: MessageBus):
         self.loop = loop
