@@ -8,12 +8,12 @@ A personal agent is a loop around a model. The agent asks the model. If the mode
 agent runs these tools and asks the model again. If the model answers in words, the user gets the
 answer. All other code serves this loop:
 
-    user: "What is in a.txt?"
-      AgentLoop       finds the session, journals the message, builds the request (ContextBuilder)
-        AgentRunner     govern (make the request fit) → ask → run calls → repeat
-          providers.py    "call read_file"             tools.py    "1| hello"
-          providers.py    "It says hello."
-      AgentLoop       journals every message as it appears (memory.py), sends events (channels.py)
+    The user asks "What is in a.txt?".
+      AgentLoop finds the session, journals the message and builds the request (ContextBuilder).
+        AgentRunner makes the request fit into the context window and asks the model.
+          The model (providers.py) calls read_file. The tool (tools.py) returns "1| hello".
+          AgentRunner asks again. The model answers "It says hello".
+      AgentLoop journals each message at once (memory.py) and sends events (channels.py).
 
     import nanobot
     print(nanobot.run("What is in a.txt?"))
@@ -87,17 +87,17 @@ class AgentRunSpec:
     messages: list[dict]
     tools: ToolRegistry = field(default_factory=ToolRegistry)
     model: str | None = None
-    max_iterations: int = 40  # limit of steps; one more request asks for a summary
+    max_iterations: int = 40  # maximum number of steps; then one last request asks for a summary
     max_tokens: int = 8_192  # limit of one answer, in tokens
     temperature: float | None = None  # None means 0.1
     context_window: int = 65_536  # tokens
     hook: AgentHook = field(default_factory=lambda: AgentHook())
-    turn: Turn = field(default_factory=Turn)  # given to tools with a parameter `turn`
+    turn: Turn = field(default_factory=Turn)  # tools with a parameter `turn` get this object
     counter: TokenCounter = field(default_factory=TokenCounter)  # caches token counts of messages
-    append: Callable[..., None] = lambda *messages: None  # receives each new message at once
-    arrivals: Callable[[], list[dict]] = list  # returns new user messages, already journalled
+    append: Callable[..., None] = lambda *messages: None  # stores each new message at once
+    arrivals: Callable[[], list[dict]] = list  # journals and returns new user messages
     make_room: Callable[[list[dict]], Awaitable[list[dict]]] | None = None  # before each request
-    keeps_half: bool = True  # if the run is cancelled, journal the text streamed so far
+    keeps_half: bool = True  # if the run is cancelled, journal the text that was streamed
 
 
 @dataclass
@@ -112,11 +112,11 @@ class AgentRunResult:
     tool_events: list[dict] = field(default_factory=list)  # name, arguments, is_error, result
     error: str | None = None
     model: str = ""
-    requests: int = 0  # requests sent; a step sends two if the first was too long
+    requests: int = 0  # number of requests; a step sends two requests if the first is too long
     context_tokens: int = 0  # size of the last request, in tokens
 
 
-# ---- The runner: govern the request, ask the model, run its calls, repeat ----
+# ---- The runner: fit the request, ask the model, run its calls, repeat ----
 
 
 class AgentRunner:
@@ -129,7 +129,7 @@ class AgentRunner:
         """Ask the model until the run ends. Raises CancelledError, and errors of the callbacks."""
         state = RunState(spec, AgentHookContext(list(spec.messages)))
         try:
-            while not state.result.stop_reason:  # stays empty until the run ends
+            while not state.result.stop_reason:  # the run ends when it has a stop reason
                 await spec.hook.before_iteration(state.context)
                 state.context.iteration += 1
                 if spec.make_room:  # the caller may remove old turns from the messages
@@ -155,7 +155,7 @@ class AgentRunner:
     def govern(self, state: RunState) -> Governed:
         """Copy the messages; if they exceed the context window, leave out old parts: [system, old
         question, old answer, question] → [system, question]. The context window must also hold the
-        tools, the answer and 1,024 spare tokens. Appends the note for this request, if any."""
+        tools, the answer and 1,024 spare tokens. If `state.note` has a text, append the note."""
         spec = state.spec
         may_call = state.has_tools and not state.is_over_limit
         state.tools = spec.tools.get_definitions() if may_call else []
@@ -164,7 +164,7 @@ class AgentRunner:
         users = [message for message in spec.messages if message["role"] == "user"]
         task = users[-1] if users else None  # the user's last message is never left out
         request = Governed(state.context.messages, budget, spec.counter, task, tools)
-        if state.draft.parts:  # append the beginning of the cut answer
+        if state.draft.parts:  # to continue a cut answer, the model needs the parts so far
             request.messages.append({"role": "assistant", "content": state.draft.joined("")})
         if state.is_over_limit:
             state.note = template("out_of_iterations", limit=spec.max_iterations)
@@ -188,7 +188,7 @@ class AgentRunner:
                     f"({'; '.join(shorter.notes)})"
                 )
                 too_long, response = response, await self._chat(state, shorter)
-                add_up(response.usage, too_long.usage)  # hooks must count both requests' tokens
+                add_up(response.usage, too_long.usage)  # include tokens of the rejected request
         state.note = ""
         return response
 
@@ -211,8 +211,8 @@ class AgentRunner:
 
     async def _act(self, state: RunState, response: LLMResponse) -> None:
         """Journal the answer, then run its calls. The order of the messages: the answer, one result
-        per call in the order of the calls, new messages of the user. A call that a kill interrupts
-        is not repeated later: its result becomes `[interrupted before it finished]`."""
+        per call in the order of the calls, new messages of the user. If a kill interrupts a call,
+        the call is not repeated; its result becomes `[interrupted before it finished]`."""
         response.content = state.draft.joined(response.content) or None  # prepend the cut parts
         state.add(response.to_message())
         state.draft = Draft()
@@ -221,7 +221,7 @@ class AgentRunner:
         state.failure = ""
         for batch in batches(response.tool_calls, state.spec.tools):
             await self._run_batch(state, batch)
-        goes_in_circles = state.end_step() >= 5  # 5 steps with the same calls and results
+        goes_in_circles = state.end_step() >= 5  # the last 5 steps had the same calls and results
         if goes_in_circles and state.failure:
             state.result.error = state.failure
             await self._finish(state, "tool_error", f"I had to stop: {state.failure}")
@@ -235,7 +235,7 @@ class AgentRunner:
     async def _run_batch(self, state: RunState, batch: list[ToolCallRequest]) -> None:
         """Run calls concurrently. Every call has ended when this method returns or raises."""
         try:
-            async with asyncio.TaskGroup() as group:  # an error in a call cancels the others
+            async with asyncio.TaskGroup() as group:  # an error in one call cancels the others
                 tasks = [group.create_task(self._call(state, call)) for call in batch]
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
@@ -249,7 +249,7 @@ class AgentRunner:
             state.add({"role": "user", "content": [{"type": "text", "text": names}, *images]})
 
     async def _call(self, state: RunState, call: ToolCallRequest) -> tuple[dict, list[dict]]:
-        """Run one call, journal its result at once. Returns the result's message and its images."""
+        """Run a call and journal its result at once. Returns the tool message and the images."""
         began = time.monotonic()
         if problem := reason_not_to_run(call, state.spec.tools):
             result = ToolResult(problem, is_error=True)
@@ -257,7 +257,7 @@ class AgentRunner:
             result = await state.spec.tools.execute(call.name, call.arguments, state.spec.turn)
         if result.is_error:
             state.failure = f"{call.name} failed: {result.text}"
-        result = state.count(call, result)  # adds a warning if the result repeats
+        result = state.count(call, result)  # appends a warning to a repeated result
         event = {"name": call.name, "arguments": call.arguments, "is_error": result.is_error}
         state.result.tool_events.append(event | {"result": result.text})
         message = {"role": "tool", "tool_call_id": call.id, "name": call.name}
@@ -267,7 +267,7 @@ class AgentRunner:
         return message, result.images
 
     async def _conclude(self, state: RunState, response: LLMResponse, outcome: str) -> None:
-        """Handle an answer without calls to run: end the run, or prepare another request."""
+        """Handle an answer that has no calls to run. End the run, or prepare the next request."""
         match outcome:
             case "cut":
                 state.draft.cuts += 1
@@ -292,7 +292,7 @@ class AgentRunner:
                 steps = counted(state.spec.max_iterations, "step")
                 limit = f"I stopped at the limit of {steps}. {response.error or ''}".strip()
                 await self._finish(state, "max_iterations", summary or limit)
-            case "empty":  # not journalled: small models imitate an empty answer in the history
+            case "empty":  # not journalled, because small models imitate earlier empty answers
                 state.result.stop_reason = "empty"
                 is_withheld = response.finish_reason in WITHHELD
                 why = "the endpoint blocked the answer" if is_withheld else state.why_empty
@@ -308,7 +308,7 @@ class AgentRunner:
         response = state.context.response
         answer = await state.spec.hook.finalize_content(state.draft.joined(text))
         message = {"role": "assistant", "content": answer}
-        if not response.has_tool_calls:  # without calls, `extra` belongs to this answer
+        if not response.has_tool_calls:  # if an answer has calls, its reasoning belongs to them
             message |= response.extra  # reasoning that some endpoints require in later requests
         if cut:
             message["cut"] = cut
@@ -318,7 +318,7 @@ class AgentRunner:
         state.result.final_content = f"{answer}\n\n({cut})" if cut else answer
 
     def _keep_half_answer(self, state: RunState, why: str) -> str | None:
-        """Journal the part of an answer that the user saw, so that the next request contains it."""
+        """Journal the shown part of an answer, so that the next request contains this part."""
         shown = state.draft.joined(state.draft.streamed)
         if not shown.strip():
             return None
@@ -330,16 +330,16 @@ class AgentRunner:
 def verdict(state: RunState, response: LLMResponse) -> str:
     """Classify an answer; the first row that applies counts:
 
-    limit      the step limit is reached: a summary         → the run ends with this summary
-    failed     the endpoint returned an error               → the run ends; the shown part is kept
-    cut        the length limit cut the answer              → ask the model to go on, up to 3 times
-    calls      the model calls tools                        → run the tools, ask the model again
-    answered   the answer has a text                        → the run ends with this answer
-    empty      no text: a filter, or tools are switched off → the run ends with an explanation
-    blank      neither text nor calls                       → ask again, next time without tools
+    `limit`: if the step limit is reached, the run ends with a summary.
+    `failed`: if the endpoint returned an error, the run ends, and the shown text is journalled.
+    `cut`: if the length limit cut the answer, ask the model to go on (up to 3 times).
+    `calls`: if the model calls tools, run the tools and ask the model again.
+    `answered`: if the answer has a text, the run ends with this text.
+    `empty`: if a filter withheld the text, or a request without tools got no text, the run ends.
+    `blank`: if the answer has no text and no calls, ask again; the second time, without tools.
     """
     is_withheld = response.finish_reason in WITHHELD
-    # a content filter may also cut a call, in the middle of an argument
+    # a content filter can stop an answer in the middle of a call's argument
     is_cut = response.finish_reason == "length" or (is_withheld and response.has_tool_calls)
     if state.is_over_limit:
         return "limit"
@@ -385,7 +385,7 @@ class ContextBuilder:
         self.memory_tokens = config.defaults.budget // 4  # limit for MEMORY.md in the prompt
 
     def request(self, turn: Turn, history: list[dict], images: list[dict]) -> list[dict]:
-        """The messages of a request. The last message has the images; the journal has no images.
+        """The messages of a request. The images are in the last message, but not in the journal.
 
         {"model": "…", "max_tokens": 8192, "temperature": 0.1, "tools": [{"type": "function", …}],
          "messages": [{"role": "system", "content": "You are nanobot …"}, …, {"role": "user",
@@ -401,9 +401,9 @@ class ContextBuilder:
         return "\n\n---\n\n".join(self.parts(turn).values())
 
     def parts(self, turn: Turn) -> dict[str, str]:
-        """Name → text of each part of the system prompt, in order. "Memory" has lasting facts from
-        MEMORY.md. "Recent History" has the history entries that Dream has not yet processed; the
-        model can find older history entries in `memory/` with the tool grep."""
+        """Name → text of each part of the system prompt, in order. "Memory" contains facts from
+        MEMORY.md. "Recent History" contains the history entries that Dream has not yet processed.
+        The model can find older history entries in `memory/` with the tool grep."""
         own = partial(own_text, turn)
         parts = {"identity": identity(turn, own(turn.workspace / "IDENTITY.md"))}
         names = ("AGENTS.md", "SOUL.md", "USER.md", "TOOLS.md")
@@ -469,7 +469,7 @@ class AgentLoop:
         self.turns = RunningTurns(self.sessions)
         self.background = Background()
         self.notes: dict[str, str] = {}  # session key → notice for the next turn
-        self.is_ending = False  # True: the gateway stops; its next start resumes open turns
+        self.is_ending = False  # True if the gateway is stopping; the next start resumes open turns
 
     async def process_direct(
         self, text: str, session_key: str = "cli:direct", on_event: Emit | None = None,
@@ -503,7 +503,7 @@ class AgentLoop:
         if not command:
             session.end_open_turn("interrupted")
             message, images = self.context.user_message(text, events.turn, media)
-            session.append(message)  # before any request: a kill must not lose the message
+            session.append(message)  # a message in the journal survives a kill during the request
         return await self.answer(session, events, images)
 
     async def answer(
@@ -512,14 +512,14 @@ class AgentLoop:
     ) -> AgentRunResult:  # fmt: skip
         """Answer the last message of the journal, and the messages that `arrivals` returns.
 
-        After Ctrl-C or /stop, the journal has the finished results, the shown part of the answer
-        (with `cut`) and the mark `ended`. Only /continue resumes a turn with this mark.
+        After Ctrl-C or /stop, the journal has the results of finished calls, the shown part of the
+        answer (with `cut`) and the mark `ended`. Only /continue resumes a turn marked `ended`.
         """
         await self.mcp.connect(self.config.patience)
         spec = self.run_spec(session.history(), images, events)
         spec.append = session.append
         spec.arrivals = arrivals
-        is_kept = events.turn.channel != "cron"  # a job starts without its old turns
+        is_kept = events.turn.channel != "cron"  # the memory ignores the conversation of a job
         if is_kept:
             spec.make_room = partial(self._make_room, session, events)
         why = "it was stopped"
@@ -538,7 +538,7 @@ class AgentLoop:
                 self.background.start(self._after_turn(session))
 
     def run_spec(self, history: list[dict], images: list[dict], events: EventHook) -> AgentRunSpec:
-        """The input of the runner: request, tools, hooks, and the limits of the settings."""
+        """The input of the runner: request, tools, hooks, and the limits from the settings."""
         limits, hooks = self.config.defaults, self.hooks
         if events.turn.channel == "cron":  # no user is there to approve a call
             silent = ApprovalHook(self.tools, None)
@@ -566,11 +566,11 @@ class AgentLoop:
             self.notes[session.key] = f"{counted(count, 'older message')} moved to the memory"
 
     async def run(self, bus: MessageBus) -> None:
-        """Serve a bus until cancelled. A kill at any step loses no message:
+        """Serve a bus until cancelled. If the program is killed, no message is lost:
 
-        message: channel → inbox file → acknowledgement → wait for a slot (8 turns at once) and for
-                 the session → journal; removal from the inbox → next request to the model
-        answer:  journal → outbox of the chat → channel → mark `delivered` in the journal
+        Message: channel → inbox file → acknowledgement → wait for a slot (8 turns at once) and for
+                 the session → journal → requests to the model → removal from the inbox.
+        Answer:  journal → outbox of the chat → channel → mark `delivered` in the journal
         """
         service = BusService(self, bus)
         try:
@@ -613,11 +613,11 @@ class AgentLoop:
 
 # ======== Second reading: hooks, prompts, commands, settings and the command line ========
 
-# ---- `run` for programs, the locks of turns, and tasks in the background ----
+# ---- The function `run`, locks for turns, and background tasks ----
 
 
 def run(text: str, session_key: str = "cli:direct", config: Config | None = None) -> str:
-    """Answer a message in the current folder. Raises RuntimeError with the cause and a fix."""
+    """Returns the answer to `text`. Tools use the current folder. A failure raises RuntimeError."""
     loop = AgentLoop(config or load_config())
     with BackgroundLoop(loop.close) as background:
         result = background.complete(loop.process_direct(text, session_key))
@@ -629,7 +629,7 @@ def run(text: str, session_key: str = "cli:direct", config: Config | None = None
 
 @dataclass
 class RunningTurns:
-    """Locks: a session runs one turn at a time, in all tasks and all processes together."""
+    """Locks: each session runs one turn at a time, across all tasks and processes."""
 
     sessions: SessionManager
     tasks: dict[str, asyncio.Task] = field(default_factory=dict)  # session key → running turn
@@ -638,7 +638,7 @@ class RunningTurns:
 
     @contextlib.asynccontextmanager
     async def hold(self, session_key: str) -> AsyncIterator[Session]:
-        """Lock the session for one turn. AgentLoop.stop can cancel the turn. Raises SessionBusy."""
+        """Lock a session for one turn that AgentLoop.stop can cancel. Raises SessionBusy."""
         async with self.locks.setdefault(session_key, asyncio.Lock()):
             with self.sessions.lock(session_key):
                 self.tasks[session_key] = asyncio.current_task()
@@ -658,14 +658,14 @@ class Background:
         task.add_done_callback(self.tasks.discard)
 
     async def settled(self, seconds: float = 60.0) -> None:
-        """Wait up to `seconds`, then cancel open tasks. A later turn repeats the memory work."""
+        """Wait up to `seconds`, then cancel the tasks. Later turns repeat cancelled memory work."""
         if self.tasks:
             await asyncio.wait(self.tasks, timeout=seconds)
         await end_all(self.tasks)
 
 
 async def logged(work: Awaitable, name: str) -> Any:
-    """Returns the result of `work`. Logs an error (a bug with its traceback) and returns None."""
+    """Await `work` and return its result. If `work` fails, log the error and return None."""
     try:
         return await work
     except Exception as problem:
@@ -684,8 +684,8 @@ NO_USAGE = {
 }  # fmt: skip
 LIMIT_REACHED = "the limit of steps (maxToolIterations) is reached; ask the agent to go on"
 CUT_AGAIN = "cut: the answer reached its length limit again and again"
-WITHHELD = ("content_filter", "refusal")  # finish reasons
-NOT_ANSWERED = ("error", "tool_error", "empty")  # stop reasons of a run without an answer
+WITHHELD = ("content_filter", "refusal")  # values of `finish_reason`
+NOT_ANSWERED = ("error", "tool_error", "empty")  # values of `stop_reason` if there is no answer
 
 
 @dataclass
@@ -697,9 +697,9 @@ class RunState:
     tools: list[dict] = field(default_factory=list)  # schemas of the tools in the request
     has_tools: bool = True  # False: the model must now answer in words
     why_empty: str = "the model sent nothing useful"  # the reason why there is no answer
-    note: str = ""  # a message to the model, in the next request only
+    note: str = ""  # a message for the next request only
     failure: str = ""  # the error of the last failed call of this step
-    calls: dict[str, int] = field(default_factory=dict)  # call → steps in a row; see `count`
+    calls: dict[str, int] = field(default_factory=dict)  # number of consecutive steps per call
     calls_before: dict[str, int] = field(default_factory=dict)  # `calls` of the previous step
     room: int = sys.maxsize  # token limit of requests; lowered after a request was too long
     is_told: bool = False  # True: the user was informed that messages are left out
@@ -719,7 +719,7 @@ class RunState:
         await self.spec.hook.on_stream(piece)
 
     def count(self, call: ToolCallRequest, result: ToolResult) -> ToolResult:
-        """Count the steps in a row in which this call had this outcome. From the third step on,
+        """Count the consecutive steps in which this call had this outcome. From the third step on,
         append a warning to the result. All failures of a call count as the same outcome."""
         outcome = None if result.is_error else [result.text, result.images]
         this_call = lines_of_json([call.name, call.arguments, outcome])
@@ -730,7 +730,7 @@ class RunState:
         return replace(result, text=f"{result.text}\n{warning}")
 
     def end_step(self) -> int:
-        """End a step. Returns the number of steps in a row with the same calls and outcomes."""
+        """End a step. Returns the number of consecutive steps with the same calls and outcomes."""
         self.calls_before, self.calls = self.calls, {}
         return min(self.calls_before.values(), default=0)
 
@@ -742,7 +742,7 @@ class Draft:
     parts: list[str] = field(default_factory=list)
     streamed: str = ""  # streamed text of the current part
     cuts: int = 0
-    blanks: int = 0  # empty answers in a row
+    blanks: int = 0  # number of empty answers in a row
 
     def joined(self, rest: str | None) -> str:
         return "".join([*self.parts, rest or ""])
@@ -770,9 +770,9 @@ def is_read_only(call: ToolCallRequest, tools: ToolRegistry) -> bool:
 
 
 # ---- Prompts are files, in templates/ and in the workspace ----
-# The fence refuses a link such as SOUL.md → ~/.ssh/id_rsa: a private key must not enter a prompt.
+# If SOUL.md is a link to ~/.ssh/id_rsa, the fence keeps this private key out of the prompt.
 
-PLACEHOLDERS = (  # template lines, old and new: small models would read these lines as facts
+PLACEHOLDERS = (  # the prompt omits these template lines, because small models take them for facts
     "Who the user is goes here: name, time zone, language, work, likes.",
     "Notes on this machine's tools go here: hosts, accounts, paths, quirks.",
     "Instructions of the user for the agent go here: rules of a project, preferences for tools, "
@@ -806,7 +806,7 @@ def prepare_workspace(workspace: Path) -> Path:
 
 
 def identity(turn: Turn, who: str) -> str:
-    """The first part of the system prompt. The text `who` from IDENTITY.md replaces paragraph 1."""
+    """Fill in the template `identity`, but with `who` (if not empty) as its first paragraph."""
     style = template("format_cli") if turn.channel == "cli" else template("format_chat")
     platform = f"{sys.platform}, Python {sys.version_info.major}.{sys.version_info.minor}"
     about = {"platform": platform, "cwd": turn.cwd, "workspace": turn.workspace}
@@ -815,7 +815,7 @@ def identity(turn: Turn, who: str) -> str:
 
 
 def read_own(turn: Turn, path: Path) -> bytes:
-    """Read a file for the prompt. The fence checks links, too. Raises OSError or ValueError."""
+    """Read a file for the prompt, if `turn` allows the file. Raises OSError or ValueError."""
     path.stat()  # raises FileNotFoundError
     most = 10_000_000 if path.name == "MEMORY.md" else 100_000  # MEMORY.md is shortened later
     try:
@@ -842,7 +842,7 @@ def titled(title: str, text: str) -> str:
 
 
 def skill_parts(skills: list[Skill]) -> dict[str, str]:
-    """The full text of each skill that is `always` active; one line for each other skill."""
+    """The full text of each skill with `always: true`, and one line for each other skill."""
     sound = [skill for skill in skills if not skill.problem]
     always = [skill for skill in sound if skill.always and not skill.missing]
     listed = []
@@ -871,7 +871,7 @@ def attachment(path: Path) -> tuple[str, dict | None]:
 
 @dataclass
 class AgentHookContext:
-    """The current state of a run, for hooks. A hook's change of `messages` takes effect at once."""
+    """The state of a run. If a hook changes `messages`, the next request contains the change."""
 
     messages: list[dict]
     iteration: int = 0  # steps so far
@@ -893,7 +893,7 @@ class AgentHook:
     async def before_iteration(self, context: AgentHookContext) -> None: ...
     async def before_request(self, messages: list[dict], tools: list[dict]) -> None: ...
     async def on_stream(self, delta: str) -> None: ...
-    async def on_stream_end(self, resuming: bool) -> None: ...  # an override may omit `resuming`
+    async def on_stream_end(self, resuming: bool) -> None: ...
     async def on_retry(self, why: str) -> None: ...
     async def after_iteration(self, context: AgentHookContext) -> None: ...
 
@@ -909,7 +909,7 @@ class AgentHook:
     async def finalize_content(self, content: str) -> str:
         return content
 
-    def __init_subclass__(cls) -> None:
+    def __init_subclass__(cls) -> None:  # a hook may define `on_stream_end` without `resuming`
         own = vars(cls).get("on_stream_end")
         if inspect.isfunction(own) and len(inspect.signature(own).parameters) == 1:
             cls.on_stream_end = lambda self, resuming: own(self)
@@ -957,7 +957,7 @@ class LoggingHook(AgentHook):
 
 
 class CostTrackingHook(AgentHook):
-    """Adds up tokens; `line` also shows the cost if the settings have a price for the model."""
+    """Adds up tokens. If the settings have a price for the model, `line` also shows the cost."""
 
     def __init__(self, prices: dict[str, Price], model: str):
         self.price = prices.get(model)
@@ -967,7 +967,7 @@ class CostTrackingHook(AgentHook):
         add_up(self.total, context.response.usage)
 
     def line(self, usage: dict) -> str:
-        """Token counts and cost: `1,234 in (200 cached) · 56 out · 0.0012`; `~` means estimated."""
+        """Tokens and cost, such as "1,234 in (200 cached) · 56 out · 0.0012" (~ if estimated)."""
         mark = "~" if usage["estimated"] else ""
         cached = f" ({usage['cached_tokens']:,} cached)" if usage["cached_tokens"] else ""
         money = f" · {mark}{self.price.of(usage):.4f}" if self.price else ""
@@ -980,8 +980,8 @@ class ApprovalHook(AgentHook):
     """Asks the user before each call, except calls of known read-only tools."""
 
     tools: ToolRegistry
-    ask: Callable[[str], Awaitable[str]] | None  # None: no user is there, so deny calls
-    always: set[str] = field(default_factory=set)  # tools that the user always approves
+    ask: Callable[[str], Awaitable[str]] | None  # None (no user is there) means the answer "no"
+    always: set[str] = field(default_factory=set)  # tools that need no further approval
 
     async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
         asked = []
@@ -990,7 +990,7 @@ class ApprovalHook(AgentHook):
             if not (call.must_only_read or call.error or call.denied):
                 call.denied = "The user did not approve this call."
                 asked.append(call)
-        for call in asked:  # if `ask` raises, this call and all later calls stay denied
+        for call in asked:  # if `ask` raises an error, all calls without approval stay denied
             if call.name in self.always or await self._is_approved(call):
                 call.denied = ""
 
@@ -1059,7 +1059,7 @@ def tool_hint(call: ToolCallRequest) -> str:
 
 
 class BusService:
-    """Answers the chats of a bus: each chat in order, at most `maxConcurrent` turns at once."""
+    """Answers the chats of a bus. At most `maxConcurrent` turns run at once, one per chat."""
 
     def __init__(self, loop: AgentLoop, bus: MessageBus):
         self.loop = loop
@@ -1071,8 +1071,8 @@ class BusService:
         loop.tools.register(tool(self.message))
 
     async def receive(self, message: InboundMessage) -> None:
-        """Queue a message in its chat. Commands except /new and /continue run without waiting."""
-        is_report = message.channel == "system"  # from a job or helper: chat_id is a session key
+        """Queue a message in its chat. Commands run at once, except /new and /continue."""
+        is_report = message.channel == "system"  # reports have a session key in `chat_id`
         key = message.chat_id if is_report else message.session_key
         conversation = self.conversations.setdefault(key, Conversation(self, key))
         command = "" if is_report else slash_command(message.content)[0]
@@ -1102,7 +1102,7 @@ class BusService:
         missing = [str(path) for path in files if not path.is_file()]
         if missing:
             raise ToolError(f"There is no file {', '.join(missing)}.")
-        if key != turn.session_key and content:  # a report: the other chat's journal gets the text
+        if key != turn.session_key and content:  # a text for another chat goes into its journal
             self.work.start(self.bus.publish(InboundMessage("system", "job", key, content)))
             content = ""
         if content or files:
@@ -1117,7 +1117,7 @@ class BusService:
                 self.work.start(self.conversations[key].go_on_after_restart())
 
     async def end(self) -> None:
-        """Cancel running turns. Finished steps are journalled; the next start resumes the turns."""
+        """Cancel running turns. The next start of the gateway resumes the cancelled turns."""
         self.loop.is_ending = True
         await end_all([*self.work.tasks, *self.loop.subagents.running], 5.0)
 
@@ -1132,7 +1132,7 @@ class Conversation:
         self.inbox = service.loop.sessions.inbox(key)
         self.order = asyncio.Lock()  # saves messages in the order of their arrival
         self.answering = asyncio.Lock()
-        self.is_due = False  # True: resume the turn that the last program left open
+        self.is_due = False  # True: resume the turn that the previous gateway left open
         self.reply_to = ""  # id of the newest message in this turn
 
     async def take_in(self, message: InboundMessage, kind: str) -> None:
@@ -1147,7 +1147,7 @@ class Conversation:
                 try:
                     await asyncio.to_thread(self.inbox.append, line)
                     break
-                except OSError as problem:  # the channel keeps an unacknowledged message
+                except OSError as problem:  # retry, because the message is not yet acknowledged
                     GATEWAY_LOG.warning("%s: %s", self.key, problem)
                     await asyncio.sleep(1.0)
         message.confirm()
@@ -1164,7 +1164,7 @@ class Conversation:
             raise
 
     async def go_on_after_restart(self) -> None:
-        """Resume an open turn under a day old, at most twice: the turn itself may cause crashes."""
+        """Resume a recent open turn, but at most twice, because the turn may crash the gateway."""
         session = self.loop.sessions.get(self.key)
         self._send_answers(session)
         if session.is_open and session.resumed < 2:
@@ -1181,7 +1181,7 @@ class Conversation:
                     await asyncio.sleep(1.0)
 
     async def _turn(self) -> bool:
-        """Answer the next lines of the inbox. Remove journalled lines; retry all other lines."""
+        """Answer the next inbox messages, then remove journalled messages from the inbox."""
         async with self.service.slots, self.loop.turns.hold(self.key) as session:
             before = session.last
             lines = self._next_lines(session)
@@ -1190,11 +1190,11 @@ class Conversation:
                     self._deliver(session, await self._answer(session, lines))
             except asyncio.CancelledError:
                 self._send_answers(session, before)  # send answers that are already complete
-                if not self.loop.is_ending:  # after /stop, a new task answers waiting messages
+                if not self.loop.is_ending:  # after /stop, start a task for the waiting messages
                     self.service.work.start(self._answer_what_waits())
                 raise
             except Exception as problem:
-                if not lines or lines[0]["id"] in session.known_ids:  # no retry: report the error
+                if not lines or lines[0]["id"] in session.known_ids:  # do not retry; send the error
                     error = f"{type(problem).__name__}: {problem}"
                     self._deliver(session, AgentRunResult(stop_reason="error", error=error))
                 raise
@@ -1203,7 +1203,7 @@ class Conversation:
         return True
 
     def _next_lines(self, session: Session) -> list[dict]:
-        """Returns up to 100 user messages in a row, or else one command or one report."""
+        """Returns the next user messages (up to 100), or the next command, or the next report."""
         waiting = [line for line in self.inbox.read() if line["id"] not in session.known_ids]
         messages = itertools.takewhile(lambda line: line["kind"] == "user", waiting[:100])
         return list(messages) or waiting[:1]
@@ -1222,7 +1222,7 @@ class Conversation:
                 return result
         elif lines[0]["kind"] == "report" and lines[0].get("sender") != "subagent":
             session.end_open_turn("interrupted")
-            text = lines[0]["content"]  # an assistant message: the user may reply to the report
+            text = lines[0]["content"]  # journal the report, so that the model understands a reply
             session.append({"role": "assistant", "content": text, "id": lines[0]["id"]})
             await session.synced()
             return AgentRunResult(text)
@@ -1255,7 +1255,7 @@ class Conversation:
         return sent
 
     def _deliver(self, session: Session, result: AgentRunResult) -> None:
-        """Send the result of a turn, even an empty result, to advance the mark `delivered`."""
+        """Send a turn's result, even an empty one. The delivery writes the mark `delivered`."""
         GATEWAY_LOG.info("%s: %s", self.key, result.stop_reason)
         self._send(session, text_for_chat(result, self.key), session.last)
 
@@ -1265,7 +1265,7 @@ class Conversation:
                 self._send(session, answer["content"], answer["n"])
 
     def _send(self, session: Session, text: str, n: int) -> None:
-        """Send message `n` of the journal. A restart sends an undelivered message again."""
+        """Send message `n` of the journal. After a restart, undelivered messages are sent again."""
         answer = OutboundMessage(*self.key.split(":", 1), text, reply_to=self.reply_to)
         answer.on_delivered = partial(session.mark, "delivered", upto=n)
         self.service.bus.send(answer)
