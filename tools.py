@@ -455,7 +455,7 @@ def cast(value: Any, schema: Any) -> Any:
 
 
 def validate(value: Any, schema: Any, path: str = "") -> list[str]:
-    """Errors in types, choices, sizes, keys: ["size must be <= 6", "rows[0].name is required"]"""
+    """Find wrong types, choices, sizes, keys: ["size must be <= 6", "rows[0].name is required"]"""
     if not isinstance(schema, dict):
         return []
     name, wanted = path or "value", kinds(schema)
@@ -809,7 +809,7 @@ def notebook_edit(
     cell_type: Literal["code", "markdown", "raw", ""] = "",
     mode: Literal["replace", "insert", "delete"] = "replace", *, turn: Turn,
 ) -> str:  # fmt: skip
-    """Change a cell of a Jupyter notebook; mode insert adds a cell before it. Returns the diff."""
+    """Change a cell of a Jupyter notebook; mode="insert" adds one before it. Returns the diff."""
     return rewrite(path, turn, lambda text: change_cell(text, cell, source, cell_type, mode))
 
 
@@ -980,7 +980,7 @@ async def grep(
     context: Annotated[int, IntegerSchema("Lines before and after a match", minimum=0)] = 0,
     head_limit: Limit = 250, *, turn: Turn,
 ) -> str:  # fmt: skip
-    """Search lines with a regular expression. output_mode content returns `path:line: text`."""
+    """Search lines with a regular expression. output_mode "content" returns `path:line: text`."""
     root = turn.path(path)
     type_glob = TYPES.get(type, f"*.{type}") if type else "*"  # an unlisted type like rb means *.rb
     answer = await search_lines({
@@ -1131,7 +1131,7 @@ HARMLESS = r"/dev/(null|std(in|out|err)|tty|shm/[\w.-]+|tcp/[\w.-]+/\w+)|(/usr)?
 def check_command(command: str, turn: Turn) -> None:
     """Raise ToolError for a FATAL program, a fork bomb, a file with API keys, or a write to a
     device or to the agent's records. A recursive delete may only name plain paths below the
-    working folder. Under the fence, existing paths outside of the allowed folders are refused."""
+    working folder. If the fence is on, existing paths outside the allowed folders are refused."""
     command = without_here_document(command)
     if len(command) > 20_000:  # the checks of a long command are slow
         raise ToolError("The command is too long. Write a script file and run it.")
@@ -1820,7 +1820,7 @@ class MCPServer:
         self.problem, self.started, self.retry_at = "", 0.0, 0.0
 
     async def connect(self, patience: float = 5.0) -> None:
-        """Connect if needed; wait for success or failure, at most `patience` s after the start."""
+        """Connect if needed; wait for the result, but only until `patience` s after the start."""
         is_running = self.task and not self.task.done()
         if not is_running and time.monotonic() >= self.retry_at:
             self.ready, self.started, self.scope = asyncio.Event(), time.monotonic(), None
