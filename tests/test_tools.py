@@ -276,7 +276,7 @@ def test_arguments_are_taken_in_every_form_that_models_send(params, text):
 
 @pytest.mark.parametrize("params, told", [
     ("not json", "one JSON object"),
-    ({"txt": "a"}, "unexpected parameter txt (there are text, count)"),
+    ({"txt": "a"}, "unexpected parameter txt (known: text, count)"),
     ({"count": "2.5", "x": 1}, 'echo was not run: count must be integer, not "2.5"; unexpected parameter x'),
 ])  # fmt: skip
 def test_wrong_arguments_are_named_and_the_tool_is_not_run(params, told):
@@ -583,7 +583,7 @@ def test_one_odd_schema_does_not_cost_the_server_and_what_is_left_out_is_told(ru
     names = [name for name in names if name.startswith("mcp_many")]
     assert len(names) == 128 and {"mcp_many_a_b", "mcp_many_t0"} < set(names)
     told = "(too many, too large, or its name is in use)"
-    assert f"MCP server many: left out: huge {told}, a/b {told}, t127 {told}" in caplog.text
+    assert f"MCP server many, left out: huge {told}, a/b {told}, t127 {told}" in caplog.text
     runner.run(kit.servers.close())
 
 
