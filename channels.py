@@ -6,7 +6,7 @@ A channel turns a person's text into an InboundMessage, and shows the person an 
     OutboundMessage("telegram", "42", "It says hello.")         ← bus ←  the agent
 
 The one rule: a sender keeps its message until the receiver acknowledges it. `publish` returns when
-a message is on disk; `on_delivered` is called when an answer has arrived.
+the agent has stored the message; `on_delivered` is called when an answer has arrived.
 Read this file last. Not covered: turns, sessions, options. The file works alone:
 
     import asyncio
