@@ -1,4 +1,4 @@
-"""The model: it gets a conversation, and returns an answer or tool calls.
+"""The model receives a conversation, and returns an answer or tool calls.
 
 A conversation is a list of Chat Completions messages. The model receives exactly such a list:
 
@@ -74,7 +74,7 @@ class ToolCallRequest:
 
 @dataclass
 class LLMResponse:
-    """An answer. If the request failed, `error` is set and `content` is the text shown before."""
+    """An answer. After a failure, `error` is set and `content` is the text that was shown."""
 
     content: str | None = None
     tool_calls: list[ToolCallRequest] = field(default_factory=list)
@@ -83,7 +83,7 @@ class LLMResponse:
     reasoning_content: str | None = None
     error: str | None = None
     extra: dict = field(default_factory=dict)  # the reasoning fields, copied into later requests
-    is_overflow: bool = False  # the request failed: it exceeds the model's context window
+    is_overflow: bool = False  # True: the request exceeds the model's context window
 
     @property
     def has_tool_calls(self) -> bool:
@@ -124,7 +124,7 @@ class LLMRequest:
                 await self.on_delta(piece)
 
     async def tell(self, line: str) -> None:
-        """Tell the user why the answer takes longer: the request waits, or was changed."""
+        """Tell the user why the answer takes longer, for example because of a retry."""
         log.info("%s", line)
         if self.on_retry:
             await self.on_retry(line)
@@ -140,7 +140,7 @@ class LLMProvider:
         self, messages: list[dict], tools: list[dict] | None = None, *, model: str | None = None,
         on_delta: OnDelta | None = None, on_retry: OnDelta | None = None, **options: Any,
     ) -> LLMResponse:  # fmt: skip
-        """Ask the model. `on_delta` receives pieces of the answer, `on_retry` reasons for delays.
+        """Ask the model. `on_delta` receives pieces of the answer; `on_retry` receives notices.
 
         Options: max_tokens, temperature, tool_choice. If the endpoint fails, the response has
         `finish_reason="error"`. CancelledError and exceptions of the callbacks are not caught.
@@ -158,7 +158,7 @@ class LLMProvider:
         return response
 
     async def answer(self, request: LLMRequest) -> LLMResponse:
-        """Return the model's answer. A provider stores nothing: all messages are in `request`."""
+        """Return the model's answer. The whole conversation is in `request.messages`."""
         raise NotImplementedError
 
     def warm_up(self) -> None:
@@ -172,7 +172,7 @@ class LLMProvider:
 
 
 class ScriptedProvider(LLMProvider):
-    """Returns the given replies (text, call, list of calls or LLMResponse); records `requests`."""
+    """Returns the given replies in order: texts, calls, lists of calls or LLMResponse objects."""
 
     model = "scripted"
 
@@ -194,20 +194,20 @@ class ScriptedProvider(LLMProvider):
         return reply
 
 
-# ---- A lawful history ----
+# ---- A lawful history, which every endpoint accepts ----
 
 
 def legal(messages: list[dict], reply: bool = True) -> list[dict]:
-    """Copy a conversation and make the copy lawful: every endpoint accepts the copy. Idempotent.
+    """Copy a conversation and repair the copy, so that every endpoint accepts the copy. Idempotent.
 
-    user: "List the files"                 user: "List the files"
+    user "List the files"                  user "List the files"
     assistant: calls 1 and 2        →      assistant: calls 1 and 2
-    tool 2: "a.txt"                        tool 1: "[interrupted before it finished]"
-    user: "Well?"                          tool 2: "a.txt"
-    user: "Go on"                          user: "Well?\\n\\nGo on"
-    assistant: "I will"
+    tool 2 "a.txt"                         tool 1 "[interrupted before it finished]"
+    user "Well?"                           tool 2 "a.txt"
+    user "Go on"                           user "Well?\\n\\nGo on"
+    assistant "I will"
 
-    The copy has one system message or none, then a user message. Adjacent messages of one role are
+    At most one system message comes first, then a user message. Adjacent messages of one role are
     joined. Each call has one result. Ids are unique, arguments are JSON objects, texts are not
     empty. Unknown keys are removed. If `reply` is set, assistant messages at the end are removed.
     """
@@ -233,7 +233,7 @@ class OpenAIProvider(LLMProvider):
         self, endpoint: Endpoint, request_timeout: float = 300, idle_timeout: float = 90,
         pace: float = 1,
     ):  # fmt: skip
-        key = "".join(endpoint.api_key.split())  # removes line breaks: a header cannot contain any
+        key = "".join(endpoint.api_key.split())  # without line breaks, which no header may contain
         address = endpoint.api_base or endpoint.spec.default_api_base
         self.endpoint = replace(endpoint, api_key=key, api_base=address)
         self.model, self.pace = endpoint.model, pace
@@ -245,8 +245,8 @@ class OpenAIProvider(LLMProvider):
         """Repeat the request until there is an answer, or until a further attempt cannot help.
 
         400 "'max_tokens' is not supported"  → change the body (`HEALING`) and retry at once
-        429 "try again in 20s"; 503          → retry after 20 s; after 1, 2 and 4 s
-        401; part of the answer was shown    → return an answer with `error`: cause and fix
+        429 "try again in 20s"               → retry after 20 s (if no time is given: 1, 2 and 4 s)
+        401, or any error after shown text   → return an answer with cause and fix in `error`
         """
         healed = list(self.learnt.get(request.model, []))
         body = request_body(self.endpoint, request, healed)
@@ -296,13 +296,13 @@ class OpenAIProvider(LLMProvider):
         except Failure as failure:
             failure.cause = self.endpoint.without_secrets(failure.cause)
             failure.shown = reader.shown if request.on_delta else ""
-            _, calls = read_text_calls(failure.generation, known)  # Groq's error repeats the call
+            _, calls = read_text_calls(failure.generation, known)  # Groq's error contains the call
             if not calls or failure.shown:
                 raise
             return LLMResponse(None, calls, "tool_calls", estimate_usage(request, LLMResponse()))
 
     async def _learn(self, request: LLMRequest, answer: LLMResponse, healed: list[Healed]) -> None:
-        """Store the changes that this model needed; concurrent requests only add more changes."""
+        """Remember the changes that this model needed. Warn once if the server cut the request."""
         known = self.learnt.setdefault(request.model, [])
         known += [entry for entry in healed if entry[0].is_remembered and entry not in known]
         seen = answer.usage["prompt_tokens"]
@@ -333,7 +333,7 @@ class OpenAIProvider(LLMProvider):
 
 
 def retry_after(failure: Failure, tries: int) -> float | None:
-    """Seconds to wait before the same request is sent again; None if a retry cannot help.
+    """Return the delay in seconds before the next attempt, or None if a retry cannot help.
 
     429 "Rate limit reached, try again in 20s" → 20.0;  503 → 1.0, then 2.0, then 4.0;  401 → None
     """
@@ -341,7 +341,7 @@ def retry_after(failure: Failure, tries: int) -> float | None:
     is_too_late = bool(failure.shown)  # the user has read a part of this answer
     if is_too_late or tries >= most.get(failure.kind, 0):
         return None
-    if failure.kind == "loading":  # 15 retries, each after 4 s: a minute
+    if failure.kind == "loading":  # 15 retries with delays of 4 s take a minute
         return 4.0
     if failure.kind == "closed" and tries == 0:
         return 0.0
@@ -354,7 +354,7 @@ def retry_after(failure: Failure, tries: int) -> float | None:
 class OfflineProvider(LLMProvider):
     """Rules in a file select the calls: "what's in a.txt?" → read_file("a.txt").
 
-    The provider keeps no state: for each request it plans all calls of the turn again. The answer
+    The provider has no state, so it plans all calls of the turn again for each request. The answer
     is the first call that has no result yet, or a text if every call has a result.
     """
 
@@ -377,8 +377,8 @@ class OfflineProvider(LLMProvider):
 # ======== Second reading: how to cope with real histories, endpoints and answers ========
 
 # ---- How a history is made lawful ----
-# If a program is killed between a call and its result, each later request would get a 400: "An
-# assistant message with 'tool_calls' must be followed by tool messages responding to each …".
+# If a program is killed during a call, the call has no result. Endpoints then send the error
+# "An assistant message with 'tool_calls' must be followed by tool messages responding to each …".
 
 REASONING = ("reasoning_content", "reasoning", "reasoning_details")  # copied into later requests
 KNOWN_KEYS = {"role", "content", "tool_calls", "tool_call_id", *REASONING}
@@ -386,12 +386,12 @@ NO_RESULT = "[interrupted before it finished]"
 
 
 def clean_message(message: dict) -> dict | None:
-    """Copy a message with known keys and valid content; return None if no content is left."""
+    """Copy the known keys of a message and repair the content. Returns None if nothing is left."""
     clean = {key: value for key, value in message.items() if key in KNOWN_KEYS and value}
     role = "system" if message.get("role") == "developer" else message.get("role")
     if role not in ("system", "user", "assistant", "tool"):
         return None
-    # an assistant message gets no filler, because the model would repeat the filler later
+    # no filler in assistant messages, because models imitate their own messages
     filler = "" if role == "assistant" else "(empty)"
     clean |= {"role": role, "content": clean_content(clean.get("content", ""), filler) or None}
     calls = clean_calls(clean.pop("tool_calls", []))
@@ -419,7 +419,7 @@ def as_blocks(content: str | list) -> list[dict]:
 
 
 def clean_calls(calls: list[dict]) -> list[dict]:
-    """Drop calls without a name; arguments become the text of a JSON object: None → "{}"."""
+    """Drop calls without a name, and turn the arguments into JSON text, such as None → "{}"."""
     clean = []
     for call in calls:
         function = call.get("function") or {}
@@ -431,10 +431,10 @@ def clean_calls(calls: list[dict]) -> list[dict]:
 
 
 def with_results(messages: list[dict]) -> list[dict]:
-    """Give each call a unique id and one result right after it; drop all other results.
+    """Give each call a unique id and exactly one result; drop results without a call.
 
-    Some endpoints use the same ids again in each answer. Therefore a result is matched only with
-    the calls of one message: the last message with calls before the result.
+    Some endpoints use the same ids again in each answer. Therefore each result is matched only with
+    the calls of the nearest earlier message that has calls.
     """
     paired: list[dict] = []
     used_ids: set[str] = set()
@@ -473,7 +473,7 @@ def new_id(old: str = "") -> str:
 
 
 def with_neighbours_joined(messages: list[dict]) -> list[dict]:
-    """user "a", user [image] → user [{"type": "text", "text": "a"}, image]; keeps reasoning."""
+    """user "a", user [image] → user [text "a", image]. The reasoning is kept."""
     joined: list[dict] = []
     for message in messages:
         if not joined or joined[-1]["role"] != message["role"] or message["role"] == "tool":
@@ -492,14 +492,14 @@ def with_whole_letters(value: Any) -> Any:
     try:
         to_json(value).encode()
     except UnicodeEncodeError:
-        joined = json.loads(json.dumps(value))  # JSON parsing joins pairs of surrogates
+        joined = json.loads(json.dumps(value))  # `json.loads` combines two surrogates
         return json.loads(to_json(joined).encode(errors="replace"))
     return value
 
 
 # ---- Arguments of tool calls ----
-# Small models write {'path': 'a.txt',}; the code repairs this. Arguments cut off early are never
-# repaired, even if the endpoint calls the answer complete: '{"command": "rm -rf bui' must not run.
+# Small models write {'path': 'a.txt',}; the code repairs this. The code never repairs arguments
+# that were cut off, because a part of a command, like '{"command":"rm -rf bui', must not run.
 
 # The pattern matches a closed string ("a \" b" or 'a'), a quote that is never closed, or a bracket.
 JSON_MARKS = re.compile(r""""(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|["'{}\[\]]""", re.DOTALL)
@@ -518,9 +518,9 @@ def parse_arguments(written: Any, repair: bool) -> tuple[dict, str]:
 
 
 def load_json(text: str, repair: bool) -> Any:
-    """Parse JSON, else raise ValueError. If `repair` is set, try a Python dict, then json-repair;
-    but never repair a text that ends inside a string, an object or a list, nor a text of over
-    10,000 characters: the time for a repair grows with the square of the length.
+    """Parse JSON, or raise ValueError. If `repair` is set, try a Python dict, then json-repair.
+    Incomplete JSON is never repaired. A text of over 10,000 characters is not repaired either,
+    because the time for a repair grows with the square of the length.
     """
     try:
         return JSON.decode(text)
@@ -537,14 +537,14 @@ def load_json(text: str, repair: bool) -> Any:
 
 
 def ends_within(text: str) -> bool:
-    """Does a text end inside a string, an object or a list, like `{"command": "rm -rf bui`?"""
+    """Return True if the text ends inside a string, object or list: `{"command":"rm -rf bui`."""
     marks = [mark for mark in JSON_MARKS.findall(text) if len(mark) == 1]
     opened = marks.count("{") + marks.count("[") - marks.count("}") - marks.count("]")
     return '"' in marks or "'" in marks or opened > 0
 
 
 # ---- Which endpoint gets the request ----
-# One table replaces a class per endpoint. If the code picks a wrong row, a stranger gets the key.
+# One table contains all endpoints. If the code picks a wrong row, another company gets the API key.
 
 
 @dataclass(frozen=True)
@@ -553,18 +553,18 @@ class ProviderSpec:
 
     name: str
     keywords: str = ""  # regular expression for the start of model names: gpt|o1
-    env_key: str = ""  # environment variable with the API key, empty for local and custom
+    env_key: str = ""  # environment variable with the API key
     default_api_base: str = ""
-    hosts: tuple[str, ...] = ()  # other hosts and ports of the endpoint: ".api.z.ai", ":1234"
+    hosts: tuple[str, ...] = ()  # other hosts or ports, such as ".api.z.ai" or ":1234"
     key_prefix: str = ""
     default_model: str = ""
-    is_gateway: bool = False  # True: offers models of many makers, with names like openai/gpt-5
+    is_gateway: bool = False  # True: model names contain a maker, like openai/gpt-5
     is_local: bool = False  # True: the server needs no key, and the code uses no proxy
-    supports_prompt_caching: bool = False  # True: the request must mark the text to cache
+    supports_prompt_caching: bool = False  # True: the endpoint caches only marked texts
     max_tokens_field: str = "max_tokens"
 
 
-PROVIDERS = [  # name, keywords, env_key, default_api_base; then special fields
+PROVIDERS = [  # order: name, keywords, env_key, default_api_base, hosts
     ProviderSpec("openai", "gpt|chatgpt|o1|o3|o4", "OPENAI_API_KEY", "https://api.openai.com/v1",
                  default_model="gpt-5-mini", max_tokens_field="max_completion_tokens"),
     ProviderSpec("openrouter", "", "OPENROUTER_API_KEY", "https://openrouter.ai/api/v1",
@@ -613,10 +613,10 @@ class Endpoint:
     model: str = ""
     extra_headers: dict = field(default_factory=dict)
     extra_body: dict = field(default_factory=dict)
-    text_tool_calls: str = "auto"  # accept calls written as text: on, off, auto (from weak models)
+    text_tool_calls: str = "auto"  # accept calls written as text: on, off or auto (weak models)
 
     def without_secrets(self, text: str) -> str:
-        """Hide keys and the password in an address, because servers repeat both in errors."""
+        """Hide API keys and URL passwords, because error texts of servers may contain them."""
         secrets = [self.api_key, *map(str, self.extra_headers.values())]
         for secret in filter(lambda secret: len(secret) > 7, secrets):  # but not "ollama"
             text = text.replace(secret, "[key]")
@@ -626,11 +626,11 @@ class Endpoint:
 def choose_endpoint(
     settings: dict[str, Endpoint], model: str = "", provider: str = "", base_url: str = ""
 ) -> Endpoint | None:
-    """Choose row, address and key from `settings` (by row name). Returns None if no row is usable.
+    """Choose the row, the address and the key from `settings` (row name → endpoint).
 
-    The row is chosen by a maker's base URL, else by the provider, any other base URL, or the model.
-    A row's key and headers never reach another row's host. Raises ValueError for a wrong setting.
-    """
+    The first of these decides the row: a maker's base URL, `provider`, any other base URL, `model`.
+    A row's key and headers never reach another row's host. Returns None if no row is usable. Raises
+    ValueError for a wrong setting."""
     if provider and provider not in ROWS:
         names = ", ".join(ROWS)
         raise ValueError(f"There is no provider {provider!r}. There are: {names}, offline, human.")
@@ -666,7 +666,7 @@ def choose_endpoint(
 
 
 def row_of_address(base_url: str) -> ProviderSpec:
-    """Find the row of an address: eu.api.openai.com → openai, other hosts → local or custom."""
+    """Find the row for a base URL: eu.api.openai.com → openai, other hosts → local or custom."""
     place = f".{urlsplit(base_url).netloc.rpartition('@')[2]}"  # .api.openai.com, .localhost:11434
     for row in PROVIDERS:
         own = urlsplit(row.default_api_base).netloc
@@ -678,9 +678,9 @@ def row_of_address(base_url: str) -> ProviderSpec:
 
 
 def row_of_model(known: dict[str, Endpoint], model: str) -> ProviderSpec | None:
-    """Choose a row that has a key or an address, in this order: the maker in `maker/model`, a maker
-    with matching `keywords`, the user's own server, a gateway; any row for an unknown model name.
-    """
+    """Choose a row that has a key or an address. The maker's row comes first; `maker/model` or
+    `keywords` identify the maker. Then the user's own server follows, then a gateway. If the maker
+    is unknown, any row may be chosen."""
     usable = [row for row in PROVIDERS if known[row.name].api_base]
     usable += [row for row in PROVIDERS if known[row.name].api_key and row.default_api_base]
     named = ROWS.get(model.partition("/")[0])
@@ -704,13 +704,13 @@ def row_of_model(known: dict[str, Endpoint], model: str) -> ProviderSpec | None:
 # ---- What went wrong ----
 # The SDK's error text is often only "Connection error.". This part finds the cause of the error.
 
-AGAIN = r"(?:try again|retry)\w{0,9} (?:in|after) (?=\d)"  # "Please try again in 5.2s", "… 6m0s"
+AGAIN = r"(?:try again|retry)\w{0,9} (?:in|after) (?=\d)"  # as in "Please try again in 5.2s".
 # Each row has a kind of failure and a pattern for texts like `429 Slow down`. The first match wins.
 KINDS = [
-    # llama.cpp: "Loading model"
+    # llama.cpp "Loading model"
     ("loading", "^503 .*(loading model|currently loading)"),
-    # Anthropic "prompt is too long: 213462 tokens", OpenAI "exceeds the context window", Cerebras a
-    # 400 without text, LM Studio "n_keep", …: each is in tests/data/provider_errors.json
+    # Anthropic "prompt is too long: 213462 tokens", OpenAI "exceeds the context window". Cerebras
+    # sends 400 or 413 without text. More examples are in tests/data/provider_errors.json
     ("overflow", r"^413 |^400 \W*$|prompt (is )?too long|n_keep|input is too long|"
      "exceeds? the (context window|available context size)|token count.*exceeds the|"
      "maximum (prompt|context) length is|context_length_exceeded|request too large|"
@@ -719,11 +719,11 @@ KINDS = [
      "context size has been exceeded|range of input length|`?inputs`? (tokens|must have less)"),
     # xAI "Incorrect API key provided", Gemini "API key not valid", LiteLLM "No connected db"
     ("key", "^401 |incorrect api key|api key not valid|no connected db"),
-    # "quota exceeded, try again in 20s" is a rate limit: "busy", not "unpaid"
+    # "quota exceeded, try again in 20s" is a rate limit, not a billing problem
     ("busy", rf"^5\d\d |{AGAIN}"),
     # "You exceeded your current quota", "Insufficient Balance", "余额不足"
     ("unpaid", "^402 |insufficient|exceeded.{0,20}quota|billing|credit|balance|payment|余额|欠费"),
-    # "The engine is currently overloaded", "Rate limit reached"; 400 of Groq "tool_use_failed"
+    # "The engine is currently overloaded", "Rate limit reached", Groq 400 "tool_use_failed"
     ("busy", "^(408|409|429) |overloaded|rate.?limit|访问量过大|速率限制|tool_use_failed"),
     ("key", "^403 "),
     # "is not a valid model ID", DeepSeek "Model Not Exist", LiteLLM "Invalid model name passed in"
@@ -742,8 +742,8 @@ ADVICE = {  # the text for each kind of failure; any other failure shows only it
     "package": "{cause}",
     "timeout": "{where} gave no answer in time. Ask again, or try a smaller model.",
     "network": "Cannot reach {where} ({cause}). Is the address right, and is the server running?",
-    "overflow": "{where}: the conversation is too long for {model} ({cause}). Begin a new one "
-    "with /new; if a single message is that long, put its text into a file.",
+    "overflow": "{where}: the conversation is too long for {model} ({cause}). Begin a new "
+    "conversation with /new. If a single message is too long, put its text into a file.",
     "unpaid": "{where} reports a billing problem ({cause}). Add credit, or use another --provider.",
     "key": "{where} refuses the key ({cause}). Set {variable}.",
     "model": "{where} has no such model ({cause}).",
@@ -774,7 +774,7 @@ def explanation(failure: Failure, endpoint: Endpoint) -> str:
 
 
 def as_failure(problem: Exception) -> Failure:
-    """Convert an exception of the SDK or the network; raise any other exception, which is a bug."""
+    """Convert errors of the SDK or the network to Failure; raise other errors, which are bugs."""
     if isinstance(problem, Failure):
         return problem
     library = type(problem).__module__.partition(".")[0]
@@ -795,7 +795,7 @@ def as_failure(problem: Exception) -> Failure:
 def refusal(body: Any, status: int | None = None, wait: str = "") -> Failure:
     """Find the error message in nested JSON; `wait` is the value of the header retry-after.
 
-    [{"error": {"code": 400, "message": "Unknown name"}}]  → Failure("Unknown name", …)
+    [{"error":{"code":400,"message":"Unknown name"}}]  → Failure("Unknown name", …)
     """
     fields = body if isinstance(body, dict) else {}
     inside = body
@@ -820,21 +820,21 @@ def refusal(body: Any, status: int | None = None, wait: str = "") -> Failure:
 
 # ---- What endpoints refuse, and what helps ----
 # 400 "'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead." No table
-# can list such rules for each model; but the endpoint's error text names the necessary change.
+# can list such rules for each model, but the endpoint's error text contains the necessary change.
 
 
 class Remedy(NamedTuple):  # a row of HEALING
     complaint: str  # a regular expression for the endpoint's error text
     notice: str  # shown to the user
     change: Callable[[dict, str], dict]  # (body, error text) → a changed copy of the body
-    is_remembered: bool = True  # True: all later requests to the model are changed, too
+    is_remembered: bool = True  # True: change all later requests to the model, too
 
 
 Healed = tuple[Remedy, str]  # a remedy, and the error text that required the remedy
 
 
 def find_remedy(failure: Failure, body: dict, healed: list[Healed]) -> Remedy | None:
-    """Find the first row that matches the error and changes the body; at most nine per request."""
+    """Find the first remedy that fits the error and changes the body; at most nine per request."""
     is_refusal = (failure.status or 400) in (400, 404, 405, 413, 415, 422, 500)
     if failure.shown or not is_refusal or len(healed) >= 9:
         return None
@@ -847,7 +847,7 @@ def find_remedy(failure: Failure, body: dict, healed: list[Healed]) -> Remedy | 
 
 
 def with_parameters(body: dict, complaint: str = "", **values: Any) -> dict:
-    """Copy the body and set these parameters; the value None removes a parameter."""
+    """Copy the body and set the parameters in `values`; the value None removes a parameter."""
     return {name: value for name, value in (body | values).items() if value is not None}
 
 
@@ -856,7 +856,7 @@ def each_message(body: dict, complaint: str, change: Callable[[dict], dict]) -> 
 
 
 def without_keys(value: Any, complaint: str, unwanted: tuple[str, ...], above: str = "") -> Any:
-    """Remove keys at every depth, except keys of "properties", which are names of parameters."""
+    """Remove keys at every depth, but not the keys of "properties", which are parameter names."""
     if isinstance(value, list):
         return [without_keys(item, complaint, unwanted) for item in value]
     if not isinstance(value, dict):
@@ -871,7 +871,7 @@ def with_other_limit(body: dict, complaint: str) -> dict:
 
 
 def without_the_named(body: dict, complaint: str) -> dict:
-    """Remove each parameter that the error text names; reasoningEffort names reasoning_effort."""
+    """Remove each parameter whose name is in the error text, even written as `reasoningEffort`."""
     kept = ("model", "messages", "tools", "stream")
     names = {name: re.escape(name).replace("_", "_?") for name in body if name not in kept}
     named = [name for name in names if re.search(rf"(?i)\b{names[name]}\b", complaint)]
@@ -879,7 +879,7 @@ def without_the_named(body: dict, complaint: str) -> dict:
 
 
 def as_text(message: dict) -> dict:
-    """Join the blocks of a message into one text, where a line of text replaces each image."""
+    """Join the blocks of a message into one text, and replace each image with a line of text."""
     if not isinstance(message["content"], list):
         return message
     image = "[an image: this model cannot see it]"
@@ -892,7 +892,7 @@ def with_some_reasoning(message: dict) -> dict:
 
 
 def with_signature(message: dict) -> dict:
-    """Gemini requires a signature on the first call; other models' calls get a dummy signature."""
+    """Add a dummy signature to the first call if the call has none, because Gemini requires one."""
     if "tool_calls" not in message:
         return message
     first, *rest = message["tool_calls"]
@@ -913,9 +913,9 @@ def with_system_as_user(body: dict, complaint: str) -> dict:
     return {**body, "messages": legal([{**first, "role": "user"}, *rest])}
 
 
-TOOLS_AS_TEXT = """You have tools. To use some, answer with nothing but a line like this for each:
+TOOLS_AS_TEXT = """You have tools. To call tools, answer only with one line like this for each call:
 <tool_call>{"name": "the tool's name", "arguments": {"a parameter": "its value"}}</tool_call>
-What a tool returned comes back as <tool_result>. These are the tools:
+The result of a call comes back as <tool_result>. These are the tools:
 """
 
 
@@ -955,7 +955,7 @@ HEALING = [
            partial(with_parameters, max_tokens=None, max_completion_tokens=None)),
     # "'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead."
     Remedy("max_completion_tokens", "max_tokens is renamed for this model", with_other_limit),
-    # DashScope: "This model only support stream mode, please enable the stream parameter", and
+    # DashScope "This model only support stream mode, please enable the stream parameter", and
     # "parameter.enable_thinking must be set to false for non-streaming calls"
     Remedy("only support stream|streaming is (strongly )?(required|recommended)|non-streaming",
            "this model only streams its answers", partial(with_parameters, stream=True)),
@@ -965,47 +965,47 @@ HEALING = [
     # "To use function tools, use /v1/responses or set reasoning_effort to 'none'."
     Remedy("to 'none'", "reasoning is switched off in requests with tools",
            partial(with_parameters, reasoning_effort="none")),
-    # Ollama: "gemma3:4b does not support tools"; a template: "Conversation roles must alternate";
-    # vLLM: "auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set
+    # Ollama "gemma3:4b does not support tools", a template "Conversation roles must alternate",
+    # vLLM '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
     Remedy("support (tool|function)|(tool|function) call\\w* (is )?not support|"
            "roles must alternate|requires --enable-auto-tool-choice",
            "tool calls are sent as text: this model or server supports no tools (vLLM needs the "
            "options --enable-auto-tool-choice --tool-call-parser)", tools_as_text),
-    # DeepSeek: "The reasoning_content in the thinking mode must be passed back to the API."
+    # DeepSeek "The reasoning_content in the thinking mode must be passed back to the API."
     Remedy("reasoning_content.{0,50}(passed back|missing)|missing reasoning_content",
            "older answers are sent with empty reasoning",
            partial(each_message, change=with_some_reasoning)),
-    # Groq: "'messages.1' : … property 'reasoning_content' is unsupported"; llama.cpp: "Cannot pass
+    # Groq "'messages.1' : … property 'reasoning_content' is unsupported", llama.cpp "Cannot pass
     # both content and thinking in an assistant message with tool calls!"
     Remedy("messages.{0,80}reasoning|both content and thinking", "older reasoning is left out",
            partial(without_keys, unwanted=REASONING)),
-    # llama.cpp: "Only user, assistant and tool roles are supported, got system."
+    # llama.cpp "Only user, assistant and tool roles are supported, got system."
     Remedy("(system|developer) (role|instruction|message).{0,20}not (supported|enabled)|got system|"
            "not support 'system'", "the system prompt becomes a user message", with_system_as_user),
-    # Mistral: "Tool call id was call_8bXe but must be a-z, A-Z, 0-9, with a length of 9."
+    # Mistral "Tool call id was call_8bXe but must be a-z, A-Z, 0-9, with a length of 9."
     Remedy("a-z, A-Z, 0-9, with a length of 9", "ids of calls are shortened",
            partial(each_message, change=with_short_ids)),
-    # Gemini: "Function call is missing a thought_signature in functionCall parts."
+    # Gemini "Function call is missing a thought_signature in functionCall parts."
     Remedy("thought_signature", "calls of other models get a signature",
            partial(each_message, change=with_signature)),
-    # Gemini: "Unknown name \"additionalProperties\" at 'tools[0].function_declarations[0]…'"
-    # OpenRouter: "messages.0.content.0.text.cache_control: Extra inputs are not permitted"
+    # Gemini "Unknown name \"additionalProperties\" at 'tools[0].function_declarations[0]…'"
+    # OpenRouter "messages.0.content.0.text.cache_control: Extra inputs are not permitted"
     Remedy("unknown name.{0,200}(schema|parameters|function)|top level|cache_control",
            "some schema keywords and all cache marks are left out",
            partial(without_keys, unwanted=(*SCHEMA_WORDS, "cache_control"))),
-    # Anthropic: "image exceeds 5 MB maximum: 6093312 bytes > 5242880 bytes"
+    # Anthropic "image exceeds 5 MB maximum: 6093312 bytes > 5242880 bytes"
     Remedy("image.{0,40}(exceed|too large|too many|must be)|(process|decode|download) .{0,9}image|"
            "(invalid|unsupported|corrupt\\w*) image( data| file| format| type|\\.)",
-           "images are left out of this request: one of them is refused",
+           "images are left out of this request, because one image is refused",
            partial(each_message, change=as_text), is_remembered=False),
-    # DeepSeek: "unknown variant `image_url`, expected `text`"; Groq: "'messages.0.content' : value
+    # DeepSeek "unknown variant `image_url`, expected `text`", Groq "'messages.0.content' : value
     # must be a string"
     Remedy("image|vision|multimodal|only .{0,9}text|content.type|content.{0,99}string|"
            "expected a string|untagged enum",
            "messages are sent as plain text: this model accepts no images or blocks",
            partial(each_message, change=as_text)),
-    # "'temperature' does not support 0.16 with this model."; xAI: "does not support parameter
-    # reasoningEffort"; DeepSeek: "Thinking mode does not support this tool_choice"
+    # "'temperature' does not support 0.16 with this model", xAI "does not support parameter
+    # reasoningEffort", DeepSeek "Thinking mode does not support this tool_choice"
     Remedy("temperature|top_[pk]\\b|tool_choice|thinking|effort|not support|unsupported|unknown|"
            "unrecognized|unexpected|extra|forbidden|cannot",
            "a parameter that this model does not accept is left out", without_the_named),
@@ -1013,13 +1013,13 @@ HEALING = [
 
 
 # ---- The HTTP request and the stream ----
-# The request has few parameters, because any further parameter is refused by some endpoint.
+# The request has few parameters, because endpoints refuse parameters that they do not know.
 
-DONE = {"choices": [{}]}  # replaces `data: [DONE]`; a choice without `delta` ends the answer
+DONE = {"choices": [{}]}  # means `data: [DONE]`, because a choice without `delta` ends the answer
 
 
 def request_body(endpoint: Endpoint, request: LLMRequest, healed: list[Healed]) -> dict:
-    """{"messages": […], "tools": […], "max_tokens": 8192, …} with the changes for this model."""
+    """Return {"messages": […], "tools": […], …}, with the changes that this model needs."""
     body = {"messages": request.messages, "tools": request.tools or None, **request.options}
     if "max_tokens" in body:
         body[endpoint.spec.max_tokens_field] = body.pop("max_tokens")
@@ -1043,7 +1043,7 @@ def cache_marks(body: dict) -> dict:
 
 @cache
 def load_sdk() -> Any:
-    """Import the `openai` package, which takes 0.5 s. Raises Failure if the package is missing."""
+    """Import the `openai` package in about 0.5 s. Raises Failure if the package is missing."""
     gc.disable()  # with the garbage collector on, loading 800 modules takes 0.1 s more
     try:
         import openai
@@ -1091,8 +1091,8 @@ class Connection:
     async def chunks(self, body: dict) -> AsyncIterator[dict]:
         """Yield the chunks of an answer; one chunk if the server does not stream. Raises Failure.
 
-        The first chunk must arrive within the request timeout (SSE comments do not count), each
-        later chunk within the idle timeout. Timeouts pause while the caller handles a chunk.
+        The first chunk must arrive within the request timeout (SSE comments do not count). Each
+        later chunk must arrive within the idle timeout. Timeouts pause while a chunk is handled.
         """
         chunk = None
         raw = {"headers": {"X-Stainless-Raw-Response": "stream"}, "security": {"bearer_auth": True}}
@@ -1164,8 +1164,8 @@ def parse_answer(data: bytes) -> dict:
 # Some models write <think>…</think> before the answer; some send only the end tag.
 THOUGHT = re.compile(r"\s*</?(?:think|thinking|thought)>")
 END = re.compile(r"</(?:think|thinking|thought)>")
-UNCLEAR = re.compile(r"\s{0,200}(?:<[/a-z]{0,9})?")  # spaces or "<thi" may begin a thought
-REASONS = {  # finish reasons in OpenAI's words; any other (`eos`, `end_turn`) counts as `stop`
+UNCLEAR = re.compile(r"\s{0,200}(?:<[/a-z]{0,9})?")  # "<thi" may become "<think>"
+REASONS = {  # the endpoint's finish reason → OpenAI's; any other (`eos`, `end_turn`) → `stop`
     "none": None, "tool_calls": "tool_calls", "function_call": "tool_calls",
     "content_filter": "content_filter", "refusal": "refusal",
     "length": "length", "max_tokens": "length", "model_length": "length",  # Anthropic, Mistral
@@ -1188,13 +1188,13 @@ class AnswerReader:
 
     tools: dict[str, dict]  # tools that may be called as text: {"read_file": {…parameters…}}
     shown: str = ""  # the text shown so far, without thoughts
-    held: str = ""  # text not shown yet: it may become a thought or a call
+    held: str = ""  # not shown yet, because this text may begin a thought or a call
     is_thought: bool = False
     calls: list[CallParts] = field(default_factory=list)
     text_calls: list[ToolCallRequest] = field(default_factory=list)
     extra: dict = field(default_factory=dict)
     usage: dict = field(default_factory=dict)
-    is_whole: bool = False  # the server has signalled the end
+    is_whole: bool = False  # True: the server has signalled the end of the answer
     finish_reason: str | None = None
 
     def feed(self, chunk: dict) -> str:
@@ -1225,11 +1225,11 @@ class AnswerReader:
         return self._ready(text)
 
     def _add_call(self, piece: dict) -> None:
-        """Add a piece to its call, or begin a call. Examples with read_file({…}) and now({}):
+        """Begin a call, or continue an earlier call. Examples with read_file({…}) and now({}):
 
-        by index     0 read_file {"pa    1 now {}            0 th": "a"}
-        by id        a read_file {"pa        th": "a"}       b now {}
-        all are 0    0 a read_file {"path": "a"}             0 b now {}
+        by index     0 read_file {"pa    1 now {}            0 th":"a"}
+        by id        a read_file {"pa        th":"a"}        b now {}
+        all are 0    0 a read_file {"path":"a"}              0 b now {}
         """
         index, function = piece.get("index"), piece.get("function") or {}
         name, arguments = function.get("name") or "", function.get("arguments") or ""
@@ -1251,9 +1251,9 @@ class AnswerReader:
         call.extra |= {key: value for key, value in piece.items() if key not in known}
 
     def _ready(self, text: str) -> str:
-        """Return the text that may be shown now: no thought, and no possible start of a call."""
+        """Return the text that may be shown now. Thoughts and possible calls are held back."""
         self.held += text
-        if not self.shown:  # tags after other text are plain text: "Wrap it in <think> tags."
+        if not self.shown:  # later tags are plain text, as in "Wrap it in <think> tags."
             while tag := (END.search(self.held) if self.is_thought else THOUGHT.match(self.held)):
                 self.is_thought = "/" not in tag[0]
                 self.held = self.held[tag.end() :]
@@ -1279,7 +1279,7 @@ class AnswerReader:
         return text[before:]
 
     def response(self, request: LLMRequest) -> LLMResponse:
-        """The complete answer; raises Failure if the answer broke off."""
+        """Return the complete answer. Raises Failure if the answer is incomplete."""
         reason = REASONS.get(str(self.finish_reason).lower(), "stop")
         calls = self.text_calls
         for call in self.calls:
@@ -1287,7 +1287,7 @@ class AnswerReader:
             arguments, error = parse_arguments(call.arguments, repair=is_finished)
             id_ = call.id or new_id()
             calls.append(ToolCallRequest(id_, call.name, arguments, error, extra=call.extra))
-        # the model will continue an answer that was cut off: keep the line break at its end
+        # keep the line break at the end of a cut answer, because the model will continue the answer
         text = self.shown if reason == "length" else self.shown.rstrip("\n")
         text = with_whole_letters(text) if text.strip() else None
         is_cut = any(call.error for call in calls) if calls else not self.is_whole
@@ -1317,11 +1317,11 @@ def estimate_usage(request: LLMRequest, answer: LLMResponse) -> dict:
 
 # ---- Calls that a weak model wrote as text ----
 # In one of three answers, Qwen2.5-Coder-1.5B writes "I will use the `read_file` function." and then
-# the call as JSON in a code fence. Calls of weak models run if the answer ends with the calls. If
-# the answer begins with a call, text may follow the calls, such as an invented result.
+# the call as JSON in a code fence. A call in a text runs only at the end of the text. If the answer
+# begins with "{", the code ignores text after the calls, because weak models add invented results.
 
 TAG = r"(?:tool_calls?|tools)>"
-# a call begins with <tool_call>, <function=now>, or a fence and a brace; "<tool_c" is incomplete
+# a call begins with <tool_call>, <function=now>, a fence and a brace, or an incomplete "<tool_c"
 CALL_START = re.compile(
     rf"<{TAG}|<function=|^```\w{{0,20}}\s{{0,9}}(?:[{{<]|\Z)|^`{{1,2}}\Z|<\w{{0,10}}\Z",
     re.MULTILINE)  # fmt: skip
@@ -1338,7 +1338,7 @@ def parameters_by_name(tools: list[dict]) -> dict[str, dict]:
 def read_text_calls(text: str, tools: dict[str, dict]) -> tuple[str, list[ToolCallRequest]]:
     """Split an answer into text and calls. Without a valid call, the whole answer is text.
 
-    'I look.\\n```json\\n{"name": "ls", "arguments": {}}\\n```'  → ("I look.", [ls({})])
+    'I look.\\n```json\\n{"name":"ls","arguments":{}}\\n```'  → ("I look.", [ls({})])
     """
     starts = [0] if BARE_CALL.match(text) else []
     starts += [match.start() for match in itertools.islice(CALL_START.finditer(text), 20)]
@@ -1351,7 +1351,7 @@ def read_text_calls(text: str, tools: dict[str, dict]) -> tuple[str, list[ToolCa
 
 
 def calls_in(text: str, place: int, tools: dict[str, dict]) -> list[ToolCallRequest]:
-    """Read the calls from `place` to the end of the text. Other text raises an exception. A JSON
+    """Read the calls from `place` to the end of the text, or raise an exception. A JSON
     parser reads the calls, so a fence or a tag inside a string remains part of the string."""
     calls = []
     while (place := AROUND.match(text, place).end()) < len(text):
@@ -1372,7 +1372,7 @@ def calls_in(text: str, place: int, tools: dict[str, dict]) -> list[ToolCallRequ
 
 
 def text_call(name: str, written: Any, schema: dict) -> ToolCallRequest:
-    """Keep the known arguments only. Raises ValueError if a required argument is missing."""
+    """Drop unknown arguments. Raises ValueError if a required argument is missing."""
     arguments, error = parse_arguments(written, repair=False)
     properties = schema.get("properties")
     if properties and not schema.get("additionalProperties"):
@@ -1383,7 +1383,7 @@ def text_call(name: str, written: Any, schema: dict) -> ToolCallRequest:
 
 
 # ---- Traces and replays ----
-# "It worked yesterday": a trace records the requests, and a replay repeats the recorded turn.
+# A trace records requests and answers. A replay repeats the recorded turn without a model.
 
 # "Bearer abcdefgh…", "api_key = …", "sk-…"
 KEYS = (r"(?i)(bearer |authorization\W{1,9}|api[_-]?key\W{1,9})[\w.~+/-]{8,}|"
@@ -1391,7 +1391,7 @@ KEYS = (r"(?i)(bearer |authorization\W{1,9}|api[_-]?key\W{1,9})[\w.~+/-]{8,}|"
 
 
 def without_key_texts(value: Any, name: str = "") -> Any:
-    """Make a deep copy. `[key]` replaces API keys, found by their form or the field's name."""
+    """Make a deep copy in which `[key]` replaces API keys, recognized by form or field name."""
     if isinstance(value, dict):
         return {key: without_key_texts(inside, key) for key, inside in value.items()}
     if isinstance(value, list):
@@ -1404,8 +1404,8 @@ def without_key_texts(value: Any, name: str = "") -> Any:
 class Trace:
     """Appends each HTTP attempt to a file as one line of JSON, without API keys.
 
-    `sent` has the parameters of the HTTP body that differ from the request. The outcome is
-    answered, failed or cancelled; or healed or retried, if another attempt follows.
+    `sent` contains the HTTP parameters that the provider added or changed. `outcome` is `answered`,
+    `failed` or `cancelled`. If another attempt follows, `outcome` is `healed` or `retried`.
     """
 
     def __init__(self, path: Path):
@@ -1480,7 +1480,7 @@ class RecordedTools:
     """Replaces the tools in a replay: no tool runs, and each call gets the next recorded result.
 
     `make_result` takes text, is_error and images, like ToolResult. Each WARNING is removed, because
-    the runner adds it again. In a trace only "This same call has failed …" shows a failed call.
+    the runner adds it again. Only the text "This same call has failed" indicates a failed call.
     """
 
     def __init__(self, records: list[dict], make_result: Callable[..., Any]):
@@ -1500,7 +1500,7 @@ class RecordedTools:
                         self.failing.add(to_json([call.name, call.arguments]))
 
     def get(self, name: str) -> None:
-        """Return None: a trace has no Tool objects. The runner then runs the calls one by one."""
+        """Return no Tool object, so that the runner runs the calls one by one."""
 
     def get_definitions(self) -> list[dict]:
         return self.definitions
@@ -1513,13 +1513,13 @@ class RecordedTools:
 
 
 # ---- You are the model ----
-# With `--provider human`, you answer in place of a model, and can learn how calls fail.
+# With `--provider human`, you type the model's answers, and can learn how calls fail.
 
 
 @dataclass
 class HumanProvider(LLMProvider):
     """Shows each request to a person, who types the answer or a tool call. `ask(question)` returns
-    the typed line. An invalid call of the person fails like an invalid call of a model."""
+    the typed line. Typed calls are checked like the calls of a model."""
 
     ask: Callable[[str], Awaitable[str]] | None = None
     seen: LLMRequest = field(default_factory=lambda: LLMRequest([], [], "", {}))
@@ -1538,7 +1538,7 @@ class HumanProvider(LLMProvider):
         return answer
 
     def news(self, request: LLMRequest) -> list[str]:
-        """Lines that show new messages since the last request, and the tools if they changed."""
+        """Return the messages that the last request did not have, and the tools if they changed."""
         before, self.seen = self.seen, request
         lines = []
         for number, message in enumerate(request.messages):
@@ -1553,17 +1553,17 @@ class HumanProvider(LLMProvider):
 
 
 # ---- The offline model ----
-# The offline model needs no key and no network. Its rules are in a file that users can edit. Each
-# sentence of the file becomes a regular expression. Mistakes are reported with their line numbers.
+# The offline model needs no key and no network. Users can edit the rules in a file. Each
+# sentence of a rule becomes a regular expression. Mistakes are reported with their line numbers.
 
-OFFLINE_RULES = "templates/offline/rules.md"  # in this folder, or in nanobot_data/ if installed
-FIELDS = ("tool", "answer", "line", "schedule", "path")  # any other key is a tool argument
+OFFLINE_RULES = "templates/offline/rules.md"  # nanobot_data/templates/… after pip install
+FIELDS = ("tool", "answer", "line", "schedule", "path")  # other fields are tool arguments
 BUILT_IN = {"result", "time", "memory", "file"}  # <words> that the code fills in
 MARKS = {"[": "(?:", "]": ")?", "(": "(?:", ")": ")", "|": "|"}
 
 
 class Rules:
-    """The rules of a file. In sentences and fields, <words> are placeholders for user input."""
+    """The parsed rules file. A <word> in a sentence or a field is a placeholder, like <file>."""
 
     def __init__(self, text: str):
         self.kinds: dict[str, str] = defaultdict(lambda: "(?!)")  # {"url": "(?:https?://\\S+)"}
@@ -1625,8 +1625,8 @@ class Rules:
         return regex
 
     def find(self, text: str) -> list[tuple[dict, dict]]:
-        """Find the rules for a text, with <words>: `list docs and read a.txt` finds two rules."""
-        head = text.partition("\n\n")[0]  # cut off text from a pipe, which follows a blank line
+        """Find the rules for a text. Two rules match `list docs and read a.txt`."""
+        head = text.partition("\n\n")[0]  # drop piped text, which begins after a blank line
         parts = re.split(self.kinds["between"], head, maxsplit=9) if len(head) <= 1_000 else []
         found = [self.match(part) for part in parts if part.count('"') % 2 == 0]
         if len(parts) == len(found) > 1 and all(found):
@@ -1635,7 +1635,7 @@ class Rules:
         return [self.match(text) or self.match(head) or (offered, {})]
 
     def match(self, text: str) -> tuple[dict, dict] | None:
-        """Return the first rule with a matching sentence, and the values of the <words>."""
+        """Return the first rule that has a matching sentence, and the values of its <words>."""
         if len(text) > 1_000:
             return None
         request = re.sub(self.kinds["after"], "", text.strip())
@@ -1643,7 +1643,7 @@ class Rules:
             start = re.match(r"\w{0,2}", spoken.lower())[0]
             for sentence, regex, rule in self.sentences:
                 if start not in sentence.lower() and "<" not in sentence[:2]:
-                    continue  # skip early: compiling all sentences would take 100 ms
+                    continue  # saves 100 ms, because most sentences are never compiled
                 found = re.fullmatch(regex, f" {spoken}", re.IGNORECASE | re.DOTALL)
                 if found:
                     return rule, {name: said for name, said in found.groupdict().items() if said}
@@ -1672,21 +1672,21 @@ RUNTIME_END = "[/Runtime Context]"
 QUOTED = "(?s)^[\"'`“‘](.+)[\"'`”’]$"
 MEMORY_PATH = r"[:`] ?((?:/|~|\w:\\)[^\n:`]*MEMORY\.md)"  # - Facts: /home/a b/memory/MEMORY.md
 USER_LINE = r"(?m)^\[[^\]\n]*\] user: (.+)$"  # [2026-04-03T10:00:00+0200] user: hi
-SUBJECT = r"- The user(?:'s .+? is |: I (?:live in|work) )"  # a new fact replaces the old fact
+SUBJECT = r"- The user(?:'s .+? is |: I (?:live in|work) )"  # "- The user's name is "
 SECONDS_OF = {"sec": 1, "min": 60, "hour": 3_600, "hr": 3_600, "day": 86_400, "week": 604_800}
 # tool → pattern for a successful result; any other result is an error
 SUCCESS = {"read_file": r"\d+\| ", "edit_file": "--- ", "exec": r"(?s).*Exit code: 0$"}
 
 
 class Plan:
-    """The rules that apply to the user's text in this turn, and the results of calls so far."""
+    """Plans the calls of a turn, based on the user's text and the results received so far."""
 
     def __init__(self, request: LLMRequest, rules: Rules):
         self.rules = rules
         self.matches: dict[str, dict] = {}  # title of a rule → the values of its <words>
         self.next_call: tuple[str, dict] | None = None  # the first call that has no result yet
         messages = [as_text(message) for message in request.messages]
-        # a turn begins after the last assistant message without calls, which ends with a line like
+        # the previous answer (the last assistant message without calls) ends with a line such as
         # [offline rule "read files", it is "a.txt", templates/offline/rules.md]
         said = [place for place, each in enumerate(messages, 1) if each["role"] == "assistant"]
         begin = max([place for place in said if "tool_calls" not in messages[place - 1]], default=0)
@@ -1703,11 +1703,11 @@ class Plan:
         self.known = {"time": times[-1], "memory": memory[0]}
 
     def answer(self) -> str:
-        """Return the answer's text, which is valid only if `next_call` is None afterwards."""
+        """Return the text of the answer. If `next_call` is set afterwards, the text is not used."""
         if self.saves_memory:
             return self._result("save_memory", saved_memory(self.question))
         if "[SKIP]" in self.prompt and "[MEMORY]" in self.prompt:
-            return "[SKIP]"  # Dream asks for facts, which the rules have already saved
+            return "[SKIP]"  # tells Dream that there is nothing to save
         reports = [OfflineProvider.intro]
         for rule, said in self.rules.find(self.question):
             self.matches[rule["title"]] = said
@@ -1745,7 +1745,7 @@ class Plan:
         return ""
 
     def _add_line(self, path: str, line: str) -> str:
-        """Append a line; `- The user's name is Maria` replaces `- The user's name is Bob`."""
+        """Append a line. `- The user's name is Maria` replaces `- The user's name is Bob`."""
         text = self._result("read_file", {"path": path})
         page = re.findall(r"(?m)^\d+\| (.*)$", text)
         if text.endswith(" is empty)"):
@@ -1761,7 +1761,7 @@ class Plan:
 
 
 def saved_memory(text: str) -> dict:
-    """Arguments for save_memory: the user's texts. Rules with `line:` already saved the facts."""
+    """Return arguments for `save_memory` that quote the user and leave MEMORY.md unchanged."""
     memory, _, conversation = text.partition("\n# Conversation\n")
     quotes = "; ".join(line[:200] for line in re.findall(USER_LINE, conversation)[:20])
     entry = f"[{time.strftime('%Y-%m-%d %H:%M')}] The user said: {quotes}"
@@ -1774,7 +1774,7 @@ def fill(template: str, known: dict, change: Callable[[str], str] = str) -> str:
 
 
 def arguments_of(rule: dict, known: dict) -> dict:
-    """Fill in a tool's arguments; omit arguments with <words> that the user did not say."""
+    """Fill in a tool's arguments; omit an argument if the user did not say its <words>."""
     arguments: dict[str, Any] = {}
     for name, template in rule.items():
         is_said = all(word in known for word in re.findall(r"<(\w+)>", template))
@@ -1789,7 +1789,7 @@ def arguments_of(rule: dict, known: dict) -> dict:
 
 
 def schedule(when: str, moment: str) -> dict:
-    """`in 5 minutes`, `2026-04-03 10:02 (Friday), CEST` → {"at": "2026-04-03T10:07:00"}"""
+    """`in 5 minutes` at `2026-04-03 10:02 (Friday), CEST` → {"at":"2026-04-03T10:07:00"}"""
     number, unit = re.search(rf"(\d*) ?({'|'.join(SECONDS_OF)})", when).groups()
     seconds = int(number or 1) * SECONDS_OF[unit]
     at = datetime.fromisoformat(moment[:16]) + timedelta(seconds=seconds)

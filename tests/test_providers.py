@@ -913,9 +913,9 @@ GONE = object()
 NO_IMAGE = "What is that?\n\n[an image: this model cannot see it]"
 TOOLS_IN_WORDS = """You are a test.
 
-You have tools. To use some, answer with nothing but a line like this for each:
+You have tools. To call tools, answer only with one line like this for each call:
 <tool_call>{"name": "the tool's name", "arguments": {"a parameter": "its value"}}</tool_call>
-What a tool returned comes back as <tool_result>. These are the tools:
+The result of a call comes back as <tool_result>. These are the tools:
 {"name": "look", "description": "Look.", "parameters": {"type": "object", "$schema": "x", \
 "additionalProperties": false, "properties": {"const": {"type": "string", "const": "a"}}}}"""
 AS_TEXT = {"tools": GONE, "tool_choice": GONE, "messages": [
@@ -1030,7 +1030,7 @@ def test_what_one_image_taught_is_not_held_against_the_next():
             ask(provider, EVERYTHING, told=told)
         contents = [body["messages"][1]["content"] for body in server.bodies]
     assert contents[0] == contents[2] and "[an image: this model cannot see it]" in contents[1]
-    assert told == ["custom, test-model: images are left out of this request: one of them is refused"]
+    assert told == ["custom, test-model: images are left out of this request, because one image is refused"]
 
 
 def test_what_was_learnt_is_remembered_for_the_model_and_told_once():
