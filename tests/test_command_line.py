@@ -135,7 +135,7 @@ def test_the_answer_alone_goes_to_stdout_and_all_else_to_stderr(own_home, script
     with FakeLLM(script) as server:
         got, out, err = nanobot("-m", "x", *six_steps, server=server)
     assert (got, "Traceback" in err, "INFO" in err) == (status, False, False), err
-    assert out.startswith(answer) and bool(out) == bool(answer)
+    assert out.startswith(answer) and bool(out) == bool(answer) and server.bodies[0]["stream"]
     assert [note for note in notes if note not in err] == []
     assert re.search(r"^\d requests? · ~?[\d,]+ in · ~?[\d,]+ out · context [\d,]+ of 65,536$", err, re.M)
 
@@ -700,7 +700,9 @@ def test_a_flag_wins_over_a_variable_and_a_variable_over_the_file(own_home, monk
     assert status_rows("--offline", *flags)["workspace"] == f"ok {own_home}/variable"
     flags += ["--workspace", str(own_home / "flag")]
     assert status_rows("--offline", *flags)["workspace"] == f"ok {own_home}/flag"
-    with FakeLLM([], known_models=["of-flag", "of-variable"]) as server:
+    with FakeLLM(["ok"], known_models=["of-flag", "of-variable"]) as server:
+        flag = ("--model", "of-flag", "--no-stream")
+        assert nanobot("-m", "x", *flag, server=server)[0] == 0 and "stream" not in server.bodies[0]
         monkeypatch.setenv("NANOBOT_MODEL", "of-variable")
         monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
         assert "Cannot reach" in status_rows("--model", "m")["model"]
