@@ -367,8 +367,8 @@ class Consolidator:
         return await self.move(session, upto)
 
     async def after_turn(self, session: Session) -> int:
-        """Runs in the background. Move all turns from before the last `/new`. If more than `window`
-        messages remain, move turns until `window / 2` remain. Returns the number of moved messages."""
+        """Runs in the background. Move all turns older than `/new`. If more than `window` messages
+        remain, move turns until `window / 2` remain. Returns the number of moved messages."""
         count = await self.move(session, session.start) if session.start > session.saved else 0
         unsaved = len(session.conversation())
         if unsaved > self.window:
@@ -441,7 +441,7 @@ class Consolidator:
 class Governed:
     """Shortens a copy of a conversation to `budget` tokens. First, notes replace old tool results.
     Then these parts are removed in this order: the oldest turns, the summary, pictures, the oldest
-    steps of this turn, parts of tool results. The system prompt and this turn's user messages stay."""
+    steps of this turn, parts of results. The system prompt and this turn's user messages stay."""
 
     def __init__(
         self, messages: list[dict], budget: float, counter: "TokenCounter",
@@ -673,8 +673,8 @@ class SessionBusy(Exception):
 
 @contextlib.contextmanager
 def locked(path: Path, busy: str = "") -> Iterator[None]:
-    """Lock `path` against other programs. If another program holds the lock, wait, or raise
-    SessionBusy(busy) if `busy` is set. A kill unlocks `path`. Open protected files inside `with`."""
+    """Lock `path`. If another program holds the lock, wait, or raise SessionBusy if `busy` is set.
+    A kill unlocks `path`. Open protected files inside the `with` block."""
     with open_private(path) as file, contextlib.ExitStack() as unlock:
         try:
             if os.name == "nt":
@@ -712,7 +712,7 @@ class SessionManager:
         return Inbox(self.path(key).with_suffix(".inbox"))
 
     def get(self, key: str) -> Session:
-        """Returns a session, and reloads it if another program wrote to its file. Raises OSError."""
+        """Returns a session. Reloads it if another program wrote to its file. Raises OSError."""
         path = self.path(key)
         session = self._cache.pop(key, None)
         if session is None or session.size != file_size(path):
