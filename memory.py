@@ -195,7 +195,7 @@ def is_answer(message: dict) -> bool:
 
 
 def as_sent(message: dict, gap: str) -> dict:
-    """A journal message in the form for a request. `LLMProvider.chat` removes the key `n` later."""
+    """Convert a journal message for a request. `LLMProvider.chat` removes the key `n` later."""
     own_keys = ("timestamp", "runtime", "cut", "id")  # these keys are not sent
     sent = {key: value for key, value in message.items() if key not in own_keys}
     notes = [note for note in (gap, message.get("runtime")) if note]
