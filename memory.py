@@ -377,7 +377,7 @@ class Consolidator:
         return count
 
     async def move(self, session: Session, upto: int) -> int:
-        """Move turns up to `upto` in at most five rounds, because the user may be waiting."""
+        """Move turns up to message `upto` in at most five rounds, because a user may be waiting."""
         numbers = [message["n"] for message in session.messages]
         async with self.one_at_a_time:
             for _ in range(5):
@@ -712,7 +712,7 @@ class SessionManager:
         return Inbox(self.path(key).with_suffix(".inbox"))
 
     def get(self, key: str) -> Session:
-        """Returns a session. Reloads it if another program wrote to its file. Raises OSError."""
+        """Returns a session, reloaded if another program has changed its file. Raises OSError."""
         path = self.path(key)
         session = self._cache.pop(key, None)
         if session is None or session.size != file_size(path):
@@ -855,7 +855,7 @@ class TokenCounter:
         return sum(map(self.size, messages))
 
     def count_exactly_from_now_on(self) -> None:
-        """Load the vocabulary in the background. Until it is loaded, the counts are estimates."""
+        """Load the vocabulary in the background; until this has ended, the counts are estimates."""
         if not self._fetching.ident:
             self._fetching.start()
 
@@ -947,7 +947,7 @@ class Dream:
         own, *kits = [folder.resolve() for folder in self.skills.folders]
         try:
             path = (home / os.path.expanduser(str(arguments.get("path", "")))).resolve()
-        except (OSError, ValueError, RuntimeError) as problem:  # for example a NUL character
+        except (OSError, ValueError, RuntimeError) as problem:  # a NUL raises a ValueError
             return f"This path cannot be used: {problem}"
         if name == "read_file":
             is_inside = any(path.is_relative_to(root) for root in (home, *kits))
