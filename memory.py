@@ -61,20 +61,20 @@ class Session:
         self.start = 0  # last message number before `/new`
         self.saved = 0  # the messages up to this number are in the long-term memory
         self.summary = ""  # text that replaces the saved messages in requests
-        self.turn_ends: set[int] = set()  # last message number of each turn but the newest
-        self.ended: dict[int, str] = {}  # last message number of an unanswered turn → why
+        self.turn_ends: set[int] = set()  # last message numbers of all turns except the newest
+        self.ended: dict[int, str] = {}  # last message number of each unanswered turn → the reason
         self.resumed = 0  # number of restarts that resumed the open turn
         self.undelivered: list[dict] = []  # answers that have no mark `delivered` yet
         self.known_ids: deque[str] = deque(maxlen=1_000)  # ids of inbox lines
-        self.size = 0  # known size; if the file's size differs, another program wrote to it
+        self.size = 0  # expected file size; another size means that another program wrote to it
 
     def append(self, *messages: dict) -> None:
-        """Number and append all messages or none. A power cut before `synced` may lose messages."""
+        """Append all messages or none. Until `synced` has ended, a power cut may lose messages."""
         numbered = enumerate(messages, self.highest + 1)
         self._write([{"n": n} | without_images(message) for n, message in numbered])
 
     def mark(self, name: str, **details: Any) -> None:
-        """Marks: new, continue, resumed, ended (why), saved (upto, summary), delivered (upto)."""
+        """`name`: new, continue, resumed, ended (why), saved (upto, summary), delivered (upto)."""
         self._write([{"mark": name, **details}])
 
     def _write(self, lines: list[dict]) -> None:
@@ -87,7 +87,7 @@ class Session:
             self.take(line)
 
     def take(self, line: dict) -> None:
-        """Update the state with one journal line. A damaged `upto` must not hide later messages."""
+        """Update the state with one journal line. Later messages stay if `upto` is damaged."""
         uptos = [line[name] for name in ("n", "upto") if isinstance(line.get(name), int)]
         self.highest = max([self.highest, *uptos])
         if isinstance(line.get("id"), str):
@@ -125,7 +125,7 @@ class Session:
         return [message for message in self.messages if message["n"] > self.start]
 
     def history(self, *later: dict) -> list[dict]:
-        """The messages for a request: the conversation, then `later` (not in the journal).
+        """Returns the conversation for a request, then `later`, which is not in the journal.
 
         user "a", runtime "It is Monday"           user "It is Monday\\n\\na"
         assistant "Well", cut "it was stopped"  →  assistant "Well"
@@ -143,7 +143,7 @@ class Session:
         return sent
 
     def gap_behind(self, message: dict) -> str:
-        """A note for the next user message. Models would imitate a note in an assistant message."""
+        """A note for the next user message, because models imitate notes in assistant messages."""
         if message.get("cut"):
             return f"[the answer above broke off: {message['cut']}]"
         why = self.ended.get(message.get("n", 0))
@@ -156,7 +156,7 @@ class Session:
         return [{"role": "user", "content": content, "is_summary": True}]
 
     def without_saved(self, messages: list[dict]) -> list[dict]:
-        """A request without the messages that have just moved into the long-term memory."""
+        """Remove messages from a request if they are now in the long-term memory."""
         system, *rest = [m for m in messages if "is_summary" not in m]
         unsaved = [m for m in rest if m.get("n", self.saved + 1) > self.saved]
         return [system, *self.summary_messages(), *unsaved]
@@ -168,16 +168,16 @@ class Session:
 
     @property
     def is_open(self) -> bool:
-        """Is the last turn still open? If so, the turn runs now, or a kill interrupted the turn."""
+        """True while the last turn runs, and after a kill has interrupted the last turn."""
         return self.unfinished and self.last not in self.ended
 
     def end_open_turn(self, why: str) -> None:
-        """Mark an open turn as ended. `/continue` can resume an ended turn; a restart does not."""
+        """Mark an open turn as ended, so that only `/continue`, not a restart, resumes it."""
         if self.is_open:
             self.mark("ended", why=why)
 
     def end_behind(self, excess: float, size: Callable[[dict], int]) -> int:
-        """Find the oldest turns of total size `excess`. Returns their last message number."""
+        """Returns the last message number of the oldest turns that have the total size `excess`."""
         found = 0
         for message in self.conversation():
             excess -= size(message)
@@ -195,8 +195,8 @@ def is_answer(message: dict) -> bool:
 
 
 def as_sent(message: dict, gap: str) -> dict:
-    """A journal message in the form for a request. `LLMProvider.chat` removes the key `n` later."""
-    own_keys = ("timestamp", "runtime", "cut", "id")  # keys that only the journal has
+    """Convert a journal message for a request. `LLMProvider.chat` removes the key `n` later."""
+    own_keys = ("timestamp", "runtime", "cut", "id")  # these keys are not sent
     sent = {key: value for key, value in message.items() if key not in own_keys}
     notes = [note for note in (gap, message.get("runtime")) if note]
     if notes and message["role"] == "user":
@@ -205,8 +205,8 @@ def as_sent(message: dict, gap: str) -> dict:
 
 
 class Inbox:
-    """Waiting messages of a session: user messages, commands (`/new`, `/continue`) and reports (of
-    jobs or helpers). Any program may append; the holder of the session's lock removes messages."""
+    """The messages that wait for their turn: user messages, `/new`, `/continue`, reports of jobs
+    and helpers. All programs may append; only the holder of the session's lock removes messages."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -235,8 +235,8 @@ class Inbox:
 
 
 class MemoryStore:
-    """Facts in MEMORY.md, which people may edit, and entries in history.jsonl. An entry about a
-    session also has the keys session, created_at, upto and summary.
+    """Stores facts in MEMORY.md, which people may edit, and entries in history.jsonl. Entries
+    about a session also have the keys session, created_at, upto and summary.
 
     {"cursor": 42, "timestamp": "2026-04-03 00:02", "content": "The user planned a trip to Rome."}
     """
@@ -249,7 +249,7 @@ class MemoryStore:
         self.history = self.folder / "history.jsonl"
         self.archive = self.folder / "history-archive.jsonl"
         self.lock = self.folder / ".lock"
-        self._entries: tuple[int, list[dict]] = (0, [])  # file size, entries read from the file
+        self._entries: tuple[int, list[dict]] = (0, [])  # size and entries of the history file
 
     def text_of(self, path: Path) -> str:
         """Read a text file; a missing file gives "". Raises OSError if the file cannot be read."""
@@ -262,7 +262,7 @@ class MemoryStore:
         return self.text_of(self.facts)
 
     def write_facts(self, text: str, instead_of: str) -> bool:
-        """Replace the text `instead_of`. Returns False if the file has a different text by now."""
+        """Write MEMORY.md. Returns False, and writes nothing, if its text is not `instead_of`."""
         with locked(self.lock):
             if self.read_facts() != instead_of:
                 return False
@@ -307,7 +307,7 @@ class MemoryStore:
         return [entry for entry in self.entries() if entry["cursor"] > dreamt]
 
     def recent_history(self) -> list[str]:
-        """Entries unread by Dream, as `[2026-04-03 00:02] text`: the newest 4,000 characters."""
+        """The newest entries that Dream has not read yet, at most 4,000 characters in total."""
         entries = self.unread()[-50:]
         lines = [f"[{e['timestamp']}] {middle_out(e['content'], 1_000)}" for e in entries]
         while len("\n".join(lines)) > 4_000:
@@ -315,7 +315,7 @@ class MemoryStore:
         return lines
 
     def archive_old(self, keep: int = 1_000) -> None:
-        """Keep the newest `keep` entries. Archive the older entries that Dream has read."""
+        """Move entries to the archive if Dream has read them, except the newest `keep` entries."""
         with locked(self.lock):
             entries = self.entries()
             old = [entry for entry in entries[:-keep] if entry["cursor"] <= self.dream_cursor]
@@ -354,7 +354,7 @@ class Consolidator:
     ask: Ask
     prompt: str
     budget: int = 56_320  # maximum number of tokens in a request
-    window: int = 100  # maximum number of unsaved messages in a session
+    window: int = 100  # maximum number of messages that are not in the long-term memory
     counter: "TokenCounter" = field(default_factory=lambda: TokenCounter())
     one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -367,8 +367,8 @@ class Consolidator:
         return await self.move(session, upto)
 
     async def after_turn(self, session: Session) -> int:
-        """Runs in the background. Move the turns before `/new`. If more than `window` messages are
-        unsaved, move turns until `window / 2` remain. Returns the number of moved messages."""
+        """Runs in the background. Move all turns older than `/new`. If more than `window` messages
+        remain, move turns until `window / 2` remain. Returns the number of moved messages."""
         count = await self.move(session, session.start) if session.start > session.saved else 0
         unsaved = len(session.conversation())
         if unsaved > self.window:
@@ -377,18 +377,18 @@ class Consolidator:
         return count
 
     async def move(self, session: Session, upto: int) -> int:
-        """Move turns up to message `upto`, in at most five rounds: the user may be waiting."""
+        """Move turns up to message `upto` in at most five rounds, because a user may be waiting."""
         numbers = [message["n"] for message in session.messages]
         async with self.one_at_a_time:
             for _ in range(5):
                 end, text = self._next_part(session, upto)
                 saved = await self._save(session, text) if end else None
                 if saved is None or session.size != file_size(session.path):
-                    break  # nothing to move, no answer, or another program wrote to the session
+                    break  # no turn is left, the model failed, or another program changed the file
                 entries, summary = saved
                 origin = {"session": session.key, "created_at": session.created_at, "upto": end}
                 try:
-                    with self.sessions.lock(session.key):  # no `await`: this cannot be cancelled
+                    with self.sessions.lock(session.key):  # no `await`, so no cancellation here
                         self.store.append_history(*entries, **origin, summary=summary)
                         session.mark("saved", upto=end, summary=summary)
                 except SessionBusy:
@@ -396,11 +396,11 @@ class Consolidator:
         return len([n for n in numbers if n <= session.saved])
 
     def _next_part(self, session: Session, upto: int) -> tuple[int, str]:
-        """Choose turns for the next round. Returns the turns' last message number and text."""
+        """Choose the turns of the next round. Returns (last message number, text of the turns)."""
         taken = estimate(self.prompt + self.store.read_facts() + session.summary) + 500
         room = max(self.budget // 2 - taken, self.budget // 8)
         if session.saved < session.start:
-            upto = min(upto, session.start)  # do not mix turns before and after `/new`
+            upto = min(upto, session.start)  # a round must not go past `/new`
         end, text = 0, ""
         for turn_end in sorted(n for n in session.turn_ends if n > session.saved):
             part = [readable(message) for message in session.messages if message["n"] <= turn_end]
@@ -411,7 +411,7 @@ class Consolidator:
         return end, fitted(text, room)  # even a single turn may be too long
 
     async def _save(self, session: Session, text: str) -> tuple[list[str], str] | None:
-        """Ask for entry and summary. Returns raw text if no call is valid, None after an error."""
+        """Returns (entries, summary), with raw text if no call is valid, or None after an error."""
         earlier = [message["content"] for message in session.summary_messages()]
         for _ in range(3):  # retry if MEMORY.md has changed, or if the answer was cut off
             facts = self.store.read_facts()
@@ -439,9 +439,9 @@ class Consolidator:
 
 
 class Governed:
-    """A copy of a conversation, shortened to `budget` tokens. Removed in this order: old tool
-    results (a note stays), the oldest turns, the summary, pictures, the oldest steps of this turn,
-    parts of tool results. Never removed: the system prompt, the user's messages of this turn."""
+    """Shortens a copy of a conversation to `budget` tokens. First, notes replace old tool results.
+    Then these parts are removed in this order: the oldest turns, the summary, pictures, the oldest
+    steps of this turn, parts of results. The system prompt and this turn's user messages stay."""
 
     def __init__(
         self, messages: list[dict], budget: float, counter: "TokenCounter",
@@ -451,12 +451,12 @@ class Governed:
         self.messages = list(messages)
         self.notes: list[str] = []  # `8 turns left out (~7,900 tokens)`
         users = [n for n, message in enumerate(messages) if message["role"] == "user"]
-        tasks = [n for n in users if messages[n] is task]  # none if a hook removed the task
+        tasks = [n for n in users if messages[n] is task]  # empty if a hook removed the task
         self.begin = [len(messages), *users[-1:], *tasks][-1]  # where this turn begins
         steps = [n for n, message in enumerate(messages) if message.get("tool_calls")]
         self.last_step = [len(messages), *steps][-1]  # the model has not read this step yet
-        self.tokens = counter.total(messages) + beside  # `beside`: tokens of the tools' schemas
-        if 4 * self.tokens > budget:  # estimates are too inexact for a request of this size
+        self.tokens = counter.total(messages) + beside  # `beside` is the size of the tools' schemas
+        if 4 * self.tokens > budget:  # a large request needs an exact count
             counter.count_exactly_from_now_on()
         for make_shorter in (self._leave_out, self._cut_results):
             if self.tokens > budget:
@@ -482,16 +482,16 @@ class Governed:
             self.notes.append(f"{counted(counts[what], what)} left out (~{freed[what]:,} tokens)")
 
     def _what_may_go(self) -> Iterator[tuple[str, dict[int, dict | None]]]:
-        """Yields, in order of removal, a name and {message index: the replacement, or None}."""
+        """Yields, in order of removal: ("turn", {1: None, 2: None}), ("picture", {7: message})."""
         messages, begin, last_step = self.messages, self.begin, self.last_step
         for n, message in enumerate(messages[:last_step]):
             length, name = len(message.get("content") or ""), message.get("name")
-            if message["role"] == "tool" and length >= 500:  # models do not copy the note below
+            if message["role"] == "tool" and length >= 500:  # models do not imitate this note
                 text = f"[{length:,} characters that {name} returned are left out here]"
                 yield "old tool result", {n: {**message, "content": text}}
         past = [n for n in range(begin) if messages[n]["role"] != "system"]
         summaries = [n for n in past if "is_summary" in messages[n]]
-        past = past[len(summaries) :]  # the summary comes before the turns
+        past = past[len(summaries) :]  # `past` begins with the summary
         begins = [n for n in past if messages[n]["role"] == "user"]
         turns = pairwise(sorted({*past[:1], *begins, begin}))
         yield from (("turn", dict.fromkeys(range(first, end))) for first, end in turns)
@@ -510,7 +510,7 @@ class Governed:
         for n in results:
             text = str(self.messages[n].get("content") or "")
             cut = fitted(text, max(int(room) // len(results) - 20, 10), self.counter.count)
-            if cut != text and len(text) > 200:  # a note would lengthen short texts
+            if cut != text and len(text) > 200:  # the note would lengthen a short text
                 cut += "\n[not all of it: ask for a part]"
                 self.messages[n] = {**self.messages[n], "content": cut}
         self.notes.append(f"{counted(len(results), 'tool result')} cut")
@@ -526,7 +526,7 @@ def read_records(path: Path, is_valid: Callable[[dict], bool]) -> list[dict]:
     records, damaged = [], []
     for line in raw.split(b"\n"):  # splitlines() would also split at U+2028 and \x85
         try:
-            record = json.loads(line, parse_constant=int)  # refuses NaN: int("NaN") is a ValueError
+            record = json.loads(line, parse_constant=int)  # int("NaN") raises ValueError
         except (ValueError, RecursionError):
             record = None
         if isinstance(record, dict) and is_valid(record):
@@ -545,7 +545,7 @@ def read_records(path: Path, is_valid: Callable[[dict], bool]) -> list[dict]:
 
 
 def has(record: Any, **kinds: Any) -> bool:
-    """Is `record` a dict with all keys of `kinds`, and does each value have the given type?"""
+    """True if `record` is a dict that has all keys of `kinds`, with values of these types."""
     return isinstance(record, dict) and all(isinstance(record.get(k), kinds[k]) for k in kinds)
 
 
@@ -564,11 +564,11 @@ def journal_lines(path: Path) -> list[dict]:
         if not before < message["n"] < max(following["n"], before + 2):
             message["n"] = before + 1  # replace a damaged number
         before = message["n"]
-    return [*(numbered(old) if old else []), *new]  # lines of an older version come first
+    return [*(numbered(old) if old else []), *new]  # `old` was written before `new`
 
 
 def is_journal_line(line: dict) -> bool:
-    """Is the line a mark, or a message with valid keys for a request?"""
+    """True for a mark, and for a message whose values are valid in a request."""
     if "mark" in line or line.get("_type") == "metadata":
         return True
     calls = line.get("tool_calls") or []
@@ -580,13 +580,13 @@ def is_journal_line(line: dict) -> bool:
 
 
 def numbered(lines: list[dict]) -> list[dict]:
-    """Convert an older version's journal: number its messages, and mark its last turn as ended."""
+    """Convert an older version's journal: give each message a number, and end the last turn."""
     state: dict = {}
     messages: list[dict] = []
     for line in lines:
         if line.get("_type") == "metadata":
             state |= line | (line.get("metadata") or {})
-        elif line.get("cut") and not line.get("content"):  # an empty cut answer
+        elif line.get("cut") and not line.get("content"):  # a cut-off answer without text
             messages.append({"mark": "ended", "why": line["cut"]})
         else:
             messages.append({"n": len(messages) + 1} | line)
@@ -614,11 +614,11 @@ def append_lines(path: Path, records: list[dict]) -> int:
         with open_private(path) as file:
             file.seek(max(size - 1, 0))
             if file.read(1) not in (b"", b"\n"):
-                data = b"\n" + data  # end an incomplete last line first
+                data = b"\n" + data  # start a new line after an incomplete line
             file.write(data)
     except OSError as problem:
         if file_size(path) > size:
-            os.truncate(path, size)  # remove the partial line, for example on a full disk
+            os.truncate(path, size)  # remove a partial line (the disk may be full)
         raise OSError(problem.errno, problem.strerror, str(path)) from None
     return len(data)
 
@@ -630,7 +630,7 @@ def open_private(path: Path, mode: str = "a+b") -> Any:
 
 
 def write_atomically(path: Path, content: str) -> None:
-    """Replace a file's content: a crash leaves the old or new content. Keeps links and modes."""
+    """Replace a file's content. A crash leaves the old or the new text. Keeps links and modes."""
     path = path.resolve()
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with open_private(draft, "wb") as file:
@@ -645,7 +645,7 @@ def write_atomically(path: Path, content: str) -> None:
 def fsync(path: Path) -> None:
     with open(path, "r+b") as file:  # Windows cannot sync a file that is open for reading only
         os.fsync(file.fileno())
-    with contextlib.suppress(OSError):  # not every system can sync a folder
+    with contextlib.suppress(OSError):  # some systems cannot sync a folder
         descriptor = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -658,7 +658,7 @@ def file_size(path: Path) -> int:
 
 
 def read_regular_file(path: Path) -> bytes:
-    """Read a file. Raises OSError also for a FIFO, a device, or more than 100,000 bytes."""
+    """Read a file. Raises OSError for FIFOs, devices, and more than 100,000 bytes."""
     details = path.stat()
     if not stat.S_ISREG(details.st_mode):
         raise OSError("it is not a regular file but a directory, FIFO or device")
@@ -673,8 +673,8 @@ class SessionBusy(Exception):
 
 @contextlib.contextmanager
 def locked(path: Path, busy: str = "") -> Iterator[None]:
-    """Lock `path` against other programs. If `path` is locked already, wait; with a text `busy`,
-    raise SessionBusy. A kill unlocks `path`. Open protected files inside the `with` block."""
+    """Lock `path`. If another program holds the lock, wait, or raise SessionBusy if `busy` is set.
+    A kill unlocks `path`. Open protected files inside the `with` block."""
     with open_private(path) as file, contextlib.ExitStack() as unlock:
         try:
             if os.name == "nt":
@@ -685,7 +685,7 @@ def locked(path: Path, busy: str = "") -> Iterator[None]:
                 import fcntl
 
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB if busy else fcntl.LOCK_EX)
-                unlock.callback(fcntl.flock, file, fcntl.LOCK_UN)  # a new child may share `file`
+                unlock.callback(fcntl.flock, file, fcntl.LOCK_UN)  # a subprocess may share `file`
         except (BlockingIOError, PermissionError):
             raise SessionBusy(busy) from None
         yield
@@ -697,7 +697,7 @@ class SessionManager:
     def __init__(self, workspace: Path, store: MemoryStore | None = None):
         self.folder = workspace / "sessions"
         self.store = store or MemoryStore(workspace)
-        self._cache: dict[str, Session] = {}  # the least recently used first
+        self._cache: dict[str, Session] = {}  # the least recently used session first
         self._held: set[str] = set()
 
     def path(self, key: str) -> Path:
@@ -712,7 +712,7 @@ class SessionManager:
         return Inbox(self.path(key).with_suffix(".inbox"))
 
     def get(self, key: str) -> Session:
-        """The session; loaded again if another program wrote to its file. Raises OSError."""
+        """Returns a session, reloaded if another program has changed its file. Raises OSError."""
         path = self.path(key)
         session = self._cache.pop(key, None)
         if session is None or session.size != file_size(path):
@@ -723,14 +723,14 @@ class SessionManager:
         return session
 
     def _load(self, key: str, path: Path) -> Session:
-        """Load a session. History entries replace marks `saved` that are damaged or missing."""
+        """Load a session. If a mark `saved` is lost or damaged, use the history entry instead."""
         session = Session(key, path)
         size = file_size(path)
         lines = journal_lines(path)
         own = {"session": key, "created_at": lines[0].get("created_at") if lines else ""}.items()
-        rounds = {}  # last message number of a round → its summary
+        rounds = {}  # the last message number of a round → the summary of the round
         for entry in self.store.entries():
-            upto = entry.get("upto", entry.get("until"))  # an older version wrote `until`
+            upto = entry.get("upto", entry.get("until"))  # an older version used the key `until`
             if entry.items() >= own and isinstance(upto, int):
                 rounds[upto] = str(entry.get("summary") or entry["content"])
         for line in lines:
@@ -808,7 +808,7 @@ def middle_out(text: str, most: int) -> str:
 
 def fitted(text: str, most: int, count: Callable[[str], int] | None = None) -> str:
     """Remove characters from the middle of a text until it has at most `most` tokens."""
-    while (count or estimate)(text) > most and len(text) > 50:  # shorter texts cannot be shortened
+    while (count or estimate)(text) > most and len(text) > 50:  # do not cut very short texts
         text = middle_out(text, len(text) * 3 // 4)
     return text
 
@@ -831,12 +831,12 @@ def load_vocabulary() -> Callable[[str], int]:
     import tiktoken
 
     encode = tiktoken.get_encoding("o200k_base").encode_ordinary
-    pieces = partial(re.findall, r"(?s).{1,2000}")  # tiktoken is slow for one long run of a letter
+    pieces = partial(re.findall, r"(?s).{1,2000}")  # tiktoken is slow if a text repeats one letter
     return lambda text: sum(len(encode(piece)) for piece in pieces(text))
 
 
 class TokenCounter:
-    """Counts tokens, with a cache per text. The sizes are estimates until `load()` has ended."""
+    """Counts tokens and caches the counts. Until `load()` has ended, the counts are estimates."""
 
     def __init__(self, load: Callable[[], Callable[[str], int]] = load_vocabulary):
         self._fetching = threading.Thread(target=self._fetch, args=[load], daemon=True)
@@ -855,14 +855,14 @@ class TokenCounter:
         return sum(map(self.size, messages))
 
     def count_exactly_from_now_on(self) -> None:
-        """Load the vocabulary in the background. The sizes are estimates until loading ends."""
+        """Load the vocabulary in the background; until this has ended, the counts are estimates."""
         if not self._fetching.ident:
             self._fetching.start()
 
     def _fetch(self, load: Callable) -> None:
         try:
             self.count = lru_cache(maxsize=1_000)(load())
-        except Exception as problem:  # without a network or tiktoken: keep the estimates
+        except Exception as problem:  # if the network or tiktoken is missing, keep the estimates
             log.info("tokens are estimated: %s", problem)
 
 
@@ -886,7 +886,7 @@ class Dream:
 
     store: MemoryStore
     ask: Ask
-    run_agent: Callable[..., Awaitable[Any]]  # (messages, refuse) -> result with stop_reason
+    run_agent: Callable[..., Awaitable[Any]]  # (messages, refuse) → an object with `stop_reason`
     find_prompt: str
     edit_prompt: str
     skills: "SkillsLoader"
@@ -895,11 +895,11 @@ class Dream:
     failures: int = field(default=0, init=False)  # number of failed dreams in a row
 
     async def run(self) -> str:
-        """Run one dream. Returns a text for the user. Raises SessionBusy during another dream."""
+        """Run one dream. Returns a text for the user. Raises SessionBusy if another dream runs."""
         with locked(self.store.workspace / ".nanobot" / "dream.lock", "Another dream is running."):
             batch = self.store.unread()[: self.max_batch]
             while len(batch) > 1 and estimate(str(batch)) > self.budget // 2:
-                batch.pop()  # leave room for the memory files in the request
+                batch.pop()  # the request must also hold the memory files
             if not batch:
                 return "There is nothing new to dream about."
             repository = MemoryRepository(self.store.workspace)
@@ -941,13 +941,13 @@ class Dream:
         return outcomes.get(result.stop_reason, "failed")
 
     def refuse(self, name: str, arguments: dict) -> str:
-        """Returns why a call must not run, or "" if it may. Without this check, text from a page
-        of the web could make a dream do harm. The tool gets the same `arguments` as this method."""
+        """Returns why a call is refused, or "". Without this check, the text of a web page could
+        mislead Dream into writing harmful files. The tool gets exactly these `arguments`."""
         home = self.store.workspace.resolve()
         own, *kits = [folder.resolve() for folder in self.skills.folders]
         try:
             path = (home / os.path.expanduser(str(arguments.get("path", "")))).resolve()
-        except (OSError, ValueError, RuntimeError) as problem:  # such as a NUL character
+        except (OSError, ValueError, RuntimeError) as problem:  # a NUL raises a ValueError
             return f"This path cannot be used: {problem}"
         if name == "read_file":
             is_inside = any(path.is_relative_to(root) for root in (home, *kits))
@@ -969,7 +969,7 @@ class Dream:
 
 
 class MemoryRepository:
-    """A git repository without the name `.git`, which would make the workspace a submodule."""
+    """A git repository. It is not named `.git`, so that the workspace is not a submodule."""
 
     facts = (*DREAM_FILES, "skills")
     files = (*facts, "memory/history.jsonl", "memory/history-archive.jsonl")
@@ -993,7 +993,7 @@ class MemoryRepository:
             problem = done.stderr.decode(errors="replace").strip()
             log.info("git %s: %s", arguments[0], problem)
             raise OSError(why or problem)
-        return done.stdout.decode(errors="surrogateescape")  # keeps the bytes of a patch
+        return done.stdout.decode(errors="surrogateescape")  # so a patch keeps all its bytes
 
     def commit(self, subject: str) -> tuple[str, int]:
         """Commit all files. Returns (an error for the user or "", the number of changed lines)."""
@@ -1087,7 +1087,7 @@ class SkillsLoader:
     """Loads the skills of the workspace and the built-in skills."""
 
     def __init__(self, *folders: Path, read: Read = read_regular_file):
-        self.folders = folders  # if a skill is in two folders, the first folder wins
+        self.folders = folders  # if two folders have the same skill, the first folder wins
         self.read = read
         self._warned: set[tuple[Path, str]] = set()
 
@@ -1100,7 +1100,7 @@ class SkillsLoader:
     def _read(self, path: Path) -> Skill:
         try:
             return skill_of(path, self.read(path))
-        except Exception as problem:  # any error: one damaged skill must not stop every turn
+        except Exception as problem:  # a damaged skill must not stop the turn
             why = f"{type(problem).__name__}: {problem}"
             if (path, why) not in self._warned:
                 log.warning("%s is left out: %s", path, why)
@@ -1134,9 +1134,9 @@ def skill_of(path: Path, data: bytes) -> Skill:
 
 
 def fields_of(front: str) -> dict[str, str]:
-    """Parse YAML lines `key: value`. A value may be quoted, or continue in indented lines."""
+    """Parse YAML lines `key: value`. A value may have quotes, or continue on indented lines."""
     fields = {}
-    front = re.sub(r"\n\n+", "\n", front)  # two steps: a single pattern would be slower than linear
+    front = re.sub(r"\n\n+", "\n", front)  # one pattern for both lines would take quadratic time
     for line in re.sub(r"\n[ \t]+", " ", front).split("\n"):
         key, _, value = line.partition(":")
         value = value.strip()
