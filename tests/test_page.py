@@ -196,7 +196,7 @@ def test_at_the_terminal_a_step_waits_for_enter_and_a_call_runs_as_it_was_change
     terminal.say("what?", "Enter sends them")  # neither Enter nor stop: asked again
     terminal.say("", "Enter runs it")
     terminal.say("b.txt", "Enter runs it")  # no JSON object: asked again
-    terminal.say('{"path": "b.txt"}', "Enter sends them")
+    terminal.say('{"path": "b.txt"}', "this is b", "Enter sends them")
     terminal.say("", "this is b")
     terminal.expect("> ")
     assert terminal.close() == 0

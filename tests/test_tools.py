@@ -1345,6 +1345,7 @@ def test_search_never_shows_a_file_with_keys_or_what_was_put_aside(turn):
     ("glob", {"pattern": "*.rs"}, "No file below"),
     ("glob", {"pattern": "*", "path": "sr"}, "Similar names: src."),
     ("grep", {"pattern": "TODO", "type": "py"}, "main.py\nsrc/app.py\nsrc/deep/util.py"),
+    ("grep", {"pattern": "TODO", "type": "py", "head_limit": 2}, "main.py\nsrc/app.py\n(there are more"),
     ("grep", {"pattern": "TODO", "type": "js", "glob": "src/*"}, "No match for 'TODO'"),
     ("grep", {"pattern": "("}, "is no regular expression: "),
     ("grep", {"pattern": "e = main.p", "fixed_strings": True}, "main.py"),
