@@ -298,7 +298,7 @@ def prepare_streams() -> None:
 # A `y` that was typed before the question appeared approves nothing.
 
 def read_answer(question: str) -> str:
-    """Ask a question of one or more lines. Returns the answer."""
+    """Print a question, which may have several lines. Returns the user's answer."""
     before, line_end, prompt = printable(question).rpartition("\n")
     with contextlib.suppress(ImportError):  # there is no termios on Windows
         import termios
@@ -748,7 +748,7 @@ class Telegram(Channel):
 
     name = "telegram"
     poll_seconds = 50  # if no message arrives within this time, the server returns []
-    slack_seconds = 15  # the request times out this many seconds after `poll_seconds`
+    slack_seconds = 15  # a request times out after `poll_seconds` + `slack_seconds`
     album_seconds = 2.0  # seconds to wait for the other pictures of an album
     typing_seconds = 4.0  # seconds between two "typing" signals, which Telegram shows for 5 s
     most_typing = 75  # at most 75 "typing" signals for each message: 75 × 4 s = 5 minutes
@@ -809,7 +809,7 @@ class Telegram(Channel):
             self._offset = updates[-1]["update_id"] + 1
 
     async def _get_updates(self, seconds: float) -> list[dict]:
-        """`allowed_updates` excludes edits and clicks, except those that are already queued."""
+        """`allowed_updates` excludes edits and clicks; but the server still sends queued ones."""
         fields = {"offset": self._offset, "timeout": seconds, "allowed_updates": ["message"]}
         return await self.api.call("getUpdates", seconds + self.slack_seconds, **fields)
 
@@ -949,7 +949,7 @@ def is_call(message: dict, bot: dict) -> bool:
 # ---- Telegram: Markdown becomes HTML, in parts of at most 4,096 characters ----
 # Telegram refuses `a < b` ("400 can't parse entities") and a long text ("400 message is too long").
 # Split a text after formatting, because `&lt;` is longer than `<`. Each part closes its open tags.
-# All expressions take linear time, because a match stops at the next symbol of the same kind.
+# Each pattern takes linear time: a match that begins with `*` ends at the next `*` at the latest.
 
 # ```py ↵ a = 1 ↵ ```   not ```npm install```; an unclosed block extends to the end of the text
 FENCE = r"(?m)^[ \t]*```([\w+-]*)[^`\n]*\n((?:.*\n)*?.*?)(?:^[ \t]*```[ \t]*$|\Z)"
@@ -1215,7 +1215,7 @@ class JobStore:
             raise OSError(f"{self.path} is damaged: {problem}") from None
 
     def change(self, edit: Callable[[list], list]) -> None:
-        """Replace the file's rows by `edit(rows)`, atomically. Blocks the thread."""
+        """Write the rows that `edit(rows)` returns to the file, atomically. Blocks the thread."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.own_lock, self.lock(self.path.with_suffix(".lock")):
             rows = edit(self.read())
@@ -1383,7 +1383,7 @@ class CronService:
         every_seconds: Annotated[int, "Seconds from one run to the next"] = 0,
         cron_expr: Annotated[str, "Five fields, minute first: 30 8 * * mon-fri"] = "",
         tz: Annotated[str, "Time zone, like Europe/Berlin; default: the user's zone"] = "",
-        at: Annotated[str, "Run once: 2026-11-21T17:00, or with an offset"] = "",
+        at: Annotated[str, "Run once: 2026-11-21T17:00 (a UTC offset may follow)"] = "",
         job_id: Annotated[str, "For `remove`: the id of the job, from `list`"] = "",
         *,
         turn: Any,
@@ -1571,7 +1571,7 @@ class WebPage(Channel):
             self.show(chat_id, {"kind": "asked", "id": number})
 
     async def take(self, path: str, body: dict) -> None:
-        """Handle a request of the page. Raises ValueError if a question was answered already."""
+        """Handle a request from the page. Raises ValueError if a question was answered already."""
         if path == "/say":
             chat_id, number = page_chat(body["chat"]), str(body["id"])[:64]
             said = InboundMessage(self.name, "local", chat_id, str(body["text"]), (), number)

@@ -49,7 +49,7 @@ Read = Callable[[Path], bytes]  # reads a file for a request, or raises OSError
 
 class Session:
     """One conversation. A program must hold the session's lock to append to the journal. The
-    only exception is the mark `delivered`, which is also appended without the lock."""
+    only exception is the mark `delivered`, which needs no lock."""
 
     def __init__(self, key: str, path: Path):
         self.key = key
@@ -262,7 +262,7 @@ class MemoryStore:
         return self.text_of(self.facts)
 
     def write_facts(self, text: str, instead_of: str) -> bool:
-        """Write MEMORY.md. Returns False, and writes nothing, if its text is not `instead_of`."""
+        """Write MEMORY.md. If another text than `instead_of` is in the file, only return False."""
         with locked(self.lock):
             if self.read_facts() != instead_of:
                 return False
@@ -783,7 +783,7 @@ def readable(message: dict) -> str:
 
 
 def without_images(message: dict) -> dict:
-    """Remove the image bytes from a message. The text line that names the image stays."""
+    """Remove the image bytes from a message. The text line with the image's name stays."""
     content = message.get("content")
     if not isinstance(content, list):
         return message

@@ -116,7 +116,7 @@ class AgentRunResult:
     context_tokens: int = 0  # size of the last request, in tokens
 
 
-# ---- The runner: fit the request, ask the model, run its calls, repeat ----
+# ---- The runner: prepare a request, ask the model, run its calls, repeat ----
 
 
 class AgentRunner:
@@ -304,7 +304,7 @@ class AgentRunner:
         await state.spec.hook.on_stream_end(resuming=not state.result.stop_reason)
 
     async def _finish(self, state: RunState, reason: str, text: str | None, cut: str = "") -> None:
-        """End the run with `text`. If `text` is incomplete, journal and show the reason `cut`."""
+        """End the run with `text`. `cut` is the reason why `text` is incomplete, if it is."""
         response = state.context.response
         answer = await state.spec.hook.finalize_content(state.draft.joined(text))
         message = {"role": "assistant", "content": answer}
@@ -318,7 +318,7 @@ class AgentRunner:
         state.result.final_content = f"{answer}\n\n({cut})" if cut else answer
 
     def _keep_half_answer(self, state: RunState, why: str) -> str | None:
-        """Journal the shown part of an answer, so that the next request contains this part."""
+        """Write the part of an answer that the user saw to the journal, for the next request."""
         shown = state.draft.joined(state.draft.streamed)
         if not shown.strip():
             return None
@@ -336,7 +336,7 @@ def verdict(state: RunState, response: LLMResponse) -> str:
     `calls`: if the model calls tools, run the tools and ask the model again.
     `answered`: if the answer has a text, the run ends with this text.
     `empty`: if a filter withheld the text, or a request without tools got no text, the run ends.
-    `blank`: if the answer has no text and no calls, ask again; the second time, without tools.
+    `blank`: if the answer has no text and no calls, ask again; after a second one, without tools.
     """
     is_withheld = response.finish_reason in WITHHELD
     # a content filter can stop an answer in the middle of a call's argument
@@ -375,7 +375,7 @@ def batches(calls: list[ToolCallRequest], tools: ToolRegistry) -> Iterator[list[
 
 
 class ContextBuilder:
-    """Builds a request. The system prompt contains no time: prompt caches need identical bytes."""
+    """Builds a request. Prompt caches need identical bytes: no current time in the system prompt."""
 
     def __init__(self, config: Config, memory: MemoryStore, skills: SkillsLoader):
         self.memory = memory
@@ -699,7 +699,7 @@ class RunState:
     why_empty: str = "the model sent nothing useful"  # the reason why there is no answer
     note: str = ""  # a message for the next request only
     failure: str = ""  # the error of the last failed call of this step
-    calls: dict[str, int] = field(default_factory=dict)  # number of consecutive steps per call
+    calls: dict[str, int] = field(default_factory=dict)  # call → in how many consecutive steps
     calls_before: dict[str, int] = field(default_factory=dict)  # `calls` of the previous step
     room: int = sys.maxsize  # token limit of requests; lowered after a request was too long
     is_told: bool = False  # True: the user was informed that messages are left out
@@ -806,7 +806,7 @@ def prepare_workspace(workspace: Path) -> Path:
 
 
 def identity(turn: Turn, who: str) -> str:
-    """Fill in the template `identity`, but with `who` (if not empty) as its first paragraph."""
+    """Fill in the template `identity`. If `who` is not empty, it replaces paragraph 1."""
     style = template("format_cli") if turn.channel == "cli" else template("format_chat")
     platform = f"{sys.platform}, Python {sys.version_info.major}.{sys.version_info.minor}"
     about = {"platform": platform, "cwd": turn.cwd, "workspace": turn.workspace}

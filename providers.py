@@ -280,7 +280,7 @@ class OpenAIProvider(LLMProvider):
             await asyncio.sleep(seconds * self.pace)
 
     async def _ask(self, request: LLMRequest, body: dict) -> LLMResponse:
-        """Make one HTTP attempt. Raises Failure, or an exception of `on_delta`."""
+        """Make one HTTP attempt. Raises Failure. An exception in `on_delta` is not caught."""
         request.sent, request.began = body, time.monotonic()
         is_weak = self.endpoint.spec.is_local or "tools" not in body  # calls may arrive as text
         reads_text = {"auto": is_weak, "on": True}.get(self.endpoint.text_tool_calls)
@@ -613,7 +613,7 @@ class Endpoint:
     model: str = ""
     extra_headers: dict = field(default_factory=dict)
     extra_body: dict = field(default_factory=dict)
-    text_tool_calls: str = "auto"  # accept calls written as text: on, off or auto (weak models)
+    text_tool_calls: str = "auto"  # on, off, auto: run calls that a model wrote as text?
 
     def without_secrets(self, text: str) -> str:
         """Hide API keys and URL passwords, because error texts of servers may contain them."""
@@ -827,7 +827,7 @@ class Remedy(NamedTuple):  # a row of HEALING
     complaint: str  # a regular expression for the endpoint's error text
     notice: str  # shown to the user
     change: Callable[[dict, str], dict]  # (body, error text) → a changed copy of the body
-    is_remembered: bool = True  # True: change all later requests to the model, too
+    is_remembered: bool = True  # True: all later requests to this model need the change, too
 
 
 Healed = tuple[Remedy, str]  # a remedy, and the error text that required the remedy
@@ -1015,7 +1015,7 @@ HEALING = [
 # ---- The HTTP request and the stream ----
 # The request has few parameters, because endpoints refuse parameters that they do not know.
 
-DONE = {"choices": [{}]}  # means `data: [DONE]`, because a choice without `delta` ends the answer
+DONE = {"choices": [{}]}  # replaces `data: [DONE]`; a choice without `delta` ends the answer
 
 
 def request_body(endpoint: Endpoint, request: LLMRequest, healed: list[Healed]) -> dict:
@@ -1321,7 +1321,7 @@ def estimate_usage(request: LLMRequest, answer: LLMResponse) -> dict:
 # begins with "{", the code ignores text after the calls, because weak models add invented results.
 
 TAG = r"(?:tool_calls?|tools)>"
-# a call begins with <tool_call>, <function=now>, a fence and a brace, or an incomplete "<tool_c"
+# a call begins with <tool_call>, <function=now>, ```json and a brace, or a part such as "<tool_c"
 CALL_START = re.compile(
     rf"<{TAG}|<function=|^```\w{{0,20}}\s{{0,9}}(?:[{{<]|\Z)|^`{{1,2}}\Z|<\w{{0,10}}\Z",
     re.MULTILINE)  # fmt: skip
@@ -1500,7 +1500,7 @@ class RecordedTools:
                         self.failing.add(to_json([call.name, call.arguments]))
 
     def get(self, name: str) -> None:
-        """Return no Tool object, so that the runner runs the calls one by one."""
+        """Return None (unknown tool), so that the runner runs the calls one by one."""
 
     def get_definitions(self) -> list[dict]:
         return self.definitions

@@ -753,7 +753,7 @@ def replaced(text: str, start: int, end: int, old: str, new: str) -> str:
 
 
 def indentation_before(text: str, start: int) -> str:
-    """Return the spaces before `start` in its line; "" if other text is before `start`, too."""
+    """Return the spaces before `start` in its line, or "" if the line has text before `start`."""
     before = text[max(start - 200, 0) : start].rpartition("\n")[2]
     return before if before.isspace() and not text.startswith("\n", start) else ""
 
@@ -1053,7 +1053,7 @@ def search_child() -> None:
 
 
 def needed_words(source: str, *, ignore_case: bool) -> list[list[str]]:
-    r"""Return lists of words. A matching line has all words of one list; [[]] allows any line.
+    r"""Return lists of words. A line can match only if it has all words of one of the lists.
 
     r"\bneedle\b|def\s+(get|set)_x" → [["needle"], ["get_x", "def"], ["set_x", "def"]]
     """
@@ -1071,7 +1071,7 @@ def needed_words(source: str, *, ignore_case: bool) -> list[list[str]]:
 
 
 def may_match(text: str, options: list[list[str]], *, ignore_case: bool) -> bool:
-    """False if each list has a word that is not in the text, because then no line can match."""
+    """`options` are from `needed_words`. True if the text has all words of one of the lists."""
     is_odd = ignore_case and any(letter in text for letter in "İıſ")  # `re` lets `i` match `İ`, `ı`
     text = text.lower() if ignore_case else text
     return is_odd or any(all(word in text for word in words) for words in options)
