@@ -375,7 +375,7 @@ def batches(calls: list[ToolCallRequest], tools: ToolRegistry) -> Iterator[list[
 
 
 class ContextBuilder:
-    """Builds a request. Prompt caches need identical bytes: no current time in the system prompt."""
+    """Builds a request. Without the current time, since prompt caches need identical bytes."""
 
     def __init__(self, config: Config, memory: MemoryStore, skills: SkillsLoader):
         self.memory = memory
