@@ -375,7 +375,7 @@ def batches(calls: list[ToolCallRequest], tools: ToolRegistry) -> Iterator[list[
 
 
 class ContextBuilder:
-    """Builds a request. Without the current time, since prompt caches need identical bytes."""
+    """Builds a request. Prompt caches need a system prompt without the current time."""
 
     def __init__(self, config: Config, memory: MemoryStore, skills: SkillsLoader):
         self.memory = memory

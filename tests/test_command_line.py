@@ -450,7 +450,7 @@ def test_a_reminder_comes_to_the_prompt_while_no_gateway_runs(own_home):
         telegram.wait_until(lambda: "Remember &lt;for.telegram&gt;!" in telegram.texts(7))
         write_reminders(own_home, "cli:direct", ["two"])  # the gateway runs it, the prompt shows it
         terminal.expect("Remember <two>!")
-        gateway.end()
+        assert gateway.end() and "still running" not in gateway.log.read_text()
         assert terminal.close() == 0
         terminal = Terminal(server=server)
         terminal.expect("> ")
@@ -700,9 +700,7 @@ def test_a_flag_wins_over_a_variable_and_a_variable_over_the_file(own_home, monk
     assert status_rows("--offline", *flags)["workspace"] == f"ok {own_home}/variable"
     flags += ["--workspace", str(own_home / "flag")]
     assert status_rows("--offline", *flags)["workspace"] == f"ok {own_home}/flag"
-    with FakeLLM(["ok"], known_models=["of-flag", "of-variable"]) as server:
-        flag = ("--model", "of-flag", "--no-stream")
-        assert nanobot("-m", "x", *flag, server=server)[0] == 0 and "stream" not in server.bodies[0]
+    with FakeLLM([], known_models=["of-flag", "of-variable"]) as server:
         monkeypatch.setenv("NANOBOT_MODEL", "of-variable")
         monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
         assert "Cannot reach" in status_rows("--model", "m")["model"]
@@ -726,9 +724,9 @@ def test_the_setting_of_a_sandbox_reaches_status_and_exec(own_home, tmp_path, sa
 
 def test_prompt_prints_what_is_sent_part_by_part_and_asks_no_model(own_home):
     with FakeLLM(["ok", "fine"]) as server:
-        nanobot("-m", "Größe?", server=server)
+        nanobot("-m", "Größe?", "--no-stream", server=server)
         status, out, _ = nanobot("prompt", "What is in a.txt?", server=server)
-        assert (status, len(server.bodies)) == (0, 1)
+        assert (status, len(server.bodies), "stream" in server.bodies[0]) == (0, 1, False)
         nanobot("-m", "What is in a.txt?", server=server)
         sent = server.bodies[1]
     assert re.findall(r"^==== (.+) \(~[\d,]+ tokens\) ====$", out, re.M)[-3:] == ["Tools", "History", "User"]
