@@ -1556,8 +1556,8 @@ class WebPage(Channel):
         chat.events.append((chat.count, self._json(**event)))
 
     def _json(self, **event: Any) -> str:
-        """JSON without API keys, except that a question for approval shows the exact call."""
-        shown = event if event["kind"] == "ask" else self.scrub(event)
+        """JSON without API keys; but a question about a call shows the exact call."""
+        shown = event if event.get("what") in ("approve", "call") else self.scrub(event)
         return json.dumps({"time": time.time(), **shown}, default=str)
 
     async def ask(self, text: str, what: str = "approve", **details: Any) -> str:

@@ -134,6 +134,9 @@ def test_keys_are_in_nothing_that_a_window_is_sent(open_page):
     page = open_page()
     page.say("my key is sk-abcdefghijklmnopqrst")
     assert "abcdefghijklmnop" not in json.dumps(page.events("say") + page.events("say"))
+    page.request("POST", "/step", '{"chat": "steps", "on": true}')
+    page.say("my key is sk-abcdefghijklmnopqrst", chat="steps")
+    assert "abcdefghijklmnop" not in json.dumps(page.events("ask", chat="steps"))
 
 
 def test_a_window_gets_the_request_the_call_the_answer_and_the_journal(open_page):
