@@ -154,7 +154,7 @@ class Channel:
         return "*" in self.allow_from or str(sender_id) in self.allow_from
 
 
-# ======== Second reading: slow chats, the terminal, Telegram, timed jobs, the web page ========
+# ======== Second reading: outboxes, the terminal, Telegram, timed jobs, the web page ========
 
 
 # ---- An outbox per chat ----
@@ -519,7 +519,7 @@ class CLI(Channel):
         self._print(rest.removesuffix("\n") + "\n")
 
     def note(self, text: str) -> None:
-        """Print a line to stderr, dim on a terminal. A streamed answer's line is ended first."""
+        """Print a line to stderr, dim on a terminal. First, end a streamed answer's line."""
         if self._streamed:
             self._end_text(self._streamed)
         line = printable(text)
@@ -608,7 +608,7 @@ MOST_PIPED = 100_000  # the maximum number of characters of standard input in a 
 
 
 def text_of_pipe(stream: BinaryIO, folder: Path) -> str:
-    """Return the text. If it is too long, save it in a file, and return its start and the path."""
+    """Return the text, or save a long text in a file and return the start and the path."""
     beginning = stream.read(4 * MOST_PIPED + 1)  # a character has up to four bytes
     text = beginning.decode("utf-8", errors="replace")
     if len(text) <= MOST_PIPED:
@@ -964,7 +964,7 @@ UNDERLINED = r"(?<!\w)_(?=[^\s_])([^_<>\n]+)(?<!\s)_(?!\w)"  # _now_   not a_b_c
 ASIDE = "\ue000(\\d+)\ue001"  # the placeholder `\ue0000\ue001` replaces the first code or link
 TAG = r"<[^>]+>"  # <b>   </b>   <a href="https://x.y">
 ATOM = rf"(?s:{TAG}|&#?\w+;|[^<&])"  # <b>   &lt;   a
-TO_BLANK = r"(?s).* (?![^<>]*>)"  # matches up to the last space outside tags like <a href="…">
+TO_BLANK = r"(?s).* (?![^<>]*>)"  # up to the last space that is not in a tag like <a href="…">
 
 
 def as_html(markdown: str) -> str:
@@ -1332,8 +1332,8 @@ class CronService:
         return jobs
 
     def _start(self, job: CronJob, now: datetime) -> None:
-        """Start a job that is due. A repeated job skips a run that is more than half a period or
-        12 hours late. If an `at` job is over a day late, only report that it was missed."""
+        """Start a job that is due. A repeated job skips a run that is over 12 hours late, or over
+        half a period late. If an `at` job is over a day late, only report that it was missed."""
         due, message, late = job.coming, job.message, self._shown(job.coming)
         job.coming = None if job.at else job.due(now, self.zone)
         if job.at and now - due > ONE_DAY:
@@ -1632,7 +1632,7 @@ class PageRequest:
 
     def _has(self, secret: str, *texts: str) -> bool:
         """Is the secret one of `texts`, and does the request come from this page? A DNS
-        rebinding attack sends another Host header; other web pages send another Origin header."""
+        rebinding attack sends a wrong Host header; other web pages send a wrong Origin header."""
         own = self.page.host
         is_from_here = self.headers.get("Origin", f"http://{own}") == f"http://{own}"
         found = [secrets.compare_digest(text.encode(), secret.encode()) for text in texts]

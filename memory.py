@@ -69,7 +69,7 @@ class Session:
         self.size = 0  # expected file size; another size means that another program wrote to it
 
     def append(self, *messages: dict) -> None:
-        """Append all messages or none. Until `synced` has ended, a power cut may lose messages."""
+        """Append all messages or none. Until `synced` returns, a power cut may lose messages."""
         numbered = enumerate(messages, self.highest + 1)
         self._write([{"n": n} | without_images(message) for n, message in numbered])
 
@@ -87,7 +87,7 @@ class Session:
             self.take(line)
 
     def take(self, line: dict) -> None:
-        """Update the state with one journal line. Later messages stay if `upto` is damaged."""
+        """Update the state with one journal line. Messages after a damaged `upto` are kept."""
         uptos = [line[name] for name in ("n", "upto") if isinstance(line.get(name), int)]
         self.highest = max([self.highest, *uptos])
         if isinstance(line.get("id"), str):
@@ -125,7 +125,7 @@ class Session:
         return [message for message in self.messages if message["n"] > self.start]
 
     def history(self, *later: dict) -> list[dict]:
-        """Returns the conversation for a request, then `later`, which is not in the journal.
+        """Returns the messages for a request: summary, conversation, `later` (not in the journal).
 
         user "a", runtime "It is Monday"           user "It is Monday\\n\\na"
         assistant "Well", cut "it was stopped"  →  assistant "Well"
@@ -143,7 +143,7 @@ class Session:
         return sent
 
     def gap_behind(self, message: dict) -> str:
-        """A note for the next user message, because models imitate notes in assistant messages."""
+        """A note for the next user message; in an assistant message, models would imitate it."""
         if message.get("cut"):
             return f"[the answer above broke off: {message['cut']}]"
         why = self.ended.get(message.get("n", 0))
@@ -177,7 +177,7 @@ class Session:
             self.mark("ended", why=why)
 
     def end_behind(self, excess: float, size: Callable[[dict], int]) -> int:
-        """Returns the last message number of the oldest turns that have the total size `excess`."""
+        """Add the sizes of the oldest turns up to `excess`; return the last message's number."""
         found = 0
         for message in self.conversation():
             excess -= size(message)
@@ -262,7 +262,7 @@ class MemoryStore:
         return self.text_of(self.facts)
 
     def write_facts(self, text: str, instead_of: str) -> bool:
-        """Write MEMORY.md. If another text than `instead_of` is in the file, only return False."""
+        """Write MEMORY.md. If the file's text is not `instead_of`, only return False."""
         with locked(self.lock):
             if self.read_facts() != instead_of:
                 return False
@@ -328,7 +328,7 @@ class MemoryStore:
 
 TEXT = {"type": "string"}
 SAVED = {
-    "history_entry": TEXT | {"description": "2 to 5 sentences that begin with [YYYY-MM-DD HH:MM]"},
+    "history_entry": TEXT | {"description": "[YYYY-MM-DD HH:MM], then 2 to 5 sentences"},
     "memory_update": TEXT | {"description": "The whole new MEMORY.md: all lines, old and new"},
     "summary": TEXT | {"description": "Facts that the conversation still needs, at most 400 words"},
 }
@@ -411,7 +411,7 @@ class Consolidator:
         return end, fitted(text, room)  # even a single turn may be too long
 
     async def _save(self, session: Session, text: str) -> tuple[list[str], str] | None:
-        """Returns (entries, summary), with raw text if no call is valid, or None after an error."""
+        """Returns None (error) or (entries, summary); entries are raw text if no call is valid."""
         earlier = [message["content"] for message in session.summary_messages()]
         for _ in range(3):  # retry if MEMORY.md has changed, or if the answer was cut off
             facts = self.store.read_facts()
@@ -439,7 +439,7 @@ class Consolidator:
 
 
 class Governed:
-    """Shortens a copy of a conversation to `budget` tokens. First, notes replace old tool results.
+    """Shortens a copy of a conversation to `budget` tokens. First, old tool results become notes.
     Then these parts are removed in this order: the oldest turns, the summary, pictures, the oldest
     steps of this turn, parts of results. The system prompt and this turn's user messages stay."""
 
@@ -545,7 +545,7 @@ def read_records(path: Path, is_valid: Callable[[dict], bool]) -> list[dict]:
 
 
 def has(record: Any, **kinds: Any) -> bool:
-    """True if `record` is a dict that has all keys of `kinds`, with values of these types."""
+    """True if `record` is a dict where each key of `kinds` has a value of the type `kinds[key]`."""
     return isinstance(record, dict) and all(isinstance(record.get(k), kinds[k]) for k in kinds)
 
 
@@ -685,7 +685,7 @@ def locked(path: Path, busy: str = "") -> Iterator[None]:
                 import fcntl
 
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB if busy else fcntl.LOCK_EX)
-                unlock.callback(fcntl.flock, file, fcntl.LOCK_UN)  # a subprocess may share `file`
+                unlock.callback(fcntl.flock, file, fcntl.LOCK_UN)  # a child may hold `file` open
         except (BlockingIOError, PermissionError):
             raise SessionBusy(busy) from None
         yield
@@ -855,7 +855,7 @@ class TokenCounter:
         return sum(map(self.size, messages))
 
     def count_exactly_from_now_on(self) -> None:
-        """Load the vocabulary in the background; until this has ended, the counts are estimates."""
+        """Load the vocabulary in the background; until it is loaded, the counts are estimates."""
         if not self._fetching.ident:
             self._fetching.start()
 
@@ -993,7 +993,7 @@ class MemoryRepository:
             problem = done.stderr.decode(errors="replace").strip()
             log.info("git %s: %s", arguments[0], problem)
             raise OSError(why or problem)
-        return done.stdout.decode(errors="surrogateescape")  # so a patch keeps all its bytes
+        return done.stdout.decode(errors="surrogateescape")  # keeps all bytes of a patch
 
     def commit(self, subject: str) -> tuple[str, int]:
         """Commit all files. Returns (an error for the user or "", the number of changed lines)."""
@@ -1136,7 +1136,7 @@ def skill_of(path: Path, data: bytes) -> Skill:
 def fields_of(front: str) -> dict[str, str]:
     """Parse YAML lines `key: value`. A value may have quotes, or continue on indented lines."""
     fields = {}
-    front = re.sub(r"\n\n+", "\n", front)  # one pattern for both lines would take quadratic time
+    front = re.sub(r"\n\n+", "\n", front)  # one regex for both steps would take quadratic time
     for line in re.sub(r"\n[ \t]+", " ", front).split("\n"):
         key, _, value = line.partition(":")
         value = value.strip()

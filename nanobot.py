@@ -304,7 +304,7 @@ class AgentRunner:
         await state.spec.hook.on_stream_end(resuming=not state.result.stop_reason)
 
     async def _finish(self, state: RunState, reason: str, text: str | None, cut: str = "") -> None:
-        """End the run with `text`. `cut` is the reason why `text` is incomplete, if it is."""
+        """End the run with `text`. If `text` is incomplete, `cut` is the reason."""
         response = state.context.response
         answer = await state.spec.hook.finalize_content(state.draft.joined(text))
         message = {"role": "assistant", "content": answer}
@@ -318,7 +318,7 @@ class AgentRunner:
         state.result.final_content = f"{answer}\n\n({cut})" if cut else answer
 
     def _keep_half_answer(self, state: RunState, why: str) -> str | None:
-        """Write the part of an answer that the user saw to the journal, for the next request."""
+        """Write the shown part of an answer to the journal, for the next request."""
         shown = state.draft.joined(state.draft.streamed)
         if not shown.strip():
             return None
@@ -336,7 +336,7 @@ def verdict(state: RunState, response: LLMResponse) -> str:
     `calls`: if the model calls tools, run the tools and ask the model again.
     `answered`: if the answer has a text, the run ends with this text.
     `empty`: if a filter withheld the text, or a request without tools got no text, the run ends.
-    `blank`: if the answer has no text and no calls, ask again; after a second one, without tools.
+    `blank`: if text and calls are missing, ask again; after two blank answers, without tools.
     """
     is_withheld = response.finish_reason in WITHHELD
     # a content filter can stop an answer in the middle of a call's argument
@@ -658,7 +658,7 @@ class Background:
         task.add_done_callback(self.tasks.discard)
 
     async def settled(self, seconds: float = 60.0) -> None:
-        """Wait up to `seconds`, then cancel the tasks. Later turns repeat cancelled memory work."""
+        """Wait up to `seconds`, then cancel the tasks. Later turns redo cancelled memory work."""
         if self.tasks:
             await asyncio.wait(self.tasks, timeout=seconds)
         await end_all(self.tasks)
@@ -699,7 +699,7 @@ class RunState:
     why_empty: str = "the model sent nothing useful"  # the reason why there is no answer
     note: str = ""  # a message for the next request only
     failure: str = ""  # the error of the last failed call of this step
-    calls: dict[str, int] = field(default_factory=dict)  # call → in how many consecutive steps
+    calls: dict[str, int] = field(default_factory=dict)  # call, outcome → number of steps in a row
     calls_before: dict[str, int] = field(default_factory=dict)  # `calls` of the previous step
     room: int = sys.maxsize  # token limit of requests; lowered after a request was too long
     is_told: bool = False  # True: the user was informed that messages are left out
@@ -806,7 +806,7 @@ def prepare_workspace(workspace: Path) -> Path:
 
 
 def identity(turn: Turn, who: str) -> str:
-    """Fill in the template `identity`. If `who` is not empty, it replaces paragraph 1."""
+    """Fill in the template `identity`. `who`, if not empty, replaces paragraph 1."""
     style = template("format_cli") if turn.channel == "cli" else template("format_chat")
     platform = f"{sys.platform}, Python {sys.version_info.major}.{sys.version_info.minor}"
     about = {"platform": platform, "cwd": turn.cwd, "workspace": turn.workspace}
@@ -1072,7 +1072,7 @@ class BusService:
 
     async def receive(self, message: InboundMessage) -> None:
         """Queue a message in its chat. Commands run at once, except /new and /continue."""
-        is_report = message.channel == "system"  # reports have a session key in `chat_id`
+        is_report = message.channel == "system"  # the `chat_id` of a report is a session key
         key = message.chat_id if is_report else message.session_key
         conversation = self.conversations.setdefault(key, Conversation(self, key))
         command = "" if is_report else slash_command(message.content)[0]
@@ -1102,7 +1102,7 @@ class BusService:
         missing = [str(path) for path in files if not path.is_file()]
         if missing:
             raise ToolError(f"There is no file {', '.join(missing)}.")
-        if key != turn.session_key and content:  # a text for another chat goes into its journal
+        if key != turn.session_key and content:  # the other chat's journal must get the text too
             self.work.start(self.bus.publish(InboundMessage("system", "job", key, content)))
             content = ""
         if content or files:
@@ -1194,7 +1194,7 @@ class Conversation:
                     self.service.work.start(self._answer_what_waits())
                 raise
             except Exception as problem:
-                if not lines or lines[0]["id"] in session.known_ids:  # do not retry; send the error
+                if not lines or lines[0]["id"] in session.known_ids:  # no retry: show the error
                     error = f"{type(problem).__name__}: {problem}"
                     self._deliver(session, AgentRunResult(stop_reason="error", error=error))
                 raise
@@ -1222,7 +1222,7 @@ class Conversation:
                 return result
         elif lines[0]["kind"] == "report" and lines[0].get("sender") != "subagent":
             session.end_open_turn("interrupted")
-            text = lines[0]["content"]  # journal the report, so that the model understands a reply
+            text = lines[0]["content"]  # journal the report, because the user may reply to it
             session.append({"role": "assistant", "content": text, "id": lines[0]["id"]})
             await session.synced()
             return AgentRunResult(text)
@@ -1295,7 +1295,7 @@ SERVED = "A gateway or a page already serves {}. Stop that program, or use anoth
 
 
 def gateway_runs(workspace: Path, lock: str = "gateway") -> bool:
-    """True if a program holds `lock`: "gateway" for a gateway, "jobs" for the runner of jobs."""
+    """True if a program holds `lock`: "gateway" for a gateway, "jobs" for a job runner."""
     try:
         with locked(workspace / ".nanobot" / f"{lock}.lock", "the lock is held"):
             return False
@@ -1407,7 +1407,7 @@ class JobRunner:
             await self._answer("cron:heartbeat", template("heartbeat", tasks=tasks))
 
     async def run_job(self, job: CronJob, run: str) -> None:
-        """Run a job and send its answer or error to its chat. `run` is the id of the report."""
+        """Run a job and send its answer or error to its chat. The report gets the id `run`."""
         GATEWAY_LOG.info("cron %s: %s", job.id, job.message[:80])
         chat, task = f"{job.channel}:{job.chat_id}", template("job", message=job.message)
         report = InboundMessage("system", "job", chat, "", message_id=run)
@@ -1523,7 +1523,7 @@ class SubagentManager:
         work = asyncio.create_task(self._work(task, turn))
         self.running[work] = turn.session_key
         work.add_done_callback(self.running.pop)
-        if wait or turn.channel == "cron":  # a job must wait, because no later message can reach it
+        if wait or turn.channel == "cron":  # a job waits here: a finished job gets no report
             return await work
         name = label or task[:40]
         work.add_done_callback(partial(self._announce, name, turn.session_key))
@@ -1629,7 +1629,7 @@ class Commands:
                 text = self._status(turn)
             case "stop":
                 has_stopped = self.loop.stop(turn.session_key)
-                await asyncio.sleep(0)  # the stopped turn sends its last text before `text`
+                await asyncio.sleep(0)  # first, the stopped turn sends its last text
                 text = "Stopped; resume with /continue." if has_stopped else "Nothing is running."
             case "dream":
                 text = await self.loop.dream.run()

@@ -438,7 +438,7 @@ def with_results(messages: list[dict]) -> list[dict]:
     """
     paired: list[dict] = []
     used_ids: set[str] = set()
-    waiting: dict[Any, list[dict]] = {}  # old id → tool messages that wait for a result
+    waiting: dict[Any, list[dict]] = {}  # old id → tool messages that still contain NO_RESULT
     for message in messages:
         if message["role"] == "tool":
             places = waiting.get(message.get("tool_call_id"))
@@ -559,7 +559,7 @@ class ProviderSpec:
     key_prefix: str = ""
     default_model: str = ""
     is_gateway: bool = False  # True: model names contain a maker, like openai/gpt-5
-    is_local: bool = False  # True: the server needs no key, and the code uses no proxy
+    is_local: bool = False  # True: the server needs no key and is asked without a proxy
     supports_prompt_caching: bool = False  # True: the endpoint caches only marked texts
     max_tokens_field: str = "max_tokens"
 
@@ -756,7 +756,7 @@ class Failure(Exception):
     """A request failed: `cause` is for people, the other fields are for the code."""
 
     cause: str
-    kind: str = ""  # a kind from KINDS or NO_ANSWER, or "package"
+    kind: str = ""  # a kind in KINDS or in NO_ANSWER, "package", or ""
     text: str = ""  # the whole text of the endpoint's error
     status: int | None = None
     seconds: float = 0.0  # the delay that the endpoint asks for
@@ -809,7 +809,7 @@ def refusal(body: Any, status: int | None = None, wait: str = "") -> Failure:
         status = fields["code"]
     line = " ".join(str(inside or "")[:4_000].split())[:500]
     cause = f"HTTP {status}: {line}" if status else line
-    text = str(body or "")[:4_000]  # long enough for each pattern, short enough for a fast search
+    text = str(body or "")[:4_000]  # enough text for each pattern, and the search stays fast
     found = [kind for kind, words in KINDS if re.search(f"(?is){words}", f"{status} {text}")]
     soon = re.search(rf"(?i){AGAIN}(\d{{1,9}}(?:\.\d{{1,9}})?) ?s", text)
     soon = re.fullmatch(r"(\d{1,9}(?:\.\d+)?)", wait) or soon
@@ -1015,7 +1015,7 @@ HEALING = [
 # ---- The HTTP request and the stream ----
 # The request has few parameters, because endpoints refuse parameters that they do not know.
 
-DONE = {"choices": [{}]}  # replaces `data: [DONE]`; a choice without `delta` ends the answer
+DONE = {"choices": [{}]}  # stands for `data: [DONE]`; a choice without `delta` ends the answer
 
 
 def request_body(endpoint: Endpoint, request: LLMRequest, healed: list[Healed]) -> dict:
@@ -1043,7 +1043,7 @@ def cache_marks(body: dict) -> dict:
 
 @cache
 def load_sdk() -> Any:
-    """Import the `openai` package in about 0.5 s. Raises Failure if the package is missing."""
+    """Import the `openai` package, which takes 0.5 s. Raises Failure if the package is missing."""
     gc.disable()  # with the garbage collector on, loading 800 modules takes 0.1 s more
     try:
         import openai
@@ -1091,8 +1091,8 @@ class Connection:
     async def chunks(self, body: dict) -> AsyncIterator[dict]:
         """Yield the chunks of an answer; one chunk if the server does not stream. Raises Failure.
 
-        The first chunk must arrive within the request timeout (SSE comments do not count). Each
-        later chunk must arrive within the idle timeout. Timeouts pause while a chunk is handled.
+        The first chunk must arrive within the request timeout (SSE comments do not count), each
+        later chunk within the idle timeout. No timeout runs while the caller handles a chunk.
         """
         chunk = None
         raw = {"headers": {"X-Stainless-Raw-Response": "stream"}, "security": {"bearer_auth": True}}
@@ -1317,7 +1317,7 @@ def estimate_usage(request: LLMRequest, answer: LLMResponse) -> dict:
 
 # ---- Calls that a weak model wrote as text ----
 # In one of three answers, Qwen2.5-Coder-1.5B writes "I will use the `read_file` function." and then
-# the call as JSON in a code fence. A call in a text runs only at the end of the text. If the answer
+# the call as JSON in a code fence. Only calls at the end of a text are run. If the answer
 # begins with "{", the code ignores text after the calls, because weak models add invented results.
 
 TAG = r"(?:tool_calls?|tools)>"
@@ -1352,7 +1352,7 @@ def read_text_calls(text: str, tools: dict[str, dict]) -> tuple[str, list[ToolCa
 
 def calls_in(text: str, place: int, tools: dict[str, dict]) -> list[ToolCallRequest]:
     """Read the calls from `place` to the end of the text, or raise an exception. A JSON
-    parser reads the calls, so a fence or a tag inside a string remains part of the string."""
+    parser reads JSON calls, so a code fence or a tag inside a string stays in the string."""
     calls = []
     while (place := AROUND.match(text, place).end()) < len(text):
         if calls and text[place] not in "{<" and BARE_CALL.match(text):
@@ -1480,7 +1480,7 @@ class RecordedTools:
     """Replaces the tools in a replay: no tool runs, and each call gets the next recorded result.
 
     `make_result` takes text, is_error and images, like ToolResult. Each WARNING is removed, because
-    the runner adds it again. Only the text "This same call has failed" indicates a failed call.
+    the runner adds it again. Only results with "This same call has failed" mark a call as failed.
     """
 
     def __init__(self, records: list[dict], make_result: Callable[..., Any]):
@@ -1643,7 +1643,7 @@ class Rules:
             start = re.match(r"\w{0,2}", spoken.lower())[0]
             for sentence, regex, rule in self.sentences:
                 if start not in sentence.lower() and "<" not in sentence[:2]:
-                    continue  # saves 100 ms, because most sentences are never compiled
+                    continue  # saves 100 ms, because most regexes are never compiled
                 found = re.fullmatch(regex, f" {spoken}", re.IGNORECASE | re.DOTALL)
                 if found:
                     return rule, {name: said for name, said in found.groupdict().items() if said}
@@ -1703,7 +1703,7 @@ class Plan:
         self.known = {"time": times[-1], "memory": memory[0]}
 
     def answer(self) -> str:
-        """Return the text of the answer. If `next_call` is set afterwards, the text is not used."""
+        """Return the text of the answer. The text is used only if `next_call` stays None."""
         if self.saves_memory:
             return self._result("save_memory", saved_memory(self.question))
         if "[SKIP]" in self.prompt and "[MEMORY]" in self.prompt:

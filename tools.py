@@ -295,7 +295,7 @@ class Turn:
         try:
             real = (self.cwd / os.path.expanduser(text)).resolve()
             holds_keys = self.is_secret(real)
-            if real.is_symlink():  # since Python 3.13 `resolve` returns a link to itself
+            if real.is_symlink():  # since 3.13, `resolve` accepts a link that leads to itself
                 raise OSError("it is a link that leads to itself")
         except (OSError, RuntimeError, ValueError) as problem:  # a link to itself, or a NUL byte
             raise ToolError(f"{text!r} is not a usable path: {problem}") from None
@@ -726,7 +726,7 @@ def replace_passage(text: str, old: str, new: str, replace_all: bool = False) ->
 def passages_by_lines(text: str, old: str) -> list[tuple[int, int]]:
     """Find `old`, ignoring spaces around each line; returns [(start, end), …] of all matches."""
     lines = [re.escape(line.strip(" \t\r")) for line in old.strip("\n").split("\n")]
-    if len(lines) > 100 or not old.strip():  # a search for more than 100 lines is slow
+    if len(lines) > 100 or not old.strip():  # the search is slow if `old` has over 100 lines
         return []
     spaced = [rf"[ \t]*{line}[ \t\r]*" if line else r"[ \t\r]*" for line in lines]
     pattern = r"(?m)^(?=(" + r"\n".join(spaced) + "$))"
@@ -809,7 +809,7 @@ def notebook_edit(
     cell_type: Literal["code", "markdown", "raw", ""] = "",
     mode: Literal["replace", "insert", "delete"] = "replace", *, turn: Turn,
 ) -> str:  # fmt: skip
-    """Change a cell of a Jupyter notebook; mode="insert" adds one before it. Returns the diff."""
+    """Change, insert or delete cell number `cell` of a Jupyter notebook. Returns the diff."""
     return rewrite(path, turn, lambda text: change_cell(text, cell, source, cell_type, mode))
 
 
@@ -1200,7 +1200,7 @@ def without_here_document(command: str) -> str:
 
 
 def is_deletable(name: str, turn: Turn) -> bool:
-    """True if `name` is a plain path below the working folder, with no records or keys in it."""
+    """True if `name` is a plain path below the working folder, and holds no AGENT_FILES or keys."""
     if re.search(r"[$`{?\[]|\*.*/|(^|/)\.\.(/|$)", name):  # the target of $X/../*/a is unknown
         return False
     target = os.path.dirname(name) if "*" in name else name  # for `sub/*`, check `sub`
@@ -1643,7 +1643,7 @@ def readable(response: Any, body: bytes) -> str:
 
 
 class SearchService(NamedTuple):
-    url: str  # only a path, like /search, if the user must set baseUrl
+    url: str  # for a path without a host, like /search, the user must set baseUrl
     query: str  # the name of the parameter for the search words
     count: str = ""
     headers: dict[str, str] = {}  # {key} is replaced by the user's key
@@ -1820,7 +1820,7 @@ class MCPServer:
         self.problem, self.started, self.retry_at = "", 0.0, 0.0
 
     async def connect(self, patience: float = 5.0) -> None:
-        """Connect if needed; wait for the result, but only until `patience` s after the start."""
+        """Connect if needed; wait for the result until `patience` s after the attempt began."""
         is_running = self.task and not self.task.done()
         if not is_running and time.monotonic() >= self.retry_at:
             self.ready, self.started, self.scope = asyncio.Event(), time.monotonic(), None
