@@ -1147,7 +1147,6 @@ def several(provider, count, told=None):
 
 def test_a_kept_connection_that_the_server_closed_is_no_reason_to_wait():
     told = []
-
     with FakeLLM(["One.", Hang(0), "Two."]) as server:
         provider = made(server, "local")
         provider.pace = 1e9  # a wait would never end
@@ -1158,9 +1157,10 @@ def test_a_kept_connection_that_the_server_closed_is_no_reason_to_wait():
 
 def test_a_server_that_sees_less_than_it_was_sent_is_told_of_once():
     told = []
-
     long = [SYSTEM, {"role": "user", "content": "word " * 20_000}]
-    with FakeLLM([Reply("Hi.", usage={"prompt_tokens": 4_096, "completion_tokens": 2})] * 2) as server:
+    with FakeLLM([Reply("Hi.", usage={"prompt_tokens": 4_096, "completion_tokens": 2})] * 3) as server:
+        ask(made(server, "custom"), long, told=told)
+        assert told == []
         provider = made(server, "ollama")
         for _ in range(2):
             ask(provider, long, told=told)[0]
