@@ -169,10 +169,12 @@ def test_what_is_piped_in_is_the_message_or_stands_behind_it(own_home):
 
 @pytest.mark.skipif(os.name != "posix", reason="a closed descriptor is a POSIX thing")
 def test_closed_and_odd_streams_do_no_harm(own_home):
-    with FakeLLM(["naïve Γειά"]) as server:
-        letters = {"PYTHONIOENCODING": "latin-1"}
-        process = start("-m", "x", server=server, extra=letters, preexec_fn=lambda: os.close(0))
+    with FakeLLM(["naïve Γειά"] * 2) as server:
+        silent = start("-m", "x", server=server, stdin=subprocess.PIPE)  # nothing comes through this pipe
+        latin = {"extra": {"PYTHONIOENCODING": "latin-1"}, "preexec_fn": lambda: os.close(0)}
+        process = start("-m", "x", "-s", "b", server=server, **latin)
         out, err = process.communicate(timeout=LONG)
+        assert silent.wait(LONG) == 0
     assert (process.returncode, out) == (0, "na\\xefve ????\n"), err
     reading, writing = os.pipe()
     os.close(reading)
