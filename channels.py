@@ -940,7 +940,7 @@ def file_in(message: dict) -> dict:
 
 
 def is_call(message: dict, bot: dict) -> bool:
-    """Does a group's message mention the bot ("@my_bot, what…", "/stop@my_bot"), or reply to it?"""
+    """True if a message mentions the bot ("@my_bot, what…", "/stop@my_bot") or replies to it."""
     author = (message.get("reply_to_message") or {}).get("from") or {}
     name = rf"@{re.escape(bot['username'])}(?!\w)"
     return author.get("id") == bot["id"] or bool(re.search(name, words_in(message), re.IGNORECASE))
@@ -1347,7 +1347,7 @@ class CronService:
         self._running[job.id] = asyncio.create_task(self._run(replace(job, message=message), due))
 
     async def _run(self, job: CronJob, due: datetime) -> None:
-        """Run a job and record the run. After a restart, a cancelled run is repeated."""
+        """Run a job and record the run. A run that ends with the program is repeated later."""
         began, name, error = self.now().isoformat(), f"{job.id}@{due:%Y-%m-%dT%H:%M:%SZ}", ""
         try:
             work = self._system[job.id]() if job.system else self.fire(job, name)
@@ -1392,7 +1392,7 @@ class CronService:
 
         `add` needs a message and one of `every_seconds`, `cron_expr` and `at`. For "in 10 minutes",
         `at` is the time in the runtime context plus 10 minutes. For "daily at 8", `cron_expr` is
-        "0 8 * * *". Tell the user when the job runs. To change a job, remove it, then add another.
+        "0 8 * * *". Tell the user the job's time. To change a job, remove it, then add another.
         """
         if action == "list":
             jobs = [job_of(row, self._utc(), self.zone) for row in self.store.read()]

@@ -60,8 +60,8 @@ class Session:
         self.highest = 0  # highest number so far: the next message gets `highest + 1`
         self.start = 0  # last message number before `/new`
         self.saved = 0  # the messages up to this number are in the long-term memory
-        self.summary = ""  # text that replaces the saved messages in requests
-        self.turn_ends: set[int] = set()  # last message numbers of all turns except the newest
+        self.summary = ""  # requests have this text instead of the saved messages
+        self.turn_ends: set[int] = set()  # of each turn but the newest: its last message number
         self.ended: dict[int, str] = {}  # last message number of each unanswered turn → the reason
         self.resumed = 0  # number of restarts that resumed the open turn
         self.undelivered: list[dict] = []  # answers that have no mark `delivered` yet
@@ -486,7 +486,7 @@ class Governed:
         messages, begin, last_step = self.messages, self.begin, self.last_step
         for n, message in enumerate(messages[:last_step]):
             length, name = len(message.get("content") or ""), message.get("name")
-            if message["role"] == "tool" and length >= 500:  # models do not imitate this note
+            if message["role"] == "tool" and length >= 500:  # a note that models do not imitate
                 text = f"[{length:,} characters that {name} returned are left out here]"
                 yield "old tool result", {n: {**message, "content": text}}
         past = [n for n in range(begin) if messages[n]["role"] != "system"]
@@ -980,7 +980,7 @@ class MemoryRepository:
         self.folder = workspace / ".nanobot" / "memory.git"
 
     def git(self, *arguments: str, text: str = "", why: str = "") -> str:
-        """Run git. Raises OSError with the text `why`, or with git's message if `why` is empty."""
+        """Run git. If git fails, raises OSError with the text `why`, or else with git's message."""
         own = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
         own |= {"GIT_DIR": ".nanobot/memory.git", "GIT_WORK_TREE": ".", "LC_ALL": "C"}
         own |= {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull}
@@ -996,7 +996,7 @@ class MemoryRepository:
         return done.stdout.decode(errors="surrogateescape")  # keeps all bytes of a patch
 
     def commit(self, subject: str) -> tuple[str, int]:
-        """Commit all files. Returns (an error for the user or "", the number of changed lines)."""
+        """Commit all files. Returns an error text ("" if there is none) and the changed lines."""
         if not shutil.which("git"):
             return "git is not installed, so a dream cannot be shown or undone.", 0
         try:

@@ -172,7 +172,7 @@ class LLMProvider:
 
 
 class ScriptedProvider(LLMProvider):
-    """Returns the given replies in order: texts, calls, lists of calls or LLMResponse objects."""
+    """Returns the given replies. A reply is a text, a call, a list of calls or an LLMResponse."""
 
     model = "scripted"
 
@@ -679,7 +679,7 @@ def row_of_address(base_url: str) -> ProviderSpec:
 
 def row_of_model(known: dict[str, Endpoint], model: str) -> ProviderSpec | None:
     """Choose a row that has a key or an address. The maker's row comes first; `maker/model` or
-    `keywords` identify the maker. Then the user's own server follows, then a gateway. If the maker
+    `keywords` identify the maker. Second is the user's own server; third, a gateway. If the maker
     is unknown, any row may be chosen."""
     usable = [row for row in PROVIDERS if known[row.name].api_base]
     usable += [row for row in PROVIDERS if known[row.name].api_key and row.default_api_base]
@@ -1015,7 +1015,7 @@ HEALING = [
 # ---- The HTTP request and the stream ----
 # The request has few parameters, because endpoints refuse parameters that they do not know.
 
-DONE = {"choices": [{}]}  # stands for `data: [DONE]`; a choice without `delta` ends the answer
+DONE = {"choices": [{}]}  # the chunk for `data: [DONE]`: a choice without `delta` ends the answer
 
 
 def request_body(endpoint: Endpoint, request: LLMRequest, healed: list[Healed]) -> dict:
@@ -1158,7 +1158,7 @@ def parse_answer(data: bytes) -> dict:
     raise Failure(f"not a JSON object but: {start[:120] or 'nothing'}", kind)
 
 
-# ---- Chunks are joined to an answer ----
+# ---- An answer is put together from chunks ----
 # Endpoints stream calls in eleven different ways, and may send an error after a "200 OK".
 
 # Some models write <think>…</think> before the answer; some send only the end tag.

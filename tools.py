@@ -125,7 +125,7 @@ class Tool:
 
 def tool(function: Callable | None = None, **flags: Any) -> Any:
     """Make a tool: `@tool` or `@tool(read_only=True)` above a function, `tool(a.b)` for a method.
-    The function becomes the method `run`, or `execute` if it is async, of a new Tool subclass."""
+    A new Tool subclass has the function as its method `run` (`execute` if it is async)."""
     if function is None:
         return functools.partial(tool, **flags)
 
@@ -315,7 +315,7 @@ class Turn:
         for secret in self.secret:
             if real.parent == secret.parent and real.name.startswith(secret.name):
                 return True  # `startswith` also finds copies, like config.json.bak.
-        # `samefile` also finds hard links, and CONFIG.JSON if the file system ignores case.
+        # `samefile` also finds hard links, and CONFIG.JSON on systems that ignore case.
         existing = [secret for secret in self.secret if real.exists() and secret.exists()]
         return any(real.samefile(secret) for secret in existing)
 
@@ -455,7 +455,7 @@ def cast(value: Any, schema: Any) -> Any:
 
 
 def validate(value: Any, schema: Any, path: str = "") -> list[str]:
-    """Find wrong types, choices, sizes, keys: ["size must be <= 6", "rows[0].name is required"]"""
+    """Find values that the schema forbids: ["size must be <= 6", "rows[0].name is required"]"""
     if not isinstance(schema, dict):
         return []
     name, wanted = path or "value", kinds(schema)
@@ -785,7 +785,7 @@ def reindented(old: str, new: str, passage: str) -> str | None:
 
 
 def indentations(lines: list[str]) -> list[str]:
-    """The indentation of each line that is not blank."""
+    """The indentations of all lines except blank lines."""
     return [line[: len(line) - len(line.lstrip(" \t"))] for line in lines if line.strip()]
 
 
@@ -1693,7 +1693,7 @@ class WebSearch(Tool):
         results = search_results(page, service.results)[:count] if response.status == 200 else []
         is_captcha = not results and re.search(r"\banomaly[.-](js|modal)", page)
         if response.status != 200 or is_captcha:
-            advice = ADVICE.get(response.status, "The service may block this program as a robot.")
+            advice = ADVICE.get(response.status, "The service may take this program for a robot.")
             advice += " The user may change tools.web.search."
             raise ToolError(f"{self.provider} answered {response.status}. {advice}")
         lines = [UNTRUSTED]

@@ -171,11 +171,10 @@ def test_what_is_piped_in_is_the_message_or_stands_behind_it(own_home):
 def test_closed_and_odd_streams_do_no_harm(own_home):
     with FakeLLM(["naïve Γειά"] * 2) as server:
         silent = start("-m", "x", server=server, stdin=subprocess.PIPE)  # nothing comes through this pipe
-        latin = {"extra": {"PYTHONIOENCODING": "latin-1"}, "preexec_fn": lambda: os.close(0)}
-        process = start("-m", "x", "-s", "b", server=server, **latin)
+        latin = {"PYTHONIOENCODING": "latin-1"}
+        process = start("-m", "x", "-s", "b", server=server, extra=latin, preexec_fn=lambda: os.close(0))
         out, err = process.communicate(timeout=LONG)
-        assert silent.wait(LONG) == 0
-    assert (process.returncode, out) == (0, "na\\xefve ????\n"), err
+        assert (process.returncode, out, silent.wait(LONG)) == (0, "na\\xefve ????\n", 0), err
     reading, writing = os.pipe()
     os.close(reading)
     process = start("prompt", "--offline", stdout=writing)  # nanobot prompt | head
@@ -700,8 +699,7 @@ def test_a_flag_wins_over_a_variable_and_a_variable_over_the_file(own_home, monk
     assert (rows["workspace"], rows["model"][:8]) == (f"ok {own_home}/file", "ok human")
     monkeypatch.setenv("NANOBOT_WORKSPACE", str(own_home / "variable"))
     assert status_rows("--offline", *flags)["workspace"] == f"ok {own_home}/variable"
-    flags += ["--workspace", str(own_home / "flag")]
-    assert status_rows("--offline", *flags)["workspace"] == f"ok {own_home}/flag"
+    assert status_rows("--offline", *flags, "--workspace", f"{own_home}/flag")["workspace"] == f"ok {own_home}/flag"
     with FakeLLM([], known_models=["of-flag", "of-variable"]) as server:
         monkeypatch.setenv("NANOBOT_MODEL", "of-variable")
         monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")

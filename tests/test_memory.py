@@ -1285,7 +1285,6 @@ def test_no_file_that_a_command_planted_gets_into_a_request_or_holds_it_up(tmp_p
 
 
 # ---- Dream ----
-
 BLUE = "- Favourite colour: blue\n"
 GREEN = "- Favourite colour: green\n"
 
