@@ -809,7 +809,7 @@ def notebook_edit(
     cell_type: Literal["code", "markdown", "raw", ""] = "",
     mode: Literal["replace", "insert", "delete"] = "replace", *, turn: Turn,
 ) -> str:  # fmt: skip
-    """Change, insert or delete cell number `cell` of a Jupyter notebook. Returns the diff."""
+    """Change, insert or delete a cell of a Jupyter notebook (.ipynb). Returns the diff."""
     return rewrite(path, turn, lambda text: change_cell(text, cell, source, cell_type, mode))
 
 
@@ -857,7 +857,7 @@ def find_files(turn: Turn, root: Path, *globs: str) -> list[tuple[str, str]]:
         return [(root.name, str(root))]
     if not root.is_dir():
         raise ToolError(f"There is no folder {root}.{similar_names(root)}")
-    patterns = [glob_pattern(glob) for glob in globs if glob != "*"]
+    patterns = [glob_pattern(glob) for glob in globs if glob not in ("", "*")]
     start, deadline = len(os.path.join(root, "")), time.monotonic() + SEARCH_SECONDS
     suspects = ("environ", "mem", *(path.name for path in turn.secret))
     inodes = {path.stat().st_ino for path in turn.secret if path.exists()}
@@ -973,8 +973,8 @@ QUANTIFIED = r"(?s).?[*+?{][*+?\d,}]*|[.^$]"  # matches `s?` in `words?`, `a{2,5
 
 @tool(read_only=True)
 async def grep(
-    pattern: str, path: str = ".", glob: Annotated[str, "Only file names like *.py"] = "*",
-    type: Annotated[str, "Only files of a type, like py, js, rust"] = "",
+    pattern: str, path: str = ".", glob: Annotated[str, "Only these names (default: all)"] = "*",
+    type: Annotated[str, "Only this file type (default: all)"] = "",
     case_insensitive: bool = False, fixed_strings: bool = False,
     output_mode: Literal["files_with_matches", "content", "count"] = "files_with_matches",
     context: Annotated[int, IntegerSchema("Lines before and after a match", minimum=0)] = 0,
@@ -991,7 +991,7 @@ async def grep(
     if problem := answer.get("problem"):
         raise ToolError(f"{pattern!r} is no regular expression: {problem}. Or set fixed_strings.")
     items, skipped = answer["lines"], answer["skipped"]
-    only = f", only in {glob} of type {type or 'any'}" if type or glob != "*" else ""
+    only = f", only in {glob} of type {type or 'any'}" if type or glob not in ("", "*") else ""
     nothing = f"No match for {pattern!r} in {root}{only}."
     for syntax, advice in OF_OTHER_PROGRAMS.items():
         if not items and not fixed_strings and re.search(syntax, pattern):

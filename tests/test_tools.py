@@ -1344,7 +1344,7 @@ def test_search_never_shows_a_file_with_keys_or_what_was_put_aside(turn):
     ("glob", {"pattern": "[z-a]"}, "bad character range"), ("glob", {"pattern": "{a,b"}, "Close each { and ["),
     ("glob", {"pattern": "*.rs"}, "No file below"),
     ("glob", {"pattern": "*", "path": "sr"}, "Similar names: src."),
-    ("grep", {"pattern": "TODO", "type": "py"}, "main.py\nsrc/app.py\nsrc/deep/util.py"),
+    ("grep", {"pattern": "TODO", "type": "py", "glob": ""}, "main.py\nsrc/app.py\nsrc/deep/util.py"),
     ("grep", {"pattern": "TODO", "type": "py", "head_limit": 2}, "main.py\nsrc/app.py\n(there are more"),
     ("grep", {"pattern": "TODO", "type": "js", "glob": "src/*"}, "No match for 'TODO'"),
     ("grep", {"pattern": "("}, "is no regular expression: "),
