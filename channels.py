@@ -285,8 +285,8 @@ def end_on_signals(handler: Callable[..., None] = terminate) -> None:
 
 
 def prepare_streams() -> None:
-    """Open each closed standard stream as the null device. If the journal got file descriptor 1,
-    child processes would write into the journal. Replace characters that cannot be encoded."""
+    """Open each closed standard stream as the null device, because Python sets a closed stream to
+    None, which has no method `isatty`. Replace characters that cannot be encoded."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
@@ -319,7 +319,7 @@ def type_at(prompt: str, live: bool, err: TextIO) -> str:
 # ---- The waiting line at the terminal ----
 
 class Waiting:
-    """The line `waiting for the model, 12 s`, which is erased before any other output. The main
+    """The line `waiting for the model, 12 s`, which is erased before CLI prints anything. The main
     thread draws this line during a turn, except when the user has to answer a question."""
 
     def __init__(self, err: TextIO | None, clock: Callable[[], float] = time.monotonic):
@@ -477,8 +477,8 @@ class CLI(Channel):
         self.kinds = kinds or ("progress", "tool_hint", "retry")  # printed to `err`
         self.live = self.out.isatty()
         self.waiting = Waiting(self.err)
-        self._streamed = ""  # the printed part of an unfinished answer
-        self._word, self._column = "", 0  # the last word, and the column where this word starts
+        self._streamed = ""  # the text of an unfinished answer so far
+        self._word, self._column = "", 0  # a word not yet printed, and the column where it starts
         self._is_code = False  # inside a code block: between two lines that begin with ```
         self._prompt = ""  # the prompt at which the user is typing
 
@@ -748,7 +748,7 @@ class Telegram(Channel):
 
     name = "telegram"
     poll_seconds = 50  # if no message arrives within this time, the server returns []
-    slack_seconds = 15  # a request times out after `poll_seconds` + `slack_seconds`
+    slack_seconds = 15  # getUpdates times out so many seconds after the server should answer
     album_seconds = 2.0  # seconds to wait for the other pictures of an album
     typing_seconds = 4.0  # seconds between two "typing" signals, which Telegram shows for 5 s
     most_typing = 75  # at most 75 "typing" signals for each message: 75 × 4 s = 5 minutes
@@ -949,7 +949,7 @@ def is_call(message: dict, bot: dict) -> bool:
 # ---- Telegram: Markdown becomes HTML, in parts of at most 4,096 characters ----
 # Telegram refuses `a < b` ("400 can't parse entities") and a long text ("400 message is too long").
 # Split a text after formatting, because `&lt;` is longer than `<`. Each part closes its open tags.
-# Each pattern takes linear time: a match that begins with `*` ends at the next `*` at the latest.
+# Each pattern takes linear time: a match that starts with `**` ends at the next `**` at the latest.
 
 # ```py ↵ a = 1 ↵ ```   not ```npm install```; an unclosed block extends to the end of the text
 FENCE = r"(?m)^[ \t]*```([\w+-]*)[^`\n]*\n((?:.*\n)*?.*?)(?:^[ \t]*```[ \t]*$|\Z)"

@@ -177,7 +177,7 @@ class Session:
             self.mark("ended", why=why)
 
     def end_behind(self, excess: float, size: Callable[[dict], int]) -> int:
-        """Add the sizes of the oldest turns up to `excess`; return the last message's number."""
+        """The last number of the oldest turns that have at least the size `excess`, or of all."""
         found = 0
         for message in self.conversation():
             excess -= size(message)
@@ -262,7 +262,7 @@ class MemoryStore:
         return self.text_of(self.facts)
 
     def write_facts(self, text: str, instead_of: str) -> bool:
-        """Write MEMORY.md. If the file's text is not `instead_of`, only return False."""
+        """Write MEMORY.md, unless `text` is far too short. Return False if the file has changed."""
         with locked(self.lock):
             if self.read_facts() != instead_of:
                 return False
@@ -524,7 +524,7 @@ def read_records(path: Path, is_valid: Callable[[dict], bool]) -> list[dict]:
     """The valid records of a file, in order. An invalid line is copied once to `*.corrupt`."""
     raw = path.read_bytes() if path.exists() else b""
     records, damaged = [], []
-    for line in raw.split(b"\n"):  # splitlines() would also split at U+2028 and \x85
+    for line in raw.split(b"\n"):  # str.splitlines() would also split at U+2028 and \x85
         try:
             record = json.loads(line, parse_constant=int)  # int("NaN") raises ValueError
         except (ValueError, RecursionError):

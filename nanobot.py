@@ -617,7 +617,7 @@ class AgentLoop:
 
 
 def run(text: str, session_key: str = "cli:direct", config: Config | None = None) -> str:
-    """Returns the answer to `text`. Tools use the current folder. A failure raises RuntimeError."""
+    """Answer `text`. Tools use the current folder. Raises RuntimeError if there is no answer."""
     loop = AgentLoop(config or load_config())
     with BackgroundLoop(loop.close) as background:
         result = background.complete(loop.process_direct(text, session_key))
@@ -770,9 +770,9 @@ def is_read_only(call: ToolCallRequest, tools: ToolRegistry) -> bool:
 
 
 # ---- Prompts are files, in templates/ and in the workspace ----
-# If SOUL.md is a link to ~/.ssh/id_rsa, the fence keeps this private key out of the prompt.
+# If SOUL.md is a link to ~/.ssh/id_rsa, only the fence keeps this key out of the prompt.
 
-PLACEHOLDERS = (  # the prompt omits these template lines, because small models take them for facts
+PLACEHOLDERS = (  # template lines, also of older versions, that small models take for facts
     "Who the user is goes here: name, time zone, language, work, likes.",
     "Notes on this machine's tools go here: hosts, accounts, paths, quirks.",
     "Instructions of the user for the agent go here: rules of a project, preferences for tools, "
@@ -1356,7 +1356,7 @@ class Gateway:
         sessions = {*self.loop.turns.tasks, *self.loop.subagents.running.values()}
         if sessions or not all(task.done() for task in (*work, ending)):
             what = ", ".join(sorted(sessions)) or "a task of the gateway"
-            log.warning("still running after 8 s: %s; the journal has the finished steps", what)
+            log.warning("still running at the end: %s; the journal has the finished steps", what)
 
     async def _end_in_order(self, work: list[asyncio.Task]) -> None:
         await end_all(work, 6.0)
@@ -1857,7 +1857,7 @@ def path_of(text: str) -> Path:
 
 
 def load_config(path: Path | None = None, environ: Mapping[str, str] = os.environ) -> Config:
-    """Read the settings file. Environment variables override it. The file `path` must exist."""
+    """Read the settings file. Environment variables override it. If given, `path` must exist."""
     file = path or path_of(USUAL_SETTINGS)
     config = Config()
     if path or file.exists():

@@ -613,7 +613,7 @@ class Endpoint:
     model: str = ""
     extra_headers: dict = field(default_factory=dict)
     extra_body: dict = field(default_factory=dict)
-    text_tool_calls: str = "auto"  # on, off, auto: run calls that a model wrote as text?
+    text_tool_calls: str = "auto"  # run calls written as text? on, off, auto (local models)
 
     def without_secrets(self, text: str) -> str:
         """Hide API keys and URL passwords, because error texts of servers may contain them."""
@@ -629,8 +629,8 @@ def choose_endpoint(
     """Choose the row, the address and the key from `settings` (row name → endpoint).
 
     The first of these decides the row: a maker's base URL, `provider`, any other base URL, `model`.
-    A row's key and headers never reach another row's host. Returns None if no row is usable. Raises
-    ValueError for a wrong setting."""
+    A row's key and headers never reach another row's host, but the user's own server also gets
+    OPENAI_API_KEY. Returns None if no row is usable. Raises ValueError for a wrong setting."""
     if provider and provider not in ROWS:
         names = ", ".join(ROWS)
         raise ValueError(f"There is no provider {provider!r}. There are: {names}, offline, human.")
@@ -963,7 +963,7 @@ HEALING = [
     Remedy("stream\\b.{1,30}not support", "this model does not stream",
            partial(with_parameters, stream=None, stream_options=None)),
     # "To use function tools, use /v1/responses or set reasoning_effort to 'none'."
-    Remedy("to 'none'", "reasoning is switched off in requests with tools",
+    Remedy("to 'none'", "reasoning is switched off: this model refuses it with tools",
            partial(with_parameters, reasoning_effort="none")),
     # Ollama "gemma3:4b does not support tools", a template "Conversation roles must alternate",
     # vLLM '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
@@ -1279,7 +1279,7 @@ class AnswerReader:
         return text[before:]
 
     def response(self, request: LLMRequest) -> LLMResponse:
-        """Return the complete answer. Raises Failure if the answer is incomplete."""
+        """Return the answer, even if it reached max_tokens. Raises Failure if it broke off."""
         reason = REASONS.get(str(self.finish_reason).lower(), "stop")
         calls = self.text_calls
         for call in self.calls:

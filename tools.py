@@ -809,7 +809,7 @@ def notebook_edit(
     cell_type: Literal["code", "markdown", "raw", ""] = "",
     mode: Literal["replace", "insert", "delete"] = "replace", *, turn: Turn,
 ) -> str:  # fmt: skip
-    """Change, insert or delete a cell of a Jupyter notebook (.ipynb). Returns the diff."""
+    """Change or delete a cell of a Jupyter notebook (.ipynb), or insert one before it."""
     return rewrite(path, turn, lambda text: change_cell(text, cell, source, cell_type, mode))
 
 
@@ -1757,7 +1757,7 @@ MCP_LOST = (-32000, -32600)  # error codes of "Connection closed" and "Session t
 
 
 class MCPTool(Tool):
-    """A server's tool, resource or prompt. No tool counts as read-only, even if marked so."""
+    """A server's tool, resource or prompt. Only resources and prompts count as read-only."""
 
     def __init__(self, server: "MCPServer", name: str, kind: str, item: dict):
         self.server, self.name, self.method = server, name, MCP_METHODS[kind]

@@ -929,7 +929,7 @@ MENDED = {  # a recorded refusal: a part of what the user is told, and what chan
         "max_tokens is renamed", {"max_tokens": GONE, "max_completion_tokens": 100}),
     "dashscope-stream-only": ("only streams its answers", {"stream": True}),
     "openai-stream-refused": ("does not stream", {"stream": GONE, "stream_options": GONE}),
-    "openai-tools-with-effort": ("reasoning is switched off in requests with tools", {"reasoning_effort": "none"}),
+    "openai-tools-with-effort": ("reasoning is switched off: this model refuses it with tools", {"reasoning_effort": "none"}),
     "vllm-auto-tool-choice": ("tool calls are sent as text", AS_TEXT),
     "ollama-no-tools": ("tool calls are sent as text", AS_TEXT),
     "deepseek-reasoning-must-be-passed-back": ("empty reasoning", {"messages.2.reasoning_content": ""}),
@@ -1043,7 +1043,7 @@ def test_what_was_learnt_is_remembered_for_the_model_and_told_once():
             ask(provider, HELLO, [STRICT], model=model, told=told)[0]
         efforts = [body.get("reasoning_effort") for body in server.bodies]
     assert efforts == [None, "none", "none", None]
-    assert told == ["custom, a: reasoning is switched off in requests with tools"]
+    assert told == ["custom, a: reasoning is switched off: this model refuses it with tools"]
 
 
 def test_a_change_that_does_not_help_is_tried_once_and_not_remembered():
