@@ -84,7 +84,6 @@ for number, folder in json.load(sys.stdin):
 """
 
 
-@pytest.mark.slow
 def test_a_message_names_what_the_student_did(tmp_path):
     jobs = []
     for number, (name, code, _) in enumerate(MESSAGES):
